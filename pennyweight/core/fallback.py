@@ -1,0 +1,62 @@
+"""Operations a quantized tensor has no way of its own for: dequantize, compute, count, warn once, or refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+_COUNTS: Counter[str] = Counter()
+_WARNED: set[str] = set()
+_STRICT: ContextVar[bool] = ContextVar("pennyweight_strict", default=False)
+
+
+class FallbackWarning(UserWarning):
+    """An operation ran on a dequantized copy of a quantized tensor."""
+
+
+class FallbackError(RuntimeError):
+    """As :class:`FallbackWarning`, under :func:`strict`."""
+
+
+@contextlib.contextmanager
+def strict(enabled: bool = True) -> Iterator[None]:
+    """Within this context every fallback to a dequantized copy is a :class:`FallbackError`."""
+    token = _STRICT.set(enabled)
+    try:
+        yield
+    finally:
+        _STRICT.reset(token)
+
+
+def fallbacks() -> dict[str, int]:
+    """How often each operation ran on a dequantized copy since the last :func:`reset_fallbacks`."""
+    return dict(_COUNTS)
+
+
+def reset_fallbacks() -> None:
+    """Forget the counts and which operations were warned about."""
+    _COUNTS.clear()
+    _WARNED.clear()
+
+
+def count(op: str) -> None:
+    """Count a fallback that is a row of the kernel table: chosen in the open, so it does not warn."""
+    _COUNTS[op] += 1
+
+
+def note(op: str, tensor: Any, returns_view: bool = False) -> None:
+    """Count a fallback; warn once per op, or raise under :func:`strict`."""
+    where = f"{op} on a quantized tensor {tuple(tensor.shape)} ({tensor.spec})"
+    if _STRICT.get():
+        raise FallbackError(
+            f"{where} has no quantized way and strict() is on; call .dequantize() first if a float copy is meant"
+        )
+    _COUNTS[op] += 1
+    if op not in _WARNED:
+        _WARNED.add(op)
+        copy = " The result is a copy, not a view: writing to it does not change the weight." if returns_view else ""
+        warnings.warn(f"{where} runs on a dequantized copy.{copy}", FallbackWarning, stacklevel=4)

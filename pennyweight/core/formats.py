@@ -1,0 +1,192 @@
+"""Number formats: each is a finite set of numbers, one line of data.
+
+A code is what is stored; ``decode`` gives the number it stands for, ``encode`` the code of the nearest number.
+Sources: OCP OFP8 (2023) for e4m3/e5m2; OCP MX v1.0 for e3m2, e2m3, e2m1, e8m0; QLoRA (Dettmers et al. 2023,
+appendix E) for nf4; Dettmers et al. 2022 (8-bit optimizers) for the dynamic maps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BY_NAME: dict[str, Format] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """A finite set of numbers and their codes. Interned by name: identity is equality.
+
+    kind "int":   the code is the number, an integer in [lo, hi].
+    kind "float": small IEEE-like floats; 8-bit ones use torch's dtype, the others are stored sign-magnitude in a byte.
+    kind "table": the code is an index into ``values`` (ascending).
+    """
+
+    name: str
+    bits: int
+    kind: str
+    code_dtype: torch.dtype
+    lo: float
+    hi: float
+    values: tuple[float, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if self.name in _BY_NAME:
+            raise ValueError(f"number format {self.name!r} exists already; choose another name")
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"number format {self.name!r}: bits must be in 1..8, got {self.bits}")
+        _BY_NAME[self.name] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return get_format, (self.name,)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def signed(self) -> bool:
+        return self.lo < 0
+
+    @property
+    def native_float(self) -> bool:
+        """Whether torch itself converts to and from this format."""
+        return self.code_dtype.is_floating_point
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Codes of the nearest numbers, ties to even, saturating. x: any shape, float; NaN is not representable."""
+        if self.kind == "int":
+            return x.round().clamp(self.lo, self.hi).to(self.code_dtype)
+        if self.native_float:
+            return x.clamp(self.lo, self.hi).to(self.code_dtype)
+        if self is E8M0:
+            return _encode_e8m0(x)
+        if self.kind == "float":  # sign-magnitude: the positive half of the table is ascending in its code
+            half = 1 << (self.bits - 1)
+            magnitude = torch.bucketize(x.float().abs(), _boundaries(self.values[:half], x.device, even=True))
+            return (magnitude | (x.signbit().to(magnitude.dtype) << (self.bits - 1))).to(torch.uint8)
+        return torch.bucketize(x.float(), _boundaries(self.values, x.device, even=False)).to(torch.uint8)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Numbers of the codes, as ``dtype``."""
+        if self.kind == "int" or self.native_float:
+            return codes.to(dtype)
+        if self is E8M0:
+            return torch.ldexp(torch.ones_like(codes, dtype=torch.float64), codes.to(torch.int32) - 127).to(dtype)
+        return torch.tensor(self.values, dtype=dtype, device=codes.device)[codes.to(torch.int32)]
+
+    def to_unsigned(self, codes: Tensor) -> Tensor:
+        """Codes as unsigned integers of ``bits`` bits, for bit streams and files. Returns uint8."""
+        if self.native_float:
+            return codes.view(torch.uint8)
+        if self.code_dtype is torch.int8:
+            return (codes - int(self.lo)).to(torch.uint8) if self.bits < 8 else codes.view(torch.uint8) ^ 128
+        return codes
+
+    def from_unsigned(self, codes: Tensor) -> Tensor:
+        """Inverse of :meth:`to_unsigned`. codes: uint8."""
+        if self.native_float:
+            return codes.view(self.code_dtype)
+        if self.code_dtype is torch.int8:
+            return codes.to(torch.int8) + int(self.lo) if self.bits < 8 else (codes ^ 128).view(torch.int8)
+        return codes
+
+
+def _boundaries(values: tuple[float, ...], device: torch.device, *, even: bool) -> Tensor:
+    """Decision levels between neighbours for ``torch.bucketize(x, levels)``, which sends x == level down.
+
+    With ``even`` a tie above an odd code must go up, so its level is moved just below the midpoint.
+    """
+    mids = [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
+    levels = torch.tensor(mids, dtype=torch.float32, device=device)
+    if even:
+        below = torch.nextafter(levels, torch.zeros_like(levels))
+        levels = torch.where(torch.arange(len(mids), device=device) % 2 == 1, below, levels)
+    return levels
+
+
+def _encode_e8m0(x: Tensor) -> Tensor:
+    """Nearest power of two in value: 2**(e+1) from 1.5 * 2**e on (ties to the even code)."""
+    mantissa, exponent = torch.frexp(x.float())  # x = mantissa * 2**exponent, mantissa in [0.5, 1)
+    code = exponent + 126
+    up = (mantissa > 0.75) | ((mantissa == 0.75) & (code % 2 == 1))
+    return torch.where(x > 0, code + up, 0).clamp(0, 254).to(torch.uint8)
+
+
+def get_format(name: str) -> Format:
+    """The format of that name. Raises ValueError that lists the known ones."""
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise ValueError(f"unknown number format {name!r}; known: {', '.join(sorted(_BY_NAME))}") from None
+
+
+def all_formats() -> list[Format]:
+    """Every registered format, in order of registration."""
+    return list(_BY_NAME.values())
+
+
+def _int(bits: int) -> Format:
+    return Format(f"int{bits}", bits, "int", torch.int8, -(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+
+
+def _uint(bits: int) -> Format:
+    return Format(f"uint{bits}", bits, "int", torch.uint8, 0, (1 << bits) - 1)
+
+
+def small_float(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
+    """A sign-magnitude float without infinities or NaN (OCP MX: e3m2, e2m3, e2m1), stored in a byte."""
+    bias = (1 << (exponent_bits - 1)) - 1
+    positive = []
+    for code in range(1 << (exponent_bits + mantissa_bits)):
+        exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+        fraction = mantissa / (1 << mantissa_bits)
+        positive.append((1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias))
+    values = (*positive, *(-v for v in positive))
+    return Format(name, 1 + exponent_bits + mantissa_bits, "float", torch.uint8, -positive[-1], positive[-1], values)
+
+
+def table(name: str, values: tuple[float, ...]) -> Format:
+    """A format from ascending numbers; the code is the index."""
+    if list(values) != sorted(values):
+        raise ValueError(f"number format {name!r}: values must ascend")
+    bits = max(1, (len(values) - 1).bit_length())
+    return Format(name, bits, "table", torch.uint8, values[0], values[-1], values)
+
+
+def _dynamic_map(signed: bool) -> tuple[float, ...]:
+    """256 numbers, dense near zero: 7 decades, each with twice the fractions of the one below, plus 0 and 1.
+
+    Per decade i the means of neighbouring points of linspace(0.1, 1), times 10**(i - 6); rounded through float32 as
+    the published construction does, so that the numbers are the ones other libraries use.
+    """
+    positive: list[float] = []
+    for i in range(7):
+        points = torch.linspace(0.1, 1, (1 << (i if signed else i + 1)) + 1)
+        means = (points[:-1] + points[1:]) / 2.0
+        positive += ((10 ** (i - 6)) * means).tolist()
+    values = [0.0, 1.0, *positive, *([-v for v in positive] if signed else [])]
+    return tuple(sorted(values))
+
+
+INT1, INT2, INT3, INT4, INT5, INT6, INT7, INT8 = (_int(b) for b in range(1, 9))
+UINT1, UINT2, UINT3, UINT4, UINT5, UINT6, UINT7, UINT8 = (_uint(b) for b in range(1, 9))
+TERNARY = Format("ternary", 2, "int", torch.int8, -1, 1)
+E4M3 = Format("e4m3", 8, "float", torch.float8_e4m3fn, -448.0, 448.0)
+E5M2 = Format("e5m2", 8, "float", torch.float8_e5m2, -57344.0, 57344.0)
+E3M2 = small_float("e3m2", 3, 2)
+E2M3 = small_float("e2m3", 2, 3)
+E2M1 = small_float("e2m1", 2, 1)
+E8M0 = Format("e8m0", 8, "float", torch.uint8, 2.0**-127, 2.0**127)  # a scale: 2**(code - 127); code 255 is NaN
+NF4 = table(
+    "nf4",
+    (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+)  # fmt: skip
+DYNAMIC8 = table("dynamic8", _dynamic_map(signed=True))
+UDYNAMIC8 = table("udynamic8", _dynamic_map(signed=False))

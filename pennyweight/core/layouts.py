@@ -1,0 +1,59 @@
+"""Layouts: how parts lie in memory. A layout read by one kernel is declared in that kernel's file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from . import blocks
+from .numerics import Parts
+from .packing import pack_bits, unpack_bits
+from .spec import QuantSpec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """name; pack(plain parts, spec, shape) -> parts; unpack is its inverse, bit for bit.
+
+    shape is the stored shape of the tensor. ``devices`` None: any. A layout never reaches a file: files hold "bits".
+    """
+
+    name: str
+    pack: Callable[[Parts, QuantSpec, Sequence[int]], Parts]
+    unpack: Callable[[Parts, QuantSpec, Sequence[int]], Parts]
+    devices: tuple[str, ...] | None = None
+
+
+LAYOUTS: dict[str, Layout] = {}
+
+
+def register_layout(layout: Layout) -> Layout:
+    """Make a layout known by its name. Raises ValueError for a name in use."""
+    if layout.name in LAYOUTS:
+        raise ValueError(f"layout {layout.name!r} is registered already")
+    LAYOUTS[layout.name] = layout
+    return layout
+
+
+def get_layout(name: str) -> Layout:
+    """The layout of that name. Raises ValueError that lists the known ones."""
+    if name not in LAYOUTS:
+        raise ValueError(f"unknown layout {name!r}; known: {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+def _identity(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    return parts
+
+
+def _pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    return parts._replace(codes=pack_bits(spec.format.to_unsigned(parts.codes), spec.format.bits))
+
+
+def _unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    n = blocks.padded(spec.block, shape)[-1]
+    return parts._replace(codes=spec.format.from_unsigned(unpack_bits(parts.codes, spec.format.bits, n)))
+
+
+PLAIN = register_layout(Layout("plain", _identity, _identity))
+BITS = register_layout(Layout("bits", _pack, _unpack))

@@ -1,0 +1,147 @@
+"""Quantize and dequantize on plain parts: the reference of everything else.
+
+    x = (decode(codes) - mid - zero_point) * scale + offset
+
+Nothing here knows of tensor subclasses, layouts or kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import blocks
+from .choose import Params, choose
+from .spec import QuantSpec
+
+
+class Parts(NamedTuple):
+    """What is stored of a tensor. ``scale`` and ``offset`` are Parts themselves where the spec says they are quantized.
+
+    ``act_scale`` and ``act_zero_point`` are the stored parameters of a static activation, not of the tensor's value.
+    """
+
+    codes: Tensor
+    scale: Any = None
+    zero_point: Tensor | None = None
+    offset: Any = None
+    act_scale: Tensor | None = None
+    act_zero_point: Tensor | None = None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Parts:
+        """fn over every tensor, nested ones too."""
+        return Parts(*(None if p is None else p.map(fn) if isinstance(p, Parts) else fn(p) for p in self))
+
+
+def quantize(
+    x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None, params: Params | None = None
+) -> Parts:
+    """Plain parts of x. x: float, any strides; block sizes that do not divide the shape are padded.
+
+    ``params`` given (a static scale, a solver's choice): used as they are; else :func:`choose`.
+    Codes are computed from the parameters as stored, so that rounding of the scale is seen by the codes.
+    """
+    x = blocks.pad(x, spec.block)
+    if params is None:
+        params = choose(x, spec, rule, eps)
+    scale = _store(params.scale, spec.scale)
+    offset = _store(params.offset, spec.offset)
+    zero_point = None if params.zero_point is None else params.zero_point.to(spec.zero_point_dtype)
+    seen = Params(_value(scale, spec.scale, params.scale), zero_point, _value(offset, spec.offset, params.offset))
+    view = blocks.split(x, blocks.counts(spec.block, x.shape))
+    return Parts(encode(view, spec, seen).reshape(x.shape), scale, zero_point, offset)
+
+
+def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """The tensor of ``shape`` that plain parts stand for. Computed in float32 (float64 if asked), rounded once."""
+    compute = torch.float64 if dtype is torch.float64 else torch.float32
+    part_shape = blocks.counts(spec.block, shape)
+    seen = Params(
+        None if parts.scale is None else part_value(parts.scale, spec.scale, part_shape, compute),
+        parts.zero_point,
+        None if parts.offset is None else part_value(parts.offset, spec.offset, part_shape, compute),
+    )
+    view = blocks.split(parts.codes, part_shape) if parts.codes.ndim else parts.codes
+    x = stored_value(view, spec, seen, compute).reshape(parts.codes.shape)
+    for axis, n in enumerate(shape):
+        if x.shape[axis] != n:
+            x = x.narrow(axis, 0, n)
+    return x.to(dtype).contiguous()
+
+
+def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
+    """Codes of a block view [g0, b0, ..] under parameters of shape [g0, ..]."""
+    f = spec.format
+    if p.scale is None:
+        return f.encode(view)
+    scale = blocks.spread(p.scale)
+    if f.kind != "int":  # a scale that underflowed to zero sends everything to zero
+        centred = view.float() if p.offset is None else view.float() - blocks.spread(p.offset)
+        return f.encode(centred / torch.where(scale == 0, torch.inf, scale))
+    if p.offset is not None:
+        least = blocks.spread(p.offset) - scale * (spec.mid - f.lo)
+        steps = ((view - least) / torch.where(scale == 0, torch.inf, scale)).round()
+        return (steps + f.lo).clamp(f.lo, f.hi).to(f.code_dtype)
+    # Multiply by the reciprocal and round before adding the zero point: bit for bit what torchao does.
+    steps = (view * torch.where(scale == 0, 0.0, 1.0 / scale)).round()
+    if p.zero_point is not None:
+        steps = steps + blocks.spread(p.zero_point)
+    return (steps + spec.mid if spec.mid else steps).clamp(f.lo, f.hi).to(f.code_dtype)
+
+
+def stored_value(view: Tensor, spec: QuantSpec, p: Params, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of codes in a block view [g0, b0, ..] under parameters of shape [g0, ..]."""
+    x = spec.format.decode(view, dtype)
+    if spec.mid:
+        x = x - spec.mid
+    if p.zero_point is not None:
+        x = x - blocks.spread(p.zero_point).to(dtype)
+    if p.scale is not None:
+        x = x * blocks.spread(p.scale).to(dtype)
+    if p.offset is not None:
+        x = x + blocks.spread(p.offset).to(dtype)
+    return x
+
+
+def part_value(part: Any, kind: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Numbers of a scale or offset of that shape, whether it is a plain tensor or Parts under a QuantSpec."""
+    return dequantize(part, kind, shape, dtype) if isinstance(part, Parts) else part.to(dtype)
+
+
+def _store(value: Tensor | None, kind: QuantSpec | torch.dtype | None) -> Any:
+    if value is None or kind is None:
+        return None
+    return quantize(value.float(), kind) if isinstance(kind, QuantSpec) else value.to(kind)
+
+
+def _value(part: Any, kind: Any, chosen: Tensor | None) -> Tensor | None:
+    return dequantize(part, kind, chosen.shape) if isinstance(part, Parts) and chosen is not None else part
+
+
+def fake_quantize(x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None) -> Tensor:
+    """dequantize(quantize(x)) in x's dtype, the deployment arithmetic, differentiable by the straight-through estimator.
+
+    The gradient passes unchanged (Bengio et al. 2013); parameters are treated as constants.
+    """
+    return _FakeQuantize.apply(x, spec, rule, eps)
+
+
+class _FakeQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) -> Tensor:
+        return dequantize(quantize(x, spec, rule, eps), spec, x.shape, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad, None, None, None
+
+
+def sqnr(reference: Tensor, approximation: Tensor) -> float:
+    """Signal to quantization noise in dB: 20 log10(|reference| / |reference - approximation|); inf where equal."""
+    reference, approximation = reference.double(), approximation.double()
+    noise = torch.linalg.vector_norm(reference - approximation)
+    signal = torch.linalg.vector_norm(reference)
+    return float(20 * torch.log10(signal / noise)) if noise > 0 else float("inf")

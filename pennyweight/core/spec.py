@@ -1,0 +1,229 @@
+"""QuantSpec: how a tensor is stored with the numbers of a format. Static, hashable, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import blocks
+from .formats import E2M1, E4M3, E8M0, INT8, NF4, UINT4, Format, get_format
+
+SPEC_VERSION = 1
+# Fixed table: a dtype named in a file is looked up here and nowhere else.
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+_DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
+_SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64"}
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How a tensor is stored. The value of every element, with parts spread over their blocks:
+
+        x = (decode(codes) - mid - zero_point) * scale + offset
+
+    format      the numbers of the codes
+    block       elements that share a scale: right-aligned to the shape; -1 the whole axis; None the whole tensor
+    scale       dtype of the scale, or a QuantSpec: then the scale is itself quantized; None: no scale (1)
+    zero_point  whether an integer zero point, in code units, is stored per block
+    offset      dtype or QuantSpec of a real offset in value units, per block; None: no offset
+    mid         a constant zero point in code units that needs no storage (8 for a uint4 centred on zero)
+    layout      how the parts lie in memory; "plain" is one code an element
+    """
+
+    format: Format
+    block: tuple[int, ...] | None = None
+    scale: QuantSpec | torch.dtype | None = torch.float32
+    zero_point: bool = False
+    offset: QuantSpec | torch.dtype | None = None
+    mid: int = 0
+    layout: str = "plain"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", blocks.normalize(self.block))
+        object.__setattr__(self, "zero_point", bool(self.zero_point))
+        for name in ("scale", "offset"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, QuantSpec) or value in _DTYPE_NAMES):
+                raise ValueError(f"QuantSpec.{name} must be a float dtype or a QuantSpec, got {value!r}")
+        if self.scale is None and (self.zero_point or self.offset is not None):
+            raise ValueError("QuantSpec without a scale can have neither zero_point nor offset; give scale a dtype")
+        if self.zero_point and self.format.kind != "int":
+            raise ValueError(f"zero_point is in code units and needs an integer format, got {self.format}; use offset")
+
+    def __str__(self) -> str:
+        block = "tensor" if self.block is None else ",".join("*" if b == -1 else str(b) for b in self.block)
+        text = f"{self.format}[{block}]"
+        for name in ("scale", "offset"):
+            value = getattr(self, name)
+            if value is not None:
+                text += f" {name}={_SHORT[value] if isinstance(value, torch.dtype) else f'({value})'}"
+        if self.zero_point:
+            text += " zero_point"
+        return text if self.layout == "plain" else f"{text} layout={self.layout}"
+
+    def with_(self, **changes: Any) -> QuantSpec:
+        """This spec with some fields changed."""
+        return replace(self, **changes)
+
+    def part_specs(self) -> dict[str, QuantSpec | torch.dtype]:
+        """Stored parts other than the codes and what each is stored as."""
+        parts: dict[str, QuantSpec | torch.dtype] = {}
+        if self.scale is not None:
+            parts["scale"] = self.scale
+        if self.zero_point:
+            parts["zero_point"] = self.zero_point_dtype
+        if self.offset is not None:
+            parts["offset"] = self.offset
+        return parts
+
+    @property
+    def zero_point_dtype(self) -> torch.dtype:
+        """Zero points lie within the range of the codes, so they take the codes' own dtype."""
+        return self.format.code_dtype
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of all parts of a tensor of that shape, codes at one byte (layout "plain") or ``bits`` bits each."""
+        stored = blocks.padded(self.block, shape)
+        count = 1
+        for n in stored[:-1]:
+            count *= n
+        last = stored[-1] if stored else 1
+        total = count * (last if self.layout == "plain" else -(-last * self.format.bits // 8))
+        part_shape = blocks.counts(self.block, shape)
+        n_blocks = 1
+        for n in part_shape:
+            n_blocks *= n
+        for kind in self.part_specs().values():
+            total += kind.nbytes(part_shape) if isinstance(kind, QuantSpec) else n_blocks * kind.itemsize
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; see docs/format.md."""
+        data: dict[str, Any] = {
+            "format": self.format.name,
+            "block": None if self.block is None else list(self.block),
+            "scale": _part_to_data(self.scale),
+        }
+        if self.zero_point:
+            data["zero_point"] = True
+        if self.offset is not None:
+            data["offset"] = _part_to_data(self.offset)
+        if self.mid:
+            data["mid"] = self.mid
+        if self.layout != "plain":
+            data["layout"] = self.layout
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any) -> QuantSpec:
+        """Inverse of :meth:`to_dict`. Raises ValueError on anything but exactly known, well-typed keys."""
+        check_keys("QuantSpec", data, required={"format", "block", "scale"}, optional=_OPTIONAL)
+        block = data["block"]
+        if block is not None and not (isinstance(block, list) and all(type(b) is int for b in block)):
+            raise ValueError(f"QuantSpec.block must be null or a list of integers, got {block!r}")
+        for key, kind in (("format", str), ("zero_point", bool), ("mid", int), ("layout", str)):
+            if key in data and type(data[key]) is not kind:
+                raise ValueError(f"QuantSpec.{key} must be {kind.__name__}, got {data[key]!r}")
+        return cls(
+            get_format(data["format"]),
+            None if block is None else tuple(block),
+            _part_from_data(data["scale"]),
+            data.get("zero_point", False),
+            _part_from_data(data.get("offset")),
+            data.get("mid", 0),
+            data.get("layout", "plain"),
+        )
+
+    def to_json(self) -> str:
+        """Versioned JSON."""
+        return json.dumps({"version": SPEC_VERSION, **self.to_dict()}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> QuantSpec:
+        """Inverse of :meth:`to_json`. Raises ValueError on a newer version or malformed data."""
+        data = json.loads(text)
+        version = data.pop("version", None) if isinstance(data, dict) else None
+        if version != SPEC_VERSION:
+            raise ValueError(f"QuantSpec version {version!r}; this release reads version {SPEC_VERSION}")
+        return cls.from_dict(data)
+
+
+_OPTIONAL = {"zero_point", "offset", "mid", "layout"}
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """How the input of an op is quantized before it: per call ("dynamic") or with stored parameters ("static").
+
+    rule and eps are those of :func:`pennyweight.core.choose.choose`; the block is over the input, [-1] is per token.
+    """
+
+    spec: QuantSpec
+    mode: str = "dynamic"
+    rule: str | None = None
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("dynamic", "static"):
+            raise ValueError(f'ActivationSpec.mode must be "dynamic" or "static", got {self.mode!r}')
+
+    def __str__(self) -> str:
+        return f"{self.mode} {self.spec}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"spec": self.spec.to_dict(), "mode": self.mode, "rule": self.rule, "eps": self.eps}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> ActivationSpec:
+        check_keys("ActivationSpec", data, required={"spec", "mode"}, optional={"rule", "eps"})
+        rule, eps = data.get("rule"), data.get("eps")
+        if not (rule is None or isinstance(rule, str)) or not (eps is None or type(eps) in (int, float)):
+            raise ValueError(f"ActivationSpec: rule must be a name and eps a number, got {rule!r} and {eps!r}")
+        return cls(QuantSpec.from_dict(data["spec"]), data["mode"], rule, eps)
+
+
+def check_keys(what: str, data: Any, required: set[str], optional: set[str]) -> None:
+    """Raise ValueError unless ``data`` is a dict with exactly the known keys."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} must be an object, got {type(data).__name__}")
+    missing, unknown = required - data.keys(), data.keys() - required - optional
+    if missing or unknown:
+        raise ValueError(f"{what}: missing {sorted(missing)}, unknown {sorted(map(str, unknown))}")
+
+
+def _part_to_data(value: QuantSpec | torch.dtype | None) -> Any:
+    return value.to_dict() if isinstance(value, QuantSpec) else None if value is None else _DTYPE_NAMES[value]
+
+
+def _part_from_data(data: Any) -> QuantSpec | torch.dtype | None:
+    if data is None:
+        return None
+    if isinstance(data, str):
+        if data not in DTYPES:
+            raise ValueError(f"unknown dtype {data!r}; known: {', '.join(DTYPES)}")
+        return DTYPES[data]
+    return QuantSpec.from_dict(data)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of a float dtype in files."""
+    return _DTYPE_NAMES[dtype]
+
+
+# Known number schemes: data, a line each.
+TENSOR = None
+MXFP8 = QuantSpec(E4M3, (32,), scale=QuantSpec(E8M0, (1,), scale=None))
+MXFP4 = QuantSpec(E2M1, (32,), scale=QuantSpec(E8M0, (1,), scale=None))
+NVFP4 = QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, TENSOR))
+NF4_BLOCK = QuantSpec(NF4, (64,))
+NF4_DOUBLE = QuantSpec(NF4, (64,), scale=QuantSpec(INT8, (256,), offset=torch.float32))
+TINYGEMM = QuantSpec(UINT4, (128,), scale=torch.bfloat16, offset=torch.bfloat16, mid=8)

@@ -1,0 +1,509 @@
+"""AffineQuantizedTensor: the only tensor subclass. Its parts plus a QuantSpec.
+
+Invariants, each a property test:
+1. Every part has the rank of the tensor; its size on each stored axis divides the padded size of that axis.
+2. Where a block does not divide an axis, codes are padded to whole blocks; the tensor keeps its true shape.
+3. Structural ops commute with ``dequantize``, or raise, or are a counted fallback.
+4. ``spec`` and ``act`` are static and hashable; sizes live in the parts, never in the spec.
+5. ``unpack(pack(parts)) == parts``, bit for bit.
+6. Nothing falls back silently (see fallback.py).
+7. A zero or constant block gives finite values; NaN or inf is an error that names the tensor.
+
+Parts are stored with the contracted axis last. ``axes`` says which stored axis each logical axis is (None: the same
+order), so that ``w.t()`` costs nothing under any layout and ``x @ w.t()`` still finds its kernel.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import blocks, fallback
+from .choose import Params
+from .layouts import get_layout
+from .numerics import Parts, dequantize, quantize, sqnr
+from .spec import ActivationSpec, QuantSpec, dtype_name
+
+SLOTS = Parts._fields
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+ATEN: dict[Any, Handler] = {}  # aten overload -> what to do under __torch_dispatch__
+FUNCTIONS: dict[Any, Handler] = {}  # public torch function -> what to do under __torch_function__
+
+
+def implements(*ops: Any, table: dict[Any, Handler] = ATEN) -> Callable[[Handler], Handler]:
+    """Register a handler ``(func, args, kwargs) -> result``; it may return NotImplemented to fall back."""
+
+    def add(fn: Handler) -> Handler:
+        for op in ops:
+            table[op] = fn
+        return fn
+
+    return add
+
+
+class AffineQuantizedTensor(Tensor):
+    """A tensor stored as low-precision codes: x = (decode(codes) - mid - zero_point) * scale + offset.
+
+    Built by :meth:`from_float`, by :func:`pennyweight.quantize_`, or from parts:
+    ``AffineQuantizedTensor(parts, spec, shape, dtype)`` with parts in the layout of the spec. ``shape`` is the logical
+    shape. ``AffineQuantizedTensor(w, requires_grad=...)`` of an own instance is an alias of it.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    zero_point: Tensor | None
+    offset: Tensor | None
+    act_scale: Tensor | None
+    act_zero_point: Tensor | None
+    spec: QuantSpec
+    act: ActivationSpec | None
+    axes: tuple[int, ...] | None
+    readonly: bool  # shares blocks with elements outside itself, so in-place ops must refuse
+    _bound: dict[str, Any]  # kernels selected for this tensor, by op
+
+    @staticmethod
+    def __new__(
+        cls: type[AffineQuantizedTensor],
+        parts: Parts | AffineQuantizedTensor,
+        spec: QuantSpec | None = None,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        act: ActivationSpec | None = None,
+        axes: tuple[int, ...] | None = None,
+        readonly: bool = False,
+        requires_grad: bool = False,
+    ) -> AffineQuantizedTensor:
+        if isinstance(parts, AffineQuantizedTensor):
+            return parts.detach().requires_grad_(requires_grad)  # type: ignore[return-value]
+        if not isinstance(parts, Parts) or spec is None or shape is None:
+            raise TypeError(
+                f"AffineQuantizedTensor needs Parts, a QuantSpec and a shape, got {type(parts).__name__}; "
+                "to quantize a float tensor use AffineQuantizedTensor.from_float(x, spec)"
+            )
+        if axes == tuple(range(len(shape))):
+            axes = None
+        shape = tuple(shape)
+        self: AffineQuantizedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=_strides(shape, axes),
+            dtype=dtype,
+            device=parts.codes.device,
+            requires_grad=requires_grad,
+        )
+        part_shape: tuple[int, ...] | None = None
+        for name, part in zip(SLOTS, parts, strict=True):
+            if isinstance(part, Parts):
+                if part_shape is None:
+                    part_shape = blocks.counts(spec.block, stored_shape(shape, axes))
+                part = AffineQuantizedTensor(part, getattr(spec, name), part_shape)
+            setattr(self, name, part)
+        self.spec, self.act, self.axes, self.readonly = spec, act, axes, readonly
+        self._bound = {}
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def from_float(
+        cls,
+        x: Tensor,
+        spec: QuantSpec,
+        rule: str | None = None,
+        eps: float | None = None,
+        act: ActivationSpec | None = None,
+        params: Params | None = None,
+        name: str = "tensor",
+    ) -> AffineQuantizedTensor:
+        """Quantize x [.., contracted] by round-to-nearest.
+
+        rule, eps, params: see :mod:`pennyweight.core.choose`. name: used in errors. Raises ValueError where x is not
+        floating point or holds NaN or inf, naming the tensor.
+        """
+        if not x.is_floating_point():
+            raise ValueError(f"{name}: only floating-point tensors can be quantized, got {x.dtype}")
+        x = x.detach()
+        check_finite(x, name)
+        plain = quantize(x, spec.with_(layout="plain"), rule, eps, params)
+        parts = get_layout(spec.layout).pack(plain, spec, x.shape)
+        return cls(parts, spec, x.shape, x.dtype, act)
+
+    # -- the value ---------------------------------------------------------------------------------------------------
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The float tensor this one stands for, as ``dtype`` (default: its own). Gradients pass straight through."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype or self.dtype)
+        return self._dequantize(dtype or self.dtype)
+
+    def _dequantize(self, dtype: torch.dtype) -> Tensor:
+        x = dequantize(self.plain_parts(), self.spec, self.stored_shape, dtype)
+        return x if self.axes is None else x.permute(self.axes)
+
+    def plain_parts(self) -> Parts:
+        """Unpacked parts in stored order, nested ones as Parts."""
+        parts = get_layout(self.spec.layout).unpack(self.parts, self.spec, self.stored_shape)
+        return Parts(*(p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p for p in parts))
+
+    @property
+    def parts(self) -> Parts:
+        """The stored parts, as they lie in memory."""
+        return Parts(*(getattr(self, name) for name in SLOTS))
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Logical sizes in stored order: the contracted axis last."""
+        return stored_shape(self.shape, self.axes)
+
+    @property
+    def tensor_impl(self) -> PlainView:
+        """Read-only view of plain, unpacked values whatever the layout: .int_data, .scale, .zero_point."""
+        return PlainView(self)
+
+    def error(self, reference: Tensor) -> float:
+        """Signal to quantization noise against ``reference``, in dB."""
+        return sqnr(reference, self.dequantize(torch.float32))
+
+    def requantize(self, spec: QuantSpec, rule: str | None = None) -> AffineQuantizedTensor:
+        """This tensor under another spec, through float once. A change of layout alone is exact."""
+        if spec.with_(layout="plain") == self.spec.with_(layout="plain"):
+            return self.to_layout(spec.layout)
+        x = dequantize(self.plain_parts(), self.spec, self.stored_shape, torch.float32)
+        new = AffineQuantizedTensor.from_float(x, spec, rule)
+        return self.with_(parts=new.parts, spec=spec, readonly=False)
+
+    def to_layout(self, name: str) -> AffineQuantizedTensor:
+        """The same values in another layout, exactly."""
+        if name == self.spec.layout:
+            return self
+        spec, shape = self.spec.with_(layout=name), self.stored_shape
+        parts = get_layout(self.spec.layout).unpack(self.parts, self.spec, shape)
+        return self.with_(parts=get_layout(name).pack(parts, spec, shape), spec=spec)
+
+    def with_(self, **changes: Any) -> AffineQuantizedTensor:
+        """A tensor like this one with some of parts, spec, shape, dtype, act, axes, readonly (or slots) changed."""
+        slots = {k: changes.pop(k) for k in tuple(changes) if k in SLOTS}
+        fields = {
+            "parts": self.parts, "spec": self.spec, "shape": self.shape, "dtype": self.dtype,
+            "act": self.act, "axes": self.axes, "readonly": self.readonly,
+        }  # fmt: skip
+        unknown = changes.keys() - fields.keys()
+        if unknown:
+            raise TypeError(f"with_() got {sorted(unknown)}; it takes {sorted(fields)} and {SLOTS}")
+        fields.update(changes)
+        fields["parts"] = fields["parts"]._replace(**slots)
+        return AffineQuantizedTensor(**fields)
+
+    # -- size and storage --------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored parts."""
+        return sum(p.nbytes for p in self.parts if p is not None)
+
+    def element_size(self) -> float:  # type: ignore[override]
+        """Bytes per element: nbytes / numel. An int where it is whole, so that numel * element_size is nbytes."""
+        n = self.numel()
+        if n == 0:
+            return 1
+        return self.nbytes // n if self.nbytes % n == 0 else self.nbytes / n
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """A stand-in that tells the true number of bytes; the bytes themselves are those of the parts."""
+        return torch.UntypedStorage(self.nbytes, device="meta")
+
+    def data_ptr(self) -> int:
+        """Address of the codes: equal for tensors that share them."""
+        return self.codes.data_ptr()
+
+    def share_memory_(self) -> AffineQuantizedTensor:
+        """Move all parts to shared memory."""
+        for part in self.parts:
+            if part is not None:
+                part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(p.is_shared() for p in self.parts if p is not None)
+
+    @property
+    def data(self) -> AffineQuantizedTensor:  # type: ignore[override]
+        """An alias outside autograd. Assigning takes over the parts of a quantized tensor, or quantizes a float one."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, AffineQuantizedTensor):
+            with torch.no_grad():
+                self.copy_(value)
+            return
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise ValueError(
+                f"data of a quantized tensor {tuple(self.shape)} {self.dtype} on {self.device} cannot become "
+                f"{tuple(value.shape)} {value.dtype} on {value.device}; assign a new parameter instead"
+            )
+        for name in (*SLOTS, "spec", "act", "axes", "readonly"):
+            setattr(self, name, getattr(value, name))
+        self._bound = {}
+
+    # -- protocols ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _quantized_linear_op(input: Tensor, weight: AffineQuantizedTensor, bias: Tensor | None = None) -> Tensor:
+        """input [.., K] @ weight [N, K].T + bias, by the kernel that the table selects."""
+        return torch.nn.functional.linear(input, weight, bias)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        text = f"AffineQuantizedTensor(shape={tuple(self.shape)}, {self.spec}, dtype={self.dtype}, device={self.device}"
+        if self.act is not None:
+            text += f", act={self.act}"
+        return text + (", requires_grad=True)" if self.requires_grad else ")")
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = [n for n in SLOTS if getattr(self, n) is not None]
+        return names, (self.spec, self.act, self.dtype, self.axes, self.readonly, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], ctx: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> AffineQuantizedTensor:
+        spec, act, dtype, axes, readonly, requires_grad = ctx
+        return AffineQuantizedTensor(Parts(**inner), spec, outer_size, dtype, act, axes, readonly, requires_grad)
+
+    def _stable_hash_for_caching(self) -> str:
+        return static_json(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AffineQuantizedTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        parts = Parts(*(copy.deepcopy(p, memo) for p in self.parts))
+        new = self.with_(parts=parts).requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            new._is_param = True
+        memo[id(self)] = new
+        return new  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        parts = {n: p for n, p in zip(SLOTS, self.parts, strict=True) if p is not None}
+        return rebuild, (static_json(self), parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        handler = FUNCTIONS.get(func)
+        if handler is not None:
+            out = handler(func, args, kwargs or {})
+            if out is not NotImplemented:
+                return out
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = ATEN.get(func)
+        if handler is not None:
+            out = handler(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return _fall_back(func, args, kwargs)
+
+
+class PlainView:
+    """Plain values of a quantized tensor: ``int_data`` (codes), ``scale``, ``zero_point`` (or real ``offset``).
+
+    Shapes follow the logical axes; padding is cut off. A symmetric tensor shows its constant zero point (``mid``).
+    """
+
+    def __init__(self, tensor: AffineQuantizedTensor) -> None:
+        self._tensor, self._parts = tensor, tensor.plain_parts()
+
+    def _logical(self, part: Tensor) -> Tensor:
+        return part if self._tensor.axes is None else part.permute(self._tensor.axes)
+
+    def _part(self, name: str) -> Tensor | None:
+        part, kind = getattr(self._parts, name), getattr(self._tensor.spec, name)
+        if isinstance(part, Parts):
+            shape = blocks.counts(self._tensor.spec.block, self._tensor.stored_shape)
+            part = dequantize(part, kind, shape)
+        return None if part is None else self._logical(part)
+
+    @property
+    def int_data(self) -> Tensor:
+        """Codes, one an element."""
+        codes = self._parts.codes
+        for axis, n in enumerate(self._tensor.stored_shape):
+            codes = codes.narrow(axis, 0, n)
+        return self._logical(codes)
+
+    @property
+    def scale(self) -> Tensor | None:
+        return self._part("scale")
+
+    @property
+    def zero_point(self) -> Tensor | None:
+        """Integer zero point in code units; the real offset where the spec has one."""
+        if self._parts.zero_point is not None:
+            return self._logical(self._parts.zero_point)
+        if self._tensor.spec.offset is not None:
+            return self._part("offset")
+        scale = self.scale
+        return None if scale is None else torch.full_like(scale, self._tensor.spec.mid, dtype=torch.int32)
+
+    def get_plain(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.int_data, self.scale, self.zero_point
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: AffineQuantizedTensor, dtype: torch.dtype) -> Tensor:
+        return w._dequantize(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def stored_shape(shape: Sequence[int], axes: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Logical sizes in stored order."""
+    if axes is None:
+        return tuple(shape)
+    sizes = [0] * len(axes)
+    for n, axis in zip(shape, axes, strict=True):
+        sizes[axis] = n
+    return tuple(sizes)
+
+
+def _strides(shape: Sequence[int], axes: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Strides of the logical tensor: contiguous in stored order."""
+    strides, step = [], 1
+    for n in reversed(stored_shape(shape, axes)):
+        strides.append(step)
+        step *= max(n, 1) if isinstance(n, int) else n
+    strides.reverse()
+    return tuple(strides) if axes is None else tuple(strides[a] for a in axes)
+
+
+def check_finite(x: Tensor, name: str) -> None:
+    """Raise ValueError naming the tensor where it holds NaN or inf."""
+    if x.device.type == "meta" or x.numel() == 0 or torch.compiler.is_compiling():
+        return
+    if not bool(torch.isfinite(x.sum(dtype=torch.float64))) and not bool(torch.isfinite(x).all()):
+        bad = int((~torch.isfinite(x)).sum())
+        raise ValueError(
+            f"{name}: {bad} of {x.numel()} values are NaN or inf (shape {tuple(x.shape)}); mend or skip this tensor"
+        )
+
+
+def static_json(w: AffineQuantizedTensor) -> str:
+    """All that is static about a tensor, as JSON."""
+    return json.dumps(
+        {
+            "version": 1,
+            "spec": w.spec.to_dict(),
+            "act": None if w.act is None else w.act.to_dict(),
+            "shape": [int(n) for n in w.shape],
+            "dtype": dtype_name(w.dtype),
+            "axes": w.axes,
+            "readonly": w.readonly,
+        },
+        sort_keys=True,
+    )
+
+
+def rebuild(static: str, parts: dict[str, Tensor], requires_grad: bool, is_param: bool) -> AffineQuantizedTensor:
+    """Unpickle: the only global a pickle of ours names. ``static`` is data, checked like any file."""
+    from .spec import DTYPES
+
+    data = json.loads(static)
+    if data.get("version") != 1:
+        raise ValueError(f"quantized tensor pickled as version {data.get('version')!r}; this release reads version 1")
+    w = AffineQuantizedTensor(
+        Parts(**parts),
+        QuantSpec.from_dict(data["spec"]),
+        data["shape"],
+        DTYPES[data["dtype"]],
+        None if data["act"] is None else ActivationSpec.from_dict(data["act"]),
+        None if data["axes"] is None else tuple(data["axes"]),
+        bool(data["readonly"]),
+        requires_grad,
+    )
+    if is_param:
+        w._is_param = True
+    return w
+
+
+torch.serialization.add_safe_globals([rebuild])
+
+
+def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute on dequantized copies; write mutated arguments back by requantizing them in place."""
+    if func._can_decompose():
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Autograd)):
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+    first = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, AffineQuantizedTensor))
+    schema = func._schema
+    written: list[tuple[AffineQuantizedTensor, Tensor]] = []
+    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    fallback.note(str(func), first, returns_view=aliases)
+
+    def plain(value: Any, write: bool) -> Any:
+        if isinstance(value, AffineQuantizedTensor):
+            x = value._dequantize(value.dtype)
+            if write:
+                x = x.clone()
+                written.append((value, x))
+            return x
+        if isinstance(value, (list, tuple)):
+            return type(value)(plain(v, write) for v in value)
+        return value
+
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    by_name = {a.name: w for a, w in zip(schema.arguments, writes, strict=True)}
+    new_args = tuple(plain(a, writes[i]) for i, a in enumerate(args))
+    new_kwargs = {k: plain(v, by_name[k]) for k, v in kwargs.items()}
+    out = func(*new_args, **new_kwargs)
+    for target, value in written:
+        write_(target, value)
+    if written:
+        back = {id(value): target for target, value in written}
+        out = torch.utils._pytree.tree_map(lambda o: back.get(id(o), o), out)
+    return out
+
+
+def write_(target: AffineQuantizedTensor, value: Tensor) -> AffineQuantizedTensor:
+    """Requantize ``value`` into the storages of ``target``. value: anything that broadcasts to its shape.
+
+    Raises RuntimeError where the target is a copy, or shares a block's scale with elements outside it.
+    """
+    if target.readonly:
+        raise RuntimeError(
+            f"in-place change of a part of a quantized tensor {tuple(target.shape)} ({target.spec}): it is a copy or "
+            "shares scales with elements outside it; dequantize the whole weight, change that, and copy_ it back"
+        )
+    value = value.to(device=target.device, dtype=target.dtype).expand(target.shape)
+    check_finite(value, f"value written to a quantized tensor {tuple(target.shape)}")
+    if target.axes is not None:
+        inverse = [target.axes.index(i) for i in range(len(target.axes))]
+        value = value.permute(inverse)
+    plain = quantize(value, target.spec.with_(layout="plain"))
+    parts = get_layout(target.spec.layout).pack(plain, target.spec, target.stored_shape)
+    copy_parts_(target, AffineQuantizedTensor(parts, target.spec, target.stored_shape, target.dtype))
+    return target
+
+
+def copy_parts_(target: AffineQuantizedTensor, source: AffineQuantizedTensor) -> None:
+    """Copy parts bit for bit; both under the same spec and layout."""
+    for name in SLOTS:
+        mine, theirs = getattr(target, name), getattr(source, name)
+        if isinstance(mine, AffineQuantizedTensor):
+            copy_parts_(mine, theirs)
+        elif mine is not None and theirs is not None:
+            mine.copy_(theirs)

@@ -1,0 +1,36 @@
+"""Embedding lookup: gather the codes and parts of the rows asked for, dequantize only those."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..core import blocks, fallback
+from ..core.numerics import Parts
+from ..core.tensor import AffineQuantizedTensor
+from ..core.tensor_ops import sliceable
+from .table import Case, Kernel, register_kernel
+
+
+def _by_row(case: Case) -> bool | str:
+    if isinstance(case.spec.scale, type(case.spec)) or isinstance(case.spec.offset, type(case.spec)):
+        return "its scale is itself quantized"
+    return blocks.resolve(case.spec.block, case.shape)[0] == 1 or "rows share scales, so they cannot be gathered alone"
+
+
+def gather(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
+    """w[index] as floats of w's dtype. index: integers, any shape; w: [V, D] with parts per row."""
+    w = sliceable(w)
+    flat = index.reshape(-1)
+    rows = Parts(*(None if p is None else p[flat] for p in w.parts[:4]))
+    picked = AffineQuantizedTensor(rows, w.spec, (flat.numel(), *w.shape[1:]), w.dtype)
+    return picked._dequantize(w.dtype).reshape(*index.shape, *w.shape[1:])
+
+
+def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
+    """The reference: dequantize the table, then look up."""
+    fallback.count("embedding/dequantize")
+    return w._dequantize(w.dtype)[index]
+
+
+register_kernel(Kernel("embedding", "gather_rows", gather, _by_row, rank=10, tolerance="exact"))
+register_kernel(Kernel("embedding", "dequantize", lookup, lambda case: True, rank=-1, tolerance="exact"))

@@ -1,0 +1,143 @@
+"""The kernel table: which code runs an op, for which specs, on which device. Selection is a pure function of static data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..core.spec import ActivationSpec, QuantSpec
+from ..core.tensor import AffineQuantizedTensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that selection may look at: nothing of the data, nothing of the batch.
+
+    spec    the weight's spec; its layout is that of the tensor at hand, "plain" while planning
+    shape   stored shape of the weight, contracted axis last
+    dtype   dtype of the input, which is also the output's
+    """
+
+    spec: QuantSpec
+    act: ActivationSpec | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    def __str__(self) -> str:
+        act = "" if self.act is None else f", activation {self.act}"
+        return f"weight {list(self.shape)} {self.spec}{act}, {str(self.dtype).removeprefix('torch.')} on {self.device}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the table.
+
+    run        (x, weight, bias) -> y for op "linear"; see kernels/ops.py for the other ops
+    layout     layout its weight must be in; None: any
+    accepts    case -> True, or the sentence that refuses it
+    rank       higher wins; -1 dequantizes and computes, and is counted when it runs
+    tolerance  how close to the reference: "exact", "float32", "bfloat16" (relative error of that arithmetic)
+    """
+
+    op: str
+    name: str
+    run: Callable[..., torch.Tensor]
+    accepts: Callable[[Case], bool | str]
+    devices: tuple[str, ...] | None = None
+    layout: str | None = None
+    rank: int = 0
+    tolerance: str = "float32"
+
+    def refuses(self, case: Case, *, any_layout: bool = False) -> str | None:
+        """The sentence that refuses the case, or None."""
+        if self.devices is not None and case.device not in self.devices:
+            return f"runs on {', '.join(self.devices)} only, the weight is on {case.device}"
+        verdict = self.accepts(case)
+        if verdict is not True:
+            return verdict or "refused"
+        if not any_layout and self.layout not in (None, case.spec.layout):
+            return f'reads layout "{self.layout}", the weight is in "{case.spec.layout}"'
+        return None
+
+
+_TABLE: dict[str, list[Kernel]] = {}
+
+
+def register_kernel(kernel: Kernel) -> Kernel:
+    """Add a row. Raises ValueError for a name in use under the same op."""
+    rows = _TABLE.setdefault(kernel.op, [])
+    if any(k.name == kernel.name for k in rows):
+        raise ValueError(f"kernel {kernel.op}/{kernel.name} is registered already")
+    rows.append(kernel)
+    rows.sort(key=lambda k: -k.rank)
+    _select.cache_clear()
+    return kernel
+
+
+def kernels(op: str | None = None) -> list[Kernel]:
+    """Rows of one op, or all, best first."""
+    return [k for name, rows in _TABLE.items() if op in (None, name) for k in rows]
+
+
+def get_kernel(op: str, name: str) -> Kernel:
+    """The row of that name. Raises ValueError that lists the known ones."""
+    for k in _TABLE.get(op, []):
+        if k.name == name:
+            return k
+    raise ValueError(f"no kernel {op}/{name}; known: {', '.join(k.name for k in _TABLE.get(op, []))}")
+
+
+@lru_cache(maxsize=65536)
+def _select(op: str, case: Case, any_layout: bool) -> Kernel:
+    for k in _TABLE.get(op, []):
+        if k.refuses(case, any_layout=any_layout) is None:
+            return k
+    raise NotImplementedError(f"no kernel for {op} with {case}")
+
+
+def select(op: str, case: Case, *, any_layout: bool = False) -> Kernel:
+    """The best row for a case. ``any_layout``: while planning, when the weight can still be packed."""
+    return _select(op, case, any_layout)
+
+
+def case_of(w: AffineQuantizedTensor, dtype: torch.dtype | None = None) -> Case:
+    """The case that a weight is."""
+    return Case(w.spec, w.act, w.stored_shape, dtype or w.dtype, w.device.type)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every row of the table for one case, with its verdict; printing it is the point."""
+
+    op: str
+    case: Case
+    rows: tuple[tuple[str, int, str], ...]  # name, rank, verdict
+
+    def __str__(self) -> str:
+        width = max((len(name) for name, _, _ in self.rows), default=0)
+        lines = [f"{self.op}: {self.case}"]
+        lines += [f"  {name:<{width}}  rank {rank:>3}  {verdict}" for name, rank, verdict in self.rows]
+        return "\n".join(lines)
+
+
+def explain(x: Any, w: AffineQuantizedTensor, op: str = "linear") -> Explanation:
+    """Which kernel runs ``op(x, w)`` and the sentence that refuses each better one. x: the input tensor, or its dtype."""
+    case = case_of(w, x if isinstance(x, torch.dtype) else x.dtype)
+    return explain_case(op, case)
+
+
+def explain_case(op: str, case: Case, *, any_layout: bool = False) -> Explanation:
+    """As :func:`explain`, for a case."""
+    rows: list[tuple[str, int, str]] = []
+    chosen = False
+    for k in kernels(op):
+        reason = k.refuses(case, any_layout=any_layout)
+        if reason is None:
+            reason, chosen = ("would do, a better one runs" if chosen else "RUNS"), True
+        rows.append((k.name, k.rank, reason))
+    return Explanation(op, case, tuple(rows))

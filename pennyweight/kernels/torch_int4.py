@@ -1,0 +1,92 @@
+"""int4 weight-only on a CPU by torch's own kernel, with the layout that it reads.
+
+``aten._weight_int4pack_mm_for_cpu`` computes x @ ((q - 8) * scale + offset).T for q in 0..15. Its packed bytes depend
+on the instruction set of the CPU, so they live in memory only. It is vectorized in bfloat16 alone (float32 takes a
+scalar loop, measured 27x slower at one row and 70x at 128), so float32 and float16 inputs are rounded to bfloat16: an
+error of 2**-9 beside the 2**-4 of the weights; DESIGN decision 9 has the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core import blocks
+from ..core.formats import INT4, UINT4
+from ..core.layouts import Layout, register_layout
+from ..core.numerics import Parts
+from ..core.spec import QuantSpec
+from ..core.tensor import AffineQuantizedTensor
+from .table import Case, Kernel, register_kernel
+
+GROUPS = (32, 64, 128, 256)  # what the aten op takes
+
+
+def _to_nibbles(codes: Tensor, spec: QuantSpec) -> Tensor:
+    """Codes as 0..15 with 8 for "mid": int32 [N, K]."""
+    return codes.to(torch.int32) + (8 if spec.format is INT4 else 0)
+
+
+def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    """codes: aten's packed bytes [N, K/2]; scale: [K/g, N, 2] bfloat16 (scale, offset); offset: empty marker."""
+    scale = parts.scale.to(torch.bfloat16)
+    offset = torch.zeros_like(scale) if parts.offset is None else parts.offset.to(torch.bfloat16)
+    both = torch.stack([scale, offset], -1).transpose(0, 1).contiguous()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_to_nibbles(parts.codes, spec).contiguous(), 1)
+    return parts._replace(codes=packed, scale=both, offset=None)
+
+
+def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    """By multiplying with the identity: one-hot rows read each code back exactly, whatever the byte order."""
+    n, k = blocks.padded(spec.block, shape)
+    group = blocks.resolve(spec.block, shape)[-1]
+    device = parts.codes.device
+    unit = torch.stack([torch.ones(k // group, n), torch.zeros(k // group, n)], -1).to(device, torch.bfloat16)
+    codes = torch.empty(n, k, dtype=spec.format.code_dtype, device=device)
+    for start in range(0, k, 512):
+        eye = torch.zeros(min(512, k - start), k, dtype=torch.bfloat16, device=device)
+        eye[torch.arange(eye.shape[0]), start + torch.arange(eye.shape[0])] = 1
+        block = torch.ops.aten._weight_int4pack_mm_for_cpu(eye, parts.codes, group, unit)
+        codes[:, start : start + eye.shape[0]] = (block.t() + (0 if spec.format is INT4 else 8)).to(codes.dtype)
+    both = parts.scale.transpose(0, 1)
+    scale = both[..., 0].to(spec.scale).contiguous()  # type: ignore[arg-type]
+    offset = None if spec.offset is None else both[..., 1].to(spec.offset).contiguous()  # type: ignore[arg-type]
+    return Parts(codes, scale, None, offset, parts.act_scale, parts.act_zero_point)
+
+
+LAYOUT = register_layout(Layout("torch_int4", pack, unpack, devices=("cpu",)))
+
+
+def _accepts(case: Case) -> bool | str:
+    spec, shape = case.spec, case.shape
+    if case.act is not None:
+        return "the activation is quantized"
+    if len(shape) != 2:
+        return "needs a 2-d weight"
+    if not ((spec.format is UINT4 and spec.mid == 8) or (spec.format is INT4 and spec.mid == 0)) or spec.zero_point:
+        return "needs 4-bit codes centred on zero, without an integer zero point"
+    if spec.scale is not torch.bfloat16 or spec.offset not in (None, torch.bfloat16):
+        return "needs bfloat16 scales and offsets, which is how it stores them"
+    n, k = blocks.padded(spec.block, shape)
+    group = blocks.resolve(spec.block, shape)
+    if group[0] != 1 or group[1] not in GROUPS:
+        return f"needs groups of {GROUPS}, the weight has {group[1] if group[0] == 1 else group}"
+    return n % 16 == 0 or f"needs N to be a multiple of 16, N is {n}"
+
+
+def linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
+    """y = x @ w.T + bias in bfloat16 with float32 sums. x: [.., K], zero-padded to whole groups."""
+    k = 2 * w.codes.shape[1]
+    flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+    if flat.shape[1] != k:
+        flat = torch.nn.functional.pad(flat, (0, k - flat.shape[1]))
+    scale = w.scale
+    assert scale is not None
+    y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(flat.contiguous(), w.codes, k // scale.shape[0], scale)
+    y = y if bias is None else y + bias
+    return y.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+register_kernel(Kernel("linear", "torch_int4", linear, _accepts, ("cpu",), LAYOUT.name, rank=20, tolerance="bfloat16"))
