@@ -30,10 +30,9 @@ def _to_nibbles(codes: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
-    """codes: aten's packed bytes [N, K/2]; scale: [K/g, N, 2] bfloat16 (scale, offset); offset: empty marker."""
-    scale = parts.scale.to(torch.bfloat16)
-    offset = torch.zeros_like(scale) if parts.offset is None else parts.offset.to(torch.bfloat16)
-    both = torch.stack([scale, offset], -1).transpose(0, 1).contiguous()
+    """codes: aten's packed bytes [N, K/2]; scale: [K/g, N, 2] (scale, offset) in the spec's own dtype; offset: None."""
+    offset = torch.zeros_like(parts.scale) if parts.offset is None else parts.offset
+    both = torch.stack([parts.scale, offset], -1).transpose(0, 1).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_to_nibbles(parts.codes, spec).contiguous(), 1)
     return parts._replace(codes=packed, scale=both, offset=None)
 
@@ -51,8 +50,8 @@ def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
         block = torch.ops.aten._weight_int4pack_mm_for_cpu(eye, parts.codes, group, unit)
         codes[:, start : start + eye.shape[0]] = (block.t() + (0 if spec.format is INT4 else 8)).to(codes.dtype)
     both = parts.scale.transpose(0, 1)
-    scale = both[..., 0].to(spec.scale).contiguous()  # type: ignore[arg-type]
-    offset = None if spec.offset is None else both[..., 1].to(spec.offset).contiguous()  # type: ignore[arg-type]
+    scale = both[..., 0].contiguous()
+    offset = None if spec.offset is None else both[..., 1].contiguous()
     return Parts(codes, scale, None, offset, parts.act_scale, parts.act_zero_point)
 
 
@@ -67,8 +66,8 @@ def _accepts(case: Case) -> bool | str:
         return "needs a 2-d weight"
     if not ((spec.format is UINT4 and spec.mid == 8) or (spec.format is INT4 and spec.mid == 0)) or spec.zero_point:
         return "needs 4-bit codes centred on zero, without an integer zero point"
-    if spec.scale is not torch.bfloat16 or spec.offset not in (None, torch.bfloat16):
-        return "needs bfloat16 scales and offsets, which is how it stores them"
+    if not isinstance(spec.scale, torch.dtype) or spec.offset not in (None, spec.scale):
+        return "needs plain scales and offsets of one dtype"
     n, k = blocks.padded(spec.block, shape)
     group = blocks.resolve(spec.block, shape)
     if group[0] != 1 or group[1] not in GROUPS:
@@ -84,7 +83,7 @@ def linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
         flat = torch.nn.functional.pad(flat, (0, k - flat.shape[1]))
     scale = w.scale
     assert scale is not None
-    y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(flat.contiguous(), w.codes, k // scale.shape[0], scale)
+    y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(flat.contiguous(), w.codes, k // scale.shape[0], scale.to(torch.bfloat16))
     y = y if bias is None else y + bias
     return y.to(x.dtype).reshape(*x.shape[:-1], -1)
 

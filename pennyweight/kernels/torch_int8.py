@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.formats import INT8
+from ..core.formats import INT7, INT8
 from ..core.numerics import quantize
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor
@@ -19,8 +19,8 @@ from .table import Case, Kernel, register_kernel
 
 
 def _row_int8(spec: QuantSpec, shape: tuple[int, ...]) -> bool | str:
-    if spec.format is not INT8 or spec.zero_point or spec.offset is not None or spec.mid:
-        return "needs symmetric int8 weights"
+    if spec.format not in (INT7, INT8) or spec.zero_point or spec.offset is not None or spec.mid:
+        return "needs symmetric int8 (or 7-bit) weights"
     if not isinstance(spec.scale, torch.dtype):
         return "its scale is itself quantized"
     if spec.block is not None and spec.block[-1] != -1 and spec.block[-1] < shape[-1]:
@@ -35,7 +35,7 @@ def _accepts_dynamic(case: Case) -> bool | str:
     act = case.act
     if act is None:
         return "weight-only: the activation is not quantized"
-    if act.spec.format is not INT8 or act.spec.offset is not None or not isinstance(act.spec.scale, torch.dtype):
+    if act.spec.format not in (INT7, INT8) or act.spec.offset is not None or not isinstance(act.spec.scale, torch.dtype):
         return "needs int8 activations with a plain scale"
     if act.mode == "dynamic" and act.spec.block not in ((-1,), None):
         return "needs one activation scale per token or per tensor"

@@ -1,0 +1,64 @@
+"""Granularity and mapping types, under the field's names: which elements share a scale, and how the range is mapped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class MappingType(Enum):
+    """How a range of floats maps to codes."""
+
+    SYMMETRIC = "symmetric"
+    SYMMETRIC_NO_CLIPPING_ERR = "symmetric_no_clip"
+    ASYMMETRIC = "asymmetric"
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Base of the granularities."""
+
+
+@dataclass(frozen=True)
+class PerTensor(Granularity):
+    """One scale for the tensor."""
+
+
+@dataclass(frozen=True)
+class PerAxis(Granularity):
+    """One scale per index of an axis; for weights axis 0, the output channel, is the one that makes sense."""
+
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class PerRow(Granularity):
+    """One scale per output channel of a weight, or per row of an activation."""
+
+    dim: int = -1
+
+
+@dataclass(frozen=True)
+class PerToken(Granularity):
+    """One scale per token of an activation: all axes but the last."""
+
+
+@dataclass(frozen=True)
+class PerGroup(Granularity):
+    """One scale per ``group_size`` consecutive elements of the contracted axis."""
+
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ValueError(f"PerGroup: group_size must be positive, got {self.group_size}")
+
+
+@dataclass(frozen=True)
+class PerBlock(Granularity):
+    """One scale per block, right-aligned to the shape; -1 is a whole axis."""
+
+    block_size: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", tuple(self.block_size))

@@ -1,0 +1,137 @@
+"""Report: what happened to every parameter. Printing it is the point; to_json keeps it; check() gates on it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Row:
+    """One parameter. bytes_* are true storage; sqnr is that of the weight, in dB; note says what is worth saying."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    scheme: str  # "" where the parameter was left alone
+    kernel: str
+    bytes_before: int
+    bytes_after: int
+    sqnr: float | None = None
+    note: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        return bool(self.scheme)
+
+
+@dataclass
+class Report:
+    """Rows of every parameter in the model's order; ties appear once, under their first name."""
+
+    config: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def quantized(self) -> list[Row]:
+        return [r for r in self.rows if r.quantized]
+
+    @property
+    def skipped(self) -> list[Row]:
+        """Parameters left alone, each with its reason in ``note``."""
+        return [r for r in self.rows if not r.quantized]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(r.bytes_before for r in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(r.bytes_after for r in self.rows)
+
+    @property
+    def fraction(self) -> float:
+        """Share of the parameter bytes that was quantized."""
+        return sum(r.bytes_before for r in self.quantized) / max(1, self.bytes_before)
+
+    def check(self, *, min_sqnr: float | None = None, min_fraction: float | None = None) -> Report:
+        """Raise ValueError that names the rows where a weight's SQNR is below ``min_sqnr`` dB, or where less than
+        ``min_fraction`` of the bytes was quantized. Returns itself."""
+        if min_sqnr is not None:
+            bad = [r for r in self.quantized if r.sqnr is not None and r.sqnr < min_sqnr]
+            if bad:
+                worst = ", ".join(f"{r.name} ({r.sqnr:.1f} dB)" for r in sorted(bad, key=lambda r: r.sqnr or 0)[:5])
+                raise ValueError(
+                    f"{len(bad)} weights are below {min_sqnr} dB: {worst}; give them more bits or skip them"
+                )
+        if min_fraction is not None and self.fraction < min_fraction:
+            left = ", ".join(r.name for r in sorted(self.skipped, key=lambda r: -r.bytes_before)[:5])
+            raise ValueError(
+                f"only {self.fraction:.0%} of the bytes were quantized, {min_fraction:.0%} asked; largest left: {left}"
+            )
+        return self
+
+    def summary(self) -> str:
+        """One line."""
+        q, s = len(self.quantized), len(self.skipped)
+        before, after = self.bytes_before, self.bytes_after
+        line = f"{q} parameters quantized, {s} left alone; {size(before)} -> {size(after)}"
+        return line + (f" ({before / after:.2f}x smaller)" if after and before >= after else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [{**asdict(r), "shape": list(r.shape)} for r in self.rows]
+        for row in rows:
+            if row["sqnr"] is not None and not math.isfinite(row["sqnr"]):
+                row["sqnr"] = "inf"  # JSON has no infinity; exact weights are real
+        return {
+            "version": 1, "config": self.config, "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after, "rows": rows,
+        }  # fmt: skip
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def __str__(self) -> str:
+        """A table; rows that share everything but their name are folded into one with their count."""
+        from io import StringIO
+
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(self.config), title_justify="left", caption=self.summary(), caption_justify="left")
+        for name, justify in (
+            ("parameter", "left"), ("shape", "right"), ("scheme", "left"), ("kernel", "left"),
+            ("before", "right"), ("after", "right"), ("SQNR dB", "right"), ("note", "left"),
+        ):  # fmt: skip
+            table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        for r in self.quantized:
+            sqnr = "" if r.sqnr is None else f"{r.sqnr:.1f}"
+            shape = "×".join(map(str, r.shape))
+            cells = (r.name, shape, r.scheme, r.kernel, size(r.bytes_before), size(r.bytes_after), sqnr, r.note)
+            table.add_row(*map(Text, cells))  # Text, because "[64]" would be read as markup
+        for note, rows in _by_note(self.skipped).items():
+            names = rows[0].name if len(rows) == 1 else f"{rows[0].name} … ({len(rows)})"
+            total = size(sum(r.bytes_before for r in rows))
+            table.add_row(*map(Text, (names, "", "left alone", "", total, total, "", note)))
+        out = StringIO()
+        Console(file=out, width=150).print(table)
+        return out.getvalue()
+
+
+def _by_note(rows: list[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for r in rows:
+        groups.setdefault(r.note, []).append(r)
+    return groups
+
+
+def size(n: float) -> str:
+    """Bytes for people: 1.5 kB, 22.7 MB; powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if n < 1000 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
+        n /= 1000
+    raise AssertionError
