@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks, fallback
+from . import blocks
 from .choose import Params
 from .layouts import get_layout
 from .numerics import Parts, dequantize, quantize, sqnr
@@ -31,7 +31,7 @@ from .spec import ActivationSpec, QuantSpec, dtype_name
 
 SLOTS = Parts._fields
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-ATEN: dict[Any, Handler] = {}  # aten overload -> what to do under __torch_dispatch__
+ATEN: dict[Any, Handler] = {}  # aten overload (None: every other) -> what to do under __torch_dispatch__
 FUNCTIONS: dict[Any, Handler] = {}  # public torch function -> what to do under __torch_function__
 
 
@@ -64,7 +64,7 @@ class AffineQuantizedTensor(Tensor):
     act: ActivationSpec | None
     axes: tuple[int, ...] | None
     readonly: bool  # shares blocks with elements outside itself, so in-place ops must refuse
-    _bound: dict[str, Any]  # kernels selected for this tensor, by op
+    _bound: dict[Any, Any]  # kernels selected for this tensor, by (op, dtype)
 
     @staticmethod
     def __new__(
@@ -136,7 +136,7 @@ class AffineQuantizedTensor(Tensor):
 
     # -- the value ---------------------------------------------------------------------------------------------------
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The float tensor this one stands for, as ``dtype`` (default: its own). Gradients pass straight through."""
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype or self.dtype)
@@ -149,7 +149,7 @@ class AffineQuantizedTensor(Tensor):
     def plain_parts(self) -> Parts:
         """Unpacked parts in stored order, nested ones as Parts."""
         parts = get_layout(self.spec.layout).unpack(self.parts, self.spec, self.stored_shape)
-        return Parts(*(p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p for p in parts))
+        return each_part(parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
 
     @property
     def parts(self) -> Parts:
@@ -189,7 +189,7 @@ class AffineQuantizedTensor(Tensor):
     def with_(self, **changes: Any) -> AffineQuantizedTensor:
         """A tensor like this one with some of parts, spec, shape, dtype, act, axes, readonly (or slots) changed."""
         slots = {k: changes.pop(k) for k in tuple(changes) if k in SLOTS}
-        fields = {
+        fields: dict[str, Any] = {
             "parts": self.parts, "spec": self.spec, "shape": self.shape, "dtype": self.dtype,
             "act": self.act, "axes": self.axes, "readonly": self.readonly,
         }  # fmt: skip
@@ -203,7 +203,7 @@ class AffineQuantizedTensor(Tensor):
     # -- size and storage --------------------------------------------------------------------------------------------
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of all stored parts."""
         return sum(p.nbytes for p in self.parts if p is not None)
 
@@ -233,7 +233,7 @@ class AffineQuantizedTensor(Tensor):
         return all(p.is_shared() for p in self.parts if p is not None)
 
     @property
-    def data(self) -> AffineQuantizedTensor:  # type: ignore[override]
+    def data(self) -> AffineQuantizedTensor:
         """An alias outside autograd. Assigning takes over the parts of a quantized tensor, or quantizes a float one."""
         return self.detach()  # type: ignore[return-value]
 
@@ -259,7 +259,7 @@ class AffineQuantizedTensor(Tensor):
         """input [.., K] @ weight [N, K].T + bias, by the kernel that the table selects."""
         return torch.nn.functional.linear(input, weight, bias)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = f"AffineQuantizedTensor(shape={tuple(self.shape)}, {self.spec}, dtype={self.dtype}, device={self.device}"
         if self.act is not None:
             text += f", act={self.act}"
@@ -282,7 +282,7 @@ class AffineQuantizedTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> AffineQuantizedTensor:
         if id(self) in memo:
             return memo[id(self)]
-        parts = Parts(*(copy.deepcopy(p, memo) for p in self.parts))
+        parts = each_part(self.parts, lambda p: copy.deepcopy(p, memo))
         new = self.with_(parts=parts).requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             new._is_param = True
@@ -304,14 +304,13 @@ class AffineQuantizedTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         handler = ATEN.get(func)
-        if handler is not None:
-            out = handler(func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        return _fall_back(func, args, kwargs)
+        out = NotImplemented if handler is None else handler(func, args, kwargs)
+        return ATEN[None](func, args, kwargs) if out is NotImplemented else out
 
 
 class PlainView:
@@ -367,6 +366,12 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def each_part(parts: Parts, fn: Callable[[Any], Any]) -> Parts:
+    """fn over the parts that there are, nested tensors not entered."""
+    changed: list[Any] = [None if p is None else fn(p) for p in parts]
+    return Parts(*changed)
 
 
 def stored_shape(shape: Sequence[int], axes: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -439,71 +444,3 @@ def rebuild(static: str, parts: dict[str, Tensor], requires_grad: bool, is_param
 
 
 torch.serialization.add_safe_globals([rebuild])
-
-
-def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute on dequantized copies; write mutated arguments back by requantizing them in place."""
-    if func._can_decompose():
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Autograd)):
-            out = func.decompose(*args, **kwargs)
-        if out is not NotImplemented:
-            return out
-    first = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, AffineQuantizedTensor))
-    schema = func._schema
-    written: list[tuple[AffineQuantizedTensor, Tensor]] = []
-    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    fallback.note(str(func), first, returns_view=aliases)
-
-    def plain(value: Any, write: bool) -> Any:
-        if isinstance(value, AffineQuantizedTensor):
-            x = value._dequantize(value.dtype)
-            if write:
-                x = x.clone()
-                written.append((value, x))
-            return x
-        if isinstance(value, (list, tuple)):
-            return type(value)(plain(v, write) for v in value)
-        return value
-
-    writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
-    by_name = {a.name: w for a, w in zip(schema.arguments, writes, strict=True)}
-    new_args = tuple(plain(a, writes[i]) for i, a in enumerate(args))
-    new_kwargs = {k: plain(v, by_name[k]) for k, v in kwargs.items()}
-    out = func(*new_args, **new_kwargs)
-    for target, value in written:
-        write_(target, value)
-    if written:
-        back = {id(value): target for target, value in written}
-        out = torch.utils._pytree.tree_map(lambda o: back.get(id(o), o), out)
-    return out
-
-
-def write_(target: AffineQuantizedTensor, value: Tensor) -> AffineQuantizedTensor:
-    """Requantize ``value`` into the storages of ``target``. value: anything that broadcasts to its shape.
-
-    Raises RuntimeError where the target is a copy, or shares a block's scale with elements outside it.
-    """
-    if target.readonly:
-        raise RuntimeError(
-            f"in-place change of a part of a quantized tensor {tuple(target.shape)} ({target.spec}): it is a copy or "
-            "shares scales with elements outside it; dequantize the whole weight, change that, and copy_ it back"
-        )
-    value = value.to(device=target.device, dtype=target.dtype).expand(target.shape)
-    check_finite(value, f"value written to a quantized tensor {tuple(target.shape)}")
-    if target.axes is not None:
-        inverse = [target.axes.index(i) for i in range(len(target.axes))]
-        value = value.permute(inverse)
-    plain = quantize(value, target.spec.with_(layout="plain"))
-    parts = get_layout(target.spec.layout).pack(plain, target.spec, target.stored_shape)
-    copy_parts_(target, AffineQuantizedTensor(parts, target.spec, target.stored_shape, target.dtype))
-    return target
-
-
-def copy_parts_(target: AffineQuantizedTensor, source: AffineQuantizedTensor) -> None:
-    """Copy parts bit for bit; both under the same spec and layout."""
-    for name in SLOTS:
-        mine, theirs = getattr(target, name), getattr(source, name)
-        if isinstance(mine, AffineQuantizedTensor):
-            copy_parts_(mine, theirs)
-        elif mine is not None and theirs is not None:
-            mine.copy_(theirs)

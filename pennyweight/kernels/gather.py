@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..core import blocks, fallback
 from ..core.numerics import Parts
-from ..core.tensor import AffineQuantizedTensor
+from ..core.tensor import AffineQuantizedTensor, each_part
 from ..core.tensor_ops import sliceable
 from .table import Case, Kernel, register_kernel
 
@@ -21,7 +21,7 @@ def gather(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor
     """w[index] as floats of w's dtype. index: integers, any shape; w: [V, D] with parts per row."""
     w = sliceable(w)
     flat = index.reshape(-1)
-    rows = Parts(*(None if p is None else p[flat] for p in w.parts[:4]))
+    rows = each_part(Parts(*w.parts[:4]), lambda p: p[flat])
     picked = AffineQuantizedTensor(rows, w.spec, (flat.numel(), *w.shape[1:]), w.dtype)
     return picked._dequantize(w.dtype).reshape(*index.shape, *w.shape[1:])
 

@@ -30,7 +30,7 @@ def _contracts_last(w: QT, dim: int) -> bool:
     return (dim % rank if w.axes is None else w.axes[dim]) == rank - 1
 
 
-# -- linear --------------------------------------------------------------------------------------------------------------
+# -- linear ----------------------------------------------------------------------------------------------------------
 
 
 def bind(op: str, w: QT, dtype: torch.dtype) -> Any:
@@ -96,7 +96,7 @@ def _f_linear(func: Any, args: Any, kwargs: Any) -> Any:
     return linear(x, w, rest[0] if rest else None)
 
 
-# -- the op that graphs hold ---------------------------------------------------------------------------------------------
+# -- the op that graphs hold -----------------------------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("pennyweight", "DEF")
 LIBRARY.define("linear(Tensor x, Tensor[] parts, Tensor? bias, str key) -> Tensor")
@@ -119,7 +119,8 @@ def _flatten(w: Any) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def _nest(tree: dict[str, Any], tensors: list[Tensor]) -> Parts:
-    return Parts(**{name: tensors.pop(0) if sub is None else _nest(sub, tensors) for name, sub in tree.items()})
+    parts: dict[str, Any] = {n: tensors.pop(0) if sub is None else _nest(sub, tensors) for n, sub in tree.items()}
+    return Parts(**parts)
 
 
 def graph_key(w: QT, dtype: torch.dtype) -> str:
@@ -186,7 +187,7 @@ def _traced_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     return torch.ops.pennyweight.linear.default(x, _flatten(w)[0], bias, graph_key(w, x.dtype))
 
 
-# -- matrix products, below autograd -------------------------------------------------------------------------------------
+# -- matrix products, below autograd ---------------------------------------------------------------------------------
 
 
 def _product(w: QT, x: Tensor) -> Tensor:
@@ -252,9 +253,7 @@ def _mv(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _only(w: QT) -> QT:
     """The 2-d weight that an expanded [E, N, K] repeats."""
-    return w.with_(
-        parts=Parts(*(None if p is None else p[0] if i < 4 else p for i, p in enumerate(w.parts))), shape=w.shape[1:]
-    )
+    return w.with_(shape=w.shape[1:], **{slot: p[0] for slot in SLOTS[:4] if (p := getattr(w, slot)) is not None})
 
 
 @implements(aten.bmm.default)

@@ -1,4 +1,4 @@
-"""The reference rows: dequantize, then compute. Plain, slow, right for every spec; what fast rows are tested against."""
+"""The reference rows: dequantize, then compute. Plain, slow, right for every spec; fast rows are tested against it."""
 
 from __future__ import annotations
 

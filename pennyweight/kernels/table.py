@@ -1,4 +1,7 @@
-"""The kernel table: which code runs an op, for which specs, on which device. Selection is a pure function of static data."""
+"""The kernel table: which code runs an op, for which specs, on which device.
+
+Selection is a pure function of static data.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,7 @@ class Explanation:
 
 
 def explain(x: Any, w: AffineQuantizedTensor, op: str = "linear") -> Explanation:
-    """Which kernel runs ``op(x, w)`` and the sentence that refuses each better one. x: the input tensor, or its dtype."""
+    """Which kernel runs ``op(x, w)`` and the sentence that refuses each better one. x: the input, or its dtype."""
     case = case_of(w, x if isinstance(x, torch.dtype) else x.dtype)
     return explain_case(op, case)
 

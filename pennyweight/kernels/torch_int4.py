@@ -29,8 +29,25 @@ def _to_nibbles(codes: Tensor, spec: QuantSpec) -> Tensor:
     return codes.to(torch.int32) + (8 if spec.format is INT4 else 0)
 
 
+def _fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
+    """True, or the sentence that says why aten cannot pack this."""
+    if len(shape) != 2:
+        return "needs a 2-d weight"
+    if not ((spec.format is UINT4 and spec.mid == 8) or (spec.format is INT4 and spec.mid == 0)) or spec.zero_point:
+        return "needs 4-bit codes centred on zero, without an integer zero point"
+    if not isinstance(spec.scale, torch.dtype) or spec.offset not in (None, spec.scale):
+        return "needs plain scales and offsets of one dtype"
+    rows, group = blocks.resolve(spec.block, shape)
+    if rows != 1 or group not in GROUPS:
+        return f"needs groups of {GROUPS}, the weight has {group if rows == 1 else (rows, group)}"
+    return shape[0] % 16 == 0 or f"needs N to be a multiple of 16, N is {shape[0]}"
+
+
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: aten's packed bytes [N, K/2]; scale: [K/g, N, 2] (scale, offset) in the spec's own dtype; offset: None."""
+    verdict = _fits(spec, shape)
+    if verdict is not True:
+        raise ValueError(f'layout "torch_int4" of {tuple(shape)} {spec}: {verdict}')
     offset = torch.zeros_like(parts.scale) if parts.offset is None else parts.offset
     both = torch.stack([parts.scale, offset], -1).transpose(0, 1).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_to_nibbles(parts.codes, spec).contiguous(), 1)
@@ -59,20 +76,7 @@ LAYOUT = register_layout(Layout("torch_int4", pack, unpack, devices=("cpu",)))
 
 
 def _accepts(case: Case) -> bool | str:
-    spec, shape = case.spec, case.shape
-    if case.act is not None:
-        return "the activation is quantized"
-    if len(shape) != 2:
-        return "needs a 2-d weight"
-    if not ((spec.format is UINT4 and spec.mid == 8) or (spec.format is INT4 and spec.mid == 0)) or spec.zero_point:
-        return "needs 4-bit codes centred on zero, without an integer zero point"
-    if not isinstance(spec.scale, torch.dtype) or spec.offset not in (None, spec.scale):
-        return "needs plain scales and offsets of one dtype"
-    n, k = blocks.padded(spec.block, shape)
-    group = blocks.resolve(spec.block, shape)
-    if group[0] != 1 or group[1] not in GROUPS:
-        return f"needs groups of {GROUPS}, the weight has {group[1] if group[0] == 1 else group}"
-    return n % 16 == 0 or f"needs N to be a multiple of 16, N is {n}"
+    return _fits(case.spec, case.shape) if case.act is None else "the activation is quantized"
 
 
 def linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -83,7 +87,9 @@ def linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
         flat = torch.nn.functional.pad(flat, (0, k - flat.shape[1]))
     scale = w.scale
     assert scale is not None
-    y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(flat.contiguous(), w.codes, k // scale.shape[0], scale.to(torch.bfloat16))
+    y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
+        flat.contiguous(), w.codes, k // scale.shape[0], scale.to(torch.bfloat16)
+    )
     y = y if bias is None else y + bias
     return y.to(x.dtype).reshape(*x.shape[:-1], -1)
 

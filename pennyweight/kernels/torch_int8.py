@@ -35,7 +35,11 @@ def _accepts_dynamic(case: Case) -> bool | str:
     act = case.act
     if act is None:
         return "weight-only: the activation is not quantized"
-    if act.spec.format not in (INT7, INT8) or act.spec.offset is not None or not isinstance(act.spec.scale, torch.dtype):
+    if (
+        act.spec.format not in (INT7, INT8)
+        or act.spec.offset is not None
+        or not isinstance(act.spec.scale, torch.dtype)
+    ):
         return "needs int8 activations with a plain scale"
     if act.mode == "dynamic" and act.spec.block not in ((-1,), None):
         return "needs one activation scale per token or per tensor"

@@ -1,0 +1,168 @@
+"""What changes a quantized tensor, and what computes on a dequantized copy of it.
+
+A write requantizes the new value into the same storages, so that every alias, view and optimizer sees it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import fallback
+from .layouts import get_layout
+from .numerics import quantize
+from .tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, check_finite, implements
+
+aten = torch.ops.aten
+QT = AffineQuantizedTensor
+
+
+def write_(target: QT, value: Tensor) -> QT:
+    """Requantize ``value`` into the storages of ``target``. value: anything that broadcasts to its shape.
+
+    Raises RuntimeError where the target is a copy, or shares a block's scale with elements outside it.
+    """
+    _check_writable(target)
+    value = value.to(device=target.device, dtype=target.dtype).expand(target.shape)
+    check_finite(value, f"value written to a quantized tensor {tuple(target.shape)}")
+    if target.axes is not None:
+        value = value.permute([target.axes.index(i) for i in range(len(target.axes))])
+    plain = quantize(value, target.spec.with_(layout="plain"))
+    parts = get_layout(target.spec.layout).pack(plain, target.spec, target.stored_shape)
+    copy_parts_(target, QT(parts, target.spec, target.stored_shape, target.dtype))
+    return target
+
+
+def _check_writable(target: QT) -> None:
+    if target.readonly:
+        raise RuntimeError(
+            f"in-place change of a part of a quantized tensor {tuple(target.shape)} ({target.spec}): it is a copy or "
+            "shares scales with elements outside it; dequantize the whole weight, change that, and copy_ it back"
+        )
+
+
+def copy_parts_(target: QT, source: QT) -> None:
+    """Copy parts bit for bit; both under the same spec and layout."""
+    for name in SLOTS:
+        mine, theirs = getattr(target, name), getattr(source, name)
+        if isinstance(mine, QT):
+            copy_parts_(mine, theirs)
+        elif mine is not None and theirs is not None:
+            mine.copy_(theirs)
+
+
+@implements(aten.copy_.default)
+def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
+    target, source = args[:2]
+    if not isinstance(target, QT):
+        return func(target, source._dequantize(target.dtype), *args[2:], **kwargs)
+    if (
+        isinstance(source, QT)
+        and source.spec.with_(layout="plain") == target.spec.with_(layout="plain")
+        and (source.shape, source.axes) == (target.shape, target.axes)
+    ):
+        _check_writable(target)
+        moved: Any = source.to(target.device)
+        copy_parts_(target, moved.to_layout(target.spec.layout))
+    else:
+        write_(target, source._dequantize(target.dtype) if isinstance(source, QT) else source)
+    return return_and_correct_aliasing(func, args, kwargs, target)
+
+
+@implements(
+    aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.add_.Scalar, aten.sub_.Scalar,
+    aten.mul_.Scalar, aten.div_.Scalar, aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar,
+)  # fmt: skip
+def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Arithmetic in float32 on the value, requantized into the same storages. PEFT merges and optimizers step so."""
+    target, *rest = args
+    rest = [_float(r) if isinstance(r, Tensor) else r for r in rest]
+    if not isinstance(target, QT):
+        return func(target, *rest, **kwargs)
+    _check_writable(target)
+    write_(target, func(target._dequantize(torch.float32).clone(), *rest, **kwargs))
+    return return_and_correct_aliasing(func, args, kwargs, target)
+
+
+def _float(x: Tensor) -> Tensor:
+    """x in float32 where it is of less, so that operands of one function agree."""
+    if isinstance(x, QT):
+        return x._dequantize(torch.float32)
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@implements(aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
+def _fill(func: Any, args: Any, kwargs: Any) -> Any:
+    target, *value = args
+    if not isinstance(target, QT):
+        return func(target, *(v._dequantize(v.dtype) if isinstance(v, QT) else v for v in value))
+    write_(target, func(torch.empty(target.shape, dtype=target.dtype, device=target.device), *value))
+    return return_and_correct_aliasing(func, args, kwargs, target)
+
+
+@implements(None)
+def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute on dequantized copies; write mutated arguments back by requantizing them in place."""
+    if func._can_decompose():
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Autograd)):
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+    schema = func._schema
+    writes = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
+    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    first = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QT))
+    fallback.note(str(func), first, returns_view=aliases)
+    targets: list[tuple[QT, Tensor]] = []
+
+    def plain(value: Any, write: bool) -> Any:
+        if isinstance(value, QT):
+            if write:
+                _check_writable(value)
+            x = value._dequantize(value.dtype)
+            if write:
+                x = x.clone()
+                targets.append((value, x))
+            return x
+        return type(value)(plain(v, write) for v in value) if isinstance(value, (list, tuple)) else value
+
+    names = [a.name for a in schema.arguments]
+    new_args = [plain(a, writes[n]) for a, n in zip(args, names, strict=False)]
+    out = func(*new_args, **{n: plain(a, writes[n]) for n, a in kwargs.items()})
+    for target, value in targets:
+        write_(target, value)
+    back = {id(value): target for target, value in targets}
+    return tree_map(lambda o: back.get(id(o), o), out) if back else out
+
+
+# -- functions that reach into storage without dispatching -----------------------------------------------------------
+
+
+@implements(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, table=FUNCTIONS)
+def _export(func: Any, args: Any, kwargs: Any) -> Any:
+    fallback.note(f"Tensor.{func.__name__}", args[0])
+    return func(args[0].dequantize(), *args[1:], **kwargs)
+
+
+@implements(torch.Tensor.__setitem__, table=FUNCTIONS)
+def _setitem(func: Any, args: Any, kwargs: Any) -> None:
+    """w[index] = value changes elements that share scales with others, so the whole tensor is requantized."""
+    w, index, value = args
+    if isinstance(value, QT):
+        value = value.dequantize()
+    if not isinstance(w, QT):
+        func(w, index, value)
+        return
+    fallback.note("Tensor.__setitem__", w)
+    _check_writable(w)
+    x = w.dequantize()
+    x[index] = value
+    with torch.no_grad():
+        write_(w, x)
+
+
+__all__ = ["copy_parts_", "write_"]

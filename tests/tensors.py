@@ -1,0 +1,47 @@
+"""Quantized tensors that many tests look at: one spec of every kind there is."""
+
+from collections.abc import Sequence
+
+import torch
+
+import pennyweight.kernels  # noqa: F401  (registers the layout torch_int4)
+from pennyweight.core.formats import E4M3, INT4, INT8, TERNARY, UINT4, UINT8
+from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, TINYGEMM, ActivationSpec, QuantSpec
+from pennyweight.core.tensor import AffineQuantizedTensor as QT
+
+SPECS = {
+    "int8_row": QuantSpec(INT8, (-1,)),
+    "int8_tensor": QuantSpec(INT8, None),
+    "int8_group": QuantSpec(INT8, (32,), scale=torch.bfloat16),
+    "int4_group": QuantSpec(INT4, (32,), scale=torch.bfloat16),
+    "int4_bits": QuantSpec(INT4, (32,), scale=torch.bfloat16, layout="bits"),
+    "torch_int4": QuantSpec(INT4, (32,), scale=torch.bfloat16, layout="torch_int4"),
+    "uint8_asymmetric": QuantSpec(UINT8, (32,), zero_point=True),
+    "uint4_asymmetric_bits": QuantSpec(UINT4, (16,), zero_point=True, layout="bits"),
+    "tinygemm": TINYGEMM.with_(block=(32,)),
+    "ternary_row": QuantSpec(TERNARY, (-1,), layout="bits"),
+    "float8_row": QuantSpec(E4M3, (-1,)),
+    "float8_square": QuantSpec(E4M3, (16, 16)),
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+    "nf4_double": NF4_DOUBLE,
+}
+INT8_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,)))
+UINT8_TOKEN = ActivationSpec(QuantSpec(UINT8, (-1,), zero_point=True))
+INT8_STATIC = ActivationSpec(QuantSpec(INT8, None), "static")
+
+
+def quantized(
+    name: str, shape: Sequence[int] = (32, 96), dtype: torch.dtype = torch.float32, act: ActivationSpec | None = None
+) -> QT:
+    """A normal random tensor under the spec of that name."""
+    w = QT.from_float(torch.randn(*shape).to(dtype), SPECS[name], act=act)
+    return w.with_(act_scale=torch.tensor([0.03])) if act is not None and act.mode == "static" else w
+
+
+def fits(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor of that shape can have that spec."""
+    block = SPECS[name].block
+    if SPECS[name].layout == "torch_int4":
+        return len(shape) == 2 and shape[0] % 16 == 0 and shape[1] >= 32
+    return block is None or len(block) <= len(shape)
