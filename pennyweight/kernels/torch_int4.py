@@ -9,6 +9,7 @@ error of 2**-9 beside the 2**-4 of the weights; DESIGN decision 9 has the figure
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -54,18 +55,47 @@ def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     return parts._replace(codes=packed, scale=both, offset=None)
 
 
+def _rows_of_bytes(packed: Tensor, n: int, k: int, block: int, halves: bool) -> Tensor:
+    """Nibbles 0..15 [N, K] under the byte order of one instruction set.
+
+    Blocks of ``block`` rows, and one of the rows left over, are k-major. A byte holds two neighbouring rows, the even
+    one low; in whole blocks with ``halves`` it holds row d (low) and row d + block/2 (high).
+    """
+    whole = n // block * block
+    flat = packed.reshape(-1)
+    full = flat[: whole * k // 2].view(-1, k, block // 2)
+    rest = flat[whole * k // 2 :].view(1, k, -1)
+    low_high = torch.cat([full & 15, full >> 4], -1) if halves else torch.stack([full & 15, full >> 4], -1).flatten(2)
+    pairs = torch.stack([rest & 15, rest >> 4], -1).flatten(2)
+    return torch.cat([low_high.transpose(1, 2).reshape(whole, k), pairs[0].t()])
+
+
+@lru_cache(maxsize=1)
+def _byte_order() -> tuple[int, bool] | None:
+    """(block, halves) of this CPU, found by packing known codes; None where it is none of those known."""
+    codes = torch.randint(0, 16, (112, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    known = ((64, True), (32, True), (32, False))  # AVX-512, AVX2, scalar
+    return next((o for o in known if torch.equal(_rows_of_bytes(packed, 112, 32, *o), codes.to(torch.uint8))), None)
+
+
+def _nibbles(packed: Tensor, n: int, k: int, group: int) -> Tensor:
+    """Nibbles 0..15 [N, K]: by the known byte order, else by multiplying with the identity, which is right but slow."""
+    order = _byte_order()
+    if order is not None:
+        return _rows_of_bytes(packed, n, k, *order)
+    unit = torch.stack([torch.ones(k // group, n), torch.zeros(k // group, n)], -1).to(torch.bfloat16)
+    eye = torch.eye(k, dtype=torch.bfloat16)
+    rows = torch.ops.aten._weight_int4pack_mm_for_cpu
+    return torch.cat([rows(e, packed, group, unit) for e in eye.split(512)]).t().to(torch.int8).add(8).to(torch.uint8)
+
+
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
-    """By multiplying with the identity: one-hot rows read each code back exactly, whatever the byte order."""
+    """Inverse of :func:`pack`, bit for bit."""
     n, k = blocks.padded(spec.block, shape)
-    group = blocks.resolve(spec.block, shape)[-1]
-    device = parts.codes.device
-    unit = torch.stack([torch.ones(k // group, n), torch.zeros(k // group, n)], -1).to(device, torch.bfloat16)
-    codes = torch.empty(n, k, dtype=spec.format.code_dtype, device=device)
-    for start in range(0, k, 512):
-        eye = torch.zeros(min(512, k - start), k, dtype=torch.bfloat16, device=device)
-        eye[torch.arange(eye.shape[0]), start + torch.arange(eye.shape[0])] = 1
-        block = torch.ops.aten._weight_int4pack_mm_for_cpu(eye, parts.codes, group, unit)
-        codes[:, start : start + eye.shape[0]] = (block.t() + (0 if spec.format is INT4 else 8)).to(codes.dtype)
+    codes = _nibbles(parts.codes, n, k, blocks.resolve(spec.block, shape)[-1])
+    if spec.format is INT4:
+        codes = codes.to(torch.int8) - 8
     both = parts.scale.transpose(0, 1)
     scale = both[..., 0].contiguous()
     offset = None if spec.offset is None else both[..., 1].contiguous()
