@@ -49,6 +49,7 @@ def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     verdict = _fits(spec, shape)
     if verdict is not True:
         raise ValueError(f'layout "torch_int4" of {tuple(shape)} {spec}: {verdict}')
+    _byte_order()  # found here, outside any trace, where known codes can be looked at
     offset = torch.zeros_like(parts.scale) if parts.offset is None else parts.offset
     both = torch.stack([parts.scale, offset], -1).transpose(0, 1).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_to_nibbles(parts.codes, spec).contiguous(), 1)
