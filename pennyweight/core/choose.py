@@ -1,8 +1,8 @@
 """Choosing quantization parameters from data: pure functions, one per rule, found by name.
 
 Every rule sees the blocks of x as a view [g0, b0, g1, b1, ..] and returns scale, zero_point and offset of shape
-[g0, g1, ..]. Arithmetic stays in the dtype of x (as torchao's does, bit for bit, for the rules it has); a block that is
-all zero gets a positive scale (``eps``), so no value is ever NaN.
+[g0, g1, ..]. Arithmetic stays in the dtype of x (as torchao's does, bit for bit, for the rules it has), and in float32
+where the scale is itself quantized; a block that is all zero gets a positive scale (``eps``), so no value is ever NaN.
 """
 
 from __future__ import annotations
@@ -49,68 +49,115 @@ def default_rule(spec: QuantSpec) -> str:
 
 
 def choose(x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None) -> Params:
-    """Parameters for x under ``spec``.
+    """Parameters for x under ``spec``: those that it stores, and no others.
 
     x: float tensor, already padded to whole blocks. rule: a name in :data:`RULES`, default by the spec's parts.
-    eps: floor of the scale, default the smallest normal number of x's dtype. Raises ValueError for an unknown rule.
+    eps: floor of the scale, default the smallest normal number of the dtype in which it is chosen (of float32 for
+    formats other than integers). Raises ValueError for an unknown rule, for one whose zero point or offset the spec
+    does not store, and for an eps that is not positive.
     """
     if spec.scale is None:
         return Params()
     name = rule or default_rule(spec)
     if name not in RULES:
         raise ValueError(f"unknown rule {name!r} for choosing parameters; known: {', '.join(sorted(RULES))}")
+    if eps is not None and not eps > 0:
+        raise ValueError(f"eps is the least scale and must be positive, got {eps}")
     view = blocks.split(x, blocks.counts(spec.block, x.shape))
-    return RULES[name](view, spec, torch.finfo(x.dtype).smallest_normal if eps is None else eps)
+    return _only_stored(RULES[name](view, spec, _floor(x.dtype, spec, eps)), spec, name)
 
 
-def _range(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest element of each block."""
+def _only_stored(p: Params, spec: QuantSpec, name: str) -> Params:
+    """Zeros for a zero point or offset that the spec stores and the rule has no use for."""
+    assert p.scale is not None
+    if p.zero_point is not None and not spec.zero_point:
+        raise ValueError(f"rule {name!r} chooses a zero point, which {spec} does not store; give it zero_point=True")
+    if p.offset is not None and spec.offset is None:
+        raise ValueError(f"rule {name!r} chooses an offset, which {spec} does not store; give it an offset dtype")
+    zero_point = torch.zeros_like(p.scale) if spec.zero_point and p.zero_point is None else p.zero_point
+    return Params(
+        p.scale, zero_point, torch.zeros_like(p.scale) if spec.offset is not None and p.offset is None else p.offset
+    )
+
+
+def _floor(dtype: torch.dtype, spec: QuantSpec, eps: float | None) -> float:
+    """The least scale: not below what the dtype holds, nor, for float64, below what a narrower scale holds."""
+    if isinstance(spec.scale, QuantSpec) or (dtype is torch.float64 and spec.scale is not torch.float64):
+        dtype = torch.float32
+    info = torch.finfo(dtype)
+    least = info.smallest_normal * info.eps
+    if eps is not None:
+        return max(eps, least)
+    # torchao's floor for integers; its floats have none, and in float16 their scales are often subnormal.
+    return info.smallest_normal if spec.format.kind == "int" else max(least, torch.finfo(torch.float32).smallest_normal)
+
+
+def _range(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """Least and greatest element of each block, in the dtype in which the scale is chosen."""
     if x.numel() == 0:
-        zero = x.new_zeros(x.shape[::2])
-        return zero, zero
-    inner = blocks.inner_axes(x.ndim // 2)
-    return x.amin(inner), x.amax(inner)
+        lo = hi = x.new_zeros(x.shape[::2])
+    else:
+        inner = blocks.inner_axes(x.ndim // 2)
+        lo, hi = x.amin(inner), x.amax(inner)
+    return (lo.float(), hi.float()) if isinstance(spec.scale, QuantSpec) else (lo, hi)
 
 
-def _absmax(x: Tensor) -> Tensor:
-    lo, hi = _range(x)
-    return torch.maximum(-lo, hi).clamp(min=0)
+def _absmax(x: Tensor, spec: QuantSpec) -> Tensor:
+    lo, hi = _range(x, spec)
+    return torch.maximum(-lo, hi)
+
+
+def _at_least(scale: Tensor, eps: float) -> Tensor:
+    """scale, positive and finite."""
+    return scale.clamp(eps, torch.finfo(scale.dtype).max)
 
 
 def _span(lo: Tensor, hi: Tensor, steps: float) -> Tensor:
-    """(hi - lo) / steps in the dtype of the input; in float64 only where that overflows."""
+    """(hi - lo) / steps, dividing first only where the difference overflows."""
     narrow = (hi - lo) / steps
-    return torch.where(narrow.isfinite(), narrow, ((hi.double() - lo.double()) / steps).to(narrow.dtype))
+    return torch.where(narrow.isfinite(), narrow, hi / steps - lo / steps)
+
+
+def _ends(spec: QuantSpec) -> tuple[float, float]:
+    """Least and greatest number that a scale multiplies."""
+    return spec.format.lo - spec.mid, spec.format.hi - spec.mid
+
+
+def _reach(spec: QuantSpec) -> float:
+    bottom, top = _ends(spec)
+    return max(top, -bottom)
 
 
 @rule("symmetric")
 def symmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """scale = absmax / ((hi - lo) / 2) for integers, so that the positive end may clip by half a step;
-    scale = absmax / hi for floats and tables. torchao: MappingType.SYMMETRIC."""
+    absmax / max(hi, -lo) for floats and tables; max / hi for formats without negative numbers, which clip those of x.
+    torchao: MappingType.SYMMETRIC."""
     f = spec.format
-    two_sided = f.kind == "int" and f.lo < spec.mid
-    reach = (f.hi - f.lo) / 2 if two_sided else _reach(spec)
-    return Params((_absmax(x) / reach).clamp(min=eps))
+    bottom, top = _ends(spec)
+    if bottom >= 0:
+        return Params(_at_least(_range(x, spec)[1] / top, eps))
+    return Params(_at_least(_absmax(x, spec) / ((f.hi - f.lo) / 2 if f.kind == "int" else _reach(spec)), eps))
 
 
 @rule("symmetric_no_clip")
 def symmetric_no_clip(x: Tensor, spec: QuantSpec, eps: float) -> Params:
-    """scale = max(min / lo, max / hi), so that nothing clips. torchao: SYMMETRIC_NO_CLIPPING_ERR."""
-    lo, hi = _range(x)
-    bottom, top = spec.format.lo - spec.mid, spec.format.hi - spec.mid
-    scale = lo.clamp(max=0) / bottom
-    if top > 0:  # int1 has no positive number
-        scale = torch.maximum(scale, hi.clamp(min=0) / top)
-    return Params(scale.clamp(min=eps))
+    """scale = max(min / lo, max / hi), so that nothing clips; an end without numbers (int1 has no positive one) is left
+    out. torchao: SYMMETRIC_NO_CLIPPING_ERR."""
+    lo, hi = _range(x, spec)
+    bottom, top = _ends(spec)
+    sides = [end / value for end, value in ((lo, bottom), (hi, top)) if value]
+    return Params(_at_least(sides[0] if len(sides) == 1 else torch.maximum(*sides), eps))
 
 
 @rule("asymmetric")
 def asymmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
-    """scale = (max - min) / (hi - lo) with zero in the range; zero_point = lo - round(min / scale), clamped."""
-    lo, hi = _range(x)
+    """scale = (max - min) / (hi - lo) with zero in the range; zero_point = lo - round(min / scale), clamped.
+    torchao: MappingType.ASYMMETRIC."""
+    lo, hi = _range(x, spec)
     f = spec.format
     lo, hi = lo.clamp(max=0), hi.clamp(min=0)
-    scale = _span(lo, hi, f.hi - f.lo).clamp(min=eps)
+    scale = _at_least(_span(lo, hi, f.hi - f.lo), eps)
     return Params(scale, (f.lo - (lo / scale).round()).clamp(f.lo, f.hi))
 
 
@@ -118,36 +165,48 @@ def asymmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 def minmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """scale = (max - min) / (hi - lo); offset = min + scale * (mid - lo), real. Zero need not be representable.
     With uint4 and mid 8 these are tinygemm's numbers."""
-    lo, hi = _range(x)
+    lo, hi = _range(x, spec)
     f = spec.format
-    scale = _span(lo, hi, f.hi - f.lo).clamp(min=eps)
-    return Params(scale, None, lo + scale * (spec.mid - f.lo))
+    scale = _at_least(_span(lo, hi, f.hi - f.lo), eps)
+    offset = lo + scale * (spec.mid - f.lo)
+    part = (spec.mid - f.lo) / (f.hi - f.lo)  # where the product overflows: the same point, as a mean of the ends
+    return Params(scale, None, torch.where(offset.isfinite(), offset, lo * (1 - part) + hi * part))
 
 
 @rule("mse")
 def mse(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """Search the shrink factor 1, 0.99 .. 0.5 of the default rule's range that minimises each block's squared error.
 
-    Never worse than the default rule, whose range is the first candidate.
+    About zero, or about the middle of the block where an offset is stored. Errors are those of the parameters as
+    stored; never worse than the default rule, whose range is the first candidate.
     """
-    from .numerics import encode, stored_value
+    from .numerics import encode, store, stored_value
 
     base = RULES[default_rule(spec)]
     inner = blocks.inner_axes(x.ndim // 2)
-    best: Params | None = None
-    least: Tensor | None = None
-    for step in range(51):
-        p = base(x * (1 - step / 100), spec, eps)
-        codes = encode(x, spec, p)
-        error = (stored_value(codes, spec, p).to(x.dtype) - x).float().square().sum(inner)
-        if best is None or least is None:
-            best, least = p, error
-            continue
-        better = error < least
-        least = torch.where(better, error, least)
-        best = Params(*(None if a is None else torch.where(better, b, a) for a, b in zip(best, p, strict=True)))
-    assert best is not None
-    return best
+    middle: Tensor | float = 0.0
+    if spec.offset is not None and x.numel():
+        lo, hi = x.amin(inner, keepdim=True), x.amax(inner, keepdim=True)
+        middle = lo / 2 + hi / 2
+
+    def error(p: Params) -> Tensor:
+        seen = store(p, spec)[1]
+        return (stored_value(encode(x, spec, seen), spec, seen) - x).float().square().sum(inner)
+
+    def pick(which: Tensor, ours: Params, theirs: Params) -> Params:
+        pairs = zip(ours, theirs, strict=True)
+        return Params(*(None if a is None or b is None else torch.where(which, a, b) for a, b in pairs))
+
+    first = best = _only_stored(base(x, spec, eps), spec, "mse")
+    start = least = error(first)
+    for step in range(1, 51):
+        p = _only_stored(base(middle + (x - middle) * (1 - step / 100), spec, eps), spec, "mse")
+        found = error(p)
+        better = found < least
+        least = torch.where(better, found, least)
+        best = pick(better, p, best)
+    # A quantized scale is stored in blocks of its own, where one block's choice moves the others.
+    return pick(error(best).sum() <= start.sum(), best, first)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -162,10 +221,6 @@ def _exponent(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x > 0, exponent - 1, -127), mantissa != 0.5
 
 
-def _reach(spec: QuantSpec) -> float:
-    return max(spec.format.hi, -spec.format.lo)
-
-
 def _element_exponent(spec: QuantSpec) -> int:
     return math.floor(math.log2(_reach(spec)))
 
@@ -173,14 +228,14 @@ def _element_exponent(spec: QuantSpec) -> int:
 @rule("mx_floor")
 def mx_floor(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """OCP MX v1.0: 2**(floor(log2 absmax) - emax); the largest elements may saturate."""
-    exponent, _ = _exponent(_absmax(x))
+    exponent, _ = _exponent(_absmax(x, spec))
     return Params(_power_of_two(exponent - _element_exponent(spec)))
 
 
 @rule("mx_ceil")
 def mx_ceil(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """2**(ceil(log2 absmax) - emax): floor plus one unless absmax is a power of two."""
-    amax = _absmax(x)
+    amax = _absmax(x, spec)
     exponent, above = _exponent(amax)
     return Params(_power_of_two(exponent + (above & (amax > 0)) - _element_exponent(spec)))
 
@@ -188,7 +243,7 @@ def mx_ceil(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 @rule("mx_even")
 def mx_even(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """As floor, after rounding absmax to the element's mantissa width, so that it does not saturate."""
-    amax = _absmax(x).float()
+    amax = _absmax(x, spec).float()
     mantissa_bits = round(-math.log2(2 - _reach(spec) / 2.0 ** _element_exponent(spec)))
     half = 1 << (23 - mantissa_bits - 1)  # half a unit of the last kept bit of a float32
     rounded = ((amax.view(torch.int32) + half) & ~((half << 1) - 1)).view(torch.float32)
@@ -199,6 +254,6 @@ def mx_even(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 @rule("mx_rceil")
 def mx_rceil(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """2**ceil(log2(absmax / hi)): the least power of two under which nothing saturates."""
-    ratio = _absmax(x).float() / _reach(spec)
+    ratio = _absmax(x, spec).float() / _reach(spec)
     exponent, above = _exponent(ratio)
     return Params(_power_of_two(exponent + (above & (ratio > 0))))

@@ -8,6 +8,7 @@ appendix E) for nf4; Dettmers et al. 2022 (8-bit optimizers) for the dynamic map
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ class Format:
         if self.kind == "int" or self.native_float:
             return codes.to(dtype)
         if self is E8M0:
-            return torch.ldexp(torch.ones_like(codes, dtype=torch.float64), codes.to(torch.int32) - 127).to(dtype)
+            power = torch.ldexp(torch.ones_like(codes, dtype=torch.float64), codes.to(torch.int32) - 127)
+            return torch.where(codes == 255, torch.nan, power).to(dtype)
         return torch.tensor(self.values, dtype=dtype, device=codes.device)[codes.to(torch.int32)]
 
     def to_unsigned(self, codes: Tensor) -> Tensor:
@@ -99,7 +101,7 @@ def _boundaries(values: tuple[float, ...], device: torch.device, *, even: bool) 
 
     With ``even`` a tie above an odd code must go up, so its level is moved just below the midpoint.
     """
-    mids = [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
+    mids = [(a + b) / 2 for a, b in pairwise(values)]
     levels = torch.tensor(mids, dtype=torch.float32, device=device)
     if even:
         below = torch.nextafter(levels, torch.zeros_like(levels))
@@ -156,19 +158,18 @@ def table(name: str, values: tuple[float, ...]) -> Format:
     return Format(name, bits, "table", torch.uint8, values[0], values[-1], values)
 
 
-def _dynamic_map(signed: bool) -> tuple[float, ...]:
-    """256 numbers, dense near zero: 7 decades, each with twice the fractions of the one below, plus 0 and 1.
+def _dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
+    """2**bits numbers, dense near zero: bits - 1 decades, each with twice the numbers of the one below, plus 0 and 1.
 
-    Per decade i the means of neighbouring points of linspace(0.1, 1), times 10**(i - 6); rounded through float32 as
-    the published construction does, so that the numbers are the ones other libraries use.
+    The numbers of a decade are the midpoints of equal steps over [0.1, 1], times the decade's power of ten. In Python's
+    own floats, because ``torch.linspace`` gives other last bits on other CPUs.
     """
+    decades = bits - 1
     positive: list[float] = []
-    for i in range(7):
-        points = torch.linspace(0.1, 1, (1 << (i if signed else i + 1)) + 1)
-        means = (points[:-1] + points[1:]) / 2.0
-        positive += ((10 ** (i - 6)) * means).tolist()
-    values = [0.0, 1.0, *positive, *([-v for v in positive] if signed else [])]
-    return tuple(sorted(values))
+    for i in range(decades):
+        n = 1 << (i if signed else i + 1)
+        positive += [(0.1 + 0.9 * (k + 0.5) / n) * 10.0 ** (i - decades + 1) for k in range(n)]
+    return tuple(sorted([0.0, 1.0, *positive, *([-v for v in positive] if signed else [])]))
 
 
 INT1, INT2, INT3, INT4, INT5, INT6, INT7, INT8 = (_int(b) for b in range(1, 9))
@@ -188,5 +189,7 @@ NF4 = table(
         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ),
 )  # fmt: skip
-DYNAMIC8 = table("dynamic8", _dynamic_map(signed=True))
-UDYNAMIC8 = table("udynamic8", _dynamic_map(signed=False))
+DYNAMIC8 = table("dynamic8", _dynamic_map(8, signed=True))
+UDYNAMIC8 = table("udynamic8", _dynamic_map(8, signed=False))
+DYNAMIC4 = table("dynamic4", _dynamic_map(4, signed=True))
+UDYNAMIC4 = table("udynamic4", _dynamic_map(4, signed=False))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from . import blocks
 from .numerics import Parts
 from .packing import pack_bits, unpack_bits
-from .spec import QuantSpec
+from .spec import SPECS, QuantSpec
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,14 @@ class Layout:
     """name; pack(plain parts, spec, shape) -> parts; unpack is its inverse, bit for bit.
 
     shape is the stored shape of the tensor. ``devices`` None: any. A layout never reaches a file: files hold "bits".
+    ``examples`` are specs and shapes that it takes; tests/every/test_layouts.py runs each.
     """
 
     name: str
     pack: Callable[[Parts, QuantSpec, Sequence[int]], Parts]
     unpack: Callable[[Parts, QuantSpec, Sequence[int]], Parts]
     devices: tuple[str, ...] | None = None
+    examples: tuple[tuple[QuantSpec, tuple[int, ...]], ...] = ()
 
 
 LAYOUTS: dict[str, Layout] = {}
@@ -51,9 +53,10 @@ def _pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
 
 
 def _unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
-    n = blocks.padded(spec.block, shape)[-1]
+    n = blocks.padded(spec.block, shape)[-1] if shape else 1
     return parts._replace(codes=spec.format.from_unsigned(unpack_bits(parts.codes, spec.format.bits, n)))
 
 
-PLAIN = register_layout(Layout("plain", _identity, _identity))
-BITS = register_layout(Layout("bits", _pack, _unpack))
+_EXAMPLES = tuple((spec, (3, 130)) for spec in SPECS.values())
+PLAIN = register_layout(Layout("plain", _identity, _identity, examples=_EXAMPLES))
+BITS = register_layout(Layout("bits", _pack, _unpack, examples=_EXAMPLES))

@@ -33,7 +33,8 @@ class Parts(NamedTuple):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Parts:
         """fn over every tensor, nested ones too."""
-        return Parts(*(None if p is None else p.map(fn) if isinstance(p, Parts) else fn(p) for p in self))
+        mapped: list[Any] = [None if p is None else p.map(fn) if isinstance(p, Parts) else fn(p) for p in self]
+        return Parts(*mapped)
 
 
 def quantize(
@@ -47,16 +48,28 @@ def quantize(
     x = blocks.pad(x, spec.block)
     if params is None:
         params = choose(x, spec, rule, eps)
+    parts, seen = store(params, spec)
+    view = blocks.split(x, blocks.counts(spec.block, x.shape))
+    return Parts(encode(view, spec, seen).reshape(x.shape).contiguous(), *parts)
+
+
+def store(params: Params, spec: QuantSpec) -> tuple[tuple[Any, Tensor | None, Any], Params]:
+    """scale, zero_point and offset as ``spec`` stores them, and the numbers that they then stand for."""
+    given = {"scale": params.scale, "zero_point": params.zero_point, "offset": params.offset}
+    if {name for name, value in given.items() if value is not None} != spec.part_specs().keys():
+        raise ValueError(f"{spec} stores {[*spec.part_specs()]}; the parameters given have other parts")
     scale = _store(params.scale, spec.scale)
     offset = _store(params.offset, spec.offset)
-    zero_point = None if params.zero_point is None else params.zero_point.to(spec.zero_point_dtype)
+    zero_point = None if params.zero_point is None else params.zero_point.to(spec.zero_point_dtype).contiguous()
     seen = Params(_value(scale, spec.scale, params.scale), zero_point, _value(offset, spec.offset, params.offset))
-    view = blocks.split(x, blocks.counts(spec.block, x.shape))
-    return Parts(encode(view, spec, seen).reshape(x.shape), scale, zero_point, offset)
+    return (scale, zero_point, offset), seen
 
 
 def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The tensor of ``shape`` that plain parts stand for. Computed in float32 (float64 if asked), rounded once."""
+    """The tensor of ``shape`` that plain parts stand for. Computed in float32 (float64 if asked), rounded once.
+
+    Saturates: the least code of a block may stand for a little more than its largest element, so beyond the dtype.
+    """
     compute = torch.float64 if dtype is torch.float64 else torch.float32
     part_shape = blocks.counts(spec.block, shape)
     seen = Params(
@@ -69,7 +82,8 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
     for axis, n in enumerate(shape):
         if x.shape[axis] != n:
             x = x.narrow(axis, 0, n)
-    return x.to(dtype).contiguous()
+    limit = torch.finfo(dtype).max
+    return x.to(dtype).clamp_(-limit, limit).contiguous()
 
 
 def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
@@ -82,14 +96,30 @@ def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
         centred = view.float() if p.offset is None else view.float() - blocks.spread(p.offset)
         return f.encode(centred / torch.where(scale == 0, torch.inf, scale))
     if p.offset is not None:
-        least = blocks.spread(p.offset) - scale * (spec.mid - f.lo)
-        steps = ((view - least) / torch.where(scale == 0, torch.inf, scale)).round()
-        return (steps + f.lo).clamp(f.lo, f.hi).to(f.code_dtype)
+        # A block whose range is beyond the dtype is brought down by a power of two; 1 changes no bit of the others.
+        limit = torch.finfo(torch.promote_types(view.dtype, scale.dtype)).max
+        down = 1 - 0.75 * (scale > limit / (4 * (f.hi - f.lo))).to(scale.dtype)
+        scale = scale * down
+        least = blocks.spread(p.offset) * down - scale * (spec.mid - f.lo)
+        steps = ((view * down - least) / torch.where(scale == 0, torch.inf, scale)).round()
+        return (steps + f.lo if f.lo else steps).clamp(f.lo, f.hi).to(f.code_dtype)
     # Multiply by the reciprocal and round before adding the zero point: bit for bit what torchao does.
-    steps = (view * torch.where(scale == 0, 0.0, 1.0 / scale)).round()
+    steps = (view * _reciprocal(scale)).to(torch.promote_types(view.dtype, scale.dtype)).round()
     if p.zero_point is not None:
         steps = steps + blocks.spread(p.zero_point)
     return (steps + spec.mid if spec.mid else steps).clamp(f.lo, f.hi).to(f.code_dtype)
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    """1 / scale in its dtype, and 0 where that overflows: a scale of zero or next to it sends everything to zero.
+
+    Returns float32 for float16, whose reciprocals overflow below 2**-16. A product of two float16 numbers is exact
+    there, so that rounding it gives the float16 product.
+    """
+    reciprocal = 1.0 / scale
+    if scale.dtype is torch.float16:
+        reciprocal = torch.where(reciprocal.isfinite(), reciprocal.float(), 1.0 / scale.float())
+    return torch.where(reciprocal.isfinite(), reciprocal, 0.0)
 
 
 def stored_value(view: Tensor, spec: QuantSpec, p: Params, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,9 +142,15 @@ def part_value(part: Any, kind: Any, shape: Sequence[int], dtype: torch.dtype) -
 
 
 def _store(value: Tensor | None, kind: QuantSpec | torch.dtype | None) -> Any:
+    """value under ``kind``, saturating where its dtype is the narrower one."""
     if value is None or kind is None:
         return None
-    return quantize(value.float(), kind) if isinstance(kind, QuantSpec) else value.to(kind)
+    if isinstance(kind, QuantSpec):
+        return quantize(value.float(), kind)
+    limit = torch.finfo(kind).max
+    if limit < torch.finfo(value.dtype).max:
+        value = value.clamp(-limit, limit)
+    return value.to(kind).contiguous()
 
 
 def _value(part: Any, kind: Any, chosen: Tensor | None) -> Tensor | None:
@@ -122,9 +158,9 @@ def _value(part: Any, kind: Any, chosen: Tensor | None) -> Tensor | None:
 
 
 def fake_quantize(x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None) -> Tensor:
-    """dequantize(quantize(x)) in x's dtype, the deployment arithmetic, differentiable by the straight-through estimator.
+    """dequantize(quantize(x)) in x's dtype, as in deployment.
 
-    The gradient passes unchanged (Bengio et al. 2013); parameters are treated as constants.
+    The gradient passes unchanged (straight-through, Bengio et al. 2013); parameters are treated as constants.
     """
     return _FakeQuantize.apply(x, spec, rule, eps)
 

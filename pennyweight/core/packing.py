@@ -6,31 +6,40 @@ For 4 bits the even code is the low nibble.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes [.., n] below 2**bits -> uint8 bytes [.., ceil(n * bits / 8)]."""
-    if bits == 8:
+    """uint8 codes [.., n] below 2**bits -> uint8 bytes [.., ceil(n * bits / 8)]. A single number [] stays a byte."""
+    if bits == 8 or codes.ndim == 0:
         return codes
-    n = codes.shape[-1]
-    groups = F.pad(codes, (0, -n % 8)).unflatten(-1, (-1, 8)).to(torch.int64)  # 8 codes make ``bits`` bytes
-    word = groups[..., 0].clone()
-    for i in range(1, 8):
-        word |= groups[..., i] << (bits * i)
-    stream = torch.stack([(word >> (8 * i)) & 255 for i in range(bits)], -1).to(torch.uint8)
-    return stream.flatten(-2)[..., : -(-n * bits // 8)].contiguous()
+    return _regroup(codes, bits, 8)[..., : -(-codes.shape[-1] * bits // 8)].contiguous()
 
 
 def unpack_bits(stream: Tensor, bits: int, n: int) -> Tensor:
     """Inverse of :func:`pack_bits`: uint8 codes [.., n]."""
-    if bits == 8:
+    if bits == 8 or stream.ndim == 0:
         return stream
-    groups = F.pad(stream, (0, -stream.shape[-1] % bits)).unflatten(-1, (-1, bits)).to(torch.int64)
-    word = groups[..., 0].clone()
-    for i in range(1, bits):
-        word |= groups[..., i] << (8 * i)
-    codes = torch.stack([(word >> (bits * i)) & ((1 << bits) - 1) for i in range(8)], -1).to(torch.uint8)
-    return codes.flatten(-2)[..., :n].contiguous()
+    return _regroup(stream, 8, bits)[..., :n].contiguous()
+
+
+def _regroup(words: Tensor, old: int, new: int) -> Tensor:
+    """A stream of words of ``old`` bits as words of ``new`` bits, one word a byte, padded with zeros to whole groups.
+
+    In bytes throughout, because wider integers would take 8 times the memory of the codes.
+    """
+    period = math.lcm(old, new)  # bits after which words of both widths begin together
+    groups = F.pad(words, (0, -words.shape[-1] % (period // old)))
+    groups = groups.unflatten(-1, (groups.shape[-1] * old // period, period // old))
+    out = []
+    for start in range(0, period, new):
+        word = torch.zeros_like(groups[..., 0])
+        for i in range(start // old, -(-(start + new) // old)):
+            shift = i * old - start  # within a byte: bits shifted out belong to the neighbouring words
+            word |= groups[..., i] << shift if shift >= 0 else groups[..., i] >> -shift
+        out.append(word & ((1 << new) - 1))
+    return torch.stack(out, -1).flatten(-2)

@@ -10,7 +10,21 @@ from typing import Any
 import torch
 
 from . import blocks
-from .formats import E2M1, E4M3, E8M0, INT8, NF4, UINT4, Format, get_format
+from .formats import (
+    DYNAMIC8,
+    E2M1,
+    E2M3,
+    E4M3,
+    E8M0,
+    INT4,
+    INT8,
+    NF4,
+    TERNARY,
+    UDYNAMIC8,
+    UINT4,
+    Format,
+    get_format,
+)
 
 SPEC_VERSION = 1
 # Fixed table: a dtype named in a file is looked up here and nowhere else.
@@ -58,6 +72,12 @@ class QuantSpec:
             raise ValueError("QuantSpec without a scale can have neither zero_point nor offset; give scale a dtype")
         if self.zero_point and self.format.kind != "int":
             raise ValueError(f"zero_point is in code units and needs an integer format, got {self.format}; use offset")
+        if self.zero_point and (self.offset is not None or self.mid):
+            raise ValueError("QuantSpec takes one of zero_point, and offset with mid: both say which code means zero")
+        if self.mid and not (self.format.kind == "int" and self.format.lo <= self.mid <= self.format.hi):
+            raise ValueError(
+                f"QuantSpec.mid must be one of the codes of an integer format, got {self.mid} for {self.format}"
+            )
 
     def __str__(self) -> str:
         block = "tensor" if self.block is None else ",".join("*" if b == -1 else str(b) for b in self.block)
@@ -221,9 +241,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 # Known number schemes: data, a line each.
 TENSOR = None
+INT8_ROW = QuantSpec(INT8, (-1,))
+INT8_ROW_ASYMMETRIC = QuantSpec(INT8, (-1,), zero_point=True)
+INT4_GROUP = QuantSpec(INT4, (32,))
+UINT4_GROUP = QuantSpec(UINT4, (64,), scale=torch.bfloat16, zero_point=True)
+TINYGEMM = QuantSpec(UINT4, (128,), scale=torch.bfloat16, offset=torch.bfloat16, mid=8)
+FP8_ROW = QuantSpec(E4M3, (-1,))
+FP8_TENSOR = QuantSpec(E4M3, TENSOR)
+FP8_BLOCK = QuantSpec(E4M3, (128, 128))  # DeepSeek-V3 (2024)
 MXFP8 = QuantSpec(E4M3, (32,), scale=QuantSpec(E8M0, (1,), scale=None))
+MXFP6 = QuantSpec(E2M3, (32,), scale=QuantSpec(E8M0, (1,), scale=None))
 MXFP4 = QuantSpec(E2M1, (32,), scale=QuantSpec(E8M0, (1,), scale=None))
 NVFP4 = QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, TENSOR))
 NF4_BLOCK = QuantSpec(NF4, (64,))
 NF4_DOUBLE = QuantSpec(NF4, (64,), scale=QuantSpec(INT8, (256,), offset=torch.float32))
-TINYGEMM = QuantSpec(UINT4, (128,), scale=torch.bfloat16, offset=torch.bfloat16, mid=8)
+TERNARY_TENSOR = QuantSpec(TERNARY, TENSOR)  # BitNet b1.58 (2024)
+ADAM8 = QuantSpec(DYNAMIC8, (256,))
+ADAM8_SQUARES = QuantSpec(UDYNAMIC8, (256,))  # the second moment has no sign
+SPECS = {name.lower(): value for name, value in tuple(globals().items()) if isinstance(value, QuantSpec)}

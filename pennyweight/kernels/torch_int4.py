@@ -18,7 +18,7 @@ from ..core import blocks
 from ..core.formats import INT4, UINT4
 from ..core.layouts import Layout, register_layout
 from ..core.numerics import Parts
-from ..core.spec import QuantSpec
+from ..core.spec import TINYGEMM, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
 from .table import Case, Kernel, register_kernel
 
@@ -103,7 +103,11 @@ def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     return Parts(codes, scale, None, offset, parts.act_scale, parts.act_zero_point)
 
 
-LAYOUT = register_layout(Layout("torch_int4", pack, unpack, devices=("cpu",)))
+_EXAMPLES = (
+    (TINYGEMM, (16, 256)),
+    (QuantSpec(INT4, (32,), scale=torch.bfloat16), (32, 100)),  # padded to 128
+)
+LAYOUT = register_layout(Layout("torch_int4", pack, unpack, devices=("cpu",), examples=_EXAMPLES))
 
 
 def _accepts(case: Case) -> bool | str:
