@@ -1,0 +1,57 @@
+"""The README's Python runs as it stands there."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import pennyweight as pw
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(4, 96, 64))
+        self.down = nn.Parameter(torch.randn(4, 64, 48))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(64, 64)
+        self.mlp = nn.Module()
+        self.mlp.experts = Experts()
+
+
+class Model(nn.Module):
+    """A model with the names that the README's patterns have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(100, 64)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.lm_head = nn.Linear(64, 100)
+
+
+def test_first_block_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(BLOCKS[0], names)
+    assert "0.weight" in capsys.readouterr().out
+    assert type(names["model"][0].weight.data) is torch.Tensor  # dequantized again
+    assert isinstance(names["again"][0].weight, pw.AffineQuantizedTensor)
+    assert [f.name for f in (tmp_path / "small").glob("*.safetensors")]
+
+
+def test_block_of_patterns_runs():
+    model = Model()
+    exec(BLOCKS[1], {"pw": pw, "model": model})
+    schemes = {name: getattr(p, "spec", None) for name, p in model.named_parameters()}
+    assert schemes["lm_head.weight"] is None
+    assert schemes["embed_tokens.weight"].format.name == "int8"
+    assert schemes["layers.1.mlp.experts.gate_up"].format.name == "uint4"
+    assert model.layers[0].attention.weight.act is not None
