@@ -1,1 +1,8 @@
+"""Files: the native safetensors format, read and written whole or not at all. See docs/format.md."""
 
+from .errors import CheckpointError
+from .load import load
+from .native import flatten, unflatten
+from .save import save
+
+__all__ = ["CheckpointError", "flatten", "load", "save", "unflatten"]

@@ -1,0 +1,196 @@
+"""Opening a checkpoint: one safetensors file, or a folder of shards with an index. Headers only; no tensor is read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .container import Entry, File, check_name
+from .errors import CheckpointError
+from .manifest import KeyedError, Manifest, check_parts, read
+from .strict_json import parse
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 << 20
+MAX_SHARDS = 4096
+
+
+@dataclass
+class Checkpoint:
+    """Open files whose headers agree with each other and with their manifests. Use as a context manager."""
+
+    path: str
+    files: list[File] = field(default_factory=list)
+    manifests: list[Manifest] = field(default_factory=list)
+    where: dict[str, int] = field(default_factory=dict)  # stored name -> number of its file
+
+    @property
+    def manifest(self) -> Manifest:
+        """All files' manifests together."""
+        out = Manifest()
+        for m in self.manifests:
+            out.tensors.update(m.tensors)
+            out.aliases.update(m.aliases)
+        return out
+
+    def entry(self, stored: str) -> Entry:
+        return self.files[self.where[stored]].entries[stored]
+
+    def tensor(self, stored: str) -> Tensor:
+        """The stored tensor, mapped."""
+        return self.files[self.where[stored]].tensor(stored)
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a .safetensors file, an index, or a folder that holds model.safetensors or its index.
+
+    Everything that can be told from headers is checked; raises CheckpointError, and only that.
+    """
+    path = os.fspath(path)
+    try:
+        real = os.path.realpath(path, strict=True)
+        is_dir = os.path.isdir(real)
+    except (OSError, ValueError) as e:
+        raise CheckpointError(path, None, f"cannot be opened: {getattr(e, 'strerror', None) or e}") from e
+    if is_dir:
+        index = os.path.join(real, INDEX)
+        if not os.path.lexists(index):
+            if not os.path.lexists(os.path.join(real, SINGLE)):
+                raise CheckpointError(
+                    path, None, f"holds neither {SINGLE} nor {INDEX}; give the path of a file instead"
+                )
+            return _open(path, [inside(real, SINGLE)])
+        return _open_index(path, real, inside(real, INDEX))
+    if path.endswith(".index.json"):
+        return _open_index(path, os.path.dirname(os.path.abspath(path)), real)
+    return _open(path, [real])
+
+
+def _open_index(path: str, folder: str, index: str) -> Checkpoint:
+    weight_map = read_index(index)
+    names = sorted(set(weight_map.values()))
+    if len(names) > MAX_SHARDS:
+        raise CheckpointError(index, None, f"names {len(names)} shards; at most {MAX_SHARDS} are read")
+    return _open(path, [inside(folder, name) for name in names], names, weight_map)
+
+
+def _open(
+    path: str, paths: list[str], names: list[str] | None = None, weight_map: dict[str, str] | None = None
+) -> Checkpoint:
+    out = Checkpoint(path)
+    try:
+        for i, file_path in enumerate(paths):
+            file = File(file_path)
+            out.files.append(file)
+            if names is not None and weight_map is not None:
+                _check_shard(file, names[i], weight_map)
+            out.where.update(dict.fromkeys(file.entries, i))
+            out.manifests.append(_manifest(file))
+        if weight_map is not None:
+            for stored, name in weight_map.items():
+                if stored not in out.where:
+                    raise CheckpointError(
+                        os.path.join(path, name), stored, "the index names it, the file does not hold it"
+                    )
+        _check_together(out)
+    except BaseException:
+        out.close()
+        raise
+    return out
+
+
+def _check_shard(file: File, name: str, weight_map: dict[str, str]) -> None:
+    for stored in file.entries:
+        home = weight_map.get(stored)
+        if home != name:
+            raise CheckpointError(file.path, stored, "not in the index" if home is None else f"is in {home} as well")
+
+
+def _manifest(file: File) -> Manifest:
+    try:
+        manifest = read(file.metadata)
+        check_parts(manifest, {name: (e.dtype, e.shape) for name, e in file.entries.items()})
+    except KeyedError as e:
+        raise CheckpointError(file.path, e.name, str(e)) from e
+    except ValueError as e:
+        raise CheckpointError(file.path, None, str(e)) from e
+    return manifest
+
+
+def _check_together(c: Checkpoint) -> None:
+    """No name has two meanings across files."""
+    owner: dict[str, int] = dict(c.where)
+    for i, manifest in enumerate(c.manifests):
+        for name in (*manifest.tensors, *manifest.aliases):
+            if name in owner:
+                raise CheckpointError(
+                    c.files[i].path, name, f"is in {os.path.basename(c.files[owner[name]].path)} as well"
+                )
+            owner[name] = i
+
+
+def read_index(path: str) -> dict[str, str]:
+    """weight_map of an index file: stored name -> plain file name. Raises CheckpointError."""
+    try:
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+        with os.fdopen(os.open(path, flags), "rb") as f:
+            info = os.fstat(f.fileno())
+            if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_INDEX_BYTES:
+                raise CheckpointError(path, None, f"is no regular file of at most {MAX_INDEX_BYTES} bytes")
+            data = f.read(MAX_INDEX_BYTES + 1)
+    except OSError as e:
+        raise CheckpointError(path, None, f"cannot be read: {e.strerror}") from e
+    try:
+        index = parse(data, max_bytes=MAX_INDEX_BYTES, max_depth=8, floats=True)  # some writers put 1.0e9 as total_size
+    except ValueError as e:
+        raise CheckpointError(path, None, str(e)) from e
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(path, None, "weight_map must be an object that maps tensors to files")
+    for stored, name in weight_map.items():
+        try:
+            check_name(stored)
+            check_file_name(name)
+        except ValueError as e:
+            raise CheckpointError(path, stored, str(e)) from e
+    return weight_map
+
+
+def check_file_name(name: Any) -> None:
+    """Raise ValueError unless ``name`` is a plain file name: no folder, drive, address or hidden file."""
+    plain = isinstance(name, str) and 0 < len(name) <= 255 and name.isprintable() and not set(name) & set('/\\:*?"<>|')
+    if not plain or name.startswith(".") or not name.endswith(".safetensors"):
+        raise ValueError(f"shard {str(name)[:100]!r} is not the plain name of a .safetensors file in the same folder")
+
+
+def inside(folder: str, name: str) -> str:
+    """Real path of a file in ``folder`` (a real path). Raises CheckpointError where a link leads out of it.
+
+    The Hub's cache is the one exception: its snapshots/<revision>/ holds links into the blobs/ beside snapshots/.
+    """
+    path = os.path.join(folder, name)
+    try:
+        real = os.path.realpath(path, strict=True)
+    except (OSError, ValueError) as e:
+        raise CheckpointError(path, None, f"cannot be opened: {getattr(e, 'strerror', None) or e}") from e
+    roots = [folder]
+    if os.path.basename(os.path.dirname(folder)) == "snapshots":
+        roots.append(os.path.join(os.path.dirname(os.path.dirname(folder)), "blobs"))
+    if not any(real.startswith(os.path.join(root, "")) for root in roots):
+        raise CheckpointError(path, None, "is a link that leads out of the folder")
+    return real

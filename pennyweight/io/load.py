@@ -1,0 +1,245 @@
+"""pw.load: a checkpoint into a model, all of it or nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.tensor import AffineQuantizedTensor
+from ..models.prepare import prepare
+from ..models.sites import kind_of
+from .check import check_data, check_plain
+from .checkpoint import Checkpoint, open_checkpoint
+from .container import Entry
+from .errors import CheckpointError
+from .manifest import KeyedError, Meta, stored_parts
+from .native import assemble, build
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a model that holds a tensor."""
+
+    module: nn.Module
+    attr: str
+    tensor: Tensor
+    is_param: bool
+
+    @property
+    def op(self) -> str:
+        """The op that reads a weight there, which decides the layout it is kept in."""
+        kind = kind_of(self.module)
+        if kind is not None and self.attr in kind.params:
+            return kind.op
+        return "bmm" if self.tensor.ndim == 3 else "linear"
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    strict: bool = True,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Read a checkpoint (docs/format.md, or any plain safetensors); return the model, or without one the state dict.
+
+    model    filled in place; may be on the meta device, quantized or not: what the file says replaces what is there,
+             dtypes included. Ties of the file and of the model are kept. Quantized weights do not require grad.
+    strict   refuse names that only the model or only the file has
+    device   put the tensors there; default: where the model's own are (CPU for meta ones)
+
+    Tensors are mapped from the file, copy-on-write, and copied only where a kernel wants its own packing or the
+    device is not the CPU. Raises CheckpointError before anything in the model has changed.
+    """
+    with open_checkpoint(path) as checkpoint:
+        if model is None:
+            return _state_dict(checkpoint, device)
+        model_in = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
+        slots = slots_of(model_in)
+        lost = stranded(model_in) if strict else []
+        if lost:
+            raise CheckpointError(
+                checkpoint.path, lost[0],
+                f"{_some(lost)}: on the meta device and, not being persistent, in no checkpoint; give such buffers "
+                "values first, or load with strict=False and fill them after",
+            )  # fmt: skip
+        source = _match(checkpoint, slots, strict)
+        new = _tensors(checkpoint, slots, source, device)
+        _assign(slots, new)
+        return model
+
+
+def slots_of(model: nn.Module) -> dict[str, Slot]:
+    """Every parameter and persistent buffer under every name it has."""
+    out: dict[str, Slot] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        out |= {dot + n: Slot(module, n, p, True) for n, p in module._parameters.items() if p is not None}
+        for n, b in module._buffers.items():
+            if b is not None and n not in module._non_persistent_buffers_set:
+                out[dot + n] = Slot(module, n, b, False)
+        kind = kind_of(module)
+        for n in () if kind is None else kind.params:  # a weight left as a plain tensor, as PEFT does
+            if isinstance(module.__dict__.get(n), Tensor):
+                out[dot + n] = Slot(module, n, module.__dict__[n], False)
+    return out
+
+
+def stranded(model: nn.Module) -> list[str]:
+    """Buffers on the meta device that no checkpoint holds, for they are not persistent."""
+    return [
+        f"{prefix}.{n}" if prefix else n
+        for prefix, module in model.named_modules()
+        for n in sorted(module._non_persistent_buffers_set)
+        if (b := module._buffers.get(n)) is not None and b.device.type == "meta"
+    ]
+
+
+def _match(c: Checkpoint, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
+    """Model name -> name in the file that fills it. Raises CheckpointError where they do not fit."""
+    manifest = c.manifest
+    parts = {p for name, meta in manifest.tensors.items() for p in stored_parts(name, meta)}
+    known: dict[str, Meta | Entry] = {n: c.entry(n) for n in c.where if n not in parts}
+    known |= manifest.tensors
+    source = {n: manifest.aliases.get(n, n) for n in slots if n in known or n in manifest.aliases}
+    # A float checkpoint of a tied model often holds the tied weight once, under one of its names
+    by_tensor: dict[int, str] = {id(slots[n].tensor): held for n, held in source.items()}
+    missing = []
+    for name, slot in slots.items():
+        if name not in source and id(slot.tensor) in by_tensor:
+            source[name] = by_tensor[id(slot.tensor)]
+        elif name not in source:
+            missing.append(name)
+    if strict:
+        extra = [n for n in (*known, *manifest.aliases) if n not in slots]
+        if missing or extra:
+            raise CheckpointError(c.path, (missing or extra)[0], _difference(missing, extra))
+    for name, held in source.items():
+        reason = _unfit(slots[name].tensor, known[held])
+        if reason is not None:
+            raise CheckpointError(c.path, name, reason)
+    return source
+
+
+def _difference(missing: list[str], extra: list[str]) -> str:
+    said = []
+    if missing:
+        said.append(f"the model has {_some(missing)}, the checkpoint does not")
+    if extra:
+        said.append(f"the checkpoint has {_some(extra)}, the model does not")
+    return "; ".join(said) + "; load with strict=False to take what fits"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _unfit(mine: Tensor, held: Meta | Entry) -> str | None:
+    """Why a stored tensor cannot take the place of ``mine``; None where it can."""
+    if tuple(mine.shape) != held.shape:
+        return f"the model has shape {list(mine.shape)}, the checkpoint {list(held.shape)}"
+    kind = (mine.dtype.is_floating_point, mine.dtype.is_complex)
+    if kind != (held.dtype.is_floating_point, held.dtype.is_complex) or (not any(kind) and mine.dtype != held.dtype):
+        return f"the model has {mine.dtype}, the checkpoint {held.dtype}"
+    return None
+
+
+def _state_dict(c: Checkpoint, device: Any) -> dict[str, Tensor]:
+    def get(i: int) -> Callable[[str], Tensor]:
+        return c.files[i].tensor
+
+    out: dict[str, Tensor] = {}
+    for i, manifest in enumerate(c.manifests):
+        try:
+            out |= assemble(manifest, list(c.files[i].entries), get(i))
+        except KeyedError as e:
+            raise CheckpointError(c.files[i].path, e.name, str(e)) from e
+    if device is not None:
+        moved = {id(t): t.to(device) for t in out.values()}
+        out = {name: moved[id(t)] for name, t in out.items()}
+    return out
+
+
+def _tensors(c: Checkpoint, slots: dict[str, Slot], source: dict[str, str], device: Any) -> dict[str, Tensor]:
+    """New tensors by model name, checked, moved and packed; names that share one tensor share the object."""
+    manifest = c.manifest
+    users: dict[str, list[str]] = {}
+    for name, held in source.items():
+        users.setdefault(held, []).append(name)
+    new: dict[str, Tensor] = {}
+    for held, names in users.items():
+        first = slots[names[0]]
+        target = device if device is not None else None if first.tensor.device.type == "meta" else first.tensor.device
+        ops = tuple(dict.fromkeys(slots[n].op for n in names))
+        tensor = _one(c, held, manifest.tensors.get(held), target, ops)
+        if any(slots[n].is_param for n in names):
+            tensor = _parameter(tensor, [slots[n] for n in names])
+        new |= dict.fromkeys(names, tensor)
+    _keep_ties(c, slots, new)
+    return new
+
+
+def _one(c: Checkpoint, held: str, meta: Meta | None, device: Any, ops: tuple[str, ...]) -> Tensor:
+    file = c.files[c.where[held] if meta is None else c.where[next(iter(stored_parts(held, meta)))]]
+    try:
+        if meta is None:
+            tensor = file.tensor(held)
+            check_plain(held, tensor)
+            return tensor if device is None else tensor.to(device)
+        check_data(held, meta, file.tensor)
+        w: Any = build(held, meta, file.tensor)
+    except KeyedError as e:
+        raise CheckpointError(file.path, e.name, str(e)) from e
+    w = w if device is None else w.to(device)
+    return prepare(w, ops) if w.ndim > 1 else w
+
+
+def _parameter(tensor: Tensor, slots: list[Slot]) -> nn.Parameter:
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    trains = floating and not isinstance(tensor, AffineQuantizedTensor) and any(s.tensor.requires_grad for s in slots)
+    return nn.Parameter(tensor, requires_grad=trains)
+
+
+def _keep_ties(c: Checkpoint, slots: dict[str, Slot], new: dict[str, Tensor]) -> None:
+    """Names that are one tensor in the model and two equal ones in the file stay one tensor.
+
+    Where the file's two differ the file wins and the tie is cut, except in a module that has two names: there is one
+    place for two values.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in list(new.items()):
+        slot = slots[name]
+        other = first.setdefault(id(slot.tensor), name)
+        if new[other] is tensor:
+            continue
+        if _equal(new[other], tensor):
+            new[name] = new[other]
+        elif (slots[other].module, slots[other].attr) == (slot.module, slot.attr):
+            raise CheckpointError(c.path, name, f"differs from {other}, but both are one tensor of a shared module")
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if isinstance(a, AffineQuantizedTensor) or isinstance(b, AffineQuantizedTensor):
+        return False
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
+def _assign(slots: dict[str, Slot], new: dict[str, Tensor]) -> None:
+    """Put the tensors into the model. A module's own ``__setattr__`` may object: then all is put back."""
+    done: list[Slot] = []
+    try:
+        for name, tensor in new.items():
+            slot = slots[name]
+            done.append(slot)
+            setattr(slot.module, slot.attr, tensor)
+    except BaseException:
+        for slot in reversed(done):
+            m: Any = slot.module
+            table = next(t for t in (m._parameters, m._buffers, m.__dict__) if slot.attr in t)
+            table[slot.attr] = slot.tensor
+        raise

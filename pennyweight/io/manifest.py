@@ -1,0 +1,243 @@
+"""What a native file says about its quantized tensors, and which stored tensors follow from it. See docs/format.md."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..core import blocks
+from ..core.choose import RULES
+from ..core.spec import DTYPES, ActivationSpec, QuantSpec, check_keys, dtype_name
+from .container import MAX_AXES, check_name, size_of
+from .strict_json import parse
+
+KEY = "pennyweight"  # the one key of a file's __metadata__ that is ours
+VERSION = 1
+MAX_MANIFEST_BYTES = 32 << 20
+MAX_MANIFEST_DEPTH = 16  # a spec within a spec within a spec takes 6
+# Every name that can follow "<tensor>." in a file. Frozen: readers of version 1 know these and no others.
+PART_NAMES = ("codes", "scale", "zero_point", "offset", "act_scale", "act_zero_point")
+
+Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Meta:
+    """One quantized tensor as a file describes it; the spec is without layout. signed_scale: scales may be negative."""
+
+    spec: QuantSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    act: ActivationSpec | None = None
+    axes: tuple[int, ...] | None = None
+    signed_scale: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Sizes in stored order, the contracted axis last."""
+        if self.axes is None:
+            return self.shape
+        return tuple(self.shape[self.axes.index(i)] for i in range(len(self.axes)))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Quantized tensors of a file by name, and tied names: alias -> the name that is stored."""
+
+    tensors: dict[str, Meta] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+def stored_parts(name: str, meta: Meta) -> Stored:
+    """Stored tensors of a quantized tensor, in the order codes, scale, zero_point, offset, act_*: dtype and shape.
+
+    Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], a row on the last axis ends on a whole byte.
+    """
+    out = _value_parts(name, meta.spec, meta.stored_shape)
+    if meta.act is not None and meta.act.mode == "static":
+        out[f"{name}.act_scale"] = (act_scale_dtype(meta.act), ())
+        if meta.act.spec.zero_point:
+            out[f"{name}.act_zero_point"] = (meta.act.spec.zero_point_dtype, ())
+    return out
+
+
+def _value_parts(name: str, spec: QuantSpec, shape: tuple[int, ...]) -> Stored:
+    out = {f"{name}.codes": codes_stored(spec, shape)}
+    part_shape = blocks.counts(spec.block, shape)
+    for slot, kind in spec.part_specs().items():
+        if isinstance(kind, QuantSpec):
+            out |= _value_parts(f"{name}.{slot}", kind, part_shape)
+        else:
+            out[f"{name}.{slot}"] = (kind, part_shape)
+    return out
+
+
+def codes_stored(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """dtype and shape of stored codes."""
+    padded = blocks.padded(spec.block, shape)
+    bits = spec.format.bits
+    if bits == 8:
+        return spec.format.code_dtype, padded
+    return torch.uint8, (*padded[:-1], -(-padded[-1] * bits // 8)) if padded else ()
+
+
+def act_scale_dtype(act: ActivationSpec) -> torch.dtype:
+    """dtype in which a static activation's scale is stored: that of its spec."""
+    return act.spec.scale if isinstance(act.spec.scale, torch.dtype) else torch.float32
+
+
+def dump(manifest: Manifest) -> str:
+    """The manifest as JSON: the same manifest gives the same text."""
+    tensors = {}
+    for name, meta in manifest.tensors.items():
+        data: dict[str, Any] = {
+            "spec": meta.spec.to_dict(),
+            "shape": list(meta.shape),
+            "dtype": dtype_name(meta.dtype),
+        }
+        if meta.act is not None:
+            data["act"] = meta.act.to_dict()
+        if meta.axes is not None:
+            data["axes"] = list(meta.axes)
+        if meta.signed_scale:
+            data["signed_scale"] = True
+        tensors[name] = data
+    data = {"version": VERSION, "tensors": tensors, "aliases": manifest.aliases}
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def read(metadata: Mapping[str, str]) -> Manifest:
+    """The manifest in a file's __metadata__; an empty one where there is none. Raises ValueError, or KeyedError."""
+    if KEY not in metadata:
+        return Manifest()
+    text = metadata[KEY].encode("utf-8", "surrogatepass")
+    data = parse(text, max_bytes=MAX_MANIFEST_BYTES, max_depth=MAX_MANIFEST_DEPTH, floats=True)
+    version = data.get("version") if isinstance(data, dict) else None
+    if type(version) is int and version > VERSION:
+        raise ValueError(
+            f"format version {version} is newer than this release reads ({VERSION}); upgrade pennyweight to open it"
+        )
+    check_keys("manifest", data, required={"version", "tensors", "aliases"}, optional=set())
+    if type(version) is not int or version != VERSION:
+        raise ValueError(f"format version {str(version)[:40]!r}; this release reads {VERSION}")
+    if not isinstance(data["tensors"], dict) or not isinstance(data["aliases"], dict):
+        raise ValueError("manifest: tensors and aliases must be objects")
+    tensors = {name: _named(name, _meta, raw) for name, raw in data["tensors"].items()}
+    aliases = {name: _named(name, _alias, raw) for name, raw in data["aliases"].items()}
+    return Manifest(tensors, aliases)
+
+
+class KeyedError(ValueError):
+    """A ValueError that knows which tensor it is about."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+
+
+def _named(name: str, convert: Any, raw: Any) -> Any:
+    try:
+        check_name(name)
+        return convert(raw)
+    except ValueError as e:
+        raise KeyedError(name, str(e)) from e
+
+
+def _alias(raw: Any) -> str:
+    if not isinstance(raw, str):
+        raise ValueError("an alias must name a stored tensor")
+    check_name(raw)
+    return raw
+
+
+def _meta(raw: Any) -> Meta:
+    check_keys("quantized tensor", raw, {"spec", "shape", "dtype"}, {"act", "axes", "signed_scale"})
+    spec, shape, dtype, axes = QuantSpec.from_dict(raw["spec"]), raw["shape"], raw["dtype"], raw.get("axes")
+    if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"shape must be a list of at most {MAX_AXES} whole numbers that are not negative")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
+    size_of(DTYPES[dtype], tuple(shape))
+    if axes is not None:
+        if not isinstance(axes, list) or not all(type(a) is int for a in axes) or sorted(axes) != [*range(len(shape))]:
+            raise ValueError(f"axes must be a permutation of 0..{len(shape) - 1}")
+        if axes == sorted(axes):
+            raise ValueError("axes in stored order are left out")
+    if type(raw.get("signed_scale", True)) is not bool:
+        raise ValueError("signed_scale must be true or false")
+    act = None if raw.get("act") is None else ActivationSpec.from_dict(raw["act"])
+    _check_spec(spec)
+    if act is not None:
+        _check_spec(act.spec)
+        if act.rule is not None and act.rule not in RULES:
+            raise ValueError(f"act: unknown rule {act.rule[:40]!r}; known: {', '.join(RULES)}")
+        if act.eps is not None and not (math.isfinite(act.eps) and act.eps >= 0):
+            raise ValueError(f"act: eps must be finite and not negative, got {act.eps}")
+    return Meta(
+        spec, tuple(shape), DTYPES[dtype], act, None if axes is None else tuple(axes), raw.get("signed_scale", False)
+    )
+
+
+def _check_spec(spec: QuantSpec) -> None:
+    """What QuantSpec itself leaves open but a file must not say."""
+    if spec.layout != "plain":
+        raise ValueError(f"layout {spec.layout[:40]!r}: files hold bit streams and name no layout")
+    if spec.mid and not (spec.format.kind == "int" and spec.format.lo <= spec.mid <= spec.format.hi):
+        raise ValueError(f"mid {spec.mid} is not a code of {spec.format}")
+    for kind in (spec.scale, spec.offset):
+        if isinstance(kind, QuantSpec):
+            _check_spec(kind)
+
+
+def clean(spec: QuantSpec) -> QuantSpec:
+    """The spec as files hold it: no layout, at any depth."""
+    parts = {s: clean(k) for s in ("scale", "offset") if isinstance(k := getattr(spec, s), QuantSpec)}
+    return spec.with_(layout="plain", **parts)
+
+
+def check_parts(manifest: Manifest, stored: Stored) -> None:
+    """Raise KeyedError unless exactly the parts that the manifest calls for are there, each of its dtype and shape.
+
+    Looks at dtypes and shapes only; ``stored`` maps every name in the file to them.
+    """
+    owned: set[str] = set()
+    for name, meta in manifest.tensors.items():
+        try:
+            parts = stored_parts(name, meta)
+            for dtype, shape in parts.values():
+                size_of(dtype, shape)
+        except ValueError as e:
+            raise KeyedError(name, f"{meta.spec} does not fit shape {list(meta.shape)[:8]}: {e}") from e
+        for part, (dtype, shape) in parts.items():
+            if part not in stored:
+                raise KeyedError(name, f"part {part} is missing")
+            if stored[part] != (dtype, shape):
+                got, size = stored[part]
+                raise KeyedError(
+                    name, f"part {part} is {got} {list(size)}, but {meta.spec} of shape {list(meta.shape)} needs "
+                    f"{dtype} {list(shape)}"
+                )  # fmt: skip
+        owned |= parts.keys()
+        if name in stored:
+            raise KeyedError(name, "is both a stored tensor and a quantized one")
+    for name in sorted(stored.keys() - owned):
+        for prefix in _prefixes(name):
+            if prefix in manifest.tensors and name[len(prefix) + 1 :].split(".")[0] in PART_NAMES:
+                raise KeyedError(prefix, f"left-over part {name}, which {manifest.tensors[prefix].spec} does not have")
+    for name in manifest.tensors:
+        if any(prefix in manifest.tensors for prefix in _prefixes(name)):
+            raise KeyedError(name, "its name lies inside that of another quantized tensor")
+    for alias, target in manifest.aliases.items():
+        if alias in stored or alias in manifest.tensors or alias in owned:
+            raise KeyedError(alias, f"is stored, and is an alias of {target}")
+        if target not in manifest.tensors and (target not in stored or target in owned):
+            raise KeyedError(alias, f"is an alias of {target}, which this file does not hold")
+
+
+def _prefixes(name: str) -> list[str]:
+    return [name[:i] for i, c in enumerate(name) if c == "."]

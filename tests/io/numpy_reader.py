@@ -1,0 +1,101 @@
+"""docs/format.md, version 1, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
+
+Written from the page, not from the library, so that the page is known to be enough. It trusts its file.
+"""
+
+import json
+
+import numpy as np
+
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
+DTYPES |= {"BOOL": "?", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1"}
+BITS = {"ternary": 2, "e4m3": 8, "e5m2": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4, "e8m0": 8, "nf4": 4}
+BITS |= {"dynamic4": 4, "udynamic4": 4, "dynamic8": 8, "udynamic8": 8}
+NF4 = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+
+
+def read(path):
+    raw = open(path, "rb").read()
+    size = int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
+    manifest = json.loads(header.pop("__metadata__").get("pennyweight", '{"tensors": {}, "aliases": {}}'))
+    stored = {}
+    for name, e in header.items():
+        begin, end = e["data_offsets"]
+        array = np.frombuffer(data[begin:end], DTYPES[e["dtype"]]).reshape(e["shape"])
+        stored[name] = (array.astype("<u4") << 16).view("<f4") if e["dtype"] == "BF16" else array
+    out = {}
+    for name, meta in manifest["tensors"].items():
+        axes = meta.get("axes", list(range(len(meta["shape"]))))
+        shape = [meta["shape"][axes.index(i)] for i in range(len(axes))]
+        out[name] = value(name, meta["spec"], shape, stored).transpose(axes)
+    used = tuple(f"{name}." for name in manifest["tensors"])
+    out |= {name: array for name, array in stored.items() if not name.startswith(used)}
+    return out | {alias: out[name] for alias, name in manifest["aliases"].items()}
+
+
+def value(name, spec, shape, stored):
+    """float32 values of a quantized tensor of stored ``shape``."""
+    block = shape if spec["block"] is None else [1] * (len(shape) - len(spec["block"])) + spec["block"]
+    block = [max(n, 1) if b == -1 else max(min(b, n), 1) for n, b in zip(shape, block, strict=True)]
+    groups = [-(-n // b) for n, b in zip(shape, block, strict=True)]
+    padded = [g * b for g, b in zip(groups, block, strict=True)]
+    x = decode(spec["format"], codes(stored[f"{name}.codes"], spec["format"], padded)).astype(np.float32)
+    x = x - np.float32(spec.get("mid", 0))
+
+    def part(key):
+        p = spec[key]
+        p = value(f"{name}.{key}", p, groups, stored) if isinstance(p, dict) else stored[f"{name}.{key}"]
+        p = p.astype(np.float32)
+        for axis, b in enumerate(block):
+            p = np.repeat(p, b, axis)
+        return p
+
+    if spec.get("zero_point"):
+        x = x - part("zero_point")
+    if spec["scale"] is not None:
+        x = x * part("scale")
+    if spec.get("offset") is not None:
+        x = x + part("offset")
+    return x[tuple(slice(n) for n in shape)]
+
+
+def codes(raw, f, padded):
+    """Codes [padded] of a stored tensor; bit streams are unpacked, signed ones shifted back."""
+    bits = BITS.get(f) or int(f.removeprefix("u").removeprefix("int"))
+    if bits == 8:
+        return raw
+    stream = np.unpackbits(raw.reshape(*raw.shape[:-1], -1), axis=-1, bitorder="little")
+    n = padded[-1]
+    words = stream[..., : n * bits].reshape(*padded, bits).astype(np.int32) @ (1 << np.arange(bits))
+    return words - (1 if f == "ternary" else 1 << (bits - 1) if f.startswith("int") else 0)
+
+
+def decode(f, code):
+    if "int" in f or f == "ternary":
+        return code
+    if f == "e8m0":
+        return np.ldexp(1.0, code.astype(np.int32) - 127)
+    return table(f)[code]
+
+
+def table(f):
+    """Numbers of all codes, as float32."""
+    if f == "nf4":
+        return np.array(NF4, np.float32)
+    if "dynamic" in f:  # decades, each with twice the numbers of the one below, plus 0 and 1; in float64, then rounded
+        decades, signed, positive = BITS[f] - 1, f[0] == "d", [0.0, 1.0]
+        for i in range(decades):
+            n = 1 << (i if signed else i + 1)
+            positive += [(0.1 + 0.9 * (k + 0.5) / n) * 10.0 ** (i - decades + 1) for k in range(n)]
+        return np.array(sorted(positive + [-v for v in positive[2:] if signed]), np.float32)
+    e, m = int(f[1]), int(f[3])  # e4m3, e5m2, e3m2, e2m3, e2m1
+    code = np.arange(1 << (1 + e + m))
+    exponent, fraction = (code >> m) & ((1 << e) - 1), (code & ((1 << m) - 1)) / (1 << m)
+    bias = (1 << (e - 1)) - 1
+    size = np.where(exponent > 0, (1 + fraction) * 2.0 ** (exponent - bias), fraction * 2.0 ** (1 - bias))
+    return np.where(code >> (e + m), -size, size).astype(np.float32)
