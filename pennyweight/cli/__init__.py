@@ -1,1 +1,8 @@
+"""The command line: quantize, inspect, explain, doctor. Nothing heavy is imported until a command runs."""
 
+
+def main() -> None:
+    """Entry point of the ``pennyweight`` command."""
+    from .app import app
+
+    app(prog_name="pennyweight")

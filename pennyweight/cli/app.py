@@ -1,0 +1,41 @@
+"""The command line's root. Commands import torch only when they run, so that --help is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .doctor import doctor
+from .explain import explain
+from .inspect import inspect
+
+app = typer.Typer(
+    name="pennyweight",
+    help="Small weights for PyTorch: quantize checkpoints, and be told the truth about them.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # its frames print every local, whole tensors included
+    rich_markup_mode=None,
+    add_completion=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(f"pennyweight {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+for _command in (inspect, explain, doctor):
+    app.command()(_command)

@@ -1,0 +1,78 @@
+"""``pennyweight doctor --bench``: is a quantized product faster than float, on this machine, now?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+SIZE = 1024
+ROWS = (1, 128)
+NAMES = ("int8-dynamic", "int8", "int4")
+_ROUNDS = 9  # alternated, so that a slow moment of the machine hits both sides
+_SECONDS = 0.005  # of one sample: long beside the clock, short beside a person
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One product [rows, 1024] @ [1024, 1024]: microseconds quantized and float, medians of alternated samples."""
+
+    config: str
+    dtype: str
+    rows: int
+    kernel: str
+    microseconds: float
+    float_microseconds: float
+
+    def __str__(self) -> str:
+        ratio = self.float_microseconds / self.microseconds
+        verdict = f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+        return (
+            f"{self.config:<13}{self.rows:>4} row{'s' if self.rows > 1 else ' '} {self.dtype:<9}"
+            f"{self.microseconds:>9.1f} us, float {self.float_microseconds:>9.1f} us: {verdict} ({self.kernel})"
+        )
+
+
+def measure() -> list[Timing]:
+    """Time each config against a float product of the same dtype."""
+    import torch
+    from torch import nn
+
+    from ..kernels import select
+    from ..kernels.table import case_of
+    from ..models import quantize_
+    from .names import build
+
+    out = []
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = nn.Linear(SIZE, SIZE, bias=False, dtype=dtype).requires_grad_(False)
+        for name in NAMES:
+            small = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, dtype=dtype))
+            small[0].weight.data.copy_(layer.weight)
+            quantize_(small, build(name))
+            weight: Any = small[0].weight
+            for rows in ROWS:
+                x = torch.randn(rows, SIZE, dtype=dtype)
+                with torch.no_grad():
+                    ours, theirs = _alternate(partial(small[0], x), partial(layer, x))
+                kernel = select("linear", case_of(weight, dtype)).name
+                out.append(Timing(name, str(dtype).removeprefix("torch."), rows, kernel, ours * 1e6, theirs * 1e6))
+    return out
+
+
+def _alternate(a: Callable[[], Any], b: Callable[[], Any]) -> tuple[float, float]:
+    """Median seconds of a call of each."""
+    counts = [max(1, int(_SECONDS / max(_time(f, 3), 1e-9))) for f in (a, b)]
+    samples = [(_time(a, counts[0]), _time(b, counts[1])) for _ in range(_ROUNDS)]
+    return median(s[0] for s in samples), median(s[1] for s in samples)
+
+
+def _time(f: Callable[[], Any], count: int) -> float:
+    f()
+    start = perf_counter()
+    for _ in range(count):
+        f()
+    return (perf_counter() - start) / count

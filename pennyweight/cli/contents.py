@@ -1,0 +1,138 @@
+"""What a checkpoint holds, from its headers alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..io.checkpoint import Checkpoint
+    from ..io.manifest import Meta
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor as a model sees it. bytes: of all its stored parts. scheme: "" where it is not quantized."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    scheme: str
+    bytes: int
+    tied: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class Contents:
+    """version None: plain safetensors. file_bytes: the files' true sizes, headers and index included."""
+
+    path: str
+    version: int | None
+    files: dict[str, int]
+    tensors: list[Held] = field(default_factory=list)
+
+    @property
+    def quantized(self) -> list[Held]:
+        return [t for t in self.tensors if t.scheme]
+
+    @property
+    def plain(self) -> list[Held]:
+        return [t for t in self.tensors if not t.scheme]
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(self.files.values())
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Of quantized tensors, scales and the like included; None where there are none."""
+        return _bits(sum(t.bytes for t in self.quantized), self.quantized)
+
+    @property
+    def bits_per_parameter(self) -> float | None:
+        """Of the checkpoint: the files' true sizes over every number they stand for; tied ones count once."""
+        return _bits(self.file_bytes, self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "path": self.path,
+            "format": "safetensors" if self.version is None else "pennyweight",
+            "format_version": self.version,
+            "files": self.files,
+            "file_bytes": self.file_bytes,
+            "tensor_bytes": sum(t.bytes for t in self.tensors),
+            "bits_per_weight": self.bits_per_weight,
+            "bits_per_parameter": self.bits_per_parameter,
+            "tensors": [{**asdict(t), "shape": list(t.shape), "tied": list(t.tied)} for t in self.tensors],
+        }
+
+
+def _bits(size: int, tensors: list[Held]) -> float | None:
+    numel = sum(t.numel for t in tensors)
+    return 8 * size / numel if numel else None
+
+
+def contents(path: str) -> Contents:
+    """Read headers and metadata, nothing else. Raises CheckpointError."""
+    from ..io.checkpoint import open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        return contents_of(checkpoint)
+
+
+def contents_of(checkpoint: Checkpoint) -> Contents:
+    """As :func:`contents`, of an open checkpoint."""
+    from ..io.manifest import KEY, VERSION, stored_parts
+
+    manifest = checkpoint.manifest
+    tied: dict[str, tuple[str, ...]] = {}
+    for alias, name in manifest.aliases.items():
+        tied[name] = (*tied.get(name, ()), alias)
+    tensors, parts = [], set()
+    for name, meta in manifest.tensors.items():
+        stored = stored_parts(name, meta)
+        parts |= stored.keys()
+        size = sum(e.end - e.begin for e in map(checkpoint.entry, stored))
+        tensors.append(Held(name, meta.shape, _dtype(meta.dtype), scheme(meta), size, tied.get(name, ())))
+    for name in checkpoint.where.keys() - parts:
+        e = checkpoint.entry(name)
+        tensors.append(Held(name, e.shape, _dtype(e.dtype), "", e.end - e.begin, tied.get(name, ())))
+    native = any(KEY in file.metadata for file in checkpoint.files)
+    files = {os.path.basename(path): os.path.getsize(path) for path in _paths(checkpoint)}
+    return Contents(
+        checkpoint.path, VERSION if native else None, files, sorted(tensors, key=lambda t: _natural(t.name))
+    )
+
+
+def scheme(meta: Meta) -> str:
+    """As a Scheme prints."""
+    return f"{meta.spec}" + ("" if meta.act is None else f" × {meta.act}")
+
+
+def _paths(checkpoint: Checkpoint) -> list[str]:
+    from ..io.checkpoint import INDEX
+
+    paths = [file.path for file in checkpoint.files]
+    index = os.path.join(checkpoint.path, INDEX)
+    if checkpoint.path.endswith(".index.json"):
+        index = checkpoint.path
+    return [*paths, index] if os.path.isfile(index) else paths
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """layers.2 before layers.10."""
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"([0-9]+)", name)]
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,42 @@
+"""What went wrong, as one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")]
+FAILED = 2
+
+
+def clearly(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose expected errors (ValueError and its kind, OSError) end in one line; with --traceback they pass.
+
+    Anything else is a defect of this package and keeps its traceback.
+    """
+
+    @functools.wraps(command)
+    def run(*args: Any, traceback: bool = False, **kwargs: Any) -> None:
+        try:
+            command(*args, traceback=traceback, **kwargs)
+        except BrokenPipeError:
+            raise  # the reader of a pipe went away; click ends quietly
+        except (ValueError, OSError) as error:
+            if traceback:
+                raise
+            typer.echo(f"pennyweight: {line(error)}", err=True)
+            raise typer.Exit(FAILED) from None
+
+    return run
+
+
+def line(error: Exception) -> str:
+    """The message of an error on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())

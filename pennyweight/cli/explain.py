@@ -1,0 +1,83 @@
+"""``pennyweight explain``: one tensor of a checkpoint, in words, and which kernel will run it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .errors import Traceback, clearly
+from .names import close_to
+
+if TYPE_CHECKING:
+    from ..io.checkpoint import Checkpoint
+
+DTYPES = ("float32", "bfloat16", "float16")
+_OP_OF_RANK = {2: "linear", 3: "bmm", 4: "convolution", 5: "convolution"}
+
+
+@clearly
+def explain(
+    path: Annotated[str, typer.Argument(help="A folder with a quantized checkpoint, or one file of it.")],
+    layer: Annotated[str, typer.Argument(help="A parameter's name, or a module's whose weight is meant.")],
+    dtype: Annotated[str, typer.Option(help=f"Of the input: {', '.join(DTYPES)}. Default: the first two.")] = "",
+    op: Annotated[str, typer.Option(help="What reads the weight; default by its number of axes.")] = "",
+    traceback: Traceback = False,
+) -> None:
+    """Explain one tensor: how it is stored, its bytes, and for each kernel why it does not run, or that it RUNS."""
+    from ..io.checkpoint import open_checkpoint
+
+    if dtype and dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    with open_checkpoint(path) as checkpoint:
+        typer.echo(text(checkpoint, layer, (dtype,) if dtype else DTYPES[:2], op))
+
+
+def text(checkpoint: Checkpoint, layer: str, dtypes: tuple[str, ...], op: str = "") -> str:
+    """The explanation. Raises ValueError for a name the checkpoint does not hold, with what is close to it."""
+    import torch
+
+    from ..kernels import Case, explain_case, kernels
+    from .contents import contents_of
+    from .words import describe, item
+
+    found = {t.name: t for t in contents_of(checkpoint).tensors}
+    aliases = {alias: t.name for t in found.values() for alias in t.tied}
+    name = _resolve(layer, found.keys() | aliases.keys())
+    held = found[aliases.get(name, name)]
+    lines = [f"{name} {list(held.shape)}" + (f", tied to {held.name}" if name in aliases else "")]
+    size = item(
+        "bytes", f"{held.bytes:,}" + (f", {8 * held.bytes / held.numel:.3f} bits per weight" if held.numel else "")
+    )
+    meta = checkpoint.manifest.tensors.get(held.name)
+    if meta is None:
+        return "\n".join(
+            [*lines, item("stored as", f"{held.dtype}: not quantized, so torch's own operators run"), size]
+        )
+    lines += [
+        item("stored as", f"{held.scheme}, stands for {held.dtype}"),
+        size,
+        describe(meta.spec, meta.stored_shape, meta.act),
+    ]
+    op = op or _OP_OF_RANK.get(len(meta.shape), "linear")
+    known = sorted({k.op for k in kernels()})
+    if op not in known:
+        raise ValueError(f"no kernels for op {op!r}{close_to(op, known)}; there are: {', '.join(known)}")
+    if meta.axes is not None:
+        lines.append(item("axes", f"stored as {list(meta.stored_shape)}, the contracted axis last"))
+    for dtype in dtypes:
+        case = Case(meta.spec, meta.act, meta.stored_shape, getattr(torch, dtype), "cpu")
+        # any layout: files hold none, a weight is packed for its kernel when it is loaded
+        lines += ["", str(explain_case(op, case, any_layout=True))]
+    return "\n".join(lines)
+
+
+def _resolve(layer: str, known: set[str]) -> str:
+    for name in (layer, f"{layer}.weight"):
+        if name in known:
+            return name
+    modules = {name.rpartition(".")[0] for name in known} - {""}
+    inside = sorted(n for n in known if n.startswith(f"{layer}."))
+    if inside:
+        raise ValueError(f"{layer} holds {len(inside)} tensors; name one: {', '.join(inside[:6])}")
+    raise ValueError(f"the checkpoint has no tensor {layer!r}{close_to(layer, sorted(known | modules))}")

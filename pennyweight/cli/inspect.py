@@ -1,0 +1,55 @@
+"""``pennyweight inspect``: what a checkpoint holds, from its headers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .errors import Traceback, clearly
+from .tables import table
+
+if TYPE_CHECKING:
+    from .contents import Contents
+
+
+@clearly
+def inspect(
+    path: Annotated[str, typer.Argument(help="A folder with safetensors files, one such file, or an index.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Show what a checkpoint holds: each tensor, how it is stored, its bytes. Reads headers only."""
+    from .contents import contents
+
+    found = contents(path)
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else text(found))
+
+
+def text(found: Contents) -> str:
+    """The table and its totals."""
+    from ..models.report import size
+
+    kind = "plain safetensors" if found.version is None else f"pennyweight format, version {found.version}"
+    rows = []
+    for t in found.tensors:
+        note = f"tied: {', '.join(t.tied)}" if t.tied else ""
+        rows.append((t.name, "×".join(map(str, t.shape)), t.scheme or t.dtype, f"{t.bytes:,}", note))
+    lines = [
+        f"{found.path}: {kind}",
+        "",
+        table(("tensor", "shape", "stored as", "bytes", ""), rows, ("shape", "bytes")),
+        "",
+    ]
+    for word, some in (("quantized", found.quantized), ("not quantized", found.plain)):
+        held = sum(t.bytes for t in some)
+        lines.append(f"{len(some)} tensors {word}, {held:,} bytes ({size(held)})")
+    if found.bits_per_weight is not None:
+        lines.append(f"{found.bits_per_weight:.3f} bits per quantized weight, scales and zero points included")
+    for name, nbytes in found.files.items():
+        lines.append(f"{name}: {nbytes:,} bytes")
+    if found.bits_per_parameter is not None:
+        bits = f"{found.bits_per_parameter:.3f} bits per number, headers included"
+        lines.append(f"{found.file_bytes:,} bytes ({size(found.file_bytes)}) in all: {bits}")
+    return "\n".join(lines)

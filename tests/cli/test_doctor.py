@@ -1,0 +1,97 @@
+"""doctor tells what is there, and finds what is broken."""
+
+import json
+import platform
+from typing import Any
+
+import pytest
+import torch
+
+import pennyweight as pw
+from pennyweight.cli import bench
+from pennyweight.cli.doctor import int_mm_saturates
+from pennyweight.kernels import Kernel, get_kernel, kernels, table
+
+
+def test_doctor_states_versions_cpu_and_every_kernel(run: Any) -> None:
+    result = run("doctor", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["healthy"]
+    assert data["versions"] == {
+        "pennyweight": pw.__version__, "torch": torch.__version__, "python": platform.python_version()
+    }  # fmt: skip
+    assert data["cpu"]["capability"] == torch.backends.cpu.get_cpu_capability()
+    assert data["cpu"]["threads"] == torch.get_num_threads()
+    assert [(k["op"], k["name"]) for k in data["kernels"]] == [(k.op, k.name) for k in kernels()]
+    assert all(k["note"] for k in data["kernels"])
+    assert not any(k["broken"] for k in data["kernels"])
+    text = run("doctor").stdout
+    for word in (pw.__version__, torch.__version__, data["cpu"]["capability"], data["native_kernels"], "healthy"):
+        assert word in text
+    for k in data["kernels"]:
+        assert any(k["name"] in line and k["note"] in line for line in text.splitlines()), k
+
+
+def wrong(scale: float) -> Any:
+    reference = get_kernel("linear", "dequantize").run
+    return lambda x, w, bias: reference(x, w, bias) * scale
+
+
+def crash(x: Any, w: Any, bias: Any) -> Any:
+    raise RuntimeError("illegal instruction, say")
+
+
+@pytest.mark.parametrize(
+    ("run_kernel", "tolerance", "usable", "note"),
+    [
+        (wrong(1.01), "float32", False, "off by 1.0e-02 from the reference"),
+        (wrong(1.01), "bfloat16", True, "within 1e-02 of the reference"),
+        (crash, "float32", False, "RuntimeError: illegal instruction, say"),
+        (wrong(float("nan")), "bfloat16", False, "off by nan"),
+    ],
+)
+def test_doctor_finds_a_kernel_that_lies(
+    run: Any, monkeypatch: pytest.MonkeyPatch, run_kernel: Any, tolerance: str, usable: bool, note: str
+) -> None:
+    bad = Kernel("linear", "suspect", run_kernel, lambda case: True, tolerance=tolerance, rank=99)
+    monkeypatch.setitem(table._TABLE, "linear", [bad, *table._TABLE["linear"]])
+    result = run("doctor", "--json")
+    data = json.loads(result.stdout)
+    (row,) = [k for k in data["kernels"] if k["name"] == "suspect"]
+    assert (row["usable"], row["broken"]) == (usable, not usable)
+    assert note in row["note"]
+    assert data["healthy"] is usable
+    assert result.exit_code == (0 if usable else 1)
+    assert ("problem: kernel linear/suspect" in run("doctor").stdout) is not usable
+
+
+def test_a_kernel_for_another_device_is_no_problem(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = Kernel("linear", "far", crash, lambda case: True, devices=("mars",))
+    monkeypatch.setitem(table._TABLE, "linear", [far, *table._TABLE["linear"]])
+    result = run("doctor", "--json")
+    (row,) = [k for k in json.loads(result.stdout)["kernels"] if k["name"] == "far"]
+    assert (row["usable"], row["broken"], row["note"]) == (False, False, "runs on mars only")
+    assert result.exit_code == 0
+
+
+def test_saturation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: (a.double() @ b.double()).to(torch.int32))
+    assert not int_mm_saturates()
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: exact(a, b).clamp(-(2**15), 2**15 - 1))
+    assert int_mm_saturates()
+
+
+def test_bench_names_faster_and_slower_truly(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(2e-6, 4e-6), (4e-6, 2e-6)] * 100)
+    monkeypatch.setattr(bench, "_alternate", lambda a, b: (a(), b(), next(times))[-1])
+    monkeypatch.setattr(bench, "SIZE", 128)
+    output = run("doctor", "--bench").stdout
+    lines = [line for line in output.splitlines() if " us, float" in line]
+    assert len(lines) == 2 * len(bench.NAMES) * len(bench.ROWS)
+    for line in lines:
+        assert ("2.00x faster" if " 1 row " in line else "2.00x slower") in line
+    assert any(line.startswith("int4 ") and line.endswith("(torch_int4)") for line in lines)
+    data = json.loads(run("doctor", "--bench", "--json").stdout)
+    assert [b["rows"] for b in data["bench"]] == list(bench.ROWS) * 2 * len(bench.NAMES)
