@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
@@ -13,6 +14,10 @@ import pennyweight
 
 PACKAGE = str(Path(pennyweight.__file__).parent)
 SENTINEL = 85  # 0b01010101: fits every integer type, and is neither a likely code nor a likely zero point
+
+# The same examples on every run, and no limit on the time of one: a loaded machine is not a failure.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 # torch.compile knows torch's functions by identity and looks them up once: let it do so before they are replaced.
 get_torch_obj_rule_map()

@@ -66,9 +66,11 @@ class Format:
             return _encode_e8m0(x)
         if self.kind == "float":  # sign-magnitude: the positive half of the table is ascending in its code
             half = 1 << (self.bits - 1)
-            magnitude = torch.bucketize(x.float().abs(), _boundaries(self.values[:half], x.device, even=True))
+            x = x.float().contiguous()  # bucketize copies, and warns, otherwise
+            magnitude = torch.bucketize(x.abs(), _boundaries(self.values[:half], x.device, even=True), out_int32=True)
             return (magnitude | (x.signbit().to(magnitude.dtype) << (self.bits - 1))).to(torch.uint8)
-        return torch.bucketize(x.float(), _boundaries(self.values, x.device, even=False)).to(torch.uint8)
+        levels = _boundaries(self.values, x.device, even=False)
+        return torch.bucketize(x.float().contiguous(), levels, out_int32=True).to(torch.uint8)
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Numbers of the codes, as ``dtype``."""
@@ -111,7 +113,7 @@ def _boundaries(values: tuple[float, ...], device: torch.device, *, even: bool) 
 
 def _encode_e8m0(x: Tensor) -> Tensor:
     """Nearest power of two in value: 2**(e+1) from 1.5 * 2**e on (ties to the even code)."""
-    mantissa, exponent = torch.frexp(x.float())  # x = mantissa * 2**exponent, mantissa in [0.5, 1)
+    mantissa, exponent = torch.frexp(x.float().clamp(max=E8M0.hi))  # x = mantissa * 2**exponent, mantissa in [0.5, 1)
     code = exponent + 126
     up = (mantissa > 0.75) | ((mantissa == 0.75) & (code % 2 == 1))
     return torch.where(x > 0, code + up, 0).clamp(0, 254).to(torch.uint8)

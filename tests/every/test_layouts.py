@@ -1,0 +1,88 @@
+"""Every memory layout, by being registered with examples: packing loses nothing."""
+
+import math
+
+import pytest
+import torch
+
+import pennyweight.kernels  # noqa: F401  # registers the layouts of the kernels
+from pennyweight.core.layouts import LAYOUTS, Layout, get_layout, register_layout
+from pennyweight.core.numerics import Parts, quantize
+from pennyweight.core.spec import QuantSpec
+
+CASES = [
+    pytest.param(layout, spec, shape, id=f"{layout.name}-{spec}-{'x'.join(map(str, shape))}")
+    for layout in LAYOUTS.values()
+    for spec, shape in layout.examples
+]
+
+
+def leaves(parts: Parts) -> list[tuple[str, torch.Tensor]]:
+    """Every tensor with its name, nested ones too."""
+    found = []
+    for name, part in parts._asdict().items():
+        if isinstance(part, Parts):
+            found += [(f"{name}.{inner}", leaf) for inner, leaf in leaves(part)]
+        elif part is not None:
+            found.append((name, part))
+    return found
+
+
+def check_equal(got: Parts, want: Parts) -> None:
+    assert [name for name, _ in leaves(got)] == [name for name, _ in leaves(want)]
+    for (name, a), (_, b) in zip(leaves(got), leaves(want), strict=True):
+        assert a.dtype == b.dtype, name
+        assert a.shape == b.shape, name
+        assert a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_a_layout_brings_its_examples(layout: Layout) -> None:
+    assert layout.examples, f"give layout {layout.name!r} `examples`: specs and shapes that it takes"
+    assert get_layout(layout.name) is layout
+
+
+@pytest.mark.parametrize(("layout", "spec", "shape"), CASES)
+def test_unpack_is_the_inverse_of_pack(layout: Layout, spec: QuantSpec, shape: tuple[int, ...]) -> None:
+    device = (layout.devices or ("cpu",))[0]
+    if device != "cpu" and not torch.get_device_module(device).is_available():
+        pytest.skip(f"this machine has no {device}")
+    plain = quantize(torch.randn(shape), spec)
+    # every code, not only those that rounding happened to give; and a part that layouts have no business with
+    codes = spec.format.to_unsigned(plain.codes)
+    count = len(spec.format.values) or int(spec.format.hi - spec.format.lo + 1 if spec.format.kind == "int" else 256)
+    every = torch.arange(codes.numel()).reshape(codes.shape).remainder(count).to(torch.uint8)
+    for parts in (plain, plain._replace(codes=spec.format.from_unsigned(every), act_scale=torch.tensor([[0.5]]))):
+        parts = parts.map(lambda p: p.to(device))
+        before = parts.map(torch.clone)
+        packed = layout.pack(parts, spec.with_(layout=layout.name), shape)
+        check_equal(layout.unpack(packed, spec.with_(layout=layout.name), shape), before)
+        check_equal(parts, before)
+
+
+@pytest.mark.parametrize(("layout", "spec", "shape"), [c for c in CASES if c.values[0].name in ("plain", "bits")])
+def test_the_spec_knows_the_bytes(layout: Layout, spec: QuantSpec, shape: tuple[int, ...]) -> None:
+    spec = spec.with_(layout=layout.name)
+    for size in (shape, (17, 31), (7,), (2, 3, 5, 33), (0, 5), (5, 0), (1, 1)):
+        if spec.block is not None and len(spec.block) > len(size):
+            continue
+        packed = layout.pack(quantize(torch.randn(size), spec), spec, size)
+        assert spec.nbytes(size) == sum(leaf.nbytes for _, leaf in leaves(packed)), size
+
+
+@pytest.mark.parametrize("name", ["plain", "bits"])
+def test_a_single_number_and_an_empty_tensor(name: str) -> None:
+    spec = QuantSpec(LAYOUTS["bits"].examples[0][0].format, layout=name)
+    for shape in ((), (0,), (3, 0), (0, 3)):
+        plain = quantize(torch.full(shape, -2.5), spec)
+        packed = get_layout(name).pack(plain, spec, shape)
+        check_equal(get_layout(name).unpack(packed, spec, shape), plain)
+        assert spec.nbytes(shape) == sum(leaf.nbytes for _, leaf in leaves(packed))
+        assert packed.codes.numel() == math.prod(shape)
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(ValueError, match="'plain' is registered already"):
+        register_layout(Layout("plain", LAYOUTS["plain"].pack, LAYOUTS["plain"].unpack))
+    with pytest.raises(ValueError, match="unknown layout 'plane'; known: plain, bits"):
+        get_layout("plane")
