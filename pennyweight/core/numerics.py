@@ -93,7 +93,8 @@ def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
         return f.encode(view)
     scale = blocks.spread(p.scale)
     if f.kind != "int":  # a scale that underflowed to zero sends everything to zero
-        centred = view.float() if p.offset is None else view.float() - blocks.spread(p.offset)
+        wide = view if view.dtype is torch.float64 else view.float()
+        centred = wide if p.offset is None else wide - blocks.spread(p.offset)
         return f.encode(centred / torch.where(scale == 0, torch.inf, scale))
     if p.offset is not None:
         # A block whose range is beyond the dtype is brought down by a power of two; 1 changes no bit of the others.
@@ -147,10 +148,9 @@ def _store(value: Tensor | None, kind: QuantSpec | torch.dtype | None) -> Any:
         return None
     if isinstance(kind, QuantSpec):
         return quantize(value.float(), kind)
+    stored = value.to(kind).contiguous()
     limit = torch.finfo(kind).max
-    if limit < torch.finfo(value.dtype).max:
-        value = value.clamp(-limit, limit)
-    return value.to(kind).contiguous()
+    return stored.clamp(-limit, limit) if limit < torch.finfo(value.dtype).max else stored
 
 
 def _value(part: Any, kind: Any, chosen: Tensor | None) -> Tensor | None:

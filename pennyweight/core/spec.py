@@ -88,6 +88,8 @@ class QuantSpec:
                 text += f" {name}={_SHORT[value] if isinstance(value, torch.dtype) else f'({value})'}"
         if self.zero_point:
             text += " zero_point"
+        if self.mid:
+            text += f" mid={self.mid}"
         return text if self.layout == "plain" else f"{text} layout={self.layout}"
 
     def with_(self, **changes: Any) -> QuantSpec:
