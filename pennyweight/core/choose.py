@@ -221,8 +221,22 @@ def _exponent(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x > 0, exponent - 1, -127), mantissa != 0.5
 
 
+def _largest(spec: QuantSpec) -> float:
+    """The largest positive number of the elements, on which the MX rules are defined; of the other sign if none is."""
+    bottom, top = _ends(spec)
+    return top if top > 0 else -bottom
+
+
 def _element_exponent(spec: QuantSpec) -> int:
-    return math.floor(math.log2(_reach(spec)))
+    return math.floor(math.log2(_largest(spec)))
+
+
+def _mantissa_bits(spec: QuantSpec) -> int:
+    """Bits after the leading one of the elements: 2**bits numbers lie in [1, 2). 0 where they are not floats."""
+    f = spec.format
+    if f.native_float:
+        return round(-math.log2(torch.finfo(f.code_dtype).eps))
+    return round(math.log2(sum(1 <= v < 2 for v in f.values))) if f.kind == "float" else 0
 
 
 @rule("mx_floor")
@@ -244,8 +258,7 @@ def mx_ceil(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 def mx_even(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """As floor, after rounding absmax to the element's mantissa width, so that it does not saturate."""
     amax = _absmax(x, spec).float()
-    mantissa_bits = round(-math.log2(2 - _reach(spec) / 2.0 ** _element_exponent(spec)))
-    half = 1 << (23 - mantissa_bits - 1)  # half a unit of the last kept bit of a float32
+    half = 1 << (23 - _mantissa_bits(spec) - 1)  # half a unit of the last kept bit of a float32
     rounded = ((amax.view(torch.int32) + half) & ~((half << 1) - 1)).view(torch.float32)
     exponent, _ = _exponent(rounded)
     return Params(_power_of_two(exponent - _element_exponent(spec)))
@@ -254,6 +267,6 @@ def mx_even(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 @rule("mx_rceil")
 def mx_rceil(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """2**ceil(log2(absmax / hi)): the least power of two under which nothing saturates."""
-    ratio = _absmax(x, spec).float() / _reach(spec)
+    ratio = _absmax(x, spec).float() / _largest(spec)
     exponent, above = _exponent(ratio)
     return Params(_power_of_two(exponent + (above & (ratio > 0))))
