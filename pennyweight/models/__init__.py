@@ -1,9 +1,11 @@
 """From configs to quantized models: sites, plans, quantize_, reports."""
 
 from .configs import AOBaseConfig, FqnToConfig
-from .plan import Plan, PlanError, plan
-from .quantize import dequantize_, quantize_, register_quantize_module_handler
+from .handlers import register_quantize_module_handler
+from .plan import Plan, plan
+from .quantize import dequantize_, quantize_
 from .report import Report, Row
+from .rules import PlanError
 from .scheme import Scheme
 
 __all__ = [

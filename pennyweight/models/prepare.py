@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from ..core.layouts import get_layout
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.table import Case, Kernel, case_of, select
+
+READABLE = ("plain", "bits")  # every op reads these row by row; any other layout is one kernel's own
 
 
 def storage_layout(bits: int) -> str:
@@ -17,34 +19,30 @@ def storage_layout(bits: int) -> str:
 
 
 def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kernel, str]:
-    """The kernel of the first op and the layout to store the weight in, given every op that reads the weight.
+    """The kernel of the first op and the layout to store the weight in, given every op that reads it.
 
-    A tied weight has several: a packing that one of them could only read by unpacking everything is not taken.
+    A tied weight has several ops: a packing that one of them could only read by unpacking everything is not taken.
     """
-    plain = storage_layout(case.spec.format.bits)
-    layouts = [plain]
-    for op in ops:
-        wanted = select(op, case, any_layout=True).layout
-        if wanted is not None and wanted not in layouts:
-            layouts.insert(0, wanted)
-    for layout in layouts:
-        stored = Case(case.spec.with_(layout=layout), *_rest(case))
-        chosen = [select(op, stored) for op in ops]
+
+    def kernels_in(layout: str) -> list[Kernel]:
+        stored = replace(case, spec=case.spec.with_(layout=layout))
+        return [select(op, stored) for op in ops]
+
+    case = replace(case, spec=case.spec.with_(layout="plain"))
+    wanted = (select(op, case, any_layout=True).layout for op in ops)
+    for layout in dict.fromkeys(w for w in wanted if w is not None):
         devices = get_layout(layout).devices
-        fits = devices is None or case.device in devices
-        if fits and (layout == plain or all(k.layout in (None, layout) and (k.rank >= 0) for k in chosen)):
+        chosen = kernels_in(layout)
+        if (devices is None or case.device in devices) and all(
+            k.layout == layout or layout in READABLE for k in chosen
+        ):
             return chosen[0], layout
-    raise AssertionError("the last layout always fits")
-
-
-def _rest(case: Case) -> tuple[Any, ...]:
-    return case.act, case.shape, case.dtype, case.device
+    layout = storage_layout(case.spec.format.bits)
+    return kernels_in(layout)[0], layout
 
 
 def prepare(
     w: AffineQuantizedTensor, ops: tuple[str, ...] = ("linear",), dtype: torch.dtype | None = None
 ) -> AffineQuantizedTensor:
     """w in the layout of the kernel that will run ``ops``; the same values. dtype: of the input, default w's own."""
-    case = case_of(w, dtype)
-    _, layout = choose_layout(Case(case.spec.with_(layout="plain"), *_rest(case)), ops)
-    return w.to_layout(layout)
+    return w.to_layout(choose_layout(case_of(w, dtype), ops)[1])

@@ -33,6 +33,7 @@ class Report:
 
     config: str
     rows: list[Row] = field(default_factory=list)
+    verb: str = "quantized"
 
     @property
     def quantized(self) -> list[Row]:
@@ -77,7 +78,7 @@ class Report:
         """One line."""
         q, s = len(self.quantized), len(self.skipped)
         before, after = self.bytes_before, self.bytes_after
-        line = f"{q} parameters quantized, {s} left alone; {size(before)} -> {size(after)}"
+        line = f"{q} parameters {self.verb}, {s} left alone; {size(before)} -> {size(after)}"
         return line + (f" ({before / after:.2f}x smaller)" if after and before >= after else "")
 
     def to_dict(self) -> dict[str, Any]:

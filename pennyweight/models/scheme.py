@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core.spec import ActivationSpec, QuantSpec
 
@@ -21,6 +21,27 @@ class Scheme:
     eps: float | None = None
     act_scale: float | None = None
     act_zero_point: int | None = None
+
+    def __post_init__(self) -> None:
+        static = self.act is not None and self.act.mode == "static"
+        if static != (self.act_scale is not None):
+            raise ValueError(
+                "a static activation needs act_scale; calibrate for one, or make it dynamic"
+                if static
+                else f"act_scale={self.act_scale} is for a static activation, this one is {self.act}"
+            )
+        asymmetric = static and self.act is not None and self.act.spec.zero_point
+        if asymmetric != (self.act_zero_point is not None):
+            raise ValueError("act_zero_point goes with a static activation whose spec has zero_point=True, and only so")
+
+    def weight_only(self) -> Scheme:
+        """This scheme for an op that has no activation, such as an embedding."""
+        return self if self.act is None else replace(self, act=None, act_scale=None, act_zero_point=None)
+
+    def nbytes(self, shape: tuple[int, ...], layout: str) -> int:
+        """Predicted bytes of a weight of that shape."""
+        packed = self.weight.with_(layout="plain" if layout == "plain" else "bits")
+        return packed.nbytes(shape) + 4 * (self.act_scale is not None) + (self.act_zero_point is not None)
 
     def __str__(self) -> str:
         return f"{self.weight}" + ("" if self.act is None else f" × {self.act}")

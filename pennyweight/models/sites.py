@@ -1,18 +1,19 @@
 """Sites: which parameter of a module is quantized, for which op, and along which axis it is contracted.
 
-A new module type is three lines: ``@site(MyModule)`` over nothing but a SiteKind, see below.
+A new module type is one line: ``site(MyLinear, SiteKind(("weight",), "linear"))``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .granularity import Granularity, PerBlock, PerGroup, PerTensor
+from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,17 @@ for _conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     site(_conv, SiteKind(("weight",), "convolution", default=False))
 
 
+class Indivisible(ValueError):
+    """A group size that does not divide the contracted axis, under a policy that does not pad."""
+
+
 @dataclass(frozen=True)
 class Site:
-    """One parameter of one module.
+    """One parameter of one module, as configs see it.
 
-    name    parameter FQN; module: its module's FQN
-    shape   stored shape: contracted axis last (for convolutions [O, I/groups, *kernel])
+    name        parameter FQN; module: its module's FQN; param: its name in there
+    shape       stored shape: contracted axis last (for convolutions [O, I/groups, *kernel])
+    transposed  the parameter has its last two axes the other way round
     """
 
     name: str
@@ -79,88 +85,143 @@ class Site:
     device: str
     type_name: str
     transposed: bool = False
-    default: bool = True
 
     def block(self, granularity: Granularity, on_indivisible: str = "pad") -> tuple[int, ...] | None:
-        """The block of a weight at this site. Raises ValueError where a group does not fit and the policy says error.
+        """The block of a weight at this site.
 
-        on_indivisible, for a group size that does not divide the contracted axis: "pad" to whole groups (exact),
-        the "largest_divisor" not above the group size, or "error".
+        on_indivisible, for a group size that does not divide the contracted axis: "pad" to whole groups (exact), the
+        "largest_divisor" not above the group size, else Indivisible. Raises ValueError for scales along another axis.
         """
+        rank = len(self.shape)
         if isinstance(granularity, PerTensor):
             return None
         if isinstance(granularity, PerBlock):
             return granularity.block_size
-        if not isinstance(granularity, PerGroup):  # per output channel
-            return (-1,) * (len(self.shape) - 1) if self.op == "convolution" else (-1,)
-        group = granularity.group_size
+        if isinstance(granularity, PerGroup):
+            return self._groups(granularity.group_size, on_indivisible)
+        if isinstance(granularity, PerAxis) and granularity.axis not in (0, -rank):
+            raise ValueError(f"{self.name}: PerAxis({granularity.axis}) of a weight; output channels are PerAxis(0)")
+        if isinstance(granularity, PerRow) and granularity.dim not in (-1, rank - 1):
+            raise ValueError(f"{self.name}: PerRow(dim={granularity.dim}) of a weight; its rows are PerRow()")
+        return self._channel
+
+    @property
+    def _channel(self) -> tuple[int, ...]:
+        """All that makes one number of the output."""
+        return (-1,) * (len(self.shape) - 1) if self.op == "convolution" else (-1,)
+
+    def _groups(self, group: int, on_indivisible: str) -> tuple[int, ...]:
         if self.op == "convolution":  # whole kernels of as many input channels as fill a group
-            taps = 1
-            for n in self.shape[2:]:
-                taps *= n
-            channels = largest_divisor(self.shape[1], max(1, group // taps))
-            return (channels, *((-1,) * (len(self.shape) - 2)))
+            channels = largest_divisor(self.shape[1], max(1, group // math.prod(self.shape[2:])))
+            return (channels, *self._channel[1:])
         k = self.shape[-1]
-        if group < k and k % group and on_indivisible != "pad":
-            if on_indivisible == "largest_divisor":
-                group = largest_divisor(k, group)
-            else:
-                raise ValueError(
-                    f"{self.name}: group size {granularity.group_size} does not divide its {k} inputs; use "
-                    f"group_size={largest_divisor(k, group)}, or on_indivisible='pad', 'largest_divisor' or 'skip'"
-                )
-        return (group,)
+        if group >= k or k % group == 0 or on_indivisible == "pad":
+            return (group,)
+        divisor = largest_divisor(k, group)
+        if divisor >= LEAST_GROUP and on_indivisible == "largest_divisor":
+            return (divisor,)
+        remedy = f"group_size={divisor}, or " if divisor >= LEAST_GROUP else ""
+        raise Indivisible(
+            f"{self.name}: group size {group} does not divide its {k} inputs; "
+            f"use {remedy}on_indivisible='pad' or 'skip'"
+        )
 
     def activation_block(self, granularity: Granularity) -> tuple[int, ...] | None:
         """The block of this site's input: per token, or for a convolution per sample."""
         if isinstance(granularity, PerTensor):
             return None
-        if isinstance(granularity, (PerGroup, PerBlock)):
-            return (granularity.group_size,) if isinstance(granularity, PerGroup) else granularity.block_size
-        return (-1,) * (len(self.shape) - 1) if self.op == "convolution" else (-1,)
+        if isinstance(granularity, PerGroup):
+            return (granularity.group_size,)
+        if isinstance(granularity, PerBlock):
+            return granularity.block_size
+        return self._channel
+
+
+# Groups smaller than this are not made to fit a shape: their scales would outweigh their codes.
+LEAST_GROUP = 8
 
 
 def largest_divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most ``limit``."""
-    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
+    """The largest divisor of n that is at most ``limit``; 1 for n = 0."""
+    return next((d for d in range(min(n, limit), 0, -1) if n % d == 0), 1)
 
 
-def parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, str, Any]]:
-    """(parameter FQN, module FQN, module, name, tensor) of every parameter, and of plain tensors where a site's
-    parameter was replaced by one (PEFT leaves weights so). Shared modules appear under their first name."""
+class Place(NamedTuple):
+    """Where a parameter hangs: its own FQN, its module's, the module, and the name in it."""
+
+    name: str
+    module_name: str
+    module: nn.Module
+    param: str
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the parameter that the kind of its module is about."""
+        kind = kind_of(self.module)
+        return kind is not None and self.param in kind.params
+
+    def get(self) -> Any:
+        return getattr(self.module, self.param)
+
+    def set(self, tensor: Tensor) -> None:
+        """Put a parameter here: as a Parameter, or as a plain tensor where it was one."""
+        if self.param in self.module._parameters:
+            self.module._parameters[self.param] = tensor  # type: ignore[assignment]
+        else:
+            setattr(self.module, self.param, tensor.data)
+
+
+def places(model: nn.Module) -> Iterator[list[Place]]:
+    """Every parameter with all its places, in the model's order; tied ones have several.
+
+    Also plain tensors where a site's parameter was replaced by one (PEFT leaves weights so). Shared modules appear
+    under their first name.
+    """
+    found: dict[int, list[Place]] = {}
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         names = [n for n, p in module._parameters.items() if p is not None]
         kind = kind_of(module)
-        if kind is not None:
-            names += [n for n in kind.params if n not in names and isinstance(module.__dict__.get(n), Tensor)]
-        for name in names:
-            yield prefix + name, module_name, module, name, getattr(module, name)
+        for n in kind.params if kind is not None else ():
+            if n not in names and isinstance(module.__dict__.get(n), Tensor) and _recomputed_from(module, n) is None:
+                names.append(n)
+        for n in names:
+            place = Place(prefix + n, module_name, module, n)
+            found.setdefault(id(place.get()), []).append(place)
+    yield from found.values()
 
 
-def make_site(
-    name: str, module_name: str, module: nn.Module, param: str, tensor: Tensor, *, named: bool = False
-) -> Site | str:
+def _recomputed_from(module: nn.Module, name: str) -> str | None:
+    """The parameter that a hook (weight_norm, spectral_norm, pruning) makes ``name`` of before each forward."""
+    return next((f"{name}_{end}" for end in ("orig", "g") if f"{name}_{end}" in module._parameters), None)
+
+
+def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | str:
     """The site of a parameter, or the reason why it is none. ``named``: asked for by its own name."""
-    kind = kind_of(module)
-    op, transposed, default = None, False, False
-    if kind is not None and param in kind.params:
-        op, transposed, default = kind.op, kind.transposed, kind.default
+    kind, kind_name = kind_of(place.module), type(place.module).__name__
+    op, transposed = None, False
+    if kind is not None and place.own:
+        op, transposed = kind.op, kind.transposed
     elif named and tensor.ndim in (2, 3):
         op = "linear" if tensor.ndim == 2 else "bmm"
-    elif named:
-        return f"a bare parameter must be 2-d or 3-d to be quantized, {name} is {tensor.ndim}-d"
     if op is None:
+        base = place.param.rpartition("_")[0]
+        if kind is not None and base in kind.params and _recomputed_from(place.module, base):
+            return f"{base} is made of it before each forward; remove that parametrization first"
+        if named and tensor.ndim > 1:
+            return f"a bare parameter must be 2-d or 3-d to be quantized, this one is {tensor.ndim}-d"
         if kind is not None:
-            return f"{param} of {type(module).__name__} stays as it is"
-        return f"no site for {type(module).__name__}" if tensor.ndim > 1 else "vector"
+            return f"{place.param} of {kind_name} stays as it is"
+        return f"no site for {kind_name}" if tensor.ndim > 1 else "vector"
     if not tensor.is_floating_point():
         return f"dtype {tensor.dtype} is not floating point"
+    if getattr(place.module, "max_norm", None) is not None:
+        return "max_norm writes to the table at each lookup"
     shape = tuple(tensor.shape)
-    return Site(
-        name, module_name, param, op, shape[::-1] if transposed else shape, tensor.dtype, tensor.device.type,
-        type(module).__name__, transposed, default,
-    )  # fmt: skip
+    if transposed:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    device = tensor.device.type
+    return Site(place.name, place.module_name, place.param, op, shape, tensor.dtype, device, kind_name, transposed)
 
 
 def is_linear(module: nn.Module, fqn: str = "") -> bool:

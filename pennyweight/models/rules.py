@@ -1,0 +1,156 @@
+"""Which config a parameter gets: by a filter over modules, or by name."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from .configs import AOBaseConfig, FqnToConfig
+from .sites import Place, is_linear, kind_of
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+class PlanError(ValueError):
+    """A config that cannot be carried out as given; the message names the layer or pattern and the remedy."""
+
+
+class Choice(NamedTuple):
+    """The config of a parameter (None: left alone, ``why``), and the place under which it was chosen."""
+
+    config: AOBaseConfig | None
+    place: Place
+    key: str = ""  # of FqnToConfig
+    named: bool = False  # asked for by the parameter's own name
+    why: str = ""
+
+
+class Rules(Protocol):
+    """choose: for a parameter, given all its places. of_module: the config for a module, for handlers of modules.
+
+    check_keys: raise PlanError for a key that no name matches.
+    """
+
+    def choose(self, places: list[Place]) -> Choice: ...
+    def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None: ...
+    def check_keys(self, names: Iterable[str], containers: Iterable[str]) -> None: ...
+
+
+def rules(config: AOBaseConfig, filter_fn: Filter | None) -> Rules:
+    """The rules that a config and a filter stand for."""
+    if not isinstance(config, FqnToConfig):
+        return ByFilter(config, filter_fn)
+    if filter_fn not in (None, is_linear):
+        raise PlanError("FqnToConfig names its layers itself; leave filter_fn out, or use a None value to skip")
+    return ByName(config.fqn_to_config)
+
+
+class ByFilter:
+    """One config for the modules that a filter picks; default: linear ones."""
+
+    def __init__(self, config: AOBaseConfig, filter_fn: Filter | None) -> None:
+        self.config, self.filter = config, filter_fn
+        self._picked: dict[str, bool] = {}
+
+    def _picks(self, name: str, module: nn.Module) -> bool:
+        if name not in self._picked:
+            self._picked[name] = bool((self.filter or is_linear)(module, name))
+        return self._picked[name]
+
+    def choose(self, places: list[Place]) -> Choice:
+        picked = [p for p in places if self._picks(p.module_name, p.module)]
+        if picked:
+            return Choice(self.config, next((p for p in picked if p.own), picked[0]))
+        asked = is_linear(places[0].module) and places[0].own
+        return Choice(None, places[0], why="filtered out" if asked else f"{_type(places[0])} is not asked for")
+
+    def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None:
+        if self.filter is None:  # a handler knows plain layers
+            return self.config if isinstance(module, nn.Linear) else None
+        return self.config if self._picks(name, module) else None
+
+    def check_keys(self, names: Iterable[str], containers: Iterable[str]) -> None:
+        pass
+
+
+class ByName:
+    """FqnToConfig: exact parameter names, exact module names, patterns in their order, ``_default``."""
+
+    def __init__(self, table: Mapping[str, AOBaseConfig | None]) -> None:
+        self.table = table
+        self.patterns = [k for k in table if _is_pattern(k)]
+
+    def _find(self, places: list[Place]) -> tuple[str, Place, bool] | None:
+        own = [p for p in places if p.own]
+        for p in places:
+            if p.name in self.table:
+                return p.name, p, True
+        for p in own:
+            if p.module_name in self.table:
+                return p.module_name, p, False
+        for key in self.patterns:
+            for p in places:
+                if _matches(key, p.name) and (p.own or _names(key, p)):
+                    return key, p, not p.own
+                if p.own and _matches(key, p.module_name):
+                    return key, p, False
+        if "_default" in self.table:
+            return next((("_default", p, False) for p in own if is_linear(p.module)), None)
+        return None
+
+    def choose(self, places: list[Place]) -> Choice:
+        found = self._find(places)
+        if found is None:
+            return Choice(None, places[0], why="no key names it")
+        key, place, named = found
+        return Choice(self.table[key], place, key, named, f"skipped by {key!r}")
+
+    def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None:
+        if name in self.table:
+            return self.table[name]
+        if any(p is not None for p in module._parameters.values()):  # patterns do not mean containers
+            for key in self.patterns:
+                if _matches(key, name):
+                    return self.table[key]
+        return self.table.get("_default") if isinstance(module, nn.Linear) else None
+
+    def check_keys(self, names: Iterable[str], containers: Iterable[str]) -> None:
+        known, inner = sorted(set(names) - {""}), set(containers)
+        for key in self.table.keys() - {"_default"}:
+            if any(_matches(key, name) for name in known) or key == "":
+                continue
+            if key in inner:
+                raise PlanError(f"{key!r} holds layers but no weight of its own; write {key + '.*'!r} to reach them")
+            close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+            raise PlanError(f"{key!r} matches no module or parameter{hint}")
+
+
+def _type(place: Place) -> str:
+    return type(place.module).__name__
+
+
+def _names(key: str, place: Place) -> bool:
+    """Whether a pattern that matches a bare parameter means it: ``encoder.*`` is written for layers, and would match
+    any other name in that module as well."""
+    prefix = f"{place.module_name}." if place.module_name else ""
+    return kind_of(place.module) is None and not _matches(key, prefix + "_")
+
+
+def _is_pattern(key: str) -> bool:
+    return key.startswith("re:") or any(c in key for c in "*?[")
+
+
+def _matches(key: str, name: str) -> bool:
+    """Exact, glob, or ``re:`` over the whole name. Patterns come from code, never from files."""
+    if key.startswith("re:"):
+        try:
+            return re.fullmatch(key[3:], name) is not None
+        except re.error as error:
+            raise PlanError(f"{key!r} is not a regular expression: {error}") from error
+    return key == name or (_is_pattern(key) and fnmatch.fnmatchcase(name, key))
