@@ -291,6 +291,8 @@ class AffineQuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         parts = {n: p for n, p in zip(SLOTS, self.parts, strict=True) if p is not None}
+        if self.spec.format.native_float:
+            parts["codes"] = self.codes.view(torch.uint8)  # torch 2.13 cannot unpickle a float8 tensor
         return rebuild, (static_json(self), parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     @classmethod
@@ -428,9 +430,12 @@ def rebuild(static: str, parts: dict[str, Tensor], requires_grad: bool, is_param
     data = json.loads(static)
     if data.get("version") != 1:
         raise ValueError(f"quantized tensor pickled as version {data.get('version')!r}; this release reads version 1")
+    spec = QuantSpec.from_dict(data["spec"])
+    if spec.format.native_float:
+        parts = {**parts, "codes": parts["codes"].view(spec.format.code_dtype)}
     w = AffineQuantizedTensor(
         Parts(**parts),
-        QuantSpec.from_dict(data["spec"]),
+        spec,
         data["shape"],
         DTYPES[data["dtype"]],
         None if data["act"] is None else ActivationSpec.from_dict(data["act"]),
