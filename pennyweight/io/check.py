@@ -1,8 +1,8 @@
 """The meaning of stored bytes: what a reader must find in the parts of a quantized tensor before it believes them.
 
 scale       finite; not negative unless the file says ``signed_scale``; zero is allowed, for a scale rounds to zero
-            where a block is (almost) all zero and scales are float16. A scale that is itself quantized stands for
-            finite numbers, not negative unless its own spec has an offset, around which rounding may pass zero.
+            where a block is (almost) all zero and scales are float16. The numbers of a scale that is itself quantized
+            are not negative either, unless its own spec has an offset, around which rounding may pass zero.
 offset      finite, quantized or not
 zero_point  within the range of the codes
 codes       numbers of the format: no NaN or infinity, no index past a table; unused bits of a row's last byte are zero

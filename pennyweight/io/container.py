@@ -23,11 +23,12 @@ from torch import Tensor
 from .errors import CheckpointError
 from .strict_json import parse
 
-MAX_HEADER_BYTES = 64 << 20  # safetensors itself stops at 100 MB; 100 000 tensors need about 12
+MAX_HEADER_BYTES = 32 << 20  # safetensors itself stops at 100 MB; 60 000 quantized tensors need about 27
 MAX_TENSORS = 1 << 17
 MAX_DEPTH = 8
 MAX_AXES = 64
 MAX_NAME_BYTES = 1024
+MAX_NAME_PARTS = 64
 _MAX_BYTES = (1 << 63) - 1
 
 # Fixed table: a dtype named in a file is looked up here and nowhere else. Sub-byte dtypes are not read.
@@ -73,7 +74,10 @@ def check_name(name: str) -> None:
         raise ValueError(f"name of {size} bytes; 1 to {MAX_NAME_BYTES} are allowed")
     if not name.isprintable():
         raise ValueError("name holds control characters")
-    for part in name.split("."):
+    parts = name.split(".")
+    if len(parts) > MAX_NAME_PARTS:
+        raise ValueError(f"name of {len(parts)} parts; at most {MAX_NAME_PARTS} are allowed")
+    for part in parts:
         if not part:
             raise ValueError("name has an empty part between dots")
         if len(part) > 4 and part.startswith("__") and part.endswith("__"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,31 +11,13 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..models.prepare import prepare
-from ..models.sites import kind_of
 from .check import check_data, check_plain
 from .checkpoint import Checkpoint, open_checkpoint
 from .container import Entry
 from .errors import CheckpointError
 from .manifest import KeyedError, Meta, stored_parts
 from .native import assemble, build
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place in a model that holds a tensor."""
-
-    module: nn.Module
-    attr: str
-    tensor: Tensor
-    is_param: bool
-
-    @property
-    def op(self) -> str:
-        """The op that reads a weight there, which decides the layout it is kept in."""
-        kind = kind_of(self.module)
-        if kind is not None and self.attr in kind.params:
-            return kind.op
-        return "bmm" if self.tensor.ndim == 3 else "linear"
+from .slots import Slot, slots_of, stranded
 
 
 def load(
@@ -72,32 +53,6 @@ def load(
         new = _tensors(checkpoint, slots, source, device)
         _assign(slots, new)
         return model
-
-
-def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Every parameter and persistent buffer under every name it has."""
-    out: dict[str, Slot] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        out |= {dot + n: Slot(module, n, p, True) for n, p in module._parameters.items() if p is not None}
-        for n, b in module._buffers.items():
-            if b is not None and n not in module._non_persistent_buffers_set:
-                out[dot + n] = Slot(module, n, b, False)
-        kind = kind_of(module)
-        for n in () if kind is None else kind.params:  # a weight left as a plain tensor, as PEFT does
-            if isinstance(module.__dict__.get(n), Tensor):
-                out[dot + n] = Slot(module, n, module.__dict__[n], False)
-    return out
-
-
-def stranded(model: nn.Module) -> list[str]:
-    """Buffers on the meta device that no checkpoint holds, for they are not persistent."""
-    return [
-        f"{prefix}.{n}" if prefix else n
-        for prefix, module in model.named_modules()
-        for n in sorted(module._non_persistent_buffers_set)
-        if (b := module._buffers.get(n)) is not None and b.device.type == "meta"
-    ]
 
 
 def _match(c: Checkpoint, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
@@ -239,7 +194,5 @@ def _assign(slots: dict[str, Slot], new: dict[str, Tensor]) -> None:
             setattr(slot.module, slot.attr, tensor)
     except BaseException:
         for slot in reversed(done):
-            m: Any = slot.module
-            table = next(t for t in (m._parameters, m._buffers, m.__dict__) if slot.attr in t)
-            table[slot.attr] = slot.tensor
+            slot.put_back()
         raise

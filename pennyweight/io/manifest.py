@@ -226,11 +226,11 @@ def check_parts(manifest: Manifest, stored: Stored) -> None:
         if name in stored:
             raise KeyedError(name, "is both a stored tensor and a quantized one")
     for name in sorted(stored.keys() - owned):
-        for prefix in _prefixes(name):
-            if prefix in manifest.tensors and name[len(prefix) + 1 :].split(".")[0] in PART_NAMES:
+        for prefix, then in _prefixes(name):
+            if then in PART_NAMES and prefix in manifest.tensors:
                 raise KeyedError(prefix, f"left-over part {name}, which {manifest.tensors[prefix].spec} does not have")
     for name in manifest.tensors:
-        if any(prefix in manifest.tensors for prefix in _prefixes(name)):
+        if any(prefix in manifest.tensors for prefix, _ in _prefixes(name)):
             raise KeyedError(name, "its name lies inside that of another quantized tensor")
     for alias, target in manifest.aliases.items():
         if alias in stored or alias in manifest.tensors or alias in owned:
@@ -239,5 +239,7 @@ def check_parts(manifest: Manifest, stored: Stored) -> None:
             raise KeyedError(alias, f"is an alias of {target}, which this file does not hold")
 
 
-def _prefixes(name: str) -> list[str]:
-    return [name[:i] for i, c in enumerate(name) if c == "."]
+def _prefixes(name: str) -> list[tuple[str, str]]:
+    """Of "a.b.c": ("a", "b") and ("a.b", "c")."""
+    parts = name.split(".")
+    return [(".".join(parts[:i]), parts[i]) for i in range(1, len(parts))]

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from ..models.sites import parameters
 from .checkpoint import INDEX
 from .container import place
 from .errors import CheckpointError
 from .native import Item, items, metadata_of
 from .shards import MAX_SHARD_BYTES, divide, remove_stale, shard_names
+from .slots import slots_of
 from .write import Writer, index_bytes, publish, sync_folder, temporary, write_bytes
 
 
@@ -52,7 +52,7 @@ def save(
 def _state_dict(model: nn.Module) -> dict[str, Any]:
     """The model's state dict, and weights that some library left as plain tensors, which it does not list."""
     out = model.state_dict()
-    return out | {name: t for name, _, _, _, t in parameters(model) if name not in out}
+    return out | {name: slot.tensor for name, slot in slots_of(model).items() if name not in out}
 
 
 def _write_folder(folder: str, shards: list[list[Item]], metadata: Mapping[str, str] | None) -> None:

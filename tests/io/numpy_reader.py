@@ -4,6 +4,7 @@ Written from the page, not from the library, so that the page is known to be eno
 """
 
 import json
+from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +20,7 @@ NF4 = [
 
 
 def read(path):
-    raw = open(path, "rb").read()
+    raw = Path(path).read_bytes()
     size = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
     manifest = json.loads(header.pop("__metadata__").get("pennyweight", '{"tensors": {}, "aliases": {}}'))
@@ -61,7 +62,8 @@ def value(name, spec, shape, stored):
         x = x * part("scale")
     if spec.get("offset") is not None:
         x = x + part("offset")
-    return x[tuple(slice(n) for n in shape)]
+    limit = np.finfo(np.float32).max
+    return np.clip(x[tuple(slice(n) for n in shape)], -limit, limit)
 
 
 def codes(raw, f, padded):
