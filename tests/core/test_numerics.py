@@ -141,7 +141,7 @@ def test_one_bit() -> None:
     assert through(x, QuantSpec(INT1, (-1,)), rule="symmetric_no_clip").tolist() == [[-2.0, -2.0, 0.0, 0.0, 0.0]]
     assert through(torch.tensor([-3.0, 1.0]), QuantSpec(INT1, (-1,), zero_point=True)).tolist() == [-4.0, 0.0]
     two = QuantSpec(INT1, (-1,), offset=torch.float32)
-    assert through(x, two).tolist() == [[-2.0, -2.0, -2.0, 2.0, 2.0]]
+    assert through(x, two).tolist() == [[-2.0, -2.0, -2.0, -2.0, 2.0]]  # 0 is halfway: the even code
 
 
 def test_the_codes_of_scales_that_are_powers_of_two() -> None:
