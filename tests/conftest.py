@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 import torch
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch.utils._device import _device_constructors
 
 import pennyweight
 
@@ -21,6 +22,8 @@ hypothesis.settings.load_profile("repeatable")
 
 # torch.compile knows torch's functions by identity and looks them up once: let it do so before they are replaced.
 get_torch_obj_rule_map()
+# So does `with torch.device("meta")`, which would not know `empty` again.
+_device_constructors()
 
 
 @pytest.fixture(autouse=True)

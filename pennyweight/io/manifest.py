@@ -60,9 +60,9 @@ def stored_parts(name: str, meta: Meta) -> Stored:
     """
     out = _value_parts(name, meta.spec, meta.stored_shape)
     if meta.act is not None and meta.act.mode == "static":
-        out[f"{name}.act_scale"] = (act_scale_dtype(meta.act), ())
+        out[f"{name}.act_scale"] = (torch.float32, (1,))
         if meta.act.spec.zero_point:
-            out[f"{name}.act_zero_point"] = (meta.act.spec.zero_point_dtype, ())
+            out[f"{name}.act_zero_point"] = (meta.act.spec.zero_point_dtype, (1,))
     return out
 
 
@@ -84,11 +84,6 @@ def codes_stored(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[torch.dtype, 
     if bits == 8:
         return spec.format.code_dtype, padded
     return torch.uint8, (*padded[:-1], -(-padded[-1] * bits // 8)) if padded else ()
-
-
-def act_scale_dtype(act: ActivationSpec) -> torch.dtype:
-    """dtype in which a static activation's scale is stored: that of its spec."""
-    return act.spec.scale if isinstance(act.spec.scale, torch.dtype) else torch.float32
 
 
 def dump(manifest: Manifest) -> str:

@@ -25,7 +25,6 @@ from .manifest import (
     Manifest,
     Meta,
     Stored,
-    act_scale_dtype,
     check_parts,
     clean,
     dump,
@@ -225,7 +224,7 @@ def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
         parts = w.plain_parts()
         _put(out, name, parts, w.spec)
     if meta.act is not None and meta.act.mode == "static":
-        out[f"{name}.act_scale"] = _number(name, parts.act_scale).to(act_scale_dtype(meta.act))
+        out[f"{name}.act_scale"] = _number(name, parts.act_scale).float()
         if parts.act_zero_point is not None:
             out[f"{name}.act_zero_point"] = _number(name, parts.act_zero_point).to(meta.act.spec.zero_point_dtype)
     out = {k: t.detach().contiguous() for k, t in out.items()}
@@ -241,7 +240,7 @@ def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
 def _number(name: str, value: Tensor | None) -> Tensor:
     if value is None or value.numel() != 1:
         raise CheckpointError(None, name, "a static activation has one scale and one zero point for the whole input")
-    return value.reshape(())
+    return value.reshape(1)
 
 
 def _put(out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packed: bool = False) -> None:
