@@ -126,7 +126,7 @@ def linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
         flat.contiguous(), w.codes, k // scale.shape[0], scale.to(torch.bfloat16)
     )
     y = y if bias is None else y + bias
-    return y.to(x.dtype).reshape(*x.shape[:-1], -1)
+    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
 
 register_kernel(Kernel("linear", "torch_int4", linear, _accepts, ("cpu",), LAYOUT.name, rank=20, tolerance="bfloat16"))
