@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,7 @@ def save(
 ) -> None:
     """Write a model's state dict (or a state dict) in the format of docs/format.md.
 
-    path             a folder, made if need be; or one file, where it ends in .safetensors
+    path             a folder; or one file, where it ends in .safetensors; folders are made if need be
     max_shard_bytes  a folder gets as many files as this asks for, and an index
     metadata         strings of your own to keep in each file
 
@@ -41,10 +41,16 @@ def save(
     try:
         some = items(state_dict)
         if path.endswith(".safetensors"):
-            _write_all(os.path.dirname(path), [os.path.basename(path)], [some], metadata, whole_folder=False)
+            folder, name = os.path.split(path)
+            with _made(folder):
+                _write_all(folder, [name], [some], metadata, whole_folder=False)
             return
         shards = divide(some, max_shard_bytes)
-        _write_folder(path, shards, metadata)
+        names = shard_names(len(shards))
+        with _made(path):
+            _write_all(path, names, shards, metadata, whole_folder=True)
+        remove_stale(path, [*names, INDEX] if len(shards) > 1 else names)
+        sync_folder(path)
     except CheckpointError as e:
         raise CheckpointError(path, e.tensor, e.reason) from e
 
@@ -55,19 +61,18 @@ def _state_dict(model: nn.Module) -> dict[str, Any]:
     return out | {name: slot.tensor for name, slot in slots_of(model).items() if name not in out}
 
 
-def _write_folder(folder: str, shards: list[list[Item]], metadata: Mapping[str, str] | None) -> None:
+@contextmanager
+def _made(folder: str) -> Iterator[None]:
+    """The folder, made if need be, and unmade on an error if nothing else was put there."""
     made = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
-    names = shard_names(len(shards))
     try:
-        _write_all(folder, names, shards, metadata, whole_folder=True)
+        yield
     except BaseException:
         if made:
             with suppress(OSError):
-                os.rmdir(folder)  # only if nothing else has been put there
+                os.rmdir(folder)
         raise
-    remove_stale(folder, [*names, INDEX] if len(shards) > 1 else names)
-    sync_folder(folder)
 
 
 def _write_all(

@@ -1,0 +1,70 @@
+"""Files of format version 1, written once, read for ever: by the library and by the numpy reader."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from pennyweight.core.spec import NF4_DOUBLE, QuantSpec
+from pennyweight.core.tensor import AffineQuantizedTensor as QT
+from pennyweight.io import load, save
+from tests.io import numpy_reader
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "native" / "v1"
+EXPECTED = safetensors.torch.load_file(GOLDEN / "expected.safetensors")
+PLAIN = {name for name in EXPECTED if name.startswith("plain.")}
+ALL_SHA256 = "c5da1311d36755ff0a4d82f5f8d177948f77c4c60e780015b9ba6a77b93fe8b5"
+
+
+def test_the_files_are_the_ones_that_were_written_then() -> None:
+    """If this fails the golden file was changed. Restore it, and mend the reader instead."""
+    assert hashlib.sha256((GOLDEN / "all.safetensors").read_bytes()).hexdigest() == ALL_SHA256
+
+
+@pytest.mark.parametrize("path", ["all.safetensors", "sharded"])
+def test_values(path: str) -> None:
+    out = load(GOLDEN / path)
+    assert out.keys() == EXPECTED.keys()
+    for name, expected in EXPECTED.items():
+        assert isinstance(out[name], QT) == (name not in PLAIN)
+        value = out[name] if name in PLAIN else out[name].dequantize(torch.float32)
+        assert torch.equal(value, expected), name
+        assert value.dtype == expected.dtype
+
+
+def test_meaning() -> None:
+    out = load(GOLDEN / "all.safetensors")
+    assert out["tied"] is out["int4.padded"]
+    assert out["plain.tied"] is out["plain.float"]
+    assert out["nf4.nested_offset"].spec.with_(layout="plain") == NF4_DOUBLE
+    assert out["axes.turned"].axes == (1, 0)
+    assert out["axes.permuted"].axes == (2, 0, 1)
+    assert [out[n].dtype for n in ("int8", "int4.padded", "uint4.zero_point")] == [
+        torch.bfloat16, torch.float16, torch.float32,
+    ]  # fmt: skip
+    static, dynamic = out["act.static"], out["act.dynamic"]
+    assert (static.act.mode, float(static.act_scale), int(static.act_zero_point)) == ("static", 0.75, -5)
+    assert isinstance(static.act.spec, QuantSpec)
+    assert static.act.spec.zero_point
+    assert (dynamic.act.mode, dynamic.act.rule, dynamic.act.eps) == ("dynamic", "symmetric", 2.0**-40)
+    assert float(out["signed_scale"].scale.min()) < 0
+
+
+def test_numpy_reader() -> None:
+    out = numpy_reader.read(GOLDEN / "all.safetensors")
+    assert out.keys() == EXPECTED.keys()
+    for name, expected in EXPECTED.items():
+        np.testing.assert_array_equal(out[name], expected.float().numpy() if expected.is_floating_point() else expected)
+
+
+def test_saving_what_was_read_gives_the_same_bytes_while_the_version_is_1(tmp_path: Path) -> None:
+    save(
+        load(GOLDEN / "all.safetensors"), tmp_path / "again.safetensors", metadata={"note": "a string of the writer's"}
+    )
+    again, old = (tmp_path / "again.safetensors").read_bytes(), (GOLDEN / "all.safetensors").read_bytes()
+    assert len(again) == len(old)
+    n = 8 + int.from_bytes(old[:8], "little")
+    assert again[n:] == old[n:]
