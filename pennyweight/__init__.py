@@ -6,6 +6,7 @@ from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fall
 from .core.formats import Format, get_format
 from .core.spec import ActivationSpec, QuantSpec
 from .core.tensor import AffineQuantizedTensor
+from .io import CheckpointError, flatten, load, save, unflatten
 from .kernels import explain
 from .models import (
     AOBaseConfig,
@@ -68,6 +69,7 @@ __all__ = [
     "AOPerModuleConfig",
     "ActivationSpec",
     "AffineQuantizedTensor",
+    "CheckpointError",
     "FPXWeightOnlyConfig",
     "FallbackError",
     "FallbackWarning",
@@ -108,6 +110,7 @@ __all__ = [
     "dequantize_",
     "explain",
     "fallbacks",
+    "flatten",
     "float8_dynamic_activation_float8_weight",
     "float8_static_activation_float8_weight",
     "float8_weight_only",
@@ -119,10 +122,13 @@ __all__ = [
     "int8_static_activation_int8_weight",
     "int8_weight_only",
     "intx_weight_only",
+    "load",
     "plan",
     "quantize_",
     "register_quantize_module_handler",
     "reset_fallbacks",
+    "save",
     "strict",
     "uintx_weight_only",
+    "unflatten",
 ]
