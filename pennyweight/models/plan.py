@@ -108,26 +108,27 @@ def plan(
         raise PlanError(f"config must be an AOBaseConfig such as Int8WeightOnlyConfig(), got {config!r}")
     if on_indivisible not in ON_INDIVISIBLE:
         raise PlanError(f"on_indivisible must be one of {ON_INDIVISIBLE}, got {on_indivisible!r}")
+    if device is not None and torch.device(device).type == "meta":
+        raise PlanError("device='meta' would throw the weights away; leave device out")
     chosen = rules(config, filter_fn)
     everywhere = list(places(model))
-    chosen.check_keys(_names(model, everywhere), (name for name, _ in model.named_modules()))
-    rows, taken = _handled(model, chosen, handlers or {})
+    handlers = handlers or {}
+    flat = [place for where in everywhere for place in where]
+    chosen.check_keys(flat, [name for name, _ in model.named_modules()], handlers)
+    rows, taken = _handled(model, chosen, handlers)
     for where in everywhere:
-        tensor = where[0].get()
+        tensor, choice = where[0].get(), chosen.choose(where)
+        handler = handlers.get(type(choice.config))
         if id(tensor) in taken:
             continue
-        choice = chosen.choose(where)
-        call = (handlers or {}).get(type(choice.config))
-        rows.append(
-            _row(where, tensor, choice, on_indivisible, device) if call is None else _named(choice, where, tensor, call)
-        )
+        if handler is not None and choice.named:
+            rows.append(_handled_parameter(choice, tensor, handler))
+            continue
+        if handler is not None:  # a handler for whole modules, and this one is none of those it was asked for
+            choice = choice._replace(config=None, why=f"{type(choice.place.module).__name__} is not asked for")
+        rows.append(_row(where, tensor, choice, on_indivisible, device))
     _check(rows)
     return Plan(config, rows)
-
-
-def _names(model: nn.Module, everywhere: list[list[Place]]) -> list[str]:
-    """Names that a key can mean: of parameters, and of modules that hold some."""
-    return [n for where in everywhere for p in where for n in (p.name, p.module_name)]
 
 
 # -- parameters ------------------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def _handled(model: nn.Module, chosen: Rules, handlers: Mapping[type, Handler]) 
     return rows, taken
 
 
-def _named(choice: Choice, where: list[Place], tensor: Tensor, handler: Handler) -> PlanRow:
+def _handled_parameter(choice: Choice, tensor: Tensor, handler: Handler) -> PlanRow:
     """A handler asked for by a parameter's own name."""
     place = choice.place
     if not takes_parameter_name(handler):

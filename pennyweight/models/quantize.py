@@ -74,19 +74,19 @@ def _check_values(todo: Plan) -> None:
 def _carry_out(model: nn.Module, todo: Plan, report: Report, device: Any, progress: Any) -> None:
     total, done = len(todo.active), 0
     for row, out in zip(todo.rows, report.rows, strict=True):
+        if row.call is not None:
+            new = row.call(model, device=device)
+            out.type, out.bytes_after = type(new).__name__, _nbytes_after(new, row)
+        elif row.active:
+            w, out.sqnr = solve(row, device)
+            out.bytes_after = w.nbytes
+            replace_(row, w)
+            _move_rest(row, device)
+        row.tensor = None  # the float weight is free before the next is read
         if row.active:
-            if row.call is not None:
-                new = row.call(model, device=device)
-                out.type, out.bytes_after = type(new).__name__, _nbytes_after(new, row)
-            else:
-                w, out.sqnr = solve(row, device)
-                out.bytes_after = w.nbytes
-                replace_(row, w)
-                _move_rest(row, device)
             done += 1
             if progress is not None:
                 progress(done, total, row.name)
-        row.tensor = None  # the float weight is free before the next is read
 
 
 def _nbytes_after(new: nn.Module, row: PlanRow) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -33,12 +33,12 @@ class Choice(NamedTuple):
 class Rules(Protocol):
     """choose: for a parameter, given all its places. of_module: the config for a module, for handlers of modules.
 
-    check_keys: raise PlanError for a key that no name matches.
+    check_keys: raise PlanError for a key that matches nothing, or nothing that its config could do anything with.
     """
 
     def choose(self, places: list[Place]) -> Choice: ...
     def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None: ...
-    def check_keys(self, names: Iterable[str], containers: Iterable[str]) -> None: ...
+    def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None: ...
 
 
 def rules(config: AOBaseConfig, filter_fn: Filter | None) -> Rules:
@@ -74,7 +74,7 @@ class ByFilter:
             return self.config if isinstance(module, nn.Linear) else None
         return self.config if self._picks(name, module) else None
 
-    def check_keys(self, names: Iterable[str], containers: Iterable[str]) -> None:
+    def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None:
         pass
 
 
@@ -95,10 +95,9 @@ class ByName:
                 return p.module_name, p, False
         for key in self.patterns:
             for p in places:
-                if _matches(key, p.name) and (p.own or _names(key, p)):
-                    return key, p, not p.own
-                if p.own and _matches(key, p.module_name):
-                    return key, p, False
+                reached = _reaches(key, p)
+                if reached:
+                    return key, p, reached == "parameter"
         if "_default" in self.table:
             return next((("_default", p, False) for p in own if is_linear(p.module)), None)
         return None
@@ -119,27 +118,42 @@ class ByName:
                     return self.table[key]
         return self.table.get("_default") if isinstance(module, nn.Linear) else None
 
-    def check_keys(self, names: Iterable[str], containers: Iterable[str]) -> None:
-        known, inner = sorted(set(names) - {""}), set(containers)
-        for key in self.table.keys() - {"_default"}:
-            if any(_matches(key, name) for name in known) or key == "":
+    def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None:
+        for key, config in self.table.items():
+            if key == "_default" or (type(config) in handled and any(_matches(key, m) for m in modules)):
                 continue
-            if key in inner:
-                raise PlanError(f"{key!r} holds layers but no weight of its own; write {key + '.*'!r} to reach them")
-            close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
-            raise PlanError(f"{key!r} matches no module or parameter{hint}")
+            mine = [p for p in places if _matches(key, p.name) or _matches(key, p.module_name)]
+            if not mine:
+                raise PlanError(_nothing(key, places, modules))
+            if config is not None and not any(_reaches(key, p) for p in mine):
+                raise PlanError(f"{key!r} names nothing that can be quantized: {_type(mine[0])} at {mine[0].name}")
+
+
+def _nothing(key: str, places: list[Place], modules: list[str]) -> str:
+    if key in modules:
+        return f"{key!r} holds layers but no weight of its own; write {key + '.*'!r} to reach them"
+    known = {p.name for p in places} | {p.module_name for p in places if p.module_name}
+    close = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    return f"{key!r} matches no module or parameter{hint}"
 
 
 def _type(place: Place) -> str:
     return type(place.module).__name__
 
 
-def _names(key: str, place: Place) -> bool:
-    """Whether a pattern that matches a bare parameter means it: ``encoder.*`` is written for layers, and would match
-    any other name in that module as well."""
-    prefix = f"{place.module_name}." if place.module_name else ""
-    return kind_of(place.module) is None and not _matches(key, prefix + "_")
+def _reaches(key: str, place: Place) -> str:
+    """Whether a key means this place: by the name of the "parameter", of the "module", or "" for not at all.
+
+    A pattern means a bare parameter only if it looks at its name: ``encoder.*`` is written for layers, and would match
+    any other name in that module as well.
+    """
+    if _matches(key, place.name):
+        prefix = f"{place.module_name}." if place.module_name else ""
+        looks = kind_of(place.module) is None and not _matches(key, prefix + "_")
+        if place.own or key == place.name or looks:
+            return "parameter"
+    return "module" if place.own and _matches(key, place.module_name) else ""
 
 
 def _is_pattern(key: str) -> bool:

@@ -74,6 +74,7 @@ class Site:
     name        parameter FQN; module: its module's FQN; param: its name in there
     shape       stored shape: contracted axis last (for convolutions [O, I/groups, *kernel])
     transposed  the parameter has its last two axes the other way round
+    bare        no SiteKind is about it: how it is used is the user's word
     """
 
     name: str
@@ -85,6 +86,7 @@ class Site:
     device: str
     type_name: str
     transposed: bool = False
+    bare: bool = False
 
     def block(self, granularity: Granularity, on_indivisible: str = "pad") -> tuple[int, ...] | None:
         """The block of a weight at this site.
@@ -220,8 +222,10 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
     shape = tuple(tensor.shape)
     if transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
-    device = tensor.device.type
-    return Site(place.name, place.module_name, place.param, op, shape, tensor.dtype, device, kind_name, transposed)
+    return Site(
+        place.name, place.module_name, place.param, op, shape, tensor.dtype, tensor.device.type, kind_name, transposed,
+        not place.own,
+    )  # fmt: skip
 
 
 def is_linear(module: nn.Module, fqn: str = "") -> bool:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.core.numerics import quantize, sqnr
+from pennyweight.core.numerics import sqnr
 from pennyweight.core.spec import dtype_name
-from pennyweight.kernels.reference import static_params
+from pennyweight.kernels.activation import encode_activation
 from pennyweight.kernels.table import case_of, select
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -103,8 +103,7 @@ def test_weight_bits(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in NAMES if "act_codes" in roles(n) and n not in PER_ROW_STATIC])
 def test_activation_bits(name: str) -> None:
     x, w = source(CASES[name]["inputs"]["x"]), quantized(name).weight
-    params = None if w.act.mode == "dynamic" else static_params(x, w.act_scale, w.act_zero_point)
-    q = quantize(x, w.act.spec, w.act.rule, w.act.eps, params)
+    q = encode_activation(x, w.act, w.act_scale, w.act_zero_point)
     for role, got in (("act_codes", q.codes), ("act_scale", q.scale), ("act_zero_point", q.zero_point)):
         if role in roles(name) and got is not None:
             assert_bits(role, got, tensor(name, role))

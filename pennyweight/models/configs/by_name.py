@@ -70,8 +70,10 @@ class ContractedAxis(AOBaseConfig):
             raise ValueError(f"ContractedAxis: axis must be -1 or -2, got {self.axis}")
 
     def site(self, site: Site) -> Site:
-        if site.op not in ("linear", "bmm"):
-            raise ValueError(f"ContractedAxis is for matrix products, not for {site.op}")
+        if not site.bare:
+            raise ValueError(
+                f"ContractedAxis is for bare parameters; that of {site.type_name} is known, give its config"
+            )
         if site.transposed == (self.axis == -2):
             return site
         return replace(site, transposed=not site.transposed, shape=(*site.shape[:-2], site.shape[-1], site.shape[-2]))
