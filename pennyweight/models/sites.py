@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.spec import DTYPES
+from ..core.tensor import AffineQuantizedTensor
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor
 
 
@@ -176,11 +178,11 @@ class Place(NamedTuple):
 def places(model: nn.Module) -> Iterator[list[Place]]:
     """Every parameter with all its places, in the model's order; tied ones have several.
 
-    Also plain tensors where a site's parameter was replaced by one (PEFT leaves weights so). Shared modules appear
-    under their first name.
+    Also plain tensors where a site's parameter was replaced by one (PEFT leaves weights so). A module that is used
+    twice has a place under each of its names, as it has in a state dict.
     """
     found: dict[int, list[Place]] = {}
-    for module_name, module in model.named_modules():
+    for module_name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{module_name}." if module_name else ""
         names = [n for n, p in module._parameters.items() if p is not None]
         kind = kind_of(module)
@@ -214,9 +216,11 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
             return f"a bare parameter must be 2-d or 3-d to be quantized, this one is {tensor.ndim}-d"
         if kind is not None:
             return f"{place.param} of {kind_name} stays as it is"
-        return f"no site for {kind_name}" if tensor.ndim > 1 else "vector"
-    if not tensor.is_floating_point():
-        return f"dtype {tensor.dtype} is not floating point"
+        return f"no site for {kind_name}, FqnToConfig reaches it by name" if tensor.ndim > 1 else "vector"
+    if tensor.dtype not in DTYPES.values():
+        return f"{str(tensor.dtype).removeprefix('torch.')} is none of {', '.join(DTYPES)}"
+    if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, AffineQuantizedTensor):
+        return f"{type(tensor).__name__} is a tensor of another library"
     if getattr(place.module, "max_norm", None) is not None:
         return "max_norm writes to the table at each lookup"
     shape = tuple(tensor.shape)

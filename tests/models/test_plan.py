@@ -68,6 +68,7 @@ def test_the_default_takes_linear_layers() -> None:
     ("table", "expected"),
     [
         ({"head": INT8}, {"head.weight": "int8"}),
+        ({"*": INT8, "embed": None}, dict.fromkeys([*LINEARS, "head.weight"], "int8")),
         ({"head.weight": INT8}, {"head.weight": "int8"}),
         ({"layers.0.up": INT8, "layers.0.down.weight": INT4_32}, {LINEARS[0]: "int8", LINEARS[1]: "uint4"}),
         ({"layers.*": INT8}, dict.fromkeys(LINEARS, "int8")),
@@ -180,8 +181,9 @@ def test_a_tie_stays_when_the_filter_takes_neither() -> None:
 def test_the_same_module_twice() -> None:
     layer = nn.Linear(32, 32)
     model = nn.Sequential(layer, nn.ReLU(), layer)
+    assert chosen({"2": INT8}, model) == {"0.weight": "int8"}
     report = pw.quantize_(model, INT8)
-    assert [r.name for r in report.quantized] == ["0.weight"]
+    assert [(r.name, r.note) for r in report.quantized] == [("0.weight", "tied: 2.weight")]
     assert model[0] is model[2]
     assert model(torch.randn(2, 32)).isfinite().all()
 

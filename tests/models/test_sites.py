@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import pennyweight as pw
 from pennyweight.core.numerics import sqnr
@@ -287,5 +288,27 @@ def test_an_own_module_type_in_one_line() -> None:
 def test_integer_parameters_are_left_alone() -> None:
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int32), requires_grad=False)
-    with pytest.raises(pw.PlanError, match=r"int32 is not floating point"):
+    with pytest.raises(pw.PlanError, match=r"int32 is none of float32"):
         pw.quantize_(layer, INT8)
+    layer.weight = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(pw.PlanError, match=r"float8_e4m3fn is none of float32"):
+        pw.quantize_(layer, INT8)
+
+
+def test_a_tensor_of_another_library_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+    report = pw.quantize_(model, INT8)
+    assert report.rows[0].note == "TwoTensor is a tensor of another library"
+    assert [r.name for r in report.quantized] == ["1.weight"]
+
+
+@pytest.mark.parametrize("config", [INT8, INT4, DYNAMIC])
+def test_strided_and_double_weights(config: pw.AOBaseConfig) -> None:
+    layer, x = nn.Linear(64, 32, dtype=torch.float64), torch.randn(5, 64, dtype=torch.float64)
+    layer.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.float64).t()[:32])
+    exact = layer(x).detach()
+    pw.quantize_(layer, config)
+    got = layer(x).detach()
+    assert got.dtype == torch.float64
+    assert sqnr(exact, got) > 18
