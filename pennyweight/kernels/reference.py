@@ -9,30 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import fallback
-from ..core.choose import Params
-from ..core.numerics import dequantize, fake_quantize, quantize
-from ..core.spec import ActivationSpec
 from ..core.tensor import AffineQuantizedTensor
+from .activation import quantize_activation
 from .table import Case, Kernel, register_kernel
-
-
-def quantize_activation(
-    x: Tensor, act: ActivationSpec | None, scale: Tensor | None, zero_point: Tensor | None
-) -> Tensor:
-    """x as the op sees it: quantized and dequantized under ``act``, in x's dtype."""
-    if act is None:
-        return x
-    if act.mode == "dynamic":
-        return fake_quantize(x, act.spec, act.rule, act.eps)
-    return dequantize(quantize(x, act.spec, params=static_params(x, scale, zero_point)), act.spec, x.shape, x.dtype)
-
-
-def static_params(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Params:
-    """Stored activation parameters, per tensor, in the rank of x."""
-    if scale is None:
-        raise RuntimeError("a static activation needs act_scale on the weight; calibrate, or pass it in the config")
-    ones = (1,) * x.ndim
-    return Params(scale.reshape(ones), None if zero_point is None else zero_point.reshape(ones))
 
 
 def _any(case: Case) -> bool | str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import blocks
@@ -22,6 +23,7 @@ from ..core.spec import TINYGEMM, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
 from .table import Case, Kernel, register_kernel
 
+_MATMUL = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 GROUPS = (32, 64, 128, 256)  # what the aten op takes
 
 
@@ -116,17 +118,16 @@ def _accepts(case: Case) -> bool | str:
 
 def linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
     """y = x @ w.T + bias in bfloat16 with float32 sums. x: [.., K], zero-padded to whole groups."""
-    k = 2 * w.codes.shape[1]
-    flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-    if flat.shape[1] != k:
-        flat = torch.nn.functional.pad(flat, (0, k - flat.shape[1]))
-    scale = w.scale
+    k, scale = 2 * w.codes.shape[1], w.scale
     assert scale is not None
-    y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
-        flat.contiguous(), w.codes, k // scale.shape[0], scale.to(torch.bfloat16)
-    )
-    y = y if bias is None else y + bias
-    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+    flat = x.to(torch.bfloat16)
+    if x.shape[-1] != k:
+        flat = F.pad(flat, (0, k - x.shape[-1]))
+    if x.ndim != 2:
+        flat = flat.reshape(-1, k)
+    y = _MATMUL(flat.contiguous(), w.codes, k // scale.shape[0], scale.to(torch.bfloat16))
+    y = (y if bias is None else y + bias).to(x.dtype)
+    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], w.codes.shape[0])
 
 
 register_kernel(Kernel("linear", "torch_int4", linear, _accepts, ("cpu",), LAYOUT.name, rank=20, tolerance="bfloat16"))

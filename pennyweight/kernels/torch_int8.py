@@ -1,22 +1,26 @@
 """8-bit rows that torch itself offers on a CPU.
 
-``torch._int_mm`` multiplies int8 by int8 into int32 for every shape. ``aten._weight_int8pack_mm`` is fast in bfloat16
-only (float32 and float16 take a scalar loop) and reads past its buffers where K is not a multiple of 16, so it is
-offered for neither.
+``torch._int_mm`` multiplies int8 by int8 into int32 for every shape, rightly only where oneDNN finds VNNI.
+``aten._weight_int8pack_mm`` is fast in bfloat16 only (float32 and float16 take a scalar loop) and reads past its
+buffers where K is not a multiple of 16, so it is offered for neither.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.formats import INT7, INT8
-from ..core.numerics import quantize
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor
-from .reference import static_params
+from .activation import encode_activation
 from .table import Case, Kernel, register_kernel
-
 
 # From this many rows on, casting the codes and calling the float product is faster (2048x2048, two threads: at 16 rows
 # 0.9x, at 128 rows 2.4x).
@@ -28,44 +32,87 @@ def _row_int8(spec: QuantSpec, shape: tuple[int, ...]) -> bool | str:
         return "needs symmetric int8 (or 7-bit) weights"
     if not isinstance(spec.scale, torch.dtype):
         return "its scale is itself quantized"
-    if spec.block is not None and spec.block[-1] != -1 and spec.block[-1] < shape[-1]:
-        return "needs one scale per row, the weight has groups"
-    return True
+    if spec.block is not None and (len(spec.block) > 1 or 0 < spec.block[0] < shape[-1]):
+        return f"needs one scale per row or for all, the weight has one per block {list(spec.block)}"
+    return len(shape) == 2 or "needs a 2-d weight"
 
 
-def _accepts_dynamic(case: Case) -> bool | str:
+def _flat(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _scaled(y: Tensor, scale: Any, bias: Tensor | None, x: Tensor) -> Tensor:
+    """y * scale + bias in float32, rounded once to x's dtype. y: [M, N]; scale: one per row of the weight, or one."""
+    y = y * scale.float().reshape(-1)
+    y = (y if bias is None else y + bias).to(x.dtype)
+    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+# -- both operands int8 ----------------------------------------------------------------------------------------------
+
+
+def _constant_while_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compiler.assume_constant_result, which would import torch._dynamo."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+@_constant_while_tracing
+@lru_cache(maxsize=1)
+def int_mm_saturates() -> bool:
+    """Whether ``torch._int_mm`` gives wrong sums here: without VNNI, oneDNN adds pairs of products in 16 bits."""
+    with _disable_current_modes():
+        a = torch.full((2, 128), 127, dtype=torch.int8, device="cpu")
+        return bool((torch._int_mm(a, a.new_full((16, 128), 127).t()) != 127 * 127 * 128).any())
+
+
+def _accepts_both(case: Case) -> bool | str:
     verdict = _row_int8(case.spec, case.shape)
     if verdict is not True:
         return verdict
     act = case.act
     if act is None:
         return "weight-only: the activation is not quantized"
+    spec = act.spec
     if (
-        act.spec.format not in (INT7, INT8)
-        or act.spec.offset is not None
-        or not isinstance(act.spec.scale, torch.dtype)
+        spec.format not in (INT7, INT8)
+        or spec.mid
+        or spec.offset is not None
+        or not isinstance(spec.scale, torch.dtype)
     ):
         return "needs int8 activations with a plain scale"
-    if act.mode == "dynamic" and act.spec.block not in ((-1,), None):
+    if act.mode == "dynamic" and spec.block not in ((-1,), None):
         return "needs one activation scale per token or per tensor"
     return True
 
 
-def int8_int8(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
-    """y = (qx @ qw.T - zx * sum_k qw) * sx * sw + bias; sums exact in int32, scaled in float32.
+def _accepts_int_mm(case: Case) -> bool | str:
+    verdict = _accepts_both(case)
+    if verdict is not True or not int_mm_saturates():
+        return verdict
+    return "torch._int_mm saturates on this CPU (no VNNI, or oneDNN held below it): its sums are wrong"
 
-    x: [.., K]; w: int8 [N, K] with a scale per row or one for all.
-    """
-    act = w.act
-    assert act is not None
-    params = None if act.mode == "dynamic" else static_params(x, w.act_scale, w.act_zero_point)
-    q = quantize(x, act.spec, act.rule, act.eps, params)
-    k = x.shape[-1]
-    total = torch._int_mm(q.codes.reshape(-1, k), w.codes.t()).reshape(*x.shape[:-1], -1)
+
+def _int8_int8(x: Tensor, w: Any, bias: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """y = (qx @ qw.T - zx * sum_k qw) * sx * sw + bias, scaled in float32. x: [.., K]; w: [N, K]."""
+    q = encode_activation(_flat(x), w.act, w.act_scale, w.act_zero_point)
+    total = product(q.codes, w.codes.t())
     if q.zero_point is not None:
         total = total - q.zero_point.to(torch.int32) * w.codes.sum(-1, dtype=torch.int32)
-    y = total.float() * q.scale.float() * w.scale.float().reshape(-1)  # type: ignore[union-attr]
-    return (y if bias is None else y + bias).to(x.dtype)
+    return _scaled(total * q.scale.float(), w.scale, bias, x)
+
+
+def int8_int8(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
+    """Sums exact in int32."""
+    return _int8_int8(x, w, bias, torch._int_mm)
+
+
+def int8_int8_float(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
+    """Sums in float32 of products that are exact there: for where :func:`int8_int8` would be wrong."""
+    return _int8_int8(x, w, bias, lambda a, b: torch.mm(a.float(), b.float()))
+
+
+# -- weight only -----------------------------------------------------------------------------------------------------
 
 
 def _accepts_cast(case: Case) -> bool | str:
@@ -73,9 +120,13 @@ def _accepts_cast(case: Case) -> bool | str:
 
 
 def int8_cast(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
-    """y = (x @ qw.T) * sw + bias: the codes are cast, the scale is applied to the result. x: [.., K]."""
-    y = torch.matmul(x, w.codes.to(x.dtype).t()).float() * w.scale.float().reshape(-1)  # type: ignore[union-attr]
-    return (y if bias is None else y + bias).to(x.dtype)
+    """y = (x @ qw.T) * sw + bias: the codes are cast, the scale is applied to the result. x: [.., K].
+
+    In float32 for float16, whose range the sums of unscaled codes leave.
+    """
+    wide = x.float() if x.dtype is torch.float16 else x
+    y = F.linear(_flat(wide), w.codes.to(wide.dtype))
+    return _scaled(y, w.scale, bias, x)
 
 
 def _accepts_pack(case: Case) -> bool | str:
@@ -84,27 +135,27 @@ def _accepts_pack(case: Case) -> bool | str:
         return verdict
     if case.dtype is not torch.bfloat16:
         return "fast in bfloat16 only"
-    if case.shape[-1] % 16:
-        return f"reads out of bounds unless K is a multiple of 16, K is {case.shape[-1]}"
-    return len(case.shape) == 2 or "needs a 2-d weight"
+    return not case.shape[-1] % 16 or f"reads out of bounds unless K is a multiple of 16, K is {case.shape[-1]}"
+
+
+@lru_cache(maxsize=256)
+def _ones(n: int) -> Tensor:
+    with _disable_current_modes(), torch.inference_mode(False):
+        return torch.ones(n, dtype=torch.bfloat16, device="cpu")
 
 
 def int8_pack(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
-    """As :func:`int8_cast`, fused. The scale is applied outside, in float32: inside it would be rounded to bfloat16."""
+    """As :func:`int8_cast`, fused. A float32 scale is applied outside: inside it would be rounded to bfloat16."""
     if x.numel() > PACK_ROWS * x.shape[-1]:
         return int8_cast(x, w, bias)
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
-    ones = flat.new_ones(w.codes.shape[0])
-    y = torch.ops.aten._weight_int8pack_mm.default(flat, w.codes, ones).float() * w.scale.float().reshape(-1)  # type: ignore[union-attr]
-    return (y if bias is None else y + bias).to(x.dtype).reshape(*x.shape[:-1], -1)
+    y = torch.ops.aten._weight_int8pack_mm.default(_flat(x).contiguous(), w.codes.contiguous(), _ones(w.codes.shape[0]))
+    return _scaled(y, w.scale, bias, x)
 
 
-register_kernel(
-    Kernel("linear", "torch_int_mm", int8_int8, _accepts_dynamic, ("cpu",), "plain", rank=20, tolerance="float32")
-)
-register_kernel(
-    Kernel("linear", "torch_int8pack", int8_pack, _accepts_pack, ("cpu",), "plain", rank=20, tolerance="bfloat16")
-)
-register_kernel(
-    Kernel("linear", "torch_int8_cast", int8_cast, _accepts_cast, None, "plain", rank=10, tolerance="float32")
-)
+for _name, _run, _accept, _devices, _rank, _tolerance in (
+    ("torch_int_mm", int8_int8, _accepts_int_mm, ("cpu",), 20, "float32"),
+    ("torch_int8_float", int8_int8_float, _accepts_both, None, 10, "float32"),
+    ("torch_int8pack", int8_pack, _accepts_pack, ("cpu",), 20, "bfloat16"),
+    ("torch_int8_cast", int8_cast, _accepts_cast, None, 10, "float32"),
+):
+    register_kernel(Kernel("linear", _name, _run, _accept, _devices, "plain", _rank, _tolerance))

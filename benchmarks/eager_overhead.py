@@ -1,0 +1,71 @@
+"""What the tensor class costs in eager mode: F.linear through it, less the kernel called directly.
+
+    python benchmarks/eager_overhead.py [seconds per figure, default 0.3]
+
+A 64x64 layer at one row, one thread, no gradients: the arithmetic takes next to nothing, so the rest is seen. Each
+figure is the least of many short runs, interleaved so that a busy machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from pennyweight.core.formats import INT4, INT8
+from pennyweight.core.spec import ActivationSpec, QuantSpec
+from pennyweight.core.tensor import AffineQuantizedTensor
+from pennyweight.kernels.table import case_of, select
+
+CALLS = 200
+ROW = QuantSpec(INT8, (-1,))
+CASES = {
+    "int8 weight-only, bfloat16": (ROW, None, torch.bfloat16),
+    "int8 weight-only, float32": (ROW, None, torch.float32),
+    "int8 dynamic, float32": (ROW, ActivationSpec(ROW, eps=1e-5), torch.float32),
+    "int4 weight-only, bfloat16": (
+        QuantSpec(INT4, (32,), scale=torch.bfloat16, layout="torch_int4"), None, torch.bfloat16,
+    ),
+}  # fmt: skip
+
+
+def least(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Microseconds a call of each, the least over interleaved rounds."""
+    best = dict.fromkeys(runs, float("inf"))
+    end = time.perf_counter() + seconds * len(runs)
+    while time.perf_counter() < end:
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                run()
+            best[name] = min(best[name], (time.perf_counter() - start) / CALLS * 1e6)
+    return best
+
+
+def main() -> None:
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 0.3
+    torch.set_num_threads(1)
+    print(f"{'microseconds a call, 64x64, M=1':<32}{'float':>8}{'kernel':>8}{'tensor':>8}{'class':>8}  kernel")
+    for name, (spec, act, dtype) in CASES.items():
+        plain = torch.randn(64, 64, dtype=dtype)
+        w = AffineQuantizedTensor.from_float(plain, spec, act=act)
+        x = torch.randn(1, 64, dtype=dtype)
+        kernel = select("linear", case_of(w, dtype))
+        with torch.no_grad():
+            took = least(
+                {
+                    "float": lambda x=x, p=plain: F.linear(x, p),
+                    "kernel": lambda x=x, w=w, run=kernel.run: run(x, w, None),
+                    "tensor": lambda x=x, w=w: F.linear(x, w),
+                },
+                seconds,
+            )
+        cost = took["tensor"] - took["kernel"]
+        print(f"{name:<32}{took['float']:8.2f}{took['kernel']:8.2f}{took['tensor']:8.2f}{cost:8.2f}  {kernel.name}")
+
+
+if __name__ == "__main__":
+    main()

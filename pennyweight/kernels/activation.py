@@ -1,0 +1,55 @@
+"""Quantizing the input of an op, as the weight's ActivationSpec says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.choose import Params
+from ..core.numerics import Parts, dequantize, fake_quantize, quantize
+from ..core.spec import ActivationSpec
+
+
+def quantize_activation(
+    x: Tensor, act: ActivationSpec | None, scale: Tensor | None, zero_point: Tensor | None
+) -> Tensor:
+    """x as the op sees it: quantized and dequantized under ``act``, in x's dtype."""
+    if act is None:
+        return x
+    if act.mode == "dynamic":
+        return fake_quantize(x, act.spec, act.rule, act.eps)
+    return dequantize(quantize(x, act.spec, params=static_params(x, scale, zero_point)), act.spec, x.shape, x.dtype)
+
+
+def static_params(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Params:
+    """Stored activation parameters, per tensor, in the rank of x."""
+    if scale is None:
+        raise RuntimeError("a static activation needs act_scale on the weight; calibrate, or pass it in the config")
+    ones = (1,) * x.ndim
+    return Params(scale.reshape(ones), None if zero_point is None else zero_point.reshape(ones))
+
+
+def encode_activation(x: Tensor, act: ActivationSpec, scale: Tensor | None, zero_point: Tensor | None) -> Parts:
+    """Codes, scale and zero point of x: the bits of :func:`quantize`, in a third of its time for the usual case."""
+    if act.mode == "static":
+        return quantize(x, act.spec, act.rule, act.eps, static_params(x, scale, zero_point))
+    spec = act.spec
+    if (
+        spec.block != (-1,) or spec.scale is not torch.float32 or spec.zero_point or spec.mid or spec.offset is not None
+        or spec.format.lo >= 0 or spec.format.kind != "int" or act.rule not in (None, "symmetric")
+        or x.dtype not in _FLOORS or x.numel() == 0
+    ):  # fmt: skip
+        return quantize(x, spec, act.rule, act.eps)
+    f, (floor, least) = spec.format, _FLOORS[x.dtype]
+    if act.eps is not None:
+        floor = max(act.eps, least)
+    scale = x.abs().amax(-1, keepdim=True).div_((f.hi - f.lo) / 2)
+    scale = scale.clamp_(floor, torch.finfo(x.dtype).max).float()
+    return Parts((x * scale.reciprocal()).round_().clamp_(f.lo, f.hi).to(f.code_dtype), scale)
+
+
+# Least scale where no eps is given, and where one is: those of core.choose.
+_FLOORS = {
+    d: (torch.finfo(d).smallest_normal, torch.finfo(d).smallest_normal * torch.finfo(d).eps)
+    for d in (torch.float32, torch.bfloat16, torch.float16)
+}
