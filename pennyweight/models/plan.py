@@ -15,7 +15,7 @@ from ..core.numerics import quantize
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.table import Case, case_of, select
 from .configs import AOBaseConfig
-from .handlers import Handler, module_nbytes, run_handler, takes_parameter_name
+from .handlers import HANDLERS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .prepare import choose_layout
 from .report import Report, Row
 from .rules import Choice, Filter, PlanError, Rules, rules
@@ -101,8 +101,9 @@ def plan(
 ) -> Plan:
     """List every parameter with its site, scheme, kernel, bytes, and the reason where it is left alone. Pure.
 
-    filter_fn(module, fqn) picks modules; default: linear ones. Works on the meta device. Raises PlanError where the
-    plan quantizes nothing, a key matches nothing, or the config does not fit a layer.
+    filter_fn(module, fqn) picks modules; default: linear ones. handlers: default those that are registered. Works on
+    the meta device. Raises PlanError where the plan quantizes nothing, a key matches nothing, or the config does not
+    fit a layer.
     """
     if not isinstance(config, AOBaseConfig):
         raise PlanError(f"config must be an AOBaseConfig such as Int8WeightOnlyConfig(), got {config!r}")
@@ -112,7 +113,7 @@ def plan(
         raise PlanError("device='meta' would throw the weights away; leave device out")
     chosen = rules(config, filter_fn)
     everywhere = list(places(model))
-    handlers = handlers or {}
+    handlers = HANDLERS if handlers is None else handlers
     flat = [place for where in everywhere for place in where]
     chosen.check_keys(flat, [name for name, _ in model.named_modules()], handlers)
     rows, taken = _handled(model, chosen, handlers)
@@ -152,7 +153,8 @@ def _row(where: list[Place], tensor: Tensor, choice: Choice, on_indivisible: str
             raise PlanError(str(error)) from error
         row.note = f"skipped: {str(error).split(';')[0].removeprefix(f'{site.name}: ')}"
     except (ValueError, NotImplementedError) as error:
-        raise PlanError(str(error) if site.name in str(error) else f"{site.name}: {error}") from error
+        text = str(error)
+        raise PlanError(text if text.startswith(f"{site.name}: ") else f"{site.name}: {text}") from error
     return row
 
 
@@ -169,11 +171,13 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
     row.ops = tuple(dict.fromkeys([site.op, *(s.op for s in found if isinstance(s, Site))]))
     if row.ops == ("embedding",):
         scheme = scheme.weight_only()
-    _try(scheme, site.shape, site.dtype)
+    _try(scheme, len(site.shape), site.dtype)
     row.scheme, notes = scheme, []
-    width, padded = site.shape[-1], blocks.padded(scheme.weight.block, site.shape)[-1]
-    if padded != width:
-        notes.append(f"{width} inputs padded to {padded}")
+    *rows, width = blocks.padded(scheme.weight.block, site.shape)
+    if tuple(rows) != site.shape[:-1]:
+        notes.append(f"{list(site.shape)} padded to {[*rows, width]}")
+    elif width != site.shape[-1]:
+        notes.append(f"{site.shape[-1]} inputs padded to {width}")
     if isinstance(tensor, AffineQuantizedTensor):
         row.already = _carries(tensor, scheme)
         notes.append("already so" if row.already else f"was {tensor.spec.with_(layout='plain')}, through float once")
@@ -190,9 +194,12 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
 
 
 @lru_cache(maxsize=4096)
-def _try(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError where the scheme cannot hold such a weight, by quantizing one that has no values."""
-    quantize(torch.empty(shape, dtype=dtype, device="meta"), scheme.weight, scheme.rule, scheme.eps)
+def _try(scheme: Scheme, rank: int, dtype: torch.dtype) -> None:
+    """Raise ValueError where the scheme cannot hold a weight of that rank, by quantizing a single zero.
+
+    Not a weight on the meta device: its first operation imports a second's worth of torch.
+    """
+    quantize(torch.zeros((1,) * rank, dtype=dtype, device="cpu"), scheme.weight, scheme.rule, scheme.eps)
 
 
 def _carries(w: AffineQuantizedTensor, scheme: Scheme) -> bool:

@@ -15,7 +15,7 @@ from ..core.numerics import Parts, dequantize, quantize
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from .configs import AOBaseConfig
-from .handlers import HANDLERS, apply_callable, module_nbytes
+from .handlers import apply_callable, module_nbytes
 from .plan import Plan, PlanRow, plan
 from .report import Report, Row
 from .rules import Filter, PlanError
@@ -51,7 +51,7 @@ def quantize_(
         return apply_callable(model, config, filter_fn, device)
     # Parameters made in inference mode could never again be part of a graph.
     with torch.inference_mode(False), torch.no_grad():
-        todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, handlers=HANDLERS, device=device)
+        todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
         report = todo.report()
         if not dry_run:
             _check_values(todo)

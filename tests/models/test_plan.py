@@ -203,6 +203,11 @@ def test_pad_is_exact_and_reported() -> None:
         assert torch.equal(part.weight.dequantize(), layer.weight.dequantize()[:, start : start + 32])
 
 
+def test_padding_of_square_blocks_is_reported() -> None:
+    (row,) = pw.quantize_(nn.Linear(40, 20), pw.Float8WeightOnlyConfig(granularity=pw.PerBlock((16, 16)))).quantized
+    assert row.note == "[20, 40] padded to [32, 48]"
+
+
 def test_largest_divisor() -> None:
     layer = nn.Linear(100, 8)
     (row,) = pw.quantize_(layer, INT4_32, on_indivisible="largest_divisor").quantized

@@ -209,6 +209,7 @@ def test_a_config_with_neither_scheme_nor_handler() -> None:
 def test_an_own_handler_returns_another_module(calls: list[tuple[str, Any]]) -> None:
     model, x = mlp(2), torch.randn(3, 64)
     exact = model[0](x) / 2
+    assert [r.name for r in pw.plan(model, Halve(), lambda m, fqn: fqn == "0").active] == ["0"]
     report = pw.quantize_(model, Halve(), lambda m, fqn: fqn == "0")
     assert calls == [("Linear", Halve())]
     assert torch.equal(model[0](x), exact)
