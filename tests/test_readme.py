@@ -23,8 +23,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.Linear(64, 64)
-        self.mlp = nn.Module()
-        self.mlp.experts = Experts()
+        self.experts = Experts()
 
 
 class Model(nn.Module):
@@ -53,5 +52,6 @@ def test_block_of_patterns_runs():
     schemes = {name: getattr(p, "spec", None) for name, p in model.named_parameters()}
     assert schemes["lm_head.weight"] is None
     assert schemes["embed_tokens.weight"].format.name == "int8"
-    assert schemes["layers.1.mlp.experts.gate_up"].format.name == "uint4"
+    assert schemes["layers.1.experts.gate_up"].format.name == "uint4"
+    assert schemes["layers.1.experts.down"] is None
     assert model.layers[0].attention.weight.act is not None
