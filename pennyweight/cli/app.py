@@ -9,6 +9,8 @@ import typer
 from .doctor import doctor
 from .explain import explain
 from .inspect import inspect
+from .names import listing
+from .quantize import quantize
 
 app = typer.Typer(
     name="pennyweight",
@@ -37,5 +39,7 @@ def root(
     pass
 
 
+# \b keeps the lines of the list apart
+app.command(epilog=f"\b\nConfigs:\n{listing()}")(quantize)
 for _command in (inspect, explain, doctor):
     app.command()(_command)

@@ -60,7 +60,10 @@ def doctor(
     with_bench: Annotated[bool, typer.Option("--bench", help="Also time int8 and int4 against float here.")] = False,
     traceback: Traceback = False,
 ) -> None:
-    """Check this installation: versions, CPU, every kernel against the reference. Exit code 0 healthy, 1 otherwise."""
+    """Check this installation.
+
+    Versions, CPU, and every kernel tried against the reference. Exit code 0 healthy, 1 otherwise.
+    """
     health = examine()
     if with_bench:
         from .bench import measure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -10,6 +11,12 @@ import typer
 
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")]
 FAILED = 2
+# Messages name arguments of Python; here they are options
+_SPELLING = {
+    "resume=False": "--no-resume", "skip=": "--skip ", "group_size=": "--group-size ",
+    "on_indivisible=": "--on-indivisible ",
+}  # fmt: skip
+_ARGUMENT = re.compile(rf"\b({'|'.join(_SPELLING)})")
 
 
 def clearly(command: Callable[..., None]) -> Callable[..., None]:
@@ -39,4 +46,4 @@ def line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error) or type(error).__name__
-    return " ".join(text.split())
+    return _ARGUMENT.sub(lambda found: _SPELLING[found[1]], " ".join(text.split()))

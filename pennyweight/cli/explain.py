@@ -18,13 +18,20 @@ _OP_OF_RANK = {2: "linear", 3: "bmm", 4: "convolution", 5: "convolution"}
 
 @clearly
 def explain(
-    path: Annotated[str, typer.Argument(help="A folder with a quantized checkpoint, or one file of it.")],
-    layer: Annotated[str, typer.Argument(help="A parameter's name, or a module's whose weight is meant.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A folder with a quantized checkpoint, or one file of it.")
+    ],
+    layer: Annotated[
+        str, typer.Argument(metavar="LAYER", help="A parameter's name, or a module's whose weight is meant.")
+    ],
     dtype: Annotated[str, typer.Option(help=f"Of the input: {', '.join(DTYPES)}. Default: the first two.")] = "",
     op: Annotated[str, typer.Option(help="What reads the weight; default by its number of axes.")] = "",
     traceback: Traceback = False,
 ) -> None:
-    """Explain one tensor: how it is stored, its bytes, and for each kernel why it does not run, or that it RUNS."""
+    """Explain one tensor and its kernels.
+
+    How it is stored, in words, its bytes, and for each kernel why it does not run, or that it RUNS.
+    """
     from ..io.checkpoint import open_checkpoint
 
     if dtype and dtype not in DTYPES:

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
 @clearly
 def inspect(
-    path: Annotated[str, typer.Argument(help="A folder with safetensors files, one such file, or an index.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A folder with safetensors files, one such file, or an index.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     traceback: Traceback = False,
 ) -> None:
-    """Show what a checkpoint holds: each tensor, how it is stored, its bytes. Reads headers only."""
+    """Show what a checkpoint holds.
+
+    Each tensor, how it is stored, its bytes, totals. Only headers are read.
+    """
     from .contents import contents
 
     found = contents(path)

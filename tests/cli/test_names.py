@@ -21,7 +21,7 @@ def test_a_name_quantizes_as_its_text_says(name: str) -> None:
     if said:
         assert weight.spec.block == (int(said[1]),)
     bits = re.search(r"(?:int|fp|nf)([0-9])", name.removeprefix("8da4w"))
-    assert weight.spec.format.bits == (int(bits[1]) if bits else {"8da4w": 4, "float8": 8}[name.split("-")[0]])
+    assert weight.spec.format.bits == (int(bits[1]) if bits else {"8da4w": 4, "float8": 8}[name.partition("-")[0]])
     assert (weight.act is not None) == ("inputs" in text)
 
 
