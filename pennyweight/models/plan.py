@@ -33,7 +33,7 @@ class PlanRow:
     places   every place where it hangs, the first being the row's name; several where it is tied
     ops      of the kernel table, by which it is read
     already  whether it carries this very scheme
-    call     a handler, ready to run: (model, device=...) -> the new module
+    call     a handler, ready to run: (model, device=...) -> the new module; handled: the config it runs under
     """
 
     name: str
@@ -52,6 +52,7 @@ class PlanRow:
     layout: str = "plain"
     already: bool = False
     call: Any = field(default=None, repr=False)
+    handled: AOBaseConfig | None = None
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -80,7 +81,7 @@ class Plan:
         """What the plan promises, as a report without SQNR."""
         rows = []
         for r in self.rows:
-            scheme = "handler" if r.call is not None else "" if r.scheme is None else str(r.scheme)
+            scheme = type(r.handled).__name__ if r.call is not None else "" if r.scheme is None else str(r.scheme)
             rows.append(
                 Row(r.name, r.type_name, r.shape, scheme, r.kernel, r.bytes_before, r.bytes_after, None, r.note)
             )
@@ -250,8 +251,9 @@ def _call_row(
     name: str, module_name: str, module: nn.Module, config: Any, handler: Handler, parameter: str | None, size: int
 ) -> PlanRow:
     call = partial(run_handler, handler=handler, module_name=module_name, config=config, parameter=parameter)
-    note = f"by {getattr(handler, '__name__', type(handler).__name__)}, under {type(config).__name__}"
-    return PlanRow(name or "model", type(module).__name__, (), size, size, note=note, kernel="-", call=call)
+    note = f"by {getattr(handler, '__name__', type(handler).__name__)}"
+    kind = type(module).__name__
+    return PlanRow(name or "model", kind, (), size, size, note=note, kernel="-", call=call, handled=config)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------

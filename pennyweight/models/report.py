@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -95,7 +97,11 @@ class Report:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def __str__(self) -> str:
-        """A table; rows that share everything but their name are folded into one with their count."""
+        return self.table(full=len(self.quantized) <= FOLD_ABOVE)
+
+    def table(self, *, full: bool = True) -> str:
+        """The report as text. Not ``full``: layers that differ in a number of their name alone share a line, which
+        shows their count, their bytes together, and the least and greatest SQNR."""
         from io import StringIO
 
         from rich.console import Console
@@ -108,25 +114,50 @@ class Report:
             ("before", "right"), ("after", "right"), ("SQNR dB", "right"), ("note", "left"),
         ):  # fmt: skip
             table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-        for r in self.quantized:
-            sqnr = "" if r.sqnr is None else f"{r.sqnr:.1f}"
-            shape = "×".join(map(str, r.shape))
-            cells = (r.name, shape, r.scheme, r.kernel, size(r.bytes_before), size(r.bytes_after), sqnr, r.note)
+        for name, rows in _groups(self.quantized, lambda r: r.name if full else _numberless(r)).items():
+            one = rows[0]
+            shape = "×".join(map(str, one.shape))
+            cells = (name, shape, one.scheme, one.kernel, *_sizes(rows), _sqnr(rows), one.note)
             table.add_row(*map(Text, cells))  # Text, because "[64]" would be read as markup
-        for note, rows in _by_note(self.skipped).items():
-            names = rows[0].name if len(rows) == 1 else f"{rows[0].name} … ({len(rows)})"
-            total = size(sum(r.bytes_before for r in rows))
-            table.add_row(*map(Text, (names, "", "left alone", "", total, total, "", note)))
+        for note, rows in _groups(self.skipped, lambda r: r.note).items():
+            name = rows[0].name if len(rows) == 1 else f"{rows[0].name} and {len(rows) - 1} more"
+            table.add_row(*map(Text, (name, "", "left alone", "", *_sizes(rows), "", note)))
         out = StringIO()
-        Console(file=out, width=150).print(table)
+        Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
         return out.getvalue()
 
 
-def _by_note(rows: list[Row]) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
+# Models with more quantized layers than this are printed folded.
+FOLD_ABOVE = 24
+
+
+def _numberless(row: Row) -> tuple[Any, ...]:
+    name = ".".join("*" if part.isdigit() else part for part in row.name.split("."))
+    return name, row.shape, row.scheme, row.kernel, row.note
+
+
+def _groups(rows: list[Row], key: Callable[[Row], Any]) -> dict[str, list[Row]]:
+    """Rows of equal key, in the order of their first, under what to call them."""
+    found: dict[Any, list[Row]] = {}
     for r in rows:
-        groups.setdefault(r.note, []).append(r)
-    return groups
+        found.setdefault(key(r), []).append(r)
+    named: dict[str, list[Row]] = {}
+    for k, group in found.items():
+        label = k if isinstance(k, str) else group[0].name if len(group) == 1 else f"{k[0]} ({len(group)})"
+        named[label if label not in named else f"{label} {group[0].name}"] = group
+    return named
+
+
+def _sizes(rows: list[Row]) -> tuple[str, str]:
+    return size(sum(r.bytes_before for r in rows)), size(sum(r.bytes_after for r in rows))
+
+
+def _sqnr(rows: list[Row]) -> str:
+    values = [r.sqnr for r in rows if r.sqnr is not None]
+    if not values:
+        return ""
+    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def size(n: float) -> str:

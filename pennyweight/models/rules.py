@@ -145,13 +145,12 @@ def _type(place: Place) -> str:
 def _reaches(key: str, place: Place) -> str:
     """Whether a key means this place: by the name of the "parameter", of the "module", or "" for not at all.
 
-    A pattern means a bare parameter only if it looks at its name: ``encoder.*`` is written for layers, and would match
-    any other name in that module as well.
+    A pattern means a bare parameter only if it does not match its module too: ``*.experts.*`` is about what the experts
+    hold, while ``layers.*`` is about layers, not about a position embedding somewhere in them.
     """
     if _matches(key, place.name):
-        prefix = f"{place.module_name}." if place.module_name else ""
-        looks = kind_of(place.module) is None and not _matches(key, prefix + "_")
-        if place.own or key == place.name or looks:
+        bare = kind_of(place.module) is None and not _matches(key, place.module_name)
+        if place.own or key == place.name or bare:
             return "parameter"
     return "module" if place.own and _matches(key, place.module_name) else ""
 

@@ -215,7 +215,7 @@ def test_an_own_handler_returns_another_module(calls: list[tuple[str, Any]]) -> 
     assert torch.equal(model[0](x), exact)
     assert isinstance(model[1], nn.Linear)
     (row,) = report.quantized
-    assert (row.name, row.type, row.scheme, row.note) == ("0", "Halved", "handler", "by halve, under Halve")
+    assert (row.name, row.type, row.scheme, row.note) == ("0", "Halved", "Halve", "by halve")
     assert report.bytes_after == sum(p.nbytes for p in model.parameters())
 
 

@@ -225,18 +225,22 @@ def test_contracted_axis_is_for_bare_parameters() -> None:
         pw.quantize_(nn.Linear(8, 8), ContractedAxis(INT8))
 
 
-def test_patterns_reach_bare_parameters_only_when_they_name_them() -> None:
+def test_a_pattern_for_layers_does_not_reach_bare_parameters_inside_them() -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.position = nn.Parameter(torch.randn(1, 5, 32))
             self.proj = nn.Linear(32, 32)
 
-    model = nn.ModuleDict({"encoder": Encoder()})
-    report = pw.quantize_(model, pw.FqnToConfig({"encoder.*": INT8}))
-    assert [r.name for r in report.quantized] == ["encoder.proj.weight"]
-    report = pw.quantize_(model, pw.FqnToConfig({"*.position": INT8}))
-    assert [r.name for r in report.quantized] == ["encoder.position"]
+    model = nn.ModuleDict({"layers": nn.ModuleList([Encoder()])})
+    for key, names in (
+        ("layers.*", ["layers.0.proj.weight"]),
+        (r"re:layers\..*", ["layers.0.proj.weight"]),
+        ("layers.0.*", ["layers.0.position", "layers.0.proj.weight"]),
+        ("*.position", ["layers.0.position"]),
+    ):
+        rows = pw.plan(model, pw.FqnToConfig({key: INT8})).active
+        assert [r.name for r in rows] == names
 
 
 def test_a_plain_tensor_instead_of_a_parameter() -> None:

@@ -16,8 +16,8 @@ class FqnToConfig(AOBaseConfig):
     order; the first match wins.
 
     Keys name a module or a parameter: exact, a glob (``layers.*.mlp``), or ``re:`` and a regular expression that must
-    match the whole name. Parameters of a module without a site of its own (experts) are reached by their own names
-    only. A value of None leaves it alone. ``_default`` is for the modules that no key names.
+    match the whole name. Parameters of a module without a site of its own (experts) are reached by their own names, as
+    by ``*.experts.*``. A value of None leaves it alone. ``_default`` is for the modules that no key names.
     """
 
     fqn_to_config: Mapping[str, AOBaseConfig | None] = field(default_factory=dict)
