@@ -3,6 +3,7 @@
 from .errors import CheckpointError
 from .load import load
 from .native import flatten, unflatten
+from .quantize_files import quantize_checkpoint
 from .save import save
 
-__all__ = ["CheckpointError", "flatten", "load", "save", "unflatten"]
+__all__ = ["CheckpointError", "flatten", "load", "quantize_checkpoint", "save", "unflatten"]

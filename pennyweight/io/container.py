@@ -52,6 +52,10 @@ class Entry:
     begin: int = 0
     end: int = 0
 
+    @property
+    def numel(self) -> int:
+        return (self.end - self.begin) // self.dtype.itemsize
+
 
 def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor. Raises ValueError where the sizes, zeros taken as ones, exceed 63 bits."""
@@ -173,13 +177,13 @@ class File:
             flat = flat.clone()  # the format does not promise alignment
         return flat.view(e.dtype).reshape(e.shape)
 
-    def read(self, name: str) -> Tensor:
-        """A copy of the stored tensor in memory of its own."""
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """A copy of elements [start, stop) of the stored tensor, flat, in memory of its own."""
         e = self.entries[name]
-        out = torch.zeros(e.end - e.begin, dtype=torch.uint8)
-        if e.begin != e.end:
-            self._fill(self._start + e.begin, memoryview(out.numpy()))
-        return out.view(e.dtype).reshape(e.shape)
+        out = torch.zeros((stop - start) * e.dtype.itemsize, dtype=torch.uint8)
+        if stop > start:
+            self._fill(self._start + e.begin + start * e.dtype.itemsize, memoryview(out.numpy()))
+        return out.view(e.dtype)
 
 
 def check_header(header: Any, data_bytes: int, path: str) -> tuple[dict[str, Entry], dict[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,14 @@ from .manifest import (
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor to be written: what it will store, and a function that makes it when its turn comes."""
+    """One tensor to be written: what it will store, and a function that makes that when its turn comes.
+
+    make gives (stored name, first element, tensor): each stored tensor whole, or piece by piece.
+    """
 
     name: str
     stored: Stored
-    make: Callable[[], dict[str, Tensor]]
+    make: Callable[[], Iterable[tuple[str, int, Tensor]]]
     meta: Meta | None = None  # of a quantized tensor
     aliases: tuple[str, ...] = ()
 
@@ -108,7 +111,7 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
     some = items(state_dict)
     tensors: dict[str, Tensor] = {}
     for item in some:
-        tensors |= item.make()
+        tensors.update((stored, tensor) for stored, _, tensor in item.make())
     return tensors, metadata_of(some)
 
 
@@ -194,9 +197,13 @@ def _storable(name: str, value: Any) -> None:
 def _item(name: str, value: Tensor, aliases: tuple[str, ...]) -> Item:
     if not isinstance(value, AffineQuantizedTensor):
         stored: Stored = {name: (value.dtype, tuple(value.shape))}
-        return Item(name, stored, lambda: {name: value.detach().contiguous()}, None, aliases)
+        return Item(name, stored, lambda: [(name, 0, value.detach().contiguous())], None, aliases)
     meta = describe(name, value)
-    return Item(name, stored_parts(name, meta), lambda: pack(name, value, meta), meta, aliases)
+
+    def make() -> Iterable[tuple[str, int, Tensor]]:
+        return [(part, 0, tensor) for part, tensor in pack(name, value, meta).items()]
+
+    return Item(name, stored_parts(name, meta), make, meta, aliases)
 
 
 def describe(name: str, w: AffineQuantizedTensor) -> Meta:

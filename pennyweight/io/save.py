@@ -106,8 +106,8 @@ def _write_file(path: str, shard: list[Item], metadata: Mapping[str, str] | None
     writer = Writer(path, entries, metadata_of(shard, metadata))
     try:
         for item in shard:
-            for name, tensor in item.make().items():
-                writer.put(name, tensor)
+            for name, start, tensor in item.make():
+                writer.put(name, tensor, start)
         writer.finish()
     finally:
         writer.close()

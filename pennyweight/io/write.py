@@ -27,7 +27,7 @@ class Writer:
         if sys.byteorder != "little":
             raise CheckpointError(path, None, "safetensors is little-endian; this machine is not")
         self.path, self.entries = path, entries
-        self._left = set(entries)
+        self._left = {name: e.numel for name, e in entries.items()}
         try:
             header = header_bytes(entries, metadata)
         except ValueError as e:
@@ -36,26 +36,29 @@ class Writer:
         self._file = open_new(path)
         self._file.write(header)
 
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor's bytes."""
+    def put(self, name: str, tensor: Tensor, start: int = 0) -> None:
+        """Write a tensor, or some of its elements, in order, from element ``start`` on."""
         e = self.entries[name]
-        if (tensor.dtype, tuple(tensor.shape)) != (e.dtype, e.shape):
+        whole = start == 0 and tensor.numel() == e.numel
+        fits = start + tensor.numel() <= e.numel and (not whole or tuple(tensor.shape) == e.shape)
+        if tensor.dtype != e.dtype or not fits:
             raise CheckpointError(
                 self.path, name, f"is {tensor.dtype} {list(tensor.shape)}, was announced as {e.dtype} {list(e.shape)}"
             )
-        self._left.remove(name)
-        if e.begin == e.end:
+        self._left[name] -= tensor.numel()
+        if tensor.numel() == 0:
             return
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.seek(self._start + e.begin)
-        view = memoryview(raw.numpy())
+        self._file.seek(self._start + e.begin + start * e.dtype.itemsize)
+        view = memoryview(raw.numpy())  # type: ignore[arg-type]
         while view:
             view = view[self._file.write(view) :]
 
     def finish(self) -> None:
-        """Flush to disk and close. Raises CheckpointError where a tensor was never put."""
-        if self._left:
-            raise CheckpointError(self.path, min(self._left), f"was never written, nor {len(self._left) - 1} others")
+        """Flush to disk and close. Raises CheckpointError where a tensor was not put, or not all of it."""
+        left = [name for name, count in self._left.items() if count]
+        if left:
+            raise CheckpointError(self.path, left[0], f"was not written as announced, nor {len(left) - 1} others")
         os.fsync(self._file.fileno())
         self._file.close()
 

@@ -1,0 +1,81 @@
+"""How far a long job has come, on disk, so that a killed one can go on; and whether it is the same job."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .. import __version__
+from .checkpoint import Checkpoint
+from .container import header_bytes, place
+from .errors import CheckpointError
+from .native import Item, metadata_of
+from .strict_json import parse
+from .write import write_bytes
+
+NAME = "quantize.progress.json"
+_MAX_BYTES = 64 << 20
+
+
+def fingerprint(source: Checkpoint, schemes: Iterable[str], shards: Iterable[list[Item]]) -> str:
+    """Equal for jobs that would write the same bytes: release, source files (names, sizes, times, headers), schemes,
+    headers of the result."""
+    digest = hashlib.sha256()
+
+    def add(*what: Any) -> None:
+        digest.update(json.dumps(what).encode())
+
+    for file in source.files:
+        info = os.stat(file.path)
+        entries = [(n, str(e.dtype), e.shape, e.begin) for n, e in file.entries.items()]
+        add(os.path.basename(file.path), info.st_size, info.st_mtime_ns, entries)
+    add(__version__, list(schemes))
+    for shard in shards:
+        entries_out = place({name: kind for item in shard for name, kind in item.stored.items()})
+        digest.update(header_bytes(entries_out, metadata_of(shard)))
+    return digest.hexdigest()
+
+
+class Progress:
+    """The progress file of a folder: which shards are done, and the SQNR of what is in them."""
+
+    def __init__(self, folder: str, job: str) -> None:
+        self.path, self.job = os.path.join(folder, NAME), job
+        self.done: dict[str, dict[str, float]] = {}
+
+    def read(self) -> bool:
+        """Take over what a progress file says; False where there is none.
+
+        Raises CheckpointError for the file of another job: parts of two would be mixed.
+        """
+        if not os.path.lexists(self.path):
+            return False
+        try:
+            with open(self.path, "rb") as f:
+                data = parse(f.read(_MAX_BYTES + 1), max_bytes=_MAX_BYTES, max_depth=8, floats=True)
+            if data["version"] != 1:
+                raise ValueError(f"version {data['version']!r}")
+            job, done = data["job"], data["done"]
+            self.done = {name: {n: float(v) for n, v in rows.items()} for name, rows in done.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise CheckpointError(self.path, None, f"cannot be read ({e}); {_REMEDY}") from e
+        if job != self.job:
+            raise CheckpointError(self.path, None, f"is of another source, config, release or shard size; {_REMEDY}")
+        return True
+
+    def write(self) -> None:
+        rows = {name: {n: v if math.isfinite(v) else "inf" for n, v in s.items()} for name, s in self.done.items()}
+        data = {"version": 1, "job": self.job, "done": rows}
+        write_bytes(self.path, json.dumps(data, indent=1, sort_keys=True).encode())
+
+    def add(self, shard: str, sqnr: Mapping[str, float]) -> None:
+        """A shard is in its place."""
+        self.done[shard] = dict(sqnr)
+        self.write()
+
+
+_REMEDY = "pass resume=False to begin anew, or choose another folder"
