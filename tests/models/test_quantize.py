@@ -20,6 +20,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.models import Row, Scheme
 from pennyweight.models.handlers import HANDLERS
 from pennyweight.models.quantize import _CHUNK, quantize_weight
+from pennyweight.models.report import size
 from pennyweight.models.sites import Site
 
 INT8, INT4_32 = pw.Int8WeightOnlyConfig(), pw.Int4WeightOnlyConfig(group_size=32)
@@ -311,7 +312,7 @@ def test_check() -> None:
 def test_the_table_keeps_brackets_and_folds_what_was_left_alone() -> None:
     text = str(pw.quantize_(mlp(3), pw.NF4WeightOnlyConfig()))
     assert "nf4[64] scale=(int8[256]" in text.replace("\n", "")
-    assert "0.bias … (3)" in text
+    assert "0.bias and 2 more" in text
     assert "bias of Linear stays as it is" in text
 
 
@@ -345,3 +346,16 @@ def test_through_float_once_loses_no_more_than_it_must() -> None:
     pw.quantize_(straight, INT4_32)
     assert isinstance(model[0].weight, AffineQuantizedTensor)
     assert sqnr(floats, model[0].weight.dequantize()) > sqnr(floats, straight[0].weight.dequantize()) - 0.5
+
+
+def test_a_long_table_folds_layers_that_differ_in_a_number():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(26)), nn.Linear(16, 8))
+    report = pw.quantize_(model, pw.Int8WeightOnlyConfig())
+    folded, full = str(report), report.table()
+    assert "*.weight (26)" in folded
+    assert "26.weight" in folded
+    worst = min(r.sqnr for r in report.quantized[:26])
+    assert f"{worst:.1f} to " in folded
+    assert size(26 * 16 * 16 * 4) in folded
+    assert all(f"{i}.weight" in full for i in range(27))
+    assert "*" not in full.replace("int8[*]", "")
