@@ -1,68 +1,24 @@
+# ruff: noqa: F405
 """Pennyweight: small weights for PyTorch. Quantized models that behave like the models they were."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
 from .core.formats import Format, get_format
 from .core.spec import ActivationSpec, QuantSpec
 from .core.tensor import AffineQuantizedTensor
-from .io import CheckpointError, flatten, load, save, unflatten
 from .kernels import explain
-from .models import (
-    AOBaseConfig,
-    FqnToConfig,
-    Plan,
-    PlanError,
-    Report,
-    Scheme,
-    dequantize_,
-    plan,
-    quantize_,
-    register_quantize_module_handler,
-)
-from .models.configs import (
-    AOPerModuleConfig,
-    Float8DynamicActivationFloat8WeightConfig,
-    Float8DynamicActivationInt4WeightConfig,
-    Float8StaticActivationFloat8WeightConfig,
-    Float8WeightOnlyConfig,
-    FPXWeightOnlyConfig,
-    Int4WeightOnlyConfig,
-    Int8DynamicActivationInt4WeightConfig,
-    Int8DynamicActivationInt8WeightConfig,
-    Int8DynamicActivationIntxWeightConfig,
-    Int8StaticActivationInt8WeightConfig,
-    Int8WeightOnlyConfig,
-    IntxWeightOnlyConfig,
-    ModuleFqnToConfig,
-    MXDynamicActivationMXWeightConfig,
-    MXWeightOnlyConfig,
-    NF4WeightOnlyConfig,
-    NVFP4WeightOnlyConfig,
-    SpecConfig,
-    UIntXWeightOnlyConfig,
-    float8_dynamic_activation_float8_weight,
-    float8_static_activation_float8_weight,
-    float8_weight_only,
-    fpx_weight_only,
-    int4_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_dynamic_activation_int8_weight,
-    int8_static_activation_int8_weight,
-    int8_weight_only,
-    intx_weight_only,
-    uintx_weight_only,
-)
-from .models.granularity import (
-    Granularity,
-    MappingType,
-    PerAxis,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-)
+
+if TYPE_CHECKING:
+    from .io import CheckpointError, flatten, load, quantize_checkpoint, save, unflatten
+    from .models import Plan, PlanError, Report, Scheme, dequantize_, plan, quantize_, register_quantize_module_handler
+    from .models.configs import *  # noqa: F403
+    from .models.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AOBaseConfig",
@@ -70,6 +26,7 @@ __all__ = [
     "ActivationSpec",
     "AffineQuantizedTensor",
     "CheckpointError",
+    "ContractedAxis",
     "FPXWeightOnlyConfig",
     "FallbackError",
     "FallbackWarning",
@@ -125,6 +82,7 @@ __all__ = [
     "load",
     "plan",
     "quantize_",
+    "quantize_checkpoint",
     "register_quantize_module_handler",
     "reset_fallbacks",
     "save",
@@ -132,3 +90,21 @@ __all__ = [
     "uintx_weight_only",
     "unflatten",
 ]
+
+# Tensors and kernels are there at once, so that a pickled weight loads and runs; the rest when it is first asked for,
+# because it would more than double the time of the import.
+_HOMES = ("models.configs", "models.granularity", "models", "io")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f".{home}", __name__)
+            if hasattr(module, name):
+                globals()[name] = value = getattr(module, name)
+                return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
