@@ -151,7 +151,7 @@ def _legal(f: Format) -> np.ndarray:
         lo, hi = (f.lo, f.hi) if f.bits == 8 else (0, f.hi - f.lo)
         return (value >= lo) & (value <= hi)
     if f.native_float:
-        return torch.isfinite(torch.arange(256, dtype=torch.uint8).view(f.code_dtype).float()).numpy()
+        return torch.isfinite(torch.arange(256, dtype=torch.uint8, device="cpu").view(f.code_dtype).float()).numpy()
     return codes != 255 if f is E8M0 else np.ones(1 << f.bits, bool)
 
 

@@ -166,7 +166,7 @@ class File:
         """The stored tensor over the mapped file, copy-on-write: changing it does not change the file."""
         e = self.entries[name]
         if e.begin == e.end:
-            return torch.zeros(e.shape, dtype=e.dtype)
+            return torch.zeros(e.shape, dtype=e.dtype, device="cpu")
         if self._map is None:
             try:
                 self._map = mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY)
@@ -180,7 +180,7 @@ class File:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of elements [start, stop) of the stored tensor, flat, in memory of its own."""
         e = self.entries[name]
-        out = torch.zeros((stop - start) * e.dtype.itemsize, dtype=torch.uint8)
+        out = torch.zeros((stop - start) * e.dtype.itemsize, dtype=torch.uint8, device="cpu")
         if stop > start:
             self._fill(self._start + e.begin + start * e.dtype.itemsize, memoryview(out.numpy()))
         return out.view(e.dtype)

@@ -37,7 +37,8 @@ def load(
     Tensors are mapped from the file, copy-on-write, and copied only where a kernel wants its own packing or the
     device is not the CPU. Raises CheckpointError before anything in the model has changed.
     """
-    with open_checkpoint(path) as checkpoint:
+    # Parameters made in inference mode could never again be part of a graph.
+    with open_checkpoint(path) as checkpoint, torch.inference_mode(False), torch.no_grad():
         if model is None:
             return _state_dict(checkpoint, device)
         model_in = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names

@@ -179,6 +179,18 @@ def test_device_moves_everything(tmp_path: Path) -> None:
     assert {t.device.type for t in model.state_dict().values()} == {"meta"}
 
 
+def test_a_default_device_or_inference_mode_around_it_changes_nothing(tmp_path: Path) -> None:
+    path = sample_file(tmp_path)
+    with torch.device("meta"), torch.inference_mode():
+        out = load(path)
+        model = load(path, Model())
+    for name, tensor in load(path).items():
+        assert_same(tensor, out[name])
+        assert_same(tensor, model.state_dict()[name])
+    model.e4m3(torch.randn(2, 64)).sum().backward()
+    assert model.e4m3.bias.grad is not None
+
+
 # -- ties --------------------------------------------------------------------------------------------------------------
 
 
