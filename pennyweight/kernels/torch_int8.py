@@ -25,6 +25,7 @@ from .table import Case, Kernel, register_kernel
 # From this many rows on, casting the codes and calling the float product is faster (2048x2048, two threads: at 16 rows
 # 0.9x, at 128 rows 2.4x).
 PACK_ROWS = 15
+ALIGNMENT = 64  # bytes of an AVX-512 register; what torch's own allocator gives
 
 
 def _row_int8(spec: QuantSpec, shape: tuple[int, ...]) -> bool | str:
@@ -145,10 +146,17 @@ def _ones(n: int) -> Tensor:
 
 
 def int8_pack(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
-    """As :func:`int8_cast`, fused. A float32 scale is applied outside: inside it would be rounded to bfloat16."""
-    if x.numel() > PACK_ROWS * x.shape[-1]:
+    """As :func:`int8_cast`, fused. A float32 scale is applied outside: inside it would be rounded to bfloat16.
+
+    aten's loads fault on data that is not aligned: a slice of a buffer, codes mapped from a file at an odd offset.
+    """
+    codes = w.codes.contiguous()
+    if x.numel() > PACK_ROWS * x.shape[-1] or codes.data_ptr() % ALIGNMENT:
         return int8_cast(x, w, bias)
-    y = torch.ops.aten._weight_int8pack_mm.default(_flat(x).contiguous(), w.codes.contiguous(), _ones(w.codes.shape[0]))
+    flat = _flat(x).contiguous()
+    if flat.data_ptr() % ALIGNMENT:
+        flat = flat.clone()
+    y = torch.ops.aten._weight_int8pack_mm.default(flat, codes, _ones(codes.shape[0]))
     return _scaled(y, w.scale, bias, x)
 
 
