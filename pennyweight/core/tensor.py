@@ -216,6 +216,8 @@ class AffineQuantizedTensor(Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """A stand-in that tells the true number of bytes; the bytes themselves are those of the parts."""
+        if type(self.codes) is not Tensor:  # traced: sizes may be symbols, and torch wants its own storage back
+            return super().untyped_storage()
         return torch.UntypedStorage(self.nbytes, device="meta")
 
     def data_ptr(self) -> int:

@@ -188,6 +188,24 @@ def _permute(func: Any, args: Any, kwargs: Any) -> Any:
     return _view(func, args, kwargs, _permuted(w, order))
 
 
+@implements(aten.as_strided.default)
+def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """Another order of axes, which is how compiled functions give back a transposed input; nothing else.
+
+    Raises RuntimeError: strides and offsets are those of elements in a storage, which a quantized tensor has not.
+    """
+    w, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    mine = list(zip(w.shape, w.stride(), strict=True))
+    wanted = list(zip(size, stride, strict=True))
+    if offset or sorted(mine) != sorted(wanted) or (len(set(mine)) < len(mine) and mine != wanted) or w.readonly:
+        raise RuntimeError(
+            f"as_strided({tuple(size)}, {tuple(stride)}, {offset}) of a quantized tensor {tuple(w.shape)} ({w.spec}): "
+            "it has no strided storage; use slices and transposes, and clone() a part that a compiled function returns"
+        )
+    return _view(func, args, kwargs, _permuted(w, [mine.index(pair) for pair in wanted]))
+
+
 # -- parts of an axis ------------------------------------------------------------------------------------------------
 
 

@@ -86,8 +86,8 @@ def _unbound_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     if w.axes is not None:  # a transposed weight contracts the axis its blocks do not run along
         fallback.count("linear/transposed")
         return F.linear(x, w.dequantize(x.dtype), bias)
-    if torch.compiler.is_compiling():
-        return traced_linear(x, w, bias)
+    if torch.compiler.is_compiling():  # the op in the graph has a backward of its own, but none to the weight
+        return _Linear.apply(x, w, bias) if w.requires_grad else traced_linear(x, w, bias)
     if x.dtype not in w._bound:
         bind(w, x.dtype)
     if torch.is_grad_enabled() and _wants_grad(x, w, bias):
@@ -100,7 +100,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if w.requires_grad else None, w)
         ctx.bias = None if bias is None else bias.dtype
-        return run_linear(x, w, bias)
+        return traced_linear(x, w, bias) if torch.compiler.is_compiling() else run_linear(x, w, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -109,8 +109,8 @@ def select(op: str, case: Case, *, any_layout: bool = False) -> Kernel:
 
 
 def case_of(w: AffineQuantizedTensor, dtype: torch.dtype | None = None) -> Case:
-    """The case that a weight is."""
-    return Case(w.spec, w.act, w.stored_shape, dtype or w.dtype, w.device.type)
+    """The case that a weight is. Sizes that a trace holds as symbols become numbers there: a weight's are static."""
+    return Case(w.spec, w.act, tuple(int(n) for n in w.stored_shape), dtype or w.dtype, w.device.type)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ OPS: dict[str, tuple[Op, int]] = {
     "index_last": (lambda w: w[..., torch.tensor([5, 0, 5])], 1),
     "index_select": (lambda w: w.index_select(0, torch.tensor([1, 0])), 2),
     "index_select_last": (lambda w: w.index_select(-1, torch.tensor([1, 0])), 1),
+    "as_strided": (lambda w: w.as_strided(w.shape[::-1], w.stride()[::-1]), 1),
     "clone": (lambda w: w.clone(), 1),
     "detach": (lambda w: w.detach(), 1),
 }
@@ -219,6 +220,7 @@ def test_static_activation_parameters_survive(name: str) -> None:
         (lambda w: w.split([1, 2]), RuntimeError, None),
         (lambda w: w.narrow(0, 30, 9), (RuntimeError, IndexError), None),
         (lambda w: w.unsqueeze(0).t(), RuntimeError, None),
+        (lambda w: w.as_strided((8, 97, 96), (96, 96, 1), 1), RuntimeError, "no strided storage"),
     ],
 )
 def test_wrong_arguments_raise_as_for_a_float_tensor(op: Op, error: Any, match: str | None) -> None:
