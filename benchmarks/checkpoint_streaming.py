@@ -42,7 +42,7 @@ if int(threads):
     torch.set_num_threads(int(threads))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 imports, start = peak(), time.perf_counter()
-report = quantize_checkpoint(src, dst, eval(config, vars(pw)))
+report = quantize_checkpoint(src, dst, eval(f"pw.{config}"))
 seconds = time.perf_counter() - start
 worst = min(r.sqnr for r in report.quantized)
 print(json.dumps({"imports": imports, "peak": peak(), "seconds": seconds, "summary": report.summary(), "worst": worst}))

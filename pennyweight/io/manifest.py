@@ -217,7 +217,7 @@ def check_parts(manifest: Manifest, stored: Stored) -> None:
                     name, f"part {part} is {got} {list(size)}, but {meta.spec} of shape {list(meta.shape)} needs "
                     f"{dtype} {list(shape)}"
                 )  # fmt: skip
-        owned |= parts.keys()
+        owned.update(parts)  # `|=` with the keys of a dict would copy the set each time
         if name in stored:
             raise KeyedError(name, "is both a stored tensor and a quantized one")
     for name in sorted(stored.keys() - owned):

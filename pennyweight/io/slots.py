@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..models.sites import kind_of
+from ..models.sites import kind_of, places
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Slot:
 
 
 def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Every parameter and persistent buffer under every name it has, and weights left as plain tensors."""
+    """Every parameter and persistent buffer under every name it has, and weights left as plain tensors (by PEFT)."""
     out: dict[str, Slot] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -44,19 +44,11 @@ def slots_of(model: nn.Module) -> dict[str, Slot]:
         for n, b in module._buffers.items():
             if b is not None and n not in module._non_persistent_buffers_set:
                 out[dot + n] = Slot(module, n, b, False)
-        out |= {dot + n: Slot(module, n, module.__dict__[n], False) for n in _plain_weights(module)}
+    for where in places(model):
+        for p in where:
+            if p.name not in out:
+                out[p.name] = Slot(p.module, p.param, p.get(), False)
     return out
-
-
-def _plain_weights(module: nn.Module) -> list[str]:
-    """Weights that some library left as plain tensors (PEFT does); not those a hook makes anew before each forward."""
-    kind = kind_of(module)
-    return [
-        n
-        for n in (() if kind is None else kind.params)
-        if isinstance(module.__dict__.get(n), Tensor)
-        and not any(f"{n}_{end}" in module._parameters for end in ("orig", "g"))  # pruning, weight_norm
-    ]
 
 
 def stranded(model: nn.Module) -> list[str]:

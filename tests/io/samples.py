@@ -18,8 +18,8 @@ from pennyweight.io import save
 STATIC = ActivationSpec(QuantSpec(INT8, None, zero_point=True), "static")
 SPECS = {
     "int4": QuantSpec(INT4, (32,), scale=torch.bfloat16),
-    "odd": QuantSpec(INT4, (5,)),  # 5 of 37: padded to 40; as one block of an odd size below
-    "rows": QuantSpec(UINT4, (1, 37), zero_point=True),  # 37 codes of 4 bits: half a byte unused
+    "odd": QuantSpec(INT4, (5,)),  # 37 is padded to 40
+    "rows": QuantSpec(UINT4, (1, 37), zero_point=True),  # 37 codes of 4 bits leave half a byte unused
     "ternary": QuantSpec(TERNARY, None),
     "e4m3": FP8_ROW,
     "mx": MXFP8,
