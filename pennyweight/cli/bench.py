@@ -50,14 +50,14 @@ def measure() -> list[Timing]:
     for dtype in (torch.float32, torch.bfloat16):
         layer = nn.Linear(SIZE, SIZE, bias=False, dtype=dtype).requires_grad_(False)
         for name in NAMES:
-            small = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, dtype=dtype))
-            small[0].weight.data.copy_(layer.weight)
-            quantize_(small, build(name))
-            weight: Any = small[0].weight
+            quantized = nn.Linear(SIZE, SIZE, bias=False, dtype=dtype)
+            quantized.weight.data.copy_(layer.weight)
+            quantize_(quantized, build(name))
+            weight: Any = quantized.weight
             for rows in ROWS:
                 x = torch.randn(rows, SIZE, dtype=dtype)
                 with torch.no_grad():
-                    ours, theirs = _alternate(partial(small[0], x), partial(layer, x))
+                    ours, theirs = _alternate(partial(quantized, x), partial(layer, x))
                 kernel = select("linear", case_of(weight, dtype)).name
                 out.append(Timing(name, str(dtype).removeprefix("torch."), rows, kernel, ours * 1e6, theirs * 1e6))
     return out

@@ -98,7 +98,8 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
     tied: dict[str, tuple[str, ...]] = {}
     for alias, name in manifest.aliases.items():
         tied[name] = (*tied.get(name, ()), alias)
-    tensors, parts = [], set()
+    tensors: list[Held] = []
+    parts: set[str] = set()
     for name, meta in manifest.tensors.items():
         stored = stored_parts(name, meta)
         parts |= stored.keys()

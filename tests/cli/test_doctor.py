@@ -9,8 +9,7 @@ import torch
 
 import pennyweight as pw
 from pennyweight.cli import bench
-from pennyweight.cli.doctor import int_mm_saturates
-from pennyweight.kernels import Kernel, get_kernel, kernels, table
+from pennyweight.kernels import Kernel, get_kernel, kernels, table, torch_int8
 
 
 def test_doctor_states_versions_cpu_and_every_kernel(run: Any) -> None:
@@ -75,12 +74,19 @@ def test_a_kernel_for_another_device_is_no_problem(run: Any, monkeypatch: pytest
     assert result.exit_code == 0
 
 
-def test_saturation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = torch._int_mm
-    monkeypatch.setattr(torch, "_int_mm", lambda a, b: (a.double() @ b.double()).to(torch.int32))
-    assert not int_mm_saturates()
-    monkeypatch.setattr(torch, "_int_mm", lambda a, b: exact(a, b).clamp(-(2**15), 2**15 - 1))
-    assert int_mm_saturates()
+@pytest.mark.parametrize("saturates", [False, True])
+def test_saturation_is_told(run: Any, monkeypatch: pytest.MonkeyPatch, saturates: bool) -> None:
+    monkeypatch.setattr(torch_int8, "int_mm_saturates", lambda: saturates)
+    table._select.cache_clear()  # a selection remembers what the CPU was
+    result = run("doctor", "--json")
+    table._select.cache_clear()
+    data = json.loads(result.stdout)
+    assert data["cpu"]["int_mm_saturates"] is saturates
+    assert ("torch._int_mm saturates" in run("doctor").stdout) is saturates
+    (row,) = [k for k in data["kernels"] if k["name"] == "torch_int_mm"]
+    assert row["usable"] is not saturates
+    assert ("saturates on this CPU" in row["note"]) is saturates
+    assert result.exit_code == 0  # another kernel does the work, exactly
 
 
 def test_bench_names_faster_and_slower_truly(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

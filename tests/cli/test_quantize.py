@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +304,25 @@ def test_as_a_process(plain: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert f"-> {model_bytes(tmp_path / 'out'):,} bytes" in done.stdout
     assert {t.spec.format.name for n, t in pw.load(tmp_path / "out").items() if n in LINEAR} == {"nf4"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_progress_is_shown_on_a_terminal_only_there(plain: Path, tmp_path: Path) -> None:
+    import pty
+
+    terminal, stderr = pty.openpty()
+    command = [sys.executable, "-m", "pennyweight", "quantize", str(plain), str(tmp_path / "out"), "--config", "int8"]
+    with open(tmp_path / "stdout", "wb") as stdout:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+    os.close(stderr)
+    shown = b""
+    with suppress(OSError):  # how Linux says that the other end is closed
+        while piece := os.read(terminal, 1 << 16):
+            shown += piece
+    os.close(terminal)
+    assert process.wait() == 0
+    assert b"5/5" in shown
+    assert any(name.encode() in shown for name in LINEAR)
+    written = (tmp_path / "stdout").read_text()
+    assert "5/5" not in written
+    assert "\x1b" not in written
