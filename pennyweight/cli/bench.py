@@ -14,6 +14,7 @@ ROWS = (1, 128)
 NAMES = ("int8-dynamic", "int8", "int4")
 _ROUNDS = 9  # alternated, so that a slow moment of the machine hits both sides
 _SECONDS = 0.005  # of one sample: long beside the clock, short beside a person
+_NOISE = 2.0  # slowest over fastest sample of one side; a machine to itself stays near 1.1
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,12 @@ class Timing:
     kernel: str
     microseconds: float
     float_microseconds: float
+    noisy: bool  # the samples disagree, so the machine was busy and the ratio means little
 
     def __str__(self) -> str:
         ratio = self.float_microseconds / self.microseconds
         verdict = f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+        verdict += ", but the machine is busy: measure again" if self.noisy else ""
         return (
             f"{self.config:<13}{self.rows:>4} row{'s' if self.rows > 1 else ' '} {self.dtype:<9}"
             f"{self.microseconds:>9.1f} us, float {self.float_microseconds:>9.1f} us: {verdict} ({self.kernel})"
@@ -57,17 +60,19 @@ def measure() -> list[Timing]:
             for rows in ROWS:
                 x = torch.randn(rows, SIZE, dtype=dtype)
                 with torch.no_grad():
-                    ours, theirs = _alternate(partial(quantized, x), partial(layer, x))
+                    ours, theirs, noisy = _alternate(partial(quantized, x), partial(layer, x))
                 kernel = select("linear", case_of(weight, dtype)).name
-                out.append(Timing(name, str(dtype).removeprefix("torch."), rows, kernel, ours * 1e6, theirs * 1e6))
+                short = str(dtype).removeprefix("torch.")
+                out.append(Timing(name, short, rows, kernel, ours * 1e6, theirs * 1e6, noisy))
     return out
 
 
-def _alternate(a: Callable[[], Any], b: Callable[[], Any]) -> tuple[float, float]:
-    """Median seconds of a call of each."""
+def _alternate(a: Callable[[], Any], b: Callable[[], Any]) -> tuple[float, float, bool]:
+    """Median seconds of a call of each, and whether the samples of one of them disagree."""
     counts = [max(1, int(_SECONDS / max(_time(f, 3), 1e-9))) for f in (a, b)]
     samples = [(_time(a, counts[0]), _time(b, counts[1])) for _ in range(_ROUNDS)]
-    return median(s[0] for s in samples), median(s[1] for s in samples)
+    ours, theirs = (sorted(side) for side in zip(*samples, strict=True))
+    return median(ours), median(theirs), any(side[-1] > _NOISE * side[0] for side in (ours, theirs))
 
 
 def _time(f: Callable[[], Any], count: int) -> float:

@@ -90,14 +90,23 @@ def test_saturation_is_told(run: Any, monkeypatch: pytest.MonkeyPatch, saturates
 
 
 def test_bench_names_faster_and_slower_truly(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([(2e-6, 4e-6), (4e-6, 2e-6)] * 100)
+    times = iter([(2e-6, 4e-6, False), (4e-6, 2e-6, True)] * 100)
     monkeypatch.setattr(bench, "_alternate", lambda a, b: (a(), b(), next(times))[-1])
     monkeypatch.setattr(bench, "SIZE", 128)
     output = run("doctor", "--bench").stdout
     lines = [line for line in output.splitlines() if " us, float" in line]
     assert len(lines) == 2 * len(bench.NAMES) * len(bench.ROWS)
     for line in lines:
-        assert ("2.00x faster" if " 1 row " in line else "2.00x slower") in line
+        one = " 1 row " in line
+        assert ("2.00x faster" if one else "2.00x slower") in line
+        assert ("the machine is busy" in line) is not one
     assert any(line.startswith("int4 ") and line.endswith("(torch_int4)") for line in lines)
     data = json.loads(run("doctor", "--bench", "--json").stdout)
     assert [b["rows"] for b in data["bench"]] == list(bench.ROWS) * 2 * len(bench.NAMES)
+
+
+@pytest.mark.parametrize(("slowest", "noisy"), [(1.5, False), (3.0, True)])
+def test_bench_takes_medians_and_sees_noise(monkeypatch: pytest.MonkeyPatch, slowest: float, noisy: bool) -> None:
+    samples = iter([1.0, 1.0, *[1.0, 4.0] * (bench._ROUNDS - 1), slowest, 4.0])  # two to find counts, then pairs
+    monkeypatch.setattr(bench, "_time", lambda f, count: next(samples))
+    assert bench._alternate(lambda: None, lambda: None) == (1.0, 4.0, noisy)
