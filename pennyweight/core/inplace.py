@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
@@ -24,11 +25,14 @@ QT = AffineQuantizedTensor
 def write_(target: QT, value: Tensor) -> QT:
     """Requantize ``value`` into the storages of ``target``. value: anything that broadcasts to its shape.
 
-    Raises RuntimeError where the target is a copy, or shares a block's scale with elements outside it.
+    Writing the value that stands there changes no bit, though quantizing it anew might. Raises RuntimeError where the
+    target is a copy, or shares a block's scale with elements outside it.
     """
     _check_writable(target)
     value = value.to(device=target.device, dtype=target.dtype).expand(target.shape)
     check_finite(value, f"value written to a quantized tensor {tuple(target.shape)}")
+    if type(value) is Tensor and not value.is_meta and torch.equal(value, target._dequantize(value.dtype)):
+        return target
     if target.axes is not None:
         value = value.permute([target.axes.index(i) for i in range(len(target.axes))])
     plain = quantize(value, target.spec.with_(layout="plain"))
@@ -59,6 +63,7 @@ def copy_parts_(target: QT, source: QT) -> None:
 def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[:2]
     if not isinstance(target, QT):
+        fallback.count("copy_/dequantize")
         return func(target, source._dequantize(target.dtype), *args[2:], **kwargs)
     if (
         isinstance(source, QT)
@@ -104,6 +109,17 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, target)
 
 
+@implements(aten.resize_.default, aten.resize_as_.default)
+def _resize_(func: Any, args: Any, kwargs: Any) -> Any:
+    target, size = args[:2]
+    shape = tuple(size.shape if isinstance(size, Tensor) else size)
+    if not isinstance(target, QT):
+        return target.resize_(shape)
+    if shape != tuple(target.shape):
+        raise RuntimeError(f"a quantized tensor {tuple(target.shape)} cannot be resized to {shape}; make a new one")
+    return return_and_correct_aliasing(func, args, kwargs, target)
+
+
 @implements(None)
 def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute on dequantized copies; write mutated arguments back by requantizing them in place."""
@@ -134,6 +150,8 @@ def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
     new_args = [plain(a, writes[n]) for a, n in zip(args, names, strict=False)]
     out = func(*new_args, **{n: plain(a, writes[n]) for n, a in kwargs.items()})
     for target, value in targets:
+        if value.shape != target.shape:
+            raise RuntimeError(f"{func} cannot change the shape of a quantized tensor in place: {tuple(target.shape)}")
         write_(target, value)
     back = {id(value): target for target, value in targets}
     return tree_map(lambda o: back.get(id(o), o), out) if back else out
@@ -146,6 +164,18 @@ def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
 def _export(func: Any, args: Any, kwargs: Any) -> Any:
     fallback.note(f"Tensor.{func.__name__}", args[0])
     return func(args[0].dequantize(), *args[1:], **kwargs)
+
+
+@implements(
+    torch.matrix_power, torch.linalg.matrix_power, torch.Tensor.matrix_power, F.gaussian_nll_loss, torch.stft,
+    torch.Tensor.stft, table=FUNCTIONS,
+)  # fmt: skip
+def _dense(func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions that write their result into a clone of an operand, which would round it, or that need strides."""
+    operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, QT)]
+    fallback.note(func.__name__, operands[0])
+    args, kwargs = tree_map(lambda a: a.dequantize() if isinstance(a, QT) else a, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 @implements(torch.Tensor.__setitem__, table=FUNCTIONS)

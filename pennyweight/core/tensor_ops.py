@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 from . import blocks, fallback
 from .layouts import get_layout
 from .spec import DTYPES, QuantSpec
-from .tensor import AffineQuantizedTensor, each_part, implements
+from .tensor import FUNCTIONS, AffineQuantizedTensor, each_part, implements
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
@@ -131,21 +131,25 @@ def _compatible(func: Any, args: Any, kwargs: Any) -> bool:
     return isinstance(args[0], QT) and isinstance(args[1], QT)
 
 
-@implements(aten.empty_like.default)
+@implements(torch.empty_like, table=FUNCTIONS)
 def _empty_like(func: Any, args: Any, kwargs: Any) -> Any:
-    """Quantized as well, so that ``Module.to_empty`` gives a model that a checkpoint can be copied into."""
-    w: QT = args[0]
+    """Quantized as well, so that ``Module.to_empty`` gives a model that a checkpoint can be copied into.
+
+    Only where it is called by name: torch's own composite functions write their float results into such a tensor.
+    """
+    w = args[0]
     dtype = kwargs.get("dtype") or w.dtype
-    if dtype not in DTYPES.values():
-        return _factory(func, args, kwargs)
+    if dtype not in DTYPES.values() or kwargs.get("requires_grad"):
+        return NotImplemented
     device = kwargs.get("device") or w.device
     return _map(w, lambda p: torch.empty_like(p, device=device), dtype=dtype, readonly=False)
 
 
 @implements(
-    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
-    aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype, aten.new_empty.default,
-    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty_strided.default,
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty_strided.default,
 )  # fmt: skip
 def _factory(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Fresh float tensors of the logical shape, as optimizer states are: nothing of the weight's value is needed."""

@@ -195,6 +195,34 @@ def test_merging_through_data(name: str) -> None:
     same(layer.weight.detach(), QT.from_float(before, layer.weight.spec))
 
 
+@ALL
+def test_writing_what_stands_there_changes_no_bit(name: str) -> None:
+    """Quantizing a dequantized value anew may shrink its largest elements; a no-op must not."""
+    w = quantized(name)
+    before = w.clone()
+    w.copy_(w.dequantize())
+    w.data = w.dequantize()
+    w.add_(0)
+    same(w, before)
+
+
+def test_a_shape_does_not_change_in_place() -> None:
+    w = quantized("int8_row", (4, 96))
+    for change in (w.t_, lambda: w.unsqueeze_(0), lambda: w.resize_(2, 2), lambda: w[:1].clone().squeeze_()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pw.FallbackWarning)
+            with pytest.raises(RuntimeError, match=r"in place|cannot be resized"):
+                change()
+    assert w.resize_(4, 96) is w
+
+
+def test_empty_like_is_quantized_by_name_and_float_inside_torch() -> None:
+    w = quantized("int8_row", (8, 8))
+    assert isinstance(torch.empty_like(w), QT)
+    with pytest.warns(pw.FallbackWarning):
+        assert torch.equal(torch.matrix_power(w, 0), torch.eye(8))
+
+
 def test_copying_between_equal_specs_is_exact_whatever_the_layout() -> None:
     for source, target in (("int4_group", "torch_int4"), ("torch_int4", "int4_bits"), ("int4_bits", "int4_group")):
         a, b = quantized(source), quantized(target)

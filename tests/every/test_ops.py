@@ -1,0 +1,45 @@
+"""docs/ops.md says what every operator of torch does with a quantized operand, and says it truly."""
+
+import difflib
+import os
+
+import pytest
+import torch
+
+from tests.every.ops_table import DOC, INCOMPARABLE, Row, entries, full_name, page, sweep_all
+
+# Refusing is right where the operator asks for what a quantized tensor has not.
+REFUSALS = {
+    "as_strided": "no strided storage",
+    "as_strided.partial_views": "no strided storage",
+    "resize_": "cannot be resized",
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return sweep_all(workers=min(4, os.cpu_count() or 1))
+
+
+def test_every_operator_gives_the_result_of_the_dequantized_operand(rows: list[Row]) -> None:
+    assert {row.name: row.wrong for row in rows if row.wrong} == {}
+    assert {row.name for row in rows} == {full_name(op) for op in entries()}
+    assert sum(row.native + row.counted + row.fallback for row in rows) > 1000
+
+
+def test_refusals_are_meant(rows: list[Row]) -> None:
+    refused = {row.name: row.reason for row in rows if row.refused}
+    assert refused.keys() == REFUSALS.keys()
+    for name, reason in refused.items():
+        assert REFUSALS[name] in reason
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about the operators of torch 2.13")
+def test_the_page_is_current(rows: list[Row]) -> None:
+    old, new = DOC.read_text(encoding="utf-8"), page(rows)
+    changes = "\n".join(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0))
+    assert old == new, f"run python -m tests.every.ops_table\n{changes}"
+
+
+def test_what_cannot_be_compared_is_still_there() -> None:
+    assert INCOMPARABLE.keys() <= {full_name(op) for op in entries()}
