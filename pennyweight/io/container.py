@@ -30,6 +30,7 @@ MAX_AXES = 64
 MAX_NAME_BYTES = 1024
 MAX_NAME_PARTS = 64
 _MAX_BYTES = (1 << 63) - 1
+ALIGNMENT = 64  # bytes of a cache line, and of the widest vector register
 
 # Fixed table: a dtype named in a file is looked up here and nowhere else. Sub-byte dtypes are not read.
 DTYPES = {
@@ -231,9 +232,15 @@ def _entry(raw: Any) -> Entry:
 
 
 def place(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
-    """Entries with offsets, widest dtype first and then by name: every tensor is aligned, and the order is one."""
+    """Entries with offsets. First those of whole cache lines, so that each begins on one and kernels can read it where
+    it is mapped; then the others, widest dtype first. Otherwise by name: the order is one."""
+
+    def order(item: tuple[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bool, int, str]:
+        name, (dtype, shape) = item
+        return size_of(dtype, shape) % ALIGNMENT != 0, -dtype.itemsize, name
+
     entries, at = {}, 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+    for name, (dtype, shape) in sorted(tensors.items(), key=order):
         size = size_of(dtype, shape)
         entries[name] = Entry(dtype, shape, at, at + size)
         at += size
@@ -241,13 +248,13 @@ def place(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[st
 
 
 def header_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON header, padded with spaces to a multiple of 8."""
+    """Length and JSON header, padded with spaces to a whole cache line."""
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     for name, e in entries.items():
         offsets = [e.begin, e.end]
         header[name] = {"dtype": DTYPE_NAMES[e.dtype], "shape": list(e.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES or len(entries) > MAX_TENSORS:
         raise ValueError(f"{len(entries)} tensors need a header of {len(text)} bytes; use more, smaller shards")
     return len(text).to_bytes(8, "little") + text

@@ -123,8 +123,8 @@ def quantize_weight(x: Tensor, scheme: Scheme, name: str = "weight") -> tuple[Af
         pieces.append(parts)
         if not x.is_meta:
             exact = piece.float()
-            signal += float(exact.square().sum(dtype=torch.float64))
-            noise += float((dequantize(parts, spec, piece.shape) - exact).square().sum(dtype=torch.float64))
+            signal += float(torch.linalg.vector_norm(exact)) ** 2
+            noise += float(torch.linalg.vector_norm(dequantize(parts, spec, piece.shape).sub_(exact))) ** 2
     parts = pieces[0] if len(pieces) == 1 else Parts(*map(_join, zip(*pieces, strict=True)))
     parts = parts._replace(**_static(scheme, x.device))
     parts = get_layout("plain").pack(parts, spec, x.shape)

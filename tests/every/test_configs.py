@@ -22,7 +22,7 @@ from pennyweight.models import configs
 TYPES = {
     value
     for module in (pw, configs)
-    for value in vars(module).values()
+    for value in (getattr(module, name) for name in module.__all__)
     if isinstance(value, type) and issubclass(value, pw.AOBaseConfig) and value is not pw.AOBaseConfig
 }
 ASYMMETRIC, NO_CLIP = pw.MappingType.ASYMMETRIC, pw.MappingType.SYMMETRIC_NO_CLIPPING_ERR
