@@ -4,14 +4,16 @@
 
 All candidates are visited in turn, round after round, in one process; the best visit counts, because the machine may
 be shared. Reported: speed relative to float F.linear of the same dtype (above 1 is faster), and the fraction of the
-limit, which is the larger of (weight bytes / measured read bandwidth) and (2MNK / measured float matmul rate of that
-dtype). torchao's columns appear where it is installed; torch's own dynamic quantization always.
+limit at one row: weight bytes / measured read bandwidth / time. Each candidate rotates over copies of its layer, 160 MB
+together, so that weights come from memory and not from a cache. torchao's rows appear where it is installed; torch's
+own dynamic quantization always, in float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -49,9 +51,15 @@ def best(candidates: dict[str, Callable[[], object]], seconds: float = 0.03, rou
 
 
 def bandwidth() -> float:
-    """Bytes per second of reading memory, by summing 256 MiB."""
-    block = torch.ones(64 << 20)
-    return block.nbytes / best({"sum": lambda: block.sum()}, 0.2)["sum"]
+    """Bytes per second of reading memory: the best of summing 256 MiB and of multiplying it with a vector."""
+    block, vector = torch.ones(8192, 8192), torch.ones(8192)
+    return block.nbytes / min(best({"sum": block.sum, "mv": lambda: torch.mv(block, vector)}, 0.2).values())
+
+
+def rotated(module: nn.Module, nbytes: int, x: torch.Tensor) -> Callable[[], object]:
+    """Calls of copies of a module in turn, 160 MB of them."""
+    copies = itertools.cycle([module, *(copy.deepcopy(module) for _ in range(160_000_000 // nbytes))])
+    return lambda: next(copies)(x)
 
 
 def peers(layer: nn.Linear) -> dict[str, nn.Module]:
@@ -88,23 +96,24 @@ def run(n: int, k: int, rows: list[int], dtype: torch.dtype, read: float) -> Tab
         models[name] = copy.deepcopy(layer)
         pw.quantize_(models[name], config)
     models |= peers(layer)
+    width = {name: dtype.itemsize if name == "float" else 0.5 if "int4" in name else 1 for name in models}
     short = str(dtype).removeprefix("torch.")
-    table = Table(title=f"{n}x{k}, {short}: speed relative to float F.linear (fraction of the limit)")
+    table = Table(title=f"{n}x{k}, {short}: speed relative to float F.linear (fraction of the read bandwidth)")
     for column in ("", *(f"{m} row{'s' * (m > 1)}" for m in rows)):
         table.add_column(column)
     cells: dict[str, list[str]] = {}
     for m in rows:
         x = torch.randn(m, k, dtype=dtype)
-        calls: dict[str, Callable[[], object]] = {name: lambda f=f: f(x) for name, f in models.items()}
-        for name in CONFIGS:
-            w, bias = models[name].weight, models[name].bias
-            calls[f"{name}, dequantize row"] = lambda w=w, bias=bias: reference.linear(x, w, bias)
         with torch.no_grad():
+            calls = {name: rotated(f, int(n * k * width[name]), x) for name, f in models.items()}
+            for name in CONFIGS:
+                w, bias = models[name].weight, models[name].bias
+                calls[f"{name}, dequantize row"] = lambda w=w, bias=bias, x=x: reference.linear(x, w, bias)
             seconds = best(calls)
         rate = 2 * m * n * k / seconds["float"] if m == max(rows) else 0
         for name, s in seconds.items():
             weight = getattr(models.get(name), "weight", None)
-            limit = weight.nbytes / read if isinstance(weight, torch.Tensor) else None
+            limit = weight.nbytes / read if isinstance(weight, torch.Tensor) else None  # of what is stored
             shown = f"{seconds['float'] / s:.2f}x"
             cells.setdefault(name, []).append(shown if limit is None or m > 1 else f"{shown} ({limit / s:.2f} of read)")
         if rate:
