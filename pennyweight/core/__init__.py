@@ -1,5 +1,5 @@
 """Number formats, specs and the tensor. Imports torch only; knows nothing of kernels, models or files."""
 
-from . import inplace, tensor_ops  # register the operations of the tensor
+from . import axes, cuts, inplace, tensor_ops  # register the operations of the tensor
 
-__all__ = ["inplace", "tensor_ops"]
+__all__ = ["axes", "cuts", "inplace", "tensor_ops"]

@@ -402,7 +402,8 @@ def check_finite(x: Tensor, name: str) -> None:
     """Raise ValueError naming the tensor where it holds NaN or inf."""
     if x.device.type == "meta" or x.numel() == 0 or torch.compiler.is_compiling():
         return
-    if not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all()):  # the sum alone is cheap, and may overflow
+    # The sum alone is cheap, and may overflow.
+    if not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all()):
         bad = int((~torch.isfinite(x)).sum())
         raise ValueError(
             f"{name}: {bad} of {x.numel()} values are NaN or inf (shape {tuple(x.shape)}); mend or skip this tensor"
