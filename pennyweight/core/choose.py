@@ -64,10 +64,10 @@ def choose(x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | Non
     if eps is not None and not eps > 0:
         raise ValueError(f"eps is the least scale and must be positive, got {eps}")
     view = blocks.split(x, blocks.counts(spec.block, x.shape))
-    return _only_stored(RULES[name](view, spec, _floor(x.dtype, spec, eps)), spec, name)
+    return only_stored(RULES[name](view, spec, _floor(x.dtype, spec, eps)), spec, name)
 
 
-def _only_stored(p: Params, spec: QuantSpec, name: str) -> Params:
+def only_stored(p: Params, spec: QuantSpec, name: str) -> Params:
     """Zeros for a zero point or offset that the spec stores and the rule has no use for."""
     assert p.scale is not None
     if p.zero_point is not None and not spec.zero_point:
@@ -171,42 +171,6 @@ def minmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     offset = lo + scale * (spec.mid - f.lo)
     part = (spec.mid - f.lo) / (f.hi - f.lo)  # where the product overflows: the same point, as a mean of the ends
     return Params(scale, None, torch.where(offset.isfinite(), offset, lo * (1 - part) + hi * part))
-
-
-@rule("mse")
-def mse(x: Tensor, spec: QuantSpec, eps: float) -> Params:
-    """Search the shrink factor 1, 0.99 .. 0.5 of the default rule's range that minimises each block's squared error.
-
-    About zero, or about the middle of the block where an offset is stored. Errors are those of the parameters as
-    stored; never worse than the default rule, whose range is the first candidate.
-    """
-    from .numerics import encode, store, stored_value
-
-    base = RULES[default_rule(spec)]
-    inner = blocks.inner_axes(x.ndim // 2)
-    middle: Tensor | float = 0.0
-    if spec.offset is not None and x.numel():
-        lo, hi = x.amin(inner, keepdim=True), x.amax(inner, keepdim=True)
-        middle = lo / 2 + hi / 2
-
-    def error(p: Params) -> Tensor:
-        seen = store(p, spec)[1]
-        return (stored_value(encode(x, spec, seen), spec, seen) - x).float().square().sum(inner)
-
-    def pick(which: Tensor, ours: Params, theirs: Params) -> Params:
-        pairs = zip(ours, theirs, strict=True)
-        return Params(*(None if a is None or b is None else torch.where(which, a, b) for a, b in pairs))
-
-    first = best = _only_stored(base(x, spec, eps), spec, "mse")
-    start = least = error(first)
-    for step in range(1, 51):
-        p = _only_stored(base(middle + (x - middle) * (1 - step / 100), spec, eps), spec, "mse")
-        found = error(p)
-        better = found < least
-        least = torch.where(better, found, least)
-        best = pick(better, p, best)
-    # A quantized scale is stored in blocks of its own, where one block's choice moves the others.
-    return pick(error(best).sum() <= start.sum(), best, first)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
