@@ -44,7 +44,8 @@ class Kernel:
     layout     layout its weight must be in; None: any
     accepts    case -> True, or the sentence that refuses it
     rank       higher wins; -1 dequantizes and computes, and is counted when it runs
-    tolerance  how close to the reference: "exact", "float32", "bfloat16" (relative error of that arithmetic)
+    tolerance  how close to the reference: "exact"; "float32", "bfloat16": the relative error of that arithmetic;
+               "fixed22": float32, of inputs rounded at 2**-22 of the greatest of their token
     """
 
     op: str

@@ -160,9 +160,46 @@ def int8_pack(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tenso
     return _scaled(y, w.scale, bias, x)
 
 
+# Three balanced digits of base 128 hold 22 bits, about what float32 sums keep: the top one spans a signed byte.
+DIGIT, TOP = 128.0, 127.0
+
+
+def _accepts_digits(case: Case) -> bool | str:
+    verdict = _accepts_cast(case)
+    if verdict is not True:
+        return verdict
+    if case.dtype is torch.bfloat16:
+        return "bfloat16 has rows of its own, which are faster"
+    if case.shape[-1] * 127 * 127 >= 1 << 31:
+        return f"sums of {case.shape[-1]} products may leave int32"
+    return not int_mm_saturates() or "torch._int_mm saturates on this CPU: its sums are wrong"
+
+
+def int8_digits(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
+    """As :func:`int8_cast`, in integers: x = s * (128**2 * d2 + 128 * d1 + d0) per token, s = absmax / (127 * 128**2).
+
+    The digits are three rows of one product, whose sums are exact in int32, so the codes are read once, as bytes. x is
+    rounded at 2**-22 of its token's greatest element.
+    """
+    flat = _flat(x).float()
+    scale = (
+        flat.abs().amax(-1, keepdim=True).div_(TOP * DIGIT * DIGIT).clamp_(torch.finfo(torch.float32).smallest_normal)
+    )
+    rest = (flat / scale).round_()
+    high = (rest / (DIGIT * DIGIT)).round_()
+    rest = rest.sub_(high, alpha=DIGIT * DIGIT)
+    middle = (rest / DIGIT).round_()
+    rest = rest.sub_(middle, alpha=DIGIT)
+    digits = torch.stack([high, middle, rest]).to(torch.int8)
+    sums = torch._int_mm(digits.reshape(-1, digits.shape[-1]), w.codes.t()).reshape(3, flat.shape[0], w.codes.shape[0])
+    y = (sums[0].float() * (DIGIT * DIGIT)).add_(sums[1], alpha=DIGIT).add_(sums[2])
+    return _scaled(y.mul_(scale), w.scale, bias, x)
+
+
 for _name, _run, _accept, _devices, _rank, _tolerance in (
     ("torch_int_mm", int8_int8, _accepts_int_mm, ("cpu",), 20, "float32"),
     ("torch_int8_float", int8_int8_float, _accepts_both, None, 10, "float32"),
+    ("torch_int_mm_digits", int8_digits, _accepts_digits, ("cpu",), 20, "fixed22"),
     ("torch_int8pack", int8_pack, _accepts_pack, ("cpu",), 20, "bfloat16"),
     ("torch_int8_cast", int8_cast, _accepts_cast, None, 10, "float32"),
 ):

@@ -98,6 +98,8 @@ def check(
         exact, magnitude = exact + b, magnitude + b.abs()
     assert got.dtype == x.dtype, label
     assert got.shape == exact.shape, label
+    if kernel.tolerance == "fixed22":  # x is rounded at absmax / (127 * 2**14) / 2, just over 2**-22
+        least = least + 2.0**-21 * op(xq.abs().amax(-1, keepdim=True).expand_as(xq), wq.abs())
     unit = max(ULP.get(kernel.tolerance, 0.0), torch.finfo(x.dtype).eps)
     error = (got.double() - exact).abs()
     assert bool((error <= 8 * unit * magnitude + least).all()), f"{label}: {(error / magnitude).max() / unit} units"
@@ -240,8 +242,7 @@ def test_refusals_are_sentences() -> None:
 
 def test_explain_says_which_row_runs_and_why_better_ones_do_not() -> None:
     text = str(explain(torch.float32, QT.from_float(torch.randn(32, 100), SPECS["int8_row"])))
-    assert "torch_int8_cast" in text
-    assert "RUNS" in text
+    assert "torch_int_mm_digits  rank  20  RUNS" in text
     assert "fast in bfloat16 only" in text
     assert "weight-only: the activation is not quantized" in text
     assert "would do, a better one runs" in text
