@@ -17,7 +17,7 @@ from .names import CONFIGS, build
 # How far a kernel may be from the reference, as a ratio of norms: its declared arithmetic with room for its sums, and
 # for outputs that are themselves rounded to bfloat16 (2**-9 an element).
 _LIMITS = {"exact": 1e-6, "float32": 1e-4, "fixed22": 1e-4, "bfloat16": 2e-2}
-_SHAPES = {"linear": (64, 128), "embedding": (64, 128), "bmm": (2, 64, 128), "convolution": (16, 8, 3, 3)}
+_SHAPES = {"linear": (512, 1024), "embedding": (64, 128), "bmm": (2, 64, 128), "convolution": (16, 8, 3, 3)}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _distance(kernel: Kernel, reference: Kernel, weight: AffineQuantizedTensor) 
         x = torch.randn(2, 8, 9, 9, generator=random).to(weight.device, weight.dtype)
         rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     else:
-        x = torch.randn(*weight.shape[:-2], 5, 128, generator=random).to(weight.device, weight.dtype)
+        x = torch.randn(*weight.shape[:-2], 5, weight.shape[-1], generator=random).to(weight.device, weight.dtype)
     with torch.no_grad():
         y, expected = kernel.run(x, packed, *rest).double(), reference.run(x, weight, *rest).double()
     return float((y - expected).norm() / expected.norm())

@@ -18,7 +18,7 @@ from pennyweight.core.formats import INT7, INT8
 from pennyweight.core.numerics import dequantize, quantize
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels import Kernel, explain, get_kernel, kernels
+from pennyweight.kernels import Kernel, explain, get_kernel, kernels, torch_int8
 from pennyweight.kernels.activation import encode_activation, static_params
 from pennyweight.kernels.table import case_of
 from pennyweight.kernels.torch_int8 import int_mm_saturates
@@ -68,7 +68,10 @@ def accepted(kernel: Kernel, shapes: list[tuple[int, ...]], acts: dict[str, Any]
                     continue
                 for dtype in DTYPES:
                     w = make(spec, shape, dtype, act)
-                    if kernel.refuses(case_of(w, dtype), any_layout=True) is None:
+                    with pytest.MonkeyPatch.context() as patch:  # let small weights reach a row for large ones
+                        patch.setattr(torch_int8, "DIGIT_WEIGHTS", 0)
+                        refused = kernel.refuses(case_of(w, dtype), any_layout=True)
+                    if refused is None:
                         yield f"{name} {act_name} {shape} {dtype}", w.to_layout(kernel.layout or "plain")
 
 
@@ -242,7 +245,8 @@ def test_refusals_are_sentences() -> None:
 
 def test_explain_says_which_row_runs_and_why_better_ones_do_not() -> None:
     text = str(explain(torch.float32, QT.from_float(torch.randn(32, 100), SPECS["int8_row"])))
-    assert "torch_int_mm_digits  rank  20  RUNS" in text
+    assert "casting so few weights (3200) is faster" in text
+    assert "torch_int8_cast      rank  10  RUNS" in text
     assert "fast in bfloat16 only" in text
     assert "weight-only: the activation is not quantized" in text
     assert "would do, a better one runs" in text
@@ -334,3 +338,26 @@ def test_the_row_that_replaces_it_gives_the_same_numbers() -> None:
         assert torch.equal(
             get_kernel("linear", name).run(x, w, None), get_kernel("linear", "torch_int_mm").run(x, w, None)
         )
+
+
+def test_digits_run_large_float32_weights_and_no_row_depends_on_its_neighbours() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(1024, 520)
+    reference = layer.weight.detach().clone()
+    pw.quantize_(layer, pw.Int8WeightOnlyConfig())
+    x = torch.randn(33, 1024)
+    x[3, 7] = 1e4  # an outlier costs only its own token
+    assert (
+        explain(x, layer.weight).rows[[r[0] for r in explain(x, layer.weight).rows].index("torch_int_mm_digits")][2]
+        == "RUNS"
+    )
+    with torch.no_grad():
+        whole = layer(x)
+        assert all(torch.equal(whole[i : i + n], layer(x[i : i + n])) for i in range(33) for n in (1, 2) if i + n <= 33)
+        exact = x.double() @ layer.weight.dequantize(torch.float64).t() + layer.bias.double()
+    error = (whole - exact).norm(dim=1) / exact.norm(dim=1)
+    assert float(error.max()) < 1e-5
+    assert float(torch.cat([error[:3], error[4:]]).max()) < 1e-6
+    assert layer.weight.error(reference) > 40
+    assert not layer(torch.full((1, 1024), torch.nan)).isfinite().any()
+    assert not layer(torch.full((1, 1024), torch.inf)).isfinite().any()
