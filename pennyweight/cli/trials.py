@@ -17,7 +17,7 @@ from .names import CONFIGS, build
 # How far a kernel may be from the reference, as a ratio of norms: its declared arithmetic with room for its sums, and
 # for outputs that are themselves rounded to bfloat16 (2**-9 an element).
 _LIMITS = {"exact": 1e-6, "float32": 1e-4, "fixed22": 1e-4, "bfloat16": 2e-2}
-_SHAPES = {"linear": (512, 1024), "embedding": (64, 128), "bmm": (2, 64, 128), "convolution": (16, 8, 3, 3)}
+_SHAPES = {"linear": (1024, 1024), "embedding": (64, 128), "bmm": (2, 64, 128), "convolution": (16, 8, 3, 3)}
 
 
 @dataclass(frozen=True)
