@@ -358,6 +358,8 @@ def test_digits_run_large_float32_weights_and_no_row_depends_on_its_neighbours()
     error = (whole - exact).norm(dim=1) / exact.norm(dim=1)
     assert float(error.max()) < 1e-5
     assert float(torch.cat([error[:3], error[4:]]).max()) < 1e-6
+    wide = F.linear(x.double(), layer.weight, layer.bias.detach().double())
+    assert float((wide - exact).norm() / exact.norm()) < 1e-12
     assert layer.weight.error(reference) > 40
     assert not layer(torch.full((1, 1024), torch.nan)).isfinite().any()
     assert not layer(torch.full((1, 1024), torch.inf)).isfinite().any()
