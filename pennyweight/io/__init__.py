@@ -1,9 +1,9 @@
 """Files: the native safetensors format, read and written whole or not at all. See docs/format.md."""
 
 from .errors import CheckpointError
-from .load import load
+from .loading import load
 from .native import flatten, unflatten
 from .quantize_files import quantize_checkpoint
-from .save import save
+from .saving import save
 
 __all__ = ["CheckpointError", "flatten", "load", "quantize_checkpoint", "save", "unflatten"]

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 import pennyweight as pw
-from pennyweight.io.save import save
+from pennyweight.io import save
 
 
 class Net(nn.Module):

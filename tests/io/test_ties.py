@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pennyweight.io import CheckpointError, load, save
-from tests.io.test_load import Net
+from tests.io.test_loading import Net
 
 
 def test_ties_of_the_file_are_made_in_an_untied_model(tmp_path: Path) -> None:
