@@ -16,7 +16,8 @@ class Layout:
     """name; pack(plain parts, spec, shape) -> parts; unpack is its inverse, bit for bit.
 
     shape is the stored shape of the tensor. ``devices`` None: any. A layout never reaches a file: files hold "bits".
-    ``examples`` are specs and shapes that it takes; tests/every/test_layouts.py runs each.
+    ``extra`` gives the bytes that it stores beyond the spec's own. ``examples`` are specs and shapes that it takes;
+    tests/every/test_layouts.py runs each.
     """
 
     name: str
@@ -24,6 +25,11 @@ class Layout:
     unpack: Callable[[Parts, QuantSpec, Sequence[int]], Parts]
     devices: tuple[str, ...] | None = None
     examples: tuple[tuple[QuantSpec, tuple[int, ...]], ...] = ()
+    extra: Callable[[QuantSpec, Sequence[int]], int] = lambda spec, shape: 0
+
+    def nbytes(self, spec: QuantSpec, shape: Sequence[int]) -> int:
+        """Bytes of all parts of a tensor of that shape in this layout."""
+        return spec.with_(layout=self.name).nbytes(shape) + self.extra(spec, shape)
 
 
 LAYOUTS: dict[str, Layout] = {}

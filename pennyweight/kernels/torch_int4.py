@@ -8,6 +8,7 @@ error of 2**-9 beside the 2**-4 of the weights; DESIGN decision 9 has the figure
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -109,7 +110,15 @@ _EXAMPLES = (
     (TINYGEMM, (16, 256)),
     (QuantSpec(INT4, (32,), scale=torch.bfloat16), (32, 100)),  # padded to 128
 )
-LAYOUT = register_layout(Layout("torch_int4", pack, unpack, devices=("cpu",), examples=_EXAMPLES))
+
+
+def _zero_offsets(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """A symmetric weight has no offsets, but aten reads one for each scale."""
+    scales = math.prod(blocks.counts(spec.block, shape))
+    return 0 if spec.offset is not None else scales * spec.scale.itemsize  # type: ignore[union-attr]
+
+
+LAYOUT = register_layout(Layout("torch_int4", pack, unpack, ("cpu",), _EXAMPLES, _zero_offsets))
 
 
 def _accepts(case: Case) -> bool | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..core.layouts import get_layout
 from ..core.spec import ActivationSpec, QuantSpec
 
 
@@ -40,8 +41,8 @@ class Scheme:
 
     def nbytes(self, shape: tuple[int, ...], layout: str) -> int:
         """Predicted bytes of a weight of that shape."""
-        packed = self.weight.with_(layout="plain" if layout == "plain" else "bits")
-        return packed.nbytes(shape) + 4 * (self.act_scale is not None) + (self.act_zero_point is not None)
+        parts = get_layout(layout).nbytes(self.weight, shape)
+        return parts + 4 * (self.act_scale is not None) + (self.act_zero_point is not None)
 
     def __str__(self) -> str:
         return f"{self.weight}" + ("" if self.act is None else f" × {self.act}")

@@ -106,8 +106,7 @@ def test_quantizes_and_the_report_is_true(text: str, dtype: torch.dtype) -> None
         assert (row.name, row.scheme, row.kernel) == (promise.name, promise.scheme, promise.kernel)
         if isinstance(p, AffineQuantizedTensor):
             assert row.sqnr == pytest.approx(p.error(floats[row.name]), abs=0.01)
-            if p.spec.layout in ("plain", "bits"):
-                assert promise.bytes_after == row.bytes_after
+            assert promise.bytes_after == row.bytes_after
     assert report.bytes_after == sum(p.nbytes for p in model.parameters())
     assert json.loads(report.to_json())["rows"][0]["name"] == "0.weight"
     assert "0.weight" in str(report)

@@ -70,6 +70,12 @@ def test_the_spec_knows_the_bytes(layout: Layout, spec: QuantSpec, shape: tuple[
         assert spec.nbytes(size) == sum(leaf.nbytes for _, leaf in leaves(packed)), size
 
 
+@pytest.mark.parametrize(("layout", "spec", "shape"), CASES)
+def test_the_layout_knows_the_bytes(layout: Layout, spec: QuantSpec, shape: tuple[int, ...]) -> None:
+    packed = layout.pack(quantize(torch.randn(shape), spec), spec.with_(layout=layout.name), shape)
+    assert layout.nbytes(spec, shape) == sum(leaf.nbytes for _, leaf in leaves(packed))
+
+
 @pytest.mark.parametrize("name", ["plain", "bits"])
 def test_a_single_number_and_an_empty_tensor(name: str) -> None:
     spec = QuantSpec(LAYOUTS["bits"].examples[0][0].format, layout=name)
