@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from . import blocks
 from .axes import drop_axis, insert_axis, regrouped
+from .layouts import portable_layout
 from .tensor import AffineQuantizedTensor, implements
-from .tensor_ops import aliased, consistent, map_value, packing, resized, sliceable, stored_axis, unpacked
+from .tensor_ops import aliased, consistent, map_value, resized, sliceable, stored_axis, unpacked
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
@@ -129,7 +130,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     out = _join(tensors, axis, resized(first.shape, d, sum(t.shape[d] for t in tensors)))
     if out is NotImplemented or first.spec.layout == "plain":
         return out
-    return out.to_layout(packing(out.spec))
+    return out.to_layout(portable_layout(out.spec))
 
 
 def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:

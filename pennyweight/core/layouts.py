@@ -50,6 +50,11 @@ def get_layout(name: str) -> Layout:
     return LAYOUTS[name]
 
 
+def portable_layout(spec: QuantSpec) -> str:
+    """The smallest layout that any op reads row by row and that means the same on every machine."""
+    return "bits" if spec.format.bits < 8 else "plain"
+
+
 def _identity(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     return parts
 

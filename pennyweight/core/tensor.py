@@ -25,9 +25,9 @@ from torch import Tensor
 
 from . import blocks
 from .choose import Params
-from .layouts import get_layout
+from .layouts import get_layout, portable_layout
 from .numerics import Parts, dequantize, quantize, sqnr
-from .spec import ActivationSpec, QuantSpec, dtype_name
+from .spec import DTYPES, ActivationSpec, QuantSpec, dtype_name
 
 SLOTS = Parts._fields
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -292,10 +292,13 @@ class AffineQuantizedTensor(Tensor):
         return new  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        parts = {n: p for n, p in zip(SLOTS, self.parts, strict=True) if p is not None}
-        if self.spec.format.native_float:
-            parts["codes"] = self.codes.view(torch.uint8)  # torch 2.13 cannot unpickle a float8 tensor
-        return rebuild, (static_json(self), parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        w, layout = self, self.spec.layout
+        if get_layout(layout).devices is not None:  # a kernel's packing may mean something else on another machine
+            w = self.to_layout(portable_layout(self.spec))
+        parts = {n: p for n, p in zip(SLOTS, w.parts, strict=True) if p is not None}
+        if w.spec.format.native_float:
+            parts["codes"] = w.codes.view(torch.uint8)  # torch 2.13 cannot unpickle a float8 tensor
+        return rebuild, (static_json(w), parts, self.requires_grad, isinstance(self, torch.nn.Parameter), layout)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -426,29 +429,56 @@ def static_json(w: AffineQuantizedTensor) -> str:
     )
 
 
-def rebuild(static: str, parts: dict[str, Tensor], requires_grad: bool, is_param: bool) -> AffineQuantizedTensor:
-    """Unpickle: the only global a pickle of ours names. ``static`` is data, checked like any file."""
-    from .spec import DTYPES
+def rebuild(
+    static: str, parts: dict[str, Tensor], requires_grad: bool, is_param: bool, layout: str
+) -> AffineQuantizedTensor:
+    """Unpickle: the only global a pickle of ours names. Raises ValueError where the parts are not those of the spec.
 
+    ``layout`` is the one it had: it is packed anew, for this machine, where the parts are on a device that has it.
+    """
     data = json.loads(static)
     if data.get("version") != 1:
         raise ValueError(f"quantized tensor pickled as version {data.get('version')!r}; this release reads version 1")
     spec = QuantSpec.from_dict(data["spec"])
     if spec.format.native_float:
         parts = {**parts, "codes": parts["codes"].view(spec.format.code_dtype)}
+    axes = None if data["axes"] is None else tuple(data["axes"])
+    _check_parts(parts, spec, stored_shape(data["shape"], axes))
     w = AffineQuantizedTensor(
         Parts(**parts),
         spec,
         data["shape"],
         DTYPES[data["dtype"]],
         None if data["act"] is None else ActivationSpec.from_dict(data["act"]),
-        None if data["axes"] is None else tuple(data["axes"]),
+        axes,
         bool(data["readonly"]),
         requires_grad,
     )
+    devices = get_layout(layout).devices
+    if devices is not None and w.device.type in devices:
+        w = w.to_layout(layout).requires_grad_(requires_grad)  # type: ignore[assignment]
     if is_param:
         w._is_param = True
     return w
+
+
+def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the parts have the dtypes and sizes that the spec says, in a portable layout."""
+    codes = blocks.padded(spec.block, shape)
+    dtype = spec.format.code_dtype
+    if spec.layout == "bits" and codes:
+        codes, dtype = (*codes[:-1], -(-codes[-1] * spec.format.bits // 8)), torch.uint8
+    kinds: dict[str, Any] = {"codes": dtype, **spec.part_specs()}
+    names = parts.keys() - {"act_scale", "act_zero_point"}
+    if get_layout(spec.layout).devices is not None or names != kinds.keys():
+        raise ValueError(f"pickled {spec} has parts {sorted(names)}; expected {sorted(kinds)} in a portable layout")
+    for name, kind in kinds.items():
+        part, size = parts[name], codes if name == "codes" else blocks.counts(spec.block, shape)
+        held = part.spec if isinstance(part, AffineQuantizedTensor) else part.dtype
+        if tuple(part.shape) != size or held != kind:
+            raise ValueError(
+                f"pickled {spec} of {list(shape)}: {name} is {held} {list(part.shape)}, expected {kind} {list(size)}"
+            )
 
 
 torch.serialization.add_safe_globals([rebuild])

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from . import blocks
-from .layouts import get_layout
-from .spec import DTYPES, QuantSpec
+from .layouts import get_layout, portable_layout
+from .spec import DTYPES
 from .tensor import FUNCTIONS, AffineQuantizedTensor, each_part, implements
 
 aten = torch.ops.aten
@@ -43,14 +43,9 @@ def map_value(w: QT, fn: Callable[[Any, str], Any], **changes: Any) -> Any:
     return w.with_(parts=w.parts._replace(**parts), **changes)
 
 
-def packing(spec: QuantSpec) -> str:
-    """The layout that is smallest and keeps the order of axes."""
-    return "bits" if spec.format.bits < 8 else "plain"
-
-
 def sliceable(w: QT) -> QT:
     """w in a layout whose parts keep the order of axes: itself, or a read-only unpacked copy."""
-    return w if w.spec.layout in ("plain", "bits") else w.to_layout(packing(w.spec)).with_(readonly=True)
+    return w if w.spec.layout in ("plain", "bits") else w.to_layout(portable_layout(w.spec)).with_(readonly=True)
 
 
 def unpacked(w: QT) -> QT:
@@ -110,7 +105,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
     device = torch.device(kwargs.get("device") or w.device)
     devices = get_layout(w.spec.layout).devices
     if devices is not None and device.type not in (*devices, "meta"):  # one device's packing cannot travel
-        w = w.to_layout(packing(w.spec))
+        w = w.to_layout(portable_layout(w.spec))
     non_blocking = bool(kwargs.get("non_blocking"))
     out = map_parts(w, lambda p: p.to(device, copy=True, non_blocking=non_blocking), dtype=dtype, readonly=False)
     return out.pin_memory() if kwargs.get("pin_memory") else out

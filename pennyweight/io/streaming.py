@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..core import blocks
-from ..core.spec import QuantSpec
 from ..models.plan import PlanRow
-from ..models.quantize import quantize_weight
+from ..models.quantize import quantize_weight, rows_independent
 from ..models.scheme import Scheme
 from .container import File
 from .errors import CheckpointError
@@ -63,17 +61,10 @@ def quantized(file: File, name: str, row: PlanRow, aliases: tuple[str, ...], noi
     meta = Meta(clean(scheme.weight), e.shape, e.dtype, act, axes)
 
     def make() -> Iterable[tuple[str, int, Tensor]]:
-        by_rows = rank > 1 and axes is None and _rows_independent(meta.spec, meta.shape)
+        by_rows = rank > 1 and axes is None and rows_independent(meta.spec, meta.shape)
         return (_by_rows if by_rows else _whole)(file, name, scheme, meta, noise)
 
     return Item(name, stored_parts(name, meta), make, meta, aliases)
-
-
-def _rows_independent(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
-    """Whether rows can be quantized by themselves: no part is shared by rows, at any depth."""
-    inner = blocks.counts(spec.block, shape)
-    nested = [k for k in (spec.scale, spec.offset) if isinstance(k, QuantSpec)]
-    return blocks.resolve(spec.block, shape)[0] == 1 and all(_rows_independent(k, inner) for k in nested)
 
 
 def _by_rows(file: File, name: str, scheme: Scheme, meta: Meta, noise: Noise) -> Iterator[tuple[str, int, Tensor]]:

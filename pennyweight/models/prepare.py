@@ -6,16 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from ..core.layouts import get_layout
+from ..core.layouts import get_layout, portable_layout
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.table import Case, Kernel, case_of, select
 
 READABLE = ("plain", "bits")  # every op reads these row by row; any other layout is one kernel's own
-
-
-def storage_layout(bits: int) -> str:
-    """Where no kernel asks for a layout of its own: whole bytes plain, the rest as bit streams."""
-    return "plain" if bits == 8 else "bits"
 
 
 def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kernel, str]:
@@ -37,7 +32,7 @@ def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kerne
             k.layout == layout or layout in READABLE for k in chosen
         ):
             return chosen[0], layout
-    layout = storage_layout(case.spec.format.bits)
+    layout = portable_layout(case.spec)
     return kernels_in(layout)[0], layout
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ def quantize_weight(x: Tensor, scheme: Scheme, name: str = "weight") -> tuple[Af
     check_finite(x, name)
     spec = scheme.weight.with_(layout="plain")
     step = max(1, x.shape[0] if x.ndim else 1)
-    if _rows_independent(spec, x):
+    if x.ndim > 1 and x.shape[0] > 1 and rows_independent(spec, x.shape):
         step = min(step, max(1, _CHUNK // max(1, x[0].numel())))
     pieces, signal, noise = [], 0.0, 0.0
     for start in range(0, max(1, x.shape[0] if x.ndim else 1), step):
@@ -132,13 +132,16 @@ def quantize_weight(x: Tensor, scheme: Scheme, name: str = "weight") -> tuple[Af
     return AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act), sqnr
 
 
-def _rows_independent(spec: QuantSpec, x: Tensor) -> bool:
-    """Whether x[a:b] can be quantized by itself: no part is shared by rows, nor itself quantized in blocks of rows."""
-    nested = isinstance(spec.scale, QuantSpec) or isinstance(spec.offset, QuantSpec)
-    return x.ndim > 1 and x.shape[0] > 1 and not nested and blocks.resolve(spec.block, x.shape)[0] == 1
+def rows_independent(spec: QuantSpec, shape: Sequence[int]) -> bool:
+    """Whether x[a:b] can be quantized by itself: no part is shared by rows, at any depth."""
+    inner = blocks.counts(spec.block, shape)
+    nested = [k for k in (spec.scale, spec.offset) if isinstance(k, QuantSpec)]
+    return blocks.resolve(spec.block, shape)[0] == 1 and all(rows_independent(k, inner) for k in nested)
 
 
 def _join(slot: tuple[Any, ...]) -> Any:
+    if isinstance(slot[0], Parts):
+        return Parts(*map(_join, zip(*slot, strict=True)))
     return None if slot[0] is None else torch.cat(slot)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pennyweight as pw
+from pennyweight.core.spec import TINYGEMM
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN, quantized
 
@@ -606,3 +608,32 @@ def test_no_method_that_reaches_for_storage_ends_the_process() -> None:
             warnings.simplefilter("ignore")
             reach(w)
         assert torch.isfinite(w.dequantize()).all()
+
+
+def test_a_pickle_holds_no_packing_of_one_machine(tmp_path: Path) -> None:
+    """aten's int4 bytes depend on the instruction set; a file written here must read the same on another CPU."""
+    w = QT.from_float(torch.randn(80, 256), TINYGEMM.with_(layout="torch_int4"))
+    rebuilt = pickle.loads(pickle.dumps(w))
+    assert rebuilt.spec == w.spec
+    assert torch.equal(rebuilt.codes, w.codes)
+    assert w.codes.numpy().tobytes() not in pickle.dumps(w)
+    torch.save((w, w.dequantize()), tmp_path / "w.pt")
+    code = (
+        "import sys, torch, pennyweight; w, want = torch.load(sys.argv[1], weights_only=True); "
+        "assert w.spec.layout == 'torch_int4'; assert torch.equal(w.dequantize(), want); "
+        "x = torch.eye(256); assert float((torch.nn.functional.linear(x, w).t() - want).norm() / want.norm()) < 4e-3"
+    )
+    for isa in ("avx2", "default"):
+        env = {**os.environ, "ATEN_CPU_CAPABILITY": isa}
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / "w.pt")], env=env, check=True)
+
+
+@pytest.mark.parametrize("name", ["codes", "scale", "offset"])
+def test_a_pickle_of_parts_that_do_not_fit_is_refused(name: str) -> None:
+    fn, (static, parts, *rest) = QT.from_float(torch.randn(80, 256), TINYGEMM).__reduce_ex__(4)
+    assert torch.equal(fn(static, parts, *rest).codes, parts["codes"])
+    for bad in (parts[name][:-1], parts[name].to(torch.int16)):
+        with pytest.raises(ValueError, match=f"{name} is .* expected"):
+            fn(static, {**parts, name: bad}, *rest)
+    with pytest.raises(ValueError, match="has parts"):
+        fn(static, {k: v for k, v in parts.items() if k != name}, *rest)
