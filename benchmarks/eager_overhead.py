@@ -1,9 +1,11 @@
-"""What the tensor class costs in eager mode: F.linear through it, less the kernel called directly.
+"""What the tensor class costs in eager mode, and what is left of it in a frozen model.
 
     python benchmarks/eager_overhead.py [seconds per figure, default 0.3]
 
-A 64x64 layer at one row, one thread, no gradients: the arithmetic takes next to nothing, so the rest is seen. Each
-figure is the least of many short runs, interleaved so that a busy machine slows all of them alike.
+A 64x64 layer at one row, one thread, no gradients: the arithmetic takes next to nothing, so the rest is seen. "kernel"
+is the selected kernel called by itself; then F.linear with a float and a quantized weight, and what the second takes
+beyond the kernel; then whole modules: nn.Linear float, quantized, and frozen. Each figure is the least of many short
+runs, interleaved so that a busy machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import pennyweight as pw
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
@@ -48,23 +52,31 @@ def least(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, fl
 def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 0.3
     torch.set_num_threads(1)
-    print(f"{'microseconds a call, 64x64, M=1':<32}{'float':>8}{'kernel':>8}{'tensor':>8}{'class':>8}  kernel")
+    print(f"{'microseconds a call, 64x64, M=1':<31}{'':>7} |{'F.linear':^24} |{'nn.Linear':^24} |")
+    names = ("kernel", " |", "float", "quant.", "class", " |", "float", "quant.", "frozen", " |")
+    print(" " * 30 + "".join(n if n == " |" else f"{n:>8}" for n in names))
     for name, (spec, act, dtype) in CASES.items():
-        plain = torch.randn(64, 64, dtype=dtype)
-        w = AffineQuantizedTensor.from_float(plain, spec, act=act)
+        plain, layer, frozen = (nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(3))
+        w = AffineQuantizedTensor.from_float(plain.weight, spec, act=act)
+        layer.weight = frozen.weight = nn.Parameter(w, requires_grad=False)
+        pw.freeze_(frozen)
         x = torch.randn(1, 64, dtype=dtype)
         kernel = select("linear", case_of(w, dtype))
         with torch.no_grad():
             took = least(
                 {
-                    "float": lambda x=x, p=plain: F.linear(x, p),
                     "kernel": lambda x=x, w=w, run=kernel.run: run(x, w, None),
+                    "float": lambda x=x, p=plain.weight: F.linear(x, p),
                     "tensor": lambda x=x, w=w: F.linear(x, w),
+                    "float layer": lambda x=x, f=plain: f(x),
+                    "layer": lambda x=x, f=layer: f(x),
+                    "frozen": lambda x=x, f=frozen: f(x),
                 },
                 seconds,
             )
-        cost = took["tensor"] - took["kernel"]
-        print(f"{name:<32}{took['float']:8.2f}{took['kernel']:8.2f}{took['tensor']:8.2f}{cost:8.2f}  {kernel.name}")
+        took["class"] = took["tensor"] - took["kernel"]
+        order = (("kernel",), ("float", "tensor", "class"), ("float layer", "layer", "frozen"))
+        print(f"{name:<30}" + "".join("".join(f"{took[n]:8.2f}" for n in group) + " |" for group in order), kernel.name)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,20 @@ from .kernels import explain
 
 if TYPE_CHECKING:
     from .io import CheckpointError, flatten, load, quantize_checkpoint, save, unflatten
-    from .models import Plan, PlanError, Report, Scheme, dequantize_, plan, quantize_, register_quantize_module_handler
+    from .models import (
+        FrozenLinear,
+        PerformanceWarning,
+        Plan,
+        PlanError,
+        Report,
+        Scheme,
+        dequantize_,
+        freeze_,
+        plan,
+        quantize_,
+        register_quantize_module_handler,
+        thaw_,
+    )
     from .models.configs import *  # noqa: F403
     from .models.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 
@@ -36,6 +49,7 @@ __all__ = [
     "Float8WeightOnlyConfig",
     "Format",
     "FqnToConfig",
+    "FrozenLinear",
     "Granularity",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
@@ -56,6 +70,7 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "PerToken",
+    "PerformanceWarning",
     "Plan",
     "PlanError",
     "QuantSpec",
@@ -72,6 +87,7 @@ __all__ = [
     "float8_static_activation_float8_weight",
     "float8_weight_only",
     "fpx_weight_only",
+    "freeze_",
     "get_format",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
@@ -87,6 +103,7 @@ __all__ = [
     "reset_fallbacks",
     "save",
     "strict",
+    "thaw_",
     "uintx_weight_only",
     "unflatten",
 ]

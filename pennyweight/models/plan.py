@@ -15,9 +15,10 @@ from ..core.numerics import quantize
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.table import Case, case_of, select
 from .configs import AOBaseConfig
+from .freeze import FrozenLinear
 from .handlers import HANDLERS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .prepare import choose_layout
-from .report import Report, Row
+from .report import Latency, Report, Row
 from .rules import Choice, Filter, PlanError, Rules, rules
 from .scheme import Scheme
 from .sites import Indivisible, Place, Site, make_site, places
@@ -33,6 +34,7 @@ class PlanRow:
     places   every place where it hangs, the first being the row's name; several where it is tied
     ops      of the kernel table, by which it is read
     already  whether it carries this very scheme
+    latency  of its layer, once measured
     call     a handler, ready to run: (model, device=...) -> the new module; handled: the config it runs under
     """
 
@@ -53,6 +55,7 @@ class PlanRow:
     already: bool = False
     call: Any = field(default=None, repr=False)
     handled: AOBaseConfig | None = None
+    latency: tuple[Latency, ...] = ()
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -82,9 +85,8 @@ class Plan:
         rows = []
         for r in self.rows:
             scheme = type(r.handled).__name__ if r.call is not None else "" if r.scheme is None else str(r.scheme)
-            rows.append(
-                Row(r.name, r.type_name, r.shape, scheme, r.kernel, r.bytes_before, r.bytes_after, None, r.note)
-            )
+            sizes = (r.bytes_before, r.bytes_after)
+            rows.append(Row(r.name, r.type_name, r.shape, scheme, r.kernel, *sizes, None, r.note, r.latency))
         return Report(str(self.config), rows)
 
     def __str__(self) -> str:
@@ -103,8 +105,8 @@ def plan(
     """List every parameter with its site, scheme, kernel, bytes, and the reason where it is left alone. Pure.
 
     filter_fn(module, fqn) picks modules; default: linear ones. handlers: default those that are registered. Works on
-    the meta device. Raises PlanError where the plan quantizes nothing, a key matches nothing, or the config does not
-    fit a layer.
+    the meta device. Raises PlanError where the plan quantizes nothing, a key matches nothing, the config does not fit a
+    layer, or the model is frozen.
     """
     if not isinstance(config, AOBaseConfig):
         raise PlanError(f"config must be an AOBaseConfig such as Int8WeightOnlyConfig(), got {config!r}")
@@ -112,6 +114,9 @@ def plan(
         raise PlanError(f"on_indivisible must be one of {ON_INDIVISIBLE}, got {on_indivisible!r}")
     if device is not None and torch.device(device).type == "meta":
         raise PlanError("device='meta' would throw the weights away; leave device out")
+    frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
+    if frozen:
+        raise PlanError(f"{frozen[0] or 'model'} is frozen ({len(frozen)} layers are); thaw_(model) first")
     chosen = rules(config, filter_fn)
     everywhere = list(places(model))
     handlers = HANDLERS if handlers is None else handlers

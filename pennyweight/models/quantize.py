@@ -15,13 +15,16 @@ from ..core.numerics import Parts, dequantize, quantize
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from .configs import AOBaseConfig
+from .freeze import thaw_
 from .handlers import apply_callable, module_nbytes
+from .measure import leave_slower_, measure_, row_counts, warn_slower
 from .plan import Plan, PlanRow, plan
 from .report import Report, Row
 from .rules import Filter, PlanError
 from .scheme import Scheme
 from .sites import places
 
+ON_SLOWER = ("keep", "skip")
 _CHUNK = 1 << 24  # elements quantized at a time, so that float32 temporaries stay small beside the weight
 
 
@@ -33,6 +36,8 @@ def quantize_(
     *,
     dry_run: bool = False,
     on_indivisible: str = "pad",
+    measure: bool | Sequence[int] = False,
+    on_slower: str = "keep",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
     """Quantize the model's parameters in place and say what happened.
@@ -40,21 +45,34 @@ def quantize_(
     config          what each chosen parameter becomes
     filter_fn       (module, fqn) -> bool; default: linear modules
     device          move each chosen module there, its weight before it is quantized
-    dry_run         only plan
+    dry_run         only plan, and measure where that is asked for
     on_indivisible  group sizes that do not divide: "pad" (exact), "largest_divisor", "skip", "error"
+    measure         time each shape of linear layer here beside float, with these numbers of rows; True: 1 and 64
+    on_slower       a layer slower than float at one of them: "keep" it and warn, or "skip" it, left as it was
     progress        called with (done, total, name)
 
     Everything is checked before anything is changed. Each float weight is freed before the next is read; tied
     parameters stay tied; a parameter that has the scheme already is left as it is. Raises PlanError (a ValueError).
     """
     if not isinstance(config, AOBaseConfig) and callable(config):
+        if measure or on_slower != "keep":
+            raise PlanError("measure and on_slower need a config; a function over modules says nothing about layers")
         return apply_callable(model, config, filter_fn, device)
+    counts = row_counts(measure)
+    if on_slower not in ON_SLOWER:
+        raise PlanError(f"on_slower must be one of {ON_SLOWER}, got {on_slower!r}")
+    if on_slower == "skip" and not counts:
+        raise PlanError("on_slower='skip' needs measure=True, or numbers of rows such as measure=(1, 64)")
     # Parameters made in inference mode could never again be part of a graph.
     with torch.inference_mode(False), torch.no_grad():
         todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
+        if counts or not dry_run:
+            _check_values(todo)
+        if counts:
+            measure_(todo, lambda row: counts, lambda row: solve(row, device)[0])
+            (leave_slower_ if on_slower == "skip" else warn_slower)(todo)
         report = todo.report()
         if not dry_run:
-            _check_values(todo)
             _carry_out(model, todo, report, device, progress)
     return report
 
@@ -176,9 +194,10 @@ def _move_rest(row: PlanRow, device: Any) -> None:
 def dequantize_(model: nn.Module) -> Report:
     """Undo: every quantized parameter becomes the float tensor it stands for; ties are kept. Returns what was done.
 
-    requires_grad stays as it is on the quantized parameter (quantize_ leaves it False).
+    A frozen model is thawed first. requires_grad stays as it is on the quantized parameter (quantize_ leaves it False).
     """
     rows = []
+    thaw_(model)
     with torch.inference_mode(False), torch.no_grad():
         for where in list(places(model)):
             w = where[0].get()

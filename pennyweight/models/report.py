@@ -9,10 +9,33 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+# A layer counts as slower than float from this ratio of its times on: what two measurements of one thing differ by.
+NOISE = 1.05
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Microseconds of one call of a linear layer with so many rows, float and quantized, measured side by side."""
+
+    rows: int
+    float_us: float
+    quantized_us: float
+
+    @property
+    def speed(self) -> float:
+        """Relative to float: above 1 is faster."""
+        return self.float_us / self.quantized_us
+
+    @property
+    def slower(self) -> bool:
+        """Whether it is slower than float by more than measurements differ."""
+        return self.quantized_us > NOISE * self.float_us
+
 
 @dataclass
 class Row:
-    """One parameter. bytes_* are true storage; sqnr is that of the weight, in dB; note says what is worth saying."""
+    """One parameter. bytes_* are true storage; sqnr is that of the weight, in dB; note says what is worth saying;
+    latency is there where it was asked for and the layer is linear."""
 
     name: str
     type: str
@@ -23,6 +46,7 @@ class Row:
     bytes_after: int
     sqnr: float | None = None
     note: str = ""
+    latency: tuple[Latency, ...] = ()
 
     @property
     def quantized(self) -> bool:
@@ -45,6 +69,11 @@ class Report:
     def skipped(self) -> list[Row]:
         """Parameters left alone, each with its reason in ``note``."""
         return [r for r in self.rows if not r.quantized]
+
+    @property
+    def slower(self) -> list[Row]:
+        """Quantized, and measured to be slower than float at one of the numbers of rows."""
+        return [r for r in self.quantized if any(t.slower for t in r.latency)]
 
     @property
     def bytes_before(self) -> int:
@@ -81,7 +110,8 @@ class Report:
         q, s = len(self.quantized), len(self.skipped)
         before, after = self.bytes_before, self.bytes_after
         line = f"{q} parameters {self.verb}, {s} left alone; {size(before)} -> {size(after)}"
-        return line + (f" ({before / after:.2f}x smaller)" if after and before >= after else "")
+        line += f" ({before / after:.2f}x smaller)" if after and before >= after else ""
+        return line + (f"; {len(self.slower)} are slower than float here" if self.slower else "")
 
     def to_dict(self) -> dict[str, Any]:
         rows = [{**asdict(r), "shape": list(r.shape)} for r in self.rows]
@@ -101,7 +131,8 @@ class Report:
 
     def table(self, *, full: bool = True) -> str:
         """The report as text. Not ``full``: layers that differ in a number of their name alone share a line, which
-        shows their count, their bytes together, and the least and greatest SQNR."""
+        shows their count, their bytes together, and the least and greatest SQNR. "speed" is float's time by the
+        layer's, for each number of rows that was measured; it is there where something was."""
         from io import StringIO
 
         from rich.console import Console
@@ -109,19 +140,20 @@ class Report:
         from rich.text import Text
 
         table = Table(title=Text(self.config), title_justify="left", caption=self.summary(), caption_justify="left")
-        for name, justify in (
-            ("parameter", "left"), ("shape", "right"), ("scheme", "left"), ("kernel", "left"),
-            ("before", "right"), ("after", "right"), ("SQNR dB", "right"), ("note", "left"),
-        ):  # fmt: skip
-            table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        speed = ("speed",) if any(r.latency for r in self.rows) else ()
+        for name in ("parameter", "shape", "scheme", "kernel", "before", "after", "SQNR dB", *speed, "note"):
+            right = name in ("shape", "before", "after", "SQNR dB")
+            table.add_column(name, justify="right" if right else "left", overflow="fold")
         for name, rows in _groups(self.quantized, lambda r: r.name if full else _numberless(r)).items():
             one = rows[0]
             shape = "×".join(map(str, one.shape))
-            cells = (name, shape, one.scheme, one.kernel, *_sizes(rows), _sqnr(rows), one.note)
+            times = [_speed(one)] if speed else []
+            cells = (name, shape, one.scheme, one.kernel, *_sizes(rows), _sqnr(rows), *times, one.note)
             table.add_row(*map(Text, cells))  # Text, because "[64]" would be read as markup
         for note, rows in _groups(self.skipped, lambda r: r.note).items():
             name = rows[0].name if len(rows) == 1 else f"{rows[0].name} and {len(rows) - 1} more"
-            table.add_row(*map(Text, (name, "", "left alone", "", *_sizes(rows), "", note)))
+            times = [""] if speed else []
+            table.add_row(*map(Text, (name, "", "left alone", "", *_sizes(rows), "", *times, note)))
         out = StringIO()
         Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
         return out.getvalue()
@@ -133,7 +165,7 @@ FOLD_ABOVE = 24
 
 def _numberless(row: Row) -> tuple[Any, ...]:
     name = ".".join("*" if part.isdigit() else part for part in row.name.split("."))
-    return name, row.shape, row.scheme, row.kernel, row.note
+    return name, row.shape, row.scheme, row.kernel, row.note, row.latency
 
 
 def _groups(rows: list[Row], key: Callable[[Row], Any]) -> dict[str, list[Row]]:
@@ -158,6 +190,11 @@ def _sqnr(rows: list[Row]) -> str:
         return ""
     low, high = f"{min(values):.1f}", f"{max(values):.1f}"
     return low if low == high else f"{low} to {high}"
+
+
+def _speed(row: Row) -> str:
+    """As "1: 3.1x  64: 0.90x"."""
+    return "  ".join(f"{t.rows}: {t.speed:.2g}x" if t.speed < 10 else f"{t.rows}: {t.speed:.0f}x" for t in row.latency)
 
 
 def size(n: float) -> str:
