@@ -8,7 +8,7 @@ use_venv() {
     [[ -x .venv/bin/python ]] || "${PYTHON:-python3}" -m venv .venv
     # The mark is the checksum of what decides an installation; unchanged means there is nothing to do.
     local mark=.venv/installed-${extras//,/-} sum
-    sum=$(cat pyproject.toml constraints.txt | cksum)
+    sum=$(cat pyproject.toml constraints.txt setup.py pennyweight/kernels/cpu/src/* | cksum)
     if [[ ! -f $mark || $(<"$mark") != "$sum" ]]; then
         echo "installing pennyweight[$extras] into .venv" >&2
         "${pip[@]}" torch  # first and pinned: nothing installed later may bring another build of it

@@ -19,7 +19,7 @@ from ..core import fallback
 from ..core.numerics import Parts, dequantize
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, implements, static_json
-from .table import case_of, get_kernel, select
+from .table import Case, case_of, get_kernel, select
 
 QT = AffineQuantizedTensor
 
@@ -32,7 +32,8 @@ def run_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
 
 def bind(w: QT, dtype: torch.dtype) -> tuple[int, Callable[..., Tensor]]:
     """(K, kernel) of this weight for inputs of a dtype, remembered on the weight, as are K and the order of axes."""
-    w._bound[dtype] = bound = (w.shape[-1], select("linear", case_of(w, dtype)).run)
+    case = case_of(w, dtype)
+    w._bound[dtype] = bound = (w.shape[-1], select("linear", case).bound(case))
     return bound
 
 
@@ -161,14 +162,21 @@ def _parse_key(key: str) -> tuple[Any, ...]:
     return get_kernel("linear", data["kernel"]), data["tree"], spec, tuple(w["shape"]), DTYPES[w["dtype"]], act
 
 
+@lru_cache(maxsize=65536)
+def _bound_to(key: str, dtype: torch.dtype, device: str) -> tuple[Callable[..., Tensor], dict[str, Any], bool]:
+    """Kernel of a key for inputs of a dtype, the tree of its parts, and whether parts are all it needs of a weight."""
+    kernel, tree, spec, shape, _, act = _parse_key(key)
+    return kernel.bound(Case(spec, act, shape, dtype, device)), tree, kernel.bind is not None
+
+
 def _weight(key: str, parts: list[Tensor]) -> tuple[Any, QT]:
     kernel, tree, spec, shape, dtype, act = _parse_key(key)
     return kernel, QT(_nest(tree, list(parts)), spec, shape, dtype, act)
 
 
 def _linear_op(x: Tensor, parts: list[Tensor], bias: Tensor | None, key: str) -> Tensor:
-    kernel, w = _weight(key, parts)
-    return kernel.run(x, w, bias)
+    run, tree, parts_do = _bound_to(key, x.dtype, x.device.type)
+    return run(x, _nest(tree, list(parts)) if parts_do else _weight(key, parts)[1], bias)
 
 
 def _linear_fake(x: Tensor, parts: list[Tensor], bias: Tensor | None, key: str) -> Tensor:

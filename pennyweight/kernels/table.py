@@ -46,6 +46,7 @@ class Kernel:
     rank       higher wins; -1 dequantizes and computes, and is counted when it runs
     tolerance  how close to the reference: "exact"; "float32", "bfloat16": the relative error of that arithmetic;
                "fixed22": float32, of inputs rounded at 2**-22 of the greatest of their token
+    bind       case -> run, with all that is static worked out once
     """
 
     op: str
@@ -56,6 +57,11 @@ class Kernel:
     layout: str | None = None
     rank: int = 0
     tolerance: str = "float32"
+    bind: Callable[[Case], Callable[..., torch.Tensor]] | None = None
+
+    def bound(self, case: Case) -> Callable[..., torch.Tensor]:
+        """(x, w, bias) -> y for one case; w may be anything that has the parts as attributes where ``bind`` is given."""
+        return self.run if self.bind is None else self.bind(case)
 
     def refuses(self, case: Case, *, any_layout: bool = False) -> str | None:
         """The sentence that refuses the case, or None."""

@@ -1,0 +1,260 @@
+"""Native ``linear`` for integer codes of 1 to 8 bits on a CPU, and the layout "cpu" that it reads.
+
+One kernel for weight-only and for int8 inputs: a float input is written as two or three int8 digits under a power of
+two per block of columns, so every product is one of integers, and exact. See src/int_linear.h for the arithmetic and
+src/pack.h for the bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import blocks
+from ...core.formats import E8M0, INT7, INT8, UINT7, UINT8
+from ...core.layouts import Layout, register_layout
+from ...core.numerics import Parts
+from ...core.spec import SPECS, ActivationSpec, QuantSpec
+from ..table import Case, Kernel, case_of, register_kernel
+from .library import (
+    ASYMMETRIC, E8M0 as E8M0_KIND, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, load, missing, native,
+)  # fmt: skip
+
+TILE = 16  # rows of a tile
+STEP = 32  # columns of a tile
+INPUT_BLOCK = 128  # columns of a float input that share a power of two, at most
+SUM_BLOCK = 2048  # columns of one integer sum where nothing asks for fewer; far below the 65793 that fit int32
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _scale_dtype(kind: Any) -> bool:
+    return kind in _FLOATS or (isinstance(kind, QuantSpec) and kind.format is E8M0 and kind.scale is None)
+
+
+def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
+    """True, or the sentence that says why the layout cannot hold this."""
+    if len(shape) != 2:
+        return "needs a 2-d weight"
+    if spec.format.kind != "int":
+        return "needs integer codes"
+    if not _scale_dtype(spec.scale) or not (spec.offset is None or spec.offset in _FLOATS):
+        return "needs plain scales and offsets, or e8m0 scales"
+    if spec.block is None:
+        return spec.offset is None and not spec.zero_point or "needs zero points and offsets per row or group"
+    rows, group = blocks.resolve(spec.block, shape)
+    if rows != 1:
+        return f"needs rows that share no scale, the weight has blocks of {[rows, group]}"
+    return group >= shape[1] or group % STEP == 0 or f"needs groups that are multiples of {STEP}, the weight has {group}"
+
+
+def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """Columns per scale: 0 for one per row, -1 for one in all. A row with an offset is one group."""
+    if spec.block is None:
+        return -1
+    group = blocks.resolve(spec.block, shape)[-1]
+    if group < shape[1]:
+        return group
+    return _up(shape[1], STEP) if spec.offset is not None else 0
+
+
+def _up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
+    return max(STEP, _up(blocks.padded(spec.block, shape)[-1], STEP))
+
+
+def _tile_rows(p: Tensor) -> Tensor:
+    """[n, groups] -> [ceil(n / 16), groups, 16], zero beyond n."""
+    n, groups = p.shape
+    out = p.new_zeros((_up(n, TILE), groups))
+    out[:n] = p
+    return out.view(-1, TILE, groups).transpose(1, 2).contiguous()
+
+
+def _untile_rows(p: Tensor, n: int) -> Tensor:
+    return p.transpose(1, 2).reshape(-1, p.shape[1])[:n].contiguous()
+
+
+def _each_part(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) -> Parts:
+    """fn over the parts that have one number per group; one number in all stays as it is."""
+    if spec.block is None:
+        return parts
+    changed = {
+        name: p.map(fn) if isinstance(p, Parts) else fn(p)
+        for name in ("scale", "zero_point", "offset")
+        if (p := getattr(parts, name)) is not None
+    }
+    return parts._replace(**changed)
+
+
+def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    """codes: uint8 [ceil(N/16), K/32 * 64 * bits]; scale, zero_point, offset: [ceil(N/16), groups, 16]."""
+    verdict = fits(spec, shape)
+    if verdict is not True:
+        raise ValueError(f'layout "cpu" of {tuple(shape)} {spec}: {verdict}')
+    columns, codes = _columns(spec, shape), parts.codes.contiguous()
+    bits = spec.format.bits
+    packed = torch.empty((_up(shape[0], TILE) // TILE, columns // STEP * 64 * bits), dtype=torch.uint8)
+    native().pw_pack_codes(
+        codes.data_ptr(), codes.shape[0], codes.shape[1], columns, bits, -int(spec.format.lo) & 255, packed.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return _each_part(parts, spec, _tile_rows)._replace(codes=packed)
+
+
+def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    """Inverse of :func:`pack`, bit for bit."""
+    n, k = blocks.padded(spec.block, shape)
+    codes = torch.empty((n, k), dtype=spec.format.code_dtype)
+    packed = parts.codes.contiguous()
+    native().pw_unpack_codes(
+        packed.data_ptr(), n, k, _columns(spec, shape), spec.format.bits, -int(spec.format.lo) & 255, codes.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return _each_part(parts, spec, lambda p: _untile_rows(p, n))._replace(codes=codes)
+
+
+def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """Bytes of the rows and columns that fill up tiles."""
+    n, (rows, columns) = shape[0], (_up(shape[0], TILE), _columns(spec, shape))
+    width = blocks.padded(spec.block, shape)[-1]
+    extra = rows * columns * spec.format.bits // 8 - n * -(-width * spec.format.bits // 8)
+    if spec.block is not None:
+        groups = blocks.counts(spec.block, shape)[-1]
+        for kind in spec.part_specs().values():
+            extra += (rows - n) * groups * (1 if isinstance(kind, QuantSpec) else kind.itemsize)
+    return extra
+
+
+_EXAMPLES = tuple(
+    (spec, shape) for spec in SPECS.values() for shape in ((16, 256), (33, 100)) if fits(spec, shape) is True
+)
+LAYOUT = register_layout(Layout("cpu", pack, unpack, ("cpu",), _EXAMPLES, _padding))
+
+
+# -- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def _activation(act: ActivationSpec | None) -> bool | str:
+    if act is None:
+        return True
+    spec = act.spec
+    if spec.format not in (INT7, INT8, UINT7, UINT8) or spec.mid or spec.offset is not None:
+        return "needs 7- or 8-bit integer activations without an offset"
+    if spec.format.lo == 0 and not spec.zero_point:
+        return "needs signed activations, or unsigned ones with a zero point"
+    if spec.scale not in _FLOATS:
+        return "needs activations with a plain scale"
+    if act.mode == "static":
+        return True
+    if act.rule not in (None, "symmetric", "asymmetric") or (act.rule == "symmetric") == spec.zero_point:
+        if act.rule is not None:
+            return f"needs activations under the rule of their kind, not {act.rule!r}"
+    return spec.block == (-1,) or "needs one activation scale per token"
+
+
+def _accepts(case: Case) -> bool | str:
+    for verdict in (missing(), fits(case.spec, case.shape), _activation(case.act)):
+        if verdict is not True:
+            return verdict
+    return case.dtype in _FLOATS or f"for float32, bfloat16 and float16 inputs, not {case.dtype}"
+
+
+def _block(group: int, act: ActivationSpec | None, columns: int) -> int:
+    """Columns of one integer sum: they divide the group, and share one power of two of a float input."""
+    most = SUM_BLOCK if act is not None else INPUT_BLOCK
+    if group <= 0:
+        return most
+    return next(b for b in range(min(most, group) // STEP * STEP, 0, -STEP) if group % b == 0)
+
+
+def describe(case: Case) -> IntLinear:
+    """The case as src/abi.h has it."""
+    spec, act, (n, k) = case.spec, case.act, case.shape
+    group, columns = _group(spec, case.shape), _columns(spec, case.shape)
+    w = IntLinear(
+        n=n, k=k, kp=columns, bits=spec.format.bits, center=spec.mid - int(spec.format.lo), group=group,
+        block=_block(group, act, columns),
+        scale=E8M0_KIND if isinstance(spec.scale, QuantSpec) else KINDS[spec.scale],
+        zero_point=KINDS[spec.zero_point_dtype] if spec.zero_point else NONE,
+        offset=KINDS[spec.offset], x=KINDS[case.dtype], act=FLOAT, act_scale=KINDS[torch.float32],
+    )  # fmt: skip
+    if act is not None:
+        f = act.spec.format
+        shift = 128 if f.lo == 0 and f.hi > 127 else 0  # digits are signed
+        w.act_lo, w.act_hi, w.act_scale = int(f.lo) - shift, int(f.hi) - shift, KINDS[act.spec.scale]
+        w.act = STATIC if act.mode == "static" else ASYMMETRIC if act.spec.zero_point else SYMMETRIC
+        w.act_steps = (f.hi - f.lo) / (1 if act.spec.zero_point else 2)
+        info = torch.finfo(case.dtype)
+        least = info.smallest_normal * info.eps
+        w.act_floor = info.smallest_normal if act.eps is None else max(act.eps, least)
+        if act.eps is not None:
+            w.act_floor = float(torch.tensor(w.act_floor, dtype=case.dtype))
+    return w
+
+
+@lru_cache(maxsize=4096)
+def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
+    """(x, parts, bias) -> y for one case, with all that is static worked out."""
+    struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
+    weight, n, k = ctypes.addressof(struct), struct.n, struct.k
+    call, threads, kinds = native().pw_int_linear, torch.get_num_threads, KINDS
+    spec, act = case.spec, case.act
+    nested = isinstance(spec.scale, QuantSpec)
+    has_zero, has_offset, static = spec.zero_point, spec.offset is not None, act is not None and act.mode == "static"
+    plain = not (nested or has_zero or has_offset or static)
+    zero_shift = 128 if act is not None and act.spec.format is UINT8 else 0
+    empty, dtype = torch.empty, case.dtype
+
+    def linear(x: Tensor, w: Any, bias: Tensor | None, struct: IntLinear = struct) -> Tensor:
+        if x.ndim == 2 and x.stride(1) == 1:
+            m, step, flat = x.shape[0], x.stride(0), x
+            y = empty((m, n), dtype=dtype)
+        else:
+            flat = x.reshape(-1, k).contiguous()
+            m, step = flat.shape[0], k
+            y = empty((*x.shape[:-1], n), dtype=dtype)
+        b, b_kind = None, 0
+        if bias is not None:
+            if not bias.is_contiguous() or bias.dtype not in kinds:
+                bias = bias.float().contiguous()
+            b, b_kind = bias.data_ptr(), kinds[bias.dtype]
+        if plain:
+            status = call(weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
+                          w.scale.data_ptr(), None, None, None, 0, threads())  # fmt: skip
+        else:
+            act_scale, act_zero = None, 0
+            if static:
+                act_scale = w.act_scale.to(act.spec.scale).float()  # type: ignore[union-attr]
+                act_zero = (int(w.act_zero_point) if w.act_zero_point is not None else 0) - zero_shift
+            status = call(
+                weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
+                (w.scale.codes if nested else w.scale).data_ptr(),
+                w.zero_point.data_ptr() if has_zero else None,
+                w.offset.data_ptr() if has_offset else None,
+                None if act_scale is None else act_scale.data_ptr(), act_zero, threads(),
+            )  # fmt: skip
+        if status:
+            raise MemoryError(f"linear: no memory for {m} rows of {k} columns as integers")
+        return y
+
+    return linear
+
+
+def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
+    """y = x @ w.T + bias. x: [.., K]; w: in layout "cpu"."""
+    return bind(case_of(w, x.dtype))(x, w, bias)
+
+
+# With one scale per row or group, the sums of products are exact; blocks and scales are in float32. Float inputs are
+# rounded at 2**-15 (two digits) or 2**-23 of the greatest element of their block.
+register_kernel(Kernel("linear", "cpu_int", run, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22", bind=bind))

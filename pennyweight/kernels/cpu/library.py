@@ -1,0 +1,97 @@
+"""The native library: found, loaded and given an instruction set once.
+
+Loaded through ctypes after torch, whose OpenMP runtime it shares. ``PENNYWEIGHT_CPU_ISA`` names the instruction set to
+use; default: the best of this machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+import torch  # before the library: it brings the OpenMP runtime
+
+# Number kinds, as in src/abi.h.
+NONE, F32, BF16, F16, E8M0, I8, U8, E4M3 = range(8)
+KINDS = {
+    None: NONE, torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: I8, torch.uint8: U8,
+    torch.float8_e4m3fn: E4M3,
+}  # fmt: skip
+FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # treatment of the input, as in src/abi.h
+
+
+class IntLinear(ctypes.Structure):
+    """All that is static about a linear layer with integer codes; see src/abi.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("n", "k", "kp")),
+        *((name, c_int32) for name in ("bits", "center", "group", "block", "scale", "zero_point", "offset", "x", "act")),
+        *((name, c_int32) for name in ("act_lo", "act_hi", "act_scale")),
+        *((name, c_float) for name in ("act_floor", "act_steps")),
+    )
+
+
+_P, _N, _I = c_void_p, c_int64, c_int
+_SIGNATURES = {
+    "pw_isa_count": (_I, ()),
+    "pw_isa_name": (c_char_p, (_I,)),
+    "pw_isa_here": (_I, (_I,)),
+    "pw_isa_use": (_I, (c_char_p,)),
+    # weight, x, m, ldx, y, bias, bias kind, codes, scale, zero point, offset, act scale, act zero point, threads
+    "pw_int_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _N, _I)),
+    "pw_pack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),
+    "pw_unpack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),
+}
+
+
+@lru_cache(maxsize=1)
+def load() -> ctypes.CDLL | str:
+    """The library with an instruction set chosen, or the sentence that says why there is none."""
+    found = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not found:
+        return "not built: no C++ compiler when the package was installed (reinstall with g++, PENNYWEIGHT_NATIVE=1)"
+    try:
+        lib = ctypes.CDLL(str(found[0]))
+    except OSError as error:
+        return f"built but cannot be loaded: {error}"
+    for name, (result, arguments) in _SIGNATURES.items():
+        fn = getattr(lib, name)
+        fn.restype, fn.argtypes = result, arguments
+    wanted = os.environ.get("PENNYWEIGHT_CPU_ISA", "")
+    if lib.pw_isa_use(wanted.encode()) < 0:
+        names = ", ".join(_isas(lib))
+        raise RuntimeError(f"PENNYWEIGHT_CPU_ISA={wanted!r} is not to be had here; this machine has: {names}")
+    return lib
+
+
+def native() -> ctypes.CDLL:
+    """The library. Raises RuntimeError where there is none."""
+    lib = load()
+    if isinstance(lib, str):
+        raise RuntimeError(f"native CPU kernels: {lib}")
+    return lib
+
+
+def _isas(lib: ctypes.CDLL) -> list[str]:
+    return [lib.pw_isa_name(i).decode() for i in range(lib.pw_isa_count()) if lib.pw_isa_here(i)]
+
+
+def isas() -> list[str]:
+    """Instruction sets that were built and that this machine has, best last; none without the library."""
+    lib = load()
+    return [] if isinstance(lib, str) else _isas(lib)
+
+
+def use_isa(name: str) -> None:
+    """Use another instruction set from now on ("": the best). Raises ValueError for one that is not to be had."""
+    if native().pw_isa_use(name.encode()) < 0:
+        raise ValueError(f"instruction set {name!r} is not to be had here; this machine has: {', '.join(isas())}")
+
+
+def missing() -> bool | str:
+    """True where the library is there, else the sentence that says why not."""
+    lib = load()
+    return lib if isinstance(lib, str) else True

@@ -1,0 +1,89 @@
+// Chooses the instruction set once and offers plain C functions. Compiled without flags of any instruction set.
+#include <cstdlib>
+#include <cstring>
+
+#include "table.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+#define PW_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Isa {
+    const char* name;
+    const Table* (*table)();
+    bool (*here)();
+};
+
+// Weak: a compiler that does not know an instruction set leaves its object out.
+#define PW_ISA_ROW(name, test)                                       \
+    extern "C" __attribute__((weak)) const Table* pw_table_##name(); \
+    bool here_##name() { return pw_table_##name && (test); }
+
+}  // namespace
+
+PW_ISA_ROW(scalar, true)
+#if defined(__x86_64__)
+#define PW_HAS(feature) __builtin_cpu_supports(feature)
+PW_ISA_ROW(avx2, PW_HAS("avx2") && PW_HAS("fma"))
+PW_ISA_ROW(avx_vnni, here_avx2() && PW_HAS("avxvnni"))
+PW_ISA_ROW(avx512, PW_HAS("avx512f") && PW_HAS("avx512bw") && PW_HAS("avx512vl") && PW_HAS("avx512dq"))
+PW_ISA_ROW(avx512_vnni, here_avx512() && PW_HAS("avx512vnni"))
+PW_ISA_ROW(avx512_bf16, here_avx512_vnni() && PW_HAS("avx512bf16"))
+#elif defined(__aarch64__) && defined(__linux__)
+PW_ISA_ROW(neon_dotprod, (getauxval(AT_HWCAP) >> 20) & 1)
+PW_ISA_ROW(neon_i8mm, here_neon_dotprod() && ((getauxval(AT_HWCAP2) >> 13) & 1))
+#endif
+
+namespace {
+
+// Best last.
+const Isa ISAS[] = {
+    {"scalar", pw_table_scalar, here_scalar},
+#if defined(__x86_64__)
+    {"avx2", pw_table_avx2, here_avx2},
+    {"avx_vnni", pw_table_avx_vnni, here_avx_vnni},
+    {"avx512", pw_table_avx512, here_avx512},
+    {"avx512_vnni", pw_table_avx512_vnni, here_avx512_vnni},
+    {"avx512_bf16", pw_table_avx512_bf16, here_avx512_bf16},
+#elif defined(__aarch64__) && defined(__linux__)
+    {"neon_dotprod", pw_table_neon_dotprod, here_neon_dotprod},
+    {"neon_i8mm", pw_table_neon_i8mm, here_neon_i8mm},
+#endif
+};
+constexpr int COUNT = sizeof(ISAS) / sizeof(ISAS[0]);
+
+int chosen = -1;
+
+const Table& table() { return *ISAS[chosen].table(); }
+
+}  // namespace
+
+// Number of instruction sets that were built; name and whether this machine has it.
+PW_EXPORT int pw_isa_count() { return COUNT; }
+PW_EXPORT const char* pw_isa_name(int i) { return ISAS[i].name; }
+PW_EXPORT int pw_isa_here(int i) { return ISAS[i].here(); }
+
+// Uses the named instruction set, the best one for an empty name. Returns its index, -1 where it is not to be had.
+PW_EXPORT int pw_isa_use(const char* name) {
+    for (int i = COUNT; i-- > 0;)
+        if (ISAS[i].here() && (!*name || !std::strcmp(name, ISAS[i].name))) return chosen = i;
+    return -1;
+}
+
+PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
+                            int bias_kind, const void* codes, const void* scale, const void* zero_point,
+                            const void* offset, const void* act_scale, int64_t act_zero_point, int threads) {
+    const LinearArgs a = {x, m, ldx, y, bias, codes, scale, zero_point, offset, act_scale,
+                          (int32_t)act_zero_point, bias_kind, threads};
+    return table().int_linear(w, &a);
+}
+PW_EXPORT void pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
+    table().pack_codes(codes, n, k, kp, bits, flip, out, threads);
+}
+PW_EXPORT void pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
+    table().unpack_codes(packed, n, k, kp, bits, flip, codes, threads);
+}

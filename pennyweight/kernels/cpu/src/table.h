@@ -1,0 +1,10 @@
+// The functions that each instruction set offers.
+#pragma once
+
+#include "abi.h"
+
+struct Table {
+    int (*int_linear)(const IntLinear*, const LinearArgs*);
+    void (*pack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);
+    void (*unpack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);
+};

@@ -1,0 +1,83 @@
+"""Builds the native CPU kernels; everything else about the package is in pyproject.toml.
+
+Plain C++ without torch headers, so that any torch works with it and an isolated build needs a compiler only. Without
+one, or with PENNYWEIGHT_NATIVE=0, the package installs all the same and runs on torch's own kernels; PENNYWEIGHT_NATIVE=1
+makes a failed build an error. `pennyweight doctor` says which it is.
+"""
+
+import os
+import platform
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCE = Path("pennyweight/kernels/cpu/src")
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+# Instruction sets, each a compilation of isa.cpp with its flags. The best that a machine has is chosen when loaded.
+ISAS = {
+    "x86_64": {
+        "avx2": AVX2,
+        "avx_vnni": [*AVX2, "-mavxvnni"],
+        "avx512": AVX512,
+        "avx512_vnni": [*AVX512, "-mavx512vnni"],
+        "avx512_bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
+    },
+    "aarch64": {
+        "neon_dotprod": ["-march=armv8.2-a+dotprod+fp16"],
+        "neon_i8mm": ["-march=armv8.2-a+dotprod+fp16+i8mm"],
+    },
+}
+# No contraction, so that every instruction set rounds alike. Symbols stay inside but for those that dispatch.cpp exports.
+FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+FLAGS += ["-fno-trapping-math", "-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-stringop-overflow"]
+
+
+class BuildNative(build_ext):
+    """Compiles one object per instruction set and links them without the OpenMP library: its symbols are found, when
+    loaded, in the one that torch brought, so that there is one pool of threads."""
+
+    def build_extension(self, ext):
+        wanted = os.environ.get("PENNYWEIGHT_NATIVE", "auto")
+        if wanted == "0":
+            return
+        try:
+            self._build(ext)
+        except Exception as error:
+            if wanted == "1":
+                raise
+            print(f"pennyweight: native kernels not built, torch's own will run ({error})", file=sys.stderr)
+
+    def _build(self, ext):
+        if sys.platform != "linux":
+            raise RuntimeError(f"not offered on {sys.platform} yet")
+        objects = self._compile("dispatch.cpp", "dispatch", [])
+        isas = {"scalar": [], **ISAS.get(platform.machine(), {})}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for built in pool.map(lambda item: self._try(*item), isas.items()):
+                objects += built
+        path = Path(self.get_ext_fullpath(ext.name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(objects, str(path), target_lang="c++")
+
+    def _try(self, isa, flags):
+        """Objects of one instruction set, none where the compiler does not know it; plain C++ must build."""
+        try:
+            return self._compile("isa.cpp", isa, ["-fopenmp", f"-DPW_ISA={isa}", *flags])
+        except Exception:
+            if isa == "scalar":
+                raise
+            print(f"pennyweight: the compiler cannot build {isa}, left out", file=sys.stderr)
+            return []
+
+    def _compile(self, name, folder, flags):
+        out = str(Path(self.build_temp) / folder)
+        return self.compiler.compile([str(SOURCE / name)], output_dir=out, extra_postargs=[*FLAGS, *flags])
+
+
+sources = [str(SOURCE / "dispatch.cpp"), str(SOURCE / "isa.cpp")]
+native = Extension("pennyweight.kernels.cpu._native", sources, depends=[str(p) for p in sorted(SOURCE.glob("*"))])
+setup(ext_modules=[native], cmdclass={"build_ext": BuildNative})
