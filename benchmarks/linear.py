@@ -1,139 +1,128 @@
-"""One linear layer on a CPU: every kernel of the table against float, against dequantizing, and against torchao.
+"""One linear layer on a CPU: pennyweight beside every other way there is, and beside what the machine can do.
 
-    python benchmarks/linear.py [--n 4096] [--k 4096] [--rows 1,16,128] [--threads 2]
+    python benchmarks/linear.py                          # 4096x4096; 1, 16 and 128 rows
+    python benchmarks/linear.py --full --json out.json   # all shapes and rows
+    python benchmarks/linear.py --report out.json [llm.json]   # writes docs/benchmarks.md; measures nothing
 
-All candidates are visited in turn, round after round, in one process; the best visit counts, because the machine may
-be shared. Reported: speed relative to float F.linear of the same dtype (above 1 is faster), and the fraction of the
-limit at one row: weight bytes / measured read bandwidth / time. Each candidate rotates over copies of its layer, 160 MB
-together, so that weights come from memory and not from a cache. torchao's rows appear where it is installed; torch's
-own dynamic quantization always, in float32.
+Every competitor is visited in turn, round after round (A B C A B C ...), families with thread pools of their own in
+processes of their own, one of them active at a time. A visit is the median of the calls that fit into it; what counts
+is the second best visit. Weights rotate over copies that together are five times a cache of 32 MB. Before any time,
+the result must agree with a float64 product within the competitor's bound: a red gate prints no time. Limits of the
+machine (reading memory, int8, bf16 and fp32 products) are visited in the same rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import itertools
+import json
+import shlex
+import sys
 import time
-import warnings
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-import pennyweight as pw
-from pennyweight.kernels import reference
+from benchmarks import machine
+from benchmarks.arithmetic import rows_of, steady
+from benchmarks.measure import Measurement, Plan
+from benchmarks.peers import FAMILIES
+from benchmarks.peers.pool import Pool
 
-CONFIGS = {
-    "int8 weight-only": pw.Int8WeightOnlyConfig(),
-    "int8 dynamic": pw.Int8DynamicActivationInt8WeightConfig(),
-    "int4 g128": pw.Int4WeightOnlyConfig(128),
-}
-
-
-def best(candidates: dict[str, Callable[[], object]], seconds: float = 0.03, rounds: int = 5) -> dict[str, float]:
-    """Least seconds per call of each, visited round-robin."""
-    least = dict.fromkeys(candidates, float("inf"))
-    for _ in range(rounds):
-        for name, call in candidates.items():
-            call()
-            end = time.perf_counter() + seconds
-            while True:
-                start = time.perf_counter()
-                call()
-                now = time.perf_counter()
-                least[name] = min(least[name], now - start)
-                if now > end:
-                    break
-    return least
+SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1536, 1536), (32000, 4096)]
+ROWS = [1, 4, 16, 64, 512]
 
 
-def bandwidth() -> float:
-    """Bytes per second of reading memory: the best of summing 256 MiB and of multiplying it with a vector."""
-    block, vector = torch.ones(8192, 8192), torch.ones(8192)
-    return block.nbytes / min(best({"sum": block.sum, "mv": lambda: torch.mv(block, vector)}, 0.2).values())
-
-
-def rotated(module: nn.Module, nbytes: int, x: torch.Tensor) -> Callable[[], object]:
-    """Calls of copies of a module in turn, 160 MB of them."""
-    copies = itertools.cycle([module, *(copy.deepcopy(module) for _ in range(160_000_000 // nbytes))])
-    return lambda: next(copies)(x)
-
-
-def peers(layer: nn.Linear) -> dict[str, nn.Module]:
-    """What a user would pick instead."""
-    found: dict[str, nn.Module] = {}
-    if layer.weight.dtype is torch.float32:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found["torch quantize_dynamic"] = torch.ao.quantization.quantize_dynamic(
-                nn.Sequential(copy.deepcopy(layer)), {nn.Linear}, dtype=torch.qint8
-            )
-    try:
-        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
-    except ImportError:
-        return found
-    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
-
-    for name, config in (
-        ("torchao int8 weight-only", Int8WeightOnlyConfig(set_inductor_config=False)),
-        ("torchao int8 dynamic", Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)),
-        ("torchao int4 g128 (prototype)", PrototypeInt4WeightOnlyConfig(128)),
-    ):
-        model = nn.Sequential(copy.deepcopy(layer))
-        quantize_(model, config)
-        found[name] = model
-    return found
-
-
-def run(n: int, k: int, rows: list[int], dtype: torch.dtype, read: float) -> Table:
-    torch.manual_seed(0)
-    layer = nn.Linear(k, n).to(dtype)
-    models: dict[str, nn.Module] = {"float": layer}
-    for name, config in CONFIGS.items():
-        models[name] = copy.deepcopy(layer)
-        pw.quantize_(models[name], config)
-    models |= peers(layer)
-    width = {name: dtype.itemsize if name == "float" else 0.5 if "int4" in name else 1 for name in models}
-    short = str(dtype).removeprefix("torch.")
-    table = Table(title=f"{n}x{k}, {short}: speed relative to float F.linear (fraction of the read bandwidth)")
-    for column in ("", *(f"{m} row{'s' * (m > 1)}" for m in rows)):
-        table.add_column(column)
-    cells: dict[str, list[str]] = {}
-    for m in rows:
-        x = torch.randn(m, k, dtype=dtype)
-        with torch.no_grad():
-            calls = {name: rotated(f, int(n * k * width[name]), x) for name, f in models.items()}
-            for name in CONFIGS:
-                w, bias = models[name].weight, models[name].bias
-                calls[f"{name}, dequantize row"] = lambda w=w, bias=bias, x=x: reference.linear(x, w, bias)
-            seconds = best(calls)
-        rate = 2 * m * n * k / seconds["float"] if m == max(rows) else 0
-        for name, s in seconds.items():
-            weight = getattr(models.get(name), "weight", None)
-            limit = weight.nbytes / read if isinstance(weight, torch.Tensor) else None  # of what is stored
-            shown = f"{seconds['float'] / s:.2f}x"
-            cells.setdefault(name, []).append(shown if limit is None or m > 1 else f"{shown} ({limit / s:.2f} of read)")
-        if rate:
-            table.caption = f"float at {m} rows: {rate / 1e9:.0f} GFLOP/s; read bandwidth {read / 1e9:.0f} GB/s"
-    for name, row in cells.items():
-        table.add_row(name, *row)
+def table_of(cell: dict[str, Any], competitors: dict[str, dict[str, Any]]) -> Table:
+    """A cell as printed."""
+    limits = ", ".join(f"{name} {steady(v, largest=True) / 1e9:.0f} G/s" for name, v in cell["limits"].items())
+    table = Table(
+        title=f"{cell['n']}x{cell['k']}, {cell['m']} rows; limits: {limits or 'not measured'}", title_justify="left"
+    )
+    for column, justify in (("", "left"), ("bits", "right"), ("us", "right"), ("x bf16", "right"), ("x peer", "right"),
+                            ("of limit", "right"), ("error", "right"), ("", "left")):  # fmt: skip
+        table.add_column(column, justify=justify)
+    for r in rows_of(cell, competitors):
+        if "refused" in cell["results"][r.name]:
+            continue
+        table.add_row(
+            r.name, str(r.bits), "" if r.seconds is None else f"{r.seconds * 1e6:.0f}",
+            *("" if v is None else f"{v:.2f}" for v in (r.x_bf16, r.x_peer)),
+            "" if r.fraction is None else f"{r.fraction:.2f} {r.limit}",
+            "" if r.error is None else f"{r.error:.2g}", r.note[:60],
+            style="bold" if r.family == "pennyweight" else None,
+        )  # fmt: skip
     return table
 
 
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--full", action="store_true", help="all shapes and rows")
+    p.add_argument("--shapes", help="NxK,NxK,...")
+    p.add_argument("--rows", help="M,M,...")
+    p.add_argument("--peers", help=f"families, of {', '.join(FAMILIES)}; all by default")
+    p.add_argument("--only", default="", help="parts of competitors' names, with commas between; bf16 F.linear stays")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--visit-ms", type=float, default=30)
+    p.add_argument(
+        "--cell-seconds", type=float, default=1.2, help="a slower competitor gets fewer rounds, at least two"
+    )
+    p.add_argument("--threads", type=int, default=machine.cores())
+    p.add_argument("--json", type=Path, metavar="OUT")
+    p.add_argument("--report", type=Path, nargs="+", metavar="JSON")
+    o = p.parse_args(arguments)
+    o.shapes = (
+        [tuple(map(int, s.split("x"))) for s in o.shapes.split(",")] if o.shapes else SHAPES[: 5 if o.full else 1]
+    )
+    o.rows = [int(m) for m in o.rows.split(",")] if o.rows else ROWS if o.full else [1, 16, 128]
+    o.peers = o.peers.split(",") if o.peers else list(FAMILIES)
+    unknown = set(o.peers) - set(FAMILIES)
+    if unknown:
+        p.error(f"unknown families {', '.join(sorted(unknown))}; known: {', '.join(FAMILIES)}")
+    o.only = [*o.only.split(","), "bf16 F.linear"] if o.only else []
+    return o
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=4096)
-    parser.add_argument("--k", type=int, default=4096)
-    parser.add_argument("--rows", default="1,16,128")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    read = bandwidth()
-    for dtype in (torch.bfloat16, torch.float32):
-        Console(width=130).print(run(options.n, options.k, [int(m) for m in options.rows.split(",")], dtype, read))
+    o = parse()
+    if o.report:
+        from benchmarks.report import write
+
+        return write(*(json.loads(path.read_text()) for path in o.report))
+    console, begin = Console(width=140), time.perf_counter()
+    pool = Pool(list(dict.fromkeys(["limits", "torch", *o.peers])), o.threads)
+    for family, why in pool.missing.items():
+        console.print(f"{family} is left out: {why}")
+    competitors = pool.competitors
+
+    def say(cell: dict[str, Any] | None, text: str) -> None:
+        if cell is not None:
+            console.print(table_of(cell, competitors))
+        console.print(f"[dim]{time.perf_counter() - begin:5.0f} s  {text}[/dim]")
+
+    plan = Plan(o.shapes, o.rows, o.rounds, o.visit_ms, o.cell_seconds, o.only, say)
+    data: dict[str, Any] = {
+        "kind": "linear",
+        "command": shlex.join(["python", "benchmarks/linear.py", *sys.argv[1:]]),
+        "machine": machine.describe(o.threads),
+        "versions": {k: v for d in pool.described.values() for k, v in d["versions"].items()},
+        "method": {"rounds": o.rounds, "visit_ms": o.visit_ms, "cell_seconds": o.cell_seconds},
+        "missing": pool.missing,
+        "competitors": competitors,
+        "cells": [],
+    }
+    measurement = Measurement(pool, plan)
+    try:
+        for cell in measurement.cells():
+            data["cells"].append(cell)
+            if o.json:  # after each cell: an interrupted run keeps what it has
+                o.json.write_text(json.dumps(data, indent=1))
+    finally:
+        pool.close()
+    console.print(f"{len(data['cells'])} cells in {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 // One instruction set: compiled once for each, with its flags and PW_ISA as its name.
 #include "int_linear.h"
+#include "probe.h"
 #include "table.h"
 
 #define PW_JOIN2(a, b) a##b
 #define PW_JOIN(a, b) PW_JOIN2(a, b)
 
 extern "C" const Table* PW_JOIN(pw_table_, PW_ISA)() {
-    static const Table table = {int_linear, pack_codes, unpack_codes};
+    static const Table table = {int_linear, pack_codes, unpack_codes, probe};
     return &table;
 }

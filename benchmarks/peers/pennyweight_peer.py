@@ -1,0 +1,61 @@
+"""Pennyweight through its public interface: nn.Linear in bfloat16, `quantize_`, a call."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import pennyweight as pw
+
+from .base import Bind, Competitor, eager
+
+FAMILY = "pennyweight"
+_INT4 = pw.Int8DynamicActivationIntxWeightConfig
+
+CONFIGS: tuple[tuple[str, pw.AOBaseConfig, int, float, str, float], ...] = (
+    ("int8-dynamic", pw.Int8DynamicActivationInt8WeightConfig(), 8, 8, "int8", 0.017),
+    ("int8 weight-only", pw.Int8WeightOnlyConfig(), 8, 8, "bf16", 0.012),
+    ("int4 g32", pw.Int4WeightOnlyConfig(group_size=32), 4, 5, "bf16", 0.09),
+    ("int4 g128", pw.Int4WeightOnlyConfig(group_size=128), 4, 4.25, "bf16", 0.115),
+    ("int8-dynamic-int4 g32", _INT4(torch.int4, pw.PerGroup(32)), 4, 4.5, "int8", 0.11),
+    ("int8-dynamic-int4 g128", _INT4(torch.int4, pw.PerGroup(128)), 4, 4.125, "int8", 0.13),
+    ("nf4", pw.NF4WeightOnlyConfig(), 4, 4.13, "bf16", 0.11),
+    ("float8 weight-only", pw.Float8WeightOnlyConfig(), 8, 8, "bf16", 0.035),
+)
+ALONE = ("nf4", "float8 weight-only")  # formats that no peer computes with on a CPU
+
+
+def versions() -> dict[str, str]:
+    return {"pennyweight": pw.__version__}
+
+
+def _make(config: pw.AOBaseConfig):
+    def make(weight: Tensor, copies: int) -> Bind:
+        n, k = weight.shape
+        layer = nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device="meta")
+        layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        model = nn.Sequential(layer)
+        pw.quantize_(model, config)
+        # copies are equal in content and apart in memory: nothing here looks for equal contents
+        return eager([model[0], *(copy.deepcopy(model[0]) for _ in range(copies - 1))], torch.bfloat16)
+
+    return make
+
+
+def competitors(threads: int) -> list[Competitor]:
+    return [
+        Competitor(
+            f"pennyweight {name}",
+            FAMILY,
+            bits,
+            stored,
+            arithmetic,
+            bound,
+            _make(config),
+            detail=str(config),
+            alone=name in ALONE,
+        )
+        for name, config, bits, stored, arithmetic, bound in CONFIGS
+    ]
