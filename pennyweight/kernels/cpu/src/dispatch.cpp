@@ -87,3 +87,5 @@ PW_EXPORT void pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t
 PW_EXPORT void pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
     table().unpack_codes(packed, n, k, kp, bits, flip, codes, threads);
 }
+// What this machine can do at most, for benchmarks; see probe.h.
+PW_EXPORT int64_t pw_probe(int what, const void* p, int64_t n, int threads) { return table().probe(what, p, n, threads); }
