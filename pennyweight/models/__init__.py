@@ -6,11 +6,14 @@ from .handlers import register_quantize_module_handler
 from .measure import PerformanceWarning
 from .plan import Plan, plan
 from .quantize import dequantize_, quantize_
+from .recommendation import Candidate, Recommendation
+from .recommending import recommend
 from .report import Latency, Report, Row
 from .rules import PlanError
 from .scheme import Scheme
 
 __all__ = [
-    "AOBaseConfig", "FqnToConfig", "FrozenLinear", "Latency", "PerformanceWarning", "Plan", "PlanError", "Report",
-    "Row", "Scheme", "dequantize_", "freeze_", "plan", "quantize_", "register_quantize_module_handler", "thaw_",
+    "AOBaseConfig", "Candidate", "FqnToConfig", "FrozenLinear", "Latency", "PerformanceWarning", "Plan", "PlanError",
+    "Recommendation", "Report", "Row", "Scheme", "dequantize_", "freeze_", "plan", "quantize_", "recommend",
+    "register_quantize_module_handler", "thaw_",
 ]  # fmt: skip

@@ -60,7 +60,7 @@ def measure_(plan: Plan, rows: Rows, quantized: Callable[[PlanRow], AffineQuanti
         counts = tuple(rows(row))
         key = (*_key(row), counts)
         if key not in found:
-            found[key] = _measure(row, quantized(row), counts, limit) if counts else ()
+            found[key] = time_layer(row, quantized(row), counts, limit) if counts else ()
         row.latency = found[key]
 
 
@@ -115,9 +115,10 @@ def _bias(row: PlanRow) -> Tensor | None:
     return next((b for b in found if b is not None), None)
 
 
-def _measure(
+def time_layer(
     row: PlanRow, w: AffineQuantizedTensor, rows: tuple[int, ...], limit: tuple[int, int]
 ) -> tuple[Latency, ...]:
+    """A row's layer with its float weight and with w, at each number of rows. limit: bytes of copies of either."""
     assert row.tensor is not None
     assert row.site is not None
     plain = row.tensor.detach()
@@ -131,7 +132,7 @@ def _measure(
     for m in rows:
         x = torch.randn(m, row.site.shape[-1], generator=torch.Generator().manual_seed(0))
         x = x.to(w.device, row.site.dtype)
-        slow, fast = least([_calls(product, x, side, bias) for side in sides], wait=_wait(w.device))
+        slow, fast = least([_calls(product, x, side, bias) for side in sides], SECONDS, wait_for(w.device))
         out.append(Latency(m, slow * 1e6, fast * 1e6))
     return tuple(out)
 
@@ -151,7 +152,7 @@ def _calls(product: Callable[..., Tensor], x: Tensor, weights: list[Tensor], bia
     return lambda: product(x, next(turn), bias)
 
 
-def _wait(device: torch.device) -> Call | None:
+def wait_for(device: torch.device) -> Call | None:
     """Wait for the device's work; None for a CPU, which has none in flight."""
     return None if device.type == "cpu" else torch.get_device_module(device).synchronize
 
@@ -159,16 +160,24 @@ def _wait(device: torch.device) -> Call | None:
 # -- the clock -------------------------------------------------------------------------------------------------------
 
 
-def least(calls: Sequence[Call], seconds: float = SECONDS, wait: Call | None = None) -> list[float]:
-    """Least seconds of one call of each, in samples visited in turn for so long, so that a busy machine slows all
-    of them alike."""
-    best = [float("inf")] * len(calls)
+def least(calls: Sequence[Call], seconds: float = SECONDS, wait: Call | None = None, turn: float = 0.0) -> list[float]:
+    """Least seconds of one call of each, visited in turn, so that a busy machine slows all of them alike.
+
+    seconds  in all, if that gives each three turns
+    wait     ends each sample, which is then longer: for devices that return before their work is done
+    turn     seconds of samples before the next one's turn; at least one
+    """
     sample = SAMPLE if wait is None else DEVICE_SAMPLE
-    counts = [max(1, int(sample / max(min(_time(call, 1, wait) for _ in range(2)), 1e-9))) for call in calls]
+    best, counts, turns = [], [], []
+    for call in calls:
+        once = max(min(_time(call, 1, wait) for _ in range(2)), 1e-9)
+        counts.append(max(1, int(sample / once)))
+        turns.append(max(1, int(turn / (counts[-1] * once))))
+        best.append(float("inf"))
     end, done = perf_counter() + seconds, 0
     while done < ROUNDS or perf_counter() < end:
         for i, call in enumerate(calls):
-            best[i] = min(best[i], _time(call, counts[i], wait))
+            best[i] = min(best[i], *(_time(call, counts[i], wait) for _ in range(turns[i])))
         done += 1
     return best
 
