@@ -22,7 +22,9 @@ import pennyweight as pw
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
+from pennyweight.kernels.linear import bind
 from pennyweight.kernels.table import case_of, select
+from pennyweight.models.prepare import prepare
 
 CALLS = 200
 ROW = QuantSpec(INT8, (-1,))
@@ -31,7 +33,7 @@ CASES = {
     "int8 weight-only, float32": (ROW, None, torch.float32),
     "int8 dynamic, float32": (ROW, ActivationSpec(ROW, eps=1e-5), torch.float32),
     "int4 weight-only, bfloat16": (
-        QuantSpec(INT4, (32,), scale=torch.bfloat16, layout="torch_int4"), None, torch.bfloat16,
+        QuantSpec(INT4, (32,), scale=torch.bfloat16), None, torch.bfloat16,
     ),
 }  # fmt: skip
 
@@ -57,15 +59,15 @@ def main() -> None:
     print(" " * 30 + "".join(n if n == " |" else f"{n:>8}" for n in names))
     for name, (spec, act, dtype) in CASES.items():
         plain, layer, frozen = (nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(3))
-        w = AffineQuantizedTensor.from_float(plain.weight, spec, act=act)
+        w = prepare(AffineQuantizedTensor.from_float(plain.weight, spec, act=act))
         layer.weight = frozen.weight = nn.Parameter(w, requires_grad=False)
         pw.freeze_(frozen)
         x = torch.randn(1, 64, dtype=dtype)
-        kernel = select("linear", case_of(w, dtype))
+        chosen, (_, kernel) = select("linear", case_of(w, dtype)).name, bind(w, dtype)
         with torch.no_grad():
             took = least(
                 {
-                    "kernel": lambda x=x, w=w, run=kernel.run: run(x, w, None),
+                    "kernel": lambda x=x, w=w, run=kernel: run(x, w, None),
                     "float": lambda x=x, p=plain.weight: F.linear(x, p),
                     "tensor": lambda x=x, w=w: F.linear(x, w),
                     "float layer": lambda x=x, f=plain: f(x),
@@ -76,7 +78,7 @@ def main() -> None:
             )
         took["class"] = took["tensor"] - took["kernel"]
         order = (("kernel",), ("float", "tensor", "class"), ("float layer", "layer", "frozen"))
-        print(f"{name:<30}" + "".join("".join(f"{took[n]:8.2f}" for n in group) + " |" for group in order), kernel.name)
+        print(f"{name:<30}" + "".join("".join(f"{took[n]:8.2f}" for n in group) + " |" for group in order), chosen)
 
 
 if __name__ == "__main__":

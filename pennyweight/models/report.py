@@ -114,7 +114,7 @@ class Report:
         return line + (f"; {len(self.slower)} are slower than float here" if self.slower else "")
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [{**asdict(r), "shape": list(r.shape)} for r in self.rows]
+        rows = [{**asdict(r), "shape": list(r.shape), "latency": [asdict(t) for t in r.latency]} for r in self.rows]
         for row in rows:
             if row["sqnr"] is not None and not math.isfinite(row["sqnr"]):
                 row["sqnr"] = "inf"  # JSON has no infinity; exact weights are real

@@ -190,6 +190,7 @@ def test_the_table_and_the_json_tell_the_speed(times: Times) -> None:
         {"rows": 1, "float_us": 8.0, "quantized_us": 2.0}, {"rows": 64, "float_us": 512.0, "quantized_us": 128.0},
     ]  # fmt: skip
     assert rows["0.bias"]["latency"] == []
+    assert json.loads(report.to_json()) == report.to_dict()
 
 
 def test_layers_of_other_speed_do_not_fold_into_one_line() -> None:
