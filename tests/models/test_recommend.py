@@ -168,6 +168,15 @@ def test_a_busy_machine_is_told() -> None:
     )
 
 
+def test_a_busy_moment_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([[2.0], [9.0, 9.0], [2.1, 1.0], [8.0, 9.0], [7.0, 6.0], [7.5, 9.0]])
+    monkeypatch.setattr(recommending, "least", lambda *args: next(times))
+    monkeypatch.setattr(recommending._Trial, "mixtures", lambda self, tried: [])
+    found = pw.recommend(Net(), X, candidates=[INT8, DYNAMIC])
+    assert [(c.float_seconds, c.seconds) for c in found.candidates] == [(2.0, 2.0), (2.1, 1.0), (7.0, 6.0)]
+    assert "The machine was busy (the same model took 2e+03 ms, then 7e+03 ms): measure again" in found.verdict
+
+
 # -- mixtures --------------------------------------------------------------------------------------------------------
 
 
