@@ -112,3 +112,72 @@ def summarize(data: dict[str, Any]) -> list[Summary]:
         for column in (s.peer, s.bf16, s.one_row, s.many_rows):
             column.sort()
     return [table[name] for name in data["competitors"] if name in table]
+
+
+@dataclass(frozen=True)
+class LlmRow:
+    """One way to run the model: tokens per second, with the fraction of what the limits allow."""
+
+    name: str
+    bits: int
+    decode: float | None = None
+    decode_fraction: float | None = None
+    decode_x: float | None = None
+    prompt: float | None = None
+    prompt_fraction: float | None = None
+    prompt_x: float | None = None
+    error: float | None = None
+    nbytes: int = 0
+    costs: dict[str, float] | None = None
+    note: str = ""
+
+    def cells(self) -> list[str]:
+        costs = self.costs or {}
+        plain = costs["read"] + costs["write"] if "read" in costs else None
+        return [
+            self.name, str(self.bits),
+            _with_fraction(self.decode, self.decode_fraction), _number(self.decode_x, 2),
+            _with_fraction(self.prompt, self.prompt_fraction), _number(self.prompt_x, 2),
+            _number(self.error, 3), _number(self.nbytes / 1e6 or None, 0), _number(costs.get("quantize"), 1),
+            _number(costs.get("disk to disk"), 1), _number(plain, 1), self.note,
+        ]  # fmt: skip
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _with_fraction(value: float | None, fraction: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" + ("" if fraction is None else f" ({fraction:.2f})")
+
+
+def llm_rows(data: dict[str, Any]) -> list[LlmRow]:
+    """Rows of `llm.py`'s data, the first is bf16.
+
+    The limits: a token reads every linear weight once; a prompt computes with all of them, the head for one token only.
+    """
+    from benchmarks.models.base import PROMPT, linear_elements
+
+    limits = {name: steady(rates, largest=True) for name, rates in data["limits"].items()}
+    blocks, head = linear_elements()
+    rows: list[LlmRow] = []
+    for name, r in data["results"].items():
+        c = data["competitors"][name]
+        if "token" not in r:
+            rows.append(
+                LlmRow(name, c["bits"], error=r.get("error"), note=r.get("failed") or "RED: error above its bound")
+            )
+            continue
+        token, prompt = steady(r["token"]), steady(r["prompt"])
+        peak = limits.get(c["arithmetic"]) or limits.get("fp32")
+        read = (blocks + head) * c["stored_bits"] / 8 / limits["read"] if "read" in limits else None
+        compute = 2 * (blocks * PROMPT + head) / peak if peak else None
+        base = rows[0] if rows else None
+        rows.append(
+            LlmRow(
+                name, c["bits"], 1 / token, read and read / token, base and 1 / token / base.decode if base else 1.0,
+                PROMPT / prompt, compute and compute / prompt, base and PROMPT / prompt / base.prompt if base else 1.0,
+                r["error"], r["nbytes"], r["costs"],
+            )
+        )  # fmt: skip
+    return rows

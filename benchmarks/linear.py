@@ -39,8 +39,10 @@ ROWS = [1, 4, 16, 64, 512]
 def table_of(cell: dict[str, Any], competitors: dict[str, dict[str, Any]]) -> Table:
     """A cell as printed."""
     limits = ", ".join(f"{name} {steady(v, largest=True) / 1e9:.0f} G/s" for name, v in cell["limits"].items())
+    disturbed = "" if cell["quiet"] else "; DISTURBED by other processes"
     table = Table(
-        title=f"{cell['n']}x{cell['k']}, {cell['m']} rows; limits: {limits or 'not measured'}", title_justify="left"
+        title=f"{cell['n']}x{cell['k']}, {cell['m']} rows; limits: {limits or 'not measured'}{disturbed}",
+        title_justify="left",
     )
     for column, justify in (("", "left"), ("bits", "right"), ("us", "right"), ("x bf16", "right"), ("x peer", "right"),
                             ("of limit", "right"), ("error", "right"), ("", "left")):  # fmt: skip
@@ -103,13 +105,18 @@ def main() -> None:
             console.print(table_of(cell, competitors))
         console.print(f"[dim]{time.perf_counter() - begin:5.0f} s  {text}[/dim]")
 
-    plan = Plan(o.shapes, o.rows, o.rounds, o.visit_ms, o.cell_seconds, o.only, say)
+    plan = Plan(o.shapes, o.rows, o.rounds, o.visit_ms, o.extra_rounds, o.cell_seconds, o.only, say)
     data: dict[str, Any] = {
         "kind": "linear",
         "command": shlex.join(["python", "benchmarks/linear.py", *sys.argv[1:]]),
         "machine": machine.describe(o.threads),
         "versions": {k: v for d in pool.described.values() for k, v in d["versions"].items()},
-        "method": {"rounds": o.rounds, "visit_ms": o.visit_ms, "cell_seconds": o.cell_seconds},
+        "method": {
+            "rounds": o.rounds,
+            "visit_ms": o.visit_ms,
+            "cell_seconds": o.cell_seconds,
+            "extra_rounds": o.extra_rounds,
+        },
         "missing": pool.missing,
         "competitors": competitors,
         "cells": [],

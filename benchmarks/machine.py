@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
@@ -47,3 +48,14 @@ def _read(path: str | Path) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that take part, those that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("torch", "transformers", "torchao", "llama-cpp-python", "gguf"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

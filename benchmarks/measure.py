@@ -11,17 +11,21 @@ from typing import Any
 
 import torch
 
+from benchmarks.arithmetic import steady
 from benchmarks.limits import LIMITS
 from benchmarks.peers.pool import Died, Failed, Pool
 
 GATE_ROWS = (*range(8), 15, 40, 63, 200, 511)  # those below M are compared with float64
+
+QUIET = 0.93  # of the best peak seen so far
 
 
 @dataclass
 class Plan:
     """What to measure.
 
-    cell_seconds  a competitor that has used so much of a cell, and was visited twice, is visited no more
+    extra_rounds  at most so many more where neighbours took part of the processor
+    cell_seconds  a competitor that has used so much of a cell is visited no more
     only          parts of competitors' names; none: all
     say           told each finished cell (or None) and a sentence
     """
@@ -30,7 +34,8 @@ class Plan:
     rows: list[int]
     rounds: int = 5
     visit_ms: float = 40
-    cell_seconds: float = 1.5
+    extra_rounds: int = 3
+    cell_seconds: float = 1.2
     only: list[str] = field(default_factory=list)
     say: Callable[[dict[str, Any] | None, str], None] = lambda cell, text: None
 
@@ -52,6 +57,7 @@ class Measurement:
     def __init__(self, pool: Pool, plan: Plan) -> None:
         self.pool, self.plan = pool, plan
         self.family = {name: fields["family"] for name, fields in pool.competitors.items()}
+        self.peaks: dict[str, float] = {}
         self.names = [n for n in self.family if not plan.only or any(o in n for o in plan.only)]
 
     def cells(self) -> Iterator[dict[str, Any]]:
@@ -125,6 +131,33 @@ class Measurement:
                 rates[limit] = rate
         return rates
 
+    def _round(
+        self, turn: int, green: list[str], visits: dict[str, list[float]], used: dict[str, float],
+        limits: dict[str, list[float]],
+    ) -> None:  # fmt: skip
+        """One visit to each limit and to each competitor that is not used up."""
+        for limit, rate in self._limits().items():
+            limits.setdefault(limit, []).append(rate)
+        at = turn * len(green) // max(1, self.plan.rounds) % max(1, len(green))  # each round starts elsewhere
+        for name in green[at:] + green[:at]:
+            if name in self.notes or used[name] > self.plan.cell_seconds:
+                continue
+            before = time.perf_counter()
+            got = self._try(name, "visit", self.plan.visit_ms / 1000)
+            used[name] += time.perf_counter() - before
+            if got is not None:
+                visits[name].append(got[0])
+
+    def _quiet(self, limits: dict[str, list[float]]) -> bool:
+        """Whether the processor gave what it gave in the best cell so far: if not, neighbours took part of it."""
+        quiet = True
+        for name in ("int8", "bf16", "fp32"):
+            if name in limits:
+                rate = steady(limits[name], largest=True)
+                self.peaks[name] = max(rate, self.peaks.get(name, 0.0))
+                quiet &= rate > QUIET * self.peaks[name]
+        return quiet
+
     def _cell(self, n: int, k: int, m: int) -> dict[str, Any]:
         begin = time.perf_counter()
         results = self._check(m)
@@ -132,23 +165,16 @@ class Measurement:
         visits: dict[str, list[float]] = {name: [] for name in green}
         used = dict.fromkeys(green, 0.0)
         limits: dict[str, list[float]] = {}
-        for turn in range(self.plan.rounds):
-            for limit, rate in self._limits().items():
-                limits.setdefault(limit, []).append(rate)
-            at = turn * len(green) // self.plan.rounds  # each round starts elsewhere
-            for name in green[at:] + green[:at]:
-                if name in self.notes or (used[name] > self.plan.cell_seconds and len(visits[name]) > 1):
-                    continue
-                before = time.perf_counter()
-                got = self._try(name, "visit", self.plan.visit_ms / 1000)
-                used[name] += time.perf_counter() - before
-                if got is not None:
-                    visits[name].append(got[0])
+        for turn in range(self.plan.rounds + self.plan.extra_rounds):
+            if turn >= self.plan.rounds and self._quiet(limits):
+                break
+            self._round(turn, green, visits, used, limits)
         for name, times in visits.items():
             if name in self.notes:
                 results[name] = {"failed": self.notes[name]}
             else:
                 results[name]["visits"] = times
-        cell = {"n": n, "k": k, "m": m, "limits": limits, "results": results}
+        quiet = self._quiet(limits)
+        cell = {"n": n, "k": k, "m": m, "quiet": quiet, "limits": limits, "results": results}
         self.plan.say(cell, f"{len(green)} competitors in {time.perf_counter() - begin:.0f} s")
         return cell

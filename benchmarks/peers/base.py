@@ -22,13 +22,13 @@ class Run:
     step      computes with copy i and returns whatever it likes
     steps     step takes 0..steps-1 in turn
     products  linear products in one step: more than one for graphs that hold all copies
-    output    copy -> y [M, N], for the gate
-    copies    how many copies `output` knows; the rows of copy i are those of copy 0 rolled by i*shift
+    outputs   copies -> their y [M, N], for the gate
+    copies    how many copies `outputs` knows; the rows of copy i are those of copy 0 rolled by i*shift
     """
 
     step: Callable[[int], Any]
     steps: int
-    output: Callable[[int], torch.Tensor]
+    outputs: Callable[[list[int]], list[torch.Tensor]]
     copies: int
     products: int = 1
     shift: int = 0
@@ -83,7 +83,8 @@ def eager(products: Sequence[Callable[[torch.Tensor], torch.Tensor]], dtype: tor
 
     def bind(x: torch.Tensor) -> Run:
         x = x.to(dtype).contiguous()
-        return Run(lambda i: products[i](x), len(products), lambda i: products[i](x), len(products), 1, shift)
+        outputs = lambda some: [products[i](x) for i in some]  # noqa: E731
+        return Run(lambda i: products[i](x), len(products), outputs, len(products), 1, shift)
 
     return bind
 
@@ -98,23 +99,21 @@ def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
 
 def gate(run: Run, rows: list[int], reference: torch.Tensor) -> float:
     """The greater relative error of the first and the last copy, over the rows of the reference (float64)."""
-    worst = 0.0
-    for i in {0, run.copies - 1}:
-        y = run.output(i)
+    some, worst = sorted({0, run.copies - 1}), 0.0
+    for i, y in zip(some, run.outputs(some), strict=True):
         expected = reference.roll(i * run.shift, 1) if run.shift else reference
         worst = max(worst, relative_error(y[rows], expected))
     return worst
 
 
-def visit(run: Run, seconds: float, start: int = 0) -> tuple[float, int]:
-    """(median seconds of one product, steps timed) of a visit; at least one step is timed, after a short warm-up."""
+def visit(run: Run, seconds: float, start: int = 0, warm: bool = True) -> tuple[float, int]:
+    """(median seconds of one product, steps taken) of a visit: a short warm-up, unless unwanted, then one timed step or
+    more."""
     clock, i = time.perf_counter, start
-    begin = clock()
-    while True:
+    end = clock() + WARM_SECONDS
+    while warm and clock() < end:
         run.step(i % run.steps)
         i += 1
-        if clock() - begin > WARM_SECONDS:
-            break
     times, begin = [], clock()
     while True:
         before = clock()
@@ -123,4 +122,4 @@ def visit(run: Run, seconds: float, start: int = 0) -> tuple[float, int]:
         i += 1
         times.append(after - before)
         if after - begin > seconds:
-            return median(times) / run.products, len(times)
+            return median(times) / run.products, i - start

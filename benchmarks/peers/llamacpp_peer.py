@@ -121,7 +121,7 @@ class Weights:
     def __call__(self, x: Tensor) -> Run:
         count = len(self.tensors) if x.shape[0] <= SMALL_ROWS else 2
         graph = Graph(self, x.float().contiguous(), count)
-        return Run(graph.compute, 1, graph.output, count, count, 1)
+        return Run(graph.compute, 1, graph.read, count, count, 1)
 
 
 class Graph:
@@ -148,11 +148,13 @@ class Graph:
         if self.ggml.ggml_backend_graph_compute(self.ggml.backend, self.graph):
             raise RuntimeError("ggml_backend_graph_compute failed")
 
-    def output(self, i: int) -> Tensor:
+    def read(self, some: list[int]) -> list[Tensor]:
+        """Compute, and copy out."""
         self.compute()
-        y = torch.empty(self.m, self.weights.n)
-        self.ggml.ggml_backend_tensor_get(self.outputs[i], y.data_ptr(), 0, y.nbytes)
-        return y
+        ys = [torch.empty(self.m, self.weights.n) for _ in some]
+        for i, y in zip(some, ys, strict=True):
+            self.ggml.ggml_backend_tensor_get(self.outputs[i], y.data_ptr(), 0, y.nbytes)
+        return ys
 
 
 _LIBRARY: dict[int, Ggml] = {}

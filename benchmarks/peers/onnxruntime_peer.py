@@ -70,8 +70,8 @@ class Graphs:
         io.bind_cpu_input("x", feed["x"])
         for i in range(count):
             io.bind_output(f"y{i}")
-        output = lambda i: torch.from_numpy(session.run([f"y{i}"], feed)[0])  # noqa: E731
-        return Run(lambda i: session.run_with_iobinding(io), 1, output, count, count, 1)
+        outputs = lambda some: [torch.from_numpy(y) for y in session.run([f"y{i}" for i in some], feed)]  # noqa: E731
+        return Run(lambda i: session.run_with_iobinding(io), 1, outputs, count, count, 1)
 
 
 def _codes(weight: Tensor, bits: int, group: int) -> tuple[np.ndarray, np.ndarray]:

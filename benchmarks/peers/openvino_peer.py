@@ -78,12 +78,12 @@ def _make(bits: int, group: int, dynamic: int, threads: int):
             held = x.float().numpy()
             request.set_input_tensor(ov.Tensor(held, shared_memory=True))
 
-            def output(i: int) -> Tensor:
+            def outputs(some: list[int]) -> list[Tensor]:
                 request.infer()
-                return torch.from_numpy(request.get_output_tensor(i).data.copy())
+                return [torch.from_numpy(request.get_output_tensor(i).data.copy()) for i in some]
 
             # the numpy memory lives as long as the closure does
-            return Run(lambda i, kept=(kept, held): request.infer(), 1, output, count, count, 1)
+            return Run(lambda i, kept=(kept, held): request.infer(), 1, outputs, count, count, 1)
 
         return bind
 

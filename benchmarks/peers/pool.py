@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from typing import Any
 
 from . import FAMILIES, worker
@@ -18,12 +19,15 @@ class Died(Exception):
 
 
 class Pool:
-    """Workers by family. `missing` says which could not be started, and what to install."""
+    """Workers by family. `missing` says which could not be started, and what to install.
 
-    def __init__(self, families: list[str], threads: int) -> None:
+    serve   family -> what its process runs, as serve(connection, family, threads); peers/worker.py by default
+    """
+
+    def __init__(self, families: list[str], threads: int, serve: dict[str, Callable[..., None]] | None = None) -> None:
         # inherited by the workers before their runtimes read it
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
-        self.threads = threads
+        self.threads, self.serve = threads, serve or {}
         self.missing: dict[str, str] = {}
         self.described: dict[str, dict[str, Any]] = {}
         self._workers: dict[str, tuple[Any, Any]] = {}
@@ -40,7 +44,9 @@ class Pool:
     def _start(self, family: str) -> None:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        process = context.Process(target=worker.main, args=(there, family, self.threads), daemon=True)
+        process = context.Process(
+            target=self.serve.get(family, worker.main), args=(there, family, self.threads), daemon=True
+        )
         process.start()
         there.close()
         self._workers[family] = (process, here)

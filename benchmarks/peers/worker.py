@@ -10,6 +10,7 @@ import gc
 import os
 import time
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,18 +19,19 @@ import torch
 from . import FAMILIES
 from .base import Bind, Competitor, Run, gate, visit
 
+SLOW_SECONDS = 0.1  # a step that takes so long needs no warm-up: the disturbance it avoids is lost in it
+
 
 class Worker:
     """Answers to the parent's questions; state is one shape and one number of rows."""
 
     def __init__(self, family: str, threads: int) -> None:
-        torch.set_num_threads(threads)
-        torch.set_grad_enabled(False)
         self.module = FAMILIES[family].load()
         self.competitors: dict[str, Competitor] = {c.name: c for c in self.module.competitors(threads)}
         self.binds: dict[str, Bind] = {}
         self.runs: dict[str, Run] = {}
         self.next: dict[str, int] = {}
+        self.took: dict[str, float] = {}
         self.case: dict[str, Any] = {}
         self.limits = self.module.Limits(threads) if family == "limits" else None
 
@@ -63,11 +65,14 @@ class Worker:
         rows = [r for r in self.case["rows"] if r < m]
         error = gate(run, rows, self.case["reference"][: len(rows)])
         self.runs[name], self.next[name] = run, 0
+        self.took.pop(name, None)
         return error
 
     def visit(self, name: str, seconds: float) -> tuple[float, int]:
-        took, steps = visit(self.runs[name], seconds, self.next[name])
-        self.next[name] += steps + 1
+        run = self.runs[name]
+        took, steps = visit(run, seconds, self.next[name], warm=self.took.get(name, 0) < SLOW_SECONDS)
+        self.next[name] += steps
+        self.took[name] = took * run.products
         return took, steps
 
     def limit(self, name: str, seconds: float) -> float | None:
@@ -75,22 +80,33 @@ class Worker:
         return self.limits.rate(name, seconds)
 
 
-def main(connection: Connection, family: str, threads: int) -> None:
-    """Serve until the parent hangs up."""
+def serve(connection: Connection, make: Callable[[], Any]) -> None:
+    """Answer questions with the methods of what `make` gives, until the parent hangs up."""
     warnings.simplefilter("ignore")
     with open(os.devnull, "w") as silent, contextlib.suppress(EOFError, KeyboardInterrupt):
         if not os.environ.get("PENNYWEIGHT_BENCH_VERBOSE"):
             os.dup2(silent.fileno(), 1)
             os.dup2(silent.fileno(), 2)
         try:
-            worker = Worker(family, threads)
+            worker = make()
+            connection.send((True, worker.describe()))
         except Exception as e:
-            connection.send((False, f"{type(e).__name__}: {e}"))
+            connection.send((False, _sentence(e)))
             return
-        connection.send((True, worker.describe()))
         while True:
             method, *args = connection.recv()
             try:
-                connection.send((True, getattr(worker, method)(*args)))
+                answer = (True, getattr(worker, method)(*args))
             except Exception as e:
-                connection.send((False, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"))
+                answer = (False, _sentence(e))
+            connection.send(answer)
+
+
+def _sentence(e: Exception) -> str:
+    return f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+
+
+def main(connection: Connection, family: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    serve(connection, lambda: Worker(family, threads))

@@ -1,0 +1,1 @@
+"""Whole language models for `llm.py`: through transformers, and through llama.cpp."""

@@ -1,0 +1,38 @@
+"""The words of docs/benchmarks.md."""
+
+METHOD = """\
+Method: {rounds} rounds; in each, every competitor and every limit is visited once for {visit_ms:g} ms, one process
+at a time. A visit's figure is the median of its calls, and the second best visit counts: one lucky visit, or
+several disturbed ones, do not move it. (A competitor that needs more than {cell_seconds:g} s of a cell gets fewer
+rounds; where the peaks of the processor fell short of the best seen before, there are up to {extra_rounds} rounds
+more.) Weights N(0, 0.02) rotate over copies of {rotated:.0f} MB together; inputs are N(0, 1). torch, torchao and
+pennyweight are called once a product in eager mode, with bfloat16 in and out (torch's `quantize_dynamic` with
+float32); onnxruntime, OpenVINO, llama.cpp and compiled torchao run all copies as one graph, which spares them the
+calls, the first three with float32 in and out.
+
+Fraction of the limit: the time to read the weight with its scales once at the measured bandwidth, or to compute at
+the measured peak of the instruction used (int8 where activations are int8, else bf16), the longer of both, over the
+time taken. The bandwidth is measured over as many bytes as the copies have, so that what a cache keeps is alike; a
+little above 1 is possible. Every figure passed the gate: relative error (Frobenius) against a float64 product of
+the weight before quantizing. Limits measured in the rounds: {limits}."""
+
+SUMMARY = """\
+Speeds are relative; above 1 pennyweight is faster. First the geometric mean over all cells, then the least cell. A
+peer counts at the same bits of the weight's code, whatever its activations, scales and dtypes are; formats that no
+peer has stand beside bf16 only. In brackets what is aimed at."""
+
+PICTURE = """\
+Geometric mean over the shapes; the band is the least and the greatest. Dashed: in each cell the fastest peer."""
+
+COMPETITORS = """\
+Microseconds (fraction of the limit), and the greatest error. What is missing was refused, failed or was over its
+bound; see below."""
+
+LLM = """\
+0.85 B parameters (hidden 2048, 16 layers, ffn 5632, 32 heads, 8 of keys and values, vocabulary 32000), random
+weights, bf16. A prompt of 128 tokens, then 16 tokens one by one; transformers in eager mode (pennyweight after
+`freeze_`), llama.cpp through llama-cpp-python. {rounds} rounds in turn, one process at a time; the second best
+visit counts. In brackets the fraction of the limit: reading the linear weights once for a token; computing at the
+measured peak for a prompt ({limits}). The head is computed for the last token only. Logits error: relative to
+bf16's, on random weights, which amplify it. Disk to disk: from the bf16 file to the quantized one; beside it the
+time to read the one and write as many bytes as the other, plainly (files in the page cache)."""
