@@ -18,6 +18,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--only", default="", help="parts of competitors' names, with commas between; bf16 F.linear stays")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--visit-ms", type=float, default=30)
-    p.add_argument(
-        "--cell-seconds", type=float, default=1.2, help="a slower competitor gets fewer rounds, at least two"
-    )
+    p.add_argument("--cell-seconds", type=float, default=1.2, help="a slower competitor gets fewer rounds")
+    p.add_argument("--extra-rounds", type=int, default=3, help="at most, where neighbours took part of the processor")
     p.add_argument("--threads", type=int, default=machine.cores())
     p.add_argument("--json", type=Path, metavar="OUT")
     p.add_argument("--report", type=Path, nargs="+", metavar="JSON")
@@ -86,6 +86,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         p.error(f"unknown families {', '.join(sorted(unknown))}; known: {', '.join(FAMILIES)}")
     o.only = [*o.only.split(","), "bf16 F.linear"] if o.only else []
     return o
+
+
+def plan_of(o: argparse.Namespace, say: Callable[[dict[str, Any] | None, str], None]) -> Plan:
+    return Plan(o.shapes, o.rows, o.rounds, o.visit_ms, o.extra_rounds, o.cell_seconds, o.only, say)
 
 
 def main() -> None:
@@ -105,7 +109,7 @@ def main() -> None:
             console.print(table_of(cell, competitors))
         console.print(f"[dim]{time.perf_counter() - begin:5.0f} s  {text}[/dim]")
 
-    plan = Plan(o.shapes, o.rows, o.rounds, o.visit_ms, o.extra_rounds, o.cell_seconds, o.only, say)
+    plan = plan_of(o, say)
     data: dict[str, Any] = {
         "kind": "linear",
         "command": shlex.join(["python", "benchmarks/linear.py", *sys.argv[1:]]),

@@ -28,7 +28,6 @@ from benchmarks import machine
 from benchmarks.arithmetic import llm_rows
 from benchmarks.limits import LIMITS
 from benchmarks.models import worker
-from benchmarks.models.hf import write_model
 from benchmarks.peers.base import relative_error
 from benchmarks.peers.pool import Died, Failed, Pool
 
@@ -91,8 +90,6 @@ def main() -> None:
 
     families = list(dict.fromkeys(["torch", *o.families.split(",")]))
     with tempfile.TemporaryDirectory(dir=o.folder) as folder:
-        write_model(Path(folder))
-        say("model written")
         pool = Pool(["limits", *families], o.threads, dict.fromkeys(families, worker.main))
         for family, why in pool.missing.items():
             console.print(f"{family} is left out: {why}")
@@ -106,6 +103,8 @@ def main() -> None:
             "competitors": pool.competitors,
         }
         try:
+            pool.ask("torch", "write", folder)
+            say("model written")
             data |= measure(pool, Path(folder), o.rounds, say)
         finally:
             pool.close()

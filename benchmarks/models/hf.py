@@ -114,11 +114,11 @@ def torch_ways() -> list[Way]:
 def pennyweight_ways() -> list[Way]:
     mixed = "Int8DynamicActivationIntxWeightConfig"
     rows = (
-        ("int4 g32", 4, 5, "bf16", 0.3, lambda pw: pw.Int4WeightOnlyConfig(group_size=32)),
-        ("int4 g128", 4, 4.25, "bf16", 0.3, lambda pw: pw.Int4WeightOnlyConfig(group_size=128)),
-        ("int8-dynamic-int4 g32", 4, 4.5, "int8", 0.3, lambda pw: getattr(pw, mixed)(torch.int4, pw.PerGroup(32))),
-        ("int8-dynamic", 8, 8, "int8", 0.05, lambda pw: pw.Int8DynamicActivationInt8WeightConfig()),
-        ("int8 weight-only", 8, 8, "bf16", 0.05, lambda pw: pw.Int8WeightOnlyConfig()),
+        ("int4 g32", 4, 5, "bf16", 0.6, lambda pw: pw.Int4WeightOnlyConfig(group_size=32)),
+        ("int4 g128", 4, 4.25, "bf16", 0.6, lambda pw: pw.Int4WeightOnlyConfig(group_size=128)),
+        ("int8-dynamic-int4 g32", 4, 4.5, "int8", 0.6, lambda pw: getattr(pw, mixed)(torch.int4, pw.PerGroup(32))),
+        ("int8-dynamic", 8, 8, "int8", 0.12, lambda pw: pw.Int8DynamicActivationInt8WeightConfig()),
+        ("int8 weight-only", 8, 8, "bf16", 0.12, lambda pw: pw.Int8WeightOnlyConfig()),
     )
     return [Way(f"pennyweight {name}", "pennyweight", *rest, pennyweight(make)) for name, *rest, make in rows]
 
@@ -138,8 +138,8 @@ def torchao_ways() -> list[Way]:
         return make
 
     rows = (
-        ("int4 g128 (prototype)", 4, 4.25, "bf16", 0.3, int4),
-        ("int8-dynamic", 8, 8, "int8", 0.05, int8("Int8DynamicActivationInt8WeightConfig")),
-        ("int8 weight-only", 8, 8, "bf16", 0.05, int8("Int8WeightOnlyConfig")),
+        ("int4 g128 (prototype)", 4, 4.25, "bf16", 0.6, int4),
+        ("int8-dynamic", 8, 8, "int8", 0.12, int8("Int8DynamicActivationInt8WeightConfig")),
+        ("int8 weight-only", 8, 8, "bf16", 0.12, int8("Int8WeightOnlyConfig")),
     )
     return [Way(f"torchao {name}, eager", "torchao", *rest, torchao(make)) for name, *rest, make in rows]

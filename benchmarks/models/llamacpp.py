@@ -125,6 +125,6 @@ def quantized(kind: str) -> Callable[[Path, int], Loaded]:
 
 def ways() -> list[Way]:
     return [
-        Way("llama.cpp Q4_0", "llamacpp", 4, 4.5, "int8", 0.3, quantized("Q4_0")),
-        Way("llama.cpp Q8_0", "llamacpp", 8, 8.5, "int8", 0.05, quantized("Q8_0")),
+        Way("llama.cpp Q4_0", "llamacpp", 4, 4.5, "int8", 0.6, quantized("Q4_0")),
+        Way("llama.cpp Q8_0", "llamacpp", 8, 8.5, "int8", 0.12, quantized("Q8_0")),
     ]

@@ -31,6 +31,10 @@ class Worker:
         table = {name: {f: getattr(w, f) for f in fields} for name, w in self.ways.items()}
         return {"versions": {}, "competitors": table}
 
+    def write(self, folder: str) -> None:
+        """The bf16 model that all start from."""
+        hf.write_model(Path(folder))
+
     def build(self, name: str, folder: str) -> tuple[int, dict[str, float]]:
         """Load and quantize; bytes, and seconds by name."""
         self.loaded[name] = got = self.ways[name].load(Path(folder), self.threads)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import measure, report
+from benchmarks import linear, measure, report
 from benchmarks.arithmetic import geometric_mean, limit_seconds, rows_of, steady, summarize
 from benchmarks.peers import BASELINE, FAMILIES
 from benchmarks.peers.base import Competitor, Run, eager, gate, relative_error, visit
@@ -147,6 +147,16 @@ def test_the_report_is_written_from_the_data(tmp_path, monkeypatch):
     assert "2.00, 4.00; fast" in text
     assert "openvino: not installed" in text
     assert "red: RED" in text
+
+
+def test_options():
+    quick, full = linear.parse([]), linear.parse(["--full", "--only", "int4"])
+    assert (len(quick.shapes), len(full.shapes), full.rows) == (1, 5, linear.ROWS)
+    some = linear.plan_of(linear.parse(["--shapes", "8x16,32x64", "--rows", "2"]), lambda cell, text: None)
+    assert (some.shapes, some.rows, some.rounds, some.extra_rounds) == ([(8, 16), (32, 64)], [2], 5, 3)
+    assert full.only == ["int4", "bf16 F.linear"]
+    with pytest.raises(SystemExit):
+        linear.parse(["--peers", "nobody"])
 
 
 def test_a_whole_run_in_processes():
