@@ -163,7 +163,7 @@ def llm_rows(data: dict[str, Any]) -> list[LlmRow]:
     rows: list[LlmRow] = []
     for name, r in data["results"].items():
         c = data["competitors"][name]
-        if "token" not in r:
+        if "token" not in r or "failed" in r:
             rows.append(
                 LlmRow(name, c["bits"], error=r.get("error"), note=r.get("failed") or "RED: error above its bound")
             )

@@ -56,8 +56,15 @@ def measure(pool: Pool, folder: Path, rounds: int, say: Any) -> dict[str, Any]:
             rate = pool.ask("limits", "limit", limit, 0.2)
             if rate is not None:
                 limits.setdefault(limit, []).append(rate)
-        for name in green:
-            prompt, token = pool.ask(pool.competitors[name]["family"], "visit", name)
+        for name in [n for n in green if "failed" not in results[n]]:
+            family = pool.competitors[name]["family"]
+            try:
+                prompt, token = pool.ask(family, "visit", name)
+            except (Failed, Died) as e:
+                for other in green if isinstance(e, Died) else [name]:  # what the process held is gone with it
+                    if pool.competitors[other]["family"] == family:
+                        results[other]["failed"] = str(e)
+                continue
             results[name].setdefault("prompt", []).append(prompt)
             results[name].setdefault("token", []).append(token)
         say("round done")

@@ -99,9 +99,9 @@ class Measurement:
         self.pool.ask(family, "load", self.path)
         for name in self.built:
             if self.family[name] == family and name not in self.notes:
-                self.pool.ask(family, "build", name)
-                if name in self.bound:
-                    self.pool.ask(family, "check", name, self.bound[name])
+                self._try(name, "build")
+                if name in self.bound and name not in self.notes:
+                    self._try(name, "check", self.bound[name])
 
     def _check(self, m: int) -> dict[str, dict[str, Any]]:
         """Through the gate: results with an error, or the sentence that says why not."""

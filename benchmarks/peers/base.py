@@ -69,8 +69,8 @@ class Competitor:
         return n * k * self.stored_bits / 8
 
     def copies(self, n: int, k: int) -> int:
-        """So many that together they fill `ROTATED_BYTES`; at least two."""
-        return max(2, math.ceil(ROTATED_BYTES / self.stored_bytes(n, k)))
+        """So many that together they fill `ROTATED_BYTES`."""
+        return max(1, math.ceil(ROTATED_BYTES / self.stored_bytes(n, k)))
 
 
 def rolled(t: torch.Tensor, i: int) -> torch.Tensor:

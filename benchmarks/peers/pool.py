@@ -9,6 +9,8 @@ from typing import Any
 
 from . import FAMILIES, worker
 
+PATIENCE = 600  # seconds; a worker that answers later is taken for dead
+
 
 class Failed(Exception):
     """The worker lives and says why it could not."""
@@ -55,6 +57,8 @@ class Pool:
     def _receive(self, family: str) -> Any:
         process, connection = self._workers[family]
         try:
+            if not connection.poll(PATIENCE):
+                process.kill()
             fine, result = connection.recv()
         except (EOFError, ConnectionError):
             process.join()

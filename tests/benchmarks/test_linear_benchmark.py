@@ -38,7 +38,7 @@ def test_a_missing_package_is_a_sentence():
 @pytest.mark.parametrize("m", [1, 5, 16])
 @pytest.mark.parametrize("family", ["torch", "pennyweight"])
 def test_competitors_pass_their_gate(case, family, m, monkeypatch):
-    monkeypatch.setattr("benchmarks.peers.base.ROTATED_BYTES", 0)  # two copies
+    monkeypatch.setattr("benchmarks.peers.base.ROTATED_BYTES", 10_000)  # a few copies
     worker = Worker(family, 1)
     worker.load(case)
     passed = 0
@@ -83,7 +83,7 @@ def test_a_visit_takes_the_copies_in_turn():
 def test_as_many_copies_as_fill_the_cache_five_times():
     c = Competitor("c", "torch", 4, 4.5, "int8", 0.1, lambda w, n: None)
     assert c.copies(4096, 4096) * 4096 * 4096 * 4.5 / 8 >= 160e6
-    assert c.copies(1 << 16, 1 << 16) == 2
+    assert c.copies(1 << 16, 1 << 16) == 1
 
 
 def test_steady():
