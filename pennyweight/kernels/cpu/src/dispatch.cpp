@@ -15,13 +15,14 @@ namespace {
 struct Isa {
     const char* name;
     const Table* (*table)();
-    bool (*here)();
+    bool (*has)();  // this machine
+    bool here() const { return table && has(); }
 };
 
 // Weak: a compiler that does not know an instruction set leaves its object out.
 #define PW_ISA_ROW(name, test)                                       \
     extern "C" __attribute__((weak)) const Table* pw_table_##name(); \
-    bool here_##name() { return pw_table_##name && (test); }
+    bool has_##name() { return test; }
 
 }  // namespace
 
@@ -29,29 +30,29 @@ PW_ISA_ROW(scalar, true)
 #if defined(__x86_64__)
 #define PW_HAS(feature) __builtin_cpu_supports(feature)
 PW_ISA_ROW(avx2, PW_HAS("avx2") && PW_HAS("fma"))
-PW_ISA_ROW(avx_vnni, here_avx2() && PW_HAS("avxvnni"))
+PW_ISA_ROW(avx_vnni, has_avx2() && PW_HAS("avxvnni"))
 PW_ISA_ROW(avx512, PW_HAS("avx512f") && PW_HAS("avx512bw") && PW_HAS("avx512vl") && PW_HAS("avx512dq"))
-PW_ISA_ROW(avx512_vnni, here_avx512() && PW_HAS("avx512vnni"))
-PW_ISA_ROW(avx512_bf16, here_avx512_vnni() && PW_HAS("avx512bf16"))
+PW_ISA_ROW(avx512_vnni, has_avx512() && PW_HAS("avx512vnni"))
+PW_ISA_ROW(avx512_bf16, has_avx512_vnni() && PW_HAS("avx512bf16"))
 #elif defined(__aarch64__) && defined(__linux__)
 PW_ISA_ROW(neon_dotprod, (getauxval(AT_HWCAP) >> 20) & 1)
-PW_ISA_ROW(neon_i8mm, here_neon_dotprod() && ((getauxval(AT_HWCAP2) >> 13) & 1))
+PW_ISA_ROW(neon_i8mm, has_neon_dotprod() && ((getauxval(AT_HWCAP2) >> 13) & 1))
 #endif
 
 namespace {
 
 // Best last.
 const Isa ISAS[] = {
-    {"scalar", pw_table_scalar, here_scalar},
+    {"scalar", pw_table_scalar, has_scalar},
 #if defined(__x86_64__)
-    {"avx2", pw_table_avx2, here_avx2},
-    {"avx_vnni", pw_table_avx_vnni, here_avx_vnni},
-    {"avx512", pw_table_avx512, here_avx512},
-    {"avx512_vnni", pw_table_avx512_vnni, here_avx512_vnni},
-    {"avx512_bf16", pw_table_avx512_bf16, here_avx512_bf16},
+    {"avx2", pw_table_avx2, has_avx2},
+    {"avx_vnni", pw_table_avx_vnni, has_avx_vnni},
+    {"avx512", pw_table_avx512, has_avx512},
+    {"avx512_vnni", pw_table_avx512_vnni, has_avx512_vnni},
+    {"avx512_bf16", pw_table_avx512_bf16, has_avx512_bf16},
 #elif defined(__aarch64__) && defined(__linux__)
-    {"neon_dotprod", pw_table_neon_dotprod, here_neon_dotprod},
-    {"neon_i8mm", pw_table_neon_i8mm, here_neon_i8mm},
+    {"neon_dotprod", pw_table_neon_dotprod, has_neon_dotprod},
+    {"neon_i8mm", pw_table_neon_i8mm, has_neon_i8mm},
 #endif
 };
 constexpr int COUNT = sizeof(ISAS) / sizeof(ISAS[0]);

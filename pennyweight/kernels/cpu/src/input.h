@@ -5,7 +5,8 @@
 //   act SYMMETRIC, ASYMMETRIC, STATIC   x = (q - zero_point) * scale per token: one digit
 //
 // Digits lie in the order in which the kernels read them: [k/4][R][4], row r = token * digits + digit, the top digit
-// first. The numbers are those of core/choose.py and core/numerics.py, bit for bit.
+// first. Two digits may be kept together as a word of 16 bits: [k/4][2][T][2], columns 0 and 2 of four before 1 and 3.
+// The numbers of quantized inputs are those of core/choose.py and core/numerics.py, bit for bit.
 #pragma once
 
 #include "abi.h"
@@ -30,7 +31,7 @@ inline void store16(void* p, int kind, int64_t i, F v) {
         default: return fstore((float*)p + i, v);
     }
 }
-inline int64_t size_of(int kind) { return kind == F32 ? 4 : kind == BF16 || kind == F16 ? 2 : 1; }
+inline int64_t size_of(int kind) { return kind == F32 ? 4 : kind == BF16 || kind == F16 ? 2 : kind == NONE ? 0 : 1; }
 
 // A float rounded to what a kind holds.
 inline float round_to(int kind, float f) {
@@ -81,19 +82,13 @@ struct Tokens {
     int32_t* sums;    // [blocks][R] sums of digits
     float* scale;     // [blocks][T] act FLOAT: scale of the block
     float* value;     // [blocks][T] sum of the block as a number, in units of token_scale
-    float token_scale[ROWS];
-    int32_t token_zero[ROWS];
+    float token_scale[12];
+    int32_t token_zero[12];
 };
 
 inline void put(int8_t* digits, int R, int r, const int8_t* row, int64_t kp) {
     if (R == 1) { memcpy(digits, row, (size_t)kp); return; }
     for (int64_t q = 0; q < kp / 4; ++q) memcpy(digits + (q * R + r) * 4, row + 4 * q, 4);
-}
-
-inline int32_t sum_bytes(const int8_t* p, int64_t n) {
-    int32_t s = 0;
-    for (int64_t i = 0; i < n; ++i) s += p[i];
-    return s;
 }
 
 // Scale and zero point of a dynamically quantized row; NaN where the row holds NaN or inf.
@@ -105,8 +100,9 @@ void choose_scale(const IntLinear& w, const float* x, float* scale, int32_t* zer
     if (w.act == SYMMETRIC) {
         s = clamp_to(round_to(w.x, float_of(top) / w.act_steps), w.act_floor, LARGEST[w.x]);
     } else {
-        float lo = 0, hi = 0;
-        for (int64_t i = 0; i < w.k; ++i) { lo = x[i] < lo ? x[i] : lo; hi = x[i] > hi ? x[i] : hi; }
+        F least = fset(0), most = fset(0);  // what pads the row is zero
+        for (int64_t i = 0; i < w.kp; i += 16) least = fleast(fload(x + i), least), most = fmost(fload(x + i), most);
+        const float lo = fleast(least), hi = fmost(most);
         const float span = round_to(w.x, hi - lo);
         s = round_to(w.x, span / w.act_steps);
         if (!(s <= LARGEST[w.x]))
@@ -119,98 +115,132 @@ void choose_scale(const IntLinear& w, const float* x, float* scale, int32_t* zer
     *scale = w.act_scale == w.x ? s : clamp_to(s, -LARGEST[w.act_scale], LARGEST[w.act_scale]);
 }
 
-// One digit per element: q = round(x * (1 / scale)) + zero_point, clamped; sums are of q - zero_point.
-void quantize_row(const IntLinear& w, float* x, float scale, int32_t zero, int8_t* q) {
+// One digit per element, q = round(x * (1 / scale)) + zero_point, clamped, and the sum of each block.
+void quantize_row(const IntLinear& w, const float* x, float scale, int32_t zero, int8_t* q, int32_t* sums, int step) {
     float reciprocal = 1.0f / scale;
     if (w.act_scale != F32) {
         const float rounded = round_to(w.act_scale, reciprocal);
         reciprocal = rounded <= LARGEST[w.act_scale] || w.act_scale == BF16 ? rounded : reciprocal;
     }
     if (!(reciprocal <= LARGEST[F32])) reciprocal = 0;
-    const float lo = (float)(w.act_lo - zero), hi = (float)(w.act_hi - zero);
+    const F factor = fset(reciprocal), lo = fset((float)(w.act_lo - zero)), hi = fset((float)(w.act_hi - zero));
     const int wide = w.x == w.act_scale ? w.x : F32;  // the dtype of x * reciprocal
-    if (wide != F32)
-        for (int64_t i = 0; i < w.kp; i += 16) {
-            alignas(64) uint16_t h[16];
-            const F v = fmul(fload(x + i), fset(reciprocal));
-            if (wide == BF16) { fstore_bf16(h, v); fstore(x + i, fload_bf16(h)); }
-            else { fstore_f16(h, v); fstore(x + i, fload_f16(h)); }
+    for (int64_t at = 0; at < w.kp; at += w.block, sums += step) {
+        const int64_t end = at + w.block < w.kp ? at + w.block : w.kp;
+        I sum = iset(0);
+        for (int64_t i = at; i < end; i += 16) {
+            F v = fmul(fload(x + i), factor);
+            if (wide != F32) {
+                alignas(64) uint16_t h[16];
+                store16(h, wide, 0, v);
+                v = load16(h, wide, 0);
+            }
+            // clamped before the conversion, which has no meaning beyond int32; NaN becomes lo: the scale, NaN, tells
+            I code = iadd(iround(fleast(fmost(v, lo), hi)), iset(zero));
+            if (i + 16 > w.k) {  // padding is 0, not the zero point
+                alignas(64) int32_t t[16];
+                istore(t, code);
+                for (int64_t j = w.k > i ? w.k - i : 0; j < 16; ++j) t[j] = 0;
+                code = iload(t);
+            }
+            sum = iadd(sum, code);
+            istore8(q + i, code);
         }
-    else
-        for (int64_t i = 0; i < w.kp; ++i) x[i] *= reciprocal;
-    for (int64_t i = 0; i < w.kp; ++i) {
-        float v = __builtin_rintf(x[i]);
-        v = v > lo ? v : lo;  // NaN becomes lo: the scale, then NaN, tells
-        v = v < hi ? v : hi;
-        q[i] = (int8_t)((int32_t)v + zero);
+        *sums = isum(sum);
     }
-    for (int64_t i = w.k; i < w.kp; ++i) q[i] = 0;
 }
 
-// Digits of one block of a float row; returns the scale 2**e (NaN where the block holds NaN or inf).
-template <int D> float split_block(const float* x, int64_t n, int8_t* const* out) {
+// Digits of one block of a float row, the top digit first, and their sums (D = 1: words); returns the scale 2**e, NaN
+// where the block holds NaN or inf.
+template <int D> float split_block(const float* x, int64_t n, int8_t* const* out, int32_t* sums) {
     constexpr int BITS = D == 3 ? 22 : 14;
     const uint32_t top = absmax_bits(x, n);
     if (top == 0 || top >= 0x7f800000) {
-        for (int d = 0; d < D; ++d) memset(out[d], 0, (size_t)n);
+        for (int d = 0; d < D; ++d) {
+            memset(out[d], 0, (size_t)n * (D == 1 ? 2 : 1));
+            sums[d] = 0;
+        }
         return top ? float_of(0x7fc00000) : 0;
     }
-    int e = (int)(top >> 23) - 126;  // |x| < 2**e
-    if (top < 0x00800000) e = -126;
+    const int e = top < 0x00800000 ? -126 : (int)(top >> 23) - 126;  // |x| < 2**e
     // 2**(BITS - e) in two factors, since it may leave float32
     const int half = (BITS - e) / 2, rest = BITS - e - half;
-    const float a = float_of((uint32_t)(half + 127) << 23), b = float_of((uint32_t)(rest + 127) << 23);
-    for (int64_t i = 0; i < n; ++i) {
-        int32_t v = (int32_t)__builtin_rintf(x[i] * a * b);
-        for (int d = D - 1; d > 0; --d) {
-            const int32_t high = (v + 128) >> 8;
-            out[d][i] = (int8_t)(v - high * 256);
+    const F a = fset(float_of((uint32_t)(half + 127) << 23)), b = fset(float_of((uint32_t)(rest + 127) << 23));
+    I sum[3] = {iset(0), iset(0), iset(0)};
+    for (int64_t i = 0; i < n; i += 16) {
+        I v = iround(fmul(fmul(fload(x + i), a), b));
+        for (int d = D - 1; d > 0; --d) {  // the low byte, signed, and what is left
+            const I high = ishr8(iadd(v, iset(128)));
+            istore8(out[d] + i, v);
+            sum[d] = iadd(sum[d], isub(v, ishl8(high)));
             v = high;
         }
-        out[0][i] = (int8_t)v;
+        if (D == 1) istore16((int16_t*)out[0] + i, v);
+        else istore8(out[0] + i, v);
+        sum[0] = iadd(sum[0], v);
     }
+    for (int d = 0; d < D; ++d) sums[d] = isum(sum[d]);
     const int p = e - BITS;  // 2**p, subnormal below -126
     return p >= -126 ? float_of((uint32_t)(p + 127) << 23) : float_of(1u << (149 + p));
 }
 
-// Fills row `t` of a block of tokens. scratch: float [kp] and int8 [3 * kp].
-void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, float* wide, int8_t* bytes) {
-    const int D = digits_of(w), R = T * D;
-    const int64_t blocks = (w.kp + w.block - 1) / w.block;
+inline void put_words(int8_t* out, int T, int t, const int16_t* row, int64_t kp) {
+    for (int64_t q = 0; q < kp / 4; ++q)
+        for (int h = 0; h < 2; ++h) {
+            const int16_t two[2] = {row[4 * q + h], row[4 * q + h + 2]};
+            memcpy(out + ((2 * q + h) * T + t) * 4, two, 4);
+        }
+}
+
+// Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
+void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
+              int8_t* bytes) {
+    const int D = words ? 1 : digits_of(w), R = T * D;
     widen_row((const char*)a.x + m * a.ldx * size_of(w.x), w.x, w.k, w.kp, wide);
     int8_t* row[3] = {bytes, bytes + w.kp, bytes + 2 * w.kp};
-    float scale = 1;
-    int32_t zero = 0;
+    tok.token_scale[t] = 1;
+    tok.token_zero[t] = 0;
     if (w.act != FLOAT) {
+        float scale;
+        int32_t zero;
         if (w.act == STATIC) {
-            scale = *(const float*)a.act_scale;
             zero = a.act_zero_point;
-            if (absmax_bits(wide, w.k) >= 0x7f800000) scale = float_of(0x7fc00000);
+            scale = absmax_bits(wide, w.k) >= 0x7f800000 ? float_of(0x7fc00000) : *(const float*)a.act_scale;
         } else {
             choose_scale(w, wide, &scale, &zero);
         }
-        quantize_row(w, wide, scale, zero, row[0]);
-    }
-    tok.token_scale[t] = scale;
-    tok.token_zero[t] = zero;
-    for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t at = b * w.block, n = w.kp - at < w.block ? w.kp - at : w.block;
-        float s = 1;
-        if (D > 1) {
-            int8_t* here[3] = {row[0] + at, row[1] + at, row[2] + at};
-            s = D == 2 ? split_block<2>(wide + at, n, here) : split_block<3>(wide + at, n, here);
+        quantize_row(w, wide, scale, zero, row[0], tok.sums + t, R);
+        tok.token_scale[t] = scale;
+        tok.token_zero[t] = zero;
+        for (int64_t b = 0; b * w.block < w.kp; ++b) tok.value[b * T + t] = (float)tok.sums[b * T + t];
+    } else {
+        for (int64_t b = 0, at = 0; at < w.kp; ++b, at += w.block) {
+            const int64_t n = w.kp - at < w.block ? w.kp - at : w.block;
+            int32_t* sums = tok.sums + b * R + t * D;
+            int8_t* here[3] = {row[0] + at * (words ? 2 : 1), row[1] + at, row[2] + at};
+            const float s = D == 1   ? split_block<1>(wide + at, n, here, sums)
+                            : D == 2 ? split_block<2>(wide + at, n, here, sums)
+                                     : split_block<3>(wide + at, n, here, sums);
             tok.scale[b * T + t] = s;
+            tok.value[b * T + t] = s * (D == 1   ? (float)sums[0]
+                                        : D == 2 ? (float)(sums[0] * 256 + sums[1])
+                                                 : 65536.0f * (float)sums[0] + (float)(sums[1] * 256 + sums[2]));
         }
-        float value = 0;
-        for (int d = 0; d < D; ++d) {
-            const int32_t sum = sum_bytes(row[d] + at, n);
-            tok.sums[b * R + t * D + d] = sum;
-            value = value * 256 + (float)sum;
-        }
-        const int64_t true_n = w.k - at < n ? (w.k > at ? w.k - at : 0) : n;
-        tok.value[b * T + t] = D > 1 ? value * s : value - (float)(zero * true_n);
     }
-    for (int d = 0; d < D; ++d) put(tok.digits, R, t * D + d, row[d], w.kp);
+    if (words) put_words(tok.digits, T, t, (const int16_t*)bytes, w.kp);
+    else for (int d = 0; d < D; ++d) put(tok.digits, R, t * D + d, row[d], w.kp);
+}
+
+// A row of ones as token t of T: its products are the sums of the weight's rows, which zero points are multiplied by.
+void take_ones(const IntLinear& w, Tokens& tok, int T, int t, int8_t* bytes) {
+    memset(bytes, 0, (size_t)w.kp);
+    memset(bytes, 1, (size_t)w.k);
+    put(tok.digits, T, t, bytes, w.kp);
+    for (int64_t b = 0, at = 0; at < w.kp; ++b, at += w.block) {
+        const int64_t left = w.k - at, count = left < 0 ? 0 : left < w.block ? left : w.block;
+        tok.sums[b * T + t] = (int32_t)count;
+        tok.value[b * T + t] = (float)count;
+    }
 }
 
 }  // namespace
