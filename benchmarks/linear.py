@@ -40,7 +40,7 @@ ROWS = [1, 4, 16, 64, 512]
 def table_of(cell: dict[str, Any], competitors: dict[str, dict[str, Any]]) -> Table:
     """A cell as printed."""
     limits = ", ".join(f"{name} {steady(v, largest=True) / 1e9:.0f} G/s" for name, v in cell["limits"].items())
-    disturbed = "" if cell["quiet"] else "; DISTURBED by other processes"
+    disturbed = "" if cell["quiet"] else f"; DISTURBED: others took {max(cell['others']):.0%}"
     table = Table(
         title=f"{cell['n']}x{cell['k']}, {cell['m']} rows; limits: {limits or 'not measured'}{disturbed}",
         title_justify="left",

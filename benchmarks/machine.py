@@ -7,6 +7,7 @@ import datetime
 import os
 import platform
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,31 @@ def describe(threads: int) -> dict[str, Any]:
 def cores() -> int:
     """Processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Others:
+    """How much of the processor other processes took, and other guests of the host, since the last time asked."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self.pids, self.at = [os.getpid(), *pids], time.perf_counter()
+        self.seconds = self._seconds()
+
+    def share(self) -> float:
+        """0 to 1, of all cores; 0 where /proc does not tell."""
+        now, seconds = time.perf_counter(), self._seconds()
+        took, wall = seconds - self.seconds, (now - self.at) * (os.cpu_count() or 1)
+        self.at, self.seconds = now, seconds
+        return max(0.0, took / wall) if wall else 0.0
+
+    def _seconds(self) -> float:
+        total = _read("/proc/stat").split("\n")[0].split()[1:9]  # user nice system idle iowait irq softirq steal
+        if len(total) < 8:
+            return 0.0
+        busy = sum(int(t) for i, t in enumerate(total) if i not in (3, 4))
+        for pid in self.pids:
+            fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+            busy -= sum(map(int, fields[11:13]))  # utime, stime
+        return busy / os.sysconf("SC_CLK_TCK")
 
 
 def _read(path: str | Path) -> str:

@@ -4,8 +4,8 @@ METHOD = """\
 Method: {rounds} rounds; in each, every competitor and every limit is visited once for {visit_ms:g} ms, one process
 at a time. A visit's figure is the median of its calls, and the second best visit counts: one lucky visit, or
 several disturbed ones, do not move it. (A competitor that needs more than {cell_seconds:g} s of a cell gets fewer
-rounds; where the peaks of the processor fell short of the best seen before, there are up to {extra_rounds} rounds
-more.) Weights N(0, 0.02) rotate over copies of {rotated:.0f} MB together; inputs are N(0, 1). torch, torchao and
+rounds; where other processes took more than 5 % of the processor, there are up to {extra_rounds} rounds more.)
+Weights N(0, 0.02) rotate over copies of {rotated:.0f} MB together; inputs are N(0, 1). torch, torchao and
 pennyweight are called once a product in eager mode, with bfloat16 in and out (torch's `quantize_dynamic` with
 float32); onnxruntime, OpenVINO, llama.cpp and compiled torchao run all copies as one graph, which spares them the
 calls, the first three with float32 in and out.

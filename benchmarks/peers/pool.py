@@ -73,6 +73,10 @@ class Pool:
         return list(self._workers)
 
     @property
+    def pids(self) -> list[int]:
+        return [process.pid for process, _ in self._workers.values()]
+
+    @property
     def competitors(self) -> dict[str, dict[str, Any]]:
         """Name -> fields, of every family."""
         return {
