@@ -42,6 +42,8 @@ _SIGNATURES = {
     "pw_isa_use": (_I, (c_char_p,)),
     # weight, x, m, ldx, y, bias, bias kind, codes, scale, zero point, offset, act scale, act zero point, threads
     "pw_int_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _N, _I)),
+    # weight, x, m, ldx, y, bias, bias kind, codes, scale, outer scale, outer offset, threads
+    "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _I)),
     "pw_pack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),
     "pw_unpack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),
 }

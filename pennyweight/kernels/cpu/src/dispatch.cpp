@@ -33,7 +33,7 @@ PW_ISA_ROW(avx2, PW_HAS("avx2") && PW_HAS("fma"))
 PW_ISA_ROW(avx_vnni, has_avx2() && PW_HAS("avxvnni"))
 PW_ISA_ROW(avx512, PW_HAS("avx512f") && PW_HAS("avx512bw") && PW_HAS("avx512vl") && PW_HAS("avx512dq"))
 PW_ISA_ROW(avx512_vnni, has_avx512() && PW_HAS("avx512vnni"))
-PW_ISA_ROW(avx512_bf16, has_avx512_vnni() && PW_HAS("avx512bf16"))
+PW_ISA_ROW(avx512_bf16, has_avx512_vnni() && PW_HAS("avx512bf16") && PW_HAS("avx512vbmi"))
 #elif defined(__aarch64__) && defined(__linux__)
 PW_ISA_ROW(neon_dotprod, (getauxval(AT_HWCAP) >> 20) & 1)
 PW_ISA_ROW(neon_i8mm, has_neon_dotprod() && ((getauxval(AT_HWCAP2) >> 13) & 1))
@@ -81,6 +81,12 @@ PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_
     const LinearArgs a = {x, m, ldx, y, bias, codes, scale, zero_point, offset, act_scale,
                           (int32_t)act_zero_point, bias_kind, threads};
     return table().int_linear(w, &a);
+}
+PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
+                              int bias_kind, const void* codes, const void* scale, const void* outer_scale,
+                              const void* outer_offset, int threads) {
+    const FloatArgs a = {x, m, ldx, y, bias, codes, scale, outer_scale, outer_offset, bias_kind, threads};
+    return table().float_linear(w, &a);
 }
 PW_EXPORT void pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
     table().pack_codes(codes, n, k, kp, bits, flip, out, threads);

@@ -1,4 +1,5 @@
 // One instruction set: compiled once for each, with its flags and PW_ISA as its name.
+#include "float_linear.h"
 #include "int_linear.h"
 #include "probe.h"
 #include "table.h"
@@ -7,6 +8,6 @@
 #define PW_JOIN(a, b) PW_JOIN2(a, b)
 
 extern "C" const Table* PW_JOIN(pw_table_, PW_ISA)() {
-    static const Table table = {int_linear, pack_codes, unpack_codes, probe};
+    static const Table table = {int_linear, pack_codes, unpack_codes, probe, float_linear};
     return &table;
 }

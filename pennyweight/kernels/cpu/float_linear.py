@@ -1,0 +1,292 @@
+"""Native ``linear`` for codes that are not integers (small floats, tables) on a CPU, and the layout "cpu_float".
+
+One kernel for all of them: a format is its table of numbers. See src/float_linear.h for the arithmetic, src/pack.h for
+the bytes. Scales that are themselves quantized stay so, and are decoded on the way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import blocks
+from ...core.formats import DYNAMIC4, DYNAMIC8, E2M1, E3M2, E4M3, E5M2, E8M0, INT8, NF4, Format
+from ...core.layouts import Layout, register_layout
+from ...core.numerics import Parts
+from ...core.spec import NF4_DOUBLE, SPECS, QuantSpec
+from ...core.tensor import AffineQuantizedTensor
+from ..table import Case, Kernel, case_of, register_kernel
+from . import library
+from .library import KINDS, missing, native
+
+TILE = 16  # rows of a tile
+STEP = 32  # columns of a tile
+HALF = 16  # columns that a group is a multiple of
+SUM_BLOCK = 256  # columns of one float32 chain, at most: longer ones lose digits
+TABLE16, SMALL_FLOAT, TABLE256 = range(3)  # as in src/float_abi.h
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NESTED = {E8M0: library.E8M0, E4M3: library.E4M3, INT8: library.I8}
+
+
+class FloatLinear(ctypes.Structure):
+    """All that is static about a linear layer with such codes; see src/float_abi.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("n", "k", "kp", "scale_groups", "outer_groups")),
+        *((name, c_void_p) for name in ("values", "low", "high")),
+        *((name, c_int32) for name in ("bits", "decode", "exponent", "mantissa", "group", "block", "row_block")),
+        *((name, c_int32) for name in ("scale", "outer", "x")),
+        ("limit", c_float),
+    )
+
+
+# -- the layout ------------------------------------------------------------------------------------------------------
+
+
+def _scale(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
+    """Whether the kernel reads scales stored like this."""
+    kind = spec.scale
+    if kind is None or kind in _FLOATS:
+        return True
+    if not isinstance(kind, QuantSpec) or kind.format not in _NESTED or kind.zero_point or kind.layout != "plain":
+        return "needs plain scales, or quantized ones in e8m0, e4m3 or int8"
+    if spec.block is None or _row_block(spec, shape):
+        return "needs plain scales where rows share them"
+    outer = (kind.scale, kind.offset)
+    if outer == (None, None):
+        return True
+    if kind.scale is not torch.float32 or kind.offset not in (None, torch.float32):
+        return "needs quantized scales under float32 ones"
+    if kind.block is None:
+        return True
+    return blocks.resolve(kind.block, blocks.counts(spec.block, shape))[0] == 1 or "needs scales of one row in a block"
+
+
+# What SPECS has no example of.
+_E8M0_SCALE, _E4M3_SCALE = QuantSpec(E8M0, (1,), scale=None), QuantSpec(E4M3, (1,), scale=None)
+_MORE = (
+    QuantSpec(E5M2, (-1,), scale=torch.bfloat16), QuantSpec(E3M2, (32,), scale=_E8M0_SCALE),
+    QuantSpec(E2M1, (16,), scale=_E4M3_SCALE), QuantSpec(NF4, (16,), scale=torch.float16), QuantSpec(E4M3, (16, 64)),
+    NF4_DOUBLE.with_(block=(16,), scale=QuantSpec(INT8, (4,), offset=torch.float32)), QuantSpec(DYNAMIC4, None),
+    QuantSpec(DYNAMIC8, (48,)), QuantSpec(DYNAMIC8, None, scale=None),
+)  # fmt: skip
+
+
+def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
+    """True, or the sentence that says why the layout cannot hold this."""
+    if len(shape) != 2 or 0 in shape:
+        return "needs a 2-d weight that is not empty"
+    if spec.format.kind == "int":
+        return "is for formats that are not integers"
+    if spec.format is E8M0 or spec.offset is not None:
+        return "needs a format with a table of numbers, and no offset"
+    if spec.block is not None and spec.scale is not None:
+        rows, group = blocks.resolve(spec.block, shape)
+        if rows != 1 and rows < shape[0] and rows % TILE:
+            return f"needs blocks of one row or of multiples of {TILE}, the weight has {rows}"
+        if group < shape[1] and group % HALF:
+            return f"needs groups that are multiples of {HALF}, the weight has {group}"
+    return _scale(spec, shape)
+
+
+def _up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _row_block(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """Rows that share a scale, in whole tiles; 0: each has its own, or there is one in all."""
+    if spec.block is None:
+        return 0
+    rows = blocks.resolve(spec.block, shape)[0]
+    return 0 if rows == 1 else _up(rows, TILE)
+
+
+def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
+    return max(STEP, _up(blocks.padded(spec.block, shape)[-1], STEP))
+
+
+def _tile_rows(p: Tensor) -> Tensor:
+    """[n, groups] -> [ceil(n / 16), groups, 16], zero beyond n."""
+    n, groups = p.shape
+    out = torch.zeros((_up(n, TILE), groups), dtype=p.dtype)
+    out[:n] = p
+    return out.view(-1, TILE, groups).transpose(1, 2).contiguous()
+
+
+def _untile_rows(p: Tensor, n: int) -> Tensor:
+    return p.transpose(1, 2).reshape(-1, p.shape[1])[:n].contiguous()
+
+
+def _scales(scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Tensor], Tensor]) -> Any:
+    """fn over what there is one of per row and group. scale: a tensor, or a quantized one, whose parts these are."""
+    if isinstance(scale, AffineQuantizedTensor):
+        scale = scale.parts
+    if scale is None or spec.block is None or _row_block(spec, shape):
+        return scale
+    if not isinstance(scale, Parts):
+        return fn(scale)
+    if not isinstance(spec.scale, QuantSpec) or spec.scale.block is None:
+        return scale._replace(codes=fn(scale.codes))
+    return scale.map(fn)
+
+
+def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    """codes: uint8 [tiles of rows, K/32 * 64 * bits]; scales of rows and groups: [tiles of rows, groups, 16]."""
+    verdict = fits(spec, shape)
+    if verdict is not True:
+        raise ValueError(f'layout "cpu_float" of {tuple(shape)} {spec}: {verdict}')
+    columns, bits = _columns(spec, shape), spec.format.bits
+    codes = spec.format.to_unsigned(parts.codes.contiguous())
+    packed = torch.empty((_up(codes.shape[0], TILE) // TILE, columns // STEP * 64 * bits), dtype=torch.uint8)
+    native().pw_pack_codes(codes.data_ptr(), *codes.shape, columns, bits, 0, packed.data_ptr(), torch.get_num_threads())
+    return parts._replace(codes=packed, scale=_scales(parts.scale, spec, shape, _tile_rows))
+
+
+def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    """Inverse of :func:`pack`, bit for bit."""
+    n, k = blocks.padded(spec.block, shape)
+    codes, packed = torch.empty((n, k), dtype=torch.uint8), parts.codes.contiguous()
+    native().pw_unpack_codes(
+        packed.data_ptr(), n, k, _columns(spec, shape), spec.format.bits, 0, codes.data_ptr(), torch.get_num_threads()
+    )
+    scale = _scales(parts.scale, spec, shape, lambda p: _untile_rows(p, shape[0]))
+    return parts._replace(codes=spec.format.from_unsigned(codes), scale=scale)
+
+
+def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """Bytes of the rows and columns that fill up tiles."""
+    n, k = blocks.padded(spec.block, shape)
+    bits = spec.format.bits
+    extra = _up(n, TILE) * _columns(spec, shape) * bits // 8 - n * -(-k * bits // 8)
+    kind, more = spec.scale, _up(shape[0], TILE) - shape[0]
+    if kind is None or spec.block is None or _row_block(spec, shape):
+        return extra
+    groups = blocks.counts(spec.block, shape)[-1]
+    if not isinstance(kind, QuantSpec):
+        return extra + more * groups * kind.itemsize
+    if kind.block is None:
+        return extra + more * groups
+    return extra + more * kind.nbytes((1, groups))
+
+
+_EXAMPLES = tuple(
+    (spec, shape) for spec in (*SPECS.values(), *_MORE) for shape in ((16, 256), (33, 100)) if fits(spec, shape) is True
+)
+LAYOUT = register_layout(Layout("cpu_float", pack, unpack, ("cpu",), _EXAMPLES, _padding))
+
+
+# -- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def _accepts(case: Case) -> bool | str:
+    for verdict in (missing(), fits(case.spec, case.shape), case.act is None or "the activation is quantized"):
+        if verdict is not True:
+            return verdict
+    return case.dtype in _FLOATS or f"for float32, bfloat16 and float16 inputs, not {case.dtype}"
+
+
+@lru_cache(maxsize=256)
+def numbers(f: Format) -> tuple[Tensor, Tensor, int, int]:
+    """The number of each code (float32 [256]), its bfloat16 bytes (low ones, then high ones), exponent and mantissa
+    bits. Those are 0 where the codes are not sign, exponent and mantissa as in src/float_codes.h."""
+    count = len(f.values) or 1 << f.bits
+    values = torch.zeros(256)
+    values[:count] = f.decode(f.from_unsigned(torch.arange(count).to(torch.uint8)))
+    halves = values.to(torch.bfloat16).view(torch.uint8).reshape(256, 2).t().contiguous()
+    if f.kind != "float" or f.bits < 5:
+        return values, halves, 0, 0
+    mantissa = int(((values >= 1) & (values < 2)).sum()).bit_length() - 1
+    exponent = f.bits - 1 - mantissa
+    code = torch.arange(1 << f.bits)
+    e, m = (code >> mantissa) & ((1 << exponent) - 1), (code & ((1 << mantissa) - 1)) / (1 << mantissa)
+    sign = 1 - 2 * (code >> (f.bits - 1))
+    plain = sign * torch.ldexp(torch.where(e > 0, 1 + m, m), e.clamp(min=1) - (1 << (exponent - 1)) + 1)
+    finite = plain.abs() <= f.hi
+    same = torch.equal(plain[finite], values[: 1 << f.bits][finite])
+    return values, halves, *((exponent, mantissa) if same else (0, 0))
+
+
+def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """Columns per scale: 0 for one per row, -1 for one in all, or none. Rows that share one have it inside the sum."""
+    if spec.block is None or spec.scale is None:
+        return -1
+    group = blocks.resolve(spec.block, shape)[-1]
+    if group < shape[1]:
+        return group
+    return _up(shape[1], HALF) if _row_block(spec, shape) else 0
+
+
+def describe(case: Case) -> FloatLinear:
+    """The case as src/float_abi.h has it."""
+    spec, (n, k) = case.spec, case.shape
+    values, halves, exponent, mantissa = numbers(spec.format)
+    group, kind = _group(spec, case.shape), spec.scale
+    w = FloatLinear(
+        n=n, k=k, kp=_columns(spec, case.shape), bits=spec.format.bits, group=group, block=SUM_BLOCK,
+        values=values.data_ptr(), low=halves[0].data_ptr(), high=halves[1].data_ptr(), exponent=exponent,
+        mantissa=mantissa, limit=spec.format.hi, row_block=_row_block(spec, case.shape), x=KINDS[case.dtype],
+        decode=TABLE16 if spec.format.bits <= 4 else SMALL_FLOAT if exponent else TABLE256,
+        scale=_NESTED[kind.format] if isinstance(kind, QuantSpec) else KINDS[kind],
+    )  # fmt: skip
+    if group > 0:
+        w.block = next(b for b in range(min(SUM_BLOCK, group) // HALF * HALF, 0, -HALF) if group % b == 0)
+    counts = blocks.counts(spec.block, case.shape)
+    w.scale_groups = counts[-1]
+    if isinstance(kind, QuantSpec):
+        w.scale_groups = blocks.padded(kind.block, counts)[-1]
+        if kind.scale is not None:
+            w.outer = -1 if kind.block is None else blocks.resolve(kind.block, counts)[-1]
+            w.outer_groups = blocks.counts(kind.block, counts)[-1]
+    return w
+
+
+@lru_cache(maxsize=4096)
+def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
+    """(x, parts, bias) -> y for one case, with all that is static worked out."""
+    struct = describe(case)
+    weight, n, k, kept = ctypes.addressof(struct), struct.n, struct.k, (struct, numbers(case.spec.format))
+    call, threads, kinds = native().pw_float_linear, torch.get_num_threads, KINDS
+    kind, empty, dtype = case.spec.scale, torch.empty, case.dtype
+    scaled, nested = kind is not None, isinstance(kind, QuantSpec)
+    outer, offset = struct.outer != 0, isinstance(kind, QuantSpec) and kind.offset is not None
+
+    def linear(x: Tensor, w: Any, bias: Tensor | None, kept: Any = kept) -> Tensor:
+        if x.ndim == 2 and x.stride(1) == 1:
+            m, step, flat = x.shape[0], x.stride(0), x
+            y = empty((m, n), dtype=dtype)
+        else:
+            flat = x.reshape(-1, k).contiguous()
+            m, step = flat.shape[0], k
+            y = empty((*x.shape[:-1], n), dtype=dtype)
+        b, b_kind = None, 0
+        if bias is not None:
+            if not bias.is_contiguous() or bias.dtype not in kinds:
+                bias = bias.float().contiguous()
+            b, b_kind = bias.data_ptr(), kinds[bias.dtype]
+        scale = w.scale
+        status = call(
+            weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
+            (scale.codes if nested else scale).data_ptr() if scaled else None,
+            scale.scale.data_ptr() if outer else None, scale.offset.data_ptr() if offset else None, threads(),
+        )  # fmt: skip
+        if status:
+            raise MemoryError(f"linear: no memory for {m} rows of {k} columns")
+        return y
+
+    return linear
+
+
+def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
+    """y = x @ w.T + bias. x: [.., K]; w: in layout "cpu_float"."""
+    return bind(case_of(w, x.dtype))(x, w, bias)
+
+
+# Numbers and scales are those of the reference; products and sums are in float32. For bfloat16 inputs, where the
+# machine multiplies bfloat16, a table's numbers are rounded to it, as the reference rounds its weights.
+register_kernel(Kernel("linear", "cpu_float", run, _accepts, ("cpu",), LAYOUT.name, rank=30, bind=bind))

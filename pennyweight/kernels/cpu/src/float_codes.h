@@ -1,0 +1,230 @@
+// Numbers of codes that are not integers: tables of 16, small floats, tables of 256, and scales.
+//
+// A decoder takes a vector of 64 codes (16 rows x 4 columns, a byte or, under `shift`, a nibble each) and gives the
+// numbers in vectors with a lane a row. In float32 there are 4, one a column. In bfloat16 there are 2 with a pair of
+// columns in each lane: (0, 2) and (1, 3), the order in which bytes become words with the fewest instructions.
+#pragma once
+
+#include "float_abi.h"
+#include "float_simd.h"
+#include "input.h"
+
+namespace {
+
+// Sign, exponent and mantissa of a code of 5 to 8 bits, moved to those of a float32. Subnormals without a comparison:
+// f has the implicit one that they lack, so they are 2f - 2**(1 - bias), which is less than f exactly for them.
+struct SmallFloat {
+    int left, right;
+    I magnitude, bias, sign;
+    F two, least, limit;
+    SmallFloat(int exponent, int mantissa, float greatest)
+        : left(31 - exponent - mantissa), right(8 - exponent),
+          magnitude(iset(((1 << (exponent + mantissa)) - 1) << (23 - mantissa))),
+          bias(iset((128 - (1 << (exponent - 1))) << 23)), sign(iset((int32_t)0x80000000)), two(fset(2)),
+          least(fset(-float_of((uint32_t)(129 - (1 << (exponent - 1))) << 23))), limit(fset(greatest)) {}
+    F at(I code) const {  // of the low bits of each lane
+        const I top = ishl(code, left);
+        const F f = bitcast(iadd(iand(ishr(top, right), magnitude), bias));
+        const F v = special_above(fmin(f, fma(f, two, least)), limit);
+        return bitcast(ior(bits(v), iand(top, sign)));
+    }
+};
+
+struct Float32 {  // products and sums in float32
+    using W = F;
+    using X = F;
+    static constexpr int PER = 4;  // vectors for 4 columns
+    static W load(const uint8_t* p) { return fload((const float*)p); }
+    static void store(uint8_t* p, W v) { fstore((float*)p, v); }
+    static X spread(const uint32_t* p) { return fset(float_of(*p)); }
+    static F step(F sum, W w, X x) { return fma(w, x, sum); }
+    using Element = float;
+    static void take(const float* x, uint32_t* out) { memcpy(out, x, 16); }
+
+    struct Table16 {
+        Lookup16 table;
+        explicit Table16(const FloatLinear& w) : table(w.values) {}
+        template <int S> void quad(B v, W* out) const {
+            const I c = lanes(v);
+            out[0] = table.at(ishr<S>(c)), out[1] = table.at(ishr<S + 8>(c));
+            out[2] = table.at(ishr<S + 16>(c)), out[3] = table.at(ishr<S + 24>(c));
+        }
+    };
+    struct Small {
+        SmallFloat f;
+        explicit Small(const FloatLinear& w) : f(w.exponent, w.mantissa, w.limit) {}
+        template <int S> void quad(B v, W* out) const {
+            const I c = lanes(v);
+            out[0] = f.at(c), out[1] = f.at(ishr<8>(c)), out[2] = f.at(ishr<16>(c)), out[3] = f.at(ishr<24>(c));
+        }
+    };
+    struct Table256 {
+        const float* values;
+        explicit Table256(const FloatLinear& w) : values(w.values) {}
+        template <int S> void quad(B v, W* out) const {
+            alignas(64) uint8_t code[64];
+            alignas(64) float f[16];
+            bstore(code, v);
+            for (int i = 0; i < 4; ++i) {
+                for (int r = 0; r < 16; ++r) f[r] = values[code[4 * r + i]];
+                out[i] = fload(f);
+            }
+        }
+    };
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define PW_BFLOAT16 1
+
+struct Bfloat16 {  // products of bfloat16, two at a time, sums in float32
+    using W = __m512i;
+    using X = __m512i;
+    static constexpr int PER = 2;
+    static W load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    static void store(uint8_t* p, W v) { _mm512_storeu_si512(p, v); }
+    static X spread(const uint32_t* p) { return _mm512_set1_epi32((int32_t)*p); }
+    static F step(F sum, W w, X x) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)w, (__m512bh)x)}; }
+    using Element = uint16_t;
+    static void take(const uint16_t* x, uint32_t* out) {
+        out[0] = x[0] | (uint32_t)x[2] << 16;
+        out[1] = x[1] | (uint32_t)x[3] << 16;
+    }
+
+    // Low and high bytes of 64 numbers -> words of columns 0 and 2, and of 1 and 3.
+    static void join(__m512i low, __m512i high, W* out) {
+        const __m512i even = _mm512_set1_epi16(255);
+        out[0] = _mm512_ternarylogic_epi32(even, low, _mm512_slli_epi16(high, 8), 0xca);
+        out[1] = _mm512_ternarylogic_epi32(even, _mm512_srli_epi16(low, 8), high, 0xca);
+    }
+    struct Table16 {
+        __m512i low, high;
+        explicit Table16(const FloatLinear& w)
+            : low(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)w.low))),
+              high(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)w.high))) {}
+        template <int S> void quad(B v, W* out) const {
+            const __m512i code = _mm512_and_si512(S ? _mm512_srli_epi16(v.v, 4) : v.v, _mm512_set1_epi8(15));
+            join(_mm512_shuffle_epi8(low, code), _mm512_shuffle_epi8(high, code), out);
+        }
+    };
+    struct Small {  // 7 bits are looked up, an eighth is the sign
+        __m512i low[2], high[2];
+        explicit Small(const FloatLinear& w) {
+            for (int i = 0; i < 2; ++i) low[i] = load(w.low + 64 * i), high[i] = load(w.high + 64 * i);
+        }
+        template <int S> void quad(B v, W* out) const {
+            const __m512i h = _mm512_permutex2var_epi8(high[0], v.v, high[1]);
+            join(_mm512_permutex2var_epi8(low[0], v.v, low[1]),
+                 _mm512_ternarylogic_epi32(h, v.v, _mm512_set1_epi8((char)0x80), 0xf8), out);
+        }
+    };
+    struct Table256 {
+        __m512i low[4], high[4];
+        explicit Table256(const FloatLinear& w) {
+            for (int i = 0; i < 4; ++i) low[i] = load(w.low + 64 * i), high[i] = load(w.high + 64 * i);
+        }
+        static __m512i look(const __m512i* t, __m512i v) {
+            return _mm512_mask_blend_epi8(_mm512_movepi8_mask(v), _mm512_permutex2var_epi8(t[0], v, t[1]),
+                                          _mm512_permutex2var_epi8(t[2], v, t[3]));
+        }
+        template <int S> void quad(B v, W* out) const { join(look(low, v.v), look(high, v.v), out); }
+    };
+};
+
+// Small floats are bfloat16 numbers, so float32 has them by the same bytes.
+struct Float32ByBytes : Float32 {
+    struct Small {
+        Bfloat16::Small f;
+        explicit Small(const FloatLinear& w) : f(w) {}
+        template <int S> void quad(B v, W* out) const {
+            __m512i pair[2];
+            f.template quad<S>(v, pair);
+            for (int i = 0; i < 2; ++i) {
+                out[i] = {_mm512_castsi512_ps(_mm512_slli_epi32(pair[i], 16))};
+                out[i + 2] = {_mm512_castsi512_ps(_mm512_and_si512(pair[i], _mm512_set1_epi32((int32_t)0xffff0000)))};
+            }
+        }
+    };
+};
+using Single = Float32ByBytes;
+#else
+using Single = Float32;
+#endif
+
+// Where decoders find their codes: as packed in 4, 6 or 8 bits, or numbers decoded before. A tile of 32 columns is TILE
+// bytes; quad j of half h is columns 16h + 4j .. 16h + 4j + 3.
+template <class P, class D> struct Nibbles {
+    static constexpr int TILE = 256;
+    D d;
+    explicit Nibbles(const FloatLinear& w) : d(w) {}
+    void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
+        const B v = bload(p + 128 * h + 64 * (j / 2));
+        if (j % 2) d.template quad<4>(v, out);
+        else d.template quad<0>(v, out);
+    }
+};
+template <class P, class D> struct Sixes {
+    static constexpr int TILE = 384;
+    D d;
+    explicit Sixes(const FloatLinear& w) : d(w) {}
+    void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
+        const B four = bload(p + 128 * h + 64 * (j / 2)), two = bload(p + 256 + 64 * h);
+        const B high = j == 0 ? bleft(two, 4) : j == 1 ? bleft(two, 2) : j == 2 ? two : bright(two, 2);
+        d.template quad<0>(bor(bmask(j % 2 ? bright(four, 4) : four, 15), bmask(high, 48)), out);
+    }
+};
+template <class P, class D> struct Bytes {
+    static constexpr int TILE = 512;
+    D d;
+    explicit Bytes(const FloatLinear& w) : d(w) {}
+    void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
+        d.template quad<0>(bload(p + 256 * h + 64 * j), out);
+    }
+};
+template <class P> struct Numbers {
+    static constexpr int TILE = 8 * P::PER * 64;
+    explicit Numbers(const FloatLinear&) {}
+    void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
+        for (int i = 0; i < P::PER; ++i) out[i] = P::load(p + TILE / 2 * h + 64 * (j * P::PER + i));
+    }
+};
+
+// Scales of the 16 rows of a tile.
+struct Scales {
+    const FloatLinear& w;
+    const FloatArgs& a;
+    SmallFloat e4m3{4, 3, 448};
+
+    float one(int64_t i) const {
+        alignas(64) char raw[64] = {0};
+        alignas(64) float f[16];
+        memcpy(raw, (const char*)a.scale + i * size_of(w.scale), (size_t)size_of(w.scale));
+        fstore(f, load16(raw, w.scale, 0));
+        return f[0];
+    }
+    F outer(const void* p, int64_t tile, int64_t group) const {
+        if (w.outer < 0) return fset(*(const float*)p);
+        return fload((const float*)p + (tile * w.outer_groups + group / w.outer) * 16);
+    }
+    F at(int64_t tile, int64_t group) const {
+        if (w.scale == NONE) return fset(1);
+        if (w.group < 0) return fset(one(0));
+        if (w.row_block) return fset(one(tile * 16 / w.row_block * w.scale_groups + group));
+        const int64_t i = (tile * w.scale_groups + group) * 16;
+        F s;
+        if (w.scale == E8M0) {  // 2**(byte - 127); byte 0 is a subnormal, 255 is NaN
+            const F power = bitcast(imax(ishl(iload8u((const uint8_t*)a.scale + i), 23), iset(1 << 22)));
+            s = fma(power, fset(0), power);
+        } else if (w.scale == E4M3) {
+            s = e4m3.at(iload8u((const uint8_t*)a.scale + i));
+        } else if (w.scale == I8) {
+            s = cvt(iload8s((const int8_t*)a.scale + i));
+        } else {
+            s = load16(a.scale, w.scale, i);
+        }
+        if (w.outer) s = fmul(s, outer(a.outer_scale, tile, group));
+        if (a.outer_offset) s = fadd(s, outer(a.outer_offset, tile, group));
+        return s;
+    }
+};
+
+}  // namespace
