@@ -57,7 +57,7 @@ class BuildNative(build_ext):
         if sys.platform != "linux":
             raise RuntimeError(f"not offered on {sys.platform} yet")
         objects = self._compile("dispatch.cpp", "dispatch", [])
-        isas = {"scalar": [], **ISAS.get(platform.machine(), {})}
+        isas = {"scalar": ["-O1"], **ISAS.get(platform.machine(), {})}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for built in pool.map(lambda item: self._try(*item), isas.items()):
                 objects += built

@@ -31,6 +31,7 @@ TILE = 16  # rows of a tile
 STEP = 32  # columns of a tile
 INPUT_BLOCK = 128  # columns of a float input that share a power of two, at most
 SUM_BLOCK = 2048  # columns of one integer sum where nothing asks for fewer; far below the 65793 that fit int32
+ZERO_POINT_BLOCK = 512  # and under a zero point of the input, so that all is exact in float32: 512 * 255 * 128 < 2**24
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -171,7 +172,7 @@ def _accepts(case: Case) -> bool | str:
 
 def _block(group: int, act: ActivationSpec | None, columns: int) -> int:
     """Columns of one integer sum: they divide the group, and share one power of two of a float input."""
-    most = SUM_BLOCK if act is not None else INPUT_BLOCK
+    most = INPUT_BLOCK if act is None else ZERO_POINT_BLOCK if act.spec.zero_point else SUM_BLOCK
     if group <= 0:
         return most
     return next(b for b in range(min(most, group) // STEP * STEP, 0, -STEP) if group % b == 0)

@@ -83,7 +83,7 @@ struct Tokens {
     float* scale;     // [blocks][T] act FLOAT: scale of the block
     float* value;     // [blocks][T] sum of the block as a number, in units of token_scale
     float token_scale[12];
-    int32_t token_zero[12];
+    float token_zero[12];
 };
 
 inline void put(int8_t* digits, int R, int r, const int8_t* row, int64_t kp) {
@@ -192,6 +192,11 @@ inline void put_words(int8_t* out, int T, int t, const int16_t* row, int64_t kp)
         }
 }
 
+inline int32_t true_columns(const IntLinear& w, int64_t b) {  // of a block, padding left out
+    const int64_t left = w.k - b * w.block;
+    return (int32_t)(left < 0 ? 0 : left < w.block ? left : w.block);
+}
+
 // Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
 void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
               int8_t* bytes) {
@@ -211,8 +216,9 @@ void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, i
         }
         quantize_row(w, wide, scale, zero, row[0], tok.sums + t, R);
         tok.token_scale[t] = scale;
-        tok.token_zero[t] = zero;
-        for (int64_t b = 0; b * w.block < w.kp; ++b) tok.value[b * T + t] = (float)tok.sums[b * T + t];
+        tok.token_zero[t] = (float)zero;
+        for (int64_t b = 0; b * w.block < w.kp; ++b)
+            tok.value[b * T + t] = (float)(tok.sums[b * T + t] - zero * true_columns(w, b));
     } else {
         for (int64_t b = 0, at = 0; at < w.kp; ++b, at += w.block) {
             const int64_t n = w.kp - at < w.block ? w.kp - at : w.block;
@@ -229,18 +235,6 @@ void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, i
     }
     if (words) put_words(tok.digits, T, t, (const int16_t*)bytes, w.kp);
     else for (int d = 0; d < D; ++d) put(tok.digits, R, t * D + d, row[d], w.kp);
-}
-
-// A row of ones as token t of T: its products are the sums of the weight's rows, which zero points are multiplied by.
-void take_ones(const IntLinear& w, Tokens& tok, int T, int t, int8_t* bytes) {
-    memset(bytes, 0, (size_t)w.kp);
-    memset(bytes, 1, (size_t)w.k);
-    put(tok.digits, T, t, bytes, w.kp);
-    for (int64_t b = 0, at = 0; at < w.kp; ++b, at += w.block) {
-        const int64_t left = w.k - at, count = left < 0 ? 0 : left < w.block ? left : w.block;
-        tok.sums[b * T + t] = (int32_t)count;
-        tok.value[b * T + t] = (float)count;
-    }
 }
 
 }  // namespace

@@ -26,7 +26,11 @@
 namespace {
 
 // Loops over registers are unrolled before the compiler decides what lives in memory.
+#if defined(__AVX2__) || defined(__ARM_NEON)
 #define PW_UNROLL _Pragma("GCC unroll 32")
+#else
+#define PW_UNROLL
+#endif
 constexpr int AHEAD = 2304;  // bytes between what is read and what is fetched
 
 struct Part {            // scales, zero points or offsets of a tile: 16 numbers per group
@@ -60,6 +64,9 @@ struct Tile {                 // 16 rows of the weight, from one block of column
     int64_t first, blocks;    // blocks of columns
     int64_t block, tail;      // columns of a block, and of the last one here
     int32_t center;
+    int64_t true_columns;     // from here on, padding left out
+    const int8_t* ones;       // 1 per true column, for inputs with a zero point; else null
+    float* sums;              // [blocks][16] of the codes less center and zero point, for them
 };
 
 struct Rows {                 // a block of tokens, from the same column on
@@ -67,19 +74,23 @@ struct Rows {                 // a block of tokens, from the same column on
     const int32_t* sums;
     const float* scale;
     const float* value;
+    const float* token_zero;
 };
 
-// c[t] (+)= the blocks of a tile for T tokens of D digits, or (D = 0) of words. `fresh`: c is not read.
-template <int BITS, int T, int D> void micro(const Tile& w, const Rows& x, float* c, bool fresh) {
+// c[t] (+)= the blocks of a tile for T tokens of D digits, or (D = 0) of words. `fresh`: c is not read. Inputs with a
+// zero point need the sums of the codes: SUM makes and keeps them on the way, other calls for the tile read them.
+template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows& x, float* c, bool fresh) {
     constexpr int R = D ? T * D : T;
     constexpr int CHAINS = R == 1 ? 4 : R <= 3 ? 2 : 1;  // independent sums hide the latency of dot4
     F sum[T];
     PW_UNROLL for (int t = 0; t < T; ++t) sum[t] = fresh ? fset(0) : fload(c + 16 * t);
     const int8_t* xs = x.digits;
+    const int8_t* ones = w.ones;
     const uint8_t* codes = w.codes;
     for (int64_t b = 0; b < w.blocks; ++b) {
         const int64_t group = w.per_scale ? (w.first + b) / w.per_scale * 16 : 0;
-        I acc[CHAINS][R];
+        I acc[CHAINS][R], column[2];
+        if (SUM) column[0] = column[1] = iset(0);
         PW_UNROLL for (int r = 0; r < R; ++r) {
             const int32_t s = x.sums[b * R + r];
             acc[0][r] = iset(-w.center * s);
@@ -121,12 +132,23 @@ template <int BITS, int T, int D> void micro(const Tile& w, const Rows& x, float
                     }
                     PW_UNROLL for (int r = 0; r < R; ++r)
                         acc[j % CHAINS][r] = dot4<BITS == 8>(acc[j % CHAINS][r], u[j], xload(xs + (j * R + r) * 4));
+                    if (SUM) column[j % 2] = dot4<BITS == 8>(column[j % 2], u[j], xload(ones + 4 * j));
                 }
+                if (SUM) ones += 32;
                 xs += 32 * R;
             }
             codes += 64 * BITS;
         }
-        F weight_scale = fset(1), weight_offset = fset(0);
+        F weight_scale = fset(1), weight_offset = fset(0), weight_sum = fset(0);
+        if (SUM) {
+            const int32_t count = (int32_t)std::min(w.block, std::max<int64_t>(0, w.true_columns - b * w.block));
+            I all = iadd(iadd(column[0], column[1]), iset(-w.center * count));
+            if (w.zero.kind) all = iadd(all, imul(zero16(w.zero, group), iset(-count)));
+            weight_sum = cvt(all);
+            fstore(w.sums + 16 * b, weight_sum);
+        } else if (D == 1 && w.ones) {
+            weight_sum = fload(w.sums + 16 * b);
+        }
         if (w.per_scale) weight_scale = part16(w.scale, group);
         if (w.offset.kind) weight_offset = part16(w.offset, group);
         PW_UNROLL for (int t = 0; t < T; ++t) {
@@ -140,6 +162,8 @@ template <int BITS, int T, int D> void micro(const Tile& w, const Rows& x, float
             if constexpr (D <= 1) f = cvt(part[0]);
             else if constexpr (D == 2) f = cvt(iadd(ishl8(part[0]), part[1]));
             else f = fma(cvt(part[0]), fset(65536), cvt(iadd(ishl8(part[1]), part[2])));
+            // exact, since with a zero point blocks are short enough for every term to fit a float
+            if (D == 1 && w.ones) f = fma(weight_sum, fset(-x.token_zero[t]), f);
             if (D != 1) {
                 const F e = fset(x.scale[b * T + t]);
                 sum[t] = fma(f, w.per_scale ? fmul(weight_scale, e) : e, sum[t]);
@@ -154,28 +178,37 @@ template <int BITS, int T, int D> void micro(const Tile& w, const Rows& x, float
 
 using Micro = void (*)(const Tile&, const Rows&, float*, bool);
 
-// The kernel for a number of bits, digits (0: words) and tokens; null where there is none.
-template <int BITS, int D, int T = 1> Micro pick_tokens(int tokens) {
-    if constexpr (T > TOKENS[D ? D - 1 : 3]) return nullptr;
-    else return tokens == T ? &micro<BITS, T, D> : pick_tokens<BITS, D, T + 1>(tokens);
+// Codes of 4 and 8 bits have a kernel for every number of tokens. The others, which fewer use, have two, for one token
+// and for a few, so that the library builds in half the time.
+constexpr bool every_count(int bits) { return bits == 4 || bits == 8; }
+constexpr int FEW[] = {4, 3, 2};
+constexpr int most_tokens(int bits, int digits) {  // digits 0: words
+    const int most = TOKENS[digits ? digits - 1 : 3];
+    return every_count(bits) || most <= FEW[digits - 1] ? most : FEW[digits - 1];
 }
-template <int BITS = 1> Micro pick(int bits, int digits, int tokens) {
+
+// The kernel for a number of bits, digits (0: words) and tokens; null where there is none.
+template <int BITS, int D, bool SUM, int T = 1> Micro pick_tokens(int tokens) {
+    constexpr int MOST = most_tokens(BITS, D), NEXT = every_count(BITS) || T == MOST ? T + 1 : MOST;
+    if constexpr (T > MOST) return nullptr;
+    else return tokens == T ? &micro<BITS, T, D, SUM> : pick_tokens<BITS, D, SUM, NEXT>(tokens);
+}
+template <int BITS = 1> Micro pick(int bits, int digits, bool sum, int tokens) {
     if constexpr (BITS > 8) {
         return nullptr;
     } else {
-        if (bits != BITS) return pick<BITS + 1>(bits, digits, tokens);
-        if constexpr (BITS == 4 || BITS == 8)
-            if (digits == 0) return pick_tokens<BITS, 0>(tokens);
-        return digits == 1   ? pick_tokens<BITS, 1>(tokens)
-               : digits == 2 ? pick_tokens<BITS, 2>(tokens)
-                             : pick_tokens<BITS, 3>(tokens);
+        if (bits != BITS) return pick<BITS + 1>(bits, digits, sum, tokens);
+        if constexpr (every_count(BITS))
+            if (digits == 0) return pick_tokens<BITS, 0, false>(tokens);
+        return sum           ? pick_tokens<BITS, 1, true>(tokens)
+               : digits == 1 ? pick_tokens<BITS, 1, false>(tokens)
+               : digits == 2 ? pick_tokens<BITS, 2, false>(tokens)
+                             : pick_tokens<BITS, 3, false>(tokens);
     }
 }
 
-// y of one tile for token `from` of a block and those after it, m the row of the first: less the zero point times the
-// row of ones, the scale of the row or of all, that of the token, bias, and one rounding.
-void finish(const IntLinear& w, const LinearArgs& a, const float* c, const float* ones, int64_t m, int from, int tokens,
-            int64_t col, const Tokens& tok) {
+// y of one tile: the scale of the row or of all, that of the token, bias, and one rounding.
+void finish(const IntLinear& w, const LinearArgs& a, const float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) {
     const int64_t width = std::min<int64_t>(16, w.n - col);
     alignas(64) char tail[64] = {0};
     F scale = fset(1), bias = fset(0);
@@ -190,10 +223,8 @@ void finish(const IntLinear& w, const LinearArgs& a, const float* c, const float
         memcpy(tail, (const char*)a.bias + col * size_of(a.bias_kind), (size_t)(width * size_of(a.bias_kind)));
         bias = load16(tail, a.bias_kind, 0);
     }
-    for (int t = from; t < tokens; ++t, ++m) {
-        F y = fload(c + 16 * t);
-        if (ones) y = fma(fload(ones), fset((float)-tok.token_zero[t]), y);
-        y = fmul(y, fset(tok.token_scale[t]));
+    for (int t = 0; t < tokens; ++t, ++m) {
+        F y = fmul(fload(c + 16 * t), fset(tok.token_scale[t]));
         if (w.group <= 0) y = fmul(y, scale);
         if (a.bias) y = fadd(y, bias);
         char* out = (char*)a.y + (m * w.n + col) * size_of(w.x);
@@ -234,37 +265,46 @@ constexpr int64_t INPUT_BYTES = 512 << 10;
 // Fewer products than this are not worth waking a second thread for.
 constexpr double PRODUCTS_PER_THREAD = 1 << 17;
 
-// What one call works with. Token -1, the first of the first block, is a row of ones where inputs have zero points.
+// What one call works with.
 struct Work {
     const IntLinear& w;
     const LinearArgs& a;
-    bool ones, words;
+    bool words;
     int digits, most;            // per token; tokens in a block, at most
-    int64_t tokens;              // the row of ones included
-    int64_t token_blocks;        // of nearly equal size
+    int64_t token_blocks;        // the first `larger` hold `size` tokens, the others `smaller`
+    int64_t larger;
+    int size, smaller;
     int64_t blocks, chunk;       // blocks of columns, and of those how many are run through at a time
+    const int8_t* ones;          // [kp] 1 per true column, where inputs have zero points; else null
 
-    int64_t first_token(int64_t mb) const {
-        return mb * (tokens / token_blocks) + std::min(mb, tokens % token_blocks) - ones;
-    }
-    int tokens_in(int64_t mb) const { return (int)(tokens / token_blocks + (mb < tokens % token_blocks)); }
+    int64_t first_token(int64_t mb) const { return mb * size - std::max<int64_t>(0, mb - larger) * (size - smaller); }
+    int tokens_in(int64_t mb) const { return mb < larger ? size : smaller; }
     int rows(int tokens) const { return words ? tokens : tokens * digits; }
     int64_t row_bytes(int tokens) const { return rows(tokens) * (words ? 2 : 1); }  // of digits, per column
 };
 
 Work plan(const IntLinear& w, const LinearArgs& a) {
-    const bool ones = w.act == ASYMMETRIC || (w.act == STATIC && a.act_zero_point);
     const int digits = digits_of(w);
     // Words halve the sums to join after each block, at the price of decoding to 16 bits, which many rows share.
-    const bool words = digits == 2 && (w.bits == 4 || w.bits == 8) && a.m > TOKENS[1];
-    Work k{w, a, ones, words, digits, TOKENS[words ? 3 : digits - 1], a.m + ones, 0, (w.kp + w.block - 1) / w.block, 0};
-    k.token_blocks = (k.tokens + k.most - 1) / k.most;
+    const bool words = digits == 2 && every_count(w.bits) && a.m > TOKENS[1];
+    Work k{w, a, words, digits, most_tokens(w.bits, words ? 0 : digits), 0, 0, 0, 0, (w.kp + w.block - 1) / w.block, 0, nullptr};
+    if (every_count(w.bits)) {
+        k.token_blocks = (a.m + k.most - 1) / k.most;
+        k.smaller = (int)(a.m / k.token_blocks);
+        k.larger = a.m % k.token_blocks;
+        k.size = k.smaller + 1;
+    } else {
+        k.larger = a.m / k.most;
+        k.token_blocks = k.larger + a.m % k.most;
+        k.size = k.most;
+        k.smaller = 1;
+    }
     k.chunk = k.token_blocks > 1 ? std::max<int64_t>(1, CHUNK / w.block) : k.blocks;
     return k;
 }
 
-// Tile `tile` from block b0 on.
-Tile tile_at(const Work& k, int64_t tile, int64_t b0) {
+// Tile `tile` from block b0 on. sums: room for [chunk][16].
+Tile tile_at(const Work& k, int64_t tile, int64_t b0, float* sums) {
     const IntLinear& w = k.w;
     const int64_t at = b0 * w.block, columns = std::min(w.kp - at, k.chunk * w.block);
     const int64_t numbers = (w.group > 0 ? w.kp / w.group : 1) * 16;
@@ -282,33 +322,26 @@ Tile tile_at(const Work& k, int64_t tile, int64_t b0) {
     p.block = w.block;
     p.tail = columns - (p.blocks - 1) * w.block;
     p.center = w.center - (SIGNED_BYTES && w.bits == 8 && !k.words ? 128 : 0);
+    p.true_columns = w.k - at;
+    p.ones = k.ones ? k.ones + at : nullptr;
+    p.sums = sums;
     return p;
 }
 
-// One tile for blocks of tokens [mb0, mb1). c: [mb1 - mb0][most][16], after 16 sums of rows.
-void run_tile(const Work& k, const Tokens* tokens, int64_t tile, int64_t mb0, int64_t mb1, float* c) {
+// One tile for blocks of tokens [mb0, mb1). room: float [chunk][16] and [mb1 - mb0][most][16].
+void run_tile(const Work& k, const Tokens* tokens, int64_t tile, int64_t mb0, int64_t mb1, float* room) {
     const IntLinear& w = k.w;
-    float* ones = nullptr;
-    if (k.ones) {
-        ones = c;
-        c += 16;
-    }
+    float* c = room + (k.ones ? k.chunk * 16 : 0);
     for (int64_t b0 = 0; b0 < k.blocks; b0 += k.chunk) {
-        const Tile p = tile_at(k, tile, b0);
-        const bool last = b0 + k.chunk >= k.blocks;
-        if (ones && mb0) {  // the row of ones is in the first block of tokens, which another unit of work has
-            const Tokens& tok = tokens[k.token_blocks];
-            const Rows row{tok.digits + b0 * w.block, tok.sums + b0, tok.scale + b0, tok.value + b0};
-            pick(w.bits, 1, 1)(p, row, ones, b0 == 0);
-        }
+        const Tile p = tile_at(k, tile, b0, room);
         for (int64_t mb = mb0; mb < mb1; ++mb) {
             const Tokens& tok = tokens[mb];
-            const int t = k.tokens_in(mb), r = k.rows(t), from = k.ones && mb == 0;
-            const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r, tok.scale + b0 * t, tok.value + b0 * t};
+            const int t = k.tokens_in(mb), r = k.rows(t);
+            const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r, tok.scale + b0 * t,
+                            tok.value + b0 * t, tok.token_zero};
             float* here = c + (mb - mb0) * k.most * 16;
-            pick(w.bits, k.words ? 0 : k.digits, t)(p, rows, here, b0 == 0);
-            if (last && from) memcpy(ones, here, 64);
-            if (last) finish(w, k.a, here, ones, k.first_token(mb) + from, from, t, tile * 16, tok);
+            pick(w.bits, k.words ? 0 : k.digits, k.ones && mb == mb0, t)(p, rows, here, b0 == 0);
+            if (b0 + k.chunk >= k.blocks) finish(w, k.a, here, k.first_token(mb), t, tile * 16, tok);
         }
     }
 }
@@ -317,7 +350,7 @@ int int_linear(const IntLinear* weight, const LinearArgs* args) {
     const IntLinear& w = *weight;
     const LinearArgs& a = *args;
     if (a.m == 0 || w.n == 0) return 0;
-    const Work k = plan(w, a);
+    Work k = plan(w, a);
     const double products = (double)a.m * (double)w.n * (double)w.kp;
     const int threads = (int)std::min<double>(a.threads, 1 + products / PRODUCTS_PER_THREAD);
 
@@ -329,19 +362,22 @@ int int_linear(const IntLinear* weight, const LinearArgs* args) {
     const int64_t row_units = (k.token_blocks + step - 1) / step;
     const int64_t units = (tiles + grain - 1) / grain * row_units;
 
-    // Memory: per copy of the input a table of blocks of tokens (and one of the row of ones alone) and what each of them
-    // holds; per thread, room for one row and for sums. Of one or two tokens each thread makes its own copy: that costs
-    // less than waiting for another.
+    // Memory: per copy of the input a table of blocks of tokens and what each of them holds; per thread, room for one row
+    // and for sums. Of one or two tokens each thread makes its own copy: that costs less than waiting for another.
     auto up = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
     const int copies = a.m <= 2 ? threads : 1;
-    const int64_t held = k.token_blocks + k.ones;
     const int64_t digits = up(w.kp * k.row_bytes(k.most)), sums = up(k.blocks * k.rows(k.most) * 4);
     const int64_t numbers = up(k.blocks * k.most * 4), per_block = digits + sums + 2 * numbers;
-    const int64_t table = up((int64_t)sizeof(Tokens) * held), one_copy = table + per_block * held;
-    const int64_t row_room = up(w.kp * 4) + up(w.kp * 3), per_thread = row_room + (step * k.most + 1) * 64;
-    char* space = workspace.get((size_t)(one_copy * copies + per_thread * threads));
+    const int64_t table = up((int64_t)sizeof(Tokens) * k.token_blocks), one_copy = table + per_block * k.token_blocks;
+    const int64_t row_room = up(w.kp * 4) + up(w.kp * 3), per_thread = row_room + (step * k.most + k.chunk) * 64;
+    char* space = workspace.get((size_t)(one_copy * copies + per_thread * threads + up(w.kp)));
     if (!space) return 1;
-
+    if (w.act == ASYMMETRIC || (w.act == STATIC && a.act_zero_point)) {
+        int8_t* ones = (int8_t*)(space + one_copy * copies + per_thread * threads);
+        memset(ones, 0, (size_t)w.kp);
+        memset(ones, 1, (size_t)w.k);
+        k.ones = ones;
+    }
     auto take = [&](char* base, int64_t mb, char* room) {
         Tokens& tok = ((Tokens*)base)[mb];
         char* p = base + table + per_block * mb;
@@ -349,21 +385,18 @@ int int_linear(const IntLinear* weight, const LinearArgs* args) {
         tok.sums = (int32_t*)(p += digits);
         tok.scale = (float*)(p += sums);
         tok.value = (float*)(p += numbers);
-        int8_t* bytes = (int8_t*)(room + up(w.kp * 4));
-        if (mb == k.token_blocks) return take_ones(w, tok, 1, 0, bytes);
         const int t = k.tokens_in(mb);
         for (int i = 0; i < t; ++i)
-            if (k.first_token(mb) + i < 0) take_ones(w, tok, t, i, bytes);
-            else take_row(w, a, k.first_token(mb) + i, tok, t, i, k.words, (float*)room, bytes);
+            take_row(w, a, k.first_token(mb) + i, tok, t, i, k.words, (float*)room, (int8_t*)(room + up(w.kp * 4)));
     };
     std::atomic<int64_t> next_row{0}, next_unit{0};
     auto body = [&](int id, int team) {
         char* room = space + one_copy * copies + per_thread * id;
         char* base = space + (copies > 1 ? one_copy * id : 0);
         if (copies > 1 || team == 1) {
-            for (int64_t mb = 0; mb < held; ++mb) take(base, mb, room);
+            for (int64_t mb = 0; mb < k.token_blocks; ++mb) take(base, mb, room);
         } else {
-            for (int64_t mb; (mb = next_row.fetch_add(1)) < held;) take(base, mb, room);
+            for (int64_t mb; (mb = next_row.fetch_add(1)) < k.token_blocks;) take(base, mb, room);
 #if defined(_OPENMP)
 #pragma omp barrier
 #endif

@@ -293,7 +293,7 @@ struct I { int32_t v[16]; };
 struct F { float v[16]; };
 struct B { uint8_t v[64]; };
 struct X { int8_t v[4]; };
-constexpr int TOKENS[] = {4, 2, 1, 4};
+constexpr int TOKENS[] = {1, 1, 1, 1};
 constexpr bool SIGNED_BYTES = false;
 
 #define PW_EACH(type, n, expr) type r; for (int i = 0; i < n; ++i) r.v[i] = expr; return r
