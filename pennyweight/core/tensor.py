@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks
+from . import blocks, conversions
 from .choose import Params
 from .layouts import get_layout, portable_layout
 from .numerics import Parts, dequantize, quantize, sqnr
@@ -130,6 +130,9 @@ class AffineQuantizedTensor(Tensor):
             raise ValueError(f"{name}: only floating-point tensors can be quantized, got {x.dtype}")
         x = x.detach()
         check_finite(x, name)
+        fast = conversions.quantize(x, spec, rule, eps) if params is None else NotImplemented
+        if fast is not NotImplemented:
+            return cls(fast.parts, spec, x.shape, x.dtype, act)
         plain = quantize(x, spec.with_(layout="plain"), rule, eps, params)
         parts = get_layout(spec.layout).pack(plain, spec, x.shape)
         return cls(parts, spec, x.shape, x.dtype, act)
@@ -143,7 +146,10 @@ class AffineQuantizedTensor(Tensor):
         return self._dequantize(dtype or self.dtype)
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
-        x = dequantize(self.plain_parts(), self.spec, self.stored_shape, dtype)
+        shape = self.stored_shape
+        x = conversions.dequantize(self.parts, self.spec, shape, dtype)
+        if x is NotImplemented:
+            x = dequantize(self.plain_parts(), self.spec, shape, dtype)
         return x if self.axes is None else x.permute(self.axes)
 
     def plain_parts(self) -> Parts:
@@ -174,7 +180,7 @@ class AffineQuantizedTensor(Tensor):
         """This tensor under another spec, through float once. A change of layout alone is exact."""
         if spec.with_(layout="plain") == self.spec.with_(layout="plain"):
             return self.to_layout(spec.layout)
-        x = dequantize(self.plain_parts(), self.spec, self.stored_shape, torch.float32)
+        x = self.with_(axes=None, shape=self.stored_shape)._dequantize(torch.float32)
         new = AffineQuantizedTensor.from_float(x, spec, rule)
         return self.with_(parts=new.parts, spec=spec, readonly=False)
 
@@ -403,7 +409,7 @@ def _strides(shape: Sequence[int], axes: tuple[int, ...] | None) -> tuple[int, .
 
 def check_finite(x: Tensor, name: str) -> None:
     """Raise ValueError naming the tensor where it holds NaN or inf."""
-    if x.device.type == "meta" or x.numel() == 0 or torch.compiler.is_compiling():
+    if x.device.type == "meta" or x.numel() == 0 or torch.compiler.is_compiling() or conversions.finite(x) is True:
         return
     # The sum alone is cheap, and may overflow.
     if not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all()):

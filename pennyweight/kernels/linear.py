@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import fallback
-from ..core.numerics import Parts, dequantize
+from ..core.numerics import Parts
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, implements, static_json
 from .table import Case, case_of, get_kernel, select
@@ -185,7 +185,7 @@ def _linear_fake(x: Tensor, parts: list[Tensor], bias: Tensor | None, key: str) 
 
 def _grad_input_op(grad: Tensor, parts: list[Tensor], key: str) -> Tensor:
     _, w = _weight(key, parts)
-    return grad @ dequantize(w.plain_parts(), w.spec, w.shape, grad.dtype)
+    return grad @ w._dequantize(grad.dtype)
 
 
 def _grad_input_fake(grad: Tensor, parts: list[Tensor], key: str) -> Tensor:

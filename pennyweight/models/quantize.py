@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import blocks
-from ..core.layouts import get_layout
+from ..core import blocks, conversions
 from ..core.numerics import Parts, dequantize, quantize
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, check_finite
@@ -122,15 +121,24 @@ def solve(row: PlanRow, device: torch.device | str | None = None) -> tuple[Affin
     if device is not None:
         x = x.to(device)
     flip = row.site.transposed
-    w, sqnr = quantize_weight(x.transpose(-2, -1) if flip else x, row.scheme, row.name)
-    w = w.to_layout(row.layout)
+    w, sqnr = quantize_weight(x.transpose(-2, -1) if flip else x, row.scheme, row.name, row.layout)
     return (w.transpose(-2, -1) if flip else w), sqnr  # type: ignore[return-value]
 
 
-def quantize_weight(x: Tensor, scheme: Scheme, name: str = "weight") -> tuple[AffineQuantizedTensor, float]:
-    """x [.., contracted] under a scheme, in rows so that temporaries stay small: (plain tensor, SQNR in dB)."""
+def quantize_weight(
+    x: Tensor, scheme: Scheme, name: str = "weight", layout: str = "plain"
+) -> tuple[AffineQuantizedTensor, float]:
+    """x [.., contracted] under a scheme: (tensor in ``layout``, SQNR in dB). Raises ValueError for NaN or inf.
+
+    Where the device has no fast way: in rows, so that temporaries stay small.
+    """
+    spec = scheme.weight.with_(layout=layout)
+    fast = conversions.quantize(x, spec, scheme.rule, scheme.eps)
+    if fast is not NotImplemented and math.isfinite(fast.signal):
+        parts = fast.parts._replace(**_static(scheme, x.device))
+        return AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act), _decibels(fast.signal, fast.noise)
     check_finite(x, name)
-    spec = scheme.weight.with_(layout="plain")
+    spec = spec.with_(layout="plain")
     step = max(1, x.shape[0] if x.ndim else 1)
     if x.ndim > 1 and x.shape[0] > 1 and rows_independent(spec, x.shape):
         step = min(step, max(1, _CHUNK // max(1, x[0].numel())))
@@ -145,9 +153,12 @@ def quantize_weight(x: Tensor, scheme: Scheme, name: str = "weight") -> tuple[Af
             noise += float(torch.linalg.vector_norm(dequantize(parts, spec, piece.shape).sub_(exact))) ** 2
     parts = pieces[0] if len(pieces) == 1 else Parts(*map(_join, zip(*pieces, strict=True)))
     parts = parts._replace(**_static(scheme, x.device))
-    parts = get_layout("plain").pack(parts, spec, x.shape)
-    sqnr = 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
-    return AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act), sqnr
+    w = AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act).to_layout(layout)
+    return w, _decibels(signal, noise)
+
+
+def _decibels(signal: float, noise: float) -> float:
+    return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
 
 
 def rows_independent(spec: QuantSpec, shape: Sequence[int]) -> bool:

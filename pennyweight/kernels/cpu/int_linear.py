@@ -8,7 +8,6 @@ src/pack.h for the bytes.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,14 +17,27 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
+from ...core.conversions import in_memory
 from ...core.formats import E8M0, INT7, INT8, UINT7, UINT8
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import SPECS, ActivationSpec, QuantSpec
+from ..linear import LIBRARY
 from ..table import Case, Kernel, case_of, register_kernel
 from .library import (
-    ASYMMETRIC, E8M0 as E8M0_KIND, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, load, missing, native,
+    ASYMMETRIC,
+    FLOAT,
+    KINDS,
+    NONE,
+    STATIC,
+    SYMMETRIC,
+    IntLinear,
+    missing,
+    native,
 )  # fmt: skip
+from .library import (
+    E8M0 as E8M0_KIND,
+)
 
 TILE = 16  # rows of a tile
 STEP = 32  # columns of a tile
@@ -48,11 +60,13 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     if not _scale_dtype(spec.scale) or not (spec.offset is None or spec.offset in _FLOATS):
         return "needs plain scales and offsets, or e8m0 scales"
     if spec.block is None:
-        return spec.offset is None and not spec.zero_point or "needs zero points and offsets per row or group"
+        return (spec.offset is None and not spec.zero_point) or "needs zero points and offsets per row or group"
     rows, group = blocks.resolve(spec.block, shape)
     if rows != 1:
         return f"needs rows that share no scale, the weight has blocks of {[rows, group]}"
-    return group >= shape[1] or group % STEP == 0 or f"needs groups that are multiples of {STEP}, the weight has {group}"
+    return (
+        group >= shape[1] or group % STEP == 0 or f"needs groups that are multiples of {STEP}, the weight has {group}"
+    )
 
 
 def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -73,7 +87,7 @@ def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
     return max(STEP, _up(blocks.padded(spec.block, shape)[-1], STEP))
 
 
-def _tile_rows(p: Tensor) -> Tensor:
+def tile_rows(p: Tensor) -> Tensor:
     """[n, groups] -> [ceil(n / 16), groups, 16], zero beyond n."""
     n, groups = p.shape
     out = p.new_zeros((_up(n, TILE), groups))
@@ -85,7 +99,7 @@ def _untile_rows(p: Tensor, n: int) -> Tensor:
     return p.transpose(1, 2).reshape(-1, p.shape[1])[:n].contiguous()
 
 
-def _each_part(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) -> Parts:
+def map_groups(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) -> Parts:
     """fn over the parts that have one number per group; one number in all stays as it is."""
     if spec.block is None:
         return parts
@@ -109,19 +123,35 @@ def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
         codes.data_ptr(), codes.shape[0], codes.shape[1], columns, bits, -int(spec.format.lo) & 255, packed.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
-    return _each_part(parts, spec, _tile_rows)._replace(codes=packed)
+    return map_groups(parts, spec, tile_rows)._replace(codes=packed)
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Inverse of :func:`pack`, bit for bit."""
     n, k = blocks.padded(spec.block, shape)
-    codes = torch.empty((n, k), dtype=spec.format.code_dtype)
-    packed = parts.codes.contiguous()
+    eager = not torch.compiler.is_compiling() and in_memory(parts.codes)
+    run = _unpack_codes if eager else torch.ops.pennyweight.unpack_codes.default
+    codes = run(parts.codes, n, k, _columns(spec, shape), spec.format.bits, int(spec.format.lo))
+    return map_groups(parts, spec, lambda p: _untile_rows(p, n))._replace(codes=codes)
+
+
+def _unpack_codes(packed: Tensor, n: int, k: int, columns: int, bits: int, lo: int) -> Tensor:
+    """Plain codes [n, k] of tiles: int8 where the least code ``lo`` is negative."""
+    codes, packed = _room_for_codes(packed, n, k, columns, bits, lo), packed.contiguous()
     native().pw_unpack_codes(
-        packed.data_ptr(), n, k, _columns(spec, shape), spec.format.bits, -int(spec.format.lo) & 255, codes.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return _each_part(parts, spec, lambda p: _untile_rows(p, n))._replace(codes=codes)
+        packed.data_ptr(), n, k, columns, bits, -lo & 255, codes.data_ptr(), torch.get_num_threads()
+    )
+    return codes
+
+
+def _room_for_codes(packed: Tensor, n: int, k: int, columns: int, bits: int, lo: int) -> Tensor:
+    return packed.new_empty((n, k), dtype=torch.int8 if lo < 0 else torch.uint8)
+
+
+# For graphs, in which what has no kernel of its own unpacks.
+LIBRARY.define("unpack_codes(Tensor packed, int n, int k, int columns, int bits, int lo) -> Tensor")
+LIBRARY.impl("unpack_codes", _unpack_codes, "CompositeExplicitAutograd")
+torch.library.register_fake("pennyweight::unpack_codes", _room_for_codes, lib=LIBRARY)
 
 
 def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -258,4 +288,6 @@ def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
 
 # With one scale per row or group, the sums of products are exact; blocks and scales are in float32. Float inputs are
 # rounded at 2**-15 (two digits) or 2**-23 of the greatest element of their block.
-register_kernel(Kernel("linear", "cpu_int", run, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22", bind=bind))
+register_kernel(
+    Kernel("linear", "cpu_int", run, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22", bind=bind)
+)

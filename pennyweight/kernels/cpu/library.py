@@ -46,6 +46,12 @@ _SIGNATURES = {
     "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _I)),
     "pw_pack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),
     "pw_unpack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),
+    # matrix; codes, scale, zero point, offset; index or null, rows, out, threads
+    "pw_dequantize": (_I, (_P, _P, _P, _P, _P, _P, _N, _P, _I)),
+    # rounding, x, ldx; codes, scale, zero point, offset; sums, threads
+    "pw_quantize": (_I, (_P, _P, _N, _P, _P, _P, _P, _P, _I)),
+    "pw_ranges": (None, (_P, _P, _N, _P, _I)),
+    "pw_finite": (_I, (_P, _I, _N, _I)),
 }
 
 

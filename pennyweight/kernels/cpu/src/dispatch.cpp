@@ -4,6 +4,9 @@
 
 #include "table.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -88,11 +91,45 @@ PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, in
     const FloatArgs a = {x, m, ldx, y, bias, codes, scale, outer_scale, outer_offset, bias_kind, threads};
     return table().float_linear(w, &a);
 }
+// Asks for pages of 2 MB where much is about to be written: taking 4 KB pages from the kernel one by one costs several
+// times the writing itself. Where the memory was in use before, nothing changes.
+static void huge_pages(void* p, int64_t bytes) {
+#if defined(__linux__)
+    constexpr int64_t PAGE = 1 << 21;
+    const int64_t first = ((int64_t)p + PAGE - 1) / PAGE * PAGE, last = ((int64_t)p + bytes) / PAGE * PAGE;
+    if (last > first) madvise((void*)first, (size_t)(last - first), MADV_HUGEPAGE);
+#endif
+}
+
 PW_EXPORT void pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
+    huge_pages(out, (n + 15) / 16 * kp / 32 * 64 * bits);
     table().pack_codes(codes, n, k, kp, bits, flip, out, threads);
 }
 PW_EXPORT void pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
+    huge_pages(codes, n * k);
     table().unpack_codes(packed, n, k, kp, bits, flip, codes, threads);
 }
 // What this machine can do at most, for benchmarks; see probe.h.
 PW_EXPORT int64_t pw_probe(int what, const void* p, int64_t n, int threads) { return table().probe(what, p, n, threads); }
+
+// 1: an index is out of range.
+PW_EXPORT int pw_dequantize(const Affine* w, void* codes, void* scale, void* zero_point, void* offset, const int64_t* index,
+                            int64_t m, void* out, int threads) {
+    if (index)
+        for (int64_t i = 0; i < m; ++i)
+            if (index[i] < 0 || index[i] >= w->n) return 1;
+    const Parts parts = {codes, scale, zero_point, offset};
+    huge_pages(out, m * w->k * (w->x == F32 ? 4 : 2));
+    table().dequantize(w, &parts, index, m, (char*)out, threads);
+    return 0;
+}
+PW_EXPORT int pw_quantize(const Rounding* q, const void* x, int64_t ldx, void* codes, void* scale, void* zero_point,
+                          void* offset, double* sums, int threads) {
+    const Parts parts = {codes, scale, zero_point, offset};
+    huge_pages(codes, (q->to.store == TILES ? (q->to.n + 15) / 16 : q->to.n) * q->to.stride);
+    return table().quantize(q, (const char*)x, ldx, &parts, sums, threads);
+}
+PW_EXPORT void pw_ranges(const Affine* w, const void* x, int64_t ldx, void* out, int threads) {
+    table().ranges(w, (const char*)x, ldx, (char*)out, threads);
+}
+PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads) { return table().finite(x, kind, count, threads); }

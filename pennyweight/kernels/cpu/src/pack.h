@@ -7,6 +7,9 @@
 // vectors, on every instruction set alike.
 #pragma once
 
+#include <algorithm>
+
+#include "lanes.h"
 #include "simd.h"
 
 namespace {
@@ -57,66 +60,116 @@ inline void decode_any(int bits, const uint8_t* p, B* out) {
 }
 
 // One tile of columns from 8 vectors of unsigned bytes: the inverse of decode.
-inline void encode_tile(int bits, const uint8_t* in, uint8_t* out) {
-    if (bits == 8) { memcpy(out, in, 512); return; }
-    memset(out, 0, (size_t)bits * 64);
-    int shift = 0;
-    for (int plane = 4; plane; plane >>= 1) {
-        if (!(bits & plane)) continue;
-        const int each = 8 / plane;
-        for (int j = 0; j < 8; ++j)
-            for (int i = 0; i < 64; ++i)
-                out[64 * (j / each) + i] |= (uint8_t)(((in[64 * j + i] >> shift) & ((1 << plane) - 1)) << (plane * (j % each)));
-        out += 64 * plane;
-        shift += plane;
+template <int BITS> inline void encode(const B* in, uint8_t* out) {
+    if constexpr (BITS == 8) {
+        for (int j = 0; j < 8; ++j) bstore(out + 64 * j, in[j]);
+        return;
+    }
+    constexpr int FOUR = (BITS & 4) ? 4 : 0, TWO = (BITS & 2) ? 2 : 0;
+    if constexpr (BITS & 4)
+        for (int j = 0; j < 4; ++j) bstore(out + 64 * j, bor(bmask(in[2 * j], 15), bleft(bmask(in[2 * j + 1], 15), 4)));
+    if constexpr (BITS & 2)
+        for (int j = 0; j < 2; ++j) {
+            B v = bmask(bright(in[4 * j], FOUR), 3);
+            for (int i = 1; i < 4; ++i) v = bor(v, bleft(bmask(bright(in[4 * j + i], FOUR), 3), 2 * i));
+            bstore(out + 64 * (FOUR + j), v);
+        }
+    if constexpr (BITS & 1) {
+        B v = bmask(bright(in[0], FOUR + TWO), 1);
+        for (int i = 1; i < 8; ++i) v = bor(v, bleft(bmask(bright(in[i], FOUR + TWO), 1), i));
+        bstore(out + 64 * (FOUR + TWO), v);
     }
 }
 
-// Plain codes [n, k] (bytes, to which lo is added) -> tiles [ceil(n/16), kp/32, 64 * bits]. What pads is 0.
+inline void encode_any(int bits, const B* in, uint8_t* out) {
+    switch (bits) {
+        case 1: return encode<1>(in, out);
+        case 2: return encode<2>(in, out);
+        case 3: return encode<3>(in, out);
+        case 4: return encode<4>(in, out);
+        case 5: return encode<5>(in, out);
+        case 6: return encode<6>(in, out);
+        case 7: return encode<7>(in, out);
+        default: return encode<8>(in, out);
+    }
+}
+
+// A tile from 16 rows of 32 bytes, `step` bytes apart, to each of which `add` is added; and back.
+inline void tile_of_rows(int bits, const uint8_t* rows, int64_t step, uint8_t add, uint8_t* tile) {
+    B v[8];
+    for (int half = 0; half < 2; ++half) {
+        for (int r = 0; r < 4; ++r) v[4 * half + r] = badd(bload4(rows + r * step + 16 * half, 4 * step), add);
+        transpose4(v + 4 * half);
+    }
+    encode_any(bits, v, tile);
+}
+inline void rows_of_tile(int bits, const uint8_t* tile, uint8_t add, uint8_t* rows, int64_t step) {
+    B v[8];
+    decode_any(bits, tile, v);
+    for (int half = 0; half < 2; ++half) {
+        transpose4(v + 4 * half);
+        for (int r = 0; r < 4; ++r) bstore4(rows + r * step + 16 * half, 4 * step, badd(v[4 * half + r], add));
+    }
+}
+
+// 32 unsigned bytes of one row of a tile.
+inline void row_of_tile(int bits, const uint8_t* tile, int row, uint8_t* out) {
+    uint32_t q[8] = {0};
+    tile += 4 * row;
+    int shift = 0;
+    for (int plane = 4; plane && bits < 8; plane >>= 1) {
+        if (!(bits & plane)) continue;
+        const int each = 8 / plane;
+        for (int j = 0; j < 8; j += each) {
+            uint32_t v;
+            memcpy(&v, tile + 64 * (j / each), 4);
+            for (int i = 0; i < each; ++i)
+                q[j + i] |= (v >> plane * i & 0x01010101u * ((1u << plane) - 1)) << shift;
+        }
+        tile += 64 * plane;
+        shift += plane;
+    }
+    if (bits == 8)
+        for (int j = 0; j < 8; ++j) memcpy(q + j, tile + 64 * j, 4);
+    memcpy(out, q, 32);
+}
+
+// Plain codes [n, k] (bytes, to which flip is added) -> tiles [ceil(n/16), kp/32, 64 * bits]. What pads is code 0.
 void pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
     const int64_t rows = (n + 15) / 16, cols = kp / 32;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < rows; ++t) {
-        alignas(64) uint8_t tile[512];
+    for (int64_t t = 0; t < rows; ++t)
         for (int64_t c = 0; c < cols; ++c) {
-            memset(tile, 0, sizeof tile);
-            const int64_t width = k - 32 * c < 32 ? k - 32 * c : 32;
-            for (int r = 0; r < 16 && 16 * t + r < n; ++r) {
-                const uint8_t* src = codes + (16 * t + r) * k + 32 * c;
-                if (width == 32)
-                    for (int q = 0; q < 8; ++q) {
-                        uint32_t four;
-                        memcpy(&four, src + 4 * q, 4);
-                        memcpy(tile + 64 * q + 4 * r, &four, 4);
-                    }
-                else
-                    for (int i = 0; i < width; ++i) tile[64 * (i / 4) + 4 * r + i % 4] = src[i];
+            const uint8_t* src = codes + 16 * t * k + 32 * c;
+            uint8_t* tile = out + (t * cols + c) * 64 * bits;
+            const int64_t height = std::min<int64_t>(n - 16 * t, 16), width = std::min<int64_t>(k - 32 * c, 32);
+            if (height == 16 && width == 32) {
+                tile_of_rows(bits, src, k, (uint8_t)flip, tile);
+                continue;
             }
-            const uint8_t add = (uint8_t)flip, mask = (uint8_t)((1 << bits) - 1);
-            for (int i = 0; i < 512; ++i) tile[i] = (uint8_t)(tile[i] + add) & mask;
-            encode_tile(bits, tile, out + (t * cols + c) * 64 * bits);
+            uint8_t edge[512] = {0};
+            for (int64_t r = 0; r < height && width > 0; ++r) memcpy(edge + 32 * r, src + r * k, (size_t)width);
+            tile_of_rows(bits, edge, 32, (uint8_t)flip, tile);
         }
-    }
 }
 
 // The inverse of pack_codes.
 void unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
     const int64_t rows = (n + 15) / 16, cols = kp / 32;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < rows; ++t) {
-        alignas(64) uint8_t tile[512];
-        B v[8];
+    for (int64_t t = 0; t < rows; ++t)
         for (int64_t c = 0; c < cols; ++c) {
-            decode_any(bits, packed + (t * cols + c) * 64 * bits, v);
-            for (int j = 0; j < 8; ++j) bstore(tile + 64 * j, v[j]);
-            for (int i = 0; i < 512; ++i) tile[i] = (uint8_t)(tile[i] - flip);
-            const int64_t width = k - 32 * c < 32 ? k - 32 * c : 32;
-            for (int r = 0; r < 16 && 16 * t + r < n; ++r) {
-                uint8_t* dst = codes + (16 * t + r) * k + 32 * c;
-                for (int i = 0; i < width; ++i) dst[i] = tile[64 * (i / 4) + 4 * r + i % 4];
+            uint8_t* dst = codes + 16 * t * k + 32 * c;
+            const uint8_t* tile = packed + (t * cols + c) * 64 * bits;
+            const int64_t height = std::min<int64_t>(n - 16 * t, 16), width = std::min<int64_t>(k - 32 * c, 32);
+            if (height == 16 && width == 32) {
+                rows_of_tile(bits, tile, (uint8_t)-flip, dst, k);
+                continue;
             }
+            uint8_t edge[512];
+            rows_of_tile(bits, tile, (uint8_t)-flip, edge, 32);
+            for (int64_t r = 0; r < height && width > 0; ++r) memcpy(dst + r * k, edge + 32 * r, (size_t)width);
         }
-    }
 }
 
 }  // namespace

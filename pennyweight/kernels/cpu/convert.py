@@ -1,0 +1,191 @@
+"""Native conversions between floats and codes, for whatever dequantizes or quantizes on a CPU; see core/conversions.py.
+
+The arithmetic is in src/dequantize.h and src/quantize.h. Integer formats are quantized here, others by the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import blocks
+from ...core.choose import Params, _floor, choose, default_rule
+from ...core.conversions import CONVERSIONS, Conversion, Quantized
+from ...core.layouts import get_layout
+from ...core.numerics import Parts, store
+from ...core.spec import QuantSpec
+from ...core.tensor import AffineQuantizedTensor
+from .affine import BITS, FLOATS, TILES, Affine, address, affine, part_kind, threads_for
+from .int_linear import fits, map_groups, tile_rows
+from .library import E8M0, KINDS, missing, native
+
+GIVEN, SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(5)  # as in src/affine.h
+_RULES = {"symmetric": SYMMETRIC, "symmetric_no_clip": NO_CLIP, "asymmetric": ASYMMETRIC, "minmax": MINMAX}
+# Rules that look at nothing but the ends of a block, so that they can be asked about those alone.
+_BY_RANGE = (*_RULES, "mx_floor", "mx_ceil", "mx_even", "mx_rceil")
+
+
+class Rounding(ctypes.Structure):
+    """How a float matrix becomes integer codes; see src/affine.h."""
+
+    _fields_ = (
+        ("to", Affine), ("rule", c_int32),
+        *((name, c_float) for name in ("lo", "hi", "mid", "floor", "large", "part", "rest")),
+    )  # fmt: skip
+
+
+# -- codes to floats -------------------------------------------------------------------------------------------------
+
+
+def _number_part(part: Any, kind: Any) -> Tensor | None:
+    """A scale or offset as native code reads it."""
+    if part is None:
+        return None
+    if isinstance(kind, QuantSpec):
+        if part_kind(kind) == E8M0:
+            return part.codes.contiguous()
+        return part._dequantize(torch.float32).contiguous()
+    return part.contiguous() if part.dtype in FLOATS else part.float().contiguous()
+
+
+def floats_of(parts: Any, spec: QuantSpec, a: Affine, index: Tensor | None, out: Tensor) -> Tensor:
+    """Rows ``index`` (all, where it is None) of a matrix, written to ``out``. Raises IndexError out of range."""
+    codes, zero = parts.codes.contiguous(), parts.zero_point
+    zero = None if zero is None else zero.contiguous()
+    scale, offset = _number_part(parts.scale, spec.scale), _number_part(parts.offset, spec.offset)
+    if native().pw_dequantize(
+        ctypes.addressof(a), codes.data_ptr(), address(scale), address(zero), address(offset), address(index),
+        a.n if index is None else index.numel(), out.data_ptr(), threads_for(out.numel()),
+    ):  # fmt: skip
+        raise IndexError(f"index out of range: a quantized table has rows 0 to {a.n - 1}")
+    return out
+
+
+def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """The bits of core.numerics.dequantize, straight from packed codes."""
+    if missing() is not True:
+        return NotImplemented
+    shape = tuple(map(int, shape))
+    a = affine(spec, shape, dtype)
+    if a is None and spec.layout not in ("plain", "bits"):  # a packing that is read by unpacking it
+        plain = get_layout(spec.layout).unpack(parts, spec, shape)
+        spec = spec.with_(layout="plain")
+        parts, a = AffineQuantizedTensor(plain, spec, shape, dtype).parts, affine(spec, shape, dtype)
+    if a is None:
+        return NotImplemented
+    return floats_of(parts, spec, a, None, torch.empty(shape, dtype=dtype, device="cpu"))
+
+
+# -- floats to codes -------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def rounding_of(
+    spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, rule: str, eps: float | None
+) -> Rounding | None:
+    """How x of that shape is rounded in one pass, or (rule GIVEN) after its parameters; None: by the reference."""
+    a = affine(spec, shape, dtype)
+    f, scale = spec.format, torch.float32 if isinstance(spec.scale, QuantSpec) else spec.scale
+    offset = torch.float32 if isinstance(spec.offset, QuantSpec) else spec.offset
+    if (
+        a is None or f.kind != "int" or scale not in FLOATS or offset not in (None, *FLOATS) or rule not in _BY_RANGE
+        or (eps is not None and not eps > 0) or blocks.padded(spec.block, shape)[:-1] != shape[:-1]
+        or (rule == "asymmetric" and not spec.zero_point) or (rule == "minmax" and offset is None)
+        or (a.store == TILES and fits(spec, shape) is not True)
+    ):  # fmt: skip
+        return None
+    a = Affine.from_buffer_copy(a)
+    a.scale, a.offset = KINDS[scale], KINDS[offset]
+    direct = spec.scale in FLOATS and spec.offset in (None, *FLOATS) and a.row_block == 1
+    part = (spec.mid - f.lo) / (f.hi - f.lo)
+    wide = torch.finfo(torch.promote_types(dtype, scale)).max
+    large = torch.tensor(wide / (4 * (f.hi - f.lo)), dtype=torch.float64, device="cpu").to(scale)
+    return Rounding(
+        a, _RULES.get(rule, GIVEN) if direct else GIVEN, f.lo, f.hi, spec.mid,
+        float(torch.tensor(_floor(dtype, spec, eps), dtype=torch.float64, device="cpu").to(dtype)), float(large),
+        part, 1 - part,
+    )  # fmt: skip
+
+
+def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) -> Any:
+    """The bits of core.numerics.quantize, packed as the layout of ``spec`` wants them, in one reading of x.
+
+    Where scales are quantized or shared by rows, x is read twice: for the ends of its blocks, and for its codes.
+    """
+    name, shape = rule or default_rule(spec), tuple(x.shape)
+    q = rounding_of(spec, shape, x.dtype, name, eps) if missing() is True else None
+    if q is None:
+        return NotImplemented
+    a = q.to
+    flat = x if x.ndim == 2 and x.stride(1) == 1 and (a.n, a.k) == shape else x.contiguous()
+    step = flat.stride(0) if flat is x and x.ndim == 2 and a.n > 1 and (a.n, a.k) == shape else a.k
+    threads, direct = threads_for(x.numel()), q.rule != GIVEN
+    given, parts = (None, _room(spec, shape)) if direct else _chosen(flat, step, spec, shape, name, eps, a, threads)
+    codes = torch.empty(_codes_shape(spec, shape, a), dtype=_code_dtype(spec), device="cpu")
+    sums = torch.empty(2 + 2 * a.n, dtype=torch.float64, device="cpu")
+    seen = parts if given is None else given
+    if native().pw_quantize(
+        ctypes.addressof(q), flat.data_ptr(), step, codes.data_ptr(), address(seen.scale), address(seen.zero_point),
+        address(seen.offset), sums.data_ptr(), threads,
+    ):  # fmt: skip
+        raise MemoryError(f"quantize: no memory beside a tensor of {list(shape)}")
+    return Quantized(parts._replace(codes=codes), float(sums[0]), float(sums[1]))
+
+
+def _code_dtype(spec: QuantSpec) -> torch.dtype:
+    return spec.format.code_dtype if spec.layout == "plain" else torch.uint8
+
+
+def _codes_shape(spec: QuantSpec, shape: tuple[int, ...], a: Affine) -> tuple[int, ...]:
+    if a.store == TILES:
+        return (-(-shape[0] // 16), a.stride)
+    *rows, width = blocks.padded(spec.block, shape)
+    return (*rows, -(-width * a.bits // 8) if a.store == BITS else width)
+
+
+def _room(spec: QuantSpec, shape: tuple[int, ...]) -> Parts:
+    """Parts without codes, still to be written; in tiles, what lies beyond the rows is zero."""
+    counts = blocks.counts(spec.block, shape)
+    tiled = spec.layout == "cpu" and spec.block is not None
+    sizes = (-(-counts[0] // 16), counts[1], 16) if tiled else counts
+    new = torch.zeros if tiled else torch.empty
+    kinds: dict[str, Any] = spec.part_specs()
+    return Parts(torch.empty(0), **{name: new(sizes, dtype=kind, device="cpu") for name, kind in kinds.items()})
+
+
+def _chosen(
+    x: Tensor, step: int, spec: QuantSpec, shape: tuple[int, ...], rule: str, eps: float | None, a: Affine, threads: int
+) -> tuple[Params, Parts]:
+    """(parameters as they are seen, parts without codes), chosen from the ends of the blocks of x."""
+    ends = torch.empty((a.n, a.groups, 2), dtype=x.dtype, device="cpu")
+    native().pw_ranges(ctypes.addressof(a), x.data_ptr(), step, ends.data_ptr(), threads)
+    if a.row_block > 1:
+        ends = ends.unflatten(0, (-1, a.row_block))
+        ends = torch.stack([ends[..., 0].amin(1), ends[..., 1].amax(1)], -1)
+    params = choose(ends.flatten(1), spec.with_(block=(2,)), rule, eps)
+    counts = blocks.counts(spec.block, shape)
+    params = Params(*(None if p is None else p.reshape(counts) for p in params))
+    kept, seen = store(params, spec)
+    parts = Parts(torch.empty(0), *kept)
+    return Params(*(None if p is None else p.contiguous() for p in seen)), (
+        map_groups(parts, spec, tile_rows) if a.store == TILES else parts
+    )
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def finite(x: Tensor) -> Any:
+    """Whether x holds neither NaN nor inf, in one reading."""
+    if missing() is not True or x.dtype not in FLOATS or not (x.is_contiguous() or x.mT.is_contiguous()):
+        return NotImplemented
+    return bool(native().pw_finite(x.data_ptr(), KINDS[x.dtype], x.numel(), threads_for(x.numel())))
+
+
+CONVERSIONS["cpu"] = Conversion(dequantize, quantize, finite)
