@@ -24,20 +24,8 @@ from ...core.numerics import Parts
 from ...core.spec import SPECS, ActivationSpec, QuantSpec
 from ..linear import LIBRARY
 from ..table import Case, Kernel, case_of, register_kernel
-from .library import (
-    ASYMMETRIC,
-    FLOAT,
-    KINDS,
-    NONE,
-    STATIC,
-    SYMMETRIC,
-    IntLinear,
-    missing,
-    native,
-)  # fmt: skip
-from .library import (
-    E8M0 as E8M0_KIND,
-)
+from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, missing, native
+from .library import E8M0 as E8M0_KIND
 
 TILE = 16  # rows of a tile
 STEP = 32  # columns of a tile
