@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core import fallback
-from ..core.tensor import SLOTS, AffineQuantizedTensor, implements
-from .linear import run_linear, traced_linear
+from ..core.spec import DTYPES, ActivationSpec, QuantSpec
+from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
+from .cpu import experts
+from .linear import LIBRARY, _flatten, _nest, run_linear, traced_linear
 from .table import case_of, select
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
+GROUPED = {"cpu_experts": experts.grouped_mm}  # rows of op "bmm" that also take groups of rows
 
 
 def _contracts_last(w: QT, dim: int) -> bool:
@@ -23,8 +27,11 @@ def _contracts_last(w: QT, dim: int) -> bool:
 
 def _product(w: QT, x: Tensor) -> Tensor:
     """x [M, K] @ w [N, K].T where w may stand in a graph being traced."""
-    traced = isinstance(w.codes, torch._subclasses.FakeTensor) or torch.compiler.is_compiling()
-    return traced_linear(x, w, None) if traced else run_linear(x, w, None)
+    return traced_linear(x, w, None) if _traced(w) else run_linear(x, w, None)
+
+
+def _traced(w: QT) -> bool:
+    return isinstance(w.codes, torch._subclasses.FakeTensor) or torch.compiler.is_compiling()
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
@@ -101,15 +108,55 @@ def _bmm(func: Any, args: Any, kwargs: Any) -> Any:
                 x = x.transpose(1, 2) if flip else x
                 y = _product(_only(stored), x.reshape(-1, x.shape[-1])).reshape(*x.shape[:2], -1)
                 return y.transpose(1, 2) if flip else y
-            run = select("bmm", case_of(stored, x.dtype)).run
-            y = run(x.transpose(1, 2) if flip else x, stored, None)
+            y = _batch(x.transpose(1, 2) if flip else x, stored, None)
             return y.transpose(1, 2) if flip else y
     return _plain(func, args, kwargs)
 
 
+def _batch(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
+    """x [E, M, K] @ w [E, N, K].T per batch, or, with ``ends``, groups of rows of x [T, K] that end there."""
+    kernel = select("bmm", case_of(w, x.dtype))
+    if kernel.layout is not None and _traced(w):
+        tensors, tree = _flatten(w)
+        key = json.dumps({"kernel": kernel.name, "tree": tree, "weight": json.loads(static_json(w))})
+        return torch.ops.pennyweight.experts.default(x, tensors, ends, key)
+    return kernel.run(x, w, None) if ends is None else GROUPED[kernel.name](x, w, ends)
+
+
+def _experts_op(x: Tensor, parts: list[Tensor], ends: Tensor | None, key: str) -> Tensor:
+    data = json.loads(key)
+    w = data["weight"]
+    act = None if w["act"] is None else ActivationSpec.from_dict(w["act"])
+    spec, nested = QuantSpec.from_dict(w["spec"]), _nest(data["tree"], list(parts))
+    return _batch(x, QT(nested, spec, w["shape"], DTYPES[w["dtype"]], act), ends)
+
+
+def _experts_fake(x: Tensor, parts: list[Tensor], ends: Tensor | None, key: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], json.loads(key)["weight"]["shape"][1]))
+
+
+LIBRARY.define("experts(Tensor x, Tensor[] parts, Tensor? ends, str key) -> Tensor")
+LIBRARY.impl("experts", _experts_op, "CompositeExplicitAutograd")
+torch.library.register_fake("pennyweight::experts", _experts_fake, lib=LIBRARY)
+
+
+@implements(aten._grouped_mm.default)
+def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
+    given = [*args, *(kwargs.get(name) for name in ("offs", "bias", "out_dtype")[len(args) - 2 :])]
+    x, w, ends, *rest = given
+    if (
+        not isinstance(w, QT) or isinstance(x, QT) or ends is None or any(r is not None for r in rest) or x.ndim != 2
+        or w.ndim != 3 or w.axes != (0, 2, 1)
+    ):  # fmt: skip
+        return _plain(func, args, kwargs)
+    stored = w.with_(axes=None, shape=w.stored_shape)
+    if select("bmm", case_of(stored, x.dtype)).name not in GROUPED:
+        return _plain(func, args, kwargs)
+    return _batch(x, stored, ends)
+
+
 @implements(
     aten.baddbmm.default, aten.addmv.default, aten.dot.default, aten.convolution_backward.default,
-    aten._grouped_mm.default,
 )  # fmt: skip
 def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
     return _plain(func, args, kwargs)

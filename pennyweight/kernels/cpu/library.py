@@ -66,6 +66,8 @@ def load() -> ctypes.CDLL | str:
     except OSError as error:
         return f"built but cannot be loaded: {error}"
     for name, (result, arguments) in _SIGNATURES.items():
+        if not hasattr(lib, name):
+            return f"built from older sources, without {name}: build it again (python setup.py build_ext --inplace)"
         fn = getattr(lib, name)
         fn.restype, fn.argtypes = result, arguments
     wanted = os.environ.get("PENNYWEIGHT_CPU_ISA", "")
