@@ -1,8 +1,8 @@
 """Builds the native CPU kernels; everything else about the package is in pyproject.toml.
 
 Plain C++ without torch headers, so that any torch works with it and an isolated build needs a compiler only. Without
-one, or with PENNYWEIGHT_NATIVE=0, the package installs all the same and runs on torch's own kernels; PENNYWEIGHT_NATIVE=1
-makes a failed build an error. `pennyweight doctor` says which it is.
+one, or with PENNYWEIGHT_NATIVE=0, the package installs all the same and runs on torch's own kernels;
+PENNYWEIGHT_NATIVE=1 makes a failed build an error. `pennyweight doctor` says which it is.
 """
 
 import os
@@ -31,7 +31,7 @@ ISAS = {
         "neon_i8mm": ["-march=armv8.2-a+dotprod+fp16+i8mm"],
     },
 }
-# No contraction, so that every instruction set rounds alike. Symbols stay inside but for those that dispatch.cpp exports.
+# No contraction, so that every instruction set rounds alike. Only the symbols that dispatch.cpp exports are visible.
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 FLAGS += ["-fno-trapping-math", "-Wall", "-Wextra"]
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-stringop-overflow"]

@@ -107,9 +107,10 @@ def text(health: Health) -> str:
 
 
 def _native_kernels() -> str:
-    from importlib.util import find_spec
+    from ..kernels.cpu.library import isas, missing
 
-    return "none built (pure torch)" if find_spec("pennyweight.kernels.cpu") is None else "pennyweight.kernels.cpu"
+    verdict = missing()
+    return ", ".join(isas()) if verdict is True else f"none, torch's own run: {verdict}"
 
 
 def _extras() -> dict[str, str | None]:

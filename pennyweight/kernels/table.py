@@ -60,7 +60,7 @@ class Kernel:
     bind: Callable[[Case], Callable[..., torch.Tensor]] | None = None
 
     def bound(self, case: Case) -> Callable[..., torch.Tensor]:
-        """(x, w, bias) -> y for one case; w may be anything that has the parts as attributes where ``bind`` is given."""
+        """(x, w, bias) -> y for one case; where ``bind`` is given, w may be anything with the parts as attributes."""
         return self.run if self.bind is None else self.bind(case)
 
     def refuses(self, case: Case, *, any_layout: bool = False) -> str | None:

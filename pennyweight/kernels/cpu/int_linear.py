@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def map_groups(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) ->
     """fn over the parts that have one number per group; one number in all stays as it is."""
     if spec.block is None:
         return parts
-    changed = {
+    changed: dict[str, Any] = {
         name: p.map(fn) if isinstance(p, Parts) else fn(p)
         for name in ("scale", "zero_point", "offset")
         if (p := getattr(parts, name)) is not None
@@ -175,9 +175,8 @@ def _activation(act: ActivationSpec | None) -> bool | str:
         return "needs activations with a plain scale"
     if act.mode == "static":
         return True
-    if act.rule not in (None, "symmetric", "asymmetric") or (act.rule == "symmetric") == spec.zero_point:
-        if act.rule is not None:
-            return f"needs activations under the rule of their kind, not {act.rule!r}"
+    if act.rule not in (None, "asymmetric" if spec.zero_point else "symmetric"):
+        return f"needs activations under the rule of their kind, not {act.rule!r}"
     return spec.block == (-1,) or "needs one activation scale per token"
 
 
@@ -198,19 +197,19 @@ def _block(group: int, act: ActivationSpec | None, columns: int) -> int:
 
 def describe(case: Case) -> IntLinear:
     """The case as src/abi.h has it."""
-    spec, act, (n, k) = case.spec, case.act, case.shape
+    spec, act, (n, k), kinds = case.spec, case.act, case.shape, cast("dict[Any, int]", KINDS)
     group, columns = _group(spec, case.shape), _columns(spec, case.shape)
     w = IntLinear(
         n=n, k=k, kp=columns, bits=spec.format.bits, center=spec.mid - int(spec.format.lo), group=group,
         block=_block(group, act, columns),
-        scale=E8M0_KIND if isinstance(spec.scale, QuantSpec) else KINDS[spec.scale],
+        scale=E8M0_KIND if isinstance(spec.scale, QuantSpec) else kinds[spec.scale],
         zero_point=KINDS[spec.zero_point_dtype] if spec.zero_point else NONE,
-        offset=KINDS[spec.offset], x=KINDS[case.dtype], act=FLOAT, act_scale=KINDS[torch.float32],
+        offset=kinds[spec.offset], x=KINDS[case.dtype], act=FLOAT, act_scale=KINDS[torch.float32],
     )  # fmt: skip
     if act is not None:
         f = act.spec.format
         shift = 128 if f.lo == 0 and f.hi > 127 else 0  # digits are signed
-        w.act_lo, w.act_hi, w.act_scale = int(f.lo) - shift, int(f.hi) - shift, KINDS[act.spec.scale]
+        w.act_lo, w.act_hi, w.act_scale = int(f.lo) - shift, int(f.hi) - shift, kinds[act.spec.scale]
         w.act = STATIC if act.mode == "static" else ASYMMETRIC if act.spec.zero_point else SYMMETRIC
         w.act_steps = (f.hi - f.lo) / (1 if act.spec.zero_point else 2)
         info = torch.finfo(case.dtype)

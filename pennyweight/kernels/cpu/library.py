@@ -28,7 +28,10 @@ class IntLinear(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("n", "k", "kp")),
-        *((name, c_int32) for name in ("bits", "center", "group", "block", "scale", "zero_point", "offset", "x", "act")),
+        *(
+            (name, c_int32)
+            for name in ("bits", "center", "group", "block", "scale", "zero_point", "offset", "x", "act")
+        ),
         *((name, c_int32) for name in ("act_lo", "act_hi", "act_scale")),
         *((name, c_float) for name in ("act_floor", "act_steps")),
     )
