@@ -23,10 +23,9 @@ from ...core.spec import NF4_DOUBLE, SPECS, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ..table import Case, Kernel, case_of, register_kernel
 from . import library
+from .codes import STEP, TILE, pack_codes, unpack_codes
 from .library import KINDS, missing, native
 
-TILE = 16  # rows of a tile
-STEP = 32  # columns of a tile
 HALF = 16  # columns that a group is a multiple of
 SUM_BLOCK = 256  # columns of one float32 chain, at most: longer ones lose digits
 TABLE16, SMALL_FLOAT, TABLE256 = range(3)  # as in src/float_abi.h
@@ -114,7 +113,7 @@ def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
 def _tile_rows(p: Tensor) -> Tensor:
     """[n, groups] -> [ceil(n / 16), groups, 16], zero beyond n."""
     n, groups = p.shape
-    out = torch.zeros((_up(n, TILE), groups), dtype=p.dtype)
+    out = p.new_zeros((_up(n, TILE), groups))
     out[:n] = p
     return out.view(-1, TILE, groups).transpose(1, 2).contiguous()
 
@@ -142,19 +141,14 @@ def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     if verdict is not True:
         raise ValueError(f'layout "cpu_float" of {tuple(shape)} {spec}: {verdict}')
     columns, bits = _columns(spec, shape), spec.format.bits
-    codes = spec.format.to_unsigned(parts.codes.contiguous())
-    packed = torch.empty((_up(codes.shape[0], TILE) // TILE, columns // STEP * 64 * bits), dtype=torch.uint8)
-    native().pw_pack_codes(codes.data_ptr(), *codes.shape, columns, bits, 0, packed.data_ptr(), torch.get_num_threads())
+    packed = pack_codes(spec.format.to_unsigned(parts.codes.contiguous()), columns, bits, 0)
     return parts._replace(codes=packed, scale=_scales(parts.scale, spec, shape, _tile_rows))
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Inverse of :func:`pack`, bit for bit."""
     n, k = blocks.padded(spec.block, shape)
-    codes, packed = torch.empty((n, k), dtype=torch.uint8), parts.codes.contiguous()
-    native().pw_unpack_codes(
-        packed.data_ptr(), n, k, _columns(spec, shape), spec.format.bits, 0, codes.data_ptr(), torch.get_num_threads()
-    )
+    codes = unpack_codes(parts.codes, n, k, _columns(spec, shape), spec.format.bits, 0)
     scale = _scales(parts.scale, spec, shape, lambda p: _untile_rows(p, shape[0]))
     return parts._replace(codes=spec.format.from_unsigned(codes), scale=scale)
 
@@ -196,14 +190,14 @@ def numbers(f: Format) -> tuple[Tensor, Tensor, int, int]:
     """The number of each code (float32 [256]), its bfloat16 bytes (low ones, then high ones), exponent and mantissa
     bits. Those are 0 where the codes are not sign, exponent and mantissa as in src/float_codes.h."""
     count = len(f.values) or 1 << f.bits
-    values = torch.zeros(256)
-    values[:count] = f.decode(f.from_unsigned(torch.arange(count).to(torch.uint8)))
+    values = torch.zeros(256, device="cpu")  # whatever the default device: the kernel keeps its address
+    values[:count] = f.decode(f.from_unsigned(torch.arange(count, device="cpu").to(torch.uint8)))
     halves = values.to(torch.bfloat16).view(torch.uint8).reshape(256, 2).t().contiguous()
     if f.kind != "float" or f.bits < 5:
         return values, halves, 0, 0
     mantissa = int(((values >= 1) & (values < 2)).sum()).bit_length() - 1
     exponent = f.bits - 1 - mantissa
-    code = torch.arange(1 << f.bits)
+    code = torch.arange(1 << f.bits, device="cpu")
     e, m = (code >> mantissa) & ((1 << exponent) - 1), (code & ((1 << mantissa) - 1)) / (1 << mantissa)
     sign = 1 - 2 * (code >> (f.bits - 1))
     plain = sign * torch.ldexp(torch.where(e > 0, 1 + m, m), e.clamp(min=1) - (1 << (exponent - 1)) + 1)
@@ -252,18 +246,18 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
     struct = describe(case)
     weight, n, k, kept = ctypes.addressof(struct), struct.n, struct.k, (struct, numbers(case.spec.format))
     call, threads, kinds = native().pw_float_linear, torch.get_num_threads, KINDS
-    kind, empty, dtype = case.spec.scale, torch.empty, case.dtype
+    kind = case.spec.scale
     scaled, nested = kind is not None, isinstance(kind, QuantSpec)
     outer, offset = struct.outer != 0, isinstance(kind, QuantSpec) and kind.offset is not None
 
     def linear(x: Tensor, w: Any, bias: Tensor | None, kept: Any = kept) -> Tensor:
         if x.ndim == 2 and x.stride(1) == 1:
             m, step, flat = x.shape[0], x.stride(0), x
-            y = empty((m, n), dtype=dtype)
+            y = x.new_empty((m, n))
         else:
             flat = x.reshape(-1, k).contiguous()
             m, step = flat.shape[0], k
-            y = empty((*x.shape[:-1], n), dtype=dtype)
+            y = x.new_empty((*x.shape[:-1], n))
         b, b_kind = None, 0
         if bias is not None:
             if not bias.is_contiguous() or bias.dtype not in kinds:

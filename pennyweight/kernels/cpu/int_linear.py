@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.conversions import in_memory
 from ...core.formats import E8M0, INT7, INT8, UINT7, UINT8
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import SPECS, ActivationSpec, QuantSpec
-from ..linear import LIBRARY
+from ...core.tensor import AffineQuantizedTensor as QT
 from ..table import Case, Kernel, case_of, register_kernel
+from .codes import STEP, TILE, pack_codes, unpack_codes
 from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, missing, native
 from .library import E8M0 as E8M0_KIND
 
-TILE = 16  # rows of a tile
-STEP = 32  # columns of a tile
 INPUT_BLOCK = 128  # columns of a float input that share a power of two, at most
 SUM_BLOCK = 2048  # columns of one integer sum where nothing asks for fewer; far below the 65793 that fit int32
 ZERO_POINT_BLOCK = 512  # and under a zero point of the input, so that all is exact in float32: 512 * 255 * 128 < 2**24
@@ -92,7 +90,7 @@ def map_groups(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) ->
     if spec.block is None:
         return parts
     changed: dict[str, Any] = {
-        name: p.map(fn) if isinstance(p, Parts) else fn(p)
+        name: p.map(fn) if isinstance(p, Parts) else p.with_(codes=fn(p.codes)) if isinstance(p, QT) else fn(p)
         for name in ("scale", "zero_point", "offset")
         if (p := getattr(parts, name)) is not None
     }
@@ -104,42 +102,21 @@ def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     verdict = fits(spec, shape)
     if verdict is not True:
         raise ValueError(f'layout "cpu" of {tuple(shape)} {spec}: {verdict}')
-    columns, codes = _columns(spec, shape), parts.codes.contiguous()
-    bits = spec.format.bits
-    packed = torch.empty((_up(shape[0], TILE) // TILE, columns // STEP * 64 * bits), dtype=torch.uint8)
-    native().pw_pack_codes(
-        codes.data_ptr(), codes.shape[0], codes.shape[1], columns, bits, -int(spec.format.lo) & 255, packed.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
+    packed = pack_codes(parts.codes.view(torch.uint8), _columns(spec, shape), spec.format.bits, _flip(spec))
     return map_groups(parts, spec, tile_rows)._replace(codes=packed)
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Inverse of :func:`pack`, bit for bit."""
     n, k = blocks.padded(spec.block, shape)
-    eager = not torch.compiler.is_compiling() and in_memory(parts.codes)
-    run = _unpack_codes if eager else torch.ops.pennyweight.unpack_codes.default
-    codes = run(parts.codes, n, k, _columns(spec, shape), spec.format.bits, int(spec.format.lo))
+    codes = unpack_codes(parts.codes, n, k, _columns(spec, shape), spec.format.bits, _flip(spec))
+    codes = codes.view(spec.format.code_dtype)
     return map_groups(parts, spec, lambda p: _untile_rows(p, n))._replace(codes=codes)
 
 
-def _unpack_codes(packed: Tensor, n: int, k: int, columns: int, bits: int, lo: int) -> Tensor:
-    """Plain codes [n, k] of tiles: int8 where the least code ``lo`` is negative."""
-    codes, packed = _room_for_codes(packed, n, k, columns, bits, lo), packed.contiguous()
-    native().pw_unpack_codes(
-        packed.data_ptr(), n, k, columns, bits, -lo & 255, codes.data_ptr(), torch.get_num_threads()
-    )
-    return codes
-
-
-def _room_for_codes(packed: Tensor, n: int, k: int, columns: int, bits: int, lo: int) -> Tensor:
-    return packed.new_empty((n, k), dtype=torch.int8 if lo < 0 else torch.uint8)
-
-
-# For graphs, in which what has no kernel of its own unpacks.
-LIBRARY.define("unpack_codes(Tensor packed, int n, int k, int columns, int bits, int lo) -> Tensor")
-LIBRARY.impl("unpack_codes", _unpack_codes, "CompositeExplicitAutograd")
-torch.library.register_fake("pennyweight::unpack_codes", _room_for_codes, lib=LIBRARY)
+def _flip(spec: QuantSpec) -> int:
+    """What is added to a code, modulo 256, to make it unsigned."""
+    return -int(spec.format.lo) & 255
 
 
 def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -216,7 +193,7 @@ def describe(case: Case) -> IntLinear:
         least = info.smallest_normal * info.eps
         w.act_floor = info.smallest_normal if act.eps is None else max(act.eps, least)
         if act.eps is not None:
-            w.act_floor = float(torch.tensor(w.act_floor, dtype=case.dtype))
+            w.act_floor = float(torch.tensor(w.act_floor, dtype=case.dtype, device="cpu"))
     return w
 
 
@@ -231,16 +208,15 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
     has_zero, has_offset, static = spec.zero_point, spec.offset is not None, act is not None and act.mode == "static"
     plain = not (nested or has_zero or has_offset or static)
     zero_shift = 128 if act is not None and act.spec.format is UINT8 else 0
-    empty, dtype = torch.empty, case.dtype
 
     def linear(x: Tensor, w: Any, bias: Tensor | None, struct: IntLinear = struct) -> Tensor:
         if x.ndim == 2 and x.stride(1) == 1:
             m, step, flat = x.shape[0], x.stride(0), x
-            y = empty((m, n), dtype=dtype)
+            y = x.new_empty((m, n))
         else:
             flat = x.reshape(-1, k).contiguous()
             m, step = flat.shape[0], k
-            y = empty((*x.shape[:-1], n), dtype=dtype)
+            y = x.new_empty((*x.shape[:-1], n))
         b, b_kind = None, 0
         if bias is not None:
             if not bias.is_contiguous() or bias.dtype not in kinds:

@@ -148,6 +148,14 @@ def _column(w: QT, i: int) -> QT:
     return one.to_layout("cpu_float")
 
 
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp6", "nvfp4", "nf4_double"])
+def test_a_compiled_graph_may_read_the_weight_itself(name: str) -> None:
+    w = make(name, (33, 96))
+    compiled = torch.compile(lambda x: x @ w.dequantize(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 33)
+    assert torch.equal(compiled(x), x @ w.dequantize())
+
+
 @pytest.mark.parametrize("name", ["fp8_row", "mxfp4", "nvfp4", "nf4_double"])
 def test_gradients_and_compiled_graphs(name: str) -> None:
     w = make(name, (48, 96))
@@ -182,6 +190,17 @@ def test_the_table_prefers_it_and_says_why_not() -> None:
         assert reason in verdict, spec
     w = make("nf4", (16, 64))
     assert select("linear", case_of(w)).name == "cpu_float"
+
+
+def test_the_default_device_is_left_out_of_it() -> None:
+    cpu_float.numbers.cache_clear()
+    cpu_float.bind.cache_clear()
+    plain, x = QT.from_float(torch.randn(20, 48), NF4_BLOCK), torch.randn(3, 48)
+    want = F.linear(x, plain.to_layout("cpu_float"))
+    cpu_float.numbers.cache_clear()
+    cpu_float.bind.cache_clear()
+    with torch.device("meta"):
+        assert torch.equal(F.linear(x, plain.to_layout("cpu_float")), want)
 
 
 def test_strides_dtypes_of_bias_and_no_rows() -> None:
