@@ -37,6 +37,8 @@ FLAGS += ["-fno-trapping-math", "-Wall", "-Wextra"]
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-stringop-overflow"]
 FLAGS += ["-Wno-array-bounds"]  # these four are false with g++ 12
 
+FLAGS += os.environ.get("PENNYWEIGHT_NATIVE_FLAGS", "").split()  # those of scripts/sanitize
+
 
 class BuildNative(build_ext):
     """Compiles one object per instruction set and links them without the OpenMP library: its symbols are found, when
