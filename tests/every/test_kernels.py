@@ -20,6 +20,7 @@ from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels import Kernel, explain, get_kernel, kernels, torch_int8
 from pennyweight.kernels.activation import encode_activation, static_params
+from pennyweight.kernels.cpu import library
 from pennyweight.kernels.table import case_of
 from pennyweight.kernels.torch_int8 import int_mm_saturates
 from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN
@@ -340,17 +341,18 @@ def test_the_row_that_replaces_it_gives_the_same_numbers() -> None:
         )
 
 
-def test_digits_run_large_float32_weights_and_no_row_depends_on_its_neighbours() -> None:
+@pytest.mark.parametrize(("layout", "row"), [("plain", "torch_int_mm_digits"), ("cpu", "cpu_int")])
+def test_digits_run_large_float32_weights_and_no_row_depends_on_its_neighbours(layout: str, row: str) -> None:
+    if layout == "cpu" and library.missing() is not True:
+        pytest.skip("the native library was not built")
     torch.manual_seed(0)
     layer = torch.nn.Linear(1024, 1040)
     reference = layer.weight.detach().clone()
     pw.quantize_(layer, pw.Int8WeightOnlyConfig())
+    layer.weight = torch.nn.Parameter(layer.weight.to_layout(layout), requires_grad=False)
     x = torch.randn(33, 1024)
     x[3, 7] = 1e4  # an outlier costs only its own token
-    assert (
-        explain(x, layer.weight).rows[[r[0] for r in explain(x, layer.weight).rows].index("torch_int_mm_digits")][2]
-        == "RUNS"
-    )
+    assert [name for name, _, verdict in explain(x, layer.weight).rows if verdict == "RUNS"] == [row]
     with torch.no_grad():
         whole = layer(x)
         assert all(torch.equal(whole[i : i + n], layer(x[i : i + n])) for i in range(33) for n in (1, 2) if i + n <= 33)
