@@ -129,7 +129,7 @@ void dequantize(const Affine* w, const Parts* parts, const int64_t* index, int64
     const auto* codes = (const uint8_t*)parts->codes;
     const bool whole = a.store == TILES && !index;  // 16 rows at a time
     const int64_t rows = whole ? (a.n + 15) / 16 : m, spans = (a.k + SPAN - 1) / SPAN, size = bytes_of(a.x);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(dynamic, 16) num_threads(threads) if (threads > 1)
     for (int64_t unit = 0; unit < rows * spans; ++unit) {
         alignas(64) uint8_t room[16 * SPAN + 32];
         const int64_t i = unit / spans, c0 = unit % spans * SPAN, c1 = std::min(c0 + SPAN, a.k);

@@ -52,6 +52,24 @@ inline I stream16(const uint8_t* p, int bits) {
                              _mm512_set1_epi32((1 << bits) - 1))};
 }
 
+// Least and greatest of n 16-bit floats as numbers of the same order (see below); n is a multiple of 32.
+inline __m512i ordered(__m512i v) { return _mm512_xor_si512(v, _mm512_srli_epi16(_mm512_srai_epi16(v, 15), 1)); }
+inline uint32_t least_word(__m512i v) {
+    const __m256i a = _mm256_min_epu16(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+    return (uint32_t)_mm_cvtsi128_si32(
+        _mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)))) & 0xffff;
+}
+inline void ends_of_words(const uint16_t* p, int64_t n, int16_t* lo, int16_t* hi) {
+    __m512i least = _mm512_set1_epi16(0x7fff), most = _mm512_set1_epi16(-0x8000);
+    for (int64_t i = 0; i < n; i += 32) {
+        const __m512i v = ordered(_mm512_loadu_si512(p + i));
+        least = _mm512_min_epi16(least, v);
+        most = _mm512_max_epi16(most, v);
+    }
+    *lo = (int16_t)(least_word(_mm512_xor_si512(least, _mm512_set1_epi16(-0x8000))) ^ 0x8000);
+    *hi = (int16_t)(least_word(_mm512_xor_si512(most, _mm512_set1_epi16(0x7fff))) ^ 0x7fff);
+}
+
 inline B badd(B a, uint8_t n) { return {_mm512_add_epi8(a.v, _mm512_set1_epi8((char)n))}; }
 // 16 bytes each from and to four places.
 inline B bload4(const uint8_t* p, int64_t step) {
@@ -100,6 +118,22 @@ inline I stream16(const uint8_t* p, int bits) {
     PW_EACH(I, _mm256_and_si256(
         _mm256_srlv_epi32(_mm256_shuffle_epi8(all, _mm256_load_si256((const __m256i*)(s.at + 32 * i))),
                           _mm256_load_si256((const __m256i*)(s.shift + 8 * i))), mask));
+}
+
+inline uint32_t least_word(__m256i a) {
+    return (uint32_t)_mm_cvtsi128_si32(
+        _mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)))) & 0xffff;
+}
+inline void ends_of_words(const uint16_t* p, int64_t n, int16_t* lo, int16_t* hi) {
+    __m256i least = _mm256_set1_epi16(0x7fff), most = _mm256_set1_epi16(-0x8000);
+    for (int64_t i = 0; i < n; i += 16) {
+        const __m256i w = _mm256_loadu_si256((const __m256i*)(p + i));
+        const __m256i v = _mm256_xor_si256(w, _mm256_srli_epi16(_mm256_srai_epi16(w, 15), 1));
+        least = _mm256_min_epi16(least, v);
+        most = _mm256_max_epi16(most, v);
+    }
+    *lo = (int16_t)(least_word(_mm256_xor_si256(least, _mm256_set1_epi16(-0x8000))) ^ 0x8000);
+    *hi = (int16_t)(least_word(_mm256_xor_si256(most, _mm256_set1_epi16(0x7fff))) ^ 0x7fff);
 }
 
 inline B badd(B a, uint8_t n) { PW_EACH(B, _mm256_add_epi8(a.v[i], _mm256_set1_epi8((char)n))); }
@@ -195,14 +229,12 @@ inline void transpose4(B* v) {
 
 #endif
 
-// Rounded to bfloat16, as its bits in the low half of each lane; NaN stays NaN.
-inline I bits_bf16(F a) {
-    const I b = bits(a), up = iadd(iset(0x7fff), iand(ishr(b, 16), iset(1)));
-    const I nan = iabove(iand(b, iset(0x7fffffff)), iset(0x7f800000), iset(0x400000), iset(0));
-    return ishr(iabove(nan, iset(0), ior(b, nan), iadd(b, up)), 16);
-}
+// Rounded to what a kind holds; a NaN may become an infinity.
 template <int KIND> inline F round_kind(F a) {
-    if constexpr (KIND == BF16) return bitcast(ishl(bits_bf16(a), 16));
+    if constexpr (KIND == BF16) {
+        const I b = bits(a), up = iadd(iset(0x7fff), iand(ishr<16>(b), iset(1)));
+        return bitcast(iand(iadd(b, up), iset((int32_t)0xffff0000)));
+    }
     if constexpr (KIND == F16) return round_f16(a);
     return a;
 }
@@ -215,10 +247,25 @@ template <int KIND> inline F load_kind(const void* p) {
     return fload((const float*)p);
 }
 template <int KIND> inline void store_kind(void* p, F a) {
-    if constexpr (KIND == BF16) istore16((int16_t*)p, bits_bf16(a));
+    if constexpr (KIND == BF16) fstore_bf16((uint16_t*)p, a);
     else if constexpr (KIND == F16) fstore_f16((uint16_t*)p, a);
     else fstore((float*)p, a);
 }
+// A 16-bit float as a signed number of the same order, and back; -0 lies below 0.
+inline int16_t ordered(uint16_t w) { return (int16_t)(w ^ (uint16_t)((int16_t)w < 0 ? 0x7fff : 0)); }
+#if !defined(__AVX2__)
+// Least and greatest of n 16-bit floats as such numbers; n is a multiple of 32.
+inline void ends_of_words(const uint16_t* p, int64_t n, int16_t* lo, int16_t* hi) {
+    int16_t least = 0x7fff, most = -0x8000;
+    for (int64_t i = 0; i < n; ++i) {
+        const int16_t v = ordered(p[i]);
+        least = v < least ? v : least;
+        most = v > most ? v : most;
+    }
+    *lo = least;
+    *hi = most;
+}
+#endif
 constexpr int64_t bytes_of(int kind) { return kind == F32 ? 4 : kind == BF16 || kind == F16 ? 2 : 1; }
 
 }  // namespace

@@ -98,7 +98,9 @@ inline void encode_any(int bits, const B* in, uint8_t* out) {
 inline void tile_of_rows(int bits, const uint8_t* rows, int64_t step, uint8_t add, uint8_t* tile) {
     B v[8];
     for (int half = 0; half < 2; ++half) {
-        for (int r = 0; r < 4; ++r) v[4 * half + r] = badd(bload4(rows + r * step + 16 * half, 4 * step), add);
+        for (int r = 0; r < 4; ++r) v[4 * half + r] = bload4(rows + r * step + 16 * half, 4 * step);
+        if (add)
+            for (int r = 0; r < 4; ++r) v[4 * half + r] = badd(v[4 * half + r], add);
         transpose4(v + 4 * half);
     }
     encode_any(bits, v, tile);

@@ -1,8 +1,7 @@
 // Floats to codes of an integer format: round to nearest under scales that a rule chooses, with what the error is.
 //
-// The arithmetic is that of core/choose.py and core/numerics.py, bit for bit: parameters are chosen in the kind of x,
-// each operation rounded to it; codes come from the parameters as stored. A row is read from memory once; it depends on
-// nothing but itself, and its sums of squares are taken in one order, so neither threads nor instruction sets are seen.
+// The numbers are those of core/numerics.py, bit for bit. A row is read from memory once; it depends on nothing but
+// itself, and its sums of squares are taken in one order, so neither threads nor instruction sets are seen.
 #pragma once
 
 #include <algorithm>
@@ -13,168 +12,92 @@
 #endif
 
 #include "affine.h"
+#include "choose.h"
 #include "dequantize.h"
 #include "lanes.h"
 #include "pack.h"
 
 namespace {
 
-// What one row has per group, in whole vectors of 16.
-struct Groups {
-    float *lo, *hi;                  // range
-    float *scale, *zero, *offset;    // as stored; 0 and -0 where there are none
-    float *by;                       // what x is multiplied by, or divided by where there is an offset
-    float *down, *least;             // offsets only
-};
-constexpr int64_t GROUP_ARRAYS = 8;
-
-inline Groups groups_at(float* p, int64_t padded) {
-    return {p, p + padded, p + 2 * padded, p + 3 * padded, p + 4 * padded, p + 5 * padded, p + 6 * padded, p + 7 * padded};
-}
-
-// 16 elements of x from p on, of which `count` are there; the last is repeated.
-template <int KIND> inline F load_some(const char* p, int64_t count) {
-    alignas(64) char room[64];
-    for (int64_t i = 0; i < 16; ++i) memcpy(room + i * bytes_of(KIND), p + std::min(i, count - 1) * bytes_of(KIND), (size_t)bytes_of(KIND));
-    return load_kind<KIND>(room);
-}
-
-// Least and greatest element of each group.
-template <int KIND> void ranges_of(const char* x, int64_t k, int64_t group, float* lo, float* hi) {
-    for (int64_t c = 0, g = 0; c < k; ++g) {
-        const int64_t end = std::min(c + group, k);
-        F least = end - c >= 16 ? load_kind<KIND>(x + c * bytes_of(KIND)) : load_some<KIND>(x + c * bytes_of(KIND), end - c);
-        F most = least;
-        for (c += 16; c + 16 <= end; c += 16) {
-            const F v = load_kind<KIND>(x + c * bytes_of(KIND));
-            least = fleast(least, v);
-            most = fmost(most, v);
-        }
-        if (c < end) {
-            const F v = load_some<KIND>(x + c * bytes_of(KIND), end - c);
-            least = fleast(least, v);
-            most = fmost(most, v);
-        }
-        lo[g] = fleast(least);
-        hi[g] = fmost(most);
-        c = end;
-    }
-}
-inline void ranges_any(int kind, const char* x, int64_t k, int64_t group, float* lo, float* hi) {
-    if (kind == BF16) return ranges_of<BF16>(x, k, group, lo, hi);
-    if (kind == F16) return ranges_of<F16>(x, k, group, lo, hi);
-    return ranges_of<F32>(x, k, group, lo, hi);
-}
-
-inline F infinity() { return fset(float_from(0x7f800000)); }
-inline F magnitude(F a) { return bitcast(iand(bits(a), iset(0x7fffffff))); }
-inline F finite_or(F a, F other) { return fabove(infinity(), magnitude(a), a, other); }
-inline F within(F a, float lo, float hi) { return fleast(fmost(a, fset(lo)), fset(hi)); }
-inline F negative(F a) { return fsub(fset(-0.0f), a); }
-
-// Stores a number of kind `from` in kind `to`, within its range.
-inline F stored(int to, F a) { return within(round_kind(to, a), -LARGEST_OF[to], LARGEST_OF[to]); }
-
-// Scale, zero point and offset of 16 groups from their ranges, before they are stored.
-inline void choose16(const Rounding& q, F lo, F hi, F* scale, F* zero, F* offset) {
-    const int kind = q.to.x;
-    const auto round = [&](F a) { return round_kind(kind, a); };
-    const float bottom = q.lo - q.mid, top = q.hi - q.mid, steps = q.hi - q.lo;
-    const auto span = [&] {
-        const F wide = round(fdiv(round(fsub(hi, lo)), fset(steps)));
-        return finite_or(wide, round(fsub(round(fdiv(hi, fset(steps))), round(fdiv(lo, fset(steps))))));
-    };
-    const auto floored = [&](F s) { return within(s, q.floor, LARGEST_OF[kind]); };
-    *zero = fset(0);
-    *offset = fset(0);
-    if (q.rule == RULE_SYMMETRIC) {
-        *scale = floored(round(bottom >= 0 ? fdiv(hi, fset(top)) : fdiv(fmost(negative(lo), hi), fset(steps / 2))));
-    } else if (q.rule == NO_CLIP) {
-        const F low = round(fdiv(lo, fset(bottom))), high = round(fdiv(hi, fset(top)));
-        *scale = floored(bottom == 0 ? high : top == 0 ? low : fmost(low, high));
-    } else if (q.rule == RULE_ASYMMETRIC) {
-        lo = fleast(lo, fset(0));
-        hi = fmost(hi, fset(0));
-        *scale = floored(span());
-        *zero = within(round(fsub(fset(q.lo), frint(round(fdiv(lo, *scale))))), q.lo, q.hi);
-    } else {
-        *scale = floored(span());
-        const F sum = round(fadd(lo, round(fmul(*scale, fset(q.mid - q.lo)))));
-        *offset = finite_or(sum, round(fadd(round(fmul(lo, fset(q.rest))), round(fmul(hi, fset(q.part))))));
-    }
-}
-
-inline int promoted(int a, int b) { return a == b ? a : F32; }
-
-// What encoding needs, from stored parameters.
-inline void derive16(const Rounding& q, const Groups& w, int64_t g) {
-    const int s = q.to.scale, o = q.to.offset;
-    const F scale = fload(w.scale + g);
-    if (!o) {
-        F by = round_kind(s, fdiv(fset(1), scale));
-        if (s == F16) by = finite_or(by, fdiv(fset(1), scale));
-        fstore(w.by + g, finite_or(by, fset(0)));
-        return;
-    }
-    const F down = fabove(scale, fset(q.large), fset(0.25f), fset(1));
-    const F less = round_kind(s, fmul(scale, down));
-    const F start = round_kind(promoted(o, s), fmul(fload(w.offset + g), down));
-    const F least = round_kind(promoted(o, s), fsub(start, round_kind(s, fmul(less, fset(q.mid - q.lo)))));
-    fstore(w.by + g, fabove(magnitude(less), fset(0), less, infinity()));
-    fstore(w.down + g, down);
-    fstore(w.least + g, least);
-}
-
 struct Sums { double signal, noise; };
 
-// Codes of one row as bytes, `shift` subtracted, and its sums of squares in float32. P: kind of x * scale; R: of the rest.
+// round_kind<R>(b / by), `over` being 1 / by. In bfloat16 one correction of b * over is exact: a quotient of two of its
+// numbers is either halfway between two others, and then comes out as such, or 2**-17 of it away. Not beyond 2**60.
+template <int R> inline F quotient(F b, F by, F over, bool usual) {
+    if (R != BF16 || !usual) return round_kind<R>(fdiv(b, by));
+    const F guess = fmul(b, over);
+    return round_kind<R>(fma(fma(negative(guess), by, b), over, guess));
+}
+
+// Codes of one row as bytes, `shift` subtracted, and its sums of squares in float32. P: kind of x * scale; R: of the
+// rest. What a scale multiplies is the code less a constant, so that, n, is what is rounded and clamped.
 template <int KIND, int P, int R, bool OFFSET>
 Sums encode_row(const Rounding& q, const char* x, const Groups& w, int32_t shift, uint8_t* out) {
     const int64_t k = q.to.k, group = q.to.group;
-    const F lo = fset(q.lo), hi = fset(q.hi);
-    const I base = iset(shift);
     Sums sums = {0, 0};
     F signal = fset(0), noise = fset(0);
-    for (int64_t c = 0; c < k;) {
-        const int64_t g = c / group, end = std::min((g + 1) * group, std::min(c / SPAN * SPAN + SPAN, k));
-        const F by = fset(w.by[g]), scale = fset(w.scale[g]), offset = fset(w.offset[g]), less = fset(q.mid + w.zero[g]);
-        const F add = fset(OFFSET ? q.lo : q.mid + w.zero[g]);
+    const auto fold = [&] {  // float32 sums of 64 numbers at most, then float64
+        alignas(64) float s[16], n[16];
+        fstore(s, signal);
+        fstore(n, noise);
+        for (int i = 0; i < 16; ++i) sums.signal += s[i], sums.noise += n[i];
+        signal = noise = fset(0);
+    };
+    const bool moves = !OFFSET && q.to.zero_point;
+    const F first = fset(q.lo - q.mid);
+    F lo, hi;
+    I base;
+    const auto limits = [&](float less) {  // code - n
+        lo = fset(q.lo - less);
+        hi = fset(q.hi - less);
+        base = iset((int32_t)less - shift);
+    };
+    limits(OFFSET ? q.lo : q.mid);
+    int64_t c = 0, next = SPAN;
+    for (int64_t g = 0; c < k; ++g) {
+        if (moves) limits(w.zero[g]);
+        const F by = fset(w.by[g]), scale = fset(w.scale[g]);
+        const F offset = fset(w.offset[g]);
         const F down = fset(OFFSET ? w.down[g] : 0), least = fset(OFFSET ? w.least[g] : 0);
+        const F over = fset(OFFSET ? 1 / w.by[g] : 0);
+        const bool same = OFFSET && w.down[g] == 1;
+        const bool usual = OFFSET && q.rule != GIVEN && w.by[g] > 0x1p-60f && w.by[g] < 0x1p60f;
         const auto sixteen = [&](F v, uint8_t* p) {
             F steps;
-            if constexpr (OFFSET)
-                steps = round_kind<R>(fdiv(round_kind<R>(fsub(round_kind<P>(fmul(v, down)), least)), by));
-            else
+            if constexpr (OFFSET) {
+                const F a = same ? v : round_kind<P>(fmul(v, down));
+                steps = quotient<R>(round_kind<R>(fsub(a, least)), by, over, usual);
+            } else {
                 steps = round_kind<P>(fmul(v, by));
-            const F code = fleast(fmost(fadd(frint(steps), add), lo), hi);
-            istore8((int8_t*)p, isub(iround(code), base));
-            return fsub(fadd(fmul(fsub(code, less), scale), offset), v);
+            }
+            const F n = fleast(fmost(frint(steps), lo), hi);
+            istore8((int8_t*)p, iadd(iround(n), base));
+            return fsub(OFFSET ? fadd(fmul(fadd(n, first), scale), offset) : fmul(n, scale), v);
         };
-        for (; c + 16 <= end; c += 16) {
-            const F v = load_kind<KIND>(x + c * bytes_of(KIND)), d = sixteen(v, out + c);
-            signal = fadd(signal, fmul(v, v));
-            noise = fadd(noise, fmul(d, d));
-        }
-        if (c < end) {
-            alignas(64) uint8_t bytes[16];
-            alignas(64) float vs[16], ds[16];
-            const F v = load_some<KIND>(x + c * bytes_of(KIND), end - c);
-            fstore(ds, sixteen(v, bytes));
-            fstore(vs, v);
-            for (int64_t i = end - c; i < 16; ++i) vs[i] = ds[i] = 0;
-            memcpy(out + c, bytes, (size_t)(end - c));
-            signal = fadd(signal, fmul(fload(vs), fload(vs)));
-            noise = fadd(noise, fmul(fload(ds), fload(ds)));
-            c = end;
-        }
-        if (c % SPAN == 0 || c == k) {  // float32 sums of 64 numbers at most, then float64
-            alignas(64) float s[16], n[16];
-            fstore(s, signal);
-            fstore(n, noise);
-            for (int i = 0; i < 16; ++i) sums.signal += s[i], sums.noise += n[i];
-            signal = noise = fset(0);
+        const int64_t stop = std::min((g + 1) * group, k);
+        while (c < stop) {
+            const int64_t end = std::min(stop, next);
+            for (; c + 16 <= end; c += 16) {
+                const F v = load_kind<KIND>(x + c * bytes_of(KIND)), d = sixteen(v, out + c);
+                signal = fadd(signal, fmul(v, v));
+                noise = fadd(noise, fmul(d, d));
+            }
+            if (c < end) {
+                alignas(64) uint8_t bytes[16];
+                alignas(64) float vs[16], ds[16];
+                const F v = load_some<KIND>(x + c * bytes_of(KIND), end - c);
+                fstore(ds, sixteen(v, bytes));
+                fstore(vs, v);
+                for (int64_t i = end - c; i < 16; ++i) vs[i] = ds[i] = 0;
+                memcpy(out + c, bytes, (size_t)(end - c));
+                signal = fadd(signal, fmul(fload(vs), fload(vs)));
+                noise = fadd(noise, fmul(fload(ds), fload(ds)));
+                c = end;
+            }
+            if (c == next) next += SPAN, fold();
         }
     }
+    fold();
     return sums;
 }
 using Encoder = Sums (*)(const Rounding&, const char*, const Groups&, int32_t, uint8_t*);
@@ -202,50 +125,6 @@ Sums exact_sums(const Rounding& q, const char* x, const Groups& w, int32_t shift
         sums.noise += d * d;
     }
     return sums;
-}
-
-inline void store_part(int kind, const float* from, int64_t count, int64_t step, void* out, int64_t at) {
-    for (int64_t g = 0; g < count; g += 16) {
-        alignas(64) char room[64];
-        const F v = fload(from + g);
-        if (kind == BF16) store_kind<BF16>(room, v);
-        else if (kind == F16) store_kind<F16>(room, v);
-        else if (kind == F32) store_kind<F32>(room, v);
-        else istore8((int8_t*)room, iround(v));
-        const int64_t size = bytes_of(kind), n = std::min<int64_t>(16, count - g);
-        if (step == 1) { memcpy((char*)out + (at + g) * size, room, (size_t)(n * size)); continue; }
-        for (int64_t i = 0; i < n; ++i) memcpy((char*)out + (at + (g + i) * step) * size, room + i * size, (size_t)size);
-    }
-}
-
-// Parameters of one row: chosen and stored, or as given.
-void parameters(const Rounding& q, const Parts& parts, int64_t r, const char* x, const Groups& w) {
-    const Affine& a = q.to;
-    if (q.rule == GIVEN) {
-        for (int64_t g = 0; g < a.groups; ++g) {
-            const int64_t i = r / a.row_block * a.groups + g;
-            w.scale[g] = part_at(a.scale, parts.scale, i);
-            w.zero[g] = a.zero_point ? part_at(a.zero_point, parts.zero_point, i) : 0;
-            w.offset[g] = a.offset ? part_at(a.offset, parts.offset, i) : -0.0f;
-        }
-    } else {
-        ranges_any(a.x, x, a.k, a.group, w.lo, w.hi);
-    }
-    for (int64_t g = 0; g < a.groups; g += 16) {
-        if (q.rule != GIVEN) {
-            F scale, zero, offset;
-            choose16(q, fload(w.lo + g), fload(w.hi + g), &scale, &zero, &offset);
-            fstore(w.scale + g, stored(a.scale, scale));
-            fstore(w.zero + g, a.zero_point ? zero : fset(0));
-            fstore(w.offset + g, a.offset ? stored(a.offset, offset) : fset(-0.0f));
-        }
-        derive16(q, w, g);
-    }
-    if (q.rule == GIVEN) return;
-    const int64_t at = part_index(a, r, 0), step = a.store == TILES ? 16 : 1;
-    store_part(a.scale, w.scale, a.groups, step, parts.scale, at);
-    if (a.zero_point) store_part(a.zero_point, w.zero, a.groups, step, parts.zero_point, at);
-    if (a.offset) store_part(a.offset, w.offset, a.groups, step, parts.offset, at);
 }
 
 // 8 bytes of codes below 2**bits become `bits` bytes of a stream.
@@ -296,7 +175,7 @@ int quantize(const Rounding* rounding, const char* x, int64_t ldx, const Parts* 
         memset(mine, 0, (size_t)each);
         const Groups w = groups_at((float*)mine, padded);
         uint8_t* bytes = (uint8_t*)mine + floats * 4;
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, 8)
         for (int64_t u = 0; u < units; ++u) {
             const int64_t r0 = u * height, rows = std::min(height, a.n - r0);
             if (rows < height) memset(bytes, -shift, (size_t)(height * step));
