@@ -6,8 +6,7 @@
 
 Every competitor is visited in turn, round after round (A B C A B C ...), families with thread pools of their own in
 processes of their own, one of them active at a time. A visit is the median of the calls that fit into it; what counts
-is the second best visit. Weights rotate over copies that together are five times a cache of 32 MB. Before any time,
-the result must agree with a float64 product within the competitor's bound: a red gate prints no time. Limits of the
+is the second best visit. Weights rotate over copies of 320 MB together. Before any time, the result must agree with a float64 product within the competitor's bound: a red gate prints no time. Limits of the
 machine (reading memory, int8, bf16 and fp32 products) are visited in the same rounds.
 """
 

@@ -36,3 +36,25 @@ visit counts. In brackets the fraction of the limit: reading the linear weights 
 measured peak for a prompt ({limits}). The head is computed for the last token only. Logits error: relative to
 bf16's, on random weights, which amplify it. Disk to disk: from the bf16 file to the quantized one; beside it the
 time to read the one and write as many bytes as the other, plainly (files in the page cache)."""
+
+HELD = """\
+All libraries are held to the older instruction set by their own switches; fbgemm has none that works here, and runs
+on the newest. oneDNN's int8 products without VNNI (`_int_mm`, `quantize_dynamic onednn`) saturate: with all codes 127 and
+K = 256, `torch._int_mm` returned 32 640 for 4 129 024. They pass the gate because random codes rarely do that.
+pennyweight's are exact, and slower than these from 64 rows on; they are faster than every exact operator of torch."""
+
+SHORT = """\
+Why:
+
+- Weight-only at many rows: inputs have 15 bits, so their products cost what bfloat16's do, and `F.linear` is itself at
+  0.93 of that peak. With 32 columns to a group, joining a group costs five operations beside 32 products. For such
+  batches an int8-input config is the way out, or `on_slower="skip"`.
+- Peers that count at 4 bits for a weight-only config quantize the input to int8 themselves (llama.cpp, OpenVINO,
+  onnxruntime at level 4): half the work, and an error of the input that a weight-only config does not have.
+- At one row memory is the limit, and the fastest peers sit at it too; what can be won is the bytes of the scales and
+  the use of pages of 2 MB."""
+
+LLM_SHORT = """\
+A token costs the linear layers what their bytes cost, and transformers as much again by its own thousand operators a
+token: norms, rotary embedding, cache. llama.cpp has no such part, so 1.2 times its speed is out of reach in eager mode:
+at the measured bandwidth the weights alone take five sixths of its time for a token."""

@@ -71,11 +71,21 @@ def bf16(folder: Path, threads: int) -> Loaded:
     return Loaded(Eager(model), sum(p.nbytes for p in model.parameters()))
 
 
+def bf16_grouped(folder: Path, threads: int) -> Loaded:
+    """What grouped attention alone is worth."""
+    from pennyweight.integrations.attention import use_grouped_attention
+
+    loaded = bf16(folder, threads)
+    use_grouped_attention(loaded.model.model)
+    return loaded
+
+
 def pennyweight(make: Callable[[Any], Any]) -> Callable[[Path, int], Loaded]:
     """make: the package -> a config."""
 
     def load(folder: Path, threads: int) -> Loaded:
         import pennyweight as pw
+        from pennyweight.integrations.attention import use_grouped_attention
 
         begin = time.perf_counter()
         model = _load(folder)
@@ -90,6 +100,7 @@ def pennyweight(make: Callable[[Any], Any]) -> Callable[[Path, int], Loaded]:
         costs = {"quantize": quantized - loaded, "disk to disk": saved - begin}
         costs |= base.read_and_write(list(folder.glob("*.safetensors")), nbytes, folder / "scratch")
         pw.freeze_(model)
+        use_grouped_attention(model)
         return Loaded(Eager(model), nbytes, costs)
 
     return load
@@ -112,15 +123,21 @@ def torch_ways() -> list[Way]:
 
 
 def pennyweight_ways() -> list[Way]:
-    mixed = "Int8DynamicActivationIntxWeightConfig"
+
+    def mixed(pw: Any, **more: Any) -> Any:
+        return pw.Int8DynamicActivationIntxWeightConfig(torch.int4, pw.PerGroup(32), **more)
+
     rows = (
         ("int4 g32", 4, 5, "bf16", 0.6, lambda pw: pw.Int4WeightOnlyConfig(group_size=32)),
         ("int4 g128", 4, 4.25, "bf16", 0.6, lambda pw: pw.Int4WeightOnlyConfig(group_size=128)),
-        ("int8-dynamic-int4 g32", 4, 4.5, "int8", 0.6, lambda pw: getattr(pw, mixed)(torch.int4, pw.PerGroup(32))),
+        ("int8-dynamic-int4 g32", 4, 4.5, "int8", 0.6, mixed),
+        ("int8-symmetric-int4 g32", 4, 4.5, "int8", 0.6,
+         lambda pw: mixed(pw, act_mapping_type=pw.MappingType.SYMMETRIC)),
         ("int8-dynamic", 8, 8, "int8", 0.12, lambda pw: pw.Int8DynamicActivationInt8WeightConfig()),
         ("int8 weight-only", 8, 8, "bf16", 0.12, lambda pw: pw.Int8WeightOnlyConfig()),
-    )
-    return [Way(f"pennyweight {name}", "pennyweight", *rest, pennyweight(make)) for name, *rest, make in rows]
+    )  # fmt: skip
+    ways = [Way(f"pennyweight {name}", "pennyweight", *rest, pennyweight(make)) for name, *rest, make in rows]
+    return [Way("bf16 eager, grouped attention", "pennyweight", 16, 16, "bf16", 0.01, bf16_grouped), *ways]
 
 
 def torchao_ways() -> list[Way]:

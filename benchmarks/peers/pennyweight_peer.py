@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ import pennyweight as pw
 from .base import Bind, Competitor, eager
 
 FAMILY = "pennyweight"
-_INT4 = pw.Int8DynamicActivationIntxWeightConfig
+_INT4, _SYMMETRIC = pw.Int8DynamicActivationIntxWeightConfig, pw.MappingType.SYMMETRIC
 
 CONFIGS: tuple[tuple[str, pw.AOBaseConfig, int, float, str, float], ...] = (
     ("int8-dynamic", pw.Int8DynamicActivationInt8WeightConfig(), 8, 8, "int8", 0.017),
@@ -21,6 +19,8 @@ CONFIGS: tuple[tuple[str, pw.AOBaseConfig, int, float, str, float], ...] = (
     ("int4 g128", pw.Int4WeightOnlyConfig(group_size=128), 4, 4.25, "bf16", 0.115),
     ("int8-dynamic-int4 g32", _INT4(torch.int4, pw.PerGroup(32)), 4, 4.5, "int8", 0.11),
     ("int8-dynamic-int4 g128", _INT4(torch.int4, pw.PerGroup(128)), 4, 4.125, "int8", 0.13),
+    ("int8-symmetric-int4 g32", _INT4(torch.int4, pw.PerGroup(32), act_mapping_type=_SYMMETRIC), 4, 4.5, "int8", 0.11),
+    ("int8-symmetric-int4 g128", _INT4(torch.int4, pw.PerGroup(128), act_mapping_type=_SYMMETRIC), 4, 4.125, "int8", 0.13),
     ("nf4", pw.NF4WeightOnlyConfig(), 4, 4.13, "bf16", 0.11),
     ("float8 weight-only", pw.Float8WeightOnlyConfig(), 8, 8, "bf16", 0.035),
 )
@@ -32,16 +32,16 @@ def versions() -> dict[str, str]:
 
 
 def _make(config: pw.AOBaseConfig):
-    def make(weight: Tensor, copies: int) -> Bind:
+    def layer(weight: Tensor) -> nn.Module:
         n, k = weight.shape
-        layer = nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device="meta")
-        layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
-        model = nn.Sequential(layer)
+        linear = nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device="meta")
+        linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        model = nn.Sequential(linear)
         pw.quantize_(model, config)
-        # copies are equal in content and apart in memory: nothing here looks for equal contents
-        return eager([model[0], *(copy.deepcopy(model[0]) for _ in range(copies - 1))], torch.bfloat16)
+        return model[0]
 
-    return make
+    # Each copy is quantized for itself, so that its memory is what a model has. Equal in content: nothing here looks.
+    return lambda weight, copies: eager([layer(weight) for _ in range(copies)], torch.bfloat16)
 
 
 def competitors(threads: int) -> list[Competitor]:

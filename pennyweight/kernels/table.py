@@ -47,6 +47,8 @@ class Kernel:
     tolerance  how close to the reference: "exact"; "float32", "bfloat16": the relative error of that arithmetic;
                "fixed22": float32, of inputs rounded at 2**-22 of the greatest of their token
     bind       case -> run, with all that is static worked out once
+    together   cases of weights that share their input -> (x, weights, biases) -> list of y, or None where they cannot
+               be one call; each y has the bits that ``run`` gives
     """
 
     op: str
@@ -58,6 +60,7 @@ class Kernel:
     rank: int = 0
     tolerance: str = "float32"
     bind: Callable[[Case], Callable[..., torch.Tensor]] | None = None
+    together: Callable[[tuple[Case, ...]], Callable[..., list[torch.Tensor]] | None] | None = None
 
     def bound(self, case: Case) -> Callable[..., torch.Tensor]:
         """(x, w, bias) -> y for one case; where ``bind`` is given, w may be anything with the parts as attributes."""

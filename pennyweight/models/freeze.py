@@ -18,6 +18,7 @@ from ..core.tensor import SLOTS, AffineQuantizedTensor
 from ..kernels.linear import bind, graph_key, linear
 from ..kernels.table import case_of, select
 from .report import Report, Row
+from .siblings import Siblings, families
 from .sites import Place, places
 
 _ASKED = (*SLOTS, "spec", "act", "axes", "readonly", "shape", "stored_shape", "dtype", "device", "ndim", "parts")
@@ -74,6 +75,7 @@ class FrozenLinear(nn.Linear):
     _plain: PlainWeight
     _keys: dict[torch.dtype, str]  # of the op that graphs hold, by dtype of the input
     _thawed: type[nn.Linear]
+    _siblings: Siblings | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """input [.., K] -> [.., N], in input's dtype."""
@@ -88,6 +90,8 @@ class FrozenLinear(nn.Linear):
             return self._unbound(w, input)
         if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
             return linear(input, w.tensor, bias)
+        if self._siblings is not None and (y := self._siblings.take(self, w, bias, input)) is not None:
+            return y
         return bound[1](input, w, bias)
 
     def _unbound(self, w: PlainWeight, x: Tensor) -> Tensor:
@@ -137,7 +141,7 @@ class FrozenLinear(nn.Linear):
 
     def _state(self) -> dict[str, Any]:
         """``__dict__`` of the layer before."""
-        mine = ("_plain", "_keys", "_names", "_thawed")
+        mine = ("_plain", "_keys", "_names", "_thawed", "_siblings")
         state = {k: v for k, v in self.__dict__.items() if k not in mine}
         state["_parameters"] = {"weight": self.weight, **self._parameters}
         state["_buffers"] = {k: v for k, v in self._buffers.items() if k not in self._names}
@@ -172,6 +176,8 @@ def _freeze(layer: Any) -> None:
 
 
 def _thaw(layer: Any) -> None:
+    if layer._siblings is not None:
+        layer._siblings.part()
     state, kind = layer._state(), layer._thawed
     layer.__dict__.clear()
     layer.__dict__.update(state)
@@ -179,12 +185,15 @@ def _thaw(layer: Any) -> None:
 
 
 def _while_thawed(layer: Any, act: Callable[[nn.Linear], Any]) -> Any:
+    siblings = layer._siblings
     _thaw(layer)
     try:
         return act(layer)
     finally:
         if isinstance(layer._parameters["weight"], AffineQuantizedTensor):
             _freeze(layer)
+            if siblings is not None:
+                siblings.join()
 
 
 def freeze_(model: nn.Module) -> Report:
@@ -212,6 +221,9 @@ def freeze_(model: nn.Module) -> Report:
             Row(name, kind, tuple(w.shape), _scheme(w) if frozen else "", kernel, size, size,
                 note="; ".join([*stays, *notes]))
         )  # fmt: skip
+    for layers in families(model):
+        if all(isinstance(layer, FrozenLinear) for layer in layers) and len({layer.in_features for layer in layers}) == 1:
+            Siblings(layers).join()
     return Report("freeze_", rows, verb="frozen")
 
 

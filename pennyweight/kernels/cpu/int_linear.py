@@ -24,7 +24,7 @@ from ...core.spec import SPECS, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ..table import Case, Kernel, case_of, register_kernel
 from .codes import STEP, TILE, pack_codes, unpack_codes
-from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, missing, native
+from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, LinearArgs, missing, native
 from .library import E8M0 as E8M0_KIND
 
 INPUT_BLOCK = 128  # columns of a float input that share a power of two, at most
@@ -249,8 +249,46 @@ def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
     return bind(case_of(w, x.dtype))(x, w, bias)
 
 
+def together(cases: tuple[Case, ...]) -> Callable[[Tensor, Sequence[Any], Sequence[Tensor | None]], list[Tensor]] | None:
+    """Weights that differ in their number of rows only, with the same input: [.., K] -> [.., N] each, in one call."""
+    first = cases[0]
+    alike = all(replace(case, shape=(first.shape[0], case.shape[1])) == first for case in cases)
+    if not alike or (first.act is not None and first.act.mode == "static"):
+        return None
+    count, k, kinds = len(cases), first.shape[1], KINDS
+    weights = (IntLinear * count)(*(describe(replace(c, spec=c.spec.with_(layout="plain"))) for c in cases))
+    sizes, where = [c.shape[0] for c in cases], ctypes.addressof(weights)
+    nested = isinstance(first.spec.scale, QuantSpec)
+    has_zero, has_offset = first.spec.zero_point, first.spec.offset is not None
+    call, threads = native().pw_int_linears, torch.get_num_threads
+
+    def linears(x: Tensor, ws: Sequence[Any], biases: Sequence[Tensor | None], weights: Any = weights) -> list[Tensor]:
+        flat = x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, k).contiguous()
+        at, m, step, n_threads = flat.data_ptr(), flat.shape[0], flat.stride(0), threads()
+        ys, kept, rows = [], [], (LinearArgs * count)()
+        for i, w in enumerate(ws):
+            y, bias, address, kind = x.new_empty((*x.shape[:-1], sizes[i])), biases[i], None, 0
+            if bias is not None:
+                if not bias.is_contiguous() or bias.dtype not in kinds:
+                    bias = bias.float().contiguous()
+                    kept.append(bias)
+                address, kind = bias.data_ptr(), kinds[bias.dtype]
+            rows[i] = (
+                at, m, step, y.data_ptr(), address, w.codes.data_ptr(),
+                (w.scale.codes if nested else w.scale).data_ptr(), w.zero_point.data_ptr() if has_zero else None,
+                w.offset.data_ptr() if has_offset else None, None, 0, kind, n_threads,
+            )  # fmt: skip
+            ys.append(y)
+        if call(where, ctypes.addressof(rows), count):
+            raise MemoryError(f"linear: no memory for {m} rows of {k} columns as integers")
+        return ys
+
+    return linears
+
+
 # With one scale per row or group, the sums of products are exact; blocks and scales are in float32. Float inputs are
 # rounded at 2**-15 (two digits) or 2**-23 of the greatest element of their block.
 register_kernel(
-    Kernel("linear", "cpu_int", run, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22", bind=bind)
-)
+    Kernel("linear", "cpu_int", run, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22", bind=bind,
+           together=together)
+)  # fmt: skip

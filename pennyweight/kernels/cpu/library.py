@@ -37,6 +37,16 @@ class IntLinear(ctypes.Structure):
     )
 
 
+class LinearArgs(ctypes.Structure):
+    """What changes from call to call; see src/abi.h."""
+
+    _fields_ = (
+        ("x", c_void_p), ("m", c_int64), ("ldx", c_int64),
+        *((name, c_void_p) for name in ("y", "bias", "codes", "scale", "zero_point", "offset", "act_scale")),
+        *((name, c_int32) for name in ("act_zero_point", "bias_kind", "threads")),
+    )  # fmt: skip
+
+
 _P, _N, _I = c_void_p, c_int64, c_int
 _SIGNATURES = {
     "pw_isa_count": (_I, ()),
@@ -45,6 +55,7 @@ _SIGNATURES = {
     "pw_isa_use": (_I, (c_char_p,)),
     # weight, x, m, ldx, y, bias, bias kind, codes, scale, zero point, offset, act scale, act zero point, threads
     "pw_int_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _N, _I)),
+    "pw_int_linears": (_I, (_P, _P, _I)),  # weights, arguments, count
     # weight, x, m, ldx, y, bias, bias kind, codes, scale, outer scale, outer offset, threads
     "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _I)),
     "pw_pack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),

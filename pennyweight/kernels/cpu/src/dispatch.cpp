@@ -83,7 +83,11 @@ PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_
                             const void* offset, const void* act_scale, int64_t act_zero_point, int threads) {
     const LinearArgs a = {x, m, ldx, y, bias, codes, scale, zero_point, offset, act_scale,
                           (int32_t)act_zero_point, bias_kind, threads};
-    return table().int_linear(w, &a);
+    return table().int_linear(w, &a, 1);
+}
+// Several weights with one input; see int_linear.h.
+PW_EXPORT int pw_int_linears(const IntLinear* weights, const LinearArgs* args, int count) {
+    return table().int_linear(weights, args, count);
 }
 PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
                               int bias_kind, const void* codes, const void* scale, const void* outer_scale,

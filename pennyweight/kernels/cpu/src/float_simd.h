@@ -60,7 +60,7 @@ struct Lookup16 {
 };
 #undef PW_EACH
 
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_FEATURE_DOTPROD)
 
 #define PW_EACH(type, expr) type r; for (int i = 0; i < 4; ++i) r.v[i] = expr; return r
 inline I lanes(B v) { PW_EACH(I, vreinterpretq_s32_u8(v.v[i])); }

@@ -26,7 +26,7 @@
 namespace {
 
 // Loops over registers are unrolled before the compiler decides what lives in memory.
-#if defined(__AVX2__) || defined(__ARM_NEON)
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 #define PW_UNROLL _Pragma("GCC unroll 32")
 #else
 #define PW_UNROLL
@@ -265,10 +265,9 @@ constexpr int64_t INPUT_BYTES = 512 << 10;
 // Fewer products than this are not worth waking a second thread for.
 constexpr double PRODUCTS_PER_THREAD = 1 << 17;
 
-// What one call works with.
+// What one call works with, whichever of its weights.
 struct Work {
-    const IntLinear& w;
-    const LinearArgs& a;
+    const IntLinear& w;          // the first; the others have other rows only
     bool words;
     int digits, most;            // per token; tokens in a block, at most
     int64_t token_blocks;        // the first `larger` hold `size` tokens, the others `smaller`
@@ -287,7 +286,7 @@ Work plan(const IntLinear& w, const LinearArgs& a) {
     const int digits = digits_of(w);
     // Words halve the sums to join after each block, at the price of decoding to 16 bits, which many rows share.
     const bool words = digits == 2 && every_count(w.bits) && a.m > TOKENS[1];
-    Work k{w, a, words, digits, most_tokens(w.bits, words ? 0 : digits), 0, 0, 0, 0, (w.kp + w.block - 1) / w.block, 0, nullptr};
+    Work k{w, words, digits, most_tokens(w.bits, words ? 0 : digits), 0, 0, 0, 0, (w.kp + w.block - 1) / w.block, 0, nullptr};
     if (every_count(w.bits)) {
         k.token_blocks = (a.m + k.most - 1) / k.most;
         k.smaller = (int)(a.m / k.token_blocks);
@@ -303,8 +302,8 @@ Work plan(const IntLinear& w, const LinearArgs& a) {
     return k;
 }
 
-// Tile `tile` from block b0 on. sums: room for [chunk][16].
-Tile tile_at(const Work& k, int64_t tile, int64_t b0, float* sums) {
+// Tile `tile` of one weight from block b0 on. sums: room for [chunk][16].
+Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float* sums) {
     const IntLinear& w = k.w;
     const int64_t at = b0 * w.block, columns = std::min(w.kp - at, k.chunk * w.block);
     const int64_t numbers = (w.group > 0 ? w.kp / w.group : 1) * 16;
@@ -312,10 +311,10 @@ Tile tile_at(const Work& k, int64_t tile, int64_t b0, float* sums) {
         return Part{(const char*)base + tile * numbers * size_of(kind), kind};
     };
     Tile p;
-    p.codes = (const uint8_t*)k.a.codes + (tile * w.kp + at) / 32 * 64 * w.bits;
-    p.scale = part(k.a.scale, w.scale);
-    p.zero = part(k.a.zero_point, w.zero_point);
-    p.offset = part(k.a.offset, w.offset);
+    p.codes = (const uint8_t*)a.codes + (tile * w.kp + at) / 32 * 64 * w.bits;
+    p.scale = part(a.scale, w.scale);
+    p.zero = part(a.zero_point, w.zero_point);
+    p.offset = part(a.offset, w.offset);
     p.per_scale = w.group > 0 ? w.group / w.block : 0;
     p.first = b0;
     p.blocks = (columns + w.block - 1) / w.block;
@@ -328,12 +327,12 @@ Tile tile_at(const Work& k, int64_t tile, int64_t b0, float* sums) {
     return p;
 }
 
-// One tile for blocks of tokens [mb0, mb1). room: float [chunk][16] and [mb1 - mb0][most][16].
-void run_tile(const Work& k, const Tokens* tokens, int64_t tile, int64_t mb0, int64_t mb1, float* room) {
-    const IntLinear& w = k.w;
+// One tile of a weight for blocks of tokens [mb0, mb1). room: float [chunk][16] and [mb1 - mb0][most][16].
+void run_tile(const Work& k, const IntLinear& w, const LinearArgs& a, const Tokens* tokens, int64_t tile, int64_t mb0,
+              int64_t mb1, float* room) {
     float* c = room + (k.ones ? k.chunk * 16 : 0);
     for (int64_t b0 = 0; b0 < k.blocks; b0 += k.chunk) {
-        const Tile p = tile_at(k, tile, b0, room);
+        const Tile p = tile_at(k, a, tile, b0, room);
         for (int64_t mb = mb0; mb < mb1; ++mb) {
             const Tokens& tok = tokens[mb];
             const int t = k.tokens_in(mb), r = k.rows(t);
@@ -341,21 +340,24 @@ void run_tile(const Work& k, const Tokens* tokens, int64_t tile, int64_t mb0, in
                             tok.value + b0 * t, tok.token_zero};
             float* here = c + (mb - mb0) * k.most * 16;
             pick(w.bits, k.words ? 0 : k.digits, k.ones && mb == mb0, t)(p, rows, here, b0 == 0);
-            if (b0 + k.chunk >= k.blocks) finish(w, k.a, here, k.first_token(mb), t, tile * 16, tok);
+            if (b0 + k.chunk >= k.blocks) finish(w, a, here, k.first_token(mb), t, tile * 16, tok);
         }
     }
 }
 
-int int_linear(const IntLinear* weight, const LinearArgs* args) {
-    const IntLinear& w = *weight;
+// Several weights with the same input (x, m, ldx, threads and what treats x are those of the first), which differ in
+// their number of rows only: the input is turned into digits once, and threads meet once.
+int int_linear(const IntLinear* weights, const LinearArgs* args, int count) {
+    const IntLinear& w = *weights;
     const LinearArgs& a = *args;
-    if (a.m == 0 || w.n == 0) return 0;
+    int64_t tiles = 0;
+    for (int i = 0; i < count; ++i) tiles += (weights[i].n + 15) / 16;
+    if (a.m == 0 || tiles == 0) return 0;
     Work k = plan(w, a);
-    const double products = (double)a.m * (double)w.n * (double)w.kp;
+    const double products = (double)a.m * (double)(16 * tiles) * (double)w.kp;
     const int threads = (int)std::min<double>(a.threads, 1 + products / PRODUCTS_PER_THREAD);
 
     // Units of work: tiles x ranges of blocks of tokens, taken by whoever is free.
-    const int64_t tiles = (w.n + 15) / 16;
     const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(8, tiles / (threads * 8)));
     const int64_t together = std::max<int64_t>(8, INPUT_BYTES / (k.row_bytes(k.most) * w.kp));
     const int64_t step = std::min(k.token_blocks, together);
@@ -403,8 +405,12 @@ int int_linear(const IntLinear* weight, const LinearArgs* args) {
         }
         for (int64_t u; (u = next_unit.fetch_add(1)) < units;) {
             const int64_t tile0 = u / row_units * grain, mb0 = u % row_units * step;
-            for (int64_t tile = tile0; tile < std::min(tiles, tile0 + grain); ++tile)
-                run_tile(k, (Tokens*)base, tile, mb0, std::min(k.token_blocks, mb0 + step), (float*)(room + row_room));
+            for (int64_t at = tile0; at < std::min(tiles, tile0 + grain); ++at) {
+                int64_t tile = at, i = 0;
+                for (int64_t own; tile >= (own = (weights[i].n + 15) / 16); ++i) tile -= own;
+                run_tile(k, weights[i], args[i], (Tokens*)base, tile, mb0, std::min(k.token_blocks, mb0 + step),
+                         (float*)(room + row_room));
+            }
         }
     };
 #if defined(_OPENMP)

@@ -156,7 +156,7 @@ inline void transpose4(B* v) {
 }
 #undef PW_EACH
 
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_FEATURE_DOTPROD)
 
 #define PW_EACH(type, expr) type r; for (int i = 0; i < 4; ++i) r.v[i] = expr; return r
 inline F fsub(F a, F b) { PW_EACH(F, vsubq_f32(a.v[i], b.v[i])); }

@@ -7,7 +7,7 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 #endif
 
@@ -21,7 +21,7 @@ constexpr int PROBE_SUMS = 12;
 // The compiler must take the value as one it does not know.
 #if defined(__AVX2__)
 #define PROBE_OPAQUE(v) asm volatile("" : "+v"(v))
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_FEATURE_DOTPROD)
 #define PROBE_OPAQUE(v) asm volatile("" : "+w"(v))
 #endif
 
@@ -77,7 +77,7 @@ inline int64_t probe_f32(int64_t n) {
     PROBE_LOOP(__m512, _mm512_setzero_ps(), _mm512_set1_ps(1), 32, _mm512_fmadd_ps(a, b, sums[i]));
 #elif defined(__AVX2__)
     PROBE_LOOP(__m256, _mm256_setzero_ps(), _mm256_set1_ps(1), 16, _mm256_fmadd_ps(a, b, sums[i]));
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_FEATURE_DOTPROD)
     PROBE_LOOP(float32x4_t, vdupq_n_f32(0), vdupq_n_f32(1), 8, vfmaq_f32(sums[i], a, b));
 #else
     (void)n;
@@ -105,7 +105,7 @@ inline int64_t probe_read(const uint8_t* p, int64_t bytes) {
             s[i] = _mm256_add_epi64(s[i], _mm256_loadu_si256((const __m256i*)q));
         }
     for (int i = 0; i < 8; ++i) PROBE_OPAQUE(s[i]);
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_FEATURE_DOTPROD)
     uint8x16_t s[16];
     for (int i = 0; i < 16; ++i) s[i] = vdupq_n_u8(0);
     for (int64_t at = 0; at < stream; at += 64)

@@ -13,7 +13,7 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 #endif
 
@@ -92,16 +92,22 @@ inline I dot2(I acc, B w, X x) { return {_mm512_dpwssd_epi32(acc.v, w.v, x)}; }
 template <bool ALL8> inline I dot4(I acc, B w, X x) { return {_mm512_dpbusd_epi32(acc.v, w.v, x)}; }
 #else
 constexpr bool SIGNED_BYTES = false;
-inline I dot2(I acc, B w, X x) { return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(w.v, x))}; }
+// acc + a, here and now: left to itself the compiler makes all products of a loop first, and keeps them in memory.
+inline void add_now(__m512i& acc, __m512i a) {
+    acc = _mm512_add_epi32(acc, a);
+    asm("" : "+v"(acc));
+}
+inline I dot2(I acc, B w, X x) { add_now(acc.v, _mm512_madd_epi16(w.v, x)); return acc; }
 // Codes below 128 cannot saturate the 16-bit sums of maddubs (2 * 127 * 128 < 2**15); full bytes are widened.
 template <bool ALL8> inline I dot4(I acc, B w, X x) {
     if (!ALL8) {
-        const __m512i pairs = _mm512_maddubs_epi16(w.v, x);
-        return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+        add_now(acc.v, _mm512_madd_epi16(_mm512_maddubs_epi16(w.v, x), _mm512_set1_epi16(1)));
+        return acc;
     }
-    const __m512i even = _mm512_and_si512(w.v, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(w.v, 8);
     const __m512i xe = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), xo = _mm512_srai_epi16(x, 8);
-    return {_mm512_add_epi32(acc.v, _mm512_add_epi32(_mm512_madd_epi16(even, xe), _mm512_madd_epi16(odd, xo)))};
+    add_now(acc.v, _mm512_madd_epi16(_mm512_and_si512(w.v, _mm512_set1_epi16(255)), xe));
+    add_now(acc.v, _mm512_madd_epi16(_mm512_srli_epi16(w.v, 8), xo));
+    return acc;
 }
 #endif
 
@@ -192,21 +198,32 @@ constexpr bool SIGNED_BYTES = false;
 inline I dot2(I acc, B w, X x) { PW_EACH(I, _mm256_dpwssd_avx_epi32(acc.v[i], w.v[i], x)); }
 template <bool ALL8> inline I dot4(I acc, B w, X x) { PW_EACH(I, _mm256_dpbusd_avx_epi32(acc.v[i], w.v[i], x)); }
 #else
-inline I dot2(I acc, B w, X x) { PW_EACH(I, _mm256_add_epi32(acc.v[i], _mm256_madd_epi16(w.v[i], x))); }
+// acc + a, here and now: left to itself the compiler makes all products of a loop first, and keeps them in memory.
+inline void add_now(__m256i& acc, __m256i a) {
+    acc = _mm256_add_epi32(acc, a);
+    asm("" : "+x"(acc));
+}
+inline I dot2(I acc, B w, X x) {
+    for (int i = 0; i < 2; ++i) add_now(acc.v[i], _mm256_madd_epi16(w.v[i], x));
+    return acc;
+}
 template <bool ALL8> inline I dot4(I acc, B w, X x) {
     if (!ALL8) {
-        const __m256i ones = _mm256_set1_epi16(1);
-        PW_EACH(I, _mm256_add_epi32(acc.v[i], _mm256_madd_epi16(_mm256_maddubs_epi16(w.v[i], x), ones)));
+        for (int i = 0; i < 2; ++i)
+            add_now(acc.v[i], _mm256_madd_epi16(_mm256_maddubs_epi16(w.v[i], x), _mm256_set1_epi16(1)));
+        return acc;
     }
     const __m256i xe = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), xo = _mm256_srai_epi16(x, 8);
-    const __m256i low = _mm256_set1_epi16(255);
-    PW_EACH(I, _mm256_add_epi32(acc.v[i], _mm256_add_epi32(
-        _mm256_madd_epi16(_mm256_and_si256(w.v[i], low), xe), _mm256_madd_epi16(_mm256_srli_epi16(w.v[i], 8), xo))));
+    for (int i = 0; i < 2; ++i) {
+        add_now(acc.v[i], _mm256_madd_epi16(_mm256_and_si256(w.v[i], _mm256_set1_epi16(255)), xe));
+        add_now(acc.v[i], _mm256_madd_epi16(_mm256_srli_epi16(w.v[i], 8), xo));
+    }
+    return acc;
 }
 #endif
 #undef PW_EACH
 
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_FEATURE_DOTPROD)
 
 struct I { int32x4_t v[4]; };
 struct F { float32x4_t v[4]; };
