@@ -24,6 +24,7 @@ class Row:
     """One competitor in one cell; seconds None where there is none, and `note` says why.
 
     x_bf16, x_peer  speed relative to bf16 F.linear and to the fastest peer at the same bits; above 1 is faster
+    x_alike         to the fastest of these that treats its input alike: as int8, or not
     fraction        time at the limit / time; `limit` is "read" or the arithmetic that binds
     """
 
@@ -33,6 +34,7 @@ class Row:
     seconds: float | None
     x_bf16: float | None = None
     x_peer: float | None = None
+    x_alike: float | None = None
     fraction: float | None = None
     limit: str = ""
     error: float | None = None
@@ -60,10 +62,12 @@ def rows_of(cell: dict[str, Any], competitors: dict[str, dict[str, Any]]) -> lis
     limits = {name: steady(rates, largest=True) for name, rates in cell["limits"].items()}
     seconds = {name: steady(r["visits"]) for name, r in cell["results"].items() if r.get("visits")}
     fastest: dict[int, float] = {}
+    alike: dict[tuple[int, bool], float] = {}
     for name, s in seconds.items():
         c = competitors[name]
         if c["family"] != "pennyweight" and not c["alone"]:
             fastest[c["bits"]] = min(s, fastest.get(c["bits"], math.inf))
+            alike[_kind(c)] = min(s, alike.get(_kind(c), math.inf))
     rows = []
     for name, r in cell["results"].items():
         c, s = competitors[name], seconds.get(name)
@@ -77,10 +81,15 @@ def rows_of(cell: dict[str, Any], competitors: dict[str, dict[str, Any]]) -> lis
                 name, c["family"], c["bits"], s,
                 seconds[BASELINE] / s if BASELINE in seconds else None,
                 fastest[c["bits"]] / s if c["bits"] in fastest and not c["alone"] else None,
+                alike[_kind(c)] / s if _kind(c) in alike and not c["alone"] else None,
                 least[0] / s if least else None, least[1] if least else "", r["error"],
             )
         )  # fmt: skip
     return sorted(rows, key=lambda r: (-r.bits, r.seconds or math.inf))
+
+
+def _kind(c: dict[str, Any]) -> tuple[int, bool]:
+    return c["bits"], c["arithmetic"] == "int8"
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ class Summary:
 
     name: str
     peer: list[tuple[float, tuple[int, int, int]]]
+    alike: list[tuple[float, tuple[int, int, int]]]
     bf16: list[tuple[float, tuple[int, int, int]]]
     one_row: list[tuple[float, tuple[int, int, int]]]
     many_rows: list[tuple[float, tuple[int, int, int]]]
@@ -102,14 +112,14 @@ def summarize(data: dict[str, Any]) -> list[Summary]:
         for r in rows_of(cell, data["competitors"]):
             if r.family != "pennyweight":
                 continue
-            s = table.setdefault(r.name, Summary(r.name, [], [], [], []))
-            for column, value in ((s.peer, r.x_peer), (s.bf16, r.x_bf16)):
+            s = table.setdefault(r.name, Summary(r.name, [], [], [], [], []))
+            for column, value in ((s.peer, r.x_peer), (s.alike, r.x_alike), (s.bf16, r.x_bf16)):
                 if value is not None:
                     column.append((value, at))
             if r.fraction is not None and (at[2] == 1 or at[2] >= 64):
                 (s.one_row if at[2] == 1 else s.many_rows).append((r.fraction, at))
     for s in table.values():
-        for column in (s.peer, s.bf16, s.one_row, s.many_rows):
+        for column in (s.peer, s.alike, s.bf16, s.one_row, s.many_rows):
             column.sort()
     return [table[name] for name in data["competitors"] if name in table]
 

@@ -6,15 +6,17 @@
 
 Every competitor is visited in turn, round after round (A B C A B C ...), families with thread pools of their own in
 processes of their own, one of them active at a time. A visit is the median of the calls that fit into it; what counts
-is the second best visit. Weights rotate over copies of 320 MB together. Before any time, the result must agree with a float64 product within the competitor's bound: a red gate prints no time. Limits of the
-machine (reading memory, int8, bf16 and fp32 products) are visited in the same rounds.
+is the second best visit. Weights rotate over copies of 200 MB together. Before any time, the result must agree with a
+float64 product within the competitor's bound: a red gate prints no time. Limits of the machine (reading memory, int8,
+bf16 and fp32 products) are visited in the same rounds. With PENNYWEIGHT_CPU_ISA (and ATEN_CPU_CAPABILITY,
+ONEDNN_MAX_CPU_ISA) the run is held to an older instruction set, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from benchmarks import machine
 from benchmarks.arithmetic import rows_of, steady
 from benchmarks.measure import Measurement, Plan
 from benchmarks.peers import FAMILIES
+from benchmarks.peers.base import ROTATED_BYTES
 from benchmarks.peers.pool import Pool
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1536, 1536), (32000, 4096)]
@@ -111,7 +114,8 @@ def main() -> None:
     plan = plan_of(o, say)
     data: dict[str, Any] = {
         "kind": "linear",
-        "command": shlex.join(["python", "benchmarks/linear.py", *sys.argv[1:]]),
+        "isa": os.environ.get("PENNYWEIGHT_CPU_ISA", ""),
+        "command": machine.command("benchmarks/linear.py"),
         "machine": machine.describe(o.threads),
         "versions": {k: v for d in pool.described.values() for k, v in d["versions"].items()},
         "method": {
@@ -119,6 +123,7 @@ def main() -> None:
             "visit_ms": o.visit_ms,
             "cell_seconds": o.cell_seconds,
             "extra_rounds": o.extra_rounds,
+            "rotated_mb": ROTATED_BYTES / 1e6,
         },
         "missing": pool.missing,
         "competitors": competitors,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 import time
@@ -102,7 +101,7 @@ def main() -> None:
             console.print(f"{family} is left out: {why}")
         data = {
             "kind": "llm",
-            "command": shlex.join(["python", "benchmarks/llm.py", *sys.argv[1:]]),
+            "command": machine.command("benchmarks/llm.py"),
             "machine": machine.describe(o.threads),
             "versions": machine.versions(),
             "method": {"rounds": o.rounds},

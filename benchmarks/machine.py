@@ -7,6 +7,8 @@ import datetime
 import os
 import platform
 import re
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,11 @@ def describe(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def command(script: str) -> str:
+    """The command line of this process, files by their names."""
+    return shlex.join(["python", script, *(Path(a).name if os.sep in a else a for a in sys.argv[1:])])
 
 
 def cores() -> int:

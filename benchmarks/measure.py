@@ -97,8 +97,12 @@ class Measurement:
         return None
 
     def _revive(self, family: str) -> None:
-        """Build again what a dead process held, and bind what was bound."""
-        self.pool.ask(family, "load", self.path)
+        """Build again what a dead process held, and bind what was bound. One that dies again is left out."""
+        try:
+            self.pool.ask(family, "load", self.path)
+        except Died as e:
+            self.notes |= {name: f"load: {e}" for name in self.built if self.family[name] == family}
+            return
         for name in self.built:
             if self.family[name] == family and name not in self.notes:
                 self._try(name, "build")

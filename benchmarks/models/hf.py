@@ -137,7 +137,7 @@ def pennyweight_ways() -> list[Way]:
         ("int8 weight-only", 8, 8, "bf16", 0.12, lambda pw: pw.Int8WeightOnlyConfig()),
     )  # fmt: skip
     ways = [Way(f"pennyweight {name}", "pennyweight", *rest, pennyweight(make)) for name, *rest, make in rows]
-    return [Way("bf16 eager, grouped attention", "pennyweight", 16, 16, "bf16", 0.01, bf16_grouped), *ways]
+    return [Way("bf16 eager, grouped attention", "pennyweight", 16, 16, "bf16", 0.03, bf16_grouped), *ways]
 
 
 def torchao_ways() -> list[Way]:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-ROTATED_BYTES = 320_000_000  # ten times a last-level cache of 32 MB, three times one of 96 MB: some report a part only
+ROTATED_BYTES = (
+    200_000_000  # six times a last-level cache of 32 MB; much more, and all peers together do not fit 24 GiB
+)
 WARM_SECONDS = 0.015  # the threads of the process visited before spin for some 8 ms more (libgomp)
 
 

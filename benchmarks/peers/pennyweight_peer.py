@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 
-from .base import Bind, Competitor, eager
+from .base import Competitor, eager
 
 FAMILY = "pennyweight"
 _INT4, _SYMMETRIC = pw.Int8DynamicActivationIntxWeightConfig, pw.MappingType.SYMMETRIC
@@ -20,7 +20,14 @@ CONFIGS: tuple[tuple[str, pw.AOBaseConfig, int, float, str, float], ...] = (
     ("int8-dynamic-int4 g32", _INT4(torch.int4, pw.PerGroup(32)), 4, 4.5, "int8", 0.11),
     ("int8-dynamic-int4 g128", _INT4(torch.int4, pw.PerGroup(128)), 4, 4.125, "int8", 0.13),
     ("int8-symmetric-int4 g32", _INT4(torch.int4, pw.PerGroup(32), act_mapping_type=_SYMMETRIC), 4, 4.5, "int8", 0.11),
-    ("int8-symmetric-int4 g128", _INT4(torch.int4, pw.PerGroup(128), act_mapping_type=_SYMMETRIC), 4, 4.125, "int8", 0.13),
+    (
+        "int8-symmetric-int4 g128",
+        _INT4(torch.int4, pw.PerGroup(128), act_mapping_type=_SYMMETRIC),
+        4,
+        4.125,
+        "int8",
+        0.13,
+    ),
     ("nf4", pw.NF4WeightOnlyConfig(), 4, 4.13, "bf16", 0.11),
     ("float8 weight-only", pw.Float8WeightOnlyConfig(), 8, 8, "bf16", 0.035),
 )

@@ -27,7 +27,12 @@ def grouped_attention(
 
     (b, h, s, d), shared = query.shape, key.shape[1]
     special = [kwargs.get(name) for name in ("position_bias", "cache", "softcap", "output_attentions", "dropout")]
-    if s != 1 or h == shared or query.device.type != "cpu" or any(v is not None and v is not False and v != 0 for v in special):
+    if (
+        s != 1
+        or h == shared
+        or query.device.type != "cpu"
+        or any(v is not None and v is not False and v != 0 for v in special)
+    ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     mask = attention_mask
     if mask is not None and mask.shape[1] == h:
@@ -48,7 +53,7 @@ def use_grouped_attention(model: Any) -> None:
     now = model.config._attn_implementation
     if now not in ("sdpa", NAME):
         raise ValueError(
-            f"grouped attention computes what \"sdpa\" does, but {type(model).__name__} uses {now!r}; "
+            f'grouped attention computes what "sdpa" does, but {type(model).__name__} uses {now!r}; '
             'model.set_attn_implementation("sdpa") first, if it may'
         )
     AttentionInterface.register(NAME, grouped_attention)

@@ -222,7 +222,10 @@ def freeze_(model: nn.Module) -> Report:
                 note="; ".join([*stays, *notes]))
         )  # fmt: skip
     for layers in families(model):
-        if all(isinstance(layer, FrozenLinear) for layer in layers) and len({layer.in_features for layer in layers}) == 1:
+        if (
+            all(isinstance(layer, FrozenLinear) for layer in layers)
+            and len({layer.in_features for layer in layers}) == 1
+        ):
             Siblings(layers).join()
     return Report("freeze_", rows, verb="frozen")
 

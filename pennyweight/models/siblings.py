@@ -37,7 +37,7 @@ class Siblings:
         """Let the layers be siblings, if all of them are frozen."""
         self.same = False  # the last time they got the same input
         self._together: dict[torch.dtype, Callable[..., list[Tensor]] | None] = {}
-        # Input, its version, and by layer what it may take: (weight, bias, result); None in place of these while watching.
+        # Input, its version, and by layer what it may take: (weight, bias, result), or None while watching.
         self._held: tuple[Any, int, dict[int, Any]] | None = None
         if all(hasattr(layer, "_siblings") for layer in self.layers):
             for layer in self.layers:

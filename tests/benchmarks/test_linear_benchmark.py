@@ -117,7 +117,7 @@ def data_of(ours: float) -> dict:
     }  # fmt: skip
     cell = {"n": 1000, "k": 1000, "m": 1, "quiet": True, "limits": {"read": [10e9]}, "results": results}
     machine = dict.fromkeys(("date", "cpu", "cpu_family_model", "cores", "threads", "memory_gib", "python"), "")
-    method = {"rounds": 3, "visit_ms": 1, "cell_seconds": 1, "extra_rounds": 0}
+    method = {"rounds": 3, "visit_ms": 1, "cell_seconds": 1, "extra_rounds": 0, "rotated_mb": 200.0}
     return {
         "kind": "linear", "competitors": competitors, "cells": [cell], "missing": {"openvino": "not installed"},
         "machine": {**machine, "isa": [], "caches": {}}, "versions": {"torch": "1"}, "method": method, "command": "",
@@ -129,6 +129,7 @@ def test_rows_compare_with_the_fastest_peer_at_equal_bits():
     rows = {r.name: r for r in rows_of(data["cells"][0], data["competitors"])}
     ours = rows["pennyweight a"]
     assert ours.x_peer == pytest.approx(2)
+    assert ours.x_alike == pytest.approx(2)
     assert ours.x_bf16 == pytest.approx(4)
     assert ours.fraction == pytest.approx(1)
     assert ours.limit == "read"
@@ -139,6 +140,14 @@ def test_rows_compare_with_the_fastest_peer_at_equal_bits():
     assert [first.peer[0][0], first.bf16[0][0], first.one_row[0][0]] == pytest.approx([2, 4, 1])
 
 
+def test_peers_that_round_their_input_stand_apart():
+    data = data_of(1e-4)
+    data["competitors"]["fast"]["arithmetic"] = "bf16"
+    ours = {r.name: r for r in rows_of(data["cells"][0], data["competitors"])}["pennyweight a"]
+    assert ours.x_peer == pytest.approx(2)
+    assert ours.x_alike == pytest.approx(8)
+
+
 def test_the_report_is_written_from_the_data(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "DOCS", tmp_path)
     monkeypatch.setattr(report, "plot", lambda data, path: path.write_text("plot"))
@@ -147,6 +156,24 @@ def test_the_report_is_written_from_the_data(tmp_path, monkeypatch):
     assert "2.00, 4.00; fast" in text
     assert "openvino: not installed" in text
     assert "red: RED" in text
+    assert "| a | 0 of 1 | 0 of 1 |" in text
+    assert "copies of 200 MB" in text
+
+
+def test_runs_of_other_shapes_stand_in_one_table_and_held_ones_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    monkeypatch.setattr(report, "plot", lambda data, path: path.write_text("plot"))
+    first, second, held = data_of(1e-4), data_of(8e-4), {**data_of(5e-5), "isa": "avx2"}
+    second["cells"][0]["n"], second["method"]["rotated_mb"] = 2000, 320.0
+    report.write(first, second, held)
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "| a | 1 of 2 (rows: least; 1: 0.25) | 1 of 2 (rows: least; 1: 0.50) |" in text
+    assert "copies of 200 or 320 MB" in text
+    assert "## Held to avx2" in text
+    assert "| pennyweight a | 8 | 8.00 |" in text.split("## Held to avx2")[1]
+    second["versions"] = {"torch": "2"}
+    with pytest.raises(ValueError, match="different machines or versions"):
+        report.write(first, second)
 
 
 def test_options():

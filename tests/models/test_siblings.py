@@ -75,7 +75,9 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 @pytest.mark.parametrize("isa", [*library.isas()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scheme", TOGETHER)
-def test_the_bits_that_each_has_alone(scheme: str, dtype: torch.dtype, isa: str, threads: int, counter: Counter) -> None:
+def test_the_bits_that_each_has_alone(
+    scheme: str, dtype: torch.dtype, isa: str, threads: int, counter: Counter
+) -> None:
     model, ice = pair(scheme, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -167,7 +169,7 @@ def test_gradients_reach_the_input() -> None:
 
 
 def test_new_weights_and_biases_are_seen() -> None:
-    model, ice = pair()
+    _, ice = pair()
     x = torch.randn(1, 96)
     with torch.no_grad():
         for _ in range(3):

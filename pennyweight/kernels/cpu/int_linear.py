@@ -249,7 +249,9 @@ def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
     return bind(case_of(w, x.dtype))(x, w, bias)
 
 
-def together(cases: tuple[Case, ...]) -> Callable[[Tensor, Sequence[Any], Sequence[Tensor | None]], list[Tensor]] | None:
+def together(
+    cases: tuple[Case, ...],
+) -> Callable[[Tensor, Sequence[Any], Sequence[Tensor | None]], list[Tensor]] | None:
     """Weights that differ in their number of rows only, with the same input: [.., K] -> [.., N] each, in one call."""
     first = cases[0]
     alike = all(replace(case, shape=(first.shape[0], case.shape[1])) == first for case in cases)
@@ -273,7 +275,7 @@ def together(cases: tuple[Case, ...]) -> Callable[[Tensor, Sequence[Any], Sequen
                     bias = bias.float().contiguous()
                     kept.append(bias)
                 address, kind = bias.data_ptr(), kinds[bias.dtype]
-            rows[i] = (
+            rows[i] = LinearArgs(
                 at, m, step, y.data_ptr(), address, w.codes.data_ptr(),
                 (w.scale.codes if nested else w.scale).data_ptr(), w.zero_point.data_ptr() if has_zero else None,
                 w.offset.data_ptr() if has_offset else None, None, 0, kind, n_threads,

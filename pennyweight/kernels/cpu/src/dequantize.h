@@ -42,7 +42,7 @@ inline int64_t part_index(const Affine& a, int64_t r, int64_t g) {
 }
 
 // Numbers of 16 bytes, less `less` where they are integers.
-template <int NUMBERS> inline F numbers(const Affine& a, const uint8_t* p, I less) {
+template <int NUMBERS> PW_INLINE F numbers(const Affine& a, const uint8_t* p, I less) {
     if constexpr (NUMBERS == SIGNED) return cvt(isub(iload8s((const int8_t*)p), less));
     const I u = iload8u(p);
     if constexpr (NUMBERS == UNSIGNED) return cvt(isub(u, less));

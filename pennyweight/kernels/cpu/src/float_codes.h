@@ -22,7 +22,7 @@ struct SmallFloat {
           magnitude(iset(((1 << (exponent + mantissa)) - 1) << (23 - mantissa))),
           bias(iset((128 - (1 << (exponent - 1))) << 23)), sign(iset((int32_t)0x80000000)), two(fset(2)),
           least(fset(-float_of((uint32_t)(129 - (1 << (exponent - 1))) << 23))), limit(fset(greatest)) {}
-    F at(I code) const {  // of the low bits of each lane
+    PW_INLINE F at(I code) const {  // of the low bits of each lane
         const I top = ishl(code, left);
         const F f = bitcast(iadd(iand(ishr(top, right), magnitude), bias));
         const F v = special_above(fmin(f, fma(f, two, least)), limit);
@@ -44,7 +44,7 @@ struct Float32 {  // products and sums in float32
     struct Table16 {
         Lookup16 table;
         explicit Table16(const FloatLinear& w) : table(w.values) {}
-        template <int S> void quad(B v, W* out) const {
+        template <int S> PW_INLINE void quad(B v, W* out) const {
             const I c = lanes(v);
             out[0] = table.at(ishr<S>(c)), out[1] = table.at(ishr<S + 8>(c));
             out[2] = table.at(ishr<S + 16>(c)), out[3] = table.at(ishr<S + 24>(c));
@@ -53,7 +53,7 @@ struct Float32 {  // products and sums in float32
     struct Small {
         SmallFloat f;
         explicit Small(const FloatLinear& w) : f(w.exponent, w.mantissa, w.limit) {}
-        template <int S> void quad(B v, W* out) const {
+        template <int S> PW_INLINE void quad(B v, W* out) const {
             const I c = lanes(v);
             out[0] = f.at(c), out[1] = f.at(ishr<8>(c)), out[2] = f.at(ishr<16>(c)), out[3] = f.at(ishr<24>(c));
         }
@@ -61,7 +61,7 @@ struct Float32 {  // products and sums in float32
     struct Table256 {
         const float* values;
         explicit Table256(const FloatLinear& w) : values(w.values) {}
-        template <int S> void quad(B v, W* out) const {
+        template <int S> PW_INLINE void quad(B v, W* out) const {
             alignas(64) uint8_t code[64];
             alignas(64) float f[16];
             bstore(code, v);
@@ -101,7 +101,7 @@ struct Bfloat16 {  // products of bfloat16, two at a time, sums in float32
         explicit Table16(const FloatLinear& w)
             : low(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)w.low))),
               high(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)w.high))) {}
-        template <int S> void quad(B v, W* out) const {
+        template <int S> PW_INLINE void quad(B v, W* out) const {
             const __m512i code = _mm512_and_si512(S ? _mm512_srli_epi16(v.v, 4) : v.v, _mm512_set1_epi8(15));
             join(_mm512_shuffle_epi8(low, code), _mm512_shuffle_epi8(high, code), out);
         }
@@ -111,7 +111,7 @@ struct Bfloat16 {  // products of bfloat16, two at a time, sums in float32
         explicit Small(const FloatLinear& w) {
             for (int i = 0; i < 2; ++i) low[i] = load(w.low + 64 * i), high[i] = load(w.high + 64 * i);
         }
-        template <int S> void quad(B v, W* out) const {
+        template <int S> PW_INLINE void quad(B v, W* out) const {
             const __m512i h = _mm512_permutex2var_epi8(high[0], v.v, high[1]);
             join(_mm512_permutex2var_epi8(low[0], v.v, low[1]),
                  _mm512_ternarylogic_epi32(h, v.v, _mm512_set1_epi8((char)0x80), 0xf8), out);
@@ -126,7 +126,7 @@ struct Bfloat16 {  // products of bfloat16, two at a time, sums in float32
             return _mm512_mask_blend_epi8(_mm512_movepi8_mask(v), _mm512_permutex2var_epi8(t[0], v, t[1]),
                                           _mm512_permutex2var_epi8(t[2], v, t[3]));
         }
-        template <int S> void quad(B v, W* out) const { join(look(low, v.v), look(high, v.v), out); }
+        template <int S> PW_INLINE void quad(B v, W* out) const { join(look(low, v.v), look(high, v.v), out); }
     };
 };
 
@@ -135,7 +135,7 @@ struct Float32ByBytes : Float32 {
     struct Small {
         Bfloat16::Small f;
         explicit Small(const FloatLinear& w) : f(w) {}
-        template <int S> void quad(B v, W* out) const {
+        template <int S> PW_INLINE void quad(B v, W* out) const {
             __m512i pair[2];
             f.template quad<S>(v, pair);
             for (int i = 0; i < 2; ++i) {
@@ -156,7 +156,7 @@ template <class P, class D> struct Nibbles {
     static constexpr int TILE = 256;
     D d;
     explicit Nibbles(const FloatLinear& w) : d(w) {}
-    void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
+    PW_INLINE void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
         const B v = bload(p + 128 * h + 64 * (j / 2));
         if (j % 2) d.template quad<4>(v, out);
         else d.template quad<0>(v, out);
@@ -166,7 +166,7 @@ template <class P, class D> struct Sixes {
     static constexpr int TILE = 384;
     D d;
     explicit Sixes(const FloatLinear& w) : d(w) {}
-    void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
+    PW_INLINE void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
         const B four = bload(p + 128 * h + 64 * (j / 2)), two = bload(p + 256 + 64 * h);
         const B high = j == 0 ? bleft(two, 4) : j == 1 ? bleft(two, 2) : j == 2 ? two : bright(two, 2);
         d.template quad<0>(bor(bmask(j % 2 ? bright(four, 4) : four, 15), bmask(high, 48)), out);
@@ -176,14 +176,14 @@ template <class P, class D> struct Bytes {
     static constexpr int TILE = 512;
     D d;
     explicit Bytes(const FloatLinear& w) : d(w) {}
-    void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
+    PW_INLINE void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
         d.template quad<0>(bload(p + 256 * h + 64 * j), out);
     }
 };
 template <class P> struct Numbers {
     static constexpr int TILE = 8 * P::PER * 64;
     explicit Numbers(const FloatLinear&) {}
-    void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
+    PW_INLINE void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
         for (int i = 0; i < P::PER; ++i) out[i] = P::load(p + TILE / 2 * h + 64 * (j * P::PER + i));
     }
 };

@@ -62,7 +62,7 @@ Sums encode_row(const Rounding& q, const char* x, const Groups& w, int32_t shift
         const F over = fset(OFFSET ? 1 / w.by[g] : 0);
         const bool same = OFFSET && w.down[g] == 1;
         const bool usual = OFFSET && q.rule != GIVEN && w.by[g] > 0x1p-60f && w.by[g] < 0x1p60f;
-        const auto sixteen = [&](F v, uint8_t* p) {
+        const auto sixteen = [&](F v, uint8_t* p) __attribute__((always_inline)) {
             F steps;
             if constexpr (OFFSET) {
                 const F a = same ? v : round_kind<P>(fmul(v, down));

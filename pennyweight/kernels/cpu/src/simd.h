@@ -17,6 +17,10 @@
 #include <arm_neon.h>
 #endif
 
+// For what runs in inner loops: where vectors are pairs of registers, compilers otherwise call some of it through memory,
+// at ten times its price.
+#define PW_INLINE __attribute__((always_inline)) inline
+
 namespace {
 
 #if defined(__AVX512F__)

@@ -34,7 +34,9 @@ def main() -> None:
 
         def compiled(name: str, source: Path, more: list[str]) -> str:
             path = f"{folder}/{name}.o"
-            subprocess.run([o.compiler, *flags[: len(FLAGS)], *more, *flags[len(FLAGS) :], "-c", source, "-o", path], check=True)
+            subprocess.run(
+                [o.compiler, *flags[: len(FLAGS)], *more, *flags[len(FLAGS) :], "-c", source, "-o", path], check=True
+            )
             return path
 
         src = ROOT / SOURCE
