@@ -56,8 +56,8 @@ Why:
   onnxruntime at level 4): half the work, and an error of the input that a weight-only config does not have.
 - At one row memory is the limit, and the fastest peers sit at it too; what can be won is the bytes of the scales and
   the use of pages of 2 MB. A weight of 1536 x 1536 is read in 30 to 60 µs, of which the call takes 7.
-- From 64 rows int8-dynamic is at 0.85 to 0.93 of the processor's int8 peak, and so are fbgemm and oneDNN: a quarter more
-  than the fastest peer is more than the processor has."""
+- From 64 rows int8-dynamic is at 0.85 to 0.93 of the processor's int8 peak, and so are fbgemm and oneDNN: a quarter
+  more than the fastest peer is more than the processor has."""
 
 LLM_SHORT = """\
 A token costs the linear layers what their bytes cost, and transformers as much again by its own thousand operators a
