@@ -24,6 +24,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ..table import Case, Kernel, case_of, register_kernel
 from . import library
 from .codes import STEP, TILE, pack_codes, unpack_codes
+from .int_linear import tile_rows, untile_rows, up
 from .library import KINDS, missing, native
 
 HALF = 16  # columns that a group is a multiple of
@@ -94,32 +95,16 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     return _scale(spec, shape)
 
 
-def _up(n: int, step: int) -> int:
-    return -(-n // step) * step
-
-
 def _row_block(spec: QuantSpec, shape: Sequence[int]) -> int:
     """Rows that share a scale, in whole tiles; 0: each has its own, or there is one in all."""
     if spec.block is None:
         return 0
     rows = blocks.resolve(spec.block, shape)[0]
-    return 0 if rows == 1 else _up(rows, TILE)
+    return 0 if rows == 1 else up(rows, TILE)
 
 
 def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
-    return max(STEP, _up(blocks.padded(spec.block, shape)[-1], STEP))
-
-
-def _tile_rows(p: Tensor) -> Tensor:
-    """[n, groups] -> [ceil(n / 16), groups, 16], zero beyond n."""
-    n, groups = p.shape
-    out = p.new_zeros((_up(n, TILE), groups))
-    out[:n] = p
-    return out.view(-1, TILE, groups).transpose(1, 2).contiguous()
-
-
-def _untile_rows(p: Tensor, n: int) -> Tensor:
-    return p.transpose(1, 2).reshape(-1, p.shape[1])[:n].contiguous()
+    return max(STEP, up(blocks.padded(spec.block, shape)[-1], STEP))
 
 
 def _scales(scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Tensor], Tensor]) -> Any:
@@ -142,14 +127,14 @@ def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
         raise ValueError(f'layout "cpu_float" of {tuple(shape)} {spec}: {verdict}')
     columns, bits = _columns(spec, shape), spec.format.bits
     packed = pack_codes(spec.format.to_unsigned(parts.codes.contiguous()), columns, bits, 0)
-    return parts._replace(codes=packed, scale=_scales(parts.scale, spec, shape, _tile_rows))
+    return parts._replace(codes=packed, scale=_scales(parts.scale, spec, shape, tile_rows))
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Inverse of :func:`pack`, bit for bit."""
     n, k = blocks.padded(spec.block, shape)
     codes = unpack_codes(parts.codes, n, k, _columns(spec, shape), spec.format.bits, 0)
-    scale = _scales(parts.scale, spec, shape, lambda p: _untile_rows(p, shape[0]))
+    scale = _scales(parts.scale, spec, shape, lambda p: untile_rows(p, shape[0]))
     return parts._replace(codes=spec.format.from_unsigned(codes), scale=scale)
 
 
@@ -157,8 +142,8 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     """Bytes of the rows and columns that fill up tiles."""
     n, k = blocks.padded(spec.block, shape)
     bits = spec.format.bits
-    extra = _up(n, TILE) * _columns(spec, shape) * bits // 8 - n * -(-k * bits // 8)
-    kind, more = spec.scale, _up(shape[0], TILE) - shape[0]
+    extra = up(n, TILE) * _columns(spec, shape) * bits // 8 - n * -(-k * bits // 8)
+    kind, more = spec.scale, up(shape[0], TILE) - shape[0]
     if kind is None or spec.block is None or _row_block(spec, shape):
         return extra
     groups = blocks.counts(spec.block, shape)[-1]
@@ -213,7 +198,7 @@ def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
     group = blocks.resolve(spec.block, shape)[-1]
     if group < shape[1]:
         return group
-    return _up(shape[1], HALF) if _row_block(spec, shape) else 0
+    return up(shape[1], HALF) if _row_block(spec, shape) else 0
 
 
 def describe(case: Case) -> FloatLinear:

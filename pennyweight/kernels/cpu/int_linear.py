@@ -62,26 +62,27 @@ def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
     group = blocks.resolve(spec.block, shape)[-1]
     if group < shape[1]:
         return group
-    return _up(shape[1], STEP) if spec.offset is not None else 0
+    return up(shape[1], STEP) if spec.offset is not None else 0
 
 
-def _up(n: int, step: int) -> int:
+def up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
 def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
-    return max(STEP, _up(blocks.padded(spec.block, shape)[-1], STEP))
+    return max(STEP, up(blocks.padded(spec.block, shape)[-1], STEP))
 
 
 def tile_rows(p: Tensor) -> Tensor:
     """[n, groups] -> [ceil(n / 16), groups, 16], zero beyond n."""
     n, groups = p.shape
-    out = p.new_zeros((_up(n, TILE), groups))
+    out = p.new_zeros((up(n, TILE), groups))
     out[:n] = p
     return out.view(-1, TILE, groups).transpose(1, 2).contiguous()
 
 
-def _untile_rows(p: Tensor, n: int) -> Tensor:
+def untile_rows(p: Tensor, n: int) -> Tensor:
+    """Inverse of :func:`tile_rows`."""
     return p.transpose(1, 2).reshape(-1, p.shape[1])[:n].contiguous()
 
 
@@ -111,7 +112,7 @@ def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     n, k = blocks.padded(spec.block, shape)
     codes = unpack_codes(parts.codes, n, k, _columns(spec, shape), spec.format.bits, _flip(spec))
     codes = codes.view(spec.format.code_dtype)
-    return map_groups(parts, spec, lambda p: _untile_rows(p, n))._replace(codes=codes)
+    return map_groups(parts, spec, lambda p: untile_rows(p, n))._replace(codes=codes)
 
 
 def _flip(spec: QuantSpec) -> int:
@@ -121,7 +122,7 @@ def _flip(spec: QuantSpec) -> int:
 
 def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     """Bytes of the rows and columns that fill up tiles."""
-    n, (rows, columns) = shape[0], (_up(shape[0], TILE), _columns(spec, shape))
+    n, (rows, columns) = shape[0], (up(shape[0], TILE), _columns(spec, shape))
     width = blocks.padded(spec.block, shape)[-1]
     extra = rows * columns * spec.format.bits // 8 - n * -(-width * spec.format.bits // 8)
     if spec.block is not None:
