@@ -208,7 +208,7 @@ def regrouped(w: QT, shape: tuple[int, ...]) -> Any:
         return _reshape_part(p, part_shape)
 
     out = consistent(map_value(w, part, shape=shape, spec=w.spec.with_(block=block)))
-    if out is NotImplemented or out.codes.data_ptr() == w.codes.data_ptr():
+    if out is NotImplemented or out._codes.data_ptr() == w._codes.data_ptr():
         return out
     return out.with_(readonly=True)  # strides that no view can have
 

@@ -136,12 +136,12 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
 def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
     whole = [unpacked(t) for t in tensors]
     first = whole[0]
-    inner = [t.codes.shape[axis] != t.stored_shape[axis] for t in whole[:-1]]
+    inner = [t._codes.shape[axis] != t.stored_shape[axis] for t in whole[:-1]]
     if any(inner) or any(t.spec != first.spec for t in whole):  # padding would land in the middle
         return NotImplemented
 
     def part(p: Any, slot: str) -> Any:
-        pieces = [getattr(t, slot) for t in whole]
+        pieces = [getattr(t, f"_{slot}") for t in whole]
         if isinstance(p, QT):
             return _join(pieces, axis, resized(p.shape, axis, sum(q.shape[axis] for q in pieces)))
         return torch.cat(pieces, axis)

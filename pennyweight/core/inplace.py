@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import fallback
 from .layouts import get_layout
 from .numerics import quantize
-from .tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, check_finite, implements
+from .tensor import FUNCTIONS, AffineQuantizedTensor, check_finite, implements
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
@@ -51,8 +51,7 @@ def _check_writable(target: QT) -> None:
 
 def copy_parts_(target: QT, source: QT) -> None:
     """Copy parts bit for bit; both under the same spec and layout."""
-    for name in SLOTS:
-        mine, theirs = getattr(target, name), getattr(source, name)
+    for mine, theirs in zip(target.parts, source.parts, strict=True):
         if isinstance(mine, QT):
             copy_parts_(mine, theirs)
         elif mine is not None and theirs is not None:

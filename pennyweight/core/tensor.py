@@ -30,6 +30,7 @@ from .numerics import Parts, dequantize, quantize, sqnr
 from .spec import DTYPES, ActivationSpec, QuantSpec, dtype_name
 
 SLOTS = Parts._fields
+STORED = tuple(f"_{name}" for name in SLOTS)  # attributes that hold them, as they lie in memory
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 ATEN: dict[Any, Handler] = {}  # aten overload (None: every other) -> what to do under __torch_dispatch__
 FUNCTIONS: dict[Any, Handler] = {}  # public torch function -> what to do under __torch_function__
@@ -54,12 +55,12 @@ class AffineQuantizedTensor(Tensor):
     shape. ``AffineQuantizedTensor(w, requires_grad=...)`` of an own instance is an alias of it.
     """
 
-    codes: Tensor
-    scale: Tensor | None
-    zero_point: Tensor | None
-    offset: Tensor | None
-    act_scale: Tensor | None
-    act_zero_point: Tensor | None
+    _codes: Tensor
+    _scale: Tensor | None
+    _zero_point: Tensor | None
+    _offset: Tensor | None
+    _act_scale: Tensor | None
+    _act_zero_point: Tensor | None
     spec: QuantSpec
     act: ActivationSpec | None
     axes: tuple[int, ...] | None
@@ -102,7 +103,7 @@ class AffineQuantizedTensor(Tensor):
                 if part_shape is None:
                     part_shape = blocks.counts(spec.block, stored_shape(shape, axes))
                 part = AffineQuantizedTensor(part, getattr(spec, name), part_shape)
-            setattr(self, name, part)
+            setattr(self, f"_{name}", part)
         self.spec, self.act, self.axes, self.readonly = spec, act, axes, readonly
         self._bound = {}
         return self
@@ -160,12 +161,52 @@ class AffineQuantizedTensor(Tensor):
     @property
     def parts(self) -> Parts:
         """The stored parts, as they lie in memory."""
-        return Parts(*(getattr(self, name) for name in SLOTS))
+        return Parts(self._codes, self._scale, self._zero_point, self._offset, self._act_scale, self._act_zero_point)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Logical sizes in stored order: the contracted axis last."""
         return stored_shape(self.shape, self.axes)
+
+    def _plain(self, slot: str) -> Any:
+        part = getattr(self, f"_{slot}")
+        if part is None or (self.spec.layout in _PLAIN_PARTS and (slot != "codes" or self.spec.layout == "plain")):
+            return part
+        part = getattr(self.plain_parts(), slot)
+        if not isinstance(part, Parts):
+            return part
+        shape = blocks.counts(self.spec.block, self.stored_shape)
+        return AffineQuantizedTensor(part, getattr(self.spec, slot), shape)
+
+    @property
+    def codes(self) -> Tensor:
+        """One code an element, in stored order, padded to whole blocks; a copy where the layout packs them."""
+        return self._plain("codes")
+
+    @property
+    def scale(self) -> Tensor | None:
+        """One scale a block, of the tensor's rank, in stored order: quantized itself where the spec says so."""
+        return self._plain("scale")
+
+    @property
+    def zero_point(self) -> Tensor | None:
+        """The stored integer zero points, one a block; None where the spec has none."""
+        return self._plain("zero_point")
+
+    @property
+    def offset(self) -> Tensor | None:
+        """The stored real offsets, one a block; None where the spec has none."""
+        return self._plain("offset")
+
+    @property
+    def act_scale(self) -> Tensor | None:
+        """The scale of a static activation, of one element."""
+        return self._act_scale
+
+    @property
+    def act_zero_point(self) -> Tensor | None:
+        """The zero point of a static activation, of one element."""
+        return self._act_zero_point
 
     @property
     def tensor_impl(self) -> PlainView:
@@ -222,13 +263,13 @@ class AffineQuantizedTensor(Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """A stand-in that tells the true number of bytes; the bytes themselves are those of the parts."""
-        if type(self.codes) is not Tensor:  # traced: sizes may be symbols, and torch wants its own storage back
+        if type(self._codes) is not Tensor:  # traced: sizes may be symbols, and torch wants its own storage back
             return super().untyped_storage()
         return torch.UntypedStorage(self.nbytes, device="meta")
 
     def data_ptr(self) -> int:
         """Address of the codes: equal for tensors that share them."""
-        return self.codes.data_ptr()
+        return self._codes.data_ptr()
 
     def share_memory_(self) -> AffineQuantizedTensor:
         """Move all parts to shared memory."""
@@ -256,7 +297,7 @@ class AffineQuantizedTensor(Tensor):
                 f"data of a quantized tensor {tuple(self.shape)} {self.dtype} on {self.device} cannot become "
                 f"{tuple(value.shape)} {value.dtype} on {value.device}; assign a new parameter instead"
             )
-        for name in (*SLOTS, "spec", "act", "axes", "readonly"):
+        for name in (*STORED, "spec", "act", "axes", "readonly"):
             setattr(self, name, getattr(value, name))
         self._bound = {}
 
@@ -274,7 +315,7 @@ class AffineQuantizedTensor(Tensor):
         return text + (", requires_grad=True)" if self.requires_grad else ")")
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [n for n in SLOTS if getattr(self, n) is not None]
+        names = [n for n in STORED if getattr(self, n) is not None]
         return names, (self.spec, self.act, self.dtype, self.axes, self.readonly, self.requires_grad)
 
     @staticmethod
@@ -282,10 +323,11 @@ class AffineQuantizedTensor(Tensor):
         inner: dict[str, Tensor], ctx: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> AffineQuantizedTensor:
         spec, act, dtype, axes, readonly, requires_grad = ctx
-        return AffineQuantizedTensor(Parts(**inner), spec, outer_size, dtype, act, axes, readonly, requires_grad)
+        parts = Parts(**{name[1:]: part for name, part in inner.items()})
+        return AffineQuantizedTensor(parts, spec, outer_size, dtype, act, axes, readonly, requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
-        return static_json(self)
+        return f"{STORED} {static_json(self)}"  # a cached graph knows the parts by the names of their attributes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AffineQuantizedTensor:
         if id(self) in memo:
@@ -303,7 +345,7 @@ class AffineQuantizedTensor(Tensor):
             w = self.to_layout(portable_layout(self.spec))
         parts = {n: p for n, p in zip(SLOTS, w.parts, strict=True) if p is not None}
         if w.spec.format.native_float:
-            parts["codes"] = w.codes.view(torch.uint8)  # torch 2.13 cannot unpickle a float8 tensor
+            parts["codes"] = w._codes.view(torch.uint8)  # torch 2.13 cannot unpickle a float8 tensor
         return rebuild, (static_json(w), parts, self.requires_grad, isinstance(self, torch.nn.Parameter), layout)
 
     @classmethod
@@ -379,6 +421,9 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+_PLAIN_PARTS = ("plain", "bits")  # layouts that leave all parts but the codes as they are
 
 
 def each_part(parts: Parts, fn: Callable[[Any], Any]) -> Parts:

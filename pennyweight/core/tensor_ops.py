@@ -34,7 +34,7 @@ def map_value(w: QT, fn: Callable[[Any, str], Any], **changes: Any) -> Any:
 
     The spec follows its quantized parts, whose own block may have lost an axis.
     """
-    parts = {slot: fn(p, slot) for slot in VALUE_SLOTS if (p := getattr(w, slot)) is not None}
+    parts = {slot: fn(p, slot) for slot in VALUE_SLOTS if (p := getattr(w, f"_{slot}")) is not None}
     if any(p is NotImplemented for p in parts.values()):
         return NotImplemented
     nested = {slot: p.spec for slot, p in parts.items() if isinstance(p, QT)}
@@ -77,9 +77,9 @@ def consistent(w: Any) -> Any:
     if w is NotImplemented:
         return w
     shape = w.stored_shape
-    ok = w.scale is None or tuple(w.scale.shape) == blocks.counts(w.spec.block, shape)
+    ok = w._scale is None or tuple(w._scale.shape) == blocks.counts(w.spec.block, shape)
     if w.spec.layout == "plain":
-        ok = ok and tuple(w.codes.shape) == blocks.padded(w.spec.block, shape)
+        ok = ok and tuple(w._codes.shape) == blocks.padded(w.spec.block, shape)
     return w if ok else NotImplemented
 
 

@@ -213,8 +213,7 @@ def describe(name: str, w: AffineQuantizedTensor) -> Meta:
         w.act_scale is None or (w.act_zero_point is None) == act.spec.zero_point
     ):  # fmt: skip
         raise CheckpointError(None, name, f"its activation ({act}) has no stored parameters; calibrate it first")
-    packed = w.spec.layout not in ("plain", "bits")  # only a kernel's own layout may hide the scale
-    scale = w.plain_parts().scale if packed else w.scale
+    scale = w.scale
     scale = scale.plain_parts() if isinstance(scale, AffineQuantizedTensor) else scale
     spec = clean(w.spec)
     signed = is_signed(scale, spec, blocks.counts(spec.block, w.stored_shape))

@@ -22,18 +22,21 @@ from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, implements, s
 from .table import Case, case_of, get_kernel, select
 
 QT = AffineQuantizedTensor
+# K, the kernel, and the parts that it reads; None: it reads the weight, which must not refer to itself.
+Bound = tuple[int, Callable[..., Tensor], Parts | None]
 
 
 def run_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     """The kernel selected for this weight and dtype of input, outside autograd."""
     bound = w._bound.get(x.dtype) or bind(w, x.dtype)
-    return bound[1](x, w, bias)
+    return bound[1](x, bound[2] or w, bias)
 
 
-def bind(w: QT, dtype: torch.dtype) -> tuple[int, Callable[..., Tensor]]:
-    """(K, kernel) of this weight for inputs of a dtype, remembered on the weight, as are K and the order of axes."""
+def bind(w: QT, dtype: torch.dtype) -> Bound:
+    """What runs this weight for inputs of a dtype, remembered on the weight."""
     case = case_of(w, dtype)
-    w._bound[dtype] = bound = (w.shape[-1], select("linear", case).bound(case))
+    kernel = select("linear", case)
+    w._bound[dtype] = bound = (w.shape[-1], kernel.bound(case), None if kernel.bind is None else w.parts)
     return bound
 
 
@@ -61,7 +64,7 @@ def linear(x: Tensor, w: QT, bias: Tensor | None = None) -> Tensor:
         raise _misfit(x, w)
     if torch.is_grad_enabled() and _wants_grad(x, w, bias):
         return _Linear.apply(x, w, bias)
-    return bound[1](x, w, bias)
+    return bound[1](x, bound[2] or w, bias)
 
 
 def _wants_grad(x: Tensor, w: QT, bias: Tensor | None) -> bool:
@@ -131,8 +134,7 @@ def _flatten(w: Any) -> tuple[list[Tensor], dict[str, Any]]:
     """Plain tensors of a weight and the tree of slot names that puts them back."""
     tensors: list[Tensor] = []
     tree: dict[str, Any] = {}
-    for name in SLOTS:
-        part = getattr(w, name)
+    for name, part in zip(SLOTS, w.parts, strict=True):
         if isinstance(part, QT):
             inner, tree[name] = _flatten(part)
             tensors += inner

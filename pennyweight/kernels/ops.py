@@ -31,7 +31,7 @@ def _product(w: QT, x: Tensor) -> Tensor:
 
 
 def _traced(w: QT) -> bool:
-    return isinstance(w.codes, torch._subclasses.FakeTensor) or torch.compiler.is_compiling()
+    return isinstance(w._codes, torch._subclasses.FakeTensor) or torch.compiler.is_compiling()
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
@@ -91,7 +91,9 @@ def _mv(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _only(w: QT) -> QT:
     """The 2-d weight that an expanded [E, N, K] repeats."""
-    return w.with_(shape=w.shape[1:], **{slot: p[0] for slot in SLOTS[:4] if (p := getattr(w, slot)) is not None})
+    return w.with_(
+        shape=w.shape[1:], **{slot: p[0] for slot, p in zip(SLOTS[:4], w.parts, strict=False) if p is not None}
+    )
 
 
 @implements(aten.bmm.default)
@@ -104,7 +106,7 @@ def _bmm(func: Any, args: Any, kwargs: Any) -> Any:
             if rest != (0, 1):
                 break
             stored = w.with_(axes=None, shape=w.stored_shape)
-            if stored.codes.stride(0) == 0:  # one weight expanded over the batch: one product
+            if stored._codes.stride(0) == 0:  # one weight expanded over the batch: one product
                 x = x.transpose(1, 2) if flip else x
                 y = _product(_only(stored), x.reshape(-1, x.shape[-1])).reshape(*x.shape[:2], -1)
                 return y.transpose(1, 2) if flip else y

@@ -46,9 +46,9 @@ class Kernel:
     rank       higher wins; -1 dequantizes and computes, and is counted when it runs
     tolerance  how close to the reference: "exact"; "float32", "bfloat16": the relative error of that arithmetic;
                "fixed22": float32, of inputs rounded at 2**-22 of the greatest of their token
-    bind       case -> run, with all that is static worked out once
-    together   cases of weights that share their input -> (x, weights, biases) -> list of y, or None where they cannot
-               be one call; each y has the bits that ``run`` gives
+    bind       case -> (x, parts, bias) -> y, with all that is static worked out once
+    together   cases of weights that share their input -> (x, parts of each, biases) -> list of y, or None where they
+               cannot be one call; each y has the bits that ``run`` gives
     """
 
     op: str
@@ -63,7 +63,7 @@ class Kernel:
     together: Callable[[tuple[Case, ...]], Callable[..., list[torch.Tensor]] | None] | None = None
 
     def bound(self, case: Case) -> Callable[..., torch.Tensor]:
-        """(x, w, bias) -> y for one case; where ``bind`` is given, w may be anything with the parts as attributes."""
+        """(x, w, bias) -> y for one case; where ``bind`` is given, w is the parts of the weight, as they are stored."""
         return self.run if self.bind is None else self.bind(case)
 
     def refuses(self, case: Case, *, any_layout: bool = False) -> str | None:

@@ -127,16 +127,17 @@ def _accepts(case: Case) -> bool | str:
 
 def linear(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
     """y = x @ w.T + bias in bfloat16 with float32 sums. x: [.., K], zero-padded to whole groups."""
-    k, scale = 2 * w.codes.shape[1], w.scale
+    codes, scale = w.parts[:2]
+    k = 2 * codes.shape[1]
     assert scale is not None
     flat = x.to(torch.bfloat16)
     if x.shape[-1] != k:
         flat = F.pad(flat, (0, k - x.shape[-1]))
     if x.ndim != 2:
         flat = flat.reshape(-1, k)
-    y = _MATMUL(flat.contiguous(), w.codes, k // scale.shape[0], scale.to(torch.bfloat16))
+    y = _MATMUL(flat.contiguous(), codes, k // scale.shape[0], scale.to(torch.bfloat16))
     y = (y if bias is None else y + bias).to(x.dtype)
-    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], w.codes.shape[0])
+    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], codes.shape[0])
 
 
 register_kernel(Kernel("linear", "torch_int4", linear, _accepts, ("cpu",), LAYOUT.name, rank=20, tolerance="bfloat16"))

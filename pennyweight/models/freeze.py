@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from ..core.spec import DTYPES
 from ..core.tensor import SLOTS, AffineQuantizedTensor
-from ..kernels.linear import bind, graph_key, linear
+from ..kernels.linear import Bound, bind, graph_key, linear
 from ..kernels.table import case_of, select
 from .report import Report, Row
 from .siblings import Siblings, families
 from .sites import Place, places
 
-_ASKED = (*SLOTS, "spec", "act", "axes", "readonly", "shape", "stored_shape", "dtype", "device", "ndim", "parts")
+_ASKED = ("spec", "act", "axes", "readonly", "shape", "stored_shape", "dtype", "device", "ndim", "parts")
 
 
 class PlainWeight:
@@ -36,7 +36,7 @@ class PlainWeight:
     def __init__(self, w: AffineQuantizedTensor) -> None:
         for name in _ASKED:
             setattr(self, name, getattr(w, name))
-        self._bound: dict[torch.dtype, tuple[int, Callable[..., Tensor]]] = {}
+        self._bound: dict[torch.dtype, Bound] = {}
         self.flat = tuple(_flat(w, "weight"))
         self.tensor = w
 
@@ -45,8 +45,8 @@ class PlainWeight:
 
 
 def _flat(w: AffineQuantizedTensor, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    for slot in SLOTS:
-        part, name = getattr(w, slot), f"{prefix}_{slot}"
+    for slot, part in zip(SLOTS, w.parts, strict=True):
+        name = f"{prefix}_{slot}"
         if isinstance(part, AffineQuantizedTensor):
             yield from _flat(part, name)
         elif part is not None:
@@ -55,7 +55,7 @@ def _flat(w: AffineQuantizedTensor, prefix: str) -> Iterator[tuple[str, Tensor]]
 
 def _refilled(w: AffineQuantizedTensor, tensors: Iterator[Tensor]) -> AffineQuantizedTensor:
     """w with other plain tensors, in the order of ``flat``."""
-    parts = {slot: part for slot in SLOTS if (part := getattr(w, slot)) is not None}
+    parts = {slot: part for slot, part in zip(SLOTS, w.parts, strict=True) if part is not None}
     return w.with_(
         **{
             slot: _refilled(part, tensors) if isinstance(part, AffineQuantizedTensor) else next(tensors)
@@ -92,7 +92,7 @@ class FrozenLinear(nn.Linear):
             return linear(input, w.tensor, bias)
         if self._siblings is not None and (y := self._siblings.take(self, w, bias, input)) is not None:
             return y
-        return bound[1](input, w, bias)
+        return bound[1](input, bound[2] or w, bias)
 
     def _unbound(self, w: PlainWeight, x: Tensor) -> Tensor:
         """The first call with a dtype, and whatever is not plain eager mode."""

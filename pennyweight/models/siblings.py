@@ -82,7 +82,7 @@ class Siblings:
         for layer in self.layers[1:]:
             weights.append(layer._renewed())
             biases.append(layer._parameters["bias"])
-        ys = run(x, weights, biases)
+        ys = run(x, [w.parts for w in weights], biases)
         mine = zip(self.layers[1:], weights[1:], biases[1:], ys[1:], strict=True)
         self._held = ref, x._version, {id(layer): rest for layer, *rest in mine}
         return ys[0]

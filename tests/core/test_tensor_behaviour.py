@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pennyweight as pw
+from pennyweight.core.spec import SPECS as core_specs
 from pennyweight.core.spec import TINYGEMM
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN, quantized
@@ -637,3 +638,23 @@ def test_a_pickle_of_parts_that_do_not_fit_is_refused(name: str) -> None:
             fn(static, {**parts, name: bad}, *rest)
     with pytest.raises(ValueError, match="has parts"):
         fn(static, {k: v for k, v in parts.items() if k != name}, *rest)
+
+
+@pytest.mark.parametrize("spec", ["int8_row", "int4_group", "tinygemm", "uint4_group", "mxfp4", "nf4_double", "nvfp4"])
+@pytest.mark.parametrize("layout", ["bits", "cpu", "cpu_float"])
+def test_the_parts_are_plain_whatever_the_layout(spec: str, layout: str) -> None:
+    """w.codes, w.scale, ... say the same of a weight that a kernel has packed."""
+    plain = QT.from_float(torch.randn(37, 256), core_specs[spec])
+    try:
+        packed = plain.to_layout(layout)
+    except ValueError:
+        pytest.skip(f"layout {layout} does not take {spec}")
+    for slot in ("codes", "scale", "zero_point", "offset"):
+        mine, theirs = getattr(packed, slot), getattr(plain, slot)
+        if theirs is None:
+            assert mine is None
+            continue
+        if isinstance(theirs, QT):
+            mine, theirs = mine.dequantize(), theirs.dequantize()
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs), slot

@@ -173,7 +173,7 @@ def test_linear_with_a_part_of_a_weight(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", row_ids("linear"))
 def test_linear_gradients(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     for label, w in accepted(kernel, [(32, 64)], {"none": None, "int8_token": INT8_TOKEN}):
-        w._bound[w.dtype] = (64, kernel.run)
+        w._bound[w.dtype] = (64, kernel.run, None)
         x = torch.randn(2, 5, 64).to(w.dtype).requires_grad_()
         bias = torch.randn(32).to(w.dtype).requires_grad_()
         y = F.linear(x, w, bias)

@@ -72,13 +72,13 @@ class TestFourDirections:
     def test_float_into_quantized(self, spec: QuantSpec, assign: bool, packed: bool) -> None:
         """Copied: the weight is quantized again, in its own storage. Assigned: the model becomes float there."""
         source, target = float_model(), quantized_model(spec, packed)
-        codes = target.layer.weight.codes.data_ptr()
+        codes = target.layer.weight.parts.codes.data_ptr()
         target.load_state_dict(source.state_dict(), assign=assign)
         if assign:
             assert not isinstance(target.layer.weight, QT)
             assert torch.equal(target.layer.weight, source.layer.weight)
             return
-        assert target.layer.weight.codes.data_ptr() == codes
+        assert target.layer.weight.parts.codes.data_ptr() == codes
         expected = QT.from_float(source.layer.weight, spec)
         assert torch.equal(value(target.layer.weight), expected.dequantize())
         assert torch.equal(target.layer.bias, source.layer.bias)

@@ -92,8 +92,8 @@ def test_parts_are_plain_buffers_and_nothing_is_copied() -> None:
     names = ["weight_codes", "weight_scale_codes", "weight_scale_scale", "weight_scale_offset"]
     assert list(model[0]._buffers) == names
     assert all(type(b) is Tensor for b in model.buffers())
-    assert model[0].weight_codes.data_ptr() == w.codes.data_ptr()
-    assert model[0].weight_scale_codes.data_ptr() == w.scale.codes.data_ptr()
+    assert model[0].weight_codes.data_ptr() == w.parts.codes.data_ptr()
+    assert model[0].weight_scale_codes.data_ptr() == w.parts.scale.parts.codes.data_ptr()
     assert [n for n, _ in model[0].named_parameters()] == ["bias"]
     assert "weight=nf4[64]" in repr(model)
     assert isinstance(model[0], pw.FrozenLinear)
@@ -268,7 +268,7 @@ class Tied(nn.Module):
 
 
 def storages(model: Tied) -> set[int]:
-    return {model.table.weight.codes.data_ptr(), model.a.weight_codes.data_ptr(), model.b.weight_codes.data_ptr()}
+    return {model.table.weight.parts.codes.data_ptr(), model.a.weight_codes.data_ptr(), model.b.weight_codes.data_ptr()}
 
 
 @torch.no_grad()  # a graph that holds a weight keeps torch from moving it

@@ -64,9 +64,9 @@ def rows(index: Tensor, w: Any, spec: QuantSpec, shape: tuple[int, ...], dtype: 
 def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
     """w[index] as floats of w's dtype. Raises IndexError out of range, as torch does."""
     if not torch.compiler.is_compiling():
-        if conversions.in_memory(w.codes) and conversions.in_memory(index):
-            return rows(index, w, w.spec, tuple(w.shape), w.dtype)
-        if type(w.codes) is Tensor and w.spec.layout in ("plain", "bits"):
+        if conversions.in_memory(w._codes) and conversions.in_memory(index):
+            return rows(index, w.parts, w.spec, tuple(w.shape), w.dtype)
+        if type(w._codes) is Tensor and w.spec.layout in ("plain", "bits"):
             return gather(index, w)
     key = json.dumps({"tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
     return torch.ops.pennyweight.embedding.default(index, _flatten(w)[0], key)
@@ -84,7 +84,7 @@ def _parse_key(key: str) -> tuple[Any, ...]:
 
 def _op(index: Tensor, parts: list[Tensor], key: str) -> Tensor:
     tree, spec, shape, dtype = _parse_key(key)
-    return rows(index, AffineQuantizedTensor(_nest(tree, list(parts)), spec, shape, dtype), spec, shape, dtype)
+    return rows(index, _nest(tree, list(parts)), spec, shape, dtype)
 
 
 def _fake(index: Tensor, parts: list[Tensor], key: str) -> Tensor:

@@ -263,7 +263,7 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
 
 def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
     """y = x @ w.T + bias. x: [.., K]; w: in layout "cpu_float"."""
-    return bind(case_of(w, x.dtype))(x, w, bias)
+    return bind(case_of(w, x.dtype))(x, w.parts, bias)
 
 
 # Numbers and scales are those of the reference; products and sums are in float32. For bfloat16 inputs, where the

@@ -247,7 +247,7 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
 
 def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
     """y = x @ w.T + bias. x: [.., K]; w: in layout "cpu"."""
-    return bind(case_of(w, x.dtype))(x, w, bias)
+    return bind(case_of(w, x.dtype))(x, w.parts, bias)
 
 
 def together(
