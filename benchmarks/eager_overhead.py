@@ -63,11 +63,11 @@ def main() -> None:
         layer.weight = frozen.weight = nn.Parameter(w, requires_grad=False)
         pw.freeze_(frozen)
         x = torch.randn(1, 64, dtype=dtype)
-        chosen, (_, kernel) = select("linear", case_of(w, dtype)).name, bind(w, dtype)
+        chosen, (_, kernel, parts) = select("linear", case_of(w, dtype)).name, bind(w, dtype)
         with torch.no_grad():
             took = least(
                 {
-                    "kernel": lambda x=x, w=w, run=kernel: run(x, w, None),
+                    "kernel": lambda x=x, w=parts or w, run=kernel: run(x, w, None),
                     "float": lambda x=x, p=plain.weight: F.linear(x, p),
                     "tensor": lambda x=x, w=w: F.linear(x, w),
                     "float layer": lambda x=x, f=plain: f(x),
