@@ -191,6 +191,13 @@ NF4 = table(
         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ),
 )  # fmt: skip
+# torchao's normal floats: four digits, rounded to the dtype of the tensor that they were made for.
+_NF4_DIGITS = (
+    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+)  # fmt: skip
+for _dtype in (torch.float32, torch.bfloat16, torch.float16):
+    table(f"nf4_digits_{str(_dtype).removeprefix('torch.')}", tuple(torch.tensor(_NF4_DIGITS, dtype=_dtype).tolist()))
 DYNAMIC8 = table("dynamic8", _dynamic_map(8, signed=True))
 UDYNAMIC8 = table("udynamic8", _dynamic_map(8, signed=False))
 DYNAMIC4 = table("dynamic4", _dynamic_map(4, signed=True))
