@@ -16,15 +16,15 @@ from ...core.spec import NF4_DOUBLE, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...models.granularity import Granularity, PerBlock, PerRow, PerTensor
 from .enums import Float8MMConfig, KernelPreference, ScaleCalculationMode
-from .groupwise import get_block_size
-from .int_views import QuantizeTensorKwargs
+from .bounds import get_block_size
+from .int_views import Int8Tensor, QuantizeTensorKwargs, QuantizeTensorToInt8Kwargs
 from .parts import block_size, float_codes, part, plain_codes
 from .view import View
 
 QT = AffineQuantizedTensor
 __all__ = [
     "Float8Tensor", "MXTensor", "NF4Tensor", "NVFP4Tensor", "QuantizeTensorToFloat8Kwargs", "QuantizeTensorToMXKwargs",
-    "QuantizeTensorToNVFP4Kwargs", "linear_nf4", "to_nf4",
+    "QuantizeTensorToNVFP4Kwargs", "_choose_quant_func_and_quantize_tensor", "linear_nf4", "nf4_weight_only", "to_nf4",
 ]  # fmt: skip
 _FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 _E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
@@ -181,6 +181,16 @@ class _Meta:
 def to_nf4(tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256) -> QT:
     """``tensor`` in 4-bit normal floats (QLoRA, Dettmers et al. 2023), with scales of 8 bits."""
     return NF4Tensor.from_tensor(tensor, block_size, scaler_block_size)
+
+
+def nf4_weight_only(block_size: int = 64, scaler_block_size: int = 256) -> Any:
+    """A function that makes a module's weight one, which quantize_ takes as torchao's of these releases did."""
+
+    def apply(module: Any) -> Any:
+        module.weight = torch.nn.Parameter(to_nf4(module.weight.detach(), block_size, scaler_block_size), False)
+        return module
+
+    return apply
 
 
 def linear_nf4(input: Tensor, weight: Tensor) -> Tensor:
@@ -360,3 +370,19 @@ class NVFP4Tensor(View):
             "act_per_tensor_scale": None, "is_swizzled_scales": False, "use_triton_kernel": False,
             "act_quant_kwargs": None,
         }  # fmt: skip
+
+
+def _choose_quant_func_and_quantize_tensor(
+    tensor: Tensor, quant_kwargs: QuantizeTensorKwargs, scale: Tensor | None = None, zero_point: Tensor | None = None
+) -> QT:
+    """``tensor`` quantized as the kwargs say. Raises NotImplementedError for kwargs of no known kind."""
+    k: Any = quant_kwargs
+    if isinstance(k, QuantizeTensorToFloat8Kwargs):
+        return Float8Tensor.from_hp(
+            tensor, k.float8_dtype, k.granularity, k.mm_config, k.hp_value_lb, k.hp_value_ub, k.kernel_preference
+        )
+    if isinstance(k, QuantizeTensorToInt8Kwargs):
+        return Int8Tensor.from_hp(
+            tensor, k.granularity, k.mapping_type, scale, zero_point, reduce_range=k.reduce_range
+        )  # fmt: skip
+    raise NotImplementedError(f"Quant kwargs not supported: {k}")

@@ -16,7 +16,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...models.configs.integer import INT8_EPS
 from ...models.granularity import Granularity, MappingType, PerRow, PerTensor
 from .enums import IntxChooseQParamsAlgorithm
-from .groupwise import get_block_size
+from .bounds import get_block_size
 from .parts import act_zero, block_of, block_size, int_codes, part, plain_codes
 from .primitives import choose_qparams_affine, quantize_affine
 from .view import View

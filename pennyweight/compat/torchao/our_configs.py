@@ -20,8 +20,6 @@ from ...models.configs import (
     fpx_weight_only,
 )
 
-nf4_weight_only = NF4WeightOnlyConfig
-
 __all__ = [
     "AOBaseConfig",
     "AOPerModuleConfig",
@@ -40,5 +38,4 @@ __all__ = [
     "float8_static_activation_float8_weight",
     "float8_weight_only",
     "fpx_weight_only",
-    "nf4_weight_only",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 __all__ = ["TREE"]
 
 _CONFIGS = "founding_configs our_configs"
-_PRIMITIVES = "primitives variants fake_quantize float8_primitives floatx hqq gguf enums"
+_PRIMITIVES = "primitives fake_quantize float8_primitives floatx hqq gguf bounds enums"
 _TENSORS = "int_views float_views"
 _QUANT_API = f"quant_api {_CONFIGS} enums our_granularity linear_modules {_TENSORS} founding founding_layouts groupwise"
 _Q = "quantization"
@@ -37,7 +37,7 @@ _LINES = {
     "dtypes.uintx.q_dq_layout": "founding_layouts",
     "dtypes.uintx.semi_sparse_layout": "founding_layouts",
     "dtypes.uintx.tensor_core_tiled_layout": "founding_layouts",
-    "dtypes.uintx.uint4_layout": "bitpacking",
+    "dtypes.uintx.uint4_layout": "uint4",
     "dtypes.uintx.uintx_layout": "founding_layouts",
     "dtypes.utils": "founding_layouts tools hardware",
     "float8": "",
@@ -74,11 +74,11 @@ _LINES = {
     f"{_Q}.quant_api": f"{_QUANT_API} {_PRIMITIVES} observers wrappers",
     f"{_Q}.quant_primitives": _PRIMITIVES,
     f"{_Q}.quantize_": "",
-    f"{_Q}.quantize_.common": "enums int_views",
+    f"{_Q}.quantize_.common": "enums int_views float_views",
     f"{_Q}.quantize_.common.kernel_preference": "enums",
     f"{_Q}.quantize_.common.packing_format": "enums",
     f"{_Q}.quantize_.common.quantization_step": "enums",
-    f"{_Q}.quantize_.common.quantize_tensor_kwargs": "int_views",
+    f"{_Q}.quantize_.common.quantize_tensor_kwargs": "int_views float_views",
     _W: f"{_TENSORS} enums",
     f"{_W}.float8": "float_views enums",
     f"{_W}.float8.float8_packing_format": "enums",
@@ -97,11 +97,11 @@ _LINES = {
     f"{_W}.nf4": "float_views",
     f"{_W}.nf4.nf4_tensor": "float_views",
     f"{_Q}.transform_module": "quant_api",
-    f"{_Q}.utils": "groupwise tools",
+    f"{_Q}.utils": "groupwise per_token op_logging bounds",
     f"{_Q}.weight_tensor_linear_activation_quantization": "wrappers",
     "testing": "",
-    "testing.model_architectures": "toy_models",
-    "testing.utils": "harness",
-    "utils": "tools hardware unwrap base_tensor",
+    "testing.model_architectures": "model_architectures",
+    "testing.utils": "harness harness_parallel",
+    "utils": "tools hardware unwrap base_tensor dispatch",
 }
 TREE: dict[str, tuple[str, ...]] = {path: tuple(homes.split()) for path, homes in _LINES.items()}

@@ -25,9 +25,9 @@ class ViewMeta(type(Tensor)):  # type: ignore[misc]
 
     def __init__(cls, name: str, bases: Any, namespace: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(name, bases, namespace)
-        if "build" in namespace:
+        if "build" in namespace and bases != (Tensor,):
             VIEWS[name] = cls
-            cls.__signature__ = inspect.signature(cls.build)
+            cls.__signature__ = inspect.signature(cls.build)  # type: ignore[attr-defined]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls.build(*args, **kwargs)
@@ -98,7 +98,7 @@ def become(shell: Tensor, w: AffineQuantizedTensor) -> None:
 def view_of(w: AffineQuantizedTensor) -> Any:
     """The first view that holds w. Raises ValueError that names the spec where torchao has no class for it."""
     for view in VIEWS.values():
-        if view.holds(w):
+        if "qdata" in view.tensor_data_names and view.holds(w):
             return view
     raise ValueError(
         f"torchao has no tensor class for {w.spec.with_(layout='plain')} of shape {tuple(w.shape)}"
