@@ -1,4 +1,4 @@
-"""Groupwise quantization of weights with torchao's packings, and errors in decibels: what torchao keeps in its utils."""
+"""Groupwise quantization of weights with torchao's packings, errors in decibels, and inductor's settings."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class AffineQuantizedObserverBase(ABC, nn.Module):
     def _range(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Least and greatest element of each block."""
         x = input.detach()
-        view, reduced, shape = block_view(x, get_block_size(x.shape, self.granularity))
+        view, reduced, _ = block_view(x, get_block_size(x.shape, self.granularity))
         if not reduced:
             return view.clone(), view.clone()
         low, high = view.amin(reduced, keepdim=self.keepdim), view.amax(reduced, keepdim=self.keepdim)
@@ -111,7 +111,7 @@ class AffineQuantizedObserverBase(ABC, nn.Module):
 class AffineQuantizedMinMaxObserver(AffineQuantizedObserverBase):
     """Parameters of the least and greatest element that each block ever had.
 
-    Raises AssertionError where a tensor makes another number of blocks than those before it; empty ones are passed over.
+    Raises AssertionError where a tensor makes another number of blocks than before; empty ones are passed over.
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ def choose_qparams_affine(
         preserve_zero, zero_point_domain = before_0_12
     elif before_0_12:
         raise TypeError(
-            f"choose_qparams_affine: the positional argument(s) {before_0_12} after zero_point_dtype may mean keepdim or "
+            f"choose_qparams_affine: the positional {before_0_12} after zero_point_dtype may mean keepdim or "
             "preserve_zero; pass keepdim=, preserve_zero= or zero_point_domain= by name"
         )
     return _choose(
@@ -368,7 +368,7 @@ def values(
     codes: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_min: float,
     quant_max: float, domain: ZeroPointDomain, output_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Values of codes: each operation in the output's dtype or the scale's, whichever is wider, as torchao orders them."""
+    """Values of codes, each operation in the wider of the output's dtype and the scale's, in torchao's order."""
     view, _, shape = block_view(codes, block_size)
     scale = spread(scale, shape, "scale")
     zero_point = None if zero_point is None else spread(zero_point, shape, "zero_point")
