@@ -34,9 +34,21 @@ class Format:
     hi: float
     values: tuple[float, ...] = field(default=(), repr=False)
 
+    def __new__(
+        cls, name: str, bits: int, kind: str, code_dtype: torch.dtype, lo: float, hi: float,
+        values: tuple[float, ...] = (),
+    ) -> Format:  # fmt: skip
+        """The interned one where it is the same: torch.compile makes frozen dataclasses anew from their fields."""
+        held = _BY_NAME.get(name)
+        if held is None:
+            return super().__new__(cls)
+        if (held.bits, held.kind, held.code_dtype, held.lo, held.hi, held.values) != (
+            bits, kind, code_dtype, lo, hi, values,
+        ):  # fmt: skip
+            raise ValueError(f"number format {name!r} exists already; choose another name")
+        return held
+
     def __post_init__(self) -> None:
-        if self.name in _BY_NAME:
-            raise ValueError(f"number format {self.name!r} exists already; choose another name")
         if not 1 <= self.bits <= 8:
             raise ValueError(f"number format {self.name!r}: bits must be in 1..8, got {self.bits}")
         _BY_NAME[self.name] = self
