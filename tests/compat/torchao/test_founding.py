@@ -205,7 +205,7 @@ def test_float8_and_its_layout() -> None:
 
 def test_errors_of_the_constructors() -> None:
     x = torch.randn(4, 32)
-    with pytest.raises(ValueError, match="ZeroPointDomain.NONE instead of None"):
+    with pytest.raises(ValueError, match=r"ZeroPointDomain\.NONE instead of None"):
         to_affine_quantized_intx_static(x, torch.ones(4), None, (1, 32), torch.int8, zero_point_domain=None)
     with pytest.raises(ValueError, match="zero_point should be None"):
         to_affine_quantized_intx_static(

@@ -222,3 +222,13 @@ def test_the_report_and_the_compiled_model() -> None:
     assert isinstance(report, pw.Report)
     y = m(x)
     assert torch.equal(torch.compile(m, fullgraph=True)(x), y)
+
+
+def test_a_quantized_layer_says_so_when_it_is_printed(tmp_path) -> None:
+    m = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
+    quantize_(m, Int8WeightOnlyConfig())
+    assert "weight=AffineQuantizedTensor(shape=(32, 64), int8" in str(m)
+    torch.save(m, tmp_path / "m.pt")
+    assert str(torch.load(tmp_path / "m.pt", weights_only=False)) == str(m)
+    pw.freeze_(m)
+    assert "int8" in str(m)
