@@ -74,8 +74,9 @@ def _choose_qparams_affine_floatx(tensor: Tensor, ebits: int, mbits: int) -> Ten
 
 
 def _quantize_affine_floatx(tensor: Tensor, scale: Tensor, ebits: int, mbits: int) -> Tensor:
-    """Codes of x / scale. tensor: [N, K]; scale: [N]."""
-    return _f32_to_floatx_unpacked(tensor.float() / scale.reshape(-1, 1), ebits, mbits)
+    """Codes of x / scale. tensor: [N, K]; scale: [N], where 0 (1e-12 underflows in float16) gives zeros."""
+    scale = torch.where(scale == 0, torch.inf, scale).reshape(-1, 1)
+    return _f32_to_floatx_unpacked(tensor.float() / scale, ebits, mbits)
 
 
 def _dequantize_affine_floatx(
