@@ -1,4 +1,4 @@
-"""Calls recorded from torchao 0.9, 0.12 and 0.18 (tests/golden) give the same here: values to the bit, dtypes, shapes."""
+"""Calls recorded from torchao 0.9, 0.12 and 0.18 (tests/golden) give the same here: bits, dtypes, shapes."""
 
 import functools
 import importlib
