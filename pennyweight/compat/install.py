@@ -1,4 +1,4 @@
-"""Serving ``import torchao`` from :mod:`pennyweight.compat.torchao`: a finder of virtual modules, and their metadata."""
+"""Serving ``import torchao`` from :mod:`pennyweight.compat.torchao`: virtual modules and their metadata."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ _INSTALLED: dict[str, VirtualModules] = {}
 def install(name: str = "torchao", version: str | None = None) -> None:
     """Let ``import torchao`` in this process give :mod:`pennyweight.compat.torchao`, under the version it names.
 
-    Names of all releases from 0.8 to 0.19 are there at once. Files that torchao wrote with ``torch.save`` load, also with
-    ``weights_only=True``. ``version`` is what ``importlib.metadata.version`` then says, default that of the newest
+    Names of all releases from 0.8 to 0.19 are there at once. Files that torchao wrote with ``torch.save`` load, with
+    ``weights_only=True`` too. ``version`` is what ``importlib.metadata.version`` then says, default that of the newest
     torchao release whose API this is. Call it before anything imports the library. Calling it again does nothing.
 
     Raises ValueError for another library, and RuntimeError where the real one is imported already.

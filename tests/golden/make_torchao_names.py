@@ -11,7 +11,18 @@ import json
 import sys
 from pathlib import Path
 
-SKIPPED = ("_models", "experimental", ".scripts", ".csrc", "triton", "cutlass", "test_", "benchmark", ".example", ".cute")
+SKIPPED = (
+    "_models",
+    "experimental",
+    ".scripts",
+    ".csrc",
+    "triton",
+    "cutlass",
+    "test_",
+    "benchmark",
+    ".example",
+    ".cute",
+)
 
 
 def names(tree: ast.Module) -> list[str]:
@@ -30,7 +41,9 @@ for folder in map(Path, sys.argv[1:]):
     version = next(folder.glob("torchao-*.dist-info")).name.split("-")[1].removesuffix(".dist")
     modules = {}
     for file in sorted((folder / "torchao").rglob("*.py")):
-        module = ".".join(file.relative_to(folder / "torchao").with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        module = (
+            ".".join(file.relative_to(folder / "torchao").with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        )
         found = names(ast.parse(file.read_text(encoding="utf-8")))
         if found and not any(s in f".{module}" for s in SKIPPED):
             modules[module] = found

@@ -38,11 +38,21 @@ def configs():
     yield "fp8wo", found("quantization.Float8WeightOnlyConfig"), {}, torch.bfloat16
     intx = {"weight_dtype": torch.int4, "granularity": group(32)}
     yield "intx4", found("quantization.IntxWeightOnlyConfig"), intx, torch.float32
-    yield "8dax4", found("quantization.Int8DynamicActivationIntxWeightConfig"), {"weight_dtype": torch.int4}, torch.float32
+    yield (
+        "8dax4",
+        found("quantization.Int8DynamicActivationIntxWeightConfig"),
+        {"weight_dtype": torch.int4},
+        torch.float32,
+    )
     if layout is not None:
         int4 = {"group_size": 32, "layout": layout()}
         yield "int4cpu", found("quantization.Int4WeightOnlyConfig"), int4, torch.bfloat16
-    yield "int4opaque", found("prototype.quantization.int4.PrototypeInt4WeightOnlyConfig"), {"group_size": 32}, torch.bfloat16
+    yield (
+        "int4opaque",
+        found("prototype.quantization.int4.PrototypeInt4WeightOnlyConfig"),
+        {"group_size": 32},
+        torch.bfloat16,
+    )
 
 
 def value(w):
@@ -72,7 +82,11 @@ def main():
         name, w = f"nf4_{str(dtype).removeprefix('torch.')}", to_nf4(torch.randn(32, 64, dtype=dtype), 64, 32)
         torch.save({"weight": w}, HERE / f"{VERSION}_{name}.pt")
         out[f"{name}.weight"] = value(w)
-    save_file({k: v.detach().contiguous() for k, v in out.items()}, HERE / f"{VERSION}.safetensors", {"torch": torch.__version__})
+    save_file(
+        {k: v.detach().contiguous() for k, v in out.items()},
+        HERE / f"{VERSION}.safetensors",
+        {"torch": torch.__version__},
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ _TABLE = FUNCTIONS[F.linear]
 
 
 def register_aqt_quantized_linear_dispatch(
-    dispatch_condition: Callable[[Tensor, Any, Tensor | None], bool], impl: Callable[[Tensor, Any, Tensor | None], Tensor]
+    dispatch_condition: Callable[[Tensor, Any, Tensor | None], bool],
+    impl: Callable[[Tensor, Any, Tensor | None], Tensor],
 ) -> None:
     """Let ``impl(input, weight, bias)`` compute linear where ``dispatch_condition(input, weight, bias)`` is true.
 

@@ -15,8 +15,8 @@ from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...models.granularity import Granularity, PerBlock, PerRow, PerTensor
-from .enums import Float8MMConfig, KernelPreference, ScaleCalculationMode
 from .bounds import get_block_size
+from .enums import Float8MMConfig, KernelPreference, ScaleCalculationMode
 from .int_views import Int8Tensor, QuantizeTensorKwargs, QuantizeTensorToInt8Kwargs
 from .parts import block_size, float_codes, part, plain_codes
 from .view import View
@@ -161,7 +161,7 @@ class NF4Tensor(View):
 
     @classmethod
     def from_tensor(cls, inpt_tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256) -> QT:
-        """Nearest normal float of each element over the absmax of its block; scales in 8 bits, in blocks of their own."""
+        """Nearest normal float of each element over the absmax of its block; scales in 8 bits, in their own blocks."""
         scale = NF4_DOUBLE.scale
         assert isinstance(scale, QuantSpec)
         spec = NF4_DOUBLE.with_(block=(block_size,), scale=scale.with_(block=(scaler_block_size,)))
@@ -283,10 +283,11 @@ class MXTensor(View):
     @classmethod
     def to_mx(
         cls, data_hp: Tensor, elem_dtype: Any, block_size: int = 32,
-        scaling_mode: ScaleCalculationMode = ScaleCalculationMode.FLOOR, kernel_preference: Any = KernelPreference.EMULATED,
+        scaling_mode: ScaleCalculationMode = ScaleCalculationMode.FLOOR,
+        kernel_preference: Any = KernelPreference.EMULATED,
         act_quant_kwargs: QuantizeTensorToMXKwargs | None = None, is_swizzled_scales: bool = False, **kwargs: Any,
     ) -> QT:  # fmt: skip
-        """Quantize the last axis in blocks. Layout and kernel are chosen by pennyweight, not by the arguments for them."""
+        """Quantize the last axis in blocks. Layout and kernel are chosen by pennyweight, whatever is asked for."""
         if data_hp.shape[-1] % block_size:
             raise AssertionError(f"the last axis of {list(data_hp.shape)} is no multiple of {block_size}")
         spec = QuantSpec(_ELEMENTS[elem_dtype], (block_size,), _E8M0_SCALE)
@@ -335,7 +336,8 @@ class NVFP4Tensor(View):
         spec, scale = w.spec, w.spec.scale
         return (
             spec.format is E2M1 and isinstance(scale, QuantSpec) and scale.format is E4M3 and scale.offset is None
-            and scale.block in (None, (1,)) and w.axes is None and w.act is None and tuple(w.codes.shape) == w.stored_shape
+            and scale.block in (None, (1,)) and w.axes is None and w.act is None
+            and tuple(w.codes.shape) == w.stored_shape
         )  # fmt: skip
 
     @classmethod
@@ -346,7 +348,9 @@ class NVFP4Tensor(View):
         act_quant_kwargs: QuantizeTensorToNVFP4Kwargs | None = None,
     ) -> QT:  # fmt: skip
         if act_quant_kwargs is not None or act_per_tensor_scale is not None:
-            raise NotImplementedError("NVFP4 activations are not offered yet; the weight alone is (act_quant_kwargs=None)")
+            raise NotImplementedError(
+                "NVFP4 activations are not offered yet; the weight alone is (act_quant_kwargs=None)"
+            )
         codes = _fp4_codes(qdata)
         shape = tuple(codes.shape)
         counts = blocks.counts((block_size,), shape)
@@ -355,7 +359,10 @@ class NVFP4Tensor(View):
         inner = Parts(scale.reshape(counts))
         outer = QuantSpec(E4M3, (1,), scale=None)
         if per_tensor_scale is not None:
-            inner, outer = inner._replace(scale=per_tensor_scale.float().reshape((1,) * len(shape))), QuantSpec(E4M3, None)
+            inner, outer = (
+                inner._replace(scale=per_tensor_scale.float().reshape((1,) * len(shape))),
+                QuantSpec(E4M3, None),
+            )
         return QT(Parts(codes, inner), QuantSpec(E2M1, (block_size,), outer), shape, orig_dtype)
 
     @staticmethod

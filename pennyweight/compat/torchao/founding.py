@@ -35,9 +35,15 @@ from .primitives import (
 from .view import View
 
 __all__ = [
-    "AffineQuantizedTensor", "ACTIVATIONS", "LinearActivationQuantizedTensor", "to_affine_quantized_floatx",
-    "to_affine_quantized_floatx_static", "to_affine_quantized_fpx", "to_affine_quantized_intx",
-    "to_affine_quantized_intx_static", "to_linear_activation_quantized",
+    "ACTIVATIONS",
+    "AffineQuantizedTensor",
+    "LinearActivationQuantizedTensor",
+    "to_affine_quantized_floatx",
+    "to_affine_quantized_floatx_static",
+    "to_affine_quantized_fpx",
+    "to_affine_quantized_intx",
+    "to_affine_quantized_intx_static",
+    "to_linear_activation_quantized",
 ]  # fmt: skip
 
 _SMALL = {(3, 2): E3M2, (2, 3): E2M3, (2, 1): E2M1}
@@ -190,8 +196,10 @@ class AffineQuantizedTensor(View):
 
 def _stored(layout: Layout, data: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int, ...]) -> Any:
     data, scale, zero = layout.post_process(data, scale, zero, block)
-    return get_tensor_impl_constructor(type(layout))(data, scale, zero, layout) if _own(layout) else Pieces(
-        data, scale, zero, layout
+    return (
+        get_tensor_impl_constructor(type(layout))(data, scale, zero, layout)
+        if _own(layout)
+        else Pieces(data, scale, zero, layout)
     )
 
 
@@ -202,7 +210,11 @@ def _own(layout: Layout) -> bool:
 
 def _full_rank(scale: Tensor, x: Tensor) -> Tensor:
     """A scale with axes left out at its end, as these releases stored them, with one for each axis of x."""
-    return scale if scale.ndim == x.ndim or scale.numel() == 1 else scale.reshape(*scale.shape, *(1,) * (x.ndim - scale.ndim))
+    return (
+        scale
+        if scale.ndim == x.ndim or scale.numel() == 1
+        else scale.reshape(*scale.shape, *(1,) * (x.ndim - scale.ndim))
+    )
 
 
 def _narrowed(w: QT, shape: tuple[int, ...]) -> QT:
@@ -272,7 +284,9 @@ class LinearActivationQuantizedTensor(View):
         return w.act is not None
 
     @classmethod
-    def build(cls, original_weight_tensor: Tensor, input_quant_func: Any, quant_kwargs: dict[str, Any] | None = None) -> Any:
+    def build(
+        cls, original_weight_tensor: Tensor, input_quant_func: Any, quant_kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """linear(x) = F.linear(input_quant_func(x, **quant_kwargs), original_weight_tensor).
 
         torchao's own functions become the activation of the weight; others are called.
@@ -297,7 +311,9 @@ class LinearActivationQuantizedTensor(View):
 
     @staticmethod
     def take(w: QT) -> dict[str, Any]:
-        raise ValueError("torchao could not save a LinearActivationQuantizedTensor as safetensors; use pennyweight.save")
+        raise ValueError(
+            "torchao could not save a LinearActivationQuantizedTensor as safetensors; use pennyweight.save"
+        )
 
 
 to_linear_activation_quantized = LinearActivationQuantizedTensor.from_float

@@ -1,7 +1,7 @@
 """Configs with the fields that both eras of torchao gave them: ours, and what is taken besides.
 
-A ``layout`` says which kernel somebody hoped for. Here the kernel table chooses, so a layout is taken if dense weights of
-this kind can be had at all, and refused if it means other numbers (sparse ones). ``use_hqq`` is refused.
+A ``layout`` says which kernel somebody hoped for. Here the kernel table chooses, so a layout is taken if dense weights
+of this kind can be had at all, and refused if it means other numbers (sparse ones). ``use_hqq`` is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def _dense(owner: Any, layout: Any) -> None:
     if not isinstance(layout, Layout):
         raise ValueError(f"{type(owner).__name__}: layout must be a Layout such as PlainLayout(), got {layout!r}")
     if isinstance(layout, _Sparse):
-        raise NotImplementedError(f"{type(owner).__name__}: sparse weights ({layout}) are not offered; leave layout out")
+        raise NotImplementedError(
+            f"{type(owner).__name__}: sparse weights ({layout}) are not offered; leave layout out"
+        )
 
 
 def _no_hqq(owner: Any, use_hqq: bool) -> None:
@@ -196,7 +198,9 @@ class Float8SemiSparseConfig(ours.AOBaseConfig):
     weight_dtype: Any = torch.float8_e4m3fn
 
     def __post_init__(self) -> None:
-        raise NotImplementedError("sparse float8 weights are not offered; use Float8DynamicActivationFloat8WeightConfig")
+        raise NotImplementedError(
+            "sparse float8 weights are not offered; use Float8DynamicActivationFloat8WeightConfig"
+        )
 
 
 def int8_dynamic_activation_int8_semi_sparse_weight() -> Any:

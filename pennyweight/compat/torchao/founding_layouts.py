@@ -202,8 +202,8 @@ class Pieces:
 
 
 class AQTTensorImpl(Tensor, metaclass=ImplMeta):
-    """Base of torchao's impls. ``Impl(int_data, scale, zero_point, _layout)`` keeps the pieces for AffineQuantizedTensor;
-    an unpickled one keeps its attributes until the tensor around it is made."""
+    """Base of torchao's impls. ``Impl(int_data, scale, zero_point, _layout)`` keeps the pieces for
+    AffineQuantizedTensor; an unpickled one keeps its attributes until the tensor around it is made."""
 
     layouts: tuple[type, ...] = (Layout,)
 
@@ -313,9 +313,9 @@ def get_tensor_impl_constructor(layout_class: type) -> Any:
 
 
 def register_layout(layout_class: type) -> Any:
-    """Decorate the impl of a layout of yours. Its ``from_plain`` is called with codes, scale and zero point, and what its
-    ``get_plain`` gives back is stored; to have a packing and a kernel of your own, register a Layout and a Kernel of
-    pennyweight (docs/tutorials/my_kernel.md)."""
+    """Decorate the impl of a layout of yours. Its ``from_plain`` is called with codes, scale and zero point, and what
+    its ``get_plain`` gives back is stored; to have a packing and a kernel of your own, register a Layout and a Kernel
+    of pennyweight (docs/tutorials/my_kernel.md)."""
 
     def add(impl: Any) -> Any:
         _IMPLS[layout_class] = impl

@@ -1,4 +1,5 @@
 """Names of torchao that there are not here: the releases that had them, and what to use instead. A table, not code."""
+# ruff: noqa: E501 - rows of a table
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ _HANDLER = "handled one operator inside; call that operator on the tensor"
 
 # Path of a module or of a name in it -> (releases of torchao that had it, what to use instead).
 GONE: dict[str, tuple[str, str]] = {
-    "autoquant": ("0.3 to 0.16", "from torchao.quantization import autoquant, or pennyweight.recommend"),
     "dtypes.*": ("0.9 to 0.17", f"{_GPU}to_affine_quantized_intx with PlainLayout()"),
     "dtypes._nf4tensor_api": ("0.9 to 0.16", "NF4WeightOnlyConfig"),
     "dtypes.floatx.*": ("0.9 to 0.15", f"{_GPU}FPXWeightOnlyConfig"),

@@ -15,8 +15,8 @@ from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...models.configs.integer import INT8_EPS
 from ...models.granularity import Granularity, MappingType, PerRow, PerTensor
-from .enums import IntxChooseQParamsAlgorithm
 from .bounds import get_block_size
+from .enums import IntxChooseQParamsAlgorithm
 from .parts import act_zero, block_of, block_size, int_codes, part, plain_codes
 from .primitives import choose_qparams_affine, quantize_affine
 from .view import View
@@ -41,7 +41,7 @@ class QuantizeTensorToInt8Kwargs(QuantizeTensorKwargs):
     reduce_range: bool = False
 
 
-class IntxUnpackedToInt8TensorActivationQuantization(str, Enum):
+class IntxUnpackedToInt8TensorActivationQuantization(str, Enum):  # noqa: UP042 - torchao's own kind
     """int8, asymmetric, one scale and zero point a token."""
 
     INT8_ASYM_PER_TOKEN = "int8_asym_per_token"
@@ -85,7 +85,10 @@ class Int8Tensor(View):
     def holds(w: QT) -> bool:
         spec = w.spec
         return (
-            _plain_integers(w) and spec.format in (INT7, INT8) and spec.scale is torch.float32 and _int8_activation(w.act)
+            _plain_integers(w)
+            and spec.format in (INT7, INT8)
+            and spec.scale is torch.float32
+            and _int8_activation(w.act)
         )
 
     @classmethod
@@ -98,7 +101,9 @@ class Int8Tensor(View):
         if qdata.dtype != torch.int8:
             raise AssertionError(f"qdata must be int8, got {qdata.dtype}")
         if act_pre_scale is not None:
-            raise NotImplementedError("act_pre_scale (AWQ, SmoothQuant) is not offered yet; fold it into the layer before")
+            raise NotImplementedError(
+                "act_pre_scale (AWQ, SmoothQuant) is not offered yet; fold it into the layer before"
+            )
         lo, hi = (-64, 63) if reduce_range else (-128, 127)
         act, static, zero = None, None, None
         if act_quant_kwargs is not None:
@@ -221,12 +226,25 @@ class IntxUnpackedToInt8Tensor(View):
                 qdata, scale = _choose_qparams_and_quantize_scale_only_hqq(hp_tensor, block_size, -half, half - 1)
                 zero = torch.zeros_like(scale, dtype=torch.int8)
                 return cls.build(
-                    qdata.to(torch.int8), scale, zero, target_dtype, block_size, hp_tensor.dtype, activation_quantization
+                    qdata.to(torch.int8),
+                    scale,
+                    zero,
+                    target_dtype,
+                    block_size,
+                    hp_tensor.dtype,
+                    activation_quantization,
                 )
             if intx_choose_qparams_algorithm != IntxChooseQParamsAlgorithm.AFFINE:
                 raise ValueError(f"unknown IntxChooseQParamsAlgorithm {intx_choose_qparams_algorithm!r}")
             scale, zero = choose_qparams_affine(
-                hp_tensor, mapping_type, block_size, torch.int8, -half, half - 1, zero_point_dtype=torch.int8, keepdim=True
+                hp_tensor,
+                mapping_type,
+                block_size,
+                torch.int8,
+                -half,
+                half - 1,
+                zero_point_dtype=torch.int8,
+                keepdim=True,
             )
         qdata = quantize_affine(hp_tensor, block_size, scale, zero, torch.int8, -half, half - 1)
         return cls.build(qdata, scale, zero, target_dtype, block_size, hp_tensor.dtype, activation_quantization)
@@ -284,7 +302,9 @@ class Int4Tensor(View):
         act_pre_scale: Tensor | None = None, activation_dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
         if act_pre_scale is not None:
-            raise NotImplementedError("act_pre_scale (AWQ, SmoothQuant) is not offered yet; fold it into the layer before")
+            raise NotImplementedError(
+                "act_pre_scale (AWQ, SmoothQuant) is not offered yet; fold it into the layer before"
+            )
         if activation_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; leave them bfloat16")
         codes = (_unpack_nibbles(qdata) + 8).to(torch.uint8)
@@ -315,12 +335,17 @@ class Int4Tensor(View):
 
 
 def packed_by_aten(packed: Tensor, scale_and_zero: Tensor, block: Any, shape: Any, dtype: torch.dtype) -> QT:
-    """A weight whose bytes ``_convert_weight_to_int4pack_for_cpu`` packed: packed [N, K / 2], scale_and_zero [K / g, N, 2].
+    """A weight that ``_convert_weight_to_int4pack_for_cpu`` packed: packed [N, K / 2], scale_and_zero [K / g, N, 2].
 
     The order of those bytes is that of the CPU that packed them: a file of another kind of CPU cannot be told apart.
     """
     spec = QuantSpec(
-        UINT4, block_of(block, shape), scale=scale_and_zero.dtype, offset=scale_and_zero.dtype, mid=8, layout="torch_int4"
+        UINT4,
+        block_of(block, shape),
+        scale=scale_and_zero.dtype,
+        offset=scale_and_zero.dtype,
+        mid=8,
+        layout="torch_int4",
     )
     return QT(Parts(packed, scale_and_zero), spec, tuple(shape), dtype).to_layout("plain")
 
@@ -344,7 +369,7 @@ class Int4OpaqueTensor(View):
     ) -> QT:  # fmt: skip
         if any(part is not None for part in (act_pre_scale, qzeros, compensation, act_mapping_type)):
             raise NotImplementedError(
-                "Int4OpaqueTensor of int8 activations: its bytes are those of a kernel that only torchao's own builds have; "
+                "Int4OpaqueTensor of int8 activations: its bytes are those of a kernel in torchao's own builds; "
                 "quantize the float model with Int8DynamicActivationInt4WeightConfig"
             )
         return packed_by_aten(qdata, scale_and_zero, block_size, shape, scale_and_zero.dtype)

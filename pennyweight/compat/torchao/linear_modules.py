@@ -103,8 +103,8 @@ class Int8DynActInt4WeightLinear(_Buffers):
 
 
 def linear_forward_8da4w(
-    x: Tensor, weight_int8: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor, out_features: int, groupsize: int,
-    output_precision: torch.dtype,
+    x: Tensor, weight_int8: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor, out_features: int,
+    groupsize: int,    output_precision: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """x in int8 per token, times int4 codes under scales of groups."""
     w = int_codes(weight_int8, scales, zeros, (1, groupsize), output_precision, -8, 7, act=_PER_TOKEN)
@@ -211,7 +211,7 @@ class Int4WeightOnlyQuantizer(Quantizer):
                 return old
             if not _fits(old.in_features, self.groupsize, self.inner_k_tiles) and not self.padding_allowed:
                 warnings.warn(
-                    f"a layer of {old.in_features} inputs is left as it is: they are no whole groups of {self.groupsize} "
+                    f"a layer of {old.in_features} inputs stays as it is: they are no whole groups of {self.groupsize} "
                     f"in tiles of {self.inner_k_tiles} times 16; padding_allowed=True pads them",
                     stacklevel=2,
                 )

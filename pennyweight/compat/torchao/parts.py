@@ -20,7 +20,17 @@ from ...core.spec import DTYPES, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...models.prepare import prepare
 
-__all__ = ["act_zero", "block_of", "block_size", "float_codes", "int_codes", "int_format", "part", "plain_codes", "ready"]
+__all__ = [
+    "act_zero",
+    "block_of",
+    "block_size",
+    "float_codes",
+    "int_codes",
+    "int_format",
+    "part",
+    "plain_codes",
+    "ready",
+]
 
 
 def int_format(lo: int, hi: int, signed: bool) -> Format:

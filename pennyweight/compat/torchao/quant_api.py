@@ -27,7 +27,7 @@ register_quantize_module_handler = handlers.register_quantize_module_handler
 
 
 def _is_linear(mod: nn.Module, *args: Any) -> bool:
-    """The default filter: nn.Linear whose weight is not quantized, but for the output layer of nn.MultiheadAttention."""
+    """The default filter: nn.Linear whose weight is not quantized, without nn.MultiheadAttention's output layer."""
     plain = isinstance(mod, nn.Linear) and not isinstance(mod, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return plain and hasattr(mod, "weight") and not isinstance(mod.weight, AffineQuantizedTensor)
 
@@ -125,16 +125,20 @@ def autoquant(
 ) -> nn.Module:  # fmt: skip
     """The fastest of float, int8 weight-only and int8-dynamic for each linear layer, as measured here.
 
-    ``example_input`` gives the numbers of rows; ``min_sqnr`` in dB refuses what errs more. Other arguments are torchao's
-    and change nothing. Raises ValueError without an example input, which torchao takes from the first call instead.
+    ``example_input`` gives the numbers of rows; ``min_sqnr`` in dB refuses what errs more. Other arguments are
+    torchao's and change nothing. Raises ValueError without an example input: torchao takes the first call's instead.
     """
     from ...models.configs import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
     from ...models.recommending import recommend
 
     if example_input is None:
-        raise ValueError("autoquant(model, example_input): an input is needed to measure with; pass a tuple of arguments")
+        raise ValueError(
+            "autoquant(model, example_input): an input is needed to measure with; pass a tuple of arguments"
+        )
     if manual or kwargs:
-        raise NotImplementedError(f"autoquant: manual=True and {sorted(kwargs)} are not offered; see pennyweight.recommend")
+        raise NotImplementedError(
+            f"autoquant: manual=True and {sorted(kwargs)} are not offered; see pennyweight.recommend"
+        )
     inputs = example_input if isinstance(example_input, (tuple, list)) else (example_input,)
     error = None if min_sqnr is None else 10 ** (-min_sqnr / 20)
     candidates = [Int8WeightOnlyConfig(), Int8DynamicActivationInt8WeightConfig()]
@@ -142,5 +146,3 @@ def autoquant(
     if found.config is not None:
         _quantize_(model, found.config)
     return model
-
-

@@ -21,11 +21,19 @@ from . import enums, float_views, int_views
 from .parts import ready
 from .view import VIEWS, view_of
 
-__all__ = ["ALLOWED_CLASSES", "ALLOWED_TENSORS_SUBCLASSES", "TensorSubclassAttributeJSONEncoder", "flatten_tensor_state_dict",
-           "is_metadata_torchao", "object_from_dict", "unflatten_tensor_state_dict"]  # fmt: skip
+__all__ = [
+    "ALLOWED_CLASSES",
+    "ALLOWED_TENSORS_SUBCLASSES",
+    "TensorSubclassAttributeJSONEncoder",
+    "flatten_tensor_state_dict",
+    "is_metadata_torchao",
+    "object_from_dict",
+    "unflatten_tensor_state_dict",
+]
 
 ALLOWED_TENSORS_SUBCLASSES = [
-    "Float8Tensor", "Int4Tensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor", "Int4OpaqueTensor",
+    "Float8Tensor", "Int4Tensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor",
+    "Int4OpaqueTensor",
 ]  # fmt: skip
 _PLAIN = {
     cls.__name__: cls
@@ -148,8 +156,8 @@ def flatten_tensor_state_dict(tensors_dict: Mapping[str, Tensor]) -> tuple[dict[
 def unflatten_tensor_state_dict(
     tensors_data_dict: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(state dict, tensors left over) from plain tensors and metadata. A weight of which not all parts are there yet, as
-    when files come one by one, is left over. Raises ValueError for metadata that is none of torchao's."""
+    """(state dict, tensors left over) from plain tensors and metadata. A weight of which not all parts are there yet,
+    as when files come one by one, is left over. Raises ValueError for metadata that is none of torchao's."""
     if "tensor_names" not in metadata:
         raise ValueError("No tensors found")
     left = dict(tensors_data_dict)
@@ -183,4 +191,6 @@ def is_metadata_torchao(metadata: Mapping[str, Any] | None) -> bool:
         kinds = [json.loads(metadata[name]).get("_type") for name in names]
     except (TypeError, KeyError, AttributeError, ValueError):
         return False
-    return bool(kinds) and isinstance(names, list) and all(k == "Tensor" or k in ALLOWED_TENSORS_SUBCLASSES for k in kinds)
+    return (
+        bool(kinds) and isinstance(names, list) and all(k == "Tensor" or k in ALLOWED_TENSORS_SUBCLASSES for k in kinds)
+    )

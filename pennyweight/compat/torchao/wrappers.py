@@ -89,12 +89,17 @@ class WeightTensorWithLinearActivationQuantizationMetadata(_BeforeLinear):
         return super().__new__(cls, original_weight_tensor)
 
     def __init__(
-        self, original_weight_tensor: Tensor, input_quant_func_static: Any, scale: Tensor, zero_point: Tensor | None = None,
-        quant_kwargs: dict[str, Any] | None = None,
+        self, original_weight_tensor: Tensor, input_quant_func_static: Any, scale: Tensor,
+        zero_point: Tensor | None = None, quant_kwargs: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         # The base rebuilds it with data, attributes and optional data in that order; torchao's own order differs.
         if isinstance(input_quant_func_static, Tensor):
-            input_quant_func_static, scale, zero_point, quant_kwargs = scale, input_quant_func_static, quant_kwargs, zero_point  # type: ignore[assignment]  # noqa: E501
+            input_quant_func_static, scale, zero_point, quant_kwargs = (
+                scale,
+                input_quant_func_static,
+                quant_kwargs,
+                zero_point,
+            )  # type: ignore[assignment]
         self.original_weight_tensor, self.scale, self.zero_point = original_weight_tensor, scale, zero_point
         self.input_quant_func_static, self.quant_kwargs = input_quant_func_static, quant_kwargs or {}
 

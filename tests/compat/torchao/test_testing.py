@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import pennyweight as pw
-from pennyweight.compat.torchao import testing, testing_parallel
+from pennyweight.compat.torchao import harness as testing
+from pennyweight.compat.torchao import harness_parallel as testing_parallel
 from pennyweight.compat.torchao.base_tensor import TorchAOBaseTensor
 from pennyweight.core.numerics import sqnr
 
