@@ -1,9 +1,9 @@
 """Configs as JSON, in torchao's form: ``{"_type": class, "_version": n, "_data": {field: value}}``.
 
 Dtypes and members of enums are ``{"_type": name of the type, "_data": name of the member}``. Reading builds only what
-is known beforehand: the configs and granularities of this package, what :func:`register_config_type` was given, and the
-configs, enums and dataclasses of the modules in ``ALLOWED_AO_MODULES`` that are already imported. Names in a file are
-looked up in that table, and never imported or asked of a module.
+is known beforehand: the configs, granularities, layouts and enums of this package, what :func:`register_config_type`
+was given, and the configs, enums and dataclasses of the modules in ``ALLOWED_AO_MODULES`` that are already imported.
+Names in a file are looked up in that table, and never imported or asked of a module.
 
 Ours are written with the fields that torchao has, so that it reads them; what its constructors fill in (the granularity
 of float8 configs) is written as it was given. A tuple in a config of your own is ``{"_type": "tuple", "_data": [..]}``.
@@ -16,7 +16,7 @@ import enum
 import json
 import sys
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,81 +24,72 @@ from ...core.formats import Format
 from ...core.spec import ActivationSpec, QuantSpec
 from ...models import configs, granularity
 from ...models.configs import AOBaseConfig
+from . import enums, founding_configs, founding_layouts
 
 __all__ = [
     "ALLOWED_AO_MODULES",
     "AOBaseConfig",
     "ConfigJSONEncoder",
-    "Float8MMConfig",
     "VersionMismatchError",
     "config_from_dict",
     "config_to_dict",
     "register_config_type",
 ]
 
-ALLOWED_AO_MODULES = {configs.__name__, granularity.__name__}
-_REGISTERED: dict[str, type] = {}
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# Later ones count: those of torchao's name that also have the fields of its older releases.
+_HOMES = (configs, granularity, enums, founding_layouts, founding_configs)
+_KINDS = (AOBaseConfig, enum.Enum, granularity.Granularity, founding_layouts.Layout, enums.Float8MMConfig)
+_OURS = {v for home in _HOMES for v in vars(home).values() if isinstance(v, type) and issubclass(v, _KINDS)}
 _SPECS: dict[str, Any] = {"QuantSpec": QuantSpec, "ActivationSpec": ActivationSpec}
+_BUILT_IN: dict[str, Any] = dict(_SPECS)
+for _home in _HOMES:
+    _BUILT_IN.update(
+        {name: v for name, v in vars(_home).items() if isinstance(v, type) and v in _OURS - {AOBaseConfig}}
+    )
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_REGISTERED: dict[str, type] = {}
+ALLOWED_AO_MODULES = {home.__name__ for home in _HOMES}
 
-
-class Float8MMConfig(NamedTuple):
-    """How torchao's GPU kernels multiply float8. Accepted by configs; it changes no number here."""
-
-    emulate: bool = False
-    use_fast_accum: bool = False
-    pad_inner_dim: bool = False
-
-
-# Enums whose members our configs hold as strings, the member's name in lower case.
-_ENUMS = {
-    "Float8PackingFormat": {"PLAIN", "SPARSE_2D_DATA_2D_METADATA", "SPARSE_1D_DATA_1D_METADATA", "OPAQUE"},
-    "Int4ChooseQParamsAlgorithm": {"TINYGEMM", "HQQ"},
-    "Int4PackingFormat": {"PLAIN", "PRESHUFFLED", "PLAIN_INT32", "TILE_PACKED_TO_4D", "OPAQUE", "MARLIN_SPARSE"},
-    "IntxChooseQParamsAlgorithm": {"AFFINE", "HQQ_SCALE_ONLY"},
-    "IntxPackingFormat": {
-        "UNPACKED_TO_INT8", "OPAQUE_ATEN_KLEIDIAI", "OPAQUE_TORCHAO_AUTO", "OPAQUE_TORCHAO_KLEIDIAI",
-        "OPAQUE_TORCHAO_LOWBIT",
-    },
-    "KernelPreference": {"AUTO", "TORCH", "MSLK", "FBGEMM", "EMULATED", "DEEPGEMM", "TRITON", "CUTEDSL"},
-    "ScaleCalculationMode": {"FLOOR", "CEIL", "EVEN", "RCEIL"},
-}  # fmt: skip
-
-# The fields that are written as their members. Float8DynamicActivationInt4WeightConfig holds a string in torchao too.
+# Fields that hold a string here and a member of an enum in torchao, by the name of the class.
+# Float8DynamicActivationInt4WeightConfig holds a string there too.
 _INT4 = {
-    "int4_packing_format": "Int4PackingFormat",
-    "int4_choose_qparams_algorithm": "Int4ChooseQParamsAlgorithm",
+    "int4_packing_format": enums.Int4PackingFormat,
+    "int4_choose_qparams_algorithm": enums.Int4ChooseQParamsAlgorithm,
 }
 _INTX = {
-    "intx_packing_format": "IntxPackingFormat",
-    "intx_choose_qparams_algorithm": "IntxChooseQParamsAlgorithm",
+    "intx_packing_format": enums.IntxPackingFormat,
+    "intx_choose_qparams_algorithm": enums.IntxChooseQParamsAlgorithm,
 }
-_MX = {"kernel_preference": "KernelPreference", "scaling_mode": "ScaleCalculationMode"}
-_FLOAT8 = {"packing_format": "Float8PackingFormat", "kernel_preference": "KernelPreference"}
-_ENUM_FIELDS: dict[type, dict[str, str]] = {
-    configs.Int4WeightOnlyConfig: _INT4,
-    configs.IntxWeightOnlyConfig: _INTX,
-    configs.Int8DynamicActivationIntxWeightConfig: _INTX,
-    configs.Float8DynamicActivationFloat8WeightConfig: _FLOAT8,
-    configs.MXDynamicActivationMXWeightConfig: _MX,
-    configs.MXWeightOnlyConfig: _MX,
-}
-
-# Fields that ours lack, by what they may hold without meaning anything here (as JSON): layouts that say where the codes
-# lie and not which, and what torchao 0.9 to 0.18 write by default. torchao reads ours without them.
-_MEANINGLESS: dict[str, tuple[Any, ...]] = {
-    "alg_id": (0,),
-    "layout": (
-        None, "CutlassInt4PackedLayout", "Int4CPULayout", "Int4XPULayout", "Int8DynamicActInt4WeightCPULayout",
-        "PackedLinearInt8DynamicActivationIntxWeightLayout", "PlainLayout", "QDQLayout", "TensorCoreTiledLayout",
-    ),
-    "preserve_zero": (None, False),
-    "use_hqq": (False,),
-    "zero_point_domain": (None, "FLOAT", "NONE"),
+_MX = {"kernel_preference": enums.KernelPreference, "scaling_mode": enums.ScaleCalculationMode}
+_ENUM_FIELDS: dict[str, dict[str, Any]] = {
+    "Float8DynamicActivationFloat8WeightConfig": {
+        "packing_format": enums.Float8PackingFormat, "kernel_preference": enums.KernelPreference,
+    },
+    "Int4WeightOnlyConfig": _INT4,
+    "Int8DynamicActivationIntxWeightConfig": _INTX,
+    "IntxWeightOnlyConfig": _INTX,
+    "MXDynamicActivationMXWeightConfig": _MX,
+    "MXWeightOnlyConfig": _MX,
+    "PrototypeInt4WeightOnlyConfig": _INT4,
 }  # fmt: skip
-# Fields that torchao lacks, which would refuse them: not written where they hold this.
-_UNWRITTEN = {(configs.Float8DynamicActivationInt4WeightConfig, "group_size", 128)}
-_OURS = {v for module in (configs, granularity) for v in vars(module).values() if isinstance(v, type)}
+
+# A field of torchao that ours lack, and what it holds where it means nothing.
+_MEANINGLESS = {"alg_id": 0}
+# Fields of ours that a release of torchao lacks and would refuse: not written where they hold this.
+_UNWRITTEN = {
+    ("Float8DynamicActivationInt4WeightConfig", "group_size", 128),
+    ("Int4WeightOnlyConfig", "layout", None),
+    ("Int4WeightOnlyConfig", "preserve_zero", None),
+    ("Int4WeightOnlyConfig", "use_hqq", False),
+    ("Int4WeightOnlyConfig", "zero_point_domain", None),
+    ("Int4DynamicActivationInt4WeightConfig", "layout", None),
+    ("Int8DynamicActivationInt4WeightConfig", "layout", None),
+    ("Int8DynamicActivationInt8WeightConfig", "layout", None),
+    ("Int8DynamicActivationIntxWeightConfig", "layout", None),
+    ("IntxWeightOnlyConfig", "layout", None),
+    ("PrototypeInt4WeightOnlyConfig", "int4_packing_format", "plain"),
+    ("PrototypeInt4WeightOnlyConfig", "int4_tile_packed_ntile", 8),
+}
 
 
 class VersionMismatchError(ValueError):
@@ -174,22 +165,23 @@ def _encode_object(o: Any, where: str) -> dict[str, Any]:
         if name == "version" or name.startswith("_"):
             continue
         if cls in _OURS:
+            plain = value is None or isinstance(value, (str, int))
+            if plain and (cls.__name__, name, value) in _UNWRITTEN:
+                continue
             if type(value) is tuple:
                 value = list(value)  # as torchao has it; our constructors make it a tuple again
             elif isinstance(value, str):
                 value = _torchaos(cls, name, value)
-            elif isinstance(value, int) and (cls, name, value) in _UNWRITTEN:
-                continue
         data[name] = _encode(value, f"{where}.{name}")
     return {"_type": cls.__name__, "_version": _version(o), "_data": data}
 
 
 def _torchaos(cls: type, name: str, value: str) -> Any:
-    """What torchao holds where our config holds a string: a dtype or a member of an enum, in its JSON form."""
+    """What torchao holds where our config holds a string: a dtype or a member of an enum."""
     if name.endswith("dtype"):
         return _DTYPES.get(value, value)
-    kind = _ENUM_FIELDS.get(cls, {}).get(name, "")
-    return {"_type": kind, "_data": value.upper()} if value.upper() in _ENUMS.get(kind, ()) else value
+    kind = _ENUM_FIELDS.get(cls.__name__, {}).get(name)
+    return kind(value) if kind is not None and value in [member.value for member in kind] else value
 
 
 def _has_version_field(cls: Any) -> bool:
@@ -237,12 +229,10 @@ def _decode(value: Any, where: str) -> Any:
     if not isinstance(kind, str):
         raise ValueError(f"{where}: _type must be the name of a type, got {kind!r}")
     cls = _known().get(kind)
-    if cls is None and kind in _ENUMS:
-        return _member(kind, {name: name.lower() for name in _ENUMS[kind]}, data)
     if cls is None:
         raise ValueError(
             f"{where}: Failed to find class {kind} in any of the allowed modules: "
-            f"{', '.join(sorted(ALLOWED_AO_MODULES))}; a type of your own is made known by register_config_type"
+            f"{', '.join(sorted(_allowed()))}; a type of your own is made known by register_config_type"
         )
     if issubclass(cls, enum.Enum):
         return _member(kind, cls.__members__, data)
@@ -259,13 +249,19 @@ def _member(kind: str, members: Any, name: Any) -> Any:
     return members[name]
 
 
+def _allowed() -> set[str]:
+    """ALLOWED_AO_MODULES, here and on the virtual modules that serve it, where one may have put another set."""
+    served = (sys.modules.get(f"{package}.core.config") for package in (__package__, "torchao"))
+    return ALLOWED_AO_MODULES.union(*(vars(m).get("ALLOWED_AO_MODULES", ()) for m in served if m is not None))
+
+
 def _known() -> dict[str, Any]:
     """Every type that may be built, by its name."""
-    known: dict[str, Any] = {"Float8MMConfig": Float8MMConfig, **_SPECS}
-    for module in sorted(ALLOWED_AO_MODULES):
+    known: dict[str, Any] = {}
+    for module in sorted(_allowed() - {home.__name__ for home in _HOMES}):
         if module in sys.modules:
             known.update({name: v for name, v in vars(sys.modules[module]).items() if _may_be_built(v)})
-    return known | _REGISTERED
+    return known | _BUILT_IN | _REGISTERED
 
 
 def _may_be_built(value: Any) -> bool:
@@ -282,14 +278,16 @@ def _build(kind: str, cls: Any, version: Any, data: dict[str, Any]) -> Any:
     )
     given: dict[str, Any] = {} if version == _version(cls) else _older(kind, cls, version)
     for name, value in data.items():
-        if cls in _OURS and _is_meaningless(name, value) and (name == "layout" or name not in fields):
-            continue
         if name not in fields:
+            if cls in _OURS and name in _MEANINGLESS and value == _MEANINGLESS[name]:
+                continue
             raise ValueError(f"{kind} has no field {name!r}, which holds {value!r}; it has {', '.join(fields)}")
         given[name] = _decode(value, f"{kind}.{name}")
+        if cls in _OURS and name in _ENUM_FIELDS.get(kind, {}) and isinstance(given[name], enum.Enum):
+            given[name] = given[name].value
     try:
         return cls(**given)
-    except (AssertionError, TypeError, ValueError) as error:
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(f"{kind} cannot be made from {sorted(data)}: {error}") from error
 
 
@@ -304,9 +302,3 @@ def _older(kind: str, cls: Any, version: Any) -> dict[str, Any]:
         stacklevel=2,
     )
     return {} if cls in _OURS else {"version": version}
-
-
-def _is_meaningless(name: str, value: Any) -> bool:
-    if _is_tagged(value):
-        value = value["_type" if name == "layout" else "_data"]
-    return name in _MEANINGLESS and not isinstance(value, (dict, list)) and value in _MEANINGLESS[name]

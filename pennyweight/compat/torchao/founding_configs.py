@@ -186,6 +186,8 @@ class GemliteUIntXWeightOnlyConfig(ours.AOBaseConfig):
 class PrototypeInt4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
     """torchao's int4 weights for CPUs: the numbers of Int4WeightOnlyConfig."""
 
+    version: int = 1
+
 
 @dataclass(frozen=True)
 class Float8SemiSparseConfig(ours.AOBaseConfig):
