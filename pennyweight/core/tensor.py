@@ -216,7 +216,7 @@ class AffineQuantizedTensor(Tensor):
 
     def error(self, reference: Tensor) -> float:
         """Signal to quantization noise against ``reference``, in dB."""
-        return sqnr(reference, self.dequantize(torch.float32))
+        return sqnr(reference.detach(), self._dequantize(torch.float32))
 
     def requantize(self, spec: QuantSpec, rule: str | None = None) -> AffineQuantizedTensor:
         """This tensor under another spec, through float once. A change of layout alone is exact."""
