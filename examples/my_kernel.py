@@ -5,7 +5,6 @@ python examples/my_kernel.py
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +36,6 @@ def unpack(parts: Parts, spec: pw.QuantSpec, shape: Sequence[int]) -> Parts:
     return parts._replace(codes=codes.flatten(-2)[..., : shape[-1]])
 
 
-@lru_cache
 def digits_of_bytes(device: torch.device) -> Tensor:
     """[256, 5]: the five codes of each byte."""
     byte = torch.arange(256, device=device)
