@@ -221,6 +221,7 @@ def test_a_weight_that_is_quantized_is_not_quantized_again() -> None:
 
 @torch.no_grad()
 def test_the_report_and_the_compiled_model() -> None:
+    torch._dynamo.reset()  # Sequential.forward has been compiled for other models before
     m, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(3, 64)
     report = quantize_(m, Int8DynamicActivationInt8WeightConfig())
     assert isinstance(report, pw.Report)
