@@ -170,6 +170,22 @@ def test_one_that_trains_as_the_float_weight_does() -> None:
         torch.optim.AdamW(student.parameters()).step()
 
 
+def test_compiled_training_is_eager_training() -> None:
+    model = nn.Sequential(nn.Linear(16, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False))
+    for linear in (model[0], model[2]):
+        linear.weight = nn.Parameter(_Quantize.apply(linear.weight.detach()), requires_grad=True)
+    compiled = torch.compile(model, fullgraph=True)
+    for rows in (5, 9):
+        x = torch.randn(rows, 16)
+        model(x).sum().backward()
+        want = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        compiled(x).sum().backward()
+        for p, grad in zip(model.parameters(), want, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+        model.zero_grad()
+
+
 def test_the_constructor_passes_gradients_on() -> None:
     x = torch.randn(8, 16, requires_grad=True)
     F.linear(torch.ones(1, 16), _Quantize.apply(x)).sum().backward()

@@ -124,7 +124,7 @@ class TestRowsCompiled(testing.TorchAOCompileTestCase):
 
 
 class TestOursParallel(testing_parallel.TorchAOTensorParallelTestCase):
-    test_tp_float16 = None
+    test_tp_float16 = test_tp_bfloat16 = None
 
 
 class TestRowsParallel(testing_parallel.TorchAOTensorParallelTestCase):
