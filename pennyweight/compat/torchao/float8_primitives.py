@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .bounds import block_view, require
-from .primitives import _Round, _RoundToFloat8
+from .primitives import _RoundToFloat8, straight_round
 
 __all__ = [
     "_RoundToFloat8",
@@ -57,7 +57,7 @@ def _choose_scale_float8(
         absmax = absmax.clamp(hp_value_lb, hp_value_ub)
     scale = (absmax / torch.finfo(float8_dtype).max).reshape(shape)
     if scale_dtype is not torch.float32:
-        scale = torch.exp2(_Round.apply(torch.log2(scale)))
+        scale = torch.exp2(straight_round(torch.log2(scale)))
     return scale.to(torch.float32).clamp(min=_FLOOR)
 
 

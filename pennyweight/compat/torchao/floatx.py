@@ -50,8 +50,8 @@ def _f32_to_floatx_unpacked(x: Tensor, ebits: int, mbits: int) -> Tensor:
     least = 1 - _n_ones(ebits - 1)  # exponent of the least normal number
     magnitude = x.abs().clamp(max=_greatest(ebits, mbits))
     exponent = torch.where(magnitude > 0, torch.frexp(magnitude).exponent - 1, least).clamp(min=least)
-    steps = torch.ldexp(magnitude, mbits - exponent).round().to(torch.int32)
-    code = steps + ((exponent - least) << mbits)
+    steps = torch.ldexp(magnitude.double(), mbits - exponent)
+    code = (steps + ((exponent - least) << mbits)).round().to(torch.int32)  # a tie goes to the even code
     return (code | (x.signbit().to(torch.int32) << (ebits + mbits))).to(torch.uint8)
 
 
@@ -74,8 +74,9 @@ def _choose_qparams_affine_floatx(tensor: Tensor, ebits: int, mbits: int) -> Ten
 
 
 def _quantize_affine_floatx(tensor: Tensor, scale: Tensor, ebits: int, mbits: int) -> Tensor:
-    """Codes of x / scale. tensor: [N, K]; scale: [N]."""
-    return _f32_to_floatx_unpacked(tensor.float() / scale.reshape(-1, 1), ebits, mbits)
+    """Codes of x / scale. tensor: [N, K]; scale: [N], where 0 (1e-12 underflows in float16) gives zeros."""
+    scale = torch.where(scale == 0, torch.inf, scale).reshape(-1, 1)
+    return _f32_to_floatx_unpacked(tensor.float() / scale, ebits, mbits)
 
 
 def _dequantize_affine_floatx(

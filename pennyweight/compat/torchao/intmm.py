@@ -6,10 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.torch_int8 import int_mm_saturates
+from ...kernels.torch_int8 import _constant_while_tracing, int_mm_saturates
 from .bounds import require
 
 __all__ = ["int_matmul", "int_scaled_matmul", "safe_int_mm"]
+
+
+@_constant_while_tracing
+def _saturates() -> bool:
+    return int_mm_saturates()
 
 
 def safe_int_mm(input: Tensor, mat2: Tensor) -> Tensor:
@@ -23,7 +28,7 @@ def safe_int_mm(input: Tensor, mat2: Tensor) -> Tensor:
         return torch.matmul(input.to(torch.int32), mat2.to(torch.int32))
     if input.device.type == "cuda":
         return _cuda_int_mm(input, mat2)
-    if input.device.type != "cpu" or int_mm_saturates():
+    if input.device.type != "cpu" or _saturates():
         return torch.matmul(input.double(), mat2.double()).to(torch.int32)
     return torch._int_mm(input, mat2)
 

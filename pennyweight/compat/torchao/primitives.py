@@ -73,6 +73,11 @@ class _RoundToFloat8(torch.autograd.Function):
         return gy, None
 
 
+def straight_round(x: Tensor) -> Tensor:
+    """:class:`_Round`, without the detour through autograd where nothing is recorded."""
+    return _Round.apply(x) if x.requires_grad and torch.is_grad_enabled() else x.round()
+
+
 # -- choosing ----------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +105,7 @@ def _from_range(
             return scale, None
         if domain is FLOAT:
             return scale, low + scale * ((quant_max + quant_min + 1) / 2)
-        return scale, (quant_min - _Round.apply(low / scale)).clamp(quant_min, quant_max)
+        return scale, (quant_min - straight_round(low / scale)).clamp(quant_min, quant_max)
     if not preserve_zero:
         raise ValueError("preserve_zero == False is not supported for symmetric quantization")
     if domain is FLOAT:
@@ -137,9 +142,7 @@ def _choose(
         f"float8 has symmetric quantization only, got {mapping_type}",
     )
     view, reduced, _ = block_view(input, block_size)
-    low, high = view.amin(reduced), view.amax(reduced)
-    if not reduced:  # amin over no axes reduces all of them
-        low = high = view
+    low, high = (view.amin(reduced), view.amax(reduced)) if reduced else (view, view)  # over no axes: over all
     scale, zero_point = _from_range(low, high, mapping_type, quant_min, quant_max, eps, preserve_zero, domain)
     if keepdim:
         counts = [n if b == 1 else 1 if b in (n, -1) else n // b for b, n in zip(block_size, input.shape, strict=True)]
@@ -284,10 +287,10 @@ def unclamped(
     if domain is FLOAT:
         base = -scale * ((quant_max + quant_min + 1) / 2)
         steps = (view - (base if zero_point is None else zero_point + base)) / torch.where(scale == 0, torch.inf, scale)
-        return _Round.apply(steps).reshape(input.shape)
+        return straight_round(steps).reshape(input.shape)
     steps = (view * _reciprocal(scale)).to(torch.promote_types(view.dtype, scale.dtype))
     if dtype not in FP8_TYPES:
-        steps = _Round.apply(steps)
+        steps = straight_round(steps)
     if zero_point is not None and domain is INT:
         steps = steps + zero_point
     return steps.reshape(input.shape)

@@ -64,7 +64,22 @@ def quantize_(
     chosen = filter_fn if filter_fn is not None else _is_linear
     if not any(chosen(module, name) for name, module in model.named_modules()):
         return None
-    return _quantize_(model, config, chosen, device, **kwargs)
+    report = _quantize_(model, config, chosen, device, **kwargs)
+    for module in model.modules():
+        if type(module) is nn.Linear and isinstance(module.weight, AffineQuantizedTensor):
+            module.extra_repr = _ExtraRepr(module)  # type: ignore[method-assign]
+    return report
+
+
+class _ExtraRepr:
+    """What a linear layer prints of itself: its weight too, as torchao has it. A class, so that layers can be pickled."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.module = module
+
+    def __call__(self) -> str:
+        m = self.module
+        return f"in_features={m.in_features}, out_features={m.out_features}, weight={m.weight}"
 
 
 def fqn_matches_fqn_config(fqn: str, config: FqnToConfig) -> bool:
