@@ -113,7 +113,7 @@ class TorchAOBasicTestCase(_TensorTestCase):
         _, w = self.weight()
         names, context = w.__tensor_flatten__()
         inner = {name: getattr(w, name) for name in names}
-        again = self.TENSOR_SUBCLASS.__tensor_unflatten__(inner, context, w.size(), w.stride())
+        again = type(w).__tensor_unflatten__(inner, context, w.size(), w.stride())
         self.assertEqual(w.dequantize(), again.dequantize())
 
     @over_devices

@@ -15,9 +15,12 @@ from pennyweight.compat.torchao import harness as testing
 from pennyweight.compat.torchao import harness_parallel as testing_parallel
 from pennyweight.compat.torchao import skips
 from pennyweight.compat.torchao.base_tensor import TorchAOBaseTensor
+from pennyweight.compat.torchao.dtypes import AffineQuantizedTensor, to_affine_quantized_intx
+from pennyweight.compat.torchao.quantization import Int8Tensor
 from pennyweight.core.numerics import sqnr
 
 aten = torch.ops.aten
+FOUNDING = {"mapping_type": pw.MappingType.ASYMMETRIC, "block_size": (1, 32), "target_dtype": torch.uint8}
 INT4 = pw.QuantSpec(pw.get_format("int4"), (32,))
 
 
@@ -107,6 +110,34 @@ class TestOursInt4(testing.TorchAOBasicTestCase):
 
 class TestOursCompiled(testing.TorchAOCompileTestCase):
     pass
+
+
+class TestCurrentEra(testing.TorchAOBasicTestCase):
+    """The defaults of torchao 0.18."""
+
+    TENSOR_SUBCLASS = Int8Tensor
+    FACTORY_FN = staticmethod(Int8Tensor.from_hp)
+    kwargs = {"granularity": pw.PerRow()}  # noqa: RUF012
+
+
+class TestCurrentEraCompiled(testing.TorchAOCompileTestCase):
+    TENSOR_SUBCLASS = Int8Tensor
+    FACTORY_FN = staticmethod(Int8Tensor.from_hp)
+    kwargs = {"granularity": pw.PerRow()}  # noqa: RUF012
+
+
+class TestFoundingEra(testing.TorchAOBasicTestCase):
+    """The defaults of torchao 0.12."""
+
+    TENSOR_SUBCLASS = AffineQuantizedTensor
+    FACTORY_FN = to_affine_quantized_intx
+    kwargs = FOUNDING
+
+
+class TestFoundingEraCompiled(testing.TorchAOCompileTestCase):
+    TENSOR_SUBCLASS = AffineQuantizedTensor
+    FACTORY_FN = to_affine_quantized_intx
+    kwargs = FOUNDING
 
 
 class TestRows(testing.TorchAOBasicTestCase):
