@@ -151,6 +151,12 @@ class TorchAOBasicTestCase(_TensorTestCase):
 class TorchAOCompileTestCase(_TensorTestCase):
     """Tensors as inputs, outputs and weights of compiled functions."""
 
+    def setUp(self) -> None:
+        super().setUp()
+        # All cases compile the same few functions, and past a number of variants torch would run them eagerly.
+        torch.compiler.reset()
+        self.addCleanup(torch.compiler.reset)
+
     @over_devices
     @over_dtypes
     def test_input_output_tensor_subclass(self, device: str, dtype: torch.dtype) -> None:

@@ -120,12 +120,6 @@ class TestCurrentEra(testing.TorchAOBasicTestCase):
     kwargs = {"granularity": pw.PerRow()}  # noqa: RUF012
 
 
-class TestCurrentEraCompiled(testing.TorchAOCompileTestCase):
-    TENSOR_SUBCLASS = Int8Tensor
-    FACTORY_FN = staticmethod(Int8Tensor.from_hp)
-    kwargs = {"granularity": pw.PerRow()}  # noqa: RUF012
-
-
 class TestFoundingEra(testing.TorchAOBasicTestCase):
     """The defaults of torchao 0.12."""
 
