@@ -111,7 +111,7 @@ _LINES = {
     f"{_Q}.weight_tensor_linear_activation_quantization": "wrappers",
     "testing": "",
     "testing.model_architectures": "model_architectures",
-    "testing.utils": "harness harness_parallel",
-    "utils": "tools hardware unwrap base_tensor dispatch",
+    "testing.utils": "harness harness_parallel skips",
+    "utils": "tools hardware unwrap base_tensor dispatch skips",
 }
 TREE: dict[str, tuple[str, ...]] = {path: tuple(homes.split()) for path, homes in _LINES.items()}
