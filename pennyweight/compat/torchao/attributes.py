@@ -158,6 +158,14 @@ for _name, _fn in ATTRIBUTES.items():
     setattr(QT, _name, property(_fn))
 
 
+def _quantization_type(self: QT) -> str:
+    """What torchao prints of a weight in its layer."""
+    return repr(self).partition("(")[2][:-1]
+
+
+QT._quantization_type = _quantization_type  # type: ignore[attr-defined]
+
+
 def _get_layout(self: PlainView) -> Layout:
     return layout_of(self._tensor)
 

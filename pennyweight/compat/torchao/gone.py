@@ -85,7 +85,6 @@ GONE: dict[str, tuple[str, str]] = {
     "testing.float8": ("0.8 to 0.12", _TRAIN),
     "testing.pt2e": ("0.11 on", "graphs are not annotated"),
     "testing.training": ("0.13 on", _TRAIN),
-    "utils.*": ("0.9 to 0.13", "skip_if_compute_capability_less_than of torchao.testing.utils"),
     "dtypes.fbgemm_fp8_tensor": ("0.11 to 0.13", "Float8Tensor"),
     "dtypes.fbgemm_int4_tensor": ("0.11 to 0.13", "Int4Tensor"),
     "dtypes.uintx.gemlite_layout": ("0.9 to 0.16", "UIntXWeightOnlyConfig: kernels are chosen from the table"),

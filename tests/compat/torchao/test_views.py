@@ -251,3 +251,13 @@ def test_classes_that_pack_for_one_device_have_the_numbers_of_the_plain_ones() -
             view(w.qdata, w.scale)
     plain = IntxUnpackedToInt8Tensor.from_hp(x, (1, 32), torch.int4)
     assert torch.equal(IntxOpaqueTensor.from_intx_unpacked_to_int8_tensor(plain).dequantize(), plain.dequantize())
+
+
+def test_granularity_of_int8() -> None:
+    assert Int8Tensor._normalize_granularity(None) == (PerRow(), PerRow())
+    assert Int8Tensor._normalize_granularity([PerTensor(), PerRow()]) == (PerTensor(), PerRow())
+    with pytest.raises(ValueError, match="exactly 2 elements"):
+        Int8Tensor._normalize_granularity([PerRow()])
+    with pytest.raises(ValueError, match="Invalid granularity type"):
+        Int8Tensor._normalize_granularity("rows")
+    assert "int8[*]" in layer(Int8WeightOnlyConfig()).weight._quantization_type()
