@@ -350,6 +350,8 @@ def test_nf4() -> None:
     w = torch.randn(128, 128)
     q = to_nf4(w, 64, 64)
     assert isinstance(q, NF4Tensor)
+    assert torch.equal(q.get_original_weight(), q.dequantize())
+    assert q.n_blocks == 256
     assert compute_error(w, q.dequantize()) > 19
     x = torch.randn(3, 128, requires_grad=True)
     y = linear_nf4(x, q)
