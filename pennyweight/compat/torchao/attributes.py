@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.tensor import AffineQuantizedTensor, PlainView
-from . import int_views, parts
+from . import block_views, float_views, int4_views, int_views, parts
 from .enums import ZeroPointDomain
 from .founding import ACTIVATIONS
 from .founding_layouts import Layout, layout_of
@@ -20,6 +20,7 @@ from .view import VIEWS, view_of
 
 __all__ = ["ATTRIBUTES"]
 
+assert {v.__name__ for v in (block_views.MXTensor, float_views.Float8Tensor, int4_views.Int4Tensor)} <= VIEWS.keys()
 QT = AffineQuantizedTensor
 ATTRIBUTES: dict[str, Callable[[QT], Any]] = {}
 

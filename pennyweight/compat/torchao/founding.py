@@ -22,7 +22,7 @@ from .founding_layouts import (
     UintxTensor,
     get_tensor_impl_constructor,
 )
-from .int_views import packed_by_aten
+from .int4_views import packed_by_aten
 from .parts import float_codes, int_codes
 from .primitives import (
     _choose_qparams_affine_dont_preserve_zero,

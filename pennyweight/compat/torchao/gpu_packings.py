@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ...core.tensor import AffineQuantizedTensor as QT
-from .int_views import Int4Tensor, IntxUnpackedToInt8Tensor
+from .int4_views import Int4Tensor
+from .int_views import IntxUnpackedToInt8Tensor
 from .parts import ready
 from .view import View
 

@@ -1,4 +1,4 @@
-"""torchao's integer weights: Int8Tensor, IntxUnpackedToInt8Tensor, Int4Tensor, Int4OpaqueTensor."""
+"""torchao's integer weights of one code a byte: Int8Tensor, IntxUnpackedToInt8Tensor."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.formats import INT7, INT8, TERNARY, UINT4
-from ...core.numerics import Parts
+from ...core.formats import INT7, INT8, TERNARY
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...models.configs.integer import INT8_EPS
@@ -23,7 +22,7 @@ from .view import View
 
 QT = AffineQuantizedTensor
 __all__ = [
-    "Int4OpaqueTensor", "Int4Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor",
+    "Int8Tensor", "IntxUnpackedToInt8Tensor",
     "IntxUnpackedToInt8TensorActivationQuantization", "QuantizeTensorKwargs", "QuantizeTensorToInt8Kwargs",
 ]  # fmt: skip
 
@@ -275,127 +274,3 @@ def _per_token(act: ActivationSpec, dtype: torch.dtype) -> bool:
         act.mode == "dynamic" and spec.format is INT8 and spec.zero_point and spec.block == (-1,)
         and spec.scale in (dtype, torch.float32) and act.rule in (None, "asymmetric")
     )  # fmt: skip
-
-
-def _unpack_nibbles(packed: Tensor) -> Tensor:
-    """Signed nibbles of bytes, the even element low: [.., K / 2] -> [.., K], int8 -8..7."""
-    low, high = packed.view(torch.uint8) & 15, packed.view(torch.uint8) >> 4
-    codes = torch.stack([low, high], -1).flatten(-2).to(torch.int8)
-    return torch.where(codes > 7, codes - 16, codes)
-
-
-def _pack_nibbles(codes: Tensor) -> Tensor:
-    """The inverse: int8 [.., K] -> int8 bytes [.., K / 2]."""
-    nibbles = codes.to(torch.uint8) & 15
-    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).view(torch.int8)
-
-
-class Int4Tensor(View):
-    """4-bit codes two a byte (signed, the even one low), scale and real zero point [K / group, N] in bfloat16."""
-
-    tensor_data_names = ["qdata", "scale", "zero_point"]  # noqa: RUF012
-    tensor_attribute_names = ["block_size", "shape"]  # noqa: RUF012
-    optional_tensor_data_names = ["act_pre_scale"]  # noqa: RUF012
-    optional_tensor_attribute_names = ["activation_dtype"]  # noqa: RUF012
-
-    @staticmethod
-    def holds(w: QT) -> bool:
-        spec = w.spec
-        return (
-            spec.format is UINT4 and spec.mid == 8 and isinstance(spec.scale, torch.dtype) and spec.offset == spec.scale
-            and w.act is None and w.ndim == 2 and w.axes is None and tuple(w.codes.shape) == tuple(w.shape)
-            and w.shape[-1] % 2 == 0
-        )  # fmt: skip
-
-    @classmethod
-    def build(
-        cls, qdata: Tensor, scale: Tensor, zero_point: Tensor, block_size: Any, shape: Any,
-        act_pre_scale: Tensor | None = None, activation_dtype: torch.dtype | None = None,
-    ) -> QT:  # fmt: skip
-        if act_pre_scale is not None:
-            raise NotImplementedError(
-                "act_pre_scale (AWQ, SmoothQuant) is not offered yet; fold it into the layer before"
-            )
-        if activation_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-            raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; leave them bfloat16")
-        codes = (_unpack_nibbles(qdata) + 8).to(torch.uint8)
-        assert tuple(codes.shape) == tuple(shape), f"qdata is {list(qdata.shape)}, so not of shape {list(shape)}"
-        return int_codes(
-            codes, scale.t().contiguous(), zero_point.t().contiguous(), block_size, scale.dtype, 0, 15, real=True
-        )
-
-    @classmethod
-    def from_hp(cls, w: Tensor, block_size: Any, activation_dtype: torch.dtype | None = torch.bfloat16) -> QT:
-        """tinygemm's numbers: scale = (max - min) / 15, zero point min + 8 * scale, in the weight's dtype."""
-        if activation_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-            raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; leave them bfloat16")
-        block = block_of(block_size, w.shape)
-        spec = QuantSpec(UINT4, block, scale=w.dtype, offset=w.dtype, mid=8)
-        return QT.from_float(w, spec, "minmax", 1e-6)
-
-    @staticmethod
-    def take(w: QT) -> dict[str, Any]:
-        scale, offset = part(w, "scale"), part(w, "offset")
-        assert scale is not None
-        assert offset is not None
-        return {
-            "qdata": _pack_nibbles(plain_codes(w).to(torch.int8) - 8), "scale": scale.t().contiguous(),
-            "zero_point": offset.t().contiguous(), "block_size": block_size(w), "shape": w.shape,
-            "act_pre_scale": None, "activation_dtype": torch.bfloat16,
-        }  # fmt: skip
-
-
-def packed_by_aten(packed: Tensor, scale_and_zero: Tensor, block: Any, shape: Any, dtype: torch.dtype) -> QT:
-    """A weight that ``_convert_weight_to_int4pack_for_cpu`` packed: packed [N, K / 2], scale_and_zero [K / g, N, 2].
-
-    The order of those bytes is that of the CPU that packed them: a file of another kind of CPU cannot be told apart.
-    """
-    spec = QuantSpec(
-        UINT4,
-        block_of(block, shape),
-        scale=scale_and_zero.dtype,
-        offset=scale_and_zero.dtype,
-        mid=8,
-        layout="torch_int4",
-    )
-    return QT(Parts(packed, scale_and_zero), spec, tuple(shape), dtype).to_layout("plain")
-
-
-class Int4OpaqueTensor(View):
-    """torchao's int4 weights for CPUs, in the byte order of torch's own kernel on the machine that packed them."""
-
-    tensor_data_names = ["qdata", "scale_and_zero"]  # noqa: RUF012
-    tensor_attribute_names = ["block_size", "shape"]  # noqa: RUF012
-    optional_tensor_data_names = ["act_pre_scale", "qzeros", "compensation"]  # noqa: RUF012
-    optional_tensor_attribute_names = ["act_mapping_type"]  # noqa: RUF012
-
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return Int4Tensor.holds(w)
-
-    @classmethod
-    def build(
-        cls, qdata: Tensor, scale_and_zero: Tensor, block_size: Any, shape: Any, act_pre_scale: Tensor | None = None,
-        qzeros: Tensor | None = None, compensation: Tensor | None = None, act_mapping_type: Any = None,
-    ) -> QT:  # fmt: skip
-        if any(part is not None for part in (act_pre_scale, qzeros, compensation, act_mapping_type)):
-            raise NotImplementedError(
-                "Int4OpaqueTensor of int8 activations: its bytes are those of a kernel in torchao's own builds; "
-                "quantize the float model with Int8DynamicActivationInt4WeightConfig"
-            )
-        return packed_by_aten(qdata, scale_and_zero, block_size, shape, scale_and_zero.dtype)
-
-    @classmethod
-    def from_hp(cls, w: Tensor, block_size: Any, use_hqq: bool = False, **kwargs: Any) -> QT:
-        """As :meth:`Int4Tensor.from_hp`."""
-        if use_hqq or kwargs:
-            raise NotImplementedError(f"Int4OpaqueTensor.from_hp: use_hqq and {sorted(kwargs)} are not offered yet")
-        return Int4Tensor.from_hp(w, block_size)
-
-    @staticmethod
-    def take(w: QT) -> dict[str, Any]:
-        packed = w.to_layout("torch_int4")
-        return {
-            "qdata": packed.parts.codes, "scale_and_zero": packed.parts.scale, "block_size": block_size(w),
-            "shape": w.shape, "act_pre_scale": None, "qzeros": None, "compensation": None, "act_mapping_type": None,
-        }  # fmt: skip

@@ -14,7 +14,7 @@ from ...core.spec import ActivationSpec, QuantSpec
 from ...models.configs.integer import INT8_EPS
 from ...models.granularity import MappingType
 from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
-from .int_views import packed_by_aten
+from .int4_views import packed_by_aten
 from .parts import int_codes, ready
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...models import granularity
-from . import attributes, enums, float_views, founding, founding_layouts, int_views
+from . import attributes, block_views, enums, float_views, founding, founding_layouts, int4_views, int_views
 
 __all__ = ["GLOBALS", "allow"]
 
@@ -33,13 +33,13 @@ GLOBALS: dict[str, Any] = dict(
         *_at(f"{_Q} {_W} {_W}.int8.int8_tensor", int_views, "Int8Tensor", "QuantizeTensorToInt8Kwargs"),
         *_at(f"{_Q} {_W} {_W}.intx.intx_unpacked_to_int8_tensor", int_views, "IntxUnpackedToInt8Tensor",
              "IntxUnpackedToInt8TensorActivationQuantization"),
-        *_at(f"{_Q} {_W} {_W}.int4.int4_tensor", int_views, "Int4Tensor"),
+        *_at(f"{_Q} {_W} {_W}.int4.int4_tensor", int4_views, "Int4Tensor"),
         *_at(f"prototype.quantization.int4 prototype.quantization.int4.int4_opaque_tensor {_Q} {_W} "
-             f"{_W}.int4.int4_opaque_tensor", int_views, "Int4OpaqueTensor"),
+             f"{_W}.int4.int4_opaque_tensor", int4_views, "Int4OpaqueTensor"),
         *_at(f"{_Q} {_W} {_W}.float8.float8_tensor", float_views, "Float8Tensor", "QuantizeTensorToFloat8Kwargs"),
-        *_at(f"{_Q} {_W}.nf4.nf4_tensor dtypes dtypes.nf4tensor", float_views, "NF4Tensor"),
-        *_at("prototype.mx_formats.mx_tensor", float_views, "MXTensor", "QuantizeTensorToMXKwargs"),
-        *_at("prototype.mx_formats.nvfp4_tensor", float_views, "NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"),
+        *_at(f"{_Q} {_W}.nf4.nf4_tensor dtypes dtypes.nf4tensor", block_views, "NF4Tensor"),
+        *_at("prototype.mx_formats.mx_tensor", block_views, "MXTensor", "QuantizeTensorToMXKwargs"),
+        *_at("prototype.mx_formats.nvfp4_tensor", block_views, "NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"),
         *_at("dtypes dtypes.affine_quantized_tensor", founding, "AffineQuantizedTensor"),
         *_at(f"{_Q} {_Q}.linear_activation_quantized_tensor", founding, "LinearActivationQuantizedTensor"),
         *_at(f"{_Q}.quant_api", founding, "_int8_asymm_per_token_quant", "_int8_symm_per_token_reduced_range_quant"),

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ...core.tensor import AffineQuantizedTensor
 from ...models import granularity
-from . import enums, float_views, int_views
+from . import block_views, enums, float_views, int4_views, int_views
 from .parts import ready
 from .view import VIEWS, view_of
 
+assert int4_views.Int4Tensor.__name__ in VIEWS  # views are known once their files are imported
 __all__ = [
     "ALLOWED_CLASSES",
     "ALLOWED_TENSORS_SUBCLASSES",
@@ -38,8 +39,8 @@ ALLOWED_TENSORS_SUBCLASSES = [
 _PLAIN = {
     cls.__name__: cls
     for cls in (
-        float_views.QuantizeTensorToFloat8Kwargs, float_views.QuantizeTensorToMXKwargs,
-        float_views.QuantizeTensorToNVFP4Kwargs, int_views.QuantizeTensorToInt8Kwargs,
+        float_views.QuantizeTensorToFloat8Kwargs, block_views.QuantizeTensorToMXKwargs,
+        block_views.QuantizeTensorToNVFP4Kwargs, int_views.QuantizeTensorToInt8Kwargs,
         int_views.IntxUnpackedToInt8TensorActivationQuantization, enums.Float8MMConfig, enums.KernelPreference,
         enums.ScaleCalculationMode, granularity.MappingType, granularity.PerAxis, granularity.PerBlock,
         granularity.PerGroup, granularity.PerRow, granularity.PerTensor, granularity.PerToken,
