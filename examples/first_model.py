@@ -35,7 +35,7 @@ def trained() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
     centres = torch.randn(40, 64) / 2
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(200):
+    for _ in range(100):
         x, label = points(256, centres)
         nn.functional.cross_entropy(model(x), label).backward()
         optimizer.step()

@@ -59,13 +59,13 @@ def shard_mlp_(model: MLP, mesh: DeviceMesh) -> None:
     model.down.bias = nn.Parameter(replicate(model.down.bias, mesh), requires_grad=False)
 
 
-def compile_for(model: nn.Module, config: pw.AOBaseConfig) -> nn.Module:
-    """torch.compile, with the scheme in the name under which torch's cache keeps the graphs.
+def compile_(model: nn.Module) -> nn.Module:
+    """torch.compile, without the cache that keeps graphs from one process to the next.
 
     torch 2.13 names the graph of a DTensor by its mesh, placement, shape and dtype, and not by the tensor within: two
     schemes of one shape would get one graph, and the second model the outputs of the first.
     """
-    torch.compiler.config.cache_key_tag = str(config)
+    torch._functorch.config.enable_autograd_cache = False
     return torch.compile(model, fullgraph=True)
 
 
@@ -111,13 +111,13 @@ def work(rank: int, meeting_place: str) -> None:
         assert isinstance(local, pw.AffineQuantizedTensor)
         assert local.nbytes == bytes_whole // 2
         eager = whole(replicate(x, mesh)).full_tensor()
-        compiled = compile_for(whole, config)(replicate(x, mesh)).full_tensor()
+        compiled = compile_(whole)(replicate(x, mesh)).full_tensor()
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
         difference = float((eager - y).norm() / y.norm())
         say(f"{config}: {local.nbytes} of {bytes_whole} bytes here; {difference:.1e} from the whole model")
         # With dynamic activations each process scales the inputs that it sees: half of each row in ``down``. That is
-        # finer than one scale for the whole row, and not the same.
-        assert difference < (2e-2 if local.act else 1e-5)
+        # finer than one scale for the whole row, and not the same. torch's own int4 kernel rounds to bfloat16.
+        assert difference < (1e-5 if config is CONFIGS[0] else 2e-2)
     dist.destroy_process_group()
 
 

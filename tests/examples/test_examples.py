@@ -19,7 +19,7 @@ WARNINGS = ["-W", "error", "-W", "ignore:`torch.jit.script_method` is:Deprecatio
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_a_script_runs_and_prints_what_its_page_shows(page: Path) -> None:
     script = ROOT / "examples" / f"{page.stem}.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # small models, busy machines
     run = subprocess.run(
         [sys.executable, *WARNINGS, str(script)],
         capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300, check=False,
