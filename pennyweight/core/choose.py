@@ -140,6 +140,16 @@ def symmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     return Params(_at_least(_absmax(x, spec) / ((f.hi - f.lo) / 2 if f.kind == "int" else _reach(spec)), eps))
 
 
+@rule("absmax")
+def absmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
+    """scale = absmax / max(hi, -lo) where the format has numbers of one sign only, else absmax / the lesser of the two:
+    nothing clips and the codes are symmetric (-127 to 127 for int8). LLM.int8(), ggml's Q8_0, torchao before 0.13."""
+    bottom, top = _ends(spec)
+    if bottom >= 0 or top <= 0:
+        return symmetric_no_clip(x, spec, eps)
+    return Params(_at_least(_absmax(x, spec) / min(top, -bottom), eps))
+
+
 @rule("symmetric_no_clip")
 def symmetric_no_clip(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """scale = max(min / lo, max / hi), so that nothing clips; an end without numbers (int1 has no positive one) is left

@@ -34,9 +34,21 @@ class Format:
     hi: float
     values: tuple[float, ...] = field(default=(), repr=False)
 
+    def __new__(
+        cls, name: str, bits: int, kind: str, code_dtype: torch.dtype, lo: float, hi: float,
+        values: tuple[float, ...] = (),
+    ) -> Format:  # fmt: skip
+        """The interned one where it is the same: torch.compile makes frozen dataclasses anew from their fields."""
+        held = _BY_NAME.get(name)
+        if held is None:
+            return super().__new__(cls)
+        if (held.bits, held.kind, held.code_dtype, held.lo, held.hi, held.values) != (
+            bits, kind, code_dtype, lo, hi, values,
+        ):  # fmt: skip
+            raise ValueError(f"number format {name!r} exists already; choose another name")
+        return held
+
     def __post_init__(self) -> None:
-        if self.name in _BY_NAME:
-            raise ValueError(f"number format {self.name!r} exists already; choose another name")
         if not 1 <= self.bits <= 8:
             raise ValueError(f"number format {self.name!r}: bits must be in 1..8, got {self.bits}")
         _BY_NAME[self.name] = self
@@ -191,6 +203,13 @@ NF4 = table(
         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ),
 )  # fmt: skip
+# torchao's normal floats: four digits, rounded to the dtype of the tensor that they were made for.
+_NF4_DIGITS = (
+    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+)  # fmt: skip
+for _dtype in (torch.float32, torch.bfloat16, torch.float16):
+    table(f"nf4_digits_{str(_dtype).removeprefix('torch.')}", tuple(torch.tensor(_NF4_DIGITS, dtype=_dtype).tolist()))
 DYNAMIC8 = table("dynamic8", _dynamic_map(8, signed=True))
 UDYNAMIC8 = table("udynamic8", _dynamic_map(8, signed=False))
 DYNAMIC4 = table("dynamic4", _dynamic_map(4, signed=True))

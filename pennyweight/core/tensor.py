@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ class AffineQuantizedTensor(Tensor):
 
     def error(self, reference: Tensor) -> float:
         """Signal to quantization noise against ``reference``, in dB."""
-        return sqnr(reference, self.dequantize(torch.float32))
+        return sqnr(reference.detach(), self._dequantize(torch.float32))
 
     def requantize(self, spec: QuantSpec, rule: str | None = None) -> AffineQuantizedTensor:
         """This tensor under another spec, through float once. A change of layout alone is exact."""
@@ -363,6 +364,8 @@ class AffineQuantizedTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if len(types) > 1 and any(map(foreign, types)):
+            return NotImplemented  # the other class decides what it is to meet a quantized tensor
         handler = ATEN.get(func)
         out = NotImplemented if handler is None else handler(func, args, kwargs)
         return ATEN[None](func, args, kwargs) if out is NotImplemented else out
@@ -421,6 +424,13 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+@lru_cache(maxsize=1024)
+def foreign(cls: type) -> bool:
+    """Whether tensors of a class have a ``__torch_dispatch__`` of their own, and so need not have memory to read."""
+    ours = (AffineQuantizedTensor, torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
+    return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(cls, ours)
 
 
 _PLAIN_PARTS = ("plain", "bits")  # layouts that leave all parts but the codes as they are

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core import fallback
 from ..core.numerics import Parts
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
-from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, implements, static_json
+from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, foreign, implements, static_json
 from .table import Case, case_of, get_kernel, select
 
 QT = AffineQuantizedTensor
@@ -58,7 +58,10 @@ def linear(x: Tensor, w: QT, bias: Tensor | None = None) -> Tensor:
     weight; to bias. Raises ValueError where K does not match.
     """
     bound = w._bound.get(x.dtype)  # every line here costs each layer of each step of a model: 0.1 µs apiece
-    if bound is None or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    if (
+        bound is None or type(x) is not Tensor or torch.compiler.is_compiling()
+        or torch._C._is_any_autocast_enabled()
+    ):  # fmt: skip
         return _unbound_linear(x, w, bias)
     if x.shape[-1] != bound[0]:
         raise _misfit(x, w)
@@ -80,6 +83,8 @@ def _misfit(x: Tensor, w: QT) -> ValueError:
 
 def _unbound_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     """The first call of a weight, and whatever is not plain eager mode."""
+    if foreign(type(x)) and not torch.compiler.is_compiling():
+        return F.linear(x, w, bias)  # its class is asked first; a kernel would look for memory that x has not
     if w.ndim != 2:
         return F.linear(x, w.dequantize(x.dtype), bias)
     if x.shape[-1] != w.shape[-1]:

@@ -86,7 +86,10 @@ class FrozenLinear(nn.Linear):
             if buffers[name] is not part:
                 w = self._renewed()
         bound = w._bound.get(input.dtype)
-        if bound is None or input.shape[-1] != bound[0] or torch._C._is_any_autocast_enabled():
+        if (
+            bound is None or type(input) is not Tensor or input.shape[-1] != bound[0]
+            or torch._C._is_any_autocast_enabled()
+        ):  # fmt: skip
             return self._unbound(w, input)
         if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
             return linear(input, w.tensor, bias)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
 
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
@@ -147,3 +149,62 @@ def test_an_op_between_the_two_is_left_to_the_other() -> None:
     other = Int8SymmetricTensor(*int8_symmetric_quantize(torch.randn(64, 64)))
     with pytest.raises((AssertionError, NotImplementedError, TypeError)):
         torch.add(other, ours)
+
+
+class Wrapped(torch.Tensor):
+    """A wrapper without memory of its own, as DTensor and logging tensors are; unwraps, calls, wraps."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+        return tree_map(lambda o: Wrapped(o) if isinstance(o, torch.Tensor) else o, out)
+
+
+def unwrap(x: Any) -> Any:
+    return x.inner if isinstance(x, Wrapped) else x
+
+
+class Opaque(Wrapped):
+    """As Wrapped, but it knows no op."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+@pytest.mark.parametrize("freeze", [False, True], ids=["quantized", "frozen"])
+@pytest.mark.parametrize(
+    "config",
+    [pw.Int8WeightOnlyConfig(), pw.Int8DynamicActivationInt8WeightConfig(), pw.Int4WeightOnlyConfig(32),
+     pw.Float8WeightOnlyConfig()],
+    ids=lambda c: type(c).__name__,
+)  # fmt: skip
+def test_a_wrapper_as_input_is_asked_first(config: pw.AOBaseConfig, freeze: bool) -> None:
+    """Kernels read memory, and a wrapper has none."""
+    layer, x = nn.Linear(64, 32), torch.randn(3, 64)
+    pw.quantize_(layer, config)
+    expected = layer(x)
+    if freeze:
+        pw.freeze_(layer)
+    for _ in range(2):  # the first call binds a kernel
+        y: Any = layer(Wrapped(x))
+        torch.testing.assert_close(unwrap(y), expected)
+        assert torch.equal(layer(x), expected)
+    for product in (layer.weight @ Wrapped(x.t()), (Wrapped(x) @ layer.weight.t()).t()):
+        torch.testing.assert_close(unwrap(product).t(), expected - layer.bias, rtol=1e-4, atol=1e-4)
+
+
+def test_a_wrapper_that_knows_no_op_is_an_error() -> None:
+    w = QT.from_float(torch.randn(32, 64), SPECS["int8_row"])
+    for call in (lambda x: F.linear(x, w), lambda x: w @ x.t(), lambda x: torch.add(w, x)):
+        with pytest.raises(TypeError, match="NotImplemented"):
+            call(Opaque(torch.randn(32, 64)))

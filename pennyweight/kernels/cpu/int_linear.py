@@ -153,7 +153,7 @@ def _activation(act: ActivationSpec | None) -> bool | str:
         return "needs activations with a plain scale"
     if act.mode == "static":
         return True
-    if act.rule not in (None, "asymmetric" if spec.zero_point else "symmetric"):
+    if act.rule not in ((None, "asymmetric") if spec.zero_point else (None, "symmetric", "absmax")):
         return f"needs activations under the rule of their kind, not {act.rule!r}"
     return spec.block == (-1,) or "needs one activation scale per token"
 
@@ -189,7 +189,7 @@ def describe(case: Case) -> IntLinear:
         shift = 128 if f.lo == 0 and f.hi > 127 else 0  # digits are signed
         w.act_lo, w.act_hi, w.act_scale = int(f.lo) - shift, int(f.hi) - shift, kinds[act.spec.scale]
         w.act = STATIC if act.mode == "static" else ASYMMETRIC if act.spec.zero_point else SYMMETRIC
-        w.act_steps = (f.hi - f.lo) / (1 if act.spec.zero_point else 2)
+        w.act_steps = f.hi if act.rule == "absmax" else (f.hi - f.lo) / (1 if act.spec.zero_point else 2)
         info = torch.finfo(case.dtype)
         least = info.smallest_normal * info.eps
         w.act_floor = info.smallest_normal if act.eps is None else max(act.eps, least)

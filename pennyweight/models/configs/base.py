@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ...core.formats import E4M3, E5M2, TERNARY, Format, get_format
+from ...core.formats import E2M1, E4M3, E5M2, TERNARY, Format, get_format
 from ...core.spec import ActivationSpec, QuantSpec
 from ..granularity import Granularity, MappingType
 from ..scheme import Scheme
 from ..sites import Site
 
-_FLOAT_FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+_FLOAT_FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.float4_e2m1fn_x2: E2M1}
 AnyDtype = torch.dtype | Format | str
 
 
@@ -36,6 +36,10 @@ class AOBaseConfig:
 
     One of your own may instead have a handler, see :func:`pennyweight.register_quantize_module_handler`.
     """
+
+    # of the fields, in files: a config that changes them has a field ``version`` of its own (torchao once: ``VERSION``)
+    version = 1
+    VERSION = 1
 
     def __str__(self) -> str:
         """The call that makes this config, without the fields at their defaults."""

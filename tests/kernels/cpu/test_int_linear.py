@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from pennyweight.core.formats import E8M0, INT8, TERNARY, get_format
+from pennyweight.core.numerics import dequantize, quantize
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.cpu import library
+from pennyweight.kernels.table import case_of, select
 from tests.every.test_kernels import seen
 from tests.tensors import INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
 
@@ -146,3 +148,20 @@ def test_every_scale_kind_packs_and_unpacks(isa: str) -> None:
 def test_an_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match="not to be had here"):
         library.use_isa("avx1024")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [1, 5, 33])
+def test_inputs_scaled_by_their_greatest(isa: str, dtype: torch.dtype, m: int) -> None:
+    """The rule "absmax": codes from -127 to 127, the greatest of a token always one of the two."""
+    act = ActivationSpec(QuantSpec(INT8, (-1,)), "dynamic", "absmax", 1e-5)
+    w = make("row", (40, 96), dtype).with_(act=act).to_layout("cpu")
+    x = inputs(m, 96, dtype)
+    x[0] = 0
+    parts = quantize(x, act.spec, act.rule, act.eps)
+    assert m == 1 or (parts.codes[1:].abs().amax(1) == 127).all()
+    assert select("linear", case_of(w, dtype)).name == "cpu_int"
+    told = dequantize(parts, act.spec, x.shape) @ w.dequantize(torch.float32).t()
+    got = F.linear(x, w)
+    assert got.dtype is dtype
+    assert (got.float() - told).norm() <= {torch.float32: 1e-6}.get(dtype, 5e-3) * told.norm() + 1e-12

@@ -1,0 +1,155 @@
+"""Serving ``import torchao`` from :mod:`pennyweight.compat.torchao`: virtual modules and their metadata."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dis import opmap
+from types import ModuleType
+from typing import Any
+
+_IMPORT_FROM = opmap["IMPORT_FROM"]
+
+
+class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and makes the modules of a table, under a prefix.
+
+    tree     module path below the prefix ("" is the root) -> files of ``home`` whose names it has
+    missing  (path of a module, name in it or None) -> why there is no such thing and what to use instead, or None
+    version  what ``importlib.metadata.version(prefix)`` says; None: no metadata
+    """
+
+    def __init__(
+        self, prefix: str, home: str, tree: Mapping[str, Sequence[str]],
+        missing: Callable[[str, str | None], str | None], version: str | None = None,
+    ) -> None:  # fmt: skip
+        self.prefix, self.home, self.tree, self.missing, self.version = prefix, home, tree, missing, version
+        self.packages = {path.rpartition(".")[0] for path in tree if path} | {""}
+
+    def _path(self, fullname: str) -> str | None:
+        if fullname == self.prefix:
+            return ""
+        start = f"{self.prefix}."
+        return fullname.removeprefix(start) if fullname.startswith(start) else None
+
+    # -- finding and loading -----------------------------------------------------------------------------------------
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        inner = self._path(fullname)
+        if inner is None or (inner == "" and self.prefix == self.home):
+            return None
+        if inner in self.tree:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=inner in self.packages)
+        why = self.missing(inner, None)
+        if why is not None:
+            raise ModuleNotFoundError(f"{fullname}: {why}", name=fullname)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        inner = self._path(module.__name__)
+        assert inner is not None
+        homes = self.tree[inner]
+
+        def get(name: str) -> Any:
+            if name == "__all__":
+                return sorted({n for home in self._homes(homes) for n in home.__all__})
+            if not (name.startswith("__") and name.endswith("__")):
+                for home in self._homes(homes):
+                    if name in home.__dict__ or name in home.__all__:
+                        value = getattr(home, name)
+                        setattr(module, name, value)
+                        return value
+                path = f"{inner}.{name}" if inner else name
+                if path in self.tree:  # a submodule: what the real one imports along with itself
+                    return importlib.import_module(f"{module.__name__}.{name}")
+                why = self.missing(inner, name)
+                if why is not None:
+                    raise _no_name(f"{module.__name__}.{name}: {why}")
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+        module.__doc__ = f"{module.__name__}, served by pennyweight."
+        module.__getattr__ = get  # type: ignore[method-assign]
+        module.__dir__ = lambda: sorted({*module.__dict__, *get("__all__")})  # type: ignore[method-assign]
+        if inner == "" and self.version is not None:
+            module.__version__ = self.version  # type: ignore[attr-defined]
+
+    def _homes(self, names: Sequence[str]) -> Iterable[ModuleType]:
+        return (importlib.import_module(f"{self.home}.{name}") for name in names)
+
+    # -- metadata ----------------------------------------------------------------------------------------------------
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        asked = getattr(context, "name", None)
+        if self.version is not None and asked in (None, self.prefix):
+            yield _Metadata(self.prefix, self.version)
+
+
+def _no_name(text: str) -> Exception:
+    """ImportError where a ``from module import name`` asks, which would throw an AttributeError's text away; else
+    AttributeError, so that hasattr() and getattr() with a default answer as ever."""
+    frame = sys._getframe(2)
+    code = frame.f_code.co_code
+    asked = 0 <= frame.f_lasti < len(code) and code[frame.f_lasti] == _IMPORT_FROM
+    return ImportError(text) if asked else AttributeError(text)
+
+
+class _Metadata(importlib.metadata.Distribution):
+    def __init__(self, name: str, version: str) -> None:
+        self._text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: served by pennyweight\n"
+
+    def read_text(self, filename: str) -> str | None:
+        return self._text if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return path
+
+
+_INSTALLED: dict[str, VirtualModules] = {}
+
+
+def install(name: str = "torchao", version: str | None = None) -> None:
+    """Let ``import torchao`` in this process give :mod:`pennyweight.compat.torchao`, under the version it names.
+
+    Names of all releases from 0.8 to 0.19 are there at once. Files that torchao wrote with ``torch.save`` load, with
+    ``weights_only=True`` too. ``version`` is what ``importlib.metadata.version`` then says, default that of the newest
+    torchao release whose API this is. Call it before anything imports the library. Calling it again does nothing.
+
+    Raises ValueError for another library, and RuntimeError where the real one is imported already.
+    """
+    if name != "torchao":
+        raise ValueError(f"install({name!r}): the only library whose names can be served is 'torchao'")
+    if name in _INSTALLED:
+        return
+    if name in sys.modules:
+        where = getattr(sys.modules[name], "__file__", None)
+        raise RuntimeError(
+            f"{name} is already imported from {where}; call pennyweight.compat.install({name!r}) before the first "
+            f"import of it, or of what imports it (transformers, diffusers, peft)"
+        )
+    from . import torchao
+    from .torchao import pickles
+
+    finder = torchao.modules(name, version or torchao.VERSION)
+    sys.meta_path.insert(0, finder)
+    _INSTALLED[name] = finder
+    importlib.invalidate_caches()
+    pickles.allow(name)
+
+
+def uninstall(name: str = "torchao") -> None:
+    """Undo :func:`install`. What has been imported stays with who imported it."""
+    finder = _INSTALLED.pop(name, None)
+    if finder is not None:
+        sys.meta_path.remove(finder)
+        for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+            del sys.modules[module]

@@ -1,0 +1,26 @@
+"""torchao's module tree, with the public names of its releases 0.8 to 0.19 at once, as thin adapters over ours.
+
+``from pennyweight.compat.torchao.quantization import quantize_, int8_weight_only`` works as it stands; after
+``pennyweight.compat.install("torchao")`` so does ``from torchao.quantization import ...``. The modules are virtual:
+``tree.py`` says from which file here the names of each come, ``gone.py`` what there is not and what to use instead.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ..install import VirtualModules
+from .gone import why_missing
+from .tree import TREE
+
+VERSION = "0.18.0"  # of torchao: the newest release whose names are all in the tree
+
+
+def modules(prefix: str, version: str | None = None) -> VirtualModules:
+    """The finder of the tree under a prefix."""
+    return VirtualModules(prefix, __name__, TREE, why_missing, version)
+
+
+_FINDER = modules(__name__)
+sys.meta_path.insert(0, _FINDER)
+_FINDER.exec_module(sys.modules[__name__])

@@ -1,0 +1,166 @@
+"""What torchao's tensors are asked for, as read-only attributes of ours: put there when this file is imported.
+
+``w.scale`` and ``w.zero_point`` are the class's own. The rest is worked out when asked, from the spec and the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.tensor import AffineQuantizedTensor, PlainView
+from . import int_views, parts
+from .enums import ZeroPointDomain
+from .founding import ACTIVATIONS
+from .founding_layouts import Layout, layout_of
+from .view import VIEWS, view_of
+
+__all__ = ["ATTRIBUTES"]
+
+QT = AffineQuantizedTensor
+ATTRIBUTES: dict[str, Callable[[QT], Any]] = {}
+
+
+def _attribute(fn: Callable[[QT], Any]) -> Callable[[QT], Any]:
+    ATTRIBUTES[fn.__name__] = fn
+    return fn
+
+
+@_attribute
+def qdata(w: QT) -> Tensor:
+    """The codes as torchao stores them: one an element, two a byte where its class for them does so."""
+    return _taken(w)["qdata"] if _view(w) is not None else parts.plain_codes(w)
+
+
+@_attribute
+def block_size(w: QT) -> Any:
+    """Elements of each axis that share a scale."""
+    return parts.block_size(w)
+
+
+@_attribute
+def act_quant_kwargs(w: QT) -> Any:
+    """How the input is quantized, in torchao's words; None: it is not."""
+    return _taken(w).get("act_quant_kwargs") if _view(w) is not None else None
+
+
+@_attribute
+def act_quant_scale(w: QT) -> Any:
+    """The scale of a static activation."""
+    return w.act_scale
+
+
+@_attribute
+def act_quant_zero_point(w: QT) -> Any:
+    """The zero point of a static activation."""
+    return w.act_zero_point
+
+
+@_attribute
+def act_pre_scale(w: QT) -> None:
+    """What the input is multiplied by: nothing."""
+    return None
+
+
+@_attribute
+def reduce_range(w: QT) -> bool:
+    return w.spec.format.name == "int7"
+
+
+@_attribute
+def target_dtype(w: QT) -> Any:
+    """torch's dtype of the codes."""
+    fmt = w.spec.format
+    return fmt.code_dtype if fmt.native_float else getattr(torch, fmt.name, fmt.code_dtype)
+
+
+@_attribute
+def activation_quantization(w: QT) -> Any:
+    view = int_views.IntxUnpackedToInt8Tensor
+    return view.take(w)["activation_quantization"] if view.holds(w) else None
+
+
+@_attribute
+def tensor_data_names(w: QT) -> list[str]:
+    """What a file of torchao's would hold of it."""
+    return list(view_of(w).tensor_data_names)
+
+
+@_attribute
+def tensor_attribute_names(w: QT) -> list[str]:
+    return list(view_of(w).tensor_attribute_names)
+
+
+@_attribute
+def optional_tensor_data_names(w: QT) -> list[str]:
+    return list(view_of(w).optional_tensor_data_names)
+
+
+@_attribute
+def optional_tensor_attribute_names(w: QT) -> list[str]:
+    return list(view_of(w).optional_tensor_attribute_names)
+
+
+# -- the founding era ------------------------------------------------------------------------------------------------
+
+
+@_attribute
+def quant_min(w: QT) -> Any:
+    return w.spec.format.lo
+
+
+@_attribute
+def quant_max(w: QT) -> Any:
+    return w.spec.format.hi
+
+
+@_attribute
+def zero_point_domain(w: QT) -> ZeroPointDomain:
+    if w.spec.offset is not None:
+        return ZeroPointDomain.FLOAT
+    return ZeroPointDomain.INT if w.spec.format.kind == "int" else ZeroPointDomain.NONE
+
+
+@_attribute
+def _layout(w: QT) -> Layout:
+    return layout_of(w)
+
+
+@_attribute
+def original_weight_tensor(w: QT) -> QT:
+    """The weight without what is done to its input."""
+    if w.act is None:
+        raise AttributeError("original_weight_tensor: the input of this weight is not quantized")
+    return w.with_(act=None, act_scale=None, act_zero_point=None)
+
+
+@_attribute
+def input_quant_func(w: QT) -> Any:
+    """torchao's function that quantizes the input so, where it has one."""
+    for func, act in ACTIVATIONS.items():
+        if act == w.act:
+            return func
+    raise AttributeError(f"input_quant_func: torchao has no function for {w.act}")
+
+
+def _view(w: QT) -> Any:
+    return next((view for view in VIEWS.values() if "qdata" in view.tensor_data_names and view.holds(w)), None)
+
+
+def _taken(w: QT) -> dict[str, Any]:
+    return _view(w).take(w)
+
+
+for _name, _fn in ATTRIBUTES.items():
+    setattr(QT, _name, property(_fn))
+
+
+def _get_layout(self: PlainView) -> Layout:
+    return layout_of(self._tensor)
+
+
+PlainView.get_layout = _get_layout  # type: ignore[attr-defined]
+PlainView._layout = property(_get_layout)  # type: ignore[attr-defined]

@@ -1,0 +1,395 @@
+"""torchao's float and table weights: Float8Tensor, NF4Tensor, MXTensor, NVFP4Tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core import blocks
+from ...core.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format, all_formats
+from ...core.numerics import Parts
+from ...core.spec import NF4_DOUBLE, ActivationSpec, QuantSpec
+from ...core.tensor import AffineQuantizedTensor
+from ...models.granularity import Granularity, PerBlock, PerRow, PerTensor
+from .bounds import get_block_size
+from .enums import Float8MMConfig, KernelPreference, ScaleCalculationMode
+from .int_views import Int8Tensor, QuantizeTensorKwargs, QuantizeTensorToInt8Kwargs
+from .parts import block_size, float_codes, part, plain_codes
+from .view import View
+
+QT = AffineQuantizedTensor
+__all__ = [
+    "Float8Tensor", "MXTensor", "NF4Tensor", "NVFP4Tensor", "QuantizeTensorToFloat8Kwargs", "QuantizeTensorToMXKwargs",
+    "QuantizeTensorToNVFP4Kwargs", "_choose_quant_func_and_quantize_tensor", "linear_nf4", "nf4_weight_only", "to_nf4",
+]  # fmt: skip
+_FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+_E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
+
+
+@dataclass
+class QuantizeTensorToFloat8Kwargs(QuantizeTensorKwargs):
+    """A float8 activation."""
+
+    float8_dtype: torch.dtype = torch.float8_e4m3fn
+    granularity: Granularity = field(default_factory=PerRow)
+    mm_config: Float8MMConfig | None = None
+    hp_value_lb: float | None = None
+    hp_value_ub: float | None = None
+    kernel_preference: KernelPreference = KernelPreference.AUTO
+
+
+class Float8Tensor(View):
+    """float8 codes under a float32 scale a row, block or tensor; optionally float8 activations."""
+
+    tensor_data_names = ["qdata", "scale"]  # noqa: RUF012
+    optional_tensor_attribute_names = ["block_size", "mm_config", "act_quant_kwargs", "kernel_preference", "dtype"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        spec, act = w.spec, w.act
+        plain = spec.format in (E4M3, E5M2) and spec.scale is torch.float32 and spec.offset is None
+        if not plain or tuple(w.codes.shape) != w.stored_shape:
+            return False
+        return act is None or (
+            act.mode == "dynamic" and act.spec.format in (E4M3, E5M2) and act.spec.scale is torch.float32
+        )
+
+    @classmethod
+    def build(
+        cls, qdata: Tensor, scale: Tensor, block_size: Any = None, mm_config: Float8MMConfig | None = None,
+        act_quant_kwargs: QuantizeTensorToFloat8Kwargs | None = None, kernel_preference: Any = KernelPreference.AUTO,
+        dtype: torch.dtype | None = None,
+    ) -> QT:  # fmt: skip
+        if qdata.dtype not in _FLOAT8:
+            raise AssertionError(f"qdata must be float8_e4m3fn or float8_e5m2, got {qdata.dtype}")
+        act = None
+        if act_quant_kwargs is not None:
+            if act_quant_kwargs.hp_value_lb is not None or act_quant_kwargs.hp_value_ub is not None:
+                raise NotImplementedError("bounds of the activation's range (hp_value_lb, hp_value_ub) are not offered")
+            fmt = _FLOAT8[act_quant_kwargs.float8_dtype]
+            act = ActivationSpec(QuantSpec(fmt, _activation_block(act_quant_kwargs.granularity)))
+        if scale.ndim not in (0, qdata.ndim) and scale.numel() != 1:
+            scale = scale.reshape(*scale.shape, *(1,) * (qdata.ndim - scale.ndim))
+        if not block_size and scale.numel() > 1:
+            block_size = [n // c for n, c in zip(qdata.shape, scale.shape, strict=True)]
+        return float_codes(
+            qdata, scale.float(), _FLOAT8[qdata.dtype], block_size, dtype or torch.get_default_dtype(), act
+        )
+
+    @classmethod
+    def from_hp(
+        cls, hp_tensor: Tensor, float8_dtype: torch.dtype = torch.float8_e4m3fn, granularity: Granularity | None = None,
+        mm_config: Float8MMConfig | None = None, hp_value_lb: float | None = None, hp_value_ub: float | None = None,
+        kernel_preference: Any = KernelPreference.AUTO, act_quant_kwargs: QuantizeTensorToFloat8Kwargs | None = None,
+    ) -> QT:  # fmt: skip
+        """scale = absmax of the block, clamped to the bounds, over the greatest float8. A zero block gets the least
+        normal scale, not zero, so its values are zeros and not NaN."""
+        from .float8_primitives import _choose_scale_float8, _quantize_affine_float8
+
+        block = list(get_block_size(tuple(hp_tensor.shape), granularity or PerRow()))
+        scale = _choose_scale_float8(
+            hp_tensor, block, float8_dtype, hp_value_lb=hp_value_lb, hp_value_ub=hp_value_ub
+        )  # fmt: skip
+        qdata = _quantize_affine_float8(hp_tensor, scale, float8_dtype)
+        return cls.build(qdata, scale, block, mm_config, act_quant_kwargs, kernel_preference, hp_tensor.dtype)
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        kwargs = None
+        if w.act is not None:
+            block, fmt = w.act.spec.block, w.act.spec.format
+            granularity = PerTensor() if block is None else PerRow() if block == (-1,) else PerBlock(block)
+            kwargs = QuantizeTensorToFloat8Kwargs(fmt.code_dtype, granularity)
+        return {
+            "qdata": plain_codes(w), "scale": part(w, "scale"), "block_size": block_size(w), "mm_config": None,
+            "act_quant_kwargs": kwargs, "kernel_preference": KernelPreference.AUTO, "dtype": w.dtype,
+        }  # fmt: skip
+
+
+def _activation_block(granularity: Granularity) -> tuple[int, ...] | None:
+    if isinstance(granularity, PerTensor):
+        return None
+    if isinstance(granularity, PerBlock):
+        return granularity.block_size
+    size = getattr(granularity, "group_size", None)
+    return (-1,) if size is None else (size,)
+
+
+# -- NF4 -------------------------------------------------------------------------------------------------------------
+
+
+class NF4Tensor(View):
+    """QLoRA's normal floats: blocks of 64 codes of the flattened tensor, their scales less their mean in int8."""
+
+    tensor_data_names = ["quantized_scalers", "quantization_factor", "scaler_mean", "quantized_data", "nf4"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        return w.spec.format.name.startswith("nf4")
+
+    @classmethod
+    def build(
+        cls, tensor_meta: Any, block_size: int, n_blocks: int, scaler_block_size: int, quantized_scalers: Tensor,
+        quantization_factor: Tensor, scaler_mean: Tensor, quantized_data: Tensor, nf4: Tensor,
+    ) -> QT:  # fmt: skip
+        """scaler = quantized_scalers / quantization_factor + scaler_mean; the first of two codes in a byte is high."""
+        shape, dtype = tuple(tensor_meta.original_shape), tensor_meta.dtype
+        if len(shape) != 2 or shape[-1] % block_size:
+            raise NotImplementedError(
+                f"NF4Tensor {list(shape)} in blocks of {block_size}: only 2-d tensors of whole blocks a row are read"
+            )
+        known = (fmt for fmt in all_formats() if fmt.kind == "table" and len(fmt.values) == 16)
+        fmt = next((f for f in known if torch.equal(torch.tensor(f.values), nf4.float().cpu())), None)
+        if fmt is None:
+            raise ValueError(f"NF4Tensor with a table that is none of ours: {nf4.tolist()}")
+        codes = torch.stack([quantized_data >> 4, quantized_data & 15], -1).reshape(shape)
+        # Not as a quantized scale of ours, whose product with 1 / factor would have other last bits.
+        ratio = quantized_scalers.view(-1, scaler_block_size) / quantization_factor.unsqueeze(-1)
+        scale = (ratio.flatten().to(dtype) + scaler_mean).to(dtype).view(shape[0], -1)
+        spec = QuantSpec(fmt, (block_size,), scale=dtype)
+        return QT(Parts(codes, scale), spec, shape, dtype)
+
+    @classmethod
+    def restore(cls, state: dict[str, Any], shell: Tensor) -> QT:
+        meta = _Meta(tuple(shell.shape), shell.dtype)
+        names = ("block_size", "n_blocks", "scaler_block_size", *cls.tensor_data_names)
+        return cls.build(meta, **{name: state[name] for name in names})
+
+    @classmethod
+    def from_tensor(cls, inpt_tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256) -> QT:
+        """Nearest normal float of each element over the absmax of its block; scales in 8 bits, in their own blocks."""
+        scale = NF4_DOUBLE.scale
+        assert isinstance(scale, QuantSpec)
+        spec = NF4_DOUBLE.with_(block=(block_size,), scale=scale.with_(block=(scaler_block_size,)))
+        return QT.from_float(inpt_tensor, spec)
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        raise ValueError("torchao cannot save NF4 tensors as safetensors; save them with pennyweight.save")
+
+
+@dataclass(frozen=True)
+class _Meta:
+    original_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def to_nf4(tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256) -> QT:
+    """``tensor`` in 4-bit normal floats (QLoRA, Dettmers et al. 2023), with scales of 8 bits."""
+    return NF4Tensor.from_tensor(tensor, block_size, scaler_block_size)
+
+
+def nf4_weight_only(block_size: int = 64, scaler_block_size: int = 256) -> Any:
+    """A function that makes a module's weight one, which quantize_ takes as torchao's of these releases did."""
+
+    def apply(module: Any) -> Any:
+        module.weight = torch.nn.Parameter(to_nf4(module.weight.detach(), block_size, scaler_block_size), False)
+        return module
+
+    return apply
+
+
+def linear_nf4(input: Tensor, weight: Tensor) -> Tensor:
+    """input [.., K] @ weight [N, K].T; the gradient goes to the input."""
+    return F.linear(input, weight)
+
+
+# -- MX and NVFP4 ----------------------------------------------------------------------------------------------------
+
+_ELEMENTS: dict[Any, Format] = {
+    torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, "fp6_e2m3": E2M3, "fp6_e3m2": E3M2,
+    torch.float4_e2m1fn_x2: E2M1,
+}  # fmt: skip
+
+
+@dataclass
+class QuantizeTensorToMXKwargs(QuantizeTensorKwargs):
+    """An MX activation."""
+
+    elem_dtype: Any = torch.float8_e4m3fn
+    block_size: int = 32
+    scaling_mode: ScaleCalculationMode = ScaleCalculationMode.FLOOR
+    kernel_preference: KernelPreference = KernelPreference.EMULATED
+    is_swizzled_scales: bool = False
+
+
+@dataclass
+class QuantizeTensorToNVFP4Kwargs(QuantizeTensorKwargs):
+    """An NVFP4 activation."""
+
+    block_size: int = 16
+    is_swizzled_scales: bool = False
+    use_triton_kernel: bool = False
+    use_dynamic_per_tensor_scale: bool = False
+
+
+def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """Scales [rows, columns] from the blocks of 128 by 4 (cuBLAS block-scaled layout) that tensor cores read."""
+    rb, cb = -(-rows // 128), -(-columns // 4)
+    tiles = scale.view(torch.uint8).reshape(rb, cb, 32, 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rb * 128, cb * 4)[:rows, :columns].contiguous()
+
+
+def _fp4_codes(qdata: Tensor) -> Tensor:
+    """e2m1 codes of bytes, the even element low."""
+    packed = qdata.view(torch.uint8)
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+class MXTensor(View):
+    """OCP MX: blocks of 32 along the last axis under power-of-two scales."""
+
+    tensor_data_names = ["qdata", "scale"]  # noqa: RUF012
+    tensor_attribute_names = [  # noqa: RUF012
+        "elem_dtype", "block_size", "orig_dtype", "kernel_preference", "act_quant_kwargs", "is_swizzled_scales",
+    ]  # fmt: skip
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        spec = w.spec
+        return (
+            spec.scale == _E8M0_SCALE and spec.format in _ELEMENTS.values() and spec.block is not None
+            and len(spec.block) == 1 and w.axes is None and tuple(w.codes.shape) == w.stored_shape
+            and (w.act is None or w.act.spec.scale == _E8M0_SCALE)
+        )  # fmt: skip
+
+    @classmethod
+    def build(
+        cls, qdata: Tensor, scale: Tensor, elem_dtype: Any, block_size: int, orig_dtype: torch.dtype,
+        kernel_preference: Any = KernelPreference.EMULATED, act_quant_kwargs: QuantizeTensorToMXKwargs | None = None,
+        is_swizzled_scales: bool = False,
+    ) -> QT:  # fmt: skip
+        if elem_dtype not in _ELEMENTS:
+            raise AssertionError(f"elem_dtype must be one of {[str(e) for e in _ELEMENTS]}, got {elem_dtype}")
+        fmt = _ELEMENTS[elem_dtype]
+        codes = _fp4_codes(qdata) if fmt is E2M1 else qdata
+        shape = tuple(codes.shape)
+        counts = blocks.counts((block_size,), shape)
+        exponents = scale.view(torch.uint8)
+        if is_swizzled_scales:
+            exponents = unswizzled(scale, codes[..., 0].numel(), counts[-1])
+        act = None
+        if act_quant_kwargs is not None:
+            mode = act_quant_kwargs.scaling_mode
+            spec = QuantSpec(_ELEMENTS[act_quant_kwargs.elem_dtype], (act_quant_kwargs.block_size,), _E8M0_SCALE)
+            act = ActivationSpec(spec, "dynamic", f"mx_{mode.name.lower()}")
+        parts = Parts(codes, Parts(exponents.reshape(counts)))
+        return QT(parts, QuantSpec(fmt, (block_size,), _E8M0_SCALE), shape, orig_dtype, act)
+
+    @classmethod
+    def to_mx(
+        cls, data_hp: Tensor, elem_dtype: Any, block_size: int = 32,
+        scaling_mode: ScaleCalculationMode = ScaleCalculationMode.FLOOR,
+        kernel_preference: Any = KernelPreference.EMULATED,
+        act_quant_kwargs: QuantizeTensorToMXKwargs | None = None, is_swizzled_scales: bool = False, **kwargs: Any,
+    ) -> QT:  # fmt: skip
+        """Quantize the last axis in blocks. Layout and kernel are chosen by pennyweight, whatever is asked for."""
+        if data_hp.shape[-1] % block_size:
+            raise AssertionError(f"the last axis of {list(data_hp.shape)} is no multiple of {block_size}")
+        spec = QuantSpec(_ELEMENTS[elem_dtype], (block_size,), _E8M0_SCALE)
+        w = QT.from_float(data_hp, spec, f"mx_{scaling_mode.name.lower()}")
+        if act_quant_kwargs is None:
+            return w
+        codes, scale = w.parts[:2]
+        return w.with_(act=cls.build(_bytes(codes, spec.format), scale.parts.codes, elem_dtype, block_size, w.dtype,
+                                     act_quant_kwargs=act_quant_kwargs).act)  # fmt: skip
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        scale = w.scale
+        assert isinstance(scale, QT)
+        assert w.spec.block is not None
+        kwargs = None
+        if w.act is not None:
+            mode = ScaleCalculationMode[(w.act.rule or "mx_floor").removeprefix("mx_").upper()]
+            assert w.act.spec.block is not None
+            kwargs = QuantizeTensorToMXKwargs(_element(w.act.spec.format), w.act.spec.block[0], mode)
+        return {
+            "qdata": _bytes(plain_codes(w), w.spec.format), "scale": scale.codes.view(torch.float8_e8m0fnu),
+            "elem_dtype": _element(w.spec.format), "block_size": w.spec.block[0], "orig_dtype": w.dtype,
+            "kernel_preference": KernelPreference.EMULATED, "act_quant_kwargs": kwargs, "is_swizzled_scales": False,
+        }  # fmt: skip
+
+
+def _element(fmt: Format) -> Any:
+    return next(name for name, mine in _ELEMENTS.items() if mine is fmt)
+
+
+def _bytes(codes: Tensor, fmt: Format) -> Tensor:
+    return codes if fmt is not E2M1 else codes[..., ::2] | codes[..., 1::2] << 4
+
+
+class NVFP4Tensor(View):
+    """e2m1 in blocks of 16 under e4m3 scales, under one float32 scale or none."""
+
+    tensor_data_names = ["qdata", "scale"]  # noqa: RUF012
+    tensor_attribute_names = ["block_size", "orig_dtype"]  # noqa: RUF012
+    optional_tensor_data_names = ["per_tensor_scale", "act_per_tensor_scale"]  # noqa: RUF012
+    optional_tensor_attribute_names = ["is_swizzled_scales", "use_triton_kernel", "act_quant_kwargs"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        spec, scale = w.spec, w.spec.scale
+        return (
+            spec.format is E2M1 and isinstance(scale, QuantSpec) and scale.format is E4M3 and scale.offset is None
+            and scale.block in (None, (1,)) and w.axes is None and w.act is None
+            and tuple(w.codes.shape) == w.stored_shape
+        )  # fmt: skip
+
+    @classmethod
+    def build(
+        cls, qdata: Tensor, scale: Tensor, block_size: int, orig_dtype: torch.dtype,
+        per_tensor_scale: Tensor | None = None, act_per_tensor_scale: Tensor | None = None,
+        is_swizzled_scales: bool = False, use_triton_kernel: bool = False,
+        act_quant_kwargs: QuantizeTensorToNVFP4Kwargs | None = None,
+    ) -> QT:  # fmt: skip
+        if act_quant_kwargs is not None or act_per_tensor_scale is not None:
+            raise NotImplementedError(
+                "NVFP4 activations are not offered yet; the weight alone is (act_quant_kwargs=None)"
+            )
+        codes = _fp4_codes(qdata)
+        shape = tuple(codes.shape)
+        counts = blocks.counts((block_size,), shape)
+        if is_swizzled_scales:
+            scale = unswizzled(scale, codes[..., 0].numel(), counts[-1]).view(torch.float8_e4m3fn)
+        inner = Parts(scale.reshape(counts))
+        outer = QuantSpec(E4M3, (1,), scale=None)
+        if per_tensor_scale is not None:
+            inner, outer = (
+                inner._replace(scale=per_tensor_scale.float().reshape((1,) * len(shape))),
+                QuantSpec(E4M3, None),
+            )
+        return QT(Parts(codes, inner), QuantSpec(E2M1, (block_size,), outer), shape, orig_dtype)
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        scale = w.scale
+        assert isinstance(scale, QT)
+        assert w.spec.block is not None
+        whole = scale.scale
+        return {
+            "qdata": _bytes(plain_codes(w), E2M1), "scale": scale.codes, "block_size": w.spec.block[0],
+            "orig_dtype": w.dtype, "per_tensor_scale": None if whole is None else whole.reshape(()),
+            "act_per_tensor_scale": None, "is_swizzled_scales": False, "use_triton_kernel": False,
+            "act_quant_kwargs": None,
+        }  # fmt: skip
+
+
+def _choose_quant_func_and_quantize_tensor(
+    tensor: Tensor, quant_kwargs: QuantizeTensorKwargs, scale: Tensor | None = None, zero_point: Tensor | None = None
+) -> QT:
+    """``tensor`` quantized as the kwargs say. Raises NotImplementedError for kwargs of no known kind."""
+    k: Any = quant_kwargs
+    if isinstance(k, QuantizeTensorToFloat8Kwargs):
+        return Float8Tensor.from_hp(
+            tensor, k.float8_dtype, k.granularity, k.mm_config, k.hp_value_lb, k.hp_value_ub, k.kernel_preference
+        )
+    if isinstance(k, QuantizeTensorToInt8Kwargs):
+        return Int8Tensor.from_hp(
+            tensor, k.granularity, k.mapping_type, scale, zero_point, reduce_range=k.reduce_range
+        )  # fmt: skip
+    raise NotImplementedError(f"Quant kwargs not supported: {k}")

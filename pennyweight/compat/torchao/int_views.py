@@ -1,0 +1,390 @@
+"""torchao's integer weights: Int8Tensor, IntxUnpackedToInt8Tensor, Int4Tensor, Int4OpaqueTensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.formats import INT7, INT8, TERNARY, UINT4
+from ...core.numerics import Parts
+from ...core.spec import ActivationSpec, QuantSpec
+from ...core.tensor import AffineQuantizedTensor
+from ...models.configs.integer import INT8_EPS
+from ...models.granularity import Granularity, MappingType, PerRow, PerTensor
+from .bounds import get_block_size
+from .enums import IntxChooseQParamsAlgorithm
+from .parts import act_zero, block_of, block_size, int_codes, part, plain_codes
+from .primitives import choose_qparams_affine, quantize_affine
+from .view import View
+
+QT = AffineQuantizedTensor
+__all__ = [
+    "Int4OpaqueTensor", "Int4Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor",
+    "IntxUnpackedToInt8TensorActivationQuantization", "QuantizeTensorKwargs", "QuantizeTensorToInt8Kwargs",
+]  # fmt: skip
+
+
+class QuantizeTensorKwargs:
+    """Base of what says how an activation is quantized."""
+
+
+@dataclass
+class QuantizeTensorToInt8Kwargs(QuantizeTensorKwargs):
+    """An int8 activation, of one scale a row (PerRow) or in all (PerTensor); ``reduce_range``: 7 bits of it."""
+
+    granularity: Granularity
+    mapping_type: MappingType = MappingType.SYMMETRIC
+    reduce_range: bool = False
+
+
+class IntxUnpackedToInt8TensorActivationQuantization(str, Enum):  # noqa: UP042 - torchao's own kind
+    """int8, asymmetric, one scale and zero point a token."""
+
+    INT8_ASYM_PER_TOKEN = "int8_asym_per_token"
+
+
+def _plain_integers(w: QT) -> bool:
+    """Whole blocks of integer codes under plain scales, with no real offset."""
+    spec = w.spec
+    return (
+        spec.format.kind == "int" and spec.format is not TERNARY and isinstance(spec.scale, torch.dtype)
+        and spec.offset is None and spec.mid == 0 and tuple(w.codes.shape) == w.stored_shape
+    )  # fmt: skip
+
+
+def _int8_activation(act: ActivationSpec | None) -> bool:
+    """Whether an Int8Tensor can say so."""
+    if act is None:
+        return True
+    spec = act.spec
+    blocks_ = spec.block in ((-1,), None)
+    plain = spec.scale is torch.float32 and spec.offset is None and spec.mid == 0
+    return blocks_ and plain and spec.format in (INT7, INT8) and act.rule in (None, "symmetric", "asymmetric")
+
+
+def _settled(scale: Tensor | None, what: str) -> Tensor | None:
+    """A static activation's number: ours has one for the whole input."""
+    if scale is not None and scale.numel() != 1:
+        raise ValueError(f"{what} of shape {tuple(scale.shape)}: a static activation has one for the whole input")
+    return None if scale is None else scale.detach().reshape(1)
+
+
+class Int8Tensor(View):
+    """int8 codes, a float32 scale a row, group or tensor, optionally zero points and an int8 activation."""
+
+    tensor_data_names = ["qdata", "scale"]  # noqa: RUF012
+    tensor_attribute_names = ["block_size", "dtype"]  # noqa: RUF012
+    optional_tensor_data_names = ["zero_point", "act_quant_scale", "act_quant_zero_point", "act_pre_scale"]  # noqa: RUF012
+    optional_tensor_attribute_names = ["act_quant_kwargs", "reduce_range"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        spec = w.spec
+        return (
+            _plain_integers(w)
+            and spec.format in (INT7, INT8)
+            and spec.scale is torch.float32
+            and _int8_activation(w.act)
+        )
+
+    @classmethod
+    def build(
+        cls, qdata: Tensor, scale: Tensor, block_size: Any, dtype: torch.dtype, zero_point: Tensor | None = None,
+        act_quant_scale: Tensor | None = None, act_quant_zero_point: Tensor | None = None,
+        act_pre_scale: Tensor | None = None, act_quant_kwargs: QuantizeTensorToInt8Kwargs | None = None,
+        reduce_range: bool | None = False,
+    ) -> QT:  # fmt: skip
+        if qdata.dtype != torch.int8:
+            raise AssertionError(f"qdata must be int8, got {qdata.dtype}")
+        if act_pre_scale is not None:
+            raise NotImplementedError(
+                "act_pre_scale (AWQ, SmoothQuant) is not offered yet; fold it into the layer before"
+            )
+        lo, hi = (-64, 63) if reduce_range else (-128, 127)
+        act, static, zero = None, None, None
+        if act_quant_kwargs is not None:
+            static = _settled(act_quant_scale, "act_quant_scale")
+            asymmetric = act_quant_kwargs.mapping_type is MappingType.ASYMMETRIC
+            spec = QuantSpec(
+                INT7 if act_quant_kwargs.reduce_range else INT8,
+                None if static is not None or isinstance(act_quant_kwargs.granularity, PerTensor) else (-1,),
+                zero_point=asymmetric,
+            )
+            act = ActivationSpec(spec, "dynamic" if static is None else "static", None, INT8_EPS)
+            if static is not None and asymmetric:
+                given = _settled(act_quant_zero_point, "act_quant_zero_point")
+                zero = torch.zeros(1, dtype=torch.int8) if given is None else given.to(torch.int8)
+            static = None if static is None else static.float()
+        return int_codes(
+            qdata, scale, zero_point, block_size, dtype, lo, hi, act=act, act_scale=static, act_zero_point=zero
+        )
+
+    @classmethod
+    def from_hp(
+        cls, hp_tensor: Tensor, granularity: Granularity, mapping_type: MappingType = MappingType.SYMMETRIC,
+        scale: Tensor | None = None, zero_point: Tensor | None = None,
+        act_quant_kwargs: QuantizeTensorToInt8Kwargs | None = None, act_quant_scale: Tensor | None = None,
+        act_quant_zero_point: Tensor | None = None, act_pre_scale: Tensor | None = None,
+        reduce_range: bool | None = False,
+    ) -> QT:  # fmt: skip
+        """Round-to-nearest of a float tensor; ``scale`` and ``zero_point`` given are used as they are."""
+        block = list(get_block_size(tuple(hp_tensor.shape), granularity))
+        lo, hi = (-64, 63) if reduce_range else (-128, 127)
+        if scale is None:
+            scale, zero_point = choose_qparams_affine(
+                hp_tensor, mapping_type, block, torch.int8, lo, hi, eps=torch.finfo(torch.float32).eps,
+                scale_dtype=torch.float32, zero_point_dtype=torch.int8, keepdim=True,
+            )  # fmt: skip
+        else:
+            counts = [n // b for n, b in zip(hp_tensor.shape, block, strict=True)]
+            assert scale.ndim == hp_tensor.ndim, f"scale has {scale.ndim} axes, the tensor {hp_tensor.ndim}"
+            assert list(scale.shape) == counts, f"scale is {list(scale.shape)}, blocks are {counts}"
+            zero_point = torch.zeros_like(scale, dtype=torch.int8) if zero_point is None else zero_point
+        qdata = quantize_affine(hp_tensor, block, scale, zero_point, torch.int8, lo, hi)
+        return cls.build(
+            qdata, scale, block, hp_tensor.dtype, zero_point, act_quant_scale, act_quant_zero_point, act_pre_scale,
+            act_quant_kwargs, reduce_range,
+        )  # fmt: skip
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        kwargs = None
+        if w.act is not None:
+            spec = w.act.spec
+            mapping = MappingType.ASYMMETRIC if spec.zero_point else MappingType.SYMMETRIC
+            granularity = PerTensor() if spec.block is None else PerRow()
+            kwargs = QuantizeTensorToInt8Kwargs(granularity, mapping, spec.format is INT7)
+        ones = (1,) * w.ndim
+        return {
+            "qdata": plain_codes(w), "scale": part(w, "scale"), "zero_point": act_zero(w), "block_size": block_size(w),
+            "dtype": w.dtype, "act_quant_scale": None if w.act_scale is None else w.act_scale.reshape(ones),
+            "act_quant_zero_point": None if w.act_zero_point is None else w.act_zero_point.reshape(ones),
+            "act_pre_scale": None, "act_quant_kwargs": kwargs, "reduce_range": w.spec.format is INT7,
+        }  # fmt: skip
+
+
+_PER_TOKEN = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN
+
+
+class IntxUnpackedToInt8Tensor(View):
+    """int1 to int8 codes, one an int8, with a scale and a zero point a block; optionally int8 activations per token."""
+
+    tensor_data_names = ["qdata", "scale", "zero_point"]  # noqa: RUF012
+    tensor_attribute_names = ["target_dtype", "block_size", "dtype", "activation_quantization"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        return _plain_integers(w) and w.spec.format.lo < 0 and (w.act is None or _per_token(w.act, w.dtype))
+
+    @classmethod
+    def build(
+        cls, qdata: Tensor, scale: Tensor, zero_point: Tensor, target_dtype: torch.dtype, block_size: Any,
+        dtype: torch.dtype, activation_quantization: Any,
+    ) -> QT:  # fmt: skip
+        floats = (torch.float32, torch.bfloat16, torch.float16)
+        assert qdata.dtype == torch.int8, f"qdata must be int8, got {qdata.dtype}"
+        assert scale.dtype in floats, f"scale must be one of {floats}, got {scale.dtype}"
+        assert zero_point.dtype in (*floats, torch.int8), f"zero_point must be int8 or a float, got {zero_point.dtype}"
+        assert dtype in floats, f"dtype must be one of {floats}, got {dtype}"
+        names = [f"torch.int{n}" for n in range(1, 9)]
+        assert str(target_dtype) in names, f"target_dtype must be one of {', '.join(names)}, got {target_dtype}"
+        counts = [n // b for n, b in zip(qdata.shape, block_size, strict=True)]
+        block_of(block_size, qdata.shape)
+        for name, given in (("scale", scale), ("zero_point", zero_point)):
+            assert list(given.shape) == counts, f"{name} must be {counts} under {block_size}, is {list(given.shape)}"
+        act = None
+        if activation_quantization is not None:
+            assert activation_quantization == _PER_TOKEN.value, f"unknown activation {activation_quantization!r}"
+            act = ActivationSpec(QuantSpec(INT8, (-1,), dtype, zero_point=True))
+        bits = int(str(target_dtype).removeprefix("torch.int"))
+        half = 1 << (bits - 1)
+        return int_codes(qdata, scale, zero_point, block_size, dtype, -half, half - 1, act=act)
+
+    @classmethod
+    def from_hp(
+        cls, hp_tensor: Tensor, block_size: Any, target_dtype: torch.dtype, *,
+        mapping_type: MappingType = MappingType.SYMMETRIC, activation_quantization: Any = None,
+        intx_choose_qparams_algorithm: Any = IntxChooseQParamsAlgorithm.AFFINE, custom_scale: Tensor | None = None,
+        custom_zero_point: Tensor | None = None,
+    ) -> QT:  # fmt: skip
+        """Round-to-nearest of a float tensor. With the algorithm None the custom scale and zero point are used."""
+        half = 1 << (int(str(target_dtype).removeprefix("torch.int")) - 1)
+        custom = custom_scale is not None or custom_zero_point is not None
+        if intx_choose_qparams_algorithm is None:
+            assert custom_scale is not None, "custom_scale must be given"
+            assert custom_zero_point is not None, "custom_zero_point must be given"
+            scale, zero = custom_scale, custom_zero_point
+        else:
+            assert not custom, "custom_scale and custom_zero_point need intx_choose_qparams_algorithm=None"
+            if intx_choose_qparams_algorithm == IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY:
+                from .hqq import _choose_qparams_and_quantize_scale_only_hqq
+
+                qdata, scale = _choose_qparams_and_quantize_scale_only_hqq(hp_tensor, block_size, -half, half - 1)
+                zero = torch.zeros_like(scale, dtype=torch.int8)
+                return cls.build(
+                    qdata.to(torch.int8),
+                    scale,
+                    zero,
+                    target_dtype,
+                    block_size,
+                    hp_tensor.dtype,
+                    activation_quantization,
+                )
+            if intx_choose_qparams_algorithm != IntxChooseQParamsAlgorithm.AFFINE:
+                raise ValueError(f"unknown IntxChooseQParamsAlgorithm {intx_choose_qparams_algorithm!r}")
+            scale, zero = choose_qparams_affine(
+                hp_tensor,
+                mapping_type,
+                block_size,
+                torch.int8,
+                -half,
+                half - 1,
+                zero_point_dtype=torch.int8,
+                keepdim=True,
+            )
+        qdata = quantize_affine(hp_tensor, block_size, scale, zero, torch.int8, -half, half - 1)
+        return cls.build(qdata, scale, zero, target_dtype, block_size, hp_tensor.dtype, activation_quantization)
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        return {
+            "qdata": plain_codes(w), "scale": part(w, "scale"), "zero_point": act_zero(w),
+            "target_dtype": getattr(torch, w.spec.format.name), "block_size": tuple(block_size(w)), "dtype": w.dtype,
+            "activation_quantization": None if w.act is None else _PER_TOKEN,
+        }  # fmt: skip
+
+
+def _per_token(act: ActivationSpec, dtype: torch.dtype) -> bool:
+    spec = act.spec
+    return (
+        act.mode == "dynamic" and spec.format is INT8 and spec.zero_point and spec.block == (-1,)
+        and spec.scale in (dtype, torch.float32) and act.rule in (None, "asymmetric")
+    )  # fmt: skip
+
+
+def _unpack_nibbles(packed: Tensor) -> Tensor:
+    """Signed nibbles of bytes, the even element low: [.., K / 2] -> [.., K], int8 -8..7."""
+    low, high = packed.view(torch.uint8) & 15, packed.view(torch.uint8) >> 4
+    codes = torch.stack([low, high], -1).flatten(-2).to(torch.int8)
+    return torch.where(codes > 7, codes - 16, codes)
+
+
+def _pack_nibbles(codes: Tensor) -> Tensor:
+    """The inverse: int8 [.., K] -> int8 bytes [.., K / 2]."""
+    nibbles = codes.to(torch.uint8) & 15
+    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).view(torch.int8)
+
+
+class Int4Tensor(View):
+    """4-bit codes two a byte (signed, the even one low), scale and real zero point [K / group, N] in bfloat16."""
+
+    tensor_data_names = ["qdata", "scale", "zero_point"]  # noqa: RUF012
+    tensor_attribute_names = ["block_size", "shape"]  # noqa: RUF012
+    optional_tensor_data_names = ["act_pre_scale"]  # noqa: RUF012
+    optional_tensor_attribute_names = ["activation_dtype"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        spec = w.spec
+        return (
+            spec.format is UINT4 and spec.mid == 8 and isinstance(spec.scale, torch.dtype) and spec.offset == spec.scale
+            and w.act is None and w.ndim == 2 and w.axes is None and tuple(w.codes.shape) == tuple(w.shape)
+            and w.shape[-1] % 2 == 0
+        )  # fmt: skip
+
+    @classmethod
+    def build(
+        cls, qdata: Tensor, scale: Tensor, zero_point: Tensor, block_size: Any, shape: Any,
+        act_pre_scale: Tensor | None = None, activation_dtype: torch.dtype | None = None,
+    ) -> QT:  # fmt: skip
+        if act_pre_scale is not None:
+            raise NotImplementedError(
+                "act_pre_scale (AWQ, SmoothQuant) is not offered yet; fold it into the layer before"
+            )
+        if activation_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+            raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; leave them bfloat16")
+        codes = (_unpack_nibbles(qdata) + 8).to(torch.uint8)
+        assert tuple(codes.shape) == tuple(shape), f"qdata is {list(qdata.shape)}, so not of shape {list(shape)}"
+        return int_codes(
+            codes, scale.t().contiguous(), zero_point.t().contiguous(), block_size, scale.dtype, 0, 15, real=True
+        )
+
+    @classmethod
+    def from_hp(cls, w: Tensor, block_size: Any, activation_dtype: torch.dtype | None = torch.bfloat16) -> QT:
+        """tinygemm's numbers: scale = (max - min) / 15, zero point min + 8 * scale, in the weight's dtype."""
+        if activation_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+            raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; leave them bfloat16")
+        block = block_of(block_size, w.shape)
+        spec = QuantSpec(UINT4, block, scale=w.dtype, offset=w.dtype, mid=8)
+        return QT.from_float(w, spec, "minmax", 1e-6)
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        scale, offset = part(w, "scale"), part(w, "offset")
+        assert scale is not None
+        assert offset is not None
+        return {
+            "qdata": _pack_nibbles(plain_codes(w).to(torch.int8) - 8), "scale": scale.t().contiguous(),
+            "zero_point": offset.t().contiguous(), "block_size": block_size(w), "shape": w.shape,
+            "act_pre_scale": None, "activation_dtype": torch.bfloat16,
+        }  # fmt: skip
+
+
+def packed_by_aten(packed: Tensor, scale_and_zero: Tensor, block: Any, shape: Any, dtype: torch.dtype) -> QT:
+    """A weight that ``_convert_weight_to_int4pack_for_cpu`` packed: packed [N, K / 2], scale_and_zero [K / g, N, 2].
+
+    The order of those bytes is that of the CPU that packed them: a file of another kind of CPU cannot be told apart.
+    """
+    spec = QuantSpec(
+        UINT4,
+        block_of(block, shape),
+        scale=scale_and_zero.dtype,
+        offset=scale_and_zero.dtype,
+        mid=8,
+        layout="torch_int4",
+    )
+    return QT(Parts(packed, scale_and_zero), spec, tuple(shape), dtype).to_layout("plain")
+
+
+class Int4OpaqueTensor(View):
+    """torchao's int4 weights for CPUs, in the byte order of torch's own kernel on the machine that packed them."""
+
+    tensor_data_names = ["qdata", "scale_and_zero"]  # noqa: RUF012
+    tensor_attribute_names = ["block_size", "shape"]  # noqa: RUF012
+    optional_tensor_data_names = ["act_pre_scale", "qzeros", "compensation"]  # noqa: RUF012
+    optional_tensor_attribute_names = ["act_mapping_type"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        return Int4Tensor.holds(w)
+
+    @classmethod
+    def build(
+        cls, qdata: Tensor, scale_and_zero: Tensor, block_size: Any, shape: Any, act_pre_scale: Tensor | None = None,
+        qzeros: Tensor | None = None, compensation: Tensor | None = None, act_mapping_type: Any = None,
+    ) -> QT:  # fmt: skip
+        if any(part is not None for part in (act_pre_scale, qzeros, compensation, act_mapping_type)):
+            raise NotImplementedError(
+                "Int4OpaqueTensor of int8 activations: its bytes are those of a kernel in torchao's own builds; "
+                "quantize the float model with Int8DynamicActivationInt4WeightConfig"
+            )
+        return packed_by_aten(qdata, scale_and_zero, block_size, shape, scale_and_zero.dtype)
+
+    @classmethod
+    def from_hp(cls, w: Tensor, block_size: Any, use_hqq: bool = False, **kwargs: Any) -> QT:
+        """As :meth:`Int4Tensor.from_hp`."""
+        if use_hqq or kwargs:
+            raise NotImplementedError(f"Int4OpaqueTensor.from_hp: use_hqq and {sorted(kwargs)} are not offered yet")
+        return Int4Tensor.from_hp(w, block_size)
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        packed = w.to_layout("torch_int4")
+        return {
+            "qdata": packed.parts.codes, "scale_and_zero": packed.parts.scale, "block_size": block_size(w),
+            "shape": w.shape, "act_pre_scale": None, "qzeros": None, "compensation": None, "act_mapping_type": None,
+        }  # fmt: skip

@@ -1,0 +1,264 @@
+"""torchao's quantizers by module swap: layers with plain buffers, and what puts them in place of linear ones."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...core.formats import INT8
+from ...core.spec import ActivationSpec, QuantSpec
+from ...models.configs.integer import INT8_EPS
+from ...models.granularity import MappingType
+from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
+from .int_views import packed_by_aten
+from .parts import int_codes, ready
+
+__all__ = [
+    "Int4WeightOnlyQuantizer", "Int8DynActInt4WeightLinear", "Int8DynActInt4WeightQuantizer", "Quantizer",
+    "TwoStepQuantizer", "WeightOnlyInt4Linear", "linear_forward_8da4w", "linear_forward_int4", "replace_linear_8da4w",
+    "replace_linear_int4",
+]  # fmt: skip
+_PER_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True), "dynamic", None, INT8_EPS)
+
+
+class Quantizer:
+    """What turns a model into a quantized one."""
+
+    def quantize(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        raise NotImplementedError
+
+
+class TwoStepQuantizer:
+    """What prepares a model for training, and converts it afterwards."""
+
+    def prepare(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        raise NotImplementedError
+
+    def convert(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        raise NotImplementedError
+
+
+def _fits(k: int, groupsize: int = 1, inner_k_tiles: int | None = None) -> bool:
+    """Whether torchao takes K as it is: whole groups, and whole tiles of 16 rows where there are tiles."""
+    return k % groupsize == 0 and (inner_k_tiles is None or k % (inner_k_tiles * 16) == 0)
+
+
+class _Buffers(nn.Module):
+    """A linear layer whose weight is made of its buffers, anew when one of them has changed."""
+
+    _made: tuple[Any, Tensor] | None = None
+
+    def _make(self) -> Tensor:
+        raise NotImplementedError
+
+    def _weight(self) -> Tensor:
+        now = tuple((id(b), b._version) for b in self.buffers(recurse=False))
+        if self._made is None or self._made[0] != now:
+            self._made = now, self._make()
+        return self._made[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}
+
+
+class Int8DynActInt4WeightLinear(_Buffers):
+    """int4 codes [out, in] in int8, scales and zeros [out, in / groupsize], under int8 activations per token.
+
+    The buffers are torchao's, so its state dicts load; beside them stands the weight packed for the kernel.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None,
+        groupsize: int = 256, precision: torch.dtype = torch.float32, scales_precision: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if dtype is not None:
+            raise ValueError("Please specify 'precision' instead of 'dtype'")
+        assert in_features % groupsize == 0, f"require in_features:{in_features} % groupsize:{groupsize} == 0"
+        self.in_features, self.out_features = in_features, out_features
+        self.groupsize, self.precision = groupsize, precision
+        groups = (out_features, in_features // groupsize)
+        self.register_buffer("weight", torch.zeros((out_features, in_features), dtype=torch.int8, device=device))
+        self.register_buffer("scales", torch.zeros(groups, dtype=scales_precision, device=device))
+        self.register_buffer("zeros", torch.zeros(groups, dtype=scales_precision, device=device))
+        self.bias: Tensor | None
+        if bias:
+            self.register_buffer("bias", torch.zeros(out_features, dtype=precision, device=device))
+        else:
+            self.bias = None
+
+    def _make(self) -> Tensor:
+        block = (1, self.groupsize)
+        return ready(
+            int_codes(self.weight, self.scales, self.zeros, block, self.precision, -8, 7, act=_PER_TOKEN)
+        )  # fmt: skip
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [.., in] -> [.., out] in ``precision``."""
+        return F.linear(input.to(self.precision), self._weight(), self.bias)
+
+
+def linear_forward_8da4w(
+    x: Tensor, weight_int8: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor, out_features: int,
+    groupsize: int,    output_precision: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """x in int8 per token, times int4 codes under scales of groups."""
+    w = int_codes(weight_int8, scales, zeros, (1, groupsize), output_precision, -8, 7, act=_PER_TOKEN)
+    return F.linear(x, w, bias).to(output_precision)
+
+
+class Int8DynActInt4WeightQuantizer(Quantizer):
+    """Puts :class:`Int8DynActInt4WeightLinear` in place of each linear layer whose inputs are whole groups."""
+
+    def __init__(
+        self, groupsize: int = 256, padding_allowed: bool = False, precision: torch.dtype = torch.float32,
+        scales_precision: torch.dtype = torch.float32, device: Any = torch.device("cpu"),  # noqa: B008
+        mapping_type: MappingType = MappingType.SYMMETRIC,
+    ) -> None:  # fmt: skip
+        self.groupsize, self.padding_allowed, self.precision = groupsize, padding_allowed, precision
+        self.scales_precision, self.device, self.mapping_type = scales_precision, device, mapping_type
+
+    @torch.no_grad()
+    def quantize(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The model, changed in place."""
+
+        def swap(old: Any) -> nn.Module:
+            assert old.in_features % self.groupsize == 0, (
+                f"require in_features:{old.in_features} % self.groupsize:{self.groupsize} == 0"
+            )
+            new = Int8DynActInt4WeightLinear(
+                old.in_features, old.out_features, old.bias is not None, self.device, groupsize=self.groupsize,
+                precision=self.precision, scales_precision=self.scales_precision,
+            )  # fmt: skip
+            codes, scales, zeros = group_quantize_tensor_symmetric(
+                old.weight.to(self.precision), 4, self.groupsize, self.scales_precision, mapping_type=self.mapping_type
+            )
+            for name, value in (("weight", codes), ("scales", scales), ("zeros", zeros), ("bias", old.bias)):
+                if value is not None:
+                    getattr(new, name).copy_(value)
+            return new
+
+        return _swap_linear(model, swap)
+
+
+class WeightOnlyInt4Linear(_Buffers):
+    """int4 weights as torch's CPU kernel packs them [out, in / 2], scales_and_zeros [in / groupsize, out, 2]."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, device: Any = None, dtype: Any = None,
+        groupsize: int = 128, inner_k_tiles: int = 8, precision: torch.dtype = torch.bfloat16,
+        scales_precision: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert not bias, "require bias=False"
+        if dtype is not None:
+            raise ValueError("Please specify 'precision' instead of 'dtype'")
+        if torch.device(device or "cpu").type != "cpu":
+            raise NotImplementedError(f"WeightOnlyInt4Linear on {device}: it is for a CPU; use Int4WeightOnlyConfig()")
+        self.origin_in_features = in_features
+        self.padding = not _fits(in_features, groupsize, inner_k_tiles)
+        in_features = -(-in_features // 1024) * 1024 if self.padding else in_features
+        assert out_features % 8 == 0, "require out_features % 8 == 0"
+        self.in_features, self.out_features, self.groupsize = in_features, out_features, groupsize
+        self.inner_k_tiles, self.precision, self.scales_precision = inner_k_tiles, precision, scales_precision
+        self.register_buffer("weight", torch.zeros((out_features, in_features // 2), dtype=torch.uint8))
+        shape = (in_features // groupsize, out_features, 2)
+        self.register_buffer("scales_and_zeros", torch.zeros(shape, dtype=scales_precision))
+
+    def _make(self) -> Tensor:
+        shape = (self.out_features, self.in_features)
+        return ready(packed_by_aten(self.weight, self.scales_and_zeros, (1, self.groupsize), shape, self.precision))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [.., in] -> [.., out]."""
+        if self.padding:
+            input = F.pad(input, (0, self.in_features - self.origin_in_features))
+        return F.linear(input.to(self.precision), self._weight()).to(input.dtype)
+
+
+def linear_forward_int4(
+    x: Tensor, weight_int4pack: Tensor, scales_and_zeros: Tensor, out_features: int, groupsize: int,
+    precision: torch.dtype = torch.bfloat16, scales_precision: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    """x times int4 weights as torch's CPU kernel packs them."""
+    shape = (out_features, 2 * weight_int4pack.shape[1])
+    w = packed_by_aten(weight_int4pack, scales_and_zeros.to(scales_precision), (1, groupsize), shape, precision)
+    return F.linear(x.to(precision), w).to(x.dtype)
+
+
+class Int4WeightOnlyQuantizer(Quantizer):
+    """Puts :class:`WeightOnlyInt4Linear` in place of each linear layer without bias. ``device`` defaults to the CPU."""
+
+    def __init__(
+        self, groupsize: int = 256, padding_allowed: bool = True, inner_k_tiles: int | None = 8,
+        device: Any = torch.device("cpu"), precision: torch.dtype = torch.bfloat16,  # noqa: B008
+    ) -> None:  # fmt: skip
+        assert inner_k_tiles in (2, 4, 8), f"inner_k_tiles must be 2, 4 or 8, got {inner_k_tiles}"
+        assert groupsize in (32, 64, 128, 256), f"groupsize must be 32, 64, 128 or 256, got {groupsize}"
+        self.groupsize, self.padding_allowed, self.inner_k_tiles = groupsize, padding_allowed, inner_k_tiles
+        self.device, self.precision = device, precision
+
+    @torch.no_grad()
+    def quantize(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The model, changed in place. Layers that do not fit are padded, or left alone with a warning."""
+
+        def swap(old: Any) -> nn.Module:
+            if old.bias is not None:
+                return old
+            if not _fits(old.in_features, self.groupsize, self.inner_k_tiles) and not self.padding_allowed:
+                warnings.warn(
+                    f"a layer of {old.in_features} inputs stays as it is: they are no whole groups of {self.groupsize} "
+                    f"in tiles of {self.inner_k_tiles} times 16; padding_allowed=True pads them",
+                    stacklevel=2,
+                )
+                return old
+            new = WeightOnlyInt4Linear(
+                old.in_features, old.out_features, False, self.device, None, self.groupsize, self.inner_k_tiles or 8,
+                self.precision, self.precision,
+            )  # fmt: skip
+            weight = F.pad(old.weight, (0, new.in_features - old.in_features)).cpu()
+            codes, both = groupwise_affine_quantize_tensor(weight, 4, self.groupsize, self.precision)
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), self.inner_k_tiles)
+            new.weight.copy_(packed)
+            new.scales_and_zeros.copy_(both)
+            return new
+
+        return _swap_linear(model, swap)
+
+
+def _swap_linear(model: nn.Module, swap: Any) -> nn.Module:
+    from .quant_api import _replace_with_custom_fn_if_matches_filter
+
+    return _replace_with_custom_fn_if_matches_filter(model, swap, lambda m, fqn: type(m) is nn.Linear)
+
+
+def replace_linear_8da4w(
+    module: nn.Module, groupsize: int, padding_allowed: bool, precision: torch.dtype, scales_precision: torch.dtype
+) -> None:
+    """Empty :class:`Int8DynActInt4WeightLinear` layers, to load a state dict into."""
+
+    def swap(old: Any) -> nn.Module:
+        return Int8DynActInt4WeightLinear(
+            old.in_features, old.out_features, old.bias is not None, old.weight.device, None, groupsize, precision,
+            scales_precision,
+        )  # fmt: skip
+
+    _swap_linear(module, swap)
+
+
+def replace_linear_int4(
+    module: nn.Module, groupsize: int, inner_k_tiles: int, padding_allowed: bool, skip_layer_func: Any = None
+) -> None:
+    """Empty :class:`WeightOnlyInt4Linear` layers, to load a state dict into."""
+
+    def swap(old: Any) -> nn.Module:
+        fits = padding_allowed or _fits(old.in_features, groupsize, inner_k_tiles)
+        if not fits or (skip_layer_func is not None and skip_layer_func(old.weight)):
+            return old
+        return WeightOnlyInt4Linear(old.in_features, old.out_features, False, None, None, groupsize, inner_k_tiles)
+
+    _swap_linear(module, swap)

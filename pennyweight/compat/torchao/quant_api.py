@@ -1,0 +1,163 @@
+"""torchao.quantization.quant_api: ``quantize_`` and what goes with it, over ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.tensor import AffineQuantizedTensor
+from ...models import handlers, rules
+from ...models.configs import AOBaseConfig, FqnToConfig
+from ...models.quantize import quantize_ as _quantize_
+from ...models.report import Report
+from ...models.sites import is_linear
+from . import attributes
+
+__all__ = [
+    "_is_linear", "_replace_with_custom_fn_if_matches_filter", "autoquant", "fqn_matches_fqn_config",
+    "quantize_", "register_quantize_module_handler", "swap_conv2d_1x1_to_linear",
+]  # fmt: skip
+assert attributes.ATTRIBUTES  # quantized weights answer to torchao's attributes
+
+Filter = Callable[[nn.Module, str], bool]
+register_quantize_module_handler = handlers.register_quantize_module_handler
+
+
+def _is_linear(mod: nn.Module, *args: Any) -> bool:
+    """The default filter: nn.Linear whose weight is not quantized, without nn.MultiheadAttention's output layer."""
+    plain = isinstance(mod, nn.Linear) and not isinstance(mod, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return plain and hasattr(mod, "weight") and not isinstance(mod.weight, AffineQuantizedTensor)
+
+
+def quantize_(
+    model: nn.Module,
+    config: AOBaseConfig | Callable[[nn.Module], nn.Module] | None = None,
+    filter_fn: Filter | None = _is_linear,
+    set_inductor_config: bool | None = None,
+    device: torch.device | str | None = None,
+    *,
+    apply_tensor_subclass: Callable[[nn.Module], nn.Module] | None = None,
+    **kwargs: Any,
+) -> Report | None:
+    """As :func:`pennyweight.quantize_`, with torchao's arguments of every release. Returns our report.
+
+    filter_fn              None, or its default, with FqnToConfig, which names its layers itself
+    set_inductor_config    taken and not acted on: no process-wide setting is changed
+    apply_tensor_subclass  0.8's name of ``config``
+
+    A filter that picks nothing leaves the model as it is and returns None, as torchao does; ours alone would say so.
+    """
+    if isinstance(set_inductor_config, (str, torch.device)):  # the fourth argument is the device, since 0.10
+        set_inductor_config, device = None, set_inductor_config
+    config = apply_tensor_subclass if config is None else config
+    if isinstance(config, type) and issubclass(config, AOBaseConfig):
+        config = config()
+    if config is None or not (isinstance(config, AOBaseConfig) or callable(config)):
+        raise TypeError(f"quantize_ needs a config such as Int8WeightOnlyConfig(), got {config!r}")
+    if isinstance(config, FqnToConfig):
+        if filter_fn not in (None, _is_linear, is_linear):
+            raise ValueError("FqnToConfig names its layers itself; leave filter_fn out")
+        return _quantize_(model, config, None, device, **kwargs)
+    chosen = filter_fn if filter_fn is not None else _is_linear
+    if not any(chosen(module, name) for name, module in model.named_modules()):
+        return None
+    report = _quantize_(model, config, chosen, device, **kwargs)
+    for module in model.modules():
+        if type(module) is nn.Linear and isinstance(module.weight, AffineQuantizedTensor):
+            module.extra_repr = _ExtraRepr(module)  # type: ignore[method-assign]
+    return report
+
+
+class _ExtraRepr:
+    """What a linear layer prints of itself: its weight too, as torchao has it. A class, so that layers can be pickled."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.module = module
+
+    def __call__(self) -> str:
+        m = self.module
+        return f"in_features={m.in_features}, out_features={m.out_features}, weight={m.weight}"
+
+
+def fqn_matches_fqn_config(fqn: str, config: FqnToConfig) -> bool:
+    """Whether a key of the config is this name, or a ``re:`` key matches all of it."""
+    return any(key != "_default" and rules._matches(key, fqn) for key in config.fqn_to_config)
+
+
+def _replace_with_custom_fn_if_matches_filter(
+    model: nn.Module, replacement_fn: Callable[..., nn.Module], filter_fn: Filter, cur_fqn: str = "",
+    device: torch.device | str | None = None, extra_args: tuple[Any, ...] = (),
+) -> nn.Module:  # fmt: skip
+    """The model with ``replacement_fn(module, *extra_args)`` in place of each module that the filter picks, names as
+    ``cur_fqn`` and on; a module that is replaced is not looked into."""
+    if filter_fn(model, cur_fqn.removesuffix(".")):
+        return replacement_fn(model if device is None else model.to(device), *extra_args)
+    for name, child in list(model.named_children()):
+        new = _replace_with_custom_fn_if_matches_filter(
+            child, replacement_fn, filter_fn, f"{cur_fqn}{name}.", device, extra_args
+        )
+        if new is not child:
+            setattr(model, name, new)
+    return model if device is None else model.to(device)
+
+
+class _Permuted(nn.Module):
+    """A linear layer over the channels of [B, C, H, W]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.mod = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mod(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def swap_conv2d_1x1_to_linear(model: nn.Module, filter_fn: Filter | None = None) -> None:
+    """Put a linear layer in place of each 1x1 convolution of stride one, without groups, padding or dilation."""
+
+    def pick(m: nn.Module, fqn: str) -> bool:
+        if not isinstance(m, nn.Conv2d) or (filter_fn is not None and not filter_fn(m, fqn)):
+            return False
+        one = (1, 1)
+        return m.kernel_size == one and m.stride == one and m.groups == 1 and m.padding in ((0, 0), 0, "valid")
+
+    def swap(conv: Any) -> nn.Module:
+        linear = nn.Linear(conv.in_channels, conv.out_channels, conv.bias is not None, device="meta")
+        linear.weight = nn.Parameter(conv.weight.squeeze(-1, -2).clone(), conv.weight.requires_grad)
+        linear.bias = conv.bias
+        return _Permuted(linear)
+
+    _replace_with_custom_fn_if_matches_filter(model, swap, pick)
+
+
+def autoquant(
+    model: nn.Module, example_input: Any = None, qtensor_class_list: Any = None, filter_fn: Filter | None = None,
+    mode: Any = None, manual: bool = False, set_inductor_config: bool = True, supress_autoquant_errors: bool = True,
+    min_sqnr: float | None = None, **kwargs: Any,
+) -> nn.Module:  # fmt: skip
+    """The fastest of float, int8 weight-only and int8-dynamic for each linear layer, as measured here.
+
+    ``example_input`` gives the numbers of rows; ``min_sqnr`` in dB refuses what errs more. Other arguments are
+    torchao's and change nothing. Raises ValueError without an example input: torchao takes the first call's instead.
+    """
+    from ...models.configs import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
+    from ...models.recommending import recommend
+
+    if example_input is None:
+        raise ValueError(
+            "autoquant(model, example_input): an input is needed to measure with; pass a tuple of arguments"
+        )
+    if manual or kwargs:
+        raise NotImplementedError(
+            f"autoquant: manual=True and {sorted(kwargs)} are not offered; see pennyweight.recommend"
+        )
+    inputs = example_input if isinstance(example_input, (tuple, list)) else (example_input,)
+    error = None if min_sqnr is None else 10 ** (-min_sqnr / 20)
+    candidates = [Int8WeightOnlyConfig(), Int8DynamicActivationInt8WeightConfig()]
+    found = recommend(model, tuple(inputs), max_error=error, candidates=candidates)
+    if found.config is not None:
+        _quantize_(model, found.config)
+    return model

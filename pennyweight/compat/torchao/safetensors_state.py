@@ -1,0 +1,196 @@
+"""torchao.prototype.safetensors: state dicts of quantized weights as plain tensors and metadata, and back.
+
+``layer.weight`` becomes ``layer._weight_qdata``, ``layer._weight_scale`` ..., and its metadata is JSON:
+``{"_type": class, "_data": {attribute: value}, "_tensor_data_names": [...]}``, which torchao 0.14 and later read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.tensor import AffineQuantizedTensor
+from ...models import granularity
+from . import enums, float_views, int_views
+from .parts import ready
+from .view import VIEWS, view_of
+
+__all__ = [
+    "ALLOWED_CLASSES",
+    "ALLOWED_TENSORS_SUBCLASSES",
+    "TensorSubclassAttributeJSONEncoder",
+    "flatten_tensor_state_dict",
+    "is_metadata_torchao",
+    "object_from_dict",
+    "unflatten_tensor_state_dict",
+]
+
+ALLOWED_TENSORS_SUBCLASSES = [
+    "Float8Tensor", "Int4Tensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor",
+    "Int4OpaqueTensor",
+]  # fmt: skip
+_PLAIN = {
+    cls.__name__: cls
+    for cls in (
+        float_views.QuantizeTensorToFloat8Kwargs, float_views.QuantizeTensorToMXKwargs,
+        float_views.QuantizeTensorToNVFP4Kwargs, int_views.QuantizeTensorToInt8Kwargs,
+        int_views.IntxUnpackedToInt8TensorActivationQuantization, enums.Float8MMConfig, enums.KernelPreference,
+        enums.ScaleCalculationMode, granularity.MappingType, granularity.PerAxis, granularity.PerBlock,
+        granularity.PerGroup, granularity.PerRow, granularity.PerTensor, granularity.PerToken,
+    )
+}  # fmt: skip
+ALLOWED_CLASSES: dict[str, Any] = {**{name: VIEWS[name] for name in ALLOWED_TENSORS_SUBCLASSES}, **_PLAIN}
+_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+
+
+class TensorSubclassAttributeJSONEncoder(json.JSONEncoder):
+    """Writes a quantized weight of ours, and what its attributes are made of."""
+
+    def default(self, o: Any) -> Any:
+        if isinstance(o, AffineQuantizedTensor):
+            view = view_of(o)
+            return _described(view, view.take(o))
+        return _encode(o)
+
+
+def _described(view: Any, taken: dict[str, Any]) -> dict[str, Any]:
+    data = (*view.optional_tensor_data_names, *view.tensor_data_names)
+    attributes = (*view.optional_tensor_attribute_names, *view.tensor_attribute_names)
+    return {
+        "_type": view.__name__,
+        "_data": {name: _encode(taken[name]) for name in attributes},
+        "_tensor_data_names": [name for name in data if taken[name] is not None],
+    }
+
+
+def _encode(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.dtype):
+        return {"_type": "torch.dtype", "_data": str(value).removeprefix("torch.")}
+    if isinstance(value, enum.Enum):
+        # torchao compares this one with its string, and has not its name in its table.
+        if isinstance(value, int_views.IntxUnpackedToInt8TensorActivationQuantization):
+            return value.value
+        return {"_type": type(value).__name__, "_data": value.name}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {"_type": type(value).__name__, "_data": {k: _encode(v) for k, v in value._asdict().items()}}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"_type": type(value).__name__, "_data": fields}
+    if isinstance(value, (list, tuple)):
+        return [_encode(v) for v in value]
+    raise TypeError(f"{value!r} cannot be written to a file of torchao's")
+
+
+def object_from_dict(data: Any) -> Any:
+    """The object that its description says. Only names of a fixed table are known; ValueError for others."""
+    if not isinstance(data, dict):
+        raise TypeError(f"Expected dictionary, got {type(data)}")
+    if "_type" not in data or "_data" not in data:
+        raise ValueError("Input dictionary missing required '_type' or '_data' fields")
+    kind, held = data["_type"], data["_data"]
+    if kind == "torch.dtype":
+        if held not in _DTYPES:
+            raise ValueError(f"unknown dtype {held!r}")
+        return _DTYPES[held]
+    cls = ALLOWED_CLASSES.get(kind)
+    if cls is None:
+        raise ValueError(f"Failed to find class {kind} in any of the allowed modules: {', '.join(ALLOWED_CLASSES)}")
+    if issubclass(cls, enum.Enum):
+        if held not in cls.__members__:
+            raise ValueError(f"{kind} has no member {held!r}; it has {', '.join(cls.__members__)}")
+        return cls[held]
+    if not isinstance(held, dict):
+        raise ValueError(f"{kind} is described by an object, got {held!r}")
+    try:
+        return cls(**{k: v if isinstance(v, Tensor) else _decode(v) for k, v in held.items()})
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"Failed to create instance of {kind}: {error}") from error
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return object_from_dict(value) if "_type" in value else {k: _decode(v) for k, v in value.items()}
+    return [_decode(v) for v in value] if isinstance(value, list) else value
+
+
+def _prefix(name: str) -> str:
+    module, _, param = name.rpartition(".")
+    return f"{module}._{param}_" if module else f"_{param}_"
+
+
+def flatten_tensor_state_dict(tensors_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(plain tensors, metadata) of a state dict, for ``safetensors.torch.save_file``.
+
+    Raises ValueError, naming the tensor, for numbers that torchao has no class for: save those with pennyweight.save.
+    """
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for name, tensor in tensors_dict.items():
+        if isinstance(tensor, AffineQuantizedTensor):
+            try:
+                view = view_of(tensor)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            taken = view.take(tensor)
+            described = _described(view, taken)
+            for part in described["_tensor_data_names"]:
+                tensors[_prefix(name) + part] = taken[part].detach().clone().contiguous()
+            metadata[name] = json.dumps(described)
+        elif type(tensor) in (Tensor, torch.nn.Parameter):
+            tensors[name] = tensor.detach()
+            metadata[name] = json.dumps({"_type": "Tensor"})
+        else:
+            raise ValueError(f"{name}: Unsupported tensor type: {type(tensor)}")
+    metadata["tensor_names"] = json.dumps(list(tensors_dict))
+    return tensors, metadata
+
+
+def unflatten_tensor_state_dict(
+    tensors_data_dict: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(state dict, tensors left over) from plain tensors and metadata. A weight of which not all parts are there yet,
+    as when files come one by one, is left over. Raises ValueError for metadata that is none of torchao's."""
+    if "tensor_names" not in metadata:
+        raise ValueError("No tensors found")
+    left = dict(tensors_data_dict)
+    found: dict[str, Tensor] = {}
+    for name in json.loads(metadata["tensor_names"]):
+        described = json.loads(metadata[name])
+        kind = described.get("_type")
+        if kind == "Tensor":
+            if name in left:
+                found[name] = left.pop(name)
+            continue
+        if kind not in ALLOWED_TENSORS_SUBCLASSES:
+            raise ValueError(f"{name}: Unsupported tensor type: {kind}")
+        parts = described["_tensor_data_names"]
+        if any(_prefix(name) + part not in left for part in parts):
+            continue
+        pieces = {part: left.pop(_prefix(name) + part) for part in parts}
+        try:
+            found[name] = ready(object_from_dict({"_type": kind, "_data": {**described["_data"], **pieces}}))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return found, left
+
+
+def is_metadata_torchao(metadata: Mapping[str, Any] | None) -> bool:
+    """Whether metadata of a file describes tensors in this form."""
+    if not metadata or "tensor_names" not in metadata:
+        return False
+    try:
+        names = json.loads(metadata["tensor_names"])
+        kinds = [json.loads(metadata[name]).get("_type") for name in names]
+    except (TypeError, KeyError, AttributeError, ValueError):
+        return False
+    return (
+        bool(kinds) and isinstance(names, list) and all(k == "Tensor" or k in ALLOWED_TENSORS_SUBCLASSES for k in kinds)
+    )

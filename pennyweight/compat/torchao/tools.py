@@ -1,0 +1,210 @@
+"""Measuring, sizes, registering ops and other small tools, under torchao's names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "DummyModule",
+    "_assert_and_get_unique_device",
+    "_register_custom_op",
+    "_register_meta_op",
+    "benchmark_model",
+    "benchmark_torch_function_in_microseconds",
+    "ceil_div",
+    "compute_max_diff",
+    "fill_defaults",
+    "find_multiple",
+    "get_model_size_in_bytes",
+    "get_out_shape",
+    "profiler_runner",
+    "register_as_pytree_constant",
+    "round_up",
+]
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def _assert_and_get_unique_device(module: nn.Module) -> torch.device | None:
+    """The device of all parameters and buffers; None where there are none. Raises AssertionError for several."""
+    devices = {x.device for x in (*module.parameters(), *module.buffers())}
+    if len(devices) > 1:
+        raise AssertionError(f"expected a module on one device, but its tensors are on {sorted(map(str, devices))}")
+    return devices.pop() if devices else None
+
+
+def benchmark_model(
+    model: Callable[..., Any],
+    num_runs: int,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    device_type: str | None = None,
+) -> float:
+    """Mean time of one call of ``model(*args, **kwargs)``, in milliseconds on every device.
+
+    The device's work is waited for at the start and at the end only. There is no warm-up: call the model first where it
+    is compiled. ``device_type`` ("cpu", "cuda") is that of the module where it is not given. Raises ValueError for less
+    than one run, and TypeError for a function without ``device_type``.
+    """
+    if num_runs < 1:
+        raise ValueError(f"num_runs must be at least 1, got {num_runs}")
+    if device_type is None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"give device_type, as 'cpu' or 'cuda', to time a {type(model).__name__}")
+        device = _assert_and_get_unique_device(model)
+        device_type = "cpu" if device is None else device.type
+    wait = torch.get_device_module(device_type).synchronize
+    kwargs = kwargs or {}
+    wait()
+    start = time.perf_counter()
+    for _ in range(num_runs):
+        with torch.autograd.profiler.record_function("timed region"):
+            model(*args, **kwargs)
+    wait()
+    return (time.perf_counter() - start) * 1e3 / num_runs
+
+
+def benchmark_torch_function_in_microseconds(f: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
+    """Mean time of ``f(*args, **kwargs)`` in microseconds, by torch's blocked timer, after two calls to warm up."""
+    from torch.utils import benchmark
+
+    f(*args, **kwargs)
+    f(*args, **kwargs)
+    timer = benchmark.Timer(stmt="f(*args, **kwargs)", globals={"f": f, "args": args, "kwargs": kwargs})
+    return timer.blocked_autorange().mean * 1e6
+
+
+def profiler_runner(path: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)`` under torch's profiler; writes a Chrome trace to ``path`` and returns fn's result."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        result = fn(*args, **kwargs)
+    profile.export_chrome_trace(str(path))
+    return result
+
+
+def compute_max_diff(output: Tensor, output_ref: Tensor) -> Tensor:
+    """mean |output − ref| / mean |ref|: a relative mean, whatever its name says."""
+    return (output - output_ref).abs().mean() / output_ref.abs().mean()
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def get_model_size_in_bytes(model: nn.Module, ignore_embeddings: bool = False) -> int:
+    """Bytes of all parameters and buffers, those of tensor subclasses counted by what they store.
+
+    The model's own are counted like those of its parts, and a tied tensor once. ``ignore_embeddings`` leaves out what
+    only ``nn.Embedding`` modules hold.
+    """
+    seen: dict[int, Tensor] = {}
+    for module in model.modules():
+        if not (ignore_embeddings and isinstance(module, nn.Embedding)):
+            for x in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                seen[id(x)] = x
+    return sum(part.numel() * part.element_size() for x in seen.values() for part in _stored(x))
+
+
+def _stored(x: Any) -> Iterator[Tensor]:
+    """The plain tensors inside."""
+    if is_traceable_wrapper_subclass(x):
+        for name in x.__tensor_flatten__()[0]:
+            yield from _stored(getattr(x, name))
+    else:
+        yield x
+
+
+def find_multiple(n: int, *args: int) -> int:
+    """The least number from n on that all of ``args`` divide."""
+    return round_up(n, lcm(*args))
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    """a / b rounded up."""
+    return (a + b - 1) // b
+
+
+def round_up(a: int, b: int) -> int:
+    """The least multiple of b from a on."""
+    return ceil_div(a, b) * b
+
+
+def get_out_shape(input_shape: Sequence[int], weight_shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of ``linear(input [.., K], weight [N, K])``: (.., N)."""
+    return (*input_shape[:-1], weight_shape[0])
+
+
+# -- operators and modules ---------------------------------------------------------------------------------------------
+
+
+def fill_defaults(args: Sequence[Any], n: int, defaults_tail: Sequence[Any]) -> list[Any]:
+    """``args`` filled up to n from ``defaults_tail``, the defaults of the last arguments.
+
+    For handlers of ``__torch_dispatch__``, where arguments at their defaults may be missing. Raises RuntimeError where
+    one is missing that has no default.
+    """
+    missing = n - len(args)
+    if missing > len(defaults_tail):
+        raise RuntimeError(f"got {len(args)} of {n} arguments, and only the last {len(defaults_tail)} have defaults")
+    return [*args, *(defaults_tail[len(defaults_tail) - missing :] if missing > 0 else ())]
+
+
+def _register_custom_op(lib: Any, inductor_decomposed: bool = True) -> Callable[[Any], Any]:
+    """Decorator that makes a function with annotated arguments an op of ``lib``, named as it without its first "_".
+
+    ``torch.export`` keeps the op whole. With ``inductor_decomposed`` inductor traces through it; without, it stays
+    whole there too, and needs :func:`_register_meta_op`.
+    """
+    key = "CompositeImplicitAutograd" if inductor_decomposed else "CompositeExplicitAutograd"
+
+    def add(fn: Any) -> Any:
+        from torch._inductor.decomposition import register_decomposition
+        from torch.library import infer_schema
+
+        name = fn.__name__.removeprefix("_")
+        if not name.isidentifier():
+            raise ValueError(
+                f"an op takes its name from its function, and {fn.__name__!r} is none; use def, not lambda"
+            )
+        lib.define(name + infer_schema(fn, mutates_args=()))
+        lib.impl(name, fn, key)
+        op = getattr(getattr(torch.ops, lib.ns), name)
+        if inductor_decomposed:
+            register_decomposition([op])(fn)
+        return op
+
+    return add
+
+
+def _register_meta_op(lib: Any, op_name: str) -> Callable[[Any], Any]:
+    """Decorator: what the op ``op_name`` of ``lib`` gives for meta tensors."""
+
+    def add(fn: Any) -> Any:
+        lib.impl(op_name, fn, "Meta")
+        return fn
+
+    return add
+
+
+def register_as_pytree_constant(cls: type) -> type:
+    """Class decorator: torch's tracers take instances as constants, compared by ``==``."""
+    torch.utils._pytree.register_constant(cls)
+    return cls
+
+
+class DummyModule(nn.Module):
+    """A module around one tensor, for quantizing functions that take modules. ``weight`` is stored as it is given."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias

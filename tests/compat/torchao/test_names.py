@@ -1,0 +1,125 @@
+"""The module tree: every public name of three releases of torchao is served, or its absence is explained."""
+
+import importlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pennyweight import compat
+from pennyweight.compat.torchao.gone import GONE, why_missing
+from pennyweight.compat.torchao.tree import TREE
+
+HOME = "pennyweight.compat.torchao"
+# Names as the sources of the releases have them; see tests/golden/make_torchao_names.py.
+NAMES = json.loads((Path(__file__).parents[2] / "golden" / "torchao_names.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("release", NAMES)
+def test_every_name_is_there_or_explained(release: str) -> None:
+    assert len(NAMES[release]) > 100
+    dumb = []
+    for module, names in NAMES[release].items():
+        if module not in TREE:
+            dumb += [] if why_missing(module, None) else [module]
+            continue
+        served = importlib.import_module(f"{HOME}.{module}" if module else HOME)
+        dumb += [f"{module}.{n}" for n in names if not hasattr(served, n) and why_missing(module, n) is None]
+    assert dumb == []
+
+
+@pytest.mark.parametrize("release", NAMES)
+def test_most_of_quantization_is_there(release: str) -> None:
+    """What is explained away must not creep up: names of the package that users import from most."""
+    module = importlib.import_module(f"{HOME}.quantization")
+    names = NAMES[release]["quantization"]
+    absent = [n for n in names if not hasattr(module, n)]
+    assert len(absent) <= 0.35 * len(names), absent
+
+
+@pytest.mark.parametrize("path", sorted(TREE))
+def test_modules_import_and_give_what_they_list(path: str) -> None:
+    module = importlib.import_module(f"{HOME}.{path}" if path else HOME)
+    for name in module.__all__:
+        assert hasattr(module, name), name
+    assert set(module.__all__) <= set(dir(module))
+
+
+def test_nothing_is_both_there_and_gone() -> None:
+    for path in GONE:
+        module, _, name = path.rpartition(".")
+        if name == "*" or module not in TREE:
+            continue
+        served = importlib.import_module(f"{HOME}.{module}" if module else HOME)
+        assert name not in served.__all__, path
+
+
+@pytest.mark.usefixtures("torchao")
+def test_importing_what_is_gone_says_which_releases_had_it_and_what_to_use() -> None:
+    with pytest.raises(ImportError, match=r"torchao 0.11 to 0.13 had it.*use instead: Int4WeightOnlyConfig"):
+        from torchao.quantization import FbgemmConfig  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"torchao 0.10 on had it.*optimizer states"):
+        import torchao.optim  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'Int5000Tensor'"):
+        from torchao.quantization import Int5000Tensor  # noqa: F401
+    import torchao.quantization as module
+
+    assert not hasattr(module, "FbgemmConfig")
+    assert getattr(module, "FbgemmConfig", None) is None
+    with pytest.raises(AttributeError, match=r"torchao 0.11 to 0.13 had it"):
+        _ = module.FbgemmConfig
+
+
+@pytest.mark.usefixtures("torchao")
+def test_both_names_give_the_same_objects() -> None:
+    import torchao
+    from torchao.dtypes.affine_quantized_tensor import AffineQuantizedTensor as deep
+    from torchao.quantization.quant_api import quantize_
+
+    from pennyweight.compat.torchao.dtypes import AffineQuantizedTensor
+
+    assert deep is AffineQuantizedTensor
+    assert torchao.quantize_ is quantize_
+    assert torchao.quantization.utils.compute_error is torchao.quantization.compute_error
+    assert importlib.metadata.version("torchao") == torchao.__version__
+
+
+SCRIPT = """
+import sys, types
+{before}
+from pennyweight import compat
+try:
+    compat.install({name!r})
+except Exception as e:
+    print(type(e).__name__, e)
+else:
+    import torchao
+    print("served", torchao.__name__, "transformers" in sys.modules, "triton" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "says"),
+    [
+        ("", "torchao", "served torchao False False"),
+        ("sys.modules['torchao'] = types.ModuleType('torchao')", "torchao", "RuntimeError torchao is already imported"),
+        ("", "bitsandbytes", "ValueError install('bitsandbytes')"),
+        ("from pennyweight import compat; compat.install('torchao')", "torchao", "served torchao False False"),
+    ],
+)
+def test_install(before: str, name: str, says: str) -> None:
+    code = SCRIPT.format(before=before, name=name)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(says), done.stdout + done.stderr
+
+
+def test_uninstall_takes_it_back() -> None:
+    compat.install("torchao")
+    import torchao  # noqa: F401
+
+    compat.uninstall("torchao")
+    assert "torchao" not in sys.modules
+    assert not any(getattr(f, "prefix", None) == "torchao" for f in sys.meta_path)
