@@ -75,7 +75,9 @@ def _from_range(
     if not preserve_zero:
         raise ValueError("preserve_zero == False is not supported for symmetric quantization")
     if domain is FLOAT:
-        raise ValueError("symmetric quantization needs ZeroPointDomain.INT or ZeroPointDomain.NONE")
+        raise ValueError(
+            "zero_point_domain should be ZeroPointDomain.INT or ZeroPointDomain.NONE for symmetric quantization"
+        )
     if mapping_type is MappingType.SYMMETRIC:
         scale = torch.maximum(-low, high) / (float(quant_max - quant_min) / 2)
     else:  # an end without codes (int1 has no positive one, uint8 no negative) is left out
@@ -105,7 +107,7 @@ def _choose(
     quant_min, quant_max = _get_and_check_qmin_qmax(target_dtype, quant_min, quant_max)
     require(
         target_dtype not in FP8_TYPES or mapping_type is MappingType.SYMMETRIC,
-        f"float8 has symmetric quantization only, got {mapping_type}",
+        f"Only symmetric quantization is supported for FP8 types, got {mapping_type}",
     )
     view, reduced, _ = block_view(input, block_size)
     low, high = (view.amin(reduced), view.amax(reduced)) if reduced else (view, view)  # over no axes: over all

@@ -108,22 +108,22 @@ def test_errors_of_choosing() -> None:
         choose_qparams_affine(x, SYM, (1, 16), torch.int8)
     with pytest.raises(AssertionError, match="Got input dim"):
         choose_qparams_affine(x, SYM, (30,), torch.int8)
-    with pytest.raises(AssertionError, match="quant_min -129 is below"):
+    with pytest.raises(AssertionError, match="quant_min out of bound for dtype"):
         choose_qparams_affine(x, SYM, (1, 30), torch.int8, -129)
-    with pytest.raises(AssertionError, match="quant_max 8 is above"):
+    with pytest.raises(AssertionError, match="quant_max out of bound for dtype"):
         choose_qparams_affine(x, SYM, (1, 30), torch.int4, -8, 8)
-    with pytest.raises(ValueError, match="unsupported dtype"):
+    with pytest.raises(ValueError, match="Unsupported dtype"):
         choose_qparams_affine(x, SYM, (1, 30), torch.int64)
     with pytest.raises(ValueError, match="instead of None"):
         choose_qparams_affine(x, SYM, (1, 30), torch.int8, zero_point_domain=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="preserve_zero == False"):
         choose_qparams_affine(x, SYM, (1, 30), torch.int8, preserve_zero=False)
-    with pytest.raises(ValueError, match="symmetric quantization needs"):
+    with pytest.raises(ValueError, match="for symmetric quantization"):
         choose_qparams_affine(x, NO_CLIP, (1, 30), torch.int8, zero_point_domain=FLOAT)
     for choose in (_choose_qparams_affine_tinygemm, _choose_qparams_affine_dont_preserve_zero):
         with pytest.raises(AssertionError, match="Unsupported mapping type"):
             choose(x, SYM, (1, 30), torch.int8)
-    with pytest.raises(AssertionError, match="float8 has symmetric"):
+    with pytest.raises(AssertionError, match="Only symmetric quantization"):
         choose_qparams_affine(x, ASYM, (1, 30), torch.float8_e4m3fn)
     with pytest.raises(AssertionError, match="differ in dtype"):
         choose_qparams_affine_with_min_max(x.amin(1), x.amax(1).half(), SYM, [], torch.int8)
@@ -133,9 +133,9 @@ def test_errors_of_quantizing() -> None:
     x, scale, zero_point = torch.randn(4, 32), torch.ones(4), torch.zeros(4, dtype=torch.int32)
     with pytest.raises(AssertionError, match="Unsupported input dtype"):
         quantize_affine(x.double(), (1, 32), scale, zero_point, torch.int8)
-    with pytest.raises(RuntimeError, match="scale of shape"):
+    with pytest.raises(RuntimeError, match=r"scale: .* is invalid for input of size 4; block_size makes 8 blocks"):
         quantize_affine(x, (1, 16), scale, zero_point, torch.int8)
-    with pytest.raises(RuntimeError, match="zero_point of shape"):
+    with pytest.raises(RuntimeError, match=r"zero_point: .* is invalid for input of size 3"):
         quantize_affine(x, (1, 32), scale, zero_point[:3], torch.int8)
     with pytest.raises(ValueError, match="instead of None"):
         quantize_affine(x, (1, 32), scale, zero_point, torch.int8, None, None, None)  # type: ignore[arg-type]
