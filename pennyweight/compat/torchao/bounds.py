@@ -89,7 +89,7 @@ def _get_reduction_params(block_size: Sequence[int], input_size: Sequence[int]) 
     shape: list[int] = []
     reduced: list[int] = []
     for axis, (b, n) in enumerate(zip(block_size, input_size, strict=True)):
-        if b in (n, 1, -1):
+        if b in (1, n, -1):
             if b != 1:
                 reduced.append(len(shape))
             shape.append(n)

@@ -1,5 +1,6 @@
 """Affine primitives: arguments of both eras, errors, dtypes, shapes, gradients, and torchao's defects put right."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -349,3 +350,37 @@ def test_compiled_without_graph_breaks() -> None:
     x = torch.randn(4, 32)
     compiled = torch.compile(round_trip, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), round_trip(x))
+
+
+class PerTokenRoundTrip(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        block = get_block_size(x.shape, PerToken())
+        scale, zero_point = choose_qparams_affine(x, ASYM, block, torch.int8)
+        codes = quantize_affine(x, block, scale, zero_point, torch.int8)
+        return dequantize_affine(codes, block, scale, zero_point, torch.int8, output_dtype=x.dtype)
+
+
+def test_exported_for_any_number_of_tokens() -> None:
+    model, tokens = PerTokenRoundTrip(), torch.export.Dim("tokens", min=2)
+    program = torch.export.export(model, (torch.randn(5, 32),), dynamic_shapes={"x": {0: tokens}})
+    for n in (2, 5, 17):
+        x = torch.randn(n, 32)
+        assert torch.equal(program.module()(x), model(x))
+
+
+def test_fake_quantization_trains_compiled() -> None:
+    """Values, and the gradients of input and scale, are those of eager."""
+
+    def loss(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (_fake_quantize_affine(x, (1, 16), scale, None, torch.int8, -8, 7) * x).sum()
+
+    results = []
+    for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        x = torch.linspace(-2, 2, 64).reshape(2, 32).requires_grad_()
+        scale = torch.full((2, 2), 0.15, requires_grad=True)
+        with warnings.catch_warnings():  # dynamo instantiates autograd.Function, which warns
+            warnings.filterwarnings("ignore", "<class 'torch.autograd.function.Function'>", DeprecationWarning)
+            fn(x, scale).backward()
+        results.append((x.grad, scale.grad))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
