@@ -50,8 +50,11 @@ def _f32_to_floatx_unpacked(x: Tensor, ebits: int, mbits: int) -> Tensor:
     least = 1 - _n_ones(ebits - 1)  # exponent of the least normal number
     magnitude = x.abs().clamp(max=_greatest(ebits, mbits))
     exponent = torch.where(magnitude > 0, torch.frexp(magnitude).exponent - 1, least).clamp(min=least)
-    steps = torch.ldexp(magnitude.double(), mbits - exponent)
-    code = (steps + ((exponent - least) << mbits)).round().to(torch.int32)  # a tie goes to the even code
+    steps, below = torch.ldexp(magnitude, mbits - exponent), (exponent - least) << mbits
+    if mbits:
+        code = steps.round().to(torch.int32) + below
+    else:  # an odd number may lie below: the tie goes to the even code, not to the even number of steps
+        code = (steps.double() + below).round().to(torch.int32)
     return (code | (x.signbit().to(torch.int32) << (ebits + mbits))).to(torch.uint8)
 
 
