@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pennyweight as pw
+import pennyweight.compat
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
@@ -48,10 +49,19 @@ def test_first_block_runs(tmp_path, monkeypatch, capsys):
 
 def test_block_of_patterns_runs():
     model = Model()
-    exec(BLOCKS[1], {"pw": pw, "model": model})
+    exec(BLOCKS[2], {"pw": pw, "model": model})
     schemes = {name: getattr(p, "spec", None) for name, p in model.named_parameters()}
     assert schemes["lm_head.weight"] is None
     assert schemes["embed_tokens.weight"].format.name == "int8"
     assert schemes["layers.1.experts.gate_up"].format.name == "uint4"
     assert schemes["layers.1.experts.down"] is None
     assert model.layers[0].attention.weight.act is not None
+
+
+def test_torchao_block_runs():
+    model = nn.Sequential(nn.Linear(64, 64))
+    try:
+        exec(BLOCKS[1], {"model": model})
+    finally:
+        pennyweight.compat.uninstall("torchao")
+    assert isinstance(model[0].weight, pw.AffineQuantizedTensor)

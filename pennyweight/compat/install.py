@@ -52,8 +52,8 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             raise ModuleNotFoundError(f"{fullname}: {why}", name=fullname)
         return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        return None
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Virtual(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         inner = self._path(module.__name__)
@@ -101,6 +101,16 @@ def _no_name(text: str) -> Exception:
     code = frame.f_code.co_code
     asked = 0 <= frame.f_lasti < len(code) and code[frame.f_lasti] == _IMPORT_FROM
     return ImportError(text) if asked else AttributeError(text)
+
+
+class _Virtual(ModuleType):
+    """A module whose own names win over its submodules': ``quantization.quantize_`` is a function and a package, and
+    importing the package must not hide the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and name in self.__getattr__("__all__"):
+            return
+        super().__setattr__(name, value)
 
 
 class _Metadata(importlib.metadata.Distribution):

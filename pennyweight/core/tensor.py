@@ -427,7 +427,7 @@ class _Dequantize(torch.autograd.Function):
 
 
 @lru_cache(maxsize=1024)
-def foreign(cls: type) -> bool:
+def foreign(cls: Any) -> bool:
     """Whether tensors of a class have a ``__torch_dispatch__`` of their own, and so need not have memory to read."""
     ours = (AffineQuantizedTensor, torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
     return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(cls, ours)

@@ -146,6 +146,12 @@ def input_quant_func(w: QT) -> Any:
     raise AttributeError(f"input_quant_func: torchao has no function for {w.act}")
 
 
+@_attribute
+def n_blocks(w: QT) -> int:
+    """How many scales there are."""
+    return 0 if w.scale is None else w.scale.numel()
+
+
 def _view(w: QT) -> Any:
     return next((view for view in VIEWS.values() if "qdata" in view.tensor_data_names and view.holds(w)), None)
 
@@ -156,6 +162,22 @@ def _taken(w: QT) -> dict[str, Any]:
 
 for _name, _fn in ATTRIBUTES.items():
     setattr(QT, _name, property(_fn))
+
+
+def _get_original_weight(self: QT) -> Tensor:
+    """NF4Tensor's name of dequantize()."""
+    return self.dequantize()
+
+
+QT.get_original_weight = _get_original_weight  # type: ignore[attr-defined]
+
+
+def _quantization_type(self: QT) -> str:
+    """What torchao prints of a weight in its layer."""
+    return repr(self).partition("(")[2][:-1]
+
+
+QT._quantization_type = _quantization_type  # type: ignore[attr-defined]
 
 
 def _get_layout(self: PlainView) -> Layout:

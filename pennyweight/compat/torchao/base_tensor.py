@@ -135,6 +135,15 @@ class TorchAOBaseTensor(Tensor, metaclass=_BaseTensorMeta):
             if not hasattr(self, name):
                 setattr(self, name, None)
 
+    def share_memory_(self) -> TorchAOBaseTensor:
+        """Move the data to shared memory. Torch's own method reaches for the wrapper's storage, which there is not."""
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
+
     def _stable_hash_for_caching(self) -> str:
         """What torch's compiler caches by, equal in every process: all but the numbers held."""
         names, context = self.__tensor_flatten__()

@@ -16,7 +16,6 @@ import copy
 import functools
 import inspect
 import unittest
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...models import quantize_
 from ...models.configs import AOBaseConfig
-from .hardware import get_compute_capability
 from .model_architectures import LlamaModelsLlama4Experts
 
 __all__ = [
@@ -37,63 +35,9 @@ __all__ = [
     "TorchAOCompileTestCase",
     "TorchAOIntegrationTestCase",
     "copy_tests",
-    "skip_if_compute_capability_less_than",
-    "skip_if_no_cuda",
-    "skip_if_no_gemlite",
-    "skip_if_no_xpu",
-    "skip_if_rocm",
-    "skip_if_xpu",
 ]
 
-# -- skipping ----------------------------------------------------------------------------------------------------------
-
-
-def _skip_if(condition: Callable[[], bool], reason: str) -> Callable[[Any], Any]:
-    """Decorator: the test is skipped where the condition holds when it is run."""
-
-    def decorate(test: Any) -> Any:
-        @functools.wraps(test)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if condition():
-                raise unittest.SkipTest(reason)
-            return test(*args, **kwargs)
-
-        return run
-
-    return decorate
-
-
-def _with_message(condition: Callable[[], bool], reason: str, message: Any) -> Any:
-    """A decorator that is written bare, with empty brackets, or with a message."""
-    if callable(message):
-        return _skip_if(condition, reason)(message)
-    return _skip_if(condition, f"{reason}: {message}" if message else reason)
-
-
-def skip_if_compute_capability_less_than(min_capability: float) -> Callable[[Any], Any]:
-    return _skip_if(lambda: get_compute_capability() < min_capability, f"needs compute capability {min_capability}")
-
-
-def skip_if_no_cuda() -> Callable[[Any], Any]:
-    return _skip_if(lambda: not torch.cuda.is_available(), "needs CUDA")
-
-
-def skip_if_no_xpu() -> Callable[[Any], Any]:
-    return _skip_if(lambda: not torch.xpu.is_available(), "needs an XPU")
-
-
-def skip_if_no_gemlite() -> Callable[[Any], Any]:
-    from importlib.util import find_spec
-
-    return _skip_if(lambda: find_spec("gemlite") is None, "needs gemlite")
-
-
-def skip_if_rocm(message: Any = None) -> Any:
-    return _with_message(lambda: torch.version.hip is not None, "not under ROCm", message)
-
-
-def skip_if_xpu(message: Any = None) -> Any:
-    return _with_message(lambda: bool(torch.xpu.is_available()), "not on an XPU", message)
+# -- copying -----------------------------------------------------------------------------------------------------------
 
 
 def copy_tests(
@@ -169,7 +113,7 @@ class TorchAOBasicTestCase(_TensorTestCase):
         _, w = self.weight()
         names, context = w.__tensor_flatten__()
         inner = {name: getattr(w, name) for name in names}
-        again = self.TENSOR_SUBCLASS.__tensor_unflatten__(inner, context, w.size(), w.stride())
+        again = type(w).__tensor_unflatten__(inner, context, w.size(), w.stride())
         self.assertEqual(w.dequantize(), again.dequantize())
 
     @over_devices
@@ -206,6 +150,12 @@ class TorchAOBasicTestCase(_TensorTestCase):
 
 class TorchAOCompileTestCase(_TensorTestCase):
     """Tensors as inputs, outputs and weights of compiled functions."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        # All cases compile the same few functions, and past a number of variants torch would run them eagerly.
+        torch.compiler.reset()
+        self.addCleanup(torch.compiler.reset)
 
     @over_devices
     @over_dtypes

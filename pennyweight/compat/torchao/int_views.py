@@ -150,6 +150,17 @@ class Int8Tensor(View):
             act_quant_kwargs, reduce_range,
         )  # fmt: skip
 
+    @classmethod
+    def _normalize_granularity(cls, granularity: Any) -> tuple[Granularity, Granularity]:
+        """(activation's, weight's) of none, one or a list of two. Raises ValueError for anything else."""
+        if granularity is None or isinstance(granularity, Granularity):
+            return (granularity or PerRow(),) * 2
+        if not isinstance(granularity, list):
+            raise ValueError(f"Invalid granularity type: {granularity}. Expected None, one, or a list of two")
+        if len(granularity) != 2:
+            raise ValueError(f"Granularity list must have exactly 2 elements, got {len(granularity)}: {granularity}")
+        return tuple(granularity)
+
     @staticmethod
     def take(w: QT) -> dict[str, Any]:
         kwargs = None

@@ -72,7 +72,7 @@ def quantize_(
 
 
 class _ExtraRepr:
-    """What a linear layer prints of itself: its weight too, as torchao has it. A class, so that layers can be pickled."""
+    """What a linear layer prints of itself: its weight too, as in torchao. A class, so that layers can be pickled."""
 
     def __init__(self, module: nn.Linear) -> None:
         self.module = module

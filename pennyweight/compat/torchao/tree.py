@@ -9,7 +9,7 @@ __all__ = ["TREE"]
 
 _CONFIGS = "founding_configs our_configs"
 _PRIMITIVES = "primitives fake_quantize float8_primitives floatx hqq gguf bounds enums"
-_TENSORS = "int_views float_views"
+_TENSORS = "int_views float_views gpu_packings"
 _QUANT_API = f"quant_api {_CONFIGS} enums our_granularity linear_modules {_TENSORS} founding founding_layouts groupwise"
 _Q = "quantization"
 _W = "quantization.quantize_.workflows"
@@ -63,15 +63,16 @@ _LINES = {
     "prototype.safetensors": "",
     "prototype.safetensors.safetensors_support": "safetensors_state",
     "prototype.safetensors.safetensors_utils": "safetensors_state",
-    _Q: f"{_QUANT_API} {_PRIMITIVES} observers wrappers intmm base_tensor",
+    _Q: f"{_QUANT_API} {_PRIMITIVES} observers wrappers intmm base_tensor before_configs",
     f"{_Q}.autoquant": "quant_api",
+    f"{_Q}.dynamic_quant": "before_configs",
     f"{_Q}.granularity": "our_granularity",
     f"{_Q}.linear_activation_quantized_tensor": "founding",
     f"{_Q}.linear_activation_scale": "wrappers",
     f"{_Q}.linear_activation_weight_observed_tensor": "wrappers",
     f"{_Q}.linear_quant_modules": "linear_modules",
     f"{_Q}.observer": "observers",
-    f"{_Q}.quant_api": f"{_QUANT_API} {_PRIMITIVES} observers wrappers",
+    f"{_Q}.quant_api": f"{_QUANT_API} {_PRIMITIVES} observers wrappers before_configs",
     f"{_Q}.quant_primitives": _PRIMITIVES,
     f"{_Q}.quantize_": "",
     f"{_Q}.quantize_.common": "enums int_views float_views",
@@ -94,14 +95,23 @@ _LINES = {
     f"{_W}.intx.intx_choose_qparams_algorithm": "enums",
     f"{_W}.intx.intx_packing_format": "enums",
     f"{_W}.intx.intx_unpacked_to_int8_tensor": "int_views",
+    f"{_W}.int4.int4_plain_int32_tensor": "gpu_packings",
+    f"{_W}.int4.int4_preshuffled_tensor": "gpu_packings",
+    f"{_W}.int4.int4_tile_packed_to_4d_tensor": "gpu_packings",
+    f"{_W}.intx.intx_opaque_tensor": "gpu_packings",
+    f"{_W}.float8.float8_sparse_2x4_1d_data_1d_metadata_tensor": "gpu_packings",
+    f"{_W}.float8.float8_sparse_2x4_2d_data_2d_metadata_tensor": "gpu_packings",
     f"{_W}.nf4": "float_views",
     f"{_W}.nf4.nf4_tensor": "float_views",
+    f"{_Q}.subclass": "before_configs",
     f"{_Q}.transform_module": "quant_api",
+    f"{_Q}.unified": "linear_modules",
     f"{_Q}.utils": "groupwise per_token op_logging bounds",
+    f"{_Q}.weight_only": "before_configs",
     f"{_Q}.weight_tensor_linear_activation_quantization": "wrappers",
     "testing": "",
     "testing.model_architectures": "model_architectures",
-    "testing.utils": "harness harness_parallel",
-    "utils": "tools hardware unwrap base_tensor dispatch",
+    "testing.utils": "harness harness_parallel skips",
+    "utils": "tools hardware unwrap base_tensor dispatch skips",
 }
 TREE: dict[str, tuple[str, ...]] = {path: tuple(homes.split()) for path, homes in _LINES.items()}

@@ -63,6 +63,9 @@ def unwrap_tensor_subclass(model: nn.Module, filter_fn: Callable[[nn.Module, str
     In place, and returned. All modules are visited, the root included, or those for which ``filter_fn(module, name)``
     is true. State dicts then have keys such as ``linear.parametrizations.weight.original0``. Unwrapped weights no
     longer train. Sharded (DTensor) and already parametrized parameters are left alone.
+
+    ``torch.export`` takes the result where the class handles its functions above autograd, as ours does. One that
+    handles aten ops alone is exported as it is, without this: torch 2.13 cannot trace such tensors made inside.
     """
     sharded: tuple[type, ...] = ()
     if torch.distributed.is_available():

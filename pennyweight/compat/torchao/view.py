@@ -25,8 +25,9 @@ class ViewMeta(type(Tensor)):  # type: ignore[misc]
 
     def __init__(cls, name: str, bases: Any, namespace: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(name, bases, namespace)
-        if "build" in namespace and bases != (Tensor,):
+        if "take" in namespace and bases != (Tensor,):
             VIEWS[name] = cls
+        if "build" in namespace:
             cls.__signature__ = inspect.signature(cls.build)  # type: ignore[attr-defined]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:

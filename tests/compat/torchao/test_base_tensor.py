@@ -267,6 +267,16 @@ def test_save_and_load(tmp_path: Path, weights_only: bool) -> None:
     assert state["0.weight"].dtype is torch.bfloat16
 
 
+def test_shared_memory() -> None:
+    model = model_with(Plain(rows(), "a"))
+    want = model[0].weight.qdata.codes.clone()
+    assert not model[0].weight.is_shared()
+    model.share_memory()
+    assert model[0].weight.is_shared()
+    assert model[0].weight.qdata.codes.is_shared()
+    assert torch.equal(model[0].weight.qdata.codes, want)
+
+
 def test_a_pickle_without_an_optional_member_loads() -> None:
     w = Plain(torch.randn(2, 3), "a")
     del w.zero_point, w.note

@@ -350,6 +350,8 @@ def test_nf4() -> None:
     w = torch.randn(128, 128)
     q = to_nf4(w, 64, 64)
     assert isinstance(q, NF4Tensor)
+    assert torch.equal(q.get_original_weight(), q.dequantize())
+    assert q.n_blocks == 256
     assert compute_error(w, q.dequantize()) > 19
     x = torch.randn(3, 128, requires_grad=True)
     y = linear_nf4(x, q)
@@ -411,3 +413,30 @@ def test_autoquant_measures_and_keeps_the_function() -> None:
         assert compute_error(told, m(x)) > 24
     with pytest.raises(ValueError, match="an input is needed"):
         autoquant(model())
+
+
+@torch.no_grad()
+def test_what_there_was_before_configs() -> None:
+    from pennyweight.compat.torchao.quantization import change_linear_weights_to_int8_dqtensors as int8_dynamic
+    from pennyweight.compat.torchao.quantization import change_linear_weights_to_int8_woqtensors as int8
+    from pennyweight.compat.torchao.quantization.quant_api import change_linear_weights_to_int4_woqtensors as int4
+    from pennyweight.compat.torchao.quantization.subclass import (
+        Int4WeightOnlyQuantizedLinearWeight,
+        Int8DynamicallyQuantizedLinearWeight,
+        Int8WeightOnlyQuantizedLinearWeight,
+    )
+    from pennyweight.compat.torchao.quantization.weight_only import WeightOnlyInt8QuantLinear
+
+    x = torch.randn(5, 64)
+    for change, view, least in (
+        (int8, Int8WeightOnlyQuantizedLinearWeight, 35),
+        (int8_dynamic, Int8DynamicallyQuantizedLinearWeight, 30),
+        (lambda m: int4(m, groupsize=32), Int4WeightOnlyQuantizedLinearWeight, 15),
+    ):
+        m = model()
+        told = m(x)
+        change(m)
+        assert isinstance(m[0].weight, view)
+        assert compute_error(told, m(x)) > least
+    layer = WeightOnlyInt8QuantLinear.from_float(model()[0])
+    assert compute_error(model()[0](x), layer(x)) > 35

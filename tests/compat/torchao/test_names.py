@@ -74,6 +74,17 @@ def test_importing_what_is_gone_says_which_releases_had_it_and_what_to_use() -> 
 
 
 @pytest.mark.usefixtures("torchao")
+def test_a_function_is_not_hidden_by_the_package_of_its_name() -> None:
+    import torchao.quantization
+    from torchao.quantization import quantize_
+    from torchao.quantization.quantize_.workflows import Int8Tensor
+
+    assert callable(quantize_)
+    assert torchao.quantization.quantize_ is quantize_
+    assert Int8Tensor is torchao.quantization.Int8Tensor
+
+
+@pytest.mark.usefixtures("torchao")
 def test_both_names_give_the_same_objects() -> None:
     import torchao
     from torchao.dtypes.affine_quantized_tensor import AffineQuantizedTensor as deep

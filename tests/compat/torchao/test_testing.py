@@ -13,10 +13,14 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 import pennyweight as pw
 from pennyweight.compat.torchao import harness as testing
 from pennyweight.compat.torchao import harness_parallel as testing_parallel
+from pennyweight.compat.torchao import skips
 from pennyweight.compat.torchao.base_tensor import TorchAOBaseTensor
+from pennyweight.compat.torchao.dtypes import AffineQuantizedTensor, to_affine_quantized_intx
+from pennyweight.compat.torchao.quantization import Int8Tensor
 from pennyweight.core.numerics import sqnr
 
 aten = torch.ops.aten
+FOUNDING = {"mapping_type": pw.MappingType.ASYMMETRIC, "block_size": (1, 32), "target_dtype": torch.uint8}
 INT4 = pw.QuantSpec(pw.get_format("int4"), (32,))
 
 
@@ -108,6 +112,28 @@ class TestOursCompiled(testing.TorchAOCompileTestCase):
     pass
 
 
+class TestCurrentEra(testing.TorchAOBasicTestCase):
+    """The defaults of torchao 0.18."""
+
+    TENSOR_SUBCLASS = Int8Tensor
+    FACTORY_FN = staticmethod(Int8Tensor.from_hp)
+    kwargs = {"granularity": pw.PerRow()}  # noqa: RUF012
+
+
+class TestFoundingEra(testing.TorchAOBasicTestCase):
+    """The defaults of torchao 0.12."""
+
+    TENSOR_SUBCLASS = AffineQuantizedTensor
+    FACTORY_FN = to_affine_quantized_intx
+    kwargs = FOUNDING
+
+
+class TestFoundingEraCompiled(testing.TorchAOCompileTestCase):
+    TENSOR_SUBCLASS = AffineQuantizedTensor
+    FACTORY_FN = to_affine_quantized_intx
+    kwargs = FOUNDING
+
+
 class TestRows(testing.TorchAOBasicTestCase):
     TENSOR_SUBCLASS = Rows
     FACTORY_FN = to_rows  # a plain function, which gets no self
@@ -123,7 +149,7 @@ class TestRowsCompiled(testing.TorchAOCompileTestCase):
 
 
 class TestOursParallel(testing_parallel.TorchAOTensorParallelTestCase):
-    test_tp_float16 = None
+    test_tp_float16 = test_tp_bfloat16 = None
 
 
 class TestRowsParallel(testing_parallel.TorchAOTensorParallelTestCase):
@@ -276,8 +302,8 @@ def test_copied_conformance_tests_run() -> None:
 
 
 SKIPS = {
-    "cuda": (testing.skip_if_no_cuda(), "torch.cuda.is_available"),
-    "xpu": (testing.skip_if_no_xpu(), "torch.xpu.is_available"),
+    "cuda": (skips.skip_if_no_cuda(), "torch.cuda.is_available"),
+    "xpu": (skips.skip_if_no_xpu(), "torch.xpu.is_available"),
 }
 
 
@@ -300,8 +326,8 @@ def test_skips(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_skips_that_take_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     for skip, target, there in (
-        (testing.skip_if_rocm, "torch.version.hip", "6.0"),
-        (testing.skip_if_xpu, "torch.xpu.is_available", lambda: True),
+        (skips.skip_if_rocm, "torch.version.hip", "6.0"),
+        (skips.skip_if_xpu, "torch.xpu.is_available", lambda: True),
     ):
         forms = [skip(lambda: 1), skip()(lambda: 1), skip("slow")(lambda: 1)]
         monkeypatch.setattr(target, None if target.endswith("hip") else (lambda: False))
@@ -313,12 +339,12 @@ def test_skips_that_take_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_skip_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing, "get_compute_capability", lambda: 8.9)
-    assert testing.skip_if_compute_capability_less_than(8.9)(lambda: 1)() == 1
+    monkeypatch.setattr(skips, "get_compute_capability", lambda: 8.9)
+    assert skips.skip_if_compute_capability_less_than(8.9)(lambda: 1)() == 1
     with pytest.raises(unittest.SkipTest, match="needs compute capability 9"):
-        testing.skip_if_compute_capability_less_than(9.0)(lambda: 1)()
+        skips.skip_if_compute_capability_less_than(9.0)(lambda: 1)()
     with pytest.raises(unittest.SkipTest, match="gemlite"):
-        testing.skip_if_no_gemlite()(lambda: 1)()
+        skips.skip_if_no_gemlite()(lambda: 1)()
 
 
 def test_rows_is_a_fair_example() -> None:

@@ -16,13 +16,17 @@ from pennyweight.compat.torchao.quantization import (
     Float8Tensor,
     Float8WeightOnlyConfig,
     FqnToConfig,
+    Int4PlainInt32Tensor,
+    Int4PreshuffledTensor,
     Int4Tensor,
+    Int4TilePackedTo4dTensor,
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationIntxWeightConfig,
     Int8StaticActivationInt8WeightConfig,
     Int8Tensor,
     Int8WeightOnlyConfig,
+    IntxOpaqueTensor,
     IntxUnpackedToInt8Tensor,
     IntxWeightOnlyConfig,
     MappingType,
@@ -217,6 +221,7 @@ def test_a_weight_that_is_quantized_is_not_quantized_again() -> None:
 
 @torch.no_grad()
 def test_the_report_and_the_compiled_model() -> None:
+    torch._dynamo.reset()  # Sequential.forward has been compiled for other models before
     m, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(3, 64)
     report = quantize_(m, Int8DynamicActivationInt8WeightConfig())
     assert isinstance(report, pw.Report)
@@ -232,3 +237,27 @@ def test_a_quantized_layer_says_so_when_it_is_printed(tmp_path) -> None:
     assert str(torch.load(tmp_path / "m.pt", weights_only=False)) == str(m)
     pw.freeze_(m)
     assert "int8" in str(m)
+
+
+@torch.no_grad()
+def test_classes_that_pack_for_one_device_have_the_numbers_of_the_plain_ones() -> None:
+    x = torch.randn(32, 64, dtype=BF16)
+    told = Int4Tensor.from_hp(x, [1, 32]).dequantize()
+    for view in (Int4TilePackedTo4dTensor, Int4PlainInt32Tensor, Int4PreshuffledTensor):
+        w = view.from_hp(x, [1, 32])
+        assert isinstance(w, view)
+        assert torch.equal(w.dequantize(), told)
+        with pytest.raises(NotImplementedError, match="load it with torchao there"):
+            view(w.qdata, w.scale)
+    plain = IntxUnpackedToInt8Tensor.from_hp(x, (1, 32), torch.int4)
+    assert torch.equal(IntxOpaqueTensor.from_intx_unpacked_to_int8_tensor(plain).dequantize(), plain.dequantize())
+
+
+def test_granularity_of_int8() -> None:
+    assert Int8Tensor._normalize_granularity(None) == (PerRow(), PerRow())
+    assert Int8Tensor._normalize_granularity([PerTensor(), PerRow()]) == (PerTensor(), PerRow())
+    with pytest.raises(ValueError, match="exactly 2 elements"):
+        Int8Tensor._normalize_granularity([PerRow()])
+    with pytest.raises(ValueError, match="Invalid granularity type"):
+        Int8Tensor._normalize_granularity("rows")
+    assert "int8[*]" in layer(Int8WeightOnlyConfig()).weight._quantization_type()
