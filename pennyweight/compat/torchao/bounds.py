@@ -68,11 +68,11 @@ def _get_and_check_qmin_qmax(dtype: Any, quant_min: float | None, quant_max: flo
     elif dtype in _DTYPE_TO_QVALUE_BOUNDS:
         low, high = _DTYPE_TO_QVALUE_BOUNDS[dtype]
     else:
-        raise ValueError(f"unsupported dtype of codes {dtype}: expected an integer of at most 32 bits or a float8")
+        raise ValueError(f"Unsupported dtype: {dtype}; codes are integers of at most 32 bits or float8")
     quant_min = low if quant_min is None else quant_min
     quant_max = high if quant_max is None else quant_max
-    require(low <= quant_min, f"quant_min {quant_min} is below {low}, the least {dtype}")
-    require(quant_max <= high, f"quant_max {quant_max} is above {high}, the greatest {dtype}")
+    require(low <= quant_min, f"quant_min out of bound for dtype {dtype}: {quant_min} is below {low}")
+    require(quant_max <= high, f"quant_max out of bound for dtype {dtype}: {quant_max} is above {high}")
     return quant_min, quant_max
 
 
@@ -89,7 +89,7 @@ def _get_reduction_params(block_size: Sequence[int], input_size: Sequence[int]) 
     shape: list[int] = []
     reduced: list[int] = []
     for axis, (b, n) in enumerate(zip(block_size, input_size, strict=True)):
-        if b in (n, 1, -1):
+        if b in (1, n, -1):
             if b != 1:
                 reduced.append(len(shape))
             shape.append(n)
@@ -119,8 +119,8 @@ def spread(part: Tensor, shape: list[int], name: str) -> Tensor:
     for n in shape:
         blocks = blocks * n
     if part.numel() != blocks:
-        raise RuntimeError(
-            f"{name} of shape {list(part.shape)} does not fit: block_size and input make {blocks} blocks"
+        raise RuntimeError(  # worded as torch's own for a view, which is what callers match
+            f"{name}: shape '{shape}' is invalid for input of size {part.numel()}; block_size makes {blocks} blocks"
         )
     return part.reshape(shape)
 

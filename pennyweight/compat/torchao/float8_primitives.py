@@ -45,7 +45,7 @@ def _choose_scale_float8(
     """
     require(
         scale_dtype in (torch.float32, torch.float8_e8m0fnu),
-        f"scales are torch.float32 or torch.float8_e8m0fnu, got {scale_dtype}",
+        f"Only float8_e8m0fnu is supported besides float32, got {scale_dtype}",
     )
     if len(block_size) == 0:
         absmax, shape = tensor.abs().max(), []

@@ -39,6 +39,11 @@ def _greatest(ebits: int, mbits: int) -> float:
     return 2.0 ** (_n_ones(ebits) - _n_ones(ebits - 1)) * (_n_ones(mbits + 1) / 2**mbits)
 
 
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent in float32, exact. exponent: int32, -126 to 127."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
 def _f32_to_floatx_unpacked(x: Tensor, ebits: int, mbits: int) -> Tensor:
     """Codes of the nearest numbers, ties to even, saturating. x: float32, without NaN. Returns uint8.
 
@@ -49,9 +54,12 @@ def _f32_to_floatx_unpacked(x: Tensor, ebits: int, mbits: int) -> Tensor:
     _check_bits(ebits, mbits)
     least = 1 - _n_ones(ebits - 1)  # exponent of the least normal number
     magnitude = x.abs().clamp(max=_greatest(ebits, mbits))
-    exponent = torch.where(magnitude > 0, torch.frexp(magnitude).exponent - 1, least).clamp(min=least)
-    steps = torch.ldexp(magnitude.double(), mbits - exponent)
-    code = (steps + ((exponent - least) << mbits)).round().to(torch.int32)  # a tie goes to the even code
+    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=least)
+    steps, below = magnitude * _power_of_two(mbits - exponent), (exponent - least) << mbits
+    if mbits:
+        code = steps.round().to(torch.int32) + below
+    else:  # an odd number may lie below: the tie goes to the even code, not to the even number of steps
+        code = (steps.double() + below).round().to(torch.int32)
     return (code | (x.signbit().to(torch.int32) << (ebits + mbits))).to(torch.uint8)
 
 
@@ -63,7 +71,7 @@ def _floatx_unpacked_to_f32(x: Tensor, ebits: int, mbits: int) -> Tensor:
     field = (code >> mbits) & _n_ones(ebits)
     mantissa = (code & _n_ones(mbits)) + ((field > 0).to(torch.int32) << mbits)
     exponent = field.clamp(min=1) - _n_ones(ebits - 1) - mbits
-    magnitude = torch.ldexp(mantissa.to(torch.float32), exponent)
+    magnitude = mantissa.to(torch.float32) * _power_of_two(exponent)
     return torch.where(code >> (ebits + mbits) > 0, -magnitude, magnitude)
 
 

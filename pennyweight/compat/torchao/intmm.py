@@ -23,7 +23,10 @@ def safe_int_mm(input: Tensor, mat2: Tensor) -> Tensor:
     ``torch._int_mm`` where its sums are right; else float64, which holds every sum of products of bytes, up to
     K = 2**37. Other integer dtypes are multiplied in int32. Raises AssertionError for tensors on two devices.
     """
-    require(mat2.device == input.device, f"both tensors must be on one device, got {input.device} and {mat2.device}")
+    require(
+        mat2.device == input.device,
+        f"need both tensors to be on the same device but got {mat2.device} and {input.device}",
+    )
     if input.dtype is not torch.int8 or mat2.dtype is not torch.int8:
         return torch.matmul(input.to(torch.int32), mat2.to(torch.int32))
     if input.device.type == "cuda":

@@ -103,7 +103,7 @@ class AffineQuantizedObserverBase(ABC, nn.Module):
     def _seen_qparams(self) -> tuple[Tensor, Any]:
         require(
             hasattr(self, "min_val") and hasattr(self, "max_val"),
-            "the observer has no min_val and max_val: run data through it before calculate_qparams",
+            "Expecting the observer has min_val and max_val: run data through it before calculate_qparams",
         )
         return self._qparams(self.min_val, self.max_val)
 

@@ -192,6 +192,15 @@ def test_shards_round_trip(bits: int, dim: int) -> None:
     assert torch.equal(unpack_cpu(shards, bits, dim), codes)
 
 
+def test_shards_compiled() -> None:
+    codes = torch.randint(0, 32, (8, 16), dtype=torch.uint8)
+
+    def round_trip(codes: torch.Tensor) -> torch.Tensor:
+        return unpack(pack(codes, 5, -1), 5, -1)
+
+    assert torch.equal(torch.compile(round_trip, fullgraph=True, backend="eager")(codes), codes)
+
+
 def test_shards_by_hand() -> None:
     """Six bits: the low four of chunks of half the axis, then the high two of chunks of a quarter."""
     codes = torch.tensor([0x30, 0x29, 0x17, 0x05, 0x20, 0x16, 0x09, 0x22], dtype=torch.uint8)

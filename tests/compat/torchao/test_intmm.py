@@ -60,7 +60,7 @@ def test_scaled(dtype: torch.dtype) -> None:
 
 def test_errors() -> None:
     a, b = torch.ones(5, 40, dtype=torch.int8), torch.ones(40, 6, dtype=torch.int8)
-    with pytest.raises(AssertionError, match="one device"):
+    with pytest.raises(AssertionError, match="on the same device"):
         safe_int_mm(a, b.to("meta"))
     for scale in (torch.ones(5), torch.ones(4, 1), torch.ones(5, 2), torch.ones(5, 6)[:, :1]):
         with pytest.raises(AssertionError):
