@@ -91,7 +91,7 @@ class Calls:
     def write(self, out):
         stem = f"torchao_calls_{VERSION}"
         versions = {"torchao": importlib.metadata.version("torchao"), "torch": torch.__version__.split("+")[0]}
-        save_file(self.tensors, out / f"{stem}.safetensors", metadata=versions)
+        save_file(self.tensors, out / f"{stem}.safetensors", metadata={"versions": json.dumps(versions)})
         lines = ",\n".join(json.dumps(c, separators=(",", ":")) for c in self.calls)
         (out / f"{stem}.json").write_text(f'{{"versions": {json.dumps(versions)},\n"calls": [\n{lines}\n]}}\n')
 
