@@ -98,8 +98,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(stuck.parameters(), lr=1e-3)
     after_stuck = train(stuck, x, label, optimizer, 150)
     moved = float((stuck[0].weight.codes != codes).double().mean())
-    print(f"small steps on int8 weights: loss {before:.3f} -> {after_stuck:.3f}; {100 * moved:.0f} % of codes changed")
-    assert moved < 0.05
+    print(f"small steps on int8 weights: loss {before:.3f} -> {after_stuck:.3f}; {100 * moved:.1f} % of codes changed")
+    assert moved < 0.01
 
     # The way out: a float master behind each weight, which collects the small steps, and the differentiable
     # constructor in front of it. It costs the memory of the float weights while training.
@@ -110,7 +110,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(aware.parameters(), lr=1e-3)
     after_aware = train(aware, x, label, optimizer, 150)
     print(f"small steps with a float master: loss {before:.3f} -> {after_aware:.3f}")
-    assert after_aware < after_stuck - 0.05
+    assert after_aware < after_stuck - 0.03
 
     # Once trained, the rounded weights stay and the masters go.
     for module in aware.modules():

@@ -13,20 +13,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import fallback
+from . import blocks, fallback
+from .choose import Params, choose
 from .layouts import get_layout
 from .numerics import quantize
+from .spec import QuantSpec
 from .tensor import FUNCTIONS, AffineQuantizedTensor, check_finite, implements
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
 
 
-def write_(target: QT, value: Tensor) -> QT:
+def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
     """Requantize ``value`` into the storages of ``target``. value: anything that broadcasts to its shape.
 
-    Writing the value that stands there changes no bit, though quantizing it anew might. Raises RuntimeError where the
-    target is a copy, or shares a block's scale with elements outside it.
+    Writing the value that stands there changes no bit, though quantizing it anew might. update: it is the present value
+    somewhat changed, and blocks keep the scale that still suits them. Raises RuntimeError where the target is a copy,
+    or shares a block's scale with elements outside it.
     """
     _check_writable(target)
     value = value.to(device=target.device, dtype=target.dtype).expand(target.shape)
@@ -35,10 +38,36 @@ def write_(target: QT, value: Tensor) -> QT:
         return target
     if target.axes is not None:
         value = value.permute([target.axes.index(i) for i in range(len(target.axes))])
-    plain = quantize(value, target.spec.with_(layout="plain"))
+    spec = target.spec.with_(layout="plain")
+    plain = quantize(value, spec, params=_kept(target, value, spec) if update else None)
     parts = get_layout(target.spec.layout).pack(plain, target.spec, target.stored_shape)
     copy_parts_(target, QT(parts, target.spec, target.stored_shape, target.dtype))
     return target
+
+
+def _kept(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
+    """Parameters of an update in stored order: the scale of a block stays where the value fits it and comes within
+    a quarter of a step of an end of the codes. None: choose anew, as for formats that find their own scale again.
+
+    Symmetric integers do not: scale = absmax / 127.5, and a block whose greatest code is 127 or -128 asks for 127/127.5
+    or 128/127.5 of the scale that it has (at 4 bits for 7/7.5 or 8/7.5). Small updates, one after another, would
+    shrink the one and blow up the other without end.
+    """
+    if (
+        spec.format.kind != "int" or spec.zero_point or spec.offset is not None
+        or not isinstance(spec.scale, torch.dtype) or value.numel() == 0
+    ):  # fmt: skip
+        return None
+    x = blocks.pad(value, spec.block)
+    fresh = choose(x, spec).scale
+    assert fresh is not None
+    scale = target.plain_parts().scale.to(fresh.dtype)
+    view, inner = blocks.split(x, blocks.counts(spec.block, x.shape)), blocks.inner_axes(x.ndim)
+    low, high = view.amin(inner) / scale, view.amax(inner) / scale
+    bottom, top = spec.format.lo - spec.mid, spec.format.hi - spec.mid
+    fits = (low >= bottom - 0.5) & (high <= top + 0.5)
+    full = torch.maximum(-low, high) >= min(end for end in (-bottom, top) if end > 0) - 0.25
+    return Params(torch.where(fits & full, scale, fresh))
 
 
 def _check_writable(target: QT) -> None:
@@ -88,7 +117,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(target, QT):
         return func(target, *rest, **kwargs)
     _check_writable(target)
-    write_(target, func(target._dequantize(torch.float32).clone(), *rest, **kwargs))
+    write_(target, func(target._dequantize(torch.float32).clone(), *rest, **kwargs), update=True)
     return return_and_correct_aliasing(func, args, kwargs, target)
 
 
