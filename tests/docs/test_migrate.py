@@ -64,6 +64,15 @@ MAY_BE_NONE = {"w.zero_point", "w.act", "w.act_scale"}  # of a symmetric weight 
 RETURN_NONE = ("pennyweight.compat.install(", "print(", "pw.save(", "swap_conv2d_1x1_to_linear(")
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is measured here is small, and threads that wait for a busy core would take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def uninstalled() -> Iterator[None]:
     """What a line installs is gone after it."""
