@@ -430,7 +430,9 @@ class _Dequantize(torch.autograd.Function):
 def foreign(cls: Any) -> bool:
     """Whether tensors of a class have a ``__torch_dispatch__`` of their own, and so need not have memory to read."""
     ours = (AffineQuantizedTensor, torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
-    return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(cls, ours)
+    if not issubclass(cls, Tensor) or issubclass(cls, ours):
+        return False
+    return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 _PLAIN_PARTS = ("plain", "bits")  # layouts that leave all parts but the codes as they are

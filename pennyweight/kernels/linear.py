@@ -22,6 +22,7 @@ from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, foreign, impl
 from .table import Case, case_of, get_kernel, select
 
 QT = AffineQuantizedTensor
+PLAIN = (Tensor, torch.nn.Parameter)  # what surely has memory to read
 # K, the kernel, and the parts that it reads; None: it reads the weight, which must not refer to itself.
 Bound = tuple[int, Callable[..., Tensor], Parts | None]
 
@@ -59,8 +60,8 @@ def linear(x: Tensor, w: QT, bias: Tensor | None = None) -> Tensor:
     """
     bound = w._bound.get(x.dtype)  # every line here costs each layer of each step of a model: 0.1 µs apiece
     if (
-        bound is None or type(x) is not Tensor or torch.compiler.is_compiling()
-        or torch._C._is_any_autocast_enabled()
+        bound is None or type(x) is not Tensor or (bias is not None and type(bias) not in PLAIN)
+        or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
     ):  # fmt: skip
         return _unbound_linear(x, w, bias)
     if x.shape[-1] != bound[0]:
@@ -83,8 +84,8 @@ def _misfit(x: Tensor, w: QT) -> ValueError:
 
 def _unbound_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     """The first call of a weight, and whatever is not plain eager mode."""
-    if foreign(type(x)) and not torch.compiler.is_compiling():
-        return F.linear(x, w, bias)  # its class is asked first; a kernel would look for memory that x has not
+    if (foreign(type(x)) or (bias is not None and foreign(type(bias)))) and not torch.compiler.is_compiling():
+        return F.linear(x, w, bias)  # their class is asked first; a kernel would look for memory that they have not
     if w.ndim != 2:
         return F.linear(x, w.dequantize(x.dtype), bias)
     if x.shape[-1] != w.shape[-1]:

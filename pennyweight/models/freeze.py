@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..core.spec import DTYPES
 from ..core.tensor import SLOTS, AffineQuantizedTensor
-from ..kernels.linear import Bound, bind, graph_key, linear
+from ..kernels.linear import PLAIN, Bound, bind, graph_key, linear
 from ..kernels.table import case_of, select
 from .report import Report, Row
 from .siblings import Siblings, families
@@ -87,8 +87,8 @@ class FrozenLinear(nn.Linear):
                 w = self._renewed()
         bound = w._bound.get(input.dtype)
         if (
-            bound is None or type(input) is not Tensor or input.shape[-1] != bound[0]
-            or torch._C._is_any_autocast_enabled()
+            bound is None or type(input) is not Tensor or (bias is not None and type(bias) not in PLAIN)
+            or input.shape[-1] != bound[0] or torch._C._is_any_autocast_enabled()
         ):  # fmt: skip
             return self._unbound(w, input)
         if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):

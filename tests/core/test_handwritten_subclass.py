@@ -199,6 +199,9 @@ def test_a_wrapper_as_input_is_asked_first(config: pw.AOBaseConfig, freeze: bool
         y: Any = layer(Wrapped(x))
         torch.testing.assert_close(unwrap(y), expected)
         assert torch.equal(layer(x), expected)
+    w = layer.weight
+    wrapped: Any = F.linear(x, w, Wrapped(layer.bias.detach()))
+    torch.testing.assert_close(unwrap(wrapped), expected)
     for product in (layer.weight @ Wrapped(x.t()), (Wrapped(x) @ layer.weight.t()).t()):
         torch.testing.assert_close(unwrap(product).t(), expected - layer.bias, rtol=1e-4, atol=1e-4)
 
