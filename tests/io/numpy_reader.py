@@ -12,6 +12,8 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", 
 DTYPES |= {"BOOL": "?", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1"}
 BITS = {"ternary": 2, "e4m3": 8, "e5m2": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4, "e8m0": 8, "nf4": 4}
 BITS |= {"dynamic4": 4, "udynamic4": 4, "dynamic8": 8, "udynamic8": 8}
+DIGITS = ("nf4_digits_float32", "nf4_digits_bfloat16", "nf4_digits_float16")
+BITS |= dict.fromkeys(DIGITS, 4)
 NF4 = [
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -89,6 +91,13 @@ def table(f):
     """Numbers of all codes, as float32."""
     if f == "nf4":
         return np.array(NF4, np.float32)
+    if f in DIGITS:
+        numbers = np.array([round(v, 4) for v in NF4], np.float32)
+        if f.endswith("bfloat16"):  # the upper half of a float32, to the nearest
+            return ((numbers.view(np.uint32) + 0x7FFF + (numbers.view(np.uint32) >> 16 & 1)) & 0xFFFF0000).view(
+                np.float32
+            )
+        return numbers.astype(np.float16).astype(np.float32) if f.endswith("_float16") else numbers
     if "dynamic" in f:  # decades, each with twice the numbers of the one below, plus 0 and 1; in float64, then rounded
         decades, signed, positive = BITS[f] - 1, f[0] == "d", [0.0, 1.0]
         for i in range(decades):
