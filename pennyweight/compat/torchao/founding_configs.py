@@ -20,14 +20,27 @@ from .enums import ZeroPointDomain
 from .founding_layouts import Layout, _Sparse
 
 __all__ = [
-    "Float8SemiSparseConfig", "GemliteUIntXWeightOnlyConfig", "Int4DynamicActivationInt4WeightConfig",
-    "Int4WeightOnlyConfig", "Int8DynamicActivationInt4WeightConfig", "Int8DynamicActivationInt8WeightConfig",
-    "Int8DynamicActivationIntxWeightConfig", "Int8WeightOnlyConfig", "IntxWeightOnlyConfig",
-    "PrototypeInt4WeightOnlyConfig", "UIntXWeightOnlyConfig", "gemlite_uintx_weight_only",
-    "int4_dynamic_activation_int4_weight", "int4_weight_only", "int8_dynamic_activation_int4_weight",
-    "int8_dynamic_activation_int8_semi_sparse_weight", "int8_dynamic_activation_int8_weight", "int8_weight_only",
-    "intx_weight_only", "uintx_weight_only",
-]  # fmt: skip
+    "Float8DynamicActivationFloat8SemiSparseWeightConfig",
+    "GemliteUIntXWeightOnlyConfig",
+    "Int4DynamicActivationInt4WeightConfig",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "PrototypeInt4WeightOnlyConfig",
+    "UIntXWeightOnlyConfig",
+    "gemlite_uintx_weight_only",
+    "int4_dynamic_activation_int4_weight",
+    "int4_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_semi_sparse_weight",
+    "int8_dynamic_activation_int8_weight",
+    "int8_weight_only",
+    "intx_weight_only",
+    "uintx_weight_only",
+]
 
 
 def _dense(owner: Any, layout: Any) -> None:
@@ -190,8 +203,8 @@ class PrototypeInt4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
 
 
 @dataclass(frozen=True)
-class Float8SemiSparseConfig(ours.AOBaseConfig):
-    """Float8DynamicActivationFloat8SemiSparseWeightConfig: sparse weights; refused."""
+class Float8DynamicActivationFloat8SemiSparseWeightConfig(ours.AOBaseConfig):
+    """2:4 sparse float8 weights; refused."""
 
     layout: Any = None
     activation_dtype: Any = torch.float8_e5m2

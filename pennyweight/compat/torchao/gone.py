@@ -118,7 +118,6 @@ GONE: dict[str, tuple[str, str]] = {
     "quantization.GEMLITE_INT4_AUTOQUANT_CLASS_LIST": ("0.9 to 0.16", "candidates=[...] of pennyweight.recommend"),
     "quantization.OTHER_AUTOQUANT_CLASS_LIST": ("0.5 to 0.16", "candidates=[...] of pennyweight.recommend"),
     "quantization.FbgemmConfig": ("0.11 to 0.13", "Int4WeightOnlyConfig or Float8DynamicActivationFloat8WeightConfig"),
-    "quantization.Float8DynamicActivationFloat8SemiSparseWeightConfig": ("0.10 to 0.16", _SPARSE),
     "quantization.GPTQ": ("0.2 to 0.15", _GPTQ),
     "quantization.GPTQ_MT": ("0.7 to 0.11", _GPTQ),
     "quantization.Int4GroupwisePreshuffleTensor": ("0.12", f"{_GPU}Int4Tensor"),
