@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,6 +59,7 @@ def test_block_of_patterns_runs():
     assert model.layers[0].attention.weight.act is not None
 
 
+@pytest.mark.filterwarnings("ignore:.*imported already")
 def test_torchao_block_runs():
     model = nn.Sequential(nn.Linear(64, 64))
     try:

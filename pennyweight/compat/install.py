@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dis import opmap
 from types import ModuleType
@@ -125,6 +126,7 @@ class _Metadata(importlib.metadata.Distribution):
 
 
 _INSTALLED: dict[str, VirtualModules] = {}
+_CLIENTS = ("transformers", "peft", "diffusers", "accelerate")  # look for torchao when they are imported
 
 
 def install(name: str = "torchao", version: str | None = None) -> None:
@@ -134,7 +136,8 @@ def install(name: str = "torchao", version: str | None = None) -> None:
     ``weights_only=True`` too. ``version`` is what ``importlib.metadata.version`` then says, default that of the newest
     torchao release whose API this is. Call it before anything imports the library. Calling it again does nothing.
 
-    Raises ValueError for another library, and RuntimeError where the real one is imported already.
+    Raises ValueError for another library, and RuntimeError where the real one is imported already. Warns where a
+    library that asks for it once, when it is imported, has done so.
     """
     if name != "torchao":
         raise ValueError(f"install({name!r}): the only library whose names can be served is 'torchao'")
@@ -146,6 +149,7 @@ def install(name: str = "torchao", version: str | None = None) -> None:
             f"{name} is already imported from {where}; call pennyweight.compat.install({name!r}) before the first "
             f"import of it, or of what imports it (transformers, diffusers, peft)"
         )
+    had = importlib.util.find_spec(name) is not None
     from . import torchao
     from .torchao import pickles
 
@@ -154,6 +158,13 @@ def install(name: str = "torchao", version: str | None = None) -> None:
     _INSTALLED[name] = finder
     importlib.invalidate_caches()
     pickles.allow(name)
+    early = [client for client in _CLIENTS if client in sys.modules]
+    if early and not had:
+        warnings.warn(
+            f"{', '.join(early)} is imported already and has noted that there is no {name}; call "
+            f"pennyweight.compat.install({name!r}) before importing it",
+            stacklevel=2,
+        )
 
 
 def uninstall(name: str = "torchao") -> None:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import pennyweight as pw
 import pennyweight.compat
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*imported already")  # transformers, by other tests
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "migrate.md"
 NOT_OFFERED = "–"

@@ -1,5 +1,6 @@
 """The library under its own name, for as long as a test runs."""
 
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -11,7 +12,9 @@ from pennyweight import compat
 @pytest.fixture
 def torchao() -> Iterator[ModuleType]:
     """``import torchao`` gives ours."""
-    compat.install("torchao")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*imported already")  # other tests have imported transformers
+        compat.install("torchao")
     import torchao
 
     yield torchao
