@@ -179,6 +179,7 @@ class GemliteUIntXWeightOnlyConfig(ours.AOBaseConfig):
     packing_bitwidth: int | None = None
     mode: str | None = "weight_only"
     set_inductor_config: bool = True
+    contiguous: bool | None = None
 
     def __post_init__(self) -> None:
         if self.bit_width not in (4, 8) or self.mode not in ("weight_only", "dynamic"):

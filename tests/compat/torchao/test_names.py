@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import inspect
 import json
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from pennyweight.compat.torchao.tree import TREE
 
 HOME = "pennyweight.compat.torchao"
 # Names as the sources of the releases have them; see tests/golden/make_torchao_names.py.
-NAMES = json.loads((Path(__file__).parents[2] / "golden" / "torchao_names.json").read_text(encoding="utf-8"))
+NAMES_FILE = Path(__file__).parents[2] / "golden" / "torchao_names.json"
+NAMES = json.loads(NAMES_FILE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("release", NAMES)
@@ -136,3 +138,56 @@ def test_uninstall_takes_it_back() -> None:
     compat.uninstall("torchao")
     assert "torchao" not in sys.modules
     assert not any(getattr(f, "prefix", None) == "torchao" for f in sys.meta_path)
+
+
+SIGNATURES = json.loads(NAMES_FILE.with_name("torchao_signatures.json").read_text(encoding="utf-8"))
+# Arguments that cannot mean what they meant: pieces that one device packed, and what came to be called otherwise.
+OTHERWISE = {
+    "Float8AQTTensorImpl", "Int4CPUAQTTensorImpl", "TensorCoreTiledAQTTensorImpl",  # built of plain pieces
+    "MXTensor", "NVFP4Tensor",  # the arguments of 0.13 on
+    "Float8StaticActivationFloat8WeightConfig",  # the founding era's, of the same name
+    "Float8DynamicActivationFloat8WeightConfig",  # alg_id: which sparse kernel
+}  # fmt: skip
+# The eras put these in another order: ours is that of the current one, and a layout is told from what stands there.
+REORDERED = {
+    "Float8DynamicActivationFloat8WeightConfig",
+    "GemliteUIntXWeightOnlyConfig",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "ModuleFqnToConfig",
+    "PrototypeInt4WeightOnlyConfig",
+    "quantize_",
+}
+
+
+@pytest.mark.parametrize("release", SIGNATURES)
+def test_what_is_served_takes_the_arguments_that_it_took(release: str) -> None:
+    checked, wrong = 0, []
+    for module, calls in SIGNATURES[release].items():
+        if module not in TREE:
+            continue
+        served = importlib.import_module(f"{HOME}.{module}")
+        for name, arguments in calls.items():
+            if not hasattr(served, name):
+                continue
+            try:
+                ours = inspect.signature(getattr(served, name)).parameters
+            except (TypeError, ValueError):  # a union of types, a class of torch's own
+                continue
+            checked += 1
+            positional, _, by_name = " ".join(arguments).partition("*")
+            kinds = {p.kind for p in ours.values()}
+            absent = set(positional.split()) | set(by_name.split())
+            absent -= set(ours)
+            if absent and inspect.Parameter.VAR_KEYWORD not in kinds and name not in OTHERWISE:
+                wrong.append((module, name, sorted(absent)))
+            by_place = [n for n, p in ours.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            if not absent and name not in REORDERED:
+                theirs = positional.split()[: len(by_place)]
+                wrong += [] if theirs == by_place[: len(theirs)] else [(module, name, theirs, by_place)]
+    assert wrong == []
+    assert checked > 100
