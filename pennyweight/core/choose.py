@@ -142,8 +142,8 @@ def symmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 
 @rule("absmax")
 def absmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
-    """scale = absmax / max(hi, -lo) where the format has numbers of one sign only, else absmax / the lesser of the two:
-    nothing clips and the codes are symmetric (-127 to 127 for int8). LLM.int8(), ggml's Q8_0, torchao before 0.13."""
+    """scale = absmax / min(hi, -lo), so that nothing clips and codes are symmetric (-127 to 127 for int8); with
+    numbers of one sign only, as symmetric_no_clip. LLM.int8(), ggml's Q8_0, torchao before 0.13."""
     bottom, top = _ends(spec)
     if bottom >= 0 or top <= 0:
         return symmetric_no_clip(x, spec, eps)

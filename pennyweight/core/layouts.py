@@ -50,6 +50,9 @@ def get_layout(name: str) -> Layout:
     return LAYOUTS[name]
 
 
+READABLE = ("plain", "bits")  # every op reads these row by row; any other layout is one kernel's own
+
+
 def portable_layout(spec: QuantSpec) -> str:
     """The smallest layout that any op reads row by row and that means the same on every machine."""
     return "bits" if spec.format.bits < 8 else "plain"

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import blocks, conversions
 from .choose import Params
-from .layouts import get_layout, portable_layout
+from .layouts import READABLE, get_layout, portable_layout
 from .numerics import Parts, dequantize, quantize, sqnr
 from .spec import DTYPES, ActivationSpec, QuantSpec, dtype_name
 
@@ -171,7 +171,8 @@ class AffineQuantizedTensor(Tensor):
 
     def _plain(self, slot: str) -> Any:
         part = getattr(self, f"_{slot}")
-        if part is None or (self.spec.layout in _PLAIN_PARTS and (slot != "codes" or self.spec.layout == "plain")):
+        layout = self.spec.layout
+        if part is None or layout == "plain" or (layout in READABLE and slot != "codes"):
             return part
         part = getattr(self.plain_parts(), slot)
         if not isinstance(part, Parts):
@@ -433,9 +434,6 @@ def foreign(cls: Any) -> bool:
     if not issubclass(cls, Tensor) or issubclass(cls, ours):
         return False
     return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-_PLAIN_PARTS = ("plain", "bits")  # layouts that leave all parts but the codes as they are
 
 
 def each_part(parts: Parts, fn: Callable[[Any], Any]) -> Parts:

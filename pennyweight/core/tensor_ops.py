@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from . import blocks
-from .layouts import get_layout, portable_layout
+from .layouts import READABLE, get_layout, portable_layout
 from .spec import DTYPES
 from .tensor import FUNCTIONS, AffineQuantizedTensor, each_part, implements
 
@@ -45,7 +45,7 @@ def map_value(w: QT, fn: Callable[[Any, str], Any], **changes: Any) -> Any:
 
 def sliceable(w: QT) -> QT:
     """w in a layout whose parts keep the order of axes: itself, or a read-only unpacked copy."""
-    return w if w.spec.layout in ("plain", "bits") else w.to_layout(portable_layout(w.spec)).with_(readonly=True)
+    return w if w.spec.layout in READABLE else w.to_layout(portable_layout(w.spec)).with_(readonly=True)
 
 
 def unpacked(w: QT) -> QT:

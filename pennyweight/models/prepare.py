@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from ..core.layouts import get_layout, portable_layout
+from ..core.layouts import READABLE, get_layout, portable_layout
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.table import Case, Kernel, case_of, select
-
-READABLE = ("plain", "bits")  # every op reads these row by row; any other layout is one kernel's own
 
 
 def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kernel, str]:

@@ -5,22 +5,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...core import blocks
 from ...core.tensor import AffineQuantizedTensor, PlainView
-from . import block_views, float_views, int4_views, int_views, parts
+from . import int_views, parts
 from .enums import ZeroPointDomain
+from .file_views import find_view, view_of
 from .founding import ACTIVATIONS
 from .founding_layouts import Layout, layout_of
-from .view import VIEWS, view_of
 
 __all__ = ["ATTRIBUTES"]
 
-assert {v.__name__ for v in (block_views.MXTensor, float_views.Float8Tensor, int4_views.Int4Tensor)} <= VIEWS.keys()
 QT = AffineQuantizedTensor
 ATTRIBUTES: dict[str, Callable[[QT], Any]] = {}
 
@@ -33,7 +34,8 @@ def _attribute(fn: Callable[[QT], Any]) -> Callable[[QT], Any]:
 @_attribute
 def qdata(w: QT) -> Tensor:
     """The codes as torchao stores them: one an element, two a byte where its class for them does so."""
-    return _taken(w)["qdata"] if _view(w) is not None else parts.plain_codes(w)
+    view = find_view(w)
+    return parts.plain_codes(w) if view is None else view.take(w)["qdata"]
 
 
 @_attribute
@@ -45,7 +47,8 @@ def block_size(w: QT) -> Any:
 @_attribute
 def act_quant_kwargs(w: QT) -> Any:
     """How the input is quantized, in torchao's words; None: it is not."""
-    return _taken(w).get("act_quant_kwargs") if _view(w) is not None else None
+    view = find_view(w)
+    return None if view is None else view.take(w).get("act_quant_kwargs")
 
 
 @_attribute
@@ -150,15 +153,7 @@ def input_quant_func(w: QT) -> Any:
 @_attribute
 def n_blocks(w: QT) -> int:
     """How many scales there are."""
-    return 0 if w.scale is None else w.scale.numel()
-
-
-def _view(w: QT) -> Any:
-    return next((view for view in VIEWS.values() if "qdata" in view.tensor_data_names and view.holds(w)), None)
-
-
-def _taken(w: QT) -> dict[str, Any]:
-    return _view(w).take(w)
+    return math.prod(blocks.counts(w.spec.block, w.stored_shape))
 
 
 for _name, _fn in ATTRIBUTES.items():

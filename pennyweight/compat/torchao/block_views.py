@@ -16,7 +16,7 @@ from ...core.spec import NF4_DOUBLE, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from .enums import KernelPreference, ScaleCalculationMode
 from .int_views import QuantizeTensorKwargs
-from .parts import plain_codes
+from .parts import plain_codes, whole
 from .view import View
 
 QT = AffineQuantizedTensor
@@ -74,10 +74,6 @@ class NF4Tensor(View):
         assert isinstance(scale, QuantSpec)
         spec = NF4_DOUBLE.with_(block=(block_size,), scale=scale.with_(block=(scaler_block_size,)))
         return QT.from_float(inpt_tensor, spec)
-
-    @staticmethod
-    def take(w: QT) -> dict[str, Any]:
-        raise ValueError("torchao cannot save NF4 tensors as safetensors; save them with pennyweight.save")
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,7 @@ class MXTensor(View):
         spec = w.spec
         return (
             spec.scale == _E8M0_SCALE and spec.format in _ELEMENTS.values() and spec.block is not None
-            and len(spec.block) == 1 and w.axes is None and tuple(w.codes.shape) == w.stored_shape
+            and len(spec.block) == 1 and w.axes is None and whole(w)
             and (w.act is None or w.act.spec.scale == _E8M0_SCALE)
         )  # fmt: skip
 
@@ -180,13 +176,9 @@ class MXTensor(View):
         exponents = scale.view(torch.uint8)
         if is_swizzled_scales:
             exponents = unswizzled(scale, codes[..., 0].numel(), counts[-1])
-        act = None
-        if act_quant_kwargs is not None:
-            mode = act_quant_kwargs.scaling_mode
-            spec = QuantSpec(_ELEMENTS[act_quant_kwargs.elem_dtype], (act_quant_kwargs.block_size,), _E8M0_SCALE)
-            act = ActivationSpec(spec, "dynamic", f"mx_{mode.name.lower()}")
         parts = Parts(codes, Parts(exponents.reshape(counts)))
-        return QT(parts, QuantSpec(fmt, (block_size,), _E8M0_SCALE), shape, orig_dtype, act)
+        return QT(parts, QuantSpec(fmt, (block_size,), _E8M0_SCALE), shape, orig_dtype,
+                  _mx_activation(act_quant_kwargs))  # fmt: skip
 
     @classmethod
     def to_mx(
@@ -199,12 +191,7 @@ class MXTensor(View):
         if data_hp.shape[-1] % block_size:
             raise AssertionError(f"the last axis of {list(data_hp.shape)} is no multiple of {block_size}")
         spec = QuantSpec(_ELEMENTS[elem_dtype], (block_size,), _E8M0_SCALE)
-        w = QT.from_float(data_hp, spec, f"mx_{scaling_mode.name.lower()}")
-        if act_quant_kwargs is None:
-            return w
-        codes, scale = w.parts[:2]
-        return w.with_(act=cls.build(_bytes(codes, spec.format), scale.parts.codes, elem_dtype, block_size, w.dtype,
-                                     act_quant_kwargs=act_quant_kwargs).act)  # fmt: skip
+        return QT.from_float(data_hp, spec, f"mx_{scaling_mode.name.lower()}", act=_mx_activation(act_quant_kwargs))
 
     @staticmethod
     def take(w: QT) -> dict[str, Any]:
@@ -221,6 +208,13 @@ class MXTensor(View):
             "elem_dtype": _element(w.spec.format), "block_size": w.spec.block[0], "orig_dtype": w.dtype,
             "kernel_preference": KernelPreference.EMULATED, "act_quant_kwargs": kwargs, "is_swizzled_scales": False,
         }  # fmt: skip
+
+
+def _mx_activation(kwargs: QuantizeTensorToMXKwargs | None) -> ActivationSpec | None:
+    if kwargs is None:
+        return None
+    spec = QuantSpec(_ELEMENTS[kwargs.elem_dtype], (kwargs.block_size,), _E8M0_SCALE)
+    return ActivationSpec(spec, "dynamic", f"mx_{kwargs.scaling_mode.name.lower()}")
 
 
 def _element(fmt: Format) -> Any:
@@ -245,7 +239,7 @@ class NVFP4Tensor(View):
         return (
             spec.format is E2M1 and isinstance(scale, QuantSpec) and scale.format is E4M3 and scale.offset is None
             and scale.block in (None, (1,)) and w.axes is None and w.act is None
-            and tuple(w.codes.shape) == w.stored_shape
+            and whole(w)
         )  # fmt: skip
 
     @classmethod

@@ -15,14 +15,13 @@ from ...models.granularity import Granularity, PerBlock, PerRow, PerTensor
 from .bounds import get_block_size
 from .enums import Float8MMConfig, KernelPreference
 from .int_views import Int8Tensor, QuantizeTensorKwargs, QuantizeTensorToInt8Kwargs
-from .parts import block_size, float_codes, part, plain_codes
+from .parts import FLOAT8, block_size, float_codes, part, plain_codes, whole
 from .view import View
 
 QT = AffineQuantizedTensor
 __all__ = [
     "Float8Tensor", "QuantizeTensorToFloat8Kwargs", "_choose_quant_func_and_quantize_tensor",
 ]  # fmt: skip
-_FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Float8Tensor(View):
     def holds(w: QT) -> bool:
         spec, act = w.spec, w.act
         plain = spec.format in (E4M3, E5M2) and spec.scale is torch.float32 and spec.offset is None
-        if not plain or tuple(w.codes.shape) != w.stored_shape:
+        if not plain or not whole(w):
             return False
         return act is None or (
             act.mode == "dynamic" and act.spec.format in (E4M3, E5M2) and act.spec.scale is torch.float32
@@ -59,20 +58,20 @@ class Float8Tensor(View):
         act_quant_kwargs: QuantizeTensorToFloat8Kwargs | None = None, kernel_preference: Any = KernelPreference.AUTO,
         dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
-        if qdata.dtype not in _FLOAT8:
+        if qdata.dtype not in FLOAT8:
             raise AssertionError(f"qdata must be float8_e4m3fn or float8_e5m2, got {qdata.dtype}")
         act = None
         if act_quant_kwargs is not None:
             if act_quant_kwargs.hp_value_lb is not None or act_quant_kwargs.hp_value_ub is not None:
                 raise NotImplementedError("bounds of the activation's range (hp_value_lb, hp_value_ub) are not offered")
-            fmt = _FLOAT8[act_quant_kwargs.float8_dtype]
+            fmt = FLOAT8[act_quant_kwargs.float8_dtype]
             act = ActivationSpec(QuantSpec(fmt, _activation_block(act_quant_kwargs.granularity)))
         if scale.ndim not in (0, qdata.ndim) and scale.numel() != 1:
             scale = scale.reshape(*scale.shape, *(1,) * (qdata.ndim - scale.ndim))
         if not block_size and scale.numel() > 1:
             block_size = [n // c for n, c in zip(qdata.shape, scale.shape, strict=True)]
         return float_codes(
-            qdata, scale.float(), _FLOAT8[qdata.dtype], block_size, dtype or torch.get_default_dtype(), act
+            qdata, scale.float(), FLOAT8[qdata.dtype], block_size, dtype or torch.get_default_dtype(), act
         )
 
     @classmethod

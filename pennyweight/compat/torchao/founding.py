@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8
+from ...core.formats import E2M1, E2M3, E3M2, INT8
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ...models.configs.integer import INT8_EPS
 from ...models.granularity import MappingType
+from .bounds import _get_and_check_qmin_qmax
 from .enums import ZeroPointDomain
 from .founding_layouts import (
     Layout,
@@ -23,7 +24,7 @@ from .founding_layouts import (
     get_tensor_impl_constructor,
 )
 from .int4_views import packed_by_aten
-from .parts import float_codes, int_codes
+from .parts import FLOAT8, float_codes, int_codes
 from .primitives import (
     _choose_qparams_affine_dont_preserve_zero,
     _choose_qparams_affine_tinygemm,
@@ -47,17 +48,6 @@ __all__ = [
 ]  # fmt: skip
 
 _SMALL = {(3, 2): E3M2, (2, 3): E2M3, (2, 1): E2M1}
-_FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
-
-
-def _bounds(target: torch.dtype, lo: float | None, hi: float | None) -> tuple[int, int]:
-    name = str(target).removeprefix("torch.")
-    bits = int(name.rpartition("int")[2])
-    least, most = (0, (1 << bits) - 1) if name.startswith("u") else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
-    lo, hi = least if lo is None else int(lo), most if hi is None else int(hi)
-    if lo < least or hi > most:
-        raise AssertionError(f"quant_min {lo} and quant_max {hi} lie outside {target}, which has {least} to {most}")
-    return lo, hi
 
 
 class AffineQuantizedTensor(View):
@@ -79,13 +69,13 @@ class AffineQuantizedTensor(View):
             raise ValueError("please use ZeroPointDomain.NONE instead of None")
         data, scale, zero = tensor_impl.get_plain()
         dtype = dtype or scale.dtype
-        if data.dtype in _FLOAT8:
-            return float_codes(data, _full_rank(scale, data), _FLOAT8[data.dtype], tuple(block_size), dtype)
-        lo, hi = _bounds(data.dtype, quant_min, quant_max)
+        if data.dtype in FLOAT8:
+            return float_codes(data, _full_rank(scale, data), FLOAT8[data.dtype], tuple(block_size), dtype)
+        lo, hi = _get_and_check_qmin_qmax(data.dtype, quant_min, quant_max)
         zero = None if zero_point_domain is ZeroPointDomain.NONE else zero
         real = zero_point_domain is ZeroPointDomain.FLOAT
         w = int_codes(data, scale, zero, block_size, dtype, lo, hi, real=real)
-        return w if tuple(shape) == tuple(w.shape) else _narrowed(w, tuple(shape))
+        return w.with_(shape=tuple(shape))  # which a layout may have padded
 
     @classmethod
     def restore(cls, state: dict[str, Any], shell: Tensor) -> QT:
@@ -119,7 +109,7 @@ class AffineQuantizedTensor(View):
         layout = _layout or PlainLayout()
         x, shape = layout.pre_process(input_float), input_float.shape
         eps = torch.finfo(x.dtype).eps if eps is None else eps  # these releases' default
-        lo, hi = _bounds(target_dtype, quant_min, quant_max)
+        lo, hi = _get_and_check_qmin_qmax(target_dtype, quant_min, quant_max)
         args = (block_size, target_dtype, lo, hi)
         if use_hqq:
             data, scale, zero = _hqq(x, mapping_type, block_size, lo, hi, zero_point_dtype, zero_point_domain)
@@ -148,7 +138,7 @@ class AffineQuantizedTensor(View):
             raise ValueError("zero_point should be None when zero_point_domain is NONE")
         layout, shape = _layout or PlainLayout(), input_float.shape
         x, scale, zero_point = layout.pre_process_static(input_float, scale, zero_point, block_size)
-        lo, hi = _bounds(target_dtype, quant_min, quant_max)
+        lo, hi = _get_and_check_qmin_qmax(target_dtype, quant_min, quant_max)
         quantize: Any = {
             ZeroPointDomain.NONE: _quantize_affine_no_zero_point, ZeroPointDomain.FLOAT: _quantize_affine_tinygemm,
         }.get(zero_point_domain, quantize_affine)  # fmt: skip
@@ -175,11 +165,11 @@ class AffineQuantizedTensor(View):
         """float8 under the scales given."""
         from .float8_primitives import _quantize_affine_float8
 
-        if target_dtype not in _FLOAT8:
-            raise NotImplementedError(f"to_affine_quantized_floatx: {target_dtype} is none of {[*map(str, _FLOAT8)]}")
+        if target_dtype not in FLOAT8:
+            raise NotImplementedError(f"to_affine_quantized_floatx: {target_dtype} is none of {[*map(str, FLOAT8)]}")
         scale = _full_rank(scale, input_float)
         data = _quantize_affine_float8(input_float, scale, target_dtype)
-        return float_codes(data, scale.float(), _FLOAT8[target_dtype], tuple(block_size), input_float.dtype)
+        return float_codes(data, scale.float(), FLOAT8[target_dtype], tuple(block_size), input_float.dtype)
 
     @classmethod
     def from_hp_to_fpx(cls, input_float: Tensor, _layout: Any) -> QT:
@@ -188,10 +178,6 @@ class AffineQuantizedTensor(View):
         if fmt is None:
             raise NotImplementedError(f"floats of {_layout.ebits} and {_layout.mbits} bits; there are {sorted(_SMALL)}")
         return QT.from_float(input_float, QuantSpec(fmt, (-1,)))
-
-    @staticmethod
-    def take(w: QT) -> dict[str, Any]:
-        raise ValueError("torchao could not save an AffineQuantizedTensor as safetensors; use pennyweight.save")
 
 
 def _stored(layout: Layout, data: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int, ...]) -> Any:
@@ -215,11 +201,6 @@ def _full_rank(scale: Tensor, x: Tensor) -> Tensor:
         if scale.ndim == x.ndim or scale.numel() == 1
         else scale.reshape(*scale.shape, *(1,) * (x.ndim - scale.ndim))
     )
-
-
-def _narrowed(w: QT, shape: tuple[int, ...]) -> QT:
-    """A weight that its layout padded, at its true shape."""
-    return w.with_(shape=shape)
 
 
 def _hqq(
@@ -308,12 +289,6 @@ class LinearActivationQuantizedTensor(View):
     @classmethod
     def from_float(cls, input_float: Tensor, input_quant_func: Any, quant_kwargs: dict[str, Any] | None = None) -> Any:
         return cls.build(input_float, input_quant_func, quant_kwargs)
-
-    @staticmethod
-    def take(w: QT) -> dict[str, Any]:
-        raise ValueError(
-            "torchao could not save a LinearActivationQuantizedTensor as safetensors; use pennyweight.save"
-        )
 
 
 to_linear_activation_quantized = LinearActivationQuantizedTensor.from_float

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
+from ...core.formats import INT4, INT8, UINT4
 from ...core.spec import QuantSpec
 from ...models import configs as ours
-from ...models.granularity import Granularity, MappingType, PerGroup
+from ...models.configs.base import activation, as_format
+from ...models.configs.integer import INT8_EPS
+from ...models.granularity import Granularity, MappingType, PerGroup, PerRow, PerToken
 from ...models.scheme import Scheme
 from ...models.sites import Site
 from .enums import ZeroPointDomain
@@ -27,19 +30,15 @@ __all__ = [
     "Int8DynamicActivationInt4WeightConfig",
     "Int8DynamicActivationInt8WeightConfig",
     "Int8DynamicActivationIntxWeightConfig",
-    "Int8WeightOnlyConfig",
     "IntxWeightOnlyConfig",
     "PrototypeInt4WeightOnlyConfig",
-    "UIntXWeightOnlyConfig",
     "gemlite_uintx_weight_only",
     "int4_dynamic_activation_int4_weight",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_semi_sparse_weight",
     "int8_dynamic_activation_int8_weight",
-    "int8_weight_only",
     "intx_weight_only",
-    "uintx_weight_only",
 ]
 
 
@@ -54,14 +53,16 @@ def _dense(owner: Any, layout: Any) -> None:
         )
 
 
-def _no_hqq(owner: Any, use_hqq: bool) -> None:
-    if use_hqq:
-        raise NotImplementedError(f"{type(owner).__name__}: use_hqq=True is not offered yet; leave it False")
-
-
 @dataclass(frozen=True)
-class Int8WeightOnlyConfig(ours.Int8WeightOnlyConfig):
-    """As ours."""
+class _WithLayout:
+    """A config with a layout besides; stands before ours among the bases."""
+
+    _: KW_ONLY
+    layout: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        _dense(self, self.layout)
 
 
 @dataclass(frozen=True)
@@ -81,30 +82,25 @@ class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
             object.__setattr__(self, "set_inductor_config", True)
         super().__post_init__()
         _dense(self, self.layout)
-        _no_hqq(self, self.use_hqq)
+        if self.use_hqq:
+            raise NotImplementedError("Int4WeightOnlyConfig: use_hqq=True is not offered yet; leave it False")
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         if self.zero_point_domain is not ZeroPointDomain.INT:
             return super().scheme(site, on_indivisible)
-        from ...core.formats import UINT4
-
         spec = QuantSpec(UINT4, site.block(PerGroup(self.group_size), on_indivisible), site.dtype, True)
         return Scheme(spec, rule="asymmetric", eps=1e-6)
 
 
 @dataclass(frozen=True)
-class Int8DynamicActivationInt8WeightConfig(ours.Int8DynamicActivationInt8WeightConfig):
+class Int8DynamicActivationInt8WeightConfig(_WithLayout, ours.Int8DynamicActivationInt8WeightConfig):
     """As ours, with ``layout``."""
-
-    _: KW_ONLY
-    layout: Any = None
 
     def __post_init__(self) -> None:
         if isinstance(self.act_mapping_type, Layout):  # the founding era's first argument
             object.__setattr__(self, "layout", self.act_mapping_type)
             object.__setattr__(self, "act_mapping_type", MappingType.SYMMETRIC)
         super().__post_init__()
-        _dense(self, self.layout)
 
 
 @dataclass(frozen=True)
@@ -117,32 +113,13 @@ class Int8DynamicActivationInt4WeightConfig(ours.Int8DynamicActivationInt4Weight
 
 
 @dataclass(frozen=True)
-class UIntXWeightOnlyConfig(ours.UIntXWeightOnlyConfig):
-    """As ours."""
+class IntxWeightOnlyConfig(_WithLayout, ours.IntxWeightOnlyConfig):
+    """As ours, with ``layout`` (0.11 and 0.12)."""
 
 
 @dataclass(frozen=True)
-class IntxWeightOnlyConfig(ours.IntxWeightOnlyConfig):
+class Int8DynamicActivationIntxWeightConfig(_WithLayout, ours.Int8DynamicActivationIntxWeightConfig):
     """As ours, with ``layout`` (0.11 and 0.12)."""
-
-    _: KW_ONLY
-    layout: Any = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _dense(self, self.layout)
-
-
-@dataclass(frozen=True)
-class Int8DynamicActivationIntxWeightConfig(ours.Int8DynamicActivationIntxWeightConfig):
-    """As ours, with ``layout`` (0.11 and 0.12)."""
-
-    _: KW_ONLY
-    layout: Any = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _dense(self, self.layout)
 
 
 @dataclass(frozen=True)
@@ -160,14 +137,8 @@ class Int4DynamicActivationInt4WeightConfig(ours.AOBaseConfig):
             raise NotImplementedError("Only mapping_type=SYMMETRIC and act_mapping_type=SYMMETRIC are supported")
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
-        from ...core.formats import INT4
-        from ...models.granularity import PerRow, PerToken
-
-        act = ours.base.activation(INT4, site, PerToken(), eps=INT4_EPS)
-        return Scheme(QuantSpec(INT4, site.block(PerRow())), act, "symmetric", INT4_EPS)
-
-
-INT4_EPS = torch.finfo(torch.float32).eps
+        act = activation(INT4, site, PerToken(), eps=INT8_EPS)
+        return Scheme(QuantSpec(INT4, site.block(PerRow())), act, "symmetric", INT8_EPS)
 
 
 @dataclass(frozen=True)
@@ -186,14 +157,11 @@ class GemliteUIntXWeightOnlyConfig(ours.AOBaseConfig):
             raise ValueError(f"gemlite has 4 and 8 bits, weight_only and dynamic, got {self.bit_width}, {self.mode!r}")
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
-        from ...core.formats import INT8
-        from ...models.granularity import PerRow, PerToken
-
         granularity: Granularity = PerRow() if self.group_size is None else PerGroup(self.group_size)
         block = site.block(granularity, on_indivisible)
-        spec = QuantSpec(ours.as_format(f"uint{self.bit_width}"), block, site.dtype, True)
-        act = None if self.mode == "weight_only" else ours.base.activation(INT8, site, PerToken(), eps=INT4_EPS)
-        return Scheme(spec, act, "asymmetric", INT4_EPS)
+        spec = QuantSpec(as_format(f"uint{self.bit_width}"), block, site.dtype, True)
+        act = None if self.mode == "weight_only" else activation(INT8, site, PerToken(), eps=INT8_EPS)
+        return Scheme(spec, act, "asymmetric", INT8_EPS)
 
 
 @dataclass(frozen=True)
@@ -222,11 +190,9 @@ def int8_dynamic_activation_int8_semi_sparse_weight() -> Any:
     raise NotImplementedError("2:4 sparse int8 weights are not offered; use int8_dynamic_activation_int8_weight()")
 
 
-int8_weight_only = Int8WeightOnlyConfig
 int4_weight_only = Int4WeightOnlyConfig
 int8_dynamic_activation_int8_weight = Int8DynamicActivationInt8WeightConfig
 int8_dynamic_activation_int4_weight = Int8DynamicActivationInt4WeightConfig
 int4_dynamic_activation_int4_weight = Int4DynamicActivationInt4WeightConfig
-uintx_weight_only = UIntXWeightOnlyConfig
 intx_weight_only = IntxWeightOnlyConfig
 gemlite_uintx_weight_only = GemliteUIntXWeightOnlyConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core.formats import E4M3, E5M2
 from ...core.tensor import AffineQuantizedTensor, PlainView
 from .enums import Float8MMConfig
-from .view import ViewMeta
+from .view import Shell, ShellMeta
 
 __all__ = [
     "AQTTensorImpl", "BlockSparseLayout", "CutlassInt4PackedLayout", "CutlassSemiSparseLayout", "Float8AQTTensorImpl",
@@ -178,7 +178,7 @@ def layout_of(w: AffineQuantizedTensor) -> Layout:
 # -- tensor impls ----------------------------------------------------------------------------------------------------
 
 
-class ImplMeta(ViewMeta):
+class ImplMeta(ShellMeta):
     """isinstance() of a tensor's ``tensor_impl`` asks for the layout its numbers would have had."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -201,7 +201,7 @@ class Pieces:
         return self._layout
 
 
-class AQTTensorImpl(Tensor, metaclass=ImplMeta):
+class AQTTensorImpl(Shell, metaclass=ImplMeta):
     """Base of torchao's impls. ``Impl(int_data, scale, zero_point, _layout)`` keeps the pieces for
     AffineQuantizedTensor; an unpickled one keeps its attributes until the tensor around it is made."""
 
@@ -219,13 +219,6 @@ class AQTTensorImpl(Tensor, metaclass=ImplMeta):
     @classmethod
     def from_plain(cls, data: Tensor, scale: Tensor, zero_point: Tensor | None, _layout: Layout) -> Pieces:
         return cls.build(data, scale, zero_point, _layout)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"a {cls.__name__} that is being unpickled met {func}")
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {**(state[0] or {}), **(state[1] or {})})
 
 
 class PlainAQTTensorImpl(AQTTensorImpl):
@@ -264,25 +257,14 @@ class TensorCoreTiledAQTTensorImpl(AQTTensorImpl):
     layouts = (TensorCoreTiledLayout,)
 
 
-class UintxTensor(Tensor, metaclass=ImplMeta):
+class UintxTensor(Shell):
     """Unsigned integers of 1 to 7 bits in shards, as old files hold them. Called: a plain uint8 tensor of the codes."""
-
-    @classmethod
-    def shows(cls, view: Any) -> bool:
-        return False
 
     @classmethod
     def build(cls, shards: list[Tensor], packed_shape: Any, bit_width: int, pack_dim: int = -1) -> Tensor:
         from .bitpacking import unpack
 
         return unpack(shards, bit_width, pack_dim)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"a {cls.__name__} that is being unpickled met {func}")
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {**(state[0] or {}), **(state[1] or {})})
 
     def codes(self) -> Tensor:
         """One code an element, of an unpickled one."""

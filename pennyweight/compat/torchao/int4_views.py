@@ -11,7 +11,7 @@ from ...core.formats import UINT4
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from .parts import block_of, block_size, int_codes, part, plain_codes
+from .parts import block_of, block_size, int_codes, part, plain_codes, whole
 from .view import View
 
 QT = AffineQuantizedTensor
@@ -44,7 +44,7 @@ class Int4Tensor(View):
         spec = w.spec
         return (
             spec.format is UINT4 and spec.mid == 8 and isinstance(spec.scale, torch.dtype) and spec.offset == spec.scale
-            and w.act is None and w.ndim == 2 and w.axes is None and tuple(w.codes.shape) == tuple(w.shape)
+            and w.act is None and w.ndim == 2 and w.axes is None and whole(w)
             and w.shape[-1] % 2 == 0
         )  # fmt: skip
 

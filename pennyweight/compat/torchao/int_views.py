@@ -16,7 +16,7 @@ from ...models.configs.integer import INT8_EPS
 from ...models.granularity import Granularity, MappingType, PerRow, PerTensor
 from .bounds import get_block_size
 from .enums import IntxChooseQParamsAlgorithm
-from .parts import act_zero, block_of, block_size, int_codes, part, plain_codes
+from .parts import block_of, block_size, int_codes, part, plain_codes, whole, zero_points
 from .primitives import choose_qparams_affine, quantize_affine
 from .view import View
 
@@ -51,7 +51,7 @@ def _plain_integers(w: QT) -> bool:
     spec = w.spec
     return (
         spec.format.kind == "int" and spec.format is not TERNARY and isinstance(spec.scale, torch.dtype)
-        and spec.offset is None and spec.mid == 0 and tuple(w.codes.shape) == w.stored_shape
+        and spec.offset is None and spec.mid == 0 and whole(w)
     )  # fmt: skip
 
 
@@ -170,7 +170,8 @@ class Int8Tensor(View):
             kwargs = QuantizeTensorToInt8Kwargs(granularity, mapping, spec.format is INT7)
         ones = (1,) * w.ndim
         return {
-            "qdata": plain_codes(w), "scale": part(w, "scale"), "zero_point": act_zero(w), "block_size": block_size(w),
+            "qdata": plain_codes(w), "scale": part(w, "scale"), "zero_point": zero_points(w),
+            "block_size": block_size(w),
             "dtype": w.dtype, "act_quant_scale": None if w.act_scale is None else w.act_scale.reshape(ones),
             "act_quant_zero_point": None if w.act_zero_point is None else w.act_zero_point.reshape(ones),
             "act_pre_scale": None, "act_quant_kwargs": kwargs, "reduce_range": w.spec.format is INT7,
@@ -262,7 +263,7 @@ class IntxUnpackedToInt8Tensor(View):
     @staticmethod
     def take(w: QT) -> dict[str, Any]:
         return {
-            "qdata": plain_codes(w), "scale": part(w, "scale"), "zero_point": act_zero(w),
+            "qdata": plain_codes(w), "scale": part(w, "scale"), "zero_point": zero_points(w),
             "target_dtype": getattr(torch, w.spec.format.name), "block_size": tuple(block_size(w)), "dtype": w.dtype,
             "activation_quantization": None if w.act is None else _PER_TOKEN,
         }  # fmt: skip

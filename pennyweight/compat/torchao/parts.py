@@ -6,22 +6,22 @@ is None, integers, or ("float domain") the real value of the middle code. Here t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.formats import Format, all_formats
-from ...core.layouts import get_layout, portable_layout
+from ...core.formats import E4M3, E5M2, Format, all_formats
 from ...core.numerics import Parts
 from ...core.spec import DTYPES, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...models.prepare import prepare
 
 __all__ = [
-    "act_zero",
+    "FLOAT8",
     "block_of",
     "block_size",
     "float_codes",
@@ -30,7 +30,11 @@ __all__ = [
     "part",
     "plain_codes",
     "ready",
+    "whole",
+    "zero_points",
 ]
+
+FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
 def int_format(lo: int, hi: int, signed: bool) -> Format:
@@ -67,23 +71,25 @@ def int_codes(
 
     qdata: one code an element, int8 or uint8. scale, zero_point: one a block, in any shape of that many. A zero point
     that is all zero, or all mid, is not stored. Float zero points that are no codes become offsets -zero_point * scale.
+    Raises ValueError for codes outside lo..hi, which packing would cut off, and for parts that are not one a block or
+    not finite.
     """
     shape = tuple(qdata.shape)
     fmt = int_format(lo, hi, qdata.dtype is not torch.uint8)
+    if (lo, hi) != _RANGES.get(qdata.dtype) and not _holds(qdata, lambda q: (q >= lo) & (q <= hi)):
+        least, most = int(qdata.min()), int(qdata.max())
+        raise ValueError(f"codes of {list(shape)} go from {least} to {most}; {fmt} takes {lo} to {hi}")
     mine = block_of(block, shape)
-    counts = blocks.counts(mine, shape)
-    scale = scale.reshape(counts)
-    if scale.dtype not in DTYPES.values():
-        raise ValueError(f"scales must be float32, bfloat16, float16 or float64, got {scale.dtype}")
+    scale = _one_a_block(scale, "scale", mine, shape)
     spec = QuantSpec(fmt, mine, scale.dtype)
     offset, mid = None, (lo + hi + 1) // 2
     if zero_point is not None:
-        zero_point = zero_point.reshape(counts)
+        zero_point = _one_a_block(zero_point, "zero_point", mine, shape)
         if real:
             spec, offset, zero_point = spec.with_(mid=mid, offset=scale.dtype), zero_point.to(scale.dtype), None
-        elif _all(zero_point, 0):
+        elif not zero_point.is_meta and _holds(zero_point, lambda z: z == 0):
             zero_point = None
-        elif _all(zero_point, mid) and fmt.lo <= mid <= fmt.hi:
+        elif not zero_point.is_meta and _holds(zero_point, lambda z: z == mid):
             spec, zero_point = spec.with_(mid=mid), None
         elif _are_codes(zero_point, fmt):
             spec, zero_point = spec.with_(zero_point=True), zero_point.to(fmt.code_dtype)
@@ -101,19 +107,40 @@ def float_codes(
     """x = qdata * scale. qdata: one code an element; block None or empty: the whole tensor."""
     shape = tuple(qdata.shape)
     mine = block_of(block, shape) if block else None
-    spec = QuantSpec(fmt, mine, scale.dtype)
-    return AffineQuantizedTensor(Parts(qdata, scale.reshape(blocks.counts(mine, shape))), spec, shape, dtype, act)
+    scale = _one_a_block(scale, "scale", mine, shape)
+    return AffineQuantizedTensor(Parts(qdata, scale), QuantSpec(fmt, mine, scale.dtype), shape, dtype, act)
 
 
-def _all(t: Tensor, value: int) -> bool:
-    return t.device.type != "meta" and bool((t == value).all())
+_RANGES = {torch.int8: (-128, 127), torch.uint8: (0, 255)}
+
+
+def _holds(t: Tensor, condition: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a condition is true of every element; true where they cannot be read."""
+    return t.is_meta or bool(condition(t).all())
+
+
+def _one_a_block(part: Tensor, name: str, block: tuple[int, ...] | None, shape: tuple[int, ...]) -> Tensor:
+    """A part in the shape that ours has. Raises ValueError unless it is one finite number a block."""
+    counts = blocks.counts(block, shape)
+    if part.numel() != math.prod(counts):
+        raise ValueError(f"{name} is {list(part.shape)}; blocks {block} of {list(shape)} are {list(counts)}")
+    if name == "scale" and part.dtype not in DTYPES.values():
+        raise ValueError(f"scale must be one of {', '.join(DTYPES)}, got {part.dtype}")
+    if part.is_floating_point() and not _holds(part, torch.isfinite):
+        raise ValueError(f"{name} of {list(shape)} holds NaN or inf")
+    return part.reshape(counts)
 
 
 def _are_codes(t: Tensor, fmt: Format) -> bool:
     """Whether these are whole numbers within the format; integers are taken on trust where they cannot be read."""
-    if t.device.type == "meta":
+    if t.is_meta:
         return not t.is_floating_point()
-    return bool(((t >= fmt.lo) & (t <= fmt.hi)).all()) and bool((t == t.to(torch.int32)).all())
+    return _holds(t, lambda z: (z >= fmt.lo) & (z <= fmt.hi) & (z == z.to(torch.int32)))
+
+
+def whole(w: AffineQuantizedTensor) -> bool:
+    """Whether blocks divide the tensor, so that no code is padding. From the spec alone: nothing is unpacked."""
+    return blocks.padded(w.spec.block, w.stored_shape) == w.stored_shape
 
 
 def plain_codes(w: AffineQuantizedTensor) -> Tensor:
@@ -129,7 +156,7 @@ def part(w: AffineQuantizedTensor, slot: str) -> Tensor | None:
     return value if value is None or w.axes is None else value.permute(w.axes)
 
 
-def act_zero(w: AffineQuantizedTensor) -> Tensor | None:
+def zero_points(w: AffineQuantizedTensor) -> Tensor | None:
     """What torchao's classes have for the zero point of a weight: our stored one, or zeros (or mids) of its shape."""
     zero, scale = part(w, "zero_point"), part(w, "scale")
     if zero is not None or scale is None:
@@ -139,8 +166,4 @@ def act_zero(w: AffineQuantizedTensor) -> Tensor | None:
 
 def ready(w: AffineQuantizedTensor) -> AffineQuantizedTensor:
     """w packed for the kernel that will run it: what a weight of a model is, rather than one made by hand."""
-    if w.ndim != 2 or w.axes is not None or w.is_meta or w.numel() == 0:
-        return w
-    packed = prepare(w)
-    keep = get_layout(packed.spec.layout).devices is None and packed.spec.layout == portable_layout(w.spec)
-    return w if keep else packed
+    return prepare(w) if w.ndim == 2 and w.axes is None and not w.is_meta else w

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ...core.tensor import AffineQuantizedTensor
 from ...models import granularity
-from . import block_views, enums, float_views, int4_views, int_views
+from . import block_views, enums, float_views, int_views
+from .file_views import FILE_VIEWS, view_of
 from .parts import ready
-from .view import VIEWS, view_of
 
-assert int4_views.Int4Tensor.__name__ in VIEWS  # views are known once their files are imported
 __all__ = [
     "ALLOWED_CLASSES",
     "ALLOWED_TENSORS_SUBCLASSES",
@@ -32,10 +31,7 @@ __all__ = [
     "unflatten_tensor_state_dict",
 ]
 
-ALLOWED_TENSORS_SUBCLASSES = [
-    "Float8Tensor", "Int4Tensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor",
-    "Int4OpaqueTensor",
-]  # fmt: skip
+ALLOWED_TENSORS_SUBCLASSES = [view.__name__ for view in FILE_VIEWS]
 _PLAIN = {
     cls.__name__: cls
     for cls in (
@@ -46,7 +42,7 @@ _PLAIN = {
         granularity.PerGroup, granularity.PerRow, granularity.PerTensor, granularity.PerToken,
     )
 }  # fmt: skip
-ALLOWED_CLASSES: dict[str, Any] = {**{name: VIEWS[name] for name in ALLOWED_TENSORS_SUBCLASSES}, **_PLAIN}
+ALLOWED_CLASSES: dict[str, Any] = {**{view.__name__: view for view in FILE_VIEWS}, **_PLAIN}
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 
@@ -164,22 +160,25 @@ def unflatten_tensor_state_dict(
     left = dict(tensors_data_dict)
     found: dict[str, Tensor] = {}
     for name in json.loads(metadata["tensor_names"]):
-        described = json.loads(metadata[name])
-        kind = described.get("_type")
+        try:
+            described = json.loads(metadata[name])
+            kind = described["_type"]
+            parts = [] if kind == "Tensor" else list(described["_tensor_data_names"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{name}: the metadata do not describe it: {error!r}") from error
         if kind == "Tensor":
             if name in left:
                 found[name] = left.pop(name)
             continue
         if kind not in ALLOWED_TENSORS_SUBCLASSES:
             raise ValueError(f"{name}: Unsupported tensor type: {kind}")
-        parts = described["_tensor_data_names"]
         if any(_prefix(name) + part not in left for part in parts):
             continue
         pieces = {part: left.pop(_prefix(name) + part) for part in parts}
         try:
             found[name] = ready(object_from_dict({"_type": kind, "_data": {**described["_data"], **pieces}}))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        except (ValueError, NotImplementedError) as error:
+            raise type(error)(f"{name}: {error}") from error
     return found, left
 
 

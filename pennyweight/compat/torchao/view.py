@@ -15,29 +15,50 @@ from torch import Tensor
 from ...core.tensor import AffineQuantizedTensor
 from .parts import ready
 
-__all__ = ["VIEWS", "View", "ViewMeta", "view_of"]
-
-VIEWS: dict[str, Any] = {}  # by the name of the class, in the order in which they are asked
+__all__ = ["Shell", "ShellMeta", "View", "attributes"]
 
 
-class ViewMeta(type(Tensor)):  # type: ignore[misc]
-    """Calls of a view build, isinstance() recognizes."""
+class ShellMeta(type(Tensor)):  # type: ignore[misc]
+    """Calls of the class build something else; ``build`` is its signature."""
 
     def __init__(cls, name: str, bases: Any, namespace: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(name, bases, namespace)
-        if "take" in namespace and bases != (Tensor,):
-            VIEWS[name] = cls
         if "build" in namespace:
             cls.__signature__ = inspect.signature(cls.build)  # type: ignore[attr-defined]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls.build(*args, **kwargs)
 
+
+def attributes(state: Any) -> dict[str, Any]:
+    """What a pickle holds of an object, by name; attributes that are slots come second."""
+    return state if isinstance(state, dict) else {**(state[0] or {}), **(state[1] or {})}
+
+
+class Shell(Tensor, metaclass=ShellMeta):
+    """A class whose objects are there while torch.load puts together what a pickle names, and no longer."""
+
+    @classmethod
+    def build(cls, *args: Any, **kwargs: Any) -> Any:
+        """What a call gives."""
+        raise NotImplementedError(f"{cls.__name__} cannot be built")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(f"a {cls.__name__} that is being unpickled met {func}")
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(attributes(state))
+
+
+class ViewMeta(ShellMeta):
+    """isinstance() recognizes what a view holds."""
+
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, AffineQuantizedTensor) and cls.holds(instance)
 
 
-class View(Tensor, metaclass=ViewMeta):
+class View(Shell, metaclass=ViewMeta):
     """Base of the views. A view gives ``holds``, ``build`` and ``take``, and the names of what it is made of, which are
     torchao's: constructor arguments are data, attributes, optional data, optional attributes, in that order."""
 
@@ -50,11 +71,6 @@ class View(Tensor, metaclass=ViewMeta):
     def holds(w: AffineQuantizedTensor) -> bool:
         """Whether w is what this class of torchao can hold."""
         raise NotImplementedError
-
-    @classmethod
-    def build(cls, *args: Any, **kwargs: Any) -> AffineQuantizedTensor:
-        """One of ours from torchao's pieces."""
-        raise NotImplementedError(f"{cls.__name__} cannot be built")
 
     @staticmethod
     def take(w: AffineQuantizedTensor) -> dict[str, Any]:
@@ -73,14 +89,9 @@ class View(Tensor, metaclass=ViewMeta):
             known.setdefault("shape", tuple(shell.shape))
         return cls.build(**known)
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"a {cls.__name__} that is being unpickled met {func}")
-
     def __setstate__(self, state: Any) -> None:
         """torch.load has made an empty tensor of this class: become one of ours."""
-        if not isinstance(state, dict):  # attributes that are slots come second
-            state = {**(state[0] or {}), **(state[1] or {})}
+        state = attributes(state)
         w = ready(type(self).restore(state, self))
         become(self, w)
         if state.get("_is_param"):
@@ -94,15 +105,3 @@ def become(shell: Tensor, w: AffineQuantizedTensor) -> None:
     state = dict(w.__dict__)
     shell.__class__ = AffineQuantizedTensor
     shell.__dict__.update(state)
-
-
-def view_of(w: AffineQuantizedTensor) -> Any:
-    """The first view that holds w. Raises ValueError that names the spec where torchao has no class for it."""
-    for view in VIEWS.values():
-        if "qdata" in view.tensor_data_names and view.holds(w):
-            return view
-    raise ValueError(
-        f"torchao has no tensor class for {w.spec.with_(layout='plain')} of shape {tuple(w.shape)}"
-        + ("" if w.act is None else f" under an activation {w.act}")
-        + "; save it with pennyweight.save"
-    )

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...core.tensor import AffineQuantizedTensor as QT
 from .base_tensor import TorchAOBaseTensor
 
 __all__ = [
     "CallsBefore", "LinearActivationWeightObservedTensor", "WeightTensorWithLinearActivationQuantizationMetadata",
-    "WeightTensorWithLinearActivationScaleMetadata", "insert_observers_", "to_linear_activation_quantized_static",
+    "WeightTensorWithLinearActivationScaleMetadata", "insert_observers_",
     "to_weight_tensor_with_linear_activation_quantization_metadata",
     "to_weight_tensor_with_linear_activation_scale_metadata",
 ]  # fmt: skip
@@ -36,7 +37,7 @@ class _BeforeLinear(TorchAOBaseTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight as floats; what is done to the input is no part of it."""
         w: Any = self.original_weight_tensor
-        return w.dequantize(dtype or self.dtype) if hasattr(w, "spec") else w.to(dtype or self.dtype)
+        return w.dequantize(dtype or self.dtype) if isinstance(w, QT) else w.to(dtype or self.dtype)
 
 
 @_BeforeLinear.implements_torch_function(F.linear)
@@ -81,25 +82,15 @@ class WeightTensorWithLinearActivationScaleMetadata(_BeforeLinear):
 class WeightTensorWithLinearActivationQuantizationMetadata(_BeforeLinear):
     """linear(x) = F.linear(input_quant_func_static(x, scale, zero_point, **quant_kwargs), weight)."""
 
-    tensor_data_names = ["original_weight_tensor", "scale"]  # noqa: RUF012
-    optional_tensor_data_names = ["zero_point"]  # noqa: RUF012
-    tensor_attribute_names = ["input_quant_func_static", "quant_kwargs"]  # noqa: RUF012
-
-    def __new__(cls, original_weight_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().__new__(cls, original_weight_tensor)
+    # All but the weight are optional to the base, which then gives them by name: torchao's order is its own.
+    tensor_attribute_names: list[str] = []  # noqa: RUF012
+    optional_tensor_data_names = ["scale", "zero_point"]  # noqa: RUF012
+    optional_tensor_attribute_names = ["input_quant_func_static", "quant_kwargs"]  # noqa: RUF012
 
     def __init__(
         self, original_weight_tensor: Tensor, input_quant_func_static: Any, scale: Tensor,
         zero_point: Tensor | None = None, quant_kwargs: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        # The base rebuilds it with data, attributes and optional data in that order; torchao's own order differs.
-        if isinstance(input_quant_func_static, Tensor):
-            input_quant_func_static, scale, zero_point, quant_kwargs = (
-                scale,
-                input_quant_func_static,
-                quant_kwargs,
-                zero_point,
-            )  # type: ignore[assignment]
         self.original_weight_tensor, self.scale, self.zero_point = original_weight_tensor, scale, zero_point
         self.input_quant_func_static, self.quant_kwargs = input_quant_func_static, quant_kwargs or {}
 
@@ -155,4 +146,3 @@ to_weight_tensor_with_linear_activation_scale_metadata = WeightTensorWithLinearA
 to_weight_tensor_with_linear_activation_quantization_metadata = (
     WeightTensorWithLinearActivationQuantizationMetadata.from_float
 )
-to_linear_activation_quantized_static = WeightTensorWithLinearActivationQuantizationMetadata.from_float

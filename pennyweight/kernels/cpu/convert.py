@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core import blocks
 from ...core.choose import Params, _floor, choose, default_rule
 from ...core.conversions import CONVERSIONS, Conversion, Quantized
-from ...core.layouts import get_layout
+from ...core.layouts import READABLE, get_layout
 from ...core.numerics import Parts, store
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -73,7 +73,7 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
         return NotImplemented
     shape = tuple(map(int, shape))
     a = affine(spec, shape, dtype)
-    if a is None and spec.layout not in ("plain", "bits"):  # a packing that is read by unpacking it
+    if a is None and spec.layout not in READABLE:  # a packing that is read by unpacking it
         plain = get_layout(spec.layout).unpack(parts, spec, shape)
         spec = spec.with_(layout="plain")
         parts, a = AffineQuantizedTensor(plain, spec, shape, dtype).parts, affine(spec, shape, dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...core import conversions
 from ...core.formats import E8M0
+from ...core.layouts import READABLE
 from ...core.spec import DTYPES, QuantSpec
 from ...core.tensor import AffineQuantizedTensor, static_json
 from ..gather import gather
@@ -40,7 +41,7 @@ def _accepts(case: Case) -> bool | str:
 
 
 def _accepts_rows(case: Case) -> bool | str:
-    return _accepts(case) if case.spec.layout in ("plain", "bits") else 'reads layouts "plain" and "bits"'
+    return _accepts(case) if case.spec.layout in READABLE else 'reads layouts "plain" and "bits"'
 
 
 def _accepts_packed(layout: Any) -> Callable[[Case], bool | str]:
@@ -66,7 +67,7 @@ def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor
     if not torch.compiler.is_compiling():
         if conversions.in_memory(w._codes) and conversions.in_memory(index):
             return rows(index, w.parts, w.spec, tuple(w.shape), w.dtype)
-        if type(w._codes) is Tensor and w.spec.layout in ("plain", "bits"):
+        if type(w._codes) is Tensor and w.spec.layout in READABLE:
             return gather(index, w)
     key = json.dumps({"tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
     return torch.ops.pennyweight.embedding.default(index, _flatten(w)[0], key)

@@ -20,6 +20,7 @@ from pennyweight.compat.torchao.config_json import (
     config_to_dict,
     register_config_type,
 )
+from pennyweight.models import configs
 from pennyweight.models.configs import AOBaseConfig
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -177,7 +178,7 @@ class OldConfig(AOBaseConfig):
     value: int = 1
 
 
-OWN = OwnConfig(7, Mode.FAST, Inner([torch.int4], (3, (4,))), {"a": founding_configs.Int8WeightOnlyConfig(), "b": None})
+OWN = OwnConfig(7, Mode.FAST, Inner([torch.int4], (3, (4,))), {"a": configs.Int8WeightOnlyConfig(), "b": None})
 
 
 def test_one_of_your_own_is_read_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +242,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (error.type_path, error.stored_version, error.current_version) == ("OldConfig", 2, 3)
     with pytest.warns(UserWarning, match="Int8WeightOnlyConfig was stored as version 1, .* 2; it is read as that"):
         got = config_from_dict({"_type": "Int8WeightOnlyConfig", "_version": 1, "_data": {"group_size": None}})
-    assert got == founding_configs.Int8WeightOnlyConfig()
+    assert got == configs.Int8WeightOnlyConfig()
     assert isinstance(got, pw.Int8WeightOnlyConfig)
 
 

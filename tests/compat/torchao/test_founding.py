@@ -53,6 +53,7 @@ from pennyweight.compat.torchao.quantization import (
     register_quantize_module_handler,
     swap_conv2d_1x1_to_linear,
     to_linear_activation_quantized,
+    to_weight_tensor_with_linear_activation_quantization_metadata,
     to_weight_tensor_with_linear_activation_scale_metadata,
     uintx_weight_only,
 )
@@ -211,7 +212,7 @@ def test_errors_of_the_constructors() -> None:
         to_affine_quantized_intx_static(
             x, torch.ones(4), torch.zeros(4), (1, 32), torch.int8, zero_point_domain=ZeroPointDomain.NONE
         )
-    with pytest.raises(AssertionError, match="outside"):
+    with pytest.raises(AssertionError, match="out of bound"):
         to_affine_quantized_intx(x, SYM, (1, 32), torch.int8, -200, 127)
     with pytest.raises((AssertionError, RuntimeError)):
         to_affine_quantized_intx(x, SYM, (1, 5), torch.int8)
@@ -302,6 +303,22 @@ def test_scales_of_the_input() -> None:
     w = to_weight_tensor_with_linear_activation_scale_metadata(inner, scale)
     assert torch.equal(F.linear(x, w), F.linear(x / scale, inner))
     assert torch.equal(w.dequantize(), inner.dequantize())
+
+
+@torch.no_grad()
+def test_static_scales_of_the_input() -> None:
+    x, scale = torch.randn(5, 64), torch.tensor(0.03)
+    inner = to_affine_quantized_intx(torch.randn(16, 64), SYM, (1, 64), torch.int8)
+
+    def static(t, scale, zero_point, target):
+        return to_affine_quantized_intx_static(t, scale, zero_point, list(t.shape), target)
+
+    w = to_weight_tensor_with_linear_activation_quantization_metadata(
+        inner, static, scale, torch.tensor(0), {"target": torch.int8}
+    )
+    told = F.linear(static(x, scale, torch.tensor(0), torch.int8).dequantize(), inner)
+    for same in (w, copy.deepcopy(w), w.detach(), nn.Parameter(w, requires_grad=False)):
+        assert compute_error(told, F.linear(x, same)) > 40
 
 
 @torch.no_grad()

@@ -88,7 +88,8 @@ def test_numbers_that_torchao_has_not_are_refused_by_name() -> None:
         ({"_type": "os.system"}, "Unsupported tensor type: os.system"),
         ({"dtype": {"_type": "torch.dtype", "_data": "load"}}, "unknown dtype 'load'"),
         ({"act_quant_kwargs": {"_type": "Popen", "_data": {}}}, "Failed to find class Popen"),
-        ({"block_size": [1, 7]}, "does not divide"),
+        ({"block_size": [1, 7]}, r"int8_row\.weight: .*does not divide"),
+        ({"block_size": [1, 32]}, r"int8_row\.weight: scale is \[32, 1\]; blocks"),
     ],
 )
 def test_a_file_names_nothing_but_what_is_known(change: dict[str, object], says: str) -> None:
@@ -98,3 +99,11 @@ def test_a_file_names_nothing_but_what_is_known(change: dict[str, object], says:
     metadata = {"tensor_names": '["int8_row.weight"]', "int8_row.weight": json.dumps(described)}
     with pytest.raises(ValueError, match=says):
         unflatten_tensor_state_dict(TENSORS, metadata)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "{", '{"_type": "Int8Tensor"}', '{"_type": "Int8Tensor", "_tensor_data_names": 3}']
+)
+def test_metadata_that_say_nothing_are_an_error_that_names_the_tensor(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a\.weight: the metadata do not describe it"):
+        unflatten_tensor_state_dict({}, {"tensor_names": '["a.weight"]', "a.weight": text})

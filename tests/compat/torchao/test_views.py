@@ -261,3 +261,26 @@ def test_granularity_of_int8() -> None:
     with pytest.raises(ValueError, match="Invalid granularity type"):
         Int8Tensor._normalize_granularity("rows")
     assert "int8[*]" in layer(Int8WeightOnlyConfig()).weight._quantization_type()
+
+
+def test_parts_of_a_file_are_checked() -> None:
+    """Packing would cut off a code that is too large, and a scale of NaN spoils a row."""
+    q, s, z = torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int8)
+    q[2, 3] = 9
+    with pytest.raises(ValueError, match=r"codes of \[4, 32\] go from 0 to 9; int4 takes -8 to 7"):
+        IntxUnpackedToInt8Tensor(q, s, z, torch.int4, (1, 32), torch.float32, None)
+    with pytest.raises(ValueError, match=r"scale of .* holds NaN or inf"):
+        Int8Tensor(q, s * float("nan"), [1, 32], torch.float32)
+    with pytest.raises(ValueError, match=r"scale is \[3, 1\]; blocks"):
+        Int8Tensor(q, s[:3], [1, 32], torch.float32)
+    with pytest.raises(ValueError, match="scale must be one of float32"):
+        Int8Tensor(q, s.int(), [1, 32], torch.float32)
+    with pytest.raises(ValueError, match=r"scale of .* holds NaN or inf"):
+        Float8Tensor(q.to(torch.float8_e4m3fn), s / 0)
+
+
+def test_asking_what_a_weight_is_unpacks_nothing(monkeypatch) -> None:
+    weights = [layer(config).weight for config, _ in CONFIGS.values()]
+    monkeypatch.setattr(QT, "plain_parts", lambda w: pytest.fail("a weight was unpacked"))
+    for w in weights:
+        assert any(isinstance(w, view) for _, view in CONFIGS.values())

@@ -1,0 +1,34 @@
+"""The views that torchao's files know, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.tensor import AffineQuantizedTensor
+from .block_views import MXTensor, NVFP4Tensor
+from .float_views import Float8Tensor
+from .int4_views import Int4OpaqueTensor, Int4Tensor
+from .int_views import Int8Tensor, IntxUnpackedToInt8Tensor
+
+__all__ = ["FILE_VIEWS", "find_view", "view_of"]
+
+FILE_VIEWS: tuple[Any, ...] = (
+    Int8Tensor, IntxUnpackedToInt8Tensor, Int4Tensor, Int4OpaqueTensor, Float8Tensor, MXTensor, NVFP4Tensor,
+)  # fmt: skip
+
+
+def find_view(w: AffineQuantizedTensor) -> Any:
+    """The first view that holds w, or None."""
+    return next((view for view in FILE_VIEWS if view.holds(w)), None)
+
+
+def view_of(w: AffineQuantizedTensor) -> Any:
+    """The first view that holds w. Raises ValueError that names the spec where torchao has no class for it."""
+    view = find_view(w)
+    if view is None:
+        raise ValueError(
+            f"torchao has no tensor class for {w.spec.with_(layout='plain')} of shape {tuple(w.shape)}"
+            + ("" if w.act is None else f" under an activation {w.act}")
+            + "; save it with pennyweight.save"
+        )
+    return view
