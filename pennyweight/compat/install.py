@@ -132,7 +132,7 @@ _CLIENTS = ("transformers", "peft", "diffusers", "accelerate")  # look for torch
 def install(name: str = "torchao", version: str | None = None) -> None:
     """Let ``import torchao`` in this process give :mod:`pennyweight.compat.torchao`, under the version it names.
 
-    Names of all releases from 0.8 to 0.19 are there at once. Files that torchao wrote with ``torch.save`` load, with
+    Names of all releases from 0.8 to 0.18 are there at once. Files that torchao wrote with ``torch.save`` load, with
     ``weights_only=True`` too. ``version`` is what ``importlib.metadata.version`` then says, default that of the newest
     torchao release whose API this is. Call it before anything imports the library. Calling it again does nothing.
 

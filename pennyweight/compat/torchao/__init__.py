@@ -1,4 +1,4 @@
-"""torchao's module tree, with the public names of its releases 0.8 to 0.19 at once, as thin adapters over ours.
+"""torchao's module tree, with the public names of its releases 0.8 to 0.18 at once, as thin adapters over ours.
 
 ``from pennyweight.compat.torchao.quantization import quantize_, int8_weight_only`` works as it stands; after
 ``pennyweight.compat.install("torchao")`` so does ``from torchao.quantization import ...``. The modules are virtual:

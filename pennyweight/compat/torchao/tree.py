@@ -1,4 +1,4 @@
-"""The module tree of torchao, of every release from 0.8 to 0.19: which files here the names of each module come from.
+"""The module tree of torchao, of every release from 0.8 to 0.18: which files here the names of each module come from.
 
 A module has all names of its files, which is what "names of all eras at once" means: more than any release had.
 """
