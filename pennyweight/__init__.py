@@ -13,7 +13,7 @@ from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
 
 if TYPE_CHECKING:
-    from .io import CheckpointError, flatten, load, quantize_checkpoint, save, unflatten
+    from .io import CheckpointError, Opened, convert, flatten, load, open, quantize_checkpoint, save, unflatten
     from .models import (
         FrozenLinear,
         PerformanceWarning,
@@ -66,6 +66,7 @@ __all__ = [
     "ModuleFqnToConfig",
     "NF4WeightOnlyConfig",
     "NVFP4WeightOnlyConfig",
+    "Opened",
     "PerAxis",
     "PerBlock",
     "PerGroup",
@@ -82,6 +83,7 @@ __all__ = [
     "SpecConfig",
     "UIntXWeightOnlyConfig",
     "__version__",
+    "convert",
     "dequantize_",
     "explain",
     "fallbacks",
@@ -99,6 +101,7 @@ __all__ = [
     "int8_weight_only",
     "intx_weight_only",
     "load",
+    "open",
     "plan",
     "quantize_",
     "quantize_checkpoint",

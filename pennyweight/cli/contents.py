@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..io.checkpoint import Checkpoint
+    from ..io import Opened
     from ..io.manifest import Meta
 
 
 @dataclass(frozen=True)
 class Held:
-    """One tensor as a model sees it. bytes: of all its stored parts. scheme: "" where it is not quantized."""
+    """One tensor as a model sees it. bytes: of all its stored parts. scheme: "" where it is not quantized.
+    word: what the file's own format calls it."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,6 +23,7 @@ class Held:
     scheme: str
     bytes: int
     tied: tuple[str, ...] = ()
+    word: str = ""
 
     @property
     def numel(self) -> int:
@@ -33,9 +35,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Contents:
-    """version None: plain safetensors. file_bytes: the files' true sizes, headers and index included."""
+    """version: of Pennyweight's own format. file_bytes: the files' true sizes, headers and index included."""
 
     path: str
+    format: str
     version: int | None
     files: dict[str, int]
     tensors: list[Held] = field(default_factory=list)
@@ -66,7 +69,7 @@ class Contents:
         return {
             "version": 1,
             "path": self.path,
-            "format": "safetensors" if self.version is None else "pennyweight",
+            "format": self.format,
             "format_version": self.version,
             "files": self.files,
             "file_bytes": self.file_bytes,
@@ -84,50 +87,34 @@ def _bits(size: int, tensors: list[Held]) -> float | None:
 
 def contents(path: str) -> Contents:
     """Read headers and metadata, nothing else. Raises CheckpointError."""
-    from ..io.checkpoint import open_checkpoint
+    from ..io import open
 
-    with open_checkpoint(path) as checkpoint:
+    with open(path) as checkpoint:
         return contents_of(checkpoint)
 
 
-def contents_of(checkpoint: Checkpoint) -> Contents:
+def contents_of(checkpoint: Opened) -> Contents:
     """As :func:`contents`, of an open checkpoint."""
-    from ..io.manifest import KEY, VERSION, stored_parts
+    from ..io.manifest import VERSION
 
-    manifest = checkpoint.manifest
     tied: dict[str, tuple[str, ...]] = {}
-    for alias, name in manifest.aliases.items():
+    for alias, name in checkpoint.aliases.items():
         tied[name] = (*tied.get(name, ()), alias)
-    tensors: list[Held] = []
-    parts: set[str] = set()
-    for name, meta in manifest.tensors.items():
-        stored = stored_parts(name, meta)
-        parts |= stored.keys()
-        size = sum(e.end - e.begin for e in map(checkpoint.entry, stored))
-        tensors.append(Held(name, meta.shape, _dtype(meta.dtype), scheme(meta), size, tied.get(name, ())))
-    for name in checkpoint.where.keys() - parts:
-        e = checkpoint.entry(name)
-        tensors.append(Held(name, e.shape, _dtype(e.dtype), "", e.end - e.begin, tied.get(name, ())))
-    native = any(KEY in file.metadata for file in checkpoint.files)
-    files = {os.path.basename(path): os.path.getsize(path) for path in _paths(checkpoint)}
-    return Contents(
-        checkpoint.path, VERSION if native else None, files, sorted(tensors, key=lambda t: _natural(t.name))
-    )
+    tensors = [
+        Held(
+            name, h.kind.shape, _dtype(h.kind.dtype), "" if h.meta is None else scheme(h.meta), h.nbytes,
+            tied.get(name, ()), h.word,
+        )
+        for name, h in checkpoint.held.items()
+    ]  # fmt: skip
+    files = {os.path.basename(path): os.path.getsize(path) for path in checkpoint.files}
+    version = VERSION if checkpoint.format == "pennyweight" else None
+    return Contents(checkpoint.path, checkpoint.format, version, files, sorted(tensors, key=lambda t: _natural(t.name)))
 
 
 def scheme(meta: Meta) -> str:
     """As a Scheme prints."""
     return f"{meta.spec}" + ("" if meta.act is None else f" × {meta.act}")
-
-
-def _paths(checkpoint: Checkpoint) -> list[str]:
-    from ..io.checkpoint import INDEX
-
-    paths = [file.path for file in checkpoint.files]
-    index = os.path.join(checkpoint.path, INDEX)
-    if checkpoint.path.endswith(".index.json"):
-        index = checkpoint.path
-    return [*paths, index] if os.path.isfile(index) else paths
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

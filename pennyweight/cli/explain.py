@@ -10,7 +10,7 @@ from .errors import Traceback, clearly
 from .names import close_to
 
 if TYPE_CHECKING:
-    from ..io.checkpoint import Checkpoint
+    from ..io import Opened
 
 DTYPES = ("float32", "bfloat16", "float16")
 _OP_OF_RANK = {2: "linear", 3: "bmm", 4: "convolution", 5: "convolution"}
@@ -32,15 +32,15 @@ def explain(
 
     How it is stored, in words, its bytes, and for each kernel why it does not run, or that it RUNS.
     """
-    from ..io.checkpoint import open_checkpoint
+    from ..io import open
 
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    with open_checkpoint(path) as checkpoint:
+    with open(path) as checkpoint:
         typer.echo(text(checkpoint, layer, (dtype,) if dtype else DTYPES[:2], op))
 
 
-def text(checkpoint: Checkpoint, layer: str, dtypes: tuple[str, ...], op: str = "") -> str:
+def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") -> str:
     """The explanation. Raises ValueError for a name the checkpoint does not hold, with what is close to it."""
     import torch
 
@@ -56,7 +56,7 @@ def text(checkpoint: Checkpoint, layer: str, dtypes: tuple[str, ...], op: str = 
     size = item(
         "bytes", f"{held.bytes:,}" + (f", {8 * held.bytes / held.numel:.3f} bits per weight" if held.numel else "")
     )
-    meta = checkpoint.manifest.tensors.get(held.name)
+    meta = checkpoint.held[held.name].meta
     if meta is None:
         return "\n".join(
             [*lines, item("stored as", f"{held.dtype}: not quantized, so torch's own operators run"), size]

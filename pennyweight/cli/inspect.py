@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @clearly
 def inspect(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A folder with safetensors files, one such file, or an index.")
+        str, typer.Argument(metavar="PATH", help="A checkpoint of any format: a folder, a file, or an index.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     traceback: Traceback = False,
@@ -36,13 +36,16 @@ def text(found: Contents) -> str:
     """The table and its totals."""
     from ..models.report import size
 
-    kind = "plain safetensors" if found.version is None else f"pennyweight format, version {found.version}"
+    kind = {"safetensors": "plain safetensors", "pennyweight": f"pennyweight format, version {found.version}"}
     rows = []
     for t in found.tensors:
         note = f"tied: {', '.join(t.tied)}" if t.tied else ""
-        rows.append((t.name, "×".join(map(str, t.shape)), t.scheme or t.dtype, f"{t.bytes:,}", note))
+        stored = t.scheme or t.dtype
+        if t.word:
+            stored = f"{t.word}: {stored}" if t.scheme else t.word
+        rows.append((t.name, "×".join(map(str, t.shape)), stored, f"{t.bytes:,}", note))
     lines = [
-        f"{found.path}: {kind}",
+        f"{found.path}: {kind.get(found.format, found.format)}",
         "",
         table(("tensor", "shape", "stored as", "bytes", ""), rows, ("shape", "bytes")),
         "",

@@ -1,9 +1,11 @@
-"""Files: the native safetensors format, read and written whole or not at all. See docs/format.md."""
+"""Files: the native safetensors format, and those of other libraries, read and written whole or not at all."""
 
+from .detect import open
 from .errors import CheckpointError
 from .loading import load
 from .native import flatten, unflatten
+from .opened import Opened
 from .quantize_files import quantize_checkpoint
 from .saving import save
 
-__all__ = ["CheckpointError", "flatten", "load", "quantize_checkpoint", "save", "unflatten"]
+__all__ = ["CheckpointError", "Opened", "flatten", "load", "open", "quantize_checkpoint", "save", "unflatten"]

@@ -28,6 +28,7 @@ class Checkpoint:
     files: list[File] = field(default_factory=list)
     manifests: list[Manifest] = field(default_factory=list)
     where: dict[str, int] = field(default_factory=dict)  # stored name -> number of its file
+    index: str | None = None  # path of the index
 
     @property
     def manifest(self) -> Manifest:
@@ -86,7 +87,9 @@ def _open_index(path: str, folder: str, index: str) -> Checkpoint:
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_SHARDS:
         raise CheckpointError(index, None, f"names {len(names)} shards; at most {MAX_SHARDS} are read")
-    return _open(path, [inside(folder, name) for name in names], names, weight_map)
+    out = _open(path, [inside(folder, name) for name in names], names, weight_map)
+    out.index = index
+    return out
 
 
 def _open(

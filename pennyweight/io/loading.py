@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +10,11 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..models.prepare import prepare
-from .check import check_data, check_plain
-from .checkpoint import Checkpoint, open_checkpoint
 from .container import Entry
+from .detect import open as open_any
 from .errors import CheckpointError
-from .manifest import KeyedError, Meta, stored_parts
-from .native import assemble, build
+from .manifest import Meta
+from .opened import Opened
 from .slots import Slot, slots_of, stranded
 
 
@@ -27,7 +25,7 @@ def load(
     strict: bool = True,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Read a checkpoint (docs/format.md, or any plain safetensors); return the model, or without one the state dict.
+    """Read a checkpoint of any format that :func:`open` knows; return the model, or without one the state dict.
 
     model    filled in place; may be on the meta device, quantized or not: what the file says replaces what is there,
              dtypes included. Ties of the file and of the model are kept. Quantized weights do not require grad.
@@ -38,7 +36,7 @@ def load(
     device is not the CPU. Raises CheckpointError before anything in the model has changed.
     """
     # Parameters made in inference mode could never again be part of a graph.
-    with open_checkpoint(path) as checkpoint, torch.inference_mode(False), torch.no_grad():
+    with open_any(path) as checkpoint, torch.inference_mode(False), torch.no_grad():
         if model is None:
             return _state_dict(checkpoint, device)
         model_in = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
@@ -56,13 +54,9 @@ def load(
         return model
 
 
-def _match(c: Checkpoint, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
+def _match(c: Opened, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
     """Model name -> name in the file that fills it. Raises CheckpointError where they do not fit."""
-    manifest = c.manifest
-    parts = {p for name, meta in manifest.tensors.items() for p in stored_parts(name, meta)}
-    known: dict[str, Meta | Entry] = {n: c.entry(n) for n in c.where if n not in parts}
-    known |= manifest.tensors
-    source = {n: manifest.aliases.get(n, n) for n in slots if n in known or n in manifest.aliases}
+    source = {n: c.aliases.get(n, n) for n in slots if n in c}
     # A float checkpoint of a tied model often holds the tied weight once, under one of its names
     by_tensor: dict[int, str] = {id(slots[n].tensor): held for n, held in source.items()}
     missing = []
@@ -72,11 +66,11 @@ def _match(c: Checkpoint, slots: dict[str, Slot], strict: bool) -> dict[str, str
         elif name not in source:
             missing.append(name)
     if strict:
-        extra = [n for n in (*known, *manifest.aliases) if n not in slots]
+        extra = [n for n in c if n not in slots]
         if missing or extra:
             raise CheckpointError(c.path, (missing or extra)[0], _difference(missing, extra))
     for name, held in source.items():
-        reason = _unfit(slots[name].tensor, known[held])
+        reason = _unfit(slots[name].tensor, c.held[held].kind)
         if reason is not None:
             raise CheckpointError(c.path, name, reason)
     return source
@@ -105,25 +99,16 @@ def _unfit(mine: Tensor, held: Meta | Entry) -> str | None:
     return None
 
 
-def _state_dict(c: Checkpoint, device: Any) -> dict[str, Tensor]:
-    def get(i: int) -> Callable[[str], Tensor]:
-        return c.files[i].tensor
-
-    out: dict[str, Tensor] = {}
-    for i, manifest in enumerate(c.manifests):
-        try:
-            out |= assemble(manifest, list(c.files[i].entries), get(i))
-        except KeyedError as e:
-            raise CheckpointError(c.files[i].path, e.name, str(e)) from e
+def _state_dict(c: Opened, device: Any) -> dict[str, Tensor]:
+    out = c.state_dict()
     if device is not None:
         moved = {id(t): t.to(device) for t in out.values()}
         out = {name: moved[id(t)] for name, t in out.items()}
     return out
 
 
-def _tensors(c: Checkpoint, slots: dict[str, Slot], source: dict[str, str], device: Any) -> dict[str, Tensor]:
+def _tensors(c: Opened, slots: dict[str, Slot], source: dict[str, str], device: Any) -> dict[str, Tensor]:
     """New tensors by model name, checked, moved and packed; names that share one tensor share the object."""
-    manifest = c.manifest
     users: dict[str, list[str]] = {}
     for name, held in source.items():
         users.setdefault(held, []).append(name)
@@ -132,7 +117,7 @@ def _tensors(c: Checkpoint, slots: dict[str, Slot], source: dict[str, str], devi
         first = slots[names[0]]
         target = device if device is not None else None if first.tensor.device.type == "meta" else first.tensor.device
         ops = tuple(dict.fromkeys(slots[n].op for n in names))
-        tensor = _one(c, held, manifest.tensors.get(held), target, ops)
+        tensor = _one(c, held, target, ops)
         if any(slots[n].is_param for n in names):
             tensor = _parameter(tensor, [slots[n] for n in names])
         new |= dict.fromkeys(names, tensor)
@@ -140,19 +125,9 @@ def _tensors(c: Checkpoint, slots: dict[str, Slot], source: dict[str, str], devi
     return new
 
 
-def _one(c: Checkpoint, held: str, meta: Meta | None, device: Any, ops: tuple[str, ...]) -> Tensor:
-    file = c.files[c.where[held] if meta is None else c.where[next(iter(stored_parts(held, meta)))]]
-    try:
-        if meta is None:
-            tensor = file.tensor(held)
-            check_plain(held, tensor)
-            return tensor if device is None else tensor.to(device)
-        check_data(held, meta, file.tensor)
-        w: Any = build(held, meta, file.tensor)
-    except KeyedError as e:
-        raise CheckpointError(file.path, e.name, str(e)) from e
-    w = w if device is None else w.to(device)
-    return prepare(w, ops) if w.ndim > 1 else w
+def _one(c: Opened, held: str, device: Any, ops: tuple[str, ...]) -> Tensor:
+    w: Any = c[held] if device is None else c[held].to(device)
+    return prepare(w, ops) if isinstance(w, AffineQuantizedTensor) and w.ndim > 1 else w
 
 
 def _parameter(tensor: Tensor, slots: list[Slot]) -> nn.Parameter:
@@ -161,7 +136,7 @@ def _parameter(tensor: Tensor, slots: list[Slot]) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=trains)
 
 
-def _keep_ties(c: Checkpoint, slots: dict[str, Slot], new: dict[str, Tensor]) -> None:
+def _keep_ties(c: Opened, slots: dict[str, Slot], new: dict[str, Tensor]) -> None:
     """Names that are one tensor in the model and two equal ones in the file stay one tensor.
 
     Where the file's two differ the file wins and the tie is cut, except in a module that has two names: there is one

@@ -222,24 +222,37 @@ def describe(name: str, w: AffineQuantizedTensor) -> Meta:
 
 def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
     """Stored tensors of w, checked as a reader would, so that what is written can be read. Raises CheckpointError."""
-    out: dict[str, Tensor] = {}
-    if w.spec.layout == "bits" and w.spec.format.bits < 8:  # the bit stream is what a file holds
+    packed = w.spec.layout == "bits" and w.spec.format.bits < 8  # the bit stream is what a file holds
+    if packed:
         parts = each_part(w.parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
-        _put(out, name, parts, w.spec, packed=True)
     else:
         parts = w.plain_parts()
-        _put(out, name, parts, w.spec)
+    try:
+        return pack_parts(name, parts, meta, packed)
+    except KeyedError as e:
+        raise CheckpointError(None, e.name, f"cannot be stored: {e}") from e
+
+
+def from_parts(name: str, parts: Parts, meta: Meta) -> AffineQuantizedTensor:
+    """The quantized tensor of plain parts that came out of a file of any format. KeyedError where they mean nothing."""
+    return build(name, meta, pack_parts(name, parts, meta).__getitem__)
+
+
+def pack_parts(name: str, parts: Parts, meta: Meta, packed: bool = False) -> dict[str, Tensor]:
+    """Stored tensors of parts, checked as a reader would. packed: codes are a bit stream already.
+
+    Raises KeyedError where they are not what ``meta`` says, or mean nothing.
+    """
+    out: dict[str, Tensor] = {}
+    _put(out, name, parts, meta.spec, packed)
     if meta.act is not None and meta.act.mode == "static":
         out[f"{name}.act_scale"] = _number(name, parts.act_scale).float()
         if parts.act_zero_point is not None:
             out[f"{name}.act_zero_point"] = _number(name, parts.act_zero_point).to(meta.act.spec.zero_point_dtype)
     out = {k: t.detach().contiguous() for k, t in out.items()}
-    try:
-        check_parts(Manifest({name: meta}), {k: (t.dtype, tuple(t.shape)) for k, t in out.items()})
-        on_cpu = {k: t.cpu() for k, t in out.items()}
-        check_data(name, meta, on_cpu.__getitem__)
-    except KeyedError as e:
-        raise CheckpointError(None, e.name, f"cannot be stored: {e}") from e
+    check_parts(Manifest({name: meta}), {k: (t.dtype, tuple(t.shape)) for k, t in out.items()})
+    on_cpu = {k: t.cpu() for k, t in out.items()}
+    check_data(name, meta, on_cpu.__getitem__)
     return out
 
 

@@ -44,11 +44,16 @@ def outline(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
 
 def read_config(folder: str) -> dict[str, Any] | None:
     """config.json of a folder, None where there is none. Raises CheckpointError for a bad one."""
+    return read_json(folder, "config.json")
+
+
+def read_json(folder: str, name: str) -> dict[str, Any] | None:
+    """A JSON object beside the weights, None where there is none. Raises CheckpointError for a bad one."""
     real = os.path.realpath(folder)
-    path = os.path.join(real, "config.json")
+    path = os.path.join(real, name)
     if not os.path.isdir(real) or not os.path.lexists(path):
         return None
-    path = inside(real, "config.json")
+    path = inside(real, name)
     try:
         with open(path, "rb") as f:
             config = parse(f.read(MAX_CONFIG_BYTES + 1), max_bytes=MAX_CONFIG_BYTES, max_depth=32, floats=True)

@@ -6,37 +6,42 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .. import __version__
-from .checkpoint import Checkpoint
 from .container import header_bytes, place
 from .errors import CheckpointError
-from .native import Item, metadata_of
+from .native import Item
 from .strict_json import parse
 from .write import write_bytes
 
 NAME = "quantize.progress.json"
 _MAX_BYTES = 64 << 20
+_HEAD_BYTES = 1 << 20  # what is read of each source file, its header or most of it
 
 
-def fingerprint(source: Checkpoint, schemes: Iterable[str], shards: Iterable[list[Item]]) -> str:
-    """Equal for jobs that would write the same bytes: release, source files (names, sizes, times, headers), schemes,
+def fingerprint(
+    files: Iterable[str],
+    labels: Iterable[str],
+    shards: Iterable[list[Item]],
+    metadata: Callable[[list[Item]], dict[str, str]],
+) -> str:
+    """Equal for jobs that would write the same bytes: release, source files (names, sizes, times, heads), labels,
     headers of the result."""
     digest = hashlib.sha256()
 
     def add(*what: Any) -> None:
         digest.update(json.dumps(what).encode())
 
-    for file in source.files:
-        info = os.stat(file.path)
-        entries = [(n, str(e.dtype), e.shape, e.begin) for n, e in file.entries.items()]
-        add(os.path.basename(file.path), info.st_size, info.st_mtime_ns, entries)
-    add(__version__, list(schemes))
+    for path in files:
+        with open(path, "rb") as file:
+            info, head = os.fstat(file.fileno()), file.read(_HEAD_BYTES)
+        add(os.path.basename(path), info.st_size, info.st_mtime_ns, hashlib.sha256(head).hexdigest())
+    add(__version__, list(labels))
     for shard in shards:
-        entries_out = place({name: kind for item in shard for name, kind in item.stored.items()})
-        digest.update(header_bytes(entries_out, metadata_of(shard)))
+        entries = place({name: kind for item in shard for name, kind in item.stored.items()})
+        digest.update(header_bytes(entries, metadata(shard)))
     return digest.hexdigest()
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,34 +17,25 @@ from ..models.plan import Plan, PlanRow, plan
 from ..models.report import Report
 from ..models.rules import Filter, PlanError
 from ..models.sites import is_linear
-from .checkpoint import INDEX, Checkpoint, open_checkpoint
-from .container import place
+from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError
+from .job import Job, Told, carry_out, check_places
 from .manifest import VERSION
-from .native import Item, metadata_of
+from .native import Item
 from .outline import outline, read_config
-from .progress import Progress, fingerprint
-from .shards import MAX_SHARD_BYTES, divide, is_ours, shard_names
+from .shards import MAX_SHARD_BYTES, divide
 from .side_files import copy_side_files
 from .streaming import Noise, copied, quantized
-from .write import Writer, index_bytes, publish, write_bytes
-
-Told = Callable[[int, int, str], None]
 
 
 @dataclass
-class Job:
+class Decided:
     """All that is decided before a byte is written."""
 
     source: Checkpoint
     plan: Plan
     report: Report
-    shards: list[list[Item]]
-    noise: Noise = field(default_factory=lambda: Noise({}, {}))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(item.nbytes for shard in self.shards for item in shard)
+    job: Job
 
 
 def quantize_checkpoint(
@@ -82,11 +71,11 @@ def quantize_checkpoint(
     """
     dst = os.path.abspath(os.fspath(dst))
     with open_checkpoint(src) as source:
-        job = _decide(source, config, filter_fn, tuple(skip), on_indivisible, max_shard_bytes)
-        _check_places(source, dst)
+        decided = _decide(source, config, filter_fn, tuple(skip), on_indivisible, max_shard_bytes)
+        check_places([file.path for file in source.files], source.path, dst)
         if not dry_run:
-            _carry_out(job, dst, resume, progress)
-    return job.report
+            _fill_report(decided, carry_out(decided.job, dst, resume, progress))
+    return decided.report
 
 
 # -- deciding --------------------------------------------------------------------------------------------------------
@@ -94,7 +83,7 @@ def quantize_checkpoint(
 
 def _decide(
     source: Checkpoint, config: AOBaseConfig, filter_fn: Filter | None, skip: tuple[str, ...], policy: str, size: int
-) -> Job:
+) -> Decided:
     if source.manifest.tensors:
         name = next(iter(source.manifest.tensors))
         raise CheckpointError(source.path, name, "is quantized already; start from the float checkpoint")
@@ -107,10 +96,18 @@ def _decide(
     handled = next((r for r in todo.rows if r.call is not None), None)
     if handled is not None:
         raise PlanError(f"{handled.name}: {handled.note}; a handler needs the module: load the model and quantize_ it")
-    job = Job(source, todo, todo.report(), [])
-    job.report.config = f"{job.report.config}; {how}"
-    job.shards = divide(_items(job), size)
-    return job
+    report = todo.report()
+    report.config = f"{report.config}; {how}"
+    noise = Noise({}, {})
+    method = quantization_config(str(config))
+    job = Job(
+        tuple(file.path for file in source.files),
+        [f"{row.name}: {row.scheme!r}" for row in todo.rows],
+        divide(_items(source, todo, noise), size),
+        lambda dst: copy_side_files(source.path, dst, method),
+        noise=noise,
+    )
+    return Decided(source, todo, report, job)
 
 
 def _plan(model: nn.Module, config: AOBaseConfig, filter_fn: Filter | None, skip: tuple[str, ...], policy: str) -> Plan:
@@ -160,14 +157,14 @@ def _means(word: str, name: str) -> bool:
     return name == word or name.endswith(f".{word}") or fnmatch.fnmatchcase(name, word)
 
 
-def _items(job: Job) -> list[Item]:
+def _items(source: Checkpoint, plan: Plan, noise: Noise) -> list[Item]:
     """What will be written, in the order of the source: quantized, or copied as it is."""
-    source, where = job.source, job.source.where
+    where = source.where
     aliases: dict[str, list[str]] = {}
     for alias, name in source.manifest.aliases.items():
         aliases.setdefault(name, []).append(alias)
     rows: dict[str, PlanRow] = {}
-    for row in job.plan.rows:
+    for row in plan.rows:
         held = [p.name for p in row.places if p.name in where]
         rows[held[0]] = row
         if row.scheme is not None:
@@ -185,97 +182,19 @@ def _items(job: Job) -> list[Item]:
         dtype = source.entry(name).dtype
         if dtype not in DTYPES.values():
             raise PlanError(f"{name} is {dtype}, whose numbers mean little without scales of their own; skip it")
-        out.append(quantized(file, name, row_, also, job.noise))
+        out.append(quantized(file, name, row_, also, noise))
     return out
 
 
-def _check_places(source: Checkpoint, dst: str) -> None:
-    """Raise CheckpointError where writing to dst would touch the source."""
-    real = os.path.realpath(dst)
-    if any(os.path.dirname(file.path) == real for file in source.files) or real == os.path.realpath(source.path):
-        raise CheckpointError(dst, None, "is where the source lies; choose another folder")
-    if os.path.lexists(dst) and not os.path.isdir(dst):
-        raise CheckpointError(dst, None, "is no folder")
-
-
-# -- doing -----------------------------------------------------------------------------------------------------------
-
-
-def _carry_out(job: Job, dst: str, resume: bool, told: Told | None) -> None:
-    names = shard_names(len(job.shards))
-    os.makedirs(dst, exist_ok=True)
-    progress = _begin(job, dst, resume)
-    copy_side_files(job.source.path, dst, _quantization_config(job))
-    active = {r.places[0].name: r for r in job.plan.active}
-    total, count = len(active), 0
-    for name, shard in zip(names, job.shards, strict=True):
-        fresh = name not in progress.done
-        if fresh:
-            _write_shard(os.path.join(dst, name), shard, count, total, told)
-            progress.add(name, {i.name: job.noise.sqnr(i.name) for i in shard if i.meta is not None})
-        count += sum(i.meta is not None for i in shard)
-        if not fresh and told is not None:
-            told(count, total, name)
-    if len(names) > 1:
-        weight_map = {s: n for n, shard in zip(names, job.shards, strict=True) for i in shard for s in i.stored}
-        write_bytes(os.path.join(dst, INDEX), index_bytes(weight_map, job.nbytes))
-    os.unlink(progress.path)
-    _fill_report(job, {n: v for sqnr in progress.done.values() for n, v in sqnr.items()})
-
-
-def _begin(job: Job, dst: str, resume: bool) -> Progress:
-    """The progress of this job in dst, on disk; room for the rest, and nothing there that is not of this job."""
-    schemes = [f"{row.name}: {row.scheme!r}" for row in job.plan.rows]
-    progress = Progress(dst, fingerprint(job.source, schemes, job.shards))
-    found = resume and progress.read()
-    there = [n for n in os.listdir(dst) if is_ours(n)]
-    if not found and not os.path.lexists(progress.path) and there:
-        raise CheckpointError(dst, None, f"holds a checkpoint ({min(there)}); remove it or choose another folder")
-    if not found:
-        for name in there:
-            os.unlink(os.path.join(dst, name))
-    progress.done = {n: rows for n, rows in progress.done.items() if os.path.isfile(os.path.join(dst, n))}
-    for name in os.listdir(dst):
-        if name.endswith(".partial") and is_ours(name.removesuffix(".partial")):
-            os.unlink(os.path.join(dst, name))
-    progress.write()
-    names = shard_names(len(job.shards))
-    need = sum(i.nbytes for n, shard in zip(names, job.shards, strict=True) if n not in progress.done for i in shard)
-    free = shutil.disk_usage(dst).free
-    if need > free:
-        if not progress.done:
-            os.unlink(progress.path)
-        raise OSError(28, f"{dst}: {need} bytes are needed, {free} are free")
-    return progress
-
-
-def _write_shard(path: str, shard: list[Item], count: int, total: int, told: Told | None) -> None:
-    temp = f"{path}.partial"
-    writer = Writer(temp, place({n: kind for i in shard for n, kind in i.stored.items()}), metadata_of(shard))
-    try:
-        for item in shard:
-            for name, start, tensor in item.make():
-                writer.put(name, tensor, start)
-            count += item.meta is not None
-            if told is not None and item.meta is not None:
-                told(count, total, item.name)
-        writer.finish()
-        publish(temp, path)
-    finally:
-        writer.close()
-        with suppress(FileNotFoundError):
-            os.unlink(temp)
-
-
-def _fill_report(job: Job, sqnr: dict[str, float]) -> None:
-    items = {item.name: item for shard in job.shards for item in shard}
-    for row, out in zip(job.plan.rows, job.report.rows, strict=True):
-        name = next(p.name for p in row.places if p.name in job.source.where)
+def _fill_report(decided: Decided, sqnr: dict[str, float]) -> None:
+    items = {item.name: item for shard in decided.job.shards for item in shard}
+    for row, out in zip(decided.plan.rows, decided.report.rows, strict=True):
+        name = next(p.name for p in row.places if p.name in decided.source.where)
         if name in items:
             out.bytes_after = items[name].nbytes
             out.sqnr = sqnr.get(name)
 
 
-def _quantization_config(job: Job) -> dict[str, Any]:
+def quantization_config(config: str) -> dict[str, Any]:
     """The entry of config.json; for people, and for loaders to know whose files these are."""
-    return {"quant_method": "pennyweight", "version": VERSION, "config": str(job.plan.config)}
+    return {"quant_method": "pennyweight", "version": VERSION, "config": config}

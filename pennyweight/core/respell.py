@@ -1,0 +1,99 @@
+"""The same codes under another spec: what can be said in two ways is not quantized anew.
+
+int4 and uint4 with ``mid`` 8 are the same numbers, a scale per row is a scale per group that repeats, and
+(q - 8) s is q s + (-8 s). Quantizing such a weight anew would change its codes; respelling it changes none, and rounds
+at most its scales and offsets, to the dtypes of the other spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import blocks
+from .numerics import Parts, part_value
+from .spec import QuantSpec
+
+
+def respell(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> Parts | None:
+    """Plain parts under ``to`` with the numbers of plain ``parts``, or None where ``to`` has not those numbers.
+
+    shape: stored shape. Scales and offsets are rounded to the dtypes of ``to``; a scale that is itself quantized goes
+    over where both say the same of it, or where ``to`` keeps it as a float. Activations keep their parts.
+    """
+    shift = _shift(spec, to)
+    times = _repeats(spec, shape, to)
+    if shift is None or times is None:
+        return None
+    kinds = [getattr(to, slot) for slot in ("scale", "offset")]
+    nested = any(isinstance(kind, QuantSpec) for kind in kinds)
+    if nested and ((spec.scale, spec.offset, spec.mid + shift) != (to.scale, to.offset, to.mid) or max(times) > 1):
+        return None
+    if (spec.scale is None) != (to.scale is None) or (spec.offset is not None and to.offset is None):
+        return None
+    part_shape = blocks.counts(spec.block, shape)
+
+    def real(part: Any, kind: Any) -> Tensor:
+        return _repeat(part_value(part, kind, part_shape, torch.float32), times)
+
+    codes = parts.codes if shift == 0 else (parts.codes.to(torch.int16) + shift)
+    out = parts._replace(codes=codes.to(to.format.code_dtype))
+    if to.zero_point:
+        given = spec.mid if parts.zero_point is None else _repeat(parts.zero_point, times).to(torch.int16)
+        size = [n * m for n, m in zip(part_shape, times, strict=True)]
+        zero = torch.full(size, shift, dtype=torch.int16) + given
+        out = out._replace(zero_point=zero.to(to.zero_point_dtype))
+    if nested or to.scale is None:
+        return out
+    scale = real(parts.scale, spec.scale)
+    out = out._replace(scale=_as(scale, to.scale))
+    if to.offset is None:
+        return out
+    # (c - mid) s + o with c = c' - shift
+    moved = (to.mid - shift - spec.mid) * scale
+    offset = moved if parts.offset is None else real(parts.offset, spec.offset) + moved
+    return out._replace(offset=_as(offset, to.offset))
+
+
+def _shift(spec: QuantSpec, to: QuantSpec) -> int | None:
+    """What is added to codes; None where the formats have other numbers."""
+    f, g = spec.format, to.format
+    if f.kind != "int" or g.kind != "int":
+        same = f is g and (spec.mid, spec.zero_point) == (to.mid, to.zero_point)
+        return 0 if same else None
+    if spec.zero_point and not to.zero_point:
+        return None
+    # A zero point or offset moves along with the codes; where it need not, it is not rounded either
+    moves = (to.mid - spec.mid, int(g.lo - f.lo)) if to.offset is not None else (int(g.lo - f.lo),)
+    for shift in moves if to.zero_point or to.offset is not None else (to.mid - spec.mid,):
+        fits = f.lo + shift >= g.lo and f.hi + shift <= g.hi
+        if fits and (not to.zero_point or spec.zero_point or g.lo <= spec.mid + shift <= g.hi):
+            return shift
+    return None
+
+
+def _repeats(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> list[int] | None:
+    """How often each part repeats on each axis; None where blocks of ``to`` do not divide those of ``spec``."""
+    try:
+        mine, theirs = blocks.resolve(spec.block, shape), blocks.resolve(to.block, shape)
+    except ValueError:
+        return None
+    if mine == theirs:
+        return [1] * len(mine)
+    whole = all(n % m == 0 and m % b == 0 for n, m, b in zip(shape, mine, theirs, strict=True))
+    return [m // b for m, b in zip(mine, theirs, strict=True)] if whole else None
+
+
+def _repeat(part: Tensor, times: Sequence[int]) -> Tensor:
+    for axis, count in enumerate(times):
+        if count > 1:
+            part = part.repeat_interleave(count, axis)
+    return part
+
+
+def _as(value: Tensor, dtype: Any) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return value.clamp(-limit, limit).to(dtype).contiguous()

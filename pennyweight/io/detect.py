@@ -1,0 +1,91 @@
+"""pw.open: which format a path is of, and its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .checkpoint import INDEX, SINGLE, Checkpoint, inside, open_checkpoint
+from .codecs import CODECS
+from .errors import CheckpointError
+from .opened import Opened, opened
+from .outline import read_config, read_json
+
+GGUF_MAGIC = b"GGUF"
+OWN = "pennyweight"
+
+
+def open(path: str | os.PathLike[str]) -> Opened:
+    """Open a checkpoint of any format that is known: a folder, a file, or an index. Headers only.
+
+    Safetensors: Pennyweight's own, floats, and those of other libraries, told by config.json and the names of the
+    tensors; GGUF files (a folder that holds one and no safetensors will do; of a split one any part). Use the result
+    as a mapping from names to tensors, and as a context manager. Names are those of the file. Raises CheckpointError.
+    """
+    path = os.fspath(path)
+    gguf = find_gguf(path)
+    if gguf is not None:
+        from .gguf.opened import open_gguf
+
+        return open_gguf(path, gguf)
+    checkpoint = open_checkpoint(path)
+    try:
+        return _safetensors(checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def find_gguf(path: str) -> str | None:
+    """The GGUF file that a path means, None where it means none. Raises CheckpointError for a folder with several."""
+    if os.path.isfile(path):
+        return path if path.endswith(".gguf") or _magic(path) == GGUF_MAGIC else None
+    if not os.path.isdir(path) or any(os.path.lexists(os.path.join(path, name)) for name in (SINGLE, INDEX)):
+        return None
+    real = os.path.realpath(path)
+    # of a model in several files the first one stands for all
+    names = sorted(n for n in os.listdir(real) if n.endswith(".gguf") and not n.startswith("."))
+    firsts = [n for n in names if "-of-" not in n or "-00001-of-" in n]
+    if len(firsts) > 1:
+        raise CheckpointError(
+            path, None, f"holds {len(firsts)} GGUF models ({', '.join(firsts[:4])}); name one of them"
+        )
+    return inside(real, firsts[0]) if firsts else None
+
+
+def _magic(path: str) -> bytes:
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb", buffering=0) as f:
+            return f.read(4)
+    except OSError as e:
+        raise CheckpointError(path, None, f"cannot be read: {e.strerror}") from e
+
+
+def _safetensors(c: Checkpoint) -> Opened:
+    folder = c.path if os.path.isdir(c.path) else os.path.dirname(os.path.abspath(c.path))
+    config = read_config(folder)
+    method = quantization_of(config, folder)
+    entries = {name: c.entry(name) for name in c.where}
+    if not c.manifest.tensors:
+        for codec in CODECS:
+            if codec.claims(method, entries):
+                return opened(c, codec, method, config)
+        named = method.get("quant_method")
+        if named not in (None, OWN):
+            known = ", ".join(codec.name for codec in CODECS)
+            raise CheckpointError(
+                c.path, None, f"config.json says quant_method {str(named)[:60]!r}, whose tensors are not found here; "
+                f"read are: {known}"
+            )  # fmt: skip
+    return opened(c, None, {}, config)
+
+
+def quantization_of(config: Mapping[str, Any] | None, folder: str) -> Mapping[str, Any]:
+    """What a folder says about how its weights are quantized; {} where it says nothing."""
+    for key in ("quantization_config", "compression_config"):  # the second: compressed-tensors before 0.5
+        method = (config or {}).get(key)
+        if isinstance(method, dict):
+            return method
+    older = read_json(folder, "quantize_config.json")  # AutoGPTQ before transformers knew it
+    return {} if older is None else {"quant_method": "gptq", **older}
