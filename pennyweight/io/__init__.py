@@ -1,5 +1,6 @@
 """Files: the native safetensors format, and those of other libraries, read and written whole or not at all."""
 
+from .convert import convert
 from .detect import open
 from .errors import CheckpointError
 from .loading import load
@@ -8,4 +9,14 @@ from .opened import Opened
 from .quantize_files import quantize_checkpoint
 from .saving import save
 
-__all__ = ["CheckpointError", "Opened", "flatten", "load", "open", "quantize_checkpoint", "save", "unflatten"]
+__all__ = [
+    "CheckpointError",
+    "Opened",
+    "convert",
+    "flatten",
+    "load",
+    "open",
+    "quantize_checkpoint",
+    "save",
+    "unflatten",
+]

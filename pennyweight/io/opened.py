@@ -90,6 +90,11 @@ class Opened(Mapping[str, Tensor]):
     __hash__ = object.__hash__  # Mapping compares by reading everything
     __eq__ = object.__eq__
 
+    @property
+    def quantized(self) -> dict[str, Meta]:
+        """What the quantized tensors are."""
+        return {name: held.meta for name, held in self.held.items() if held.meta is not None}
+
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors; names of one tensor share the object."""
         out = {name: held.read() for name, held in self.held.items()}

@@ -145,6 +145,12 @@ def _module(path: str, attrs: Mapping[str, Entry]) -> nn.Module:
     return module
 
 
+def looks_linear(name: str, e: Entry) -> bool:
+    """Whether a float tensor is the weight of a linear layer, by its name and shape."""
+    module, _, attr = name.rpartition(".")
+    return attr == "weight" and isinstance(_layer(module, e), nn.Linear)
+
+
 def _layer(path: str, weight: Entry | None) -> nn.Module:
     """A layer whose weight has that shape; what else it would hold is cleared."""
     if weight is None or weight.dtype not in DTYPES.values() or 0 in weight.shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from .checkpoint import inside
@@ -15,10 +16,11 @@ from .write import write_bytes
 ENDINGS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".md")
 NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 MAX_BYTES = 64 << 20
+_ABOUT_WEIGHTS = ("quantize_config.json", "quantize.progress.json")  # of the old weights, and of a job
 
 
-def copy_side_files(src: str, dst: str, quantization_config: dict[str, Any]) -> list[str]:
-    """Copy them from a source folder; config.json with a "quantization_config". Returns names.
+def copy_side_files(src: str, dst: str, quantization_config: dict[str, Any] | None) -> list[str]:
+    """Copy them from a source folder; config.json with that "quantization_config", or without any. Returns names.
 
     Raises CheckpointError for a link that leads out of the folder.
     """
@@ -28,19 +30,26 @@ def copy_side_files(src: str, dst: str, quantization_config: dict[str, Any]) -> 
     copied = []
     for name in sorted(os.listdir(folder)):
         wanted = name.endswith(ENDINGS) or name.partition(".")[0] in NAMES
-        if not wanted or name.startswith(".") or name.endswith(".index.json"):
+        if not wanted or name.startswith(".") or name.endswith(".index.json") or name in _ABOUT_WEIGHTS:
             continue
         path = inside(folder, name)
         if not os.path.isfile(path) or os.path.getsize(path) > MAX_BYTES:
             continue
         if name == "config.json":
-            config = {**(read_config(src) or {}), "quantization_config": quantization_config}
-            data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+            data = config_bytes(read_config(src) or {}, quantization_config)
         else:
             data = _read(path)
         write_bytes(os.path.join(dst, name), data)
         copied.append(name)
     return copied
+
+
+def config_bytes(config: Mapping[str, Any], quantization_config: dict[str, Any] | None) -> bytes:
+    """config.json with that "quantization_config" in place of its own."""
+    kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
+    if quantization_config is not None:
+        kept["quantization_config"] = quantization_config
+    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _read(path: str) -> bytes:

@@ -1,0 +1,180 @@
+"""pw.convert: a checkpoint of any format to one of another, tensor by tensor, with what was exact and what was not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.spec import DTYPES
+from ..models.report import Report, Row
+from . import targets
+from .codecs import CODECS
+from .container import Entry
+from .detect import open as open_any
+from .errors import CheckpointError
+from .job import Job, Told, carry_out, check_places
+from .manifest import Meta
+from .native import metadata_of
+from .opened import Held, Opened
+from .outline import looks_linear
+from .quantize_files import quantization_config
+from .shards import MAX_SHARD_BYTES, divide
+from .side_files import copy_side_files
+from .streaming import Noise
+from .targets import COPIED, EXACT, FLOAT, REQUANTIZED, Choice, Target
+
+
+def formats() -> tuple[str, ...]:
+    """What ``convert`` writes."""
+    return ("pennyweight", "float", "gguf", *(codec.name for codec in CODECS if codec.writing is not None))
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str = "pennyweight",
+    dtype: torch.dtype | None = None,
+    gguf_type: str | None = None,
+    names: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    resume: bool = True,
+    dry_run: bool = False,
+    progress: Told | None = None,
+) -> Report:
+    """Write a checkpoint of any readable format in another, and say what is exact and what was requantized.
+
+    src        what :func:`open` takes
+    dst        a folder; a file for "gguf"
+    to         "pennyweight", "float", "gguf", or another library's format: see :func:`formats`
+    dtype      of the floats of "float": default what each tensor stands for (float32 for GGUF)
+    gguf_type  type of the matrices in a GGUF file ("Q4_K"); default: the one that has their numbers, Q8_0 for quantized
+               ones that none has, floats as they are
+    names      a TOML file with names of tensors, for GGUF of an architecture that is not known: see docs/formats.md
+    resume     go on with a job that was stopped here; the result is the same, byte for byte
+    dry_run    only plan and check
+
+    A tensor whose numbers the format has keeps them. Where only its scales must be rounded to another dtype, its codes
+    stay; else it is quantized anew from its values. ``report.rows`` give SQNR against what was read (inf: exact).
+    Memory stays near the largest tensor's, below it where rows can be had by themselves. Raises CheckpointError for a
+    bad source or a folder that holds something else, ValueError for unknown words, OSError where the disk refuses.
+    """
+    to = {"native": "pennyweight", "safetensors": "float"}.get(to, to)
+    if to not in formats():
+        raise ValueError(f"cannot write {to!r}; formats that can be written: {', '.join(formats())}")
+    if dtype is not None and (to != "float" or dtype not in DTYPES.values()):
+        raise ValueError(f"dtype={dtype} is for to='float', and one of {', '.join(DTYPES)}")
+    if gguf_type is not None and to != "gguf":
+        raise ValueError(f"gguf_type={gguf_type!r} is for to='gguf', not {to!r}")
+    dst = os.path.abspath(os.fspath(dst))
+    with open_any(src) as found:
+        source = _named(found, names)
+        if to == "gguf":
+            from .gguf.writing import write_gguf
+
+            return write_gguf(source, dst, gguf_type, names, resume, dry_run, progress)
+        check_places(source.files, source.path, dst)
+        target = _target(to, dtype, f"converted from {source.format}")
+        job, report, chosen = _decide(source, target, max_shard_bytes)
+        if not dry_run:
+            fill(report, chosen, carry_out(job, dst, resume, progress))
+    return report
+
+
+def _named(source: Opened, names: Any) -> Opened:
+    """Under Hugging Face's names."""
+    if source.format != "gguf":
+        return source
+    from .gguf.opened import under_hf_names
+
+    return under_hf_names(source, names)
+
+
+def _target(to: str, dtype: torch.dtype | None, how: str) -> Target:
+    if to == "pennyweight":
+        return targets.native(quantization_config(how))
+    if to == "float":
+        return targets.floats(dtype)
+    codec = next(codec for codec in CODECS if codec.name == to)
+    assert codec.writing is not None
+    return targets.foreign(to, codec.writing)
+
+
+def _decide(source: Opened, target: Target, size: int) -> tuple[Job, Report, dict[str, Choice]]:
+    chosen = {name: target.choose(name, held) for name, held in source.held.items()}
+    metas = {name: c.kind for name, c in chosen.items() if isinstance(c.kind, Meta)}
+    if source.quantized and not metas and target.name != "float":
+        name, choice = next((n, c) for n, c in chosen.items() if c.how == FLOAT)
+        raise CheckpointError(
+            source.path, name, f"nothing can be kept quantized as {target.name}: {choice.why}; "
+            "write to='float', and quantize that"
+        )  # fmt: skip
+    plain = tuple(n for n, c in chosen.items() if isinstance(c.kind, Entry) and looks_linear(n, c.kind))
+    method = target.method(metas, plain)
+    # A format without aliases gets a tied tensor once: readers of the wider world tie by config.json
+    aliases: dict[str, list[str]] = {}
+    if target.name == "pennyweight":
+        for alias, name in source.aliases.items():
+            aliases.setdefault(name, []).append(alias)
+    noise = Noise({}, {})
+    items = [
+        targets.item(target, name, source.held[name], choice, tuple(aliases.get(name, ())), noise)
+        for name, choice in chosen.items()
+    ]
+    job = Job(
+        source.files,
+        [target.name, *(f"{name}: {choice}" for name, choice in chosen.items())],
+        divide(items, size),
+        side_files(source, method),
+        metadata_of if target.name == "pennyweight" else lambda shard: {"format": "pt"},
+        noise,
+    )
+    after = {item.name: item.nbytes for item in items}
+    return job, report_of(source, target.name, chosen, after), chosen
+
+
+def side_files(source: Opened, method: dict[str, Any] | None) -> Callable[[str], object]:
+    """Writes config.json, tokenizer and the like into a folder."""
+    if source.format == "gguf":
+        from .gguf.opened import write_side_files
+
+        return lambda dst: write_side_files(source, dst, method)
+    folder = source.path if os.path.isdir(source.path) else os.path.dirname(os.path.abspath(source.path))
+    return lambda dst: copy_side_files(folder, dst, method)
+
+
+def report_of(source: Opened, to: str, chosen: Mapping[str, Choice], after: Mapping[str, int]) -> Report:
+    """Rows of what will be done; SQNR comes when it is done."""
+    rows = [_row(name, source.held[name], choice, after[name]) for name, choice in chosen.items()]
+    return Report(f"{source.format} to {to}", rows, "converted")
+
+
+def _row(name: str, held: Held, choice: Choice, after: int) -> Row:
+    kind = choice.kind
+    scheme = str(kind.spec) if isinstance(kind, Meta) else _word(kind) if choice.how == FLOAT else ""
+    note = {EXACT: "exact", COPIED: f"{_word(kind)}, as it is" if not choice.why else choice.why}
+    was = "" if held.meta is None else held.word or str(held.meta.spec)
+    text = note.get(choice.how, f"{choice.how} from {was}: {choice.why}" if choice.how != FLOAT else choice.why)
+    return Row(name, "Tensor", held.kind.shape, scheme, "", held.nbytes, after, note=text)
+
+
+def fill(report: Report, chosen: Mapping[str, Choice], sqnr: Mapping[str, float]) -> None:
+    """What became of each row, now that it is known."""
+    for row in report.rows:
+        choice = chosen[row.name]
+        if choice.how == EXACT:
+            row.sqnr = float("inf")
+        elif row.name in sqnr:
+            row.sqnr = sqnr[row.name]
+            if choice.how == REQUANTIZED and row.sqnr == float("inf"):
+                row.note = "exact"
+
+
+def _word(kind: Any) -> str:
+    return str(kind.dtype).removeprefix("torch.")
+
+
+__all__: Sequence[str] = ["convert", "formats"]
