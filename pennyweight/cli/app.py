@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .convert import convert
 from .doctor import doctor
 from .explain import explain
 from .inspect import inspect
@@ -41,5 +42,5 @@ def root(
 
 # \b keeps the lines of the list apart
 app.command(epilog=f"\b\nConfigs:\n{listing()}")(quantize)
-for _command in (inspect, explain, doctor):
+for _command in (convert, inspect, explain, doctor):
     app.command()(_command)

@@ -18,22 +18,38 @@ from .numerics import Parts, part_value
 from .spec import QuantSpec
 
 
+def fits(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str | None:
+    """Whether numbers under ``spec`` can be said under ``to``: "exact", "rounded" (scales or offsets may lose bits), or
+    None. shape: stored shape."""
+    shift, times = _shift(spec, to), _repeats(spec, shape, to)
+    if shift is None or times is None:
+        return None
+    if (spec.scale is None) != (to.scale is None) or (spec.offset is not None and to.offset is None):
+        return None
+    if any(isinstance(kind, QuantSpec) for kind in (to.scale, to.offset)):
+        same = (spec.scale, spec.offset, spec.mid + shift) == (to.scale, to.offset, to.mid) and max(
+            times, default=1
+        ) == 1
+        return "exact" if same else None
+    moved = to.offset is not None and to.mid - shift - spec.mid != 0
+    return (
+        "exact"
+        if not moved and all(_holds(getattr(to, s), getattr(spec, s)) for s in ("scale", "offset"))
+        else "rounded"
+    )
+
+
 def respell(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> Parts | None:
     """Plain parts under ``to`` with the numbers of plain ``parts``, or None where ``to`` has not those numbers.
 
     shape: stored shape. Scales and offsets are rounded to the dtypes of ``to``; a scale that is itself quantized goes
     over where both say the same of it, or where ``to`` keeps it as a float. Activations keep their parts.
     """
-    shift = _shift(spec, to)
-    times = _repeats(spec, shape, to)
-    if shift is None or times is None:
+    if fits(spec, shape, to) is None:
         return None
-    kinds = [getattr(to, slot) for slot in ("scale", "offset")]
-    nested = any(isinstance(kind, QuantSpec) for kind in kinds)
-    if nested and ((spec.scale, spec.offset, spec.mid + shift) != (to.scale, to.offset, to.mid) or max(times) > 1):
-        return None
-    if (spec.scale is None) != (to.scale is None) or (spec.offset is not None and to.offset is None):
-        return None
+    shift, times = _shift(spec, to), _repeats(spec, shape, to)
+    assert shift is not None
+    assert times is not None
     part_shape = blocks.counts(spec.block, shape)
 
     def real(part: Any, kind: Any) -> Tensor:
@@ -46,7 +62,7 @@ def respell(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) 
         size = [n * m for n, m in zip(part_shape, times, strict=True)]
         zero = torch.full(size, shift, dtype=torch.int16) + given
         out = out._replace(zero_point=zero.to(to.zero_point_dtype))
-    if nested or to.scale is None:
+    if to.scale is None or isinstance(to.scale, QuantSpec) or isinstance(to.offset, QuantSpec):
         return out
     scale = real(parts.scale, spec.scale)
     out = out._replace(scale=_as(scale, to.scale))
@@ -56,6 +72,14 @@ def respell(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) 
     moved = (to.mid - shift - spec.mid) * scale
     offset = moved if parts.offset is None else real(parts.offset, spec.offset) + moved
     return out._replace(offset=_as(offset, to.offset))
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether a dtype has all numbers of a part kept as ``narrow``; a quantized part is seen as float32."""
+    if narrow is None:
+        return True
+    narrow = torch.float32 if isinstance(narrow, QuantSpec) else narrow
+    return wide is narrow or wide is torch.float64 or (wide is torch.float32 and narrow is not torch.float64)
 
 
 def _shift(spec: QuantSpec, to: QuantSpec) -> int | None:

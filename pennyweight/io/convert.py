@@ -73,7 +73,7 @@ def convert(
     with open_any(src) as found:
         source = _named(found, names)
         if to == "gguf":
-            from .gguf.writing import write_gguf
+            from .gguf.export import write_gguf
 
             return write_gguf(source, dst, gguf_type, names, resume, dry_run, progress)
         check_places(source.files, source.path, dst)

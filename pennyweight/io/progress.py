@@ -48,8 +48,8 @@ def fingerprint(
 class Progress:
     """The progress file of a folder: which shards are done, and the SQNR of what is in them."""
 
-    def __init__(self, folder: str, job: str) -> None:
-        self.path, self.job = os.path.join(folder, NAME), job
+    def __init__(self, folder: str, job: str, name: str = NAME) -> None:
+        self.path, self.job = os.path.join(folder, name), job
         self.done: dict[str, dict[str, float]] = {}
 
     def read(self) -> bool:

@@ -246,7 +246,7 @@ def stopped(run: Any, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(importlib.import_module("pennyweight.cli.quantize"), "_progress", interrupts)
+        patch.setattr(importlib.import_module("pennyweight.cli.quantize"), "progress_bar", interrupts)
         result = run("quantize", plain, out, "--config", "int4", "--max-shard-size", "8kB")
     assert result.exit_code == 130
     assert result.stderr == "pennyweight: stopped; the same command goes on from there\n"

@@ -9,7 +9,7 @@ from torch import Tensor
 from pennyweight.core import blocks
 from pennyweight.core.formats import E2M1, INT3, INT4, INT8, NF4, TERNARY, UINT3, UINT4, UINT8
 from pennyweight.core.numerics import Parts, dequantize, quantize, sqnr
-from pennyweight.core.respell import respell
+from pennyweight.core.respell import fits, respell
 from pennyweight.core.spec import MXFP4, NVFP4, SPECS, TINYGEMM, QuantSpec
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -38,9 +38,12 @@ def test_what_is_respelt_is_the_same_but_for_rounded_scales(spec: QuantSpec) -> 
     parts, value = made(spec)
     assert respell(parts, spec, SHAPE, spec) is not None, "a spec can be said in its own words"
     for to in (*SPECS.values(), *EXTRA.values()):
-        new = respell(parts, spec, SHAPE, to)
+        new, told = respell(parts, spec, SHAPE, to), fits(spec, SHAPE, to)
+        assert (new is None) == (told is None)
         if new is None:
             continue
+        if told == "exact":
+            assert torch.equal(dequantize(new, to, SHAPE), dequantize(parts, spec, SHAPE)), to
         assert new.codes.dtype == to.format.code_dtype
         assert {s for s in ("scale", "zero_point", "offset") if getattr(new, s) is not None} == to.part_specs().keys()
         for slot, kind in to.part_specs().items():

@@ -1,0 +1,76 @@
+"""``pennyweight convert``: a checkpoint of one format to another, disk to disk."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .errors import Traceback, clearly
+from .jobs import check_report_path, make_room, progress_bar, stopped, tell
+from .sizes import parse
+
+if TYPE_CHECKING:
+    from ..models.report import Report
+
+
+@clearly
+def convert(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder, a file, an index.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="A folder; a file for gguf.")],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="Required; docs/formats.md lists them.")] = "",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of --to float: float32, float16, bfloat16.")] = "",
+    gguf_type: Annotated[
+        str, typer.Option("--type", metavar="TYPE", help="Of the matrices in a GGUF file, such as q8_0 or q4_k.")
+    ] = "",
+    names: Annotated[
+        str, typer.Option(metavar="FILE", help="TOML with names of tensors, for a GGUF architecture not known here.")
+    ] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on with an interrupted job, or begin it anew.")
+    ] = True,
+    report_path: Annotated[
+        str, typer.Option("--json", metavar="FILE", help="Write the report there; - for stdout, instead of the table.")
+    ] = "",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file, such as 500MB or 2GiB.")] = "4GB",
+    force: Annotated[
+        bool, typer.Option("--force", help="Write though DST is there; a checkpoint there is replaced.")
+    ] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Convert a checkpoint, disk to disk.
+
+    Says of each tensor whether it is exact or was requantized, and with what error.
+    """
+    from ..core.spec import DTYPES
+    from ..io import convert as run
+    from ..io.convert import formats
+    from .contents import contents
+
+    if not to:
+        raise ValueError(f"--to is required: one of {', '.join(formats())}")
+    if dtype and dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    size = parse(max_shard_size)
+
+    def job(**how: Any) -> Report:
+        return run(
+            src, dst, to=to, dtype=DTYPES[dtype] if dtype else None, gguf_type=gguf_type or None,
+            names=names or None, max_shard_bytes=size, **how,
+        )  # fmt: skip
+
+    check_report_path(report_path, None if dry_run or to == "gguf" else dst)
+    before = contents(src).file_bytes
+    if dry_run:
+        tell(job(dry_run=True), before, None, report_path)
+        return
+    if to == "gguf":
+        if os.path.lexists(dst) and not force:
+            raise ValueError(f"{dst} is there already; choose another file, or pass --force")
+    else:
+        make_room(dst, force, job)
+    with progress_bar() as told, stopped():
+        report = job(resume=resume, progress=told)
+    tell(report, before, contents(dst).file_bytes, report_path)

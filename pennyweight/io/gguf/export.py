@@ -1,0 +1,291 @@
+"""Writing a GGUF file from a checkpoint of any format: types, metadata, tokenizer; tensor by tensor, resumable."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.numerics import Parts, dequantize, sqnr
+from ...core.respell import fits, respell
+from ...core.tensor import AffineQuantizedTensor
+from ...models.report import Report, Row
+from ..errors import CheckpointError
+from ..job import Told, check_room
+from ..manifest import clean
+from ..opened import Held, Opened
+from ..progress import Progress, fingerprint
+from ..streaming import Noise
+from ..targets import pieces
+from ..write import publish
+from .blocks import TYPES, BlockType
+from .config import kv_from_config, rope_tensors
+from .names import read_patterns, to_gguf
+from .opened import moved
+from .quantizing import quantize
+from .tokenizer import tokenizer_kv
+from .values import Value
+from .writing import Writer, lay_out
+
+# enum llama_ftype of llama.h: what most of a file's tensors are
+FILE_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15,
+    "Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37, "MXFP4": 38, "NVFP4": 39,
+}  # fmt: skip
+# Types that are asked first for the numbers of a quantized tensor
+_IN_ORDER = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "IQ4_NL", "TQ2_0")
+_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F32"}
+# llama.cpp adds these to other tensors and has no op for them quantized
+_FLOAT32 = ("position_embd.weight", "token_types.weight", "_norm.weight", "_norm.bias", ".bias", "ffn_gate_inp.weight")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tensor of the file. hf: its name in the source; how: as in :class:`..targets.Choice`."""
+
+    hf: str
+    held: Held
+    type: BlockType
+    how: str
+    note: str
+
+
+def write_gguf(
+    source: Opened, dst: str, wanted: str | None, pattern_file: Any, resume: bool, dry_run: bool, told: Told | None
+) -> Report:
+    """See :func:`pennyweight.convert`. Raises CheckpointError, ValueError for an unknown type, OSError."""
+    if wanted is not None and (wanted.upper() not in TYPES or not TYPES[wanted.upper()].writable):
+        known = ", ".join(
+            t.name for t in TYPES.values() if (t.writable and t.name[0] != "I") or t.name.startswith("IQ4")
+        )
+        raise ValueError(f"gguf_type={wanted!r} cannot be written; types that can: {known}")
+    kind = None if wanted is None else TYPES[wanted.upper()]
+    if os.path.isdir(dst):
+        raise CheckpointError(dst, None, "is a folder; give the path of a .gguf file")
+    if any(os.path.realpath(dst) == os.path.realpath(f) for f in source.files):
+        raise CheckpointError(dst, None, "is the source; choose another file")
+    try:
+        planned, left_out = _plan(source, kind, pattern_file)
+        extra = rope_tensors(source.config or {})
+        metadata = _metadata(source, planned)
+        infos = {name: (p.type, p.held.kind.shape) for name, p in planned.items()}
+        infos |= {name: (TYPES["F32"], tuple(t.shape)) for name, t in extra.items()}
+        header, entries, size = lay_out(metadata, infos)
+    except ValueError as e:
+        raise CheckpointError(source.path, getattr(e, "tensor", None), getattr(e, "reason", str(e))) from e
+    rows = [
+        Row(
+            p.hf, "Tensor", p.held.kind.shape, "" if p.type.plain else p.type.name, "", p.held.nbytes,
+            entries[name].end - entries[name].begin, note=p.note,
+        )
+        for name, p in planned.items()
+    ]  # fmt: skip
+    rows += [Row(hf, "Tensor", source.held[hf].kind.shape, "", "", source.held[hf].nbytes, 0, note=note)
+             for hf, note in left_out.items()]  # fmt: skip
+    report = Report(f"{source.format} to gguf", rows, "converted")
+    if dry_run:
+        return report
+    folder, name = os.path.split(dst)
+    os.makedirs(folder, exist_ok=True)
+    labels = ["gguf", hashlib.sha256(header).hexdigest(), *(f"{n}: {p.hf} {p.how}" for n, p in planned.items())]
+    progress = Progress(folder, fingerprint(source.files, labels, [], lambda shard: {}), f"{name}.progress.json")
+    sqnr_of = _write(dst, metadata, infos, planned, extra, progress, size, resume, told)
+    for row in rows:
+        if row.name in sqnr_of:
+            row.sqnr = sqnr_of[row.name]
+            if row.sqnr == float("inf") and row.scheme:
+                row.note = "exact"
+    return report
+
+
+# -- deciding ----------------------------------------------------------------------------------------------------------
+
+
+def _plan(source: Opened, wanted: BlockType | None, pattern_file: Any) -> tuple[dict[str, Planned], dict[str, str]]:
+    if source.config is None:
+        raise CheckpointError(
+            source.path, None, "there is no config.json, without which a GGUF file cannot say its model"
+        )
+    patterns = None if pattern_file is None else read_patterns(pattern_file)
+    mapped = to_gguf(source.held, source.config, patterns)
+    planned: dict[str, Planned] = {}
+    for hf, m in mapped.items():
+        if m.name is None:
+            continue
+        held = moved(source.held[hf], m.transform, hf, to_gguf=True)
+        planned[m.name] = _typed(m.name, hf, held, wanted)
+    return planned, {hf: m.note for hf, m in mapped.items() if m.name is None}
+
+
+def _typed(name: str, hf: str, held: Held, wanted: BlockType | None) -> Planned:
+    kind = held.kind
+    n = kind.shape[-1] if kind.shape else 1
+    if len(kind.shape) < 2 or name.endswith(_FLOAT32):
+        return Planned(hf, held, TYPES["F32"], "float" if held.meta else "copied", f"{_word(held)}, as F32")
+    meta = held.meta
+    if meta is not None and meta.axes is not None:
+        raise CheckpointError(None, hf, "is stored transposed, which GGUF does not know; convert to='float' first")
+    if meta is None:
+        if wanted is None or wanted.plain or kind.dtype not in _FLOATS:
+            return Planned(hf, held, _float_type(kind, wanted), "copied", f"{_word(held)}, as it is")
+        type_, why = _divides(wanted, n)
+        return Planned(hf, held, type_, "quantized", why)
+    if wanted is None or wanted.spec == meta.spec:
+        for type_ in TYPES.values():
+            if type_.pack is not None and type_.spec == meta.spec:
+                return Planned(hf, held, type_, "exact", "exact")
+        for ask in ("exact", "rounded"):
+            for type_ in (TYPES[t] for t in _IN_ORDER):
+                if n % type_.elements == 0 and fits(meta.spec, meta.shape, type_.spec) == ask:
+                    note = "exact" if ask == "exact" else f"the codes of {meta.spec}, scales rounded"
+                    return Planned(hf, held, type_, "requantized", note)
+        type_, why = _divides(TYPES["Q8_0"], n)
+        return Planned(hf, held, type_, "requantized", f"requantized: no type has the numbers of {meta.spec}{why}")
+    if wanted.plain:
+        return Planned(hf, held, wanted, "float", f"dequantized from {_word(held)}")
+    type_, why = _divides(wanted, n)
+    return Planned(hf, held, type_, "requantized", f"requantized from {_word(held)}{why}")
+
+
+def _divides(wanted: BlockType, n: int) -> tuple[BlockType, str]:
+    """The type, or the nearest whose blocks divide a row, with the reason."""
+    for type_ in (wanted, TYPES["Q8_0"], TYPES["F16"]):
+        if n % type_.elements == 0:
+            return type_, "" if type_ is wanted else f"; rows of {n} are no whole blocks of {wanted.name}"
+    raise AssertionError("F16 has blocks of one")
+
+
+def _float_type(kind: Any, wanted: BlockType | None) -> BlockType:
+    if kind.dtype not in _FLOATS:
+        for type_ in TYPES.values():
+            if type_.spec is kind.dtype:
+                return type_
+        raise ValueError(f"a tensor of {kind.dtype} has no type in GGUF")
+    return wanted if wanted is not None else TYPES[_FLOATS[kind.dtype]]
+
+
+def _word(held: Held) -> str:
+    return held.word or (str(held.meta.spec) if held.meta else str(held.kind.dtype).removeprefix("torch."))
+
+
+def _metadata(source: Opened, planned: Mapping[str, Planned]) -> dict[str, Value]:
+    assert source.config is not None
+    size = Counter[str]()
+    for p in planned.values():
+        size[p.type.name] += p.held.nbytes
+    file_type = FILE_TYPES.get(size.most_common(1)[0][0], 0) if size else 0
+    folder = source.path if os.path.isdir(source.path) else os.path.dirname(os.path.abspath(source.path))
+    if source.format == "gguf":  # the metadata that it came with, but for what describes the numbers
+        out = dict(source.metadata)
+        return out | {"general.file_type": Value("uint32", file_type)}
+    name = os.path.basename(folder.rstrip(os.sep))
+    kv = kv_from_config(source.config, file_type, name=name or None, pooling=_pooling(folder))
+    tokens, _ = tokenizer_kv(folder)
+    return {key: Value(_kind(kind), value) for key, (kind, value) in {**kv, **tokens}.items()}
+
+
+def _kind(kind: str) -> str:
+    inner = kind.removeprefix("ARRAY[")
+    return f"[{inner[:-1].lower()}]" if inner != kind else kind.lower()
+
+
+def _pooling(folder: str) -> str | None:
+    """How a sentence-transformers model makes one vector of a text: its pooling module says so."""
+    from ..outline import read_json
+
+    config = read_json(os.path.join(folder, "1_Pooling"), "config.json")
+    if config is None:
+        return None
+    modes = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+    return next((word for key, word in modes.items() if config.get(key) is True), None)
+
+
+# -- doing -------------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    dst: str, metadata: Mapping[str, Value], infos: Any, planned: Mapping[str, Planned], extra: Mapping[str, Tensor],
+    progress: Progress, size: int, resume: bool, told: Told | None,
+) -> dict[str, float]:  # fmt: skip
+    temp = f"{dst}.partial"
+    found = resume and progress.read() and os.path.isfile(temp)
+    if not found:
+        progress.done = {}
+        with suppress(FileNotFoundError):
+            os.unlink(temp)
+        check_room(os.path.dirname(dst), size)
+    progress.write()
+    writer = Writer(temp, metadata, infos, resume=found)
+    try:
+        for name in progress.done:
+            writer.had(name, writer.entries[name].rows)
+        for name, tensor in extra.items():
+            if name not in progress.done:
+                writer.put(name, TYPES["F32"].encode(Parts(tensor.float()), tuple(tensor.shape)))
+                progress.add(name, {})
+        for done, (name, p) in enumerate(planned.items()):
+            if name not in progress.done:
+                noise = Noise({}, {})
+                for start, raw in _encoded(p, noise):
+                    writer.put(name, raw, start)
+                writer.sync()
+                progress.add(name, {p.hf: noise.sqnr(p.hf)} if p.hf in noise.signal else _known(p))
+            if told is not None:
+                told(done + 1, len(planned), p.hf)
+        writer.finish()
+        publish(temp, dst)
+    finally:
+        writer.close()
+    os.unlink(progress.path)
+    return {hf: v for rows in progress.done.values() for hf, v in rows.items()}
+
+
+def _known(p: Planned) -> dict[str, float]:
+    return {p.hf: float("inf")} if p.how == "exact" else {}
+
+
+def _encoded(p: Planned, noise: Noise) -> Iterator[tuple[int, Tensor]]:
+    """(first row of the file, raw rows)."""
+    shape = p.held.kind.shape
+    inner = torch.Size(shape[1:-1]).numel() if len(shape) > 1 else 1
+    for start, x in pieces(p.held, True):
+        try:
+            yield start * inner, p.type.encode(_parts(p, x, noise), tuple(x.shape))
+        except ValueError as e:
+            raise CheckpointError(None, p.hf, str(e).removeprefix(f"{p.hf}: ")) from e
+
+
+def _parts(p: Planned, x: Tensor, noise: Noise) -> Parts:
+    spec = p.type.spec
+    if isinstance(x, AffineQuantizedTensor):
+        parts, mine, shape = x.plain_parts(), clean(x.spec), x.stored_shape
+        if p.how == "exact":
+            return parts
+        value = dequantize(parts, mine, shape)
+        if not isinstance(spec, torch.dtype):
+            new = respell(parts, mine, shape, spec)
+            if new is not None:
+                noise.add(p.hf, value, sqnr(value, dequantize(new, spec, shape)))
+                return new
+        x = value
+    if isinstance(spec, torch.dtype):
+        out = x.to(spec)
+        if out.is_floating_point() and not torch.equal(out.isfinite(), x.isfinite()):
+            raise ValueError(f"has values beyond {spec}; choose another type")
+        if p.how == "float":
+            noise.add(p.hf, x, sqnr(x, out))
+        return Parts(out.contiguous())
+    wide = x.float()
+    parts = quantize(wide, p.type.name)
+    noise.add(p.hf, wide, sqnr(wide, dequantize(parts, spec, wide.shape)))
+    return parts
+
+
+__all__ = ["FILE_TYPES", "write_gguf"]
