@@ -99,7 +99,10 @@ def _range(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     else:
         inner = blocks.inner_axes(x.ndim // 2)
         lo, hi = x.amin(inner), x.amax(inner)
-    return (lo.float(), hi.float()) if isinstance(spec.scale, QuantSpec) else (lo, hi)
+    if not isinstance(spec.scale, QuantSpec):
+        return lo, hi
+    limit = torch.finfo(torch.float32).max  # float64 reaches further
+    return lo.float().clamp(-limit, limit), hi.float().clamp(-limit, limit)
 
 
 def _absmax(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -174,8 +177,11 @@ def asymmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 @rule("minmax")
 def minmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """scale = (max - min) / (hi - lo); offset = min + scale * (mid - lo), real. Zero need not be representable.
-    With uint4 and mid 8 these are tinygemm's numbers."""
+    With uint4 and mid 8 these are tinygemm's numbers. Where the offset is kept in numbers of one sign, min is
+    at most 0 (ggml's K-quants)."""
     lo, hi = _range(x, spec)
+    if isinstance(spec.offset, QuantSpec) and spec.offset.one_sided:
+        lo = lo.clamp(max=0)
     f = spec.format
     scale = _at_least(_span(lo, hi, f.hi - f.lo), eps)
     offset = lo + scale * (spec.mid - f.lo)

@@ -2,7 +2,7 @@
 
 A code is what is stored; ``decode`` gives the number it stands for, ``encode`` the code of the nearest number.
 Sources: OCP OFP8 (2023) for e4m3/e5m2; OCP MX v1.0 for e3m2, e2m3, e2m1, e8m0; QLoRA (Dettmers et al. 2023,
-appendix E) for nf4; Dettmers et al. 2022 (8-bit optimizers) for the dynamic maps.
+appendix E) for nf4; Dettmers et al. 2022 (8-bit optimizers) for the dynamic maps; ggml's block types for iq1 to iq4.
 """
 
 from __future__ import annotations
@@ -214,3 +214,15 @@ DYNAMIC8 = table("dynamic8", _dynamic_map(8, signed=True))
 UDYNAMIC8 = table("udynamic8", _dynamic_map(8, signed=False))
 DYNAMIC4 = table("dynamic4", _dynamic_map(4, signed=True))
 UDYNAMIC4 = table("udynamic4", _dynamic_map(4, signed=False))
+
+
+def _both_signs(*magnitudes: float) -> tuple[float, ...]:
+    return (*(-m for m in reversed(magnitudes)), *magnitudes)
+
+
+# What the elements of ggml's I-quants can be, whichever codebook they come from (ggml-common.h). None holds zero.
+IQ4_NL = table("iq4_nl", (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+IQ1 = table("iq1", _both_signs(0.125, 0.875, 1.125))
+IQ2 = table("iq2", _both_signs(8, 25, 43))
+IQ3_XXS = table("iq3_xxs", _both_signs(4, 12, 20, 28, 36, 44, 52, 62))
+IQ3_S = table("iq3_s", _both_signs(1, 3, 5, 7, 9, 11, 13, 15))

@@ -59,7 +59,7 @@ def store(params: Params, spec: QuantSpec) -> tuple[tuple[Any, Tensor | None, An
     if {name for name, value in given.items() if value is not None} != spec.part_specs().keys():
         raise ValueError(f"{spec} stores {[*spec.part_specs()]}; the parameters given have other parts")
     scale = _store(params.scale, spec.scale)
-    offset = _store(params.offset, spec.offset)
+    offset = _store_offset(params.offset, spec.offset)
     zero_point = None if params.zero_point is None else params.zero_point.to(spec.zero_point_dtype).contiguous()
     seen = Params(_value(scale, spec.scale, params.scale), zero_point, _value(offset, spec.offset, params.offset))
     return (scale, zero_point, offset), seen
@@ -151,6 +151,16 @@ def _store(value: Tensor | None, kind: QuantSpec | torch.dtype | None) -> Any:
     stored = value.to(kind).contiguous()
     limit = torch.finfo(kind).max
     return stored.clamp(-limit, limit) if limit < torch.finfo(value.dtype).max else stored
+
+
+def _store_offset(value: Tensor | None, kind: QuantSpec | torch.dtype | None) -> Any:
+    """As _store; numbers of one sign are those of -offset, and their scale is turned round: offsets are the least of
+    blocks that reach below zero."""
+    if value is None or not isinstance(kind, QuantSpec) or not kind.one_sided or kind.scale is None:
+        return _store(value, kind)
+    params = choose(blocks.pad(-value.float(), kind.block), kind)
+    assert params.scale is not None
+    return quantize(value.float(), kind, params=params._replace(scale=-params.scale))
 
 
 def _value(part: Any, kind: Any, chosen: Tensor | None) -> Tensor | None:

@@ -16,15 +16,21 @@ from .formats import (
     E2M3,
     E4M3,
     E8M0,
+    INT3,
     INT4,
+    INT6,
     INT8,
     NF4,
     TERNARY,
     UDYNAMIC8,
+    UINT2,
     UINT4,
+    UINT5,
+    UINT6,
     Format,
     get_format,
 )
+from .formats import IQ4_NL as IQ4_NL_VALUES
 
 SPEC_VERSION = 1
 # Fixed table: a dtype named in a file is looked up here and nowhere else.
@@ -106,6 +112,11 @@ class QuantSpec:
         if self.offset is not None:
             parts["offset"] = self.offset
         return parts
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether all numbers of a block have the sign of its scale. An offset so kept has a scale that is not positive."""
+        return self.format.lo >= 0 and not (self.mid or self.zero_point or self.offset is not None)
 
     @property
     def zero_point_dtype(self) -> torch.dtype:
@@ -260,4 +271,23 @@ NF4_DOUBLE = QuantSpec(NF4, (64,), scale=QuantSpec(INT8, (256,), offset=torch.fl
 TERNARY_TENSOR = QuantSpec(TERNARY, TENSOR)  # BitNet b1.58 (2024)
 ADAM8 = QuantSpec(DYNAMIC8, (256,))
 ADAM8_SQUARES = QuantSpec(UDYNAMIC8, (256,))  # the second moment has no sign
-SPECS = {name.lower(): value for name, value in tuple(globals().items()) if isinstance(value, QuantSpec)}
+# ggml's block types; the K-quants keep 256 elements under one float16. Offsets are minus a number that is not negative.
+Q4_0 = QuantSpec(UINT4, (32,), scale=torch.float16, mid=8)
+Q4_1 = QuantSpec(UINT4, (32,), scale=torch.float16, offset=torch.float16)
+Q5_0 = QuantSpec(UINT5, (32,), scale=torch.float16, mid=16)
+Q5_1 = QuantSpec(UINT5, (32,), scale=torch.float16, offset=torch.float16)
+Q8_0 = QuantSpec(INT8, (32,), scale=torch.float16)
+_K4, _K6 = (QuantSpec(f, (n,), scale=torch.float16) for f, n in ((UINT4, 16), (UINT6, 8)))
+Q2_K = QuantSpec(UINT2, (16,), scale=_K4, offset=_K4)
+Q3_K = QuantSpec(INT3, (16,), scale=QuantSpec(INT6, (16,), scale=torch.float16))
+Q4_K = QuantSpec(UINT4, (32,), scale=_K6, offset=_K6)
+Q5_K = QuantSpec(UINT5, (32,), scale=_K6, offset=_K6)
+Q6_K = QuantSpec(INT6, (16,), scale=QuantSpec(INT8, (16,), scale=torch.float16))
+IQ4_NL = QuantSpec(IQ4_NL_VALUES, (32,), scale=torch.float16)
+IQ4_XS = QuantSpec(IQ4_NL_VALUES, (32,), scale=QuantSpec(INT6, (8,), scale=torch.float16))
+TERNARY_256 = QuantSpec(TERNARY, (256,), scale=torch.float16)  # TQ1_0 and TQ2_0
+SPECS = {
+    name.lower(): value
+    for name, value in tuple(globals().items())
+    if isinstance(value, QuantSpec) and not name.startswith("_")
+}

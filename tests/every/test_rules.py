@@ -66,7 +66,8 @@ def test_parts_are_those_of_the_spec_positive_and_finite(rule: str) -> None:
 @RULE
 def test_scaling_by_a_power_of_two_scales_the_parameters(rule: str) -> None:
     for spec in accepted(rule):
-        x = padded(rows()[2:], spec)  # the scale of a block without range is the floor, which does not scale
+        # the scale of a block without range is the floor, which does not scale; nor do float16's subnormal numbers
+        x = padded(rows()[2:] * 64, spec)
         p, q = choose(x, spec, rule), choose(x * 8, spec, rule)
         assert torch.equal(q.scale, p.scale * 8), spec
         if p.zero_point is not None and q.zero_point is not None:

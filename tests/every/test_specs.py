@@ -96,7 +96,14 @@ def test_every_value_is_finite(spec: QuantSpec, dtype: torch.dtype) -> None:
             y = dequantize(parts, spec, x.shape, out)
             assert y.isfinite().all(), (name, out)
             if name == "zero":  # an offset may be rounded by as much as its own dtype's least number
-                assert y.abs().max() <= (0 if spec.offset is None else 2.0**-24)
+                assert y.abs().max() <= (_nearest_zero(spec, dtype) if spec.offset is None else 2.0**-24)
+
+
+def _nearest_zero(spec: QuantSpec, dtype: torch.dtype) -> float:
+    """The least number under the least scale: zero, but for tables that do not hold it."""
+    values = spec.format.values if spec.format.kind == "table" else (0.0,)
+    info = torch.finfo(dtype)
+    return min(abs(v) for v in values) * max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
 
 
 @SPEC
@@ -119,12 +126,16 @@ def test_codes_are_the_nearest_under_the_stored_parts(spec: QuantSpec, value: st
     assert ((y64 - inside).abs() <= blocks.spread(gap) / 2 + noise).all()
     clipped = ((x64 - inside).abs() - noise).amax(blocks.inner_axes(x.ndim))
     reach = max(spec.format.hi, -spec.format.lo)
-    assert (clipped <= _may_clip(spec) * scale.abs() + _cannot_hold(spec, x) + reach * _scale_step(parts, spec)).all()
+    steps = reach * _scale_step(parts, spec) + _offset_step(parts, spec)
+    assert (clipped <= _may_clip(spec) * scale.abs() + _cannot_hold(spec, x) + steps).all()
 
 
 def _unit(spec: QuantSpec) -> float:
     """Precision of the arithmetic: that of the stored parts, because torchao's is."""
-    return max(torch.finfo(d if isinstance(d, torch.dtype) else torch.float32).eps for d in (spec.scale, spec.offset))
+    kinds = (spec.scale, spec.offset)
+    plain = [d for d in kinds if isinstance(d, torch.dtype)]
+    nested = [_unit(d) for d in kinds if isinstance(d, QuantSpec)]
+    return max([torch.finfo(torch.float32).eps, *(torch.finfo(d).eps for d in plain), *nested])
 
 
 def _value64(parts: Parts, spec: QuantSpec, shape: tuple[int, ...]) -> Tensor:
@@ -149,14 +160,21 @@ def _may_clip(spec: QuantSpec) -> float:
         # MX's floor clips what lies between the largest number and the next power of two; a scale rounded to 4
         # significant bits, or to 8, makes the codes reach less far
         return 2.0 ** math.ceil(math.log2(spec.format.hi)) - spec.format.hi if spec.format.hi > 1 else 2.0**-7
-    return spec.format.hi + spec.format.lo  # a table may be longer on one side
+    return abs(spec.format.hi + spec.format.lo)  # a table may be longer on one side
 
 
 def _scale_step(parts: Parts, spec: QuantSpec) -> float:
     """Distance between the least scales that can be stored: where scales are smaller, blocks clip or are zero."""
     if isinstance(spec.scale, QuantSpec):
+        if spec.scale.format.kind == "int" and spec.scale.offset is None:
+            return max(float(parts.scale.scale.max()) / 2, 2.0**-24)  # scales are whole multiples of a float16
         return 2.0**-9 * float(parts.scale.scale.max()) if spec.scale.format is E4M3 else 0.0
     return 2.0**-24 if torch.float16 in (spec.scale, spec.offset) else 0.0
+
+
+def _offset_step(parts: Parts, spec: QuantSpec) -> float:
+    """By how much an offset may be rounded that is stored in codes."""
+    return max(float(parts.offset.scale.abs().max()) / 2, 2.0**-24) if isinstance(spec.offset, QuantSpec) else 0.0
 
 
 def _cannot_hold(spec: QuantSpec, x: Tensor) -> Tensor:

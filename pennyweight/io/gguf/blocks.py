@@ -1,0 +1,146 @@
+"""Every type that a tensor may have in a GGUF file: a row of a table, which decodes to plain parts and encodes them.
+
+A row of a tensor is a whole number of blocks. Decoding gives the parts of a spec, so that
+``core.numerics.dequantize(parts, spec, shape)`` is what ggml computes, bit for bit in float32; encoding gives the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core import spec as specs
+from ...core.formats import E2M1, E4M3, IQ1, IQ2, IQ3_S, IQ3_XXS, UINT1
+from ...core.numerics import Parts
+from ...core.spec import QuantSpec
+from . import codebooks, k_blocks, small_blocks
+
+NVFP4 = QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, (1,), scale=None))  # without a scale of the whole tensor
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of ggml.
+
+    name, id   as in ggml.h (GGML_TYPE_...)
+    elements   of a block; they take ``nbytes`` bytes
+    spec       what the parts mean; a dtype where the tensor is plain
+    unpack     parts [blocks, k] of raw blocks [blocks, nbytes]. Raises ValueError where bytes stand for no number.
+    pack       its inverse; None where the type is read only
+    """
+
+    name: str
+    id: int
+    elements: int
+    nbytes: int
+    spec: QuantSpec | torch.dtype
+    unpack: Callable[[Tensor], Parts] | None = None
+    pack: Callable[[Parts], Tensor] | None = None
+
+    @property
+    def plain(self) -> bool:
+        return isinstance(self.spec, torch.dtype)
+
+    @property
+    def writable(self) -> bool:
+        return self.plain or self.pack is not None
+
+    def row_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a row. Raises ValueError where it is no whole number of blocks."""
+        n = shape[-1] if shape else 1
+        if n % self.elements:
+            raise ValueError(f"{self.name}: rows of {n} elements; whole blocks of {self.elements} are needed")
+        return n // self.elements * self.nbytes
+
+    def decode(self, raw: Tensor, shape: Sequence[int]) -> Parts:
+        """Plain parts of the rows of a tensor of that shape; a plain type's tensor is ``codes``.
+
+        raw: uint8 [rows, row bytes]. Raises ValueError for bytes that stand for no number, and ImportError for types
+        that need the codebooks of the gguf package.
+        """
+        rows = _rows(shape)
+        if raw.dtype is not torch.uint8 or tuple(raw.shape) != (rows, self.row_bytes(shape)):
+            raise ValueError(
+                f"{self.name} of shape {[*shape]} is uint8 [{rows}, {self.row_bytes(shape)}],"
+                f" got {raw.dtype} {[*raw.shape]}"
+            )
+        if isinstance(self.spec, torch.dtype):
+            return Parts(_aligned(raw, self.spec).reshape(*shape))
+        assert self.unpack is not None
+        parts = self.unpack(raw.reshape(-1, self.nbytes))
+        blocks = shape[-1] // self.elements
+        return parts.map(lambda t: t.reshape(*shape[:-1], blocks * t.shape[1]).contiguous())
+
+    def encode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
+        """uint8 [rows, row bytes] of plain parts. Raises ValueError where the type is read only."""
+        rows, row_bytes = _rows(shape), self.row_bytes(shape)
+        if isinstance(self.spec, torch.dtype):
+            if parts.codes.dtype is not self.spec or tuple(parts.codes.shape) != tuple(shape):
+                raise ValueError(
+                    f"{self.name} of shape {[*shape]} takes {self.spec}, got {parts.codes.dtype} {[*parts.codes.shape]}"
+                )
+            return parts.codes.contiguous().reshape(-1).view(torch.uint8).reshape(rows, row_bytes)
+        if self.pack is None:
+            raise ValueError(f"{self.name} is read only: its codebook would have to be searched")
+        blocks = rows * (shape[-1] // self.elements)
+        return self.pack(parts.map(lambda t: t.reshape(blocks, t.numel() // max(1, blocks)))).reshape(rows, row_bytes)
+
+
+def _rows(shape: Sequence[int]) -> int:
+    rows = 1
+    for n in shape[:-1]:
+        rows *= n
+    return rows
+
+
+def _aligned(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes seen as a dtype; copied where they do not lie as it needs."""
+    flat = raw.reshape(-1)
+    return (flat.clone() if flat.data_ptr() % dtype.itemsize else flat).view(dtype)
+
+
+_S, _K, _C = small_blocks, k_blocks, codebooks
+_TYPES = [
+    BlockType("F32", 0, 1, 4, torch.float32),
+    BlockType("F16", 1, 1, 2, torch.float16),
+    BlockType("Q4_0", 2, 32, 18, specs.Q4_0, _S.q4_0, _S.pack_q4_0),
+    BlockType("Q4_1", 3, 32, 20, specs.Q4_1, _S.q4_1, _S.pack_q4_1),
+    BlockType("Q5_0", 6, 32, 22, specs.Q5_0, _S.q5_0, _S.pack_q5_0),
+    BlockType("Q5_1", 7, 32, 24, specs.Q5_1, _S.q5_1, _S.pack_q5_1),
+    BlockType("Q8_0", 8, 32, 34, specs.Q8_0, _S.q8_0, _S.pack_q8_0),
+    BlockType("Q2_K", 10, 256, 84, specs.Q2_K, _K.q2_k, _K.pack_q2_k),
+    BlockType("Q3_K", 11, 256, 110, specs.Q3_K, _K.q3_k, _K.pack_q3_k),
+    BlockType("Q4_K", 12, 256, 144, specs.Q4_K, _K.q4_k, _K.pack_q4_k),
+    BlockType("Q5_K", 13, 256, 176, specs.Q5_K, _K.q5_k, _K.pack_q5_k),
+    BlockType("Q6_K", 14, 256, 210, specs.Q6_K, _K.q6_k, _K.pack_q6_k),
+    BlockType("IQ2_XXS", 16, 256, 66, QuantSpec(IQ2, (32,)), _C.iq2_xxs),
+    BlockType("IQ2_XS", 17, 256, 74, QuantSpec(IQ2, (16,)), _C.iq2_xs),
+    BlockType("IQ3_XXS", 18, 256, 98, QuantSpec(IQ3_XXS, (32,)), _C.iq3_xxs),
+    BlockType("IQ1_S", 19, 256, 50, QuantSpec(IQ1, (32,)), _C.iq1_s),
+    BlockType("IQ4_NL", 20, 32, 18, specs.IQ4_NL, _S.q4_0, _S.pack_q4_0),
+    BlockType("IQ3_S", 21, 256, 110, QuantSpec(IQ3_S, (32,)), _C.iq3_s),
+    BlockType("IQ2_S", 22, 256, 82, QuantSpec(IQ2, (16,)), _C.iq2_s),
+    BlockType("IQ4_XS", 23, 256, 136, specs.IQ4_XS, _K.iq4_xs, _K.pack_iq4_xs),
+    BlockType("I8", 24, 1, 1, torch.int8),
+    BlockType("I16", 25, 1, 2, torch.int16),
+    BlockType("I32", 26, 1, 4, torch.int32),
+    BlockType("I64", 27, 1, 8, torch.int64),
+    BlockType("F64", 28, 1, 8, torch.float64),
+    BlockType("IQ1_M", 29, 256, 56, QuantSpec(IQ1, (16,)), _C.iq1_m),
+    BlockType("BF16", 30, 1, 2, torch.bfloat16),
+    BlockType("TQ1_0", 34, 256, 54, specs.TERNARY_256, _S.tq1_0, _S.pack_tq1_0),
+    BlockType("TQ2_0", 35, 256, 66, specs.TERNARY_256, _S.tq2_0, _S.pack_tq2_0),
+    BlockType("MXFP4", 39, 32, 17, specs.MXFP4, _S.mxfp4, _S.pack_mxfp4),
+    BlockType("NVFP4", 40, 64, 36, NVFP4, _S.nvfp4, _S.pack_nvfp4),
+    BlockType("Q1_0", 41, 128, 18, QuantSpec(UINT1, (128,), offset=torch.float32), _S.q1_0),
+]
+TYPES = {t.name: t for t in _TYPES}
+BY_ID = {t.id: t for t in _TYPES}
+# Numbers that ggml gave to types which no file may have: gone, or made only while it computes.
+REMOVED = {
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+}  # fmt: skip
