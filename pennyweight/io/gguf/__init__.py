@@ -1,0 +1,1 @@
+"""GGUF files of llama.cpp: container, blocks, names, configs and tokenizers."""
