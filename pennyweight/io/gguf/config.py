@@ -60,7 +60,9 @@ class ConfigRow:
 
 def _attention_scale(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
     """Nothing: llama.cpp scales by the size of a head, but for the 27B models of Gemma, and has no key for it."""
-    built_in = _scalar(arch, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"], head_dim)
+    built_in = _scalar(
+        arch, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"], head_dim
+    )
     scalar = config.get("query_pre_attn_scalar", built_in)
     if scalar != built_in:
         raise ValueError(

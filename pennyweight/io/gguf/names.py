@@ -59,9 +59,7 @@ def to_hf(
     return _mapped(gguf_names, table, heads, f"GGUF architecture {arch!r}")
 
 
-def to_gguf(
-    hf_names: Iterable[str], config: Mapping[str, Any], patterns: Patterns | None = None
-) -> dict[str, Mapped]:
+def to_gguf(hf_names: Iterable[str], config: Mapping[str, Any], patterns: Patterns | None = None) -> dict[str, Mapped]:
     """Hugging Face name -> what it is in GGUF, for all names, in their order. config: that of config.json."""
     kind = config.get("model_type")
     alone = patterns is not None and bool(patterns.tensors) and str(kind) not in BY_MODEL_TYPE
@@ -145,9 +143,7 @@ def _filled(pattern: str, integers: Iterable[str]) -> str:
 class _Table:
     """Where each pattern of one side leads: (pattern on the other side, transform), or a sentence."""
 
-    def __init__(
-        self, arch: Architecture | None, patterns: Patterns, *, to_gguf: bool, tied: bool = False
-    ) -> None:
+    def __init__(self, arch: Architecture | None, patterns: Patterns, *, to_gguf: bool, tied: bool = False) -> None:
         self.arch, self.to_gguf = arch, to_gguf
         rows = {
             row.gguf + suffix: (row.hf + suffix, row.transform)
@@ -229,4 +225,3 @@ def _transform(kind: str, heads: Mapping[str, Any], integers: list[str], name: s
 
 def _shown(name: str) -> str:
     return (name if name.isprintable() else ascii(name))[:200]
-
