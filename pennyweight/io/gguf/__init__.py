@@ -1,1 +1,1 @@
-"""GGUF: the container of llama.cpp and ggml, and the block types that tensors have in it."""
+"""GGUF, the format of llama.cpp: container, block types, names and configs of architectures, tokenizers."""

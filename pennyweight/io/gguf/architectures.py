@@ -1,0 +1,250 @@
+"""Model architectures that GGUF and Hugging Face both know, as data: which tensor is which.
+
+Names: gguf.constants.MODEL_TENSORS and gguf.tensor_mapping of gguf 0.19, which the tests compare these tables with, and
+the parameters of the models in transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor under its two names, without the suffix ".weight" or ".bias", which both sides keep.
+
+    ``{i}`` stands for an integer. transform: "same", "rotary_q", "rotary_k" (rotary with the heads of the queries, of
+    the keys) or "plus_one".
+    """
+
+    gguf: str
+    hf: str
+    transform: str = "same"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    gguf           ``general.architecture``
+    model_types    ``model_type`` of config.json; the first is what a GGUF file becomes
+    architectures  the class of each model type, for ``architectures`` of config.json
+    rows           the tensors
+    prefixes       what may stand before all Hugging Face names (a model saved as part of a larger one)
+    base           what is missing before them where a base model was saved alone
+    tied           ``tie_word_embeddings`` where a config does not say: the default of its class
+    head           the Hugging Face tensor that is token_embd again where the embeddings are tied
+    left_out_gguf  GGUF tensors without a parameter in the model, with what becomes of them
+    left_out_hf    Hugging Face tensors without a place in GGUF, and why
+    """
+
+    gguf: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    rows: tuple[Row, ...]
+    prefixes: tuple[str, ...] = ()
+    base: str = ""
+    tied: bool = False
+    head: str | None = "lm_head.weight"
+    left_out_gguf: Mapping[str, str] = field(default_factory=dict)
+    left_out_hf: Mapping[str, str] = field(default_factory=dict)
+
+
+def _rows(gguf: str, hf: str, names: Mapping[str, str], **transforms: str) -> tuple[Row, ...]:
+    return tuple(Row(gguf + g, hf + h, transforms.get(g, "same")) for g, h in names.items())
+
+
+_ENDS = _rows("", "", {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_GEMMA2_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_BLOCK, _LAYER = "blk.{i}.", "model.layers.{i}."
+_GEMMA_ENDS = (
+    Row("token_embd", "model.embed_tokens"),
+    Row("output_norm", "model.norm", "plus_one"),
+)
+_ROPE = "holds factors of rotary frequencies; they become rope_parameters of the config"
+_COMPUTED = "is computed from the config"
+_DECODER_GGUF = {
+    "rope_freqs.weight": _ROPE,
+    "blk.{i}.rope_freqs.weight": _ROPE,
+    "blk.{i}.attn_rot_embd.weight": _COMPUTED,
+}
+_DECODER_HF = {
+    "model.rotary_emb.inv_freq": _COMPUTED,
+    "model.layers.{i}.self_attn.rotary_emb.inv_freq": _COMPUTED,
+}
+
+LLAMA = Architecture(
+    "llama",
+    ("llama", "mistral"),
+    ("LlamaForCausalLM", "MistralForCausalLM"),
+    _ENDS + _rows(_BLOCK, _LAYER, _ATTENTION | _MLP | _NORMS, attn_q="rotary_q", attn_k="rotary_k"),
+    base="model.",
+    left_out_gguf=_DECODER_GGUF,
+    left_out_hf=_DECODER_HF,
+)
+QWEN2 = Architecture(
+    "qwen2",
+    ("qwen2",),
+    ("Qwen2ForCausalLM",),
+    _ENDS + _rows(_BLOCK, _LAYER, _ATTENTION | _MLP | _NORMS),
+    base="model.",
+    left_out_gguf=_DECODER_GGUF,
+    left_out_hf=_DECODER_HF,
+)
+QWEN3 = Architecture(
+    "qwen3",
+    ("qwen3",),
+    ("Qwen3ForCausalLM",),
+    _ENDS + _rows(_BLOCK, _LAYER, _ATTENTION | _QK_NORMS | _MLP | _NORMS),
+    base="model.",
+    left_out_gguf=_DECODER_GGUF,
+    left_out_hf=_DECODER_HF,
+)
+GEMMA = Architecture(
+    "gemma",
+    ("gemma",),
+    ("GemmaForCausalLM",),
+    _GEMMA_ENDS + _rows(_BLOCK, _LAYER, _ATTENTION | _MLP | _NORMS, **dict.fromkeys(_NORMS, "plus_one")),
+    base="model.",
+    tied=True,
+    left_out_gguf=_DECODER_GGUF,
+    left_out_hf=_DECODER_HF | {"model.embed_tokens.embed_scale": _COMPUTED},
+)
+GEMMA2 = Architecture(
+    "gemma2",
+    ("gemma2",),
+    ("Gemma2ForCausalLM",),
+    _GEMMA_ENDS + _rows(_BLOCK, _LAYER, _ATTENTION | _MLP | _GEMMA2_NORMS, **dict.fromkeys(_GEMMA2_NORMS, "plus_one")),
+    base="model.",
+    tied=True,
+    left_out_gguf=_DECODER_GGUF,
+    left_out_hf=_DECODER_HF | {"model.embed_tokens.embed_scale": _COMPUTED},
+)
+GEMMA3 = Architecture(
+    "gemma3",
+    ("gemma3_text",),
+    ("Gemma3ForCausalLM",),
+    _GEMMA_ENDS
+    + (Row("output", "lm_head"),)
+    + _rows(
+        _BLOCK,
+        _LAYER,
+        _ATTENTION | _QK_NORMS | _MLP | _GEMMA2_NORMS,
+        **dict.fromkeys(_QK_NORMS | _GEMMA2_NORMS, "plus_one"),
+    ),
+    base="model.",
+    tied=True,
+    left_out_gguf=_DECODER_GGUF,
+    left_out_hf=_DECODER_HF | {"model.embed_tokens.embed_scale": _COMPUTED},
+)
+PHI2 = Architecture(
+    "phi2",
+    ("phi",),
+    ("PhiForCausalLM",),
+    _rows("", "", {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"})
+    + _rows(_BLOCK, _LAYER, _ATTENTION | {"attn_output": "self_attn.dense", "attn_norm": "input_layernorm"})
+    + _rows(_BLOCK, _LAYER, {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
+    base="model.",
+    left_out_gguf=_DECODER_GGUF,
+    left_out_hf=_DECODER_HF,
+)
+PHI3 = Architecture(
+    "phi3",
+    ("phi3",),
+    ("Phi3ForCausalLM",),
+    _ENDS
+    + _rows(_BLOCK, _LAYER, {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"} | _NORMS)
+    # gate and up lie one after the other in one matrix on both sides
+    + _rows(_BLOCK, _LAYER, {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}),
+    base="model.",
+    left_out_gguf=_DECODER_GGUF | {"rope_factors_long.weight": _ROPE, "rope_factors_short.weight": _ROPE},
+    left_out_hf=_DECODER_HF,
+)
+_EMBEDDING = "llama.cpp pools embeddings itself and has no place for it"
+_BERT_HEADS = (
+    "cls.predictions.bias",
+    "cls.predictions.decoder.weight",
+    "cls.predictions.decoder.bias",
+    "cls.predictions.transform.dense.weight",
+    "cls.predictions.transform.dense.bias",
+    "cls.predictions.transform.LayerNorm.weight",
+    "cls.predictions.transform.LayerNorm.bias",
+    "cls.seq_relationship.weight",
+    "cls.seq_relationship.bias",
+)
+BERT = Architecture(
+    "bert",
+    ("bert",),
+    ("BertModel",),
+    _rows(
+        "",
+        "embeddings.",
+        {
+            "token_embd": "word_embeddings",
+            "position_embd": "position_embeddings",
+            "token_types": "token_type_embeddings",
+            "token_embd_norm": "LayerNorm",
+        },
+    )
+    + _rows(
+        _BLOCK,
+        "encoder.layer.{i}.",
+        {
+            "attn_q": "attention.self.query",
+            "attn_k": "attention.self.key",
+            "attn_v": "attention.self.value",
+            "attn_output": "attention.output.dense",
+            "attn_output_norm": "attention.output.LayerNorm",
+            "ffn_up": "intermediate.dense",
+            "ffn_down": "output.dense",
+            "layer_output_norm": "output.LayerNorm",
+        },
+    ),
+    prefixes=("bert.",),
+    head=None,
+    left_out_hf={
+        "embeddings.position_ids": _COMPUTED,
+        "embeddings.token_type_ids": _COMPUTED,
+        "pooler.dense.weight": _EMBEDDING,
+        "pooler.dense.bias": _EMBEDDING,
+        **dict.fromkeys(_BERT_HEADS, "belongs to a head for training, not to embeddings"),
+    },
+)
+ARCHITECTURES = (LLAMA, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI2, PHI3, BERT)
+BY_GGUF = {a.gguf: a for a in ARCHITECTURES}
+BY_MODEL_TYPE = {t: a for a in ARCHITECTURES for t in a.model_types}
+OWN_FILE = (
+    'or give a pattern file: TOML with a table [tensors] of lines such as "blk.{i}.foo.weight" = '
+    '"model.layers.{i}.foo.weight"'
+)
+
+
+def for_gguf(arch: Any) -> Architecture:
+    """The architecture that a GGUF file names. Raises ValueError for others."""
+    if not isinstance(arch, str) or arch not in BY_GGUF:
+        raise ValueError(f"GGUF architecture {str(arch)[:100]!r} is not known; known: {', '.join(BY_GGUF)}; {OWN_FILE}")
+    return BY_GGUF[arch]
+
+
+def for_config(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a config.json. Raises ValueError for others."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
+        raise ValueError(f"model_type {str(kind)[:100]!r} is not known; known: {', '.join(BY_MODEL_TYPE)}; {OWN_FILE}")
+    return BY_MODEL_TYPE[kind]

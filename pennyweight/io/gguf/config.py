@@ -1,0 +1,315 @@
+"""GGUF metadata <-> config.json, by tables.
+
+Facts: gguf.constants.Keys of gguf 0.19, llama.cpp's converter (conversion/*.py, 2026) for what it writes, and the config
+classes of transformers 5.23. Where llama.cpp has no key for a value and another one built in, a config with that other
+value only is accepted: a file that computes something else is worse than none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .architectures import for_config, for_gguf
+from .rope import ROPE_TENSORS, rope_kv, rope_parameters
+from .rope import rope_tensors as _rope_tensors
+from .values import KV, integer, real, text
+
+QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION of ggml.h
+POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
+ALL_F32, MOSTLY_BF16 = 0, 32  # enum llama_ftype
+# A file of quantized tensors does not say what they were before; bfloat16 has the range for all of them
+TORCH_DTYPES = {ALL_F32: "float32", 1: "float16", MOSTLY_BF16: "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A number under its key, without the architecture, and its name in config.json."""
+
+    key: str
+    name: str
+    kind: str = "UINT32"
+    needed: bool = True
+
+
+@dataclass(frozen=True)
+class ConfigRow:
+    """How one architecture's config is written.
+
+    keys      the numbers that both sides have
+    fixed     config values that llama.cpp has built in: the accepted ones, the first of which a GGUF file becomes
+    flags     config values that say which tensors there are: the GGUF tensor whose presence they mean
+    head_dim  whether the size of a head is a value of its own
+    sliding   every n-th layer has full attention, the others a sliding window; 0: no such pattern
+    write     what is left: (config, architecture, size of a head) -> keys
+    read      what is left: (metadata, config so far) -> config values
+    """
+
+    keys: tuple[Key, ...]
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    head_dim: bool = True
+    sliding: int = 0
+    write: Callable[[Mapping[str, Any], str, int], KV] = lambda config, arch, head_dim: {}
+    read: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] = lambda kv, config: {}
+
+
+def _attention_scale(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
+    """Nothing: llama.cpp scales by the size of a head, but for the 27B models of Gemma, and has no key for it."""
+    built_in = _scalar(
+        arch, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"], head_dim
+    )
+    scalar = config.get("query_pre_attn_scalar", built_in)
+    if scalar != built_in:
+        raise ValueError(
+            f"query_pre_attn_scalar is {scalar}, but llama.cpp computes {arch} with {built_in} and has no key for it"
+        )
+    return {}
+
+
+def _read_attention_scale(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    arch = config["model_type"].removesuffix("_text")
+    sizes = (config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"])
+    return {"query_pre_attn_scalar": _scalar(arch, *sizes, config["head_dim"])}
+
+
+def _scalar(arch: str, layers: int, hidden: int, heads: int, head_dim: int) -> int:
+    # llama.cpp tells Gemma 27B by its number of layers: src/models/gemma2.cpp, gemma3.cpp
+    return hidden // heads if layers == {"gemma2": 46, "gemma3": 62}[arch] else head_dim
+
+
+def _mistral_window(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
+    """llama.cpp's llama has no sliding window and ignores the key, which tells the way back that this was a Mistral."""
+    window = config.get("sliding_window") if config.get("model_type") == "mistral" else None
+    return {} if window is None else {f"{arch}.attention.sliding_window": ("UINT32", int(window))}
+
+
+def _read_mistral_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    if "llama.attention.sliding_window" not in kv:
+        return {}
+    window = integer(kv, "llama.attention.sliding_window")
+    return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+
+
+def _phi3_window(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
+    return {"phi3.attention.sliding_window": ("UINT32", int(config.get("sliding_window") or 0))}  # 0: none
+
+
+def _read_phi3_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    window = kv.get("phi3.attention.sliding_window") or None
+    return {"sliding_window": window if window is None else integer(kv, "phi3.attention.sliding_window")}
+
+
+def _bert(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
+    return {
+        "bert.attention.causal": ("BOOL", False),
+        "tokenizer.ggml.token_type_count": ("UINT32", int(config.get("type_vocab_size", 2))),
+    }
+
+
+def _read_bert(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    return {"type_vocab_size": integer(kv, "tokenizer.ggml.token_type_count", 2)}
+
+
+_SIZES = (
+    Key("context_length", "max_position_embeddings"),
+    Key("embedding_length", "hidden_size"),
+    Key("block_count", "num_hidden_layers"),
+    Key("feed_forward_length", "intermediate_size"),
+    Key("attention.head_count", "num_attention_heads"),
+)
+_RMS = Key("attention.layer_norm_rms_epsilon", "rms_norm_eps", "FLOAT32")
+_LAYER_NORM = Key("attention.layer_norm_epsilon", "layer_norm_eps", "FLOAT32")
+_WINDOW = Key("attention.sliding_window", "sliding_window")
+_SILU = {"hidden_act": ("silu",)}
+_NO_WINDOW = {"use_sliding_window": (False, None)}
+_TANH = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")  # the first Gemma configs say "gelu" and mean tanh
+_GEMMA_BIAS = {"attention_bias": (False, None)}
+ROWS: dict[str, ConfigRow] = {
+    "llama": ConfigRow(
+        (*_SIZES, _RMS),
+        _SILU,
+        {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
+        write=_mistral_window,
+        read=_read_mistral_window,
+    ),
+    "qwen2": ConfigRow((*_SIZES, _RMS), _SILU | _NO_WINDOW, head_dim=False),
+    "qwen3": ConfigRow((*_SIZES, _RMS), _SILU | _NO_WINDOW, {"attention_bias": "blk.0.attn_q.bias"}),
+    "gemma": ConfigRow((*_SIZES, _RMS), {"hidden_act": _TANH} | _GEMMA_BIAS),
+    "gemma2": ConfigRow(
+        (
+            *_SIZES,
+            _RMS,
+            _WINDOW,
+            Key("attn_logit_softcapping", "attn_logit_softcapping", "FLOAT32"),
+            Key("final_logit_softcapping", "final_logit_softcapping", "FLOAT32"),
+        ),
+        {"hidden_activation": _TANH} | _GEMMA_BIAS,
+        sliding=2,
+        write=_attention_scale,
+        read=_read_attention_scale,
+    ),
+    "gemma3": ConfigRow(
+        (*_SIZES, _RMS, _WINDOW, Key("final_logit_softcapping", "final_logit_softcapping", "FLOAT32", needed=False)),
+        {"hidden_activation": _TANH, "attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)}
+        | _GEMMA_BIAS,
+        sliding=6,
+        write=_attention_scale,
+        read=_read_attention_scale,
+    ),
+    "phi2": ConfigRow(
+        (*_SIZES, _LAYER_NORM),
+        {"hidden_act": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "qk_layernorm": (False, None)},
+        head_dim=False,
+    ),
+    "phi3": ConfigRow((*_SIZES, _RMS), _SILU, head_dim=False, write=_phi3_window, read=_read_phi3_window),
+    "bert": ConfigRow(
+        (*_SIZES, _LAYER_NORM),
+        {"hidden_act": ("gelu",), "position_embedding_type": ("absolute", None)},
+        head_dim=False,
+        write=_bert,
+        read=_read_bert,
+    ),
+}
+
+
+def kv_from_config(
+    config: Mapping[str, Any], file_type: int, *, name: str | None = None, pooling: str | None = None
+) -> KV:
+    """Metadata of a GGUF file for the model of a config.json: key -> (value type, value). The tokenizer is apart.
+
+    file_type: enum llama_ftype, the type of most tensors. pooling: of an embedding model, a key of ``POOLING``.
+    Raises ValueError where a value is missing, or llama.cpp would compute something else.
+    """
+    arch = for_config(config).gguf
+    row = ROWS[arch]
+    for key, allowed in row.fixed.items():
+        if key in config and config[key] not in allowed:
+            raise ValueError(f"{key} is {config[key]!r}, but llama.cpp computes {arch!r} with {allowed[0]!r} only")
+    kv: KV = {
+        "general.architecture": ("STRING", arch),
+        "general.type": ("STRING", "model"),
+        # never a path of the machine; and transformers stumbles over a model called "mistral"
+        "general.name": ("STRING", name or os.path.basename(str(config.get("_name_or_path") or "")) or arch),
+        "general.file_type": ("UINT32", int(file_type)),
+        "general.quantization_version": ("UINT32", QUANTIZATION_VERSION),
+    }
+    for key in (*row.keys, Key("vocab_size", "vocab_size")):
+        if config.get(key.name) is not None:
+            kv[f"{arch}.{key.key}"] = (key.kind, _number(config, key))
+        elif key.needed:
+            raise ValueError(f"config.json lacks {key.name}; write all values of the config out (config.to_dict())")
+    heads = kv[f"{arch}.attention.head_count"][1]
+    if arch != "bert":
+        kv[f"{arch}.attention.head_count_kv"] = ("UINT32", integer(config, "num_key_value_heads", heads))
+    size = head_dim(config)
+    if row.head_dim:
+        kv |= {f"{arch}.attention.{k}_length": ("UINT32", size) for k in ("key", "value")}
+    _check_layers(config, row, arch)
+    if arch != "bert":
+        kv |= rope_kv(config, arch, size)
+    if pooling is not None:
+        if pooling not in POOLING:
+            raise ValueError(f"pooling {pooling!r} is not known; known: {', '.join(POOLING)}")
+        kv[f"{arch}.pooling_type"] = ("UINT32", POOLING[pooling])
+    return kv | row.write(config, arch, size)
+
+
+def _number(config: Mapping[str, Any], key: Key) -> int | float:
+    return integer(config, key.name) if key.kind == "UINT32" else real(config, key.name)
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Size of an attention head."""
+    if config.get("head_dim") is not None:
+        return integer(config, "head_dim")
+    return integer(config, "hidden_size") // integer(config, "num_attention_heads")
+
+
+def rope_tensors(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that a GGUF file needs beyond the model's own: float32 factors of rotary frequencies, or none."""
+    return {} if for_config(config).gguf == "bert" else _rope_tensors(config, head_dim(config))
+
+
+def _check_layers(config: Mapping[str, Any], row: ConfigRow, arch: str) -> None:
+    """Raise ValueError where layers with a sliding window are not those that llama.cpp has built in."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", row.sliding))
+        if row.sliding and every != row.sliding:
+            raise ValueError(f"sliding_window_pattern is {every}, but llama.cpp computes {arch!r} with {row.sliding}")
+        return
+    want = [
+        "sliding_attention" if row.sliding and (i + 1) % row.sliding else "full_attention" for i in range(len(kinds))
+    ]
+    if kinds != want:
+        i = next(i for i, (a, b) in enumerate(zip(kinds, want, strict=True)) if a != b)
+        raise ValueError(f"layer_types[{i}] is {kinds[i]!r}, but llama.cpp computes {arch!r} with {want[i]!r} there")
+
+
+def config_from_kv(
+    kv: Mapping[str, Any], names: Collection[str] = (), tensors: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """config.json of a GGUF file that transformers accepts.
+
+    names: the file's tensors, which say whether there are biases and an output matrix of its own. tensors: those of
+    ``ROPE_TENSORS`` that the file has; they hold what Llama 3.1 and Phi 3 of 128k need for long context. Raises
+    ValueError naming the key.
+    """
+    arch = for_gguf(kv.get("general.architecture"))
+    row = ROWS[arch.gguf]
+    missing = [n for n in ROPE_TENSORS if n in names and n not in (tensors or {})]
+    if missing:
+        raise ValueError(f"{missing[0]}: the config depends on this tensor; give it in ``tensors``")
+    config: dict[str, Any] = {"architectures": [arch.architectures[0]], "model_type": arch.model_types[0]}
+    for key in row.keys:
+        full = f"{arch.gguf}.{key.key}"
+        if key.needed or full in kv:
+            config[key.name] = integer(kv, full) if key.kind == "UINT32" else real(kv, full)
+    config["vocab_size"] = _vocab_size(kv, arch.gguf)
+    heads = config["num_attention_heads"]
+    size = integer(kv, f"{arch.gguf}.attention.key_length", max(1, config["hidden_size"] // heads))
+    if integer(kv, f"{arch.gguf}.attention.value_length", size) != size:
+        raise ValueError(f"{arch.gguf}.attention.value_length is not key_length, which the config cannot say")
+    if row.head_dim:
+        config["head_dim"] = size
+    elif size * heads != config["hidden_size"]:
+        raise ValueError(
+            f"{arch.gguf}: {heads} heads of {size} are not embedding_length {config['hidden_size']}, as its config needs"
+        )
+    if arch.gguf != "bert":
+        config["num_key_value_heads"] = integer(kv, f"{arch.gguf}.attention.head_count_kv", heads)
+        rope, more = rope_parameters(kv, arch.gguf, config["model_type"], size, tensors or {})
+        config |= {"rope_parameters": rope, **more}
+    config |= {key: allowed[0] for key, allowed in row.fixed.items() if allowed[0] is not None}
+    config |= {flag: tensor in names for flag, tensor in row.flags.items()}
+    config["tie_word_embeddings"] = "output.weight" not in names if arch.head and names else arch.tied
+    file_type = kv.get("general.file_type", ALL_F32)
+    config["torch_dtype"] = TORCH_DTYPES.get(file_type, "bfloat16") if type(file_type) is int else "bfloat16"
+    config |= _special_ids(kv, config["vocab_size"])
+    return config | row.read(kv, config)
+
+
+def _vocab_size(kv: Mapping[str, Any], arch: str) -> int:
+    tokens = kv.get("tokenizer.ggml.tokens")
+    if f"{arch}.vocab_size" not in kv and not isinstance(tokens, list):
+        raise ValueError(f"the metadata have neither {arch}.vocab_size nor tokenizer.ggml.tokens")
+    return integer(kv, f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else 0)
+
+
+def _special_ids(kv: Mapping[str, Any], n: int) -> dict[str, int | None]:
+    ids = {f"{k}_token_id": kv.get(f"tokenizer.ggml.{g}_token_id") for k, g in _IDS}
+    # None is said, too: the defaults of the config classes are ids of one vocabulary
+    return {k: v if type(v) is int and 0 <= v < n else None for k, v in ids.items()}
+
+
+_IDS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+
+
+def name_of(kv: Mapping[str, Any]) -> str:
+    """What a GGUF file calls its model."""
+    return text(kv, "general.name", "")

@@ -1,0 +1,227 @@
+"""Tensor names of GGUF to those of Hugging Face and back, by the tables of architectures.py and by pattern files.
+
+Every name gets an answer: a name on the other side, or a sentence why it is left out. A name that nothing explains is
+an error.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CheckpointError
+from .architectures import BY_GGUF, BY_MODEL_TYPE, OWN_FILE, Architecture, for_config, for_gguf
+from .transforms import SAME, Transform
+
+MAX_PATTERN_BYTES = 1 << 18
+MAX_PATTERNS = 4096
+MAX_PATTERN = 300  # characters; names in GGUF have at most 63
+MAX_DIGITS = 6
+SUFFIXES = (".weight", ".bias")
+TIED = "is the embedding matrix again (tie_word_embeddings)"
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What becomes of a tensor: its name on the other side and the change of its values; or why it is left out."""
+
+    name: str | None
+    transform: Transform = SAME
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """A pattern file: pairs of a GGUF and a Hugging Face pattern, and patterns of tensors to leave out."""
+
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+def to_hf(
+    gguf_names: Iterable[str], arch: str, kv: Mapping[str, Any], patterns: Patterns | None = None
+) -> dict[str, Mapped]:
+    """GGUF name -> what it is in Hugging Face, for all names, in their order.
+
+    arch: ``general.architecture``; kv: the metadata, for the numbers of heads. Raises ValueError for an unknown
+    architecture without patterns, and for a name that nothing explains.
+    """
+    alone = patterns is not None and bool(patterns.tensors) and arch not in BY_GGUF
+    found = None if alone else for_gguf(arch)
+    heads = {k: kv.get(f"{arch}.attention.{n}") for k, n in (("q", "head_count"), ("k", "head_count_kv"))}
+    if heads["k"] is None:
+        heads["k"] = heads["q"]
+    table = _Table(found, patterns or Patterns(), to_gguf=False)
+    return _mapped(gguf_names, table, heads, f"GGUF architecture {arch!r}")
+
+
+def to_gguf(hf_names: Iterable[str], config: Mapping[str, Any], patterns: Patterns | None = None) -> dict[str, Mapped]:
+    """Hugging Face name -> what it is in GGUF, for all names, in their order. config: that of config.json."""
+    kind = config.get("model_type")
+    alone = patterns is not None and bool(patterns.tensors) and str(kind) not in BY_MODEL_TYPE
+    found = None if alone else for_config(config)
+    q = config.get("num_attention_heads")
+    k = config.get("num_key_value_heads")
+    table = _Table(found, patterns or Patterns(), to_gguf=True, tied=tied(config) if found else False)
+    return _mapped(hf_names, table, {"q": q, "k": q if k is None else k}, f"model_type {kind!r}")
+
+
+def tied(config: Mapping[str, Any]) -> bool:
+    """Whether the output matrix of a config's model is its embedding matrix."""
+    value = config.get("tie_word_embeddings")
+    return for_config(config).tied if value is None else bool(value)
+
+
+def read_patterns(path: str | os.PathLike[str]) -> Patterns:
+    """A pattern file. Raises CheckpointError.
+
+    TOML with a table ``[tensors]`` of lines ``"blk.{i}.foo.weight" = "model.layers.{i}.foo.weight"``, GGUF on the left;
+    ``{i}`` stands for an integer between dots, on both sides as often. They come before the built-in rows of their
+    names, whose reordering of rows they keep. ``left_out = ["pattern", ...]`` before it names tensors to leave out.
+    """
+    try:
+        with open(path, "rb") as f:
+            data = f.read(MAX_PATTERN_BYTES + 1)
+        if len(data) > MAX_PATTERN_BYTES:
+            raise ValueError(f"a pattern file of more than {MAX_PATTERN_BYTES} bytes")
+        return _parsed(tomllib.loads(data.decode("utf-8")))
+    except RecursionError as e:
+        raise CheckpointError(path, None, "TOML nested too deep") from e
+    except (OSError, ValueError) as e:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise CheckpointError(path, None, str(e)) from e
+
+
+def _parsed(data: Mapping[str, Any]) -> Patterns:
+    unknown = data.keys() - {"tensors", "left_out"}
+    if unknown:
+        raise ValueError(f"unknown {sorted(unknown)[0][:100]!r}; a pattern file has [tensors] and left_out")
+    tensors, left_out = data.get("tensors", {}), data.get("left_out", [])
+    if not isinstance(tensors, dict) or not isinstance(left_out, list):
+        raise ValueError("[tensors] must be a table and left_out a list of patterns")
+    if len(tensors) + len(left_out) > MAX_PATTERNS:
+        raise ValueError(f"{len(tensors) + len(left_out)} patterns; at most {MAX_PATTERNS} are read")
+    for pattern in (*tensors, *tensors.values(), *left_out):
+        _check(pattern)
+    for gguf, hf in tensors.items():
+        if gguf.count("{i}") != hf.count("{i}"):
+            raise ValueError(f"{gguf!r} = {hf!r}: both sides need {{i}} as often")
+    twice = [hf for hf, n in Counter(tensors.values()).items() if n > 1]
+    if twice:
+        raise ValueError(f"{twice[0]!r} stands twice on the right; a tensor has one name")
+    return Patterns(dict(tensors), tuple(left_out))
+
+
+def _check(pattern: Any) -> None:
+    if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN or not pattern.isprintable():
+        raise ValueError(f"{str(pattern)[:100]!r} is no pattern: text of 1 to {MAX_PATTERN} printable characters is")
+    parts = pattern.split(".")
+    if any(("{" in p or "}" in p) and p != "{i}" for p in parts):
+        raise ValueError(f"{pattern!r}: the one placeholder is {{i}}, alone between dots, for an integer")
+    if "{i}" in parts and any(_integer(p) for p in parts):
+        raise ValueError(f"{pattern!r}: write {{i}} for all integers of a name or for none")
+
+
+def _integer(part: str) -> bool:
+    return part.isascii() and part.isdigit() and len(part) <= MAX_DIGITS
+
+
+def _split(name: str) -> tuple[str, list[str]]:
+    """A name with {i} for its integers, and the integers."""
+    parts = name.split(".")
+    return ".".join("{i}" if _integer(p) else p for p in parts), [p for p in parts if _integer(p)]
+
+
+def _filled(pattern: str, integers: Iterable[str]) -> str:
+    left = iter(integers)
+    return ".".join(next(left) if p == "{i}" else p for p in pattern.split("."))
+
+
+class _Table:
+    """Where each pattern of one side leads: (pattern on the other side, transform), or a sentence."""
+
+    def __init__(self, arch: Architecture | None, patterns: Patterns, *, to_gguf: bool, tied: bool = False) -> None:
+        self.arch, self.to_gguf = arch, to_gguf
+        rows = {
+            row.gguf + suffix: (row.hf + suffix, row.transform)
+            for row in (arch.rows if arch else ())
+            for suffix in SUFFIXES
+        }
+        own = set(patterns.tensors.values())
+        rows = {g: (h, t) for g, (h, t) in rows.items() if h not in own or g in patterns.tensors}
+        rows |= {g: (h, rows[g][1] if g in rows else "same") for g, h in patterns.tensors.items()}
+        self.rows = {h: (g, t) for g, (h, t) in rows.items()} if to_gguf else rows
+        self.left_out: dict[str, str] = {}
+        if arch:
+            self.left_out |= arch.left_out_hf if to_gguf else arch.left_out_gguf
+            if to_gguf and tied and arch.head:
+                self.rows.pop(arch.head, None)
+                self.left_out[arch.head] = TIED
+        self.left_out = {k: v for k, v in self.left_out.items() if k not in self.rows}
+        self.left_out |= dict.fromkeys(patterns.left_out, "is left out by the pattern file")
+        for pattern in patterns.left_out:
+            self.rows.pop(pattern, None)
+
+    def spellings(self, name: str) -> Iterator[str]:
+        """The name, and what it would be in the model that the table is for."""
+        yield name
+        if self.arch and self.to_gguf:
+            for prefix in self.arch.prefixes:
+                if name.startswith(prefix):
+                    yield name[len(prefix) :]
+            if self.arch.base:
+                yield self.arch.base + name
+
+    def find(self, name: str) -> tuple[str, str, list[str]] | str | None:
+        """(pattern on the other side, transform, integers of the name), a sentence, or None."""
+        if "{" in name:  # never a name, but it would look like a pattern
+            return None
+        for spelling in self.spellings(name):
+            pattern, integers = _split(spelling)
+            for key in (spelling, pattern):
+                if key in self.left_out:
+                    return self.left_out[key]
+                if key in self.rows:
+                    return *self.rows[key], integers
+        return None
+
+
+def _mapped(names: Iterable[str], table: _Table, heads: Mapping[str, Any], where: str) -> dict[str, Mapped]:
+    out: dict[str, Mapped] = {}
+    taken: dict[str, str] = {}
+    for name in names:
+        found = table.find(name)
+        if found is None:
+            raise ValueError(f"{_shown(name)}: no tensor of {where[:120]} has this name; add it to {OWN_FILE[3:]}")
+        if isinstance(found, str):
+            out[name] = Mapped(None, note=found)
+            continue
+        pattern, transform, integers = found
+        other = _filled(pattern, integers)
+        if other in taken:
+            raise ValueError(f"{_shown(name)} and {_shown(taken[other])} would both be {_shown(other)}")
+        taken[other] = name
+        out[name] = Mapped(other, _transform(transform, heads, integers, name))
+    return out
+
+
+def _transform(kind: str, heads: Mapping[str, Any], integers: list[str], name: str) -> Transform:
+    if not kind.startswith("rotary_"):
+        return Transform(kind)
+    n = heads[kind.removeprefix("rotary_")]
+    if isinstance(n, list):  # one number a layer
+        layer = int(integers[0]) if integers else 0
+        n = n[layer] if layer < len(n) else None
+    if type(n) is not int or n <= 0:
+        raise ValueError(
+            f"{_shown(name)}: its rows are ordered by attention heads, whose number is not known ({str(n)[:50]}); "
+            "GGUF needs <architecture>.attention.head_count, config.json num_attention_heads"
+        )
+    return Transform("rotary", n)
+
+
+def _shown(name: str) -> str:
+    return (name if name.isprintable() else ascii(name))[:200]
