@@ -92,7 +92,7 @@ def contents(path: str) -> Contents:
 
 def contents_of(checkpoint: Checkpoint) -> Contents:
     """As :func:`contents`, of an open checkpoint."""
-    from ..io.manifest import KEY, VERSION, stored_parts
+    from ..io.manifest import KEY, stored_parts, version_of
 
     manifest = checkpoint.manifest
     tied: dict[str, tuple[str, ...]] = {}
@@ -109,15 +109,14 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
         e = checkpoint.entry(name)
         tensors.append(Held(name, e.shape, _dtype(e.dtype), "", e.end - e.begin, tied.get(name, ())))
     native = any(KEY in file.metadata for file in checkpoint.files)
+    version = max(map(version_of, checkpoint.manifests)) if native else None
     files = {os.path.basename(path): os.path.getsize(path) for path in _paths(checkpoint)}
-    return Contents(
-        checkpoint.path, VERSION if native else None, files, sorted(tensors, key=lambda t: _natural(t.name))
-    )
+    return Contents(checkpoint.path, version, files, sorted(tensors, key=lambda t: _natural(t.name)))
 
 
 def scheme(meta: Meta) -> str:
     """As a Scheme prints."""
-    return f"{meta.spec}" + ("" if meta.act is None else f" × {meta.act}")
+    return f"{meta.spec}" + (" perm" if meta.perm else "") + ("" if meta.act is None else f" × {meta.act}")
 
 
 def _paths(checkpoint: Checkpoint) -> list[str]:

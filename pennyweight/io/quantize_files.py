@@ -22,7 +22,7 @@ from ..models.sites import is_linear
 from .checkpoint import INDEX, Checkpoint, open_checkpoint
 from .container import place
 from .errors import CheckpointError
-from .manifest import VERSION
+from .manifest import Manifest, version_of
 from .native import Item, metadata_of
 from .outline import outline, read_config
 from .progress import Progress, fingerprint
@@ -278,4 +278,4 @@ def _fill_report(job: Job, sqnr: dict[str, float]) -> None:
 
 def _quantization_config(job: Job) -> dict[str, Any]:
     """The entry of config.json; for people, and for loaders to know whose files these are."""
-    return {"quant_method": "pennyweight", "version": VERSION, "config": str(job.plan.config)}
+    return {"quant_method": "pennyweight", "version": version_of(Manifest()), "config": str(job.plan.config)}
