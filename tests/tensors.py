@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 import pennyweight.kernels  # noqa: F401  (registers the layout torch_int4)
-from pennyweight.core.formats import E4M3, INT4, INT8, TERNARY, UINT4, UINT8
+from pennyweight.core.choose import Params
+from pennyweight.core.formats import E4M3, INT4, INT8, NF4, TERNARY, UINT4, UINT8
 from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 
@@ -25,7 +26,12 @@ SPECS = {
     "mxfp8": MXFP8,
     "nvfp4": NVFP4,
     "nf4_double": NF4_DOUBLE,
+    "int4_perm": QuantSpec(INT4, (32,), scale=torch.bfloat16, layout="bits"),
+    "uint4_perm": QuantSpec(UINT4, (32,), scale=torch.float16, zero_point=True),
+    "int8_perm": QuantSpec(INT8, (-1,)),
+    "nf4_perm": QuantSpec(NF4, (64,)),
 }
+REORDERED = {"int4_perm": torch.int32, "uint4_perm": torch.int64, "int8_perm": torch.int32, "nf4_perm": torch.int64}
 INT8_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,)))
 UINT8_TOKEN = ActivationSpec(QuantSpec(UINT8, (-1,), zero_point=True))
 INT8_STATIC = ActivationSpec(QuantSpec(INT8, None), "static")
@@ -35,8 +41,16 @@ def quantized(
     name: str, shape: Sequence[int] = (32, 96), dtype: torch.dtype = torch.float32, act: ActivationSpec | None = None
 ) -> QT:
     """A normal random tensor under the spec of that name."""
-    w = QT.from_float(torch.randn(*shape).to(dtype), SPECS[name], act=act)
+    x = torch.randn(*shape).to(dtype)
+    perm = torch.randperm(shape[-1]).to(REORDERED[name]) if name in REORDERED else None
+    w = QT.from_float(x if perm is None else x[..., perm], SPECS[name], act=act).with_(perm=perm)
     return w.with_(act_scale=torch.tensor([0.03])) if act is not None and act.mode == "static" else w
+
+
+def again(x: torch.Tensor, like: QT, params: Params | None = None) -> QT:
+    """x under the spec of another tensor, its channels in the order that the other has."""
+    stored = x if like.perm is None else x[..., like.perm]
+    return QT.from_float(stored, like.spec, params=params).with_(perm=like.perm)
 
 
 def fits(name: str, shape: Sequence[int]) -> bool:

@@ -95,7 +95,7 @@ def contents(path: str) -> Contents:
 
 def contents_of(checkpoint: Opened) -> Contents:
     """As :func:`contents`, of an open checkpoint."""
-    from ..io.manifest import VERSION
+    from ..io.manifest import Manifest, version_of
 
     tied: dict[str, tuple[str, ...]] = {}
     for alias, name in checkpoint.aliases.items():
@@ -108,13 +108,13 @@ def contents_of(checkpoint: Opened) -> Contents:
         for name, h in checkpoint.held.items()
     ]  # fmt: skip
     files = {os.path.basename(path): os.path.getsize(path) for path in checkpoint.files}
-    version = VERSION if checkpoint.format == "pennyweight" else None
+    version = version_of(Manifest(checkpoint.quantized)) if checkpoint.format == "pennyweight" else None
     return Contents(checkpoint.path, checkpoint.format, version, files, sorted(tensors, key=lambda t: _natural(t.name)))
 
 
 def scheme(meta: Meta) -> str:
     """As a Scheme prints."""
-    return f"{meta.spec}" + ("" if meta.act is None else f" × {meta.act}")
+    return f"{meta.spec}" + (" perm" if meta.perm else "") + ("" if meta.act is None else f" × {meta.act}")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

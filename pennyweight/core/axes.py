@@ -76,7 +76,7 @@ def drop_axis(w: QT, axis: int) -> Any:
     """Remove a stored axis of size one."""
     w = sliceable(w)
     if axis == w.ndim - 1:
-        w = unpacked(w)
+        w = unpacked(w).with_(perm=None)  # of one entry: there is but one order
     block = w.spec.block
     if block is not None:
         full = (1,) * (w.ndim - len(block)) + block
@@ -137,7 +137,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
 def _expanded(w: QT, shape: tuple[int, ...]) -> Any:
     stored = w.with_(shape=shape).stored_shape
     if stored[-1] != w.stored_shape[-1]:
-        w = unpacked(w)
+        w = unpacked(w).with_(perm=None)
     part_shape = blocks.counts(w.spec.block, stored)
 
     def part(p: Any, slot: str) -> Any:
@@ -195,7 +195,7 @@ def regrouped(w: QT, shape: tuple[int, ...]) -> Any:
     else:
         count = math.prod(old[:lead])
         new = next((i for i in range(len(shape) + 1) if math.prod(shape[:i]) == count), -1)
-        if not single or new < 0 or new == len(shape):
+        if not single or new < 0 or new == len(shape) or w._perm is not None:
             return NotImplemented
         block = None if w.spec.block is None else (-1,) * (len(shape) - new)
         w = unpacked(w)

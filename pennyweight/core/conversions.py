@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .numerics import Parts
+from .numerics import Parts, unordered
 from .spec import QuantSpec
 
 
@@ -29,7 +29,7 @@ class Quantized(NamedTuple):
 class Conversion:
     """Of one type of device. Each function may answer NotImplemented.
 
-    dequantize  (parts in the layout of spec, spec, stored shape, dtype) -> the tensor in stored order
+    dequantize  (parts in the layout of spec, without perm; spec, stored shape, dtype) -> the tensor in stored order
     quantize    (x, spec, rule, eps) -> Quantized
     finite      (x) -> whether x holds neither NaN nor inf
     """
@@ -47,7 +47,10 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
     if torch.compiler.is_compiling() or not in_memory(parts.codes):
         return NotImplemented
     way = CONVERSIONS.get(parts.codes.device.type)
-    return NotImplemented if way is None else way.dequantize(parts, spec, shape, dtype)
+    if way is None:
+        return NotImplemented
+    x = way.dequantize(parts._replace(perm=None), spec, shape, dtype)
+    return x if x is NotImplemented else unordered(x, parts.perm)
 
 
 def quantize(x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None) -> Any:

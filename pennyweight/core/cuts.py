@@ -20,9 +20,10 @@ QT = AffineQuantizedTensor
 
 
 def cut(w: QT, dim: int, start: int, stop: int, step: int = 1) -> Any:
-    """w[.., start:stop:step, ..] along logical ``dim``, quantized; NotImplemented where that cuts through blocks.
+    """w[.., start:stop:step, ..] along logical ``dim``, quantized; NotImplemented where that cuts through blocks, or
+    through an axis that lies in another order.
 
-    A piece that keeps one scale while elements outside it share it is marked read-only.
+    A piece that keeps one scale while elements outside it share it is marked read-only; so is one that keeps an order.
     """
     axis, n = stored_axis(w, dim), w.shape[dim]
     start, stop = (max(0, i + n) if i < 0 else min(i, n) for i in (start, stop))
@@ -33,6 +34,10 @@ def cut(w: QT, dim: int, start: int, stop: int, step: int = 1) -> Any:
 
 
 def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, ...]) -> Any:
+    if w._perm is not None:
+        if axis == w.ndim - 1:
+            return NotImplemented
+        w = w.with_(readonly=True)
     w = sliceable(w)
     size = blocks.resolve(w.spec.block, w.stored_shape)[axis]
     n = w.stored_shape[axis]
@@ -122,15 +127,28 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         isinstance(t, QT)
         and (t.act, t.axes, t.dtype, t.ndim) == (first.act, first.axes, first.dtype, first.ndim)
         and resized(t.shape, d, 0) == resized(first.shape, d, 0)
-        and all(a is b or (a is not None and b is not None and torch.equal(a, b))
-                for a, b in zip(t.parts[4:], first.parts[4:], strict=True))
+        and all(map(_same, t.parts[4:], first.parts[4:]))
         for t in tensors
-    ):  # fmt: skip
+    ) or (first._perm is not None and axis == first.ndim - 1):  # fmt: skip
         return NotImplemented
     out = _join(tensors, axis, resized(first.shape, d, sum(t.shape[d] for t in tensors)))
-    if out is NotImplemented or first.spec.layout == "plain":
+    if out is NotImplemented:
+        return out
+    if out._perm is not None:
+        out = out.with_(perm=out._perm.clone())
+    if first.spec.layout == "plain":
         return out
     return out.to_layout(portable_layout(out.spec))
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two parts that there is one of in all are equal, as far as that can be told."""
+    if a is b or a is None or b is None:
+        return a is b
+    traced = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
+    if isinstance(a, traced) or isinstance(b, traced) or a.is_meta or b.is_meta:
+        return False
+    return a.shape == b.shape and torch.equal(a, b.to(a.dtype))
 
 
 def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
@@ -188,6 +206,10 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _pick(w: QT, axis: int, picks: Tensor) -> Any:
+    if w._perm is not None:
+        if axis == w.ndim - 1:
+            return NotImplemented
+        w = w.with_(perm=w._perm.clone())
     w = sliceable(w)
     if axis == w.ndim - 1:
         w = unpacked(w)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import blocks, fallback
 from .choose import Params, choose
 from .layouts import get_layout
-from .numerics import quantize
+from .numerics import ordered, quantize
 from .spec import QuantSpec
 from .tensor import FUNCTIONS, AffineQuantizedTensor, check_finite, implements
 
@@ -38,6 +38,7 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
         return target
     if target.axes is not None:
         value = value.permute([target.axes.index(i) for i in range(len(target.axes))])
+    value = ordered(value, target._perm)
     spec = target.spec.with_(layout="plain")
     plain = quantize(value, spec, params=_kept(target, value, spec) if update else None)
     parts = get_layout(target.spec.layout).pack(plain, target.spec, target.stored_shape)
@@ -74,12 +75,12 @@ def _check_writable(target: QT) -> None:
     if target.readonly:
         raise RuntimeError(
             f"in-place change of a part of a quantized tensor {tuple(target.shape)} ({target.spec}): it is a copy or "
-            "shares scales with elements outside it; dequantize the whole weight, change that, and copy_ it back"
+            "shares scales, or the order of its channels, with elements outside it; dequantize the whole weight, change that, and copy_ it back"
         )
 
 
 def copy_parts_(target: QT, source: QT) -> None:
-    """Copy parts bit for bit; both under the same spec and layout."""
+    """Copy parts bit for bit; both under the same spec and layout. An order of channels that source has not is left."""
     for mine, theirs in zip(target.parts, source.parts, strict=True):
         if isinstance(mine, QT):
             copy_parts_(mine, theirs)
@@ -97,6 +98,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
         isinstance(source, QT)
         and source.spec.with_(layout="plain") == target.spec.with_(layout="plain")
         and (source.shape, source.axes) == (target.shape, target.axes)
+        and (source._perm is None) == (target._perm is None)
     ):
         _check_writable(target)
         moved: Any = source.to(target.device)

@@ -22,6 +22,7 @@ class Parts(NamedTuple):
     """What is stored of a tensor. ``scale`` and ``offset`` are Parts themselves where the spec says they are quantized.
 
     ``act_scale`` and ``act_zero_point`` are the stored parameters of a static activation, not of the tensor's value.
+    ``perm`` [K] is the order of the last stored axis: stored entry j is entry perm[j] of the value. None: their own.
     """
 
     codes: Tensor
@@ -30,6 +31,7 @@ class Parts(NamedTuple):
     offset: Any = None
     act_scale: Tensor | None = None
     act_zero_point: Tensor | None = None
+    perm: Tensor | None = None
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Parts:
         """fn over every tensor, nested ones too."""
@@ -66,7 +68,8 @@ def store(params: Params, spec: QuantSpec) -> tuple[tuple[Any, Tensor | None, An
 
 
 def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The tensor of ``shape`` that plain parts stand for. Computed in float32 (float64 if asked), rounded once.
+    """The tensor of ``shape`` that plain parts stand for, its last axis in the order of the value. Computed in float32
+    (float64 if asked), rounded once.
 
     Saturates: the least code of a block may stand for a little more than its largest element, so beyond the dtype.
     """
@@ -83,7 +86,24 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
         if x.shape[axis] != n:
             x = x.narrow(axis, 0, n)
     limit = torch.finfo(dtype).max
-    return x.to(dtype).clamp_(-limit, limit).contiguous()
+    x = x.to(dtype).clamp_(-limit, limit)
+    return x.contiguous() if parts.perm is None else unordered(x, parts.perm)
+
+
+def ordered(x: Tensor, perm: Tensor | None) -> Tensor:
+    """x with its last axis in the order in which parts with that ``perm`` are stored."""
+    return x if perm is None else x.index_select(-1, perm)
+
+
+def unordered(x: Tensor, perm: Tensor | None) -> Tensor:
+    """Inverse of :func:`ordered`."""
+    return x if perm is None else x.index_select(-1, perm.argsort())
+
+
+def is_order(perm: Tensor) -> bool:
+    """Whether these are the numbers 0 .. n-1, each once, in any order."""
+    n = perm.shape[0]
+    return torch.equal(perm.sort().values, torch.arange(n, dtype=perm.dtype, device=perm.device))
 
 
 def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:

@@ -10,7 +10,9 @@ Invariants, each a property test:
 7. A zero or constant block gives finite values; NaN or inf is an error that names the tensor.
 
 Parts are stored with the contracted axis last. ``axes`` says which stored axis each logical axis is (None: the same
-order), so that ``w.t()`` costs nothing under any layout and ``x @ w.t()`` still finds its kernel.
+order), so that ``w.t()`` costs nothing under any layout and ``x @ w.t()`` still finds its kernel. The contracted axis
+itself may lie in another order, ``perm``: stored entry j is entry perm[j] of the value. So do weights whose channels
+were sorted before they were grouped (GPTQ's activation order).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor
 from . import blocks, conversions
 from .choose import Params
 from .layouts import READABLE, get_layout, portable_layout
-from .numerics import Parts, dequantize, quantize, sqnr
+from .numerics import Parts, dequantize, is_order, ordered, quantize, sqnr
 from .spec import DTYPES, ActivationSpec, QuantSpec, dtype_name
 
 SLOTS = Parts._fields
@@ -62,6 +64,7 @@ class AffineQuantizedTensor(Tensor):
     _offset: Tensor | None
     _act_scale: Tensor | None
     _act_zero_point: Tensor | None
+    _perm: Tensor | None
     spec: QuantSpec
     act: ActivationSpec | None
     axes: tuple[int, ...] | None
@@ -90,6 +93,11 @@ class AffineQuantizedTensor(Tensor):
         if axes == tuple(range(len(shape))):
             axes = None
         shape = tuple(shape)
+        if parts.perm is not None and tuple(parts.perm.shape) != stored_shape(shape, axes)[-1:]:
+            raise ValueError(
+                f"perm of a quantized tensor {shape} is {tuple(parts.perm.shape)}; it has one entry for each of the "
+                f"{stored_shape(shape, axes)[-1:]} entries of the axis that is stored last"
+            )
         self: AffineQuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -156,13 +164,16 @@ class AffineQuantizedTensor(Tensor):
 
     def plain_parts(self) -> Parts:
         """Unpacked parts in stored order, nested ones as Parts."""
-        parts = get_layout(self.spec.layout).unpack(self.parts, self.spec, self.stored_shape)
-        return each_part(parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
+        parts = get_layout(self.spec.layout).unpack(self.parts._replace(perm=None), self.spec, self.stored_shape)
+        plain = each_part(parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
+        return plain._replace(perm=self._perm)
 
     @property
     def parts(self) -> Parts:
         """The stored parts, as they lie in memory."""
-        return Parts(self._codes, self._scale, self._zero_point, self._offset, self._act_scale, self._act_zero_point)
+        return Parts(
+            self._codes, self._scale, self._zero_point, self._offset, self._act_scale, self._act_zero_point, self._perm
+        )
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -211,6 +222,11 @@ class AffineQuantizedTensor(Tensor):
         return self._act_zero_point
 
     @property
+    def perm(self) -> Tensor | None:
+        """Order of the axis that is stored last: stored entry j is entry perm[j] of the value. None: as it is."""
+        return self._perm
+
+    @property
     def tensor_impl(self) -> PlainView:
         """Read-only view of plain, unpacked values whatever the layout: .int_data, .scale, .zero_point."""
         return PlainView(self)
@@ -220,20 +236,27 @@ class AffineQuantizedTensor(Tensor):
         return sqnr(reference.detach(), self._dequantize(torch.float32))
 
     def requantize(self, spec: QuantSpec, rule: str | None = None) -> AffineQuantizedTensor:
-        """This tensor under another spec, through float once. A change of layout alone is exact."""
+        """This tensor under another spec, through float once. A change of layout alone is exact.
+
+        Blocks that divide the stored axis keep its order (``perm``); others do not need it.
+        """
         if spec.with_(layout="plain") == self.spec.with_(layout="plain"):
             return self.to_layout(spec.layout)
-        x = self.with_(axes=None, shape=self.stored_shape)._dequantize(torch.float32)
-        new = AffineQuantizedTensor.from_float(x, spec, rule)
-        return self.with_(parts=new.parts, spec=spec, readonly=False)
+        shape = self.stored_shape
+        x = self.with_(axes=None, shape=shape)._dequantize(torch.float32)
+        perm = self._perm
+        if perm is not None:
+            perm = perm.clone() if blocks.counts(spec.block, shape)[-1] > 1 else None
+        new = AffineQuantizedTensor.from_float(ordered(x, perm), spec, rule)
+        return self.with_(parts=new.parts._replace(perm=perm), spec=spec, readonly=False)
 
     def to_layout(self, name: str) -> AffineQuantizedTensor:
         """The same values in another layout, exactly."""
         if name == self.spec.layout:
             return self
         spec, shape = self.spec.with_(layout=name), self.stored_shape
-        parts = get_layout(self.spec.layout).unpack(self.parts, self.spec, shape)
-        return self.with_(parts=get_layout(name).pack(parts, spec, shape), spec=spec)
+        parts = get_layout(self.spec.layout).unpack(self.parts._replace(perm=None), self.spec, shape)
+        return self.with_(parts=get_layout(name).pack(parts, spec, shape)._replace(perm=self._perm), spec=spec)
 
     def with_(self, **changes: Any) -> AffineQuantizedTensor:
         """A tensor like this one with some of parts, spec, shape, dtype, act, axes, readonly (or slots) changed."""
@@ -314,6 +337,8 @@ class AffineQuantizedTensor(Tensor):
         text = f"AffineQuantizedTensor(shape={tuple(self.shape)}, {self.spec}, dtype={self.dtype}, device={self.device}"
         if self.act is not None:
             text += f", act={self.act}"
+        if self._perm is not None:
+            text += f", perm=[{self._perm.shape[0]}]"
         return text + (", requires_grad=True)" if self.requires_grad else ")")
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -329,7 +354,8 @@ class AffineQuantizedTensor(Tensor):
         return AffineQuantizedTensor(parts, spec, outer_size, dtype, act, axes, readonly, requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
-        return f"{STORED} {static_json(self)}"  # a cached graph knows the parts by the names of their attributes
+        # A cached graph knows the parts by the names of their attributes; the spec does not say whether there is a perm.
+        return f"{STORED} {self._perm is not None} {static_json(self)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AffineQuantizedTensor:
         if id(self) in memo:
@@ -376,9 +402,15 @@ class PlainView:
     """Plain values of a quantized tensor: ``int_data`` (codes), ``scale``, ``zero_point`` (or real ``offset``).
 
     Shapes follow the logical axes; padding is cut off. A symmetric tensor shows its constant zero point (``mid``).
+    Raises AttributeError for a tensor stored in another order of its channels: codes in their own would not fit scales.
     """
 
     def __init__(self, tensor: AffineQuantizedTensor) -> None:
+        if tensor._perm is not None:
+            raise AttributeError(
+                f"a quantized tensor {tuple(tensor.shape)} ({tensor.spec}) is stored in another order of its channels: "
+                "plain codes and scales would not fit each other; use .codes, .scale and .perm, or dequantize()"
+            )
         self._tensor, self._parts = tensor, tensor.plain_parts()
 
     def _logical(self, part: Tensor) -> Tensor:
@@ -530,7 +562,7 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
     if spec.layout == "bits" and codes:
         codes, dtype = (*codes[:-1], -(-codes[-1] * spec.format.bits // 8)), torch.uint8
     kinds: dict[str, Any] = {"codes": dtype, **spec.part_specs()}
-    names = parts.keys() - {"act_scale", "act_zero_point"}
+    names = parts.keys() - {"act_scale", "act_zero_point", "perm"}
     if get_layout(spec.layout).devices is not None or names != kinds.keys():
         raise ValueError(f"pickled {spec} has parts {sorted(names)}; expected {sorted(kinds)} in a portable layout")
     for name, kind in kinds.items():
@@ -540,6 +572,12 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
             raise ValueError(
                 f"pickled {spec} of {list(shape)}: {name} is {held} {list(part.shape)}, expected {kind} {list(size)}"
             )
+    perm = parts.get("perm")
+    if perm is not None and (
+        perm.dtype not in (torch.int32, torch.int64) or tuple(perm.shape) != shape[-1:]
+        or not (perm.is_meta or is_order(perm))
+    ):  # fmt: skip
+        raise ValueError(f"pickled {spec} of {list(shape)}: perm is no order of the {list(shape[-1:])} channels")
 
 
 torch.serialization.add_safe_globals([rebuild])

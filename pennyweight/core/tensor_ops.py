@@ -78,6 +78,7 @@ def consistent(w: Any) -> Any:
         return w
     shape = w.stored_shape
     ok = w._scale is None or tuple(w._scale.shape) == blocks.counts(w.spec.block, shape)
+    ok = ok and (w._perm is None or tuple(w._perm.shape) == tuple(shape[-1:]))
     if w.spec.layout == "plain":
         ok = ok and tuple(w._codes.shape) == blocks.padded(w.spec.block, shape)
     return w if ok else NotImplemented
@@ -137,7 +138,11 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> Any:
     if dtype not in DTYPES.values() or kwargs.get("requires_grad"):
         return NotImplemented
     device = kwargs.get("device") or w.device
-    return map_parts(w, lambda p: torch.empty_like(p, device=device), dtype=dtype, readonly=False)
+    out = map_parts(w, lambda p: torch.empty_like(p, device=device), dtype=dtype, readonly=False)
+    if w._perm is None:
+        return out
+    # Whatever the codes are, an order must be one: it is memory that others are addressed by.
+    return out.with_(perm=torch.arange(w._perm.shape[0], dtype=w._perm.dtype, device=device))
 
 
 @implements(

@@ -6,6 +6,7 @@ scale       finite; not negative unless the file says ``signed_scale``; zero is 
 offset      finite, quantized or not
 zero_point  within the range of the codes
 codes       numbers of the format: no NaN or infinity, no index past a table; unused bits of a row's last byte are zero
+perm        each of the places of the contracted axis once
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..core import blocks
 from ..core.formats import E8M0, Format
-from ..core.numerics import Parts, dequantize
+from ..core.numerics import Parts, dequantize, is_order
 from ..core.packing import unpack_bits
 from ..core.spec import QuantSpec
 from .manifest import KeyedError, Meta
@@ -41,6 +42,8 @@ def check_data(name: str, meta: Meta, get: Get) -> None:
                 raise ValueError(f"{name}.act_scale is zero: no activation has that scale")
             if meta.act.spec.zero_point:
                 _check_range(get(f"{name}.act_zero_point"), meta.act.spec.format, f"{name}.act_zero_point")
+        if meta.perm and not is_order(get(f"{name}.perm")):
+            raise ValueError(f"{name}.perm: not the numbers 0 to {meta.stored_shape[-1] - 1}, each once")
     except ValueError as e:
         raise KeyedError(name, str(e)) from e
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +18,21 @@ from .container import MAX_AXES, check_name, size_of
 from .strict_json import parse
 
 KEY = "pennyweight"  # the one key of a file's __metadata__ that is ours
-VERSION = 1
+VERSION = 2  # the newest that is read; what is written says the least that it needs, see version_of
 MAX_MANIFEST_BYTES = 32 << 20
 MAX_MANIFEST_DEPTH = 16  # a spec within a spec within a spec takes 6
 # Every name that can follow "<tensor>." in a file. Frozen: readers of version 1 know these and no others.
 PART_NAMES = ("codes", "scale", "zero_point", "offset", "act_scale", "act_zero_point")
+PART_NAMES_2 = (*PART_NAMES, "perm")
 
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class Meta:
-    """One quantized tensor as a file describes it; the spec is without layout. signed_scale: scales may be negative."""
+    """One quantized tensor as a file describes it; the spec is without layout. signed_scale: scales may be negative.
+    perm: the contracted axis is stored in another order, which is a stored part.
+    """
 
     spec: QuantSpec
     shape: tuple[int, ...]
@@ -36,6 +40,7 @@ class Meta:
     act: ActivationSpec | None = None
     axes: tuple[int, ...] | None = None
     signed_scale: bool = False
+    perm: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -53,8 +58,13 @@ class Manifest:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
+def version_of(manifest: Manifest) -> int:
+    """The version that a file with this manifest says: the first in which all of it is known."""
+    return 2 if any(meta.perm for meta in manifest.tensors.values()) else 1
+
+
 def stored_parts(name: str, meta: Meta) -> Stored:
-    """Stored tensors of a quantized tensor, in the order codes, scale, zero_point, offset, act_*: dtype and shape.
+    """Stored tensors of a quantized tensor, in the order codes, scale, zero_point, offset, act_*, perm: dtype and shape.
 
     Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], a row on the last axis ends on a whole byte.
     """
@@ -63,6 +73,8 @@ def stored_parts(name: str, meta: Meta) -> Stored:
         out[f"{name}.act_scale"] = (torch.float32, (1,))
         if meta.act.spec.zero_point:
             out[f"{name}.act_zero_point"] = (meta.act.spec.zero_point_dtype, (1,))
+    if meta.perm:
+        out[f"{name}.perm"] = (torch.int32, meta.stored_shape[-1:])
     return out
 
 
@@ -101,8 +113,10 @@ def dump(manifest: Manifest) -> str:
             data["axes"] = list(meta.axes)
         if meta.signed_scale:
             data["signed_scale"] = True
+        if meta.perm:
+            data["perm"] = True
         tensors[name] = data
-    data = {"version": VERSION, "tensors": tensors, "aliases": manifest.aliases}
+    data = {"version": version_of(manifest), "tensors": tensors, "aliases": manifest.aliases}
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
@@ -118,11 +132,12 @@ def read(metadata: Mapping[str, str]) -> Manifest:
             f"format version {version} is newer than this release reads ({VERSION}); upgrade pennyweight to open it"
         )
     check_keys("manifest", data, required={"version", "tensors", "aliases"}, optional=set())
-    if type(version) is not int or version != VERSION:
-        raise ValueError(f"format version {str(version)[:40]!r}; this release reads {VERSION}")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f"format version {str(version)[:40]!r}; this release reads 1 to {VERSION}")
     if not isinstance(data["tensors"], dict) or not isinstance(data["aliases"], dict):
         raise ValueError("manifest: tensors and aliases must be objects")
-    tensors = {name: _named(name, _meta, raw) for name, raw in data["tensors"].items()}
+    convert = partial(_meta, version=version)
+    tensors = {name: _named(name, convert, raw) for name, raw in data["tensors"].items()}
     aliases = {name: _named(name, _alias, raw) for name, raw in data["aliases"].items()}
     return Manifest(tensors, aliases)
 
@@ -150,8 +165,9 @@ def _alias(raw: Any) -> str:
     return raw
 
 
-def _meta(raw: Any) -> Meta:
-    check_keys("quantized tensor", raw, {"spec", "shape", "dtype"}, {"act", "axes", "signed_scale"})
+def _meta(raw: Any, version: int) -> Meta:
+    optional = {"act", "axes", "signed_scale", "perm"} if version >= 2 else {"act", "axes", "signed_scale"}
+    check_keys("quantized tensor", raw, {"spec", "shape", "dtype"}, optional)
     spec, shape, dtype, axes = QuantSpec.from_dict(raw["spec"]), raw["shape"], raw["dtype"], raw.get("axes")
     if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"shape must be a list of at most {MAX_AXES} whole numbers that are not negative")
@@ -163,8 +179,11 @@ def _meta(raw: Any) -> Meta:
             raise ValueError(f"axes must be a permutation of 0..{len(shape) - 1}")
         if axes == sorted(axes):
             raise ValueError("axes in stored order are left out")
-    if type(raw.get("signed_scale", True)) is not bool:
-        raise ValueError("signed_scale must be true or false")
+    for key in ("signed_scale", "perm"):
+        if type(raw.get(key, True)) is not bool:
+            raise ValueError(f"{key} must be true or false")
+    if raw.get("perm") and (not shape or max(shape) > torch.iinfo(torch.int32).max):
+        raise ValueError("perm is of an axis, of at most 2^31 - 1 entries")
     act = None if raw.get("act") is None else ActivationSpec.from_dict(raw["act"])
     _check_spec(spec)
     if act is not None:
@@ -173,9 +192,9 @@ def _meta(raw: Any) -> Meta:
             raise ValueError(f"act: unknown rule {act.rule[:40]!r}; known: {', '.join(RULES)}")
         if act.eps is not None and not (math.isfinite(act.eps) and act.eps >= 0):
             raise ValueError(f"act: eps must be finite and not negative, got {act.eps}")
-    return Meta(
-        spec, tuple(shape), DTYPES[dtype], act, None if axes is None else tuple(axes), raw.get("signed_scale", False)
-    )
+    axes = None if axes is None else tuple(axes)
+    signed, perm = raw.get("signed_scale", False), raw.get("perm", False)
+    return Meta(spec, tuple(shape), DTYPES[dtype], act, axes, signed, perm)
 
 
 def _check_spec(spec: QuantSpec) -> None:
@@ -220,9 +239,10 @@ def check_parts(manifest: Manifest, stored: Stored) -> None:
         owned.update(parts)  # `|=` with the keys of a dict would copy the set each time
         if name in stored:
             raise KeyedError(name, "is both a stored tensor and a quantized one")
+    known = PART_NAMES if version_of(manifest) == 1 else PART_NAMES_2
     for name in sorted(stored.keys() - owned):
         for prefix, then in _prefixes(name):
-            if then in PART_NAMES and prefix in manifest.tensors:
+            if then in known and prefix in manifest.tensors:
                 raise KeyedError(prefix, f"left-over part {name}, which {manifest.tensors[prefix].spec} does not have")
     for name in manifest.tensors:
         if any(prefix in manifest.tensors for prefix, _ in _prefixes(name)):

@@ -160,6 +160,8 @@ def build(name: str, meta: Meta, get: Callable[[str], Tensor]) -> AffineQuantize
         value = value._replace(act_scale=get(f"{name}.act_scale"))
         if meta.act.spec.zero_point:
             value = value._replace(act_zero_point=get(f"{name}.act_zero_point"))
+    if meta.perm:
+        value = value._replace(perm=get(f"{name}.perm"))
     spec = spec.with_(layout="bits") if as_bits else spec
     return AffineQuantizedTensor(value, spec, meta.shape, meta.dtype, meta.act, meta.axes)
 
@@ -217,7 +219,7 @@ def describe(name: str, w: AffineQuantizedTensor) -> Meta:
     scale = scale.plain_parts() if isinstance(scale, AffineQuantizedTensor) else scale
     spec = clean(w.spec)
     signed = is_signed(scale, spec, blocks.counts(spec.block, w.stored_shape))
-    return Meta(spec, tuple(w.shape), w.dtype, act, w.axes, signed)
+    return Meta(spec, tuple(w.shape), w.dtype, act, w.axes, signed, w.perm is not None)
 
 
 def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
@@ -249,6 +251,8 @@ def pack_parts(name: str, parts: Parts, meta: Meta, packed: bool = False) -> dic
         out[f"{name}.act_scale"] = _number(name, parts.act_scale).float()
         if parts.act_zero_point is not None:
             out[f"{name}.act_zero_point"] = _number(name, parts.act_zero_point).to(meta.act.spec.zero_point_dtype)
+    if parts.perm is not None:
+        out[f"{name}.perm"] = parts.perm.to(torch.int32)
     out = {k: t.detach().contiguous() for k, t in out.items()}
     check_parts(Manifest({name: meta}), {k: (t.dtype, tuple(t.shape)) for k, t in out.items()})
     on_cpu = {k: t.cpu() for k, t in out.items()}

@@ -163,6 +163,7 @@ def _found(c: Checkpoint, name: str, found: Found) -> Held:
 
 def _native(file: File, name: str, meta: Meta) -> Held:
     stored = stored_parts(name, meta)
+    shared = shared_parts(name)  # by all rows
 
     def checked(meta: Meta, get: Callable[[str], Tensor]) -> Tensor:
         try:
@@ -173,9 +174,9 @@ def _native(file: File, name: str, meta: Meta) -> Held:
 
     def rows(start: int, stop: int) -> Tensor:
         def get(part: str) -> Tensor:
-            if part.startswith(f"{name}.act_"):
-                return file.read(part, 0, 1)
             shape = stored[part][1]
+            if part in shared:
+                return file.read(part, 0, shape[0])
             width = math.prod(shape[1:])
             return file.read(part, start * width, stop * width).reshape(stop - start, *shape[1:])
 
@@ -184,6 +185,11 @@ def _native(file: File, name: str, meta: Meta) -> Held:
     by_rows = len(meta.shape) > 1 and meta.axes is None and rows_independent(meta.spec, meta.shape)
     nbytes = sum(_size(file.entries[part]) for part in stored)
     return Held(meta, nbytes, lambda: checked(meta, file.tensor), rows if by_rows else None)
+
+
+def shared_parts(name: str) -> tuple[str, ...]:
+    """Stored parts of a tensor that are not cut into rows."""
+    return tuple(f"{name}.{slot}" for slot in ("act_scale", "act_zero_point", "perm"))
 
 
 def _plain(file: File, name: str) -> Held:

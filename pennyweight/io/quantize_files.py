@@ -20,7 +20,7 @@ from ..models.sites import is_linear
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError
 from .job import Job, Told, carry_out, check_places
-from .manifest import VERSION
+from .manifest import Manifest, version_of
 from .native import Item
 from .outline import outline, read_config
 from .shards import MAX_SHARD_BYTES, divide
@@ -197,4 +197,4 @@ def _fill_report(decided: Decided, sqnr: dict[str, float]) -> None:
 
 def quantization_config(config: str) -> dict[str, Any]:
     """The entry of config.json; for people, and for loaders to know whose files these are."""
-    return {"quant_method": "pennyweight", "version": VERSION, "config": config}
+    return {"quant_method": "pennyweight", "version": version_of(Manifest()), "config": config}

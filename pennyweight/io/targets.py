@@ -18,7 +18,7 @@ from .container import DTYPE_NAMES, Entry
 from .errors import CheckpointError
 from .manifest import Meta, Stored, clean, stored_parts
 from .native import Item, pack
-from .opened import Held
+from .opened import Held, shared_parts
 from .streaming import COPY_BYTES, ROWS_NUMEL, Noise
 
 EXACT, REQUANTIZED, FLOAT, COPIED = "exact", "requantized", "float", "copied"
@@ -96,7 +96,7 @@ def foreign(name: str, writing: Writing) -> Target:
         if near is None:
             return Choice(Entry(kind.dtype, kind.shape), FLOAT, why)
         act = kind.act if near.format.kind == kind.spec.format.kind else None
-        new = replace(kind, spec=near, act=act, axes=kind.axes, signed_scale=True)
+        new = replace(kind, spec=near, act=act, signed_scale=True, perm=False)
         refused = writing.refuses(name, new)
         if refused is not None:
             return Choice(Entry(kind.dtype, kind.shape), FLOAT, refused)
@@ -122,7 +122,7 @@ def item(target: Target, name: str, held: Held, choice: Choice, aliases: tuple[s
                 part = meta if tuple(w.shape) == meta.shape else replace(meta, shape=tuple(w.shape))
                 out = target.pack(name, spelt(name, w, choice, part.spec, noise), part)
             for stored, tensor in out.items():
-                if start == 0 or not stored.startswith(f"{name}.act_"):
+                if start == 0 or stored not in shared_parts(name):
                     yield stored, start * (tensor.numel() // max(1, tensor.shape[0])) if start else 0, tensor
 
     meta = choice.kind if isinstance(choice.kind, Meta) else None
@@ -149,8 +149,10 @@ def spelt(name: str, w: AffineQuantizedTensor, choice: Choice, spec: QuantSpec, 
     if choice.how == EXACT:
         return parts
     shape, mine = w.stored_shape, clean(w.spec)
-    new = respell(parts, mine, shape, spec)
+    assert isinstance(choice.kind, Meta)
     was = dequantize(parts, mine, shape)
+    moved = parts.perm is not None and not choice.kind.perm  # channels in their own order have other blocks
+    new = None if moved else respell(parts, mine, shape, spec)
     if new is None:
         new = quantize(was, spec)
     noise.add(name, was, sqnr(was, dequantize(new, spec, shape)))

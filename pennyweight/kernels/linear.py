@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..core import fallback
 from ..core.numerics import Parts
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, foreign, implements, static_json
-from .table import Case, case_of, get_kernel, select
+from .table import Case, Kernel, case_of, get_kernel, reorders, select
 
 QT = AffineQuantizedTensor
 PLAIN = (Tensor, torch.nn.Parameter)  # what surely has memory to read
@@ -37,8 +38,22 @@ def bind(w: QT, dtype: torch.dtype) -> Bound:
     """What runs this weight for inputs of a dtype, remembered on the weight."""
     case = case_of(w, dtype)
     kernel = select("linear", case)
-    w._bound[dtype] = bound = (w.shape[-1], kernel.bound(case), None if kernel.bind is None else w.parts)
+    inner = w.with_(perm=None) if reorders(kernel, case) and kernel.bind is None else None
+    w._bound[dtype] = bound = (w.shape[-1], _runs(kernel, case, inner), None if kernel.bind is None else w.parts)
     return bound
+
+
+def _runs(kernel: Kernel, case: Case, inner: QT | None = None) -> Callable[..., Tensor]:
+    """As ``Kernel.bound``, with the input put into the order of the weight's channels where it has one of its own.
+
+    inner  the weight without that order, where it is the same at each call and the kernel reads more than parts
+    """
+    if not reorders(kernel, case):
+        return kernel.bound(case)
+    run = kernel.bound(replace(case, perm=False))
+    if kernel.bind is not None:
+        return lambda x, parts, bias: run(x.index_select(-1, parts.perm), parts, bias)
+    return lambda x, w, bias: run(x.index_select(-1, w.perm), w.with_(perm=None) if inner is None else inner, bias)
 
 
 @implements(F.linear, table=FUNCTIONS)
@@ -174,7 +189,7 @@ def _parse_key(key: str) -> tuple[Any, ...]:
 def _bound_to(key: str, dtype: torch.dtype, device: str) -> tuple[Callable[..., Tensor], dict[str, Any], bool]:
     """Kernel of a key for inputs of a dtype, the tree of its parts, and whether parts are all it needs of a weight."""
     kernel, tree, spec, shape, _, act = _parse_key(key)
-    return kernel.bound(Case(spec, act, shape, dtype, device)), tree, kernel.bind is not None
+    return _runs(kernel, Case(spec, act, shape, dtype, device, "perm" in tree)), tree, kernel.bind is not None
 
 
 def _weight(key: str, parts: list[Tensor]) -> tuple[Any, QT]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ..core import fallback
+from ..core.numerics import unordered
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
 from .cpu import experts
 from .linear import LIBRARY, _flatten, _nest, run_linear, traced_linear
-from .table import case_of, select
+from .table import case_of, reorders, select
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
@@ -117,7 +118,10 @@ def _bmm(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _batch(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
     """x [E, M, K] @ w [E, N, K].T per batch, or, with ``ends``, groups of rows of x [T, K] that end there."""
-    kernel = select("bmm", case_of(w, x.dtype))
+    case = case_of(w, x.dtype)
+    kernel = select("bmm", case)
+    if reorders(kernel, case):
+        x, w = x.index_select(-1, w._perm), w.with_(perm=None)
     if kernel.layout is not None and _traced(w):
         tensors, tree = _flatten(w)
         key = json.dumps({"kernel": kernel.name, "tree": tree, "weight": json.loads(static_json(w))})
@@ -178,4 +182,8 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     w, index = args[:2]
     if not isinstance(w, QT) or w.axes is not None:
         return _plain(func, args, kwargs)
-    return select("embedding", case_of(w)).run(index, w, None)
+    case = case_of(w)
+    kernel = select("embedding", case)
+    if not reorders(kernel, case):
+        return kernel.run(index, w, None)
+    return unordered(kernel.run(index, w.with_(perm=None), None), w._perm)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..core import blocks
 from ..core.spec import ActivationSpec, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
 
@@ -23,6 +24,8 @@ class Case:
     spec    the weight's spec; its layout is that of the tensor at hand, "plain" while planning
     shape   stored shape of the weight, contracted axis last
     dtype   dtype of the input, which is also the output's
+    perm    whether the contracted axis lies in another order. Kernels do not see that: the caller puts the input (or
+            for a table, the result) into the order of the weight
     """
 
     spec: QuantSpec
@@ -30,9 +33,11 @@ class Case:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    perm: bool = False
 
     def __str__(self) -> str:
         act = "" if self.act is None else f", activation {self.act}"
+        act = f" in another order of channels{act}" if self.perm else act
         return f"weight {list(self.shape)} {self.spec}{act}, {str(self.dtype).removeprefix('torch.')} on {self.device}"
 
 
@@ -70,12 +75,30 @@ class Kernel:
         """The sentence that refuses the case, or None."""
         if self.devices is not None and case.device not in self.devices:
             return f"runs on {', '.join(self.devices)} only, the weight is on {case.device}"
+        if case.perm and self.rank >= 0:  # the others dequantize, and with that put the channels back
+            verdict = _takes_reordered(self.op, case)
+            if verdict is not True:
+                return verdict or "refused"
         verdict = self.accepts(case)
         if verdict is not True:
             return verdict or "refused"
         if not any_layout and self.layout not in (None, case.spec.layout):
             return f'reads layout "{self.layout}", the weight is in "{case.spec.layout}"'
         return None
+
+
+def _takes_reordered(op: str, case: Case) -> bool | str:
+    if op not in ("linear", "bmm", "embedding"):
+        return "the weight's channels lie in another order"
+    if op == "embedding" or case.act is None or not case.shape:
+        return True
+    groups = blocks.counts(case.act.spec.block, (1,) * (len(case.shape) - 1) + case.shape[-1:])[-1]
+    return groups <= 1 or "the input is quantized in groups of channels, the weight's lie in another order"
+
+
+def reorders(kernel: Kernel, case: Case) -> bool:
+    """Whether the caller of a kernel selected for a case has to put channels into the order of the weight."""
+    return case.perm and kernel.rank >= 0
 
 
 _TABLE: dict[str, list[Kernel]] = {}
@@ -120,7 +143,8 @@ def select(op: str, case: Case, *, any_layout: bool = False) -> Kernel:
 
 def case_of(w: AffineQuantizedTensor, dtype: torch.dtype | None = None) -> Case:
     """The case that a weight is. Sizes that a trace holds as symbols become numbers there: a weight's are static."""
-    return Case(w.spec, w.act, tuple(int(n) for n in w.stored_shape), dtype or w.dtype, w.device.type)
+    shape = tuple(int(n) for n in w.stored_shape)
+    return Case(w.spec, w.act, shape, dtype or w.dtype, w.device.type, w._perm is not None)
 
 
 @dataclass(frozen=True)

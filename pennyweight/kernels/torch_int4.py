@@ -103,7 +103,7 @@ def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     both = parts.scale.transpose(0, 1)
     scale = both[..., 0].contiguous()
     offset = None if spec.offset is None else both[..., 1].contiguous()
-    return Parts(codes, scale, None, offset, parts.act_scale, parts.act_zero_point)
+    return parts._replace(codes=codes, scale=scale, offset=offset)
 
 
 _EXAMPLES = (

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core.numerics import Parts
 from ..kernels.table import case_of, select
 
 NAMES = (  # in the order they are called
@@ -37,6 +39,8 @@ class Siblings:
         """Let the layers be siblings, if all of them are frozen."""
         self.same = False  # the last time they got the same input
         self._together: dict[torch.dtype, Callable[..., list[Tensor]] | None] = {}
+        # Orders of their channels, with versions, and whether they are equal
+        self._orders: tuple[list[tuple[Tensor, int]], bool] = ([], False)
         # Input, its version, and by layer what it may take: (weight, bias, result), or None while watching.
         self._held: tuple[Any, int, dict[int, Any]] | None = None
         if all(hasattr(layer, "_siblings") for layer in self.layers):
@@ -69,9 +73,9 @@ class Siblings:
         # Whether an inference tensor was written to in between cannot be known.
         if x.numel() > ROWS * x.shape[-1] or x.is_inference():
             return None
-        ref = weakref.ref(x)
+        ref, version = weakref.ref(x), x._version
         if not self.same:
-            self._held = ref, x._version, dict.fromkeys(map(id, self.layers[1:]))
+            self._held = ref, version, dict.fromkeys(map(id, self.layers[1:]))
             return None
         if x.dtype not in self._together:
             self._together[x.dtype] = self._bind(x.dtype)
@@ -82,16 +86,34 @@ class Siblings:
         for layer in self.layers[1:]:
             weights.append(layer._renewed())
             biases.append(layer._parameters["bias"])
-        ys = run(x, [w.parts for w in weights], biases)
+        parts = [w.parts for w in weights]
+        if parts[0].perm is not None:
+            if not self._one_order(parts):
+                return None
+            x = x.index_select(-1, parts[0].perm)
+        ys = run(x, parts, biases)
         mine = zip(self.layers[1:], weights[1:], biases[1:], ys[1:], strict=True)
-        self._held = ref, x._version, {id(layer): rest for layer, *rest in mine}
+        self._held = ref, version, {id(layer): rest for layer, *rest in mine}
         return ys[0]
+
+    def _one_order(self, parts: list[Parts]) -> bool:
+        """Whether the channels of all weights lie in the same order. Compared once, and whenever one was changed."""
+        perms: list[Tensor] = [p.perm for p in parts if p.perm is not None]
+        if any(p.is_inference() for p in perms) or len(perms) < len(parts):
+            return False
+        seen, same = self._orders
+        if len(seen) != len(perms) or any(a is not b or v != b._version for (a, v), b in zip(seen, perms, strict=True)):
+            same = all(torch.equal(perms[0], p.to(perms[0].dtype)) for p in perms[1:])
+            self._orders = [(p, p._version) for p in perms], same
+        return same
 
     def _bind(self, dtype: torch.dtype) -> Callable[..., list[Tensor]] | None:
         cases = tuple(case_of(layer._plain.tensor, dtype) for layer in self.layers)
         kernels = {select("linear", case).name: select("linear", case) for case in cases}
         kernel = next(iter(kernels.values()))
-        return kernel.together(cases) if len(kernels) == 1 and kernel.together is not None else None
+        if len(kernels) > 1 or kernel.together is None or len({case.perm for case in cases}) > 1:
+            return None
+        return kernel.together(tuple(replace(case, perm=False) for case in cases))
 
 
 def families(model: nn.Module) -> Iterator[tuple[nn.Module, ...]]:

@@ -18,8 +18,8 @@ FILE_VIEWS: tuple[Any, ...] = (
 
 
 def find_view(w: AffineQuantizedTensor) -> Any:
-    """The first view that holds w, or None."""
-    return next((view for view in FILE_VIEWS if view.holds(w)), None)
+    """The first view that holds w, or None: of torchao's classes none has another order of channels."""
+    return next((view for view in FILE_VIEWS if view.holds(w)), None) if w.perm is None else None
 
 
 def view_of(w: AffineQuantizedTensor) -> Any:
@@ -29,6 +29,7 @@ def view_of(w: AffineQuantizedTensor) -> Any:
         raise ValueError(
             f"torchao has no tensor class for {w.spec.with_(layout='plain')} of shape {tuple(w.shape)}"
             + ("" if w.act is None else f" under an activation {w.act}")
+            + ("" if w.perm is None else " in another order of its channels")
             + "; save it with pennyweight.save"
         )
     return view

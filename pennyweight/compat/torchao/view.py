@@ -55,7 +55,7 @@ class ViewMeta(ShellMeta):
     """isinstance() recognizes what a view holds."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, AffineQuantizedTensor) and cls.holds(instance)
+        return isinstance(instance, AffineQuantizedTensor) and instance.perm is None and cls.holds(instance)
 
 
 class View(Shell, metaclass=ViewMeta):

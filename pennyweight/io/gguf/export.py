@@ -137,11 +137,11 @@ def _typed(name: str, hf: str, held: Held, wanted: BlockType | None) -> Planned:
             return Planned(hf, held, _float_type(kind, wanted), "copied", f"{_word(held)}, as it is")
         type_, why = _divides(wanted, n)
         return Planned(hf, held, type_, "quantized", why)
-    if wanted is None or wanted.spec == meta.spec:
-        for type_ in TYPES.values():
-            if type_.pack is not None and type_.spec == meta.spec:
-                return Planned(hf, held, type_, "exact", "exact")
-        for ask in ("exact", "rounded"):
+    same = [t for t in TYPES.values() if t.pack is not None and t.spec == meta.spec and not meta.perm]
+    if same and (wanted is None or wanted in same):
+        return Planned(hf, held, wanted or same[0], "exact", "exact")
+    if wanted is None:
+        for ask in ("exact", "rounded") if not meta.perm else ():
             for type_ in (TYPES[t] for t in _IN_ORDER):
                 if n % type_.elements == 0 and fits(meta.spec, meta.shape, type_.spec) == ask:
                     note = "exact" if ask == "exact" else f"the codes of {meta.spec}, scales rounded"
@@ -270,7 +270,7 @@ def _parts(p: Planned, x: Tensor, noise: Noise) -> Parts:
             return parts
         value = dequantize(parts, mine, shape)
         if not isinstance(spec, torch.dtype):
-            new = respell(parts, mine, shape, spec)
+            new = None if parts.perm is not None else respell(parts, mine, shape, spec)
             if new is not None:
                 noise.add(p.hf, value, sqnr(value, dequantize(new, spec, shape)))
                 return new

@@ -56,7 +56,7 @@ def expert(w: Any, e: int) -> Parts:
     """Parts of one expert, as views. What there is one of in all goes to each. w: a weight, or its parts."""
     w = _plain(w)
     own = (_view(w.codes, e), _view(w.scale, e), _view(w.zero_point, e), _view(w.offset, e))
-    return Parts(*own, w.act_scale, w.act_zero_point)
+    return Parts(*own, *w[4:])
 
 
 def _join(whole: Any, each: list[Any]) -> Any:
