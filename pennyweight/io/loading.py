@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,15 +105,10 @@ def _unfit(mine: Tensor, held: Meta | Entry) -> str | None:
 
 
 def _state_dict(c: Checkpoint, device: Any) -> dict[str, Tensor]:
-    def get(i: int) -> Callable[[str], Tensor]:
-        return c.files[i].tensor
-
-    out: dict[str, Tensor] = {}
-    for i, manifest in enumerate(c.manifests):
-        try:
-            out |= assemble(manifest, list(c.files[i].entries), get(i))
-        except KeyedError as e:
-            raise CheckpointError(c.files[i].path, e.name, str(e)) from e
+    try:
+        out = assemble(c.manifest, list(c.where), c.tensor)
+    except KeyedError as e:
+        raise CheckpointError(_home(c, e.name), e.name, str(e)) from e
     if device is not None:
         moved = {id(t): t.to(device) for t in out.values()}
         out = {name: moved[id(t)] for name, t in out.items()}
@@ -141,18 +135,24 @@ def _tensors(c: Checkpoint, slots: dict[str, Slot], source: dict[str, str], devi
 
 
 def _one(c: Checkpoint, held: str, meta: Meta | None, device: Any, ops: tuple[str, ...]) -> Tensor:
-    file = c.files[c.where[held] if meta is None else c.where[next(iter(stored_parts(held, meta)))]]
     try:
         if meta is None:
-            tensor = file.tensor(held)
+            tensor = c.tensor(held)
             check_plain(held, tensor)
             return tensor if device is None else tensor.to(device)
-        check_data(held, meta, file.tensor)
-        w: Any = build(held, meta, file.tensor)
+        check_data(held, meta, c.tensor)
+        w: Any = build(held, meta, c.tensor)
     except KeyedError as e:
-        raise CheckpointError(file.path, e.name, str(e)) from e
+        raise CheckpointError(_home(c, held), e.name, str(e)) from e
     w = w if device is None else w.to(device)
     return prepare(w, ops) if w.ndim > 1 else w
+
+
+def _home(c: Checkpoint, name: str) -> str:
+    """The file that holds a tensor, or the first of its parts."""
+    meta = c.manifest.tensors.get(name)
+    stored = name if meta is None else next(iter(stored_parts(name, meta)))
+    return c.files[c.where[stored]].path if stored in c.where else c.path
 
 
 def _parameter(tensor: Tensor, slots: list[Slot]) -> nn.Parameter:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
 
 from torch import nn
 
@@ -22,12 +21,11 @@ from ..models.sites import is_linear
 from .checkpoint import INDEX, Checkpoint, open_checkpoint
 from .container import place
 from .errors import CheckpointError
-from .manifest import VERSION
 from .native import Item, metadata_of
 from .outline import outline, read_config
 from .progress import Progress, fingerprint
 from .shards import MAX_SHARD_BYTES, divide, is_ours, shard_names
-from .side_files import copy_side_files
+from .side_files import copy_side_files, quantization_config
 from .streaming import Noise, copied, quantized
 from .write import Writer, index_bytes, publish, write_bytes
 
@@ -43,6 +41,7 @@ class Job:
     report: Report
     shards: list[list[Item]]
     noise: Noise = field(default_factory=lambda: Noise({}, {}))
+    skip: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +106,7 @@ def _decide(
     handled = next((r for r in todo.rows if r.call is not None), None)
     if handled is not None:
         raise PlanError(f"{handled.name}: {handled.note}; a handler needs the module: load the model and quantize_ it")
-    job = Job(source, todo, todo.report(), [])
+    job = Job(source, todo, todo.report(), [], skip=skip)
     job.report.config = f"{job.report.config}; {how}"
     job.shards = divide(_items(job), size)
     return job
@@ -205,7 +204,7 @@ def _carry_out(job: Job, dst: str, resume: bool, told: Told | None) -> None:
     names = shard_names(len(job.shards))
     os.makedirs(dst, exist_ok=True)
     progress = _begin(job, dst, resume)
-    copy_side_files(job.source.path, dst, _quantization_config(job))
+    copy_side_files(job.source.path, dst, quantization_config(job.plan.config, job.skip or None))
     active = {r.places[0].name: r for r in job.plan.active}
     total, count = len(active), 0
     for name, shard in zip(names, job.shards, strict=True):
@@ -274,8 +273,3 @@ def _fill_report(job: Job, sqnr: dict[str, float]) -> None:
         if name in items:
             out.bytes_after = items[name].nbytes
             out.sqnr = sqnr.get(name)
-
-
-def _quantization_config(job: Job) -> dict[str, Any]:
-    """The entry of config.json; for people, and for loaders to know whose files these are."""
-    return {"quant_method": "pennyweight", "version": VERSION, "config": str(job.plan.config)}
