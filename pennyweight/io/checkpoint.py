@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .container import Entry, File, check_name
 from .errors import CheckpointError
-from .manifest import KeyedError, Manifest, check_parts, read
+from .manifest import KEY, KeyedError, Manifest, check_parts, read, stored_parts
 from .strict_json import parse
 
 SINGLE = "model.safetensors"
@@ -82,6 +83,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return _open(path, [real])
 
 
+def open_files(paths: Sequence[str]) -> Checkpoint:
+    """Open these safetensors files as one checkpoint, as another library found them. Raises CheckpointError."""
+    out = _open(os.path.dirname(paths[0]) or ".", list(paths))
+    held = [name for file in out.files for name in file.entries]
+    if len(held) > len(out.where):
+        out.close()
+        twice = next(name for name in out.where if held.count(name) > 1)
+        raise CheckpointError(out.path, twice, "is in two files")
+    return out
+
+
 def _open_index(path: str, folder: str, index: str) -> Checkpoint:
     weight_map = read_index(index)
     names = sorted(set(weight_map.values()))
@@ -103,13 +115,13 @@ def _open(
             if names is not None and weight_map is not None:
                 _check_shard(file, names[i], weight_map)
             out.where.update(dict.fromkeys(file.entries, i))
-            out.manifests.append(_manifest(file))
         if weight_map is not None:
             for stored, name in weight_map.items():
                 if stored not in out.where:
                     raise CheckpointError(
                         os.path.join(path, name), stored, "the index names it, the file does not hold it"
                     )
+        out.manifests = _shared(out) or [_manifest(file) for file in out.files]
         _check_together(out)
     except BaseException:
         out.close()
@@ -124,10 +136,25 @@ def _check_shard(file: File, name: str, weight_map: dict[str, str]) -> None:
             raise CheckpointError(file.path, stored, "not in the index" if home is None else f"is in {home} as well")
 
 
-def _manifest(file: File) -> Manifest:
+def _shared(c: Checkpoint) -> list[Manifest]:
+    """Where all of several files carry the same manifest, it is about all of them: each file's share. Else none."""
+    if len(c.files) < 2 or len({file.metadata.get(KEY) for file in c.files}) > 1 or KEY not in c.files[0].metadata:
+        return []
+    whole = _manifest(c.files[0], [e for file in c.files for e in file.entries.items()])
+    out = [Manifest() for _ in c.files]
+    for name, meta in whole.tensors.items():
+        out[c.where[next(iter(stored_parts(name, meta)))]].tensors[name] = meta
+    home = {name: i for i, manifest in enumerate(out) for name in manifest.tensors}
+    for alias, target in whole.aliases.items():
+        out[home[target] if target in home else c.where[target]].aliases[alias] = target
+    return out
+
+
+def _manifest(file: File, entries: Iterable[tuple[str, Entry]] | None = None) -> Manifest:
     try:
         manifest = read(file.metadata)
-        check_parts(manifest, {name: (e.dtype, e.shape) for name, e in file.entries.items()})
+        entries = file.entries.items() if entries is None else entries
+        check_parts(manifest, {name: (e.dtype, e.shape) for name, e in entries})
     except KeyedError as e:
         raise CheckpointError(file.path, e.name, str(e)) from e
     except ValueError as e:

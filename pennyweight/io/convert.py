@@ -20,9 +20,8 @@ from .manifest import Meta
 from .native import metadata_of
 from .opened import Held, Opened
 from .outline import looks_linear
-from .quantize_files import quantization_config
 from .shards import MAX_SHARD_BYTES, divide
-from .side_files import copy_side_files
+from .side_files import copy_side_files, quantization_config
 from .streaming import Noise
 from .targets import COPIED, EXACT, FLOAT, REQUANTIZED, Choice, Target
 
@@ -77,7 +76,7 @@ def convert(
 
             return write_gguf(source, dst, gguf_type, names, resume, dry_run, progress)
         check_places(source.files, source.path, dst)
-        target = _target(to, dtype, f"converted from {source.format}")
+        target = _target(to, dtype)
         job, report, chosen = _decide(source, target, max_shard_bytes)
         if not dry_run:
             fill(report, chosen, carry_out(job, dst, resume, progress))
@@ -93,9 +92,9 @@ def _named(source: Opened, names: Any) -> Opened:
     return under_hf_names(source, names)
 
 
-def _target(to: str, dtype: torch.dtype | None, how: str) -> Target:
+def _target(to: str, dtype: torch.dtype | None) -> Target:
     if to == "pennyweight":
-        return targets.native(quantization_config(how))
+        return targets.native(quantization_config(None))
     if to == "float":
         return targets.floats(dtype)
     codec = next(codec for codec in CODECS if codec.name == to)

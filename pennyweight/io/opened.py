@@ -106,11 +106,11 @@ def opened(c: Checkpoint, codec: Codec | None, method: Mapping[str, Any], config
     found = {} if codec is None else _find(c, codec, method)
     held = {name: _found(c, name, f) for name, f in found.items()}
     owned = {stored for f in found.values() for stored in f.stored}
-    for i, manifest in enumerate(c.manifests):
+    for manifest in c.manifests:
         for name, meta in manifest.tensors.items():
             stored = stored_parts(name, meta)
             owned |= stored.keys()
-            held[name] = _native(c.files[i], name, meta)
+            held[name] = _native(c, name, meta)
     for stored, i in c.where.items():
         if stored not in owned:
             held[stored] = _plain(c.files[i], stored)
@@ -161,20 +161,21 @@ def _found(c: Checkpoint, name: str, found: Found) -> Held:
     return Held(meta, sum(_size(c.entry(s)) for s in found.stored), read)
 
 
-def _native(file: File, name: str, meta: Meta) -> Held:
+def _native(c: Checkpoint, name: str, meta: Meta) -> Held:
     stored = stored_parts(name, meta)
+    path = c.files[c.where[next(iter(stored))]].path
     shared = shared_parts(name)  # by all rows
 
     def checked(meta: Meta, get: Callable[[str], Tensor]) -> Tensor:
         try:
             check_data(name, meta, get)
         except KeyedError as e:
-            raise CheckpointError(file.path, e.name, str(e)) from e
+            raise CheckpointError(path, e.name, str(e)) from e
         return build(name, meta, get)
 
     def rows(start: int, stop: int) -> Tensor:
         def get(part: str) -> Tensor:
-            shape = stored[part][1]
+            shape, file = stored[part][1], c.files[c.where[part]]
             if part in shared:
                 return file.read(part, 0, shape[0])
             width = math.prod(shape[1:])
@@ -183,8 +184,8 @@ def _native(file: File, name: str, meta: Meta) -> Held:
         return checked(replace(meta, shape=(stop - start, *meta.shape[1:])), get)
 
     by_rows = len(meta.shape) > 1 and meta.axes is None and rows_independent(meta.spec, meta.shape)
-    nbytes = sum(_size(file.entries[part]) for part in stored)
-    return Held(meta, nbytes, lambda: checked(meta, file.tensor), rows if by_rows else None)
+    nbytes = sum(_size(c.entry(part)) for part in stored)
+    return Held(meta, nbytes, lambda: checked(meta, c.tensor), rows if by_rows else None)
 
 
 def shared_parts(name: str) -> tuple[str, ...]:

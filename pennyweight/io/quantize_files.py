@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 from torch import nn
 
@@ -20,11 +19,10 @@ from ..models.sites import is_linear
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError
 from .job import Job, Told, carry_out, check_places
-from .manifest import Manifest, version_of
 from .native import Item
 from .outline import outline, read_config
 from .shards import MAX_SHARD_BYTES, divide
-from .side_files import copy_side_files
+from .side_files import copy_side_files, quantization_config
 from .streaming import Noise, copied, quantized
 
 
@@ -99,7 +97,7 @@ def _decide(
     report = todo.report()
     report.config = f"{report.config}; {how}"
     noise = Noise({}, {})
-    method = quantization_config(str(config))
+    method = quantization_config(config, skip or None)
     job = Job(
         tuple(file.path for file in source.files),
         [f"{row.name}: {row.scheme!r}" for row in todo.rows],
@@ -193,8 +191,3 @@ def _fill_report(decided: Decided, sqnr: dict[str, float]) -> None:
         if name in items:
             out.bytes_after = items[name].nbytes
             out.sqnr = sqnr.get(name)
-
-
-def quantization_config(config: str) -> dict[str, Any]:
-    """The entry of config.json; for people, and for loaders to know whose files these are."""
-    return {"quant_method": "pennyweight", "version": version_of(Manifest()), "config": config}

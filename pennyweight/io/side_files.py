@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..models.configs import AOBaseConfig
+from ..models.configs.plain_data import config_to_data
 from .checkpoint import inside
 from .errors import CheckpointError
+from .manifest import Manifest, version_of
 from .outline import read_config
 from .write import write_bytes
 
@@ -17,6 +20,20 @@ ENDINGS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".spm", "
 NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 MAX_BYTES = 64 << 20
 _ABOUT_WEIGHTS = ("quantize_config.json", "quantize.progress.json")  # of the old weights, and of a job
+METHOD = "pennyweight"
+
+
+def quantization_config(config: AOBaseConfig | None, left_out: Sequence[str] | None = None) -> dict[str, Any]:
+    """The "quantization_config" of config.json: whose files these are, and by which config they were made.
+
+    config None, or not one of the library's: null. left_out: modules that were not to be quantized.
+    """
+    try:
+        data = None if config is None else config_to_data(config)
+    except ValueError:  # a config of somebody's own; the weights say themselves what they are
+        data = None
+    names = None if left_out is None else list(left_out)
+    return {"quant_method": METHOD, "version": version_of(Manifest()), "config": data, "modules_to_not_convert": names}
 
 
 def copy_side_files(src: str, dst: str, quantization_config: dict[str, Any] | None) -> list[str]:

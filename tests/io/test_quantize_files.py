@@ -111,7 +111,8 @@ def test_small_files_come_along_and_code_does_not(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "dst" / "config.json").read_text())
     assert config["hidden_size"] == 64
     assert config["quantization_config"] == {
-        "quant_method": "pennyweight", "version": 1, "config": "Int4WeightOnlyConfig(group_size=32)",
+        "quant_method": "pennyweight", "version": 1, "config": {"type": "Int4WeightOnlyConfig", "group_size": 32},
+        "modules_to_not_convert": None,
     }  # fmt: skip
     with pytest.raises(CheckpointError, match="quantized already"):
         quantize_checkpoint(tmp_path / "dst", tmp_path / "again", CONFIGS["int4"])
