@@ -7,6 +7,7 @@ appendix E) for nf4; Dettmers et al. 2022 (8-bit optimizers) for the dynamic map
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -186,6 +187,27 @@ def _dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
     return tuple(sorted([0.0, 1.0, *positive, *([-v for v in positive] if signed else [])]))
 
 
+def _dynamic8_float32() -> tuple[float, ...]:
+    """The 256 numbers of ``_dynamic_map(8, signed=True)`` as bitsandbytes gets them, up to one unit in the last place off.
+
+    It takes the edges of the steps from ``torch.linspace`` in float32, here as CPUs with fused multiply-add round it:
+    upwards in the lower half, downwards from 1 in the upper one.
+    """
+    low = _float32(0.1)
+    positive: list[float] = []
+    for i in range(7):
+        n = 1 << i
+        step = _float32(1.0 - low) / n
+        edges = [_float32(low + step * k if k < (n + 1) // 2 else 1.0 - step * (n - k)) for k in range(n + 1)]
+        positive += [_float32(_float32(a + b) / 2 * _float32(10.0 ** (i - 6))) for a, b in pairwise(edges)]
+    return tuple(sorted([0.0, 1.0, *positive, *(-v for v in positive)]))
+
+
+def _float32(x: float) -> float:
+    """x rounded to float32."""
+    return float(struct.unpack("f", struct.pack("f", x))[0])
+
+
 INT1, INT2, INT3, INT4, INT5, INT6, INT7, INT8 = (_int(b) for b in range(1, 9))
 UINT1, UINT2, UINT3, UINT4, UINT5, UINT6, UINT7, UINT8 = (_uint(b) for b in range(1, 9))
 TERNARY = Format("ternary", 2, "int", torch.int8, -1, 1)
@@ -214,6 +236,10 @@ DYNAMIC8 = table("dynamic8", _dynamic_map(8, signed=True))
 UDYNAMIC8 = table("udynamic8", _dynamic_map(8, signed=False))
 DYNAMIC4 = table("dynamic4", _dynamic_map(4, signed=True))
 UDYNAMIC4 = table("udynamic4", _dynamic_map(4, signed=False))
+DYNAMIC8_FLOAT32 = table("dynamic8_float32", _dynamic8_float32())
+# bitsandbytes' fp4: sixteen quotients by 12, rounded to float32. It has two codes for zero, and so has the table.
+_FP4_TWELFTHS = (-12, -8, -6, -4, -3, -2, -0.0625, 0, 0, 0.0625, 2, 3, 4, 6, 8, 12)
+FP4_TWELFTHS = table("fp4_twelfths", tuple(_float32(v / 12) for v in _FP4_TWELFTHS))
 
 
 def _both_signs(*magnitudes: float) -> tuple[float, ...]:

@@ -135,7 +135,7 @@ def _find(c: Checkpoint, codec: Codec, method: Mapping[str, Any]) -> dict[str, F
     if c.manifest.tensors:
         raise CheckpointError(c.path, None, f"its config says {codec.name}, its tensors are in Pennyweight's format")
     try:
-        found = codec.find(entries, method)
+        found = codec.find(entries, method, c.tensor)
     except KeyedError as e:
         raise CheckpointError(c.path, e.name, f"{codec.name}: {e}") from e
     except ValueError as e:

@@ -42,7 +42,10 @@ def probes(fmt: Format) -> Tensor:
 @FORMATS
 def test_every_code_is_the_code_of_its_number(fmt: Format) -> None:
     codes = codes_of(fmt)
-    assert bits_of(fmt.encode(fmt.decode(codes))) == bits_of(codes)
+    own = bits_of(codes)
+    if fmt.kind == "table":  # a number that stands there twice has the first of its codes
+        own = [fmt.values.index(v) for v in fmt.values]
+    assert bits_of(fmt.encode(fmt.decode(codes))) == own
     assert len(codes) <= 1 << fmt.bits
     values = fmt.decode(codes)
     assert (values.min(), values.max()) == (torch.tensor(fmt.lo), torch.tensor(fmt.hi))

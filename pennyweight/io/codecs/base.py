@@ -1,8 +1,9 @@
 """Codec: how another library keeps quantized tensors in safetensors, as data: what to look for, and two directions.
 
 Reading turns stored tensors into plain parts and a spec without loss; writing is its inverse. A codec sees names,
-dtypes and shapes first (nothing is read), and tensors only when one is asked for. What it gives is checked as the
-native format's own parts are: dtypes, shapes, finite scales, codes in range (io/check.py).
+dtypes and shapes first, and reads what describes a tensor (a shape, a table, a JSON text: small, and checked to be
+before it is read); codes and scales only when the tensor is asked for. What it gives is checked as the native format's
+own parts are: dtypes, shapes, finite scales, codes in range (io/check.py).
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ class Codec:
     claims  whether a checkpoint is of this format, from ``quantization_config`` of config.json ({} where there is
             none) and the stored tensors
     find    the quantized tensors by parameter name. Raises KeyedError naming the tensor, or ValueError, where names,
-            dtypes or shapes do not fit each other or the config; never reads a tensor
+            dtypes or shapes do not fit each other or the config; reads only what describes a tensor
     oracle  what the values are compared with in the tests: package and version
     """
 
     name: str
     claims: Callable[[Mapping[str, Any], Mapping[str, Entry]], bool]
-    find: Callable[[Mapping[str, Entry], Mapping[str, Any]], dict[str, Found]]
+    find: Callable[[Mapping[str, Entry], Mapping[str, Any], Get], dict[str, Found]]
     oracle: str
     writing: Writing | None = None
