@@ -85,11 +85,11 @@ def _bits(size: int, tensors: list[Held]) -> float | None:
     return 8 * size / numel if numel else None
 
 
-def contents(path: str) -> Contents:
+def contents(path: str, allow_pickle: bool = False) -> Contents:
     """Read headers and metadata, nothing else. Raises CheckpointError."""
     from ..io import open
 
-    with open(path) as checkpoint:
+    with open(path, allow_pickle=allow_pickle) as checkpoint:
         return contents_of(checkpoint)
 
 

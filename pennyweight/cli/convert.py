@@ -27,6 +27,9 @@ def convert(
     names: Annotated[
         str, typer.Option(metavar="FILE", help="TOML with names of tensors, for a GGUF architecture not known here.")
     ] = "",
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read a file of torch.save; only of people whom you trust.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Go on with an interrupted job, or begin it anew.")
@@ -58,11 +61,11 @@ def convert(
     def job(**how: Any) -> Report:
         return run(
             src, dst, to=to, dtype=DTYPES[dtype] if dtype else None, gguf_type=gguf_type or None,
-            names=names or None, max_shard_bytes=size, **how,
+            names=names or None, allow_pickle=allow_pickle, max_shard_bytes=size, **how,
         )  # fmt: skip
 
     check_report_path(report_path, None if dry_run or to == "gguf" else dst)
-    before = contents(src).file_bytes
+    before = contents(src, allow_pickle).file_bytes
     if dry_run:
         tell(job(dry_run=True), before, None, report_path)
         return

@@ -14,7 +14,7 @@ FAILED = 2
 # Messages name arguments of Python; here they are options
 _SPELLING = {
     "resume=False": "--no-resume", "skip=": "--skip ", "group_size=": "--group-size ",
-    "on_indivisible=": "--on-indivisible ",
+    "on_indivisible=": "--on-indivisible ", "allow_pickle=True": "--allow-pickle", "gguf_type=": "--type ",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"\b({'|'.join(_SPELLING)})")
 

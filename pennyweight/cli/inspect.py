@@ -19,6 +19,9 @@ def inspect(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A checkpoint of any format: a folder, a file, or an index.")
     ],
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read a file of torch.save; only of people whom you trust.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     traceback: Traceback = False,
 ) -> None:
@@ -28,7 +31,7 @@ def inspect(
     """
     from .contents import contents
 
-    found = contents(path)
+    found = contents(path, allow_pickle)
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else text(found))
 
 

@@ -39,6 +39,7 @@ def convert(
     dtype: torch.dtype | None = None,
     gguf_type: str | None = None,
     names: str | os.PathLike[str] | None = None,
+    allow_pickle: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     resume: bool = True,
     dry_run: bool = False,
@@ -53,6 +54,7 @@ def convert(
     gguf_type  type of the matrices in a GGUF file ("Q4_K"); default: the one that has their numbers, Q8_0 for quantized
                ones that none has, floats as they are
     names      a TOML file with names of tensors, for GGUF of an architecture that is not known: see docs/formats.md
+    allow_pickle   see :func:`open`
     resume     go on with a job that was stopped here; the result is the same, byte for byte
     dry_run    only plan and check
 
@@ -69,7 +71,7 @@ def convert(
     if gguf_type is not None and to != "gguf":
         raise ValueError(f"gguf_type={gguf_type!r} is for to='gguf', not {to!r}")
     dst = os.path.abspath(os.fspath(dst))
-    with open_any(src) as found:
+    with open_any(src, allow_pickle=allow_pickle) as found:
         source = _named(found, names)
         if to == "gguf":
             from .gguf.export import write_gguf

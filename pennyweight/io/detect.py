@@ -11,17 +11,22 @@ from .codecs import CODECS
 from .errors import CheckpointError
 from .opened import Opened, opened
 from .outline import read_config, read_json
+from .plugins import reader
 
 GGUF_MAGIC = b"GGUF"
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 OWN = "pennyweight"
 
 
-def open(path: str | os.PathLike[str]) -> Opened:
+def open(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Opened:
     """Open a checkpoint of any format that is known: a folder, a file, or an index. Headers only.
 
     Safetensors: Pennyweight's own, floats, and those of other libraries, told by config.json and the names of the
     tensors; GGUF files (a folder that holds one and no safetensors will do; of a split one any part). Use the result
     as a mapping from names to tensors, and as a context manager. Names are those of the file. Raises CheckpointError.
+
+    allow_pickle: also read a file of torch.save, with torch.load(weights_only=True). A pickle is a program; torch lets
+    it call little, and has been wrong about that before. Only for files of people whom you trust.
     """
     path = os.fspath(path)
     gguf = find_gguf(path)
@@ -29,6 +34,12 @@ def open(path: str | os.PathLike[str]) -> Opened:
         from .gguf.opened import open_gguf
 
         return open_gguf(path, gguf)
+    if path.endswith(PICKLES) and os.path.isfile(path):
+        if not allow_pickle:
+            raise CheckpointError(
+                path, None, "is a pickle, which can run code: pass allow_pickle=True if you trust whoever made it"
+            )
+        return reader("torchao").open_pickle(path)
     checkpoint = open_checkpoint(path)
     try:
         return _safetensors(checkpoint)
@@ -68,6 +79,8 @@ def _safetensors(c: Checkpoint) -> Opened:
     method = quantization_of(config, folder)
     entries = {name: c.entry(name) for name in c.where}
     if not c.manifest.tensors:
+        if any("tensor_names" in file.metadata for file in c.files) and reader("torchao").claims(c):
+            return reader("torchao").open_safetensors(c, config)
         for codec in CODECS:
             if codec.claims(method, entries):
                 return opened(c, codec, method, config)

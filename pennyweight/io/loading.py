@@ -24,6 +24,8 @@ def load(
     *,
     strict: bool = True,
     device: torch.device | str | None = None,
+    names: str | os.PathLike[str] | None = None,
+    allow_pickle: bool = False,
 ) -> Any:
     """Read a checkpoint of any format that :func:`open` knows; return the model, or without one the state dict.
 
@@ -31,14 +33,21 @@ def load(
              dtypes included. Ties of the file and of the model are kept. Quantized weights do not require grad.
     strict   refuse names that only the model or only the file has
     device   put the tensors there; default: where the model's own are (CPU for meta ones)
+    names    a TOML file with names of tensors, for a GGUF file of an architecture that is not known; with a model the
+             tensors of a GGUF file go by Hugging Face's names, without one by their own
+    allow_pickle   see :func:`open`
 
     Tensors are mapped from the file, copy-on-write, and copied only where a kernel wants its own packing or the
     device is not the CPU. Raises CheckpointError before anything in the model has changed.
     """
     # Parameters made in inference mode could never again be part of a graph.
-    with open_any(path) as checkpoint, torch.inference_mode(False), torch.no_grad():
+    with open_any(path, allow_pickle=allow_pickle) as checkpoint, torch.inference_mode(False), torch.no_grad():
         if model is None:
             return _state_dict(checkpoint, device)
+        if checkpoint.format == "gguf":
+            from .gguf.opened import under_hf_names
+
+            checkpoint = under_hf_names(checkpoint, names)
         model_in = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
         slots = slots_of(model_in)
         lost = stranded(model_in) if strict else []

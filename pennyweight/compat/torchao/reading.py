@@ -1,0 +1,118 @@
+"""Checkpoints that torchao wrote, as pw.open gives them: flattened safetensors, and pickles where they are allowed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.tensor import AffineQuantizedTensor
+from ...io.checkpoint import Checkpoint
+from ...io.container import DTYPE_NAMES, Entry
+from ...io.errors import CheckpointError
+
+from ...io.native import describe, pack
+from ...io.opened import Held, Opened
+from . import pickles
+from .safetensors_state import unflatten_tensor_state_dict
+
+FORMAT = "torchao"
+_PICKLES = ("torchao", "pennyweight.compat.torchao")  # the names under which their classes were imported
+
+
+def claims(c: Checkpoint) -> bool:
+    """Whether the files' metadata describe their tensors as torchao does."""
+    return any("tensor_names" in file.metadata for file in c.files)
+
+
+def open_safetensors(c: Checkpoint, config: Mapping[str, Any] | None) -> Opened:
+    """torchao's flattened form. What a weight is depends on its zero points, so each is read once to tell.
+
+    Raises CheckpointError.
+    """
+    described: dict[str, str] = {}
+    for file in c.files:  # transformers writes the whole of it into every file
+        described |= {name: text for name, text in file.metadata.items() if name not in ("tensor_names", "format")}
+    parts = {name: _parts(c, name, text) for name, text in described.items()}
+    held = {name: _flattened(c, name, described[name], stored) for name, stored in parts.items()}
+    owned = {stored for some in parts.values() for stored in some}
+    left = sorted(c.where.keys() - owned)
+    if left:
+        raise CheckpointError(c.path, left[0], "belongs to no tensor that the metadata describe")
+    return Opened(c.path, FORMAT, held, tuple(file.path for file in c.files), c.close, {}, {}, config)
+
+
+def _parts(c: Checkpoint, name: str, text: str) -> tuple[str, ...]:
+    """Stored names of a tensor."""
+    try:
+        data = json.loads(text)
+        kind, parts = data["_type"], data.get("_tensor_data_names", [])
+        if not isinstance(kind, str) or not all(isinstance(p, str) for p in parts):
+            raise ValueError("wrong types")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise CheckpointError(c.path, name, f"its metadata do not describe a tensor: {e}") from e
+    module, _, param = name.rpartition(".")
+    prefix = f"{module}._{param}_" if module else f"_{param}_"
+    stored = (name,) if kind == "Tensor" else tuple(prefix + p for p in parts)
+    missing = [s for s in stored if s not in c.where]
+    if missing:
+        raise CheckpointError(c.path, name, f"part {missing[0]} is missing")
+    return stored
+
+
+def _flattened(c: Checkpoint, name: str, text: str, stored: tuple[str, ...]) -> Held:
+    def read() -> Tensor:
+        metadata = {"tensor_names": json.dumps([name]), name: text}
+        try:
+            found, _ = unflatten_tensor_state_dict({s: c.tensor(s) for s in stored}, metadata)
+        except (ValueError, TypeError, NotImplementedError) as e:
+            raise CheckpointError(c.path, name, str(e).removeprefix(f"{name}: ")) from e
+        return _checked(c.path, name, found[name])
+
+    nbytes = sum(c.entry(s).end - c.entry(s).begin for s in stored)
+    return _held(name, read(), nbytes, read)
+
+
+def _checked(path: str, name: str, w: Tensor) -> Tensor:
+    """A quantized tensor whose numbers mean something."""
+    if isinstance(w, AffineQuantizedTensor):
+        try:
+            pack(name, w, describe(name, w))
+        except CheckpointError as e:
+            raise CheckpointError(path, e.tensor, e.reason.removeprefix("cannot be stored: ")) from e
+    return w
+
+
+def _held(name: str, w: Tensor, nbytes: int, read: Any) -> Held:
+    if isinstance(w, AffineQuantizedTensor):
+        return Held(describe(name, w), nbytes, read)
+    return Held(Entry(w.dtype, tuple(w.shape), 0, nbytes), nbytes, read)
+
+
+def open_pickle(path: str) -> Opened:
+    """A file of torch.save that holds a state dict, of floats or torchao's tensors; torch.load(weights_only=True).
+
+    Raises CheckpointError, also for whatever torch itself makes of a bad file.
+    """
+    for name in _PICKLES:
+        pickles.allow(name)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:  # torch raises many kinds for a bad file; none of them may pass as something else
+        raise CheckpointError(path, None, f"torch.load(weights_only=True): {str(e)[:300]}") from e
+    if not isinstance(state, Mapping) or not all(isinstance(k, str) for k in state):
+        raise CheckpointError(path, None, f"holds a {type(state).__name__}, not a state dict of tensors")
+    held: dict[str, Held] = {}
+    for name, w in state.items():
+        if not isinstance(w, Tensor) or (not isinstance(w, AffineQuantizedTensor) and w.dtype not in DTYPE_NAMES):
+            raise CheckpointError(path, name, f"is a {type(w).__name__}, which is no tensor that can be read")
+        w = _checked(path, name, w.detach())
+        held[name] = _held(name, w, w.nbytes, lambda w=w: w)
+    return Opened(path, "torch", held, (os.path.realpath(path),), lambda: None)
+
+
+__all__ = ["FORMAT", "claims", "open_pickle", "open_safetensors"]
