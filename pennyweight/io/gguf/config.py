@@ -1,6 +1,6 @@
 """GGUF metadata <-> config.json, by tables.
 
-Facts: gguf.constants.Keys of gguf 0.19, llama.cpp's converter (conversion/*.py, 2026) for what it writes, and the config
+Facts: gguf.constants.Keys of gguf 0.19, what llama.cpp's converter writes (conversion/*.py, 2026), and the config
 classes of transformers 5.23. Where llama.cpp has no key for a value and another one built in, a config with that other
 value only is accepted: a file that computes something else is worse than none.
 """
@@ -279,7 +279,7 @@ def config_from_kv(
         config["head_dim"] = size
     elif size * heads != config["hidden_size"]:
         raise ValueError(
-            f"{arch.gguf}: {heads} heads of {size} are not embedding_length {config['hidden_size']}, as its config needs"
+            f"{arch.gguf}: {heads} heads of {size} are not embedding_length {config['hidden_size']}"
         )
     if arch.gguf != "bert":
         config["num_key_value_heads"] = integer(kv, f"{arch.gguf}.attention.head_count_kv", heads)

@@ -1,0 +1,376 @@
+"""A tokenizer's files as GGUF metadata. Everything is read as data: no tokenizer is built, no template rendered.
+
+Facts: gguf.vocab of gguf 0.19, llama.cpp's converter (conversion/base.py, bert.py) and src/llama-vocab.cpp (2026).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..checkpoint import inside
+from ..errors import CheckpointError
+from ..strict_json import parse
+from .pre_tokenizers import recognized
+from .values import KV
+from .vocabulary import (
+    BYTE,
+    CONTROL,
+    MAX_TOKENS,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    is_byte,
+    joinable,
+    piece,
+    ranks,
+    word,
+)
+
+# Gemma's tokenizer.json has 33 MB
+LIMITS = {"tokenizer.json": 128 << 20}
+MAX_SMALL = 8 << 20
+KEY = "tokenizer.ggml."
+# special token -> key of its id
+IDS = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "sep": "seperator_token_id",  # so spelled in GGUF
+    "pad": "padding_token_id",
+    "mask": "mask_token_id",
+}
+CLS = "cls_token_id"
+
+
+@dataclass
+class _Source:
+    """What the files say, checked."""
+
+    tokenizer: dict[str, Any]
+    settings: dict[str, Any]  # tokenizer_config.json
+    special: dict[str, Any]  # special_tokens_map.json
+    config: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+    tokens: list[str] = field(default_factory=list)
+    types: list[int] = field(default_factory=list)
+    ids: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def tokenizer_kv(folder: str, vocab_size: int | None = None) -> tuple[KV, list[str]]:
+    """(metadata ``tokenizer.*``, notes) of a folder with tokenizer.json, and the files beside it where there are any.
+
+    vocab_size: rows of the embedding matrix, up to which unused tokens are added; from config.json where None. Notes
+    say in what llama.cpp may differ from the tokenizer. Raises CheckpointError for a bad file and for a kind of
+    tokenizer that llama.cpp cannot be told.
+    """
+    real = os.path.realpath(folder)
+    path = os.path.join(real, "tokenizer.json")
+    if not os.path.lexists(path):
+        raise CheckpointError(
+            path, None, "is not there; load the tokenizer with transformers and save_pretrained() it, which writes it"
+        )
+    files = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json")
+    s = _Source(*(_read(real, name) for name in files))
+    try:
+        kind = _kind(s)
+        _vocabulary(s, kind, vocab_size)
+        kv: KV = {KEY + "model": ("STRING", kind)}
+        kv |= {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _word_piece}[kind](s)
+        kv |= _special_kv(s, kind)
+    except ValueError as e:
+        raise CheckpointError(path, None, str(e)) from e
+    return kv | _templates(real, s), s.notes
+
+
+def _read(folder: str, name: str) -> dict[str, Any]:
+    if not os.path.lexists(os.path.join(folder, name)):
+        return {}
+    path = inside(folder, name)
+    limit = LIMITS.get(name, MAX_SMALL)
+    try:
+        with open(path, "rb") as f:
+            data = parse(f.read(limit + 1), max_bytes=limit, max_depth=32, floats=True)
+    except (OSError, ValueError) as e:
+        raise CheckpointError(path, None, str(e)) from e
+    if not isinstance(data, dict):
+        raise CheckpointError(path, None, "must hold an object")
+    return data
+
+
+def _kind(s: _Source) -> str:
+    model = s.tokenizer.get("model")
+    if not isinstance(model, dict):
+        raise ValueError('"model" must be an object')
+    s.model = model
+    kind = model.get("type")
+    if kind is None and "merges" in model:  # the first tokenizer.json files do not say it
+        kind = "BPE"
+    if kind == "WordPiece":
+        if model.get("continuing_subword_prefix", "##") != "##":
+            raise ValueError(f"WordPiece with the prefix {model['continuing_subword_prefix']!r}; llama.cpp knows '##'")
+        return "bert"
+    if kind == "BPE" and model.get("byte_fallback") is True:
+        return "llama"
+    if kind == "BPE" and any(_has_type(s.tokenizer.get(k), "ByteLevel") for k in ("pre_tokenizer", "decoder")):
+        return "gpt2"
+    raise ValueError(
+        f"a tokenizer of type {str(kind)[:50]!r} that is neither byte-level BPE, nor BPE with byte fallback, nor "
+        "WordPiece has no form in GGUF that splits text the same way"
+    )
+
+
+def _has_type(node: Any, kind: str) -> bool:
+    """Whether a component of tokenizer.json is of a type, or holds one that is."""
+    return _find(node, kind) is not None
+
+
+def _find(node: Any, kind: str) -> dict[str, Any] | None:
+    if not isinstance(node, dict):
+        return None
+    if node.get("type") == kind:
+        return node
+    for key in ("pretokenizers", "normalizers", "decoders", "processors"):
+        for inner in node.get(key) or () if isinstance(node.get(key), list) else ():
+            found = _find(inner, kind)
+            if found is not None:
+                return found
+    return None
+
+
+def _vocabulary(s: _Source, kind: str, vocab_size: int | None) -> None:
+    """Fill tokens, types and ids: those of the model, then the added ones over them, unused ones in the gaps."""
+    vocab, added = s.model.get("vocab"), s.tokenizer.get("added_tokens") or []
+    if not isinstance(vocab, dict) or not isinstance(added, list):
+        raise ValueError('"vocab" must be an object and "added_tokens" a list')
+    extra = [(t.get("content"), t.get("id"), t.get("special") is True) for t in added if isinstance(t, dict)]
+    if len(extra) != len(added):
+        raise ValueError('"added_tokens" must hold objects')
+    for text, i in (*vocab.items(), *((text, i) for text, i, _ in extra)):
+        if not isinstance(text, str) or type(i) is not int or not 0 <= i < MAX_TOKENS:
+            raise ValueError(f"token {str(text)[:50]!r} needs an id from 0 to {MAX_TOKENS - 1}, has {str(i)[:50]!r}")
+    size = s.config.get("vocab_size") if vocab_size is None else vocab_size
+    used = 1 + max((*vocab.values(), *(i for _, i, _ in extra)), default=-1)
+    n = used if type(size) is not int else size
+    if not used <= n <= MAX_TOKENS:
+        raise ValueError(f"{used} tokens, but the model has {n} (vocab_size); take the tokenizer of this model")
+    s.tokens, s.types = [f"[PAD{i}]" for i in range(n)], [UNUSED] * n
+    for text, i in vocab.items():
+        if s.types[i] != UNUSED:
+            raise ValueError(f"tokens {s.tokens[i][:50]!r} and {text[:50]!r} have the same id {i}")
+        s.tokens[i], s.types[i] = text, NORMAL
+    for text, i, special in extra:
+        s.tokens[i], s.types[i] = text, CONTROL if special else USER_DEFINED
+    s.ids = dict(vocab) | {text: i for text, i, _ in extra}
+
+
+def _merges(s: _Source) -> list[tuple[str, str]]:
+    merges = s.model.get("merges")
+    if not isinstance(merges, list):
+        raise ValueError('"merges" must be a list')
+    out = []
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(p, str) and p for p in pair):
+            raise ValueError(f"merge {str(merge)[:50]!r} is not two pieces")
+        out.append((pair[0], pair[1]))
+    return out
+
+
+def _merge_kv(merges: list[tuple[str, str]]) -> KV:
+    bad = next((pair for pair in merges if " " in pair[0] or " " in pair[1]), None)
+    if bad:
+        raise ValueError(f"merge {bad!r} has a space in a piece, which GGUF cannot tell from the one between them")
+    return {KEY + "merges": ("ARRAY[STRING]", [f"{a} {b}" for a, b in merges])} if merges else {}
+
+
+def _list_kv(s: _Source) -> KV:
+    return {KEY + "tokens": ("ARRAY[STRING]", s.tokens), KEY + "token_type": ("ARRAY[INT32]", s.types)}
+
+
+def _byte_level(s: _Source) -> KV:
+    pre_tokenizer, ignore_merges = s.tokenizer.get("pre_tokenizer"), s.model.get("ignore_merges") is True
+    pre = recognized(pre_tokenizer, ignore_merges)
+    if pre is None:
+        s.notes.append(
+            'the pre-tokenizer is none that llama.cpp knows by name: written as "default", which cuts some text into '
+            "other words"
+        )
+    elif pre.ignore_merges != ignore_merges:
+        s.notes.append(f"ignore_merges is {ignore_merges}, which llama.cpp's {pre.name!r} does the other way")
+    normalizer = s.tokenizer.get("normalizer")
+    if normalizer is not None and not _is_empty(normalizer):
+        kind = normalizer.get("type") if isinstance(normalizer, dict) else None
+        s.notes.append(f"llama.cpp does not normalize text of byte-level tokenizers; this one does ({str(kind)[:30]})")
+    level = _find(pre_tokenizer, "ByteLevel") or {}
+    if level.get("add_prefix_space") is True:
+        s.notes.append("a space is put before the text (add_prefix_space), which llama.cpp does not do")
+    return {
+        KEY + "pre": ("STRING", pre.name if pre else "default"),
+        **_list_kv(s),
+        **_merge_kv(_merges(s)),
+    }
+
+
+def _is_empty(normalizer: Any) -> bool:
+    return isinstance(normalizer, dict) and normalizer.get("normalizers") == []
+
+
+def _sentencepiece(s: _Source) -> KV:
+    """Tokens with scores, by which llama.cpp merges: the best first, and any two pieces whose join is a token.
+
+    A score is minus the rank of the first merge that gives the token. Merges are written too, which llama.cpp ignores,
+    where the scores do not give the same list back.
+    """
+    merges, unk = _merges(s), s.model.get("unk_token")
+    rank = ranks(merges)
+    for i, text in enumerate(s.tokens):
+        if text == unk:
+            s.types[i] = UNKNOWN
+        elif s.types[i] == NORMAL and is_byte(text):
+            s.types[i] = BYTE
+    scores = [
+        float(-rank.get(text, len(merges))) if kind in (NORMAL, USER_DEFINED, UNUSED) else 0.0
+        for text, kind in zip(s.tokens, s.types, strict=True)
+    ]
+    kv: KV = {KEY + "pre": ("STRING", "default")}
+    again = joinable(s.tokens, s.types, scores)
+    if again != merges:
+        kv |= _merge_kv(merges)
+        if set(again) != set(merges):
+            s.notes.append(
+                f"{len(set(again) ^ set(merges))} pairs of tokens can be joined but have no merge, or the reverse: "
+                "llama.cpp, which goes by the tokens, splits some text otherwise"
+            )
+    prefix = _space_prefix(s)
+    # llama.cpp finds user-defined tokens in the text as it is
+    s.tokens = [
+        t.replace(SPACE, " ") if kind == USER_DEFINED else t for t, kind in zip(s.tokens, s.types, strict=True)
+    ]
+    return {
+        **kv,
+        **_list_kv(s),
+        KEY + "scores": ("ARRAY[FLOAT32]", scores),
+        KEY + "add_space_prefix": ("BOOL", prefix),
+        KEY + "remove_extra_whitespaces": ("BOOL", False),
+    }
+
+
+def _space_prefix(s: _Source) -> bool:
+    normalizer, space = s.tokenizer.get("normalizer"), _find(s.tokenizer.get("pre_tokenizer"), "Metaspace")
+    prepend = _find(normalizer, "Prepend")
+    if space is None:
+        return prepend is not None
+    if space.get("split") is True:
+        s.notes.append("words are split at spaces before merging, which llama.cpp does not do")
+    scheme = space.get("prepend_scheme", "always" if space.get("add_prefix_space", True) else "never")
+    if scheme != "never":
+        s.notes.append("llama.cpp puts a space before text that begins with one already; this tokenizer does not")
+    return scheme != "never"
+
+
+def _word_piece(s: _Source) -> KV:
+    """llama.cpp marks the first piece of a word, where BERT marks the others with ##."""
+    bert = _find(s.tokenizer.get("normalizer"), "BertNormalizer") or {}
+    lowercase = bert.get("lowercase", True) is True
+    accents = bert.get("strip_accents")
+    if not _has_type(s.tokenizer.get("pre_tokenizer"), "BertPreTokenizer"):
+        s.notes.append("llama.cpp splits words as BertPreTokenizer does; this tokenizer has another way")
+    marked = [piece(t) if k not in (CONTROL, UNUSED) else t for t, k in zip(s.tokens, s.types, strict=True)]
+    for old, new, kind in zip(s.tokens, marked, s.types, strict=True):
+        if kind not in (CONTROL, UNUSED) and word(new) != old:
+            raise ValueError(f"token {old[:50]!r} would be {word(new)[:50]!r} in GGUF")
+    s.tokens = marked
+    return {
+        KEY + "pre": ("STRING", "default"),
+        **_list_kv(s),
+        KEY + "normalizer.lowercase": ("BOOL", lowercase),
+        KEY + "normalizer.strip_accents": ("BOOL", lowercase if accents is None else accents is True),
+    }
+
+
+def _special_kv(s: _Source, kind: str) -> KV:
+    """Ids of the special tokens, and whether they are put around a text."""
+    first, last = _around(s)
+    texts = {name: _content(s, f"{name}_token") for name in (*IDS, "cls")}
+    texts["unk"] = texts["unk"] or (s.model.get("unk_token") if isinstance(s.model.get("unk_token"), str) else None)
+    if kind == "bert":
+        texts["cls"], texts["sep"] = texts["cls"] or first, texts["sep"] or last
+        texts["bos"], texts["eos"] = texts["bos"] or texts["cls"], texts["eos"] or texts["sep"]
+    kv: KV = {}
+    for name, key in (*IDS.items(), ("cls", CLS)):
+        i = s.ids.get(texts[name] or "", s.config.get(f"{name}_token_id"))
+        if type(i) is int and 0 <= i < len(s.tokens) and (name != "cls" or texts["cls"]):
+            kv[KEY + key] = ("UINT32", i)
+    for name, text in (("bos", first), ("eos", last)):
+        said = s.settings.get(f"add_{name}_token")
+        add = said if isinstance(said, bool) else text is not None
+        if text is not None and s.ids.get(text) != kv.get(KEY + IDS[name], (None, -1))[1]:
+            s.notes.append(f"{text!r} is put around a text but is not {name}_token: llama.cpp will not do it")
+            add = False
+        if add and KEY + IDS[name] not in kv:
+            raise ValueError(f"add_{name}_token is true, but there is no {name}_token")
+        kv[KEY + f"add_{name}_token"] = ("BOOL", add)
+    return kv
+
+
+def _around(s: _Source) -> tuple[str | None, str | None]:
+    """The tokens that the post-processor puts before and after a single text."""
+    post = s.tokenizer.get("post_processor")
+    template = _find(post, "TemplateProcessing")
+    if template is not None:
+        single = template.get("single")
+        steps = single if isinstance(single, list) and all(isinstance(x, dict) for x in single) else []
+        texts = [x["SpecialToken"].get("id") if isinstance(x.get("SpecialToken"), dict) else None for x in steps]
+        if len(texts) > 1:
+            first, last = texts[0], texts[-1]
+            return first if isinstance(first, str) else None, last if isinstance(last, str) else None
+    for kind in ("BertProcessing", "RobertaProcessing"):
+        around = _find(post, kind)
+        if around is not None:
+            pair = [around.get(k) for k in ("cls", "sep")]
+            if all(isinstance(p, list) and p and isinstance(p[0], str) for p in pair):
+                return pair[0][0], pair[1][0]
+    return None, None
+
+
+def _content(s: _Source, name: str) -> str | None:
+    for source in (s.settings, s.special):
+        value: Any = source.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            return value
+    return None
+
+
+def _templates(folder: str, s: _Source) -> KV:
+    """Chat templates, copied as text."""
+    value: Any = s.settings.get("chat_template")
+    if value is None and os.path.lexists(os.path.join(folder, "chat_template.jinja")):
+        path = inside(folder, "chat_template.jinja")
+        try:
+            with open(path, "rb") as f:
+                data = f.read(MAX_SMALL + 1)
+            if len(data) > MAX_SMALL:
+                raise ValueError(f"more than {MAX_SMALL} bytes")
+            value = data.decode("utf-8")
+        except (OSError, ValueError) as e:
+            raise CheckpointError(path, None, str(e)) from e
+    if value is None:
+        return {}
+    named = {"default": value} if isinstance(value, str) else {}
+    for t in value if isinstance(value, list) else ():
+        if isinstance(t, dict) and isinstance(t.get("name"), str) and isinstance(t.get("template"), str):
+            named[t["name"]] = t["template"]
+    if not named:
+        s.notes.append("chat_template is neither text nor a list of named texts: left out")
+    key = "tokenizer.chat_template"
+    kv: KV = {key if name == "default" else f"{key}.{name}": ("STRING", text) for name, text in named.items()}
+    others = [name for name in named if name != "default"]
+    return kv | ({"tokenizer.chat_templates": ("ARRAY[STRING]", others)} if others else {})
