@@ -19,36 +19,27 @@ compute and not of the file: weights read from it are weight-only.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...core import blocks
-from ...core.formats import DYNAMIC8, DYNAMIC8_FLOAT32, FP4_TWELFTHS, INT8, NF4, Format
+from ...core.formats import Format
 from ...core.numerics import Parts
-from ...core.spec import DTYPES, INT8_ROW, QuantSpec, check_keys, dtype_name
-from ..check import nested_value
+from ...core.spec import DTYPES, INT8_ROW, QuantSpec, check_keys
 from ..container import MAX_AXES, Entry, size_of
-from ..manifest import KeyedError, Meta, Stored
+from ..manifest import KeyedError, Meta
 from ..strict_json import parse
-from .base import Codec, Found, Get, Writing
+from .base import Codec, Found, Get
+from .bitsandbytes_write import BLOCKSIZES, CODES, MAPS, MARK, NESTED, WRITING
 from .expect import FLOATS, main_float, no_left_overs, setting, stored
+from .runs import run_block, spread_runs
 
-_MARK = ".quant_state.bitsandbytes__"
-# Their code of each of our codes, by the name they go by.
-_CODES = {"nf4": (NF4, tuple(range(16))), "fp4": (FP4_TWELFTHS, (11, 10, 13, 12, 15, 14, 9, 8, 0, 1, 6, 7, 4, 5, 2, 3))}
-_KINDS = {fmt: kind for kind, (fmt, _) in _CODES.items()}
-_MAPS = (DYNAMIC8_FLOAT32, DYNAMIC8)
-_BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_NESTED = 256
 _MAX_STATE = 4096  # bytes of the JSON text; a real one has about 170
-_MAX_OFFSET = 24  # characters of a float32 written as a double
-_ENDS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format", *map(_MARK.__add__, _CODES))  # fmt: skip
+_ENDS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format")
 # dtypes that FSDP stores the bytes as
 _STORAGE = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -61,20 +52,20 @@ class _State(NamedTuple):
     dtype: torch.dtype
     blocksize: int
     offset: float | None
-    nested_blocksize: int = _NESTED
+    nested_blocksize: int = NESTED
     map: Format | None = None
 
 
 def _claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
     method = config.get("quant_method")
     if method is None:
-        return any(_MARK in name for name in entries) or any(name.endswith(".SCB") for name in entries)
+        return any(MARK in name for name in entries) or any(name.endswith(".SCB") for name in entries)
     return bool(method == "bitsandbytes")
 
 
 def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
     found: dict[str, Found] = {}
-    marks = [name.split(_MARK, 1) for name in entries if _MARK in name]
+    marks = [name.split(MARK, 1) for name in entries if MARK in name]
     kinds = dict(marks)
     if len(kinds) != len(marks):
         twice = next(owner for owner, kind in marks if kinds[owner] != kind)
@@ -116,19 +107,19 @@ def _find_4bit(owner: str, kind: str, entries: Mapping[str, Entry], get: Get) ->
             f"that {list(shape)} takes at 4 bits"
         )  # fmt: skip
     n_blocks = -(-count // state.blocksize)
-    sides = [f"{owner}{_MARK}{kind}", f"{owner}.quant_map", f"{owner}.absmax"]
-    fmt, order = _CODES[kind]
+    sides = [f"{owner}{MARK}{kind}", f"{owner}.quant_map", f"{owner}.absmax"]
+    fmt, order = CODES[kind]
     _read_map(owner, "quant_map", 16, entries, get, {fmt: order})
     stored(entries, sides[2], owner, (torch.uint8 if nested else torch.float32,), (n_blocks,))
     if nested:
         sides += [f"{owner}.nested_absmax", f"{owner}.nested_quant_map"]
         stored(entries, sides[3], owner, (torch.float32,), (-(-n_blocks // state.nested_blocksize),))
-        table = _read_map(owner, "nested_quant_map", 256, entries, get, dict.fromkeys(_MAPS, range(256)))
+        table = _read_map(owner, "nested_quant_map", 256, entries, get, dict.fromkeys(MAPS, range(256)))
         state = state._replace(map=table)
-    block, on_grid = _grid(shape, state.blocksize)
+    block, on_grid = run_block(shape, state.blocksize)
     scale: QuantSpec | torch.dtype = torch.float32
     if state.map is not None and on_grid:
-        inner, fits = _grid(blocks.counts(block, shape), state.nested_blocksize)
+        inner, fits = run_block(blocks.counts(block, shape), state.nested_blocksize)
         scale = QuantSpec(state.map, inner, offset=torch.float32) if fits else scale
     meta = Meta(QuantSpec(fmt, block, scale), shape, state.dtype)
     return Found(meta, (owner, *sides), partial(_parts_4bit, owner, meta, state))
@@ -136,11 +127,13 @@ def _find_4bit(owner: str, kind: str, entries: Mapping[str, Entry], get: Get) ->
 
 def _read_state(owner: str, kind: str, nested: bool, entries: Mapping[str, Entry], get: Get) -> _State:
     """The JSON text beside the codes, every field of it checked."""
-    if kind not in _CODES:
-        raise KeyedError(owner, f"quant_type {kind[:40]!r}; known: {', '.join(_CODES)}")
-    name = f"{owner}{_MARK}{kind}"
+    if kind not in CODES:
+        raise KeyedError(owner, f"quant_type {kind[:40]!r}; known: {', '.join(CODES)}")
+    name = f"{owner}{MARK}{kind}"
     if len(stored(entries, name, owner, (torch.uint8,), None).shape) != 1 or entries[name].numel > _MAX_STATE:
-        raise KeyedError(owner, f"{name} is {list(entries[name].shape)[:8]}, expected at most {_MAX_STATE} bytes of JSON")
+        raise KeyedError(
+            owner, f"{name} is {list(entries[name].shape)[:8]}, expected at most {_MAX_STATE} bytes of JSON"
+        )
     try:
         raw = parse(bytes(get(name).tolist()), max_bytes=_MAX_STATE, max_depth=2, floats=True)
         fields = {"quant_type", "blocksize", "dtype", "shape"}
@@ -171,8 +164,8 @@ def _read_state(owner: str, kind: str, nested: bool, entries: Mapping[str, Entry
 
 
 def _check_blocksize(key: str, size: Any) -> None:
-    if type(size) is not int or size not in _BLOCKSIZES:
-        raise ValueError(f"{key} {repr(size)[:40]}; known: {', '.join(map(str, _BLOCKSIZES))}")
+    if type(size) is not int or size not in BLOCKSIZES:
+        raise ValueError(f"{key} {repr(size)[:40]}; known: {', '.join(map(str, BLOCKSIZES))}")
 
 
 def _read_map(
@@ -194,22 +187,10 @@ def _read_map(
     raise KeyedError(owner, f"{owner}.{part} is a table of other numbers than {names}; only models of those are read")
 
 
-def _grid(shape: tuple[int, ...], size: int) -> tuple[tuple[int, ...] | None, bool]:
-    """The block on our grid that is a run of ``size`` elements in row-major order; else their gcd, and False."""
-    row, count = shape[-1], math.prod(shape)
-    if count <= size:
-        return None, True
-    if row % size == 0:
-        return (size,), True
-    if size % row == 0 and (math.prod(shape[:-2]) == 1 or shape[-2] % (size // row) == 0):
-        return (size // row, row), True
-    return (math.gcd(size, row),), False
-
-
 def _parts_4bit(owner: str, meta: Meta, state: _State, get: Get) -> Parts:
     shape, spec, count = meta.shape, meta.spec, math.prod(meta.shape)
     packed = get(owner).contiguous().view(torch.uint8).flatten()
-    order = _CODES[state.kind][1]
+    order = CODES[state.kind][1]
     ours = torch.tensor([order.index(code) for code in range(16)], dtype=torch.uint8)
     # by bytes: both codes of a byte in one look-up
     pairs = torch.stack([ours.repeat_interleave(16), ours.repeat(16)], -1)
@@ -227,10 +208,7 @@ def _parts_4bit(owner: str, meta: Meta, state: _State, get: Get) -> Parts:
     if state.offset is not None:
         nested = get(f"{owner}.nested_absmax").repeat_interleave(state.nested_blocksize)[: len(absmax)]
         scale = get(f"{owner}.nested_quant_map")[absmax.to(torch.int32)] * nested + state.offset
-    n_ours = math.prod(part_shape)
-    if n_ours != len(scale):
-        scale = scale.repeat_interleave(state.blocksize // blocks.resolve(spec.block, shape)[-1])[:n_ours]
-    return Parts(blocks.pad(codes, spec.block), scale.reshape(part_shape))
+    return Parts(blocks.pad(codes, spec.block), spread_runs(scale, state.blocksize, spec.block, shape))
 
 
 def _find_8bit(name: str, dtype: torch.dtype, entries: Mapping[str, Entry], get: Get) -> Found:
@@ -249,196 +227,4 @@ def _find_8bit(name: str, dtype: torch.dtype, entries: Mapping[str, Entry], get:
     return Found(meta, tuple(parts), lambda get: Parts(get(name), (get(f"{prefix}SCB") / 127).unsqueeze(1)))
 
 
-def _flat(meta: Meta) -> int | None:
-    """Elements of one of their blocks for a tensor of ours, None where no blocksize of theirs fits."""
-    shape, ours = meta.shape, blocks.resolve(meta.spec.block, meta.shape)
-    for on_grid, sizes in ((True, (64, *_BLOCKSIZES)), (False, (64,))):
-        for size in sizes:
-            grid, fits = _grid(shape, size)
-            if fits is on_grid and blocks.resolve(grid, shape) == ours:
-                return size
-    return None
-
-
-def _is_8bit(meta: Meta) -> bool:
-    return meta.spec.format is INT8
-
-
-def _keeps_nested(meta: Meta, size: int) -> bool:
-    """Whether the scale is nested as theirs is; any other nested scale is written as the float32 it stands for."""
-    kind = meta.spec.scale
-    shape = blocks.counts(meta.spec.block, meta.shape)
-    if not isinstance(kind, QuantSpec) or kind.format not in _MAPS or math.prod(shape) != _n_blocks(meta, size):
-        return False
-    inner, fits = _grid(shape, _NESTED)
-    return fits and kind == QuantSpec(kind.format, kind.block, offset=torch.float32) and (
-        blocks.resolve(kind.block, shape) == blocks.resolve(inner, shape)
-    )  # fmt: skip
-
-
-def _n_blocks(meta: Meta, size: int) -> int:
-    return -(-math.prod(meta.shape) // size)
-
-
-def _refuses(name: str, meta: Meta) -> str | None:
-    spec = meta.spec
-    if meta.act is not None:
-        return "its input is quantized as well, of which bitsandbytes keeps nothing"
-    if len(meta.shape) != 2 or meta.axes is not None or not all(meta.shape):
-        return "bitsandbytes keeps weights of linear layers, [out, in], stored in that order"
-    if meta.dtype not in FLOATS or spec.scale in (None, torch.float64):
-        return "bitsandbytes keeps float32, float16 and bfloat16 tensors, with scales of float32"
-    if spec.zero_point or spec.offset is not None or spec.mid:
-        return "bitsandbytes has no zero points and no offsets"
-    if _is_8bit(meta):
-        if blocks.resolve(spec.block, meta.shape) != (1, meta.shape[1]):
-            return "bitsandbytes has one int8 scale a row"
-        return None if name.endswith(".weight") else 'bitsandbytes keeps int8 under names that end in ".weight"'
-    if spec.format not in _KINDS:
-        return f"{spec.format} is not among the numbers of bitsandbytes: {', '.join(f.name for f in _KINDS)}, int8"
-    if _flat(meta) is None:
-        return f"blocks {spec.block} of {list(meta.shape)} are not 64 or another power of two of elements in a row"
-    return None
-
-
-def _nearest(name: str, meta: Meta) -> QuantSpec | None:
-    if len(meta.shape) != 2 or meta.axes is not None or not all(meta.shape) or meta.dtype not in FLOATS:
-        return None
-    if meta.spec.format.bits > 4 and name.endswith(".weight"):
-        return INT8_ROW
-    return QuantSpec(NF4, _grid(meta.shape, 64)[0]) if _grid(meta.shape, 64)[1] else None
-
-
-def _stored(name: str, meta: Meta) -> Stored:
-    if _is_8bit(meta):
-        prefix = name.removesuffix("weight")
-        return {
-            name: (torch.int8, meta.shape),
-            f"{prefix}SCB": (torch.float32, meta.shape[:1]),
-            f"{prefix}weight_format": (torch.uint8, ()),
-        }
-    size = _blocksize(meta)
-    n_blocks = _n_blocks(meta, size)
-    nested = _keeps_nested(meta, size)
-    out: Stored = {
-        name: (torch.uint8, (-(-math.prod(meta.shape) // 2), 1)),
-        f"{name}.absmax": (torch.uint8 if nested else torch.float32, (n_blocks,)),
-        f"{name}.quant_map": (torch.float32, (16,)),
-        f"{name}{_MARK}{_KINDS[meta.spec.format]}": (torch.uint8, (len(_state_text(meta, 0.0 if nested else None)),)),
-    }
-    if nested:
-        out[f"{name}.nested_absmax"] = (torch.float32, (-(-n_blocks // _NESTED),))
-        out[f"{name}.nested_quant_map"] = (torch.float32, (256,))
-    return out
-
-
-def _blocksize(meta: Meta) -> int:
-    size = _flat(meta)
-    if size is None:
-        raise ValueError(f"blocks {meta.spec.block} of {list(meta.shape)} are none of bitsandbytes'")
-    return size
-
-
-def _state_text(meta: Meta, offset: float | None) -> bytes:
-    """The JSON text, as json.dumps of theirs. With an offset spaces follow, so that its length does not depend on it."""
-    data: dict[str, Any] = {
-        "quant_type": _KINDS[meta.spec.format], "blocksize": _blocksize(meta), "dtype": dtype_name(meta.dtype),
-        "shape": list(meta.shape),
-    }  # fmt: skip
-    if offset is None:
-        return json.dumps(data).encode()
-    data |= {"nested_blocksize": _NESTED, "nested_dtype": "float32", "nested_offset": offset}
-    return (json.dumps(data) + " " * (_MAX_OFFSET - len(json.dumps(offset)))).encode()
-
-
-def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
-    shape, spec = meta.shape, meta.spec
-    part_shape = blocks.counts(spec.block, shape)
-    if _is_8bit(meta):
-        prefix = name.removesuffix("weight")
-        scale = nested_value(parts.scale, spec.scale, part_shape)
-        zero = torch.zeros((), dtype=torch.uint8)
-        tensors = {name: parts.codes.contiguous(), f"{prefix}SCB": _row_maximum(scale.float().flatten())}
-        return tensors | {f"{prefix}weight_format": zero}
-    size = _blocksize(meta)
-    kind = _KINDS[spec.format]
-    theirs = torch.tensor(_CODES[kind][1], dtype=torch.uint8)
-    codes = theirs[parts.codes[: shape[0], : shape[1]].to(torch.int32)].flatten()
-    if len(codes) % 2:  # the code of zero fills the last byte
-        codes = torch.cat([codes, codes.new_tensor([7 if kind == "nf4" else 0])])
-    out = {
-        name: (codes[0::2] << 4 | codes[1::2]).unsqueeze(1),
-        f"{name}.quant_map": torch.tensor(spec.format.values, dtype=torch.float32)[theirs.argsort()],
-    }
-    offset = None
-    if _keeps_nested(meta, size):
-        inner = parts.scale
-        offset = float(inner.offset.flatten()[0])
-        if bool((inner.offset != offset).any()):
-            raise ValueError(f"{name}: its nested blocks have offsets of their own, bitsandbytes has one: requantize")
-        padded = inner.codes
-        for axis, n in enumerate(part_shape):
-            padded = padded.narrow(axis, 0, n)
-        out |= {
-            f"{name}.absmax": padded.flatten().contiguous(),
-            f"{name}.nested_absmax": inner.scale.flatten().contiguous(),
-            f"{name}.nested_quant_map": torch.tensor(spec.scale.format.values, dtype=torch.float32),  # type: ignore
-        }
-    else:
-        scale = nested_value(parts.scale, spec.scale, part_shape).float().flatten()
-        out[f"{name}.absmax"] = _merged(name, scale, _n_blocks(meta, size), size, blocks.resolve(spec.block, shape)[-1])
-    out[f"{name}{_MARK}{kind}"] = torch.tensor(list(_state_text(meta, offset)), dtype=torch.uint8)
-    return out
-
-
-def _merged(name: str, scale: Tensor, n_blocks: int, size: int, ours: int) -> Tensor:
-    """One scale for each run of ``size`` elements, of which blocks of ``ours`` hold copies."""
-    if len(scale) == n_blocks:
-        return scale.contiguous()
-    each = size // ours
-    first = scale[::each].contiguous()
-    if not torch.equal(first.repeat_interleave(each)[: len(scale)], scale):
-        raise ValueError(f"{name}: scales differ within {size} elements, which share one in bitsandbytes: requantize")
-    return first
-
-
-def _row_maximum(scale: Tensor) -> Tensor:
-    """The float32 SCB of which SCB / 127 is the scale, the even one of two; next to it where there is none.
-
-    scale: float32 [out]. Where the quotient's binade has half as many numbers as SCB's (mantissas from 127 / 64) two
-    SCB have one scale. A maximum that was float16 or bfloat16 is even and comes back.
-    """
-    guess = scale * 127
-    if not bool(guess.isfinite().all()):
-        raise ValueError(f"a scale of {float(scale.abs().amax()):g} is beyond int8 rows of bitsandbytes, float32 / 127")
-    near = guess.view(torch.int32).unsqueeze(1) + torch.tensor([0, -1, 1], dtype=torch.int32)
-    right = near.view(torch.float32) / 127 == scale.unsqueeze(1)
-    score = right * (4 + 2 * (near % 2 == 0)) * 2 + torch.tensor([1, 0, 0])
-    return near.gather(1, score.argmax(1, keepdim=True)).view(torch.float32).squeeze(1).contiguous()
-
-
-def _method(metas: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any]:
-    kinds = {"int8" if _is_8bit(m) else _KINDS[m.spec.format]: name for name, m in metas.items()}
-    if len(kinds) > 1:
-        raise ValueError(f"a bitsandbytes model has one kind of weights, here are several: {kinds}")
-    dtypes = {meta.dtype for meta in metas.values()}
-    nested = any(not _is_8bit(m) and _keeps_nested(m, _blocksize(m)) for m in metas.values())
-    eight = "int8" in kinds
-    return {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": not eight,
-        "load_in_8bit": eight,
-        "bnb_4bit_quant_type": "fp4" if eight else next(iter(kinds), "fp4"),
-        "bnb_4bit_use_double_quant": nested,
-        "bnb_4bit_compute_dtype": dtype_name(next(iter(dtypes))) if len(dtypes) == 1 else "float32",
-        "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": [name.removesuffix(".weight") for name in plain],
-        "llm_int8_threshold": 6.0,
-        "llm_int8_has_fp16_weight": False,
-        "llm_int8_enable_fp32_cpu_offload": False,
-    }
-
-
-BITSANDBYTES = Codec(
-    "bitsandbytes", _claims, _find, "bitsandbytes 0.50", Writing(_refuses, _nearest, _stored, _pack, _method)
-)
+BITSANDBYTES = Codec("bitsandbytes", _claims, _find, "bitsandbytes 0.50", WRITING)

@@ -45,7 +45,9 @@ def fits(parts: Parts, spec: QuantSpec, shape: tuple[int, ...]) -> None:
     assert parts.codes.dtype == spec.format.code_dtype
     assert parts.codes.shape == blocks.padded(spec.block, shape)
     if spec.format.kind in ("int", "table") and parts.codes.numel():
-        least, most = (spec.format.lo, spec.format.hi) if spec.format.kind == "int" else (0, len(spec.format.values) - 1)
+        least, most = (
+            (spec.format.lo, spec.format.hi) if spec.format.kind == "int" else (0, len(spec.format.values) - 1)
+        )
         assert least <= int(parts.codes.min())
         assert int(parts.codes.max()) <= most
     assert {s for s in ("scale", "zero_point", "offset") if getattr(parts, s) is not None} == spec.part_specs().keys()
@@ -88,5 +90,3 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
-
-

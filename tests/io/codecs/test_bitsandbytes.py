@@ -262,7 +262,10 @@ def test_what_cannot_be_written_says_why() -> None:
     wide = Meta(nested, (2, 16384), torch.float32)
     with pytest.raises(ValueError, match="m.weight: its nested blocks have offsets of their own"):
         WRITING.pack("m.weight", quantize(torch.randn(2, 16384), nested), wide)
-    metas = {"a.weight": Meta(INT8_ROW, (4, 64), torch.float32), "b.weight": Meta(QuantSpec(NF4, (64,)), (4, 64), torch.float32)}
+    metas = {
+        "a.weight": Meta(INT8_ROW, (4, 64), torch.float32),
+        "b.weight": Meta(QuantSpec(NF4, (64,)), (4, 64), torch.float32),
+    }
     with pytest.raises(ValueError, match=r"several: .*a\.weight.*b\.weight"):
         WRITING.method(metas, ())
 
@@ -284,7 +287,9 @@ def edit(**changes: Any) -> Callable[[Tensor], Tensor]:
 
     def change(text: Tensor) -> Tensor:
         data = json.loads(bytes(text.tolist())) | changes
-        return torch.tensor(list(json.dumps({k: v for k, v in data.items() if v is not None}).encode()), dtype=torch.uint8)
+        return torch.tensor(
+            list(json.dumps({k: v for k, v in data.items() if v is not None}).encode()), dtype=torch.uint8
+        )
 
     return change
 

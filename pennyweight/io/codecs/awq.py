@@ -1,0 +1,166 @@
+"""AutoAWQ's "gemm" files: 4 bits, a zero point and a float16 scale per group of inputs.
+
+    value[o, i] = (q[i, o] - z[g, o]) * s[g, o], g = i // group_size
+
+``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [in / group, out / 8] hold eight numbers a word: the nibble i of word w,
+from the low end, is output 8 w + [0, 2, 4, 6, 1, 3, 5, 7][i]. ``scales`` [in / group, out]. The dtype of a weight is that
+of its scales, for the format names none. Files whose zero points are all 8 (``zero_point`` false) are read the same way.
+
+The names are GPTQ's as well, so that only a config that says awq makes a checkpoint this one. Its other versions (gemv,
+gemv_fast, marlin, exllama) pack in other orders and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import blocks
+from ...core.formats import INT4, UINT4
+from ...core.numerics import Parts
+from ...core.spec import QuantSpec
+from ..container import Entry
+from ..manifest import KeyedError, Meta, Stored
+from .base import Codec, Found, Get, Writing
+from .expect import FLOATS, no_left_overs, setting, stored
+
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_PARTS = (".qweight", ".qzeros", ".scales")
+_GROUP = 128
+
+
+def _claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+    return config.get("quant_method") == "awq"
+
+
+def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
+    version = setting(config, "version", str, setting(config, "format", str, "gemm"))
+    if version.lower() != "gemm" or config.get("backend") == "llm-awq":
+        raise ValueError(f"AWQ version {version[:40]!r} packs in another order; only gemm is read")
+    bits = setting(config, "bits", int, setting(config, "w_bit", int, 4))
+    if bits != 4:
+        raise ValueError(f"AWQ of {bits} bits; the gemm version has 4")
+    group = setting(config, "group_size", int, setting(config, "q_group_size", int, _GROUP))
+    found = {}
+    for name in entries:
+        if name.endswith(".qweight"):
+            prefix = name.removesuffix(".qweight")
+            if f"{prefix}.weight" in entries:
+                raise KeyedError(f"{prefix}.weight", f"is stored beside {name}: one layer has one weight")
+            found[f"{prefix}.weight"] = _find_layer(prefix, group, entries)
+    no_left_overs(entries, {part for f in found.values() for part in f.stored}, _PARTS, "quantized weight")
+    return found
+
+
+def _find_layer(prefix: str, group: int, entries: Mapping[str, Entry]) -> Found:
+    owner = f"{prefix}.weight"
+    words = stored(entries, f"{prefix}.qweight", owner, (torch.int32,), None)
+    if len(words.shape) != 2 or not all(words.shape):
+        raise KeyedError(owner, f"{prefix}.qweight is {list(words.shape)[:8]}, expected int32 [in, out / 8]")
+    inputs, outputs = words.shape[0], words.shape[1] * 8
+    size = inputs if group == -1 else group
+    if size < 1 or inputs % size:
+        raise KeyedError(
+            owner, f"{prefix}.qweight has {inputs} inputs, which quantization_config.group_size {group} does not divide"
+        )  # fmt: skip
+    stored(entries, f"{prefix}.qzeros", owner, (torch.int32,), (inputs // size, words.shape[1]))
+    scales = stored(entries, f"{prefix}.scales", owner, FLOATS, (inputs // size, outputs))
+    spec = QuantSpec(UINT4, (group,), scale=scales.dtype, zero_point=True)
+    meta = Meta(spec, (outputs, inputs), scales.dtype)
+    return Found(meta, tuple(prefix + part for part in _PARTS), partial(_parts, prefix))
+
+
+def _parts(prefix: str, get: Get) -> Parts:
+    qweight, qzeros, scales = (get(prefix + part) for part in _PARTS)
+    return Parts(_unpack(qweight).T.contiguous(), scales.T.contiguous(), _unpack(qzeros).T.contiguous())
+
+
+def _unpack(words: Tensor) -> Tensor:
+    """int32 [n, out / 8] -> uint8 [n, out]."""
+    stream = words.contiguous().view(torch.uint8)  # files are little-endian, and so are the machines they are mapped on
+    nibbles = torch.stack([stream & 15, stream >> 4], -1).reshape(*words.shape, 8)
+    place = torch.tensor(_ORDER).argsort()
+    return nibbles[..., place].flatten(1)
+
+
+def _pack_words(codes: Tensor) -> Tensor:
+    """Inverse of :func:`_unpack`."""
+    nibbles = codes.reshape(codes.shape[0], -1, 8)[..., list(_ORDER)]
+    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).contiguous().view(torch.int32).squeeze(-1)
+
+
+def _group_of(meta: Meta) -> int:
+    return blocks.resolve(meta.spec.block, meta.shape)[-1]
+
+
+def _refuses(name: str, meta: Meta) -> str | None:
+    spec, shape = meta.spec, meta.shape
+    if meta.act is not None:
+        return "its input is quantized as well, of which AWQ keeps nothing"
+    if len(shape) != 2 or meta.axes is not None or not all(shape) or not name.endswith(".weight"):
+        return "AWQ keeps weights of linear layers, [out, in], stored in that order"
+    if shape[0] % 8:
+        return f"AWQ packs eight outputs to a word, and {shape[0]} are not whole words"
+    if spec.format not in (UINT4, INT4) or spec.offset is not None:
+        return f"AWQ has integers of 4 bits with zero points, this is {spec}"
+    if spec.scale is not torch.float16:
+        return "AWQ has float16 scales"
+    if blocks.resolve(spec.block, shape)[0] != 1 or shape[1] % _group_of(meta):
+        return f"AWQ has whole groups of inputs for each output, not blocks {spec.block} of {list(shape)}"
+    return None
+
+
+def _nearest(name: str, meta: Meta) -> QuantSpec | None:
+    nearest = QuantSpec(UINT4, (_GROUP,), scale=torch.float16, zero_point=True)
+    return nearest if _refuses(name, Meta(nearest, meta.shape, meta.dtype, None, meta.axes)) is None else None
+
+
+def _stored(name: str, meta: Meta) -> Stored:
+    prefix, (outputs, inputs) = name.removesuffix(".weight"), meta.shape
+    groups = inputs // _group_of(meta)
+    return {
+        f"{prefix}.qweight": (torch.int32, (inputs, outputs // 8)),
+        f"{prefix}.qzeros": (torch.int32, (groups, outputs // 8)),
+        f"{prefix}.scales": (torch.float16, (groups, outputs)),
+    }
+
+
+def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
+    prefix, fmt = name.removesuffix(".weight"), meta.spec.format
+    if parts.zero_point is not None:
+        zeros = fmt.to_unsigned(parts.zero_point)
+    else:
+        zeros = torch.full_like(parts.scale, meta.spec.mid - int(fmt.lo), dtype=torch.uint8)
+    return {
+        f"{prefix}.qweight": _pack_words(fmt.to_unsigned(parts.codes).T),
+        f"{prefix}.qzeros": _pack_words(zeros.T),
+        f"{prefix}.scales": parts.scale.T.contiguous(),
+    }
+
+
+def _method(metas: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any]:
+    groups = {_group_of(meta): name for name, meta in metas.items()}
+    whole = all(_group_of(meta) == meta.shape[1] for meta in metas.values())
+    if len(groups) > 1 and not whole:
+        raise ValueError(f"an AWQ model has one group size, here are several: {groups}")
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": -1 if whole else next(iter(groups)),
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
+    }
+
+
+AWQ = Codec(
+    "awq",
+    _claims,
+    _find,
+    "auto-round 0.16 (by hand), the formula",
+    Writing(_refuses, _nearest, _stored, _pack, _method),
+)

@@ -1,0 +1,209 @@
+"""HQQ's layers in safetensors, as hqq 0.2 and transformers save them (read only).
+
+    value = (q - zero) * scale = q * scale + offset, offset = -(zero * scale) in float32
+
+The weight [out, in] is reshaped to groups, [-1, group_size] for axis 1 and [group_size, -1] for axis 0, with a scale and a
+zero, both of ``compute_dtype``, for each row or column. Codes lie in ``W_q``, packed along its first axis: the first
+half of the rows in the high nibbles, and so on; of 3 bits ten to an int32. ``view_as_float`` stores its bytes under a float
+dtype. Everything else of a layer is a number or a text of its own: ``shape``, ``axis``, ``nbits``, ``packing``.
+
+A group of axis 1 is a run of elements (see runs.py). One of axis 0 is every (out / group_size)-th row of a column, which
+is no block: each element gets a scale and an offset of its own, unless a group is the whole column. The values are the
+same, but take more memory than float32 does: quantize them again.
+
+hqq computes in ``compute_dtype``, rounding every step; ours is the formula in float32, where products of float16 or
+bfloat16 are exact. 1.58 bits are packed as 2, and 5 and 6 as 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core import blocks
+from ...core.formats import UINT1, UINT2, UINT3, UINT4, UINT5, UINT6, UINT8, Format
+from ...core.numerics import Parts
+from ...core.spec import DTYPES, QuantSpec
+from ..container import Entry, size_of
+from ..manifest import KeyedError, Meta
+from .base import Codec, Found, Get
+from .expect import FLOATS, no_left_overs, setting, stored
+from .runs import run_block, spread_runs
+
+
+class _Packing(NamedTuple):
+    bits: int
+    each: int  # codes in a word
+    word: torch.dtype
+    formats: dict[int, Format]  # by nbits
+
+
+_PACKING = {
+    "8bit_u8": _Packing(8, 1, torch.uint8, {8: UINT8, 6: UINT6, 5: UINT5}),
+    "4bit_u8": _Packing(4, 2, torch.uint8, {4: UINT4}),
+    "3bit_32": _Packing(3, 10, torch.int32, {3: UINT3}),
+    "2bit_u8": _Packing(2, 4, torch.uint8, {2: UINT2, 1: UINT2}),  # nbits 1.58 is read as a whole number
+    "1bit_u8": _Packing(1, 8, torch.uint8, {1: UINT1}),
+}
+_NUMBERS = ("nbits", "group_size", "axis")
+_FLAGS = ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "encoded_state_dict", "stores_quant_config",
+          "channel_wise", "optimize", "round_zero")  # fmt: skip
+_TEXTS = ("packing", "unpack_view_dtype", "compute_dtype")
+# Names that no other module uses: without codes they are left over.
+_ENDS = tuple(f".{key}" for key in ("W_q", "zero_scale", "nbits", "group_size", *_FLAGS[:-2], "round_zero", *_TEXTS))
+_MAX_TEXT = 64
+
+
+def _claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+    method = config.get("quant_method")
+    return bool(method == "hqq") or (method is None and any(name.endswith(".W_q") for name in entries))
+
+
+def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
+    settings = setting(config, "quant_config", dict, {})
+    found = {}
+    for name in entries:
+        if name.endswith(".W_q"):
+            prefix = name.removesuffix(".W_q")
+            if f"{prefix}.weight" in entries:
+                raise KeyedError(f"{prefix}.weight", f"is stored beside {name}: one layer has one weight")
+            found[f"{prefix}.weight"] = _find_layer(prefix, settings, entries, get)
+    no_left_overs(entries, {part for f in found.values() for part in f.stored}, _ENDS, "codes W_q")
+    return found
+
+
+def _find_layer(prefix: str, settings: Mapping[str, Any], entries: Mapping[str, Entry], get: Get) -> Found:
+    owner = f"{prefix}.weight"
+    read = partial(_read, owner, prefix, entries, get)
+    numbers = {key: read(key) for key in _NUMBERS}
+    flags = {key: bool(read(key)) for key in _FLAGS if f"{prefix}.{key}" in entries}
+    texts = {key: _text(owner, f"{prefix}.{key}", entries, get) for key in _TEXTS if f"{prefix}.{key}" in entries}
+    for flag, want in (("quant_scale", False), ("quant_zero", False), ("channel_wise", True)):
+        if flags.get(flag, want) is not want:
+            raise KeyedError(
+                owner, f"{prefix}.{flag} is {flags[flag]}: scales and zeros are read as floats, one a group"
+            )
+    shape = _shape(owner, prefix, entries, get)
+    nbits, size, axis = (numbers[key] for key in _NUMBERS)
+    packing = _PACKING.get(texts.get("packing", ""))
+    if packing is None or nbits not in packing.formats:
+        raise KeyedError(
+            owner, f"{prefix}.packing is {texts.get('packing')!r} for {nbits} bits; known: {', '.join(_PACKING)}"
+        )
+    count = math.prod(shape)
+    if axis not in (0, 1) or size < 1 or count % size:
+        raise KeyedError(owner, f"groups of {size} along axis {axis} do not divide {list(shape)}")
+    _agrees(owner, prefix, settings, numbers)
+    grouped = (count // size, size) if axis else (size, count // size)
+    _check_codes(owner, f"{prefix}.W_q", packing, grouped, entries, flags.get("view_as_float", False))
+    per_group = (grouped[0], 1) if axis else (1, grouped[1])
+    scale = stored(entries, f"{prefix}.scale", owner, FLOATS, per_group)
+    stored(entries, f"{prefix}.zero", owner, FLOATS, per_group)
+    dtype = DTYPES.get(texts["compute_dtype"].removeprefix("torch.")) if "compute_dtype" in texts else scale.dtype
+    if dtype not in FLOATS:
+        raise KeyedError(
+            owner, f"{prefix}.compute_dtype is {texts['compute_dtype']!r}, expected float32, float16 or bfloat16"
+        )  # fmt: skip
+    block: blocks.Block = (-1, 1) if size == shape[0] else (1,)
+    if axis:
+        block, _ = run_block(shape, size)
+    spec = QuantSpec(packing.formats[nbits], block, scale=scale.dtype, offset=torch.float32)
+    names = ["W_q", "scale", "zero", "shape", *_NUMBERS, *flags, *texts]
+    return Found(
+        Meta(spec, shape, dtype), tuple(f"{prefix}.{key}" for key in names), partial(_parts, prefix, spec, shape, grouped, axis, packing)
+    )  # fmt: skip
+
+
+def _read(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get, key: str) -> int:
+    """A number of its own, rounded down: nbits may be 1.58."""
+    name = f"{prefix}.{key}"
+    kinds = (torch.uint8,) if key in _FLAGS else (torch.int32, torch.int64)
+    stored(entries, name, owner, (*kinds, torch.float32) if key == "nbits" else kinds, ())
+    value = float(get(name))
+    if not math.isfinite(value):
+        raise KeyedError(owner, f"{name} is {value}")
+    return int(value)
+
+
+def _text(owner: str, name: str, entries: Mapping[str, Entry], get: Get) -> str:
+    """A text of a byte a character."""
+    if len(stored(entries, name, owner, (torch.uint8,), None).shape) != 1 or entries[name].numel > _MAX_TEXT:
+        raise KeyedError(owner, f"{name} is {list(entries[name].shape)[:8]}, expected at most {_MAX_TEXT} characters")
+    return bytes(get(name).tolist()).decode("latin-1")
+
+
+def _shape(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get) -> tuple[int, int]:
+    name = f"{prefix}.shape"
+    stored(entries, name, owner, (torch.int64,), (2,))
+    outputs, inputs = get(name).tolist()
+    if outputs < 1 or inputs < 1:
+        raise KeyedError(owner, f"{name} is [{outputs}, {inputs}], expected two sizes above zero")
+    try:
+        size_of(torch.float32, (outputs, inputs))
+    except ValueError as e:
+        raise KeyedError(owner, f"{name}: {e}") from e
+    return outputs, inputs
+
+
+def _check_codes(
+    owner: str, name: str, packing: _Packing, grouped: tuple[int, int], entries: Mapping[str, Entry], as_float: bool
+) -> None:
+    rows = -(-grouped[0] // packing.each)
+    if packing.word is torch.uint8 and grouped[0] % packing.each:
+        raise KeyedError(owner, f"{grouped[0]} rows of groups do not fill bytes of {packing.each} codes")
+    dtypes = FLOATS if as_float else (packing.word,)
+    entry = stored(entries, name, owner, dtypes, None)
+    ratio = entry.dtype.itemsize, packing.word.itemsize
+    if len(entry.shape) != 2 or entry.shape[0] != rows or entry.shape[1] * ratio[0] != grouped[1] * ratio[1]:
+        raise KeyedError(
+            owner, f"{name} is {entry.dtype} {list(entry.shape)[:8]}, but groups {list(grouped)} of {packing.bits} bits need "
+            f"{packing.word} {[rows, grouped[1]]}"
+        )  # fmt: skip
+
+
+def _agrees(owner: str, prefix: str, settings: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
+    """The config, one for all layers or one for each "tag": the name without "model", "layers" and numbers."""
+    tag = ".".join(part for part in prefix.split(".") if part not in ("model", "layers") and not part.isnumeric())
+    layer = settings if "weight_quant_params" in settings else setting(settings, tag, dict, {})
+    params = setting(layer, "weight_quant_params", dict, {})
+    for key in _NUMBERS:
+        told = params.get(key)
+        if isinstance(told, int) and told != numbers[key]:
+            raise KeyedError(owner, f"{prefix}.{key} is {numbers[key]}, but quantization_config has {told}")
+
+
+def _parts(
+    prefix: str,
+    spec: QuantSpec,
+    shape: tuple[int, int],
+    grouped: tuple[int, int],
+    axis: int,
+    packing: _Packing,
+    get: Get,
+) -> Parts:
+    words = get(f"{prefix}.W_q").contiguous().view(packing.word)
+    mask = (1 << packing.bits) - 1
+    high = packing.bits * (packing.each - 1)
+    slices = [((words >> shift) & mask).to(torch.uint8) for shift in range(high, -1, -packing.bits)]
+    codes = torch.cat(slices)[: grouped[0]].reshape(shape)
+    scale, zero = get(f"{prefix}.scale"), get(f"{prefix}.zero")
+    offset = -(zero.float() * scale.float())
+    if axis:
+        size = grouped[1]
+        fill = partial(spread_runs, size=size, block=spec.block, shape=shape)
+        return Parts(blocks.pad(codes, spec.block), fill(scale.flatten()), None, fill(offset.flatten()))
+    part_shape = blocks.counts(spec.block, shape)
+    each = math.prod(part_shape) // grouped[1]  # times that a row of groups is repeated: group_size, or once
+    return Parts(codes, _repeat(scale, each, part_shape), None, _repeat(offset, each, part_shape))
+
+
+def _repeat(part: Tensor, each: int, shape: tuple[int, ...]) -> Tensor:
+    return part.expand(each, -1).reshape(shape).contiguous()
+
+
+HQQ = Codec("hqq", _claims, _find, "hqq 0.2.8 (by hand), the formula")

@@ -1,0 +1,33 @@
+"""Runs: blocks of other libraries that are so many elements one after the other, without regard to rows."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ...core import blocks
+
+
+def run_block(shape: tuple[int, ...], size: int) -> tuple[blocks.Block, bool]:
+    """Our block that is a run of ``size`` elements of a row-major tensor, and True.
+
+    Where a run begins and ends within rows there is none: then their gcd, of which several have one scale, and False.
+    """
+    row, count = shape[-1], math.prod(shape)
+    if count <= size:
+        return None, True
+    if row % size == 0:
+        return (size,), True
+    if size % row == 0 and (math.prod(shape[:-2]) == 1 or shape[-2] % (size // row) == 0):
+        return (size // row, row), True
+    return (math.gcd(size, row),), False
+
+
+def spread_runs(part: Tensor, size: int, block: blocks.Block, shape: tuple[int, ...]) -> Tensor:
+    """A number per run [runs] as our part: reshaped, or repeated over the blocks that make up a run."""
+    part_shape = blocks.counts(block, shape)
+    count = math.prod(part_shape)
+    if count != len(part):
+        part = part.repeat_interleave(size // blocks.resolve(block, shape)[-1])[:count]
+    return part.reshape(part_shape).contiguous()
