@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from . import compressed_tensors, fp8_block, mxfp4
 from .base import Codec, Found, Writing
 
 # In the order in which they are asked; the first that claims a checkpoint reads it.
-CODECS: tuple[Codec, ...] = ()
+CODECS: tuple[Codec, ...] = (compressed_tensors.CODEC, fp8_block.CODEC, mxfp4.CODEC)
 
 __all__ = ["CODECS", "Codec", "Found", "Writing"]
