@@ -68,12 +68,12 @@ def store(params: Params, spec: QuantSpec) -> tuple[tuple[Any, Tensor | None, An
 
 
 def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The tensor of ``shape`` that plain parts stand for, its last axis in the order of the value. Computed in float32
-    (float64 if asked), rounded once.
+    """The tensor of ``shape`` that plain parts stand for, its last axis in the order of the value. Computed in float32,
+    or in float64 where that is asked for or is what the scale is stored as; rounded once.
 
     Saturates: the least code of a block may stand for a little more than its largest element, so beyond the dtype.
     """
-    compute = torch.float64 if dtype is torch.float64 else torch.float32
+    compute = torch.float64 if torch.float64 in (dtype, spec.scale) else torch.float32
     part_shape = blocks.counts(spec.block, shape)
     seen = Params(
         None if parts.scale is None else part_value(parts.scale, spec.scale, part_shape, compute),

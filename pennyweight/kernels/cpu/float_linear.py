@@ -61,6 +61,8 @@ def _scale(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     outer = (kind.scale, kind.offset)
     if outer == (None, None):
         return True
+    if kind.scale is torch.float64 and kind.offset is None and kind.block is None:
+        return True  # one number, rounded to float32 on the way
     if kind.scale is not torch.float32 or kind.offset not in (None, torch.float32):
         return "needs quantized scales under float32 ones"
     if kind.block is None:
@@ -73,6 +75,7 @@ _E8M0_SCALE, _E4M3_SCALE = QuantSpec(E8M0, (1,), scale=None), QuantSpec(E4M3, (1
 _MORE = (
     QuantSpec(E5M2, (-1,), scale=torch.bfloat16), QuantSpec(E3M2, (32,), scale=_E8M0_SCALE),
     QuantSpec(E2M1, (16,), scale=_E4M3_SCALE), QuantSpec(NF4, (16,), scale=torch.float16), QuantSpec(E4M3, (16, 64)),
+    QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, None, torch.float64)),
     NF4_DOUBLE.with_(block=(16,), scale=QuantSpec(INT8, (4,), offset=torch.float32)), QuantSpec(DYNAMIC4, None),
     QuantSpec(DYNAMIC8, (48,)), QuantSpec(DYNAMIC8, None, scale=None),
 )  # fmt: skip
@@ -249,10 +252,11 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
                 bias = bias.float().contiguous()
             b, b_kind = bias.data_ptr(), kinds[bias.dtype]
         scale = w.scale
+        above = scale.scale.float() if outer else None
         status = call(
             weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
             (scale.codes if nested else scale).data_ptr() if scaled else None,
-            scale.scale.data_ptr() if outer else None, scale.offset.data_ptr() if offset else None, threads(),
+            above.data_ptr() if outer else None, scale.offset.data_ptr() if offset else None, threads(),
         )  # fmt: skip
         if status:
             raise MemoryError(f"linear: no memory for {m} rows of {k} columns")

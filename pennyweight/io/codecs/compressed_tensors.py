@@ -1,0 +1,283 @@
+"""compressed-tensors, the format of llm-compressor and vLLM: reading. O rows, I columns, b bits, groups of G columns.
+
+    kind    codes of a layer's weight                        weight_scale
+    packed  weight_packed i32 [O, words] (words.py),         float [1], [O, 1] or [O, I/G]
+            stored as q + 2**(b-1); weight_shape i64 [2]
+    int     weight i8 [O, I]                                 the same, or by blocks of rows and columns
+    float   weight f8e4m3 [O, I]                             the same
+    nvfp4   weight_packed u8 [O, I/2], low nibble first      f8e4m3 [O, I/16], to be divided by weight_global_scale
+    mxfp4   the same                                         u8 [O, I/32]: 2**(s - 127)
+    mxfp6   weight_packed u8 [O, I*3/4], a bit stream        the same
+    mxfp8   weight f8e4m3 [O, I]                             the same
+
+``weight_zero_point`` has the scale's shape, i8; packed, it is i32 [words of O, groups], a row of words for a column of
+numbers. ``input_scale`` and ``input_zero_point`` of static inputs are one number each. Values are
+(q - zero_point) * scale. Sources: compressed-tensors 0.20, compressors/ and quantization/; for packing by words 0.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import blocks
+from ...core.formats import E2M1, E2M3, E4M3
+from ...core.numerics import Parts
+from ...core.packing import unpack_bits
+from ...core.spec import ActivationSpec, QuantSpec
+from ..container import Entry
+from ..manifest import KeyedError, Meta
+from . import words
+from .base import Codec, Found, Get
+from .compressed_tensors_config import E8M0_SCALE, Group, Groups
+from .compressed_tensors_writing import WRITING
+from .layers import FLOATS, by_layer, join, model_dtype, need
+
+# The scale of NVFP4 groups: e4m3 / global_scale. With one over it in float64, their product rounded to float32 is the
+# float32 quotient: two roundings move it by 2**-52 of itself, and no quotient of float32 numbers is nearer than 2**-49
+# to the middle of two such numbers.
+NVFP4_SCALE = QuantSpec(E4M3, None, torch.float64)
+_F8 = (torch.float8_e4m3fn,)
+_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+_ZEROS = (torch.int8, torch.int32, torch.int64, *FLOATS, *_F8)  # what zeros of symmetric schemes have been stored as
+
+# kind -> ending and dtype of the codes, dtypes of the scale
+_STORED: dict[str, tuple[str, torch.dtype, tuple[torch.dtype, ...]]] = {
+    "packed": ("weight_packed", torch.int32, FLOATS),
+    "int": ("weight", torch.int8, FLOATS),
+    "float": ("weight", torch.float8_e4m3fn, FLOATS),
+    "nvfp4": ("weight_packed", torch.uint8, _F8),
+    "mxfp4": ("weight_packed", torch.uint8, _EXPONENTS),
+    "mxfp6": ("weight_packed", torch.uint8, _EXPONENTS),
+    "mxfp8": ("weight", torch.float8_e4m3fn, _EXPONENTS),
+}
+ENDINGS = (
+    "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx",
+    "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point",
+)  # fmt: skip
+
+
+def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+    return config.get("quant_method") == "compressed-tensors"
+
+
+def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get | None = None) -> dict[str, Found]:
+    """See Codec.find. ``get``, where given, reads the two numbers of a ``weight_shape``.
+
+    Without it the columns of a packed weight follow from its groups, or it fills its last word, which is checked once
+    it is read.
+    """
+    groups = Groups(config)
+    layers = by_layer(entries, ENDINGS)
+    for name, entry in entries.items():
+        layer, _, ending = name.rpartition(".")
+        if ending == "weight" and (layer in layers or entry.dtype in (torch.int8, *_F8)):
+            layers.setdefault(layer, {})["weight"] = name
+    stored = {name for names in layers.values() for name in names.values()}
+    dtype = model_dtype(entries, stored)
+    out = {}
+    for layer, names in layers.items():
+        weight = join(layer, "weight")
+        try:
+            if not groups.groups:
+                raise ValueError("is stored quantized, but no config group has weights")
+            found = _layer(weight, names, entries, groups.of(layer, layers), dtype, get)
+        except KeyedError:
+            raise
+        except ValueError as e:
+            raise KeyedError(weight, str(e)) from e
+        out[weight] = Found(found.meta, tuple(names.values()), found.parts)
+    return out
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer whose tensors fit its group. dense: how codes, and zero points, lie in words."""
+
+    meta: Meta
+    kind: str
+    names: dict[str, str]
+    dense: tuple[bool, bool]
+
+    def parts(self, get: Get) -> Parts:
+        spec, shape, names = self.meta.spec, self.meta.shape, self.names
+        _check_zeros(get, names, spec, self.meta.act)
+        if self.kind == "packed":
+            said = get(names["weight_shape"]).tolist()
+            if said != list(shape):
+                raise ValueError(f"{names['weight_shape']} says {said}, the packed words are those of {list(shape)}")
+        part_shape = blocks.counts(spec.block, shape)
+        act = self.meta.act is not None and self.meta.act.mode == "static"
+        act_zero = act and self.meta.act is not None and self.meta.act.spec.zero_point
+        return Parts(
+            self._codes(get(names[_STORED[self.kind][0]])),
+            self._scale(get, part_shape),
+            self._zero_point(get(names["weight_zero_point"]), part_shape) if spec.zero_point else None,
+            act_scale=get(names["input_scale"]).float().reshape(1) if act else None,
+            act_zero_point=get(names["input_zero_point"]).reshape(1) if act_zero else None,
+        )
+
+    def _codes(self, stored: Tensor) -> Tensor:
+        spec, columns = self.meta.spec, self.meta.shape[1]
+        if self.kind == "packed":
+            return spec.format.from_unsigned(words.unpack(stored, spec.format.bits, columns, self.dense[0]))
+        if stored.dtype is torch.uint8:
+            return unpack_bits(stored, spec.format.bits, columns)
+        if blocks.padded(spec.block, self.meta.shape) == self.meta.shape:
+            return stored
+        return blocks.pad(stored.view(torch.uint8), spec.block).view(stored.dtype)
+
+    def _scale(self, get: Get, part_shape: tuple[int, ...]) -> Any:
+        scale = get(self.names["weight_scale"])
+        if self.kind == "nvfp4":
+            name = self.names["weight_global_scale"]
+            above = float(get(name))
+            if not 0 < above < float("inf"):
+                raise ValueError(f"{name} is {above}; scales are divided by it")
+            return Parts(scale, torch.full((1, 1), 1.0 / above, dtype=torch.float64, device="cpu"))
+        if isinstance(self.meta.spec.scale, QuantSpec):
+            return Parts(scale.view(torch.uint8))
+        return scale.reshape(part_shape)
+
+    def _zero_point(self, stored: Tensor, part_shape: tuple[int, ...]) -> Tensor:
+        if stored.dtype is not torch.int32:
+            return stored.reshape(part_shape)
+        f = self.meta.spec.format
+        return f.from_unsigned(words.unpack(stored.t(), f.bits, part_shape[0], self.dense[1])).t().contiguous()
+
+
+def _check_zeros(get: Get, names: dict[str, str], spec: QuantSpec, act: ActivationSpec | None) -> None:
+    """Zero points that a symmetric scheme stores all the same must be zero."""
+    zero = {"weight_zero_point": spec.zero_point, "input_zero_point": act is not None and act.spec.zero_point}
+    for ending, used in zero.items():
+        if ending in names and not used and bool(get(names[ending]).float().count_nonzero()):
+            raise ValueError(f"{names[ending]} is not zero, but the config says symmetric")
+
+
+def _layer(
+    weight: str, names: dict[str, str], entries: Mapping[str, Entry], group: Group, dtype: torch.dtype | None,
+    get: Get | None,
+) -> _Layer:  # fmt: skip
+    _check_names(weight, names, group)
+    ending, codes_dtype, scale_dtypes = _STORED[group.kind]
+    codes = need(names[ending], entries, (codes_dtype,))
+    scale = need(names["weight_scale"], entries, scale_dtypes)
+    if len(codes.shape) != 2 or 0 in codes.shape:
+        raise KeyedError(names[ending], f"has shape {list(codes.shape)}, expected [rows, columns] that are not empty")
+    shape, dense = _shape(names, entries, group, get)
+    block = _block(names["weight_scale"], scale, shape, group)
+    w = group.weights
+    spec = {
+        "nvfp4": QuantSpec(E2M1, (16,), NVFP4_SCALE),
+        "mxfp4": QuantSpec(E2M1, (32,), E8M0_SCALE),
+        "mxfp6": QuantSpec(E2M3, (32,), E8M0_SCALE),
+        "mxfp8": QuantSpec(E4M3, (32,), E8M0_SCALE),
+    }.get(group.kind)
+    if spec is None:
+        spec = QuantSpec(w.format, block, scale.dtype, zero_point=not w.symmetric)
+    parts = blocks.counts(spec.block, shape)
+    dense_zero = dense
+    if "weight_zero_point" in names:
+        alike = tuple({scale.shape, parts})
+        if group.kind != "packed" or w.symmetric or w.strategy == "tensor":
+            need(names["weight_zero_point"], entries, _ZEROS if w.symmetric else (torch.int8,), *alike)
+        else:
+            ways = {words.dense_words(shape[0], w.bits): True, words.whole_words(shape[0], w.bits): False}
+            if len(ways) == 1:
+                ways = dict.fromkeys(ways, dense)  # both fit: as the codes
+            zero = need(names["weight_zero_point"], entries, (torch.int32,), *((n, parts[1]) for n in ways))
+            dense_zero = ways[zero.shape[0]]
+    for name, dtypes in (("weight_global_scale", (torch.float32,)), ("input_scale", FLOATS)):
+        if name in names:
+            need(names[name], entries, dtypes, (1,), ())
+    if "input_zero_point" in names:
+        asymmetric = group.act is not None and group.act.spec.zero_point
+        need(names["input_zero_point"], entries, (torch.int8,) if asymmetric else _ZEROS, (1,), ())
+    own = scale.dtype if scale.dtype in FLOATS else torch.bfloat16
+    meta = Meta(spec, shape, own if own.itemsize == 2 and scale.dtype in FLOATS else dtype or own, group.act)
+    return _Layer(meta, group.kind, names, (dense, dense_zero))
+
+
+def _check_names(weight: str, names: dict[str, str], group: Group) -> None:
+    """Raise KeyedError unless exactly the stored tensors that the group calls for are there."""
+    if "weight_g_idx" in names:
+        raise KeyedError(weight, "has its channels in another order (weight_g_idx), which is not read yet")
+    w, act = group.weights, group.act
+    needed = {_STORED[group.kind][0], "weight_scale"}
+    needed |= {"weight_shape"} if group.kind == "packed" else set()
+    needed |= {"weight_global_scale"} if group.kind == "nvfp4" else set()
+    needed |= set() if w.symmetric else {"weight_zero_point"}
+    may = {"weight_zero_point", *(["input_global_scale"] if group.local else [])}
+    if act is not None and act.mode == "static":
+        needed |= {"input_scale"} | ({"input_zero_point"} if act.spec.zero_point else set())
+        may |= {"input_zero_point"}
+    for missing in sorted(needed - names.keys()):
+        raise KeyedError(weight, f"{missing} is missing; {group.name} stores {sorted(needed)}")
+    for extra in sorted(names.keys() - needed - may):
+        raise KeyedError(weight, f"{names[extra]} is left over; {group.name} stores {sorted(needed)}")
+
+
+def _shape(
+    names: dict[str, str], entries: Mapping[str, Entry], group: Group, get: Get | None
+) -> tuple[tuple[int, int], bool]:
+    """(rows, columns), and how codes lie in words."""
+    codes = names[_STORED[group.kind][0]]
+    rows, stored = entries[codes].shape
+    bits = group.weights.bits
+    if group.kind == "mxfp6":
+        if stored % 3:
+            raise KeyedError(codes, f"has rows of {stored} bytes; four numbers take 3")
+        return (rows, stored // 3 * 4), True
+    if group.kind != "packed":
+        return (rows, stored * 2 if bits == 4 and group.kind != "int" else stored), True
+    need(names["weight_shape"], entries, (torch.int64, torch.int32), (2,))
+    scale = entries[names["weight_scale"]].shape
+    if get is not None:
+        said = [int(n) for n in get(names["weight_shape"]).tolist()]
+        if said[0] != rows or said[1] < 1:
+            raise KeyedError(names["weight_shape"], f"says {said}, but {codes} has {rows} rows")
+        columns = said[1]
+    elif group.weights.strategy == "group" and group.weights.group and len(scale) == 2:
+        columns = scale[1] * group.weights.group
+    else:
+        columns = stored * 32 // bits if stored * 32 % bits == 0 else stored * (32 // bits)
+    dense = words.is_dense(stored, columns, bits)
+    if dense is None:
+        raise KeyedError(
+            codes, f"has rows of {stored} words; {columns} columns of {bits} bits ({group.name}) take "
+            f"{words.dense_words(columns, bits)}, or {words.whole_words(columns, bits)} in files of old releases"
+        )  # fmt: skip
+    return (rows, columns), dense
+
+
+def _block(name: str, scale: Entry, shape: tuple[int, int], group: Group) -> tuple[int, ...] | None:
+    """The block of a scale. Raises KeyedError where the scale's shape is not the one that the group calls for."""
+    w, (rows, columns) = group.weights, shape
+    what = f"{group.name} says {w.strategy}"
+    shapes: tuple[tuple[int, ...], ...]
+    if w.strategy == "tensor":
+        block, shapes = None, ((1,), (), (1, 1))
+    elif w.strategy == "channel":
+        block, shapes = (-1,), ((rows, 1), (rows,))
+    elif w.strategy in ("group", "tensor_group") and w.group is not None:
+        if columns % w.group:
+            raise KeyedError(name, f"{what} of {w.group}, which does not divide {columns} columns")
+        block, shapes, what = (w.group,), ((rows, columns // w.group),), f"{what} of {w.group}"
+    elif w.strategy == "block" and w.block is not None and group.kind in ("int", "float"):
+        block, what = w.block, f"{what} of {list(w.block)}"
+        shapes = (blocks.counts(block, shape),)
+    else:
+        raise KeyedError(name, f"{what}, which is not read for {group.kind} weights")
+    if scale.shape not in shapes:
+        raise KeyedError(
+            name, f"has shape {list(scale.shape)}, but {what} and the weight is {list(shape)}: expected "
+            + " or ".join(str(list(s)) for s in shapes)
+        )  # fmt: skip
+    return block
+
+
+CODEC = Codec("compressed-tensors", claims, find, "compressed-tensors 0.20", WRITING)

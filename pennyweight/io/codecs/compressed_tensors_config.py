@@ -1,0 +1,217 @@
+"""``quantization_config`` of compressed-tensors: which scheme a layer has, and what its fields mean here.
+
+    {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {..}, "input_activations": {..} or null,
+                                   "format": ..}},
+     "ignore": ["lm_head"]}
+
+A layer's group is the one whose target is its name; else the first, in alphabetical order, of the patterns ("re:..")
+that match its name; else the one that names classes, of which a file knows nothing. One group needs no names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...core.formats import E2M1, E2M3, E4M3, E8M0, Format, get_format
+from ...core.spec import NVFP4, ActivationSpec, QuantSpec
+from .layers import option
+from .patterns import pattern
+
+E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
+FLOAT_OF_BITS = {4: E2M1, 6: E2M3, 8: E4M3}
+_MAX_GROUPS = 10_000
+_MAX_GROUP_SIZE = 1 << 20
+
+# (format, type of the weights) -> kind of stored tensors; see compressed_tensors.py
+KINDS = {
+    ("pack-quantized", "int"): "packed",
+    ("int-quantized", "int"): "int",
+    ("naive-quantized", "int"): "int",
+    ("float-quantized", "float"): "float",
+    ("naive-quantized", "float"): "float",
+    ("nvfp4-pack-quantized", "float"): "nvfp4",
+    ("mxfp4-pack-quantized", "float"): "mxfp4",
+    ("mxfp6-pack-quantized", "float"): "mxfp6",
+    ("mxfp8-quantized", "float"): "mxfp8",
+}
+# Rules by which its runtime chooses the scale of a block of inputs. For e4m3 it rounds absmax up from 1.75 * 2**n,
+# "mx_rceil" from just above that.
+_MX_RULES = {E2M1: "mx_even", E2M3: "mx_even", E4M3: "mx_rceil"}
+
+
+@dataclass(frozen=True)
+class Args:
+    """How weights or inputs are quantized: the fields of QuantizationArgs that say what numbers mean."""
+
+    bits: int
+    type: str
+    symmetric: bool
+    strategy: str
+    group: int | None
+    block: tuple[int, int] | None
+    dynamic: bool | str
+    scale_dtype: str | None
+
+    @property
+    def format(self) -> Format:
+        return get_format(f"int{self.bits}") if self.type == "int" else FLOAT_OF_BITS[self.bits]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One of ``config_groups`` that quantizes weights."""
+
+    name: str
+    kind: str
+    weights: Args
+    act: ActivationSpec | None
+    local: bool  # NVFP4 inputs: scales of groups are dynamic, the one above them is stored
+
+
+class Groups:
+    """All groups, and the layers they mean. Raises ValueError naming the group."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        _refuse_more(config)
+        raw = option("quantization_config", config, "config_groups", (dict,), {})
+        if len(raw) > _MAX_GROUPS:
+            raise ValueError(f"{len(raw)} config_groups; at most {_MAX_GROUPS} are read")
+        default = option("quantization_config", config, "format", (str,), "dense")
+        self.groups: list[Group] = []
+        self.targets: dict[str, Group] = {}  # a target of two groups means the later, as in compressed-tensors
+        for name, scheme in raw.items():
+            group, targets = _group(f"config_groups.{name[:60]}", scheme, default)
+            if group is not None:
+                self.groups.append(group)
+                self.targets.update(dict.fromkeys(targets, group))
+        self.ignored = set(_strings("quantization_config", config, "ignore"))
+
+    def of(self, layer: str, known: Mapping[str, Any]) -> Group:
+        """The group of a layer that is stored quantized; ``known``: names of all such layers."""
+        if layer in self.ignored:
+            raise ValueError('is stored quantized, but "ignore" of the config names it')
+        if len(self.groups) == 1:
+            return self.groups[0]
+        if layer in self.targets:
+            return self.targets[layer]
+        for target in sorted(t for t in self.targets if t.startswith("re:")):
+            if pattern(target[3:]).matches(layer):
+                return self.targets[target]
+        rest = {t: g for t, g in self.targets.items() if not t.startswith("re:") and "." not in t and t not in known}
+        found = {g.name: g for g in rest.values()}
+        if len(found) != 1:
+            why = "and there is none for the rest" if not found else f"classes {sorted(rest)[:8]} are of several groups"
+            raise ValueError(f"no target of the {len(self.groups)} config_groups is its name, {why}")
+        return next(iter(found.values()))
+
+
+def _refuse_more(config: Mapping[str, Any]) -> None:
+    """What changes the meaning of the stored tensors in a way that is not read."""
+    if config.get("transform_config"):
+        raise ValueError("transform_config: weights are rotated and inputs must be too, which is not read")
+    sparsity = config.get("sparsity_config") or {}
+    kind = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
+    if kind != "dense":
+        raise ValueError(f"sparsity_config: format {str(kind)[:40]!r} is not read; save without sparse compression")
+
+
+def _strings(what: str, config: Mapping[str, Any], key: str) -> list[str]:
+    value = option(what, config, key, (list,), [])
+    if not all(isinstance(v, str) for v in value):
+        raise ValueError(f"{what}: {key} must be a list of names")
+    return value
+
+
+def _group(what: str, scheme: Any, default: str) -> tuple[Group | None, list[str]]:
+    if isinstance(scheme, list):
+        raise ValueError(f"{what} is the name of a preset; save the config with its schemes written out")
+    if not isinstance(scheme, dict):
+        raise ValueError(f"{what} must be an object")
+    targets = _strings(what, scheme, "targets")
+    if scheme.get("weights") is None:
+        return None, targets
+    if scheme.get("output_activations") is not None:
+        raise ValueError(f"{what}: output_activations are not read: outputs of layers are never quantized here")
+    weights = _args(f"{what}.weights", scheme["weights"])
+    if weights.dynamic is not False:
+        raise ValueError(f"{what}.weights: dynamic weights are not stored")
+    if weights.type == "float" and not weights.symmetric:
+        raise ValueError(f"{what}.weights: floats have no zero point; symmetric must be true")
+    form = option(what, scheme, "format", (str,), default)
+    kind = KINDS.get((form, weights.type))
+    if kind is None:
+        known = ", ".join(sorted({f for f, t in KINDS if t == weights.type}))
+        raise ValueError(f"{what}: format {form[:40]!r} with {weights.type} weights is not read; known: {known}")
+    bits = {"packed": range(2, 9), "int": range(2, 9), "nvfp4": (4,), "mxfp4": (4,), "mxfp6": (6,)}.get(kind, (8,))
+    if weights.bits not in bits:
+        raise ValueError(f"{what}: format {form!r} holds no {weights.type} weights of {weights.bits} bits")
+    size = {"nvfp4": 16, "mxfp4": 32, "mxfp6": 32, "mxfp8": 32}.get(kind)
+    if size is not None and weights.group != size:
+        raise ValueError(f"{what}: format {form!r} has groups of {size}, the config says {weights.group}")
+    act, local = None, False
+    if scheme.get("input_activations") is not None:
+        args = _args(f"{what}.input_activations", scheme["input_activations"])
+        act, local = activation(f"{what}.input_activations", args), args.dynamic == "local"
+    return Group(what, kind, weights, act, local), targets
+
+
+def _args(what: str, raw: Any) -> Args:
+    if not isinstance(raw, dict):
+        raise ValueError(f"{what} must be an object")
+    bits, kind = option(what, raw, "num_bits", (int,), 8), option(what, raw, "type", (str,), "int").lower()
+    group = option(what, raw, "group_size", (int,))
+    block = option(what, raw, "block_structure", (list, str))
+    if isinstance(block, str):  # "128x128" in old files
+        block = [int(n) if n.isascii() and n.isdigit() and len(n) < 9 else 0 for n in block.split("x")]
+    if block is not None and (len(block) != 2 or not all(type(n) is int and 0 < n <= _MAX_GROUP_SIZE for n in block)):
+        raise ValueError(f"{what}: block_structure must be two positive sizes")
+    if group is not None and not (group == -1 or 0 < group <= _MAX_GROUP_SIZE):
+        raise ValueError(f"{what}: group_size must be positive, or -1 for a whole row, got {group}")
+    inferred = "tensor" if group is None else "channel" if group == -1 else "group"
+    strategy = option(what, raw, "strategy", (str,), inferred).lower()
+    if strategy not in ("tensor", "channel", "group", "block", "token", "tensor_group"):
+        raise ValueError(f"{what}: strategy {strategy[:40]!r} is not read")
+    if strategy in ("group", "tensor_group") and (group is None or group < 1):
+        raise ValueError(f"{what}: strategy {strategy!r} needs a positive group_size, got {group}")
+    if (strategy == "block") != (block is not None):
+        raise ValueError(f"{what}: strategy {strategy!r} with block_structure {block}: one needs the other")
+    if kind not in ("int", "float") or (kind == "float" and bits not in FLOAT_OF_BITS) or not 2 <= bits <= 8:
+        raise ValueError(f"{what}: {bits} bits of type {kind[:40]!r} are not read")
+    dynamic = option(what, raw, "dynamic", (bool, str), False)
+    if isinstance(dynamic, str) and dynamic.lower() != "local":
+        raise ValueError(f"{what}: dynamic {dynamic[:40]!r} is not known")
+    return Args(
+        bits, kind, option(what, raw, "symmetric", (bool,), True), strategy, group,
+        None if block is None else (block[0], block[1]), dynamic if isinstance(dynamic, bool) else "local",
+        option(what, raw, "scale_dtype", (str,)),
+    )  # fmt: skip
+
+
+def activation(what: str, a: Args) -> ActivationSpec:
+    """The ActivationSpec of inputs.
+
+    NVFP4 inputs ("local") have a stored scale above those of their groups; here it comes from the input itself, and
+    the stored one is left behind.
+    """
+    if a.type == "float" and not a.symmetric:
+        raise ValueError(f"{what}: floats have no zero point; symmetric must be true")
+    if a.strategy == "tensor_group":
+        if (a.bits, a.type, a.group) != (4, "float", 16) or a.dynamic is False:
+            raise ValueError(f"{what}: strategy 'tensor_group' is read for 4-bit floats in dynamic groups of 16")
+        return ActivationSpec(NVFP4)
+    if a.strategy == "group" and a.type == "float" and (a.bits < 8 or a.scale_dtype in ("torch.uint8", "uint8")):
+        if a.group != 32 or not a.dynamic:
+            raise ValueError(f"{what}: MX inputs have dynamic scales in groups of 32, not {a.group}")
+        return ActivationSpec(QuantSpec(a.format, (32,), E8M0_SCALE), "dynamic", _MX_RULES[a.format])
+    blocks = {"token": (-1,), "tensor": None, "group": (a.group,)}
+    if a.strategy not in blocks or (a.type == "float" and a.bits < 8):
+        raise ValueError(f"{what}: {a.bits}-bit {a.type} inputs by {a.strategy} are not read")
+    if not a.dynamic and a.strategy != "tensor":
+        raise ValueError(f"{what}: static inputs have one scale in all, the config says strategy {a.strategy!r}")
+    spec = QuantSpec(a.format, blocks[a.strategy], torch.float32, zero_point=not a.symmetric)  # type: ignore[arg-type]
+    return ActivationSpec(spec, "dynamic" if a.dynamic else "static")

@@ -1,0 +1,201 @@
+"""FP8 with a scale per block of 128 x 128 weights, as DeepSeek-V3 and Qwen3 ship it (``quant_method`` "fp8").
+
+    weight            f8e4m3 [.., O, I]
+    weight_scale_inv  f32 [.., ceil(O/128), ceil(I/128)], multiplied by, despite its name; or ``scale``, ``qscale_weight``.
+                      Powers of two as f8e8m0, or their bytes u8, where ``scale_fmt`` is "ue8m0"
+    activation_scale  f32, one number, where ``activation_scheme`` is "static"
+
+Without ``weight_block_size`` there is one scale in all. Experts in one tensor are ``<name>`` and ``<name>_scale_inv``.
+"dynamic" inputs are quantized per token in groups as wide as a block, absmax / 448: ActivationSpec says just that.
+Without blocks a token is one group. Source: transformers 5.23, integrations/finegrained_fp8.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import blocks
+from ...core.formats import E4M3
+from ...core.numerics import Parts
+from ...core.spec import FP8_BLOCK, ActivationSpec, QuantSpec
+from ..container import Entry
+from ..manifest import KeyedError, Meta, Stored
+from .base import Codec, Found, Get, Writing
+from .compressed_tensors_config import E8M0_SCALE
+from .layers import FLOATS, model_dtype, need, option
+
+_F8 = torch.float8_e4m3fn
+_SCALES = ("weight_scale_inv", "scale", "qscale_weight")  # of a layer's ``weight``
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
+_BLOCK = (128, 128)
+_MAX_BLOCK = 1 << 20
+_ACT = ActivationSpec(QuantSpec(E4M3, (_BLOCK[1],)))
+
+
+def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+    return config.get("quant_method") == "fp8"
+
+
+def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get | None = None) -> dict[str, Found]:
+    block, scheme = _config(config)
+    pairs, used = _pairs(entries)
+    statics: dict[str, str] = {}
+    for name in entries:
+        layer, _, ending = name.rpartition(".")
+        if ending == "activation_scale":
+            weight = f"{layer}.weight" if layer else "weight"
+            if weight not in pairs or scheme != "static":
+                raise KeyedError(name, f"is left over: no FP8 weight beside it, or activation_scheme {scheme!r}")
+            need(name, entries, FLOATS, (), (1,))
+            statics[weight] = name
+    dtype = model_dtype(entries, used | set(statics.values())) or torch.bfloat16
+    return {
+        name: _found(name, scale, entries, block, scheme, statics.get(name), dtype) for name, scale in pairs.items()
+    }
+
+
+def _config(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, str]:
+    what = "quantization_config"
+    scheme = option(what, config, "activation_scheme", (str,), "dynamic").lower()
+    if scheme not in ("dynamic", "static"):
+        raise ValueError(f"{what}: activation_scheme {scheme[:40]!r} is not read")
+    form = option(what, config, "fmt", (str,), "e4m3")
+    if form not in ("e4m3", "float8_e4m3fn"):
+        raise ValueError(f"{what}: fmt {form[:40]!r} is not read, only e4m3")
+    experts = option(what, config, "expert_dtype", (str,), "fp8")
+    if experts != "fp8":
+        raise ValueError(f"{what}: expert_dtype {experts[:40]!r} is not read")
+    # absent means 128 x 128, null one scale in all
+    size = option(what, config, "weight_block_size", (list,)) if "weight_block_size" in config else list(_BLOCK)
+    if size is None:
+        return None, scheme
+    if len(size) != 2 or not all(type(n) is int and 0 < n <= _MAX_BLOCK for n in size):
+        raise ValueError(f"{what}: weight_block_size must be two positive sizes or null, got {str(size)[:60]}")
+    return (size[0], size[1]), scheme
+
+
+def _pairs(entries: Mapping[str, Entry]) -> tuple[dict[str, str], set[str]]:
+    """{FP8 parameter: its scale}, and all their names. Raises KeyedError for one without the other."""
+    pairs: dict[str, str] = {}
+    for name, entry in entries.items():
+        layer, _, ending = name.rpartition(".")
+        if ending in _SCALES:
+            weight = f"{layer}.weight" if layer else "weight"
+            if ending == "scale" and (weight not in entries or entries[weight].dtype is not _F8):
+                continue  # some other layer's own parameter
+        elif ending.endswith("_scale_inv"):
+            weight = name.removesuffix("_scale_inv")
+        elif entry.dtype is _F8:
+            pairs.setdefault(name, "")
+            continue
+        else:
+            continue
+        if weight not in entries:
+            raise KeyedError(name, f"is left over: {weight} is not stored")
+        if pairs.get(weight):
+            raise KeyedError(weight, f"has two scales, {pairs[weight]} and {name}")
+        pairs[weight] = name
+    for weight, scale in pairs.items():
+        if not scale:
+            raise KeyedError(weight, f"is FP8, but no scale ({', '.join(_SCALES)}) is stored beside it")
+    return pairs, {*pairs, *pairs.values()}
+
+
+def _found(
+    name: str, scale_name: str, entries: Mapping[str, Entry], block: tuple[int, int] | None, scheme: str,
+    static: str | None, dtype: torch.dtype,
+) -> Found:  # fmt: skip
+    shape = need(name, entries, (_F8,)).shape
+    scale = need(scale_name, entries, _SCALE_DTYPES)
+    if len(shape) < 2 or 0 in shape:
+        raise KeyedError(name, f"has shape {list(shape)}, expected at least [rows, columns], none of them empty")
+    if scheme == "static" and static is None:
+        raise KeyedError(name, "activation_scale is missing, which activation_scheme 'static' stores")
+    if block is None:
+        per = (-1, -1)  # of the last two axes: each expert has its own
+        allowed = {(*shape[:-2], 1, 1), shape[:-2], (*shape[:-2], 1)}
+        what = "weight_block_size null: one scale for each matrix"
+    else:
+        per, what = block, f"weight_block_size {list(block)}"
+        allowed = {blocks.counts(per, shape)}
+    if scale.shape not in allowed:
+        raise KeyedError(
+            scale_name, f"has shape {list(scale.shape)}, but {name} is {list(shape)} and {what}: expected "
+            + " or ".join(str(list(s)) for s in sorted(allowed))
+        )  # fmt: skip
+    if len(shape) == 2 and block is None:
+        spec_block: tuple[int, ...] | None = None
+    else:
+        spec_block = per
+    inner: Any = E8M0_SCALE if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.dtype
+    spec = QuantSpec(E4M3, spec_block, inner)
+    act_block = None if static else (-1,) if block is None else (block[1],)
+    act = ActivationSpec(QuantSpec(E4M3, act_block), "static" if static else "dynamic")
+    meta = Meta(spec, shape, dtype, act)
+
+    def parts(get: Get) -> Parts:
+        numbers = get(scale_name).reshape(blocks.counts(spec.block, shape))
+        codes = get(name)
+        if blocks.padded(spec.block, shape) != shape:
+            codes = blocks.pad(codes.view(torch.uint8), spec.block).view(_F8)
+        return Parts(
+            codes,
+            Parts(numbers.contiguous().view(torch.uint8)) if isinstance(spec.scale, QuantSpec) else numbers,
+            act_scale=get(static).float().reshape(1) if static else None,
+        )
+
+    return Found(meta, (name, scale_name, *((static,) if static else ())), parts)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def refuses(name: str, meta: Meta) -> str | None:
+    spec, shape = meta.spec, meta.stored_shape
+    if len(shape) not in (2, 3) or 0 in shape or meta.axes is not None:
+        return "fp8 holds matrices [.., out, in] that are not empty and not transposed"
+    if len(shape) == 2 and name.rpartition(".")[2] != "weight":
+        return "fp8 quantizes parameters named weight, those of layers, and experts in one tensor"
+    if spec.with_(scale=None) != QuantSpec(E4M3, _BLOCK, None) or spec.scale is not torch.float32:
+        return f"fp8 holds e4m3 in blocks of 128 x 128 under float32 scales, this is {spec}"
+    if meta.act is not None and (meta.act.spec, meta.act.mode) != (_ACT.spec, _ACT.mode):
+        return f"fp8 has dynamic e4m3 inputs in groups of {_BLOCK[1]}, not {meta.act}"
+    return None
+
+
+def nearest(name: str, meta: Meta) -> QuantSpec | None:
+    """FP8 blocks for any 8-bit float, or where only the activation is refused. Other numbers stay float."""
+    if not (meta.spec.format.kind == "float" and meta.spec.format.bits == 8):
+        return None
+    return FP8_BLOCK if refuses(name, Meta(FP8_BLOCK, meta.shape, meta.dtype, None, meta.axes)) is None else None
+
+
+def _scale_name(name: str) -> str:
+    return f"{name}_scale_inv"
+
+
+def stored(name: str, meta: Meta) -> Stored:
+    return {name: (_F8, meta.shape), _scale_name(name): (torch.float32, blocks.counts(_BLOCK, meta.shape))}
+
+
+def pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
+    codes = parts.codes[..., : meta.shape[-2], : meta.shape[-1]].contiguous()
+    return {name: codes, _scale_name(name): parts.scale}
+
+
+def method(tensors: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any]:
+    """The config. The format has no weights without quantized inputs: runtimes that can will quantize them."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(_BLOCK),
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
+    }
+
+
+CODEC = Codec("fp8", claims, find, "transformers 5.23, Fp8Dequantize", Writing(refuses, nearest, stored, pack, method))

@@ -1,0 +1,105 @@
+"""MXFP4 experts as gpt-oss ships them (``quant_method`` "mxfp4").
+
+    <name>_blocks  u8 [E, O, I/32, 16]: e2m1 in blocks of 32, the even one in the low nibble
+    <name>_scales  u8 [E, O, I/32]: 2**(s - 127)
+
+The parameter ``<name>`` is [E, I, O]: stored here as it lies, with ``axes``. Source: transformers 5.23,
+integrations/mxfp4.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.numerics import Parts
+from ...core.packing import pack_bits, unpack_bits
+from ...core.spec import MXFP4, QuantSpec
+from ..container import Entry
+from ..manifest import KeyedError, Meta, Stored
+from .base import Codec, Found, Get, Writing
+from .layers import model_dtype, need
+
+_AXES = (0, 2, 1)
+_GROUP = 32
+_WRITTEN = ("gate_up_proj", "down_proj")  # the parameters that transformers reads
+_U8 = (torch.uint8,)
+
+
+def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+    return config.get("quant_method") == "mxfp4"
+
+
+def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get | None = None) -> dict[str, Found]:
+    names = {n.removesuffix("_blocks"): None for n in entries if n.endswith("_blocks")}  # in the order of the file
+    scales = {n.removesuffix("_scales") for n in entries if n.endswith("_scales") and entries[n].dtype is torch.uint8}
+    for name in sorted(names.keys() ^ scales):
+        there, missing = ("_blocks", "_scales") if name in names else ("_scales", "_blocks")
+        raise KeyedError(name, f"{name}{there} is stored, {name}{missing} is missing")
+    used = {n + ending for n in names for ending in ("_blocks", "_scales")}
+    dtype = model_dtype(entries, used) or torch.bfloat16
+    return {name: _found(name, entries, dtype) for name in names}
+
+
+def _found(name: str, entries: Mapping[str, Entry], dtype: torch.dtype) -> Found:
+    blocks_name, scales_name = f"{name}_blocks", f"{name}_scales"
+    if name in entries:
+        raise KeyedError(name, f"is stored, and as {blocks_name} too")
+    shape = need(blocks_name, entries, _U8).shape
+    if len(shape) != 4 or shape[3] != _GROUP // 2 or 0 in shape:
+        raise KeyedError(blocks_name, f"has shape {list(shape)}, expected [experts, rows, groups, {_GROUP // 2}]")
+    need(scales_name, entries, _U8, shape[:3])
+    experts, rows, groups, _ = shape
+    columns = groups * _GROUP
+    meta = Meta(MXFP4, (experts, columns, rows), dtype, None, _AXES)
+
+    def parts(get: Get) -> Parts:
+        return Parts(unpack_bits(get(blocks_name).flatten(-2), 4, columns), Parts(get(scales_name)))
+
+    return Found(meta, (blocks_name, scales_name), parts)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def refuses(name: str, meta: Meta) -> str | None:
+    if not name.endswith(_WRITTEN):
+        return f"mxfp4 holds the {' and '.join(_WRITTEN)} of experts only"
+    if len(meta.shape) != 3 or 0 in meta.shape or meta.axes != _AXES:
+        return "mxfp4 holds experts [experts, in, out] whose columns are contracted, none of them empty"
+    if meta.spec != MXFP4:
+        return f"mxfp4 holds e2m1 in blocks of {_GROUP} under e8m0 scales, this is {meta.spec}"
+    if meta.stored_shape[-1] % _GROUP:
+        return f"blocks of {_GROUP} do not divide {meta.stored_shape[-1]} columns"
+    return None if meta.act is None else f"mxfp4 quantizes no inputs, this has {meta.act}"
+
+
+def nearest(name: str, meta: Meta) -> QuantSpec | None:
+    """MXFP4 for other numbers of 4 bits or fewer, or where only the activation is refused. Others stay float."""
+    if meta.spec.format.bits > 4:
+        return None
+    return MXFP4 if refuses(name, Meta(MXFP4, meta.shape, meta.dtype, None, meta.axes)) is None else None
+
+
+def stored(name: str, meta: Meta) -> Stored:
+    experts, rows, columns = meta.stored_shape
+    sizes = (experts, rows, columns // _GROUP)
+    return {f"{name}_blocks": (torch.uint8, (*sizes, _GROUP // 2)), f"{name}_scales": (torch.uint8, sizes)}
+
+
+def pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
+    packed = pack_bits(parts.codes, 4).unflatten(-1, (-1, _GROUP // 2))
+    return {f"{name}_blocks": packed, f"{name}_scales": parts.scale.codes}
+
+
+def method(tensors: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any]:
+    return {"quant_method": "mxfp4", "modules_to_not_convert": [name.removesuffix(".weight") for name in plain]}
+
+
+CODEC = Codec(
+    "mxfp4", claims, find, "transformers 5.23, convert_moe_packed_tensors",
+    Writing(refuses, nearest, stored, pack, method),
+)  # fmt: skip

@@ -1,0 +1,44 @@
+"""Codes in words of 32 bits, least significant bits first, in two ways.
+
+dense     a row is one stream of bits: code i has bits [i*b, (i+1)*b), across words. compressed-tensors from 0.17 or so.
+by word   a word holds 32 // b whole codes; with 3, 5, 6 or 7 bits its highest bits are unused. Before that.
+
+With 1, 2, 4 and 8 bits the two are one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.packing import pack_bits, unpack_bits
+
+
+def dense_words(n: int, bits: int) -> int:
+    return -(-n * bits // 32)
+
+
+def whole_words(n: int, bits: int) -> int:
+    return -(-n // (32 // bits))
+
+
+def is_dense(words: int, n: int, bits: int) -> bool | None:
+    """How n codes of a row lie in that many words; dense where both are possible; None where neither is."""
+    return True if words == dense_words(n, bits) else False if words == whole_words(n, bits) else None
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [.., n] -> int32 words [.., ceil(n * bits / 32)], dense; unused bits are zero."""
+    n = codes.shape[-1]
+    stream = pack_bits(codes, bits)
+    missing = 4 * dense_words(n, bits) - stream.shape[-1]
+    return torch.nn.functional.pad(stream, (0, missing)).contiguous().view(torch.int32)
+
+
+def unpack(words: Tensor, bits: int, n: int, dense: bool) -> Tensor:
+    """int32 words -> uint8 codes [.., n]."""
+    if dense or 32 % bits == 0:
+        return unpack_bits(words.contiguous().view(torch.uint8), bits, n)[..., :n].contiguous()
+    mask = (1 << bits) - 1
+    codes = torch.stack([(words >> (bits * j) & mask).to(torch.uint8) for j in range(32 // bits)], -1)
+    return codes.flatten(-2)[..., :n].contiguous()
