@@ -95,9 +95,12 @@ def foreign(name: str, writing: Writing) -> Target:
         near = writing.nearest(name, kind)
         if near is None:
             return Choice(Entry(kind.dtype, kind.shape), FLOAT, why)
-        act = kind.act if near.format.kind == kind.spec.format.kind else None
-        new = replace(kind, spec=near, act=act, signed_scale=True, perm=False)
+        same = kind.act is not None and near.format.kind == kind.spec.format.kind
+        new = replace(kind, spec=near, act=kind.act if same else None, signed_scale=True, perm=False)
         refused = writing.refuses(name, new)
+        if refused is not None and new.act is not None:
+            new = replace(new, act=None)
+            refused = writing.refuses(name, new)
         if refused is not None:
             return Choice(Entry(kind.dtype, kind.shape), FLOAT, refused)
         return Choice(new, REQUANTIZED, why)
