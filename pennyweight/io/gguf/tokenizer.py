@@ -14,7 +14,7 @@ from ..checkpoint import inside
 from ..errors import CheckpointError
 from ..strict_json import parse
 from .pre_tokenizers import recognized
-from .values import KV
+from .fields import KV
 from .vocabulary import (
     BYTE,
     CONTROL,

@@ -8,7 +8,7 @@ from typing import Any
 
 from .pre_tokenizers import BY_NAME, to_json
 from .tokenizer import CLS, IDS, KEY
-from .values import text
+from .fields import text
 from .vocabulary import BYTE, CONTROL, MAX_TOKENS, NORMAL, SPACE, UNUSED, USER_DEFINED, joinable, word
 
 _Template = dict[str, Any]
