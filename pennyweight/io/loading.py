@@ -24,6 +24,7 @@ def load(
     *,
     strict: bool = True,
     device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
     names: str | os.PathLike[str] | None = None,
     allow_pickle: bool = False,
 ) -> Any:
@@ -33,6 +34,8 @@ def load(
              dtypes included. Ties of the file and of the model are kept. Quantized weights do not require grad.
     strict   refuse names that only the model or only the file has
     device   put the tensors there; default: where the model's own are (CPU for meta ones)
+    dtype    of floats, and what quantized tensors stand for; default: what the file says, but of a GGUF file, whose
+             floats are of several, what the model has. Codes and scales stay as they are
     names    a TOML file with names of tensors, for a GGUF file of an architecture that is not known; with a model the
              tensors of a GGUF file go by Hugging Face's names, without one by their own
     allow_pickle   see :func:`open`
@@ -43,7 +46,7 @@ def load(
     # Parameters made in inference mode could never again be part of a graph.
     with open_any(path, allow_pickle=allow_pickle) as checkpoint, torch.inference_mode(False), torch.no_grad():
         if model is None:
-            return _state_dict(checkpoint, device)
+            return _state_dict(checkpoint, device, dtype)
         if checkpoint.format == "gguf":
             from .gguf.opened import under_hf_names
 
@@ -58,7 +61,7 @@ def load(
                 "values first, or load with strict=False and fill them after",
             )  # fmt: skip
         source = _match(checkpoint, slots, strict)
-        new = _tensors(checkpoint, slots, source, device)
+        new = _tensors(checkpoint, slots, source, device, dtype)
         _assign(slots, new)
         return model
 
@@ -108,15 +111,20 @@ def _unfit(mine: Tensor, held: Meta | Entry) -> str | None:
     return None
 
 
-def _state_dict(c: Opened, device: Any) -> dict[str, Tensor]:
+def _state_dict(c: Opened, device: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
     out = c.state_dict()
-    if device is not None:
-        moved = {id(t): t.to(device) for t in out.values()}
-        out = {name: moved[id(t)] for name, t in out.items()}
-    return out
+    moved = {id(t): _to(t, device, dtype) for t in out.values()}
+    return {name: moved[id(t)] for name, t in out.items()}
 
 
-def _tensors(c: Opened, slots: dict[str, Slot], source: dict[str, str], device: Any) -> dict[str, Tensor]:
+def _to(t: Tensor, device: Any, dtype: torch.dtype | None) -> Tensor:
+    t = t if dtype is None or not t.is_floating_point() else t.to(dtype)
+    return t if device is None else t.to(device)
+
+
+def _tensors(
+    c: Opened, slots: dict[str, Slot], source: dict[str, str], device: Any, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
     """New tensors by model name, checked, moved and packed; names that share one tensor share the object."""
     users: dict[str, list[str]] = {}
     for name, held in source.items():
@@ -126,7 +134,8 @@ def _tensors(c: Opened, slots: dict[str, Slot], source: dict[str, str], device: 
         first = slots[names[0]]
         target = device if device is not None else None if first.tensor.device.type == "meta" else first.tensor.device
         ops = tuple(dict.fromkeys(slots[n].op for n in names))
-        tensor = _one(c, held, target, ops)
+        wanted = first.tensor.dtype if c.format == "gguf" and dtype is None else dtype
+        tensor = _one(c, held, target, wanted, ops)
         if any(slots[n].is_param for n in names):
             tensor = _parameter(tensor, [slots[n] for n in names])
         new |= dict.fromkeys(names, tensor)
@@ -134,8 +143,8 @@ def _tensors(c: Opened, slots: dict[str, Slot], source: dict[str, str], device: 
     return new
 
 
-def _one(c: Opened, held: str, device: Any, ops: tuple[str, ...]) -> Tensor:
-    w: Any = c[held] if device is None else c[held].to(device)
+def _one(c: Opened, held: str, device: Any, dtype: torch.dtype | None, ops: tuple[str, ...]) -> Tensor:
+    w: Any = _to(c[held], device, dtype)
     return prepare(w, ops) if isinstance(w, AffineQuantizedTensor) and w.ndim > 1 else w
 
 

@@ -12,11 +12,13 @@ _NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
 _CHUNK = 1 << 20
 
 
-def parse(data: bytes, *, max_bytes: int, max_depth: int, floats: bool = False) -> Any:
+def parse(
+    data: bytes, *, max_bytes: int, max_depth: int, floats: bool = False, max_digits: int = MAX_INT_DIGITS
+) -> Any:
     """The value of a JSON text. Raises ValueError with the reason.
 
     Refused: more than max_bytes, nested deeper than about max_depth, not UTF-8, a key twice in one object, NaN and
-    infinities, numbers of more than 20 digits, and fractions unless ``floats``.
+    infinities, whole numbers of more than ``max_digits`` (20), and fractions unless ``floats``.
     """
     if len(data) > max_bytes:
         raise ValueError(f"JSON of {len(data)} bytes; at most {max_bytes} are read")
@@ -27,7 +29,7 @@ def parse(data: bytes, *, max_bytes: int, max_depth: int, floats: bool = False) 
         return json.loads(
             text,
             object_pairs_hook=_unique,
-            parse_int=_int,
+            parse_int=_int(max_digits),
             parse_float=_float if floats else _refuse("fraction where a whole number is due:"),
             parse_constant=_refuse("not a JSON number:"),
         )
@@ -66,10 +68,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _int(text: str) -> int:
-    if len(text) > MAX_INT_DIGITS:
-        raise ValueError(f"number of {len(text)} digits")
-    return int(text)
+def _int(max_digits: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if len(text) > max_digits:
+            raise ValueError(f"number of {len(text)} digits")
+        return int(text)
+
+    return convert
 
 
 def _float(text: str) -> float:

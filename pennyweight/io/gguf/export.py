@@ -74,7 +74,7 @@ def write_gguf(
     try:
         planned, left_out = _plan(source, kind, pattern_file)
         extra = rope_tensors(source.config or {})
-        metadata = _metadata(source, planned)
+        metadata, said = _metadata(source, planned)
         infos = {name: (p.type, p.held.kind.shape) for name, p in planned.items()}
         infos |= {name: (TYPES["F32"], tuple(t.shape)) for name, t in extra.items()}
         header, entries, size = lay_out(metadata, infos)
@@ -89,7 +89,7 @@ def write_gguf(
     ]  # fmt: skip
     rows += [Row(hf, "Tensor", source.held[hf].kind.shape, "", "", source.held[hf].nbytes, 0, note=note)
              for hf, note in left_out.items()]  # fmt: skip
-    report = Report(f"{source.format} to gguf", rows, "converted")
+    report = Report("; ".join((f"{source.format} to gguf", *said)), rows, "converted")
     if dry_run:
         return report
     folder, name = os.path.split(dst)
@@ -175,7 +175,8 @@ def _word(held: Held) -> str:
     return held.word or (str(held.meta.spec) if held.meta else str(held.kind.dtype).removeprefix("torch."))
 
 
-def _metadata(source: Opened, planned: Mapping[str, Planned]) -> dict[str, Value]:
+def _metadata(source: Opened, planned: Mapping[str, Planned]) -> tuple[dict[str, Value], list[str]]:
+    """The file's metadata, and what is to be said of them."""
     assert source.config is not None
     size = Counter[str]()
     for p in planned.values():
@@ -184,11 +185,15 @@ def _metadata(source: Opened, planned: Mapping[str, Planned]) -> dict[str, Value
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(os.path.abspath(source.path))
     if source.format == "gguf":  # the metadata that it came with, but for what describes the numbers
         out = dict(source.metadata)
-        return out | {"general.file_type": Value("uint32", file_type)}
+        return out | {"general.file_type": Value("uint32", file_type)}, []
     name = os.path.basename(folder.rstrip(os.sep))
     kv = kv_from_config(source.config, file_type, name=name or None, pooling=_pooling(folder))
-    tokens, _ = tokenizer_kv(folder)
-    return {key: Value(_kind(kind), value) for key, (kind, value) in {**kv, **tokens}.items()}
+    if os.path.lexists(os.path.join(folder, "tokenizer.json")):
+        tokens, said = tokenizer_kv(folder)
+        kv |= tokens
+    else:
+        said = ["there is no tokenizer.json, and without a tokenizer llama.cpp does not load the file"]
+    return {key: Value(_kind(kind), value) for key, (kind, value) in kv.items()}, said
 
 
 def _kind(kind: str) -> str:

@@ -22,7 +22,7 @@ from ..write import write_bytes
 from .config import ROPE_TENSORS, config_from_kv
 from .container import File
 from .names import Patterns, read_patterns, to_hf
-from .tokenizer import tokenizer_files
+from .tokenizer_files import tokenizer_files
 from .transforms import Transform
 
 MAX_SPLITS = 4096

@@ -95,7 +95,7 @@ def _read(folder: str, name: str) -> dict[str, Any]:
     limit = LIMITS.get(name, MAX_SMALL)
     try:
         with open(path, "rb") as f:
-            data = parse(f.read(limit + 1), max_bytes=limit, max_depth=32, floats=True)
+            data = parse(f.read(limit + 1), max_bytes=limit, max_depth=32, floats=True, max_digits=40)
     except (OSError, ValueError) as e:
         raise CheckpointError(path, None, str(e)) from e
     if not isinstance(data, dict):

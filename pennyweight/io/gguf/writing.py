@@ -113,6 +113,10 @@ class Writer:
         while view:
             view = view[self._file.write(view) :]
 
+    def sync(self) -> None:
+        """Flush what was put to disk."""
+        os.fsync(self._file.fileno())
+
     def finish(self) -> None:
         """Flush to disk and close. Raises CheckpointError where a tensor was not put, or not all of it."""
         left = [name for name, count in self._left.items() if count]
