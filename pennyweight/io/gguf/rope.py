@@ -20,12 +20,7 @@ DEFAULT_THETA = {"gemma3_text": 1e6}  # the others: 10000
 LOCAL_THETA = 10000.0
 PARTIAL = {"phi": 0.5}  # part of a head that is rotated, where a config does not say
 # rope.scaling.* of YaRN: (key, name in rope_parameters)
-YARN = (
-    ("yarn_ext_factor", "extrapolation_factor"),
-    ("yarn_attn_factor", "attention_factor"),
-    ("yarn_beta_fast", "beta_fast"),
-    ("yarn_beta_slow", "beta_slow"),
-)
+YARN = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
 LLAMA3_KNOWN = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))  # Llama 3.1 and 3.2
 
 
@@ -72,8 +67,14 @@ def rope_kv(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
     elif kind in ("linear", "yarn"):
         kv |= {where + "type": ("STRING", kind), where + "factor": ("FLOAT32", float(p["factor"]))}
         if kind == "yarn":
+            odd = next((k for k in ("mscale", "mscale_all_dim") if p.get(k)), None)
+            odd = "truncate" if p.get("truncate") is False else odd
+            if odd:
+                raise ValueError(f"{odd} in rope_parameters of type yarn has no form in GGUF for architecture {arch!r}")
             kv[where + "original_context_length"] = ("UINT32", _original(config, p))
             kv |= {where + k: ("FLOAT32", float(p[name])) for k, name in YARN if p.get(name) is not None}
+            if p.get("attention_factor") is not None:  # llama.cpp multiplies its own factor by what is written
+                kv[where + "attn_factor"] = ("FLOAT32", float(p["attention_factor"]) / _yarn_attention(p["factor"]))
         return kv
     elif kind == "llama3" and arch == "llama":
         return kv  # said by the tensor rope_freqs
@@ -166,6 +167,11 @@ def rope_parameters(
         if kind == "yarn":
             p["original_max_position_embeddings"] = integer(kv, pre + "scaling.original_context_length")
             p |= {name: real(kv, pre + "scaling." + k) for k, name in YARN if pre + "scaling." + k in kv}
+            if pre + "scaling.attn_factor" in kv:
+                own = _yarn_attention(p["factor"])
+                p["attention_factor"] = short(real(kv, pre + "scaling.attn_factor") * own)
+            elif pre + "scaling.yarn_attn_factor" in kv:  # so llama.cpp's converter writes it; llama.cpp ignores it
+                p["attention_factor"] = real(kv, pre + "scaling.yarn_attn_factor")
     elif kind != "none":
         raise ValueError(f"{pre}scaling.type {kind[:50]!r} is not known for architecture {arch!r}")
     if FREQS in tensors and arch == "llama" and bool((tensors[FREQS] != 1).any()):
@@ -183,6 +189,10 @@ def _original(config: Mapping[str, Any], p: Mapping[str, Any]) -> int:
         if value is not None:
             return int(value)
     return int(config["max_position_embeddings"])
+
+
+def _yarn_attention(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _attention_factor(config: Mapping[str, Any], p: Mapping[str, Any], original: int) -> float:
