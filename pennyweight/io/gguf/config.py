@@ -85,7 +85,7 @@ def _scalar(arch: str, layers: int, hidden: int, heads: int, head_dim: int) -> i
 def _mistral_window(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
     """llama.cpp's llama has no sliding window and ignores the key, which tells the way back that this was a Mistral."""
     window = config.get("sliding_window") if config.get("model_type") == "mistral" else None
-    return {} if window is None else {f"{arch}.attention.sliding_window": ("UINT32", int(window))}
+    return {} if window is None else {f"{arch}.attention.sliding_window": ("UINT32", integer(config, "sliding_window"))}
 
 
 def _read_mistral_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def _read_mistral_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[
 
 
 def _phi3_window(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
-    return {"phi3.attention.sliding_window": ("UINT32", int(config.get("sliding_window") or 0))}  # 0: none
+    window = integer(config, "sliding_window") if config.get("sliding_window") else 0  # 0: none
+    return {"phi3.attention.sliding_window": ("UINT32", window)}
 
 
 def _read_phi3_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _read_phi3_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str
 def _bert(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
     return {
         "bert.attention.causal": ("BOOL", False),
-        "tokenizer.ggml.token_type_count": ("UINT32", int(config.get("type_vocab_size", 2))),
+        "tokenizer.ggml.token_type_count": ("UINT32", integer(config, "type_vocab_size", 2)),
     }
 
 
@@ -243,6 +244,8 @@ def _check_layers(config: Mapping[str, Any], row: ConfigRow, arch: str) -> None:
         if row.sliding and every != row.sliding:
             raise ValueError(f"sliding_window_pattern is {every}, but llama.cpp computes {arch!r} with {row.sliding}")
         return
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types must be a list, is {str(kinds)[:50]!r}")
     want = [
         "sliding_attention" if row.sliding and (i + 1) % row.sliding else "full_attention" for i in range(len(kinds))
     ]

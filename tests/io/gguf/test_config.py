@@ -157,7 +157,7 @@ def test_the_tensors_that_a_config_depends_on_must_be_given() -> None:
     assert not rope_tensors(MODELS["bert"][1].to_dict())
     bad = MODELS["phi3_long"][1].to_dict()
     bad["rope_parameters"] = bad["rope_parameters"] | {"long_factor": [1.0]}
-    with pytest.raises(ValueError, match="1 factors for 4 rotated pairs"):
+    with pytest.raises(ValueError, match="long_factor has 1 factors for 4 rotated pairs"):
         rope_tensors(bad)
 
 
@@ -182,6 +182,12 @@ def test_the_tensors_that_a_config_depends_on_must_be_given() -> None:
         ("gemma3", {"layer_types": None, "sliding_window_pattern": 4, "_sliding_window_pattern": 4}, "pattern is 4"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("phi2", {"qk_layernorm": True}, "qk_layernorm"),
+        ("llama", {"rope_parameters": 3}, "rope_parameters must be an object"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": [1]}}, "sliding_attention must be an object"),
+        ("gemma3", {"layer_types": 2.5}, "layer_types must be a list"),
+        ("phi3", {"sliding_window": [32]}, "sliding_window must be|sliding_window differs"),
+        ("bert", {"type_vocab_size": "2"}, "type_vocab_size must be"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("bert", {"model_type": "mamba"}, "model_type 'mamba' is not known"),
     ],
