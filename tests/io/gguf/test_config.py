@@ -186,7 +186,7 @@ def test_the_tensors_that_a_config_depends_on_must_be_given() -> None:
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
         ("gemma3", {"rope_parameters": {"sliding_attention": [1]}}, "sliding_attention must be an object"),
         ("gemma3", {"layer_types": 2.5}, "layer_types must be a list"),
-        ("phi3", {"sliding_window": [32]}, "sliding_window must be|sliding_window differs"),
+        ("phi3", {"sliding_window": "32"}, "sliding_window must be"),
         ("bert", {"type_vocab_size": "2"}, "type_vocab_size must be"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("bert", {"model_type": "mamba"}, "model_type 'mamba' is not known"),
