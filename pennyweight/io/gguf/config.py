@@ -85,18 +85,19 @@ def _scalar(arch: str, layers: int, hidden: int, heads: int, head_dim: int) -> i
 def _mistral_window(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
     """llama.cpp's llama has no sliding window and ignores the key, which tells the way back that this was a Mistral."""
     window = config.get("sliding_window") if config.get("model_type") == "mistral" else None
-    return {} if window is None else {f"{arch}.attention.sliding_window": ("UINT32", int(window))}
+    return {} if window is None else {f"{arch}.attention.sliding_window": ("UINT32", integer(config, "sliding_window"))}
 
 
 def _read_mistral_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    if "llama.attention.sliding_window" not in kv:
-        return {}
+    if "llama.attention.sliding_window" not in kv or config["attention_bias"] or config["mlp_bias"]:
+        return {}  # a Mistral has no biases
     window = integer(kv, "llama.attention.sliding_window")
     return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
 
 
 def _phi3_window(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
-    return {"phi3.attention.sliding_window": ("UINT32", int(config.get("sliding_window") or 0))}  # 0: none
+    window = integer(config, "sliding_window") if config.get("sliding_window") else 0  # 0: none
+    return {"phi3.attention.sliding_window": ("UINT32", window)}
 
 
 def _read_phi3_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _read_phi3_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str
 def _bert(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
     return {
         "bert.attention.causal": ("BOOL", False),
-        "tokenizer.ggml.token_type_count": ("UINT32", int(config.get("type_vocab_size", 2))),
+        "tokenizer.ggml.token_type_count": ("UINT32", integer(config, "type_vocab_size", 2)),
     }
 
 
@@ -193,22 +194,22 @@ def kv_from_config(
     kv: KV = {
         "general.architecture": ("STRING", arch),
         "general.type": ("STRING", "model"),
-        # never a path of the machine; and transformers stumbles over a model called "mistral"
-        "general.name": ("STRING", name or os.path.basename(str(config.get("_name_or_path") or "")) or arch),
+        # never a path of the machine, nor the type: both readers take a name such as "mistral" or "phi3" for more
+        "general.name": ("STRING", name or os.path.basename(str(config.get("_name_or_path") or "")) or "model"),
         "general.file_type": ("UINT32", int(file_type)),
         "general.quantization_version": ("UINT32", QUANTIZATION_VERSION),
     }
-    for key in (*row.keys, Key("vocab_size", "vocab_size")):
-        if config.get(key.name) is not None:
-            kv[f"{arch}.{key.key}"] = (key.kind, _number(config, key))
-        elif key.needed:
-            raise ValueError(f"config.json lacks {key.name}; write all values of the config out (config.to_dict())")
+    for k in (*row.keys, Key("vocab_size", "vocab_size")):
+        if config.get(k.name) is not None:
+            kv[f"{arch}.{k.key}"] = (k.kind, _number(config, k))
+        elif k.needed:
+            raise ValueError(f"config.json lacks {k.name}; write all values of the config out (config.to_dict())")
     heads = kv[f"{arch}.attention.head_count"][1]
     if arch != "bert":
         kv[f"{arch}.attention.head_count_kv"] = ("UINT32", integer(config, "num_key_value_heads", heads))
     size = head_dim(config)
     if row.head_dim:
-        kv |= {f"{arch}.attention.{k}_length": ("UINT32", size) for k in ("key", "value")}
+        kv |= {f"{arch}.attention.{n}_length": ("UINT32", size) for n in ("key", "value")}
     _check_layers(config, row, arch)
     if arch != "bert":
         kv |= rope_kv(config, arch, size)
@@ -243,6 +244,8 @@ def _check_layers(config: Mapping[str, Any], row: ConfigRow, arch: str) -> None:
         if row.sliding and every != row.sliding:
             raise ValueError(f"sliding_window_pattern is {every}, but llama.cpp computes {arch!r} with {row.sliding}")
         return
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types must be a list, is {str(kinds)[:50]!r}")
     want = [
         "sliding_attention" if row.sliding and (i + 1) % row.sliding else "full_attention" for i in range(len(kinds))
     ]
@@ -278,16 +281,15 @@ def config_from_kv(
     if row.head_dim:
         config["head_dim"] = size
     elif size * heads != config["hidden_size"]:
-        raise ValueError(
-            f"{arch.gguf}: {heads} heads of {size} are not embedding_length {config['hidden_size']}"
-        )
+        raise ValueError(f"{arch.gguf}: {heads} heads of {size} are not embedding_length {config['hidden_size']}")
     if arch.gguf != "bert":
         config["num_key_value_heads"] = integer(kv, f"{arch.gguf}.attention.head_count_kv", heads)
         rope, more = rope_parameters(kv, arch.gguf, config["model_type"], size, tensors or {})
         config |= {"rope_parameters": rope, **more}
     config |= {key: allowed[0] for key, allowed in row.fixed.items() if allowed[0] is not None}
     config |= {flag: tensor in names for flag, tensor in row.flags.items()}
-    config["tie_word_embeddings"] = "output.weight" not in names if arch.head and names else arch.tied
+    if arch.head:
+        config["tie_word_embeddings"] = "output.weight" not in names if names else arch.tied
     file_type = kv.get("general.file_type", ALL_F32)
     config["torch_dtype"] = TORCH_DTYPES.get(file_type, "bfloat16") if type(file_type) is int else "bfloat16"
     config |= _special_ids(kv, config["vocab_size"])

@@ -51,6 +51,6 @@ def _get(kv: Mapping[str, Any], key: str, default: Any) -> Any:
     value = kv.get(key)
     if value is None:
         if default is _NEEDED:
-            raise ValueError(f"the metadata lack {key}")
+            raise ValueError(f"{key} is missing")
         return default
     return value

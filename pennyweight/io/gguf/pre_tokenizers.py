@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _QWEN35 = (
@@ -122,8 +123,6 @@ def to_json(p: PreTokenizer) -> Mapping[str, Any]:
     steps: list[dict[str, Any]] = []
     if p.digits:
         steps.append({"type": "Digits", "individual_digits": True})
-    steps += [
-        {"type": "Split", "pattern": {"Regex": s}, "behavior": "Isolated", "invert": False} for s in p.splits
-    ]
+    steps += [{"type": "Split", "pattern": {"Regex": s}, "behavior": "Isolated", "invert": False} for s in p.splits]
     steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": p.gpt2})
     return steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}

@@ -20,12 +20,7 @@ DEFAULT_THETA = {"gemma3_text": 1e6}  # the others: 10000
 LOCAL_THETA = 10000.0
 PARTIAL = {"phi": 0.5}  # part of a head that is rotated, where a config does not say
 # rope.scaling.* of YaRN: (key, name in rope_parameters)
-YARN = (
-    ("yarn_ext_factor", "extrapolation_factor"),
-    ("yarn_attn_factor", "attention_factor"),
-    ("yarn_beta_fast", "beta_fast"),
-    ("yarn_beta_slow", "beta_slow"),
-)
+YARN = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
 LLAMA3_KNOWN = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))  # Llama 3.1 and 3.2
 
 
@@ -34,8 +29,8 @@ def parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Always with rope_type, rope_theta and partial_rotary_factor.
     """
-    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    new = new.get("full_attention") or new
+    new, old = _object(config, "rope_parameters"), _object(config, "rope_scaling")
+    new = _object(new, "full_attention") or new
     out = {**old, **new}
     kind = str(config.get("model_type"))
     first = out.pop("type", "default")
@@ -47,7 +42,7 @@ def parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def rotated(config: Mapping[str, Any], head_dim: int) -> int:
     """How many elements of a head are rotated."""
-    return int(parameters(config)["partial_rotary_factor"] * head_dim)
+    return int(real(parameters(config), "partial_rotary_factor") * head_dim)
 
 
 def rope_kv(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
@@ -56,11 +51,12 @@ def rope_kv(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
     pre = f"{arch}.rope."
     kv: KV = {
         pre + "dimension_count": ("UINT32", rotated(config, head_dim)),
-        pre + "freq_base": ("FLOAT32", float(p["rope_theta"])),
+        pre + "freq_base": ("FLOAT32", real(p, "rope_theta")),
     }
     if arch == "gemma3":
-        local = ((config.get("rope_parameters") or {}).get("sliding_attention") or {}).get("rope_theta")
-        kv[pre + "freq_base_swa"] = ("FLOAT32", float(local or config.get("rope_local_base_freq") or LOCAL_THETA))
+        local = _object(_object(config, "rope_parameters"), "sliding_attention")
+        theta = real(local, "rope_theta", real(config, "rope_local_base_freq", LOCAL_THETA))
+        kv[pre + "freq_base_swa"] = ("FLOAT32", theta)
     kind = p["rope_type"]
     where = pre + "scaling."
     if arch == "phi3":
@@ -70,10 +66,16 @@ def rope_kv(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
             kv[where + "attn_factor"] = ("FLOAT32", _attention_factor(config, p, original))
             return kv
     elif kind in ("linear", "yarn"):
-        kv |= {where + "type": ("STRING", kind), where + "factor": ("FLOAT32", float(p["factor"]))}
+        kv |= {where + "type": ("STRING", kind), where + "factor": ("FLOAT32", real(p, "factor"))}
         if kind == "yarn":
+            odd = next((k for k in ("mscale", "mscale_all_dim") if p.get(k)), None)
+            odd = "truncate" if p.get("truncate") is False else odd
+            if odd:
+                raise ValueError(f"{odd} in rope_parameters of type yarn has no form in GGUF for architecture {arch!r}")
             kv[where + "original_context_length"] = ("UINT32", _original(config, p))
-            kv |= {where + k: ("FLOAT32", float(p[name])) for k, name in YARN if p.get(name) is not None}
+            kv |= {where + k: ("FLOAT32", real(p, name)) for k, name in YARN if p.get(name) is not None}
+            if p.get("attention_factor") is not None:  # llama.cpp multiplies its own factor by what is written
+                kv[where + "attn_factor"] = ("FLOAT32", real(p, "attention_factor") / _yarn_attention(p["factor"]))
         return kv
     elif kind == "llama3" and arch == "llama":
         return kv  # said by the tensor rope_freqs
@@ -86,15 +88,11 @@ def rope_tensors(config: Mapping[str, Any], head_dim: int) -> dict[str, Tensor]:
     """Tensors beyond the model's own that a GGUF file needs: float32, one factor for each rotated pair of a head."""
     p = parameters(config)
     if p["rope_type"] == "llama3":
-        numbers = (p["factor"], p["low_freq_factor"], p["high_freq_factor"], _original(config, p))
-        return {FREQS: llama3_factors(head_dim, float(p["rope_theta"]), *numbers)}
+        factor, low, high = (real(p, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+        return {FREQS: llama3_factors(head_dim, real(p, "rope_theta"), factor, low, high, _original(config, p))}
     if p["rope_type"] in ("longrope", "su", "yarn") and p.get("long_factor"):
-        out = {LONG: torch.tensor(p["long_factor"]).float(), SHORT: torch.tensor(p["short_factor"]).float()}
         pairs = rotated(config, head_dim) // 2
-        for name, factors in out.items():
-            if factors.shape != (pairs,):
-                raise ValueError(f"{name}: rope_parameters hold {factors.numel()} factors for {pairs} rotated pairs")
-        return out
+        return {LONG: _factors(p, "long_factor", pairs), SHORT: _factors(p, "short_factor", pairs)}
     return {}
 
 
@@ -166,6 +164,11 @@ def rope_parameters(
         if kind == "yarn":
             p["original_max_position_embeddings"] = integer(kv, pre + "scaling.original_context_length")
             p |= {name: real(kv, pre + "scaling." + k) for k, name in YARN if pre + "scaling." + k in kv}
+            if pre + "scaling.attn_factor" in kv:
+                own = _yarn_attention(p["factor"])
+                p["attention_factor"] = short(real(kv, pre + "scaling.attn_factor") * own)
+            elif pre + "scaling.yarn_attn_factor" in kv:  # so llama.cpp's converter writes it; llama.cpp ignores it
+                p["attention_factor"] = real(kv, pre + "scaling.yarn_attn_factor")
     elif kind != "none":
         raise ValueError(f"{pre}scaling.type {kind[:50]!r} is not known for architecture {arch!r}")
     if FREQS in tensors and arch == "llama" and bool((tensors[FREQS] != 1).any()):
@@ -178,15 +181,33 @@ def rope_parameters(
     return p, more
 
 
+def _object(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = data.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{key} must be an object, is {str(value)[:50]!r}")
+    return value or {}
+
+
+def _factors(p: Mapping[str, Any], key: str, pairs: int) -> Tensor:
+    values = p.get(key)
+    if not isinstance(values, list) or not all(type(v) in (int, float) and math.isfinite(v) for v in values):
+        raise ValueError(f"rope_parameters: {key} must be a list of numbers")
+    if len(values) != pairs:
+        raise ValueError(f"rope_parameters: {key} has {len(values)} factors for {pairs} rotated pairs")
+    return torch.tensor(values, dtype=torch.float32)
+
+
 def _original(config: Mapping[str, Any], p: Mapping[str, Any]) -> int:
-    for value in (p.get("original_max_position_embeddings"), config.get("original_max_position_embeddings")):
-        if value is not None:
-            return int(value)
-    return int(config["max_position_embeddings"])
+    key = "original_max_position_embeddings"
+    return integer(p if p.get(key) is not None else config, key, config.get("max_position_embeddings"))
+
+
+def _yarn_attention(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0  # as transformers and llama.cpp compute it
 
 
 def _attention_factor(config: Mapping[str, Any], p: Mapping[str, Any], original: int) -> float:
     if p.get("attention_factor") is not None:
-        return float(p["attention_factor"])
-    scale = int(config["max_position_embeddings"]) / original
-    return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        return real(p, "attention_factor")
+    scale = integer(config, "max_position_embeddings") / original
+    return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0

@@ -6,14 +6,12 @@ Facts: gguf.vocab of gguf 0.19, llama.cpp's converter (conversion/base.py, bert.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint import inside
 from ..errors import CheckpointError
-from ..strict_json import parse
 from .pre_tokenizers import recognized
+from .tokenizer_source import MAX_SMALL, Source, content, find, read_bytes, read_source
 from .fields import KV
 from .vocabulary import (
     BYTE,
@@ -31,9 +29,6 @@ from .vocabulary import (
     word,
 )
 
-# Gemma's tokenizer.json has 33 MB
-LIMITS = {"tokenizer.json": 128 << 20}
-MAX_SMALL = 8 << 20
 KEY = "tokenizer.ggml."
 # special token -> key of its id
 IDS = {
@@ -47,21 +42,6 @@ IDS = {
 CLS = "cls_token_id"
 
 
-@dataclass
-class _Source:
-    """What the files say, checked."""
-
-    tokenizer: dict[str, Any]
-    settings: dict[str, Any]  # tokenizer_config.json
-    special: dict[str, Any]  # special_tokens_map.json
-    config: dict[str, Any]
-    model: dict[str, Any] = field(default_factory=dict)
-    tokens: list[str] = field(default_factory=list)
-    types: list[int] = field(default_factory=list)
-    ids: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
 def tokenizer_kv(folder: str, vocab_size: int | None = None) -> tuple[KV, list[str]]:
     """(metadata ``tokenizer.*``, notes) of a folder with tokenizer.json, and the files beside it where there are any.
 
@@ -70,13 +50,7 @@ def tokenizer_kv(folder: str, vocab_size: int | None = None) -> tuple[KV, list[s
     tokenizer that llama.cpp cannot be told.
     """
     real = os.path.realpath(folder)
-    path = os.path.join(real, "tokenizer.json")
-    if not os.path.lexists(path):
-        raise CheckpointError(
-            path, None, "is not there; load the tokenizer with transformers and save_pretrained() it, which writes it"
-        )
-    files = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json")
-    s = _Source(*(_read(real, name) for name in files))
+    s = read_source(real)
     try:
         kind = _kind(s)
         _vocabulary(s, kind, vocab_size)
@@ -84,26 +58,11 @@ def tokenizer_kv(folder: str, vocab_size: int | None = None) -> tuple[KV, list[s
         kv |= {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _word_piece}[kind](s)
         kv |= _special_kv(s, kind)
     except ValueError as e:
-        raise CheckpointError(path, None, str(e)) from e
+        raise CheckpointError(os.path.join(real, "tokenizer.json"), None, str(e)) from e
     return kv | _templates(real, s), s.notes
 
 
-def _read(folder: str, name: str) -> dict[str, Any]:
-    if not os.path.lexists(os.path.join(folder, name)):
-        return {}
-    path = inside(folder, name)
-    limit = LIMITS.get(name, MAX_SMALL)
-    try:
-        with open(path, "rb") as f:
-            data = parse(f.read(limit + 1), max_bytes=limit, max_depth=32, floats=True, max_digits=40)
-    except (OSError, ValueError) as e:
-        raise CheckpointError(path, None, str(e)) from e
-    if not isinstance(data, dict):
-        raise CheckpointError(path, None, "must hold an object")
-    return data
-
-
-def _kind(s: _Source) -> str:
+def _kind(s: Source) -> str:
     model = s.tokenizer.get("model")
     if not isinstance(model, dict):
         raise ValueError('"model" must be an object')
@@ -117,7 +76,7 @@ def _kind(s: _Source) -> str:
         return "bert"
     if kind == "BPE" and model.get("byte_fallback") is True:
         return "llama"
-    if kind == "BPE" and any(_has_type(s.tokenizer.get(k), "ByteLevel") for k in ("pre_tokenizer", "decoder")):
+    if kind == "BPE" and any(find(s.tokenizer.get(k), "ByteLevel") is not None for k in ("pre_tokenizer", "decoder")):
         return "gpt2"
     raise ValueError(
         f"a tokenizer of type {str(kind)[:50]!r} that is neither byte-level BPE, nor BPE with byte fallback, nor "
@@ -125,32 +84,14 @@ def _kind(s: _Source) -> str:
     )
 
 
-def _has_type(node: Any, kind: str) -> bool:
-    """Whether a component of tokenizer.json is of a type, or holds one that is."""
-    return _find(node, kind) is not None
-
-
-def _find(node: Any, kind: str) -> dict[str, Any] | None:
-    if not isinstance(node, dict):
-        return None
-    if node.get("type") == kind:
-        return node
-    for key in ("pretokenizers", "normalizers", "decoders", "processors"):
-        for inner in node.get(key) or () if isinstance(node.get(key), list) else ():
-            found = _find(inner, kind)
-            if found is not None:
-                return found
-    return None
-
-
-def _vocabulary(s: _Source, kind: str, vocab_size: int | None) -> None:
+def _vocabulary(s: Source, kind: str, vocab_size: int | None) -> None:
     """Fill tokens, types and ids: those of the model, then the added ones over them, unused ones in the gaps."""
-    vocab, added = s.model.get("vocab"), s.tokenizer.get("added_tokens") or []
+    vocab, added = s.model.get("vocab"), s.tokenizer.get("added_tokens", [])
     if not isinstance(vocab, dict) or not isinstance(added, list):
         raise ValueError('"vocab" must be an object and "added_tokens" a list')
-    extra = [(t.get("content"), t.get("id"), t.get("special") is True) for t in added if isinstance(t, dict)]
-    if len(extra) != len(added):
+    if not all(isinstance(t, dict) for t in added):
         raise ValueError('"added_tokens" must hold objects')
+    extra: list[tuple[Any, Any, bool]] = [(t.get("content"), t.get("id"), t.get("special") is True) for t in added]
     for text, i in (*vocab.items(), *((text, i) for text, i, _ in extra)):
         if not isinstance(text, str) or type(i) is not int or not 0 <= i < MAX_TOKENS:
             raise ValueError(f"token {str(text)[:50]!r} needs an id from 0 to {MAX_TOKENS - 1}, has {str(i)[:50]!r}")
@@ -169,7 +110,7 @@ def _vocabulary(s: _Source, kind: str, vocab_size: int | None) -> None:
     s.ids = dict(vocab) | {text: i for text, i, _ in extra}
 
 
-def _merges(s: _Source) -> list[tuple[str, str]]:
+def _merges(s: Source) -> list[tuple[str, str]]:
     merges = s.model.get("merges")
     if not isinstance(merges, list):
         raise ValueError('"merges" must be a list')
@@ -189,11 +130,11 @@ def _merge_kv(merges: list[tuple[str, str]]) -> KV:
     return {KEY + "merges": ("ARRAY[STRING]", [f"{a} {b}" for a, b in merges])} if merges else {}
 
 
-def _list_kv(s: _Source) -> KV:
+def _list_kv(s: Source) -> KV:
     return {KEY + "tokens": ("ARRAY[STRING]", s.tokens), KEY + "token_type": ("ARRAY[INT32]", s.types)}
 
 
-def _byte_level(s: _Source) -> KV:
+def _byte_level(s: Source) -> KV:
     pre_tokenizer, ignore_merges = s.tokenizer.get("pre_tokenizer"), s.model.get("ignore_merges") is True
     pre = recognized(pre_tokenizer, ignore_merges)
     if pre is None:
@@ -207,7 +148,7 @@ def _byte_level(s: _Source) -> KV:
     if normalizer is not None and not _is_empty(normalizer):
         kind = normalizer.get("type") if isinstance(normalizer, dict) else None
         s.notes.append(f"llama.cpp does not normalize text of byte-level tokenizers; this one does ({str(kind)[:30]})")
-    level = _find(pre_tokenizer, "ByteLevel") or {}
+    level = find(pre_tokenizer, "ByteLevel") or {}
     if level.get("add_prefix_space") is True:
         s.notes.append("a space is put before the text (add_prefix_space), which llama.cpp does not do")
     return {
@@ -221,7 +162,7 @@ def _is_empty(normalizer: Any) -> bool:
     return isinstance(normalizer, dict) and normalizer.get("normalizers") == []
 
 
-def _sentencepiece(s: _Source) -> KV:
+def _sentencepiece(s: Source) -> KV:
     """Tokens with scores, by which llama.cpp merges: the best first, and any two pieces whose join is a token.
 
     A score is minus the rank of the first merge that gives the token. Merges are written too, which llama.cpp ignores,
@@ -249,9 +190,7 @@ def _sentencepiece(s: _Source) -> KV:
             )
     prefix = _space_prefix(s)
     # llama.cpp finds user-defined tokens in the text as it is
-    s.tokens = [
-        t.replace(SPACE, " ") if kind == USER_DEFINED else t for t, kind in zip(s.tokens, s.types, strict=True)
-    ]
+    s.tokens = [t.replace(SPACE, " ") if kind == USER_DEFINED else t for t, kind in zip(s.tokens, s.types, strict=True)]
     return {
         **kv,
         **_list_kv(s),
@@ -261,9 +200,9 @@ def _sentencepiece(s: _Source) -> KV:
     }
 
 
-def _space_prefix(s: _Source) -> bool:
-    normalizer, space = s.tokenizer.get("normalizer"), _find(s.tokenizer.get("pre_tokenizer"), "Metaspace")
-    prepend = _find(normalizer, "Prepend")
+def _space_prefix(s: Source) -> bool:
+    normalizer, space = s.tokenizer.get("normalizer"), find(s.tokenizer.get("pre_tokenizer"), "Metaspace")
+    prepend = find(normalizer, "Prepend")
     if space is None:
         return prepend is not None
     if space.get("split") is True:
@@ -274,12 +213,12 @@ def _space_prefix(s: _Source) -> bool:
     return scheme != "never"
 
 
-def _word_piece(s: _Source) -> KV:
+def _word_piece(s: Source) -> KV:
     """llama.cpp marks the first piece of a word, where BERT marks the others with ##."""
-    bert = _find(s.tokenizer.get("normalizer"), "BertNormalizer") or {}
+    bert = find(s.tokenizer.get("normalizer"), "BertNormalizer") or {}
     lowercase = bert.get("lowercase", True) is True
     accents = bert.get("strip_accents")
-    if not _has_type(s.tokenizer.get("pre_tokenizer"), "BertPreTokenizer"):
+    if find(s.tokenizer.get("pre_tokenizer"), "BertPreTokenizer") is None:
         s.notes.append("llama.cpp splits words as BertPreTokenizer does; this tokenizer has another way")
     marked = [piece(t) if k not in (CONTROL, UNUSED) else t for t, k in zip(s.tokens, s.types, strict=True)]
     for old, new, kind in zip(s.tokens, marked, s.types, strict=True):
@@ -294,10 +233,10 @@ def _word_piece(s: _Source) -> KV:
     }
 
 
-def _special_kv(s: _Source, kind: str) -> KV:
+def _special_kv(s: Source, kind: str) -> KV:
     """Ids of the special tokens, and whether they are put around a text."""
     first, last = _around(s)
-    texts = {name: _content(s, f"{name}_token") for name in (*IDS, "cls")}
+    texts = {name: content(s, f"{name}_token") for name in (*IDS, "cls")}
     texts["unk"] = texts["unk"] or (s.model.get("unk_token") if isinstance(s.model.get("unk_token"), str) else None)
     if kind == "bert":
         texts["cls"], texts["sep"] = texts["cls"] or first, texts["sep"] or last
@@ -310,7 +249,7 @@ def _special_kv(s: _Source, kind: str) -> KV:
     for name, text in (("bos", first), ("eos", last)):
         said = s.settings.get(f"add_{name}_token")
         add = said if isinstance(said, bool) else text is not None
-        if text is not None and s.ids.get(text) != kv.get(KEY + IDS[name], (None, -1))[1]:
+        if text is not None and s.ids.get(text) != kv.get(KEY + IDS[name], ("", -1))[1]:
             s.notes.append(f"{text!r} is put around a text but is not {name}_token: llama.cpp will not do it")
             add = False
         if add and KEY + IDS[name] not in kv:
@@ -319,10 +258,10 @@ def _special_kv(s: _Source, kind: str) -> KV:
     return kv
 
 
-def _around(s: _Source) -> tuple[str | None, str | None]:
+def _around(s: Source) -> tuple[str | None, str | None]:
     """The tokens that the post-processor puts before and after a single text."""
     post = s.tokenizer.get("post_processor")
-    template = _find(post, "TemplateProcessing")
+    template = find(post, "TemplateProcessing")
     if template is not None:
         single = template.get("single")
         steps = single if isinstance(single, list) and all(isinstance(x, dict) for x in single) else []
@@ -331,37 +270,23 @@ def _around(s: _Source) -> tuple[str | None, str | None]:
             first, last = texts[0], texts[-1]
             return first if isinstance(first, str) else None, last if isinstance(last, str) else None
     for kind in ("BertProcessing", "RobertaProcessing"):
-        around = _find(post, kind)
+        around = find(post, kind)
         if around is not None:
-            pair = [around.get(k) for k in ("cls", "sep")]
-            if all(isinstance(p, list) and p and isinstance(p[0], str) for p in pair):
-                return pair[0][0], pair[1][0]
+            pair = [p[0] for p in (around.get("cls"), around.get("sep")) if isinstance(p, list) and p]
+            if len(pair) == 2 and all(isinstance(p, str) for p in pair):
+                return pair[0], pair[1]
     return None, None
 
 
-def _content(s: _Source, name: str) -> str | None:
-    for source in (s.settings, s.special):
-        value: Any = source.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        if isinstance(value, str):
-            return value
-    return None
-
-
-def _templates(folder: str, s: _Source) -> KV:
+def _templates(folder: str, s: Source) -> KV:
     """Chat templates, copied as text."""
     value: Any = s.settings.get("chat_template")
     if value is None and os.path.lexists(os.path.join(folder, "chat_template.jinja")):
         path = inside(folder, "chat_template.jinja")
         try:
-            with open(path, "rb") as f:
-                data = f.read(MAX_SMALL + 1)
-            if len(data) > MAX_SMALL:
-                raise ValueError(f"more than {MAX_SMALL} bytes")
-            value = data.decode("utf-8")
-        except (OSError, ValueError) as e:
-            raise CheckpointError(path, None, str(e)) from e
+            value = read_bytes(path, MAX_SMALL).decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise CheckpointError(path, None, f"is not UTF-8 (byte {e.start})") from e
     if value is None:
         return {}
     named = {"default": value} if isinstance(value, str) else {}

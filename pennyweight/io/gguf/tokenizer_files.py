@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,7 +100,7 @@ def _pairs(kv: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _known(pairs: list[tuple[str, str]], vocab: Mapping[str, int]) -> list[list[str]]:
-    """Merges as tokenizer.json wants them. Raises ValueError where a piece is no token: `tokenizers` would refuse it."""
+    """Merges as tokenizer.json wants them. Raises ValueError where a piece is no token, which `tokenizers` refuses."""
     bad = next(((a, b) for a, b in pairs if not (a in vocab and b in vocab and a + b in vocab)), None)
     if bad:
         raise ValueError(f"{KEY}merges: {bad!r} or what they join to is no token")
@@ -152,9 +153,13 @@ def _sentencepiece(kv: Mapping[str, Any], tokens: list[str], types: list[int], n
     pairs = _pairs(kv)
     if not pairs:
         scores = kv.get(KEY + "scores")
-        if not isinstance(scores, list) or len(scores) < len(tokens) or not all(type(x) in (int, float) for x in scores):
+        if (
+            not isinstance(scores, list)
+            or len(scores) < len(tokens)
+            or not all(type(x) in (int, float) for x in scores)
+        ):
             raise ValueError(f"{KEY}scores must be a list of numbers, one for each of the {len(tokens)} tokens")
-        if any(x != x for x in scores):
+        if any(math.isnan(x) for x in scores):
             raise ValueError(f"{KEY}scores holds NaN")
         pairs = joinable(spelled, types, scores[: len(tokens)])
     vocab = _vocab(spelled, notes)

@@ -29,6 +29,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_MORE = YARN | {"attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0}
 LONG = {"rope_type": "longrope", "long_factor": [4.0, 5.0, 6.0, 7.5], "short_factor": [1.0, 1.1, 1.2, 1.3]}
 # name -> (class of the model, config)
 MODELS: dict[str, tuple[type[nn.Module], Any]] = {
@@ -39,6 +40,7 @@ MODELS: dict[str, tuple[type[nn.Module], Any]] = {
     "mistral": (T.MistralForCausalLM, T.MistralConfig(**GROUPED, sliding_window=16)),
     "qwen2": (T.Qwen2ForCausalLM, T.Qwen2Config(**GROUPED)),
     "qwen2_yarn": (T.Qwen2ForCausalLM, T.Qwen2Config(**GROUPED, rope_parameters=YARN)),
+    "qwen2_yarn_more": (T.Qwen2ForCausalLM, T.Qwen2Config(**GROUPED, rope_parameters=YARN_MORE)),
     "qwen3": (T.Qwen3ForCausalLM, T.Qwen3Config(**GROUPED, head_dim=128)),
     "gemma": (T.GemmaForCausalLM, T.GemmaConfig(**GROUPED, head_dim=16)),
     "gemma2": (T.Gemma2ForCausalLM, T.Gemma2Config(**GROUPED, head_dim=256)),
