@@ -103,8 +103,8 @@ def _find_4bit(owner: str, kind: str, entries: Mapping[str, Entry], get: Get) ->
     wide = codes.dtype.itemsize
     if codes.shape != (-(-count // 2) // wide, 1) or -(-count // 2) % wide:
         raise KeyedError(
-            owner, f"{list(codes.shape)[:8]} of {wide} bytes are not the {-(-count // 2)} bytes, one to a row of its own, "
-            f"that {list(shape)} takes at 4 bits"
+            owner, f"{list(codes.shape)[:8]} of {wide} bytes are not the {-(-count // 2)} bytes, one to a row of "
+            f"its own, that {list(shape)} takes at 4 bits"
         )  # fmt: skip
     n_blocks = -(-count // state.blocksize)
     sides = [f"{owner}{MARK}{kind}", f"{owner}.quant_map", f"{owner}.absmax"]
