@@ -96,12 +96,10 @@ def test_values_are_theirs(
 
 @KINDS
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize(("shape", "size", "block"), GRID)
+@pytest.mark.parametrize(("shape", "size", "block"), [case for case in GRID if len(case[0]) == 2])
 def test_bytes_come_back(
     kind: str, nested: bool, shape: tuple[int, ...], size: int, block: tuple[int, ...] | None
 ) -> None:
-    if len(shape) != 2:
-        pytest.skip("only weights of linear layers are written")
     tensors, value = quantized(kind, shape, size, torch.bfloat16, nested)
     out = write(BITSANDBYTES, tensors, config(kind))
     again = read(BITSANDBYTES, out, config(kind))["m.weight"]
