@@ -61,8 +61,8 @@ def quantized(
 def values(codes: Tensor, state: bnb.QuantState) -> Tensor:
     """What bitsandbytes makes of it as one row.
 
-    Its CPU kernel (0.50) counts blocks by rows and takes wrong scales where they end within one: its own quantizer, its
-    torch version and its GPU kernels count them through the whole tensor.
+    Its CPU kernel (0.50) counts blocks by rows and takes wrong scales where they end within one: its own quantizer and
+    its torch version count them through the whole tensor.
     """
     shape, state.shape = state.shape, torch.Size([state.shape.numel()])
     with torch.compiler.set_stance("force_eager"):
