@@ -188,7 +188,7 @@ def _dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
 
 
 def _dynamic8_float32() -> tuple[float, ...]:
-    """The 256 numbers of ``_dynamic_map(8, signed=True)`` as bitsandbytes gets them, up to one unit in the last place off.
+    """The numbers of ``_dynamic_map(8, signed=True)`` as bitsandbytes gets them: some are one last place off.
 
     It takes the edges of the steps from ``torch.linspace`` in float32, here as CPUs with fused multiply-add round it:
     upwards in the lower half, downwards from 1 in the upper one.

@@ -14,6 +14,7 @@ BITS = {"ternary": 2, "e4m3": 8, "e5m2": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4, "e8
 BITS |= {"dynamic4": 4, "udynamic4": 4, "dynamic8": 8, "udynamic8": 8}
 DIGITS = ("nf4_digits_float32", "nf4_digits_bfloat16", "nf4_digits_float16")
 BITS |= dict.fromkeys(DIGITS, 4)
+BITS |= {"dynamic8_float32": 8, "fp4_twelfths": 4}
 NF4 = [
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -98,6 +99,17 @@ def table(f):
                 np.float32
             )
         return numbers.astype(np.float16).astype(np.float32) if f.endswith("_float16") else numbers
+    if f == "fp4_twelfths":
+        positive = np.array([0, 1 / 16, 2, 3, 4, 6, 8, 12], np.float32) / np.float32(12)
+        return np.concatenate([-positive[:0:-1], np.zeros(1, np.float32), positive])
+    if f == "dynamic8_float32":
+        positive = []
+        for i in range(7):
+            n, a = 1 << i, np.float32(0.1)
+            s, k = np.float64(np.float32(1 - np.float64(a)) / np.float32(n)), np.arange(n + 1)
+            edges = np.where(k < (n + 1) // 2, np.float64(a) + s * k, 1 - s * (n - k)).astype(np.float32)
+            positive += list((edges[:-1] + edges[1:]) / np.float32(2) * np.float32(10.0 ** (i - 6)))
+        return np.array(sorted([0, 1, *positive, *(-v for v in positive)]), np.float32)
     if "dynamic" in f:  # decades, each with twice the numbers of the one below, plus 0 and 1; in float64, then rounded
         decades, signed, positive = BITS[f] - 1, f[0] == "d", [0.0, 1.0]
         for i in range(decades):

@@ -2,9 +2,9 @@
 
     value[o, i] = (q[i, o] - z[g, o]) * s[g, o], g = i // group_size
 
-``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [in / group, out / 8] hold eight numbers a word: the nibble i of word w,
-from the low end, is output 8 w + [0, 2, 4, 6, 1, 3, 5, 7][i]. ``scales`` [in / group, out]. The dtype of a weight is that
-of its scales, for the format names none. Files whose zero points are all 8 (``zero_point`` false) are read the same way.
+``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [in / group, out / 8] hold eight numbers a word: nibble i of word
+w, from the low end, is output 8 w + [0, 2, 4, 6, 1, 3, 5, 7][i]. ``scales`` [in / group, out]. A weight has the dtype
+of its scales, for the format names none. Files whose zero points are all 8 (``zero_point`` false) are read as well.
 
 The names are GPTQ's as well, so that only a config that says awq makes a checkpoint this one. Its other versions (gemv,
 gemv_fast, marlin, exllama) pack in other orders and are refused.
@@ -116,6 +116,8 @@ def _refuses(name: str, meta: Meta) -> str | None:
 
 def _nearest(name: str, meta: Meta) -> QuantSpec | None:
     nearest = QuantSpec(UINT4, (_GROUP,), scale=torch.float16, zero_point=True)
+    if meta.shape and meta.shape[-1] % _GROUP:
+        return None  # a model has one group size
     return nearest if _refuses(name, Meta(nearest, meta.shape, meta.dtype, None, meta.axes)) is None else None
 
 

@@ -1,9 +1,9 @@
 """Codec: how another library keeps quantized tensors in safetensors, as data: what to look for, and two directions.
 
 Reading turns stored tensors into plain parts and a spec without loss; writing is its inverse. A codec sees names,
-dtypes and shapes first, and reads what describes a tensor (a shape, a table, a JSON text: small, and checked to be
-before it is read); codes and scales only when the tensor is asked for. What it gives is checked as the native format's
-own parts are: dtypes, shapes, finite scales, codes in range (io/check.py).
+dtypes and shapes first, and reads what describes a tensor: a shape, a table, a JSON text, each known to be small before
+it is read. Codes and scales are read when the tensor is asked for. What it gives is checked as the native format's own
+parts are: dtypes, shapes, finite scales, codes in range (io/check.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Found:
 
     meta    what it is; ``signed_scale`` need not be right, it is told from the parts
     stored  every stored tensor that it is made of, side tensors that hold nothing of value included
-    parts   plain parts in stored order (the contracted axis last), codes padded to whole blocks; called when the tensor
-            is read. Raises ValueError where stored numbers mean nothing.
+    parts   plain parts in stored order (the contracted axis last), codes padded to whole blocks; called to read it.
+            Raises ValueError where stored numbers mean nothing.
     """
 
     meta: Meta

@@ -11,10 +11,10 @@ and a scale is repeated over the blocks that make up one of theirs: the values a
 A nested absmax stays nested where its blocks fall on the grid of the scale and its map is one of our tables; elsewhere
 it is read as float32, which is what it stands for. torch.linspace makes that map, with other last bits on other CPUs.
 
-bitsandbytes computes int8 values as (CB * SCB) * (1 / 127), rounded twice, this package as CB * (SCB / 127): up to two
-units in the last place apart in float32. ``SCB`` comes back from the scale, but for one in about 260 of those with all
-24 bits in use (see ``_row_maximum``). The 8-bit products of LLM.int8, with their columns of outliers, are a way to
-compute and not of the file: weights read from it are weight-only.
+bitsandbytes computes int8 values as (CB * SCB) * (1 / 127), this package as CB * (SCB / 127): in float32 up to two
+units in the last place apart. ``SCB`` comes back from the scale where it was float16 or bfloat16; about one float32 in
+180 comes back one place off, with the same scale (see ``_row_maximum``). The 8-bit products of LLM.int8, with columns
+of outliers apart, are a way to compute and not of the file: weights read from it are weight-only.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _find_4bit(owner: str, kind: str, entries: Mapping[str, Entry], get: Get) ->
     wide = codes.dtype.itemsize
     if codes.shape != (-(-count // 2) // wide, 1) or -(-count // 2) % wide:
         raise KeyedError(
-            owner, f"{list(codes.shape)[:8]} of {wide} bytes are not the {-(-count // 2)} bytes, one to a row of its own, "
-            f"that {list(shape)} takes at 4 bits"
+            owner, f"{list(codes.shape)[:8]} of {wide} bytes are not the {-(-count // 2)} bytes, one to a row of "
+            f"its own, that {list(shape)} takes at 4 bits"
         )  # fmt: skip
     n_blocks = -(-count // state.blocksize)
     sides = [f"{owner}{MARK}{kind}", f"{owner}.quant_map", f"{owner}.absmax"]

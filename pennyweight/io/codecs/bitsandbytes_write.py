@@ -121,7 +121,7 @@ def _blocksize(meta: Meta) -> int:
 
 
 def _state_text(meta: Meta, offset: float | None) -> bytes:
-    """The JSON text, as json.dumps of theirs. With an offset spaces follow, so that its length does not depend on it."""
+    """The JSON text, as they dump it. With an offset spaces follow, so that its length does not depend on it."""
     data: dict[str, Any] = {
         "quant_type": _KINDS[meta.spec.format], "blocksize": _blocksize(meta), "dtype": dtype_name(meta.dtype),
         "shape": list(meta.shape),

@@ -16,7 +16,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def stored(
     entries: Mapping[str, Entry], name: str, owner: str, dtypes: Collection[torch.dtype], shape: tuple[int, ...] | None
 ) -> Entry:
-    """The entry of that name. Raises KeyedError for ``owner`` unless it is there with one of the dtypes and the shape."""
+    """The entry of that name. Raises KeyedError for ``owner`` unless it has one of the dtypes and the shape."""
     entry = entries.get(name)
     if entry is None:
         raise KeyedError(owner, f"{name} is missing")

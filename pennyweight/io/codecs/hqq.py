@@ -2,14 +2,14 @@
 
     value = (q - zero) * scale = q * scale + offset, offset = -(zero * scale) in float32
 
-The weight [out, in] is reshaped to groups, [-1, group_size] for axis 1 and [group_size, -1] for axis 0, with a scale and a
-zero, both of ``compute_dtype``, for each row or column. Codes lie in ``W_q``, packed along its first axis: the first
-half of the rows in the high nibbles, and so on; of 3 bits ten to an int32. ``view_as_float`` stores its bytes under a float
-dtype. Everything else of a layer is a number or a text of its own: ``shape``, ``axis``, ``nbits``, ``packing``.
+The weight [out, in] is reshaped to groups, [-1, group_size] for axis 1 and [group_size, -1] for axis 0, with a scale
+and a zero, both of ``compute_dtype``, for each row or column. Codes lie in ``W_q``, packed along its first axis: the
+first half of the rows in the high nibbles, and so on; of 3 bits ten to an int32. ``view_as_float`` stores its bytes
+under a float dtype. Everything else is a number or a text of its own: ``shape``, ``axis``, ``nbits``, ``packing``.
 
-A group of axis 1 is a run of elements (see runs.py). One of axis 0 is every (out / group_size)-th row of a column, which
-is no block: each element gets a scale and an offset of its own, unless a group is the whole column. The values are the
-same, but take more memory than float32 does: quantize them again.
+A group of axis 1 is a run of elements (see runs.py). One of axis 0 is every (out / group_size)-th row of a column,
+which is no block: each element gets a scale and an offset of its own, unless a group is the whole column. The values
+are the same, but take more memory than float32 does: quantize them again.
 
 hqq computes in ``compute_dtype``, rounding every step; ours is the formula in float32, where products of float16 or
 bfloat16 are exact. 1.58 bits are packed as 2, and 5 and 6 as 8.
@@ -114,9 +114,8 @@ def _find_layer(prefix: str, settings: Mapping[str, Any], entries: Mapping[str, 
         block, _ = run_block(shape, size)
     spec = QuantSpec(packing.formats[nbits], block, scale=scale.dtype, offset=torch.float32)
     names = ["W_q", "scale", "zero", "shape", *_NUMBERS, *flags, *texts]
-    return Found(
-        Meta(spec, shape, dtype), tuple(f"{prefix}.{key}" for key in names), partial(_parts, prefix, spec, shape, grouped, axis, packing)
-    )  # fmt: skip
+    parts = partial(_parts, prefix, spec, shape, grouped, axis, packing)
+    return Found(Meta(spec, shape, dtype), tuple(f"{prefix}.{key}" for key in names), parts)
 
 
 def _read(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get, key: str) -> int:
@@ -161,9 +160,10 @@ def _check_codes(
     ratio = entry.dtype.itemsize, packing.word.itemsize
     if len(entry.shape) != 2 or entry.shape[0] != rows or entry.shape[1] * ratio[0] != grouped[1] * ratio[1]:
         raise KeyedError(
-            owner, f"{name} is {entry.dtype} {list(entry.shape)[:8]}, but groups {list(grouped)} of {packing.bits} bits need "
-            f"{packing.word} {[rows, grouped[1]]}"
-        )  # fmt: skip
+            owner,
+            f"{name} is {entry.dtype} {list(entry.shape)[:8]}, but groups {list(grouped)} of {packing.bits} bits "
+            f"need {packing.word} {[rows, grouped[1]]}",
+        )
 
 
 def _agrees(owner: str, prefix: str, settings: Mapping[str, Any], numbers: Mapping[str, int]) -> None:

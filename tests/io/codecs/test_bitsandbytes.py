@@ -61,8 +61,8 @@ def quantized(
 def values(codes: Tensor, state: bnb.QuantState) -> Tensor:
     """What bitsandbytes makes of it as one row.
 
-    Its CPU kernel (0.50) counts blocks by rows and takes wrong scales where they end within one: its own quantizer, its
-    torch version and its GPU kernels count them through the whole tensor.
+    Its CPU kernel (0.50) counts blocks by rows and takes wrong scales where they end within one: its own quantizer and
+    its torch version count them through the whole tensor.
     """
     shape, state.shape = state.shape, torch.Size([state.shape.numel()])
     with torch.compiler.set_stance("force_eager"):
@@ -96,12 +96,10 @@ def test_values_are_theirs(
 
 @KINDS
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize(("shape", "size", "block"), GRID)
+@pytest.mark.parametrize(("shape", "size", "block"), [case for case in GRID if len(case[0]) == 2])
 def test_bytes_come_back(
     kind: str, nested: bool, shape: tuple[int, ...], size: int, block: tuple[int, ...] | None
 ) -> None:
-    if len(shape) != 2:
-        pytest.skip("only weights of linear layers are written")
     tensors, value = quantized(kind, shape, size, torch.bfloat16, nested)
     out = write(BITSANDBYTES, tensors, config(kind))
     again = read(BITSANDBYTES, out, config(kind))["m.weight"]
@@ -256,11 +254,11 @@ def test_what_cannot_be_written_says_why() -> None:
         assert said is not None
         assert reason in said
     small = Meta(QuantSpec(NF4, (16,)), (4, 48), torch.float32)
-    with pytest.raises(ValueError, match="m.weight: scales differ within 64 elements"):
+    with pytest.raises(ValueError, match=r"m\.weight: scales differ within 64 elements"):
         WRITING.pack("m.weight", quantize(torch.randn(4, 48), small.spec), small)
     nested = QuantSpec(NF4, (64,), scale=QuantSpec(DYNAMIC8_FLOAT32, (256,), offset=torch.float32))
     wide = Meta(nested, (2, 16384), torch.float32)
-    with pytest.raises(ValueError, match="m.weight: its nested blocks have offsets of their own"):
+    with pytest.raises(ValueError, match=r"m\.weight: its nested blocks have offsets of their own"):
         WRITING.pack("m.weight", quantize(torch.randn(2, 16384), nested), wide)
     metas = {
         "a.weight": Meta(INT8_ROW, (4, 64), torch.float32),
@@ -378,7 +376,7 @@ def test_more_bad_files() -> None:
         (changed(eight, "m.weight_format", lambda t: t + 2), INT8, "weight_format is not 0"),
         (changed(eight, "m.weight_format", lambda t: t.repeat(2)), INT8, "weight_format is uint8 [2]"),
     ):
-        with pytest.raises(ValueError) as e:
+        with pytest.raises(ValueError, match=r".") as e:
             find(BITSANDBYTES, tensors, settings)
         assert reason in str(e.value)
 
