@@ -258,6 +258,7 @@ def _block(name: str, scale: Entry, shape: tuple[int, int], group: Group) -> tup
     """The block of a scale. Raises KeyedError where the scale's shape is not the one that the group calls for."""
     w, (rows, columns) = group.weights, shape
     what = f"{group.name} says {w.strategy}"
+    block: tuple[int, ...] | None
     shapes: tuple[tuple[int, ...], ...]
     if w.strategy == "tensor":
         block, shapes = None, ((1,), (), (1, 1))

@@ -183,8 +183,8 @@ def _args(what: str, raw: Any) -> Args:
     if kind not in ("int", "float") or (kind == "float" and bits not in FLOAT_OF_BITS) or not 2 <= bits <= 8:
         raise ValueError(f"{what}: {bits} bits of type {kind[:40]!r} are not read")
     dynamic = option(what, raw, "dynamic", (bool, str), False)
-    if isinstance(dynamic, str) and dynamic.lower() != "local":
-        raise ValueError(f"{what}: dynamic {dynamic[:40]!r} is not known")
+    if isinstance(dynamic, str) and (dynamic.lower(), strategy) != ("local", "tensor_group"):
+        raise ValueError(f"{what}: dynamic {dynamic[:40]!r} with strategy {strategy!r} is not known")
     return Args(
         bits, kind, option(what, raw, "symmetric", (bool,), True), strategy, group,
         None if block is None else (block[0], block[1]), dynamic if isinstance(dynamic, bool) else "local",

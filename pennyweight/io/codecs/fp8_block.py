@@ -1,8 +1,8 @@
 """FP8 with a scale per block of 128 x 128 weights, as DeepSeek-V3 and Qwen3 ship it (``quant_method`` "fp8").
 
     weight            f8e4m3 [.., O, I]
-    weight_scale_inv  f32 [.., ceil(O/128), ceil(I/128)], multiplied by, despite its name; or ``scale``, ``qscale_weight``.
-                      Powers of two as f8e8m0, or their bytes u8, where ``scale_fmt`` is "ue8m0"
+    weight_scale_inv  f32 [.., ceil(O/128), ceil(I/128)], multiplied by, despite its name; or ``scale``, or
+                      ``qscale_weight``. Powers of two as f8e8m0, or their bytes u8, where ``scale_fmt`` is "ue8m0"
     activation_scale  f32, one number, where ``activation_scheme`` is "static"
 
 Without ``weight_block_size`` there is one scale in all. Experts in one tensor are ``<name>`` and ``<name>_scale_inv``.

@@ -38,6 +38,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(words: Tensor, bits: int, n: int, dense: bool) -> Tensor:
     """int32 words -> uint8 codes [.., n]."""
     if dense or 32 % bits == 0:
+        if words.stride(-1) != 1:  # view() minds the stride of a lone column, of which contiguous() takes no notice
+            words = words.clone(memory_format=torch.contiguous_format)
         return unpack_bits(words.contiguous().view(torch.uint8), bits, n)[..., :n].contiguous()
     mask = (1 << bits) - 1
     codes = torch.stack([(words >> (bits * j) & mask).to(torch.uint8) for j in range(32 // bits)], -1)
