@@ -80,7 +80,13 @@ def config_of(*names: str, targets: list[list[str]] | None = None, **more: Any) 
         where = ["Linear"] if targets is None else targets[i]
         groups[f"group_{i}"] = {"targets": where, "weights": weights, "input_activations": act, "format": form}
     form = SCHEMES[names[0]][0] if len(names) == 1 else "mixed-precision"
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"], **more}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+        **more,
+    }
 
 
 def compressed(name: str, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
