@@ -71,21 +71,20 @@ def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get | Non
     Without it the columns of a packed weight follow from its groups, or it fills its last word, which is checked once
     it is read.
     """
-    groups = Groups(config)
     layers = by_layer(entries, ENDINGS)
     for name, entry in entries.items():
         layer, _, ending = name.rpartition(".")
         if ending == "weight" and (layer in layers or entry.dtype in (torch.int8, *_F8)):
             layers.setdefault(layer, {})["weight"] = name
     stored = {name for names in layers.values() for name in names.values()}
-    dtype = model_dtype(entries, stored)
+    dtype, groups = model_dtype(entries, stored), Groups(config, layers)
     out = {}
     for layer, names in layers.items():
         weight = join(layer, "weight")
         try:
             if not groups.groups:
                 raise ValueError("is stored quantized, but no config group has weights")
-            found = _layer(weight, names, entries, groups.of(layer, layers), dtype, get)
+            found = _layer(weight, names, entries, groups.of(layer), dtype, get)
         except KeyedError:
             raise
         except ValueError as e:

@@ -256,7 +256,7 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
         status = call(
             weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
             (scale.codes if nested else scale).data_ptr() if scaled else None,
-            above.data_ptr() if outer else None, scale.offset.data_ptr() if offset else None, threads(),
+            None if above is None else above.data_ptr(), scale.offset.data_ptr() if offset else None, threads(),
         )  # fmt: skip
         if status:
             raise MemoryError(f"linear: no memory for {m} rows of {k} columns")

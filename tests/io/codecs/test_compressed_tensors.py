@@ -219,9 +219,10 @@ def test_the_packing_of_old_releases_is_told_by_its_number_of_words(bits: int, c
 
 def test_old_words_without_groups_are_told_by_the_word_count_too() -> None:
     codes = torch.randint(-4, 4, (5, 400)).to(torch.int8)
-    tensors = named("up", {
-        "weight_packed": pack_by_words(codes, 3), "weight_scale": torch.rand(5, 1), "weight_shape": torch.tensor([5, 400])
-    })  # fmt: skip
+    shape = torch.tensor([5, 400])
+    tensors = named(
+        "up", {"weight_packed": pack_by_words(codes, 3), "weight_scale": torch.rand(5, 1), "weight_shape": shape}
+    )
     config = config_of("W4-channel")
     config["config_groups"]["group_0"]["weights"] = ints(3, "channel")
     for get in (None, tensors.__getitem__):
@@ -351,7 +352,7 @@ def test_what_cannot_be_written_is_refused(what: Meta, name: str, why: str, near
         assert got is None
     else:
         assert got == nearest.with_(zero_point=nearest.zero_point)
-    with pytest.raises(ValueError, match="compressed-tensors|groups of"):
+    with pytest.raises(ValueError, match=r"compressed-tensors|groups of"):
         writing.stored(name, what)
 
 

@@ -27,6 +27,7 @@ SCHEMES: dict[str, tuple[QuantSpec, ActivationSpec | None]] = {
     "W3A16 per row": (QuantSpec(INT3, (-1,)), None),
     "W8A8": (QuantSpec(INT8, (-1,)), TOKEN),
     "FP8 dynamic": (QuantSpec(E4M3, (-1,)), ActivationSpec(QuantSpec(E4M3, (-1,)))),
+    "FP8 static": (QuantSpec(E4M3, None), ActivationSpec(QuantSpec(E4M3, None), "static")),
     "FP8 block": (QuantSpec(E4M3, (128, 128)), None),
     "NVFP4": (NVFP4.with_(scale=NVFP4_SCALE), None),
     "MXFP4": (MXFP4, None),
@@ -57,6 +58,8 @@ def test_transformers_loads_equal_weights(name: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=dtype).eval()
     linear = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
     weights = {n: QT.from_float(m.weight, spec, act=act) for n, m in linear.items()}
+    if act is not None and act.mode == "static":
+        weights = {n: w.with_(act_scale=torch.tensor([0.01])) for n, w in weights.items()}
     read = save(model, weights, tmp_path)
     ids = torch.arange(24).reshape(2, 12)
     more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if name in DEQUANTIZED else {}

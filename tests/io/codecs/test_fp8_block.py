@@ -1,11 +1,15 @@
 """FP8 in blocks, as DeepSeek ships it, against transformers' own Fp8Dequantize."""
 
+import json
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import FineGrainedFP8Config
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from pennyweight.core import blocks
@@ -150,3 +154,26 @@ def test_what_cannot_be_written_is_refused() -> None:
     assert torch.equal(tensor_of(find(entries_of(tensors), method)["up.weight"], tensors).dequantize(torch.float32),
                        w.dequantize())  # fmt: skip
     assert writing.method({}, ("lm_head.weight",))["modules_to_not_convert"] == ["lm_head"]
+
+
+def test_transformers_loads_equal_weights(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    linear = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    weights = {n: QT.from_float(m.weight, FP8_BLOCK, act=PER_GROUP) for n, m in linear.items()}
+    packed, method = write(CODEC, weights)
+    stored = {n: p.detach() for n, p in model.state_dict().items() if n not in weights} | packed
+    said = config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    said["quantization_config"] = method | {"modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
+        )
+    for n, w in weights.items():
+        assert torch.equal(loaded.get_submodule(n.removesuffix(".weight")).weight, w.dequantize()), n
