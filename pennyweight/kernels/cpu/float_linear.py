@@ -62,7 +62,7 @@ def _scale(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     if outer == (None, None):
         return True
     if kind.scale is torch.float64 and kind.offset is None and kind.block is None:
-        return True  # one number, rounded to float32 on the way
+        return True  # one number, rounded to float32: scales may differ from the reference in the last bit
     if kind.scale is not torch.float32 or kind.offset not in (None, torch.float32):
         return "needs quantized scales under float32 ones"
     if kind.block is None:
