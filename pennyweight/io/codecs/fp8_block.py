@@ -21,11 +21,10 @@ from torch import Tensor
 from ...core import blocks
 from ...core.formats import E4M3
 from ...core.numerics import Parts
-from ...core.spec import FP8_BLOCK, ActivationSpec, QuantSpec
+from ...core.spec import FP8_BLOCK, MXFP8, ActivationSpec, QuantSpec
 from ..container import Entry
 from ..manifest import KeyedError, Meta, Stored
 from .base import Codec, Found, Get, Writing
-from .compressed_tensors_config import E8M0_SCALE
 from .layers import FLOATS, model_dtype, need, option
 
 _F8 = torch.float8_e4m3fn
@@ -131,7 +130,7 @@ def _found(
         spec_block: tuple[int, ...] | None = None
     else:
         spec_block = per
-    inner: Any = E8M0_SCALE if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.dtype
+    inner: Any = MXFP8.scale if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.dtype
     spec = QuantSpec(E4M3, spec_block, inner)
     act_block = None if static else (-1,) if block is None else (block[1],)
     act = ActivationSpec(QuantSpec(E4M3, act_block), "static" if static else "dynamic")

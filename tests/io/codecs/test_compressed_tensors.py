@@ -1,5 +1,6 @@
 """compressed-tensors: its own compressors write, and its own decompressors say what the values are, bit for bit."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -475,6 +476,49 @@ def test_numbers_that_mean_nothing_are_refused(name: str, change: Any, why: str)
     change(tensors, config)
     with pytest.raises(ValueError, match=why):
         find(entries_of(tensors), config)["up.weight"].parts(tensors.__getitem__)
+
+
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    7,
+    1 << 70,
+    1.5,
+    float("nan"),
+    "",
+    "re:(",
+    "Linear",
+    [],
+    [[]],
+    [1, 2],
+    {},
+    {"a": 1},
+    "128x128",
+]
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) inside a config."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for k in keys for place in [(value, k), *places(value[k])]]
+
+
+@pytest.mark.parametrize("name", ["W4-asym", "W8A8-static", "FP8-block", "NVFP4A16", "MXFP4"])
+def test_junk_in_the_config_is_read_or_refused(name: str) -> None:
+    tensors = named("up", compressed(name, (24, 64)))
+    entries, refused = entries_of(tensors), 0
+    for i in range(len(places(config_of(name)))):
+        for junk in JUNK:
+            config = json.loads(json.dumps(config_of(name)))
+            container, key = places(config)[i]
+            container[key] = junk
+            try:
+                find(entries, config)
+            except ValueError:
+                refused += 1
+    assert refused > 100
 
 
 def test_zeros_of_symmetric_schemes_are_passed_over() -> None:
