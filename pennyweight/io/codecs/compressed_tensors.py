@@ -12,7 +12,7 @@
 
 ``weight_zero_point`` has the scale's shape, i8; packed, it is i32 [words of O, groups], a row of words for a column of
 numbers. ``input_scale`` and ``input_zero_point`` of static inputs are one number each. Values are
-(q - zero_point) * scale. Sources: compressed-tensors 0.20, compressors/ and quantization/; for packing by words 0.9.
+(q - zero_point) * scale. Source: compressed-tensors 0.20, compressors/ and quantization/.
 """
 
 from __future__ import annotations

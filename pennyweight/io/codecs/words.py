@@ -1,7 +1,7 @@
 """Codes in words of 32 bits, least significant bits first, in two ways.
 
-dense     a row is one stream of bits: code i has bits [i*b, (i+1)*b), across words. compressed-tensors from 0.17 or so.
-by word   a word holds 32 // b whole codes; with 3, 5, 6 or 7 bits its highest bits are unused. Before that.
+dense     a row is one stream of bits: code i has bits [i*b, (i+1)*b), across words. compressed-tensors 0.20.
+by word   a word holds 32 // b whole codes; with 3, 5, 6 or 7 bits its highest bits are unused. Older ones.
 
 With 1, 2, 4 and 8 bits the two are one.
 """
