@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pennyweight.core.choose import choose
 from pennyweight.core.formats import E2M1, E4M3, E8M0, INT1, INT4, INT8, NF4, UINT4, UINT8
-from pennyweight.core.numerics import Params, dequantize, fake_quantize, quantize, sqnr
+from pennyweight.core.numerics import Params, Parts, dequantize, fake_quantize, quantize, sqnr
 from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, SPECS, TINYGEMM, QuantSpec
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -212,3 +212,18 @@ def test_sqnr() -> None:
 def test_e2m1_under_a_plain_scale() -> None:
     x = torch.tensor([[0.26, -0.74, 6.0, 5.0]])
     assert through(x, QuantSpec(E2M1, (-1,))).tolist() == [[0.5, -0.5, 6.0, 4.0]]
+
+
+def test_under_a_float64_scale_the_product_is_rounded_once() -> None:
+    third = torch.tensor([[1 / 3]], dtype=torch.float64)
+    codes = torch.arange(-128, 128).to(torch.int8).reshape(1, -1)
+    exact = codes.double() * third
+    spec = QuantSpec(INT8, (-1,), torch.float64)
+    assert torch.equal(dequantize(Parts(codes, third), spec, codes.shape), exact.float())
+    rounded_twice = codes.float() * third.float()
+    assert not torch.equal(rounded_twice, exact.float())
+    inner = QuantSpec(E4M3, None, torch.float64)
+    numbers = torch.linspace(0.1, 400, 256).to(torch.float8_e4m3fn).reshape(1, -1)
+    nested = Parts(torch.ones_like(codes), Parts(numbers, third))
+    got = dequantize(nested, QuantSpec(INT8, (1,), inner), codes.shape)
+    assert torch.equal(got, (numbers.double() * third).float())

@@ -12,7 +12,7 @@
 
 ``weight_zero_point`` has the scale's shape, i8; packed, it is i32 [words of O, groups], a row of words for a column of
 numbers. ``input_scale`` and ``input_zero_point`` of static inputs are one number each. Values are
-(q - zero_point) * scale. Sources: compressed-tensors 0.20, compressors/ and quantization/; for packing by words 0.9.
+(q - zero_point) * scale. Source: compressed-tensors 0.20, compressors/ and quantization/.
 """
 
 from __future__ import annotations
@@ -71,21 +71,20 @@ def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get | Non
     Without it the columns of a packed weight follow from its groups, or it fills its last word, which is checked once
     it is read.
     """
-    groups = Groups(config)
     layers = by_layer(entries, ENDINGS)
     for name, entry in entries.items():
         layer, _, ending = name.rpartition(".")
         if ending == "weight" and (layer in layers or entry.dtype in (torch.int8, *_F8)):
             layers.setdefault(layer, {})["weight"] = name
     stored = {name for names in layers.values() for name in names.values()}
-    dtype = model_dtype(entries, stored)
+    dtype, groups = model_dtype(entries, stored), Groups(config, layers)
     out = {}
     for layer, names in layers.items():
         weight = join(layer, "weight")
         try:
             if not groups.groups:
                 raise ValueError("is stored quantized, but no config group has weights")
-            found = _layer(weight, names, entries, groups.of(layer, layers), dtype, get)
+            found = _layer(weight, names, entries, groups.of(layer), dtype, get)
         except KeyedError:
             raise
         except ValueError as e:
@@ -258,6 +257,7 @@ def _block(name: str, scale: Entry, shape: tuple[int, int], group: Group) -> tup
     """The block of a scale. Raises KeyedError where the scale's shape is not the one that the group calls for."""
     w, (rows, columns) = group.weights, shape
     what = f"{group.name} says {w.strategy}"
+    block: tuple[int, ...] | None
     shapes: tuple[tuple[int, ...], ...]
     if w.strategy == "tensor":
         block, shapes = None, ((1,), (), (1, 1))

@@ -11,7 +11,7 @@ that match its name; else the one that names classes, of which a file knows noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +74,12 @@ class Group:
 
 
 class Groups:
-    """All groups, and the layers they mean. Raises ValueError naming the group."""
+    """All groups, and the layers they mean; ``known``: names of all layers that are stored quantized.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    Raises ValueError naming the group.
+    """
+
+    def __init__(self, config: Mapping[str, Any], known: Collection[str]) -> None:
         _refuse_more(config)
         raw = option("quantization_config", config, "config_groups", (dict,), {})
         if len(raw) > _MAX_GROUPS:
@@ -90,22 +93,24 @@ class Groups:
                 self.groups.append(group)
                 self.targets.update(dict.fromkeys(targets, group))
         self.ignored = set(_strings("quantization_config", config, "ignore"))
+        self.patterns = sorted(t for t in self.targets if t.startswith("re:"))
+        others = [t for t in self.targets if not t.startswith("re:") and "." not in t and t not in known]
+        self.classes = {t: self.targets[t] for t in others}
 
-    def of(self, layer: str, known: Mapping[str, Any]) -> Group:
-        """The group of a layer that is stored quantized; ``known``: names of all such layers."""
+    def of(self, layer: str) -> Group:
+        """The group of a layer that is stored quantized."""
         if layer in self.ignored:
             raise ValueError('is stored quantized, but "ignore" of the config names it')
         if len(self.groups) == 1:
             return self.groups[0]
         if layer in self.targets:
             return self.targets[layer]
-        for target in sorted(t for t in self.targets if t.startswith("re:")):
+        for target in self.patterns:
             if pattern(target[3:]).matches(layer):
                 return self.targets[target]
-        rest = {t: g for t, g in self.targets.items() if not t.startswith("re:") and "." not in t and t not in known}
-        found = {g.name: g for g in rest.values()}
+        found = {g.name: g for g in self.classes.values()}
         if len(found) != 1:
-            why = "and there is none for the rest" if not found else f"classes {sorted(rest)[:8]} are of several groups"
+            why = f"classes {sorted(self.classes)[:8]} are of several groups" if found else "and none names a class"
             raise ValueError(f"no target of the {len(self.groups)} config_groups is its name, {why}")
         return next(iter(found.values()))
 
@@ -183,8 +188,8 @@ def _args(what: str, raw: Any) -> Args:
     if kind not in ("int", "float") or (kind == "float" and bits not in FLOAT_OF_BITS) or not 2 <= bits <= 8:
         raise ValueError(f"{what}: {bits} bits of type {kind[:40]!r} are not read")
     dynamic = option(what, raw, "dynamic", (bool, str), False)
-    if isinstance(dynamic, str) and dynamic.lower() != "local":
-        raise ValueError(f"{what}: dynamic {dynamic[:40]!r} is not known")
+    if isinstance(dynamic, str) and (dynamic.lower(), strategy) != ("local", "tensor_group"):
+        raise ValueError(f"{what}: dynamic {dynamic[:40]!r} with strategy {strategy!r} is not known")
     return Args(
         bits, kind, option(what, raw, "symmetric", (bool,), True), strategy, group,
         None if block is None else (block[0], block[1]), dynamic if isinstance(dynamic, bool) else "local",

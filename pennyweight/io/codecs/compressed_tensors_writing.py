@@ -251,11 +251,12 @@ def pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
     if how.zero is not None:
         zero = parts.zero_point
         if zero is None:
+            assert isinstance(how.zero, int)
             zero = torch.full(blocks.counts(spec.block, shape), how.zero, dtype=torch.int8, device="cpu")
         else:
             zero = _signed(zero, spec)
         if how.kind == "packed" and how.strategy != "tensor":
-            zero = words.pack(_unsigned(zero.t(), how.bits), how.bits).t().contiguous()
+            zero = words.pack(_unsigned(zero.t(), how.bits), how.bits).t().clone(memory_format=torch.contiguous_format)
         out[f"{layer}weight_zero_point"] = _flat(how, zero)
     if meta.act is not None and meta.act.mode == "static":
         assert parts.act_scale is not None

@@ -1,8 +1,8 @@
 """FP8 with a scale per block of 128 x 128 weights, as DeepSeek-V3 and Qwen3 ship it (``quant_method`` "fp8").
 
     weight            f8e4m3 [.., O, I]
-    weight_scale_inv  f32 [.., ceil(O/128), ceil(I/128)], multiplied by, despite its name; or ``scale``, ``qscale_weight``.
-                      Powers of two as f8e8m0, or their bytes u8, where ``scale_fmt`` is "ue8m0"
+    weight_scale_inv  f32 [.., ceil(O/128), ceil(I/128)], multiplied by, despite its name; or ``scale``, or
+                      ``qscale_weight``. Powers of two as f8e8m0, or their bytes u8, where ``scale_fmt`` is "ue8m0"
     activation_scale  f32, one number, where ``activation_scheme`` is "static"
 
 Without ``weight_block_size`` there is one scale in all. Experts in one tensor are ``<name>`` and ``<name>_scale_inv``.
@@ -21,11 +21,10 @@ from torch import Tensor
 from ...core import blocks
 from ...core.formats import E4M3
 from ...core.numerics import Parts
-from ...core.spec import FP8_BLOCK, ActivationSpec, QuantSpec
+from ...core.spec import FP8_BLOCK, MXFP8, ActivationSpec, QuantSpec
 from ..container import Entry
 from ..manifest import KeyedError, Meta, Stored
 from .base import Codec, Found, Get, Writing
-from .compressed_tensors_config import E8M0_SCALE
 from .layers import FLOATS, model_dtype, need, option
 
 _F8 = torch.float8_e4m3fn
@@ -131,7 +130,7 @@ def _found(
         spec_block: tuple[int, ...] | None = None
     else:
         spec_block = per
-    inner: Any = E8M0_SCALE if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.dtype
+    inner: Any = MXFP8.scale if scale.dtype in (torch.uint8, torch.float8_e8m0fnu) else scale.dtype
     spec = QuantSpec(E4M3, spec_block, inner)
     act_block = None if static else (-1,) if block is None else (block[1],)
     act = ActivationSpec(QuantSpec(E4M3, act_block), "static" if static else "dynamic")

@@ -1,7 +1,7 @@
 """Codes in words of 32 bits, least significant bits first, in two ways.
 
-dense     a row is one stream of bits: code i has bits [i*b, (i+1)*b), across words. compressed-tensors from 0.17 or so.
-by word   a word holds 32 // b whole codes; with 3, 5, 6 or 7 bits its highest bits are unused. Before that.
+dense     a row is one stream of bits: code i has bits [i*b, (i+1)*b), across words. compressed-tensors 0.20.
+by word   a word holds 32 // b whole codes; with 3, 5, 6 or 7 bits its highest bits are unused. Older ones.
 
 With 1, 2, 4 and 8 bits the two are one.
 """
@@ -38,6 +38,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(words: Tensor, bits: int, n: int, dense: bool) -> Tensor:
     """int32 words -> uint8 codes [.., n]."""
     if dense or 32 % bits == 0:
+        if words.stride(-1) != 1:  # view() minds the stride of a lone column, of which contiguous() takes no notice
+            words = words.clone(memory_format=torch.contiguous_format)
         return unpack_bits(words.contiguous().view(torch.uint8), bits, n)[..., :n].contiguous()
     mask = (1 << bits) - 1
     codes = torch.stack([(words >> (bits * j) & mask).to(torch.uint8) for j in range(32 // bits)], -1)

@@ -62,7 +62,7 @@ def _scale(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     if outer == (None, None):
         return True
     if kind.scale is torch.float64 and kind.offset is None and kind.block is None:
-        return True  # one number, rounded to float32 on the way
+        return True  # one number, rounded to float32: scales may differ from the reference in the last bit
     if kind.scale is not torch.float32 or kind.offset not in (None, torch.float32):
         return "needs quantized scales under float32 ones"
     if kind.block is None:
@@ -256,7 +256,7 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
         status = call(
             weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
             (scale.codes if nested else scale).data_ptr() if scaled else None,
-            above.data_ptr() if outer else None, scale.offset.data_ptr() if offset else None, threads(),
+            None if above is None else above.data_ptr(), scale.offset.data_ptr() if offset else None, threads(),
         )  # fmt: skip
         if status:
             raise MemoryError(f"linear: no memory for {m} rows of {k} columns")

@@ -164,6 +164,18 @@ def test_dequantize_is_the_reference_bit_for_bit(machine: int) -> None:
     assert done > 110
 
 
+def test_float64_scales_are_those_of_the_reference(machine: int) -> None:
+    """It computes in float64 under them: plain ones are left to it, those above quantized scales go through it."""
+    nested = SPECS["nvfp4"].with_(scale=QuantSpec(SPECS["fp8_tensor"].format, None, torch.float64))
+    done = [
+        check_dequantize(spec, quantize(data(shape, dtype, "normal"), spec), shape, dtype)
+        for spec in (QuantSpec(SPECS["int8_row"].format, (-1,), torch.float64), nested)
+        for shape in SHAPES for dtype in FLOATS
+    ]  # fmt: skip
+    assert not any(done[: len(done) // 2])
+    assert all(done[len(done) // 2 :])
+
+
 @pytest.mark.parametrize("f", [f for f in all_formats() if f is not E8M0], ids=str)
 def test_every_code_of_every_format(f: Format, machine: int) -> None:
     """NaN, infinities, both zeros and subnormals too; and scales that take them out of the range of the dtype."""

@@ -28,6 +28,7 @@ SPECS = {
     "e2m3_group": QuantSpec(E2M3, (80,), scale=torch.float16),
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
+    "nvfp4_float64": NVFP4.with_(scale=QuantSpec(E4M3, None, torch.float64)),
     "nvfp4_one_scale": QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, (1,), scale=None)),
     "nf4": NF4_BLOCK,
     "nf4_double": NF4_DOUBLE,
