@@ -44,21 +44,26 @@ def copy_side_files(src: str, dst: str, quantization_config: dict[str, Any] | No
     folder = os.path.realpath(src)
     if not os.path.isdir(folder):
         return []
+    found = [name for name in sorted(os.listdir(folder)) if _wanted(name)]
+    for module in sorted(os.listdir(folder)):  # sentence-transformers keeps each module's config in a folder
+        if module[:1].isdigit() and os.path.isdir(os.path.join(folder, module)):
+            names = sorted(os.listdir(inside(folder, module)))
+            found += [os.path.join(module, name) for name in names if name.endswith(".json") and _wanted(name)]
     copied = []
-    for name in sorted(os.listdir(folder)):
-        wanted = name.endswith(ENDINGS) or name.partition(".")[0] in NAMES
-        if not wanted or name.startswith(".") or name.endswith(".index.json") or name in _ABOUT_WEIGHTS:
-            continue
+    for name in found:
         path = inside(folder, name)
         if not os.path.isfile(path) or os.path.getsize(path) > MAX_BYTES:
             continue
-        if name == "config.json":
-            data = config_bytes(read_config(src) or {}, quantization_config)
-        else:
-            data = _read(path)
+        data = config_bytes(read_config(src) or {}, quantization_config) if name == "config.json" else _read(path)
+        os.makedirs(os.path.dirname(os.path.join(dst, name)), exist_ok=True)
         write_bytes(os.path.join(dst, name), data)
         copied.append(name)
     return copied
+
+
+def _wanted(name: str) -> bool:
+    known = name.endswith(ENDINGS) or name.partition(".")[0] in NAMES
+    return known and not name.startswith(".") and not name.endswith(".index.json") and name not in _ABOUT_WEIGHTS
 
 
 def config_bytes(config: Mapping[str, Any], quantization_config: dict[str, Any] | None) -> bytes:

@@ -29,6 +29,7 @@ from .blocks import TYPES, BlockType
 from .config import kv_from_config, rope_tensors
 from .names import read_patterns, to_gguf
 from .opened import moved
+from .pooling import pooling_of
 from .quantizing import quantize
 from .tokenizer import tokenizer_kv
 from .values import Value
@@ -187,7 +188,7 @@ def _metadata(source: Opened, planned: Mapping[str, Planned]) -> tuple[dict[str,
         out = dict(source.metadata)
         return out | {"general.file_type": Value("uint32", file_type)}, []
     name = os.path.basename(folder.rstrip(os.sep))
-    kv = kv_from_config(source.config, file_type, name=name or None, pooling=_pooling(folder))
+    kv = kv_from_config(source.config, file_type, name=name or None, pooling=pooling_of(folder))
     if os.path.lexists(os.path.join(folder, "tokenizer.json")):
         tokens, said = tokenizer_kv(folder)
         kv |= tokens
@@ -199,17 +200,6 @@ def _metadata(source: Opened, planned: Mapping[str, Planned]) -> tuple[dict[str,
 def _kind(kind: str) -> str:
     inner = kind.removeprefix("ARRAY[")
     return f"[{inner[:-1].lower()}]" if inner != kind else kind.lower()
-
-
-def _pooling(folder: str) -> str | None:
-    """How a sentence-transformers model makes one vector of a text: its pooling module says so."""
-    from ..outline import read_json
-
-    config = read_json(os.path.join(folder, "1_Pooling"), "config.json")
-    if config is None:
-        return None
-    modes = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
-    return next((word for key, word in modes.items() if config.get(key) is True), None)
 
 
 # -- doing -------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ..write import write_bytes
 from .config import ROPE_TENSORS, config_from_kv
 from .container import File
 from .names import Patterns, read_patterns, to_hf
+from .pooling import pooling_files
 from .tokenizer_files import tokenizer_files
 from .transforms import Transform
 
@@ -194,6 +195,8 @@ def write_side_files(source: Opened, dst: str, quantization_config: dict[str, An
     """config.json and the tokenizer's files, from the metadata."""
     if source.config is not None:
         write_bytes(os.path.join(dst, "config.json"), config_bytes(source.config, quantization_config))
-    files, _ = tokenizer_files(values(source))
-    for name, data in files.items():
+    kv = values(source)
+    files, _ = tokenizer_files(kv)
+    for name, data in (files | pooling_files(kv)).items():
+        os.makedirs(os.path.dirname(os.path.join(dst, name)), exist_ok=True)
         write_bytes(os.path.join(dst, name), data)
