@@ -68,7 +68,7 @@ class BlockType:
                 f" got {raw.dtype} {[*raw.shape]}"
             )
         if isinstance(self.spec, torch.dtype):
-            return Parts(_aligned(raw, self.spec).reshape(*shape))
+            return Parts(_aligned(raw, self.spec).reshape(tuple(shape)))
         assert self.unpack is not None
         parts = self.unpack(raw.reshape(-1, self.nbytes))
         blocks = shape[-1] // self.elements
@@ -86,7 +86,9 @@ class BlockType:
         if self.pack is None:
             raise ValueError(f"{self.name} is read only: its codebook would have to be searched")
         blocks = rows * (shape[-1] // self.elements)
-        return self.pack(parts.map(lambda t: t.reshape(blocks, t.numel() // max(1, blocks)))).reshape(rows, row_bytes)
+        if not blocks:
+            return torch.zeros((rows, row_bytes), dtype=torch.uint8, device="cpu")
+        return self.pack(parts.map(lambda t: t.reshape(blocks, t.numel() // blocks))).reshape(rows, row_bytes)
 
 
 def _rows(shape: Sequence[int]) -> int:

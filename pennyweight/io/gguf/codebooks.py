@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.formats import IQ2, IQ3_S, IQ3_XXS, Format
 from ...core.numerics import Parts
-from .bits import cut, fields, half
+from .bits import cut, fields, half, numbers
 
 _EIGHT = tuple(range(8))
 _NIBBLES = (0, 4)
@@ -48,7 +48,7 @@ def _signed(name: str, f: Format, index: Tensor, negative: Tensor) -> Tensor:
 
 def _words(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """Little-endian unsigned integers of 2 or 4 bytes, as int64."""
-    signed = raw.contiguous().view(dtype).long()
+    signed = numbers(raw, dtype).long()
     return signed & ((1 << 8 * dtype.itemsize) - 1)
 
 
