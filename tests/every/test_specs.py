@@ -103,7 +103,9 @@ def _nearest_zero(spec: QuantSpec, dtype: torch.dtype) -> float:
     """The least number under the least scale: zero, but for tables that do not hold it."""
     values = spec.format.values if spec.format.kind == "table" else (0.0,)
     info = torch.finfo(dtype)
-    return min(abs(v) for v in values) * max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
+    return min(abs(v) for v in values) * max(
+        info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal
+    )
 
 
 @SPEC

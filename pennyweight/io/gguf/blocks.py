@@ -1,7 +1,8 @@
 """Every type that a tensor may have in a GGUF file: a row of a table, which decodes to plain parts and encodes them.
 
 A row of a tensor is a whole number of blocks. Decoding gives the parts of a spec, so that
-``core.numerics.dequantize(parts, spec, shape)`` is what ggml computes, bit for bit in float32; encoding gives the bytes.
+``core.numerics.dequantize(parts, spec, shape)`` is what ggml computes, bit for bit in float32 (but for the sign of zero
+in MXFP4 and NVFP4, and for what overflows float32, which saturates); encoding gives the bytes.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def iq1_m(raw: Tensor) -> Parts:
     """The float16 lies in the upper four bits of four words, the first of them lowest."""
     qs, qh, scales = cut(raw, 32, 16, 8)
     word = _words(scales, torch.int16)
-    bits = sum((word[:, i : i + 1] >> 12) << (4 * i) for i in range(4))
+    bits = ((word >> 12) << torch.tensor([0, 4, 8, 12])).sum(1, keepdim=True)
     d = bits.to(torch.int16).view(torch.uint8)
     index = qs.long() | (fields(qh, 1, _NIBBLES, 3).long() << 8)
     up = 1 - (fields(qh, 1, _NIBBLES, 4) >> 3).to(torch.int64)

@@ -89,7 +89,9 @@ def array(kind: int, count: int, raw: bytes) -> bytes:
 
 def info(name: str | bytes, dims: list[int], kind: int, offset: int, axes: int | None = None) -> bytes:
     sizes = struct.pack(f"<{len(dims)}Q", *dims)
-    return text(name) + struct.pack("<I", len(dims) if axes is None else axes) + sizes + struct.pack("<IQ", kind, offset)
+    return (
+        text(name) + struct.pack("<I", len(dims) if axes is None else axes) + sizes + struct.pack("<IQ", kind, offset)
+    )
 
 
 GOOD_KV = [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pennyweight.core.numerics import Parts, dequantize
 from pennyweight.io.gguf.blocks import BY_ID, REMOVED, TYPES, BlockType
-from tests.io.gguf.samples import QUANTIZED, ggml, ggml_values, random_raw
+from tests.io.gguf.samples import QUANTIZED, ggml, ggml_quantize, ggml_values, random_raw
 
 TYPE = pytest.mark.parametrize("kind", QUANTIZED.values(), ids=QUANTIZED)
 WRITABLE = {name: t for name, t in QUANTIZED.items() if t.writable}
@@ -154,3 +154,17 @@ except ImportError as e:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install gguf" in done.stdout
+
+
+@pytest.mark.skipif(ggml() is None, reason="ggml's library comes with pywhispercpp")
+@pytest.mark.parametrize("kind", QUANTIZED.values(), ids=QUANTIZED)
+def test_what_ggml_quantized(kind: BlockType) -> None:
+    """Real blocks: the values that gguf (Q1_0: ggml) has for them, and ggml's own bytes again."""
+    shape = (5, 4 * kind.elements)
+    x = torch.randn(shape) * torch.randn(5, 1).exp() * 0.02
+    x[2] = 0
+    raw = ggml_quantize(x, kind, torch.rand(shape[1]) + 0.1)
+    want = ggml_values(raw, kind, shape) if kind.name == "Q1_0" else by_gguf(kind, raw, shape)
+    assert_same(kind, values(kind, raw, shape), want)
+    if kind.writable:
+        assert torch.equal(kind.encode(kind.decode(raw, shape), shape), raw)

