@@ -115,7 +115,7 @@ class QuantSpec:
 
     @property
     def one_sided(self) -> bool:
-        """Whether all numbers of a block have the sign of its scale. An offset so kept has a scale that is not positive."""
+        """Whether all numbers of a block have the sign of its scale. The scale of an offset so kept is not positive."""
         return self.format.lo >= 0 and not (self.mid or self.zero_point or self.offset is not None)
 
     @property

@@ -166,7 +166,8 @@ def test_any_finite_block_gives_finite_numbers_no_farther_than_its_range(
     y = through(x, spec).double()
     assert y.isfinite().all()
     reach = x.double().abs().max()
-    assert (y.abs() <= reach * 1.08 + 1e-3).all()  # half a step beyond, and a rounded scale
+    # half a step beyond, which is a seventh where codes have 3 bits, and a rounded scale
+    assert (y.abs() <= reach * (1.17 if name == "q3_k" else 1.08) + 1e-3).all()
 
 
 # -- given parameters --------------------------------------------------------------------------------------------------

@@ -15,6 +15,10 @@ BITS |= {"dynamic4": 4, "udynamic4": 4, "dynamic8": 8, "udynamic8": 8}
 DIGITS = ("nf4_digits_float32", "nf4_digits_bfloat16", "nf4_digits_float16")
 BITS |= dict.fromkeys(DIGITS, 4)
 BITS |= {"dynamic8_float32": 8, "fp4_twelfths": 4}
+BITS |= {"iq4_nl": 4, "iq1": 3, "iq2": 3, "iq3_xxs": 4, "iq3_s": 4}
+IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+BOTH_SIGNS = {"iq1": [0.125, 0.875, 1.125], "iq2": [8, 25, 43], "iq3_xxs": [4, 12, 20, 28, 36, 44, 52, 62]}
+BOTH_SIGNS |= {"iq3_s": [1, 3, 5, 7, 9, 11, 13, 15]}
 NF4 = [
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -92,6 +96,10 @@ def table(f):
     """Numbers of all codes, as float32."""
     if f == "nf4":
         return np.array(NF4, np.float32)
+    if f == "iq4_nl":
+        return np.array(IQ4_NL, np.float32)
+    if f in BOTH_SIGNS:
+        return np.array([-v for v in BOTH_SIGNS[f][::-1]] + BOTH_SIGNS[f], np.float32)
     if f in DIGITS:
         numbers = np.array([round(v, 4) for v in NF4], np.float32)
         if f.endswith("bfloat16"):  # the upper half of a float32, to the nearest

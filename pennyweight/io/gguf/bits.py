@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def fields(raw: Tensor, run: int, shifts: Sequence[int], bits: int) -> Tensor:
-    """[B, g * run] bytes as [B, g * len(shifts) * run] fields: of each run of bytes, first all fields at the first shift,
-    then all at the next. Returns uint8."""
+    """[B, g * run] bytes as [B, g * len(shifts) * run] fields: of each run of bytes, first all fields at the first
+    shift, then all at the next. Returns uint8."""
     below = torch.tensor(shifts, dtype=torch.uint8)[:, None]
     out = (raw.unflatten(1, (raw.shape[1] // run, 1, run)) >> below) & ((1 << bits) - 1)
     return out.flatten(1)
@@ -26,9 +26,14 @@ def join(values: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
     return out.flatten(1)
 
 
+def numbers(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of each row as numbers of a wider dtype; copied, for in a file they lie anywhere."""
+    return raw.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def half(raw: Tensor) -> Tensor:
     """[B, 2 * k] bytes as [B, k] float16."""
-    return raw.contiguous().view(torch.float16)
+    return numbers(raw, torch.float16)
 
 
 def raw_bytes(x: Tensor) -> Tensor:

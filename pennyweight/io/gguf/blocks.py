@@ -1,7 +1,8 @@
 """Every type that a tensor may have in a GGUF file: a row of a table, which decodes to plain parts and encodes them.
 
 A row of a tensor is a whole number of blocks. Decoding gives the parts of a spec, so that
-``core.numerics.dequantize(parts, spec, shape)`` is what ggml computes, bit for bit in float32; encoding gives the bytes.
+``core.numerics.dequantize(parts, spec, shape)`` is what ggml computes, bit for bit in float32 (but for the sign of zero
+in MXFP4 and NVFP4, and for what overflows float32, which saturates); encoding gives the bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class BlockType:
                 f" got {raw.dtype} {[*raw.shape]}"
             )
         if isinstance(self.spec, torch.dtype):
-            return Parts(_aligned(raw, self.spec).reshape(*shape))
+            return Parts(_aligned(raw, self.spec).reshape(tuple(shape)))
         assert self.unpack is not None
         parts = self.unpack(raw.reshape(-1, self.nbytes))
         blocks = shape[-1] // self.elements
@@ -86,7 +87,9 @@ class BlockType:
         if self.pack is None:
             raise ValueError(f"{self.name} is read only: its codebook would have to be searched")
         blocks = rows * (shape[-1] // self.elements)
-        return self.pack(parts.map(lambda t: t.reshape(blocks, t.numel() // max(1, blocks)))).reshape(rows, row_bytes)
+        if not blocks:
+            return torch.zeros((rows, row_bytes), dtype=torch.uint8, device="cpu")
+        return self.pack(parts.map(lambda t: t.reshape(blocks, t.numel() // blocks))).reshape(rows, row_bytes)
 
 
 def _rows(shape: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.formats import IQ2, IQ3_S, IQ3_XXS, Format
 from ...core.numerics import Parts
-from .bits import cut, fields, half
+from .bits import cut, fields, half, numbers
 
 _EIGHT = tuple(range(8))
 _NIBBLES = (0, 4)
@@ -48,7 +48,7 @@ def _signed(name: str, f: Format, index: Tensor, negative: Tensor) -> Tensor:
 
 def _words(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """Little-endian unsigned integers of 2 or 4 bytes, as int64."""
-    signed = raw.contiguous().view(dtype).long()
+    signed = numbers(raw, dtype).long()
     return signed & ((1 << 8 * dtype.itemsize) - 1)
 
 
@@ -124,7 +124,7 @@ def iq1_m(raw: Tensor) -> Parts:
     """The float16 lies in the upper four bits of four words, the first of them lowest."""
     qs, qh, scales = cut(raw, 32, 16, 8)
     word = _words(scales, torch.int16)
-    bits = sum((word[:, i : i + 1] >> 12) << (4 * i) for i in range(4))
+    bits = ((word >> 12) << torch.tensor([0, 4, 8, 12])).sum(1, keepdim=True)
     d = bits.to(torch.int16).view(torch.uint8)
     index = qs.long() | (fields(qh, 1, _NIBBLES, 3).long() << 8)
     up = 1 - (fields(qh, 1, _NIBBLES, 4) >> 3).to(torch.int64)

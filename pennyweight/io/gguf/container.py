@@ -85,15 +85,17 @@ def alignment_of(metadata: dict[str, Value]) -> int:
     n = value.data
     if value.kind != "uint32" or n & (n - 1) or not 1 <= n <= MAX_ALIGNMENT:
         shown = str(n)[:40]
-        raise ValueError(f"general.alignment is {value.kind} {shown}; a uint32 power of two up to {MAX_ALIGNMENT} is it")
+        raise ValueError(
+            f"general.alignment is {value.kind} {shown}; a uint32 power of two up to {MAX_ALIGNMENT} is it"
+        )
     return n
 
 
 class File:
     """An open GGUF file whose header was checked. Raises CheckpointError, and only that, on a bad one.
 
-    ``version``, ``alignment``, ``metadata``, ``entries`` are its header. ``mapped`` maps (no copy), ``rows`` copies with
-    plain reads, which leaves nothing of the file in this process.
+    ``version``, ``alignment``, ``metadata``, ``entries`` are its header. ``mapped`` maps (no copy), ``rows`` copies
+    with plain reads, which leaves nothing of the file in this process.
     """
 
     def __init__(self, path: str) -> None:
@@ -199,10 +201,11 @@ class File:
                 raise CheckpointError(self.path, name, reason)
             entries[name] = Entry(kind, shape, begin, end)
         at = start
-        for name, e in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-            if e.begin != at:
-                raise CheckpointError(self.path, name, f"data begins at {e.begin}, expected {at}: a hole or an overlap")
-            at = padded(e.end, self.alignment)
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin != at:
+                reason = f"data begins at {entry.begin}, expected {at}: a hole or an overlap"
+                raise CheckpointError(self.path, name, reason)
+            at = padded(entry.end, self.alignment)
         if self.size > at:
             raise CheckpointError(self.path, None, f"{self.size - at} bytes after the last tensor belong to none")
         return entries
@@ -250,7 +253,7 @@ class File:
             raise ValueError(f"{name}: rows {start} to {stop} of {e.rows}")
         out = torch.zeros((stop - start, e.row_bytes), dtype=torch.uint8, device="cpu")
         if out.numel():
-            self._fill(e.begin + start * e.row_bytes, memoryview(out.view(-1).numpy()))
+            self._fill(e.begin + start * e.row_bytes, memoryview(out.view(-1).numpy()))  # type: ignore[arg-type]
         return out
 
 

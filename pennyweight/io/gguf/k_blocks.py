@@ -99,10 +99,8 @@ def q6_k(raw: Tensor) -> Parts:
 
 def pack_q6_k(p: Parts) -> Tensor:
     codes = (p.codes + 32).view(torch.uint8)
-    return torch.cat(
-        [join(codes & 15, 64, _NIBBLES), join(codes >> 4, 32, _PAIRS), raw_bytes(p.scale.codes), raw_bytes(p.scale.scale)],
-        1,
-    )  # fmt: skip
+    scales = [raw_bytes(p.scale.codes), raw_bytes(p.scale.scale)]
+    return torch.cat([join(codes & 15, 64, _NIBBLES), join(codes >> 4, 32, _PAIRS), *scales], 1)
 
 
 def iq4_xs(raw: Tensor) -> Parts:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +130,9 @@ def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
         sc = torch.where(better.view(-1, per), tried[0], sc)
         mn = torch.where(better.view(-1, per), tried[1], mn)
     return Parts(
-        codes.to(torch.uint8).t().reshape(-1, 256), Parts(sc.to(torch.uint8), d), offset=Parts(mn.to(torch.uint8), -dmin)
+        codes.to(torch.uint8).t().reshape(-1, 256),
+        Parts(sc.to(torch.uint8), d),
+        offset=Parts(mn.to(torch.uint8), -dmin),
     )
 
 
@@ -191,7 +194,7 @@ def _about_zero(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
         return codes, fold(w * (numbers * scale - cols).square())
 
     if way.scale_top == 0:
-        stored = half(scale)
+        stored: Any = half(scale)
         codes = codes_of(stored.float())[0]
     else:
         largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))

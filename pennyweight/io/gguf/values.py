@@ -1,7 +1,7 @@
 """Metadata of a GGUF file: typed values and keys, from bytes that nobody trusts, and back to the same bytes.
 
-    value    string: uint64 length, UTF-8; array: uint32 kind of the elements, uint64 count, elements; others: the number
     entry    key as a string, uint32 kind, value
+    value    of a string: uint64 length, UTF-8; of an array: uint32 kind, uint64 count, elements; else the number
 
 Little-endian. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

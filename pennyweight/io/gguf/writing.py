@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..write import open_new
 from .blocks import BlockType
-from .container import MAGIC, MAX_TENSORS, Entry, padded, alignment_of, check_tensor_name, size_of
+from .container import MAGIC, MAX_TENSORS, Entry, alignment_of, check_tensor_name, padded, size_of
 from .values import MAX_HEADER_BYTES, MAX_KEYS, Value, metadata_bytes
 
 _VERSION = 3
@@ -26,7 +26,9 @@ def lay_out(metadata: Mapping[str, Value], infos: Infos) -> tuple[bytes, dict[st
     or a key is none that a file may have."""
     alignment = alignment_of(dict(metadata))
     if len(infos) > MAX_TENSORS or len(metadata) > MAX_KEYS:
-        raise ValueError(f"{len(infos)} tensors and {len(metadata)} keys; at most {MAX_TENSORS} and {MAX_KEYS} are read")
+        raise ValueError(
+            f"{len(infos)} tensors and {len(metadata)} keys; at most {MAX_TENSORS} and {MAX_KEYS} are read"
+        )
     out = [MAGIC, struct.pack("<IQQ", _VERSION, len(infos), len(metadata)), metadata_bytes(metadata)]
     sizes, at = {}, 0
     for name, (kind, shape) in infos.items():
@@ -71,8 +73,12 @@ class Writer:
             self._reopen(header, size)
         else:
             self._file = open_new(path)
-            self._write(0, memoryview(header))
-            self._file.truncate(size)
+            try:
+                self._write(0, memoryview(header))
+                self._file.truncate(size)
+            except BaseException:
+                self._file.close()
+                raise
 
     def _reopen(self, header: bytes, size: int) -> None:
         flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -106,7 +112,7 @@ class Writer:
         if raw.numel():
             self._left[name] -= raw.shape[0]
             flat = raw.detach().cpu().contiguous().reshape(-1)
-            self._write(e.begin + first_row * e.row_bytes, memoryview(flat.numpy()))
+            self._write(e.begin + first_row * e.row_bytes, memoryview(flat.numpy()))  # type: ignore[arg-type]
 
     def _write(self, offset: int, view: memoryview) -> None:
         self._file.seek(offset)
