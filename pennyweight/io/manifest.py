@@ -64,7 +64,7 @@ def version_of(manifest: Manifest) -> int:
 
 
 def stored_parts(name: str, meta: Meta) -> Stored:
-    """Stored tensors of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, in this order.
+    """Stored tensors of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, in order.
 
     Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], a row on the last axis ends on a whole byte.
     """
