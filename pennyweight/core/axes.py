@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from . import blocks, fallback
-from .tensor import AffineQuantizedTensor, implements
+from .tensor import AffineQuantizedTensor, implements, stored_shape
 from .tensor_ops import aliased, axes_of, consistent, map_value, sliceable, stored_axis, unpacked
 
 aten = torch.ops.aten
@@ -135,7 +135,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _expanded(w: QT, shape: tuple[int, ...]) -> Any:
-    stored = w.with_(shape=shape).stored_shape
+    stored = stored_shape(shape, w.axes)
     if stored[-1] != w.stored_shape[-1]:
         w = unpacked(w).with_(perm=None)
     part_shape = blocks.counts(w.spec.block, stored)

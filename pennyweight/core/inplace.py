@@ -75,7 +75,8 @@ def _check_writable(target: QT) -> None:
     if target.readonly:
         raise RuntimeError(
             f"in-place change of a part of a quantized tensor {tuple(target.shape)} ({target.spec}): it is a copy or "
-            "shares scales, or the order of its channels, with elements outside it; dequantize the whole weight, change that, and copy_ it back"
+            "shares scales, or the order of its channels, with elements outside it; dequantize the whole weight, "
+            "change that, and copy_ it back"
         )
 
 

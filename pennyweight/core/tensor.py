@@ -354,7 +354,7 @@ class AffineQuantizedTensor(Tensor):
         return AffineQuantizedTensor(parts, spec, outer_size, dtype, act, axes, readonly, requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
-        # A cached graph knows the parts by the names of their attributes; the spec does not say whether there is a perm.
+        # A cached graph knows the parts by the names of their attributes; whether there is a perm no spec says.
         return f"{STORED} {self._perm is not None} {static_json(self)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AffineQuantizedTensor:

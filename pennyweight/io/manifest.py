@@ -64,7 +64,7 @@ def version_of(manifest: Manifest) -> int:
 
 
 def stored_parts(name: str, meta: Meta) -> Stored:
-    """Stored tensors of a quantized tensor, in the order codes, scale, zero_point, offset, act_*, perm: dtype and shape.
+    """Stored tensors of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, in order.
 
     Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], a row on the last axis ends on a whole byte.
     """
@@ -139,7 +139,12 @@ def read(metadata: Mapping[str, str]) -> Manifest:
     convert = partial(_meta, version=version)
     tensors = {name: _named(name, convert, raw) for name, raw in data["tensors"].items()}
     aliases = {name: _named(name, _alias, raw) for name, raw in data["aliases"].items()}
-    return Manifest(tensors, aliases)
+    manifest = Manifest(tensors, aliases)
+    if version != version_of(
+        manifest
+    ):  # by what is written, a stored tensor called "<tensor>.perm" is told from a part
+        raise ValueError(f"says format version {version}, and all of it is known in version {version_of(manifest)}")
+    return manifest
 
 
 class KeyedError(ValueError):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import fallback
-from ..core.numerics import unordered
+from ..core.numerics import ordered, unordered
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
 from .cpu import experts
@@ -121,7 +121,7 @@ def _batch(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
     case = case_of(w, x.dtype)
     kernel = select("bmm", case)
     if reorders(kernel, case):
-        x, w = x.index_select(-1, w._perm), w.with_(perm=None)
+        x, w = ordered(x, w._perm), w.with_(perm=None)
     if kernel.layout is not None and _traced(w):
         tensors, tree = _flatten(w)
         key = json.dumps({"kernel": kernel.name, "tree": tree, "weight": json.loads(static_json(w))})

@@ -105,7 +105,13 @@ def _int8_int8(x: Tensor, w: Any, bias: Tensor | None, product: Callable[[Tensor
 
 def int8_int8(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
     """Sums exact in int32."""
-    return _int8_int8(x, w, bias, torch._int_mm)
+    return _int8_int8(x, w, bias, _int_mm)
+
+
+def _int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [K, N] in int32. torch 2.13 gives zeros for one row whose strides are (1, 1), as of a vector
+    unsqueezed and transposed; a view of all elements has strides that it reads."""
+    return torch._int_mm(a.reshape(-1).view(a.shape), b)
 
 
 def int8_int8_float(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:

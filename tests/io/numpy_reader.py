@@ -1,4 +1,4 @@
-"""docs/format.md, version 1, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
+"""docs/format.md, versions 1 and 2, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
 
 Written from the page, not from the library, so that the page is known to be enough. It trusts its file.
 """
@@ -40,7 +40,10 @@ def read(path):
     for name, meta in manifest["tensors"].items():
         axes = meta.get("axes", list(range(len(meta["shape"]))))
         shape = [meta["shape"][axes.index(i)] for i in range(len(axes))]
-        out[name] = value(name, meta["spec"], shape, stored).transpose(axes)
+        x = value(name, meta["spec"], shape, stored)
+        if meta.get("perm"):
+            x = x[..., np.argsort(stored[f"{name}.perm"])]
+        out[name] = x.transpose(axes)
     used = tuple(f"{name}." for name in manifest["tensors"])
     out |= {name: array for name, array in stored.items() if not name.startswith(used)}
     return out | {alias: out[name] for alias, name in manifest["aliases"].items()}

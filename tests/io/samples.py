@@ -27,6 +27,7 @@ SPECS = {
     "nested": NF4_DOUBLE,
     "shifted": TINYGEMM,
     "static": QuantSpec(INT8, (-1,)),
+    "reordered": QuantSpec(UINT4, (16,), scale=torch.float16, zero_point=True),
 }
 
 
@@ -53,6 +54,8 @@ def sample_model() -> Model:
         w = AffineQuantizedTensor.from_float(layer.weight, spec, act=act, name=name)
         if act is not None:
             w = w.with_(act_scale=torch.tensor([0.5]), act_zero_point=torch.tensor([3], dtype=torch.int8))
+        if name == "reordered":  # the one thing for which a file says version 2
+            w = w.with_(perm=torch.randperm(64).to(torch.int32))
         layer.weight = nn.Parameter(w, requires_grad=False)
     model.tied.weight = model.int4.weight
     return model

@@ -1,4 +1,4 @@
-"""Files of format version 1, written once, read for ever: by the library and by the numpy reader."""
+"""Files of format versions 1 and 2, written once, read for ever: by the library and by the numpy reader."""
 
 import hashlib
 from pathlib import Path
@@ -18,10 +18,14 @@ EXPECTED = safetensors.torch.load_file(GOLDEN / "expected.safetensors")
 PLAIN = {name for name in EXPECTED if name.startswith("plain.")}
 ALL_SHA256 = "6f2261e6095ee757234a9062b72fa5bad6b70369edca8eb5ca59cb827ddc5203"
 
+SECOND = GOLDEN.parent / "v2"
+SECOND_SHA256 = "54b47587db67943ae02e57575f6e1c4ea63c19d4151bafffcb62ce0ab8b53620"
+
 
 def test_the_files_are_the_ones_that_were_written_then() -> None:
     """If this fails the golden file was changed. Restore it, and mend the reader instead."""
     assert hashlib.sha256((GOLDEN / "all.safetensors").read_bytes()).hexdigest() == ALL_SHA256
+    assert hashlib.sha256((SECOND / "all.safetensors").read_bytes()).hexdigest() == SECOND_SHA256
 
 
 @pytest.mark.parametrize("path", ["all.safetensors", "sharded"])
@@ -68,3 +72,19 @@ def test_saving_what_was_read_gives_the_same_bytes_while_the_version_is_1(tmp_pa
     assert len(again) == len(old)
     n = 8 + int.from_bytes(old[:8], "little")
     assert again[n:] == old[n:]
+
+
+def test_version_2(tmp_path: Path) -> None:
+    """Tensors whose contracted axis is stored in another order."""
+    expected = safetensors.torch.load_file(SECOND / "expected.safetensors")
+    out, plain = load(SECOND / "all.safetensors"), numpy_reader.read(SECOND / "all.safetensors")
+    assert out.keys() == plain.keys() == expected.keys()
+    for name, value in expected.items():
+        mine = out[name].dequantize(torch.float32) if isinstance(out[name], QT) else out[name]
+        assert torch.equal(mine, value), name
+        np.testing.assert_array_equal(plain[name], value.numpy())
+    assert [n for n in out if isinstance(out[n], QT) and out[n].perm is None] == ["in_order"]
+    assert out["tied"] is out["int4"]
+    assert out["turned"].axes == (1, 0)
+    save(out, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (SECOND / "all.safetensors").read_bytes()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from . import compressed_tensors, fp8_block, mxfp4
 from .awq import AWQ
 from .base import Codec, Found, Writing
 from .bitsandbytes import BITSANDBYTES
+from .compressed_tensors import COMPRESSED_TENSORS
+from .fp8_block import FP8
+from .gptq import GPTQ, GPTQ_V2
 from .hqq import HQQ
+from .mxfp4 import EXPERTS_MXFP4
 
 # In the order in which they are asked; the first that claims a checkpoint reads it.
-CODECS: tuple[Codec, ...] = (compressed_tensors.CODEC, fp8_block.CODEC, mxfp4.CODEC, BITSANDBYTES, HQQ, AWQ)
+CODECS: tuple[Codec, ...] = (COMPRESSED_TENSORS, GPTQ, GPTQ_V2, AWQ, BITSANDBYTES, FP8, EXPERTS_MXFP4, HQQ)
 
 __all__ = ["CODECS", "Codec", "Found", "Writing"]

@@ -26,7 +26,7 @@ Get = Callable[[str], Tensor]  # stored name -> tensor, mapped from the file
 class Found:
     """A quantized tensor in a file.
 
-    meta    what it is; ``signed_scale`` need not be right, it is told from the parts
+    meta    what it is; ``signed_scale`` and ``perm`` need not be right, they are told from the parts
     stored  every stored tensor that it is made of, side tensors that hold nothing of value included
     parts   plain parts in stored order (the contracted axis last), codes padded to whole blocks; called to read it.
             Raises ValueError where stored numbers mean nothing.

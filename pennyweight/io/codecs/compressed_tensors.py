@@ -280,4 +280,4 @@ def _block(name: str, scale: Entry, shape: tuple[int, int], group: Group) -> tup
     return block
 
 
-CODEC = Codec("compressed-tensors", claims, find, "compressed-tensors 0.20", WRITING)
+COMPRESSED_TENSORS = Codec("compressed-tensors", claims, find, "compressed-tensors 0.20", WRITING)

@@ -197,4 +197,4 @@ def method(tensors: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any
     }
 
 
-CODEC = Codec("fp8", claims, find, "transformers 5.23, Fp8Dequantize", Writing(refuses, nearest, stored, pack, method))
+FP8 = Codec("fp8", claims, find, "transformers 5.23, Fp8Dequantize", Writing(refuses, nearest, stored, pack, method))

@@ -99,7 +99,7 @@ def method(tensors: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any
     return {"quant_method": "mxfp4", "modules_to_not_convert": [name.removesuffix(".weight") for name in plain]}
 
 
-CODEC = Codec(
+EXPERTS_MXFP4 = Codec(
     "mxfp4", claims, find, "transformers 5.23, convert_moe_packed_tensors",
     Writing(refuses, nearest, stored, pack, method),
 )  # fmt: skip

@@ -17,7 +17,7 @@ from pennyweight.core.formats import E2M1, E4M3, E5M2, INT1, INT3, INT4, INT8, N
 from pennyweight.core.numerics import Parts, dequantize
 from pennyweight.core.spec import FP8_BLOCK, FP8_ROW, MXFP4, MXFP6, MXFP8, NVFP4, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.io.codecs.compressed_tensors import CODEC, NVFP4_SCALE, find
+from pennyweight.io.codecs.compressed_tensors import COMPRESSED_TENSORS, NVFP4_SCALE, find
 from pennyweight.io.codecs.layers import by_layer
 from pennyweight.io.manifest import KeyedError, Meta
 from tests.io.codecs.reading import entries_of, same, tensor_of, write
@@ -147,7 +147,7 @@ def test_values_are_its_own_and_files_come_back_byte_for_byte(name: str, dtype: 
         want = decompressed(name, {k.removeprefix("m.up."): v for k, v in tensors.items()})
         assert tuple(w.shape) == shape
         assert same(w.dequantize(want.dtype), want), (shape, dtype)
-        back, method = write(CODEC, {"m.up.weight": w})
+        back, method = write(COMPRESSED_TENSORS, {"m.up.weight": w})
         assert back.keys() == tensors.keys()
         assert all(same(back[key], tensors[key]) for key in tensors), shape
         QuantizationConfig.model_validate(method)
@@ -252,9 +252,9 @@ def test_nvfp4_inputs_are_dynamic_in_all() -> None:
     found = find(entries_of(tensors), config)["up.weight"]
     assert found.meta.act == ActivationSpec(NVFP4)
     assert "up.input_global_scale" in found.stored
-    assert CODEC.writing is not None
-    assert "input_global_scale" in str(CODEC.writing.refuses("up.weight", found.meta))
-    assert CODEC.writing.nearest("up.weight", found.meta) == found.meta.spec
+    assert COMPRESSED_TENSORS.writing is not None
+    assert "input_global_scale" in str(COMPRESSED_TENSORS.writing.refuses("up.weight", found.meta))
+    assert COMPRESSED_TENSORS.writing.nearest("up.weight", found.meta) == found.meta.spec
 
 
 def test_groups_are_found_by_name_then_pattern_then_class() -> None:
@@ -281,7 +281,7 @@ def test_what_is_written_names_its_groups() -> None:
     weights = {f"model.layers.{i}.{n}.weight": QT.from_float(torch.randn(8, 64), s) for i in range(3) for n, s in (
         ("q", QuantSpec(INT4, (32,))), ("up", FP8_ROW), ("down", QuantSpec(INT8 if i else INT4, (-1,))),
     )}  # fmt: skip
-    tensors, method = write(CODEC, weights)
+    tensors, method = write(COMPRESSED_TENSORS, weights)
     assert method["format"] == "mixed-precision"
     QuantizationConfig.model_validate(method)
     found = find(entries_of(tensors), method)
@@ -311,7 +311,7 @@ def test_equivalent_numbers_are_written_exactly(name: str) -> None:
     spec = EXACT[name]
     x = torch.randn(33, 96)
     w = QT.from_float(x.abs() if name == "no middle" else x, spec)
-    tensors, method = write(CODEC, {"up.weight": w})
+    tensors, method = write(COMPRESSED_TENSORS, {"up.weight": w})
     got = tensor_of(find(entries_of(tensors), method, tensors.__getitem__)["up.weight"], tensors)
     want = w.dequantize()
     if spec is NVFP4:  # files divide: the last bit of a float32
@@ -342,7 +342,7 @@ def meta(spec: QuantSpec, shape: tuple[int, ...] = (32, 96), **more: Any) -> Met
     ],
 )
 def test_what_cannot_be_written_is_refused(what: Meta, name: str, why: str, nearest: QuantSpec | None) -> None:
-    writing = CODEC.writing
+    writing = COMPRESSED_TENSORS.writing
     assert writing is not None
     assert why in str(writing.refuses(name, what))
     got = writing.nearest(name, what)
@@ -540,6 +540,6 @@ def test_the_dtype_is_that_of_the_scales_or_of_the_model() -> None:
 
 
 def test_it_claims_its_own() -> None:
-    assert CODEC.claims({"quant_method": "compressed-tensors"}, {})
-    assert not CODEC.claims({"quant_method": "fp8"}, {})
-    assert not CODEC.claims({}, {})
+    assert COMPRESSED_TENSORS.claims({"quant_method": "compressed-tensors"}, {})
+    assert not COMPRESSED_TENSORS.claims({"quant_method": "fp8"}, {})
+    assert not COMPRESSED_TENSORS.claims({}, {})

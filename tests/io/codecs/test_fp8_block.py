@@ -16,7 +16,7 @@ from pennyweight.core import blocks
 from pennyweight.core.formats import E4M3, E5M2
 from pennyweight.core.spec import FP8_BLOCK, FP8_ROW, INT8_ROW, MXFP8, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.io.codecs.fp8_block import CODEC, find
+from pennyweight.io.codecs.fp8_block import FP8, find
 from pennyweight.io.manifest import Meta
 from tests.io.codecs.reading import entries_of, same, tensor_of, write
 
@@ -42,7 +42,7 @@ def test_values_are_those_of_transformers(shape: tuple[int, ...], dtype: torch.d
     w = tensor_of(found[name], tensors)
     assert (w.dtype, w.spec, w.act) == (dtype, FP8_BLOCK, PER_GROUP)
     assert same(w.dequantize(), Fp8Dequantize(None)._dequantize_one(codes, scale, dtype))
-    back, method = write(CODEC, {name: w})
+    back, method = write(FP8, {name: w})
     assert all(same(back[key], tensors[key]) for key in (name, scale_name))
     assert len(back) == 2
     assert FineGrainedFP8Config(**method).weight_block_size == [128, 128]
@@ -57,7 +57,7 @@ def test_blocks_that_do_not_divide(shape: tuple[int, ...]) -> None:
     w = tensor_of(find(entries_of(tensors), CONFIG)[name], tensors)
     spread = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]]
     assert torch.equal(w.dequantize(torch.float32), codes.float() * spread)
-    back, _ = write(CODEC, {name: w})
+    back, _ = write(FP8, {name: w})
     assert all(same(back[key], tensors[key]) for key in tensors)
 
 
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], config: dict[str, 
 
 
 def test_what_cannot_be_written_is_refused() -> None:
-    writing = CODEC.writing
+    writing = FP8.writing
     assert writing is not None
 
     def meta(spec: QuantSpec, shape: tuple[int, ...] = (256, 128), **more: Any) -> Meta:
@@ -150,7 +150,7 @@ def test_what_cannot_be_written_is_refused() -> None:
         assert writing.nearest(name, what) == nearest
     assert writing.refuses("up.weight", meta(FP8_BLOCK, act=PER_GROUP)) is None
     w = QT.from_float(torch.randn(130, 200), FP8_BLOCK)
-    tensors, method = write(CODEC, {"up.weight": w})
+    tensors, method = write(FP8, {"up.weight": w})
     assert torch.equal(tensor_of(find(entries_of(tensors), method)["up.weight"], tensors).dequantize(torch.float32),
                        w.dequantize())  # fmt: skip
     assert writing.method({}, ("lm_head.weight",))["modules_to_not_convert"] == ["lm_head"]
@@ -164,7 +164,7 @@ def test_transformers_loads_equal_weights(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     linear = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
     weights = {n: QT.from_float(m.weight, FP8_BLOCK, act=PER_GROUP) for n, m in linear.items()}
-    packed, method = write(CODEC, weights)
+    packed, method = write(FP8, weights)
     stored = {n: p.detach() for n, p in model.state_dict().items() if n not in weights} | packed
     said = config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     said["quantization_config"] = method | {"modules_to_not_convert": ["lm_head"]}

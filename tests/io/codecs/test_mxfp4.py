@@ -9,7 +9,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.quantization_config import Mxfp4Config
 
 from pennyweight.core.spec import INT4_GROUP, INT8_ROW, MXFP4, NVFP4, ActivationSpec, QuantSpec
-from pennyweight.io.codecs.mxfp4 import CODEC, find
+from pennyweight.io.codecs.mxfp4 import EXPERTS_MXFP4, find
 from pennyweight.io.manifest import Meta
 from tests.io.codecs.reading import entries_of, same, tensor_of, write
 
@@ -36,7 +36,7 @@ def test_values_are_those_of_transformers(shape: tuple[int, int, int], dtype: to
     want = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
     assert torch.equal(w.dequantize(dtype), want)
     assert tuple(w.shape) == tuple(want.shape) == (shape[0], shape[2] * 32, shape[1])
-    back, method = write(CODEC, {"mlp.experts.gate_up_proj": w})
+    back, method = write(EXPERTS_MXFP4, {"mlp.experts.gate_up_proj": w})
     assert len(back) == 2
     assert all(same(back[key], tensors[key]) for key in back)
     Mxfp4Config(**{k: v for k, v in method.items() if k != "quant_method"})
@@ -87,7 +87,7 @@ def test_a_parameter_is_stored_once() -> None:
 def test_what_cannot_be_written_is_refused(
     name: str, spec: QuantSpec, shape: tuple[int, ...], more: dict[str, Any], why: str, nearest: QuantSpec | None
 ) -> None:
-    assert CODEC.writing is not None
+    assert EXPERTS_MXFP4.writing is not None
     meta = Meta(spec, shape, torch.bfloat16, **{"axes": (0, 2, 1), **more})
-    assert why in str(CODEC.writing.refuses(name, meta))
-    assert CODEC.writing.nearest(name, meta) == nearest
+    assert why in str(EXPERTS_MXFP4.writing.refuses(name, meta))
+    assert EXPERTS_MXFP4.writing.nearest(name, meta) == nearest

@@ -1,0 +1,421 @@
+"""GPTQ files (AutoGPTQ, GPTQModel, vLLM, transformers): integer codes in groups of channels, with zero points.
+
+A layer of O outputs and I inputs in groups of G, b bits (2, 3, 4 or 8), is stored as
+
+    <layer>.qweight  int32 [ceil(I*b/32), O]   codes, channel i of a column at bits [i*b, (i+1)*b) of its words
+    <layer>.qzeros   int32 [I/G, ceil(O*b/32)] zero points, output o of a row at bits [o*b, (o+1)*b)
+    <layer>.scales   [I/G, O]                  float16, bfloat16 or float32
+    <layer>.g_idx    int32 [I]                 the group of each channel; left out: i / G
+
+    weight[o, i] = (code[i, o] - zero[g, o]) * scale[g, o],  g = g_idx[i]
+
+Version 1 of the format (``checkpoint_format: gptq``, and where it says nothing) stores zero - 1. What that makes of a
+zero of 0 is read in two ways by the programs of the world, as 0 and as 2**b, so such files are refused. ``gptq_v2``
+stores the zero itself. ``desc_act`` files have channels in any order (``g_idx``): sorted by group they are an ordinary
+weight in groups, whose ``perm`` says where each belongs.
+
+Source: GPTQModel 7.7 (utils/model.py, nn_modules/qlinear), checked against auto-round 0.16's decoder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import blocks
+from ...core.formats import Format, get_format
+from ...core.numerics import Parts, unordered
+from ...core.packing import pack_bits, unpack_bits
+from ...core.spec import QuantSpec
+from ..container import Entry
+from ..manifest import KeyedError, Meta, Stored
+from .base import Codec, Found, Get, Writing
+
+BITS = (2, 3, 4, 8)
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+V1, V2 = "gptq", "gptq_v2"
+# GPTQModel's kernels take these, and sizes that are whole words and groups; other programs take fewer.
+GROUPS = (16, 32, 64, 128, 256, 512, 1024)
+WORD = 32
+
+Method = Mapping[str, Any]
+Entries = Mapping[str, Entry]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a file's header and config say of one layer: its name, sizes, and how zero points are meant."""
+
+    name: str
+    bits: int
+    inputs: int
+    outputs: int
+    size: int  # of a group, as the config gives it; -1: all channels
+    symmetric: bool  # all zero points are 2**(bits - 1), as config.json says
+    first: bool  # version 1: zero points are stored less one
+    ordered: bool  # there is a g_idx
+
+    @property
+    def group(self) -> int:
+        return self.inputs if self.size == -1 else min(self.size, self.inputs)
+
+    @property
+    def groups(self) -> int:
+        return -(-self.inputs // self.group)
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}.{part}" for part in (PARTS if self.ordered else PARTS[:3]))
+
+
+# -- what a file is --------------------------------------------------------------------------------------------------
+
+
+def _claims(method: Method, entries: Entries) -> bool:
+    """By its name in config.json; or, where that says nothing, by three tensors of sizes that no other format has."""
+    if "quant_method" in method:
+        return method["quant_method"] == "gptq"
+    for name, e in entries.items():
+        layer, _, part = name.rpartition(".")
+        scales = entries.get(f"{layer}.scales")
+        if part == "qweight" and scales is not None and f"{layer}.qzeros" in entries:
+            return len(e.shape) == 2 and e.shape[1:] == scales.shape[1:]  # AWQ packs eight outputs a word there
+    return False
+
+
+def _version(method: Method) -> str:
+    """checkpoint_format; "gptq" where none is given. Raises ValueError for one that this file does not know."""
+    said = {str(method[key]).lower() for key in ("checkpoint_format", "format") if method.get(key) is not None}
+    if method.get("is_marlin_format"):
+        said.add("marlin")
+    if len(said) > 1:
+        raise ValueError(f"quantization_config names several formats: {', '.join(sorted(said))[:80]}")
+    version = next(iter(said), V1)
+    if version not in (V1, V2):
+        raise ValueError(f"checkpoint_format {version[:40]!r} is packed for one kernel; gptq and gptq_v2 are read")
+    return version
+
+
+def _setting(method: Method, key: str, kind: type, default: Any = None) -> Any:
+    value = method.get(key, default)
+    if value is not None and type(value) is not kind:
+        raise ValueError(f"quantization_config: {key} must be {kind.__name__}, got {str(value)[:40]!r}")
+    return value
+
+
+def _overrides(method: Method) -> list[Any]:
+    """Settings of single layers. Their names are patterns, which a file's are not followed: sizes tell instead."""
+    dynamic = _setting(method, "dynamic", dict) or {}
+    found = list(dynamic.values())
+    if not all(isinstance(v, dict) for v in found):
+        raise ValueError("quantization_config: dynamic must map patterns to objects")
+    return found
+
+
+def find(entries: Entries, method: Method, get: Get | None = None) -> dict[str, Found]:
+    """Quantized tensors by parameter name; see :class:`pennyweight.io.codecs.base.Codec`."""
+    version = _version(method)
+    if _setting(method, "pack_dtype", str, "int32") != "int32":
+        raise ValueError(f"quantization_config: pack_dtype {method['pack_dtype'][:40]!r}; words of int32 are read")
+    out: dict[str, Found] = {}
+    for stored in entries:
+        name, _, part = stored.rpartition(".")
+        if part in ("qweight", "qzeros", "g_idx") and f"{name}.weight" not in out:
+            out[f"{name}.weight"] = _found(name, entries, method, version)
+    return out
+
+
+def _found(name: str, entries: Entries, method: Method, version: str) -> Found:
+    try:
+        layer, dtype = _layer(name, entries, method, version)
+    except ValueError as e:
+        raise KeyedError(f"{name}.weight", str(e)) from e
+    spec = QuantSpec(_format(layer.bits), (layer.size,), dtype, zero_point=not layer.symmetric,
+                     mid=1 << (layer.bits - 1) if layer.symmetric else 0)  # fmt: skip
+    reordered = layer.ordered and layer.groups > 1 and _setting(method, "desc_act", bool) is True
+    meta = Meta(spec, (layer.outputs, layer.inputs), dtype, perm=reordered)
+    return Found(meta, layer.stored, partial(read_parts, layer))
+
+
+def _format(bits: int) -> Format:
+    return get_format(f"uint{bits}")
+
+
+def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[Layer, torch.dtype]:
+    """Raises ValueError where names, dtypes or shapes do not fit each other or the config."""
+    found = {part: entries[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in entries}
+    for part in PARTS[:3]:
+        if part not in found:
+            raise ValueError(f"{name}.{part} is missing")
+    if f"{name}.weight" in entries:
+        raise ValueError(f"is stored as {name}.weight and as {name}.qweight")
+    for part, e in found.items():
+        rank, dtypes = 1 if part == "g_idx" else 2, SCALES if part == "scales" else (torch.int32,)
+        if part == "g_idx":
+            dtypes = (torch.int32, torch.int64)
+        if len(e.shape) != rank or e.dtype not in dtypes or 0 in e.shape:
+            raise ValueError(f"{name}.{part} is {e.dtype} {list(e.shape)[:8]}; it has {rank} axes of {dtypes[0]}")
+    (rows, outputs), groups = found["qweight"].shape, found["scales"].shape[0]
+    inputs = found["g_idx"].shape[0] if "g_idx" in found else None
+    bits = _bits(found, inputs, method)
+    if inputs is None:
+        inputs = rows * WORD // bits
+        if inputs * bits != rows * WORD:
+            raise ValueError(f"{name}.qweight has {rows} rows, which hold no whole number of {bits}-bit channels")
+    if found["scales"].shape[1] != outputs or found["qzeros"].shape[0] != groups:
+        raise ValueError(
+            f"qweight is {list(found['qweight'].shape)}, qzeros {list(found['qzeros'].shape)} and scales "
+            f"{list(found['scales'].shape)}: they are not of one layer"
+        )
+    size = _group_size(inputs, groups, method)
+    alone = any("sym" in override for override in _overrides(method))
+    symmetric = _setting(method, "sym", bool) is True and not alone
+    layer = Layer(name, bits, inputs, outputs, size, symmetric, version == V1, "g_idx" in found)
+    return layer, found["scales"].dtype
+
+
+def _bits(found: Entries, inputs: int | None, method: Method) -> int:
+    """The number of bits that all sizes agree with; the config's where they leave a choice."""
+    (rows, outputs), width = found["qweight"].shape, found["qzeros"].shape[1]
+    able = [b for b in BITS if width == -(-outputs * b // WORD) and (inputs is None or rows == -(-inputs * b // WORD))]
+    said = _setting(method, "bits", int)
+    if said in able and (len(able) == 1 or not _overrides(method)):
+        return int(said)
+    if len(able) == 1 and (said is None or _overrides(method)):
+        return able[0]
+    raise ValueError(
+        f"qweight {list(found['qweight'].shape)} and qzeros {list(found['qzeros'].shape)} fit "
+        f"{' and '.join(map(str, able)) or 'none of 2, 3, 4 and 8'} bits"
+        f"{'' if inputs is None else f' of {inputs} channels'}, the config says {said}"
+    )
+
+
+def _group_size(inputs: int, groups: int, method: Method) -> int:
+    """Channels of a group: the config's where it gives that many, else, for a layer of its own, what divides evenly."""
+    said = _setting(method, "group_size", int)
+    if said is not None and said != -1 and said < 1:
+        raise ValueError(f"quantization_config: group_size must be positive or -1, got {said}")
+    if said is not None and groups == (1 if said == -1 else -(-inputs // said)):
+        return int(said)
+    if (said is None or _overrides(method)) and inputs % groups == 0:
+        return inputs // groups if groups > 1 else -1
+    raise ValueError(f"scales of {groups} groups for {inputs} channels, the config says group_size {said}")
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_parts(layer: Layer, get: Get) -> Parts:
+    """Plain parts of a layer, its channels sorted by group. Raises ValueError where stored numbers mean nothing."""
+    codes = _unpack(get(f"{layer.name}.qweight").t(), layer.bits, layer.inputs)
+    scale = get(f"{layer.name}.scales").t().contiguous()
+    zero = _zeros(layer, _unpack(get(f"{layer.name}.qzeros"), layer.bits, layer.outputs).t().contiguous(), scale)
+    perm = _order(layer, get(f"{layer.name}.g_idx")) if layer.ordered else None
+    if perm is not None:
+        codes = codes[:, perm]
+    padding = layer.groups * layer.group - layer.inputs
+    if padding:
+        codes = torch.nn.functional.pad(codes, (0, padding))
+    return Parts(codes, scale, zero, perm=None if perm is None else perm.to(torch.int32))
+
+
+def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """uint8 numbers [n, count] of int32 words [n, w], each row one stream, least significant bits first."""
+    stream = words.reshape(-1).view(torch.uint8).reshape(words.shape[0], -1)
+    return unpack_bits(stream, bits, count)[:, :count].contiguous()  # where a code is a byte nothing is unpacked
+
+
+def _zeros(layer: Layer, zero: Tensor, scale: Tensor) -> Tensor | None:
+    """Zero points [O, groups] as they are meant; None where the spec has one for all."""
+    top = (1 << layer.bits) - 1
+    if layer.first:
+        # A group whose scale is 0 is 0 whatever its zero point is.
+        lost = (zero == top) & (scale != 0)
+        if bool(lost.any()):
+            raise ValueError(
+                f"{int(lost.sum())} of {lost.numel()} zero points are stored as {top}: version 1 of the format keeps "
+                f"zero - 1, and programs read this as 0 or as {top + 1}; write the model anew as checkpoint_format "
+                "gptq_v2, by the program that quantized it"
+            )
+        zero = torch.where(zero == top, 0, zero + 1)
+    if not layer.symmetric:
+        return zero
+    other = (zero != 1 << (layer.bits - 1)) & (scale != 0)
+    if bool(other.any()):
+        raise ValueError(
+            f"{int(other.sum())} of {other.numel()} zero points are not {1 << (layer.bits - 1)}, and config.json says "
+            "sym: true; if the zero points are right, set sym to false there"
+        )
+    return None
+
+
+def _order(layer: Layer, g_idx: Tensor) -> Tensor | None:
+    """Channels sorted by group; None where they are. Raises ValueError unless each group has its number of channels."""
+    g_idx = g_idx.long()
+    least, most = int(g_idx.min()), int(g_idx.max())
+    if least < 0 or most >= layer.groups:
+        raise ValueError(f"g_idx goes from {least} to {most}, there are {layer.groups} groups")
+    sizes = torch.bincount(g_idx, minlength=layer.groups)
+    due = torch.full_like(sizes, layer.group)
+    due[-1] = layer.inputs - layer.group * (layer.groups - 1)
+    if not torch.equal(sizes, due):
+        bad = int((sizes != due).nonzero()[0])
+        raise ValueError(
+            f"g_idx puts {int(sizes[bad])} channels into group {bad}, where {int(due[bad])} are due: groups of unequal "
+            "size cannot be kept; dequantize it by the program that wrote it"
+        )
+    perm = g_idx.argsort(stable=True)
+    return None if torch.equal(perm, torch.arange(layer.inputs)) else perm
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _constant_zero(spec: QuantSpec) -> int:
+    """The unsigned zero point of codes without a stored one."""
+    return spec.mid - int(spec.format.lo)
+
+
+def symmetric(spec: QuantSpec) -> bool:
+    """Whether every zero point is the middle code."""
+    return not spec.zero_point and _constant_zero(spec) == 1 << (spec.format.bits - 1)
+
+
+def refuses(name: str, meta: Meta, first: bool) -> str | None:
+    """Why a tensor cannot be kept exactly; ``first``: in version 1."""
+    spec, f = meta.spec, meta.spec.format
+    sizes = _sizes(name, meta)
+    if sizes is not None:
+        return sizes
+    if meta.act is not None:
+        return "GPTQ files do not say how an input is quantized"
+    if f.kind != "int" or f.bits not in BITS or spec.offset is not None:
+        return f"GPTQ codes are integers of 2, 3, 4 or 8 bits with integer zero points, not {spec}"
+    if spec.scale not in SCALES[:2]:
+        return f"GPTQ scales are float16 or bfloat16, not {spec.scale}"
+    if first and not symmetric(spec):
+        return "version 1 of the format cannot hold every zero point; gptq_v2 can"
+    block, size = spec.block or (), _size(spec)
+    if not (len(block) == 1 and (size == -1 or size in GROUPS)) or meta.shape[1] % min(max(size, 1), meta.shape[1]):
+        return f"GPTQ groups are {', '.join(map(str, GROUPS))} channels of one output, or all, not {list(block)}"
+    return None
+
+
+def _sizes(name: str, meta: Meta) -> str | None:
+    if not name.endswith(".weight") or len(meta.shape) != 2 or meta.axes is not None:
+        return "GPTQ files hold weights [out, in] of linear layers, called <layer>.weight"
+    if 0 in meta.shape or meta.shape[0] % WORD or meta.shape[1] % WORD:
+        return f"GPTQ layers have multiples of {WORD} inputs and outputs, not {list(meta.shape)}"
+    return None
+
+
+def _size(spec: QuantSpec) -> int:
+    return spec.block[-1] if spec.block else 0
+
+
+def nearest(name: str, meta: Meta, first: bool) -> QuantSpec | None:
+    """The spec that a tensor gets which is refused: as many bits or the next number of them, in groups that fit."""
+    if _sizes(name, meta) is not None:
+        return None
+    spec, inputs = meta.spec, meta.shape[1]
+    bits = next(b for b in BITS if b >= spec.format.bits)
+    wanted = blocks.resolve(spec.block, meta.stored_shape)[-1]
+    group = next((g for g in (wanted, 128, 64) if g in GROUPS and inputs % g == 0), 32)
+    if spec.block is not None and spec.block[-1] == -1:
+        group = -1
+    scale = meta.dtype if meta.dtype in SCALES[:2] else torch.float16
+    asymmetric = not first and (spec.zero_point or spec.offset is not None)
+    return QuantSpec(_format(bits), (group,), scale, asymmetric, mid=0 if asymmetric else 1 << (bits - 1))
+
+
+def stored(name: str, meta: Meta) -> Stored:
+    """Names, dtypes and shapes of what a tensor stores."""
+    layer, (outputs, inputs), bits = name.removesuffix(".weight"), meta.shape, meta.spec.format.bits
+    groups = blocks.counts(meta.spec.block, meta.shape)[1]
+    assert isinstance(meta.spec.scale, torch.dtype)
+    return {
+        f"{layer}.qweight": (torch.int32, (inputs * bits // WORD, outputs)),
+        f"{layer}.qzeros": (torch.int32, (groups, outputs * bits // WORD)),
+        f"{layer}.scales": (meta.spec.scale, (groups, outputs)),
+        f"{layer}.g_idx": (torch.int32, (inputs,)),
+    }
+
+
+def pack(name: str, parts: Parts, meta: Meta, first: bool) -> dict[str, Tensor]:
+    """The stored tensors of plain parts; ``first``: of version 1."""
+    spec, layer, inputs = meta.spec, name.removesuffix(".weight"), meta.shape[1]
+    f = spec.format
+    groups = parts.scale.shape[1]
+    g_idx = torch.arange(inputs, dtype=torch.int32) // (inputs // groups)
+    codes = unordered(f.to_unsigned(parts.codes), parts.perm)
+    if parts.zero_point is None:
+        zero = torch.full(parts.scale.shape, _constant_zero(spec), dtype=torch.uint8)
+    else:
+        zero = f.to_unsigned(parts.zero_point)
+    return {
+        f"{layer}.qweight": _words(codes, f.bits).t().contiguous(),
+        f"{layer}.qzeros": _words(zero.t() - (1 if first else 0), f.bits),
+        f"{layer}.scales": parts.scale.t().contiguous(),
+        f"{layer}.g_idx": g_idx if parts.perm is None else unordered(g_idx, parts.perm),
+    }
+
+
+def _words(numbers: Tensor, bits: int) -> Tensor:
+    """Inverse of :func:`_unpack`. numbers: [n, count], count * bits a multiple of 32."""
+    return pack_bits(numbers.contiguous(), bits).reshape(-1).view(torch.int32).reshape(numbers.shape[0], -1)
+
+
+def method(metas: Mapping[str, Meta], plain: tuple[str, ...], first: bool) -> dict[str, Any]:
+    """``quantization_config``: the commonest bits and group size, and layers with others, or none, by name."""
+    kinds = {name: (m.spec.format.bits, _size(m.spec)) for name, m in metas.items()}
+    (bits, group), _ = Counter(kinds.values()).most_common(1)[0] if kinds else ((4, 128), 0)
+    reordered = any(m.perm for m in metas.values())
+    head = any(_module(name).rpartition(".")[2] == "lm_head" for name in metas)
+    dynamic: dict[str, Any] = {f"-:^{re.escape(_module(n))}$": {} for n in plain if head or _module(n) != "lm_head"}
+    for name, (b, g) in kinds.items():
+        if (b, g) != (bits, group):
+            dynamic[f"+:^{re.escape(_module(name))}$"] = {"bits": b, "group_size": g}
+    return {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": reordered,
+        "act_group_aware": False,
+        "sym": all(symmetric(m.spec) for m in metas.values()),
+        "lm_head": head,
+        "checkpoint_format": V1 if first else V2,  # as older programs call it, and as GPTQModel does now
+        "format": V1 if first else V2,
+        "pack_dtype": "int32",
+        "meta": {"quantizer": ["pennyweight"]},
+        **({"dynamic": dynamic} if dynamic else {}),
+    }
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _writing(first: bool) -> Writing:
+    return Writing(
+        partial(refuses, first=first), partial(nearest, first=first), stored, partial(pack, first=first),
+        partial(method, first=first),
+    )  # fmt: skip
+
+
+ORACLE = "auto-round 0.16.1 (auto_round_extension.torch), by hand; an independent formula in the tests"
+# Two rows, because what is written is decided before all tensors are known. Version 1 holds what is symmetric, and all
+# programs read it; version 2 holds every zero point.
+GPTQ = Codec(V1, lambda m, entries: _claims(m, entries) and not _is_second(m), find, ORACLE, _writing(True))
+GPTQ_V2 = Codec(V2, lambda m, entries: _claims(m, entries) and _is_second(m), find, ORACLE, _writing(False))
+
+
+def _is_second(method: Method) -> bool:
+    return V2 in (method.get("checkpoint_format"), method.get("format"))
