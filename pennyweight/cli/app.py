@@ -8,6 +8,7 @@ import typer
 
 from .doctor import doctor
 from .explain import explain
+from .export_onnx import export_onnx
 from .inspect import inspect
 from .names import listing
 from .quantize import quantize
@@ -43,3 +44,4 @@ def root(
 app.command(epilog=f"\b\nConfigs:\n{listing()}")(quantize)
 for _command in (inspect, explain, doctor):
     app.command()(_command)
+app.command("export-onnx")(export_onnx)

@@ -59,7 +59,7 @@ def quantize(
     if not config:
         raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help says what they are")
     chosen, max_shard_bytes = build(config, group_size), parse(max_shard_size)
-    _check_report_path(report_path, None if dry_run else out_dir)
+    check_report_path(report_path, None if dry_run else out_dir)
 
     from ..io import quantize_checkpoint
     from .contents import contents
@@ -106,7 +106,7 @@ def sizes(report: Report, before: int, after: int | None) -> str:
     return f"{text} -> {after:,} bytes ({size(after)}), {ratio}"
 
 
-def _check_report_path(path: str, out_dir: str | None) -> None:
+def check_report_path(path: str, out_dir: str | None) -> None:
     """Raise before an hour of work, not after it. A report inside OUT_DIR is fine, though the folder is yet to come."""
     if path in ("", "-"):
         return

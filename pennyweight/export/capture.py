@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.linear import _weight
@@ -56,6 +58,8 @@ class _Marking:
         self.known: dict[tuple[Any, ...], int] = {}
         held = {**program.constants, **program.state_dict}
         targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.target}
+        vals = [node.meta.get("val") for node in self.graph.nodes]
+        self.fake = next((v.fake_mode for v in vals if isinstance(v, FakeTensor)), contextlib.nullcontext())
         self.value: dict[fx.Node, Any] = {}  # placeholders and what is computed from weights alone
         self.name: dict[fx.Node, str] = {}
         for node in self.graph.nodes:
@@ -191,7 +195,8 @@ class _Marking:
             number = self._number(w, self.name[n], "values")
             with self.graph.inserting_before(node):
                 new = self.graph.call_function(ops.values.default, (number, list(w.stored_shape)))
-                new.meta["val"] = _floats_like(n.meta["val"], w.stored_shape)
+                with self.fake:
+                    new.meta["val"] = torch.empty(w.stored_shape, dtype=torch.float32)
                 if w.axes is not None:
                     stored, new = new, self.graph.call_function(aten.permute.default, (new, list(w.axes)))
                     new.meta["val"] = stored.meta["val"].permute(w.axes)
@@ -211,9 +216,3 @@ class _Marking:
                 del table[name]
         self.graph.lint()
         self.program.graph_module.recompile()
-
-
-def _floats_like(val: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A fake float32 tensor of the same fake mode."""
-    with val.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty(shape, dtype=torch.float32)

@@ -71,7 +71,9 @@ def quantized(n: Nodes, x: Any, w: AffineQuantizedTensor) -> Quantized:
         else:
             largest = n.op("ReduceMax", n.op("Abs", x), axes, keepdims=1)
             scale = n.op("Max", n.op("Div", largest, np.float32(_reach(act))), least)
-        up = n.op("Div", np.float32(1), scale)
+        # A true division: onnxruntime makes x * (1 / scale), with a constant 1, into x / scale, and then codes differ;
+        # and its Reciprocal need not round as a division does.
+        up = n.op("Div", n.op("Div", scale, scale), scale)
     if f.native_float:
         return Quantized(_float8(n, n.op("Clip", n.op("Div", x, scale), lo, hi), f.code_dtype), scale, None)
     steps = n.op("Round", n.op("Mul", x, up))

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,8 @@ def export_onnx(
 
     args, kwargs    sample inputs on the CPU: their shapes are the file's but for dynamic axes
     dynamic_batch   whether axis 0 of every input is free; they must agree in it
-    dynamic_shapes  as torch.export takes them, one entry an argument; given, dynamic_batch means nothing
+    dynamic_shapes  as torch.export takes them, {axis: Dim} for each argument, or {axis: "name"} for an axis as free as
+                    the model lets it be; given, dynamic_batch means nothing
     style           "auto"; "matmulnbits": weights stay packed in memory wherever that op takes them; "qdq": standard
                     QuantizeLinear and DequantizeLinear, for other runtimes
     accuracy_level  of MatMulNBits: 1 is float32, 4 lets onnxruntime round inputs to int8, for speed
@@ -83,8 +85,9 @@ def export_onnx(
     kwargs = dict(kwargs or {})
     if dynamic_shapes is None and dynamic_batch:
         args, kwargs, dynamic_shapes = _free_batch(args, kwargs)
+    free, names = _axes(dynamic_shapes, len(args), list(kwargs))
     with _evaluating(model), _quietly():
-        captured = capture(model, args, kwargs, dynamic_shapes)
+        captured = capture(model, args, kwargs, free)
         cases = [_case(w, style, accuracy_level) for w in captured.weights]
         chosen = [_forms(w, case, allow_float) for w, case in zip(captured.weights, cases, strict=True)]
         program = torch.onnx.export(
@@ -93,6 +96,7 @@ def export_onnx(
         )  # fmt: skip
         assert program is not None
         made = _replace_markers(program.model, cases, chosen)
+        _name_axes(program.model, names)
         files = save(program.model, os.fspath(path), max_inline_bytes)
     graph = program.model.graph
     report = OnnxReport(
@@ -132,17 +136,33 @@ def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
             f"dynamic_batch=True needs tensors that agree in axis 0, got {sizes or given}; pass dynamic_shapes, "
             "or dynamic_batch=False for a file of these very shapes"
         )
-    batch = torch.export.Dim("batch")
     if set(sizes.values()) == {1}:
         args = tuple(torch.cat([a, a]) for a in args)
         kwargs = {k: torch.cat([a, a]) for k, a in kwargs.items()}
-    free = [{0: batch} for _ in args], {k: {0: batch} for k in kwargs}
-    return args, kwargs, (*free[0], *free[1].values()) if not kwargs else _by_name(free)
+    shapes: Any = tuple({0: "batch"} for _ in args)
+    return args, kwargs, {k: {0: "batch"} for k in kwargs} if not args else (*shapes, *({0: "batch"} for _ in kwargs))
 
 
-def _by_name(free: tuple[list[Any], dict[str, Any]]) -> Any:
-    args, kwargs = free
-    return kwargs if not args else (*args, kwargs)
+def _axes(shapes: Any, n_args: int, names: list[str]) -> tuple[Any, list[dict[int, str]]]:
+    """Dynamic shapes as torch.export takes them, and the names of the axes of each input where they are known."""
+    if shapes is None:
+        return None, []
+    entries = [shapes[n] for n in names] if isinstance(shapes, Mapping) and n_args == 0 else None
+    if entries is None:
+        entries = list(shapes.values()) if isinstance(shapes, Mapping) else list(shapes)
+    called, free = [], []
+    for entry in entries:
+        axes = dict(entry) if isinstance(entry, Mapping) else dict(enumerate(entry or ()))
+        flat = all(isinstance(axis, int) for axis in axes)
+        called.append({a: d if isinstance(d, str) else d.__name__ for a, d in axes.items() if _named(d)} if flat else {})
+        free.append(
+            {a: torch.export.Dim.DYNAMIC if isinstance(d, str) else d for a, d in axes.items()} if flat else entry
+        )
+    return (dict(zip(shapes, free, strict=True)) if isinstance(shapes, Mapping) else tuple(free)), called
+
+
+def _named(dim: Any) -> bool:
+    return isinstance(dim, str) or isinstance(getattr(dim, "__name__", None), str)
 
 
 @contextlib.contextmanager
@@ -227,6 +247,25 @@ def _replace_markers(model: Any, cases: list[Any], chosen: list[dict[str, Any]])
     return shared
 
 
+def _name_axes(model: Any, names: list[dict[int, str]]) -> None:
+    """Names of the caller's for the sizes that torch calls s31 and the like."""
+    import onnx_ir as ir
+
+    graph = model.graph
+    known = {}
+    for value, axes in zip(graph.inputs, names, strict=False):
+        for axis, name in axes.items():
+            if isinstance(value.shape[axis], ir.SymbolicDim):
+                known.setdefault(str(value.shape[axis].value), name)
+    if not known:
+        return
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, known))})\b")
+    for value in {*graph.inputs, *graph.outputs, *(v for node in graph for v in node.outputs)}:
+        for axis, size in enumerate(value.shape or ()):
+            if isinstance(size, ir.SymbolicDim) and size.value is not None:
+                value.shape[axis] = ir.SymbolicDim(pattern.sub(lambda m: known[m[0]], size.value))
+
+
 def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], graph: Any, model: nn.Module) -> list[Row]:
     """Of quantized weights, then of what was float."""
     found = []
@@ -243,8 +282,9 @@ def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], gr
         found.append(
             Row(w.name, kind, tuple(w.tensor.shape), scheme, ", ".join(names), w.tensor.nbytes, after, None, note)
         )
-    for name, v in graph.initializers.items():
-        if id(v) not in ours:
-            size = v.const_value.nbytes
-            found.append(Row(name, "", tuple(v.const_value.shape.numpy()), "", "", size, size, note="float32"))
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        v = graph.initializers.get(name)
+        if v is not None and id(v) not in ours:
+            kind, dtype = type(model.get_submodule(name.rpartition(".")[0])).__name__, v.const_value.dtype.name.lower()
+            found.append(Row(name, kind, tuple(t.shape), "", "", t.nbytes, v.const_value.nbytes, note=dtype))
     return found

@@ -1,0 +1,91 @@
+"""``pennyweight export-onnx``: a checkpoint of a text model as an ONNX file."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+
+from .errors import Traceback, clearly
+from .names import CONFIGS, build
+from .quantize import check_report_path
+
+
+@clearly
+def export_onnx(
+    model_dir: Annotated[
+        str, typer.Argument(metavar="MODEL_DIR", help="A folder of config.json and safetensors files.")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT.onnx", help="The file to write; one that is there is replaced.")],
+    config: Annotated[
+        str, typer.Option(metavar="NAME", help="Quantize a float checkpoint first; names as for quantize.")
+    ] = "",
+    group_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale, where the config has groups.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="With --config: leave alone. Repeatable.")
+    ] = None,
+    style: Annotated[str, typer.Option(help="auto, matmulnbits or qdq; see docs/export_onnx.md.")] = "auto",
+    opset: Annotated[int, typer.Option(help="Of the standard operators; 21 or later.")] = 21,
+    accuracy_level: Annotated[
+        int, typer.Option(help="Of MatMulNBits: 1 computes in float32, 4 lets onnxruntime round inputs to int8.")
+    ] = 1,
+    allow_float: Annotated[
+        bool, typer.Option("--allow-float", help="Write what has no ONNX form as float32, rather than refuse.")
+    ] = False,
+    report_path: Annotated[
+        str, typer.Option("--json", metavar="FILE", help="Write the report there; - for stdout, instead of the table.")
+    ] = "",
+    traceback: Traceback = False,
+) -> None:
+    """Write a checkpoint as ONNX, for onnxruntime."""
+    chosen = build(config, group_size) if config else None
+    if chosen is None and (group_size is not None or skip):
+        raise ValueError(f"--group-size and --skip go with --config, one of {', '.join(CONFIGS)}")
+    if os.path.isdir(out):
+        raise ValueError(f"{out} is a folder; give the name of a file, such as {os.path.join(out, 'model.onnx')}")
+    check_report_path(report_path, None)
+
+    from ..export.onnx import export_onnx as export
+    from ..export.text import text_model
+
+    model = _model(model_dir, chosen, skip)
+    text = text_model(model)
+    report = export(
+        text.module, (), out, style=style, opset=opset, accuracy_level=accuracy_level, allow_float=allow_float,
+        **text.arguments,
+    )  # fmt: skip
+    sizes = {path: os.path.getsize(path) for path in report.files}
+    data = json.dumps({**report.to_dict(), "file_bytes": sizes}, indent=2)
+    if report_path == "-":
+        typer.echo(data)
+        return
+    if report_path:
+        from ..io.write import write_bytes
+
+        write_bytes(report_path, f"{data}\n".encode())
+    typer.echo(f"{report}\n" + "\n".join(f"{path}: {n:,} bytes" for path, n in sizes.items()))
+
+
+def _model(model_dir: str, config: Any, skip: list[str] | None) -> Any:
+    """The checkpoint's model in float32; quantized under ``config`` where one is given."""
+    from ..core.tensor import AffineQuantizedTensor
+    from ..io import load
+    from ..io.outline import fresh_model
+    from ..models import quantize_
+
+    model = load(model_dir, fresh_model(model_dir))
+    held = [name for name, p in model.named_parameters() if isinstance(p, AffineQuantizedTensor)]
+    if config is None and not held:
+        raise ValueError(f"{model_dir} holds float weights; say how to quantize them with --config: {', '.join(CONFIGS)}")
+    if config is not None and held:
+        raise ValueError(f"{model_dir} is quantized already ({held[0]} and {len(held) - 1} more); leave --config out")
+    if config is not None:
+        quantize_(model, config, skip=tuple(skip or ()))
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"})
+    if dtypes:
+        typer.echo(f"note: {', '.join(dtypes)} becomes float32 in the file; quantized weights keep their codes", err=True)
+    return model.float()
