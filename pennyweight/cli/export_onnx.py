@@ -25,9 +25,6 @@ def export_onnx(
     group_size: Annotated[
         int | None, typer.Option(help="Weights that share a scale, where the config has groups.")
     ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="With --config: leave alone. Repeatable.")
-    ] = None,
     style: Annotated[str, typer.Option(help="auto, matmulnbits or qdq; see docs/export_onnx.md.")] = "auto",
     opset: Annotated[int, typer.Option(help="Of the standard operators; 21 or later.")] = 21,
     accuracy_level: Annotated[
@@ -43,8 +40,8 @@ def export_onnx(
 ) -> None:
     """Write a checkpoint as ONNX, for onnxruntime."""
     chosen = build(config, group_size) if config else None
-    if chosen is None and (group_size is not None or skip):
-        raise ValueError(f"--group-size and --skip go with --config, one of {', '.join(CONFIGS)}")
+    if chosen is None and group_size is not None:
+        raise ValueError(f"--group-size goes with --config, one of {', '.join(CONFIGS)}")
     if os.path.isdir(out):
         raise ValueError(f"{out} is a folder; give the name of a file, such as {os.path.join(out, 'model.onnx')}")
     check_report_path(report_path, None)
@@ -52,7 +49,7 @@ def export_onnx(
     from ..export.onnx import export_onnx as export
     from ..export.text import text_model
 
-    model = _model(model_dir, chosen, skip)
+    model = _model(model_dir, chosen)
     text = text_model(model)
     report = export(
         text.module, (), out, style=style, opset=opset, accuracy_level=accuracy_level, allow_float=allow_float,
@@ -70,7 +67,7 @@ def export_onnx(
     typer.echo(f"{report}\n" + "\n".join(f"{path}: {n:,} bytes" for path, n in sizes.items()))
 
 
-def _model(model_dir: str, config: Any, skip: list[str] | None) -> Any:
+def _model(model_dir: str, config: Any) -> Any:
     """The checkpoint's model in float32; quantized under ``config`` where one is given."""
     from ..core.tensor import AffineQuantizedTensor
     from ..io import load
@@ -80,12 +77,16 @@ def _model(model_dir: str, config: Any, skip: list[str] | None) -> Any:
     model = load(model_dir, fresh_model(model_dir))
     held = [name for name, p in model.named_parameters() if isinstance(p, AffineQuantizedTensor)]
     if config is None and not held:
-        raise ValueError(f"{model_dir} holds float weights; say how to quantize them with --config: {', '.join(CONFIGS)}")
+        raise ValueError(
+            f"{model_dir} holds float weights; say how to quantize them with --config: {', '.join(CONFIGS)}"
+        )
     if config is not None and held:
         raise ValueError(f"{model_dir} is quantized already ({held[0]} and {len(held) - 1} more); leave --config out")
     if config is not None:
-        quantize_(model, config, skip=tuple(skip or ()))
+        quantize_(model, config)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"})
     if dtypes:
-        typer.echo(f"note: {', '.join(dtypes)} becomes float32 in the file; quantized weights keep their codes", err=True)
+        typer.echo(
+            f"note: {', '.join(dtypes)} becomes float32 in the file; quantized weights keep their codes", err=True
+        )
     return model.float()

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
 from ..core.tensor import AffineQuantizedTensor
-from ..kernels.linear import _weight
+from ..kernels.linear import _flatten, _weight
 from .markers import ops
 
 QT = AffineQuantizedTensor
@@ -40,8 +40,11 @@ class Weight:
 
 @dataclass
 class Captured:
+    """A program of torch's, the weights that its markers number, and the parameters that it holds as they are."""
+
     program: torch.export.ExportedProgram
     weights: list[Weight]
+    floats: dict[str, Tensor]
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> Captured:
@@ -91,7 +94,8 @@ class _Marking:
                     continue
             uses.get(node.target, self._other)(node)
         self._clean()
-        return Captured(self.program, self.weights)
+        left = [spec.target for spec in self.program.graph_signature.input_specs if spec.target]
+        return Captured(self.program, self.weights, {n: p for n, p in self.program.state_dict.items() if n in left})
 
     def _follow(self, node: fx.Node, source: fx.Node, value: Any) -> None:
         self.value[node], self.name[node] = value, self.name[source]
@@ -102,13 +106,14 @@ class _Marking:
         if plain or node.kwargs.get("memory_format"):
             return None
         with torch.no_grad():
-            made = node.target(self.value[node.args[0]], *node.args[1:], **node.kwargs)  # type: ignore[operator]
+            source: Any = node.args[0]
+            made = node.target(self.value[source], *node.args[1:], **node.kwargs)  # type: ignore[operator]
         first = made[0] if isinstance(made, (list, tuple)) else made
         return made if isinstance(first, QT) and first.dtype is torch.float32 else None
 
     def _number(self, w: QT, name: str, use: str) -> int:
         """The number of a weight in stored order; equal for uses that share their parts."""
-        key = (*(id(p) for p in w.parts), w.stored_shape)
+        key = (*map(id, _flatten(w)[0]), w.stored_shape)
         if key not in self.known:
             self.known[key] = len(self.weights)
             # the parts are kept alive by the weight, so that no other gets their ids
@@ -148,15 +153,19 @@ class _Marking:
 
     def _addmm(self, node: fx.Node) -> None:
         bias, x, w = node.args
-        self._matrix(node, x, w, bias if all(v == 1 for v in node.kwargs.values()) else self)
+        if any(v != 1 for v in node.kwargs.values()):  # beta * bias + alpha * (x @ w)
+            self._other(node)
+        else:
+            self._matrix(node, x, w, bias)
 
     def _product(self, node: fx.Node) -> None:
-        self._matrix(node, *node.args, None)
+        x, w = node.args
+        self._matrix(node, x, w, None)
 
     def _matrix(self, node: fx.Node, x: Any, w: Any, bias: Any) -> None:
         """x @ w for a weight [K, N] whose blocks run along K."""
         value = self.value.get(w)
-        if bias is self or x in self.value or not isinstance(value, QT) or value.axes != (1, 0):
+        if x in self.value or not isinstance(value, QT) or value.axes != (1, 0):
             self._other(node)
             return
         self._replace(

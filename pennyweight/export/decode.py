@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .graph import Nodes
-from .rows import Rows, pad_columns, packed, unsigned
+from .rows import Rows, packed, pad_columns, unsigned
 
 
 def _bits(r: Rows) -> int:
@@ -159,7 +159,7 @@ def dequantize_linear(n: Nodes, r: Rows) -> Any:
     if isinstance(r.zero, torch.Tensor) or r.zero:
         zeros = r.zeros().expand(full.shape).contiguous().numpy().reshape(shape)
         given.append(n.stored(f"{r.name}.dq_zero_point", lambda: stored(zeros), dtype))
-    how = {"axis": 1, "block_size": r.block} if blocked else {} if r.one_scale else {"axis": 0}
+    how: dict[str, Any] = {"axis": 1, "block_size": r.block} if blocked else {} if r.one_scale else {"axis": 0}
     y = n.op("DequantizeLinear", *given, **how)
     if r.offset is not None:
         last = np.array([-1], np.int64)

@@ -1,8 +1,8 @@
 """What a quantized weight becomes in ONNX: tables of forms, the first that accepts wins.
 
-A form computes what ``dequantize``, then float32, computes; or, where inputs are quantized to integers, the same integer
-sums. None depends on what a session of onnxruntime is set to: a bare DequantizeLinear before a MatMul does (default
-sessions turn the pair into a product with 8-bit inputs), so it is made only where ``style="qdq"`` asks for it.
+A form computes what ``dequantize``, then float32, computes; or, where inputs are quantized to integers, the same
+integer sums. None depends on what a session of onnxruntime is set to: a bare DequantizeLinear before a MatMul does
+(default sessions turn the pair into a product with 8-bit inputs), so only ``style="qdq"`` makes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from ..core.tensor import AffineQuantizedTensor
 from . import decode, inputs
 from .graph import Nodes
-from .rows import Rows, packed, pad_columns, unsigned
+from .rows import Rows, packed, pad_columns
 
 STYLES = ("auto", "matmulnbits", "qdq")
 NBITS_BLOCKS = (16, 32, 64, 128, 256)  # what onnxruntime's MatMulNBits takes
@@ -113,7 +113,7 @@ def _integer(n: Nodes, case: Case, x: Any) -> Any:
 
 def _row_scale(n: Nodes, r: Rows) -> Any:
     """The scale of each output, [N] or one number."""
-    return n.stored(f"{r.name}.scale", lambda: r.scale.numpy()) if r.one_scale else n.reshape(decode.scales(n, r), -1)
+    return decode.scales(n, r) if r.one_scale else n.reshape(decode.scales(n, r), -1)
 
 
 # -- weight only -----------------------------------------------------------------------------------------------------
@@ -188,6 +188,10 @@ def _accepts_dq(case: Case) -> bool | str:
     return _input(case)
 
 
+def _accepts_dq_alone(case: Case) -> bool | str:
+    return _accepts_dq(replace(case, tensor=case.tensor.with_(act=None)))
+
+
 def _dq(n: Nodes, case: Case, x: Any) -> Any:
     return _product(n, inputs.rounded(n, x, case.tensor), decode.dequantize_linear(n, case.rows))
 
@@ -218,7 +222,7 @@ LINEAR = (
     Form("decode + MatMul", ANY, _decodable, _decoded),
 )
 VALUES = (
-    Form("DequantizeLinear", ("qdq",), lambda c: _accepts_dq(_weight_alone(c)), lambda n, c, x: decode.dequantize_linear(n, c.rows), "exact"),
+    Form("DequantizeLinear", ("qdq",), _accepts_dq_alone, lambda n, c, x: decode.dequantize_linear(n, c.rows), "exact"),
     Form("decode", ANY, lambda c: True, lambda n, c, x: decode.values(n, c.rows), "exact"),
 )  # fmt: skip
 INPUT = (Form("quantized input", ANY, _input, lambda n, c, x: inputs.rounded(n, x, c.tensor)),)
@@ -236,10 +240,6 @@ FLOAT = {
         "embedding": lambda n, c, x: n.op("Gather", _float32(n, c), x, axis=0),
     }.items()
 }
-
-
-def _weight_alone(case: Case) -> Case:
-    return replace(case, tensor=case.tensor.with_(act=None))
 
 
 def choose(case: Case, use: str) -> Form | list[str]:

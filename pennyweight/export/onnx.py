@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.tensor import AffineQuantizedTensor
 from ..models.report import Report, Row
 from . import forms, rows
 from .capture import Captured, Weight, capture
@@ -99,11 +98,10 @@ def export_onnx(
         _name_axes(program.model, names)
         files = save(program.model, os.fspath(path), max_inline_bytes)
     graph = program.model.graph
-    report = OnnxReport(
-        f"export_onnx(style={style!r})", _report_rows(captured, chosen, made, graph, model), files=files, opset=opset,
+    return OnnxReport(
+        f"export_onnx(style={style!r})", _report_rows(captured, chosen, made, model), files=files, opset=opset,
         inputs=[v.name or "" for v in graph.inputs], outputs=[v.name or "" for v in graph.outputs],
     )  # fmt: skip
-    return report
 
 
 # -- before ----------------------------------------------------------------------------------------------------------
@@ -154,7 +152,9 @@ def _axes(shapes: Any, n_args: int, names: list[str]) -> tuple[Any, list[dict[in
     for entry in entries:
         axes = dict(entry) if isinstance(entry, Mapping) else dict(enumerate(entry or ()))
         flat = all(isinstance(axis, int) for axis in axes)
-        called.append({a: d if isinstance(d, str) else d.__name__ for a, d in axes.items() if _named(d)} if flat else {})
+        called.append(
+            {a: d if isinstance(d, str) else d.__name__ for a, d in axes.items() if _named(d)} if flat else {}
+        )
         free.append(
             {a: torch.export.Dim.DYNAMIC if isinstance(d, str) else d for a, d in axes.items()} if flat else entry
         )
@@ -252,7 +252,7 @@ def _name_axes(model: Any, names: list[dict[int, str]]) -> None:
     import onnx_ir as ir
 
     graph = model.graph
-    known = {}
+    known: dict[str, str] = {}
     for value, axes in zip(graph.inputs, names, strict=False):
         for axis, name in axes.items():
             if isinstance(value.shape[axis], ir.SymbolicDim):
@@ -266,10 +266,9 @@ def _name_axes(model: Any, names: list[dict[int, str]]) -> None:
                 value.shape[axis] = ir.SymbolicDim(pattern.sub(lambda m: known[m[0]], size.value))
 
 
-def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], graph: Any, model: nn.Module) -> list[Row]:
+def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], model: nn.Module) -> list[Row]:
     """Of quantized weights, then of what was float."""
     found = []
-    ours = {id(v) for v in made.values()}
     for w, of_use in zip(captured.weights, chosen, strict=True):
         module = w.name.rpartition(".")[0]
         kind = type(model.get_submodule(module)).__name__
@@ -282,9 +281,8 @@ def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], gr
         found.append(
             Row(w.name, kind, tuple(w.tensor.shape), scheme, ", ".join(names), w.tensor.nbytes, after, None, note)
         )
-    for name, t in [*model.named_parameters(), *model.named_buffers()]:
-        v = graph.initializers.get(name)
-        if v is not None and id(v) not in ours:
-            kind, dtype = type(model.get_submodule(name.rpartition(".")[0])).__name__, v.const_value.dtype.name.lower()
-            found.append(Row(name, kind, tuple(t.shape), "", "", t.nbytes, v.const_value.nbytes, note=dtype))
+    for name, t in captured.floats.items():
+        kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        held = str(t.dtype).removeprefix("torch.")
+        found.append(Row(name, kind, tuple(t.shape), "", "", t.nbytes, t.nbytes, note=held))
     return found

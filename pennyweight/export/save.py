@@ -30,5 +30,5 @@ def save(model: Any, path: str, max_inline_bytes: int = INLINE) -> list[str]:
             with open(os.path.join(temp, part), "rb+") as f:
                 os.fsync(f.fileno())
         for part in written:
-            publish(os.path.join(temp, part), os.path.join(folder, part))  # type: ignore[arg-type]
-    return [os.path.join(folder, part) for part in reversed(written)]  # type: ignore[arg-type]
+            publish(os.path.join(temp, part), os.path.join(folder, part))
+    return [os.path.join(folder, part) for part in reversed(written)]

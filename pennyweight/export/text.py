@@ -47,7 +47,7 @@ def text_model(model: Any) -> TextExport:
     if getattr(model, "main_input_name", "") != "input_ids" or getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
             f"{kind}: only models with input_ids and one stack of layers are exported by name; its main input is "
-            f"{getattr(model, 'main_input_name', 'unknown')}. Call pennyweight.export.onnx.export_onnx with sample inputs"
+            f"{getattr(model, 'main_input_name', 'unknown')}. Call pennyweight.export.onnx.export_onnx with inputs"
         )
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
@@ -60,7 +60,7 @@ def text_model(model: Any) -> TextExport:
     return TextExport(
         module,
         {
-            "kwargs": sample, "dynamic_shapes": {name: axes for name in INPUTS}, "input_names": list(INPUTS),
+            "kwargs": sample, "dynamic_shapes": dict.fromkeys(INPUTS, axes), "input_names": list(INPUTS),
             "output_names": [module.output],
         },
     )  # fmt: skip
