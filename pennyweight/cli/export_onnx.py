@@ -47,8 +47,13 @@ def export_onnx(
     check_report_path(report_path, None)
 
     from ..export.onnx import export_onnx as export
+    from ..export.onnx import require_packages
     from ..export.text import text_model
 
+    try:
+        require_packages()
+    except ImportError as error:
+        raise ValueError(str(error)) from None
     model = _model(model_dir, chosen)
     text = text_model(model)
     report = export(

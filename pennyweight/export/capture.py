@@ -31,9 +31,13 @@ _VIEWS = (
 
 @dataclass
 class Weight:
-    """A quantized weight in use: its parameter's name, itself in stored order, and the ops that use it."""
+    """A quantized weight in use, in stored order, and the ops that use it.
+
+    name  of its own; ``parameter``'s, unless that is used in several pieces
+    """
 
     name: str
+    parameter: str
     tensor: QT
     uses: list[str] = field(default_factory=list)
 
@@ -51,11 +55,12 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
     """Export with markers. Raises ValueError that names the weight where its use is none that a marker stands for."""
     with torch.no_grad():
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    return _Marking(program).run()
+    first = {id(p): name for name, p in model.named_parameters()}
+    return _Marking(program, first).run()
 
 
 class _Marking:
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, first: dict[int, str]) -> None:
         self.program, self.graph = program, program.graph_module.graph
         self.weights: list[Weight] = []
         self.known: dict[tuple[Any, ...], int] = {}
@@ -68,7 +73,8 @@ class _Marking:
         for node in self.graph.nodes:
             target = targets.get(node.name) if node.op == "placeholder" else None
             if target is not None and isinstance(held.get(target), Tensor):
-                self.value[node], self.name[node] = held[target], target
+                value = held[target]
+                self.value[node], self.name[node] = value, first.get(id(value), target)  # a tie under its first name
 
     def run(self) -> Captured:
         uses: dict[Any, Callable[[fx.Node], None]] = {
@@ -113,13 +119,14 @@ class _Marking:
 
     def _number(self, w: QT, name: str, use: str) -> int:
         """The number of a weight in stored order; equal for uses that share their parts."""
-        key = (*map(id, _flatten(w)[0]), w.stored_shape)
+        parts = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in _flatten(w)[0]]
+        key = (*parts, w.stored_shape)
         if key not in self.known:
             self.known[key] = len(self.weights)
-            # the parts are kept alive by the weight, so that no other gets their ids
-            self.weights.append(Weight(name, w.with_(axes=None, shape=w.stored_shape)))
-            if sum(other.name == name for other in self.weights) > 1:
-                self.weights[-1].name = f"{name}.{len(self.weights)}"
+            pieces = sum(other.parameter == name for other in self.weights)
+            own = f"{name}.piece{pieces}" if pieces else name
+            # it keeps its parts alive, so that no other gets their addresses
+            self.weights.append(Weight(own, name, w.with_(axes=None, shape=w.stored_shape)))
         weight = self.weights[self.known[key]]
         weight.uses.append(use)
         return self.known[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import logging
 import os
@@ -77,6 +78,7 @@ def export_onnx(
     that names the layer for what cannot be exported, and for a model that is not float32: ``model.float()`` makes it
     so, and keeps the codes and scales of its quantized weights.
     """
+    require_packages()
     _check(model, style, opset, accuracy_level)
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
@@ -102,6 +104,15 @@ def export_onnx(
         f"export_onnx(style={style!r})", _report_rows(captured, chosen, made, model), files=files, opset=opset,
         inputs=[v.name or "" for v in graph.inputs], outputs=[v.name or "" for v in graph.outputs],
     )  # fmt: skip
+
+
+def require_packages() -> None:
+    """Raise ImportError, with the remedy, where what torch's exporter stands on is not installed."""
+    missing = [name for name in ("onnx", "onnxscript", "onnx_ir") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"export to ONNX needs {', '.join(missing)}: pip install 'pennyweight[onnx]'", name=missing[0]
+        )
 
 
 # -- before ----------------------------------------------------------------------------------------------------------
@@ -270,8 +281,7 @@ def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], mo
     """Of quantized weights, then of what was float."""
     found = []
     for w, of_use in zip(captured.weights, chosen, strict=True):
-        module = w.name.rpartition(".")[0]
-        kind = type(model.get_submodule(module)).__name__
+        kind = type(model.get_submodule(w.parameter.rpartition(".")[0])).__name__
         after = sum(v.const_value.nbytes for key, v in made.items() if key.rpartition(".")[0] == w.name)
         names = list(dict.fromkeys(form.name for form in of_use.values()))
         act = "" if w.tensor.act is None else f" × {w.tensor.act}"

@@ -38,17 +38,22 @@ class TextExport:
     arguments: dict[str, Any]
 
 
-def text_model(model: Any) -> TextExport:
-    """A transformers model ready for export, batch and sequence free.
-
-    Its cache is switched off. Raises ValueError for a model whose input is not text, or that has a decoder of its own.
-    """
+def require_text(model: Any) -> None:
+    """Raise ValueError for a model whose input is not text, or that has a decoder beside its encoder."""
     kind = type(model).__name__
     if getattr(model, "main_input_name", "") != "input_ids" or getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
             f"{kind}: only models with input_ids and one stack of layers are exported by name; its main input is "
             f"{getattr(model, 'main_input_name', 'unknown')}. Call pennyweight.export.onnx.export_onnx with inputs"
         )
+
+
+def text_model(model: Any) -> TextExport:
+    """A transformers model ready for export, batch and sequence free. Its cache is switched off.
+
+    Raises ValueError as :func:`require_text` does.
+    """
+    require_text(model)
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     module = TextModel(model).eval()

@@ -160,12 +160,13 @@ def reference(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def test_results_are_the_reference_s(ran: Ran, name: str, optimized: bool) -> None:
     style = ran.report.config
-    if "qdq" in style and optimized:
-        pytest.skip("a default session computes DequantizeLinear + MatMul with 8-bit inputs; docs/export_onnx.md")
     layer = ran.model.layers[name]
     y, size = reference(layer, ran.x)
     got = torch.from_numpy((ran.default if optimized else ran.plain)[name]).double()
     assert got.shape == y.shape
+    if "qdq" in style and optimized:  # DequantizeLinear + MatMul may be computed with 8-bit inputs
+        assert float((got - y).abs().max()) <= 0.03 * float(y.abs().max())
+        return
     slack = 0.0
     if "qdq" in style and name in QDQ_STEP:  # one step of one input
         slack = float(layer.weight.act_scale) * float(layer.weight.dequantize().abs().max())
