@@ -44,6 +44,9 @@ def export_onnx(
         raise ValueError(f"--group-size goes with --config, one of {', '.join(CONFIGS)}")
     if os.path.isdir(out):
         raise ValueError(f"{out} is a folder; give the name of a file, such as {os.path.join(out, 'model.onnx')}")
+    folder = os.path.dirname(os.path.abspath(out))
+    if not os.path.isdir(folder):
+        raise ValueError(f"{out}: there is no folder {folder}")
     check_report_path(report_path, None)
 
     from ..export.onnx import export_onnx as export
@@ -55,11 +58,14 @@ def export_onnx(
     except ImportError as error:
         raise ValueError(str(error)) from None
     model = _model(model_dir, chosen)
-    text = text_model(model)
+    narrow = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"})
+    text = text_model(model.float())
     report = export(
         text.module, (), out, style=style, opset=opset, accuracy_level=accuracy_level, allow_float=allow_float,
         **text.arguments,
     )  # fmt: skip
+    if narrow:
+        typer.echo(f"note: {', '.join(narrow)} is float32 in the file; quantized weights keep their codes", err=True)
     sizes = {path: os.path.getsize(path) for path in report.files}
     data = json.dumps({**report.to_dict(), "file_bytes": sizes}, indent=2)
     if report_path == "-":
@@ -73,13 +79,16 @@ def export_onnx(
 
 
 def _model(model_dir: str, config: Any) -> Any:
-    """The checkpoint's model in float32; quantized under ``config`` where one is given."""
+    """The checkpoint's model; quantized under ``config`` where one is given."""
     from ..core.tensor import AffineQuantizedTensor
+    from ..export.text import require_text
     from ..io import load
     from ..io.outline import fresh_model
     from ..models import quantize_
 
-    model = load(model_dir, fresh_model(model_dir))
+    model = fresh_model(model_dir)
+    require_text(model)
+    load(model_dir, model)
     held = [name for name, p in model.named_parameters() if isinstance(p, AffineQuantizedTensor)]
     if config is None and not held:
         raise ValueError(
@@ -89,9 +98,4 @@ def _model(model_dir: str, config: Any) -> Any:
         raise ValueError(f"{model_dir} is quantized already ({held[0]} and {len(held) - 1} more); leave --config out")
     if config is not None:
         quantize_(model, config)
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"})
-    if dtypes:
-        typer.echo(
-            f"note: {', '.join(dtypes)} becomes float32 in the file; quantized weights keep their codes", err=True
-        )
-    return model.float()
+    return model

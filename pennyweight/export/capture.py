@@ -82,6 +82,7 @@ class _Marking:
             aten.addmm.default: self._addmm, aten.mm.default: self._product, aten.matmul.default: self._product,
             **dict.fromkeys(_CONVOLUTIONS, self._convolution),
         }  # fmt: skip
+        self.graph.eliminate_dead_code()  # what no output needs is in no file
         for node in list(self.graph.nodes):
             if node.op != "call_function":
                 continue

@@ -295,4 +295,9 @@ def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], mo
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
         held = str(t.dtype).removeprefix("torch.")
         found.append(Row(name, kind, tuple(t.shape), "", "", t.nbytes, t.nbytes, note=held))
+    told = {row.name for row in found} | {w.parameter for w in captured.weights}
+    for name, p in model.named_parameters():
+        if name not in told:
+            kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            found.append(Row(name, kind, tuple(p.shape), "", "", p.nbytes, 0, note="no output needs it"))
     return found

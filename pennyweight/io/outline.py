@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..core.spec import DTYPES
-from .checkpoint import Checkpoint, inside
+from .checkpoint import Checkpoint, inside, open_checkpoint
 from .container import Entry
 from .errors import CheckpointError
 from .slots import slots_of
@@ -74,12 +74,18 @@ def from_config(folder: str, entries: Mapping[str, Entry]) -> nn.Module | str:
 def fresh_model(folder: str) -> nn.Module:
     """The architecture that config.json names, on the CPU with whatever values: :func:`load` fills it.
 
-    Buffers that no checkpoint holds have theirs. Raises CheckpointError where transformers cannot build it.
+    Buffers that no checkpoint holds have theirs; one that this checkpoint does hold, as those of older releases of
+    transformers do, becomes persistent. Raises CheckpointError where transformers cannot build it.
     """
     config = read_config(folder)
     built = "there is no config.json" if config is None else _build(config, "cpu")
     if isinstance(built, str):
         raise CheckpointError(folder, None, f"{built}; the layers of a model are not known without")
+    with open_checkpoint(folder) as checkpoint:
+        held = set(checkpoint.where)
+    for prefix, module in built.named_modules():
+        here = {n for n in module._non_persistent_buffers_set if (f"{prefix}.{n}" if prefix else n) in held}
+        module._non_persistent_buffers_set.difference_update(here)
     return built.eval()
 
 

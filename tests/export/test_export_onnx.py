@@ -66,6 +66,27 @@ def test_the_report(tmp_path: Path) -> None:
     assert "0.weight" in str(report)
 
 
+def test_what_no_output_needs_is_not_in_the_file(tmp_path: Path) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = nn.Linear(64, 8, bias=False), nn.Linear(64, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.spare(x)
+            return self.used(x)
+
+    model = Half().eval()
+    pw.quantize_(model, pw.Int8WeightOnlyConfig())
+    report = export_onnx(model, (torch.randn(2, 64),), tmp_path / "m.onnx")
+    assert [(r.name, r.bytes_after, r.note) for r in report.rows] == [
+        ("used.weight", 8 * 64 + 8 * 4, ""),
+        ("spare.weight", 0, "no output needs it"),
+        ("spare.bias", 0, "no output needs it"),
+    ]
+    assert not [t for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer if "spare" in t.name]
+
+
 def test_free_axes(tmp_path: Path) -> None:
     model, path = small(), tmp_path / "m.onnx"
     export_onnx(model, (torch.randn(1, 64),), path)  # one row says nothing about how many there will be
