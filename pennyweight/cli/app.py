@@ -9,6 +9,7 @@ import typer
 from .convert import convert
 from .doctor import doctor
 from .explain import explain
+from .export_onnx import export_onnx
 from .inspect import inspect
 from .names import listing
 from .quantize import quantize
@@ -44,3 +45,4 @@ def root(
 app.command(epilog=f"\b\nConfigs:\n{listing()}")(quantize)
 for _command in (convert, inspect, explain, doctor):
     app.command()(_command)
+app.command("export-onnx")(export_onnx)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..core.spec import DTYPES
-from .checkpoint import Checkpoint, inside
+from .checkpoint import Checkpoint, inside, open_checkpoint
 from .container import Entry
 from .errors import CheckpointError
 from .slots import slots_of
@@ -76,8 +76,26 @@ def from_config(folder: str, entries: Mapping[str, Entry]) -> nn.Module | str:
     return built if isinstance(built, str) else _fitted(built, entries) or built
 
 
-def _build(config: dict[str, Any]) -> nn.Module | str:
-    """The model of a config without values; or why there is none."""
+def fresh_model(folder: str) -> nn.Module:
+    """The architecture that config.json names, on the CPU with whatever values: :func:`load` fills it.
+
+    Buffers that no checkpoint holds have theirs; one that this checkpoint does hold, as those of older releases of
+    transformers do, becomes persistent. Raises CheckpointError where transformers cannot build it.
+    """
+    config = read_config(folder)
+    built = "there is no config.json" if config is None else _build(config, "cpu")
+    if isinstance(built, str):
+        raise CheckpointError(folder, None, f"{built}; the layers of a model are not known without")
+    with open_checkpoint(folder) as checkpoint:
+        held = set(checkpoint.where)
+    for prefix, module in built.named_modules():
+        here = {n for n in module._non_persistent_buffers_set if (f"{prefix}.{n}" if prefix else n) in held}
+        module._non_persistent_buffers_set.difference_update(here)
+    return built.eval()
+
+
+def _build(config: dict[str, Any], device: str = "meta") -> nn.Module | str:
+    """The model of a config, on the meta device without values; or why there is none."""
     try:
         from transformers.models.auto import modeling_auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -96,7 +114,7 @@ def _build(config: dict[str, Any]) -> nn.Module | str:
     cls = next((c for c in classes if c.__name__ == wanted[0]), None)  # compared with its name, never looked up by it
     if cls is None:
         return f"transformers has no {str(wanted[0])[:60]} for {kind}"
-    with torch.device("meta"):
+    with torch.device(device):
         return cls(settings)
 
 

@@ -1,0 +1,101 @@
+"""``pennyweight export-onnx``: a checkpoint of a text model as an ONNX file."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+
+from .errors import Traceback, clearly
+from .jobs import check_report_path
+from .names import CONFIGS, build
+
+
+@clearly
+def export_onnx(
+    model_dir: Annotated[
+        str, typer.Argument(metavar="MODEL_DIR", help="A folder of config.json and safetensors files.")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT.onnx", help="The file to write; one that is there is replaced.")],
+    config: Annotated[
+        str, typer.Option(metavar="NAME", help="Quantize a float checkpoint first; names as for quantize.")
+    ] = "",
+    group_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale, where the config has groups.")
+    ] = None,
+    style: Annotated[str, typer.Option(help="auto, matmulnbits or qdq; see docs/export_onnx.md.")] = "auto",
+    opset: Annotated[int, typer.Option(help="Of the standard operators; 21 or later.")] = 21,
+    accuracy_level: Annotated[
+        int, typer.Option(help="Of MatMulNBits: 1 computes in float32, 4 lets onnxruntime round inputs to int8.")
+    ] = 1,
+    allow_float: Annotated[
+        bool, typer.Option("--allow-float", help="Write what has no ONNX form as float32, rather than refuse.")
+    ] = False,
+    report_path: Annotated[
+        str, typer.Option("--json", metavar="FILE", help="Write the report there; - for stdout, instead of the table.")
+    ] = "",
+    traceback: Traceback = False,
+) -> None:
+    """Write a checkpoint as ONNX, for onnxruntime."""
+    chosen = build(config, group_size) if config else None
+    if chosen is None and group_size is not None:
+        raise ValueError(f"--group-size goes with --config, one of {', '.join(CONFIGS)}")
+    if os.path.isdir(out):
+        raise ValueError(f"{out} is a folder; give the name of a file, such as {os.path.join(out, 'model.onnx')}")
+    folder = os.path.dirname(os.path.abspath(out))
+    if not os.path.isdir(folder):
+        raise ValueError(f"{out}: there is no folder {folder}")
+    check_report_path(report_path, None)
+
+    from ..export.onnx import export_onnx as export
+    from ..export.onnx import require_packages
+    from ..export.text import text_model
+
+    try:
+        require_packages()
+    except ImportError as error:
+        raise ValueError(str(error)) from None
+    model = _model(model_dir, chosen)
+    narrow = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"})
+    text = text_model(model.float())
+    report = export(
+        text.module, (), out, style=style, opset=opset, accuracy_level=accuracy_level, allow_float=allow_float,
+        **text.arguments,
+    )  # fmt: skip
+    if narrow:
+        typer.echo(f"note: {', '.join(narrow)} is float32 in the file; quantized weights keep their codes", err=True)
+    sizes = {path: os.path.getsize(path) for path in report.files}
+    data = json.dumps({**report.to_dict(), "file_bytes": sizes}, indent=2)
+    if report_path == "-":
+        typer.echo(data)
+        return
+    if report_path:
+        from ..io.write import write_bytes
+
+        write_bytes(report_path, f"{data}\n".encode())
+    typer.echo(f"{report}\n" + "\n".join(f"{path}: {n:,} bytes" for path, n in sizes.items()))
+
+
+def _model(model_dir: str, config: Any) -> Any:
+    """The checkpoint's model; quantized under ``config`` where one is given."""
+    from ..core.tensor import AffineQuantizedTensor
+    from ..export.text import require_text
+    from ..io import load
+    from ..io.outline import fresh_model
+    from ..models import quantize_
+
+    model = fresh_model(model_dir)
+    require_text(model)
+    load(model_dir, model)
+    held = [name for name, p in model.named_parameters() if isinstance(p, AffineQuantizedTensor)]
+    if config is None and not held:
+        raise ValueError(
+            f"{model_dir} holds float weights; say how to quantize them with --config: {', '.join(CONFIGS)}"
+        )
+    if config is not None and held:
+        raise ValueError(f"{model_dir} is quantized already ({held[0]} and {len(held) - 1} more); leave --config out")
+    if config is not None:
+        quantize_(model, config)
+    return model

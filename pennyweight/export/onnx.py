@@ -1,0 +1,303 @@
+"""export_onnx: a quantized model as an ONNX file that holds its stored codes, and that onnxruntime runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.report import Report, Row
+from . import forms, rows
+from .capture import Captured, Weight, capture
+from .graph import Nodes
+from .markers import DOMAIN, translations
+from .save import INLINE, save
+
+OPSET = 21  # the first with 4-bit types and DequantizeLinear in blocks
+_TABLE = {"linear": "linear", "embedding": "embedding", "values": "values", "input": "convolution"}
+
+
+@dataclass
+class OnnxReport(Report):
+    """Rows of every parameter; ``kernel`` is its form in ONNX, ``bytes_after`` what it takes in the file.
+
+    files    paths written, the ONNX file first
+    inputs   names in the order of the arguments; outputs: of what the model returns
+    """
+
+    verb: str = "exported quantized"
+    files: list[str] = field(default_factory=list)
+    opset: int = OPSET
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        more = {"files": self.files, "opset": self.opset, "inputs": self.inputs, "outputs": self.outputs}
+        return {**super().to_dict(), **more}
+
+
+def export_onnx(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    path: str | os.PathLike[str],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_batch: bool = True,
+    dynamic_shapes: Any = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    style: str = "auto",
+    opset: int = OPSET,
+    accuracy_level: int = 1,
+    allow_float: bool = False,
+    max_inline_bytes: int = INLINE,
+) -> OnnxReport:
+    """Write ``model`` as ONNX and say what each parameter became. docs/export_onnx.md has the forms and tolerances.
+
+    args, kwargs    sample inputs on the CPU: their shapes are the file's but for dynamic axes
+    dynamic_batch   whether axis 0 of every input is free; they must agree in it
+    dynamic_shapes  as torch.export takes them, {axis: Dim} for each argument, or {axis: "name"} for an axis as free as
+                    the model lets it be; given, dynamic_batch means nothing
+    style           "auto"; "matmulnbits": weights stay packed in memory wherever that op takes them; "qdq": standard
+                    QuantizeLinear and DequantizeLinear, for other runtimes
+    accuracy_level  of MatMulNBits: 1 is float32, 4 lets onnxruntime round inputs to int8, for speed
+    allow_float     write what has no form as float32, rather than refuse
+    max_inline_bytes  weights beyond it go to a second file, PATH.data
+
+    The model is not changed, and runs in eval mode here. A file at ``path`` is replaced in one step. Raises ValueError
+    that names the layer for what cannot be exported, and for a model that is not float32: ``model.float()`` makes it
+    so, and keeps the codes and scales of its quantized weights.
+    """
+    require_packages()
+    _check(model, style, opset, accuracy_level)
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ValueError(f"{os.fspath(path)}: there is no folder {folder}")
+    kwargs = dict(kwargs or {})
+    if dynamic_shapes is None and dynamic_batch:
+        args, kwargs, dynamic_shapes = _free_batch(args, kwargs)
+    free, names = _axes(dynamic_shapes, len(args), list(kwargs))
+    with _evaluating(model), _quietly():
+        captured = capture(model, args, kwargs, free)
+        cases = [_case(w, style, accuracy_level) for w in captured.weights]
+        chosen = [_forms(w, case, allow_float) for w, case in zip(captured.weights, cases, strict=True)]
+        program = torch.onnx.export(
+            captured.program, (), dynamo=True, opset_version=opset, verbose=False, input_names=input_names,
+            output_names=output_names, custom_translation_table=translations(),
+        )  # fmt: skip
+        assert program is not None
+        made = _replace_markers(program.model, cases, chosen)
+        _name_axes(program.model, names)
+        files = save(program.model, os.fspath(path), max_inline_bytes)
+    graph = program.model.graph
+    return OnnxReport(
+        f"export_onnx(style={style!r})", _report_rows(captured, chosen, made, model), files=files, opset=opset,
+        inputs=[v.name or "" for v in graph.inputs], outputs=[v.name or "" for v in graph.outputs],
+    )  # fmt: skip
+
+
+def require_packages() -> None:
+    """Raise ImportError, with the remedy, where what torch's exporter stands on is not installed."""
+    missing = [name for name in ("onnx", "onnxscript", "onnx_ir") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"export to ONNX needs {', '.join(missing)}: pip install 'pennyweight[onnx]'", name=missing[0]
+        )
+
+
+# -- before ----------------------------------------------------------------------------------------------------------
+
+
+def _check(model: nn.Module, style: str, opset: int, accuracy_level: int) -> None:
+    if style not in forms.STYLES:
+        raise ValueError(f"style must be one of {', '.join(forms.STYLES)}, got {style!r}")
+    if opset < OPSET:
+        raise ValueError(f"opset must be at least {OPSET}, the first with 4-bit types, got {opset}")
+    if accuracy_level not in range(5):
+        raise ValueError(f"accuracy_level must be 0 to 4, as MatMulNBits has it, got {accuracy_level}")
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        if tensor.is_floating_point() and tensor.dtype is not torch.float32:
+            raise ValueError(
+                f"{name} is {str(tensor.dtype).removeprefix('torch.')}; onnxruntime's CPU computes in float32. "
+                "model.float() makes it so, and keeps the codes and scales of quantized weights"
+            )
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}; move the model to the CPU first")
+
+
+def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Inputs and shapes with axis 0 of every tensor free. One row is made two: torch takes 1 for a constant."""
+    given = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+    sizes = {name: (a.shape[0] if a.ndim else None) for name, a in given.items() if isinstance(a, Tensor)}
+    if len(sizes) != len(given) or len(set(sizes.values())) != 1 or None in sizes.values():
+        raise ValueError(
+            f"dynamic_batch=True needs tensors that agree in axis 0, got {sizes or given}; pass dynamic_shapes, "
+            "or dynamic_batch=False for a file of these very shapes"
+        )
+    if set(sizes.values()) == {1}:
+        args = tuple(torch.cat([a, a]) for a in args)
+        kwargs = {k: torch.cat([a, a]) for k, a in kwargs.items()}
+    shapes: Any = tuple({0: "batch"} for _ in args)
+    return args, kwargs, {k: {0: "batch"} for k in kwargs} if not args else (*shapes, *({0: "batch"} for _ in kwargs))
+
+
+def _axes(shapes: Any, n_args: int, names: list[str]) -> tuple[Any, list[dict[int, str]]]:
+    """Dynamic shapes as torch.export takes them, and the names of the axes of each input where they are known."""
+    if shapes is None:
+        return None, []
+    entries = [shapes[n] for n in names] if isinstance(shapes, Mapping) and n_args == 0 else None
+    if entries is None:
+        entries = list(shapes.values()) if isinstance(shapes, Mapping) else list(shapes)
+    called, free = [], []
+    for entry in entries:
+        axes = dict(entry) if isinstance(entry, Mapping) else dict(enumerate(entry or ()))
+        flat = all(isinstance(axis, int) for axis in axes)
+        called.append(
+            {a: d if isinstance(d, str) else d.__name__ for a, d in axes.items() if _named(d)} if flat else {}
+        )
+        free.append(
+            {a: torch.export.Dim.DYNAMIC if isinstance(d, str) else d for a, d in axes.items()} if flat else entry
+        )
+    return (dict(zip(shapes, free, strict=True)) if isinstance(shapes, Mapping) else tuple(free)), called
+
+
+def _named(dim: Any) -> bool:
+    return isinstance(dim, str) or isinstance(getattr(dim, "__name__", None), str)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [m for m in model.modules() if m.training]
+    for m in training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """torch's exporter prints, warns and logs about itself."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _case(w: Weight, style: str, accuracy_level: int) -> forms.Case:
+    reason = rows.refusal(w.tensor)
+    if reason is not None:
+        return forms.Case(w.name, w.tensor, None, style, accuracy_level, refused=reason)
+    r = rows.rows_of(w.tensor, w.name)
+    block = forms.nbits_block(r)
+    packs = style == "matmulnbits" or (style == "auto" and r.storage_bits == 4)
+    if packs and block is not None and r.format.kind == "int" and r.storage_bits > 1 and "linear" in w.uses:
+        r = r.sub_blocks(block)
+    return forms.Case(w.name, w.tensor, r, style, accuracy_level, shared=set(w.uses) != {"linear"})
+
+
+def _forms(w: Weight, case: forms.Case, allow_float: bool) -> dict[str, forms.Form]:
+    """Use -> its form. Raises ValueError that names the weight."""
+    found: dict[str, forms.Form] = {}
+    for use in dict.fromkeys(w.uses):
+        form = forms.choose(case, use)
+        if isinstance(form, list) and not allow_float:
+            act = "" if w.tensor.act is None else f", input {w.tensor.act}"
+            raise ValueError(
+                f"{w.name} {list(w.tensor.shape)} ({w.tensor.spec.with_(layout='plain')}{act}) has no ONNX form for "
+                f"{use}: {'; '.join(form)}. Quantize it another way, skip it, or pass allow_float=True"
+            )
+        found[use] = forms.FLOAT[use] if isinstance(form, list) else form
+    if any(form in forms.FLOAT.values() for form in found.values()):
+        return {use: forms.FLOAT[use] for use in found}
+    return found
+
+
+# -- after -----------------------------------------------------------------------------------------------------------
+
+
+def _replace_markers(model: Any, cases: list[Any], chosen: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put forms in the place of markers. Returns the initializers made, by name."""
+    import onnx_ir as ir
+
+    shared: dict[str, Any] = {}
+    graph = model.graph
+    for node in [n for n in ir.traversal.RecursiveGraphIterator(graph) if n.domain == DOMAIN]:
+        number, use = node.attributes["weight"].as_int(), _TABLE[node.op_type]
+        inputs = [*node.inputs, None, None]
+        n = Nodes(graph, shared, f"pennyweight.{node.outputs[0].name}")
+        form = chosen[number][use]
+        y = form.build(n, cases[number], inputs[0])
+        if node.op_type == "linear" and inputs[1] is not None:
+            y = n.op("Add", y, inputs[1])
+        old = node.outputs[0]
+        y.shape, y.type = old.shape, old.type
+        ir.convenience.replace_nodes_and_values(graph, node, [node], n.made, [old], [y])
+    model.opset_imports.pop(DOMAIN, None)
+    if any(n.domain == "com.microsoft" for n in graph):
+        model.opset_imports["com.microsoft"] = 1
+    model.producer_name = "pennyweight"
+    return shared
+
+
+def _name_axes(model: Any, names: list[dict[int, str]]) -> None:
+    """Names of the caller's for the sizes that torch calls s31 and the like."""
+    import onnx_ir as ir
+
+    graph = model.graph
+    known: dict[str, str] = {}
+    for value, axes in zip(graph.inputs, names, strict=False):
+        for axis, name in axes.items():
+            if isinstance(value.shape[axis], ir.SymbolicDim):
+                known.setdefault(str(value.shape[axis].value), name)
+    if not known:
+        return
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, known))})\b")
+    for value in {*graph.inputs, *graph.outputs, *(v for node in graph for v in node.outputs)}:
+        for axis, size in enumerate(value.shape or ()):
+            if isinstance(size, ir.SymbolicDim) and size.value is not None:
+                value.shape[axis] = ir.SymbolicDim(pattern.sub(lambda m: known[m[0]], size.value))
+
+
+def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], model: nn.Module) -> list[Row]:
+    """Of quantized weights, then of what was float."""
+    found = []
+    for w, of_use in zip(captured.weights, chosen, strict=True):
+        kind = type(model.get_submodule(w.parameter.rpartition(".")[0])).__name__
+        after = sum(v.const_value.nbytes for key, v in made.items() if key.rpartition(".")[0] == w.name)
+        names = list(dict.fromkeys(form.name for form in of_use.values()))
+        act = "" if w.tensor.act is None else f" × {w.tensor.act}"
+        scheme, note = str(w.tensor.spec.with_(layout="plain")) + act, ""
+        if any(form in forms.FLOAT.values() for form in of_use.values()):
+            scheme, note = "", f"float32: no form for {scheme}"
+        found.append(
+            Row(w.name, kind, tuple(w.tensor.shape), scheme, ", ".join(names), w.tensor.nbytes, after, None, note)
+        )
+    for name, t in captured.floats.items():
+        kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        held = str(t.dtype).removeprefix("torch.")
+        found.append(Row(name, kind, tuple(t.shape), "", "", t.nbytes, t.nbytes, note=held))
+    told = {row.name for row in found} | {w.parameter for w in captured.weights}
+    for name, p in model.named_parameters():
+        if name not in told:
+            kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            found.append(Row(name, kind, tuple(p.shape), "", "", p.nbytes, 0, note="no output needs it"))
+    return found

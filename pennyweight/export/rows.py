@@ -1,0 +1,168 @@
+"""A quantized weight as rows of codes: what every ONNX form is made of.
+
+    x[r, k] = (decode(codes[r, k]) - zero[r, k // block]) * scale[r, k // block] + offset[r, k // block]
+
+Scales that are themselves quantized are written out as the float32 numbers that they stand for, which changes no value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core import blocks
+from ..core.formats import E8M0, Format
+from ..core.numerics import part_value
+from ..core.tensor import AffineQuantizedTensor
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A weight of stored shape ``shape`` as a matrix [R, K].
+
+    shape   of the tensor whose elements, in order, are those of the matrix
+    codes   [R, K], in the format's own dtype
+    block   columns that share a scale; K where a row has one
+    scale   [R, ceil(K / block)], or [1, 1]; float32
+    zero    what is subtracted from codes: one number, or integers in the shape of scale
+    offset  what is added to the product, in the shape of scale; None: nothing
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+    codes: Tensor
+    block: int
+    scale: Tensor
+    zero: int | Tensor = 0
+    offset: Tensor | None = None
+
+    @property
+    def height(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def n_blocks(self) -> int:
+        return -(-self.width // self.block)
+
+    @property
+    def one_scale(self) -> bool:
+        return self.scale.numel() == 1 and self.n_blocks == 1
+
+    @property
+    def storage_bits(self) -> int:
+        """Bits of a code in a byte that holds several: 1, 2, 4; or 8."""
+        return next(b for b in (1, 2, 4, 8) if b >= self.format.bits)
+
+    def zeros(self) -> Tensor:
+        """``zero`` as int32 in the shape of scale."""
+        if isinstance(self.zero, Tensor):
+            return self.zero.to(torch.int32)
+        return torch.full(tuple(self.scale.shape), self.zero, dtype=torch.int32)
+
+    def sub_blocks(self, block: int) -> Rows:
+        """The same numbers with a smaller block that divides this one, or any where a row has one scale."""
+        if block == self.block:
+            return self
+        n = -(-self.width // block)
+
+        def again(part: Any) -> Any:
+            if not isinstance(part, Tensor):
+                return part
+            wide = part.expand(self.height, -1)
+            wide = wide.repeat_interleave(max(1, self.block // block), 1) if self.n_blocks > 1 else wide.expand(-1, n)
+            return wide[:, :n].contiguous()
+
+        return Rows(
+            self.name, self.shape, self.format, self.codes, block, again(self.scale), again(self.zero),
+            again(self.offset),
+        )  # fmt: skip
+
+
+def refusal(w: AffineQuantizedTensor) -> str | None:
+    """Why a weight cannot be written as rows; None where it can."""
+    if w.spec.format is E8M0:
+        return "e8m0 is a format of scales"
+    if 0 in w.shape:
+        return "it has no elements"
+    return None if _cut(w) is not None else f"blocks {list(w.spec.block or ())} share scales along several inner axes"
+
+
+def rows_of(w: AffineQuantizedTensor, name: str) -> Rows:
+    """The rows of a weight that :func:`refusal` accepts, in stored order."""
+    spec, shape, parts = w.spec, w.stored_shape, w.plain_parts()
+    cut = _cut(w)
+    assert cut is not None
+    sizes, counts = blocks.resolve(spec.block, shape), blocks.counts(spec.block, shape)
+    codes = parts.codes
+    for axis, n in enumerate(shape):
+        codes = codes.narrow(axis, 0, n)
+    height, inner = math.prod(shape[:cut]), math.prod(shape[cut + 1 :])
+
+    def flat(part: Tensor) -> Tensor:
+        if part.numel() == 1:
+            return part.reshape(1, 1)
+        for axis in range(cut):
+            part = part.repeat_interleave(sizes[axis], axis).narrow(axis, 0, shape[axis])
+        return part.reshape(height, counts[cut]).contiguous()
+
+    def value(part: Any, kind: Any) -> Tensor | None:
+        return None if part is None else flat(part_value(part, kind, counts, torch.float32))
+
+    scale = value(parts.scale, spec.scale)
+    return Rows(
+        name, tuple(shape), spec.format, codes.reshape(height, -1).contiguous(), sizes[cut] * inner,
+        torch.ones(1, 1) if scale is None else scale,
+        spec.mid if parts.zero_point is None else flat(parts.zero_point.to(torch.int32)),
+        value(parts.offset, spec.offset),
+    )  # fmt: skip
+
+
+def _cut(w: AffineQuantizedTensor) -> int | None:
+    """The axis along which blocks run: those before it make rows, those after it lie whole within a block."""
+    shape = w.stored_shape
+    if len(shape) < 2:
+        return None
+    sizes = blocks.resolve(w.spec.block, shape)
+    return next((c for c in range(1, len(shape)) if all(sizes[a] == shape[a] for a in range(c + 1, len(shape)))), None)
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def unsigned(r: Rows) -> tuple[Array, int]:
+    """Codes [R, K] as unsigned numbers of ``storage_bits``, and what was added to make them so."""
+    codes = r.codes
+    if r.format.native_float:
+        raise ValueError(f"{r.name}: {r.format} codes are no integers")
+    shift = 1 << (r.storage_bits - 1) if r.format.kind == "int" and r.format.signed else 0
+    return (codes.to(torch.int16) + shift).to(torch.uint8).numpy(), shift
+
+
+def pad_columns(codes: Array, multiple: int) -> Array:
+    """codes with columns of zeros up to a multiple."""
+    more = -codes.shape[1] % multiple
+    return np.pad(codes, ((0, 0), (0, more))) if more else codes
+
+
+def packed(codes: Array, bits: int) -> Array:
+    """uint8 codes [R, K] as bytes [R, K * bits / 8], the first code lowest. K must fill whole bytes."""
+    per = 8 // bits
+    if per == 1:
+        return codes
+    places = codes.reshape(codes.shape[0], -1, per)
+    out = np.zeros(places.shape[:2], np.uint8)
+    for i in range(per):
+        out |= places[..., i] << np.uint8(bits * i)
+    return out
