@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..core.tensor import AffineQuantizedTensor
 from ..io.loading import load
+from ..io.slots import slots_of
 from ..models.configs import AOBaseConfig
 
 
@@ -29,8 +30,7 @@ def load_pretrained(
     """The model that config.json describes, its weights as ``pw.load`` reads them: quantized ones stay quantized.
 
     model_class     AutoModelForCausalLM and its kin, or a class such as LlamaForCausalLM
-    dtype           of the weights that are float; default: what config.json says. What the files hold counts for
-                    each weight they hold, as in ``pw.load``
+    dtype           of the parameters; default: each as the files hold it
     device, strict  as for ``pw.load``
     config          instead of config.json
     kwargs          for the making of the model: attn_implementation and so on
@@ -50,7 +50,10 @@ def load_pretrained(
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     with _parameters_on_meta():
         model = make(config, **kwargs)
+    made = model.dtype
     load(folder, model, strict=strict, device=device)
+    if dtype is not None:
+        _cast(model, made)
     if device is not None:
         model.to(device)
     if model.can_generate() and os.path.isfile(os.path.join(folder, "generation_config.json")):
@@ -72,6 +75,17 @@ def attach_quantizer(model: Any, config: AOBaseConfig | str | None = None) -> An
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     return model
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: buffers such as the frequencies of positions are computed in float32 and stay so."""
+    new: dict[int, nn.Parameter] = {}
+    for slot in slots_of(model).values():
+        old = slot.tensor
+        if slot.is_param and old.is_floating_point() and old.dtype != dtype:
+            if id(old) not in new:
+                new[id(old)] = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
+            slot.module._parameters[slot.attr] = new[id(old)]
 
 
 @contextmanager

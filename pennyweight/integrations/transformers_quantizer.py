@@ -186,7 +186,8 @@ class PennyweightQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype  # saving leaves its name in the model's config
         for row in dequantize_(model).rows:
             w = model.get_parameter(row.name)
             w.data = w.data if dtype is None else w.data.to(dtype)
