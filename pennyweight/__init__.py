@@ -13,6 +13,7 @@ from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
 
 if TYPE_CHECKING:
+    from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, load, open, quantize_checkpoint, save, unflatten
     from .models import (
         FrozenLinear,
@@ -118,9 +119,14 @@ __all__ = [
 # Tensors and kernels are there at once, so that a pickled weight loads and runs; the rest when it is first asked for,
 # because it would more than double the time of the import.
 _HOMES = ("models.configs", "models.granularity", "models", "io")
+# Not in __all__: `from pennyweight import *` must not need the library that they are for
+_ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ADAPTERS:
+        globals()[name] = value = getattr(import_module(f".{_ADAPTERS[name]}", __name__), name)
+        return value
     if name in __all__:
         for home in _HOMES:
             module = import_module(f".{home}", __name__)
@@ -131,4 +137,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ADAPTERS})

@@ -317,11 +317,13 @@ class AffineQuantizedTensor(Tensor):
             with torch.no_grad():
                 self.copy_(value)
             return
-        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+        if value.shape != self.shape:
             raise ValueError(
-                f"data of a quantized tensor {tuple(self.shape)} {self.dtype} on {self.device} cannot become "
-                f"{tuple(value.shape)} {value.dtype} on {value.device}; assign a new parameter instead"
+                f"data of a quantized tensor {tuple(self.shape)} cannot become {tuple(value.shape)}; assign a new "
+                "parameter instead"
             )
+        if value.dtype != self.dtype or value.device != self.device:
+            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         for name in (*STORED, "spec", "act", "axes", "readonly"):
             setattr(self, name, getattr(value, name))
         self._bound = {}

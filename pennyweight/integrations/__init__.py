@@ -1,1 +1,1 @@
-"""What other libraries need to run on quantized models, one file a concern."""
+"""Adapters for transformers, PEFT, diffusers and other libraries, each imported by the name of its own module."""

@@ -1,0 +1,102 @@
+"""PEFT: what merging an adapter into quantized weights costs, and merging that can be undone exactly.
+
+Adapters need nothing of this file to train, be saved, loaded and merged: our weights pass gradients on, and PEFT's
+``weight.data += delta`` rounds the sum into them again. That rounding is an error of its own, which PEFT says nothing
+about; and its ``unmerge`` subtracts and rounds once more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.numerics import sqnr
+from ..core.tensor import AffineQuantizedTensor
+from ..models.report import Report, Row
+
+
+def merge_and_report(model: Any, adapter_names: list[str] | None = None) -> tuple[Any, Report]:
+    """``model.merge_and_unload()`` of a PEFT model, and a report with one row for each quantized weight.
+
+    A row's ``sqnr`` is that of the merged weight against the exact sum of base weight and adapter; its note says how
+    well the adapter's own change survived: 0 dB and less means that rounding ate it. ``report.check(min_sqnr=...)``
+    gates on it. Raises ValueError where adapters are merged already.
+    """
+    report, _ = _merge(model, adapter_names)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="All adapters are already merged")  # as they are, by the line above
+        return model.merge_and_unload(adapter_names=adapter_names), report
+
+
+@contextmanager
+def merged(model: Any, adapter_names: list[str] | None = None) -> Iterator[Report]:
+    """Within: adapters are merged, as for serving. After it the base weights are what they were, bit for bit.
+
+    Gives the report of :func:`merge_and_report`. Keeps the base weights of the adapted layers beside the merged ones.
+    """
+    report, before = _merge(model, adapter_names)
+    try:
+        yield report
+    finally:
+        for layer, weight in before:
+            _put(layer, weight)
+            layer.merged_adapters.clear()
+        model.unmerge_adapter()  # the layers that are not quantized
+
+
+def _merge(model: Any, adapter_names: list[str] | None) -> tuple[Report, list[tuple[Any, Tensor]]]:
+    """Merge all; (report, the quantized base weights that were)."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+    for name, layer in layers:
+        if layer.merged:
+            raise ValueError(f"{name} has {layer.merged_adapters} merged already; unmerge_adapter() first")
+    rows, before = [], []
+    with torch.no_grad():
+        for name, layer in layers:
+            weight = getattr(layer.get_base_layer(), "weight", None)
+            if not isinstance(weight, AffineQuantizedTensor):
+                layer.merge(adapter_names=adapter_names)
+                continue
+            row = _merge_layer(name, layer, weight, adapter_names)
+            if row is not None:
+                rows.append(row)
+                before.append((layer, weight))
+    return Report("merge", rows, verb="merged"), before
+
+
+def _merge_layer(name: str, layer: Any, weight: AffineQuantizedTensor, adapter_names: list[str] | None) -> Row | None:
+    """Let PEFT merge into the exact value of the weight, then round that. None where no adapter is meant."""
+    start = weight.dequantize(torch.float32)
+    _put(layer, nn.Parameter(start.clone(), requires_grad=False))
+    try:
+        layer.merge(adapter_names=adapter_names)
+        exact = layer.get_base_layer().weight.detach()
+    finally:
+        _put(layer, weight)
+    if not layer.merged:
+        return None
+    new: Any = weight.detach().clone()
+    new.add_(exact - start)
+    _put(layer, nn.Parameter(new, requires_grad=weight.requires_grad))
+    rounded = new.dequantize(torch.float32)
+    kept = sqnr(exact - start, rounded - start)
+    base = type(layer.get_base_layer()).__name__
+    scheme, sizes = str(weight.spec.with_(layout="plain")), (weight.nbytes, new.nbytes)
+    note = f"{', '.join(layer.merged_adapters)}: change kept at {kept:.1f} dB"
+    return Row(name, base, tuple(weight.shape), scheme, "-", *sizes, sqnr(exact, rounded), note)
+
+
+def _put(layer: Any, weight: Tensor) -> None:
+    """Not by assignment: an optimizer's or a hook's idea of the module's parameters is not asked."""
+    base = layer.get_base_layer()
+    if "weight" in base._parameters:
+        base._parameters["weight"] = weight
+    else:
+        base.weight = weight

@@ -1,0 +1,104 @@
+"""A transformers model from any folder that ``pw.load`` reads, and models quantized by hand made saveable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ..core.tensor import AffineQuantizedTensor
+from ..io.loading import load
+from ..io.slots import slots_of
+from ..models.configs import AOBaseConfig
+
+
+def load_pretrained(
+    model_class: Any,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The model that config.json describes, its weights as ``pw.load`` reads them: quantized ones stay quantized.
+
+    model_class     AutoModelForCausalLM and its kin, or a class such as LlamaForCausalLM
+    dtype           of the parameters; default: each as the files hold it
+    device, strict  as for ``pw.load``
+    config          instead of config.json
+    kwargs          for the making of the model: attn_implementation and so on
+
+    For files whose "quantization_config" transformers would hand to another library, or not read at all. The model can
+    be saved by ``save_pretrained``, in our format. Raises what ``pw.load`` raises, and OSError without a config.json.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    folder = os.fspath(folder)
+    config = AutoConfig.from_pretrained(folder) if config is None else config
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    config.name_or_path = folder
+    if dtype is not None:
+        kwargs["dtype"] = dtype
+    make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
+    with _parameters_on_meta():
+        model = make(config, **kwargs)
+    made = model.dtype
+    load(folder, model, strict=strict, device=device)
+    if dtype is not None:
+        _cast(model, made)
+    if device is not None:
+        model.to(device)
+    if model.can_generate() and os.path.isfile(os.path.join(folder, "generation_config.json")):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if any(isinstance(p, AffineQuantizedTensor) for p in model.parameters()):
+        attach_quantizer(model)
+    return model.eval()
+
+
+def attach_quantizer(model: Any, config: AOBaseConfig | str | None = None) -> Any:
+    """Let ``save_pretrained`` and ``dequantize`` of a transformers model know that ``pw.quantize_`` quantized it.
+
+    config: by which, for config.json. Returns the model.
+    """
+    from .transformers import PennyweightConfig, PennyweightQuantizer
+
+    quantizer = PennyweightQuantizer(PennyweightConfig(config), pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, quantizer.quantization_config.quant_method
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+    return model
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: buffers such as the frequencies of positions are computed in float32 and stay so."""
+    new: dict[int, nn.Parameter] = {}
+    for slot in slots_of(model).values():
+        old = slot.tensor
+        if slot.is_param and old.is_floating_point() and old.dtype != dtype:
+            if id(old) not in new:
+                new[id(old)] = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
+            slot.module._parameters[slot.attr] = new[id(old)]
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made within have no weights; their buffers are real, for no file holds those that are not persistent."""
+
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta:  # as it is: a tied one must stay the same object
+            return None
+        return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        hook.remove()

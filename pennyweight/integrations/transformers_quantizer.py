@@ -1,0 +1,324 @@
+"""The HfQuantizer "pennyweight": quantizes weight by weight while transformers loads; reads and writes our files.
+
+Quantizing on load plans the model while it is on the meta device, then rounds each weight as it arrives, so that one
+float weight is in memory at a time. Files of ours are assembled from their parts, found by name in the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, apply_renamings
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from ..core.spec import DTYPES
+from ..io.check import check_data
+from ..io.checkpoint import open_files
+from ..io.errors import CheckpointError
+from ..io.manifest import KeyedError, Meta, stored_parts
+from ..io.native import build, flatten
+from ..io.slots import slots_of
+from ..kernels.table import Case
+from ..models.configs import AOBaseConfig, FqnToConfig
+from ..models.plan import Plan, PlanRow, plan
+from ..models.prepare import choose_layout, prepare
+from ..models.quantize import dequantize_, solve
+from ..models.report import Report, Row
+from ..models.rules import PlanError
+from ..models.sites import Place, is_linear
+
+
+class PennyweightQuantizer(HfQuantizer):
+    """Made by transformers. ``model.hf_quantizer.report`` tells what was quantized on load; None for files of ours."""
+
+    report: Report | None = None
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.rows: dict[str, PlanRow] = {}  # quantizing on load: under every name of a parameter
+        self.told: dict[str, Row] = {}  # of the report, by first name
+        self.held: dict[str, Meta] = {}  # files of ours: the quantized tensors
+        self.owner: dict[str, str] = {}  # the tensor that a stored part is of
+        self.dtypes: dict[str, torch.dtype] = {}  # of all stored tensors
+        self.path = ""
+
+    # -- before loading ----------------------------------------------------------------------------------------------
+
+    def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("quantized weights cannot be offloaded to disk; give all modules a device or the CPU")
+        if not self.pre_quantized and self.quantization_config.config is None:
+            raise ValueError('say how to quantize: PennyweightConfig("int8"), or one of the config objects')
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+        self._read(checkpoint_files)
+        if self.pre_quantized and not self.held:
+            raise ValueError(
+                f"config.json of {self.path} says that it is Pennyweight's, but its files hold no quantized tensors; "
+                'remove "quantization_config" there to load it as a float model'
+            )
+        if not self.pre_quantized:
+            if self.held:
+                raise ValueError(f"{self.path} is quantized already ({min(self.held)}); leave quantization_config out")
+            with _tied(model):
+                self._plan(model)
+
+    def _read(self, paths: Any) -> None:
+        paths = [str(p) for p in paths or ()]
+        self.path = paths[0] if paths else ""
+        if paths and all(p.endswith(".safetensors") for p in paths):
+            with open_files(paths) as checkpoint:
+                self.path, self.held = checkpoint.path, checkpoint.manifest.tensors
+                self.dtypes = {name: checkpoint.entry(name).dtype for name in checkpoint.where}
+            self.owner = {stored: name for name, meta in self.held.items() for stored in stored_parts(name, meta)}
+
+    def _plan(self, model: Any) -> None:
+        asked = self.quantization_config
+        left = self.get_modules_to_not_convert(model, asked.modules_to_not_convert, model._keep_in_fp32_modules)
+        todo = plan_for_load(model, asked.config, left, asked.on_indivisible)
+        self.report = todo.report()
+        for row, out in zip(todo.rows, self.report.rows, strict=True):
+            if row.active:
+                row.tensor = None
+                self.rows |= dict.fromkeys((p.name for p in row.places), row)
+                self.told[row.name] = out
+        for name in self.rows:  # transformers would cast them to float, whatever they mean
+            if self.dtypes.get(name, torch.float32) not in DTYPES.values():
+                raise ValueError(
+                    f"{self.path}: {name} is {self.dtypes[name]}, so another library may have quantized it; load it "
+                    "with pennyweight.integrations.transformers.load_pretrained, or start from the float checkpoint"
+                )
+
+    # -- quantizing on load ------------------------------------------------------------------------------------------
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self.rows
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        if param_name in self.rows:
+            return self.rows[param_name].bytes_after / max(1, param.numel())
+        meta = self.held.get(param_name)
+        if meta is None:
+            return param.element_size()
+        stored = stored_parts(param_name, meta).values()
+        return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in stored) / max(1, param.numel())
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def quantize(self, name: str, x: Tensor) -> nn.Parameter:
+        """A float weight that was read under its final name, as it was planned."""
+        row = self.rows[name]
+        if tuple(x.shape) != row.shape:
+            raise ValueError(f"{name}: the model has shape {list(row.shape)}, the checkpoint {list(x.shape)}")
+        assert row.site is not None
+        assert row.scheme is not None
+        x = x.to(row.site.dtype)
+        if x.device.type != "cpu":  # planned on the meta device, for the CPU
+            case = Case(row.scheme.weight, row.scheme.act, row.site.shape, x.dtype, x.device.type)
+            row.layout = choose_layout(case, row.ops)[1]
+        row.tensor = x
+        try:
+            w, sqnr = solve(row)
+        finally:
+            row.tensor = None
+        out = self.told[row.name]
+        out.sqnr, out.bytes_after = sqnr, w.nbytes
+        return nn.Parameter(w, requires_grad=False)
+
+    # -- files of ours -----------------------------------------------------------------------------------------------
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        if not self.pre_quantized:  # the model's own converters come first, see _Quantize
+            prefix = f"{model.base_model_prefix}."
+            names = {n: n for n in self.rows} | {n.removeprefix(prefix): n for n in self.rows}
+            names |= {prefix + n: n for n in self.rows if prefix + n not in names}
+            return [*weight_conversions, _Float(self, names, {})]
+        renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
+        renamed = {apply_renamings(s, renamings): apply_renamings(name, renamings) for s, name in self.owner.items()}
+        self._check_names(set(renamed.values()), weight_conversions, model)
+        return [_Parts(self, renamed, _ops_by_name(model)), *weight_conversions]
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        return None if isinstance(converter, _Parts) else super().get_new_dtype(converter, param, dtype)
+
+    def _check_names(self, names: Iterable[str], conversions: list[Any], model: Any) -> None:
+        """Raise ValueError for weights that the model merges with others while loading: each has scales of its own."""
+        for name in names:
+            for c in conversions:
+                if isinstance(c, WeightConverter) and c.compiled_sources.search(name):
+                    raise ValueError(
+                        f"{self.path}: {name} was quantized by itself, but {type(model).__name__} loads it merged with "
+                        "others; quantize the float checkpoint while loading it, and save that"
+                    )
+
+    def assemble(self, name: str, parts: dict[str, Tensor], target: Tensor, ops: tuple[str, ...]) -> nn.Parameter:
+        """A quantized tensor from its stored parts. Raises CheckpointError."""
+        meta = self.held[name]
+        try:
+            lost = stored_parts(name, meta).keys() - parts.keys()
+            if lost:
+                raise KeyedError(name, f"part {min(lost)} is missing")
+            check_data(name, meta, lambda stored: parts[stored].cpu())
+            w: Any = build(name, meta, parts.__getitem__)
+        except KeyedError as e:
+            raise CheckpointError(self.path, e.name, str(e)) from e
+        w = w if w.dtype == target.dtype else w.to(target.dtype)
+        return nn.Parameter(prepare(w, ops) if w.ndim > 1 else w, requires_grad=False)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}  # the adapters alone are saved
+        left_out = model._keys_to_ignore_on_save or ()
+        return flatten({name: t for name, t in model.state_dict().items() if name not in left_out})
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        # What turned the files' names and tensors into the model's is not undone on saving: it knows nothing of parts
+        model._weight_conversions = []
+        self.rows, self.told, self.owner = {}, {}, {}
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype  # saving leaves its name in the model's config
+        for row in dequantize_(model).rows:
+            w = model.get_parameter(row.name)
+            w.data = w.data if dtype is None else w.data.to(dtype)
+            w.requires_grad_(True)
+        return model
+
+    # -- what it can do ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_trainable(self) -> bool:
+        return True  # gradients reach the inputs of every kind of weight, so adapters below it learn
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def plan_for_load(model: Any, config: AOBaseConfig, left: list[str], on_indivisible: str = "pad") -> Plan:
+    """The plan of a model on the meta device, less the modules ``left`` that no key of a FqnToConfig spells out."""
+    by_name = isinstance(config, FqnToConfig)
+    todo = plan(model, config, None if by_name else _but(left), on_indivisible=on_indivisible)
+    for row in todo.rows:
+        if row.call is not None:
+            raise PlanError(f"{row.name}: {row.note}; a handler needs the weights: load the model and quantize_ it")
+        spelled = {row.key} & {n for p in row.places for n in (p.name, p.module_name)}
+        out = not spelled and not all(_wanted(p, left) for p in row.places)
+        if out and (row.scheme is not None or row.note == "filtered out"):
+            row.scheme, row.kernel, row.bytes_after = None, "", row.bytes_before
+            row.note = "left as transformers does; modules_to_not_convert=[] quantizes it"
+    if not todo.active:
+        raise PlanError(f"nothing would be quantized: all that the config means is left out by {sorted(left)}")
+    return todo
+
+
+def _wanted(place: Place, left: list[str]) -> bool:
+    return should_convert_module(place.name, left) and should_convert_module(place.module_name, left)
+
+
+def _but(left: list[str]) -> Any:
+    return lambda module, name: is_linear(module) and should_convert_module(name, left)
+
+
+@contextmanager
+def _tied(model: Any) -> Iterator[None]:
+    """Within: tied weights of a model on meta are one. transformers ties them only after loading, but what a weight is
+    packed for depends on all its names."""
+    apart = []
+    for target, source in model.all_tied_weights_keys.items():
+        module, _, attr = target.rpartition(".")
+        parameters = model.get_submodule(module)._parameters
+        if attr in parameters:
+            apart.append((parameters, attr, parameters[attr]))
+            parameters[attr] = model.get_parameter(source)
+    try:
+        yield
+    finally:
+        for parameters, attr, own in apart:
+            parameters[attr] = own
+
+
+def _ops_by_name(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Of every parameter: the ops that read it under any of its names."""
+    with _tied(model):
+        slots = slots_of(model)
+    ops: dict[int, list[str]] = {}
+    for slot in slots.values():
+        ops.setdefault(id(slot.tensor), []).append(slot.op)
+    return {name: tuple(dict.fromkeys(ops[id(slot.tensor)])) for name, slot in slots.items()}
+
+
+class _Quantize(ConversionOps):
+    """After what the model's own conversions make of a checkpoint's tensors: experts merged, halves of a weight cut."""
+
+    def __init__(self, quantizer: PennyweightQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        out = {}
+        for name, value in input_dict.items():
+            x = value[0] if isinstance(value, list) else value
+            out[name] = self.quantizer.quantize(name, x) if name in self.quantizer.rows else x
+        return out
+
+
+class _Nothing(ConversionOps):
+    """A converter must have an operation; ours do the work themselves, so that their errors are raised as they are."""
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return input_dict
+
+
+class _ByName(WeightConverter):
+    """Takes the tensors of one weight, found by their names in a table and by no pattern.
+
+    names  stored name as the model's renamings leave it -> the weight's name, likewise
+    """
+
+    pattern = ""  # what transformers finds this converter again by
+
+    def __init__(self, quantizer: PennyweightQuantizer, names: dict[str, str], ops: dict[str, tuple[str, ...]]) -> None:
+        super().__init__([self.pattern], ["weight"], [_Nothing()])
+        self.quantizer, self.names, self.ops = quantizer, names, ops
+
+    def __deepcopy__(self, memo: Any) -> Any:  # transformers copies a converter for every stored tensor
+        return type(self)(self.quantizer, self.names, self.ops)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        found = self.names.get(source_key)
+        return (source_key, None) if found is None else (found, self.pattern)
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        self.collected_tensors[source_key].append(future)
+
+
+class _Float(_ByName):
+    """A float weight that is quantized as it arrives."""
+
+    pattern = "pennyweight-float"
+
+    def convert(self, layer_name: str, model: Any = None, **kwargs: Any) -> dict[str, Any]:
+        ((x, *_),) = self.materialize_tensors().values()
+        return {layer_name: self.quantizer.quantize(layer_name, x)}
+
+
+class _Parts(_ByName):
+    """A weight of our files: its stored parts put together."""
+
+    pattern = "pennyweight-part"
+
+    def convert(self, layer_name: str, model: Any = None, **kwargs: Any) -> dict[str, Any]:
+        parts = {stored: tensors[0] for stored, tensors in self.materialize_tensors().items()}
+        name = self.quantizer.owner[next(iter(parts))]
+        target, ops = model.get_parameter_or_buffer(layer_name), self.ops.get(layer_name, ("linear",))
+        return {layer_name: self.quantizer.assemble(name, parts, target, ops)}

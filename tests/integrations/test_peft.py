@@ -1,0 +1,158 @@
+"""PEFT on quantized weights: training, adapters on disk, merging and what it costs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM
+
+import pennyweight as pw
+from pennyweight.integrations.peft import merge_and_report, merged
+from tests.integrations.small import IDS, float_folder, quantized
+
+CONFIGS = {
+    "int8": pw.Int8WeightOnlyConfig(),
+    "int8-dynamic": pw.Int8DynamicActivationInt8WeightConfig(),
+    "int4": pw.Int4WeightOnlyConfig(32),
+    "8da4w": pw.Int8DynamicActivationInt4WeightConfig(),
+    "nf4": pw.NF4WeightOnlyConfig(),
+    "float8": pw.Float8WeightOnlyConfig(),
+    "float8-dynamic": pw.Float8DynamicActivationFloat8WeightConfig(),
+}
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:.*kernels.*")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return float_folder(tmp_path_factory.mktemp("float"))
+
+
+def base(folder: Path, config: pw.AOBaseConfig, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=pw.PennyweightConfig(config))
+
+
+def trained(model: Any, steps: int = 12, **kwargs: Any) -> tuple[Any, list[float]]:
+    torch.manual_seed(1)
+    lora = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, **kwargs))
+    optimizer = torch.optim.Adam([p for p in lora.parameters() if p.requires_grad], lr=2e-2)
+    losses = []
+    for _ in range(steps):
+        loss = lora(input_ids=IDS, labels=IDS).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return lora.eval(), losses
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS).logits.float()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def codes(model: Any) -> list[torch.Tensor]:
+    return [w.dequantize() for w in quantized(model).values()]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_adapter_trains_is_saved_and_loaded_and_merges(name: str, folder: Path, tmp_path: Path) -> None:
+    lora, losses = trained(base(folder, CONFIGS[name]))
+    assert losses[-1] < 0.9 * losses[0]
+    said = logits(lora)
+    lora.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(base(folder, CONFIGS[name]), tmp_path)
+    assert torch.equal(logits(again), said)
+    plain = lora.merge_and_unload()
+    assert len(quantized(plain)) == 14
+    without = logits(base(folder, CONFIGS[name]))
+    assert distance(logits(plain), said) < 0.5 * distance(without, said)  # the adapter is in there
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "nf4", "float8-dynamic"])
+def test_peft_prepares_half_precision_models_for_training(name: str, folder: Path) -> None:
+    """It makes all parameters float32 by ``param.data = param.data.float()``."""
+    model = prepare_model_for_kbit_training(base(folder, CONFIGS[name], torch.bfloat16))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    _, losses = trained(model)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_report_compares_with_the_exact_sum(name: str, dora: bool, folder: Path) -> None:
+    lora, _ = trained(base(folder, CONFIGS[name]), use_dora=dora)
+    exact = {}
+    for key, layer in lora.named_modules():
+        if hasattr(layer, "lora_A"):
+            w = layer.get_base_layer().weight.dequantize()
+            delta = layer.get_delta_weight("default")
+            if dora:
+                magnitude = layer.lora_magnitude_vector["default"].weight
+                total = w + delta
+                exact[key] = total * (magnitude / total.norm(dim=1)).unsqueeze(1)
+            else:
+                exact[key] = w + delta
+    plain, report = merge_and_report(lora)
+    assert {r.name for r in report.rows} == exact.keys()
+    weights = {n: p for n, p in plain.named_parameters() if isinstance(p, pw.AffineQuantizedTensor)}
+    for row in report.rows:
+        w = weights[row.name.removeprefix("base_model.model.") + ".weight"]
+        assert row.sqnr == pytest.approx(w.error(exact[row.name].detach()), abs=0.05)
+        assert row.note.startswith("default: change kept at ")
+    least = {"int8": 38, "int8-dynamic": 38, "float8": 25, "float8-dynamic": 25}.get(name, 14)
+    assert report.check(min_sqnr=least) is report
+    with pytest.raises(ValueError, match="weights are below 90 dB"):
+        report.check(min_sqnr=90)
+
+
+def test_it_merges_as_peft_does(folder: Path) -> None:
+    one, two = (trained(base(folder, CONFIGS["int4"]))[0] for _ in range(2))
+    plain, _ = merge_and_report(one)
+    for a, b in zip(codes(plain), codes(two.merge_and_unload()), strict=True):
+        assert distance(a, b) < 0.01
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
+def test_merging_for_a_while_is_undone_exactly(name: str, folder: Path) -> None:
+    model = base(folder, CONFIGS[name])
+    before = codes(model)
+    lora, _ = trained(model)
+    said = logits(lora)
+    with merged(lora) as report:
+        assert len(report.rows) == 6
+        assert distance(logits(lora), said) > 0
+        assert any(not torch.equal(a, b) for a, b in zip(codes(lora), before, strict=True))
+        with pytest.raises(ValueError, match=r"\['default'\] merged already; unmerge_adapter"):
+            merge_and_report(lora)
+    assert all(torch.equal(a, b) for a, b in zip(codes(lora), before, strict=True))
+    assert torch.equal(logits(lora), said)
+    lora.merge_adapter()
+    lora.unmerge_adapter()  # PEFT's own way rounds twice
+    assert distance(logits(lora), said) > 0
+
+
+def test_layers_that_are_float_are_merged_and_unmerged_too(folder: Path) -> None:
+    table = pw.FqnToConfig({"*.q_proj": pw.Int8WeightOnlyConfig()})
+    lora, _ = trained(base(folder, table))
+    said = logits(lora)
+    with merged(lora) as report:
+        assert len(report.rows) == 2
+        assert distance(logits(lora), said) < 0.02
+    assert torch.allclose(logits(lora), said, atol=1e-4)
+
+
+def test_a_change_too_small_for_the_codes_is_told(folder: Path) -> None:
+    lora, _ = trained(base(folder, CONFIGS["int4"]), steps=1)
+    for name, p in lora.named_parameters():
+        if "lora_B" in name:
+            p.data.mul_(1e-3)
+    _, report = merge_and_report(lora)
+    kept = [float(r.note.split()[-2]) for r in report.rows]
+    assert max(kept) < 3
