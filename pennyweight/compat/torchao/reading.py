@@ -14,7 +14,6 @@ from ...core.tensor import AffineQuantizedTensor
 from ...io.checkpoint import Checkpoint
 from ...io.container import DTYPE_NAMES, Entry
 from ...io.errors import CheckpointError
-
 from ...io.native import describe, pack
 from ...io.opened import Held, Opened
 from . import pickles

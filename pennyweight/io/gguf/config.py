@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from .architectures import for_config, for_gguf
+from .fields import KV, integer, real, text
 from .rope import ROPE_TENSORS, rope_kv, rope_parameters
 from .rope import rope_tensors as _rope_tensors
-from .fields import KV, integer, real, text
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION of ggml.h
 POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type

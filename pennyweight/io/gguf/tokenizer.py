@@ -10,9 +10,9 @@ from typing import Any
 
 from ..checkpoint import inside
 from ..errors import CheckpointError
+from .fields import KV
 from .pre_tokenizers import recognized
 from .tokenizer_source import MAX_SMALL, Source, content, find, read_bytes, read_source
-from .fields import KV
 from .vocabulary import (
     BYTE,
     CONTROL,
