@@ -21,9 +21,10 @@ from .native import metadata_of
 from .opened import Held, Opened
 from .outline import looks_linear
 from .shards import MAX_SHARD_BYTES, divide
-from .side_files import copy_side_files, quantization_config
+from .side_files import METHOD, config_bytes, copy_side_files, quantization_config
 from .streaming import Noise
 from .targets import COPIED, EXACT, FLOAT, REQUANTIZED, Choice, Target
+from .write import write_bytes
 
 
 def formats() -> tuple[str, ...]:
@@ -144,7 +145,14 @@ def side_files(source: Opened, method: dict[str, Any] | None) -> Callable[[str],
 
         return lambda dst: write_side_files(source, dst, method)
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(os.path.abspath(source.path))
-    return lambda dst: copy_side_files(folder, dst, method)
+
+    def write(dst: str) -> None:
+        copied = copy_side_files(folder, dst, method)
+        if method is not None and method["quant_method"] != METHOD and "config.json" not in copied:
+            # without it nobody would know the format
+            write_bytes(os.path.join(dst, "config.json"), config_bytes({}, method))
+
+    return write
 
 
 def report_of(source: Opened, to: str, chosen: Mapping[str, Choice], after: Mapping[str, int]) -> Report:

@@ -115,9 +115,11 @@ def _refuses(name: str, meta: Meta) -> str | None:
 
 
 def _nearest(name: str, meta: Meta) -> QuantSpec | None:
-    nearest = QuantSpec(UINT4, (_GROUP,), scale=torch.float16, zero_point=True)
-    if meta.shape and meta.shape[-1] % _GROUP:
-        return None  # a model has one group size
+    block = meta.spec.block  # groups that are common stay: a model has one group size
+    size = block[0] if block is not None and len(block) == 1 and block[0] in (32, 64, 128) else _GROUP
+    nearest = QuantSpec(UINT4, (size,), scale=torch.float16, zero_point=True)
+    if meta.shape and meta.shape[-1] % size:
+        return None
     return nearest if _refuses(name, Meta(nearest, meta.shape, meta.dtype, None, meta.axes)) is None else None
 
 

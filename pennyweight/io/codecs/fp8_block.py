@@ -159,7 +159,7 @@ def refuses(name: str, meta: Meta) -> str | None:
         return "fp8 holds matrices [.., out, in] that are not empty and not transposed"
     if len(shape) == 2 and name.rpartition(".")[2] != "weight":
         return "fp8 quantizes parameters named weight, those of layers, and experts in one tensor"
-    if spec.with_(scale=None) != QuantSpec(E4M3, _BLOCK, None) or spec.scale is not torch.float32:
+    if spec != FP8_BLOCK:
         return f"fp8 holds e4m3 in blocks of 128 x 128 under float32 scales, this is {spec}"
     if meta.act is not None and (meta.act.spec, meta.act.mode) != (_ACT.spec, _ACT.mode):
         return f"fp8 has dynamic e4m3 inputs in groups of {_BLOCK[1]}, not {meta.act}"
