@@ -131,7 +131,8 @@ WEIGHTS: dict[str, list[tuple[pw.QuantSpec, tuple[int, ...]]]] = {
     "mxfp4": [(specs.MXFP4, (2, 8, 64))],
     "bitsandbytes": [(specs.INT8_ROW, (8, 32)), (pw.QuantSpec(NF4, (64,)), (8, 64))],
     "awq": [(pw.QuantSpec(UINT4, (32,), scale=F16, zero_point=True), (8, 64))],
-    "gptq": [(pw.QuantSpec(UINT4, (32,), scale=F16, zero_point=True), (8, 64))],
+    "gptq": [(pw.QuantSpec(UINT4, (32,), scale=F16, mid=8), (32, 64))],
+    "gptq_v2": [(pw.QuantSpec(UINT4, (32,), scale=F16, zero_point=True), (32, 64))],
 }  # fmt: skip
 
 
