@@ -36,7 +36,7 @@ def load_pretrained(
     kwargs          for the making of the model: attn_implementation and so on
 
     For files whose "quantization_config" transformers would hand to another library, or not read at all. The model can
-    be saved by ``save_pretrained``, in our format. Raises what ``pw.load`` raises, and OSError without a config.json.
+    be saved by ``save_pretrained``, in our format. Raises what ``pw.load`` and AutoConfig raise.
     """
     from transformers import AutoConfig, GenerationConfig
 

@@ -83,7 +83,10 @@ def fresh_model(folder: str) -> nn.Module:
     transformers do, becomes persistent. Raises CheckpointError where transformers cannot build it.
     """
     config = read_config(folder)
-    built = "there is no config.json" if config is None else _build(config, "cpu")
+    try:
+        built = "there is no config.json" if config is None else _build(config, "cpu")
+    except Exception as e:  # whatever transformers makes of a strange config
+        built = f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
     if isinstance(built, str):
         raise CheckpointError(folder, None, f"{built}; the layers of a model are not known without")
     with open_checkpoint(folder) as checkpoint:

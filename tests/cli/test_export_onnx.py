@@ -87,6 +87,12 @@ def test_refusals(run: Any, plain: Path, llama: Path, tmp_path: Path, monkeypatc
     assert not os.path.exists(out)
 
 
+def test_a_strange_config(run: Any, llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "hidden_act": "no such thing"}))
+    assert "transformers cannot build it: KeyError" in refused(run, llama, tmp_path / "m.onnx", "--config", "int8")
+
+
 def test_a_model_that_is_not_of_text(run: Any, tmp_path: Path) -> None:
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=16

@@ -251,6 +251,23 @@ def test_merging_through_data(name: str) -> None:
     same(layer.weight.detach(), again(before, layer.weight))
 
 
+def test_data_of_another_dtype_is_taken_over() -> None:
+    """PEFT makes a model float32 for training by ``param.data = param.data.float()``."""
+    layer = nn.Linear(64, 8).bfloat16()
+    pw.quantize_(layer, pw.Int8WeightOnlyConfig())
+    codes, param = layer.weight.codes.clone(), layer.weight
+    for p in layer.parameters():
+        p.data = p.data.float()
+    assert layer.weight is param
+    assert param.dtype == torch.float32
+    assert torch.equal(param.codes, codes)
+    x = torch.randn(2, 64, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    with pytest.raises(ValueError, match=r"cannot become \(4, 64\)"):
+        param.data = param.data[:4]
+
+
 @ALL
 def test_writing_what_stands_there_changes_no_bit(name: str) -> None:
     """Quantizing a dequantized value anew may shrink its largest elements; a no-op must not."""

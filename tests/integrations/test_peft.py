@@ -22,7 +22,10 @@ CONFIGS = {
     "float8-dynamic": pw.Float8DynamicActivationFloat8WeightConfig(),
 }
 TARGETS = ["q_proj", "v_proj", "down_proj"]
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:.*kernels.*")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # PEFT 0.21 with transformers 5.23
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +87,8 @@ def test_peft_prepares_half_precision_models_for_training(name: str, folder: Pat
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(("name", "dora"), [*((name, False) for name in CONFIGS), ("int8", True), ("nf4", True)])
+@pytest.mark.filterwarnings("ignore::pennyweight.FallbackWarning")  # DoRA adds to a dequantized copy at each step
 def test_the_report_compares_with_the_exact_sum(name: str, dora: bool, folder: Path) -> None:
     lora, _ = trained(base(folder, CONFIGS[name]), use_dora=dora)
     exact = {}
