@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from pennyweight.core.formats import INT8
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 
+Make = Callable[[torch.Tensor], QT]
 SPEC = QuantSpec(INT8, (4,))
 SAMPLES = 4  # per operator
 DOC = Path(__file__).resolve().parents[2] / "docs" / "ops.md"
@@ -86,7 +87,17 @@ def full_name(op: Any) -> str:
     return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
 
 
-def uses(op: Any) -> Iterator[tuple[Any, Any, QT, torch.Tensor]]:
+def in_order(x: torch.Tensor) -> QT:
+    return QT.from_float(x, SPEC)
+
+
+def reordered(x: torch.Tensor) -> QT:
+    """Its last axis stored in another order, the same for every x of that size."""
+    perm = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(x.shape[-1]))
+    return QT.from_float(x[..., perm], SPEC).with_(perm=perm)
+
+
+def uses(op: Any, make: Make) -> Iterator[tuple[Any, Any, QT, torch.Tensor]]:
     """(arguments with one quantized, the same with it dequantized, the quantized tensor, its float twin)."""
     for sample in itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=False), SAMPLES):
         leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
@@ -94,7 +105,7 @@ def uses(op: Any) -> Iterator[tuple[Any, Any, QT, torch.Tensor]]:
             usable = isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 and leaf.layout is torch.strided
             if not usable or leaf.ndim == 0 or leaf.numel() == 0 or not bool(leaf.isfinite().all()):
                 continue
-            q = QT.from_float(leaf, SPEC)
+            q = make(leaf)
             pair = []
             twin = q.dequantize()
             for value in (q, twin):
@@ -110,7 +121,7 @@ def call(op: Any, arguments: Any) -> Any:
     return op.op(first, *args, **kwargs)
 
 
-def in_place(op: Any) -> str:
+def in_place(op: Any, make: Make) -> str:
     """What is wrong with ``x.op_(..)`` for a quantized x, or nothing: it must hold the quantized result after it.
 
     A result that is not finite, or of another shape, is refused and leaves x as it was.
@@ -120,7 +131,7 @@ def in_place(op: Any) -> str:
     for x, args, kwargs in ((s.input, s.args, s.kwargs) for s in samples if isinstance(s.input, torch.Tensor)):
         if x.dtype is not torch.float32 or x.ndim == 0 or x.numel() == 0 or not bool(x.isfinite().all()):
             continue
-        q = QT.from_float(x, SPEC)
+        q = make(x)
         before, twin = q.dequantize(), q.dequantize()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -139,7 +150,7 @@ def in_place(op: Any) -> str:
                 continue
             if twin.shape != q.shape:
                 return f"keeps the shape {tuple(q.shape)} where {tuple(twin.shape)} is due"
-            expected = before if torch.equal(twin, before) else QT.from_float(twin, SPEC).dequantize()
+            expected = before if torch.equal(twin, before) else make(twin).dequantize()
             if not torch.equal(q.dequantize(), expected):
                 return f"holds another value, off by {(q.dequantize() - expected).abs().max().item():.3g}"
     return ""
@@ -169,10 +180,10 @@ def difference(name: str, mine: list[Any], theirs: list[Any]) -> str:
     return ""
 
 
-def sweep(op: Any) -> Row:
-    """Run one operator."""
+def sweep(op: Any, make: Make = in_order) -> Row:
+    """Run one operator. make: how a tensor is quantized."""
     row = Row(full_name(op))
-    for quantized, dequantized, q, twin in uses(op):
+    for quantized, dequantized, q, twin in uses(op, make):
         before = twin.clone()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -190,7 +201,7 @@ def sweep(op: Any) -> Row:
             counts = pw.fallbacks()
             row.wrong = row.wrong or difference(row.name, plain(mine), theirs)
         changed = not torch.equal(twin, before)
-        expected = QT.from_float(twin, SPEC).dequantize() if changed else before
+        expected = make(twin).dequantize() if changed else before
         if row.name not in INCOMPARABLE and not torch.equal(q.dequantize(), expected):
             row.wrong = row.wrong or "the operand does not hold what the operator wrote to it"
         if any("/" not in key for key in counts):  # rows of the table are counted as op/name
@@ -200,7 +211,7 @@ def sweep(op: Any) -> Row:
         else:
             row.native += 1
     if op.inplace_variant is not None and not row.wrong:
-        wrong = in_place(op)
+        wrong = in_place(op, make)
         row.wrong = wrong and f"in place: {wrong}"
     return row
 

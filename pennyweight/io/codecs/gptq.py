@@ -19,8 +19,6 @@ Source: GPTQModel 7.7 (utils/model.py, nn_modules/qlinear), checked against auto
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,22 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core import blocks
-from ...core.formats import Format, get_format
-from ...core.numerics import Parts, unordered
-from ...core.packing import pack_bits, unpack_bits
+from ...core.numerics import Parts
+from ...core.packing import unpack_bits
 from ...core.spec import QuantSpec
 from ..container import Entry
-from ..manifest import KeyedError, Meta, Stored
-from .base import Codec, Found, Get, Writing
+from ..manifest import KeyedError, Meta
+from .base import Codec, Found, Get
+from .gptq_write import BITS, SCALES, V1, V2, WORD, unsigned, writing
 
-BITS = (2, 3, 4, 8)
-SCALES = (torch.float16, torch.bfloat16, torch.float32)
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
-V1, V2 = "gptq", "gptq_v2"
-# GPTQModel's kernels take these, and sizes that are whole words and groups; other programs take fewer.
-GROUPS = (16, 32, 64, 128, 256, 512, 1024)
-WORD = 32
 
 Method = Mapping[str, Any]
 Entries = Mapping[str, Entry]
@@ -138,15 +129,11 @@ def _found(name: str, entries: Entries, method: Method, version: str) -> Found:
         layer, dtype = _layer(name, entries, method, version)
     except ValueError as e:
         raise KeyedError(f"{name}.weight", str(e)) from e
-    spec = QuantSpec(_format(layer.bits), (layer.size,), dtype, zero_point=not layer.symmetric,
+    spec = QuantSpec(unsigned(layer.bits), (layer.size,), dtype, zero_point=not layer.symmetric,
                      mid=1 << (layer.bits - 1) if layer.symmetric else 0)  # fmt: skip
     reordered = layer.ordered and layer.groups > 1 and _setting(method, "desc_act", bool) is True
     meta = Meta(spec, (layer.outputs, layer.inputs), dtype, perm=reordered)
     return Found(meta, layer.stored, partial(read_parts, layer))
-
-
-def _format(bits: int) -> Format:
-    return get_format(f"uint{bits}")
 
 
 def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[Layer, torch.dtype]:
@@ -158,7 +145,7 @@ def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[L
     if f"{name}.weight" in entries:
         raise ValueError(f"is stored as {name}.weight and as {name}.qweight")
     for part, e in found.items():
-        rank, dtypes = 1 if part == "g_idx" else 2, SCALES if part == "scales" else (torch.int32,)
+        rank, dtypes = 1 if part == "g_idx" else 2, (*SCALES, torch.float32) if part == "scales" else (torch.int32,)
         if part == "g_idx":
             dtypes = (torch.int32, torch.int64)
         if len(e.shape) != rank or e.dtype not in dtypes or 0 in e.shape:
@@ -276,145 +263,11 @@ def _order(layer: Layer, g_idx: Tensor) -> Tensor | None:
     return None if torch.equal(perm, torch.arange(layer.inputs)) else perm
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
-def _constant_zero(spec: QuantSpec) -> int:
-    """The unsigned zero point of codes without a stored one."""
-    return spec.mid - int(spec.format.lo)
-
-
-def symmetric(spec: QuantSpec) -> bool:
-    """Whether every zero point is the middle code."""
-    return not spec.zero_point and _constant_zero(spec) == 1 << (spec.format.bits - 1)
-
-
-def refuses(name: str, meta: Meta, first: bool) -> str | None:
-    """Why a tensor cannot be kept exactly; ``first``: in version 1."""
-    spec, f = meta.spec, meta.spec.format
-    sizes = _sizes(name, meta)
-    if sizes is not None:
-        return sizes
-    if meta.act is not None:
-        return "GPTQ files do not say how an input is quantized"
-    if f.kind != "int" or f.bits not in BITS or spec.offset is not None:
-        return f"GPTQ codes are integers of 2, 3, 4 or 8 bits with integer zero points, not {spec}"
-    if spec.scale not in SCALES[:2]:
-        return f"GPTQ scales are float16 or bfloat16, not {spec.scale}"
-    if first and not symmetric(spec):
-        return "version 1 of the format cannot hold every zero point; gptq_v2 can"
-    block, size = spec.block or (), _size(spec)
-    if not (len(block) == 1 and (size == -1 or size in GROUPS)) or meta.shape[1] % min(max(size, 1), meta.shape[1]):
-        return f"GPTQ groups are {', '.join(map(str, GROUPS))} channels of one output, or all, not {list(block)}"
-    return None
-
-
-def _sizes(name: str, meta: Meta) -> str | None:
-    if not name.endswith(".weight") or len(meta.shape) != 2 or meta.axes is not None:
-        return "GPTQ files hold weights [out, in] of linear layers, called <layer>.weight"
-    if 0 in meta.shape or meta.shape[0] % WORD or meta.shape[1] % WORD:
-        return f"GPTQ layers have multiples of {WORD} inputs and outputs, not {list(meta.shape)}"
-    return None
-
-
-def _size(spec: QuantSpec) -> int:
-    return spec.block[-1] if spec.block else 0
-
-
-def nearest(name: str, meta: Meta, first: bool) -> QuantSpec | None:
-    """The spec that a tensor gets which is refused: as many bits or the next number of them, in groups that fit."""
-    if _sizes(name, meta) is not None:
-        return None
-    spec, inputs = meta.spec, meta.shape[1]
-    bits = next(b for b in BITS if b >= spec.format.bits)
-    wanted = blocks.resolve(spec.block, meta.stored_shape)[-1]
-    group = next((g for g in (wanted, 128, 64) if g in GROUPS and inputs % g == 0), 32)
-    if spec.block is not None and spec.block[-1] == -1:
-        group = -1
-    scale = meta.dtype if meta.dtype in SCALES[:2] else torch.float16
-    asymmetric = not first and (spec.zero_point or spec.offset is not None)
-    return QuantSpec(_format(bits), (group,), scale, asymmetric, mid=0 if asymmetric else 1 << (bits - 1))
-
-
-def stored(name: str, meta: Meta) -> Stored:
-    """Names, dtypes and shapes of what a tensor stores."""
-    layer, (outputs, inputs), bits = name.removesuffix(".weight"), meta.shape, meta.spec.format.bits
-    groups = blocks.counts(meta.spec.block, meta.shape)[1]
-    assert isinstance(meta.spec.scale, torch.dtype)
-    return {
-        f"{layer}.qweight": (torch.int32, (inputs * bits // WORD, outputs)),
-        f"{layer}.qzeros": (torch.int32, (groups, outputs * bits // WORD)),
-        f"{layer}.scales": (meta.spec.scale, (groups, outputs)),
-        f"{layer}.g_idx": (torch.int32, (inputs,)),
-    }
-
-
-def pack(name: str, parts: Parts, meta: Meta, first: bool) -> dict[str, Tensor]:
-    """The stored tensors of plain parts; ``first``: of version 1."""
-    spec, layer, inputs = meta.spec, name.removesuffix(".weight"), meta.shape[1]
-    f = spec.format
-    groups = parts.scale.shape[1]
-    g_idx = torch.arange(inputs, dtype=torch.int32) // (inputs // groups)
-    codes = unordered(f.to_unsigned(parts.codes), parts.perm)
-    if parts.zero_point is None:
-        zero = torch.full(parts.scale.shape, _constant_zero(spec), dtype=torch.uint8)
-    else:
-        zero = f.to_unsigned(parts.zero_point)
-    return {
-        f"{layer}.qweight": _words(codes, f.bits).t().contiguous(),
-        f"{layer}.qzeros": _words(zero.t() - (1 if first else 0), f.bits),
-        f"{layer}.scales": parts.scale.t().contiguous(),
-        f"{layer}.g_idx": g_idx if parts.perm is None else unordered(g_idx, parts.perm),
-    }
-
-
-def _words(numbers: Tensor, bits: int) -> Tensor:
-    """Inverse of :func:`_unpack`. numbers: [n, count], count * bits a multiple of 32."""
-    return pack_bits(numbers.contiguous(), bits).reshape(-1).view(torch.int32).reshape(numbers.shape[0], -1)
-
-
-def method(metas: Mapping[str, Meta], plain: tuple[str, ...], first: bool) -> dict[str, Any]:
-    """``quantization_config``: the commonest bits and group size, and layers with others, or none, by name."""
-    kinds = {name: (m.spec.format.bits, _size(m.spec)) for name, m in metas.items()}
-    (bits, group), _ = Counter(kinds.values()).most_common(1)[0] if kinds else ((4, 128), 0)
-    reordered = any(m.perm for m in metas.values())
-    head = any(_module(name).rpartition(".")[2] == "lm_head" for name in metas)
-    dynamic: dict[str, Any] = {f"-:^{re.escape(_module(n))}$": {} for n in plain if head or _module(n) != "lm_head"}
-    for name, (b, g) in kinds.items():
-        if (b, g) != (bits, group):
-            dynamic[f"+:^{re.escape(_module(name))}$"] = {"bits": b, "group_size": g}
-    return {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": group,
-        "desc_act": reordered,
-        "act_group_aware": False,
-        "sym": all(symmetric(m.spec) for m in metas.values()),
-        "lm_head": head,
-        "checkpoint_format": V1 if first else V2,  # as older programs call it, and as GPTQModel does now
-        "format": V1 if first else V2,
-        "pack_dtype": "int32",
-        "meta": {"quantizer": ["pennyweight"]},
-        **({"dynamic": dynamic} if dynamic else {}),
-    }
-
-
-def _module(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
-def _writing(first: bool) -> Writing:
-    return Writing(
-        partial(refuses, first=first), partial(nearest, first=first), stored, partial(pack, first=first),
-        partial(method, first=first),
-    )  # fmt: skip
-
-
 ORACLE = "auto-round 0.16.1 (auto_round_extension.torch), by hand; an independent formula in the tests"
 # Two rows, because what is written is decided before all tensors are known. Version 1 holds what is symmetric, and all
 # programs read it; version 2 holds every zero point.
-GPTQ = Codec(V1, lambda m, entries: _claims(m, entries) and not _is_second(m), find, ORACLE, _writing(True))
-GPTQ_V2 = Codec(V2, lambda m, entries: _claims(m, entries) and _is_second(m), find, ORACLE, _writing(False))
+GPTQ = Codec(V1, lambda m, entries: _claims(m, entries) and not _is_second(m), find, ORACLE, writing(True))
+GPTQ_V2 = Codec(V2, lambda m, entries: _claims(m, entries) and _is_second(m), find, ORACLE, writing(False))
 
 
 def _is_second(method: Method) -> bool:
