@@ -120,20 +120,29 @@ def find(entries: Entries, method: Method, get: Get | None = None) -> dict[str, 
     for stored in entries:
         name, _, part = stored.rpartition(".")
         if part in ("qweight", "qzeros", "g_idx") and f"{name}.weight" not in out:
-            out[f"{name}.weight"] = _found(name, entries, method, version)
+            out[f"{name}.weight"] = _found(name, entries, method, version, get)
     return out
 
 
-def _found(name: str, entries: Entries, method: Method, version: str) -> Found:
+def _found(name: str, entries: Entries, method: Method, version: str, get: Get | None) -> Found:
     try:
         layer, dtype = _layer(name, entries, method, version)
+        reordered = _reordered(layer, method, get)
     except ValueError as e:
         raise KeyedError(f"{name}.weight", str(e)) from e
     spec = QuantSpec(unsigned(layer.bits), (layer.size,), dtype, zero_point=not layer.symmetric,
                      mid=1 << (layer.bits - 1) if layer.symmetric else 0)  # fmt: skip
-    reordered = layer.ordered and layer.groups > 1 and _setting(method, "desc_act", bool) is True
     meta = Meta(spec, (layer.outputs, layer.inputs), dtype, perm=reordered)
     return Found(meta, layer.stored, partial(read_parts, layer))
+
+
+def _reordered(layer: Layer, method: Method, get: Get | None) -> bool:
+    """Whether channels lie in another order: g_idx says, which is small; without it the config's word is taken."""
+    if not layer.ordered or layer.groups == 1:
+        return False
+    if get is None:
+        return _setting(method, "desc_act", bool) is True
+    return _order(layer, get(f"{layer.name}.g_idx")) is not None
 
 
 def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[Layer, torch.dtype]:

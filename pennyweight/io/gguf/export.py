@@ -140,7 +140,8 @@ def _typed(name: str, hf: str, held: Held, wanted: BlockType | None) -> Planned:
         return Planned(hf, held, type_, "quantized", why)
     same = [t for t in TYPES.values() if t.pack is not None and t.spec == meta.spec and not meta.perm]
     if same and (wanted is None or wanted in same):
-        return Planned(hf, held, wanted or same[0], "exact", "exact")
+        first = next((TYPES[t] for t in _IN_ORDER if TYPES[t] in same), same[0])
+        return Planned(hf, held, wanted or first, "exact", "exact")
     if wanted is None:
         for ask in ("exact", "rounded") if not meta.perm else ():
             for type_ in (TYPES[t] for t in _IN_ORDER):

@@ -56,6 +56,7 @@ def by_gguf(kind: str, raw: Tensor) -> np.ndarray:
     return gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType(TYPES[kind].id))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # random scales that are NaN, in gguf
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_a_tensor_of_each_type_stays_quantized_and_has_its_values(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
@@ -89,7 +90,7 @@ def test_scales_that_are_no_numbers_are_refused_when_read(tmp_path: Path) -> Non
         pw.load(tmp_path / "t.gguf")
 
 
-# -- several files -------------------------------------------------------------------------------------------------------
+# -- several files ----------------------------------------------------------------------------------------------
 
 
 def part(no: int, count: int, total: int | None = None) -> dict[str, Value]:
@@ -149,7 +150,7 @@ def test_a_folder_with_two_models_asks_which(tmp_path: Path) -> None:
     assert set(pw.load(tmp_path)) == {"a"}
 
 
-# -- into models ---------------------------------------------------------------------------------------------------------
+# -- into models ----------------------------------------------------------------------------------------------
 
 
 def saved(model: nn.Module, folder: Path) -> Path:
@@ -220,7 +221,7 @@ def test_an_unknown_architecture_needs_a_pattern_file(tmp_path: Path) -> None:
         pw.load(path, model)
     (tmp_path / "names.toml").write_text('[tensors]\n"blk.{i}.up.weight" = "{i}.weight"\n')
     pw.load(path, model, names=tmp_path / "names.toml")
-    assert [float(p.sum()) for p in model.parameters()] == [8, 16]
+    assert [float(p.detach().sum()) for p in model.parameters()] == [8, 16]
     pw.convert(path, tmp_path / "own", names=tmp_path / "names.toml")
     assert set(pw.load(tmp_path / "own")) == {"0.weight", "1.weight"}
     assert not (tmp_path / "own" / "config.json").exists()
