@@ -16,7 +16,7 @@ from . import searching
 from .blocks import TYPES
 from .searching import chosen, half
 
-_CHUNK = 1 << 20  # elements quantized in one go: the working memory is some tens of times that
+_CHUNK = 1 << 17  # elements quantized in one go: some tens of arrays of that size are worked on
 
 Rule = Callable[[Tensor, "Tensor | None"], Parts]
 
