@@ -1,7 +1,7 @@
 """The same codes under another spec: what can be said in two ways is not quantized anew.
 
 int4 and uint4 with ``mid`` 8 are the same numbers, a scale per row is a scale per group that repeats, and
-(q - 8) s is q s + (-8 s). Quantizing such a weight anew would change its codes; respelling it changes none, and rounds
+(q - z) s is q s + (-z s). Quantizing such a weight anew would change its codes; respelling it changes none, and rounds
 at most its scales and offsets, to the dtypes of the other spec.
 """
 
@@ -31,7 +31,7 @@ def fits(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str | None:
             times, default=1
         ) == 1
         return "exact" if same else None
-    moved = to.offset is not None and to.mid - shift - spec.mid != 0
+    moved = to.offset is not None and (spec.zero_point or to.mid - shift - spec.mid != 0)
     return (
         "exact"
         if not moved and all(_holds(getattr(to, s), getattr(spec, s)) for s in ("scale", "offset"))
@@ -62,14 +62,17 @@ def respell(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) 
         size = [n * m for n, m in zip(part_shape, times, strict=True)]
         zero = torch.full(size, shift, dtype=torch.int16) + given
         out = out._replace(zero_point=zero.to(to.zero_point_dtype))
+    elif out.zero_point is not None:  # it becomes an offset
+        out = out._replace(zero_point=None)
     if to.scale is None or isinstance(to.scale, QuantSpec) or isinstance(to.offset, QuantSpec):
         return out
     scale = real(parts.scale, spec.scale)
     out = out._replace(scale=_as(scale, to.scale))
     if to.offset is None:
         return out
-    # (c - mid) s + o with c = c' - shift
-    moved = (to.mid - shift - spec.mid) * scale
+    # (c - zero) s + o with c = c' - shift
+    was: Any = spec.mid if parts.zero_point is None else _repeat(parts.zero_point, times).float()
+    moved = (to.mid - shift - was) * scale
     offset = moved if parts.offset is None else real(parts.offset, spec.offset) + moved
     return out._replace(offset=_as(offset, to.offset))
 
@@ -88,7 +91,7 @@ def _shift(spec: QuantSpec, to: QuantSpec) -> int | None:
     if f.kind != "int" or g.kind != "int":
         same = f is g and (spec.mid, spec.zero_point) == (to.mid, to.zero_point)
         return 0 if same else None
-    if spec.zero_point and not to.zero_point:
+    if spec.zero_point and not to.zero_point and not isinstance(to.offset, torch.dtype):
         return None
     # A zero point or offset moves along with the codes; where it need not, it is not rounded either
     moves = (to.mid - spec.mid, int(g.lo - f.lo)) if to.offset is not None else (int(g.lo - f.lo),)

@@ -83,6 +83,8 @@ def test_known_pairs_in_both_directions() -> None:
         (MXFP4, QuantSpec(E2M1, (16,))),
         (NVFP4, QuantSpec(E2M1, (16,))),
         (TINYGEMM, EXTRA["q4_1"]),
+        (EXTRA["uint4 zero"], EXTRA["q4_1"]),
+        (EXTRA["int4 zero"], TINYGEMM.with_(block=(32,), scale=torch.float32, offset=torch.float32)),
         (QuantSpec(TERNARY, None), EXTRA["int8 row"]),
     ],
     ids=str,

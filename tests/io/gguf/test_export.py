@@ -102,7 +102,7 @@ def quantized_as(kind: str) -> nn.Module:
         (pw.QuantSpec(INT4, (128,)), "Q4_0", False),
         (pw.QuantSpec(UINT4, (32,), scale=F16, offset=F16), "Q4_1", True),
         (TINYGEMM, "Q4_1", False),
-        (pw.QuantSpec(UINT4, (64,), scale=F16, zero_point=True), "Q8_0", False),
+        (pw.QuantSpec(UINT4, (64,), scale=F16, zero_point=True), "Q4_1", False),
         (pw.QuantSpec(NF4, (64,)), "Q8_0", False),
         (FP8_ROW, "Q8_0", False),
         (MXFP4, "MXFP4", True),
