@@ -50,7 +50,7 @@ def block_of(block_size: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]
     if len(block_size) != len(shape):
         raise AssertionError(f"block_size {list(block_size)} has not one number for each axis of {list(shape)}")
     for i, (b, n) in enumerate(zip(block_size, shape, strict=True)):
-        if b > 0 and n % b:
+        if b < -1 or (b == 0 and n) or (b > 0 and n % b):
             raise AssertionError(f"block_size {list(block_size)} does not divide the shape {list(shape)} at axis {i}")
     sizes = tuple(1 if b == 1 else -1 if b == n else b for b, n in zip(block_size, shape, strict=True))
     return None if len(sizes) > 1 and all(b == -1 for b in sizes) else sizes
