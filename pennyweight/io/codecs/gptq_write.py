@@ -160,5 +160,5 @@ def writing(first: bool) -> Writing:
     """Of version 1 (``first``) or 2."""
     return Writing(
         partial(refuses, first=first), partial(nearest, first=first), stored, partial(pack, first=first),
-        partial(method, first=first),
+        partial(method, first=first), perm=True,
     )  # fmt: skip

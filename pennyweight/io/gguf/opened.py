@@ -191,10 +191,12 @@ def moved(held: Held, transform: Transform, name: str, to_gguf: bool) -> Held:
     return replace(held, read=lambda: change(held.read()), rows=rows)
 
 
-def write_side_files(source: Opened, dst: str, quantization_config: dict[str, Any] | None) -> None:
+def write_side_files(
+    source: Opened, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
+) -> None:
     """config.json and the tokenizer's files, from the metadata."""
     if source.config is not None:
-        write_bytes(os.path.join(dst, "config.json"), config_bytes(source.config, quantization_config))
+        write_bytes(os.path.join(dst, "config.json"), config_bytes(source.config, quantization_config, dtype))
     kv = values(source)
     files, _ = tokenizer_files(kv)
     for name, data in (files | pooling_files(kv)).items():
