@@ -166,14 +166,15 @@ def _told_dtype(chosen: Mapping[str, Choice]) -> torch.dtype | None:
 
 def side_files(source: Opened, method: dict[str, Any] | None, dtype: torch.dtype | None) -> Callable[[str], object]:
     """Writes config.json, tokenizer and the like into a folder. dtype: what all floats are; None: as before."""
-    if source.format == "gguf":
-        from .gguf.opened import write_side_files
-
-        return lambda dst: write_side_files(source, dst, method, dtype)
     folder = folder_of(source.path)
 
     def write(dst: str) -> None:
-        copied = copy_side_files(folder, dst, method, dtype)
+        if source.format == "gguf":
+            from .gguf.opened import write_side_files
+
+            copied = write_side_files(source, dst, method, dtype)
+        else:
+            copied = copy_side_files(folder, dst, method, dtype)
         if method is not None and method["quant_method"] != METHOD and "config.json" not in copied:
             # without it nobody would know the format
             write_bytes(os.path.join(dst, "config.json"), config_bytes({}, method))

@@ -136,7 +136,8 @@ def _typed(name: str, hf: str, held: Held, wanted: BlockType | None) -> Planned:
     meta = held.meta
     if meta is not None and meta.axes is not None:
         raise CheckpointError(None, hf, "is stored transposed, which GGUF does not know; convert to='float' first")
-    if len(kind.shape) < 2 or name.endswith(_FLOAT32):
+    numbers = meta is not None or kind.dtype in _FLOATS
+    if numbers and (len(kind.shape) < 2 or name.endswith(_FLOAT32)):
         return Planned(hf, held, TYPES["F32"], "float" if meta else "copied", f"{_word(held)}, as F32")
     if meta is None:
         if wanted is None or wanted.plain or kind.dtype not in _FLOATS:

@@ -193,12 +193,13 @@ def moved(held: Held, transform: Transform, name: str, to_gguf: bool) -> Held:
 
 def write_side_files(
     source: Opened, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
-) -> None:
-    """config.json and the tokenizer's files, from the metadata."""
-    if source.config is not None:
-        write_bytes(os.path.join(dst, "config.json"), config_bytes(source.config, quantization_config, dtype))
+) -> list[str]:
+    """config.json and the tokenizer's files, from the metadata. Returns names."""
     kv = values(source)
-    files, _ = tokenizer_files(kv)
-    for name, data in (files | pooling_files(kv)).items():
+    files = tokenizer_files(kv)[0] | pooling_files(kv)
+    if source.config is not None:
+        files["config.json"] = config_bytes(source.config, quantization_config, dtype)
+    for name, data in files.items():
         os.makedirs(os.path.dirname(os.path.join(dst, name)), exist_ok=True)
         write_bytes(os.path.join(dst, name), data)
+    return list(files)
