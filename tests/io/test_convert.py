@@ -11,8 +11,8 @@ from torch import Tensor
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
-from pennyweight.io import streaming as streaming_module
 from pennyweight.io import targets as targets_module
+from pennyweight.io.progress import NAME
 from tests.io.test_native import assert_same
 from tests.io.test_quantize_files import CONFIGS, Net, contents
 
@@ -88,16 +88,9 @@ def test_stopped_and_resumed_gives_the_same_bytes(
 
     with pytest.raises(KeyboardInterrupt):
         pw.convert(quantized, tmp_path / "dst", max_shard_bytes=5000, progress=stop)
-    assert (tmp_path / "dst" / streaming_progress()).exists()
+    assert (tmp_path / "dst" / NAME).exists()
     pw.convert(quantized, tmp_path / "dst", max_shard_bytes=5000)
     assert contents(tmp_path / "dst") == contents(tmp_path / "whole")
-
-
-def streaming_progress() -> str:
-    from pennyweight.io.progress import NAME
-
-    assert streaming_module is not None
-    return NAME
 
 
 def test_dry_run_writes_nothing(quantized: Path, tmp_path: Path) -> None:

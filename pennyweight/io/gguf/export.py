@@ -291,6 +291,3 @@ def _parts(p: Planned, x: Tensor, noise: Noise) -> Parts:
     parts = quantize(wide, p.type.name)
     noise.add(p.hf, wide, sqnr(wide, dequantize(parts, spec, wide.shape)))
     return parts
-
-
-__all__ = ["FILE_TYPES", "write_gguf"]

@@ -19,10 +19,11 @@ from ..native import from_parts
 from ..opened import Held, Opened
 from ..side_files import config_bytes
 from ..write import write_bytes
-from .config import ROPE_TENSORS, config_from_kv
+from .config import config_from_kv
 from .container import File
 from .names import Patterns, read_patterns, to_hf
 from .pooling import pooling_files
+from .rope import ROPE_TENSORS
 from .tokenizer_files import tokenizer_files
 from .transforms import Transform
 

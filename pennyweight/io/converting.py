@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -205,6 +205,3 @@ def fill(report: Report, chosen: Mapping[str, Choice], sqnr: Mapping[str, float]
 
 def _word(kind: Any) -> str:
     return str(kind.dtype).removeprefix("torch.")
-
-
-__all__: Sequence[str] = ["convert", "formats"]
