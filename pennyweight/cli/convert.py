@@ -49,7 +49,7 @@ def convert(
     """
     from ..core.spec import DTYPES
     from ..io import convert as run
-    from ..io.conversion import formats
+    from ..io.converting import formats
     from .contents import contents
 
     if not to:

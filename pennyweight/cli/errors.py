@@ -15,6 +15,7 @@ FAILED = 2
 _SPELLING = {
     "resume=False": "--no-resume", "skip=": "--skip ", "group_size=": "--group-size ",
     "on_indivisible=": "--on-indivisible ", "allow_pickle=True": "--allow-pickle", "gguf_type=": "--type ",
+    "to=": "--to ",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"\b({'|'.join(_SPELLING)})")
 

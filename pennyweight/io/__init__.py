@@ -1,6 +1,6 @@
 """Files: the native safetensors format, and those of other libraries, read and written whole or not at all."""
 
-from .conversion import convert
+from .converting import convert
 from .detect import open
 from .errors import CheckpointError
 from .loading import load

@@ -132,7 +132,9 @@ class File:
             raise CheckpointError(self.path, None, f"{self.size} bytes; a safetensors file has at least 8")
         length = int.from_bytes(self._read_at(0, 8), "little")
         if not 2 <= length <= self.size - 8:
-            raise CheckpointError(self.path, None, f"header of {length} bytes in a file of {self.size}")
+            raise CheckpointError(
+                self.path, None, f"header of {length} bytes in a file of {self.size}: no safetensors file"
+            )
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(self.path, None, f"header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
         data = self._read_at(8, length)

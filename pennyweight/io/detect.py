@@ -12,6 +12,7 @@ from .errors import CheckpointError
 from .opened import Opened, opened
 from .outline import read_config, read_json
 from .plugins import reader
+from .side_files import folder_of
 
 GGUF_MAGIC = b"GGUF"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
@@ -74,7 +75,7 @@ def _magic(path: str) -> bytes:
 
 
 def _safetensors(c: Checkpoint) -> Opened:
-    folder = c.path if os.path.isdir(c.path) else os.path.dirname(os.path.abspath(c.path))
+    folder = folder_of(c.path)
     config = read_config(folder)
     method = quantization_of(config, folder)
     entries = {name: c.entry(name) for name in c.where}

@@ -7,6 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from ..core.spec import dtype_name
 from ..models.configs import AOBaseConfig
 from ..models.configs.plain_data import config_to_data
 from .checkpoint import inside
@@ -36,8 +39,21 @@ def quantization_config(config: AOBaseConfig | None, left_out: Sequence[str] | N
     return {"quant_method": METHOD, "version": version_of(Manifest()), "config": data, "modules_to_not_convert": names}
 
 
-def copy_side_files(src: str, dst: str, quantization_config: dict[str, Any] | None) -> list[str]:
-    """Copy them from a source folder; config.json with that "quantization_config", or without any. Returns names.
+def folder_of(path: str) -> str:
+    """The folder of a checkpoint that is given by its own path, or by that of a file."""
+    return path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+
+
+def method_files(folder: str) -> list[str]:
+    """Paths of the small files in a folder that say how its weights are to be read."""
+    paths = [os.path.join(folder, name) for name in ("config.json", "quantize_config.json")]
+    return [path for path in paths if os.path.isfile(path)]
+
+
+def copy_side_files(
+    src: str, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
+) -> list[str]:
+    """Copy them from a source folder; config.json as :func:`config_bytes` has it. Returns names.
 
     Raises CheckpointError for a link that leads out of the folder.
     """
@@ -54,7 +70,9 @@ def copy_side_files(src: str, dst: str, quantization_config: dict[str, Any] | No
         path = inside(folder, name)
         if not os.path.isfile(path) or os.path.getsize(path) > MAX_BYTES:
             continue
-        data = config_bytes(read_config(src) or {}, quantization_config) if name == "config.json" else _read(path)
+        data = _read(path)
+        if name == "config.json":
+            data = config_bytes(read_config(src) or {}, quantization_config, dtype)
         os.makedirs(os.path.dirname(os.path.join(dst, name)), exist_ok=True)
         write_bytes(os.path.join(dst, name), data)
         copied.append(name)
@@ -66,11 +84,15 @@ def _wanted(name: str) -> bool:
     return known and not name.startswith(".") and not name.endswith(".index.json") and name not in _ABOUT_WEIGHTS
 
 
-def config_bytes(config: Mapping[str, Any], quantization_config: dict[str, Any] | None) -> bytes:
-    """config.json with that "quantization_config" in place of its own."""
+def config_bytes(
+    config: Mapping[str, Any], quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
+) -> bytes:
+    """config.json with that "quantization_config" in place of its own, or none; ``dtype``: what its floats are now."""
     kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
     if quantization_config is not None:
         kept["quantization_config"] = quantization_config
+    if dtype is not None:
+        kept["dtype" if "dtype" in kept else "torch_dtype"] = dtype_name(dtype)  # new releases read both
     return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 

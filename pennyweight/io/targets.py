@@ -82,7 +82,7 @@ def floats(dtype: torch.dtype | None) -> Target:
     return Target("float", choose, lambda name, c: _plain(name, c.kind), none, True, lambda metas, plain: None)
 
 
-def foreign(name: str, writing: Writing) -> Target:
+def foreign(format: str, writing: Writing) -> Target:
     """A format of another library: exact where it has the numbers, else the nearest spec that it has, or float."""
 
     def choose(name: str, held: Held) -> Choice:
@@ -90,9 +90,11 @@ def foreign(name: str, writing: Writing) -> Target:
         if not isinstance(kind, Meta):
             return Choice(kind, COPIED)
         why = writing.refuses(name, kind)
+        near = kind.spec if why is None else writing.nearest(name, kind)
+        if why is None and kind.perm and not writing.perm:
+            why = f"its channels lie in another order, of which {format} keeps nothing"
         if why is None:
             return Choice(kind, EXACT)
-        near = writing.nearest(name, kind)
         if near is None:
             return Choice(Entry(kind.dtype, kind.shape), FLOAT, why)
         same = kind.act is not None and near.format.kind == kind.spec.format.kind
@@ -108,7 +110,7 @@ def foreign(name: str, writing: Writing) -> Target:
     def stored(name: str, choice: Choice) -> Stored:
         return writing.stored(name, choice.kind) if isinstance(choice.kind, Meta) else _plain(name, choice.kind)
 
-    return Target(name, choose, stored, writing.pack, False, writing.method)
+    return Target(format, choose, stored, writing.pack, False, writing.method)
 
 
 def item(target: Target, name: str, held: Held, choice: Choice, aliases: tuple[str, ...], noise: Noise) -> Item:
@@ -157,7 +159,7 @@ def spelt(name: str, w: AffineQuantizedTensor, choice: Choice, spec: QuantSpec, 
     moved = parts.perm is not None and not choice.kind.perm  # channels in their own order have other blocks
     new = None if moved else respell(parts, mine, shape, spec)
     if new is None:
-        new = quantize(was, spec)
+        new = quantize(was, spec)._replace(act_scale=parts.act_scale, act_zero_point=parts.act_zero_point)
     noise.add(name, was, sqnr(was, dequantize(new, spec, shape)))
     return new
 

@@ -11,8 +11,8 @@ from torch import Tensor
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
-from pennyweight.io import streaming as streaming_module
 from pennyweight.io import targets as targets_module
+from pennyweight.io.progress import NAME
 from tests.io.test_native import assert_same
 from tests.io.test_quantize_files import CONFIGS, Net, contents
 
@@ -88,16 +88,9 @@ def test_stopped_and_resumed_gives_the_same_bytes(
 
     with pytest.raises(KeyboardInterrupt):
         pw.convert(quantized, tmp_path / "dst", max_shard_bytes=5000, progress=stop)
-    assert (tmp_path / "dst" / streaming_progress()).exists()
+    assert (tmp_path / "dst" / NAME).exists()
     pw.convert(quantized, tmp_path / "dst", max_shard_bytes=5000)
     assert contents(tmp_path / "dst") == contents(tmp_path / "whole")
-
-
-def streaming_progress() -> str:
-    from pennyweight.io.progress import NAME
-
-    assert streaming_module is not None
-    return NAME
 
 
 def test_dry_run_writes_nothing(quantized: Path, tmp_path: Path) -> None:
@@ -148,3 +141,37 @@ def test_open_is_a_mapping_that_reads_nothing(quantized: Path, monkeypatch: pyte
         assert name in checkpoint
         assert str(len(checkpoint.held)) in repr(checkpoint)
         assert checkpoint == checkpoint  # noqa: PLR0124 - Mapping's own comparison would read everything
+
+
+@pytest.mark.parametrize(("config", "twice"), [(None, True), ({"tie_word_embeddings": False}, True), ({}, False)])
+def test_two_names_of_a_tensor(config: dict[str, Any] | None, twice: bool, tmp_path: Path) -> None:
+    """Formats without aliases store a tensor twice, unless its config may tie the two."""
+    w = QT.from_float(torch.randn(64, 128), pw.QuantSpec(pw.get_format("int8"), (-1,)))
+    pw.save({"embed.weight": w, "head.weight": w}, tmp_path / "src")
+    if config is not None:
+        (tmp_path / "src" / "config.json").write_text(json.dumps(config))
+    for to in ("float", "compressed-tensors"):
+        report = pw.convert(tmp_path / "src", tmp_path / to, to=to)
+        state = pw.load(tmp_path / to)
+        assert state.keys() == ({"embed.weight", "head.weight"} if twice else {"embed.weight"})
+        assert [r.name for r in report.rows] == list(state)
+        assert torch.equal(state["embed.weight"].dequantize(), w.dequantize())
+    pw.convert(tmp_path / "src", tmp_path / "own")
+    state = pw.load(tmp_path / "own")
+    assert state["embed.weight"] is state["head.weight"]
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_config_json_says_the_dtype_that_is_written(key: str, quantized: Path, tmp_path: Path) -> None:
+    (quantized / "config.json").write_text(json.dumps({key: "bfloat16"}))
+    for name, dtype in (("a", None), ("b", torch.float16)):
+        pw.convert(quantized, tmp_path / name, to="float", dtype=dtype)
+        said = {key: "bfloat16" if dtype is None else "float16"}
+        assert json.loads((tmp_path / name / "config.json").read_text()) == said
+
+
+def test_floats_alone_are_not_called_ours(tmp_path: Path) -> None:
+    pw.save({"a.weight": torch.randn(4, 4)}, tmp_path / "src")
+    (tmp_path / "src" / "config.json").write_text("{}")
+    pw.convert(tmp_path / "src", tmp_path / "dst")
+    assert json.loads((tmp_path / "dst" / "config.json").read_text()) == {}

@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.core.formats import E4M3, INT3, INT4, INT8, NF4, UINT4
+from pennyweight.core.formats import E4M3, E5M2, INT3, INT4, INT8, NF4, UINT4
 from pennyweight.core.spec import FP8_BLOCK, FP8_ROW, FP8_TENSOR, INT8_ROW, MXFP4, NVFP4, TINYGEMM, ActivationSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
 from pennyweight.io.codecs import CODECS
-from pennyweight.io.conversion import formats
+from pennyweight.io.converting import formats
 
 F16 = torch.float16
 INT4_32 = pw.QuantSpec(INT4, (32,), scale=F16)
@@ -162,3 +162,55 @@ def test_an_unknown_method_is_told(tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "quarks"}}))
     with pytest.raises(CheckpointError, match=r"quant_method 'quarks'.*read are: compressed-tensors, gptq"):
         pw.open(tmp_path / "m")
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "gptq", "gptq_v2", "awq", "bitsandbytes"])
+@pytest.mark.parametrize("spec", [ZEROS, INT4_32, INT8_ROW], ids=str)
+def test_channels_in_another_order(to: str, spec: pw.QuantSpec, tmp_path: Path) -> None:
+    """GPTQ keeps the order; elsewhere such a weight is quantized anew, in the order of its channels."""
+    w = QT.from_float(torch.randn(64, 128, dtype=F16), spec).with_(perm=torch.randperm(128))
+    pw.save({"up.weight": w}, tmp_path / "own")
+    row = pw.convert(tmp_path / "own", tmp_path / "there", to=to).rows[0]
+    value, after = w.dequantize(torch.float32), pw.load(tmp_path / "there")["up.weight"].dequantize(torch.float32)
+    assert (row.note == "exact") == torch.equal(value, after)
+    if to == "gptq_v2" and spec is ZEROS:
+        assert row.note == "exact"
+    else:
+        assert float((value - after).norm()) < 0.2 * float(value.norm())
+
+
+def test_a_static_activation_stays_where_the_weight_is_quantized_anew(tmp_path: Path) -> None:
+    act = ActivationSpec(FP8_TENSOR, "static")
+    w = QT.from_float(torch.randn(64, 128), pw.QuantSpec(E5M2, (32,)))
+    w = QT(
+        w.plain_parts()._replace(act_scale=torch.tensor([0.02])), w.spec.with_(layout="plain"), w.shape, w.dtype, act
+    )
+    pw.save({"up.weight": w}, tmp_path / "own")
+    row = pw.convert(tmp_path / "own", tmp_path / "there", to="compressed-tensors").rows[0]
+    assert row.note.startswith("requantized")
+    after = pw.load(tmp_path / "there")["up.weight"]
+    assert after.act == act
+    assert after.act_scale.item() == w.act_scale.item()
+
+
+@pytest.mark.parametrize("to", EXACT)
+def test_a_float_model_is_no_model_of_another_library(to: str, tmp_path: Path) -> None:
+    pw.save({"up.weight": torch.randn(64, 128)}, tmp_path / "own")
+    with pytest.raises(CheckpointError, match=f"holds nothing quantized to write as {to}; quantize it first"):
+        pw.convert(tmp_path / "own", tmp_path / "there", to=to)
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_job_is_another_one_once_the_config_reads_its_codes_otherwise(tmp_path: Path) -> None:
+    saved(tmp_path / "own", ZEROS)
+    pw.convert(tmp_path / "own", tmp_path / "there", to="gptq_v2")
+
+    def stop(done: int, total: int, name: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pw.convert(tmp_path / "there", tmp_path / "back", progress=stop)
+    text = (tmp_path / "there" / "config.json").read_text()
+    (tmp_path / "there" / "config.json").write_text(text.replace('"gptq_v2"', '"gptq"'))
+    with pytest.raises(CheckpointError, match="is of another source, config"):
+        pw.convert(tmp_path / "there", tmp_path / "back")

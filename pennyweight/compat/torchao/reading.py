@@ -14,7 +14,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...io.checkpoint import Checkpoint
 from ...io.container import DTYPE_NAMES, Entry
 from ...io.errors import CheckpointError
-from ...io.native import describe, pack
+from ...io.native import describe, identity, pack
 from ...io.opened import Held, Opened
 from . import pickles
 from .safetensors_state import unflatten_tensor_state_dict
@@ -106,12 +106,19 @@ def open_pickle(path: str) -> Opened:
     if not isinstance(state, Mapping) or not all(isinstance(k, str) for k in state):
         raise CheckpointError(path, None, f"holds a {type(state).__name__}, not a state dict of tensors")
     held: dict[str, Held] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
     for name, w in state.items():
         if not isinstance(w, Tensor) or (not isinstance(w, AffineQuantizedTensor) and w.dtype not in DTYPE_NAMES):
             raise CheckpointError(path, name, f"is a {type(w).__name__}, which is no tensor that can be read")
+        key = identity(w)
+        other = name if key is None else first.setdefault(key, name)
+        if other != name:
+            aliases[name] = other
+            continue
         w = _checked(path, name, w.detach())
         held[name] = _held(name, w, w.nbytes, lambda w=w: w)
-    return Opened(path, "torch", held, (os.path.realpath(path),), lambda: None)
+    return Opened(path, "torch", held, (os.path.realpath(path),), lambda: None, aliases)
 
 
 __all__ = ["FORMAT", "claims", "open_pickle", "open_safetensors"]

@@ -26,7 +26,7 @@ from ...core.spec import QuantSpec
 from ..container import Entry
 from ..manifest import KeyedError, Meta, Stored
 from .base import Codec, Found, Get, Writing
-from .expect import FLOATS, no_left_overs, setting, stored
+from .expect import FLOATS, need, no_left_overs, setting
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PARTS = (".qweight", ".qzeros", ".scales")
@@ -58,7 +58,7 @@ def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> 
 
 def _find_layer(prefix: str, group: int, entries: Mapping[str, Entry]) -> Found:
     owner = f"{prefix}.weight"
-    words = stored(entries, f"{prefix}.qweight", owner, (torch.int32,), None)
+    words = need(f"{prefix}.qweight", entries, (torch.int32,), owner=owner)
     if len(words.shape) != 2 or not all(words.shape):
         raise KeyedError(owner, f"{prefix}.qweight is {list(words.shape)[:8]}, expected int32 [in, out / 8]")
     inputs, outputs = words.shape[0], words.shape[1] * 8
@@ -67,8 +67,8 @@ def _find_layer(prefix: str, group: int, entries: Mapping[str, Entry]) -> Found:
         raise KeyedError(
             owner, f"{prefix}.qweight has {inputs} inputs, which quantization_config.group_size {group} does not divide"
         )  # fmt: skip
-    stored(entries, f"{prefix}.qzeros", owner, (torch.int32,), (inputs // size, words.shape[1]))
-    scales = stored(entries, f"{prefix}.scales", owner, FLOATS, (inputs // size, outputs))
+    need(f"{prefix}.qzeros", entries, (torch.int32,), (inputs // size, words.shape[1]), owner=owner)
+    scales = need(f"{prefix}.scales", entries, FLOATS, (inputs // size, outputs), owner=owner)
     spec = QuantSpec(UINT4, (group,), scale=scales.dtype, zero_point=True)
     meta = Meta(spec, (outputs, inputs), scales.dtype)
     return Found(meta, tuple(prefix + part for part in _PARTS), partial(_parts, prefix))

@@ -42,11 +42,12 @@ class Writing:
     """The writing half of a codec.
 
     refuses  why a tensor cannot be kept exactly, in one sentence; None where it can
-    nearest  the spec that a tensor gets which is refused, or float; None: it stays float
+    nearest  the spec that a tensor gets which is refused; None: it becomes float
     stored   names, dtypes and shapes that a tensor will store
     pack     the stored tensors of plain parts
     method   ``quantization_config`` of config.json for all quantized tensors; ``plain``: weights of linear layers that
              stay float
+    perm     whether channels may lie in another order (``Meta.perm``); where not, such a tensor is quantized anew
     """
 
     refuses: Callable[[str, Meta], str | None]
@@ -54,6 +55,7 @@ class Writing:
     stored: Callable[[str, Meta], Stored]
     pack: Callable[[str, Parts, Meta], dict[str, Tensor]]
     method: Callable[[Mapping[str, Meta], tuple[str, ...]], dict[str, Any]]
+    perm: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from ..manifest import KeyedError, Meta
 from ..strict_json import parse
 from .base import Codec, Found, Get
 from .bitsandbytes_write import BLOCKSIZES, CODES, MAPS, MARK, NESTED, WRITING
-from .expect import FLOATS, main_float, no_left_overs, setting, stored
+from .expect import FLOATS, model_dtype, need, no_left_overs, setting
 from .runs import run_block, spread_runs
 
 _MAX_STATE = 4096  # bytes of the JSON text; a real one has about 170
@@ -77,7 +77,7 @@ def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> 
         _agrees(config, owner, "bnb_4bit_quant_type", kind, kind)
     rows = [name.removesuffix("SCB") + "weight" for name in entries if name.endswith(".SCB")]
     sides = [weight.removesuffix("weight") + "SCB" for weight in rows]
-    dtype = main_float(entries, sides) if rows else torch.float16
+    dtype = model_dtype(entries, sides) or torch.float16
     for name in rows:
         found[name] = _find_8bit(name, dtype, entries, get)
         _agrees(config, name, "load_in_8bit", True, "8-bit")
@@ -99,7 +99,7 @@ def _find_4bit(owner: str, kind: str, entries: Mapping[str, Entry], get: Get) ->
     nested = f"{owner}.nested_absmax" in entries or f"{owner}.nested_quant_map" in entries
     state = _read_state(owner, kind, nested, entries, get)
     shape, count = state.shape, math.prod(state.shape)
-    codes = stored(entries, owner, owner, _STORAGE, None)
+    codes = need(owner, entries, _STORAGE, owner=owner)
     wide = codes.dtype.itemsize
     if codes.shape != (-(-count // 2) // wide, 1) or -(-count // 2) % wide:
         raise KeyedError(
@@ -110,10 +110,10 @@ def _find_4bit(owner: str, kind: str, entries: Mapping[str, Entry], get: Get) ->
     sides = [f"{owner}{MARK}{kind}", f"{owner}.quant_map", f"{owner}.absmax"]
     fmt, order = CODES[kind]
     _read_map(owner, "quant_map", 16, entries, get, {fmt: order})
-    stored(entries, sides[2], owner, (torch.uint8 if nested else torch.float32,), (n_blocks,))
+    need(sides[2], entries, (torch.uint8 if nested else torch.float32,), (n_blocks,), owner=owner)
     if nested:
         sides += [f"{owner}.nested_absmax", f"{owner}.nested_quant_map"]
-        stored(entries, sides[3], owner, (torch.float32,), (-(-n_blocks // state.nested_blocksize),))
+        need(sides[3], entries, (torch.float32,), (-(-n_blocks // state.nested_blocksize),), owner=owner)
         table = _read_map(owner, "nested_quant_map", 256, entries, get, dict.fromkeys(MAPS, range(256)))
         state = state._replace(map=table)
     block, on_grid = run_block(shape, state.blocksize)
@@ -130,7 +130,7 @@ def _read_state(owner: str, kind: str, nested: bool, entries: Mapping[str, Entry
     if kind not in CODES:
         raise KeyedError(owner, f"quant_type {kind[:40]!r}; known: {', '.join(CODES)}")
     name = f"{owner}{MARK}{kind}"
-    if len(stored(entries, name, owner, (torch.uint8,), None).shape) != 1 or entries[name].numel > _MAX_STATE:
+    if len(need(name, entries, (torch.uint8,), owner=owner).shape) != 1 or entries[name].numel > _MAX_STATE:
         raise KeyedError(
             owner, f"{name} is {list(entries[name].shape)[:8]}, expected at most {_MAX_STATE} bytes of JSON"
         )
@@ -175,7 +175,7 @@ def _read_map(
 
     None for a table that is at most a few units in the last place off. Raises KeyedError for any other.
     """
-    stored(entries, f"{owner}.{part}", owner, (torch.float32,), (count,))
+    need(f"{owner}.{part}", entries, (torch.float32,), (count,), owner=owner)
     table = get(f"{owner}.{part}")
     ours = {fmt: torch.tensor(fmt.values, dtype=torch.float32) for fmt in known}
     for fmt, order in known.items():
@@ -213,13 +213,13 @@ def _parts_4bit(owner: str, meta: Meta, state: _State, get: Get) -> Parts:
 
 def _find_8bit(name: str, dtype: torch.dtype, entries: Mapping[str, Entry], get: Get) -> Found:
     prefix = name.removesuffix("weight")
-    codes = stored(entries, name, name, (torch.int8,), None)
+    codes = need(name, entries, (torch.int8,), owner=name)
     if len(codes.shape) != 2 or not all(codes.shape):
         raise KeyedError(name, f"is {list(codes.shape)[:8]}, expected int8 [out, in]")
-    stored(entries, f"{prefix}SCB", name, (torch.float32,), codes.shape[:1])
+    need(f"{prefix}SCB", entries, (torch.float32,), codes.shape[:1], owner=name)
     parts = [name, f"{prefix}SCB"]
     if f"{prefix}weight_format" in entries:
-        stored(entries, f"{prefix}weight_format", name, (torch.uint8,), ())
+        need(f"{prefix}weight_format", entries, (torch.uint8,), (), owner=name)
         if int(get(f"{prefix}weight_format")):
             raise KeyedError(name, "weight_format is not 0: tiled for one kind of GPU; only the order of rows is read")
         parts.append(f"{prefix}weight_format")

@@ -34,8 +34,8 @@ from ..manifest import KeyedError, Meta
 from . import words
 from .base import Codec, Found, Get
 from .compressed_tensors_config import E8M0_SCALE, Group, Groups
-from .compressed_tensors_writing import WRITING
-from .layers import FLOATS, by_layer, join, model_dtype, need
+from .compressed_tensors_write import WRITING
+from .expect import FLOATS, by_layer, join, model_dtype, need
 
 # The scale of NVFP4 groups: e4m3 / global_scale. With one over it in float64, their product rounded to float32 is the
 # float32 quotient: two roundings move it by 2**-52 of itself, and no quotient of float32 numbers is nearer than 2**-49

@@ -19,7 +19,7 @@ import torch
 
 from ...core.formats import E2M1, E2M3, E4M3, E8M0, Format, get_format
 from ...core.spec import NVFP4, ActivationSpec, QuantSpec
-from .layers import option
+from .expect import setting
 from .patterns import pattern
 
 E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
@@ -81,10 +81,10 @@ class Groups:
 
     def __init__(self, config: Mapping[str, Any], known: Collection[str]) -> None:
         _refuse_more(config)
-        raw = option("quantization_config", config, "config_groups", (dict,), {})
+        raw = setting(config, "config_groups", dict, {})
         if len(raw) > _MAX_GROUPS:
             raise ValueError(f"{len(raw)} config_groups; at most {_MAX_GROUPS} are read")
-        default = option("quantization_config", config, "format", (str,), "dense")
+        default = setting(config, "format", str, "dense")
         self.groups: list[Group] = []
         self.targets: dict[str, Group] = {}  # a target of two groups means the later, as in compressed-tensors
         for name, scheme in raw.items():
@@ -126,7 +126,7 @@ def _refuse_more(config: Mapping[str, Any]) -> None:
 
 
 def _strings(what: str, config: Mapping[str, Any], key: str) -> list[str]:
-    value = option(what, config, key, (list,), [])
+    value = setting(config, key, list, [], what=what)
     if not all(isinstance(v, str) for v in value):
         raise ValueError(f"{what}: {key} must be a list of names")
     return value
@@ -147,7 +147,7 @@ def _group(what: str, scheme: Any, default: str) -> tuple[Group | None, list[str
         raise ValueError(f"{what}.weights: dynamic weights are not stored")
     if weights.type == "float" and not weights.symmetric:
         raise ValueError(f"{what}.weights: floats have no zero point; symmetric must be true")
-    form = option(what, scheme, "format", (str,), default)
+    form = setting(scheme, "format", str, default, what=what)
     kind = KINDS.get((form, weights.type))
     if kind is None:
         known = ", ".join(sorted({f for f, t in KINDS if t == weights.type}))
@@ -168,9 +168,9 @@ def _group(what: str, scheme: Any, default: str) -> tuple[Group | None, list[str
 def _args(what: str, raw: Any) -> Args:
     if not isinstance(raw, dict):
         raise ValueError(f"{what} must be an object")
-    bits, kind = option(what, raw, "num_bits", (int,), 8), option(what, raw, "type", (str,), "int").lower()
-    group = option(what, raw, "group_size", (int,))
-    block = option(what, raw, "block_structure", (list, str))
+    bits, kind = setting(raw, "num_bits", int, 8, what=what), setting(raw, "type", str, "int", what=what).lower()
+    group = setting(raw, "group_size", int, what=what)
+    block = setting(raw, "block_structure", (list, str), what=what)
     if isinstance(block, str):  # "128x128" in old files
         block = [int(n) if n.isascii() and n.isdigit() and len(n) < 9 else 0 for n in block.split("x")]
     if block is not None and (len(block) != 2 or not all(type(n) is int and 0 < n <= _MAX_GROUP_SIZE for n in block)):
@@ -178,7 +178,7 @@ def _args(what: str, raw: Any) -> Args:
     if group is not None and not (group == -1 or 0 < group <= _MAX_GROUP_SIZE):
         raise ValueError(f"{what}: group_size must be positive, or -1 for a whole row, got {group}")
     inferred = "tensor" if group is None else "channel" if group == -1 else "group"
-    strategy = option(what, raw, "strategy", (str,), inferred).lower()
+    strategy = setting(raw, "strategy", str, inferred, what=what).lower()
     if strategy not in ("tensor", "channel", "group", "block", "token", "tensor_group"):
         raise ValueError(f"{what}: strategy {strategy[:40]!r} is not read")
     if strategy in ("group", "tensor_group") and (group is None or group < 1):
@@ -187,13 +187,13 @@ def _args(what: str, raw: Any) -> Args:
         raise ValueError(f"{what}: strategy {strategy!r} with block_structure {block}: one needs the other")
     if kind not in ("int", "float") or (kind == "float" and bits not in FLOAT_OF_BITS) or not 2 <= bits <= 8:
         raise ValueError(f"{what}: {bits} bits of type {kind[:40]!r} are not read")
-    dynamic = option(what, raw, "dynamic", (bool, str), False)
+    dynamic = setting(raw, "dynamic", (bool, str), False, what=what)
     if isinstance(dynamic, str) and (dynamic.lower(), strategy) != ("local", "tensor_group"):
         raise ValueError(f"{what}: dynamic {dynamic[:40]!r} with strategy {strategy!r} is not known")
     return Args(
-        bits, kind, option(what, raw, "symmetric", (bool,), True), strategy, group,
+        bits, kind, setting(raw, "symmetric", bool, True, what=what), strategy, group,
         None if block is None else (block[0], block[1]), dynamic if isinstance(dynamic, bool) else "local",
-        option(what, raw, "scale_dtype", (str,)),
+        setting(raw, "scale_dtype", str, what=what),
     )  # fmt: skip
 
 

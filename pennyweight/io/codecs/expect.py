@@ -13,19 +13,27 @@ from ..manifest import KeyedError
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def stored(
-    entries: Mapping[str, Entry], name: str, owner: str, dtypes: Collection[torch.dtype], shape: tuple[int, ...] | None
-) -> Entry:
-    """The entry of that name. Raises KeyedError for ``owner`` unless it has one of the dtypes and the shape."""
+def need(
+    name: str, entries: Mapping[str, Entry], dtypes: Collection[torch.dtype], *shapes: tuple[int, ...],
+    owner: str | None = None,
+) -> Entry:  # fmt: skip
+    """The entry of a stored tensor. Raises KeyedError unless it has one of the dtypes, and of the shapes, if any.
+
+    owner: the quantized tensor that the error is about, where that is not ``name`` itself.
+    """
     entry = entries.get(name)
     if entry is None:
-        raise KeyedError(owner, f"{name} is missing")
-    if entry.dtype not in dtypes or (shape is not None and entry.shape != shape):
+        reason = "is missing"
+    elif entry.dtype not in dtypes or (shapes and entry.shape not in shapes):
         kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        size = "" if shape is None else f" {list(shape)}"
+        sizes = " or ".join(str(list(s)) for s in shapes)
         got = f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)[:8]}"
-        raise KeyedError(owner, f"{name} is {got}, expected {kinds}{size}")
-    return entry
+        reason = f"is {got}, expected {kinds} {sizes}".rstrip()
+    else:
+        return entry
+    if owner is None:
+        raise KeyedError(name, reason)
+    raise KeyedError(owner, f"{name} {reason}")
 
 
 def no_left_overs(entries: Mapping[str, Entry], owned: Collection[str], ends: tuple[str, ...], what: str) -> None:
@@ -35,20 +43,40 @@ def no_left_overs(entries: Mapping[str, Entry], owned: Collection[str], ends: tu
             raise KeyedError(name, f"left over: no {what} goes with it")
 
 
-def setting(config: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """``config[key]``, or the default where it is missing or null. Raises ValueError unless it is of that type."""
-    value = config.get(key)
+def setting(
+    config: Mapping[str, Any], key: str, kinds: type | tuple[type, ...], default: Any = None,
+    what: str = "quantization_config",
+) -> Any:  # fmt: skip
+    """``config[key]``, or the default where it is missing or null. Raises ValueError where it is of another type."""
+    value, kinds = config.get(key), kinds if isinstance(kinds, tuple) else (kinds,)
     if value is None:
         return default
-    if type(value) is not kind:
-        raise ValueError(f"quantization_config.{key} must be {kind.__name__}, got {str(value)[:60]!r}")
+    if type(value) not in kinds:  # not isinstance: True is an int too
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{what}: {key} must be {names}, got {str(value)[:60]!r}")
     return value
 
 
-def main_float(entries: Mapping[str, Entry], apart_from: Collection[str]) -> torch.dtype:
-    """The float dtype of most stored elements, float16 where there are none: the model's, where a format names none."""
-    count = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), 0)
+def model_dtype(entries: Mapping[str, Entry], quantized: Collection[str]) -> torch.dtype | None:
+    """The dtype of most numbers that are not quantized: what such a model computes in. None where there are none."""
+    counts = dict.fromkeys(FLOATS, 0)
     for name, entry in entries.items():
-        if entry.dtype in count and name not in apart_from:
-            count[entry.dtype] += entry.numel
-    return max(count, key=lambda d: count[d])
+        if entry.dtype in counts and name not in quantized:
+            counts[entry.dtype] += entry.numel
+    best = max(counts, key=lambda dtype: counts[dtype])
+    return best if counts[best] else None
+
+
+def join(layer: str, ending: str) -> str:
+    """The stored name of a layer's tensor; a model that is itself a layer has the empty name."""
+    return f"{layer}.{ending}" if layer else ending
+
+
+def by_layer(entries: Mapping[str, Entry], endings: Collection[str]) -> dict[str, dict[str, str]]:
+    """{layer: {ending: stored name}} of the stored tensors whose last part is one of ``endings``."""
+    out: dict[str, dict[str, str]] = {}
+    for name in entries:
+        layer, _, ending = name.rpartition(".")
+        if ending in endings:
+            out.setdefault(layer, {})[ending] = name
+    return out

@@ -25,7 +25,7 @@ from ...core.spec import FP8_BLOCK, MXFP8, ActivationSpec, QuantSpec
 from ..container import Entry
 from ..manifest import KeyedError, Meta, Stored
 from .base import Codec, Found, Get, Writing
-from .layers import FLOATS, model_dtype, need, option
+from .expect import FLOATS, model_dtype, need, setting
 
 _F8 = torch.float8_e4m3fn
 _SCALES = ("weight_scale_inv", "scale", "qscale_weight")  # of a layer's ``weight``
@@ -59,17 +59,17 @@ def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get | Non
 
 def _config(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, str]:
     what = "quantization_config"
-    scheme = option(what, config, "activation_scheme", (str,), "dynamic").lower()
+    scheme = setting(config, "activation_scheme", str, "dynamic", what=what).lower()
     if scheme not in ("dynamic", "static"):
         raise ValueError(f"{what}: activation_scheme {scheme[:40]!r} is not read")
-    form = option(what, config, "fmt", (str,), "e4m3")
+    form = setting(config, "fmt", str, "e4m3", what=what)
     if form not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(f"{what}: fmt {form[:40]!r} is not read, only e4m3")
-    experts = option(what, config, "expert_dtype", (str,), "fp8")
+    experts = setting(config, "expert_dtype", str, "fp8", what=what)
     if experts != "fp8":
         raise ValueError(f"{what}: expert_dtype {experts[:40]!r} is not read")
     # absent means 128 x 128, null one scale in all
-    size = option(what, config, "weight_block_size", (list,)) if "weight_block_size" in config else list(_BLOCK)
+    size = setting(config, "weight_block_size", list, what=what) if "weight_block_size" in config else list(_BLOCK)
     if size is None:
         return None, scheme
     if len(size) != 2 or not all(type(n) is int and 0 < n <= _MAX_BLOCK for n in size):

@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from ...core.numerics import Parts
-from ...core.packing import unpack_bits
 from ...core.spec import QuantSpec
 from ..container import Entry
 from ..manifest import KeyedError, Meta
+from . import words
 from .base import Codec, Found, Get
+from .expect import setting
 from .gptq_write import BITS, SCALES, V1, V2, WORD, unsigned, writing
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -95,16 +96,9 @@ def _version(method: Method) -> str:
     return version
 
 
-def _setting(method: Method, key: str, kind: type, default: Any = None) -> Any:
-    value = method.get(key, default)
-    if value is not None and type(value) is not kind:
-        raise ValueError(f"quantization_config: {key} must be {kind.__name__}, got {str(value)[:40]!r}")
-    return value
-
-
 def _overrides(method: Method) -> list[Any]:
     """Settings of single layers. Their names are patterns, which a file's are not followed: sizes tell instead."""
-    dynamic = _setting(method, "dynamic", dict) or {}
+    dynamic = setting(method, "dynamic", dict, {})
     found = list(dynamic.values())
     if not all(isinstance(v, dict) for v in found):
         raise ValueError("quantization_config: dynamic must map patterns to objects")
@@ -114,7 +108,7 @@ def _overrides(method: Method) -> list[Any]:
 def find(entries: Entries, method: Method, get: Get | None = None) -> dict[str, Found]:
     """Quantized tensors by parameter name; see :class:`pennyweight.io.codecs.base.Codec`."""
     version = _version(method)
-    if _setting(method, "pack_dtype", str, "int32") != "int32":
+    if setting(method, "pack_dtype", str, "int32") != "int32":
         raise ValueError(f"quantization_config: pack_dtype {method['pack_dtype'][:40]!r}; words of int32 are read")
     out: dict[str, Found] = {}
     for stored in entries:
@@ -141,7 +135,7 @@ def _reordered(layer: Layer, method: Method, get: Get | None) -> bool:
     if not layer.ordered or layer.groups == 1:
         return False
     if get is None:
-        return _setting(method, "desc_act", bool) is True
+        return setting(method, "desc_act", bool) is True
     return _order(layer, get(f"{layer.name}.g_idx")) is not None
 
 
@@ -173,7 +167,7 @@ def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[L
         )
     size = _group_size(inputs, groups, method)
     alone = any("sym" in override for override in _overrides(method))
-    symmetric = _setting(method, "sym", bool) is True and not alone
+    symmetric = setting(method, "sym", bool) is True and not alone
     layer = Layer(name, bits, inputs, outputs, size, symmetric, version == V1, "g_idx" in found)
     return layer, found["scales"].dtype
 
@@ -182,7 +176,7 @@ def _bits(found: Entries, inputs: int | None, method: Method) -> int:
     """The number of bits that all sizes agree with; the config's where they leave a choice."""
     (rows, outputs), width = found["qweight"].shape, found["qzeros"].shape[1]
     able = [b for b in BITS if width == -(-outputs * b // WORD) and (inputs is None or rows == -(-inputs * b // WORD))]
-    said = _setting(method, "bits", int)
+    said = setting(method, "bits", int)
     if said in able and (len(able) == 1 or not _overrides(method)):
         return int(said)
     if len(able) == 1 and (said is None or _overrides(method)):
@@ -196,7 +190,7 @@ def _bits(found: Entries, inputs: int | None, method: Method) -> int:
 
 def _group_size(inputs: int, groups: int, method: Method) -> int:
     """Channels of a group: the config's where it gives that many, else, for a layer of its own, what divides evenly."""
-    said = _setting(method, "group_size", int)
+    said = setting(method, "group_size", int)
     if said is not None and said != -1 and said < 1:
         raise ValueError(f"quantization_config: group_size must be positive or -1, got {said}")
     if said is not None and groups == (1 if said == -1 else -(-inputs // said)):
@@ -211,9 +205,10 @@ def _group_size(inputs: int, groups: int, method: Method) -> int:
 
 def read_parts(layer: Layer, get: Get) -> Parts:
     """Plain parts of a layer, its channels sorted by group. Raises ValueError where stored numbers mean nothing."""
-    codes = _unpack(get(f"{layer.name}.qweight").t(), layer.bits, layer.inputs)
+    codes = words.unpack(get(f"{layer.name}.qweight").t(), layer.bits, layer.inputs, dense=True)
     scale = get(f"{layer.name}.scales").t().contiguous()
-    zero = _zeros(layer, _unpack(get(f"{layer.name}.qzeros"), layer.bits, layer.outputs).t().contiguous(), scale)
+    zero = words.unpack(get(f"{layer.name}.qzeros"), layer.bits, layer.outputs, dense=True)
+    zero = _zeros(layer, zero.t().contiguous(), scale)
     perm = _order(layer, get(f"{layer.name}.g_idx")) if layer.ordered else None
     if perm is not None:
         codes = codes[:, perm]
@@ -221,12 +216,6 @@ def read_parts(layer: Layer, get: Get) -> Parts:
     if padding:
         codes = torch.nn.functional.pad(codes, (0, padding))
     return Parts(codes, scale, zero, perm=None if perm is None else perm.to(torch.int32))
-
-
-def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """uint8 numbers [n, count] of int32 words [n, w], each row one stream, least significant bits first."""
-    stream = words.reshape(-1).view(torch.uint8).reshape(words.shape[0], -1)
-    return unpack_bits(stream, bits, count)[:, :count].contiguous()  # where a code is a byte nothing is unpacked
 
 
 def _zeros(layer: Layer, zero: Tensor, scale: Tensor) -> Tensor | None:

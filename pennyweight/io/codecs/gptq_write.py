@@ -14,9 +14,9 @@ from torch import Tensor
 from ...core import blocks
 from ...core.formats import Format, get_format
 from ...core.numerics import Parts, unordered
-from ...core.packing import pack_bits
 from ...core.spec import QuantSpec
 from ..manifest import Meta, Stored
+from . import words
 from .base import Writing
 
 BITS = (2, 3, 4, 8)
@@ -114,16 +114,11 @@ def pack(name: str, parts: Parts, meta: Meta, first: bool) -> dict[str, Tensor]:
     else:
         zero = f.to_unsigned(parts.zero_point)
     return {
-        f"{layer}.qweight": _words(codes, f.bits).t().contiguous(),
-        f"{layer}.qzeros": _words(zero.t() - (1 if first else 0), f.bits),
+        f"{layer}.qweight": words.pack(codes, f.bits).t().contiguous(),
+        f"{layer}.qzeros": words.pack(zero.t() - (1 if first else 0), f.bits),
         f"{layer}.scales": parts.scale.t().contiguous(),
         f"{layer}.g_idx": g_idx if parts.perm is None else unordered(g_idx, parts.perm),
     }
-
-
-def _words(numbers: Tensor, bits: int) -> Tensor:
-    """int32 words of uint8 numbers [n, count], count * bits a multiple of 32: each row one stream, low bits first."""
-    return pack_bits(numbers.contiguous(), bits).reshape(-1).view(torch.int32).reshape(numbers.shape[0], -1)
 
 
 def method(metas: Mapping[str, Meta], plain: tuple[str, ...], first: bool) -> dict[str, Any]:
@@ -160,5 +155,5 @@ def writing(first: bool) -> Writing:
     """Of version 1 (``first``) or 2."""
     return Writing(
         partial(refuses, first=first), partial(nearest, first=first), stored, partial(pack, first=first),
-        partial(method, first=first),
+        partial(method, first=first), perm=True,
     )  # fmt: skip

@@ -32,7 +32,7 @@ from ...core.spec import DTYPES, QuantSpec
 from ..container import Entry, size_of
 from ..manifest import KeyedError, Meta
 from .base import Codec, Found, Get
-from .expect import FLOATS, no_left_overs, setting, stored
+from .expect import FLOATS, need, no_left_overs, setting
 from .runs import run_block, spread_runs
 
 
@@ -102,8 +102,8 @@ def _find_layer(prefix: str, settings: Mapping[str, Any], entries: Mapping[str, 
     grouped = (count // size, size) if axis else (size, count // size)
     _check_codes(owner, f"{prefix}.W_q", packing, grouped, entries, flags.get("view_as_float", False))
     per_group = (grouped[0], 1) if axis else (1, grouped[1])
-    scale = stored(entries, f"{prefix}.scale", owner, FLOATS, per_group)
-    stored(entries, f"{prefix}.zero", owner, FLOATS, per_group)
+    scale = need(f"{prefix}.scale", entries, FLOATS, per_group, owner=owner)
+    need(f"{prefix}.zero", entries, FLOATS, per_group, owner=owner)
     dtype = DTYPES.get(texts["compute_dtype"].removeprefix("torch.")) if "compute_dtype" in texts else scale.dtype
     if dtype not in FLOATS:
         raise KeyedError(
@@ -122,7 +122,7 @@ def _read(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get, key: 
     """A number of its own, rounded down: nbits may be 1.58."""
     name = f"{prefix}.{key}"
     kinds = (torch.uint8,) if key in _FLAGS else (torch.int32, torch.int64)
-    stored(entries, name, owner, (*kinds, torch.float32) if key == "nbits" else kinds, ())
+    need(name, entries, (*kinds, torch.float32) if key == "nbits" else kinds, (), owner=owner)
     value = float(get(name))
     if not math.isfinite(value):
         raise KeyedError(owner, f"{name} is {value}")
@@ -131,14 +131,14 @@ def _read(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get, key: 
 
 def _text(owner: str, name: str, entries: Mapping[str, Entry], get: Get) -> str:
     """A text of a byte a character."""
-    if len(stored(entries, name, owner, (torch.uint8,), None).shape) != 1 or entries[name].numel > _MAX_TEXT:
+    if len(need(name, entries, (torch.uint8,), owner=owner).shape) != 1 or entries[name].numel > _MAX_TEXT:
         raise KeyedError(owner, f"{name} is {list(entries[name].shape)[:8]}, expected at most {_MAX_TEXT} characters")
     return bytes(get(name).tolist()).decode("latin-1")
 
 
 def _shape(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get) -> tuple[int, int]:
     name = f"{prefix}.shape"
-    stored(entries, name, owner, (torch.int64,), (2,))
+    need(name, entries, (torch.int64,), (2,), owner=owner)
     outputs, inputs = get(name).tolist()
     if outputs < 1 or inputs < 1:
         raise KeyedError(owner, f"{name} is [{outputs}, {inputs}], expected two sizes above zero")
@@ -156,7 +156,7 @@ def _check_codes(
     if packing.word is torch.uint8 and grouped[0] % packing.each:
         raise KeyedError(owner, f"{grouped[0]} rows of groups do not fill bytes of {packing.each} codes")
     dtypes = FLOATS if as_float else (packing.word,)
-    entry = stored(entries, name, owner, dtypes, None)
+    entry = need(name, entries, dtypes, owner=owner)
     ratio = entry.dtype.itemsize, packing.word.itemsize
     if len(entry.shape) != 2 or entry.shape[0] != rows or entry.shape[1] * ratio[0] != grouped[1] * ratio[1]:
         raise KeyedError(

@@ -21,7 +21,7 @@ from ...core.spec import MXFP4, QuantSpec
 from ..container import Entry
 from ..manifest import KeyedError, Meta, Stored
 from .base import Codec, Found, Get, Writing
-from .layers import model_dtype, need
+from .expect import model_dtype, need
 
 _AXES = (0, 2, 1)
 _GROUP = 32

@@ -1,6 +1,6 @@
 """Codes in words of 32 bits, least significant bits first, in two ways.
 
-dense     a row is one stream of bits: code i has bits [i*b, (i+1)*b), across words. compressed-tensors 0.20.
+dense     a row is one stream of bits: code i has bits [i*b, (i+1)*b), across words. compressed-tensors 0.20, GPTQ.
 by word   a word holds 32 // b whole codes; with 3, 5, 6 or 7 bits its highest bits are unused. Older ones.
 
 With 1, 2, 4 and 8 bits the two are one.
@@ -32,7 +32,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     n = codes.shape[-1]
     stream = pack_bits(codes, bits)
     missing = 4 * dense_words(n, bits) - stream.shape[-1]
-    return torch.nn.functional.pad(stream, (0, missing)).contiguous().view(torch.int32)
+    padded = torch.nn.functional.pad(stream, (0, missing))
+    return padded.reshape(-1).view(torch.int32).reshape(*codes.shape[:-1], -1)  # view() minds strides of single rows
 
 
 def unpack(words: Tensor, bits: int, n: int, dense: bool) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from .architectures import for_config, for_gguf
-from .fields import KV, integer, real, text
+from .fields import KV, integer, real
 from .rope import ROPE_TENSORS, rope_kv, rope_parameters
 from .rope import rope_tensors as _rope_tensors
 
@@ -310,8 +310,3 @@ def _special_ids(kv: Mapping[str, Any], n: int) -> dict[str, int | None]:
 
 
 _IDS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-
-
-def name_of(kv: Mapping[str, Any]) -> str:
-    """What a GGUF file calls its model."""
-    return text(kv, "general.name", "")

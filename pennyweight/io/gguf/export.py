@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..job import Told, check_room
 from ..manifest import clean
 from ..opened import Held, Opened
 from ..progress import Progress, fingerprint
+from ..side_files import folder_of, method_files
 from ..streaming import Noise
 from ..targets import pieces
 from ..write import publish
@@ -45,6 +46,7 @@ _IN_ORDER = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "IQ4_NL",
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F32"}
 # llama.cpp adds these to other tensors and has no op for them quantized
 _FLOAT32 = ("position_embd.weight", "token_types.weight", "_norm.weight", "_norm.bias", ".bias", "ffn_gate_inp.weight")
+_NO_ACT = "; of its input GGUF says nothing"
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,14 @@ def write_gguf(
     folder, name = os.path.split(dst)
     os.makedirs(folder, exist_ok=True)
     labels = ["gguf", hashlib.sha256(header).hexdigest(), *(f"{n}: {p.hf} {p.how}" for n, p in planned.items())]
-    progress = Progress(folder, fingerprint(source.files, labels, [], lambda shard: {}), f"{name}.progress.json")
+    files = (*source.files, *method_files(folder_of(source.path)))
+    progress = Progress(folder, fingerprint(files, labels, [], lambda shard: {}), f"{name}.progress.json")
     sqnr_of = _write(dst, metadata, infos, planned, extra, progress, size, resume, told)
     for row in rows:
         if row.name in sqnr_of:
             row.sqnr = sqnr_of[row.name]
             if row.sqnr == float("inf") and row.scheme:
-                row.note = "exact"
+                row.note = "exact" + (_NO_ACT if row.note.endswith(_NO_ACT) else "")
     return report
 
 
@@ -121,23 +124,28 @@ def _plan(source: Opened, wanted: BlockType | None, pattern_file: Any) -> tuple[
         if m.name is None:
             continue
         held = moved(source.held[hf], m.transform, hf, to_gguf=True)
-        planned[m.name] = _typed(m.name, hf, held, wanted)
+        one = planned[m.name] = _typed(m.name, hf, held, wanted)
+        if held.meta is not None and held.meta.act is not None:
+            planned[m.name] = replace(one, note=one.note + _NO_ACT)
     return planned, {hf: m.note for hf, m in mapped.items() if m.name is None}
 
 
 def _typed(name: str, hf: str, held: Held, wanted: BlockType | None) -> Planned:
     kind = held.kind
     n = kind.shape[-1] if kind.shape else 1
-    if len(kind.shape) < 2 or name.endswith(_FLOAT32):
-        return Planned(hf, held, TYPES["F32"], "float" if held.meta else "copied", f"{_word(held)}, as F32")
     meta = held.meta
     if meta is not None and meta.axes is not None:
         raise CheckpointError(None, hf, "is stored transposed, which GGUF does not know; convert to='float' first")
+    numbers = meta is not None or kind.dtype in _FLOATS
+    if numbers and (len(kind.shape) < 2 or name.endswith(_FLOAT32)):
+        return Planned(hf, held, TYPES["F32"], "float" if meta else "copied", f"{_word(held)}, as F32")
     if meta is None:
         if wanted is None or wanted.plain or kind.dtype not in _FLOATS:
-            return Planned(hf, held, _float_type(kind, wanted), "copied", f"{_word(held)}, as it is")
+            type_ = _float_type(kind, wanted)
+            same_ = "it is" if type_.spec is kind.dtype else type_.name
+            return Planned(hf, held, type_, "copied", f"{_word(held)}, as {same_}")
         type_, why = _divides(wanted, n)
-        return Planned(hf, held, type_, "quantized", why)
+        return Planned(hf, held, type_, "quantized", why.removeprefix("; "))
     same = [t for t in TYPES.values() if t.pack is not None and t.spec == meta.spec and not meta.perm]
     if same and (wanted is None or wanted in same):
         first = next((TYPES[t] for t in _IN_ORDER if TYPES[t] in same), same[0])
@@ -184,7 +192,7 @@ def _metadata(source: Opened, planned: Mapping[str, Planned]) -> tuple[dict[str,
     for p in planned.values():
         size[p.type.name] += p.held.nbytes
     file_type = FILE_TYPES.get(size.most_common(1)[0][0], 0) if size else 0
-    folder = source.path if os.path.isdir(source.path) else os.path.dirname(os.path.abspath(source.path))
+    folder = folder_of(source.path)
     if source.format == "gguf":  # the metadata that it came with, but for what describes the numbers
         out = dict(source.metadata)
         return out | {"general.file_type": Value("uint32", file_type)}, []
@@ -225,6 +233,7 @@ def _write(
         for name, tensor in extra.items():
             if name not in progress.done:
                 writer.put(name, TYPES["F32"].encode(Parts(tensor.float()), tuple(tensor.shape)))
+                writer.sync()
                 progress.add(name, {})
         for done, (name, p) in enumerate(planned.items()):
             if name not in progress.done:
@@ -282,6 +291,3 @@ def _parts(p: Planned, x: Tensor, noise: Noise) -> Parts:
     parts = quantize(wide, p.type.name)
     noise.add(p.hf, wide, sqnr(wide, dequantize(parts, spec, wide.shape)))
     return parts
-
-
-__all__ = ["FILE_TYPES", "write_gguf"]

@@ -19,10 +19,11 @@ from ..native import from_parts
 from ..opened import Held, Opened
 from ..side_files import config_bytes
 from ..write import write_bytes
-from .config import ROPE_TENSORS, config_from_kv
+from .config import config_from_kv
 from .container import File
 from .names import Patterns, read_patterns, to_hf
 from .pooling import pooling_files
+from .rope import ROPE_TENSORS
 from .tokenizer_files import tokenizer_files
 from .transforms import Transform
 
@@ -191,12 +192,15 @@ def moved(held: Held, transform: Transform, name: str, to_gguf: bool) -> Held:
     return replace(held, read=lambda: change(held.read()), rows=rows)
 
 
-def write_side_files(source: Opened, dst: str, quantization_config: dict[str, Any] | None) -> None:
-    """config.json and the tokenizer's files, from the metadata."""
-    if source.config is not None:
-        write_bytes(os.path.join(dst, "config.json"), config_bytes(source.config, quantization_config))
+def write_side_files(
+    source: Opened, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
+) -> list[str]:
+    """config.json and the tokenizer's files, from the metadata. Returns names."""
     kv = values(source)
-    files, _ = tokenizer_files(kv)
-    for name, data in (files | pooling_files(kv)).items():
+    files = tokenizer_files(kv)[0] | pooling_files(kv)
+    if source.config is not None:
+        files["config.json"] = config_bytes(source.config, quantization_config, dtype)
+    for name, data in files.items():
         os.makedirs(os.path.dirname(os.path.join(dst, name)), exist_ok=True)
         write_bytes(os.path.join(dst, name), data)
+    return list(files)

@@ -109,3 +109,13 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     for name in ("evil.pt", "noise.bin", "list.pt", "text.pt"):
         with pytest.raises(CheckpointError):
             pw.open(tmp_path / name, allow_pickle=True)
+
+
+def test_tied_tensors_of_a_pickle_stay_one(tmp_path: Path) -> None:
+    w = torch.randn(4, 8)
+    torch.save({"embed.weight": w, "head.weight": w, "other.weight": w.clone()}, tmp_path / "m.pt")
+    pw.convert(tmp_path / "m.pt", tmp_path / "own", allow_pickle=True)
+    state = pw.load(tmp_path / "own")
+    assert state["embed.weight"] is state["head.weight"]
+    assert state["other.weight"] is not state["embed.weight"]
+    assert all(torch.equal(t, w) for t in state.values())

@@ -14,7 +14,7 @@ from pennyweight.core.formats import E4M3, INT3, INT4, INT8, UINT4
 from pennyweight.core.spec import MXFP4, MXFP8, NVFP4, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io.codecs.compressed_tensors import COMPRESSED_TENSORS, NVFP4_SCALE, find
-from tests.io.codecs.reading import entries_of, tensor_of, write
+from tests.io.codecs.kept import entries_of, tensor_of, written
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -41,7 +41,7 @@ DEQUANTIZED = {"W4A16 asymmetric", "W4A16", "FP8 block"}
 
 def save(model: LlamaForCausalLM, weights: dict[str, QT], path: Path) -> dict[str, QT]:
     """What a converter writes, in one go. Returns what is read again: NVFP4's global scale is rounded on the way."""
-    packed, method = write(COMPRESSED_TENSORS, weights)
+    packed, method = written(COMPRESSED_TENSORS, weights)
     stored = {name: p.detach() for name, p in model.state_dict().items() if name not in weights}
     config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     config["dtype"] = str(model.dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import pennyweight as pw
 from pennyweight.core.formats import INT4, INT8, NF4, UINT4
-from pennyweight.core.spec import FP8_ROW, MXFP4, NVFP4, SPECS, TERNARY_256, TINYGEMM
+from pennyweight.core.spec import FP8_ROW, INT8_ROW, MXFP4, NVFP4, SPECS, TERNARY_256, TINYGEMM, ActivationSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
 from pennyweight.io.gguf.blocks import TYPES
@@ -197,14 +197,29 @@ def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"f", "m.gguf"}
 
 
-def test_a_transposed_weight_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_float", [False, True])
+def test_a_transposed_weight_is_refused(as_float: bool, tmp_path: Path) -> None:
     state = llama().state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
+    names = tmp_path / "names.toml"  # under this name a matrix is written in float32
+    names.write_text('[tensors]\n"blk.{i}.ffn_gate_inp.weight" = "model.layers.{i}.mlp.up_proj.weight"\n')
     state[name] = QT.from_float(torch.randn(256, 512), SPECS["q8_0"]).t()
     pw.save(state, tmp_path / "f")
     (tmp_path / "f" / "config.json").write_text(json.dumps(CONFIG.to_dict()))
     with pytest.raises(CheckpointError, match=r"up_proj\.weight.*stored transposed"):
-        pw.convert(tmp_path / "f", tmp_path / "m.gguf", to="gguf")
+        pw.convert(tmp_path / "f", tmp_path / "m.gguf", to="gguf", names=names if as_float else None)
+
+
+def test_what_a_type_does_not_say_is_told(tmp_path: Path) -> None:
+    model = llama().double()
+    act = ActivationSpec(INT8_ROW)
+    pw.quantize_(model, pw.SpecConfig(SPECS["q8_0"], act=act), filter_fn=lambda m, n: n.endswith("up_proj"))
+    report = pw.convert(saved(model, tmp_path / "f"), tmp_path / "m.gguf", to="gguf")
+    notes = {row.name.split(".", 3)[-1]: row.note for row in report.rows}
+    assert notes["mlp.up_proj.weight"] == "exact; of its input GGUF says nothing"
+    assert notes["mlp.down_proj.weight"] == "float64, as F32"
+    report = pw.convert(saved(llama(), tmp_path / "g"), tmp_path / "n.gguf", to="gguf", gguf_type="BF16")
+    assert "float32, as BF16" in {row.note for row in report.rows}
 
 
 def test_the_command(tmp_path: Path) -> None:

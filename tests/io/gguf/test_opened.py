@@ -228,6 +228,15 @@ def test_an_unknown_architecture_needs_a_pattern_file(tmp_path: Path) -> None:
     assert set(pw.load(path)) == {"blk.0.up.weight", "blk.1.up.weight"}, "without a model: the file's own names"
 
 
+def test_a_format_of_another_library_is_told_where_there_is_no_config(tmp_path: Path) -> None:
+    kv: dict[str, Any] = {"general__architecture": Value("string", "quark")}
+    write(tmp_path / "m.gguf", {"blk.0.up.weight": ("Q8_0", (32, 64), finite_raw("Q8_0", (32, 64)))}, **kv)
+    (tmp_path / "names.toml").write_text('[tensors]\n"blk.{i}.up.weight" = "{i}.weight"\n')
+    pw.convert(tmp_path / "m.gguf", tmp_path / "there", to="compressed-tensors", names=tmp_path / "names.toml")
+    with pw.open(tmp_path / "there") as checkpoint:
+        assert checkpoint.quantized.keys() == {"0.weight"}
+
+
 def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
 

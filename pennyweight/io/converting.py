@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from .native import metadata_of
 from .opened import Held, Opened
 from .outline import looks_linear
 from .shards import MAX_SHARD_BYTES, divide
-from .side_files import METHOD, config_bytes, copy_side_files, quantization_config
+from .side_files import METHOD, config_bytes, copy_side_files, folder_of, method_files, quantization_config
 from .streaming import Noise
 from .targets import COPIED, EXACT, FLOAT, REQUANTIZED, Choice, Target
 from .write import write_bytes
@@ -106,59 +108,78 @@ def _target(to: str, dtype: torch.dtype | None) -> Target:
 
 
 def _decide(source: Opened, target: Target, size: int) -> tuple[Job, Report, dict[str, Choice]]:
-    chosen = {name: target.choose(name, held) for name, held in source.held.items()}
+    aliases = source.aliases
+    held = dict(source.held)
+    if target.name != "pennyweight":  # formats without aliases: what the config does not tie is stored twice
+        if not _ties(source):
+            held |= {alias: source.held[name] for alias, name in aliases.items()}
+        aliases = {}
+    chosen = {name: target.choose(name, h) for name, h in held.items()}
     metas = {name: c.kind for name, c in chosen.items() if isinstance(c.kind, Meta)}
-    if source.quantized and not metas and target.name != "float":
-        name, choice = next((n, c) for n, c in chosen.items() if c.how == FLOAT)
+    if not metas and target.name not in ("pennyweight", "float"):
+        lost = next(((n, c.why) for n, c in chosen.items() if c.how == FLOAT), None)
+        if lost is None:
+            raise CheckpointError(
+                source.path, None, f"holds nothing quantized to write as {target.name}; quantize it first"
+            )
         raise CheckpointError(
-            source.path, name, f"nothing can be kept quantized as {target.name}: {choice.why}; "
+            source.path, lost[0], f"nothing can be kept quantized as {target.name}: {lost[1]}; "
             "write to='float', and quantize that"
         )  # fmt: skip
     plain = tuple(n for n, c in chosen.items() if isinstance(c.kind, Entry) and looks_linear(n, c.kind))
-    method = target.method(metas, plain)
-    # A format without aliases gets a tied tensor once: readers of the wider world tie by config.json
-    aliases: dict[str, list[str]] = {}
-    if target.name == "pennyweight":
-        for alias, name in source.aliases.items():
-            aliases.setdefault(name, []).append(alias)
+    method = target.method(metas, plain) if metas else None
+    also: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        also.setdefault(name, []).append(alias)
     noise = Noise({}, {})
     items = [
-        targets.item(target, name, source.held[name], choice, tuple(aliases.get(name, ())), noise)
+        targets.item(target, name, held[name], choice, tuple(also.get(name, ())), noise)
         for name, choice in chosen.items()
     ]
     job = Job(
-        source.files,
+        (*source.files, *method_files(folder_of(source.path))),
         [target.name, *(f"{name}: {choice}" for name, choice in chosen.items())],
         divide(items, size),
-        side_files(source, method),
+        side_files(source, method, _told_dtype(chosen) if target.name == "float" else None),
         metadata_of if target.name == "pennyweight" else lambda shard: {"format": "pt"},
         noise,
     )
     after = {item.name: item.nbytes for item in items}
-    return job, report_of(source, target.name, chosen, after), chosen
+    rows = [_row(name, held[name], choice, after[name]) for name, choice in chosen.items()]
+    return job, Report(f"{source.format} to {target.name}", rows, "converted"), chosen
 
 
-def side_files(source: Opened, method: dict[str, Any] | None) -> Callable[[str], object]:
-    """Writes config.json, tokenizer and the like into a folder."""
-    if source.format == "gguf":
-        from .gguf.opened import write_side_files
+def _ties(source: Opened) -> bool:
+    """Whether readers of the wider world tie by themselves what this file holds under two names: by config.json."""
+    return source.config is not None and source.config.get("tie_word_embeddings") is not False
 
-        return lambda dst: write_side_files(source, dst, method)
-    folder = source.path if os.path.isdir(source.path) else os.path.dirname(os.path.abspath(source.path))
+
+def _told_dtype(chosen: Mapping[str, Choice]) -> torch.dtype | None:
+    """The dtype of most numbers of a float checkpoint; None where they stay as they were."""
+    if all(c.how == COPIED and not c.why for c in chosen.values()):
+        return None
+    size = Counter[torch.dtype]()
+    for choice in chosen.values():
+        size[choice.kind.dtype] += math.prod(choice.kind.shape)
+    return max(size.keys() & set(DTYPES.values()), key=lambda dtype: size[dtype], default=None)
+
+
+def side_files(source: Opened, method: dict[str, Any] | None, dtype: torch.dtype | None) -> Callable[[str], object]:
+    """Writes config.json, tokenizer and the like into a folder. dtype: what all floats are; None: as before."""
+    folder = folder_of(source.path)
 
     def write(dst: str) -> None:
-        copied = copy_side_files(folder, dst, method)
+        if source.format == "gguf":
+            from .gguf.opened import write_side_files
+
+            copied = write_side_files(source, dst, method, dtype)
+        else:
+            copied = copy_side_files(folder, dst, method, dtype)
         if method is not None and method["quant_method"] != METHOD and "config.json" not in copied:
             # without it nobody would know the format
             write_bytes(os.path.join(dst, "config.json"), config_bytes({}, method))
 
     return write
-
-
-def report_of(source: Opened, to: str, chosen: Mapping[str, Choice], after: Mapping[str, int]) -> Report:
-    """Rows of what will be done; SQNR comes when it is done."""
-    rows = [_row(name, source.held[name], choice, after[name]) for name, choice in chosen.items()]
-    return Report(f"{source.format} to {to}", rows, "converted")
 
 
 def _row(name: str, held: Held, choice: Choice, after: int) -> Row:
@@ -184,6 +205,3 @@ def fill(report: Report, chosen: Mapping[str, Choice], sqnr: Mapping[str, float]
 
 def _word(kind: Any) -> str:
     return str(kind.dtype).removeprefix("torch.")
-
-
-__all__: Sequence[str] = ["convert", "formats"]

@@ -28,7 +28,7 @@ from ..manifest import Meta, Stored
 from . import words
 from .base import Writing
 from .compressed_tensors_config import E8M0_SCALE, FLOAT_OF_BITS
-from .layers import FLOATS
+from .expect import FLOATS
 
 # format of the codes -> (kind, group) under e8m0 scales
 _MX = {E2M1: ("mxfp4", 32), E2M3: ("mxfp6", 32), E4M3: ("mxfp8", 32)}
