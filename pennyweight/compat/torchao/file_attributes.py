@@ -71,7 +71,10 @@ _ATTRIBUTES: dict[str, tuple[str, Test]] = {
     ),
 }  # fmt: skip
 # What may be null, where a class has it as well
-_NEVER_NULL = ("block_size", "group_size", "shape", "target_dtype", "elem_dtype", "orig_dtype", "granularity")
+_NEVER_NULL = (
+    "block_size", "group_size", "shape", "dtype", "target_dtype", "elem_dtype", "orig_dtype", "granularity",
+    "mapping_type",
+)  # fmt: skip
 
 
 def check_attributes(kind: str, attributes: Mapping[str, Any]) -> None:
@@ -79,8 +82,8 @@ def check_attributes(kind: str, attributes: Mapping[str, Any]) -> None:
     for name, value in attributes.items():
         if name not in _ATTRIBUTES or (value is None and name not in _NEVER_NULL):
             continue
-        if value is None and name == "block_size" and kind == "Float8Tensor":
-            continue  # what is stored follows from the scale's shape
+        if value is None and kind == "Float8Tensor":
+            continue  # a block follows from the scale's shape
         what, right = _ATTRIBUTES[name]
         if not right(value):
             raise ValueError(f"{kind}.{name} must be {what}, got {str(value)[:60]!r}")

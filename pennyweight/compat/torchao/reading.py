@@ -103,9 +103,10 @@ def _check_shapes(name: str, described: Mapping[str, Any], pieces: Mapping[str, 
     if kind == "Int4Tensor":
         counts = counts[::-1]
     for stored, piece in pieces.items():
-        if stored.endswith(("_scale", "_zero_point")) and not stored.endswith(("act_quant_scale", "_tensor_scale")):
-            if piece.numel() > 1 and [n for n in piece.shape if n != 1] != [n for n in counts if n != 1]:
-                raise ValueError(f"{stored} is {list(piece.shape)}, expected {list(counts)}")
+        if not stored.endswith(("_scale", "_zero_point")) or piece.numel() == 1:
+            continue  # activations and whole tensors have one number
+        if [n for n in piece.shape if n != 1] != [n for n in counts if n != 1]:
+            raise ValueError(f"{stored} is {list(piece.shape)}, expected {list(counts)}")
 
 
 def _checked(path: str, name: str, w: Tensor) -> Tensor:

@@ -100,7 +100,9 @@ def object_from_dict(data: Any) -> Any:
         return _DTYPES[held]
     cls = ALLOWED_CLASSES.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise ValueError(f"Failed to find class {str(kind)[:60]} in any of the allowed modules: {', '.join(ALLOWED_CLASSES)}")
+        raise ValueError(
+            f"Failed to find class {str(kind)[:60]} in any of the allowed modules: {', '.join(ALLOWED_CLASSES)}"
+        )
     if issubclass(cls, enum.Enum):
         if not isinstance(held, str) or held not in cls.__members__:
             raise ValueError(f"{kind} has no member {str(held)[:60]!r}; it has {', '.join(cls.__members__)}")

@@ -47,10 +47,12 @@ class Pattern:
             raise self._error(f"{text[self.at]!r} is not read here")
         self.start = self._closure({start})
         self.seen: dict[tuple[frozenset[int], str], frozenset[int]] = {}
+        self.work = 0  # signs of names looked at, and states looked at for the first time
 
     def matches(self, name: str) -> bool:
         now = self.start
         for c in name:
+            self.work += 1
             if self.accept in now and not self.whole:
                 return True
             key = (now, c)
@@ -58,6 +60,7 @@ class Pattern:
             if then is None:
                 if len(self.seen) >= _MAX_SETS:
                     self.seen.clear()
+                self.work += len(now)
                 then = self._closure({n for s in now if (t := self.tests[s]) and t(c) for n in self.nexts[s]})
                 self.seen[key] = then
             if not then:

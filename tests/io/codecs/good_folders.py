@@ -16,7 +16,7 @@ from torch import Tensor
 import pennyweight as pw
 from pennyweight.compat.torchao.safetensors_state import flatten_tensor_state_dict
 from pennyweight.core import spec as specs
-from pennyweight.core.formats import INT8, UINT4
+from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from tests.io.codecs import test_awq, test_bitsandbytes, test_compressed_tensors, test_fp8_block, test_gptq, test_hqq
 from tests.io.codecs import test_mxfp4 as mxfp4
@@ -48,7 +48,8 @@ class Folder:
     def put(self, name: str, tensor: Tensor | None) -> "Folder":
         """With one tensor replaced, added, or taken out."""
         tensors = {**self.tensors, name: tensor}
-        return replace(self, tensors={k: t.clone(memory_format=torch.contiguous_format) for k, t in tensors.items() if t is not None})
+        plain = {k: t.clone(memory_format=torch.contiguous_format) for k, t in tensors.items() if t is not None}
+        return replace(self, tensors=plain)
 
     def say(self, **changes: Any) -> "Folder":
         """With keys of quantization_config replaced; ... takes one out."""
@@ -132,6 +133,7 @@ MAKE: dict[str, Callable[[], Folder]] = {
     "torchao int8": lambda: _torchao(specs.INT8_ROW),
     "torchao int8 with inputs": lambda: _torchao(specs.INT8_ROW, ActivationSpec(specs.INT8_ROW)),
     "torchao intx": lambda: _torchao(QuantSpec(INT8, (32,), zero_point=True)),
+    "torchao intx of 4 bits": lambda: _torchao(QuantSpec(INT4, (32,))),
     "torchao int4": lambda: _torchao(_TINYGEMM),
     "torchao fp8": lambda: _torchao(specs.FP8_ROW),
     "torchao mxfp8": lambda: _torchao(specs.MXFP8),
@@ -144,6 +146,8 @@ def good(kind: str) -> Folder:
     """The folder of that kind, the same each time."""
     torch.manual_seed(0)
     folder = MAKE[kind]()
-    return replace(folder, tensors={**folder.tensors, "norm.weight": torch.ones(4, dtype=torch.float16)}) if (
-        "torchao" not in kind
-    ) else folder  # torchao describes every tensor
+    return (
+        replace(folder, tensors={**folder.tensors, "norm.weight": torch.ones(4, dtype=torch.float16)})
+        if ("torchao" not in kind)
+        else folder
+    )  # torchao describes every tensor
