@@ -26,8 +26,8 @@ E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
 FLOAT_OF_BITS = {4: E2M1, 6: E2M3, 8: E4M3}
 _MAX_GROUPS = 10_000
 _MAX_PATTERNS = 1 << 18  # signs of all of them
-# What matching may take, in steps of patterns.py: the first below half a second, and so many more for each layer
-_MAX_WORK, _MORE_WORK = 1_000_000, 5_000
+# What matching may take, in steps of patterns.py: the first a fifth of a second, and so many more for each layer
+_MAX_WORK, _MORE_WORK = 300_000, 3_000
 _MAX_GROUP_SIZE = 1 << 20
 
 # (format, type of the weights) -> kind of stored tensors; see compressed_tensors.py

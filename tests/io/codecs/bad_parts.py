@@ -69,3 +69,67 @@ CHANGES: dict[str, Change] = {
     "empty": lambda t: t.flatten()[:0],
     "no rows": lambda t: t[:0] if t.ndim > 1 else None,
 }  # fmt: skip
+
+_CODES = "zeros, all bits, last byte, noise"
+_SHAPED = "one row, one column, a row less, a row more, a column more, transposed"  # another weight, where a scale fits
+_SCALE = "negative, least, zeros, noise, last byte"
+_NUMBER = "scalar, one number, flat, deeper"  # ways to store one number
+_GPTQ = {
+    "qweight": f"{_CODES}, a row less",
+    "qzeros": _CODES,
+    "scales": f"{_SCALE}, float32",
+    "g_idx": "int64, a row less",
+}
+# format -> part -> changes after which a folder may still mean something: all others must be refused
+MAY_LOAD: dict[str, dict[str, str]] = {
+    "compressed-tensors": {
+        "weight": f"{_CODES}, {_SHAPED}",
+        "weight_packed": f"{_CODES}, a column more",  # a word more a row: whole codes to a word
+        "weight_scale": f"{_SCALE}, float32, {_NUMBER}",
+        "weight_shape": "int32",
+        "weight_zero_point": f"{_CODES}, {_NUMBER}",
+        "weight_global_scale": f"least, {_NUMBER}",
+        "input_scale": f"least, float16, {_NUMBER}",
+        "input_zero_point": f"{_CODES}, {_NUMBER}",
+    },
+    "gptq": _GPTQ,
+    "gptq_v2": _GPTQ,
+    "awq": {"qweight": _CODES, "qzeros": _CODES, "scales": f"{_SCALE}, float32"},
+    "bitsandbytes": {
+        "weight": f"{_CODES}, int8, one column, a column more",
+        "absmax": f"{_SCALE}, all bits",
+        "nested_absmax": f"{_SCALE}, one number",
+        "SCB": _SCALE,
+        "weight_format": "gone, zeros",
+    },
+    "fp8": {
+        "weight": f"zeros, {_SHAPED}",
+        "weight_scale_inv": f"{_SCALE}, uint8, {_NUMBER}",
+        "activation_scale": f"least, float16, {_NUMBER}",
+        "": "zeros, a column more",
+        "scale_inv": f"{_SCALE}, uint8",
+    },
+    "mxfp4": {"blocks": _CODES, "scales": "zeros, noise"},
+    "hqq": {
+        "W_q": _CODES,
+        "scale": f"{_SCALE}, float32",
+        "zero": f"{_SCALE}, float32",
+        "nbits": "int64, float32",
+        "group_size": "int64",
+        "axis": "int64",
+        "unpack_view_dtype": f"gone, {_CODES}, one number, one row, a row less, a row more, empty",
+        "compute_dtype": "gone",
+        **dict.fromkeys(("view_as_float", "quant_scale", "quant_zero"), "gone"),
+        "channel_wise": f"gone, {_CODES}",
+        **dict.fromkeys(
+            ("offload_meta", "encoded_state_dict", "stores_quant_config", "optimize", "round_zero"), f"gone, {_CODES}"
+        ),
+    },
+    "torchao": {
+        "qdata": f"{_CODES}, int8, uint8, deeper",
+        "scale": f"{_SCALE}, float16, float32, float64, uint8, flat, deeper, transposed",
+        "zero_point": f"{_SCALE}, all bits, uint8, int8, int32, int64, float16, float32, float64, bool, flat, deeper, "
+        "transposed",
+        "per_tensor_scale": f"{_SCALE}, float16, {_NUMBER}",
+    },
+}
