@@ -32,7 +32,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     n = codes.shape[-1]
     stream = pack_bits(codes, bits)
     missing = 4 * dense_words(n, bits) - stream.shape[-1]
-    return torch.nn.functional.pad(stream, (0, missing)).contiguous().view(torch.int32)
+    stream = torch.nn.functional.pad(stream, (0, missing))
+    # view() minds the stride of a lone row, of which contiguous() takes no notice
+    return stream.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def unpack(words: Tensor, bits: int, n: int, dense: bool) -> Tensor:

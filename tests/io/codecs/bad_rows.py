@@ -155,6 +155,7 @@ def opaque(f: Folder, to: Path) -> Path:
 
 
 SHARDS = split
+NAN = float("nan")
 CT, FP4 = "compressed-tensors W4-asym", "bitsandbytes nf4"
 ROWS: dict[str, tuple[str, Write, str]] = {
     # config.json
@@ -248,13 +249,13 @@ ROWS: dict[str, tuple[str, Write, str]] = {
     "g_idx unequal": ("gptq g_idx", put("m.g_idx", _number(2)), "unequal"),
     "zero point that version 1 lacks": ("gptq", put("m.qzeros", _number(-1)), "stored as 15"),
     "zero point of static inputs": ("compressed-tensors W8A8-static", put("m.input_scale", _number(0)), "zero"),
-    "fp8 NaN": ("fp8", put("m.weight", lambda t: torch.full_like(t, float("nan"))), "no number of e4m3"),
+    "fp8 NaN": ("fp8", put("m.weight", lambda t: torch.full_like(t, NAN)), "no number of e4m3"),
     "exponent 255": ("mxfp4", put("mlp.experts.gate_up_proj_scales", _number(255)), "no number of e8m0"),
     "exponent 255 of ct": ("compressed-tensors MXFP4", put("m.weight_scale", _number(255)), "no number of e8m0"),
-    "nvfp4 scale NaN": ("compressed-tensors NVFP4A16", put("m.weight_scale", _number(float("nan"))), "no number of e4m3"),
+    "nvfp4 scale NaN": ("compressed-tensors NVFP4A16", put("m.weight_scale", _number(NAN)), "no number of e4m3"),
     "tiled for a GPU": ("bitsandbytes int8", put("m.weight_format", _number(1)), "weight_format is not 0"),
     "table of other numbers": (FP4, put("m.weight.quant_map", lambda t: t * 1.01), "table of other numbers"),
-    "table NaN": (FP4, put("m.weight.quant_map", lambda t: t * float("nan")), "table of other numbers"),
+    "table NaN": (FP4, put("m.weight.quant_map", lambda t: t * NAN), "table of other numbers"),
     # a tiny file that claims much
     "ct shape huge": (CT, put("m.weight_shape", lambda t: torch.tensor([16, 2**62])), "words"),
     "ct shape negative": (CT, put("m.weight_shape", lambda t: torch.tensor([16, -64])), "says"),

@@ -21,11 +21,13 @@ from tests.io.codecs.bad_configs import JUNK, leaves, replaced
 from tests.io.codecs.bad_parts import CHANGES, MAY_LOAD
 from tests.io.codecs.bad_rows import ROWS, SHARDS, WORKING
 from tests.io.codecs.good_folders import MAKE, Folder, good
+from tests.io.codecs.whole_folder import finite, model_for
 
 SECONDS = 1.0
 PARTLY = {  # of which the parts are those of a kind that is gone through
     "compressed-tensors W4-channel-asym", "compressed-tensors W8A8-group", "compressed-tensors FP8-dynamic",
-    "compressed-tensors by words", "gptq sym", "gptq_v2 g_idx", "hqq 8 bits", "torchao int8 with inputs",
+    "compressed-tensors by words", "gptq sym", "gptq_v2 g_idx", "hqq 3 bits", "torchao int8 with inputs",
+    "torchao intx",
 }  # fmt: skip
 CONFIGS = [
     "compressed-tensors W4-asym", "compressed-tensors W8A8-static", "compressed-tensors NVFP4A16", "gptq", "awq",
@@ -33,31 +35,6 @@ CONFIGS = [
 ]  # fmt: skip
 DESCRIBED = ["torchao int8 with inputs", "torchao intx of 4 bits", "torchao int4", "torchao fp8", "torchao mxfp4",
              "torchao nvfp4"]  # fmt: skip
-
-
-def finite(path: Path) -> int:
-    """Every tensor of a folder is read, and has finite values; how many of them are quantized."""
-    with pw.open(path) as checkpoint:
-        for name in checkpoint:
-            tensor = checkpoint[name]
-            value = tensor.dequantize(torch.float32) if isinstance(tensor, pw.AffineQuantizedTensor) else tensor
-            assert not value.is_floating_point() or bool(value.float().isfinite().all()), name
-        return len(checkpoint.quantized)
-
-
-def model_for(path: Path) -> nn.Module:
-    """A float model of the shapes of a good folder."""
-    root = nn.Module()
-    with pw.open(path) as checkpoint:
-        for name, held in checkpoint.held.items():
-            *modules, last = name.split(".")
-            here = root
-            for module in modules:
-                if module not in here._modules:
-                    here.add_module(module, nn.Module())
-                here = here.get_submodule(module)
-            here.register_parameter(last, nn.Parameter(torch.full(held.kind.shape, 0.5, dtype=torch.float16)))
-    return root
 
 
 def state_of(model: nn.Module) -> list[tuple[str, int, bytes]]:
@@ -235,7 +212,7 @@ import resource, sys
 import torch
 import pennyweight as pw
 from pennyweight.compat.torchao import reading
-from tests.io.codecs.test_bad_folders import finite, model_for
+from tests.io.codecs.whole_folder import finite, model_for
 torch.set_num_threads(1)
 good, *bad = sys.argv[1:]
 for path in good.split(","):
