@@ -81,9 +81,9 @@ def _safetensors(c: Checkpoint) -> Opened:
     if not c.manifest.tensors:
         if any("tensor_names" in file.metadata for file in c.files) and reader("torchao").claims(c):
             if method.get("quant_method") not in (None, OWN, "torchao"):
-                named = str(method["quant_method"])[:60]
+                other = str(method["quant_method"])[:60]
                 raise CheckpointError(
-                    c.path, None, f"its metadata describe tensors of torchao, config.json says quant_method {named!r}"
+                    c.path, None, f"its metadata describe tensors of torchao, config.json says quant_method {other!r}"
                 )
             return reader("torchao").open_safetensors(c, config)
         for codec in CODECS:

@@ -10,7 +10,6 @@ Thompson's construction (1968): a pattern becomes a graph of states, a name is o
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 MAX_PATTERN = 1000  # characters
 _MAX_SETS = 10_000  # sets of states remembered, so that a hostile pattern takes no memory
@@ -22,14 +21,8 @@ _CLASSES: dict[str, Test] = {
 }  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
-def pattern(text: str) -> Pattern:
-    """The pattern of that text. Raises ValueError for what is not read."""
-    return Pattern(text)
-
-
 class Pattern:
-    """A compiled pattern."""
+    """A compiled pattern. Raises ValueError for a text that is not read."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_PATTERN:
