@@ -81,6 +81,11 @@ def _safetensors(c: Checkpoint) -> Opened:
     entries = {name: c.entry(name) for name in c.where}
     if not c.manifest.tensors:
         if any("tensor_names" in file.metadata for file in c.files) and reader("torchao").claims(c):
+            if method.get("quant_method") not in (None, OWN, "torchao"):
+                other = str(method["quant_method"])[:60]
+                raise CheckpointError(
+                    c.path, None, f"its metadata describe tensors of torchao, config.json says quant_method {other!r}"
+                )
             return reader("torchao").open_safetensors(c, config)
         for codec in CODECS:
             if codec.claims(method, entries):
@@ -101,5 +106,9 @@ def quantization_of(config: Mapping[str, Any] | None, folder: str) -> Mapping[st
         method = (config or {}).get(key)
         if isinstance(method, dict):
             return method
+        if method is not None:
+            raise CheckpointError(
+                os.path.join(folder, "config.json"), None, f"{key} must be an object, got {str(method)[:60]!r}"
+            )
     older = read_json(folder, "quantize_config.json")  # AutoGPTQ before transformers knew it
     return {} if older is None else {"quant_method": "gptq", **older}

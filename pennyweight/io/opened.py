@@ -12,7 +12,7 @@ from torch import Tensor
 from ..models.quantize import rows_independent
 from .check import check_data, check_plain
 from .checkpoint import Checkpoint
-from .codecs import Codec, Found
+from .codecs import CODECS, Codec, Found
 from .container import Entry, File
 from .errors import CheckpointError
 from .manifest import KEY, KeyedError, Meta, stored_parts
@@ -143,6 +143,11 @@ def _find(c: Checkpoint, codec: Codec, method: Mapping[str, Any]) -> dict[str, F
     for name, f in found.items():
         if name in entries and name not in f.stored:
             raise CheckpointError(c.path, name, f"{codec.name}: is stored as a float and as {', '.join(f.stored)}")
+    used = {part for f in found.values() for part in f.stored}
+    left = {name: entry for name, entry in entries.items() if name not in used}
+    other = next((o for o in CODECS if o is not codec and o.claims({}, left)), None)
+    if other is not None:
+        raise CheckpointError(c.path, None, f"holds tensors of two formats, {codec.name} and {other.name}")
     return found
 
 

@@ -6,6 +6,7 @@ From config.json where transformers knows the architecture; else from the names 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,10 @@ def read_json(folder: str, name: str) -> dict[str, Any] | None:
         return None
     path = inside(real, name)
     try:
-        with open(path, "rb") as f:
+        # a pipe must not block the open
+        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as f:
+            if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+                raise ValueError("is not a regular file")
             config = parse(f.read(MAX_CONFIG_BYTES + 1), max_bytes=MAX_CONFIG_BYTES, max_depth=32, floats=True)
     except (OSError, ValueError) as e:
         raise CheckpointError(path, None, str(e)) from e

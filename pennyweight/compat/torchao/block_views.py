@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,9 @@ _ELEMENTS: dict[Any, Format] = {
 }  # fmt: skip
 
 
+_FP4_BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)  # two numbers a byte
+
+
 @dataclass
 class QuantizeTensorToMXKwargs(QuantizeTensorKwargs):
     """An MX activation."""
@@ -134,8 +138,24 @@ class QuantizeTensorToNVFP4Kwargs(QuantizeTensorKwargs):
 def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
     """Scales [rows, columns] from the blocks of 128 by 4 (cuBLAS block-scaled layout) that tensor cores read."""
     rb, cb = -(-rows // 128), -(-columns // 4)
+    if scale.numel() != rb * cb * 512:
+        raise ValueError(f"swizzled scale of {scale.numel()} numbers; {rows} rows of {columns} take {rb * cb * 512}")
     tiles = scale.view(torch.uint8).reshape(rb, cb, 32, 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(rb * 128, cb * 4)[:rows, :columns].contiguous()
+
+
+def _need(what: str, part: Tensor, dtypes: tuple[torch.dtype, ...], axes: int = 0) -> None:
+    """Raise ValueError unless the part is of one of the dtypes, with at least so many axes."""
+    if part.dtype not in dtypes or part.ndim < axes:
+        kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise ValueError(f"{what} must be {kinds} of at least {axes} axes, got {part.dtype} {list(part.shape)}")
+
+
+def _in_blocks(scale: Tensor, counts: tuple[int, ...], block_size: int) -> Tensor:
+    """The scale in the shape of its blocks."""
+    if scale.numel() != math.prod(counts):
+        raise ValueError(f"scale is {list(scale.shape)}; blocks of {block_size} are {list(counts)}")
+    return scale.reshape(counts)
 
 
 def _fp4_codes(qdata: Tensor) -> Tensor:
@@ -170,13 +190,15 @@ class MXTensor(View):
         if elem_dtype not in _ELEMENTS:
             raise AssertionError(f"elem_dtype must be one of {[str(e) for e in _ELEMENTS]}, got {elem_dtype}")
         fmt = _ELEMENTS[elem_dtype]
+        _need("qdata", qdata, _FP4_BYTES if fmt is E2M1 else (fmt.code_dtype,), 1)
+        _need("scale", scale, (torch.uint8, torch.float8_e8m0fnu))
         codes = _fp4_codes(qdata) if fmt is E2M1 else qdata
         shape = tuple(codes.shape)
         counts = blocks.counts((block_size,), shape)
         exponents = scale.view(torch.uint8)
         if is_swizzled_scales:
             exponents = unswizzled(scale, codes[..., 0].numel(), counts[-1])
-        parts = Parts(codes, Parts(exponents.reshape(counts)))
+        parts = Parts(codes, Parts(_in_blocks(exponents, counts, block_size)))
         return QT(parts, QuantSpec(fmt, (block_size,), _E8M0_SCALE), shape, orig_dtype,
                   _mx_activation(act_quant_kwargs))  # fmt: skip
 
@@ -253,14 +275,19 @@ class NVFP4Tensor(View):
             raise NotImplementedError(
                 "NVFP4 activations are not offered yet; the weight alone is (act_quant_kwargs=None)"
             )
+        _need("qdata", qdata, _FP4_BYTES, 1)
+        _need("scale", scale, (torch.float8_e4m3fn,))
         codes = _fp4_codes(qdata)
         shape = tuple(codes.shape)
         counts = blocks.counts((block_size,), shape)
         if is_swizzled_scales:
             scale = unswizzled(scale, codes[..., 0].numel(), counts[-1]).view(torch.float8_e4m3fn)
-        inner = Parts(scale.reshape(counts))
+        inner = Parts(_in_blocks(scale, counts, block_size))
         outer = QuantSpec(E4M3, (1,), scale=None)
         if per_tensor_scale is not None:
+            _need("per_tensor_scale", per_tensor_scale, (torch.float32, torch.float16, torch.bfloat16))
+            if per_tensor_scale.numel() != 1:
+                raise ValueError(f"per_tensor_scale is one number, got {list(per_tensor_scale.shape)}")
             inner, outer = (
                 inner._replace(scale=per_tensor_scale.float().reshape((1,) * len(shape))),
                 QuantSpec(E4M3, None),

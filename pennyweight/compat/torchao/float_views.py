@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core.formats import E4M3, E5M2
-from ...core.spec import ActivationSpec, QuantSpec
+from ...core.spec import DTYPES, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...models.granularity import Granularity, PerBlock, PerRow, PerTensor
 from .bounds import get_block_size
@@ -66,6 +66,8 @@ class Float8Tensor(View):
                 raise NotImplementedError("bounds of the activation's range (hp_value_lb, hp_value_ub) are not offered")
             fmt = FLOAT8[act_quant_kwargs.float8_dtype]
             act = ActivationSpec(QuantSpec(fmt, _activation_block(act_quant_kwargs.granularity)))
+        if scale.dtype not in DTYPES.values():
+            raise ValueError(f"scale must be one of {', '.join(DTYPES)}, got {scale.dtype}")
         if scale.ndim not in (0, qdata.ndim) and scale.numel() != 1:
             scale = scale.reshape(*scale.shape, *(1,) * (qdata.ndim - scale.ndim))
         if not block_size and scale.numel() > 1:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import blocks
 from ...core.formats import UINT4
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
@@ -59,6 +60,9 @@ class Int4Tensor(View):
             )
         if activation_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
             raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; leave them bfloat16")
+        if any(t.ndim != 2 for t in (qdata, scale, zero_point)) or qdata.dtype not in (torch.uint8, torch.int8):
+            sizes = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qdata, scale, zero_point))
+            raise ValueError(f"qdata (bytes), scale and zero_point must have 2 axes, got {sizes}")
         codes = (_unpack_nibbles(qdata) + 8).to(torch.uint8)
         assert tuple(codes.shape) == tuple(shape), f"qdata is {list(qdata.shape)}, so not of shape {list(shape)}"
         return int_codes(
@@ -91,6 +95,7 @@ def packed_by_aten(packed: Tensor, scale_and_zero: Tensor, block: Any, shape: An
 
     The order of those bytes is that of the CPU that packed them: a file of another kind of CPU cannot be told apart.
     """
+    shape = tuple(shape)
     spec = QuantSpec(
         UINT4,
         block_of(block, shape),
@@ -99,7 +104,14 @@ def packed_by_aten(packed: Tensor, scale_and_zero: Tensor, block: Any, shape: An
         mid=8,
         layout="torch_int4",
     )
-    return QT(Parts(packed, scale_and_zero), spec, tuple(shape), dtype).to_layout("plain")
+    n, k = blocks.padded(spec.block, shape) if len(shape) == 2 else (0, 0)
+    counts = (*reversed(blocks.counts(spec.block, shape)), 2)
+    if packed.numel() * 2 != n * k or packed.dtype.itemsize != 1 or tuple(scale_and_zero.shape) != counts:
+        raise ValueError(
+            f"packed {packed.dtype} {list(packed.shape)} with scales {list(scale_and_zero.shape)} is no weight of "
+            f"{list(shape)}, which takes {n * k // 2} bytes and scales {list(counts)}"
+        )
+    return QT(Parts(packed, scale_and_zero), spec, shape, dtype).to_layout("plain")
 
 
 class Int4OpaqueTensor(View):

@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import blocks
 from ...core.tensor import AffineQuantizedTensor
 from ...io.checkpoint import Checkpoint
 from ...io.container import DTYPE_NAMES, Entry
 from ...io.errors import CheckpointError
 from ...io.native import describe, identity, pack
 from ...io.opened import Held, Opened
+from ...io.strict_json import parse
 from . import pickles
 from .safetensors_state import unflatten_tensor_state_dict
 
 FORMAT = "torchao"
+_MAX_TEXT, _MAX_DEPTH = 1 << 16, 16  # of what describes one tensor; real ones have about 500 bytes
 _PICKLES = ("torchao", "pennyweight.compat.torchao")  # the names under which their classes were imported
 
 
@@ -37,9 +40,13 @@ def open_safetensors(c: Checkpoint, config: Mapping[str, Any] | None) -> Opened:
     for file in c.files:  # transformers writes the whole of it into every file
         described |= {name: text for name, text in file.metadata.items() if name not in ("tensor_names", "format")}
     parts = {name: _parts(c, name, text) for name, text in described.items()}
+    owner: dict[str, str] = {}
+    for name, stored in parts.items():
+        for part in stored:
+            if owner.setdefault(part, name) != name or stored.count(part) > 1:
+                raise CheckpointError(c.path, name, f"part {part} belongs to {owner[part]} as well")
     held = {name: _flattened(c, name, described[name], stored) for name, stored in parts.items()}
-    owned = {stored for some in parts.values() for stored in some}
-    left = sorted(c.where.keys() - owned)
+    left = sorted(c.where.keys() - owner.keys())
     if left:
         raise CheckpointError(c.path, left[0], "belongs to no tensor that the metadata describe")
     return Opened(c.path, FORMAT, held, tuple(file.path for file in c.files), c.close, {}, {}, config)
@@ -48,11 +55,15 @@ def open_safetensors(c: Checkpoint, config: Mapping[str, Any] | None) -> Opened:
 def _parts(c: Checkpoint, name: str, text: str) -> tuple[str, ...]:
     """Stored names of a tensor."""
     try:
-        data = json.loads(text)
+        data = parse(text.encode("utf-8", "surrogatepass"), max_bytes=_MAX_TEXT, max_depth=_MAX_DEPTH, floats=True)
+        if not isinstance(data, dict) or not isinstance(data.get("_type"), str):
+            raise ValueError("expected an object with _type")
         kind, parts = data["_type"], data.get("_tensor_data_names", [])
-        if not isinstance(kind, str) or not all(isinstance(p, str) for p in parts):
-            raise ValueError("wrong types")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        if not isinstance(parts, list) or not all(isinstance(p, str) for p in parts):
+            raise ValueError("_tensor_data_names must be a list of names")
+        if not isinstance(data.get("_data", {}), dict):
+            raise ValueError("_data must be an object")
+    except ValueError as e:
         raise CheckpointError(c.path, name, f"its metadata do not describe a tensor: {e}") from e
     module, _, param = name.rpartition(".")
     prefix = f"{module}._{param}_" if module else f"_{param}_"
@@ -66,14 +77,36 @@ def _parts(c: Checkpoint, name: str, text: str) -> tuple[str, ...]:
 def _flattened(c: Checkpoint, name: str, text: str, stored: tuple[str, ...]) -> Held:
     def read() -> Tensor:
         metadata = {"tensor_names": json.dumps([name]), name: text}
+        pieces = {s: c.tensor(s) for s in stored}
         try:
-            found, _ = unflatten_tensor_state_dict({s: c.tensor(s) for s in stored}, metadata)
-        except Exception as e:  # attributes of a file go to constructors that were made for callers, in any combination
-            raise CheckpointError(c.path, name, str(e).removeprefix(f"{name}: ") or type(e).__name__) from e
+            found, _ = unflatten_tensor_state_dict(pieces, metadata)
+            _check_shapes(name, json.loads(text), pieces, found[name])
+        except CheckpointError:
+            raise
+        except Exception as e:  # what torch makes of pieces that are not of one tensor has many kinds
+            raise CheckpointError(c.path, name, str(e).removeprefix(f"{name}: ")[:500] or type(e).__name__) from e
         return _checked(c.path, name, found[name])
 
     nbytes = sum(c.entry(s).end - c.entry(s).begin for s in stored)
     return _held(name, read(), nbytes, read)
+
+
+def _check_shapes(name: str, described: Mapping[str, Any], pieces: Mapping[str, Tensor], w: Tensor) -> None:
+    """Raise ValueError for a scale or zero point of as many numbers as there are blocks, but in another order.
+
+    Axes of one are passed over, as torchao has left them out and put them in; so are swizzled scales.
+    """
+    kind = described["_type"]
+    if not isinstance(w, AffineQuantizedTensor) or described["_data"].get("is_swizzled_scales"):
+        return
+    counts = blocks.counts(w.spec.block, w.shape)
+    if kind == "Int4Tensor":
+        counts = counts[::-1]
+    for stored, piece in pieces.items():
+        if not stored.endswith(("_scale", "_zero_point")) or piece.numel() == 1:
+            continue  # activations and whole tensors have one number
+        if [n for n in piece.shape if n != 1] != [n for n in counts if n != 1]:
+            raise ValueError(f"{stored} is {list(piece.shape)}, expected {list(counts)}")
 
 
 def _checked(path: str, name: str, w: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...core.tensor import AffineQuantizedTensor
 from ...models import granularity
 from . import block_views, enums, float_views, int_views
+from .file_attributes import check_attributes
 from .file_views import FILE_VIEWS, view_of
 from .parts import ready
 
@@ -94,20 +95,24 @@ def object_from_dict(data: Any) -> Any:
         raise ValueError("Input dictionary missing required '_type' or '_data' fields")
     kind, held = data["_type"], data["_data"]
     if kind == "torch.dtype":
-        if held not in _DTYPES:
-            raise ValueError(f"unknown dtype {held!r}")
+        if not isinstance(held, str) or held not in _DTYPES:
+            raise ValueError(f"unknown dtype {str(held)[:60]!r}")
         return _DTYPES[held]
-    cls = ALLOWED_CLASSES.get(kind)
+    cls = ALLOWED_CLASSES.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise ValueError(f"Failed to find class {kind} in any of the allowed modules: {', '.join(ALLOWED_CLASSES)}")
+        raise ValueError(
+            f"Failed to find class {str(kind)[:60]} in any of the allowed modules: {', '.join(ALLOWED_CLASSES)}"
+        )
     if issubclass(cls, enum.Enum):
-        if held not in cls.__members__:
-            raise ValueError(f"{kind} has no member {held!r}; it has {', '.join(cls.__members__)}")
+        if not isinstance(held, str) or held not in cls.__members__:
+            raise ValueError(f"{kind} has no member {str(held)[:60]!r}; it has {', '.join(cls.__members__)}")
         return cls[held]
     if not isinstance(held, dict):
-        raise ValueError(f"{kind} is described by an object, got {held!r}")
+        raise ValueError(f"{kind} is described by an object, got {str(held)[:60]!r}")
+    decoded = {k: v if isinstance(v, Tensor) else _decode(v) for k, v in held.items()}
+    check_attributes(kind, {k: v for k, v in decoded.items() if not isinstance(v, Tensor)})
     try:
-        return cls(**{k: v if isinstance(v, Tensor) else _decode(v) for k, v in held.items()})
+        return cls(**decoded)
     except (TypeError, AssertionError) as error:
         raise ValueError(f"Failed to create instance of {kind}: {error}") from error
 

@@ -20,11 +20,14 @@ import torch
 from ...core.formats import E2M1, E2M3, E4M3, E8M0, Format, get_format
 from ...core.spec import NVFP4, ActivationSpec, QuantSpec
 from .expect import setting
-from .patterns import pattern
+from .patterns import Pattern
 
 E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
 FLOAT_OF_BITS = {4: E2M1, 6: E2M3, 8: E4M3}
 _MAX_GROUPS = 10_000
+_MAX_PATTERNS = 1 << 18  # signs of all of them
+# What matching may take, in steps of patterns.py: the first a fifth of a second, and so many more for each layer
+_MAX_WORK, _MORE_WORK = 300_000, 3_000
 _MAX_GROUP_SIZE = 1 << 20
 
 # (format, type of the weights) -> kind of stored tensors; see compressed_tensors.py
@@ -94,8 +97,13 @@ class Groups:
                 self.targets.update(dict.fromkeys(targets, group))
         self.ignored = set(_strings("quantization_config", config, "ignore"))
         self.patterns = sorted(t for t in self.targets if t.startswith("re:"))
+        if sum(map(len, self.patterns)) > _MAX_PATTERNS:
+            raise ValueError(f"{len(self.patterns)} patterns; at most {_MAX_PATTERNS} signs of them are read")
+        self.compiled: dict[str, Pattern] = {}
+        self.left = _MAX_WORK + _MORE_WORK * len(known)
         others = [t for t in self.targets if not t.startswith("re:") and "." not in t and t not in known]
         self.classes = {t: self.targets[t] for t in others}
+        self.class_groups = {g.name: g for g in self.classes.values()}
 
     def of(self, layer: str) -> Group:
         """The group of a layer that is stored quantized."""
@@ -106,13 +114,25 @@ class Groups:
         if layer in self.targets:
             return self.targets[layer]
         for target in self.patterns:
-            if pattern(target[3:]).matches(layer):
+            if self._matches(target[3:], layer):
                 return self.targets[target]
-        found = {g.name: g for g in self.classes.values()}
+        found = self.class_groups
         if len(found) != 1:
             why = f"classes {sorted(self.classes)[:8]} are of several groups" if found else "and none names a class"
             raise ValueError(f"no target of the {len(self.groups)} config_groups is its name, {why}")
         return next(iter(found.values()))
+
+    def _matches(self, text: str, layer: str) -> bool:
+        found = self.compiled.get(text)
+        if found is None:
+            found = self.compiled[text] = Pattern(text)
+            self.left -= len(text)
+        before = found.work
+        matched = found.matches(layer)
+        self.left -= found.work - before
+        if self.left < 0:
+            raise ValueError(f"the patterns of config_groups take too long to match, {text[:60]!r} the last of them")
+        return matched
 
 
 def _refuse_more(config: Mapping[str, Any]) -> None:

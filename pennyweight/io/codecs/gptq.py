@@ -73,8 +73,8 @@ class Layer:
 
 def _claims(method: Method, entries: Entries) -> bool:
     """By its name in config.json; or, where that says nothing, by three tensors of sizes that no other format has."""
-    if "quant_method" in method:
-        return method["quant_method"] == "gptq"
+    if method.get("quant_method") is not None:
+        return bool(method["quant_method"] == "gptq")
     for name, e in entries.items():
         layer, _, part = name.rpartition(".")
         scales = entries.get(f"{layer}.scales")
@@ -113,7 +113,7 @@ def find(entries: Entries, method: Method, get: Get | None = None) -> dict[str, 
     out: dict[str, Found] = {}
     for stored in entries:
         name, _, part = stored.rpartition(".")
-        if part in ("qweight", "qzeros", "g_idx") and f"{name}.weight" not in out:
+        if part in PARTS and f"{name}.weight" not in out:
             out[f"{name}.weight"] = _found(name, entries, method, version, get)
     return out
 
@@ -169,6 +169,9 @@ def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[L
     alone = any("sym" in override for override in _overrides(method))
     symmetric = setting(method, "sym", bool) is True and not alone
     layer = Layer(name, bits, inputs, outputs, size, symmetric, version == V1, "g_idx" in found)
+    reordered = setting(method, "desc_act", bool) is True and not any("desc_act" in o for o in _overrides(method))
+    if reordered and layer.groups > 1 and not layer.ordered:
+        raise ValueError(f"{name}.g_idx is missing, the order of channels: the config says desc_act true")
     return layer, found["scales"].dtype
 
 

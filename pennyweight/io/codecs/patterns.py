@@ -10,7 +10,6 @@ Thompson's construction (1968): a pattern becomes a graph of states, a name is o
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 MAX_PATTERN = 1000  # characters
 _MAX_SETS = 10_000  # sets of states remembered, so that a hostile pattern takes no memory
@@ -22,14 +21,8 @@ _CLASSES: dict[str, Test] = {
 }  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
-def pattern(text: str) -> Pattern:
-    """The pattern of that text. Raises ValueError for what is not read."""
-    return Pattern(text)
-
-
 class Pattern:
-    """A compiled pattern."""
+    """A compiled pattern. Raises ValueError for a text that is not read."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_PATTERN:
@@ -47,10 +40,12 @@ class Pattern:
             raise self._error(f"{text[self.at]!r} is not read here")
         self.start = self._closure({start})
         self.seen: dict[tuple[frozenset[int], str], frozenset[int]] = {}
+        self.work = 0  # signs of names looked at, and states looked at for the first time
 
     def matches(self, name: str) -> bool:
         now = self.start
         for c in name:
+            self.work += 1
             if self.accept in now and not self.whole:
                 return True
             key = (now, c)
@@ -58,6 +53,7 @@ class Pattern:
             if then is None:
                 if len(self.seen) >= _MAX_SETS:
                     self.seen.clear()
+                self.work += len(now)
                 then = self._closure({n for s in now if (t := self.tests[s]) and t(c) for n in self.nexts[s]})
                 self.seen[key] = then
             if not then:
