@@ -56,9 +56,7 @@ def _scale(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     kind = spec.scale
     if spec.offset is not None and (spec.block is None or _row_block(spec, shape)):
         return "needs offsets per row or group"
-    if kind is None or (kind in _FLOATS and not isinstance(spec.offset, QuantSpec)):
-        return True
-    if coded(kind) and not _row_block(spec, shape):
+    if kind is None or kind in _FLOATS or (coded(kind) and not _row_block(spec, shape)):
         return coded_fits(spec, shape)
     plain = isinstance(kind, QuantSpec) and not (kind.zero_point or kind.mid) and kind.layout == "plain"
     if not isinstance(kind, QuantSpec) or kind.format not in _NESTED or not plain:
