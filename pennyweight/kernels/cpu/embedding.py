@@ -100,9 +100,9 @@ def _picked(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) -> t
         if not _nested(kind):
             return None if part is None else part[unit]
         own = (lambda t: t[unit]) if height == 1 else (lambda t: t[unit, :, row])
-        above = (part.scale, part.zero_point, part.offset)
+        above: list[Any] = [part.scale, part.zero_point, part.offset]
         if kind.block is not None:
-            above = tuple(None if p is None else own(p) for p in above)
+            above = [None if p is None else own(p) for p in above]
         x = dequantize(Parts(own(part.codes), *above), kind, (count, groups))
         return x if height == 1 else x.unsqueeze(-1).expand(-1, -1, TILE).contiguous()  # every row of a tile
 

@@ -243,7 +243,7 @@ def describe(case: Case) -> FloatLinear:
     if isinstance(kind, QuantSpec):
         w.scale_groups = blocks.padded(kind.block, counts)[-1]
         if kind.scale is not None:
-            w.outer_kind = KINDS[torch.float32 if kind.scale is torch.float64 else kind.scale]
+            w.outer_kind = _number_kind(torch.float32 if kind.scale is torch.float64 else kind.scale)
             w.outer = -1 if kind.block is None else blocks.resolve(kind.block, counts)[-1]
             w.outer_groups = blocks.counts(kind.block, counts)[-1]
     return w
@@ -286,7 +286,7 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
                 bias = bias.float().contiguous()
             b, b_kind = bias.data_ptr(), kinds[bias.dtype]
         scale, offset = w.scale, w.offset
-        above = scale.scale if outer else None
+        above: Any = scale.scale if outer else None
         if narrow:
             above = above.float()
         status = call(
