@@ -6,6 +6,10 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
+from pennyweight.core.spec import SPECS
+from pennyweight.core.tensor import AffineQuantizedTensor
+from pennyweight.kernels import get_kernel
+from pennyweight.models.prepare import prepare
 
 from .base import Competitor, eager
 
@@ -31,6 +35,8 @@ CONFIGS: tuple[tuple[str, pw.AOBaseConfig, int, float, str, float], ...] = (
     ("nf4", pw.NF4WeightOnlyConfig(), 4, 4.13, "bf16", 0.11),
     ("float8 weight-only", pw.Float8WeightOnlyConfig(), 8, 8, "bf16", 0.035),
 )
+# As GGUF files hold them: spec, bits, stored bits, bound. Beside each the row that dequantizes the weight at each call.
+GGUF = (("q4_k", 4, 4.63, 0.09), ("q6_k", 6, 6.57, 0.03))
 ALONE = ("nf4", "float8 weight-only")  # formats that no peer computes with on a CPU
 
 
@@ -51,6 +57,18 @@ def _make(config: pw.AOBaseConfig):
     return lambda weight, copies: eager([layer(weight) for _ in range(copies)], torch.bfloat16)
 
 
+def _gguf(spec: str, dequantize: bool):
+    def product(weight: Tensor):
+        w = AffineQuantizedTensor.from_float(weight, SPECS[spec])
+        if dequantize:
+            w, run = w.to_layout("bits"), get_kernel("linear", "dequantize").run
+            return lambda x: run(x, w, None)
+        w = prepare(w)
+        return lambda x: nn.functional.linear(x, w)
+
+    return lambda weight, copies: eager([product(weight) for _ in range(copies)], torch.bfloat16)
+
+
 def competitors(threads: int) -> list[Competitor]:
     return [
         Competitor(
@@ -65,4 +83,11 @@ def competitors(threads: int) -> list[Competitor]:
             alone=name in ALONE,
         )
         for name, config, bits, stored, arithmetic, bound in CONFIGS
-    ]
+    ] + [
+        Competitor(
+            f"pennyweight {spec}{', dequantized' if slow else ''}", FAMILY, bits, stored, "bf16", bound,
+            _gguf(spec, slow), detail=str(SPECS[spec]), alone=True,
+        )
+        for spec, bits, stored, bound in GGUF
+        for slow in (False, True)
+    ]  # fmt: skip

@@ -16,6 +16,7 @@ import pennyweight as pw
 from pennyweight.core.choose import RULES
 from pennyweight.core.formats import INT7, INT8
 from pennyweight.core.numerics import dequantize, quantize
+from pennyweight.core.spec import SPECS as NAMED
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels import Kernel, explain, get_kernel, kernels, torch_int8
@@ -23,7 +24,10 @@ from pennyweight.kernels.activation import encode_activation, static_params
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.table import case_of
 from pennyweight.kernels.torch_int8 import int_mm_saturates
-from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN
+from tests.tensors import INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
+from tests.tensors import SPECS as TENSORS
+
+SPECS = TENSORS | {name: NAMED[name] for name in ("q2_k", "q4_k", "q6_k", "iq4_xs")}
 
 ACTIVATIONS = {
     "none": None,

@@ -14,29 +14,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core import conversions
-from ...core.formats import E8M0
+from ...core import blocks, conversions
 from ...core.layouts import READABLE
+from ...core.numerics import Parts, dequantize
 from ...core.spec import DTYPES, QuantSpec
 from ...core.tensor import AffineQuantizedTensor, static_json
-from ..gather import gather
+from .. import gather
 from ..linear import LIBRARY, _flatten, _nest
 from ..table import Case, Kernel, register_kernel
 from . import float_linear, int_linear
-from .affine import affine
+from .affine import affine, part_kind
+from .codes import TILE
 from .convert import floats_of
-from .library import missing
+from .library import E8M0, missing
+
+
+def _nested(kind: Any) -> bool:
+    """Whether a scale or offset is quantized in a way that native lookups do not read."""
+    return isinstance(kind, QuantSpec) and part_kind(kind) != E8M0
+
+
+def _seen(spec: QuantSpec) -> QuantSpec:
+    """A spec as native code gets it: what is nested is float32 there."""
+    nested = {name: torch.float32 for name in ("scale", "offset") if _nested(getattr(spec, name))}
+    return spec.with_(**nested) if nested else spec
+
+
+def _own(kind: QuantSpec, spec: QuantSpec, shape: tuple[int, ...]) -> bool:
+    """Whether each row of a table has nested numbers of its own."""
+    if spec.block is None or blocks.resolve(spec.block, shape)[0] != 1 or kind.layout != "plain":
+        return False
+    return kind.block is None or blocks.resolve(kind.block, blocks.counts(spec.block, shape))[0] == 1
 
 
 def _accepts(case: Case) -> bool | str:
     verdict = missing()
     if verdict is not True:
         return verdict
-    for kind in (case.spec.scale, case.spec.offset):
-        if isinstance(kind, QuantSpec) and not (kind.format is E8M0 and kind.scale is None):
-            return "its scale is itself quantized"
-    if len(case.shape) != 2 or affine(case.spec, case.shape, case.dtype, by_row=True) is None:
+    if len(case.shape) != 2 or affine(_seen(case.spec), case.shape, case.dtype, by_row=True) is None:
         return f"reads tables of float32, bfloat16 or float16, not {list(case.shape)} {case.dtype}"
+    if _seen(case.spec) is not case.spec:
+        kinds = [k for k in (case.spec.scale, case.spec.offset) if isinstance(k, QuantSpec)]
+        if not all(_nested(k) and _own(k, case.spec, case.shape) for k in kinds):
+            return "its scale is itself quantized, in blocks that rows share"
     return True
 
 
@@ -56,10 +76,40 @@ def rows(index: Tensor, w: Any, spec: QuantSpec, shape: tuple[int, ...], dtype: 
     """w[index] as floats. index: int32 or int64, any shape; w: what has the parts of a table [V, D] as attributes."""
     if index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"embedding: indices must be int32 or int64, got {index.dtype}")
-    a = affine(spec, shape, dtype, by_row=True)
-    assert a is not None
     out = torch.empty((*index.shape, shape[1]), dtype=dtype, device="cpu")
-    return floats_of(w, spec, a, index.long().contiguous(), out) if out.numel() else out
+    if not out.numel():
+        return out
+    index = index.long().contiguous()
+    if _seen(spec) is not spec:
+        w, index, shape = _picked(w, index.reshape(-1), spec, shape)
+    a = affine(_seen(spec), shape, dtype, by_row=True)
+    assert a is not None
+    return floats_of(w, _seen(spec), a, index, out)
+
+
+def _picked(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[Parts, Tensor, tuple[int, ...]]:
+    """A table of the rows asked for (packed: of the tiles that hold them) with nested numbers as float32, where the
+    rows are in it, and its shape. Raises IndexError out of range."""
+    if index.amin() < 0 or index.amax() >= shape[0]:
+        raise IndexError(f"index out of range: a quantized table has rows 0 to {shape[0] - 1}")
+    count, height = index.numel(), 1 if spec.layout in READABLE else TILE
+    unit, row = index // height, index % height
+    groups = blocks.counts(spec.block, shape)[-1]
+
+    def picked(part: Any, kind: Any) -> Any:
+        if not _nested(kind):
+            return None if part is None else part[unit]
+        own = (lambda t: t[unit]) if height == 1 else (lambda t: t[unit, :, row])
+        above: list[Any] = [part.scale, part.zero_point, part.offset]
+        if kind.block is not None:
+            above = [None if p is None else own(p) for p in above]
+        x = dequantize(Parts(own(part.codes), *above), kind, (count, groups))
+        return x if height == 1 else x.unsqueeze(-1).expand(-1, -1, TILE).contiguous()  # every row of a tile
+
+    parts = Parts(
+        w.codes[unit], picked(w.scale, spec.scale), picked(w.zero_point, None), picked(w.offset, spec.offset)
+    )  # fmt: skip
+    return parts, torch.arange(count, device="cpu") * height + row, (count * height, *shape[1:])
 
 
 def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
@@ -68,7 +118,7 @@ def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor
         if conversions.in_memory(w._codes) and conversions.in_memory(index):
             return rows(index, w.parts, w.spec, tuple(w.shape), w.dtype)
         if type(w._codes) is Tensor and w.spec.layout in READABLE:
-            return gather(index, w)
+            return (gather.gather if _seen(w.spec) is w.spec else gather.lookup)(index, w)
     key = json.dumps({"tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
     return torch.ops.pennyweight.embedding.default(index, _flatten(w)[0], key)
 

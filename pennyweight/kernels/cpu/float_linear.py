@@ -1,5 +1,7 @@
 """Native ``linear`` for codes that are not integers (small floats, tables) on a CPU, and the layout "cpu_float".
 
+Integers whose groups are too small for int_linear.py are a table as well.
+
 One kernel for all of them: a format is its table of numbers. See src/float_linear.h for the arithmetic, src/pack.h for
 the bytes. Scales that are themselves quantized stay so, and are decoded on the way.
 """
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.formats import DYNAMIC4, DYNAMIC8, E2M1, E3M2, E4M3, E5M2, E8M0, INT8, NF4, Format
+from ...core.formats import DYNAMIC4, DYNAMIC8, E2M1, E3M2, E4M3, E5M2, E8M0, INT8, NF4, UINT5, UINT8, Format
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, SPECS, QuantSpec
@@ -24,14 +26,14 @@ from ...core.tensor import AffineQuantizedTensor
 from ..table import Case, Kernel, case_of, register_kernel
 from . import library
 from .codes import STEP, TILE, pack_codes, unpack_codes
-from .int_linear import tile_rows, untile_rows, up
+from .int_linear import coded, coded_fits, tile_rows, untile_rows, up
 from .library import KINDS, missing, native
 
 HALF = 16  # columns that a group is a multiple of
 SUM_BLOCK = 256  # columns of one float32 chain, at most: longer ones lose digits
-TABLE16, SMALL_FLOAT, TABLE256 = range(3)  # as in src/float_abi.h
+TABLE16, SMALL_FLOAT, TABLE256, INTEGER = range(4)  # as in src/float_abi.h
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_NESTED = {E8M0: library.E8M0, E4M3: library.E4M3, INT8: library.I8}
+_NESTED = {E8M0: library.E8M0, E4M3: library.E4M3, INT8: library.I8}  # beside what is coded
 
 
 class FloatLinear(ctypes.Structure):
@@ -41,7 +43,7 @@ class FloatLinear(ctypes.Structure):
         *((name, c_int64) for name in ("n", "k", "kp", "scale_groups", "outer_groups")),
         *((name, c_void_p) for name in ("values", "low", "high")),
         *((name, c_int32) for name in ("bits", "decode", "exponent", "mantissa", "group", "block", "row_block")),
-        *((name, c_int32) for name in ("scale", "outer", "x")),
+        *((name, c_int32) for name in ("scale", "offset", "outer", "outer_kind", "x")),
         ("limit", c_float),
     )
 
@@ -52,12 +54,17 @@ class FloatLinear(ctypes.Structure):
 def _scale(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     """Whether the kernel reads scales stored like this."""
     kind = spec.scale
-    if kind is None or kind in _FLOATS:
-        return True
-    if not isinstance(kind, QuantSpec) or kind.format not in _NESTED or kind.zero_point or kind.layout != "plain":
-        return "needs plain scales, or quantized ones in e8m0, e4m3 or int8"
+    if spec.offset is not None and (spec.block is None or _row_block(spec, shape)):
+        return "needs offsets per row or group"
+    if kind is None or kind in _FLOATS or (coded(kind) and not _row_block(spec, shape)):
+        return coded_fits(spec, shape)
+    plain = isinstance(kind, QuantSpec) and not (kind.zero_point or kind.mid) and kind.layout == "plain"
+    if not isinstance(kind, QuantSpec) or kind.format not in _NESTED or not plain:
+        return "needs plain scales, quantized ones in e8m0 or e4m3, or integers under plain ones"
     if spec.block is None or _row_block(spec, shape):
         return "needs plain scales where rows share them"
+    if spec.offset is not None:
+        return "needs plain scales beside offsets, or both as integers under plain ones"
     outer = (kind.scale, kind.offset)
     if outer == (None, None):
         return True
@@ -78,6 +85,8 @@ _MORE = (
     QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, None, torch.float64)),
     NF4_DOUBLE.with_(block=(16,), scale=QuantSpec(INT8, (4,), offset=torch.float32)), QuantSpec(DYNAMIC4, None),
     QuantSpec(DYNAMIC8, (48,)), QuantSpec(DYNAMIC8, None, scale=None),
+    QuantSpec(UINT8, (16,), mid=128, scale=torch.bfloat16), QuantSpec(UINT5, (48,), offset=torch.float16),
+    QuantSpec(NF4, (-1,), offset=torch.bfloat16),
 )  # fmt: skip
 
 
@@ -85,10 +94,10 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     """True, or the sentence that says why the layout cannot hold this."""
     if len(shape) != 2 or 0 in shape:
         return "needs a 2-d weight that is not empty"
-    if spec.format.kind == "int":
-        return "is for formats that are not integers"
-    if spec.format is E8M0 or spec.offset is not None:
-        return "needs a format with a table of numbers, and no offset"
+    if spec.format.kind == "int" and not _small_groups(spec, shape):
+        return f"is for formats that are not integers, and for integers in groups smaller than {STEP}"
+    if spec.format is E8M0 or not (spec.offset in (None, *_FLOATS) or coded(spec.offset)):
+        return "needs a format with a table of numbers, and offsets that are plain or integers under plain ones"
     if spec.block is not None and spec.scale is not None:
         rows, group = blocks.resolve(spec.block, shape)
         if rows != 1 and rows < shape[0] and rows % TILE:
@@ -96,6 +105,14 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
         if group < shape[1] and group % HALF:
             return f"needs groups that are multiples of {HALF}, the weight has {group}"
     return _scale(spec, shape)
+
+
+def _small_groups(spec: QuantSpec, shape: Sequence[int]) -> bool:
+    """Whether integers lie in groups that int_linear.py does not take: several in its steps of columns."""
+    if spec.block is None or spec.scale is None or spec.zero_point:
+        return False
+    rows, group = blocks.resolve(spec.block, shape)
+    return rows == 1 and group < shape[1] and group % STEP != 0
 
 
 def _row_block(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -111,7 +128,7 @@ def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
 
 
 def _scales(scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Tensor], Tensor]) -> Any:
-    """fn over what there is one of per row and group. scale: a tensor, or a quantized one, whose parts these are."""
+    """fn over what there is one of per row and group. scale: scale or offset; quantized ones come and go as parts."""
     if isinstance(scale, AffineQuantizedTensor):
         scale = scale.parts
     if scale is None or spec.block is None or _row_block(spec, shape):
@@ -130,15 +147,16 @@ def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
         raise ValueError(f'layout "cpu_float" of {tuple(shape)} {spec}: {verdict}')
     columns, bits = _columns(spec, shape), spec.format.bits
     packed = pack_codes(spec.format.to_unsigned(parts.codes.contiguous()), columns, bits, 0)
-    return parts._replace(codes=packed, scale=_scales(parts.scale, spec, shape, tile_rows))
+    scale, offset = (_scales(p, spec, shape, tile_rows) for p in (parts.scale, parts.offset))
+    return parts._replace(codes=packed, scale=scale, offset=offset)
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Inverse of :func:`pack`, bit for bit."""
     n, k = blocks.padded(spec.block, shape)
     codes = unpack_codes(parts.codes, n, k, _columns(spec, shape), spec.format.bits, 0)
-    scale = _scales(parts.scale, spec, shape, lambda p: untile_rows(p, shape[0]))
-    return parts._replace(codes=spec.format.from_unsigned(codes), scale=scale)
+    scale, offset = (_scales(p, spec, shape, lambda t: untile_rows(t, shape[0])) for p in (parts.scale, parts.offset))
+    return parts._replace(codes=spec.format.from_unsigned(codes), scale=scale, offset=offset)
 
 
 def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -146,15 +164,16 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     n, k = blocks.padded(spec.block, shape)
     bits = spec.format.bits
     extra = up(n, TILE) * _columns(spec, shape) * bits // 8 - n * -(-k * bits // 8)
-    kind, more = spec.scale, up(shape[0], TILE) - shape[0]
-    if kind is None or spec.block is None or _row_block(spec, shape):
+    more = up(shape[0], TILE) - shape[0]
+    if spec.block is None or _row_block(spec, shape):
         return extra
     groups = blocks.counts(spec.block, shape)[-1]
-    if not isinstance(kind, QuantSpec):
-        return extra + more * groups * kind.itemsize
-    if kind.block is None:
-        return extra + more * groups
-    return extra + more * kind.nbytes((1, groups))
+    for kind in spec.part_specs().values():
+        if not isinstance(kind, QuantSpec):
+            extra += more * groups * kind.itemsize
+        else:
+            extra += more * (groups if kind.block is None else kind.nbytes((1, groups)))
+    return extra
 
 
 _EXAMPLES = tuple(
@@ -174,12 +193,12 @@ def _accepts(case: Case) -> bool | str:
 
 
 @lru_cache(maxsize=256)
-def numbers(f: Format) -> tuple[Tensor, Tensor, int, int]:
-    """The number of each code (float32 [256]), its bfloat16 bytes (low ones, then high ones), exponent and mantissa
-    bits. Those are 0 where the codes are not sign, exponent and mantissa as in src/float_codes.h."""
+def numbers(f: Format, mid: int = 0) -> tuple[Tensor, Tensor, int, int]:
+    """The number of each code less ``mid`` (float32 [256]), its bfloat16 bytes (low ones, then high ones), exponent and
+    mantissa bits. Those are 0 where the codes are not sign, exponent and mantissa as in src/float_codes.h."""
     count = len(f.values) or 1 << f.bits
     values = torch.zeros(256, device="cpu")  # whatever the default device: the kernel keeps its address
-    values[:count] = f.decode(f.from_unsigned(torch.arange(count, device="cpu").to(torch.uint8)))
+    values[:count] = f.decode(f.from_unsigned(torch.arange(count, device="cpu").to(torch.uint8))) - mid
     halves = values.to(torch.bfloat16).view(torch.uint8).reshape(256, 2).t().contiguous()
     if f.kind != "float" or f.bits < 5:
         return values, halves, 0, 0
@@ -201,20 +220,21 @@ def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
     group = blocks.resolve(spec.block, shape)[-1]
     if group < shape[1]:
         return group
-    return up(shape[1], HALF) if _row_block(spec, shape) else 0
+    return up(shape[1], HALF) if _row_block(spec, shape) or spec.offset is not None else 0
 
 
 def describe(case: Case) -> FloatLinear:
     """The case as src/float_abi.h has it."""
     spec, (n, k) = case.spec, case.shape
-    values, halves, exponent, mantissa = numbers(spec.format)
+    values, halves, exponent, mantissa = numbers(spec.format, spec.mid)
+    integer = spec.format.kind == "int" and spec.format.bits in (5, 6)
     group, kind = _group(spec, case.shape), spec.scale
     w = FloatLinear(
         n=n, k=k, kp=_columns(spec, case.shape), bits=spec.format.bits, group=group, block=SUM_BLOCK,
         values=values.data_ptr(), low=halves[0].data_ptr(), high=halves[1].data_ptr(), exponent=exponent,
         mantissa=mantissa, limit=spec.format.hi, row_block=_row_block(spec, case.shape), x=KINDS[case.dtype],
-        decode=TABLE16 if spec.format.bits <= 4 else SMALL_FLOAT if exponent else TABLE256,
-        scale=_NESTED[kind.format] if isinstance(kind, QuantSpec) else KINDS[kind],
+        decode=TABLE16 if spec.format.bits <= 4 else SMALL_FLOAT if exponent else INTEGER if integer else TABLE256,
+        scale=_number_kind(kind), offset=_number_kind(spec.offset),
     )  # fmt: skip
     if group > 0:
         w.block = next(b for b in range(min(SUM_BLOCK, group) // HALF * HALF, 0, -HALF) if group % b == 0)
@@ -223,20 +243,34 @@ def describe(case: Case) -> FloatLinear:
     if isinstance(kind, QuantSpec):
         w.scale_groups = blocks.padded(kind.block, counts)[-1]
         if kind.scale is not None:
+            w.outer_kind = _number_kind(torch.float32 if kind.scale is torch.float64 else kind.scale)
             w.outer = -1 if kind.block is None else blocks.resolve(kind.block, counts)[-1]
             w.outer_groups = blocks.counts(kind.block, counts)[-1]
     return w
+
+
+def _number_kind(kind: Any) -> int:
+    if not isinstance(kind, QuantSpec):
+        return KINDS[kind]
+    return _NESTED[kind.format] if kind.format in _NESTED else KINDS[kind.format.code_dtype]
 
 
 @lru_cache(maxsize=4096)
 def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
     """(x, parts, bias) -> y for one case, with all that is static worked out."""
     struct = describe(case)
-    weight, n, k, kept = ctypes.addressof(struct), struct.n, struct.k, (struct, numbers(case.spec.format))
+    weight, n, k, kept = (
+        ctypes.addressof(struct),
+        struct.n,
+        struct.k,
+        (struct, numbers(case.spec.format, case.spec.mid)),
+    )
     call, threads, kinds = native().pw_float_linear, torch.get_num_threads, KINDS
     kind = case.spec.scale
     scaled, nested = kind is not None, isinstance(kind, QuantSpec)
-    outer, offset = struct.outer != 0, isinstance(kind, QuantSpec) and kind.offset is not None
+    outer, outer_offset = struct.outer != 0, isinstance(kind, QuantSpec) and kind.offset is not None
+    narrow = isinstance(kind, QuantSpec) and kind.scale is torch.float64
+    has_offset, coded_offset = case.spec.offset is not None, isinstance(case.spec.offset, QuantSpec)
 
     def linear(x: Tensor, w: Any, bias: Tensor | None, kept: Any = kept) -> Tensor:
         if x.ndim == 2 and x.stride(1) == 1:
@@ -251,12 +285,16 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
             if not bias.is_contiguous() or bias.dtype not in kinds:
                 bias = bias.float().contiguous()
             b, b_kind = bias.data_ptr(), kinds[bias.dtype]
-        scale = w.scale
-        above = scale.scale.float() if outer else None
+        scale, offset = w.scale, w.offset
+        above: Any = scale.scale if outer else None
+        if narrow:
+            above = above.float()
         status = call(
             weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
             (scale.codes if nested else scale).data_ptr() if scaled else None,
-            None if above is None else above.data_ptr(), scale.offset.data_ptr() if offset else None, threads(),
+            None if above is None else above.data_ptr(), scale.offset.data_ptr() if outer_offset else None,
+            (offset.codes if coded_offset else offset).data_ptr() if has_offset else None,
+            offset.scale.data_ptr() if coded_offset else None, threads(),
         )  # fmt: skip
         if status:
             raise MemoryError(f"linear: no memory for {m} rows of {k} columns")

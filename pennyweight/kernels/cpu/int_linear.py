@@ -37,14 +37,44 @@ def _scale_dtype(kind: Any) -> bool:
     return kind in _FLOATS or (isinstance(kind, QuantSpec) and kind.format is E8M0 and kind.scale is None)
 
 
+def coded(kind: Any) -> bool:
+    """Whether a scale or offset is an integer code times a plain number, as in ggml's K-quants."""
+    return (
+        isinstance(kind, QuantSpec) and kind.format.kind == "int" and kind.scale in _FLOATS and kind.layout == "plain"
+        and not (kind.zero_point or kind.mid) and kind.offset is None and kind.block is not None
+    )  # fmt: skip
+
+
+def outer(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """Scales of a row under one outer scale, where they are coded; 0: they are not."""
+    kind = spec.scale
+    return blocks.resolve(kind.block, blocks.counts(spec.block, shape))[-1] if coded(kind) else 0  # type: ignore[union-attr]
+
+
+def coded_fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
+    """True, or the sentence that says why a coded scale or offset does not do."""
+    kinds = [k for k in (spec.scale, spec.offset) if isinstance(k, QuantSpec) and coded(k)]
+    if not kinds:
+        return True
+    if spec.zero_point or len(kinds) != len(spec.part_specs()) or len({(k.block, k.scale) for k in kinds}) > 1:
+        return "needs offsets that are quantized in the blocks of the scales, and no zero points"
+    counts = () if spec.block is None else blocks.counts(spec.block, shape)
+    one_row = len(counts) == 2 and blocks.resolve(kinds[0].block, counts)[0] == 1
+    return one_row or "needs quantized scales whose blocks lie in one row"
+
+
 def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     """True, or the sentence that says why the layout cannot hold this."""
     if len(shape) != 2:
         return "needs a 2-d weight"
     if spec.format.kind != "int":
         return "needs integer codes"
-    if not _scale_dtype(spec.scale) or not (spec.offset is None or spec.offset in _FLOATS):
-        return "needs plain scales and offsets, or e8m0 scales"
+    if not (_scale_dtype(spec.scale) or coded(spec.scale)) or not (
+        spec.offset in (None, *_FLOATS) or coded(spec.offset)
+    ):
+        return "needs plain scales and offsets, integers under plain ones, or e8m0 scales"
+    if coded_fits(spec, shape) is not True:
+        return coded_fits(spec, shape)
     if spec.block is None:
         return (spec.offset is None and not spec.zero_point) or "needs zero points and offsets per row or group"
     rows, group = blocks.resolve(spec.block, shape)
@@ -56,13 +86,13 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
 
 
 def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
-    """Columns per scale: 0 for one per row, -1 for one in all. A row with an offset is one group."""
+    """Columns per scale: 0 for one per row, -1 for one in all. A row with an offset or a coded scale is one group."""
     if spec.block is None:
         return -1
     group = blocks.resolve(spec.block, shape)[-1]
     if group < shape[1]:
         return group
-    return up(shape[1], STEP) if spec.offset is not None else 0
+    return up(shape[1], STEP) if spec.offset is not None or coded(spec.scale) else 0
 
 
 def up(n: int, step: int) -> int:
@@ -91,7 +121,7 @@ def map_groups(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) ->
     if spec.block is None:
         return parts
     changed: dict[str, Any] = {
-        name: p.map(fn) if isinstance(p, Parts) else p.with_(codes=fn(p.codes)) if isinstance(p, QT) else fn(p)
+        name: (p.parts if isinstance(p, QT) else p).map(fn) if isinstance(p, (Parts, QT)) else fn(p)
         for name in ("scale", "zero_point", "offset")
         if (p := getattr(parts, name)) is not None
     }
@@ -128,7 +158,7 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     if spec.block is not None:
         groups = blocks.counts(spec.block, shape)[-1]
         for kind in spec.part_specs().values():
-            extra += (rows - n) * groups * (1 if isinstance(kind, QuantSpec) else kind.itemsize)
+            extra += (rows - n) * (kind.nbytes((1, groups)) if isinstance(kind, QuantSpec) else groups * kind.itemsize)
     return extra
 
 
@@ -177,12 +207,19 @@ def describe(case: Case) -> IntLinear:
     """The case as src/abi.h has it."""
     spec, act, (n, k), kinds = case.spec, case.act, case.shape, cast("dict[Any, int]", KINDS)
     group, columns = _group(spec, case.shape), _columns(spec, case.shape)
+
+    def number_kind(kind: Any) -> int:
+        if not isinstance(kind, QuantSpec):
+            return kinds[kind]
+        return E8M0_KIND if kind.format is E8M0 else kinds[kind.format.code_dtype]
+
     w = IntLinear(
         n=n, k=k, kp=columns, bits=spec.format.bits, center=spec.mid - int(spec.format.lo), group=group,
-        block=_block(group, act, columns),
-        scale=E8M0_KIND if isinstance(spec.scale, QuantSpec) else kinds[spec.scale],
+        block=_block(group, act, columns), scale=number_kind(spec.scale),
         zero_point=KINDS[spec.zero_point_dtype] if spec.zero_point else NONE,
-        offset=kinds[spec.offset], x=KINDS[case.dtype], act=FLOAT, act_scale=KINDS[torch.float32],
+        offset=number_kind(spec.offset), outer=outer(spec, case.shape),
+        outer_kind=kinds[spec.scale.scale] if isinstance(spec.scale, QuantSpec) else NONE,
+        x=KINDS[case.dtype], act=FLOAT, act_scale=KINDS[torch.float32],
     )  # fmt: skip
     if act is not None:
         f = act.spec.format
@@ -205,7 +242,7 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
     weight, n, k = ctypes.addressof(struct), struct.n, struct.k
     call, threads, kinds = native().pw_int_linear, torch.get_num_threads, KINDS
     spec, act = case.spec, case.act
-    nested = isinstance(spec.scale, QuantSpec)
+    nested, under = isinstance(spec.scale, QuantSpec), struct.outer > 0
     has_zero, has_offset, static = spec.zero_point, spec.offset is not None, act is not None and act.mode == "static"
     plain = not (nested or has_zero or has_offset or static)
     zero_shift = 128 if act is not None and act.spec.format is UINT8 else 0
@@ -225,7 +262,7 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
             b, b_kind = bias.data_ptr(), kinds[bias.dtype]
         if plain:
             status = call(weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
-                          w.scale.data_ptr(), None, None, None, 0, threads())  # fmt: skip
+                          w.scale.data_ptr(), None, None, None, None, None, 0, threads())  # fmt: skip
         else:
             act_scale, act_zero = None, 0
             if static:
@@ -235,7 +272,9 @@ def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
                 weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
                 (w.scale.codes if nested else w.scale).data_ptr(),
                 w.zero_point.data_ptr() if has_zero else None,
-                w.offset.data_ptr() if has_offset else None,
+                (w.offset.codes if under else w.offset).data_ptr() if has_offset else None,
+                w.scale.scale.data_ptr() if under else None,
+                w.offset.scale.data_ptr() if under and has_offset else None,
                 None if act_scale is None else act_scale.data_ptr(), act_zero, threads(),
             )  # fmt: skip
         if status:
@@ -261,7 +300,7 @@ def together(
     count, k, kinds = len(cases), first.shape[1], KINDS
     weights = (IntLinear * count)(*(describe(replace(c, spec=c.spec.with_(layout="plain"))) for c in cases))
     sizes, where = [c.shape[0] for c in cases], ctypes.addressof(weights)
-    nested = isinstance(first.spec.scale, QuantSpec)
+    nested, under = isinstance(first.spec.scale, QuantSpec), weights[0].outer > 0
     has_zero, has_offset = first.spec.zero_point, first.spec.offset is not None
     call, threads = native().pw_int_linears, torch.get_num_threads
 
@@ -279,7 +318,9 @@ def together(
             rows[i] = LinearArgs(
                 at, m, step, y.data_ptr(), address, w.codes.data_ptr(),
                 (w.scale.codes if nested else w.scale).data_ptr(), w.zero_point.data_ptr() if has_zero else None,
-                w.offset.data_ptr() if has_offset else None, None, 0, kind, n_threads,
+                (w.offset.codes if under else w.offset).data_ptr() if has_offset else None,
+                w.scale.scale.data_ptr() if under else None,
+                w.offset.scale.data_ptr() if under and has_offset else None, None, 0, kind, n_threads,
             )  # fmt: skip
             ys.append(y)
         if call(where, ctypes.addressof(rows), count):

@@ -20,6 +20,7 @@ KINDS = {
     None: NONE, torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: I8, torch.uint8: U8,
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
+ABI = 2  # as in src/abi.h
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # treatment of the input, as in src/abi.h
 
 
@@ -28,10 +29,8 @@ class IntLinear(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("n", "k", "kp")),
-        *(
-            (name, c_int32)
-            for name in ("bits", "center", "group", "block", "scale", "zero_point", "offset", "x", "act")
-        ),
+        *((name, c_int32) for name in ("bits", "center", "group", "block", "scale", "zero_point", "offset")),
+        *((name, c_int32) for name in ("outer", "outer_kind", "x", "act")),
         *((name, c_int32) for name in ("act_lo", "act_hi", "act_scale")),
         *((name, c_float) for name in ("act_floor", "act_steps")),
     )
@@ -42,22 +41,25 @@ class LinearArgs(ctypes.Structure):
 
     _fields_ = (
         ("x", c_void_p), ("m", c_int64), ("ldx", c_int64),
-        *((name, c_void_p) for name in ("y", "bias", "codes", "scale", "zero_point", "offset", "act_scale")),
+        *((name, c_void_p) for name in ("y", "bias", "codes", "scale", "zero_point", "offset")),
+        *((name, c_void_p) for name in ("outer_scale", "outer_offset", "act_scale")),
         *((name, c_int32) for name in ("act_zero_point", "bias_kind", "threads")),
     )  # fmt: skip
 
 
 _P, _N, _I = c_void_p, c_int64, c_int
 _SIGNATURES = {
+    "pw_abi": (_I, ()),
     "pw_isa_count": (_I, ()),
     "pw_isa_name": (c_char_p, (_I,)),
     "pw_isa_here": (_I, (_I,)),
     "pw_isa_use": (_I, (c_char_p,)),
-    # weight, x, m, ldx, y, bias, bias kind, codes, scale, zero point, offset, act scale, act zero point, threads
-    "pw_int_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _N, _I)),
+    # weight, x, m, ldx, y, bias, bias kind, codes, scale, zero point, offset, outer scale, outer offset, act scale,
+    # act zero point, threads
+    "pw_int_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _P, _N, _I)),
     "pw_int_linears": (_I, (_P, _P, _I)),  # weights, arguments, count
-    # weight, x, m, ldx, y, bias, bias kind, codes, scale, outer scale, outer offset, threads
-    "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _I)),
+    # weight, x, m, ldx, y, bias, bias kind, codes, scale, outer scale, outer offset, offset, its outer scale, threads
+    "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _I)),
     "pw_pack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),
     "pw_unpack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),
     # matrix; codes, scale, zero point, offset; index or null, rows, out, threads
@@ -84,6 +86,8 @@ def load() -> ctypes.CDLL | str:
             return f"built from older sources, without {name}: build it again (python setup.py build_ext --inplace)"
         fn = getattr(lib, name)
         fn.restype, fn.argtypes = result, arguments
+    if lib.pw_abi() != ABI:
+        return "built from other sources: build it again (python setup.py build_ext --inplace)"
     wanted = os.environ.get("PENNYWEIGHT_CPU_ISA", "")
     if lib.pw_isa_use(wanted.encode()) < 0:
         names = ", ".join(_isas(lib))

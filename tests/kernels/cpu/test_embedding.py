@@ -53,11 +53,20 @@ def test_rows_are_those_of_the_dequantized_table(name: str, dtype: torch.dtype, 
                 assert torch.equal(F.embedding(index, w), F.embedding(index, full)), (layout, shape, index)
 
 
-def test_a_quantized_scale_is_left_to_others() -> None:
+@pytest.mark.parametrize("layout", ["plain", "bits", "cpu_float"])
+def test_rows_under_a_quantized_scale(layout: str) -> None:
     for name in ("nf4_double", "nvfp4"):
-        w = QT.from_float(torch.randn(8, 512), SPECS[name])
-        assert get_kernel("embedding", "cpu_rows").refuses(case_of(w)) == "its scale is itself quantized"
-        assert select("embedding", case_of(w)).name == "dequantize"
+        w = QT.from_float(torch.randn(20, 512), SPECS[name].with_(layout=layout))
+        assert select("embedding", case_of(w)).rank > 0
+        index = torch.randint(20, (3, 4))
+        assert torch.equal(F.embedding(index, w), w.dequantize()[index])
+
+
+def test_a_quantized_scale_that_rows_share_is_left_to_others() -> None:
+    w = QT.from_float(torch.randn(8, 512), SPECS["nf4_double"].with_(scale=QuantSpec(INT8_ROW.format, (2, 4))))
+    reason = "its scale is itself quantized, in blocks that rows share"
+    assert get_kernel("embedding", "cpu_rows").refuses(case_of(w)) == reason
+    assert select("embedding", case_of(w)).name == "dequantize"
 
 
 @pytest.mark.parametrize("layout", ["plain", "bits", "cpu"])

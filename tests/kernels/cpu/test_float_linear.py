@@ -7,7 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from pennyweight.core.formats import DYNAMIC4, DYNAMIC8, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT8, NF4, table
-from pennyweight.core.spec import FP8_BLOCK, FP8_ROW, MXFP4, MXFP6, MXFP8, NF4_BLOCK, NF4_DOUBLE, NVFP4, QuantSpec
+from pennyweight.core.spec import (
+    FP8_BLOCK,
+    FP8_ROW,
+    IQ4_XS,
+    MXFP4,
+    MXFP6,
+    MXFP8,
+    NF4_BLOCK,
+    NF4_DOUBLE,
+    NVFP4,
+    QuantSpec,
+)
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels import cpu_float_linear as cpu_float
 from pennyweight.kernels.cpu import library
@@ -31,6 +42,9 @@ SPECS = {
     "nvfp4_float64": NVFP4.with_(scale=QuantSpec(E4M3, None, torch.float64)),
     "nvfp4_one_scale": QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, (1,), scale=None)),
     "nf4": NF4_BLOCK,
+    "nf4_offset": NF4_BLOCK.with_(offset=torch.bfloat16),
+    "nf4_row_offset": QuantSpec(NF4, (-1,), offset=torch.float32),
+    "iq4_xs": IQ4_XS,
     "nf4_double": NF4_DOUBLE,
     "nf4_double_small": NF4_DOUBLE.with_(block=(16,), scale=QuantSpec(INT8, (4,), offset=torch.float32)),
     "nf4_large_group": QuantSpec(NF4, (640,)),
@@ -181,7 +195,7 @@ def test_the_table_prefers_it_and_says_why_not() -> None:
         (QuantSpec(E8M0, (-1,)), (64, 64), torch.float32, "a table of numbers"),
         (QuantSpec(NF4, (24,)), (64, 64), torch.float32, "multiples of 16"),
         (QuantSpec(E4M3, (8, 16)), (64, 64), torch.float32, "multiples of 16"),
-        (QuantSpec(E4M3, (16,), scale=QuantSpec(NF4, (1,))), (64, 64), torch.float32, "e8m0, e4m3 or int8"),
+        (QuantSpec(E4M3, (16,), scale=QuantSpec(NF4, (1,))), (64, 64), torch.float32, "e8m0 or e4m3"),
         (FP8_ROW, (2, 64, 64), torch.float32, "2-d"),
         (FP8_ROW, (0, 64), torch.float32, "not empty"),
         (FP8_ROW, (64, 64), torch.float64, "float32, bfloat16 and float16"),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from pennyweight.core.formats import E8M0, INT8, TERNARY, get_format
 from pennyweight.core.numerics import dequantize, quantize
-from pennyweight.core.spec import ActivationSpec, QuantSpec
+from pennyweight.core.spec import Q4_K, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.table import case_of, select
@@ -33,6 +33,8 @@ SPECS = {
     "tinygemm": QuantSpec(get_format("uint4"), (64,), scale=torch.bfloat16, offset=torch.bfloat16, mid=8),
     "row with offsets": QuantSpec(get_format("uint6"), (-1,), offset=torch.float32),
     "ternary": QuantSpec(TERNARY, (-1,)),
+    "codes under scales": Q4_K,
+    "codes under scales, no offset": QuantSpec(get_format("int5"), (64,), scale=QuantSpec(INT8, (3,), torch.bfloat16)),
     "power of two": QuantSpec(get_format("int4"), (32,), scale=QuantSpec(E8M0, (1,), scale=None)),
 }
 SHAPES = [(1, 1), (16, 32), (37, 100), (50, 352)]  # [N, K]

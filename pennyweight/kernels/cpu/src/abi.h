@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+constexpr int ABI = 2;  // one more with each change of a structure or of an exported function's arguments
+
 enum Kind : int32_t {  // number kinds of parts and of inputs
     NONE = 0, F32 = 1, BF16 = 2, F16 = 3, E8M0 = 4, I8 = 5, U8 = 6, E4M3 = 7
 };
@@ -17,7 +19,9 @@ struct IntLinear {
     int32_t center;      // constant subtracted from the unsigned code
     int32_t group;       // columns per weight scale; 0: one scale per row; -1: one in all
     int32_t block;       // columns per integer sum, a multiple of 32 that divides the group
-    int32_t scale, zero_point, offset;  // Kind
+    int32_t scale, zero_point, offset;  // Kind; I8 and U8: scales and offsets are codes under outer numbers
+    int32_t outer;       // such codes of a row under one outer number, each; 0: none
+    int32_t outer_kind;  // Kind of the outer numbers
     int32_t x;           // Kind of input and output: F32, BF16, F16
     int32_t act;         // Activation
     int32_t act_lo, act_hi;
@@ -32,7 +36,7 @@ struct LinearArgs {
     int64_t m, ldx;
     void* y;             // [m, n]
     const void* bias;    // [n] of kind bias_kind, or null
-    const void *codes, *scale, *zero_point, *offset;
+    const void *codes, *scale, *zero_point, *offset, *outer_scale, *outer_offset;
     const void* act_scale;   // float32 [1], static activations
     int32_t act_zero_point;  // static activations
     int32_t bias_kind, threads;

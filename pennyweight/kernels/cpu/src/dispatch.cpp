@@ -66,6 +66,7 @@ const Table& table() { return *ISAS[chosen].table(); }
 
 }  // namespace
 
+PW_EXPORT int pw_abi() { return ABI; }
 // Number of instruction sets that were built; name and whether this machine has it.
 PW_EXPORT int pw_isa_count() { return COUNT; }
 PW_EXPORT const char* pw_isa_name(int i) { return ISAS[i].name; }
@@ -80,8 +81,9 @@ PW_EXPORT int pw_isa_use(const char* name) {
 
 PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
                             int bias_kind, const void* codes, const void* scale, const void* zero_point,
-                            const void* offset, const void* act_scale, int64_t act_zero_point, int threads) {
-    const LinearArgs a = {x, m, ldx, y, bias, codes, scale, zero_point, offset, act_scale,
+                            const void* offset, const void* outer_scale, const void* outer_offset,
+                            const void* act_scale, int64_t act_zero_point, int threads) {
+    const LinearArgs a = {x, m, ldx, y, bias, codes, scale, zero_point, offset, outer_scale, outer_offset, act_scale,
                           (int32_t)act_zero_point, bias_kind, threads};
     return table().int_linear(w, &a, 1);
 }
@@ -91,8 +93,9 @@ PW_EXPORT int pw_int_linears(const IntLinear* weights, const LinearArgs* args, i
 }
 PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
                               int bias_kind, const void* codes, const void* scale, const void* outer_scale,
-                              const void* outer_offset, int threads) {
-    const FloatArgs a = {x, m, ldx, y, bias, codes, scale, outer_scale, outer_offset, bias_kind, threads};
+                              const void* outer_offset, const void* offset, const void* offset_scale, int threads) {
+    const FloatArgs a = {x, m, ldx, y, bias, codes, scale, outer_scale, outer_offset, offset, offset_scale, bias_kind,
+                         threads};
     return table().float_linear(w, &a);
 }
 // Asks for pages of 2 MB where much is about to be written: taking 4 KB pages from the kernel one by one costs several

@@ -6,10 +6,12 @@
 enum Decode : int32_t {
     TABLE16 = 0,      // up to 4 bits: an index into `values`
     SMALL_FLOAT = 1,  // 5 to 8 bits: sign, exponent, mantissa; subnormals, the bias of IEEE 754
-    TABLE256 = 2      // 5 to 8 bits: an index into `values`
+    TABLE256 = 2,     // 5 to 8 bits: an index into `values`
+    INTEGER = 3       // 5 or 6 bits: the code and values[0] together
 };
 
-// All that is static about a linear layer: value = values[code] * scale, scale = scale code * outer scale + outer offset.
+// All that is static about a linear layer: value = values[code] * scale + offset, scale = scale code * outer scale + outer
+// offset, offset = offset code * outer scale of its own.
 struct FloatLinear {
     int64_t n, k;              // rows and columns of the weight
     int64_t kp;                // columns of the packed codes, a multiple of 32
@@ -23,7 +25,9 @@ struct FloatLinear {
     int32_t block;             // columns per sum, a multiple of 16 that divides the group
     int32_t row_block;         // rows that share a scale, a multiple of 16; 0: one row
     int32_t scale;             // Kind; NONE: 1
+    int32_t offset;            // Kind of offsets, which lie as scales do; NONE: none. Only where group > 0
     int32_t outer;             // scales under one outer scale; 0: no outer scale; -1: one in all
+    int32_t outer_kind;        // Kind of outer scales; the outer offset is F32
     int32_t x;                 // Kind of input and output: F32, BF16, F16
     float limit;               // greatest finite number of a SMALL_FLOAT
 };
@@ -34,6 +38,6 @@ struct FloatArgs {
     int64_t m, ldx;
     void* y;                   // [m, n]
     const void* bias;          // [n] of kind bias_kind, or null
-    const void *codes, *scale, *outer_scale, *outer_offset;
+    const void *codes, *scale, *outer_scale, *outer_offset, *offset, *offset_scale;
     int32_t bias_kind, threads;
 };

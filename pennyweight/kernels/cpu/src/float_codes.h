@@ -71,6 +71,16 @@ struct Float32 {  // products and sums in float32
             }
         }
     };
+    struct Integer {
+        F least;
+        I byte;
+        explicit Integer(const FloatLinear& w) : least(fset(w.values[0])), byte(iset(255)) {}
+        template <int S> PW_INLINE void quad(B v, W* out) const {
+            const I c = lanes(v);
+            out[0] = fadd(cvt(iand(c, byte)), least), out[1] = fadd(cvt(iand(ishr<8>(c), byte)), least);
+            out[2] = fadd(cvt(iand(ishr<16>(c), byte)), least), out[3] = fadd(cvt(ishr<24>(c)), least);
+        }
+    };
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
@@ -127,6 +137,13 @@ struct Bfloat16 {  // products of bfloat16, two at a time, sums in float32
                                           _mm512_permutex2var_epi8(t[2], v, t[3]));
         }
         template <int S> PW_INLINE void quad(B v, W* out) const { join(look(low, v.v), look(high, v.v), out); }
+    };
+    struct Integer {  // bfloat16 has them: 64 numbers, looked up
+        __m512i low, high;
+        explicit Integer(const FloatLinear& w) : low(load(w.low)), high(load(w.high)) {}
+        template <int S> PW_INLINE void quad(B v, W* out) const {
+            join(_mm512_permutexvar_epi8(v.v, low), _mm512_permutexvar_epi8(v.v, high), out);
+        }
     };
 };
 
@@ -188,27 +205,27 @@ template <class P> struct Numbers {
     }
 };
 
-// Scales of the 16 rows of a tile.
+// Scales of the 16 rows of a tile, or what lies as they do.
 struct Scales {
     const FloatLinear& w;
     const FloatArgs& a;
     SmallFloat e4m3{4, 3, 448};
 
-    float one(int64_t i) const {
+    static float one(const void* p, int kind, int64_t i) {
         alignas(64) char raw[64] = {0};
         alignas(64) float f[16];
-        memcpy(raw, (const char*)a.scale + i * size_of(w.scale), (size_t)size_of(w.scale));
-        fstore(f, load16(raw, w.scale, 0));
+        memcpy(raw, (const char*)p + i * size_of(kind), (size_t)size_of(kind));
+        fstore(f, load16(raw, kind, 0));
         return f[0];
     }
-    F outer(const void* p, int64_t tile, int64_t group) const {
-        if (w.outer < 0) return fset(*(const float*)p);
-        return fload((const float*)p + (tile * w.outer_groups + group / w.outer) * 16);
+    F outer(const void* p, int kind, int64_t tile, int64_t group) const {
+        if (w.outer < 0) return fset(one(p, kind, 0));
+        return load16(p, kind, (tile * w.outer_groups + group / w.outer) * 16);
     }
     F at(int64_t tile, int64_t group) const {
         if (w.scale == NONE) return fset(1);
-        if (w.group < 0) return fset(one(0));
-        if (w.row_block) return fset(one(tile * 16 / w.row_block * w.scale_groups + group));
+        if (w.group < 0) return fset(one(a.scale, w.scale, 0));
+        if (w.row_block) return fset(one(a.scale, w.scale, tile * 16 / w.row_block * w.scale_groups + group));
         const int64_t i = (tile * w.scale_groups + group) * 16;
         F s;
         if (w.scale == E8M0) {  // 2**(byte - 127); byte 0 is a subnormal, 255 is NaN
@@ -218,11 +235,13 @@ struct Scales {
             s = e4m3.at(iload8u((const uint8_t*)a.scale + i));
         } else if (w.scale == I8) {
             s = cvt(iload8s((const int8_t*)a.scale + i));
+        } else if (w.scale == U8) {
+            s = cvt(iload8u((const uint8_t*)a.scale + i));
         } else {
             s = load16(a.scale, w.scale, i);
         }
-        if (w.outer) s = fmul(s, outer(a.outer_scale, tile, group));
-        if (a.outer_offset) s = fadd(s, outer(a.outer_offset, tile, group));
+        if (w.outer) s = fmul(s, outer(a.outer_scale, w.outer_kind, tile, group));
+        if (a.outer_offset) s = fadd(s, outer(a.outer_offset, F32, tile, group));
         return s;
     }
 };

@@ -4,6 +4,7 @@
 // such an instruction and x is bfloat16, of bfloat16.
 //
 //   y[n] = sum over blocks of scale[n, block] * (sum over k in block of x[k] * values[code[n, k]])
+//                             + offset[n, block] * (sum over k in block of x[k])
 //
 // One or two rows read the codes straight (memory sets the pace); more rows read numbers that were decoded once for a
 // chunk of columns (arithmetic sets it). Both call `sweep`.
@@ -26,6 +27,8 @@ struct FloatPanel {
     const uint8_t* codes;    // first tile at the first column
     int64_t stride;          // bytes from tile to tile
     const float* scales;     // [tile][blocks][16], or null: no scale inside the sum
+    const float* offsets;    // [tile][blocks][16], or null
+    const float* sums;       // [blocks][T] of x, where there are offsets
     int64_t blocks, block, tail;  // of this chunk; columns of a block and of the last one
 };
 
@@ -70,6 +73,10 @@ void sweep(const FloatLinear& w, const FloatPanel& p, const uint32_t* x, float* 
             for (int t = 0; t < T; ++t)
                 sum[t][n] = p.scales ? fma(part[t][n], fload(p.scales + (n * p.blocks + b) * 16), sum[t][n])
                                      : fadd(part[t][n], sum[t][n]);
+        if (p.offsets)
+            for (int n = 0; n < NT; ++n)
+                for (int t = 0; t < T; ++t)
+                    sum[t][n] = fma(fload(p.offsets + (n * p.blocks + b) * 16), fset(p.sums[b * T + t]), sum[t][n]);
     }
     for (int t = 0; t < T; ++t)
         for (int n = 0; n < NT; ++n) fstore(c + t * ldc + 16 * n, sum[t][n]);
@@ -110,15 +117,30 @@ struct FloatWork {
     int tiles;                 // beside each other
     bool direct, widen;        // widen: codes of odd widths become bytes first
     int64_t row_bytes;         // of one prepared row of x
+    int64_t sums_at;           // where sums of x begin, [rows of a block of rows][blocks], after the rows
     Sweep (*find)(int rows, bool one);
     Expand expand;
     int64_t number_bytes;      // of 16 columns of a tile as numbers
     int64_t rows_at(int64_t rb) const { return rb * a.m / row_blocks; }
 };
 
-// One row of x as the products want it: row t of a block of T. padded: [columns].
-template <class P> void take_floats(const FloatWork& k, int64_t row, int T, int t, float* padded, uint32_t* out) {
+// One row of x as the products want it: row t of a block of T. padded: [columns]. sums: [blocks][T], of its blocks.
+template <class P>
+void take_floats(const FloatWork& k, int64_t row, int T, int t, float* padded, uint32_t* out, float* sums) {
     const char* x = (const char*)k.a.x + row * k.a.ldx * size_of(k.w.x);
+    if (k.w.offset) {
+        widen_row(x, k.w.x, k.w.k, k.columns, padded);
+        for (int64_t b = 0; b < k.blocks; ++b) {
+            alignas(64) float f[16];
+            F all = fset(0);
+            for (int64_t c = b * k.w.block; c < std::min(k.columns, (b + 1) * k.w.block); c += 16)
+                all = fadd(all, fload(padded + c));
+            fstore(f, all);
+            for (int half = 8; half; half /= 2)
+                for (int i = 0; i < half; ++i) f[i] += f[i + half];
+            sums[b * T + t] = f[0];
+        }
+    }
     using Element = typename P::Element;
     const Element* from = (const Element*)x;
     if (sizeof(Element) != (size_t)size_of(k.w.x)) {
@@ -163,11 +185,17 @@ void finish_floats(const FloatWork& k, const Scales& scales, const float* c, int
 // Tiles [tile, tile + tiles) for row blocks [r0, r1). x: prepared rows.
 void run_float_tiles(const FloatWork& k, const char* x, int64_t tile, int tiles, int64_t r0, int64_t r1, char* scratch) {
     const FloatLinear& w = k.w;
-    const Scales scales{w, k.a};
+    FloatLinear offset_as = w;  // offsets lie as scales do
+    FloatArgs offset_at = k.a;
+    offset_as.scale = w.offset, offset_at.scale = k.a.offset;
+    offset_at.outer_scale = k.a.offset_scale, offset_at.outer_offset = nullptr;
+    if (size_of(w.offset) > 1) offset_as.outer = 0;
+    const Scales scales{w, k.a}, offsets{offset_as, offset_at};
     const int64_t ldc = 16 * tiles, base = k.rows_at(r0), tile_bytes = w.kp / 32 * 64 * w.bits;
     float* c = (float*)scratch;
     float* inside = c + (k.rows_at(r1) - base) * ldc;
-    uint8_t* bytes = (uint8_t*)(inside + tiles * k.chunk_blocks * 16);
+    float* inside_offset = inside + tiles * k.chunk_blocks * 16;
+    uint8_t* bytes = (uint8_t*)(inside_offset + (w.offset ? tiles * k.chunk_blocks * 16 : 0));
     const int64_t most = k.chunk_blocks * w.block + 16;  // columns of a chunk, in whole tiles
     uint8_t* numbers = bytes + (k.widen ? tiles * most * 16 : 0);
     for (int64_t b0 = 0; b0 < k.blocks; b0 += k.chunk_blocks) {
@@ -177,10 +205,14 @@ void run_float_tiles(const FloatWork& k, const char* x, int64_t tile, int tiles,
         p.block = w.block;
         p.tail = columns - (p.blocks - 1) * w.block;
         p.scales = w.group > 0 ? inside : nullptr;
+        p.offsets = w.offset ? inside_offset : nullptr;
         if (w.group > 0)
             for (int n = 0; n < tiles; ++n)
-                for (int64_t b = 0; b < p.blocks; ++b)
-                    fstore(inside + (n * p.blocks + b) * 16, scales.at(tile + n, (first + b * w.block) / w.group));
+                for (int64_t b = 0; b < p.blocks; ++b) {
+                    const int64_t group = (first + b * w.block) / w.group;
+                    fstore(inside + (n * p.blocks + b) * 16, scales.at(tile + n, group));
+                    if (w.offset) fstore(inside_offset + (n * p.blocks + b) * 16, offsets.at(tile + n, group));
+                }
         p.codes = (const uint8_t*)k.a.codes + tile * tile_bytes + first / 32 * 64 * w.bits;
         p.stride = tile_bytes;
         if (k.widen) {
@@ -204,6 +236,7 @@ void run_float_tiles(const FloatWork& k, const char* x, int64_t tile, int tiles,
             const int rows = (int)(k.rows_at(rb + 1) - row);
             const uint32_t* here = (const uint32_t*)(x + row * k.row_bytes) + first * rows * k.row_bytes / (4 * k.columns);
             float* out = c + (row - base) * ldc;
+            p.sums = (const float*)(x + k.sums_at) + row * k.blocks + b0 * rows;
             k.find(rows, tiles == 1)(w, p, here, out, ldc, b0 == 0);
             if (b0 + k.chunk_blocks >= k.blocks)
                 for (int n = 0; n < tiles; ++n) finish_floats(k, scales, out + 16 * n, ldc, row, rows, tile + n);
@@ -228,15 +261,18 @@ template <class P> void choose_source(FloatWork& k) {
     if (w.bits == 4) use((Nibbles<P, T16>*)nullptr);
     else if (w.decode == TABLE16) use((Bytes<P, T16>*)nullptr);
     else if (w.decode == TABLE256) use((Bytes<P, typename P::Table256>*)nullptr);
+    else if (w.decode == INTEGER && w.bits == 6) use((Sixes<P, typename P::Integer>*)nullptr);
+    else if (w.decode == INTEGER) use((Bytes<P, typename P::Integer>*)nullptr);
     else if (w.bits == 6) use((Sixes<P, Small>*)nullptr);
     else use((Bytes<P, Small>*)nullptr);
     k.number_bytes = 4 * P::PER * 64;
     k.row_bytes = k.columns * P::PER;
+    k.sums_at = (k.a.m * k.row_bytes + 63) / 64 * 64;
 }
 
 template <class P> int run_floats(const FloatLinear& w, const FloatArgs& a) {
-    FloatWork k{w, a, (w.k + 15) / 16 * 16, 0, 0, 0, FLOAT_ROWS, 0, a.m <= DIRECT_ROWS, false, 0, nullptr, nullptr, 0};
-    k.widen = w.bits != 4 && w.bits != 8 && (w.bits != 6 || w.decode != SMALL_FLOAT);
+    FloatWork k{w, a, (w.k + 15) / 16 * 16, 0, 0, 0, FLOAT_ROWS, 0, a.m <= DIRECT_ROWS, false, 0, 0, nullptr, nullptr, 0};
+    k.widen = w.bits != 4 && w.bits != 8 && (w.bits != 6 || w.decode == TABLE256);
     k.blocks = (k.columns + w.block - 1) / w.block;
     k.chunk_blocks = std::max<int64_t>(1, FLOAT_CHUNK / w.block);
     if (k.chunk_blocks * w.block % 32) ++k.chunk_blocks;  // chunks begin with a whole tile of columns
@@ -250,7 +286,7 @@ template <class P> int run_floats(const FloatLinear& w, const FloatArgs& a) {
     // The input. Of few rows each thread makes its own copy, which costs less than waiting for another.
     auto up = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
     const int copies = k.row_blocks == 1 ? threads : 1;
-    const int64_t one_copy = up(a.m * k.row_bytes), wide = up(k.columns * 4);
+    const int64_t one_copy = k.sums_at + (w.offset ? up(a.m * k.blocks * 4) : 0), wide = up(k.columns * 4);
     char* space = float_inputs.get((size_t)(one_copy * copies + wide * threads));
     if (!space) return 1;
 
@@ -261,14 +297,16 @@ template <class P> int run_floats(const FloatLinear& w, const FloatArgs& a) {
     const int64_t units = (ranges + grain - 1) / grain * row_units;
     const int64_t most = k.chunk_blocks * w.block + 16;
     const size_t scratch_size =
-        (size_t)(k.tiles * (step * k.T * 64 + k.chunk_blocks * 64 + most * 16 + most / 16 * k.number_bytes) + 64);
+        (size_t)(k.tiles * (step * k.T * 64 + k.chunk_blocks * 64 * (w.offset ? 2 : 1) + most * 16 + most / 16 * k.number_bytes) + 64);
     std::atomic<int64_t> next_row{0}, next_unit{0};
     std::atomic<int> failed{0};
 
     auto take = [&](char* base, int64_t rb, float* own) {
         const int64_t row = k.rows_at(rb);
         const int rows = (int)(k.rows_at(rb + 1) - row);
-        for (int t = 0; t < rows; ++t) take_floats<P>(k, row + t, rows, t, own, (uint32_t*)(base + row * k.row_bytes));
+        for (int t = 0; t < rows; ++t)
+            take_floats<P>(k, row + t, rows, t, own, (uint32_t*)(base + row * k.row_bytes),
+                           (float*)(base + k.sums_at) + row * k.blocks);
     };
     auto body = [&](int id, int team) {
         char* base = space + (copies > 1 ? one_copy * id : 0);

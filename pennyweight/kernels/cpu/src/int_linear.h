@@ -57,6 +57,13 @@ inline I zero16(const Part& a, int64_t i) {
     return a.kind == U8 ? iload8u((const uint8_t*)a.p + i) : iload8s((const int8_t*)a.p + i);
 }
 
+// The numbers of `count` groups of a tile from group `first` on, whose codes stand under outer numbers.
+inline Part numbers_of(const Part& codes, const Part& outer, int64_t per_outer, int64_t first, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; ++i)
+        fstore(out + 16 * i, fmul(cvt(zero16(codes, (first + i) * 16)), part16(outer, (first + i) / per_outer * 16)));
+    return {out, F32};
+}
+
 struct Tile {                 // 16 rows of the weight, from one block of columns on
     const uint8_t* codes;
     Part scale, zero, offset;
@@ -298,15 +305,16 @@ Work plan(const IntLinear& w, const LinearArgs& a) {
         k.size = k.most;
         k.smaller = 1;
     }
-    k.chunk = k.token_blocks > 1 ? std::max<int64_t>(1, CHUNK / w.block) : k.blocks;
+    k.chunk = k.token_blocks > 1 || w.outer ? std::max<int64_t>(1, CHUNK / w.block) : k.blocks;
     return k;
 }
 
-// Tile `tile` of one weight from block b0 on. sums: room for [chunk][16].
-Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float* sums) {
+// Tile `tile` of one weight from block b0 on. sums: room for [chunk][16]; nested: for 2 [chunk + 1][16].
+Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float* sums, float* nested) {
     const IntLinear& w = k.w;
     const int64_t at = b0 * w.block, columns = std::min(w.kp - at, k.chunk * w.block);
-    const int64_t numbers = (w.group > 0 ? w.kp / w.group : 1) * 16;
+    const int64_t groups = w.group > 0 ? w.kp / w.group : 1, outers = w.outer ? (groups + w.outer - 1) / w.outer : 0;
+    const int64_t numbers = (w.outer ? outers * w.outer : groups) * 16;
     auto part = [&](const void* base, int32_t kind) {
         return Part{(const char*)base + tile * numbers * size_of(kind), kind};
     };
@@ -324,15 +332,24 @@ Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float
     p.true_columns = w.k - at;
     p.ones = k.ones ? k.ones + at : nullptr;
     p.sums = sums;
+    if (w.outer) {  // micro sees plain numbers, those of these columns only
+        const int64_t first = b0 / p.per_scale, count = (b0 + p.blocks - 1) / p.per_scale - first + 1;
+        auto outer = [&](const void* base) {
+            return Part{(const char*)base + tile * outers * 16 * size_of(w.outer_kind), w.outer_kind};
+        };
+        p.scale = numbers_of(p.scale, outer(a.outer_scale), w.outer, first, count, nested);
+        if (w.offset) p.offset = numbers_of(p.offset, outer(a.outer_offset), w.outer, first, count, nested + 16 * (k.chunk + 1));
+        p.first = b0 % p.per_scale;
+    }
     return p;
 }
 
-// One tile of a weight for blocks of tokens [mb0, mb1). room: float [chunk][16] and [mb1 - mb0][most][16].
+// One tile of a weight for blocks of tokens [mb0, mb1). room: float [chunk][16], [mb1 - mb0][most][16], 2 [chunk + 1][16].
 void run_tile(const Work& k, const IntLinear& w, const LinearArgs& a, const Tokens* tokens, int64_t tile, int64_t mb0,
               int64_t mb1, float* room) {
     float* c = room + (k.ones ? k.chunk * 16 : 0);
     for (int64_t b0 = 0; b0 < k.blocks; b0 += k.chunk) {
-        const Tile p = tile_at(k, a, tile, b0, room);
+        const Tile p = tile_at(k, a, tile, b0, room, c + (mb1 - mb0) * k.most * 16);
         for (int64_t mb = mb0; mb < mb1; ++mb) {
             const Tokens& tok = tokens[mb];
             const int t = k.tokens_in(mb), r = k.rows(t);
@@ -371,7 +388,7 @@ int int_linear(const IntLinear* weights, const LinearArgs* args, int count) {
     const int64_t digits = up(w.kp * k.row_bytes(k.most)), sums = up(k.blocks * k.rows(k.most) * 4);
     const int64_t numbers = up(k.blocks * k.most * 4), per_block = digits + sums + 2 * numbers;
     const int64_t table = up((int64_t)sizeof(Tokens) * k.token_blocks), one_copy = table + per_block * k.token_blocks;
-    const int64_t row_room = up(w.kp * 4) + up(w.kp * 3), per_thread = row_room + (step * k.most + k.chunk) * 64;
+    const int64_t row_room = up(w.kp * 4) + up(w.kp * 3), per_thread = row_room + (step * k.most + k.chunk + (w.outer ? 2 * (k.chunk + 1) : 0)) * 64;
     char* space = workspace.get((size_t)(one_copy * copies + per_thread * threads + up(w.kp)));
     if (!space) return 1;
     if (w.act == ASYMMETRIC || (w.act == STATIC && a.act_zero_point)) {

@@ -24,9 +24,9 @@ const char* pw_isa_name(int);
 int pw_isa_here(int);
 int pw_isa_use(const char*);
 int pw_int_linear(const IntLinear*, const void*, int64_t, int64_t, void*, const void*, int, const void*, const void*,
-                  const void*, const void*, const void*, int64_t, int);
+                  const void*, const void*, const void*, const void*, const void*, int64_t, int);
 int pw_float_linear(const FloatLinear*, const void*, int64_t, int64_t, void*, const void*, int, const void*, const void*,
-                    const void*, const void*, int);
+                    const void*, const void*, const void*, const void*, int);
 void pw_pack_codes(const uint8_t*, int64_t, int64_t, int64_t, int, int, uint8_t*, int);
 void pw_unpack_codes(const uint8_t*, int64_t, int64_t, int64_t, int, int, uint8_t*, int);
 int pw_dequantize(const Affine*, void*, void*, void*, void*, const int64_t*, int64_t, void*, int);
@@ -158,6 +158,11 @@ void int_linear() {
     if (group == 0 && w.offset) group = up(k, 32);
     w.group = (int32_t)group;
     w.kp = group > 0 ? up(up(k, group), 32) : up(k, 32);
+    if (group > 0 && !w.zero_point && below(2)) {  // codes under outer numbers
+        w.outer = (int32_t)(1 + below(4)), w.outer_kind = one_of<int32_t>({F32, BF16, F16});
+        w.scale = one_of<int32_t>({I8, U8});
+        if (w.offset) w.offset = one_of<int32_t>({I8, U8});
+    }
     const Input in(n, k);
     w.x = in.kind;
     w.act = one_of<int32_t>({FLOAT, FLOAT, SYMMETRIC, ASYMMETRIC, STATIC});
@@ -168,18 +173,21 @@ void int_linear() {
     w.act_lo = one_of<int32_t>({-128, -127}), w.act_hi = 127;
     w.act_scale = one_of<int32_t>({F32, BF16});
     w.act_floor = 1e-30f, w.act_steps = w.act == ASYMMETRIC ? 255.0f : 127.5f;
-    const int64_t groups = group > 0 ? w.kp / group : 1, parts = group < 0 ? 1 : tiles * groups * 16;
+    const int64_t groups = group > 0 ? w.kp / group : 1, outers = w.outer ? tiles * (up(groups, w.outer) / w.outer) * 16 : 0;
+    const int64_t parts = group < 0 ? 1 : w.outer ? outers * w.outer : tiles * groups * 16;
+    const Bytes outer_scale = numbers(w.outer ? w.outer_kind : NONE, outers, 0.02f, true);
+    const Bytes outer_offset = numbers(w.outer && w.offset ? w.outer_kind : NONE, outers, 0.02f);
     const Bytes codes = any_bytes(tiles * w.kp / 32 * 64 * bits), scale = numbers(w.scale, parts, 0.02f, true);
     const Bytes zero = numbers(w.zero_point, parts), offset = numbers(w.offset, parts, 0.02f);
     const Bytes act_scale = numbers(F32, 1, 0.02f, true);
     const int64_t act_zero = w.act == STATIC ? below(20) - 10 : 0;
     Bytes y((size_t)(in.m * n * size_of(in.kind)));
     char what[240];
-    snprintf(what, sizeof what, "int_linear n %ld k %ld m %ld bits %d center %d group %d block %d scale %d zero %d offset %d x %d act %d bias %d",
-             (long)n, (long)k, (long)in.m, bits, w.center, w.group, w.block, w.scale, w.zero_point, w.offset, w.x, w.act, in.bias_kind);
+    snprintf(what, sizeof what, "int_linear n %ld k %ld m %ld bits %d center %d group %d block %d scale %d zero %d offset %d outer %d x %d act %d bias %d",
+             (long)n, (long)k, (long)in.m, bits, w.center, w.group, w.block, w.scale, w.zero_point, w.offset, w.outer, w.x, w.act, in.bias_kind);
     compare(what, y, [&](int threads) {
         pw_int_linear(&w, in.x.data(), in.m, in.ldx, y.data(), pointer(in.bias), in.bias_kind, codes.data(), scale.data(),
-                      pointer(zero), pointer(offset), w.act == STATIC ? act_scale.data() : nullptr, act_zero, threads);
+                      pointer(zero), pointer(offset), pointer(outer_scale), pointer(outer_offset), w.act == STATIC ? act_scale.data() : nullptr, act_zero, threads);
     });
 }
 
@@ -187,8 +195,8 @@ void float_linear() {
     static const int small[4][3] = {{8, 4, 3}, {8, 5, 2}, {6, 3, 2}, {6, 2, 3}};
     const int* shape = small[below(4)];
     FloatLinear w = {};
-    w.decode = one_of<int32_t>({TABLE16, SMALL_FLOAT, TABLE256});
-    w.bits = w.decode == TABLE16 ? (int)(1 + below(4)) : w.decode == SMALL_FLOAT ? shape[0] : (int)(5 + below(4));
+    w.decode = one_of<int32_t>({TABLE16, SMALL_FLOAT, TABLE256, INTEGER});
+    w.bits = w.decode == TABLE16 ? (int)(1 + below(4)) : w.decode == SMALL_FLOAT ? shape[0] : (int)(5 + below(w.decode == INTEGER ? 2 : 4));
     w.exponent = shape[1], w.mantissa = shape[2];
     w.limit = w.exponent == 4 ? 448.0f : w.exponent == 5 ? 57344.0f : w.exponent == 3 ? 28.0f : 7.5f;
     const int64_t n = one_of<int64_t>({1, 5, 16, 33, 70}), k = one_of<int64_t>({1, 31, 64, 100, 257, 640}), tiles = (n + 15) / 16;
@@ -200,13 +208,14 @@ void float_linear() {
             const float m = (float)(i & ((1 << w.mantissa) - 1)) / (float)(1 << w.mantissa);
             f = std::ldexp(e ? 1 + m : m, (e ? e : 1) - bias) * (i >> (w.bits - 1) & 1 ? -1.0f : 1.0f);
         }
+        if (w.decode == INTEGER) f = (float)(i - 16);
         memcpy(&values[4 * i], &f, 4);
         low[i] = (uint8_t)(bits_of(f) >> 16), high[i] = (uint8_t)(bits_of(f) >> 24);
     }
     w.values = (const float*)values.data(), w.low = low.data(), w.high = high.data();
     int64_t group = one_of<int64_t>({0, -1, 16, 32, 48, 64, 256});
     if (group >= k) group = 0;
-    w.scale = group < 0 ? one_of<int32_t>({NONE, F32, BF16}) : one_of<int32_t>({F32, BF16, F16, E8M0, E4M3, I8});
+    w.scale = group < 0 ? one_of<int32_t>({NONE, F32, BF16}) : one_of<int32_t>({F32, BF16, F16, E8M0, E4M3, I8, U8});
     w.row_block = group > 0 && size_of(w.scale) > 1 ? one_of<int32_t>({0, 16, 32}) : 0;
     w.group = (int32_t)group, w.n = n, w.k = k;
     w.kp = group > 0 ? up(up(k, group), 32) : up(k, 32);
@@ -215,25 +224,28 @@ void float_linear() {
         for (w.block = (int32_t)std::min<int64_t>(256, group) / 16 * 16; group % w.block;) w.block -= 16;
     const int64_t groups = group > 0 ? (k + group - 1) / group : 1;
     w.scale_groups = groups;
-    const bool nested = w.scale == E4M3 || w.scale == I8;
+    const bool nested = w.scale == E4M3 || w.scale == I8 || w.scale == U8;
     w.outer = nested ? one_of<int32_t>({0, -1, 1, 2}) : 0;
+    w.outer_kind = w.outer ? one_of<int32_t>({F32, BF16, F16}) : NONE;
+    if (group > 0 && !w.row_block && below(2)) w.offset = w.outer > 0 ? one_of<int32_t>({I8, U8}) : nested ? NONE : one_of<int32_t>({F32, BF16, F16});
     if (w.outer > 0) w.scale_groups = up(groups, w.outer), w.outer_groups = w.scale_groups / w.outer;
     const int64_t parts = group < 0 ? 1 : w.row_block ? (n + w.row_block - 1) / w.row_block * groups : tiles * w.scale_groups * 16;
     const int64_t outers = w.outer < 0 ? 1 : w.outer ? tiles * w.outer_groups * 16 : 0;
     codes = any_bytes(tiles * w.kp / 32 * 64 * w.bits);
     if (w.decode == SMALL_FLOAT && w.bits == 8)
         for (auto& c : codes) c &= 0xbb;  // neither inf nor NaN
-    const Bytes scale = numbers(w.scale, parts, 0.02f, true), outer = numbers(F32, outers, 0.02f, true);
+    const Bytes scale = numbers(w.scale, parts, 0.02f, true), outer = numbers(w.outer_kind, outers, 0.02f, true);
+    const Bytes offset = numbers(w.offset, parts, 0.02f), offset_scale = numbers(w.offset ? w.outer_kind : NONE, outers, 0.02f);
     const Bytes outer_offset = w.outer && w.scale == I8 && below(2) ? numbers(F32, outers, 0.02f) : Bytes();
     const Input in(n, k);
     w.x = in.kind;
     Bytes y((size_t)(in.m * n * size_of(in.kind)));
     char what[240];
-    snprintf(what, sizeof what, "float_linear n %ld k %ld m %ld bits %d decode %d group %d block %d scale %d rows %d outer %d x %d bias %d",
-             (long)n, (long)k, (long)in.m, w.bits, w.decode, w.group, w.block, w.scale, w.row_block, w.outer, w.x, in.bias_kind);
+    snprintf(what, sizeof what, "float_linear n %ld k %ld m %ld bits %d decode %d group %d block %d scale %d rows %d outer %d offset %d x %d bias %d",
+             (long)n, (long)k, (long)in.m, w.bits, w.decode, w.group, w.block, w.scale, w.row_block, w.outer, w.offset, w.x, in.bias_kind);
     compare(what, y, [&](int threads) {
         pw_float_linear(&w, in.x.data(), in.m, in.ldx, y.data(), pointer(in.bias), in.bias_kind, codes.data(), pointer(scale),
-                        pointer(outer), pointer(outer_offset), threads);
+                        pointer(outer), pointer(outer_offset), pointer(offset), pointer(offset_scale), threads);
     }, in.kind, in.kind == F32 ? 1e-5 : 0x1p-7);
 }
 
