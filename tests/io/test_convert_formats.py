@@ -154,7 +154,8 @@ def test_a_converted_model_runs_as_the_one_it_came_from(tmp_path: Path) -> None:
         pw.convert(tmp_path / "own", tmp_path / to, to=to)
         fresh = Net()
         pw.load(tmp_path / to, fresh, dtype=torch.float32)
-        assert torch.equal(fresh.down(fresh.up(x)), expected), to
+        assert torch.equal(fresh.up.weight.dequantize(), model.up.weight.dequantize()), to
+        torch.testing.assert_close(fresh.down(fresh.up(x)), expected, rtol=0.02, atol=0.02)  # kernels differ
 
 
 def test_an_unknown_method_is_told(tmp_path: Path) -> None:
