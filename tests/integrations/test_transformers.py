@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel,
 import pennyweight as pw
 from pennyweight.integrations import transformers_quantizer
 from pennyweight.integrations.transformers import PennyweightConfig, attach_quantizer
+from pennyweight.io.manifest import VERSION
 from tests.integrations.small import IDS, assert_same_weights, bits, float_folder, llama, quantized, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
@@ -365,7 +366,7 @@ def test_folders_that_are_not_what_is_said(folder: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match="its files hold no quantized tensors"):
         AutoModelForCausalLM.from_pretrained(liar)
     for change, says in [
-        ({"version": 2}, "version 2; this release reads 1"),
+        ({"version": VERSION + 1}, f"version {VERSION + 1}; this release reads {VERSION}"),
         ({"codec": "x"}, r"\['codec'\], which this release does not know"),
         ({"config": {"type": "Int1WeightOnlyConfig"}}, "is no type that this release knows"),
     ]:
