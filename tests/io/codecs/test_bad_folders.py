@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,15 @@ def part_name(stored: str) -> str:
         if stored.startswith(prefix):
             return stored.removeprefix(prefix).strip("_").partition(".")[0]
     return stored
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors are small: threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
