@@ -100,6 +100,10 @@ def check(
     """|got - exact| <= 8 units of the declared arithmetic, of what the sums would be without cancellation."""
     xq, wq = seen(x, w), w.dequantize(torch.float64)
     exact, magnitude = op(xq, wq), op(xq.abs(), wq.abs())
+    if kernel.layout == "cpu_float" and w.offset is not None:  # added to sums of its own, so what they cancel counts
+        offset = w.offset.dequantize() if isinstance(w.offset, QT) else w.offset
+        offset = offset.double().repeat_interleave(w.codes.shape[-1] // offset.shape[-1], -1)[..., : w.shape[-1]]
+        magnitude = op(xq.abs(), (wq - offset).abs() + offset.abs())
     least = torch.finfo(x.dtype).smallest_normal * op(torch.ones_like(xq), wq.abs() + 1)  # CPUs flush subnormals
     if bias is not None:
         b = bias.double().reshape(-1, *(1,) * (exact.ndim - 2)) if w.ndim > 2 else bias.double()
