@@ -1,11 +1,13 @@
 """The README's Python runs as it stands there."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import pennyweight as pw
 import pennyweight.compat
@@ -50,13 +52,33 @@ def test_first_block_runs(tmp_path, monkeypatch, capsys):
 
 def test_block_of_patterns_runs():
     model = Model()
-    exec(BLOCKS[2], {"pw": pw, "model": model})
+    exec(BLOCKS[3], {"pw": pw, "model": model})
     schemes = {name: getattr(p, "spec", None) for name, p in model.named_parameters()}
     assert schemes["lm_head.weight"] is None
     assert schemes["embed_tokens.weight"].format.name == "int8"
     assert schemes["layers.1.experts.gate_up"].format.name == "uint4"
     assert schemes["layers.1.experts.down"] is None
     assert model.layers[0].attention.weight.act is not None
+
+
+def test_block_of_files_runs(tmp_path, monkeypatch, capsys):
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
+    )
+    model = LlamaForCausalLM(config)
+    pw.quantize_(model, pw.IntxWeightOnlyConfig(torch.int4, pw.PerGroup(32)))
+    pw.save(model.half(), tmp_path / "own")
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config.to_dict()))
+    pw.convert(tmp_path / "own", tmp_path / "model.gguf", to="gguf")
+    pw.convert(tmp_path / "own", tmp_path / "GPTQ_DIR", to="gptq")
+    monkeypatch.chdir(tmp_path)
+    fresh = LlamaForCausalLM(config)
+    exec(BLOCKS[2], {"pw": pw, "model": fresh})
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert isinstance(fresh.get_parameter(name), pw.AffineQuantizedTensor)
+    assert "blk.0.ffn_up.weight" in capsys.readouterr().out
+    with pw.open("for_vllm") as checkpoint:
+        assert checkpoint.format == "compressed-tensors"
 
 
 @pytest.mark.filterwarnings("ignore:.*imported already")
