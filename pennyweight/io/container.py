@@ -10,9 +10,6 @@ https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-import mmap
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
+from .raw_file import RawFile
 from .strict_json import parse
 
 MAX_HEADER_BYTES = 32 << 20  # safetensors itself stops at 100 MB; 60 000 quantized tensors need about 27
@@ -89,45 +87,16 @@ def check_name(name: str) -> None:
             raise ValueError(f"name part {part!r} is reserved")
 
 
-class File:
+class File(RawFile):
     """An open safetensors file whose header was checked. Raises CheckpointError, and only that, on a bad one.
 
     ``tensor`` maps (no copy), ``read`` copies with plain reads, which leaves nothing of the file in this process.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._map: mmap.mmap | None = None
-        try:
-            # a pipe must not block the open, and a link swapped in after the path was checked must not be followed
-            flags = (
-                os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-            )
-            self._file = os.fdopen(os.open(path, flags | getattr(os, "O_NOFOLLOW", 0)), "rb", buffering=0)
-        except (OSError, ValueError) as e:
-            raise CheckpointError(path, None, f"cannot be opened: {getattr(e, 'strerror', None) or e}") from e
-        try:
-            info = os.fstat(self._file.fileno())
-            if not stat.S_ISREG(info.st_mode):
-                raise CheckpointError(path, None, "is not a regular file")
-            self.size = info.st_size
-            self.entries, self.metadata, self._start = self._read_header()
-        except BaseException:
-            self._file.close()
-            raise
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
 
-    def close(self) -> None:
-        """Close the file. Tensors that were mapped stay valid."""
-        self._file.close()
-        self._map = None
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
-
-    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str], int]:
+    def _read_header(self) -> None:
         if self.size < 8:
             raise CheckpointError(self.path, None, f"{self.size} bytes; a safetensors file has at least 8")
         length = int.from_bytes(self._read_at(0, 8), "little")
@@ -146,36 +115,15 @@ class File:
             header = parse(data, max_bytes=MAX_HEADER_BYTES, max_depth=MAX_DEPTH)
         except ValueError as e:
             raise CheckpointError(self.path, None, f"header: {e}") from e
-        entries, metadata = check_header(header, self.size - 8 - length, self.path)
-        return entries, metadata, 8 + length
-
-    def _read_at(self, offset: int, count: int) -> bytes:
-        buffer = bytearray(count)
-        self._fill(offset, memoryview(buffer))
-        return bytes(buffer)
-
-    def _fill(self, offset: int, view: memoryview) -> None:
-        try:
-            self._file.seek(offset)
-            while len(view):
-                count = self._file.readinto(view)
-                if not count:
-                    raise CheckpointError(self.path, None, "ends early: it shrank while it was read")
-                view = view[count:]
-        except OSError as e:
-            raise CheckpointError(self.path, None, f"cannot be read: {e.strerror}") from e
+        self.entries, self.metadata = check_header(header, self.size - 8 - length, self.path)
+        self._start = 8 + length
 
     def tensor(self, name: str) -> Tensor:
         """The stored tensor over the mapped file, copy-on-write: changing it does not change the file."""
         e = self.entries[name]
         if e.begin == e.end:
             return torch.zeros(e.shape, dtype=e.dtype, device="cpu")
-        if self._map is None:
-            try:
-                self._map = mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as err:
-                raise CheckpointError(self.path, None, f"cannot be mapped: {err}") from err
-        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=e.end - e.begin, offset=self._start + e.begin)
+        flat = self._mapped(self._start + e.begin, self._start + e.end)
         if (self._start + e.begin) % e.dtype.itemsize:
             flat = flat.clone()  # the format does not promise alignment
         return flat.view(e.dtype).reshape(e.shape)

@@ -10,17 +10,14 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import mmap
-import os
-import stat
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..container import check_name
 from ..errors import CheckpointError
+from ..raw_file import RawFile
 from .blocks import BY_ID, REMOVED, BlockType
 from .values import MAX_KEYS, Cursor, Value
 
@@ -91,44 +88,17 @@ def alignment_of(metadata: dict[str, Value]) -> int:
     return n
 
 
-class File:
+class File(RawFile):
     """An open GGUF file whose header was checked. Raises CheckpointError, and only that, on a bad one.
 
     ``version``, ``alignment``, ``metadata``, ``entries`` are its header. ``mapped`` maps (no copy), ``rows`` copies
     with plain reads, which leaves nothing of the file in this process.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._map: mmap.mmap | None = None
-        try:
-            # a pipe must not block the open, and a link swapped in after the path was checked must not be followed
-            flags = (
-                os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-            )
-            self._file = os.fdopen(os.open(path, flags | getattr(os, "O_NOFOLLOW", 0)), "rb", buffering=0)
-        except (OSError, ValueError) as e:
-            raise CheckpointError(path, None, f"cannot be opened: {getattr(e, 'strerror', None) or e}") from e
-        try:
-            info = os.fstat(self._file.fileno())
-            if not stat.S_ISREG(info.st_mode):
-                raise CheckpointError(path, None, "is not a regular file")
-            self.size = info.st_size
-            self._read_header()
-        except BaseException:
-            self._file.close()
-            raise
-
-    def close(self) -> None:
-        """Close the file. Tensors that were mapped stay valid."""
-        self._file.close()
-        self._map = None
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
+    version: int
+    alignment: int
+    metadata: dict[str, Value]
+    entries: dict[str, Entry]
 
     def _read_header(self) -> None:
         cursor = Cursor(self._read_at, self.size)
@@ -210,41 +180,12 @@ class File:
             raise CheckpointError(self.path, None, f"{self.size - at} bytes after the last tensor belong to none")
         return entries
 
-    def _read_at(self, offset: int, count: int) -> bytes:
-        try:
-            self._file.seek(offset)
-            data = self._file.read(count)
-        except OSError as e:
-            raise CheckpointError(self.path, None, f"cannot be read: {e.strerror}") from e
-        if len(data) == count:
-            return data
-        buffer = bytearray(count)  # an interrupted read
-        self._fill(offset, memoryview(buffer))
-        return bytes(buffer)
-
-    def _fill(self, offset: int, view: memoryview) -> None:
-        try:
-            self._file.seek(offset)
-            while len(view):
-                count = self._file.readinto(view)
-                if not count:
-                    raise CheckpointError(self.path, None, "ends early: it shrank while it was read")
-                view = view[count:]
-        except OSError as e:
-            raise CheckpointError(self.path, None, f"cannot be read: {e.strerror}") from e
-
     def mapped(self, name: str) -> Tensor:
         """uint8 [rows, row bytes] over the mapped file, copy-on-write: changing it does not change the file."""
         e = self.entries[name]
         if e.begin == e.end:
             return torch.zeros((e.rows, e.row_bytes), dtype=torch.uint8, device="cpu")
-        if self._map is None:
-            try:
-                self._map = mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as err:
-                raise CheckpointError(self.path, None, f"cannot be mapped: {err}") from err
-        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=e.end - e.begin, offset=e.begin)
-        return flat.reshape(e.rows, e.row_bytes)
+        return self._mapped(e.begin, e.end).reshape(e.rows, e.row_bytes)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of rows [start, stop), uint8 [stop - start, row bytes], in memory of its own."""

@@ -1,0 +1,89 @@
+"""A file of some format, open for reading: a regular file and no other, read by plain reads or mapped.
+
+Every read that fails is a CheckpointError; nothing is allocated but for what is asked for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+
+
+class RawFile:
+    """An open file. A subclass reads its header in ``_read_header``, which may raise CheckpointError, and only that."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = None
+        try:
+            # a pipe must not block the open, and a link swapped in after the path was checked must not be followed
+            flags = (
+                os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+            )
+            self._file = os.fdopen(os.open(path, flags | getattr(os, "O_NOFOLLOW", 0)), "rb", buffering=0)
+        except (OSError, ValueError) as e:
+            raise CheckpointError(path, None, f"cannot be opened: {getattr(e, 'strerror', None) or e}") from e
+        try:
+            info = os.fstat(self._file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise CheckpointError(path, None, "is not a regular file")
+            self.size = info.st_size
+            self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read_header(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the file. Tensors that were mapped stay valid."""
+        self._file.close()
+        self._map = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    def _read_at(self, offset: int, count: int) -> bytes:
+        """count bytes from offset on."""
+        try:
+            self._file.seek(offset)
+            data = self._file.read(count)
+        except OSError as e:
+            raise CheckpointError(self.path, None, f"cannot be read: {e.strerror}") from e
+        if len(data) == count:
+            return data
+        buffer = bytearray(count)  # an interrupted read
+        self._fill(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def _fill(self, offset: int, view: memoryview) -> None:
+        """Read from offset on, until the buffer is full."""
+        try:
+            self._file.seek(offset)
+            while len(view):
+                count = self._file.readinto(view)
+                if not count:
+                    raise CheckpointError(self.path, None, "ends early: it shrank while it was read")
+                view = view[count:]
+        except OSError as e:
+            raise CheckpointError(self.path, None, f"cannot be read: {e.strerror}") from e
+
+    def _mapped(self, begin: int, end: int) -> Tensor:
+        """uint8 bytes [begin, end) of the mapped file, not none of them; copy-on-write: the file stays as it is."""
+        if self._map is None:
+            try:
+                self._map = mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as e:
+                raise CheckpointError(self.path, None, f"cannot be mapped: {e}") from e
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin, offset=begin)
