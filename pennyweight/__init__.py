@@ -13,6 +13,7 @@ from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
 
 if TYPE_CHECKING:
+    from .algorithms import quantize_
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, load, open, quantize_checkpoint, save, unflatten
     from .models import (
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         dequantize_,
         freeze_,
         plan,
-        quantize_,
         recommend,
         register_quantize_module_handler,
         thaw_,
@@ -118,7 +118,7 @@ __all__ = [
 
 # Tensors and kernels are there at once, so that a pickled weight loads and runs; the rest when it is first asked for,
 # because it would more than double the time of the import.
-_HOMES = ("models.configs", "models.granularity", "models", "io")
+_HOMES = ("models.configs", "models.granularity", "algorithms", "models", "io")
 # Not in __all__: `from pennyweight import *` must not need the library that they are for
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..models.quantize import rows_independent
+from ..core.rows import rows_independent
 from .check import check_data, check_plain
 from .checkpoint import Checkpoint
 from .codecs import CODECS, Codec, Found

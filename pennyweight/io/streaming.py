@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..core.rows import rows_independent
 from ..models.plan import PlanRow
-from ..models.quantize import quantize_weight, rows_independent
+from ..models.quantize import quantize_weight
 from ..models.scheme import Scheme
 from .container import File
 from .errors import CheckpointError

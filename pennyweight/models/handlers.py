@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .calling import user_level
 from .report import Report, Row
 from .rules import Filter, PlanError
 from .sites import is_linear
@@ -54,7 +55,7 @@ def apply_callable(
         "quantize_(model, callable) is the spelling of torchao before 0.10; pass a config such as "
         "Int8WeightOnlyConfig(), or register a handler with register_quantize_module_handler",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=user_level(),
     )
     pick = filter_fn if filter_fn not in (None, is_linear) else _is_plain_linear
     rows: list[Row] = []

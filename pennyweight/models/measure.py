@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.tensor import AffineQuantizedTensor
+from .calling import user_level
 from .plan import Plan, PlanRow
 from .report import Latency
 from .rules import PlanError
@@ -91,7 +92,7 @@ def warn_slower(plan: Plan) -> None:
             f"{names}: {list(one.shape)} as {one.scheme} by {one.kernel} is slower than float here, "
             f"{_text([t for t in one.latency if t.slower])} the speed; on_slower='skip' leaves such layers float",
             PerformanceWarning,
-            stacklevel=3,
+            stacklevel=user_level(),
         )
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import blocks, conversions
+from ..core import conversions
 from ..core.numerics import Parts, dequantize, quantize
-from ..core.spec import QuantSpec
+from ..core.rows import rows_independent
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from .configs import AOBaseConfig
 from .freeze import thaw_
@@ -57,23 +57,35 @@ def quantize_(
         if measure or on_slower != "keep":
             raise PlanError("measure and on_slower need a config; a function over modules says nothing about layers")
         return apply_callable(model, config, filter_fn, device)
+    # Parameters made in inference mode could never again be part of a graph.
+    with torch.inference_mode(False), torch.no_grad():
+        todo = checked_plan(
+            model, config, filter_fn, device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
+            on_slower=on_slower,
+        )  # fmt: skip
+        report = todo.report()
+        if not dry_run:
+            _carry_out(model, todo, report, device, progress)
+    return report
+
+
+def checked_plan(
+    model: nn.Module, config: AOBaseConfig, filter_fn: Filter | None, device: torch.device | str | None, *,
+    dry_run: bool, on_indivisible: str, measure: bool | Sequence[int], on_slower: str,
+) -> Plan:  # fmt: skip
+    """The plan of :func:`quantize_`, everything checked, layers timed where that is asked for. Changes nothing."""
     counts = row_counts(measure)
     if on_slower not in ON_SLOWER:
         raise PlanError(f"on_slower must be one of {ON_SLOWER}, got {on_slower!r}")
     if on_slower == "skip" and not counts:
         raise PlanError("on_slower='skip' needs measure=True, or numbers of rows such as measure=(1, 64)")
-    # Parameters made in inference mode could never again be part of a graph.
-    with torch.inference_mode(False), torch.no_grad():
-        todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
-        if counts or not dry_run:
-            _check_values(todo)
-        if counts:
-            measure_(todo, lambda row: counts, lambda row: solve(row, device)[0])
-            (leave_slower_ if on_slower == "skip" else warn_slower)(todo)
-        report = todo.report()
-        if not dry_run:
-            _carry_out(model, todo, report, device, progress)
-    return report
+    todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
+    if counts or not dry_run:
+        _check_values(todo)
+    if counts:
+        measure_(todo, lambda row: counts, lambda row: solve(row, device)[0])
+        (leave_slower_ if on_slower == "skip" else warn_slower)(todo)
+    return todo
 
 
 def _check_values(todo: Plan) -> None:
@@ -92,18 +104,29 @@ def _carry_out(model: nn.Module, todo: Plan, report: Report, device: Any, progre
     total, done = len(todo.active), 0
     for row, out in zip(todo.rows, report.rows, strict=True):
         if row.call is not None:
-            new = row.call(model, device=device)
-            out.type, out.bytes_after = type(new).__name__, _nbytes_after(new, row)
+            run_handler_row(model, row, out, device)
         elif row.active:
-            w, out.sqnr = solve(row, device)
-            out.bytes_after = w.nbytes
-            replace_(row, w)
-            _move_rest(row, device)
+            w, sqnr = solve(row, device)
+            put_(row, out, w, sqnr, device)
         row.tensor = None  # the float weight is free before the next is read
         if row.active:
             done += 1
             if progress is not None:
                 progress(done, total, row.name)
+
+
+def run_handler_row(model: nn.Module, row: PlanRow, out: Row, device: Any) -> None:
+    """Transform the module of a row that has a handler."""
+    new = row.call(model, device=device)
+    out.type, out.bytes_after = type(new).__name__, _nbytes_after(new, row)
+
+
+def put_(row: PlanRow, out: Row, w: AffineQuantizedTensor, sqnr: float, device: Any) -> None:
+    """Put a solved weight in its places and say so; the float weight is let go."""
+    out.sqnr, out.bytes_after = sqnr, w.nbytes
+    replace_(row, w)
+    _move_rest(row, device)
+    row.tensor = None
 
 
 def _nbytes_after(new: nn.Module, row: PlanRow) -> int:
@@ -135,8 +158,8 @@ def quantize_weight(
     spec = scheme.weight.with_(layout=layout)
     fast = conversions.quantize(x, spec, scheme.rule, scheme.eps)
     if fast is not NotImplemented and math.isfinite(fast.signal):
-        parts = fast.parts._replace(**_static(scheme, x.device))
-        return AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act), _decibels(fast.signal, fast.noise)
+        parts = fast.parts._replace(**static_parts(scheme, x.device))
+        return AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act), decibels(fast.signal, fast.noise)
     check_finite(x, name)
     spec = spec.with_(layout="plain")
     step = max(1, x.shape[0] if x.ndim else 1)
@@ -152,20 +175,14 @@ def quantize_weight(
             signal += float(torch.linalg.vector_norm(exact)) ** 2
             noise += float(torch.linalg.vector_norm(dequantize(parts, spec, piece.shape).sub_(exact))) ** 2
     parts = pieces[0] if len(pieces) == 1 else Parts(*map(_join, zip(*pieces, strict=True)))
-    parts = parts._replace(**_static(scheme, x.device))
+    parts = parts._replace(**static_parts(scheme, x.device))
     w = AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act).to_layout(layout)
-    return w, _decibels(signal, noise)
+    return w, decibels(signal, noise)
 
 
-def _decibels(signal: float, noise: float) -> float:
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise); inf where either is zero."""
     return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
-
-
-def rows_independent(spec: QuantSpec, shape: Sequence[int]) -> bool:
-    """Whether x[a:b] can be quantized by itself: no part is shared by rows, at any depth."""
-    inner = blocks.counts(spec.block, shape)
-    nested = [k for k in (spec.scale, spec.offset) if isinstance(k, QuantSpec)]
-    return blocks.resolve(spec.block, shape)[0] == 1 and all(rows_independent(k, inner) for k in nested)
 
 
 def _join(slot: tuple[Any, ...]) -> Any:
@@ -174,7 +191,7 @@ def _join(slot: tuple[Any, ...]) -> Any:
     return None if slot[0] is None else torch.cat(slot)
 
 
-def _static(scheme: Scheme, device: torch.device) -> dict[str, Tensor]:
+def static_parts(scheme: Scheme, device: torch.device) -> dict[str, Tensor]:
     """Stored parameters of a static activation."""
     parts = {}
     if scheme.act_scale is not None:

@@ -35,7 +35,8 @@ class Latency:
 @dataclass
 class Row:
     """One parameter. bytes_* are true storage; sqnr is that of the weight, in dB; note says what is worth saying;
-    latency is there where it was asked for and the layer is linear."""
+    latency is there where it was asked for and the layer is linear; error is that of the layer's output on the
+    calibration data, E|(Wq - W) x|^2, as a fraction of round-to-nearest's."""
 
     name: str
     type: str
@@ -47,6 +48,7 @@ class Row:
     sqnr: float | None = None
     note: str = ""
     latency: tuple[Latency, ...] = ()
+    error: float | None = None
 
     @property
     def quantized(self) -> bool:
@@ -132,7 +134,8 @@ class Report:
     def table(self, *, full: bool = True) -> str:
         """The report as text. Not ``full``: layers that differ in a number of their name alone share a line, which
         shows their count, their bytes together, and the least and greatest SQNR. "speed" is float's time by the
-        layer's, for each number of rows that was measured; it is there where something was."""
+        layer's, for each number of rows that was measured; it is there where something was. "error/nearest" is the
+        squared error of the layer's output on the calibration data by that of round-to-nearest."""
         from io import StringIO
 
         from rich.console import Console
@@ -141,18 +144,20 @@ class Report:
 
         table = Table(title=Text(self.config), title_justify="left", caption=self.summary(), caption_justify="left")
         speed = ("speed",) if any(r.latency for r in self.rows) else ()
-        for name in ("parameter", "shape", "scheme", "kernel", "before", "after", "SQNR dB", *speed, "note"):
-            right = name in ("shape", "before", "after", "SQNR dB")
+        error = ("error/nearest",) if any(r.error is not None for r in self.rows) else ()
+        for name in ("parameter", "shape", "scheme", "kernel", "before", "after", "SQNR dB", *error, *speed, "note"):
+            right = name in ("shape", "before", "after", "SQNR dB", "error/nearest")
             table.add_column(name, justify="right" if right else "left", overflow="fold")
         for name, rows in _groups(self.quantized, lambda r: r.name if full else _numberless(r)).items():
             one = rows[0]
             shape = "×".join(map(str, one.shape))
-            times = [_speed(one)] if speed else []
-            cells = (name, shape, one.scheme, one.kernel, *_sizes(rows), _sqnr(rows), *times, one.note)
+            times = [_range(rows, "error", 2)] if error else []
+            times += [_speed(one)] if speed else []
+            cells = (name, shape, one.scheme, one.kernel, *_sizes(rows), _range(rows, "sqnr", 1), *times, one.note)
             table.add_row(*map(Text, cells))  # Text, because "[64]" would be read as markup
         for note, rows in _groups(self.skipped, lambda r: r.note).items():
             name = rows[0].name if len(rows) == 1 else f"{rows[0].name} and {len(rows) - 1} more"
-            times = [""] if speed else []
+            times = ["" for _ in (*error, *speed)]
             table.add_row(*map(Text, (name, "", "left alone", "", *_sizes(rows), "", *times, note)))
         out = StringIO()
         Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
@@ -184,11 +189,11 @@ def _sizes(rows: list[Row]) -> tuple[str, str]:
     return size(sum(r.bytes_before for r in rows)), size(sum(r.bytes_after for r in rows))
 
 
-def _sqnr(rows: list[Row]) -> str:
-    values = [r.sqnr for r in rows if r.sqnr is not None]
+def _range(rows: list[Row], name: str, digits: int) -> str:
+    values = [getattr(r, name) for r in rows if getattr(r, name) is not None]
     if not values:
         return ""
-    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
     return low if low == high else f"{low} to {high}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.quantize import rows_independent
+from ...core.rows import rows_independent
 from ..checkpoint import inside
 from ..container import Entry as Plain
 from ..errors import CheckpointError

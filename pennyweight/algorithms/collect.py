@@ -1,0 +1,238 @@
+"""Calibration data through a model, block by block, each block seeing what the quantized ones before it put out."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.calling import call, token_mask
+from .chain import Segment, output_of, quiet, segments, stream
+from .statistics import STATISTICS, State, Statistic
+from .watch import Watch
+
+
+@dataclass
+class Seen:
+    """Finished statistics of one weight's inputs: by name [G, K, K] or [G, K]; tokens seen, of all groups' each."""
+
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int = 0
+
+
+Stage = tuple[list[str], dict[str, Seen]]
+
+
+class Collector:
+    """Runs batches through a model and yields, for one set of weights after another, what their inputs are like.
+
+    After each set the caller replaces those weights; the next set then sees inputs as they will be. Memory: hidden
+    states of all batches between two blocks (on disk with ``spill``), the statistics of one block, the model.
+
+    weights     id of a parameter -> its name
+    needs       names of statistics
+    spill       folder for hidden states between blocks; None keeps them in memory
+    known       weights that the caller has already: nothing is collected for sets of such
+    """
+
+    def __init__(
+        self, model: nn.Module, weights: dict[int, str], batches: Sequence[Any], needs: Sequence[str],
+        spill: str | Path | None = None, known: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.model, self.weights, self.batches = model, weights, batches
+        self.single = [STATISTICS[n] for n in needs if not STATISTICS[n].paired]
+        self.paired = [STATISTICS[n] for n in needs if STATISTICS[n].paired]
+        self.spill, self.known = spill, known
+
+    def stages(self) -> Iterator[Stage]:
+        """(names, what was seen), in the order in which the model calls them. Deterministic."""
+        with quiet(self.model):
+            for segment in segments(self.model, self.weights, self.batches[0]):
+                if segment.blocks:
+                    yield from self._chain(segment)
+                else:
+                    yield segment.sites[0], self._whole(segment.sites[0])
+
+    def _whole(self, names: list[str]) -> dict[str, Seen]:
+        """Statistics from running the whole model. There is no float model beside it, so paired ones are left out."""
+        gather = _Gather(self._of(names), self.single)
+        for batch in [] if self.known.issuperset(names) else self.batches:
+            gather.run(lambda batch=batch: call(self.model, batch), token_mask(batch))
+        return gather.finish()
+
+    def _chain(self, segment: Segment) -> Iterator[Stage]:
+        with tempfile.TemporaryDirectory(dir=self.spill) as folder:
+            place = None if self.spill is None else Path(folder)
+            rest, hidden = self._capture(segment, _Hidden(place, "quantized"))
+            exact = _Hidden(place, "float") if self.paired else None
+            if exact is not None:
+                for i in range(len(self.batches)):
+                    exact.put(i, hidden.get(i))
+            for b, ((_, block), names) in enumerate(zip(segment.blocks, segment.sites, strict=True)):
+                if names:
+                    yield names, self._block(names, b, block, rest, hidden, exact)
+                elif exact is not None:
+                    for i in range(len(self.batches)):
+                        exact.put(i, _run(block, exact.get(i), rest(i, b)))
+                if b + 1 < len(segment.blocks):
+                    for i in range(len(self.batches)):
+                        hidden.put(i, _run(block, hidden.get(i), rest(i, b)))
+
+    def _block(
+        self, names: list[str], b: int, block: nn.Module, rest: Rest, hidden: _Hidden, exact: _Hidden | None
+    ) -> dict[str, Seen]:
+        gather = _Gather(self._of(names), self.single, self.paired)
+        known = self.known.issuperset(names)
+        for i, batch in enumerate(self.batches):
+            mask = token_mask(batch)
+            if known:
+                if exact is not None:
+                    exact.put(i, _run(block, exact.get(i), rest(i, b)))
+                continue
+            if exact is not None:
+                out = gather.remember(lambda i=i: _run(block, exact.get(i), rest(i, b)), mask)
+                exact.put(i, out)
+            gather.run(lambda i=i: _run(block, hidden.get(i), rest(i, b)), mask)
+        return gather.finish()
+
+    def _of(self, names: list[str]) -> dict[int, str]:
+        wanted = set(names)
+        return {i: name for i, name in self.weights.items() if name in wanted}
+
+    def _capture(self, segment: Segment, hidden: _Hidden) -> tuple[Rest, _Hidden]:
+        """Inputs of the first block for each batch, and what else each block is called with."""
+        blocks = [block for _, block in segment.blocks]
+        kept: list[list[tuple[Any, dict[str, Any]]]] = []
+        alike = True  # whether all blocks are called with the same things: then a batch need not go further than one
+        for i, batch in enumerate(self.batches):
+            calls: list[tuple[Any, dict[str, Any]]] = []
+
+            def before(
+                module: nn.Module, args: Any, kwargs: Any, *, i: int = i, calls: list[Any] = calls, alike: bool = alike
+            ) -> None:
+                x = stream(args, kwargs)
+                if x is None:
+                    raise RuntimeError("a block was called without its hidden states")
+                if not calls:
+                    hidden.put(i, x)
+                calls.append((tuple(args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"} | {
+                    _BY_NAME: not args
+                }))  # fmt: skip
+                if len(calls) == len(blocks) or (alike and i > 0):
+                    raise _Enough
+
+            hooks = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
+            try:
+                call(self.model, batch)
+            except _Enough:
+                pass
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            kept.append(calls)
+            alike = alike and all(_same(calls[0], c) for c in calls)
+            if alike:
+                del calls[1:]
+        return (lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]), hidden
+
+
+Rest = Callable[[int, int], tuple[Any, dict[str, Any]]]  # (batch, block) -> further arguments
+_BY_NAME = "pennyweight: hidden states by name"
+
+
+class _Enough(Exception):
+    """All that is wanted of a run has been seen."""
+
+
+def _same(a: tuple[Any, dict[str, Any]], b: tuple[Any, dict[str, Any]]) -> bool:
+    """Whether two calls have the very same further arguments, by identity inside of tuples too."""
+
+    def same(x: Any, y: Any) -> bool:
+        if isinstance(x, (tuple, list)) and type(x) is type(y) and len(x) == len(y):
+            return all(map(same, x, y))
+        return x is y or (isinstance(x, (int, float, str)) and x == y)
+
+    return same(a[0], b[0]) and a[1].keys() == b[1].keys() and all(same(v, b[1][k]) for k, v in a[1].items())
+
+
+def _run(block: nn.Module, x: Tensor, rest: tuple[Any, dict[str, Any]]) -> Tensor:
+    args, kwargs = rest
+    kwargs = dict(kwargs)
+    out = output_of(block(hidden_states=x, **kwargs) if kwargs.pop(_BY_NAME) else block(x, *args, **kwargs))
+    assert out is not None
+    return out
+
+
+class _Hidden:
+    """A tensor for each batch, in memory or in files."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self.folder, self.name, self.kept = folder, name, {}  # type: ignore[var-annotated]
+
+    def put(self, i: int, x: Tensor) -> None:
+        if self.folder is None:
+            self.kept[i] = x
+        else:
+            torch.save(x, self.folder / f"{self.name}-{i}.pt")
+
+    def get(self, i: int) -> Tensor:
+        if self.folder is None:
+            return self.kept[i]
+        return torch.load(self.folder / f"{self.name}-{i}.pt", weights_only=True)
+
+
+class _Gather:
+    """Statistics of some weights while they are run."""
+
+    def __init__(self, weights: dict[int, str], single: Sequence[Statistic], paired: Sequence[Statistic] = ()) -> None:
+        self.weights, self.single, self.paired = weights, single, paired
+        self.states: dict[tuple[str, str], State] = {}
+        self.tokens = dict.fromkeys(weights.values(), 0)
+        self.exact: dict[str, list[Tensor]] = {}
+
+    def remember(self, run: Callable[[], Any], mask: Tensor | None) -> Any:
+        """Run on the float model's inputs, of one batch, for paired statistics. Returns what it returns."""
+        self.exact = {}
+        with Watch(self.weights, lambda name, x: self.exact.setdefault(name, []).append(x), mask):
+            return run()
+
+    def run(self, run: Callable[[], Any], mask: Tensor | None) -> None:
+        with Watch(self.weights, self._see, mask):
+            run()
+
+    def _see(self, name: str, x: Tensor) -> None:
+        if not x.shape[1]:
+            return
+        if not bool(x.isfinite().all()):
+            raise ValueError(
+                f"{name}: its inputs on the calibration data have {int((~x.isfinite()).sum())} NaN or infinite values"
+            )
+        self.tokens[name] += x.shape[1]
+        for statistic in self.single:
+            self._update(statistic, name, x)
+        if self.paired:
+            queue = self.exact.get(name)
+            twin = queue.pop(0) if queue else None
+            if twin is None or twin.shape != x.shape:
+                return  # routed otherwise than in the float model; solvers see the tokens that both have
+            for statistic in self.paired:
+                self._update(statistic, name, x, twin)
+
+    def _update(self, statistic: Statistic, name: str, *x: Tensor) -> None:
+        key = (statistic.name, name)
+        state = self.states.get(key)
+        if state is None:
+            total, count = statistic.init(x[0].shape[0], x[0].shape[2])
+            state = total.to(x[0].device), count
+        self.states[key] = statistic.update(state, *x)
+
+    def finish(self) -> dict[str, Seen]:
+        found = {name: Seen({}, n) for name, n in self.tokens.items()}
+        for (statistic, name), state in self.states.items():
+            found[name].stats[statistic] = STATISTICS[statistic].finish(state)
+        return found

@@ -1,0 +1,108 @@
+"""Rounding a matrix so that the errors of its columns make up for one another: what GPTQ and its kin have in common.
+
+All minimise tr(D H D^T), D = Wq - W: the squared error of the layer's output over the calibration inputs, H = E[x x^T].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .grid import Grid
+
+# Columns whose errors are carried to one another at once, and to the rest by one product (GPTQ's lazy batches)
+WIDTH = 128
+
+
+class Factor(NamedTuple):
+    """upper: U of H^-1 = U^T U, H damped and its columns in ``order``; damping: share of the mean diagonal added."""
+
+    upper: Tensor
+    order: Tensor
+    damping: float
+
+
+def factor(hessian: Tensor, damping: float, activation_order: bool) -> Factor | None:
+    """Of [K, K]. Damping grows tenfold, up to the mean diagonal, until the matrix is positive definite; else None.
+
+    In float64 up to 8192 inputs: float32 loses digits that matter where channels differ by orders of magnitude.
+    """
+    k = hessian.shape[0]
+    diagonal = hessian.diagonal()
+    mean = float(diagonal.double().mean())
+    if not 0 < mean < float("inf"):
+        return None
+    order = torch.argsort(diagonal, descending=True, stable=True) if activation_order else torch.arange(k)
+    dtype = torch.float64 if k <= 8192 else torch.float32
+    h = hessian[order][:, order].to(dtype)
+    while damping <= 1.0:
+        damped = h.clone()
+        damped.diagonal().add_(damping * mean)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if not info:
+            upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not info and bool(upper.isfinite().all()):
+                return Factor(upper.float(), order, damping)
+        damping = max(10 * damping, 1e-4)
+    return None
+
+
+def carry(weight: Tensor, grid: Grid, f: Factor) -> tuple[Tensor, Tensor]:
+    """(codes, values) [N, K]: each column becomes the nearest numbers, and its error is taken off the columns after it
+    as far as they can make up for it. Frantar et al. 2022 (GPTQ); with grids fixed before, Babai's nearest plane.
+    """
+    order, upper = f.order, f.upper
+    w = weight.t()[order].contiguous()
+    ordered = grid._replace(columns=type(grid.columns)(*(None if p is None else p[order] for p in grid.columns)))
+    k = w.shape[0]
+    codes = torch.empty(w.shape, dtype=grid.spec.format.code_dtype)
+    values = torch.empty_like(w)
+    for begin in range(0, k, WIDTH):
+        end = min(begin + WIDTH, k)
+        block, errors = w[begin:end], torch.empty(end - begin, w.shape[1])
+        inner = upper[begin:end, begin:end]
+        for j in range(end - begin):
+            c, v = ordered.nearest(block[j : j + 1], begin + j)
+            codes[begin + j], values[begin + j] = c[0], v[0]
+            errors[j] = (block[j] - v[0]) / inner[j, j]
+            if j + 1 < end - begin:
+                block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1)
+        if end < k:
+            w[end:].addmm_(upper[begin:end, end:].t(), errors, alpha=-1)
+    back = torch.argsort(order)
+    return codes[back].t().contiguous(), values[back].t().contiguous()
+
+
+def bound(grid: Grid, f: Factor) -> float:
+    """sum over rows of 1/4 sum_j s_j^2 / U_jj^2: no more than this is the error of :func:`carry` on the damped H, where
+    nothing is clipped and the numbers are evenly spaced (Babai's bound; Chen et al. 2025, arXiv 2507.18553)."""
+    assert grid.columns.scale is not None
+    steps = grid.columns.scale.float()[f.order].square().sum(1)
+    return float((steps / f.upper.diagonal().square()).sum() / 4)
+
+
+def descend(weight: Tensor, codes: Tensor, values: Tensor, grid: Grid, hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """One sweep of coordinate descent on tr(D H D^T): each column in turn becomes the nearest numbers to its optimum
+    given all others. Never worse than where it starts. Behdin et al. 2023 (QuantEase).
+    """
+    w, v = weight.t(), values.t().contiguous()
+    codes = codes.t().contiguous()
+    k = w.shape[0]
+    diagonal = hessian.diagonal()
+    pull = hessian @ (w - v)  # [K, N]: minus half the gradient
+    for begin in range(0, k, WIDTH):
+        end = min(begin + WIDTH, k)
+        moved = torch.zeros(end - begin, w.shape[1])
+        here = pull[begin:end].clone()
+        for j in range(end - begin):
+            h = diagonal[begin + j]
+            if not h > 0:
+                continue
+            c, new = grid.nearest((v[begin + j] + here[j] / h).unsqueeze(0), begin + j)
+            moved[j] = new[0] - v[begin + j]
+            v[begin + j], codes[begin + j] = new[0], c[0]
+            here.addr_(hessian[begin:end, begin + j], moved[j], alpha=-1)
+        pull.addmm_(hessian[:, begin:end], moved, alpha=-1)
+    return codes.t().contiguous(), v.t().contiguous()

@@ -1,0 +1,175 @@
+"""GPTQ with grids fixed before, and what makes it better at no cost in bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.choose import Params
+from ..core.numerics import Parts, dequantize
+from ..core.numerics import quantize as quantize_parts
+from ..core.rows import rows_independent
+from .base import Solution, Solver, Task, register
+from .feedback import Factor, bound, carry, descend, factor
+from .grid import SHRINKS, Grid, candidates, grid, pick
+from .nearest import Nearest, nearest_parts, output_error
+from .refit import refit
+
+AUTO = ("scheme", *SHRINKS[1:], "mse", "weighted")
+
+
+@register("gptq")
+@dataclass(frozen=True)
+class GPTQ(Solver):
+    """Second-order rounding: each column's error is made up for by the columns after it (Frantar et al. 2022).
+
+        minimise tr((Wq - W) H (Wq - W)^T),  H = E[x x^T] + damping mean(diag H) I
+
+    damping     grows tenfold, for that layer alone, until H is positive definite
+    activation_order    columns with the largest inputs first; grids are fixed before, so files need no permutation
+    grids       what the ranges of blocks may be; each row takes the one with the least error of its output.
+                "scheme": the config's own rule; "mse"; "weighted"; a share of the range such as 0.9
+    asymmetric  0 to 1: how far the target is moved towards what the float model puts out at the same token, so that
+                errors of earlier layers are made up for (Li et al. 2025, GPTAQ; here in closed form:
+                W + asymmetric W (E[x_float x^T] - H) H^-1)
+    sweeps      of scale refitting and coordinate descent afterwards; each row keeps what is better
+
+    Cost: O(N K^2 + K^3) a layer and grid. A row is never worse than round-to-nearest in its output error over the
+    calibration inputs (that of the target, where asymmetric is 0).
+    """
+
+    damping: float = 0.01
+    activation_order: bool = True
+    grids: tuple[str | float, ...] = ("scheme",)
+    asymmetric: float = 0.0
+    sweeps: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grids", (self.grids,) if isinstance(self.grids, str) else tuple(self.grids))
+        if not self.grids:
+            raise ValueError("gptq: grids must name at least one, such as ('scheme',)")
+        if not 0 <= self.damping <= 1:
+            raise ValueError(f"gptq: damping must be between 0 and 1, got {self.damping}")
+        if not 0 <= self.asymmetric <= 1:
+            raise ValueError(f"gptq: asymmetric must be between 0 and 1, got {self.asymmetric}")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("hessian", "cross") if self.asymmetric else ("hessian",)
+
+    def solve(self, task: Task) -> Solution:
+        hessians = task.stats["hessian"]
+        if hessians.shape[0] == 1:
+            return self._solve(task, hessians[0], task.stats["cross"][0] if self.asymmetric else None)
+        if not rows_independent(task.spec, task.weight.shape):
+            return (
+                Nearest().solve(task)._replace(note="rounded to nearest: blocks reach over groups of the convolution")
+            )
+        # A grouped convolution: each group of outputs has inputs of its own
+        solved = []
+        for g, rows in enumerate(task.weight.chunk(hessians.shape[0])):
+            part = Task(task.name, rows, task.spec, task.rule, task.eps, tokens=task.tokens)
+            solved.append(self._solve(part, hessians[g], task.stats["cross"][g] if self.asymmetric else None))
+        parts = Parts(*(None if p[0] is None else torch.cat(p) for p in zip(*(s.parts for s in solved), strict=True)))
+        note = next((s.note for s in solved if s.note), "")
+        return Solution(parts, sum(s.error or 0.0 for s in solved), sum(s.nearest or 0.0 for s in solved), note)
+
+    def _solve(self, task: Task, hessian: Tensor, cross: Tensor | None) -> Solution:
+        h = hessian.unsqueeze(0)
+        parts, values = nearest_parts(task)
+        nearest = float(output_error(values - task.weight, h).sum())
+        f = factor(hessian, self.damping, self.activation_order)
+        if f is None:
+            why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
+            return Solution(parts, nearest, nearest, f"rounded to nearest: {why}")
+        target = task.weight if cross is None else _moved(task.weight, hessian, cross, f, self.asymmetric)
+        best = _Best(task, parts, values, output_error(values - target, h))
+        certificate = None
+        for name, params in candidates(task, self.grids, hessian.diagonal()):
+            g = grid(params, task.spec, task.weight.shape)
+            if name == "scheme" and task.spec.format.kind == "int":
+                certificate = bound(g, f)
+            codes, values = carry(target, g, f)
+            best.offer(g, codes, values, output_error(values - target, h))
+        for _ in range(self.sweeps):
+            self._sweep(best, target, h, f)
+        note = "" if f.damping == self.damping else f"damping raised to {f.damping:g}"
+        solved = best.parts()
+        error = float(output_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h).sum())
+        return Solution(solved, error, nearest, note, certificate)
+
+    def _sweep(self, best: _Best, target: Tensor, h: Tensor, f: Factor) -> None:
+        """Refit scales to the codes, then codes to the scales."""
+        g, codes, values = best.grid(), best.codes, best.values
+        again = refit(target, codes, g, h[0])
+        if again is not None:
+            codes, values = again.nearest(values.t().contiguous(), 0)
+            codes, values = codes.t().contiguous(), values.t().contiguous()
+            best.offer(again, codes, values, output_error(values - target, h))
+        g = best.grid()
+        codes, values = descend(target, best.codes, best.values, g, h[0])
+        best.offer(g, codes, values, output_error(values - target, h))
+
+
+def _moved(weight: Tensor, hessian: Tensor, cross: Tensor, f: Factor, share: float) -> Tensor:
+    """W + share W (C - H) H^-1, with the damped H: its output on the inputs at hand is nearest to W x_float."""
+    back = torch.argsort(f.order)
+    upper = f.upper.double()
+    inverse = (upper.t() @ upper)[back][:, back]
+    return (weight.double() + share * weight.double() @ (cross - hessian).double() @ inverse).float()
+
+
+class _Best:
+    """The best of several solutions: row by row where rows share nothing, else as a whole."""
+
+    def __init__(self, task: Task, parts: Parts, values: Tensor, error: Tensor) -> None:
+        self.task, self.values, self.error = task, values, error
+        n, k = task.weight.shape
+        self.codes = parts.codes[:n, :k].clone()
+        self.by_row = rows_independent(task.spec, task.weight.shape)
+        self.chosen: Params | None = None  # until something beats round-to-nearest it is the scheme's own
+
+    def offer(self, g: Grid, codes: Tensor, values: Tensor, error: Tensor) -> None:
+        error = torch.where(error.isfinite(), error, torch.inf)
+        better = error < self.error if self.by_row else (error.sum() < self.error.sum()).expand(error.shape)
+        if not better.any():
+            return
+        before = self._chosen()
+        self.chosen = pick(better.unsqueeze(1), g.chosen, before) if self.by_row else g.chosen
+        self.codes = torch.where(better.unsqueeze(1), codes, self.codes)
+        self.values = torch.where(better.unsqueeze(1), values, self.values)
+        self.error = torch.where(better, error, self.error)
+
+    def _chosen(self) -> Params:
+        if self.chosen is None:
+            _, self.chosen = next(candidates(self.task, ("scheme",), None))
+        return self.chosen
+
+    def grid(self) -> Grid:
+        return grid(self._chosen(), self.task.spec, self.task.weight.shape)
+
+    def parts(self) -> Parts:
+        parts = quantize_parts(self.task.weight, self.task.spec, params=self._chosen())
+        n, k = self.task.weight.shape
+        parts.codes[:n, :k] = self.codes
+        return parts
+
+
+@register("auto")
+@dataclass(frozen=True)
+class Auto(GPTQ):
+    """GPTQ that tries every grid and refines: each row of each layer takes the range rule whose rounding has the least
+    output error over the calibration inputs, because no fixed rule wins on all models (docs/algorithms/auto.md)."""
+
+    grids: tuple[str | float, ...] = AUTO
+    sweeps: int = 2
+
+
+@register("gptaq")
+@dataclass(frozen=True)
+class GPTAQ(GPTQ):
+    """GPTQ whose target is what the float model puts out, on the inputs that the quantized layers before give."""
+
+    asymmetric: float = 0.5

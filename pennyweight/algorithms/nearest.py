@@ -1,0 +1,32 @@
+"""Round-to-nearest, the solver that all others are measured against, and what they are measured by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.numerics import Parts, dequantize, quantize
+from .base import Solution, Solver, Task, register
+
+
+def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
+    """E|d x|^2 = d H d^T of each row: difference [N, K], hessian [G, K, K] -> [N], in float32."""
+    rows = difference.unflatten(0, (hessian.shape[0], -1))
+    return (torch.matmul(rows, hessian) * rows).sum(-1).flatten()
+
+
+def nearest_parts(task: Task) -> tuple[Parts, Tensor]:
+    """(plain parts of round-to-nearest under the scheme's own rule, the matrix that they stand for)."""
+    parts = quantize(task.weight, task.spec, task.rule, task.eps)
+    return parts, dequantize(parts, task.spec, task.weight.shape)
+
+
+@register("nearest")
+@dataclass(frozen=True)
+class Nearest(Solver):
+    """Each element becomes the nearest number of its block's grid. Needs no data."""
+
+    def solve(self, task: Task) -> Solution:
+        return Solution(nearest_parts(task)[0])

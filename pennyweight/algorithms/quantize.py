@@ -1,0 +1,217 @@
+"""quantize_(model, config, calibration=..., algorithm=...): numbers chosen with data instead of one by one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.numerics import dequantize
+from ..core.tensor import AffineQuantizedTensor
+from ..models import quantize as plainly
+from ..models.configs import AOBaseConfig
+from ..models.plan import Plan, PlanRow, plan
+from ..models.report import Report
+from ..models.rules import Filter, PlanError
+from . import recipe as recipes
+from .base import Solution, Solver, Task
+from .collect import Collector, Seen
+from .flat import as_matrix, flat_spec, unflatten
+from .nearest import Nearest
+from .resume import Journal
+
+Solved = tuple[AffineQuantizedTensor, float, float | None, str]  # (weight, SQNR in dB, error by nearest's, note)
+
+
+def quantize_(
+    model: nn.Module,
+    config: AOBaseConfig | Callable[[nn.Module], nn.Module],
+    filter_fn: Filter | None = None,
+    device: torch.device | str | None = None,
+    *,
+    calibration: Any = None,
+    algorithm: Any = None,
+    resume: str | Path | None = None,
+    spill: str | Path | None = None,
+    dry_run: bool = False,
+    on_indivisible: str = "pad",
+    measure: bool | Sequence[int] = False,
+    on_slower: str = "keep",
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Report:
+    """Quantize the model's parameters in place and say what happened.
+
+    config          what each chosen parameter becomes
+    filter_fn       (module, fqn) -> bool; default: linear modules
+    device          move each chosen module there, its weight before it is quantized
+    calibration     batches of inputs: tensors, tuples of arguments, or mappings of keyword arguments. Tokens whose
+                    ``attention_mask`` is 0 do not count
+    algorithm       how the numbers are chosen: a name ("gptq"), {name: options}, an algorithm object, a list of
+                    rewrites, a solver and tuners (["smooth", "gptq"]), or a YAML file of such. Default:
+                    round-to-nearest, and "auto" where there is calibration data. See docs/algorithms
+    resume          folder where each finished block is kept; a second run with the same model, data and options goes on
+                    from there. It is refused if any of them differs
+    spill           folder for hidden states between blocks, for data that does not fit into memory beside the model
+    dry_run         only plan, and measure where that is asked for
+    on_indivisible  group sizes that do not divide: "pad" (exact), "largest_divisor", "skip", "error"
+    measure         time each shape of linear layer here beside float, with these numbers of rows; True: 1 and 64
+    on_slower       a layer slower than float at one of them: "keep" it and warn, or "skip" it, left as it was
+    progress        called with (done, total, name)
+
+    Everything about the plan is checked before anything is changed. Calibration goes block by block in the order in
+    which the model calls them: each sees the outputs of the quantized blocks before it, and one block's statistics are
+    in memory at a time. A weight that saw no data is rounded to nearest, which its row of the report says; so is one
+    whose statistics cannot be used. Each float weight is freed before the next block; tied parameters stay tied. Where
+    torch.distributed runs, each rank passes its own share of the data, and all end with the same model. Raises
+    PlanError (a ValueError).
+    """
+    if calibration is None and algorithm is None:
+        return plainly.quantize_(
+            model, config, filter_fn, device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
+            on_slower=on_slower, progress=progress,
+        )  # fmt: skip
+    if not isinstance(config, AOBaseConfig):
+        raise PlanError(
+            "an algorithm needs a config such as Int4WeightOnlyConfig(); a function over modules says nothing"
+        )
+    recipe = recipes.read("auto" if algorithm is None else algorithm)
+    batches = _batches(calibration, recipe)
+    with torch.inference_mode(False), torch.no_grad():
+        todo = plainly.checked_plan(
+            model, config, filter_fn, device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
+            on_slower=on_slower,
+        )  # fmt: skip
+        if dry_run:
+            return todo.report()
+        teacher = copy.deepcopy(model) if recipe.tuners else None
+        notes: dict[str, str] = {}
+        for rewrite in recipe.rewrites:
+            notes |= rewrite.apply(model, tuple(row.name for row in todo.active), batches)
+        if recipe.rewrites:
+            todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
+        report = todo.report()
+        journal = None if resume is None else Journal(resume, model, todo, recipe, batches)
+        _carry_out(model, todo, report, device, recipe.solver, batches, spill, journal, progress)
+        for tuner in recipe.tuners:
+            assert teacher is not None
+            notes |= tuner.tune(model, teacher, batches)
+    for out in report.rows:
+        if out.name in notes:
+            out.note = "; ".join(filter(None, (out.note, notes[out.name])))
+    report.config = f"{report.config}, {recipe}"
+    return report
+
+
+def _batches(calibration: Any, recipe: recipes.Recipe) -> list[Any]:
+    if calibration is None:
+        if recipe.needs_data:
+            raise PlanError(
+                f"algorithm {recipe} learns from data; pass calibration=batches (tensors, tuples, or mappings such as "
+                "{'input_ids': ..., 'attention_mask': ...})"
+            )
+        return []
+    if isinstance(calibration, (Tensor, Mapping, str)):
+        raise PlanError(
+            f"calibration is a list of batches, got one {type(calibration).__name__}; write calibration=[batch]"
+        )
+    batches = list(calibration)
+    if not batches and recipe.needs_data:
+        raise PlanError(f"calibration has no batches, and algorithm {recipe} learns from data")
+    return batches
+
+
+def _carry_out(
+    model: nn.Module, todo: Plan, report: Report, device: Any, solver: Solver, batches: list[Any],
+    spill: str | Path | None, journal: Journal | None, progress: Any,
+) -> None:  # fmt: skip
+    pairs = {row.name: (row, out) for row, out in zip(todo.rows, report.rows, strict=True) if row.active}
+    total, done = len(pairs), 0
+
+    def finish(name: str, seen: Seen | None, missing: str = "") -> None:
+        nonlocal done
+        row, out = pairs.pop(name)
+        if row.call is not None:
+            plainly.run_handler_row(model, row, out, device)
+        else:
+            kept = None if journal is None else journal.get(name)
+            weight, sqnr, out.error, note = kept or solve_row(row, solver, seen, device, missing)
+            if journal is not None and kept is None:
+                journal.put(name, (weight, sqnr, out.error, note))
+            out.note = "; ".join(filter(None, (out.note, note)))
+            plainly.put_(row, out, weight, sqnr, device)
+        done += 1
+        if progress is not None:
+            progress(done, total, name)
+
+    for name in [name for name, (row, _) in pairs.items() if row.call is not None]:
+        finish(name, None)
+    if solver.needs:
+        weights = {id(row.tensor): name for name, (row, _) in pairs.items()}
+        known = frozenset() if journal is None else journal.names
+        for names, seen in Collector(model, weights, batches, solver.needs, spill, known).stages():
+            for name in names:
+                finish(name, seen.get(name, Seen()), "saw no data")
+            if journal is not None:
+                journal.flush()
+    for name in list(pairs):
+        finish(name, Seen() if solver.needs else None, "saw no data" if solver.needs else "")
+    if journal is not None:
+        journal.flush()
+
+
+def solve_row(row: PlanRow, solver: Solver, seen: Seen | None = None, device: Any = None, missing: str = "") -> Solved:
+    """One planned weight by a solver, in its kernel's layout and logical order; round-to-nearest, with a note that says
+    why, where the solver cannot."""
+    assert row.scheme is not None
+    assert row.site is not None
+    assert row.tensor is not None
+    x = row.tensor.detach()
+    if isinstance(x, AffineQuantizedTensor):
+        x = x.dequantize()
+    x = x if device is None else x.to(device)
+    flip, scheme = row.site.transposed, row.scheme
+    x = x.transpose(-2, -1) if flip else x
+    seen = seen or Seen()
+    unfolded = row.site.op == "convolution"
+    spec = flat_spec(scheme.weight, x.shape, unfolded)
+    why = ""
+    if spec is None:
+        why = "its blocks are not runs of one axis"
+    elif solver.needs and not set(solver.needs) <= seen.stats.keys():
+        why = (
+            missing
+            if not seen.stats
+            else f"no {', '.join(sorted(set(solver.needs) - seen.stats.keys()))} of its inputs"
+        )
+    if why or spec is None:
+        w, sqnr = plainly.quantize_weight(x, scheme, row.name, row.layout)
+        return _flipped(w, flip), sqnr, None, f"rounded to nearest: {why}"
+    matrix = as_matrix(x, unfolded).float()
+    task = Task(row.name, matrix, spec, scheme.rule, scheme.eps, seen.stats, seen.tokens)
+    solution = _solution(solver, task)
+    values = dequantize(solution.parts, spec, matrix.shape)
+    sqnr = plainly.decibels(float(matrix.double().square().sum()), float((values - matrix).double().square().sum()))
+    parts = unflatten(solution.parts, scheme.weight, x.shape)._replace(**plainly.static_parts(scheme, x.device))
+    w = AffineQuantizedTensor(parts, scheme.weight.with_(layout="plain"), x.shape, x.dtype, scheme.act)
+    gain = solution.error / solution.nearest if solution.error is not None and solution.nearest else None
+    return _flipped(w.to_layout(row.layout), flip), sqnr, gain, solution.note
+
+
+def _flipped(w: AffineQuantizedTensor, flip: bool) -> AffineQuantizedTensor:
+    return w.transpose(-2, -1) if flip else w  # type: ignore[return-value]
+
+
+def _solution(solver: Solver, task: Task) -> Solution:
+    """What the solver finds; round-to-nearest where its algebra breaks down or gives numbers that are not finite."""
+    try:
+        solution = solver.solve(task)
+        if bool(dequantize(solution.parts, task.spec, task.weight.shape).isfinite().all()):
+            return solution
+        why = "the solution is not finite"
+    except torch.linalg.LinAlgError as error:
+        why = str(error).splitlines()[0]
+    return Nearest().solve(task)._replace(note=f"rounded to nearest: {why}")

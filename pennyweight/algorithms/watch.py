@@ -1,0 +1,128 @@
+"""Seeing what weights are multiplied by, wherever that happens: in a module's forward, or in one that reads the weight
+of another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+See = Callable[[str, Tensor], None]  # (parameter name, inputs as float32 [groups, tokens, width])
+
+
+class Watch(TorchFunctionMode):
+    """Calls ``see(name, x)`` for each product with a watched weight.
+
+    weights     id of the tensor -> name
+    mask        bool [batch, length]: tokens that count; inputs of another leading shape are taken whole
+    """
+
+    def __init__(self, weights: dict[int, str], see: See, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.weights, self.see, self.mask = weights, see, mask
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        reader = _READERS.get(func)
+        if reader is not None:
+            found = reader(args, kwargs)
+            name = self.weights.get(id(found[1])) if found is not None else None
+            if found is not None and name is not None:
+                self.see(name, found[2](self._counting(found[0])))
+        if func in _COMPOSITE:  # it multiplies weights inside
+            with self:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _counting(self, x: Tensor) -> Tensor:
+        mask = self.mask
+        if mask is None or x.ndim < 2:
+            return x
+        if x.ndim > 2 and x.shape[:2] == mask.shape:
+            return x[mask.to(x.device)]
+        if x.ndim > 2 and x.shape[:2] == mask.shape[::-1]:  # [length, batch, width], as in nn.MultiheadAttention
+            return x[mask.t().to(x.device)]
+        return x[mask.flatten().to(x.device)] if x.ndim == 2 and x.shape[0] == mask.numel() else x
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return x.detach().reshape(1, -1, x.shape[-1]).float()
+
+
+def _argument(args: Any, kwargs: Any, position: int, *names: str) -> Any:
+    if len(args) > position:
+        return args[position]
+    return next((kwargs[name] for name in names if name in kwargs), None)
+
+
+def _linear(args: Any, kwargs: Any) -> Any:
+    return _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight"), _tokens
+
+
+def _addmm(args: Any, kwargs: Any) -> Any:
+    return _argument(args, kwargs, 1, "mat1"), _argument(args, kwargs, 2, "mat2"), _tokens
+
+
+def _product(args: Any, kwargs: Any) -> Any:
+    """x @ w, or x @ w.t() of which this sees only the product; three axes have a matrix for each of the first."""
+    x, w = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "other", "mat2")
+    if isinstance(w, Tensor) and w.ndim == 3 and isinstance(x, Tensor) and x.ndim == 3:
+        return x, w, lambda x: x.detach().float()
+    return x, w, _tokens
+
+
+def _convolution(rank: int) -> Callable[[Any, Any], Any]:
+    def read(args: Any, kwargs: Any) -> Any:
+        x, w = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
+        stride, padding, dilation = (
+            _argument(args, kwargs, i, name) for i, name in ((3, "stride"), (4, "padding"), (5, "dilation"))
+        )
+        groups = _argument(args, kwargs, 6, "groups") or 1
+        if not isinstance(w, Tensor):
+            return None
+        return x, w, lambda x: _patches(x, w.shape[2:], stride, padding, dilation, groups, rank)
+
+    return read
+
+
+def _patches(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, groups: int, rank: int) -> Tensor:
+    """Inputs of a convolution as those of a linear layer: [groups, positions, channels per group * kernel]."""
+    steps, spread = _tuple(stride, rank, 1), _tuple(dilation, rank, 1)
+    reach = [d * (k - 1) for k, d in zip(kernel, spread, strict=True)]
+    if padding == "same":
+        sides = [(r // 2, r - r // 2) for r in reach]
+    else:
+        sides = [(p, p) for p in _tuple(0 if padding == "valid" else padding, rank, 0)]
+    x = x.detach().float()
+    if x.ndim == rank + 1:
+        x = x.unsqueeze(0)
+    x = F.pad(x, [side for pair in reversed(sides) for side in pair])
+    for axis in range(rank):
+        x = x.unfold(axis + 2, reach[axis] + 1, steps[axis])[..., :: spread[axis]]
+    x = x.unflatten(1, (groups, -1))  # [batch, groups, channels, *positions, *kernel]
+    order = (1, 0, *range(3, 3 + rank), 2, *range(3 + rank, 3 + 2 * rank))
+    return x.permute(order).reshape(groups, -1, x.shape[2] * math.prod(kernel))
+
+
+def _tuple(value: Any, rank: int, default: int) -> tuple[int, ...]:
+    if value is None:
+        value = default
+    value = (value,) if isinstance(value, int) else tuple(value)
+    return value * rank if len(value) == 1 else value
+
+
+_READERS: dict[Any, Callable[[Any, Any], Any]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _product),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _product),
+    torch.conv1d: _convolution(1),
+    torch.conv2d: _convolution(2),
+    torch.conv3d: _convolution(3),
+}
+_COMPOSITE = {F.multi_head_attention_forward}

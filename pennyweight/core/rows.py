@@ -1,0 +1,15 @@
+"""Which parts of a tensor its rows have to themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import blocks
+from .spec import QuantSpec
+
+
+def rows_independent(spec: QuantSpec, shape: Sequence[int]) -> bool:
+    """Whether x[a:b] can be quantized by itself: no part is shared by rows, at any depth."""
+    inner = blocks.counts(spec.block, shape)
+    nested = [k for k in (spec.scale, spec.offset) if isinstance(k, QuantSpec)]
+    return blocks.resolve(spec.block, shape)[0] == 1 and all(rows_independent(k, inner) for k in nested)
