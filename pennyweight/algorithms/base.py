@@ -92,7 +92,7 @@ class Tuner:
     """Changes numbers of a model that is quantized already, and no byte count: ``tune(model, teacher, batches)``.
 
     teacher     the model as it was
-    Returns notes by parameter name.
+    Returns notes by parameter name; "" is the whole model.
     """
 
     name: ClassVar[str] = ""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.calling import call, token_mask
+from . import memory, ranks
 from .chain import Segment, output_of, quiet, segments, stream
 from .statistics import STATISTICS, State, Statistic
 from .watch import Watch
@@ -38,16 +39,18 @@ class Collector:
     needs       names of statistics
     spill       folder for hidden states between blocks; None keeps them in memory
     known       weights that the caller has already: nothing is collected for sets of such
+    max_ram     bytes that hidden states and a block's statistics may take; hidden states go to a temporary folder where
+                they would not fit
     """
 
     def __init__(
         self, model: nn.Module, weights: dict[int, str], batches: Sequence[Any], needs: Sequence[str],
-        spill: str | Path | None = None, known: frozenset[str] = frozenset(),
+        spill: str | Path | None = None, known: frozenset[str] = frozenset(), max_ram: float | None = None,
     ) -> None:  # fmt: skip
         self.model, self.weights, self.batches = model, weights, batches
         self.single = [STATISTICS[n] for n in needs if not STATISTICS[n].paired]
         self.paired = [STATISTICS[n] for n in needs if STATISTICS[n].paired]
-        self.spill, self.known = spill, known
+        self.spill, self.known, self.max_ram = spill, known, max_ram
 
     def stages(self) -> Iterator[Stage]:
         """(names, what was seen), in the order in which the model calls them. Deterministic."""
@@ -68,8 +71,9 @@ class Collector:
     def _chain(self, segment: Segment) -> Iterator[Stage]:
         with tempfile.TemporaryDirectory(dir=self.spill) as folder:
             place = None if self.spill is None else Path(folder)
-            rest, hidden = self._capture(segment, _Hidden(place, "quantized"))
+            hidden = _Hidden(place, "quantized")
             exact = _Hidden(place, "float") if self.paired else None
+            rest = self._capture(segment, hidden, lambda first: self._limit(segment, first, (hidden, exact), folder))
             if exact is not None:
                 for i in range(len(self.batches)):
                     exact.put(i, hidden.get(i))
@@ -104,8 +108,27 @@ class Collector:
         wanted = set(names)
         return {i: name for i, name in self.weights.items() if name in wanted}
 
-    def _capture(self, segment: Segment, hidden: _Hidden) -> tuple[Rest, _Hidden]:
-        """Inputs of the first block for each batch, and what else each block is called with."""
+    def _limit(self, segment: Segment, first: Tensor, stores: tuple[_Hidden | None, ...], folder: str) -> None:
+        """Once the first hidden states are known: those of all batches go to disk where memory would not do."""
+        if self.max_ram is None:
+            return
+        held = int(first.nbytes) * len(self.batches) * (2 if self.paired else 1)
+        alive = {name: i for i, name in self.weights.items()}
+        parameters = {id(p): p for p in self.model.parameters()}
+        for (name, _), names in zip(segment.blocks, segment.sites, strict=True):
+            shapes = [parameters[alive[n]].shape for n in names if alive[n] in parameters]
+            # The contracted axis is the last but for transposed linears; the larger of both is safe
+            widths = [(s[0] if len(s) == 3 else 1, max(s[1:]) if len(s) != 4 else s[1:].numel()) for s in shapes]
+            needed = memory.statistics_bytes(widths, (*self.single, *self.paired))
+            if memory.must_spill(held, needed, self.max_ram, name):
+                for store in stores:
+                    if store is not None:
+                        store.folder = Path(folder)
+
+    def _capture(self, segment: Segment, hidden: _Hidden, first: Callable[[Tensor], None]) -> Rest:
+        """Inputs of the first block for each batch go to ``hidden``. Returns what else each block is called with.
+
+        ``first`` is told the first of them, before it is kept."""
         blocks = [block for _, block in segment.blocks]
         kept: list[list[tuple[Any, dict[str, Any]]]] = []
         alike = True  # whether all blocks are called with the same things: then a batch need not go further than one
@@ -119,6 +142,8 @@ class Collector:
                 if x is None:
                     raise RuntimeError("a block was called without its hidden states")
                 if not calls:
+                    if i == 0:
+                        first(x)
                     hidden.put(i, x)
                 calls.append((tuple(args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"} | {
                     _BY_NAME: not args
@@ -138,7 +163,7 @@ class Collector:
             alike = alike and all(_same(calls[0], c) for c in calls)
             if alike:
                 del calls[1:]
-        return (lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]), hidden
+        return lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]
 
 
 Rest = Callable[[int, int], tuple[Any, dict[str, Any]]]  # (batch, block) -> further arguments
@@ -232,7 +257,8 @@ class _Gather:
         self.states[key] = statistic.update(state, *x)
 
     def finish(self) -> dict[str, Seen]:
-        found = {name: Seen({}, n) for name, n in self.tokens.items()}
-        for (statistic, name), state in self.states.items():
+        states, tokens = (ranks.merge if ranks.several() else lambda *mine: mine)(self.states, self.tokens)
+        found = {name: Seen({}, n) for name, n in tokens.items()}
+        for (statistic, name), state in states.items():
             found[name].stats[statistic] = STATISTICS[statistic].finish(state)
         return found

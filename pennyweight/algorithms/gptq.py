@@ -7,17 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.choose import Params
 from ..core.numerics import Parts, dequantize
-from ..core.numerics import quantize as quantize_parts
 from ..core.rows import rows_independent
 from .base import Solution, Solver, Task, register
-from .feedback import Factor, bound, carry, descend, factor
-from .grid import SHRINKS, Grid, candidates, grid, pick
+from .best import Best, refine
+from .feedback import Factor, bound, carry, factor
+from .grid import SHRINKS, candidates, grid
 from .nearest import Nearest, nearest_parts, output_error
-from .refit import refit
 
-AUTO = ("scheme", *SHRINKS[1:], "mse", "weighted")
+AUTO = ("scheme", *SHRINKS[1:], "extreme", "mse", "weighted")
 
 
 @register("gptq")
@@ -85,7 +83,9 @@ class GPTQ(Solver):
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
             return Solution(parts, nearest, nearest, f"rounded to nearest: {why}")
         target = task.weight if cross is None else _moved(task.weight, hessian, cross, f, self.asymmetric)
-        best = _Best(task, parts, values, output_error(values - target, h))
+        n, k = task.weight.shape
+        first = grid(next(candidates(task, ("scheme",), None))[1], task.spec, task.weight.shape)
+        best = Best(first, parts.codes[:n, :k], values, output_error(values - target, h), task.weight.shape)
         certificate = None
         for name, params in candidates(task, self.grids, hessian.diagonal()):
             g = grid(params, task.spec, task.weight.shape)
@@ -93,24 +93,11 @@ class GPTQ(Solver):
                 certificate = bound(g, f)
             codes, values = carry(target, g, f)
             best.offer(g, codes, values, output_error(values - target, h))
-        for _ in range(self.sweeps):
-            self._sweep(best, target, h, f)
+        refine(best, target, hessian, self.sweeps)
         note = "" if f.damping == self.damping else f"damping raised to {f.damping:g}"
-        solved = best.parts()
+        solved = best.grid.parts(task.weight, best.codes)
         error = float(output_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h).sum())
         return Solution(solved, error, nearest, note, certificate)
-
-    def _sweep(self, best: _Best, target: Tensor, h: Tensor, f: Factor) -> None:
-        """Refit scales to the codes, then codes to the scales."""
-        g, codes, values = best.grid(), best.codes, best.values
-        again = refit(target, codes, g, h[0])
-        if again is not None:
-            codes, values = again.nearest(values.t().contiguous(), 0)
-            codes, values = codes.t().contiguous(), values.t().contiguous()
-            best.offer(again, codes, values, output_error(values - target, h))
-        g = best.grid()
-        codes, values = descend(target, best.codes, best.values, g, h[0])
-        best.offer(g, codes, values, output_error(values - target, h))
 
 
 def _moved(weight: Tensor, hessian: Tensor, cross: Tensor, f: Factor, share: float) -> Tensor:
@@ -119,42 +106,6 @@ def _moved(weight: Tensor, hessian: Tensor, cross: Tensor, f: Factor, share: flo
     upper = f.upper.double()
     inverse = (upper.t() @ upper)[back][:, back]
     return (weight.double() + share * weight.double() @ (cross - hessian).double() @ inverse).float()
-
-
-class _Best:
-    """The best of several solutions: row by row where rows share nothing, else as a whole."""
-
-    def __init__(self, task: Task, parts: Parts, values: Tensor, error: Tensor) -> None:
-        self.task, self.values, self.error = task, values, error
-        n, k = task.weight.shape
-        self.codes = parts.codes[:n, :k].clone()
-        self.by_row = rows_independent(task.spec, task.weight.shape)
-        self.chosen: Params | None = None  # until something beats round-to-nearest it is the scheme's own
-
-    def offer(self, g: Grid, codes: Tensor, values: Tensor, error: Tensor) -> None:
-        error = torch.where(error.isfinite(), error, torch.inf)
-        better = error < self.error if self.by_row else (error.sum() < self.error.sum()).expand(error.shape)
-        if not better.any():
-            return
-        before = self._chosen()
-        self.chosen = pick(better.unsqueeze(1), g.chosen, before) if self.by_row else g.chosen
-        self.codes = torch.where(better.unsqueeze(1), codes, self.codes)
-        self.values = torch.where(better.unsqueeze(1), values, self.values)
-        self.error = torch.where(better, error, self.error)
-
-    def _chosen(self) -> Params:
-        if self.chosen is None:
-            _, self.chosen = next(candidates(self.task, ("scheme",), None))
-        return self.chosen
-
-    def grid(self) -> Grid:
-        return grid(self._chosen(), self.task.spec, self.task.weight.shape)
-
-    def parts(self) -> Parts:
-        parts = quantize_parts(self.task.weight, self.task.spec, params=self._chosen())
-        n, k = self.task.weight.shape
-        parts.codes[:n, :k] = self.codes
-        return parts
 
 
 @register("auto")

@@ -41,15 +41,16 @@ class Grid(NamedTuple):
 def grid(chosen: Params, spec: QuantSpec, shape: torch.Size) -> Grid:
     """The grid of parameters [N / b0, K / b1] for a matrix of that shape."""
     seen = store(chosen, spec)[1]
+    return Grid(spec, chosen, Params(*(spread(part, spec, shape) for part in seen)))
+
+
+def spread(part: Tensor | None, spec: QuantSpec, shape: torch.Size) -> Tensor | None:
+    """A part of blocks as one number for each element, transposed: [K, N]."""
+    if part is None:
+        return None
     sizes = blocks.resolve(spec.block, shape)
-
-    def spread(part: Tensor | None) -> Tensor | None:
-        if part is None:
-            return None
-        rows = part.repeat_interleave(sizes[0], 0)[: shape[0]]
-        return rows.t().repeat_interleave(sizes[1], 0)[: shape[1]].contiguous()
-
-    return Grid(spec, chosen, Params(*map(spread, seen)))
+    rows = part.repeat_interleave(sizes[0], 0)[: shape[0]]
+    return rows.t().repeat_interleave(sizes[1], 0)[: shape[1]].contiguous()
 
 
 # Of the range: below these clipping costs more than finer steps bring, at any number of bits tried (docs/log.md)
@@ -58,7 +59,8 @@ SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 def candidates(task: Task, names: tuple[str | float, ...], importance: Tensor | None) -> Iterator[tuple[str, Params]]:
     """Parameters by what they are called: "scheme" is the scheme's own rule, a number a range shrunk by that much,
-    "mse" the least squared error of each block, "weighted" the same with each column weighed by ``importance`` [K].
+    "mse" the least squared error of each block, "weighted" the same with each column weighed by ``importance`` [K],
+    "extreme" the largest element of each block on the end that has one number more, so that scales have a sign.
     """
     w = blocks.pad(task.weight, task.spec.block)
     base = task.rule or default_rule(task.spec)
@@ -73,10 +75,14 @@ def candidates(task: Task, names: tuple[str | float, ...], importance: Tensor | 
         elif name == "weighted":
             if importance is not None:
                 yield "weighted", weighted(task, importance)
+        elif name == "extreme":
+            if _has_spare_end(task.spec):
+                yield "extreme", extreme(w, task.spec)
         elif isinstance(name, float):
             yield f"{name:g}", choose(shrunk(w, task.spec, name), task.spec, base, task.eps)
         else:
-            raise ValueError(f"unknown grid {name!r}; known: 'scheme', 'mse', 'weighted', or a share of the range")
+            known = "'scheme', 'mse', 'weighted', 'extreme', or a share of the range"
+            raise ValueError(f"unknown grid {name!r}; known: {known}")
 
 
 def shrunk(w: Tensor, spec: QuantSpec, share: float) -> Tensor:
@@ -87,6 +93,24 @@ def shrunk(w: Tensor, spec: QuantSpec, share: float) -> Tensor:
     inner = blocks.inner_axes(w.ndim)
     middle = view.amin(inner, keepdim=True) / 2 + view.amax(inner, keepdim=True) / 2
     return (middle + (view - middle) * share).reshape(w.shape)
+
+
+def _has_spare_end(spec: QuantSpec) -> bool:
+    """Whether codes are centred on zero and reach further on the one side, as -8 to 7 do."""
+    f = spec.format
+    return f.kind == "int" and f.lo - spec.mid < -(f.hi - spec.mid) and isinstance(spec.scale, torch.dtype) and not (
+        spec.zero_point or spec.offset is not None
+    )  # fmt: skip
+
+
+def extreme(w: Tensor, spec: QuantSpec) -> Params:
+    """scale = (the element of largest absolute value) / lo, with its sign (ggml's Q4_0)."""
+    view = blocks.split(w, blocks.counts(spec.block, w.shape))
+    inner = blocks.inner_axes(w.ndim)
+    lo, hi = view.amin(inner), view.amax(inner)
+    end = torch.where(hi > -lo, hi, lo)
+    scale = end / (spec.format.lo - spec.mid)
+    return Params(torch.where(scale == 0, torch.finfo(scale.dtype).tiny, scale))
 
 
 def weighted(task: Task, importance: Tensor) -> Params:

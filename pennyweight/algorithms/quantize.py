@@ -17,6 +17,7 @@ from ..models.configs import AOBaseConfig
 from ..models.plan import Plan, PlanRow, plan
 from ..models.report import Report
 from ..models.rules import Filter, PlanError
+from . import memory
 from . import recipe as recipes
 from .base import Solution, Solver, Task
 from .collect import Collector, Seen
@@ -37,6 +38,7 @@ def quantize_(
     algorithm: Any = None,
     resume: str | Path | None = None,
     spill: str | Path | None = None,
+    max_ram: str | int | None = None,
     dry_run: bool = False,
     on_indivisible: str = "pad",
     measure: bool | Sequence[int] = False,
@@ -56,6 +58,8 @@ def quantize_(
     resume          folder where each finished block is kept; a second run with the same model, data and options goes on
                     from there. It is refused if any of them differs
     spill           folder for hidden states between blocks, for data that does not fit into memory beside the model
+    max_ram         "4 GB": what hidden states and the statistics of a block may take; hidden states go to a temporary
+                    folder where they would not fit, and statistics that do not are an error before they are made
     dry_run         only plan, and measure where that is asked for
     on_indivisible  group sizes that do not divide: "pad" (exact), "largest_divisor", "skip", "error"
     measure         time each shape of linear layer here beside float, with these numbers of rows; True: 1 and 64
@@ -95,13 +99,15 @@ def quantize_(
             todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
         report = todo.report()
         journal = None if resume is None else Journal(resume, model, todo, recipe, batches)
-        _carry_out(model, todo, report, device, recipe.solver, batches, spill, journal, progress)
+        limit = None if max_ram is None else memory.amount(max_ram)
+        _carry_out(model, todo, report, device, recipe.solver, batches, (spill, limit), journal, progress)
         for tuner in recipe.tuners:
             assert teacher is not None
             notes |= tuner.tune(model, teacher, batches)
     for out in report.rows:
         if out.name in notes:
             out.note = "; ".join(filter(None, (out.note, notes[out.name])))
+    report.notes += [notes[""]] if "" in notes else []
     report.config = f"{report.config}, {recipe}"
     return report
 
@@ -126,7 +132,7 @@ def _batches(calibration: Any, recipe: recipes.Recipe) -> list[Any]:
 
 def _carry_out(
     model: nn.Module, todo: Plan, report: Report, device: Any, solver: Solver, batches: list[Any],
-    spill: str | Path | None, journal: Journal | None, progress: Any,
+    store: tuple[str | Path | None, float | None], journal: Journal | None, progress: Any,
 ) -> None:  # fmt: skip
     pairs = {row.name: (row, out) for row, out in zip(todo.rows, report.rows, strict=True) if row.active}
     total, done = len(pairs), 0
@@ -152,7 +158,7 @@ def _carry_out(
     if solver.needs:
         weights = {id(row.tensor): name for name, (row, _) in pairs.items()}
         known = frozenset() if journal is None else journal.names
-        for names, seen in Collector(model, weights, batches, solver.needs, spill, known).stages():
+        for names, seen in Collector(model, weights, batches, solver.needs, store[0], known, store[1]).stages():
             for name in names:
                 finish(name, seen.get(name, Seen()), "saw no data")
             if journal is not None:

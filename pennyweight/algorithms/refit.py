@@ -21,7 +21,7 @@ def refit(target: Tensor, codes: Tensor, g: Grid, hessian: Tensor) -> Grid | Non
         (B_i u) H (B_j u)^T s_j = (B_i u) H w^T
 
     target, codes [N, K]; hessian [K, K]. None where a row's scales are not its own, or are quantized themselves. Scales
-    that come out not positive, or rows whose system is singular, keep theirs.
+    that come out with another sign, or rows whose system is singular, keep theirs.
     """
     spec, (n, k) = g.spec, target.shape
     if isinstance(spec.scale, QuantSpec) or isinstance(spec.offset, QuantSpec) or spec.scale is None:
@@ -48,7 +48,7 @@ def refit(target: Tensor, codes: Tensor, g: Grid, hessian: Tensor) -> Grid | Non
         system.diagonal(dim1=1, dim2=2).add_(1e-6 * system.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
         found, info = torch.linalg.solve_ex(system, wanted)
         new = found[:, :groups]
-        good = (info == 0).unsqueeze(1) & found.isfinite().all(1, keepdim=True) & (new > 0)
+        good = (info == 0).unsqueeze(1) & found.isfinite().all(1, keepdim=True) & (new * scale[rows] > 0)
         scale[rows] = torch.where(good, new.to(scale.dtype), scale[rows])
         if offset is not None:
             offset[rows] = torch.where(good, found[:, groups:].to(offset.dtype), offset[rows])

@@ -57,11 +57,13 @@ class Row:
 
 @dataclass
 class Report:
-    """Rows of every parameter in the model's order; ties appear once, under their first name."""
+    """Rows of every parameter in the model's order; ties appear once, under their first name. notes: what is to be said
+    of the model as a whole."""
 
     config: str
     rows: list[Row] = field(default_factory=list)
     verb: str = "quantized"
+    notes: list[str] = field(default_factory=list)
 
     @property
     def quantized(self) -> list[Row]:
@@ -122,7 +124,7 @@ class Report:
                 row["sqnr"] = "inf"  # JSON has no infinity; exact weights are real
         return {
             "version": 1, "config": self.config, "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after, "rows": rows,
+            "bytes_after": self.bytes_after, "notes": self.notes, "rows": rows,
         }  # fmt: skip
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -142,7 +144,8 @@ class Report:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(self.config), title_justify="left", caption=self.summary(), caption_justify="left")
+        told = "\n".join((self.summary(), *self.notes))
+        table = Table(title=Text(self.config), title_justify="left", caption=Text(told), caption_justify="left")
         speed = ("speed",) if any(r.latency for r in self.rows) else ()
         error = ("error/nearest",) if any(r.error is not None for r in self.rows) else ()
         for name in ("parameter", "shape", "scheme", "kernel", "before", "after", "SQNR dB", *error, *speed, "note"):
