@@ -158,12 +158,12 @@ def test_values_are_its_own_and_files_come_back_byte_for_byte(name: str, dtype: 
 @ALL
 def test_columns_without_reading_follow_from_groups_or_full_words(name: str) -> None:
     tensors = named("up", compressed(name, (24, 64)))
-    w = tensor_of(find(entries_of(tensors), config_of(name))["up.weight"], tensors)
+    w = tensor_of(find(entries_of(tensors), config_of(name), tensors.__getitem__)["up.weight"], tensors)
     assert tuple(w.shape) == (24, 64)
     if name in ("W4-channel", "W4-tensor"):
         odd = named("up", compressed(name, (24, 45)))
         with pytest.raises(ValueError, match=r"weight_shape says \[24, 45\]"):
-            find(entries_of(odd), config_of(name))["up.weight"].parts(odd.__getitem__)
+            find(entries_of(odd), config_of(name), odd.__getitem__)["up.weight"].parts(odd.__getitem__)
 
 
 def test_activations_are_what_the_config_says() -> None:
@@ -181,7 +181,7 @@ def test_activations_are_what_the_config_says() -> None:
     }
     for name, act in want.items():
         tensors = named("up", compressed(name, (24, 64)))
-        found = find(entries_of(tensors), config_of(name))["up.weight"]
+        found = find(entries_of(tensors), config_of(name), tensors.__getitem__)["up.weight"]
         assert found.meta.act == act, name
         parts = found.parts(tensors.__getitem__)
         assert (parts.act_scale is None) == (act is None or act.mode == "dynamic")
@@ -249,7 +249,7 @@ def test_nvfp4_inputs_are_dynamic_in_all() -> None:
     config["config_groups"]["group_0"]["input_activations"] = {
         "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"
     }  # fmt: skip
-    found = find(entries_of(tensors), config)["up.weight"]
+    found = find(entries_of(tensors), config, tensors.__getitem__)["up.weight"]
     assert found.meta.act == ActivationSpec(NVFP4)
     assert "up.input_global_scale" in found.stored
     assert COMPRESSED_TENSORS.writing is not None
@@ -262,7 +262,7 @@ def test_groups_are_found_by_name_then_pattern_then_class() -> None:
     tensors |= named("model.layers.12.experts.3.down_proj", compressed("W8", (8, 64)))
     tensors |= named("model.layers.1.mlp.up", compressed("FP8-dynamic", (8, 64)))
     targets = [["model.layers.0.attn.q"], [r"re:.*experts\.\d+\.(gate|up|down)_proj$"], ["Linear"]]
-    found = find(entries_of(tensors), config_of("W4", "W8", "FP8-dynamic", targets=targets))
+    found = find(entries_of(tensors), config_of("W4", "W8", "FP8-dynamic", targets=targets), tensors.__getitem__)
     formats = {name: str(f.meta.spec.format) for name, f in found.items()}
     assert formats == {
         "model.layers.0.attn.q.weight": "int4", "model.layers.12.experts.3.down_proj.weight": "int8",
@@ -274,7 +274,7 @@ def test_groups_are_found_by_name_then_pattern_then_class() -> None:
         ([["re:(.*)*q$"], ["Linear"], [r"re:(?=x)"]], "look-arounds"),
     ):
         with pytest.raises(KeyedError, match=why):
-            find(entries_of(tensors), config_of("W4", "W8", "FP8-dynamic", targets=bad))
+            find(entries_of(tensors), config_of("W4", "W8", "FP8-dynamic", targets=bad), tensors.__getitem__)
 
 
 def test_what_is_written_names_its_groups() -> None:
@@ -284,7 +284,7 @@ def test_what_is_written_names_its_groups() -> None:
     tensors, method = written(COMPRESSED_TENSORS, weights)
     assert method["format"] == "mixed-precision"
     QuantizationConfig.model_validate(method)
-    found = find(entries_of(tensors), method)
+    found = find(entries_of(tensors), method, tensors.__getitem__)
     assert {n: f.meta.spec for n, f in found.items()} == {n: w.spec for n, w in weights.items()}
     targets = [t for g in method["config_groups"].values() for t in g["targets"]]
     assert targets == [
@@ -457,7 +457,7 @@ def test_what_does_not_fit_is_refused_before_reading(name: str, change: Any, why
     tensors, config = named("up", compressed(name, (24, 64))), config_of(name)
     change(tensors, config)
     with pytest.raises(ValueError, match=why):
-        find(entries_of(tensors), config)
+        find(entries_of(tensors), config, tensors.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_numbers_that_mean_nothing_are_refused(name: str, change: Any, why: str)
     tensors, config = named("up", compressed(name, (24, 64))), config_of(name)
     change(tensors, config)
     with pytest.raises(ValueError, match=why):
-        find(entries_of(tensors), config)["up.weight"].parts(tensors.__getitem__)
+        find(entries_of(tensors), config, tensors.__getitem__)["up.weight"].parts(tensors.__getitem__)
 
 
 JUNK = [
@@ -523,7 +523,7 @@ def test_junk_in_the_config_is_read_or_refused(name: str) -> None:
 
 def test_zeros_of_symmetric_schemes_are_passed_over() -> None:
     tensors = named("up", compressed("FP8", (24, 64)) | {"weight_zero_point": torch.zeros(1, dtype=torch.int8)})
-    found = find(entries_of(tensors), config_of("FP8"))["up.weight"]
+    found = find(entries_of(tensors), config_of("FP8"), tensors.__getitem__)["up.weight"]
     assert "up.weight_zero_point" in found.stored
     tensor_of(found, tensors)
 
@@ -535,7 +535,7 @@ def test_the_dtype_is_that_of_the_scales_or_of_the_model() -> None:
         ("MXFP4", torch.float32, torch.float16),
     ):  # fmt: skip
         tensors = named("up", compressed(name, (24, 64), dtype)) | plain
-        assert find(entries_of(tensors), config_of(name))["up.weight"].meta.dtype == want
+        assert find(entries_of(tensors), config_of(name), tensors.__getitem__)["up.weight"].meta.dtype == want
     assert by_layer(entries_of(plain), ("weight",)) == {"embed": {"weight": "embed.weight"}}
 
 
