@@ -212,9 +212,7 @@ def _check_names(weight: str, names: dict[str, str], group: Group) -> None:
         raise KeyedError(weight, f"{names[extra]} is left over; {group.name} stores {sorted(needed)}")
 
 
-def _shape(
-    names: dict[str, str], entries: Mapping[str, Entry], group: Group, get: Get
-) -> tuple[tuple[int, int], bool]:
+def _shape(names: dict[str, str], entries: Mapping[str, Entry], group: Group, get: Get) -> tuple[tuple[int, int], bool]:
     """(rows, columns), and how codes lie in words."""
     codes = names[_STORED[group.kind][0]]
     rows, stored = entries[codes].shape
