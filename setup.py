@@ -13,6 +13,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError, CompileError, PlatformError
 
 SOURCE = Path("pennyweight/kernels/cpu/src")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -50,14 +51,14 @@ class BuildNative(build_ext):
             return
         try:
             self._build(ext)
-        except Exception as error:
+        except (CCompilerError, BaseError) as error:  # no compiler, one that fails, a platform without kernels
             if wanted == "1":
                 raise
             print(f"pennyweight: native kernels not built, torch's own will run ({error})", file=sys.stderr)
 
     def _build(self, ext):
         if sys.platform != "linux":
-            raise RuntimeError(f"not offered on {sys.platform} yet")
+            raise PlatformError(f"not offered on {sys.platform} yet")
         objects = self._compile("dispatch.cpp", "dispatch", [])
         isas = {"scalar": ["-O1"], **ISAS.get(platform.machine(), {})}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -71,7 +72,7 @@ class BuildNative(build_ext):
         """Objects of one instruction set, none where the compiler does not know it; plain C++ must build."""
         try:
             return self._compile("isa.cpp", isa, ["-fopenmp", f"-DPW_ISA={isa}", *flags])
-        except Exception:
+        except CompileError:
             if isa == "scalar":
                 raise
             print(f"pennyweight: the compiler cannot build {isa}, left out", file=sys.stderr)

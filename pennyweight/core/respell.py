@@ -27,16 +27,11 @@ def fits(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str | None:
     if (spec.scale is None) != (to.scale is None) or (spec.offset is not None and to.offset is None):
         return None
     if any(isinstance(kind, QuantSpec) for kind in (to.scale, to.offset)):
-        same = (spec.scale, spec.offset, spec.mid + shift) == (to.scale, to.offset, to.mid) and max(
-            times, default=1
-        ) == 1
-        return "exact" if same else None
+        alike = (spec.scale, spec.offset, spec.mid + shift) == (to.scale, to.offset, to.mid)
+        return "exact" if alike and max(times, default=1) == 1 else None
     moved = to.offset is not None and (spec.zero_point or to.mid - shift - spec.mid != 0)
-    return (
-        "exact"
-        if not moved and all(_holds(getattr(to, s), getattr(spec, s)) for s in ("scale", "offset"))
-        else "rounded"
-    )
+    held = _holds(to.scale, spec.scale) and _holds(to.offset, spec.offset)
+    return "exact" if held and not moved else "rounded"
 
 
 def respell(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> Parts | None:
@@ -51,9 +46,10 @@ def respell(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) 
     assert shift is not None
     assert times is not None
     part_shape = blocks.counts(spec.block, shape)
+    wide = torch.float64 if torch.float64 in (to.scale, to.offset) else torch.float32
 
     def real(part: Any, kind: Any) -> Tensor:
-        return _repeat(part_value(part, kind, part_shape, torch.float32), times)
+        return _repeat(part_value(part, kind, part_shape, wide), times)
 
     codes = parts.codes if shift == 0 else (parts.codes.to(torch.int16) + shift)
     out = parts._replace(codes=codes.to(to.format.code_dtype))

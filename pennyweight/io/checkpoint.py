@@ -40,6 +40,11 @@ class Checkpoint:
             out.aliases.update(m.aliases)
         return out
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all files, the index included."""
+        return (*(file.path for file in self.files), *([] if self.index is None else [self.index]))
+
     def entry(self, stored: str) -> Entry:
         return self.files[self.where[stored]].entries[stored]
 

@@ -19,13 +19,12 @@ from .detect import open as open_any
 from .errors import CheckpointError
 from .job import Job, Told, carry_out, check_places
 from .manifest import Meta
-from .native import metadata_of
 from .opened import Held, Opened
 from .outline import looks_linear
 from .shards import MAX_SHARD_BYTES, divide
 from .side_files import METHOD, config_bytes, copy_side_files, folder_of, method_files, quantization_config
 from .streaming import Noise
-from .targets import COPIED, EXACT, FLOAT, REQUANTIZED, Choice, Target
+from .targets import COPIED, EXACT, FLOAT, FLOATS, QUANTIZED, REQUANTIZED, Choice, Target
 from .write import write_bytes
 
 
@@ -110,13 +109,13 @@ def _target(to: str, dtype: torch.dtype | None) -> Target:
 def _decide(source: Opened, target: Target, size: int) -> tuple[Job, Report, dict[str, Choice]]:
     aliases = source.aliases
     held = dict(source.held)
-    if target.name != "pennyweight":  # formats without aliases: what the config does not tie is stored twice
+    if not target.aliases:
         if not _ties(source):
             held |= {alias: source.held[name] for alias, name in aliases.items()}
         aliases = {}
     chosen = {name: target.choose(name, h) for name, h in held.items()}
     metas = {name: c.kind for name, c in chosen.items() if isinstance(c.kind, Meta)}
-    if not metas and target.name not in ("pennyweight", "float"):
+    if not metas and target.holds == QUANTIZED:
         lost = next(((n, c.why) for n, c in chosen.items() if c.how == FLOAT), None)
         if lost is None:
             raise CheckpointError(
@@ -140,8 +139,8 @@ def _decide(source: Opened, target: Target, size: int) -> tuple[Job, Report, dic
         (*source.files, *method_files(folder_of(source.path))),
         [target.name, *(f"{name}: {choice}" for name, choice in chosen.items())],
         divide(items, size),
-        side_files(source, method, _told_dtype(chosen) if target.name == "float" else None),
-        metadata_of if target.name == "pennyweight" else lambda shard: {"format": "pt"},
+        side_files(source, method, _told_dtype(chosen) if target.holds == FLOATS else None),
+        target.metadata,
         noise,
     )
     after = {item.name: item.nbytes for item in items}

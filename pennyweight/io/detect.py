@@ -6,17 +6,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from . import plugins
 from .checkpoint import INDEX, SINGLE, Checkpoint, inside, open_checkpoint
 from .codecs import CODECS
 from .errors import CheckpointError
 from .opened import Opened, opened
 from .outline import read_config, read_json
-from .plugins import reader
-from .side_files import folder_of
+from .side_files import METHOD, folder_of
 
 GGUF_MAGIC = b"GGUF"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
-OWN = "pennyweight"
 
 
 def open(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Opened:
@@ -40,7 +39,7 @@ def open(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Opened:
             raise CheckpointError(
                 path, None, "is a pickle, which can run code: pass allow_pickle=True if you trust whoever made it"
             )
-        return reader("torchao").open_pickle(path)
+        return plugins.reader(plugins.PICKLES).open_pickle(path)
     checkpoint = open_checkpoint(path)
     try:
         return _safetensors(checkpoint)
@@ -80,18 +79,20 @@ def _safetensors(c: Checkpoint) -> Opened:
     method = quantization_of(config, folder)
     entries = {name: c.entry(name) for name in c.where}
     if not c.manifest.tensors:
-        if any("tensor_names" in file.metadata for file in c.files) and reader("torchao").claims(c):
-            if method.get("quant_method") not in (None, OWN, "torchao"):
-                other = str(method["quant_method"])[:60]
-                raise CheckpointError(
-                    c.path, None, f"its metadata describe tensors of torchao, config.json says quant_method {other!r}"
-                )
-            return reader("torchao").open_safetensors(c, config)
+        named = method.get("quant_method")
+        for key, module in plugins.BY_METADATA.items():
+            if any(key in file.metadata for file in c.files):
+                plugin = plugins.reader(module)
+                if named not in (None, METHOD, plugin.FORMAT):
+                    raise CheckpointError(
+                        c.path, None, f"its metadata describe tensors of {plugin.FORMAT}, config.json says "
+                        f"quant_method {str(named)[:60]!r}"
+                    )  # fmt: skip
+                return plugin.open_safetensors(c, config)
         for codec in CODECS:
             if codec.claims(method, entries):
                 return opened(c, codec, method, config)
-        named = method.get("quant_method")
-        if named not in (None, OWN):
+        if named not in (None, METHOD):
             known = ", ".join(codec.name for codec in CODECS)
             raise CheckpointError(
                 c.path, None, f"config.json says quant_method {str(named)[:60]!r}, whose tensors are not found here; "

@@ -122,7 +122,7 @@ def opened(c: Checkpoint, codec: Codec | None, method: Mapping[str, Any], config
         c.path,
         codec.name if codec is not None else "pennyweight" if native else "safetensors",
         held,
-        (*(file.path for file in c.files), *([] if c.index is None else [c.index])),
+        c.paths,
         c.close,
         c.manifest.aliases,
         metadata,
@@ -142,7 +142,7 @@ def _find(c: Checkpoint, codec: Codec, method: Mapping[str, Any]) -> dict[str, F
         raise CheckpointError(c.path, None, f"{codec.name}: {e}") from e
     for name, f in found.items():
         if name in entries and name not in f.stored:
-            raise CheckpointError(c.path, name, f"{codec.name}: is stored as a float and as {', '.join(f.stored)}")
+            raise CheckpointError(c.path, name, f"is stored beside {', '.join(f.stored)}: one layer has one weight")
     used = {part for f in found.values() for part in f.stored}
     left = {name: entry for name, entry in entries.items() if name not in used}
     other = next((o for o in CODECS if o is not codec and o.claims({}, left)), None)

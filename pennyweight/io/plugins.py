@@ -1,16 +1,17 @@
-"""Readers that live on a floor above, by name: their modules are imported when a file asks for them, not before.
-
-A reader of this table has ``claims(checkpoint)`` and ``open_safetensors(checkpoint, config)``.
-"""
+"""Readers that live on a floor above, by name: their modules are imported when a file asks for them, not before."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-READERS = {"torchao": "pennyweight.compat.torchao.reading"}
+TORCHAO = "pennyweight.compat.torchao.reading"
+# A key that the metadata of safetensors files have -> the module whose ``open_safetensors(checkpoint, config)`` reads
+# them, and its name for the format, ``FORMAT``
+BY_METADATA = {"tensor_names": TORCHAO}
+PICKLES = TORCHAO  # ``open_pickle(path)``
 
 
-def reader(name: str) -> Any:
-    """The module of a reader."""
-    return import_module(READERS[name])
+def reader(module: str) -> Any:
+    """A module of these."""
+    return import_module(module)

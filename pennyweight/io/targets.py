@@ -17,11 +17,13 @@ from .codecs import Writing
 from .container import DTYPE_NAMES, Entry
 from .errors import CheckpointError
 from .manifest import Meta, Stored, clean, stored_parts
-from .native import Item, pack
+from .native import Item, metadata_of, pack
 from .opened import Held, shared_parts
+from .side_files import METHOD
 from .streaming import COPY_BYTES, ROWS_NUMEL, Noise
 
 EXACT, REQUANTIZED, FLOAT, COPIED = "exact", "requantized", "float", "copied"
+QUANTIZED, FLOATS, ANY = "quantized", "floats", "any"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Target:
-    """A format to write: what a held tensor becomes, what that stores, and its stored tensors piece by piece."""
+    """A format to write.
+
+    choose    what a held tensor becomes
+    stored    names, dtypes and shapes of what that stores
+    pack      the stored tensors of plain parts
+    by_rows   whether ``pack`` takes some rows of a tensor, so that it can be written piece by piece
+    method    ``quantization_config`` for the quantized tensors and the linear weights that stay float
+    holds     "quantized" tensors (one at least), "floats" only, or "any"
+    aliases   whether other names of a tensor are kept; where not, what config.json does not tie is stored twice
+    metadata  ``__metadata__`` of a file that holds these
+    """
 
     name: str
     choose: Callable[[str, Held], Choice]
@@ -49,6 +61,9 @@ class Target:
     pack: Callable[[str, Parts, Meta], dict[str, Tensor]]
     by_rows: bool
     method: Callable[[Mapping[str, Meta], tuple[str, ...]], dict[str, Any] | None]
+    holds: str
+    aliases: bool = False
+    metadata: Callable[[list[Item]], dict[str, str]] = lambda shard: {"format": "pt"}
 
 
 def native(method: dict[str, Any]) -> Target:
@@ -64,7 +79,7 @@ def native(method: dict[str, Any]) -> Target:
         w = AffineQuantizedTensor(parts, meta.spec, meta.shape, meta.dtype, meta.act, meta.axes)
         return pack(name, w, meta)
 
-    return Target("pennyweight", choose, stored, put, True, lambda metas, plain: method)
+    return Target(METHOD, choose, stored, put, True, lambda metas, plain: method, ANY, True, metadata_of)
 
 
 def floats(dtype: torch.dtype | None) -> Target:
@@ -79,7 +94,7 @@ def floats(dtype: torch.dtype | None) -> Target:
     def none(*args: Any) -> dict[str, Tensor]:
         raise AssertionError("a float checkpoint holds no quantized tensor")
 
-    return Target("float", choose, lambda name, c: _plain(name, c.kind), none, True, lambda metas, plain: None)
+    return Target("float", choose, lambda name, c: _plain(name, c.kind), none, True, lambda metas, plain: None, FLOATS)
 
 
 def foreign(format: str, writing: Writing) -> Target:
@@ -110,7 +125,7 @@ def foreign(format: str, writing: Writing) -> Target:
     def stored(name: str, choice: Choice) -> Stored:
         return writing.stored(name, choice.kind) if isinstance(choice.kind, Meta) else _plain(name, choice.kind)
 
-    return Target(format, choose, stored, writing.pack, False, writing.method)
+    return Target(format, choose, stored, writing.pack, False, writing.method, QUANTIZED)
 
 
 def item(target: Target, name: str, held: Held, choice: Choice, aliases: tuple[str, ...], noise: Noise) -> Item:
@@ -134,7 +149,7 @@ def item(target: Target, name: str, held: Held, choice: Choice, aliases: tuple[s
     return Item(name, target.stored(name, choice), make, meta, aliases)
 
 
-def pieces(held: Held, by_rows: bool, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
+def pieces(held: Held, by_rows: bool) -> Iterator[tuple[int, Tensor]]:
     """(first row, some rows) of a tensor, a few million elements at a time where it can be read so; else all of it."""
     shape = held.kind.shape
     width = max(1, torch.Size(shape[1:]).numel()) if shape else 1
@@ -143,7 +158,6 @@ def pieces(held: Held, by_rows: bool, multiple: int = 1) -> Iterator[tuple[int, 
         return
     bytes_each = max(1, held.nbytes // max(1, torch.Size(shape).numel()))
     step = max(1, ROWS_NUMEL // width if held.meta is not None else COPY_BYTES // (bytes_each * width))
-    step = -(-step // multiple) * multiple
     for start in range(0, shape[0], step):
         yield start, held.rows(start, min(start + step, shape[0]))
 

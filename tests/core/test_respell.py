@@ -25,6 +25,7 @@ EXTRA = {
     "int8 groups": QuantSpec(INT8, (32,)),
     "uint3 zero row": QuantSpec(UINT3, (-1,), zero_point=True),
     "int3 tensor": QuantSpec(INT3, None),
+    "int4 f64": QuantSpec(INT4, (32,), scale=torch.float64),
 }
 
 

@@ -26,7 +26,7 @@ from pennyweight.core.spec import (
 )
 from pennyweight.io.codecs import CODECS
 from pennyweight.io.gguf.blocks import TYPES
-from pennyweight.io.gguf.export import _typed
+from pennyweight.io.gguf.export import planned_as
 from pennyweight.io.gguf.quantizing import RULES
 from pennyweight.io.manifest import Meta
 from pennyweight.io.opened import Held
@@ -98,7 +98,7 @@ def becomes() -> str:
                 cells.append(
                     f"{f'anew: {choice.kind.spec}' if said is None else said.replace('rounded', 'codes')}{inputs}"
                 )
-        planned = _typed("blk.0.ffn_up.weight", "m.up.weight", held, None)
+        planned = planned_as("blk.0.ffn_up.weight", "m.up.weight", held, None)
         how = "exact" if planned.note == "exact" else "codes" if "scales rounded" in planned.note else "anew"
         cells.append(f"{how}: {planned.type.name}" if act is None else f"{how}: {planned.type.name}, float inputs")
         out += f"| {word} | {' | '.join(cells)} |\n"

@@ -26,11 +26,6 @@ _MAX_TEXT, _MAX_DEPTH = 1 << 16, 16  # of what describes one tensor; real ones h
 _PICKLES = ("torchao", "pennyweight.compat.torchao")  # the names under which their classes were imported
 
 
-def claims(c: Checkpoint) -> bool:
-    """Whether the files' metadata describe their tensors as torchao does."""
-    return any("tensor_names" in file.metadata for file in c.files)
-
-
 def open_safetensors(c: Checkpoint, config: Mapping[str, Any] | None) -> Opened:
     """torchao's flattened form. What a weight is depends on its zero points, so each is read once to tell.
 
@@ -49,7 +44,7 @@ def open_safetensors(c: Checkpoint, config: Mapping[str, Any] | None) -> Opened:
     left = sorted(c.where.keys() - owner.keys())
     if left:
         raise CheckpointError(c.path, left[0], "belongs to no tensor that the metadata describe")
-    return Opened(c.path, FORMAT, held, tuple(file.path for file in c.files), c.close, {}, {}, config)
+    return Opened(c.path, FORMAT, held, c.paths, c.close, {}, {}, config)
 
 
 def _parts(c: Checkpoint, name: str, text: str) -> tuple[str, ...]:
@@ -154,4 +149,4 @@ def open_pickle(path: str) -> Opened:
     return Opened(path, "torch", held, (os.path.realpath(path),), lambda: None, aliases)
 
 
-__all__ = ["FORMAT", "claims", "open_pickle", "open_safetensors"]
+__all__ = ["FORMAT", "open_pickle", "open_safetensors"]

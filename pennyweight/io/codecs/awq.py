@@ -49,8 +49,6 @@ def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> 
     for name in entries:
         if name.endswith(".qweight"):
             prefix = name.removesuffix(".qweight")
-            if f"{prefix}.weight" in entries:
-                raise KeyedError(f"{prefix}.weight", f"is stored beside {name}: one layer has one weight")
             found[f"{prefix}.weight"] = _find_layer(prefix, group, entries)
     no_left_overs(entries, {part for f in found.values() for part in f.stored}, _PARTS, "quantized weight")
     return found

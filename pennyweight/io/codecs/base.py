@@ -1,9 +1,9 @@
 """Codec: how another library keeps quantized tensors in safetensors, as data: what to look for, and two directions.
 
 Reading turns stored tensors into plain parts and a spec without loss; writing is its inverse. A codec sees names,
-dtypes and shapes first, and reads what describes a tensor: a shape, a table, a JSON text, each known to be small before
-it is read. Codes and scales are read when the tensor is asked for. What it gives is checked as the native format's own
-parts are: dtypes, shapes, finite scales, codes in range (io/check.py).
+dtypes and shapes first, and reads what describes a tensor: a shape, an order of channels, a table, a JSON text, each
+known to be small before it is read. Codes and scales are read when the tensor is asked for. What it gives is checked as
+the native format's own parts are: dtypes, shapes, finite scales, codes in range (io/check.py).
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
         f"{name}.quant_map": torch.tensor(spec.format.values, dtype=torch.float32)[theirs.argsort()],
     }
     offset = None
-    if _keeps_nested(meta, size):
+    if isinstance(spec.scale, QuantSpec) and _keeps_nested(meta, size):
         inner = parts.scale
         offset = float(inner.offset.flatten()[0])
         if bool((inner.offset != offset).any()):
@@ -163,7 +163,7 @@ def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
         out |= {
             f"{name}.absmax": padded.flatten().contiguous(),
             f"{name}.nested_absmax": inner.scale.flatten().contiguous(),
-            f"{name}.nested_quant_map": torch.tensor(spec.scale.format.values, dtype=torch.float32),  # type: ignore
+            f"{name}.nested_quant_map": torch.tensor(spec.scale.format.values, dtype=torch.float32),
         }
     else:
         scale = nested_value(parts.scale, spec.scale, part_shape).float().flatten()

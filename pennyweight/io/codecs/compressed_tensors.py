@@ -65,12 +65,8 @@ def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
     return config.get("quant_method") == "compressed-tensors"
 
 
-def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get | None = None) -> dict[str, Found]:
-    """See Codec.find. ``get``, where given, reads the two numbers of a ``weight_shape``.
-
-    Without it the columns of a packed weight follow from its groups, or it fills its last word, which is checked once
-    it is read.
-    """
+def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
+    """See Codec.find. Read are the two numbers of each ``weight_shape``."""
     layers = by_layer(entries, ENDINGS)
     for name, entry in entries.items():
         layer, _, ending = name.rpartition(".")
@@ -105,10 +101,6 @@ class _Layer:
     def parts(self, get: Get) -> Parts:
         spec, shape, names = self.meta.spec, self.meta.shape, self.names
         _check_zeros(get, names, spec, self.meta.act)
-        if self.kind == "packed":
-            said = get(names["weight_shape"]).tolist()
-            if said != list(shape):
-                raise ValueError(f"{names['weight_shape']} says {said}, the packed words are those of {list(shape)}")
         part_shape = blocks.counts(spec.block, shape)
         act = self.meta.act is not None and self.meta.act.mode == "static"
         act_zero = act and self.meta.act is not None and self.meta.act.spec.zero_point
@@ -159,7 +151,7 @@ def _check_zeros(get: Get, names: dict[str, str], spec: QuantSpec, act: Activati
 
 def _layer(
     weight: str, names: dict[str, str], entries: Mapping[str, Entry], group: Group, dtype: torch.dtype | None,
-    get: Get | None,
+    get: Get,
 ) -> _Layer:  # fmt: skip
     _check_names(weight, names, group)
     ending, codes_dtype, scale_dtypes = _STORED[group.kind]
@@ -220,9 +212,7 @@ def _check_names(weight: str, names: dict[str, str], group: Group) -> None:
         raise KeyedError(weight, f"{names[extra]} is left over; {group.name} stores {sorted(needed)}")
 
 
-def _shape(
-    names: dict[str, str], entries: Mapping[str, Entry], group: Group, get: Get | None
-) -> tuple[tuple[int, int], bool]:
+def _shape(names: dict[str, str], entries: Mapping[str, Entry], group: Group, get: Get) -> tuple[tuple[int, int], bool]:
     """(rows, columns), and how codes lie in words."""
     codes = names[_STORED[group.kind][0]]
     rows, stored = entries[codes].shape
@@ -234,16 +224,9 @@ def _shape(
     if group.kind != "packed":
         return (rows, stored * 2 if bits == 4 and group.kind != "int" else stored), True
     need(names["weight_shape"], entries, (torch.int64, torch.int32), (2,))
-    scale = entries[names["weight_scale"]].shape
-    if get is not None:
-        said = [int(n) for n in get(names["weight_shape"]).tolist()]
-        if said[0] != rows or said[1] < 1:
-            raise KeyedError(names["weight_shape"], f"says {said}, but {codes} has {rows} rows")
-        columns = said[1]
-    elif group.weights.strategy == "group" and group.weights.group and len(scale) == 2:
-        columns = scale[1] * group.weights.group
-    else:
-        columns = stored * 32 // bits if stored * 32 % bits == 0 else stored * (32 // bits)
+    said_rows, columns = (int(n) for n in get(names["weight_shape"]).tolist())
+    if said_rows != rows or columns < 1:
+        raise KeyedError(names["weight_shape"], f"says {[said_rows, columns]}, but {codes} has {rows} rows")
     dense = words.is_dense(stored, columns, bits)
     if dense is None:
         raise KeyedError(

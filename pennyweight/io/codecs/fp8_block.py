@@ -39,7 +39,7 @@ def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
     return config.get("quant_method") == "fp8"
 
 
-def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get | None = None) -> dict[str, Found]:
+def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
     block, scheme = _config(config)
     pairs, used = _pairs(entries)
     statics: dict[str, str] = {}

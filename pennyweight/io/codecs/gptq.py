@@ -105,7 +105,7 @@ def _overrides(method: Method) -> list[Any]:
     return found
 
 
-def find(entries: Entries, method: Method, get: Get | None = None) -> dict[str, Found]:
+def find(entries: Entries, method: Method, get: Get) -> dict[str, Found]:
     """Quantized tensors by parameter name; see :class:`pennyweight.io.codecs.base.Codec`."""
     version = _version(method)
     if setting(method, "pack_dtype", str, "int32") != "int32":
@@ -118,10 +118,11 @@ def find(entries: Entries, method: Method, get: Get | None = None) -> dict[str, 
     return out
 
 
-def _found(name: str, entries: Entries, method: Method, version: str, get: Get | None) -> Found:
+def _found(name: str, entries: Entries, method: Method, version: str, get: Get) -> Found:
     try:
         layer, dtype = _layer(name, entries, method, version)
-        reordered = _reordered(layer, method, get)
+        # g_idx is small, and says whether channels lie in another order
+        reordered = layer.ordered and layer.groups > 1 and _order(layer, get(f"{layer.name}.g_idx")) is not None
     except ValueError as e:
         raise KeyedError(f"{name}.weight", str(e)) from e
     spec = QuantSpec(unsigned(layer.bits), (layer.size,), dtype, zero_point=not layer.symmetric,
@@ -130,23 +131,12 @@ def _found(name: str, entries: Entries, method: Method, version: str, get: Get |
     return Found(meta, layer.stored, partial(read_parts, layer))
 
 
-def _reordered(layer: Layer, method: Method, get: Get | None) -> bool:
-    """Whether channels lie in another order: g_idx says, which is small; without it the config's word is taken."""
-    if not layer.ordered or layer.groups == 1:
-        return False
-    if get is None:
-        return setting(method, "desc_act", bool) is True
-    return _order(layer, get(f"{layer.name}.g_idx")) is not None
-
-
 def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[Layer, torch.dtype]:
     """Raises ValueError where names, dtypes or shapes do not fit each other or the config."""
     found = {part: entries[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in entries}
     for part in PARTS[:3]:
         if part not in found:
             raise ValueError(f"{name}.{part} is missing")
-    if f"{name}.weight" in entries:
-        raise ValueError(f"is stored as {name}.weight and as {name}.qweight")
     for part, e in found.items():
         rank, dtypes = 1 if part == "g_idx" else 2, (*SCALES, torch.float32) if part == "scales" else (torch.int32,)
         if part == "g_idx":

@@ -70,8 +70,6 @@ def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> 
     for name in entries:
         if name.endswith(".W_q"):
             prefix = name.removesuffix(".W_q")
-            if f"{prefix}.weight" in entries:
-                raise KeyedError(f"{prefix}.weight", f"is stored beside {name}: one layer has one weight")
             found[f"{prefix}.weight"] = _find_layer(prefix, settings, entries, get)
     no_left_overs(entries, {part for f in found.values() for part in f.stored}, _ENDS, "codes W_q")
     return found

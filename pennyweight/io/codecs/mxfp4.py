@@ -33,7 +33,7 @@ def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
     return config.get("quant_method") == "mxfp4"
 
 
-def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get | None = None) -> dict[str, Found]:
+def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
     names = {n.removesuffix("_blocks"): None for n in entries if n.endswith("_blocks")}  # in the order of the file
     scales = {n.removesuffix("_scales") for n in entries if n.endswith("_scales") and entries[n].dtype is torch.uint8}
     for name in sorted(names.keys() ^ scales):
@@ -46,8 +46,6 @@ def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get | Non
 
 def _found(name: str, entries: Mapping[str, Entry], dtype: torch.dtype) -> Found:
     blocks_name, scales_name = f"{name}_blocks", f"{name}_scales"
-    if name in entries:
-        raise KeyedError(name, f"is stored, and as {blocks_name} too")
     shape = need(blocks_name, entries, _U8).shape
     if len(shape) != 4 or shape[3] != _GROUP // 2 or 0 in shape:
         raise KeyedError(blocks_name, f"has shape {list(shape)}, expected [experts, rows, groups, {_GROUP // 2}]")

@@ -31,7 +31,7 @@ from .config import kv_from_config, rope_tensors
 from .names import read_patterns, to_gguf
 from .opened import moved
 from .pooling import pooling_of
-from .quantizing import quantize
+from .quantizing import FROM_FLOATS, quantize
 from .tokenizer import tokenizer_kv
 from .values import Value
 from .writing import Writer, lay_out
@@ -64,11 +64,8 @@ def write_gguf(
     source: Opened, dst: str, wanted: str | None, pattern_file: Any, resume: bool, dry_run: bool, told: Told | None
 ) -> Report:
     """See :func:`pennyweight.convert`. Raises CheckpointError, ValueError for an unknown type, OSError."""
-    if wanted is not None and (wanted.upper() not in TYPES or not TYPES[wanted.upper()].writable):
-        known = ", ".join(
-            t.name for t in TYPES.values() if (t.writable and t.name[0] != "I") or t.name.startswith("IQ4")
-        )
-        raise ValueError(f"gguf_type={wanted!r} cannot be written; types that can: {known}")
+    if wanted is not None and wanted.upper() not in FROM_FLOATS:
+        raise ValueError(f"gguf_type={wanted!r} cannot be written; types that can: {', '.join(FROM_FLOATS)}")
     kind = None if wanted is None else TYPES[wanted.upper()]
     if os.path.isdir(dst):
         raise CheckpointError(dst, None, "is a folder; give the path of a .gguf file")
@@ -124,13 +121,17 @@ def _plan(source: Opened, wanted: BlockType | None, pattern_file: Any) -> tuple[
         if m.name is None:
             continue
         held = moved(source.held[hf], m.transform, hf, to_gguf=True)
-        one = planned[m.name] = _typed(m.name, hf, held, wanted)
+        one = planned[m.name] = planned_as(m.name, hf, held, wanted)
         if held.meta is not None and held.meta.act is not None:
             planned[m.name] = replace(one, note=one.note + _NO_ACT)
     return planned, {hf: m.note for hf, m in mapped.items() if m.name is None}
 
 
-def _typed(name: str, hf: str, held: Held, wanted: BlockType | None) -> Planned:
+def planned_as(name: str, hf: str, held: Held, wanted: BlockType | None) -> Planned:
+    """What becomes of one tensor: the type that was wanted, or that has its numbers, where its rows and use allow it.
+
+    name, hf: in the file and in the source. Raises CheckpointError, or ValueError for a dtype without a type.
+    """
     kind = held.kind
     n = kind.shape[-1] if kind.shape else 1
     meta = held.meta

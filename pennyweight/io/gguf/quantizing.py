@@ -28,16 +28,13 @@ def quantize(x: Tensor, name: str, importance: Tensor | None = None) -> Parts:
     of the input (llama.cpp's imatrix); used by the K-quants and IQ4 types, ignored by the others. Raises ValueError for
     types that are read only, rows that are no whole blocks, numbers that are not finite or beyond float16's scales.
     """
-    if name not in TYPES or not (TYPES[name].plain or name in RULES):
-        known = [t.name for t in TYPES.values() if t.name in RULES or t.name in _PLAIN]
-        raise ValueError(f"{name!r} is no type that floats are quantized to; known: {', '.join(known)}")
+    if name not in FROM_FLOATS:
+        raise ValueError(f"{name!r} is no type that floats are quantized to; known: {', '.join(FROM_FLOATS)}")
     kind = TYPES[name]
     kind.row_bytes(x.shape)
     if not bool(x.isfinite().all()):
         raise ValueError(f"{name}: {int((~x.isfinite()).sum())} of {x.numel()} values are NaN or infinite")
     if isinstance(kind.spec, torch.dtype):
-        if name not in _PLAIN:
-            raise ValueError(f"{name} holds whole numbers; floats are not rounded to them")
         codes = x.to(kind.spec).contiguous()
         if not bool(codes.isfinite().all()):
             raise ValueError(f"{name} cannot hold {float(x.abs().max()):.4g}; take BF16 or F32")
@@ -158,3 +155,5 @@ RULES: dict[str, Rule] = {
     "NVFP4": lambda x, w: _nvfp4(x),
     **chosen(),
 }
+# Types that floats can become; those of whole numbers would round them
+FROM_FLOATS = tuple(name for name in TYPES if name in _PLAIN or name in RULES)

@@ -222,9 +222,9 @@ ROWS: dict[str, tuple[str, Write, str]] = {
     "ct patterns by the thousand": (CT, targets([f"re:(x|{i})*" for i in range(30_000)]), "signs of them"),
     "ct pattern of 5000 signs": (CT, targets([f"re:{'a' * 5000}"]), "at most 1000"),
     # names
-    "weight twice, gptq": ("gptq", add("m.weight", torch.ones(32, 64)), "m.weight and as"),
+    "weight twice, gptq": ("gptq", add("m.weight", torch.ones(32, 64)), "one layer has one weight"),
     "weight twice, awq": ("awq", add("m.weight", torch.ones(16, 64)), "one layer has one weight"),
-    "weight twice, mxfp4": ("mxfp4", add("mlp.experts.gate_up_proj", torch.ones(2, 64, 8)), "too"),
+    "weight twice, mxfp4": ("mxfp4", add("mlp.experts.gate_up_proj", torch.ones(2, 64, 8)), "one layer has one weight"),
     "weight twice, hqq": ("hqq 4 bits", add("a.m.weight", torch.ones(8, 32)), "one layer has one weight"),
     "weight twice, ct": (CT, add("m.weight", torch.ones(16, 64)), "left over"),
     "left over, ct": (CT, add("x.weight_scale", torch.ones(16, 2).half()), "is missing"),

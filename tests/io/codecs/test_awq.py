@@ -182,7 +182,6 @@ def test_bad_names_and_configs() -> None:
         ({}, config(64, version="gemv_fast"), "packs in another order"),
         ({}, config(64, version=4), "version must be str"),
         ({}, config(64, backend="llm-awq"), "packs in another order"),
-        ({"m.weight": torch.zeros(16, 128)}, config(64), "stored beside m.qweight"),
         ({"act.scales": torch.ones(16)}, config(64), "left over"),
         ({"n.qzeros": torch.ones(16)}, config(64), "left over"),
     ):

@@ -155,15 +155,14 @@ def test_values_are_its_own_and_files_come_back_byte_for_byte(name: str, dtype: 
         assert (again.spec, again.shape, again.act) == (w.spec, shape, w.act)
 
 
-@ALL
-def test_columns_without_reading_follow_from_groups_or_full_words(name: str) -> None:
-    tensors = named("up", compressed(name, (24, 64)))
-    w = tensor_of(find(entries_of(tensors), config_of(name))["up.weight"], tensors)
-    assert tuple(w.shape) == (24, 64)
-    if name in ("W4-channel", "W4-tensor"):
-        odd = named("up", compressed(name, (24, 45)))
-        with pytest.raises(ValueError, match=r"weight_shape says \[24, 45\]"):
-            find(entries_of(odd), config_of(name))["up.weight"].parts(odd.__getitem__)
+@pytest.mark.parametrize("name", ["W3-channel-asym", "W4-channel", "W4-tensor"])
+def test_columns_of_a_last_word_are_those_of_weight_shape(name: str) -> None:
+    """Without groups nothing else says how many columns the last word of a row holds. Nothing else is read."""
+    for columns in (41, 45, 48):
+        tensors = named("up", compressed(name, (24, columns)))
+        found = find(entries_of(tensors), config_of(name), {"up.weight_shape": tensors["up.weight_shape"]}.__getitem__)
+        assert found["up.weight"].meta.shape == (24, columns)
+        assert tuple(tensor_of(found["up.weight"], tensors).shape) == (24, columns)
 
 
 def test_activations_are_what_the_config_says() -> None:
@@ -181,7 +180,7 @@ def test_activations_are_what_the_config_says() -> None:
     }
     for name, act in want.items():
         tensors = named("up", compressed(name, (24, 64)))
-        found = find(entries_of(tensors), config_of(name))["up.weight"]
+        found = find(entries_of(tensors), config_of(name), tensors.__getitem__)["up.weight"]
         assert found.meta.act == act, name
         parts = found.parts(tensors.__getitem__)
         assert (parts.act_scale is None) == (act is None or act.mode == "dynamic")
@@ -211,11 +210,10 @@ def test_the_packing_of_old_releases_is_told_by_its_number_of_words(bits: int, c
         "weight_shape": torch.tensor([330, columns]),
         "weight_zero_point": pack_by_words(zeros.t(), bits).t().contiguous(),
     })  # fmt: skip
-    for get in (None, tensors.__getitem__):
-        parts = find(entries_of(tensors), config_of(name), get)["up.weight"].parts(tensors.__getitem__)
-        assert parts.zero_point is not None
-        assert torch.equal(parts.codes, codes)
-        assert torch.equal(parts.zero_point, zeros)
+    parts = find(entries_of(tensors), config_of(name), tensors.__getitem__)["up.weight"].parts(tensors.__getitem__)
+    assert parts.zero_point is not None
+    assert torch.equal(parts.codes, codes)
+    assert torch.equal(parts.zero_point, zeros)
 
 
 def test_old_words_without_groups_are_told_by_the_word_count_too() -> None:
@@ -226,9 +224,8 @@ def test_old_words_without_groups_are_told_by_the_word_count_too() -> None:
     )
     config = config_of("W4-channel")
     config["config_groups"]["group_0"]["weights"] = ints(3, "channel")
-    for get in (None, tensors.__getitem__):
-        found = find(entries_of(tensors), config, get)["up.weight"]
-        assert torch.equal(found.parts(tensors.__getitem__).codes, codes)
+    found = find(entries_of(tensors), config, tensors.__getitem__)["up.weight"]
+    assert torch.equal(found.parts(tensors.__getitem__).codes, codes)
 
 
 def test_nvfp4_scales_are_the_float32_quotient() -> None:
@@ -249,7 +246,7 @@ def test_nvfp4_inputs_are_dynamic_in_all() -> None:
     config["config_groups"]["group_0"]["input_activations"] = {
         "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"
     }  # fmt: skip
-    found = find(entries_of(tensors), config)["up.weight"]
+    found = find(entries_of(tensors), config, tensors.__getitem__)["up.weight"]
     assert found.meta.act == ActivationSpec(NVFP4)
     assert "up.input_global_scale" in found.stored
     assert COMPRESSED_TENSORS.writing is not None
@@ -262,7 +259,7 @@ def test_groups_are_found_by_name_then_pattern_then_class() -> None:
     tensors |= named("model.layers.12.experts.3.down_proj", compressed("W8", (8, 64)))
     tensors |= named("model.layers.1.mlp.up", compressed("FP8-dynamic", (8, 64)))
     targets = [["model.layers.0.attn.q"], [r"re:.*experts\.\d+\.(gate|up|down)_proj$"], ["Linear"]]
-    found = find(entries_of(tensors), config_of("W4", "W8", "FP8-dynamic", targets=targets))
+    found = find(entries_of(tensors), config_of("W4", "W8", "FP8-dynamic", targets=targets), tensors.__getitem__)
     formats = {name: str(f.meta.spec.format) for name, f in found.items()}
     assert formats == {
         "model.layers.0.attn.q.weight": "int4", "model.layers.12.experts.3.down_proj.weight": "int8",
@@ -274,7 +271,7 @@ def test_groups_are_found_by_name_then_pattern_then_class() -> None:
         ([["re:(.*)*q$"], ["Linear"], [r"re:(?=x)"]], "look-arounds"),
     ):
         with pytest.raises(KeyedError, match=why):
-            find(entries_of(tensors), config_of("W4", "W8", "FP8-dynamic", targets=bad))
+            find(entries_of(tensors), config_of("W4", "W8", "FP8-dynamic", targets=bad), tensors.__getitem__)
 
 
 def test_what_is_written_names_its_groups() -> None:
@@ -284,7 +281,7 @@ def test_what_is_written_names_its_groups() -> None:
     tensors, method = written(COMPRESSED_TENSORS, weights)
     assert method["format"] == "mixed-precision"
     QuantizationConfig.model_validate(method)
-    found = find(entries_of(tensors), method)
+    found = find(entries_of(tensors), method, tensors.__getitem__)
     assert {n: f.meta.spec for n, f in found.items()} == {n: w.spec for n, w in weights.items()}
     targets = [t for g in method["config_groups"].values() for t in g["targets"]]
     assert targets == [
@@ -400,6 +397,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("W4", put("weight_scale", lambda t: t.double()), r"float64 \[.*\], expected float32"),
     ("W4", put("weight_shape", lambda t: t[:1]), r"\[1\], expected .*\[2\]"),
     ("W4", put("weight_shape", lambda t: t.float()), r"float32 \[.*\], expected int64"),
+    ("W4", put("weight_shape", lambda t: t + 1), r"says \[25, 65\], but up.weight_packed has 24 rows"),
+    ("W4", put("weight_shape", lambda t: -t), r"says \[-24, -64\]"),
+    ("W4", put("weight_shape", lambda t: t * torch.tensor([1, -1])), r"says \[24, -64\]"),
+    ("W4", put("weight_shape", lambda t: t + torch.tensor([0, 1])), "rows of 8 words; 65 columns of 4 bits"),
+    ("W4", put("weight_shape", lambda t: t + torch.tensor([0, 1 << 62])), "rows of 8 words; 4611686018427387968 col"),
     ("W4-asym", put("weight_zero_point", lambda t: t[:2]), r"\[2, 2\], expected .*\[3, 2\]"),
     ("W4-asym", put("weight_zero_point", lambda t: t.to(torch.int8)), r"int8 \[.*\], expected int32"),
     ("W8A8-asym", put("weight_zero_point", lambda t: t.int()), r"int32 \[.*\], expected int8"),
@@ -416,8 +418,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("NVFP4A16", put("weight_global_scale", lambda t: torch.ones(2)), r"float32 \[2\], expected"),
     ("MXFP4", put("weight_scale", lambda t: t.float()), "expected uint8"),
     ("MXFP6", put("weight_packed", lambda t: t[:, 1:]), "four numbers take 3"),
-    ("W4", args(group_size=48), "rows of 8 words; 96 columns"),
-    ("W4", args(group_size=64), "rows of 8 words; 128 columns"),
+    ("W4", args(group_size=48), "group of 48, which does not divide 64 columns"),
+    ("W4", args(group_size=64), r"\[24, 2\], but .*group of 64 and .*\[24, 64\]: expected \[24, 1\]"),
     ("FP8-group", args(group_size=48), "48, which does not divide 64"),
     ("W4", args(group_size=None), "positive group_size"),
     ("W4", args(group_size=True), "group_size must be int"),
@@ -457,14 +459,12 @@ def test_what_does_not_fit_is_refused_before_reading(name: str, change: Any, why
     tensors, config = named("up", compressed(name, (24, 64))), config_of(name)
     change(tensors, config)
     with pytest.raises(ValueError, match=why):
-        find(entries_of(tensors), config)
+        find(entries_of(tensors), config, tensors.__getitem__)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "why"),
     [
-        ("W4", put("weight_shape", lambda t: t + 1), "says"),
-        ("W4", put("weight_shape", lambda t: -t), "says"),
         ("W4", put("weight_zero_point", lambda t: torch.ones(24, 2, dtype=torch.int8)), "is not zero"),
         ("FP8", put("input_zero_point", lambda t: torch.ones(1, dtype=torch.int8)), "is not zero"),
         ("NVFP4A16", put("weight_global_scale", lambda t: t * 0), "is 0.0"),
@@ -475,7 +475,7 @@ def test_numbers_that_mean_nothing_are_refused(name: str, change: Any, why: str)
     tensors, config = named("up", compressed(name, (24, 64))), config_of(name)
     change(tensors, config)
     with pytest.raises(ValueError, match=why):
-        find(entries_of(tensors), config)["up.weight"].parts(tensors.__getitem__)
+        find(entries_of(tensors), config, tensors.__getitem__)["up.weight"].parts(tensors.__getitem__)
 
 
 JUNK = [
@@ -515,7 +515,7 @@ def test_junk_in_the_config_is_read_or_refused(name: str) -> None:
             container, key = places(config)[i]
             container[key] = junk
             try:
-                find(entries, config)
+                find(entries, config, tensors.__getitem__)
             except ValueError:
                 refused += 1
     assert refused > 100
@@ -523,7 +523,7 @@ def test_junk_in_the_config_is_read_or_refused(name: str) -> None:
 
 def test_zeros_of_symmetric_schemes_are_passed_over() -> None:
     tensors = named("up", compressed("FP8", (24, 64)) | {"weight_zero_point": torch.zeros(1, dtype=torch.int8)})
-    found = find(entries_of(tensors), config_of("FP8"))["up.weight"]
+    found = find(entries_of(tensors), config_of("FP8"), tensors.__getitem__)["up.weight"]
     assert "up.weight_zero_point" in found.stored
     tensor_of(found, tensors)
 
@@ -535,7 +535,7 @@ def test_the_dtype_is_that_of_the_scales_or_of_the_model() -> None:
         ("MXFP4", torch.float32, torch.float16),
     ):  # fmt: skip
         tensors = named("up", compressed(name, (24, 64), dtype)) | plain
-        assert find(entries_of(tensors), config_of(name))["up.weight"].meta.dtype == want
+        assert find(entries_of(tensors), config_of(name), tensors.__getitem__)["up.weight"].meta.dtype == want
     assert by_layer(entries_of(plain), ("weight",)) == {"embed": {"weight": "embed.weight"}}
 
 

@@ -48,7 +48,9 @@ def save(model: LlamaForCausalLM, weights: dict[str, QT], path: Path) -> dict[st
     config["quantization_config"] = method | {"ignore": ["lm_head"]}
     (path / "config.json").write_text(json.dumps(config))
     save_file(stored | packed, path / "model.safetensors", metadata={"format": "pt"})
-    return {name: tensor_of(found, packed) for name, found in find(entries_of(packed), method).items()}
+    return {
+        name: tensor_of(found, packed) for name, found in find(entries_of(packed), method, packed.__getitem__).items()
+    }
 
 
 @pytest.mark.parametrize("name", SCHEMES)

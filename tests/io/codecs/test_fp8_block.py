@@ -37,7 +37,7 @@ def test_values_are_those_of_transformers(shape: tuple[int, ...], dtype: torch.d
     codes, scale = layer(shape)
     name, scale_name = ("up.weight", "up.weight_scale_inv") if len(shape) == 2 else ("e.up", "e.up_scale_inv")
     tensors = {name: codes, scale_name: scale, "norm.weight": torch.ones(4, dtype=dtype)}
-    found = find(entries_of(tensors), CONFIG)
+    found = find(entries_of(tensors), CONFIG, tensors.__getitem__)
     assert list(found) == [name]
     w = tensor_of(found[name], tensors)
     assert (w.dtype, w.spec, w.act) == (dtype, FP8_BLOCK, PER_GROUP)
@@ -46,7 +46,7 @@ def test_values_are_those_of_transformers(shape: tuple[int, ...], dtype: torch.d
     assert all(same_bytes(back[key], tensors[key]) for key in (name, scale_name))
     assert len(back) == 2
     assert FineGrainedFP8Config(**method).weight_block_size == [128, 128]
-    assert find(entries_of(back), method)[name].meta.spec == FP8_BLOCK
+    assert find(entries_of(back), method, back.__getitem__)[name].meta.spec == FP8_BLOCK
 
 
 @pytest.mark.parametrize("shape", [(576, 130), (1, 1), (129, 127), (2, 131, 257)])
@@ -54,7 +54,7 @@ def test_blocks_that_do_not_divide(shape: tuple[int, ...]) -> None:
     codes, scale = layer(shape)
     name = "up.weight" if len(shape) == 2 else "up"
     tensors = {name: codes, f"{name}_scale_inv": scale}
-    w = tensor_of(find(entries_of(tensors), CONFIG)[name], tensors)
+    w = tensor_of(find(entries_of(tensors), CONFIG, tensors.__getitem__)[name], tensors)
     spread = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]]
     assert torch.equal(w.dequantize(torch.float32), codes.float() * spread)
     back, _ = written(FP8, {name: w})
@@ -68,7 +68,7 @@ def test_other_names_and_powers_of_two(ending: str, kind: torch.dtype) -> None:
     exponents = torch.randint(110, 130, scale.shape, dtype=torch.uint8)
     stored = scale if kind is torch.float32 else exponents if kind is torch.uint8 else exponents.view(kind)
     tensors = {"up.weight": codes, f"up.{ending}": stored}
-    w = tensor_of(find(entries_of(tensors), CONFIG | {"scale_fmt": "ue8m0"})["up.weight"], tensors)
+    w = tensor_of(find(entries_of(tensors), CONFIG | {"scale_fmt": "ue8m0"}, tensors.__getitem__)["up.weight"], tensors)
     assert torch.equal(
         w.dequantize(torch.float32), Fp8Dequantize(None)._dequantize_one(codes, stored, torch.float32)
     )  # fmt: skip
@@ -80,7 +80,9 @@ def test_one_scale_in_all_with_static_inputs(shape: tuple[int, ...]) -> None:
         "up.weight": torch.randn(24, 40).to(torch.float8_e4m3fn), "up.weight_scale_inv": torch.full(shape, 0.3),
         "up.activation_scale": torch.tensor(0.7),
     }  # fmt: skip
-    found = find(entries_of(tensors), CONFIG | {"weight_block_size": None, "activation_scheme": "static"})["up.weight"]
+    found = find(
+        entries_of(tensors), CONFIG | {"weight_block_size": None, "activation_scheme": "static"}, tensors.__getitem__
+    )["up.weight"]
     w = tensor_of(found, tensors)
     assert w.act == ActivationSpec(QuantSpec(E4M3, None), "static")
     assert w.act_scale is not None
@@ -90,7 +92,7 @@ def test_one_scale_in_all_with_static_inputs(shape: tuple[int, ...]) -> None:
 
 def test_other_scales_are_left_alone() -> None:
     tensors = {"norm.scale": torch.ones(4), "norm.weight": torch.ones(4), "x.scale": torch.ones(1)}
-    assert find(entries_of(tensors), CONFIG) == {}
+    assert find(entries_of(tensors), CONFIG, tensors.__getitem__) == {}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], config: dict[str, 
     tensors = {"up.weight": codes, "up.weight_scale_inv": scale} | change
     tensors = {name: t for name, t in tensors.items() if t is not None}
     with pytest.raises(ValueError, match=why):
-        find(entries_of(tensors), CONFIG | config)
+        find(entries_of(tensors), CONFIG | config, tensors.__getitem__)
 
 
 def test_what_cannot_be_written_is_refused() -> None:
@@ -151,8 +153,8 @@ def test_what_cannot_be_written_is_refused() -> None:
     assert writing.refuses("up.weight", meta(FP8_BLOCK, act=PER_GROUP)) is None
     w = QT.from_float(torch.randn(130, 200), FP8_BLOCK)
     tensors, method = written(FP8, {"up.weight": w})
-    assert torch.equal(tensor_of(find(entries_of(tensors), method)["up.weight"], tensors).dequantize(torch.float32),
-                       w.dequantize())  # fmt: skip
+    found = find(entries_of(tensors), method, tensors.__getitem__)["up.weight"]
+    assert torch.equal(tensor_of(found, tensors).dequantize(torch.float32), w.dequantize())
     assert writing.method({}, ("lm_head.weight",))["modules_to_not_convert"] == ["lm_head"]
 
 

@@ -18,7 +18,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
 from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.export import FILE_TYPES
-from pennyweight.io.gguf.quantizing import RULES
+from pennyweight.io.gguf.quantizing import FROM_FLOATS, RULES
 
 CONFIG = LlamaConfig(
     hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -75,8 +75,7 @@ def test_floats_to_each_type(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [k for k, t in TYPES.items() if t.pack is not None])
 def test_a_file_comes_back_byte_for_byte(kind: str, tmp_path: Path) -> None:
-    source = llama() if kind in RULES else quantized_as(kind)
-    pw.convert(saved(source, tmp_path / "f"), tmp_path / "a.gguf", to="gguf", gguf_type=kind if kind in RULES else None)
+    pw.convert(saved(llama(), tmp_path / "f"), tmp_path / "a.gguf", to="gguf", gguf_type=kind)
     pw.convert(tmp_path / "a.gguf", tmp_path / "own")
     other = kind == "TQ1_0"  # two types have these numbers
     report = pw.convert(tmp_path / "own", tmp_path / "b.gguf", to="gguf", gguf_type=kind if other else None)
@@ -84,13 +83,6 @@ def test_a_file_comes_back_byte_for_byte(kind: str, tmp_path: Path) -> None:
     a, b = gguf.GGUFReader(tmp_path / "a.gguf"), gguf.GGUFReader(tmp_path / "b.gguf")
     first, second = ({t.name: t.data.tobytes() for t in reader.tensors} for reader in (a, b))
     assert first == second
-
-
-def quantized_as(kind: str) -> nn.Module:
-    """A model whose layers have the numbers of a type that floats are not quantized to."""
-    model = llama()
-    pw.quantize_(model, pw.SpecConfig(TYPES[kind].spec))
-    return model
 
 
 @pytest.mark.parametrize(
@@ -181,8 +173,10 @@ def test_tokenizer_and_config_come_back(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     source = saved(llama(), tmp_path / "f")
-    with pytest.raises(ValueError, match=r"gguf_type='IQ2_XS' cannot be written; types that can: F32, F16, Q4_0"):
-        pw.convert(source, tmp_path / "m.gguf", to="gguf", gguf_type="IQ2_XS")
+    for kind in ("IQ2_XS", "I8", "i32", "Q9", ""):  # whole numbers would round the weights
+        with pytest.raises(ValueError, match=f"gguf_type='{kind}' cannot be written; types that can: F32, F16, .*Q4_K"):
+            pw.convert(source, tmp_path / "m.gguf", to="gguf", gguf_type=kind)
+    assert all(TYPES[kind].writable for kind in FROM_FLOATS)
     with pytest.raises(CheckpointError, match=r"is a folder; give the path of a \.gguf file"):
         pw.convert(source, tmp_path, to="gguf")
     pw.convert(source, tmp_path / "m.gguf", to="gguf")
