@@ -42,9 +42,10 @@ def improve(
     sweeps          of refitting scales (where they are stored as floats) and of coordinate descent
     tuner           then, such as ``Tune()``; default: none
 
-    For each weight, in the order in which the model calls them: the codes that are there, second-order rounding onto the
-    grid that is there, and refinements of the better; each row keeps the one with the least output error
-    tr(D H D^T), so none gets worse on the calibration data. Returns a report whose "error" is a fraction of the error before.
+    For each weight, in the order in which the model calls them: the codes that are there, second-order rounding onto
+    the grid that is there, and refinements of the better; each row keeps the one with the least output error
+    tr(D H D^T), so none gets worse on the calibration data. Returns a report whose "error" is a fraction of the error
+    before.
     Raises PlanError where a weight has no twin of its shape in ``float_model``, or nothing is quantized.
     """
     found: dict[str, tuple[list[Place], AffineQuantizedTensor, Tensor]] = {}
@@ -97,20 +98,9 @@ def _improve(
     x = twin.float() if w.axes is None else twin.float().t()
     x = x if w.perm is None else x[:, w.perm]
     spec, shape, parts = w.spec.with_(layout="plain"), x.shape, w.plain_parts()._replace(perm=None)
-    seen_params = Params(
-        None
-        if parts.scale is None
-        else part_value(parts.scale, spec.scale, blocks.counts(spec.block, shape), torch.float32),
-        parts.zero_point,
-        None
-        if parts.offset is None
-        else part_value(parts.offset, spec.offset, blocks.counts(spec.block, shape), torch.float32),
-    )
+    part_shape = blocks.counts(spec.block, shape)
     stored = Params(
-        *(
-            p if not isinstance(p, Parts) else s
-            for p, s in zip((parts.scale, parts.zero_point, parts.offset), seen_params, strict=True)
-        )
+        _stored(parts.scale, spec.scale, part_shape), parts.zero_point, _stored(parts.offset, spec.offset, part_shape)
     )
     g = Grid(spec, stored, Params(*(spread(p, spec, shape) for p in stored)))
     n, k = shape
@@ -133,6 +123,11 @@ def _improve(
         place.set(value)
     before, after = float(first.sum()), float(best.error.sum())
     return _row(where, new, new.error(twin), after / before if before > 0 else 1.0, "")
+
+
+def _stored(part: Any, kind: Any, shape: tuple[int, ...]) -> Tensor | None:
+    """A part in the dtype in which it is stored; in float32 where it is quantized itself."""
+    return part_value(part, kind, shape, torch.float32) if isinstance(part, Parts) else part
 
 
 def _row(where: list[Place], w: Any, sqnr: float | None, error: float | None, note: str) -> Row:

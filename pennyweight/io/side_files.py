@@ -22,7 +22,7 @@ from .write import write_bytes
 ENDINGS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".md")
 NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 MAX_BYTES = 64 << 20
-_LEFT = (".index.json", ".progress.json", "quantize_config.json")  # of the old weights, and of a job
+_LEFT = (".index.json", ".progress.json")  # of the old weights, and of a job
 METHOD = "pennyweight"
 
 
@@ -81,7 +81,7 @@ def copy_side_files(
 
 def _wanted(name: str) -> bool:
     known = name.endswith(ENDINGS) or name.partition(".")[0] in NAMES
-    return known and not name.startswith(".") and not name.endswith(_LEFT)
+    return known and not name.startswith(".") and not name.endswith(_LEFT) and name != "quantize_config.json"
 
 
 def config_bytes(
