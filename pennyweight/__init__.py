@@ -13,7 +13,7 @@ from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
 
 if TYPE_CHECKING:
-    from .algorithms import quantize_
+    from .algorithms import improve, quantize_, search
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, load, open, quantize_checkpoint, save, unflatten
     from .models import (
@@ -95,6 +95,7 @@ __all__ = [
     "fpx_weight_only",
     "freeze_",
     "get_format",
+    "improve",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_weight",
@@ -110,6 +111,7 @@ __all__ = [
     "register_quantize_module_handler",
     "reset_fallbacks",
     "save",
+    "search",
     "strict",
     "thaw_",
     "uintx_weight_only",

@@ -1,11 +1,15 @@
-"""How the numbers of a quantized model are chosen: statistics, solvers, rewrites, tuners."""
+"""How the numbers of a quantized model are chosen: statistics, solvers, rewrites, tuners, and search over them."""
 
-from . import gptq  # noqa: F401  registers
 from .base import ALGORITHMS, Rewrite, Solution, Solver, Task, Tuner, register
+from .gptq import GPTAQ, GPTQ, Auto
+from .improve import improve
+from .nearest import Nearest
 from .quantize import quantize_
+from .search import Search, search
 from .statistics import STATISTICS, Statistic, register_statistic
+from .tune import Tune
 
 __all__ = [
-    "ALGORITHMS", "STATISTICS", "Rewrite", "Solution", "Solver", "Statistic", "Task", "Tuner", "quantize_", "register",
-    "register_statistic",
+    "ALGORITHMS", "GPTAQ", "GPTQ", "STATISTICS", "Auto", "Nearest", "Rewrite", "Search", "Solution", "Solver",
+    "Statistic", "Task", "Tune", "Tuner", "improve", "quantize_", "register", "register_statistic", "search",
 ]  # fmt: skip
