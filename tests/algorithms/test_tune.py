@@ -51,7 +51,7 @@ def test_its_function_of_the_scales_is_what_the_weight_stands_for() -> None:
 
     model = llama()
     pw.quantize_(model, pw.Int4WeightOnlyConfig(48), blocks_only)  # 48 does not divide 64: padded
-    levers = [lever for lever in _levers(model, False)]
+    levers = list(_levers(model, False))
     assert len(levers) == 14
     for lever in levers:
         assert torch.equal(lever.value(), lever.w.dequantize())
