@@ -8,6 +8,7 @@ import typer
 
 from .convert import convert
 from .doctor import doctor
+from .evaluate import evaluate
 from .explain import explain
 from .export_onnx import export_onnx
 from .inspect import inspect
@@ -46,3 +47,4 @@ app.command(epilog=f"\b\nConfigs:\n{listing()}")(quantize)
 for _command in (convert, inspect, explain, doctor):
     app.command()(_command)
 app.command("export-onnx")(export_onnx)
+app.command("eval")(evaluate)
