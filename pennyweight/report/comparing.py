@@ -91,9 +91,14 @@ def _compare(
     return Comparison(
         sums.kind, sums.sequences, sums.rows, kl, interval, top1, perplexity,
         (float(cosines.mean()), float(cosines.min())), metrics.ratio(sums.signal, sums.noise),
-        metrics.decibels(sums.signal, sums.noise), model_bytes(exact), model_bytes(found),
-        tuple(sorted((probe.layer(pair) for pair in both), key=lambda w: (not w.quantized, w.worst))), unmatched,
+        metrics.decibels(sums.signal, sums.noise), model_bytes(exact), model_bytes(found), probe.layers(both), unmatched,
     )  # fmt: skip
+
+
+def compare_weights(float_model: nn.Module, quantized: nn.Module) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
+    """(layers by the error of their weights, worst first; what is not in both): all that is known without inputs."""
+    both, unmatched = pairs(unwrapped(float_model), unwrapped(quantized))
+    return _Probe([]).layers(both), unmatched
 
 
 def assert_kl(float_model: nn.Module, quantized: nn.Module, batches: Any, max_kl: float, **how: Any) -> None:
@@ -176,8 +181,11 @@ class _Probe:
             _add(self.stream, pair.name, outputs[turn], first_tensor(output))
             outputs[turn] = None
 
-    def layer(self, pair: Pair) -> Layer:
-        """What is known of a layer."""
+    def layers(self, both: list[Pair]) -> tuple[Layer, ...]:
+        """What is known of each layer: quantized ones first, the worst first."""
+        return tuple(sorted(map(self._layer, both), key=lambda w: (not w.quantized, w.worst)))
+
+    def _layer(self, pair: Pair) -> Layer:
         exact, found = pair.exact.get(), pair.found.get()
         return Layer(
             pair.name, type(pair.found.module).__name__, tuple(found.shape), pair.scheme, found.numel(),

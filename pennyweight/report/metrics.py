@@ -141,12 +141,20 @@ def sqnr(reference: Tensor, quantized: Tensor) -> float:
 def energies(reference: Tensor, quantized: Tensor) -> tuple[float, float]:
     """(|a|², |b - a|²) where a is finite: what sums over batches. Noise is inf for another shape."""
     if reference.shape != quantized.shape:
-        return float(reference.double().square().sum()), math.inf
-    a, b = reference.double(), quantized.to(reference.device).double()
-    finite = torch.isfinite(a)
-    if not bool(finite.all()):
+        return _square(reference), math.inf
+    wide = torch.promote_types(torch.promote_types(reference.dtype, quantized.dtype), torch.float32)
+    a, b = reference.to(wide), quantized.to(reference.device, wide)
+    signal = _square(a)
+    if not math.isfinite(signal):
+        finite = torch.isfinite(a)
         a, b = a[finite], b[finite]
-    return float(a.square().sum()), float((b - a).square().sum())
+        signal = _square(a)
+    return signal, _square(b - a)
+
+
+def _square(x: Tensor) -> float:
+    """|x|², summed in float64."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def ratio(signal: float, noise: float) -> float:
