@@ -43,8 +43,8 @@ def evaluate(
 ) -> None:
     """Measure what quantization cost on a text.
 
-    KL divergence from float, perplexity, agreement, and each layer's error. Models that write text are compared by their
-    logits, encoders by their embeddings. See docs/report.md.
+    KL divergence from float, perplexity, agreement, and each layer's error. Models that write text are compared by
+    their logits, encoders by their embeddings. See docs/report.md.
     """
     check_text(text)
     check_bound(max_kl)

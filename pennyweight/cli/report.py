@@ -95,4 +95,3 @@ def _command(*arguments: Any, **options: Any) -> str:
 def _tell(text: str) -> None:
     if sys.stderr.isatty():
         typer.echo(f"pennyweight: {text}", err=True)
-

@@ -91,7 +91,8 @@ def _compare(
     return Comparison(
         sums.kind, sums.sequences, sums.rows, kl, interval, top1, perplexity,
         (float(cosines.mean()), float(cosines.min())), metrics.ratio(sums.signal, sums.noise),
-        metrics.decibels(sums.signal, sums.noise), model_bytes(exact), model_bytes(found), probe.layers(both), unmatched,
+        metrics.decibels(sums.signal, sums.noise), model_bytes(exact), model_bytes(found), probe.layers(both),
+        unmatched,
     )  # fmt: skip
 
 
@@ -131,7 +132,9 @@ class _Probe:
             held: dict[str, list[Tensor | None]] = {}
             room = [HELD]
             before = Counter(self.calls)
-            y = self._hooked(exact, [partial(self._keep, p, held, room, done, outputs is None) for p in self.pairs], batch, 0)
+            y = self._hooked(
+                exact, [partial(self._keep, p, held, room, done, outputs is None) for p in self.pairs], batch, 0
+            )
             y_q = self._hooked(found, [partial(self._meet, p, held, Counter()) for p in self.pairs], batch, 1)
             if outputs is None:
                 outputs, called = (y, y_q), {name for name in self.calls if self.calls[name] > before[name]}
@@ -173,7 +176,9 @@ class _Probe:
             held.setdefault(pair.name, []).append(y.detach().clone())
             room[0] -= y.nbytes
 
-    def _meet(self, pair: Pair, held: Any, seen: Counter[str], module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _meet(
+        self, pair: Pair, held: Any, seen: Counter[str], module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         outputs = held.get(pair.name, [])
         turn = seen[pair.name]
         seen[pair.name] += 1

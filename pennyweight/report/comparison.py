@@ -71,8 +71,8 @@ class Comparison:
     """Figures of the outputs of two models on the same inputs; see :func:`pennyweight.compare`.
 
     kind         "logits", "embeddings" or "tensor"
-    kl           in nats: of each token's (row's) distribution, or of embeddings the retrieval KL of each query. None for
-                 tensors, which are no distributions
+    kl           in nats: of each token's (row's) distribution, or of embeddings the retrieval KL of each query. None
+                 for tensors, which are no distributions
     kl_interval  of the mean: paired bootstrap over sequences, 95 %; None for a single sequence
     top1         share of tokens where both models prefer the same; of embeddings: whose nearest neighbour is the same
     cosine       of rows: mean and least

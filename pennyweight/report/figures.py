@@ -84,7 +84,9 @@ def pareto_figure(points: Sequence[dict[str, Any]], here: tuple[float, float] | 
             if p.get("interval"):
                 ax.vlines(p["bits_per_weight"], *p["interval"], color=COLOURS["float"], linewidth=0.8)
     if here is not None:
-        ax.plot(*[[v] for v in here], linestyle="", marker="o", markersize=10, color=COLOURS["worst"], label="this model")
+        ax.plot(
+            *[[v] for v in here], linestyle="", marker="o", markersize=10, color=COLOURS["worst"], label="this model"
+        )
     ax.set_yscale("log")
     ax.set_xlabel("bits per weight, metadata included")
     ax.set_ylabel("mean KL, nats")
@@ -96,7 +98,9 @@ def check_points(data: Any) -> list[dict[str, Any]]:
     """Points of :func:`pareto_figure` as JSON gives them: [{"name", "bits_per_weight", "kl", "interval": [low, high]}].
     Raises ValueError."""
     if not isinstance(data, list) or not data:
-        raise ValueError('Pareto points are a list of objects such as {"name": "int4", "bits_per_weight": 4.25, "kl": 0.01}')
+        raise ValueError(
+            'Pareto points are a list of objects such as {"name": "int4", "bits_per_weight": 4.25, "kl": 0.01}'
+        )
     out = []
     for i, point in enumerate(data):
         known = isinstance(point, dict) and isinstance(point.get("name"), str)

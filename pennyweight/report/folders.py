@@ -36,8 +36,6 @@ def load_tokenizer(folder: str) -> Any:
     except Exception as error:  # whatever transformers makes of the files there
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: {reason}") from error
-    if not hasattr(tokenizer, "__call__"):
-        raise ValueError(f"{folder}: its tokenizer cannot be called on text")
     return tokenizer
 
 
@@ -66,7 +64,7 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def kind_of_model(model: nn.Module) -> str:
-    """"embeddings" of an encoder without a head, "logits" of any other; see :func:`pennyweight.compare`."""
+    """ "embeddings" of an encoder without a head, "logits" of any other; see :func:`pennyweight.compare`."""
     return "logits" if is_causal(model) or _has_head(model) else "embeddings"
 
 
@@ -106,7 +104,9 @@ def text_batches(
         sequences = [ids for text in texts for ids in _windows(tokenizer, text, length)]
     else:
         lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
-        sequences = [] if not lines else tokenizer(_spread(lines, limit), truncation=True, max_length=length)["input_ids"]
+        sequences = (
+            [] if not lines else tokenizer(_spread(lines, limit), truncation=True, max_length=length)["input_ids"]
+        )
     sequences = _spread(sequences, limit)
     if not sequences:
         raise ValueError("the text holds not one sequence of two tokens")

@@ -1,8 +1,8 @@
 """golden.safetensors, read and written.
 
-    __metadata__        {"format": "pt", "pennyweight_golden": JSON {"version": 1, "kind", "bound", "width", "batches"}}
-    input.<i>.<name>    tensor, keyword argument of batch i;  input.<i>.<j>, j a number: its j-th argument
-    rows.<i>            int32 [rows];  values.<i> float32 [rows, k];  indices.<i> int32 [rows, k]
+__metadata__        {"format": "pt", "pennyweight_golden": JSON {"version": 1, "kind", "bound", "width", "batches"}}
+input.<i>.<name>    tensor, keyword argument of batch i;  input.<i>.<j>, j a number: its j-th argument
+rows.<i>            int32 [rows];  values.<i> float32 [rows, k];  indices.<i> int32 [rows, k]
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def _golden(path: str, facts: dict[str, Any], entries: Mapping[str, Entry], tens
         if not bool(torch.isfinite(values).all()):
             raise CheckpointError(path, f"values.{i}", "holds NaN or inf")
         if bool((rows < 0).any()) or bool(((indices < 0) | (indices >= width)).any()):
-            raise CheckpointError(path, f"indices.{i}", f"rows and indices must lie in the output; its width is {width}")
+            raise CheckpointError(
+                path, f"indices.{i}", f"rows and indices must lie in the output; its width is {width}"
+            )
     if not any(len(rows) for rows in outputs["rows"]):
         raise CheckpointError(path, "rows.0", "no row of outputs is stored")
     inputs = _inputs(path, count, tensors)

@@ -20,7 +20,7 @@ _PART = 1 << 24  # elements of a weight in float64 at a time
 
 @dataclass(frozen=True)
 class Pair:
-    """One weight of both models. tied: the first name of the same tensor in the quantized model, "" where this is it."""
+    """One weight of both models. tied: the first name of the same tensor in the quantized model, "" for that itself."""
 
     name: str
     exact: Place

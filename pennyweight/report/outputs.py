@@ -79,7 +79,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def embeddings_of(output: Any, batch: Any, pooling: str) -> Tensor:
-    """[B, D]: a tensor of that shape as it is, hidden states [B, T, D] pooled. Raises ValueError where there is none."""
+    """[B, D]: a tensor of that shape as it is, hidden states [B, T, D] pooled. Raises ValueError for anything else."""
     found = next((t for n in ("sentence_embedding", "last_hidden_state") if (t := _field(output, n)) is not None), None)
     if found is None and _field(output, "logits") is None:
         found = next(iter(floats(output)), None)
@@ -110,7 +110,7 @@ def _say(output: Any) -> str:
 
 
 def labels_rule(model: nn.Module, labels: str | None) -> str:
-    """"next": position t tells the token after it; "same": the batch's "labels" are those of the rows; "none".
+    """ "next": position t tells the token after it; "same": the batch's "labels" are those of the rows; "none".
 
     None: "next" of a model of transformers that can generate from its own tokens, "same" of other models, whose
     labels count where a batch has some.

@@ -193,8 +193,8 @@ def _table(page: Page) -> dict[str, Any]:
         name = f"{w.name} (tied to {w.tied})" if w.tied else w.name
         shape = "×".join(map(str, w.shape))
         row = [
-            _cell(name, w.name, "l name"), _cell(shape, w.weights), _cell(w.scheme or "left alone", w.scheme, "l scheme"),
-            _cell(f"{w.bits_per_weight:.3f}", w.bits_per_weight), _cell(f"{w.bytes:,}", w.bytes),
+            _cell(name, w.name, "l name"), _cell(shape, w.weights),
+            _cell(w.scheme or "left alone", w.scheme, "l scheme"), _cell(f"{w.bits_per_weight:.3f}", w.bits_per_weight), _cell(f"{w.bytes:,}", w.bytes),
         ]  # fmt: skip
         row += [_db(w.weight_sqnr)] if errors else []
         row += [_db(w.layer_sqnr), _db(w.stream_sqnr)] if page.comparison is not None else []
@@ -204,9 +204,9 @@ def _table(page: Page) -> dict[str, Any]:
     note = "Click a heading to sort."
     if page.comparison is not None:
         note += (
-            " SQNR in dB, higher is better: of the weight; of the layer's output where both layers get the float model's "
-            "input (what this layer costs by itself); and of its output where each runs in its own model (with all that "
-            "came before)."
+            " SQNR in dB, higher is better: of the weight; of the layer's output where both layers get the float "
+            "model's input (what this layer costs by itself); and of its output where each runs in its own model "
+            "(with all that came before)."
         )
     return {"columns": [{"name": n, "left": left, "help": h} for n, left, h in columns], "rows": rows, "note": note}
 
