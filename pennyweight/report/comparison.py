@@ -57,9 +57,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp of the mean -log of the probability of the labels: of both models, their ratio and its 95 % interval."""
+    """exp of the mean -log of the probability of the labels: of the float model (reference), of the quantized one,
+    their ratio and its 95 % interval."""
 
-    float: float
+    reference: float
     quantized: float
     ratio: float
     interval: tuple[float, float] | None
@@ -174,7 +175,7 @@ class Comparison:
         if self.perplexity is not None:
             p = self.perplexity
             interval = f" (95 %: {_range(p.interval, '.5g')})" if p.interval else ""
-            text = f"{p.float:.5g} -> {p.quantized:.5g}, ratio {p.ratio:.5g}{interval}, {p.tokens:,} tokens"
+            text = f"{p.reference:.5g} -> {p.quantized:.5g}, ratio {p.ratio:.5g}{interval}, {p.tokens:,} tokens"
             out.append(("perplexity", text))
         if self.top1 is not None:
             out.append(("top-1 agreement", f"{self.top1:.2%}"))

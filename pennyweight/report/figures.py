@@ -70,7 +70,7 @@ def activation_figure(inputs: Inputs, label: str) -> str:
 
 def pareto_figure(points: Sequence[dict[str, Any]], here: tuple[float, float] | None, label: str) -> str:
     """KL over bits per weight, logarithmic; ``here``: this model."""
-    fig, (ax,) = _figure(7.2, 3.4)
+    fig, (ax,) = _figure(7.2, 3.4, right=1.7)
     groups: dict[str, list[dict[str, Any]]] = {}
     for p in points:
         groups.setdefault(p["name"], []).append(p)
@@ -89,7 +89,7 @@ def pareto_figure(points: Sequence[dict[str, Any]], here: tuple[float, float] | 
         )
     ax.set_yscale("log")
     ax.set_xlabel("bits per weight, metadata included")
-    ax.set_ylabel("mean KL, nats")
+    ax.set_title("mean KL, nats", loc="left", fontsize=8.5, color=COLOURS["muted"])
     ax.legend(fontsize=8, frameon=False, labelcolor=COLOURS["ink"], loc="center left", bbox_to_anchor=(1.01, 0.5))
     return _svg(fig, label)
 
@@ -122,10 +122,13 @@ def _positive(value: Any) -> bool:
 # -- matplotlib ------------------------------------------------------------------------------------------------------
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Sequence[Any]]:
+def _figure(width: float, height: float, columns: int = 1, right: float = 0.08) -> tuple[Any, Sequence[Any]]:
+    """Margins in inches are fixed: to fit them to the text takes matplotlib longer than all the drawing."""
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(width, height), layout="constrained")
+    fig = Figure(figsize=(width, height))
+    margins = {"left": 0.42 / width, "right": 1 - right / width, "bottom": 0.42 / height, "top": 1 - 0.08 / height}
+    fig.subplots_adjust(**margins, wspace=0.16)
     fig.patch.set_alpha(0)
     axes = fig.subplots(1, columns, squeeze=False)[0]
     for ax in axes:

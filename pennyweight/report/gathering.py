@@ -51,8 +51,7 @@ def gather(
     title = os.path.basename(os.path.realpath(quantized_dir)) or quantized_dir
     points = None if pareto is None else figures.check_points(pareto)
     if not float_dir:
-        layers, nbytes = _stored(quantized_dir)
-        page = Page(title, command, _versions(), layers, nbytes)
+        page = Page(title, command, _versions(), *_stored(quantized_dir))
         return _with_pareto(page, points)
     written = read_texts(texts)
     told(f"loading {float_dir}")
@@ -84,7 +83,7 @@ def gather(
 
 def _stored(folder: str) -> tuple[list[Layer], int]:
     """(layers of a checkpoint by its headers, bytes of all tensors)."""
-    layers = []
+    layers: list[Layer] = []
     with open_checkpoint(folder) as checkpoint:
         total = sum(held.nbytes for held in checkpoint.held.values())
         for name, held in checkpoint.held.items():
@@ -113,7 +112,8 @@ def _histograms(exact: nn.Module, found: nn.Module, layers: Sequence[Layer]) -> 
 
 def _inputs(exact: nn.Module, batches: Any) -> list[Any]:
     """Those with the strongest outliers, layers that read the very same input once."""
-    seen, out = set(), []
+    seen: set[object] = set()
+    out: list[Any] = []
     for one in activations(exact, batches):
         key = (one.channels.numpy().tobytes(), one.bins.numpy().tobytes())
         if key not in seen and len(out) < ACTIVATIONS:

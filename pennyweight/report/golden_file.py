@@ -117,8 +117,8 @@ def _golden(path: str, facts: dict[str, Any], entries: Mapping[str, Entry], tens
     if not any(len(rows) for rows in outputs["rows"]):
         raise CheckpointError(path, "rows.0", "no row of outputs is stored")
     inputs = _inputs(path, count, tensors)
-    fixed = (tuple(outputs[name]) for name in _OUTPUTS)
-    return Golden(facts["kind"], inputs, *fixed, width, float(facts["bound"]))
+    at_rows, values_of, indices_of = (tuple(outputs[name]) for name in _OUTPUTS)
+    return Golden(facts["kind"], inputs, at_rows, values_of, indices_of, width, float(facts["bound"]))
 
 
 def _inputs(path: str, count: int, tensors: dict[str, Tensor]) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,10 +152,11 @@ def golden(
     assert kind is not None
     if not any(len(at) for at, _, _ in found):
         raise ValueError("no row of the outputs counts: the masks are all zero")
-    made = Golden(kind, tuple(some), *(tuple(column) for column in zip(*found, strict=True)), width, SLACK[kind])
+    at_rows, values_of, indices_of = zip(*found, strict=True)
+    made = Golden(kind, tuple(some), at_rows, values_of, indices_of, width, SLACK[kind])
     if quantized is None:
         return made
-    return Golden(**{**vars(made), "bound": TIMES * verify(quantized, made).figure + SLACK[kind]})
+    return replace(made, bound=TIMES * verify(quantized, made).figure + SLACK[kind])
 
 
 def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: float | None = None) -> Verification:

@@ -19,9 +19,9 @@ _CHUNK = 1 << 22  # logits in float64 at a time
 
 
 class Spread(NamedTuple):
-    """Of many values: how many, mean, median, 99th percentile (linear between neighbours, as numpy's), largest."""
+    """Of a number of values: mean, median, 99th percentile (linear between neighbours, as numpy's), largest."""
 
-    count: int
+    number: int
     mean: float
     median: float
     p99: float

@@ -93,7 +93,7 @@ def _tiles(page: Page) -> list[dict[str, str]]:
         out.append(_tile(f"Mean {KL_OF[c.kind]}", f"{c.kl.mean:.3g}", f"nats; {interval}p99 {c.kl.p99:.3g}"))
     if c is not None and c.perplexity is not None:
         p = c.perplexity
-        out.append(_tile("Perplexity", f"× {p.ratio:.4f}", f"{p.float:.4g} to {p.quantized:.4g}"))
+        out.append(_tile("Perplexity", f"× {p.ratio:.4f}", f"{p.reference:.4g} to {p.quantized:.4g}"))
     if c is not None and c.top1 is not None:
         what = {"embeddings": "same nearest neighbour", "logits": "same likeliest token"}.get(c.kind, "")
         out.append(_tile("Top-1 agreement", f"{c.top1:.1%}", what))
@@ -161,9 +161,9 @@ def _heat(layers: Sequence[Layer]) -> dict[str, Any] | None:
     for kind in sorted(found, key=lambda k: _order(k, found[k])):
         cells: list[dict[str, str] | None] = []
         for d in depths:
-            w = found[kind].get(d)
-            v = 0.0 if w is None or high == low else (high - w.worst) / (high - low)
-            cells.append(None if w is None else {"v": f"{v:.3f}", "text": f"{w.worst:.1f}", "name": w.name})
+            here = found[kind].get(d)
+            v = 0.0 if here is None or high == low else (high - here.worst) / (high - low)
+            cells.append(None if here is None else {"v": f"{v:.3f}", "text": f"{here.worst:.1f}", "name": here.name})
         rows.append({"kind": kind, "cells": cells})
     what = "SQNR of each layer's output, given the float model's input," if measured else "SQNR of each weight"
     return {"depths": depths, "rows": rows, "what": what}
@@ -193,9 +193,12 @@ def _table(page: Page) -> dict[str, Any]:
         name = f"{w.name} (tied to {w.tied})" if w.tied else w.name
         shape = "×".join(map(str, w.shape))
         row = [
-            _cell(name, w.name, "l name"), _cell(shape, w.weights),
-            _cell(w.scheme or "left alone", w.scheme, "l scheme"), _cell(f"{w.bits_per_weight:.3f}", w.bits_per_weight), _cell(f"{w.bytes:,}", w.bytes),
-        ]  # fmt: skip
+            _cell(name, w.name, "l name"),
+            _cell(shape, w.weights),
+            _cell(w.scheme or "left alone", w.scheme, "l scheme"),
+            _cell(f"{w.bits_per_weight:.3f}", w.bits_per_weight),
+            _cell(f"{w.bytes:,}", w.bytes),
+        ]
         row += [_db(w.weight_sqnr)] if errors else []
         row += [_db(w.layer_sqnr), _db(w.stream_sqnr)] if page.comparison is not None else []
         times = {t.rows: t for t in page.latency.get(w.name, ())}
