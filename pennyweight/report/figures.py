@@ -23,6 +23,7 @@ COLOURS = {
     "worst": "#101112",
 }  # fmt: skip
 _HISTOGRAM_BINS = 81
+_COLUMNS = 400  # of one panel: neighbouring channels share one where there are more
 
 
 def weight_histogram(exact: Tensor, found: Tensor, label: str) -> str:
@@ -58,10 +59,12 @@ def activation_figure(inputs: Inputs, label: str) -> str:
     left.set_xlabel("|input|")
     channels = inputs.channels.double()
     limit = OUTLIER * float(channels.median())
-    at = torch.arange(len(channels))
-    out = channels > limit
-    right.vlines(at[~out].tolist(), 0, channels[~out].tolist(), color=COLOURS["float"], linewidth=0.6)
-    right.vlines(at[out].tolist(), 0, channels[out].tolist(), color=COLOURS["worst"], linewidth=1.4)
+    out = (channels > limit).nonzero().flatten()
+    step = -(-len(channels) // _COLUMNS)
+    columns = torch.nn.functional.max_pool1d(channels[None], step, ceil_mode=True)[0].tolist()
+    ends = [min(i * step, len(channels)) for i in range(len(columns) + 1)]
+    right.stairs(columns, ends, fill=True, color=COLOURS["float"], linewidth=0)
+    right.vlines(out.tolist(), 0, channels[out].tolist(), color=COLOURS["worst"], linewidth=1.4)
     right.axhline(limit, color=COLOURS["muted"], linewidth=0.7, linestyle=(0, (3, 3)))
     right.set_ylim(bottom=0)
     right.set_xlabel("channel: its largest |input|")

@@ -275,7 +275,9 @@ def test_check_names_figures_and_the_worst_layers() -> None:
     model = llama()
     found = pw.compare(model, quantized(model, pw.IntxWeightOnlyConfig(torch.int2, pw.PerGroup(32))), prompts())
     assert found.check(max_kl=100, min_top1=0.0, max_error=100) is found
-    with pytest.raises(ValueError, match="nats, at most 0.001 asked; top-1 agreement is .* at least 99.90% asked") as e:
+    with pytest.raises(
+        ValueError, match=r"nats, at most 0.001 asked; top-1 agreement is .* at least 99.90% asked"
+    ) as e:
         found.check(max_kl=0.001, min_top1=0.999, max_error=0.01)
     assert "relative error of the outputs is" in str(e.value)
     for w in found.worst():
@@ -289,7 +291,7 @@ def test_check_refuses_a_bound_on_nothing() -> None:
     found = pw.compare(model, quantized(model), [torch.randn(4, 32)])
     with pytest.raises(ValueError, match="max_kl is about distributions, and the outputs were compared as 'tensor'"):
         found.check(max_kl=1)
-    with pytest.raises(ValueError, match="relative error of the outputs is .*, at most 1e-06 asked"):
+    with pytest.raises(ValueError, match=r"relative error of the outputs is .*, at most 1e-06 asked"):
         found.check(max_error=1e-6)
 
 

@@ -97,7 +97,7 @@ def test_a_corrupted_weight_is_detected(how: str) -> None:
     found = pw.verify(model, made)
     assert not found.ok
     assert str(found).startswith("NOT as expected: mean KL")
-    with pytest.raises(ValueError, match="NOT as expected.*a kernel .see pennyweight doctor. or a dtype"):
+    with pytest.raises(ValueError, match=r"NOT as expected.*a kernel .see pennyweight doctor. or a dtype"):
         found.check()
 
 
