@@ -67,6 +67,7 @@ def activation_figure(inputs: Inputs, label: str) -> str:
     right.vlines(out.tolist(), 0, channels[out].tolist(), color=COLOURS["worst"], linewidth=1.4)
     right.axhline(limit, color=COLOURS["muted"], linewidth=0.7, linestyle=(0, (3, 3)))
     right.set_ylim(bottom=0)
+    right.set_xlim(0, len(channels))
     right.set_xlabel("channel: its largest |input|")
     return _svg(fig, label)
 
@@ -92,7 +93,6 @@ def pareto_figure(points: Sequence[dict[str, Any]], here: tuple[float, float] | 
         )
     ax.set_yscale("log")
     ax.set_xlabel("bits per weight, metadata included")
-    ax.set_title("mean KL, nats", loc="left", fontsize=8.5, color=COLOURS["muted"])
     ax.legend(fontsize=8, frameon=False, labelcolor=COLOURS["ink"], loc="center left", bbox_to_anchor=(1.01, 0.5))
     return _svg(fig, label)
 

@@ -10,7 +10,7 @@ import pytest
 
 import pennyweight as pw
 
-VOID = {"meta", "br", "hr", "img", "input", "link"}
+VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 
 
 class Page(HTMLParser):
