@@ -28,7 +28,10 @@ MaxKL = Annotated[
 def evaluate(
     float_dir: Annotated[str, typer.Argument(metavar="FLOAT_DIR", help="The float model's folder.")],
     quantized_dir: Annotated[
-        str, typer.Argument(metavar="QUANTIZED_DIR", help="The quantized one's, of any format that inspect reads.")
+        str,
+        typer.Argument(
+            metavar="QUANTIZED_DIR", help="The quantized one's folder or file, of any format that inspect reads."
+        ),
     ],
     text: Texts = None,
     batch: Batch = 8,
@@ -52,7 +55,8 @@ def evaluate(
 
     from ..report.folders import load_folder
 
-    found = compare_folders(load_folder(float_dir), load_folder(quantized_dir), float_dir, text, batch, length, limit)
+    exact, small = load_folder(float_dir), load_folder(quantized_dir, float_dir)
+    found = compare_folders(exact, small, float_dir, text, batch, length, limit)
     if report_path == "-":
         typer.echo(found.to_json())
     else:

@@ -208,12 +208,15 @@ class Comparison:
             table.add_row(*map(Text, (name, "×".join(map(str, w.shape)), w.scheme or "left alone", *figures)))
         out = StringIO()
         lines = [f"{what + ':':<24}{figure}" for what, figure in self.summary()]
-        lines += [f"not compared: {text}" for text in self.unmatched]
+        lines += [f"not compared: {text}" for text in self.unmatched[:UNMATCHED]]
+        if len(self.unmatched) > UNMATCHED:
+            lines.append(f"not compared: {len(self.unmatched) - UNMATCHED} more, see .unmatched")
         Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
         return "\n".join(lines) + "\n" + out.getvalue()
 
 
 SHOWN = 24  # layers that are printed of a large model
+UNMATCHED = 8
 _THINGS = {"logits": "distributions", "embeddings": "embeddings", "tensor": "rows"}
 
 

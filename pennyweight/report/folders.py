@@ -16,10 +16,15 @@ BATCH, LENGTH, LIMIT = 8, 256, 64
 MAX_TEXT_BYTES = 64 << 20  # of one file; what is evaluated on is a few hundred kilobytes
 
 
-def load_folder(folder: str) -> nn.Module:
-    """The model of a Hugging Face folder, in any format that pw.load reads, in eval mode. Raises CheckpointError."""
-    model = fresh_model(folder)
-    load(folder, model)
+def load_folder(path: str, like: str = "") -> nn.Module:
+    """The model of a checkpoint in any format that pw.load reads, in eval mode. Raises CheckpointError.
+
+    path  a Hugging Face folder; or, if the architecture is told by the folder ``like``, one without config.json, or a
+          file such as model.gguf
+    """
+    alone = not like or (os.path.isdir(path) and read_config(path) is not None)
+    model = fresh_model(path if alone else like)
+    load(path, model)
     return model.eval()
 
 
@@ -99,6 +104,9 @@ def text_batches(
     for name, value in (("batch", batch), ("length", length), ("limit", limit)):
         if value is not None and value < (2 if name == "length" else 1):
             raise ValueError(f"{name} must be at least {2 if name == 'length' else 1}, got {value}")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        name = type(model).__name__
+        raise ValueError(f"{name} reads one text and writes another; call pw.compare with inputs of your own")
     length = min(length, _longest(model))
     if is_causal(model):
         sequences = [ids for text in texts for ids in _windows(tokenizer, text, length)]

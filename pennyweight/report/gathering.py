@@ -57,7 +57,7 @@ def gather(
     told(f"loading {float_dir}")
     exact = load_folder(float_dir)
     told(f"loading {quantized_dir}")
-    found = load_folder(quantized_dir)
+    found = load_folder(quantized_dir, float_dir)
     comparison: Comparison | None = None
     inputs = []
     if written:

@@ -42,10 +42,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def weights(model: nn.Module) -> Iterator[list[Place]]:
-    """Every weight that a layer is about, and every quantized parameter, with all its places."""
+def weights(model: nn.Module, every: bool = False) -> Iterator[list[Place]]:
+    """Every weight that a layer is about, and every quantized parameter, with all its places. every: all matrices."""
     for where in places(model):
-        kept = [p for p in where if p.get().ndim > 1 and (p.own or isinstance(p.get(), AffineQuantizedTensor))]
+        quantized = every or isinstance(where[0].get(), AffineQuantizedTensor)
+        kept = [p for p in where if p.get().ndim > 1 and (p.own or quantized)]
         if kept:
             yield kept
     frozen: dict[int, list[Place]] = {}
@@ -61,13 +62,15 @@ def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ..
 
     A module that has two names is one layer, under the first of them.
     """
-    theirs = {p.name: p for where in weights(exact) for p in _once(where)}
+    theirs = {p.name: p for where in weights(exact, every=True) for p in _once(where)}
     ours = {p.name: (p, where[0].name) for where in weights(found) for p in _once(where)}
+    known = {p.name for where in weights(found, every=True) for p in where}
     both, apart = [], []
     order = {name: i for i, (name, _) in enumerate(exact.named_modules(remove_duplicate=False))}
     for name, place in sorted(theirs.items(), key=lambda item: order.get(item[1].module_name, 0)):
         if name not in ours:
-            apart.append(f"{name}: only the float model has it")
+            if place.own or name not in known:
+                apart.append(f"{name}: only the float model has it")
         elif place.get().shape != ours[name][0].get().shape:
             shapes = f"{list(place.get().shape)} and {list(ours[name][0].get().shape)}"
             apart.append(f"{name}: the models have shapes {shapes}")

@@ -1,6 +1,7 @@
 """eval: its figures are pw.compare's on the same text, and what it refuses it refuses in one line."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import pennyweight as pw
 from pennyweight.report.folders import pooling_of, text_batches
-from tests.cli.conftest import write_text
+from tests.cli.conftest import add_tokenizer, write_text
 
 
 @pytest.fixture
@@ -51,6 +52,29 @@ def test_an_encoder_is_compared_by_its_embeddings(run: Any, encoder: Path, text:
     expected = pw.compare(exact, found, batches, kind="embeddings")
     assert data["kl"]["mean"] == pytest.approx(expected.kl.mean, rel=1e-2)  # batches are padded there
     assert 0 < data["kl"]["mean"] < 0.01
+
+
+def test_a_file_of_another_format(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
+    shutil.copytree(writer, tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bare" / name).unlink()
+    made = run("convert", tmp_path / "bare", tmp_path / "small.gguf", "--to", "gguf", "--type", "q8_0")
+    assert made.exit_code == 0, made.stderr
+    result = run("eval", writer, tmp_path / "small.gguf", "--text", text, "--json", "-")
+    data = json.loads(result.stdout)
+    assert data["unmatched"] == []
+    assert data["bits_per_weight"] == 8.5
+    assert 0 < data["kl"]["mean"] < 0.01
+
+
+def test_two_texts_in_one_model_are_refused(run: Any, text: Path, tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "t5")
+    add_tokenizer(tmp_path / "t5")
+    result = run("eval", tmp_path / "t5", tmp_path / "t5", "--text", text)
+    assert "T5ForConditionalGeneration reads one text and writes another" in result.stderr
 
 
 def test_the_bound(run: Any, writer: Path, small: Path, text: Path) -> None:

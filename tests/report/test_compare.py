@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+from transformers.pytorch_utils import Conv1D
 
 import pennyweight as pw
 from pennyweight.report import comparing
-from tests.report.small import bert, llama, mlp, prompts, quantized
+from tests.report.small import SIZES, bert, llama, mlp, prompts, quantized
 
 
 def layer(found: pw.Comparison, name: str) -> Any:
@@ -266,6 +268,82 @@ def test_outputs_that_cannot_be_compared() -> None:
         pw.compare(a, b, [torch.ones(2, 32)])
     with pytest.raises(ValueError, match="kind='embeddings' needs a tensor"):
         pw.compare(llama(), llama(), prompts(1), kind="embeddings")
+
+
+@torch.no_grad()
+def test_labels_of_a_model_of_ones_own() -> None:
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(ids))
+
+    torch.manual_seed(0)
+    model = Tiny()
+    ids = torch.randint(0, 50, (3, 9))
+    small = quantized(model)
+    assert pw.compare(model, small, [ids], kind="logits").perplexity is None
+    found = pw.compare(model, small, [(ids,)], kind="logits", labels="next").perplexity
+    expected = F.cross_entropy(small(ids)[:, :-1].reshape(-1, 50), ids[:, 1:].reshape(-1)).exp()
+    assert found.quantized == pytest.approx(expected.item(), rel=1e-6)
+    assert found.tokens == 24
+
+
+@torch.no_grad()
+def test_labels_that_a_batch_brings() -> None:
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=5)).eval()
+    small = quantized(model)
+    batch = prompts(1)[0] | {"labels": torch.tensor([1, 4, -100])}
+    found = pw.compare(model, small, [batch])
+    logits = small(**batch).logits
+    assert found.perplexity.tokens == 2
+    assert found.perplexity.quantized == pytest.approx(F.cross_entropy(logits[:2], batch["labels"][:2]).exp().item())
+    assert pw.compare(model, small, [batch], labels="none").perplexity is None
+
+
+@torch.no_grad()
+def test_an_encoder_decoder_by_its_decoders_mask() -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+    model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
+    batch = {
+        "input_ids": torch.randint(0, 64, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "decoder_input_ids": torch.randint(0, 64, (2, 5)),
+        "decoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]),
+    }  # fmt: skip
+    found = pw.compare(model, quantized(model), [batch])
+    assert (found.rows, found.perplexity, found.kind) == (7, None, "logits")
+    assert len(found.quantized) > 10
+
+
+def test_weights_that_are_no_layers_own_and_transposed_ones() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(4, 32, 64))
+            self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+            self.conv = Conv1D(48, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.attention(x, x, x, need_weights=False)[0].contiguous()
+            return self.conv(x), torch.bmm(x.reshape(1, -1, 64).expand(4, -1, -1), self.up.transpose(1, 2))
+
+    torch.manual_seed(0)
+    model = Experts()
+    int8 = pw.Int8WeightOnlyConfig()
+    small = quantized(model, pw.FqnToConfig({"up": int8, "conv": int8, "attention": int8}))
+    found = pw.compare(model, small, [torch.randn(2, 5, 64)])
+    layers = {w.name: w for w in found.layers}
+    assert layers.keys() == {"up", "attention.in_proj_weight", "attention.out_proj.weight", "conv.weight"}
+    assert all(35 < w.weight_sqnr < 60 for w in found.quantized)
+    assert (layers["up"].calls, layers["up"].layer_sqnr, layers["up"].stream_sqnr) == (0, None, None)
+    assert 30 < layers["conv.weight"].layer_sqnr < 60
+    assert 30 < layers["attention.in_proj_weight"].layer_sqnr < 60
+    assert layers["conv.weight"].bits_per_weight == pytest.approx(8 + 32 / 64)
+    assert found.error < 0.05
 
 
 # -- gates -----------------------------------------------------------------------------------------------------------
