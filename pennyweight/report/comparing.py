@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ from ..core.tensor import AffineQuantizedTensor
 from . import metrics
 from .comparison import Comparison, Layer
 from .layers import Pair, first_tensor, like, model_bytes, pairs, stored_bytes, unwrapped, weight_sqnr
-from .outputs import KINDS, Sums, batches_of, call, evaluating, kind_of_output, labels_rule
+from .outputs import KINDS, Sums, batches_of, call, counting, evaluating, kind_of_output, labels_rule
 
 # Bytes of the float model's layer outputs that are held while the quantized one runs the same batch. Where a batch has
 # more, both run it again for the rest.
@@ -37,7 +38,8 @@ def compare(
 ) -> Comparison:
     """What quantization changed in a model's outputs, and which layers did it.
 
-    batches      tensors, tuples of arguments, or mappings of keyword arguments; "attention_mask" says what counts
+    batches      tensors, tuples of arguments, or mappings of keyword arguments; "attention_mask" says which tokens
+                 count, in the outputs and in those of layers
     kind         of the outputs: "logits" [.., classes], "embeddings" ([B, D], or hidden states that are pooled) or
                  "tensor". Default: logits where the output has ``.logits``, else tensor
     labels       "next" token, "same" (the batch's "labels") or "none"; default: see outputs.labels_rule
@@ -123,9 +125,11 @@ class _Probe:
         self.stream: dict[str, list[float]] = {}  # each in its own model
         self.calls: Counter[str] = Counter()
         self.busy = False
+        self.batch: Any = None
 
     def run(self, exact: nn.Module, found: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Outputs of both on a batch."""
+        self.batch = batch
         outputs: tuple[Any, Any] | None = None
         done: set[str] = set()
         while True:
@@ -170,7 +174,7 @@ class _Probe:
                 alone = first_tensor(pair.found.module(*args, **kwargs))
             finally:
                 self.busy = False
-            _add(self.alone, pair.name, y, alone)
+            self._add(self.alone, pair.name, y, alone)
         if pair.name in held or (pair.name not in done and (room[0] > 0 or not held)):
             # a copy: what follows may write into the output, as nn.ReLU(inplace=True) does
             held.setdefault(pair.name, []).append(y.detach().clone())
@@ -183,8 +187,17 @@ class _Probe:
         turn = seen[pair.name]
         seen[pair.name] += 1
         if turn < len(outputs):
-            _add(self.stream, pair.name, outputs[turn], first_tensor(output))
+            self._add(self.stream, pair.name, outputs[turn], first_tensor(output))
             outputs[turn] = None
+
+    def _add(self, sums: dict[str, list[float]], name: str, exact: Tensor, found: Tensor | None) -> None:
+        here = sums.setdefault(name, [0.0, 0.0])
+        if found is None or found.shape != exact.shape:
+            here[1] = math.inf
+            return
+        signal, noise = metrics.energies(counting(self.batch, exact), counting(self.batch, found))
+        here[0] += signal
+        here[1] += noise
 
     def layers(self, both: list[Pair]) -> tuple[Layer, ...]:
         """What is known of each layer: quantized ones first, the worst first."""
@@ -204,13 +217,6 @@ def _weight(exact: Tensor, found: Tensor) -> float:
         return metrics.decibels(1.0, 0.0)
     with torch.no_grad():
         return weight_sqnr(exact, found)
-
-
-def _add(sums: dict[str, list[float]], name: str, exact: Tensor, found: Tensor | None) -> None:
-    here = sums.setdefault(name, [0.0, 0.0])
-    signal, noise = metrics.energies(exact, found if found is not None else exact.new_empty(0))
-    here[0] += signal
-    here[1] += noise
 
 
 def _of(sums: dict[str, list[float]], name: str) -> float | None:

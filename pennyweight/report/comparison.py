@@ -17,7 +17,7 @@ KL_OF = {"logits": "KL(float || quantized)", "embeddings": "retrieval KL"}
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight and the layer it is in.
+    """One weight and the layer it is in: the module that holds it.
 
     weights       elements; bytes: as stored in a file, codes, padding, scales and every other part included
     weight_sqnr   of the weight itself, in dB

@@ -64,7 +64,7 @@ def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ..
     """
     theirs = {p.name: p for where in weights(exact, every=True) for p in _once(where)}
     ours = {p.name: (p, where[0].name) for where in weights(found) for p in _once(where)}
-    known = {p.name for where in weights(found, every=True) for p in where}
+    known = {p.name: p for where in weights(found, every=True) for p in _once(where)}
     both, apart = [], []
     order = {name: i for i, (name, _) in enumerate(exact.named_modules(remove_duplicate=False))}
     for name, place in sorted(theirs.items(), key=lambda item: order.get(item[1].module_name, 0)):
@@ -77,7 +77,7 @@ def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ..
         else:
             first = ours[name][1]
             both.append(Pair(name, place, ours[name][0], "" if first == name else first))
-    apart += [f"{name}: only the quantized model has it" for name in ours if name not in theirs]
+    apart += [f"{name}: only the quantized model has it" for name in known if name not in theirs]
     return both, tuple(apart)
 
 

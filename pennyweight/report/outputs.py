@@ -17,6 +17,7 @@ from .comparison import Perplexity
 
 KINDS = ("logits", "embeddings", "tensor")
 LABELS = ("next", "same", "none")
+MASKS = ("decoder_attention_mask", "attention_mask")
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -40,11 +41,21 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 def mask_of(batch: Any, shape: torch.Size) -> Tensor | None:
     """Which of [B, T] tokens count, where the batch says so."""
-    for name in ("decoder_attention_mask", "attention_mask"):
+    for name in MASKS:
         mask = batch.get(name) if isinstance(batch, Mapping) else None
         if isinstance(mask, Tensor) and mask.shape == shape:
             return mask.bool()
     return None
+
+
+def counting(batch: Any, output: Tensor) -> Tensor:
+    """The rows of a layer's output [B, T, ..] or [B · T, ..] whose tokens count; all, where the batch does not say."""
+    masks = [m for n in MASKS if isinstance(batch, Mapping) and isinstance(m := batch.get(n), Tensor) and m.ndim == 2]
+    if output.ndim > 2:
+        masks = [m for m in masks if m.shape == output.shape[:2]]
+        return output[masks[0].bool().to(output.device)] if len(masks) == 1 else output
+    masks = [m for m in masks if m.numel() == len(output)] if output.ndim == 2 else []
+    return output[masks[0].bool().flatten().to(output.device)] if len(masks) == 1 else output
 
 
 @contextmanager

@@ -73,10 +73,12 @@ def test_the_figures_of_a_layer() -> None:
         hook = m.get_submodule(name).register_forward_hook(lambda mod, x, y, m=m: seen.__setitem__(id(m), (x[0], y)))
         m(**batch)
         hook.remove()
-    x, y = seen[id(model)]
+    (x, y), (_, y_q) = seen[id(model)], seen[id(small)]
+    real = batch["attention_mask"].bool()
     w = layer(found, f"{name}.weight")
-    assert w.stream_sqnr == pytest.approx(decibels(y, seen[id(small)][1]), abs=1e-3)
-    assert w.layer_sqnr == pytest.approx(decibels(y, small.get_submodule(name)(x)), abs=1e-3)
+    assert w.stream_sqnr == pytest.approx(decibels(y[real], y_q[real]), abs=1e-3)
+    assert w.stream_sqnr != pytest.approx(decibels(y, y_q), abs=1e-3)  # padding does not count
+    assert w.layer_sqnr == pytest.approx(decibels(y[real], small.get_submodule(name)(x)[real]), abs=1e-3)
     weight = model.get_submodule(name).weight
     assert w.weight_sqnr == pytest.approx(decibels(weight, small.get_submodule(name).weight.dequantize()), abs=1e-3)
     assert w.stream_sqnr < w.layer_sqnr  # the layers before it cost something too
@@ -219,9 +221,10 @@ def test_what_only_one_model_has_is_told() -> None:
     wide = nn.Sequential(nn.Linear(32, 65), nn.ReLU(), nn.Linear(65, 10))
     x = torch.randn(4, 32)
     found = pw.compare(model, other, [x], kind="logits")
-    assert found.unmatched == ("3.weight: only the quantized model has it",)
-    assert "not compared: 3.weight: only the quantized model has it" in str(found)
-    assert pw.compare(other, model, [x]).unmatched == ("3.weight: only the float model has it",)
+    ours, theirs = "only the quantized model has it", "only the float model has it"
+    assert found.unmatched == (f"2.extra: {ours}", f"3.weight: {ours}")
+    assert f"not compared: 3.weight: {ours}" in str(found)
+    assert pw.compare(other, model, [x]).unmatched == (f"2.extra: {theirs}", f"3.weight: {theirs}")
     shapes = pw.compare(model, wide, [x]).unmatched
     assert "0.weight: the models have shapes [64, 32] and [65, 32]" in shapes
 
@@ -339,7 +342,8 @@ def test_weights_that_are_no_layers_own_and_transposed_ones() -> None:
     layers = {w.name: w for w in found.layers}
     assert layers.keys() == {"up", "attention.in_proj_weight", "attention.out_proj.weight", "conv.weight"}
     assert all(35 < w.weight_sqnr < 60 for w in found.quantized)
-    assert (layers["up"].calls, layers["up"].layer_sqnr, layers["up"].stream_sqnr) == (0, None, None)
+    assert layers["up"].layer_sqnr == layers["up"].stream_sqnr == pytest.approx(found.sqnr, abs=0.1)  # of all of it
+    assert (layers["attention.out_proj.weight"].calls, layers["attention.out_proj.weight"].layer_sqnr) == (0, None)
     assert 30 < layers["conv.weight"].layer_sqnr < 60
     assert 30 < layers["attention.in_proj_weight"].layer_sqnr < 60
     assert layers["conv.weight"].bits_per_weight == pytest.approx(8 + 32 / 64)
