@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from .models.configs import *  # noqa: F403
     from .models.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+    from .report import Comparison, Golden, Verification, assert_kl, compare, golden, verify
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "ActivationSpec",
     "AffineQuantizedTensor",
     "CheckpointError",
+    "Comparison",
     "ContractedAxis",
     "FPXWeightOnlyConfig",
     "FallbackError",
@@ -53,6 +55,7 @@ __all__ = [
     "Format",
     "FqnToConfig",
     "FrozenLinear",
+    "Golden",
     "Granularity",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
@@ -83,7 +86,10 @@ __all__ = [
     "Scheme",
     "SpecConfig",
     "UIntXWeightOnlyConfig",
+    "Verification",
     "__version__",
+    "assert_kl",
+    "compare",
     "convert",
     "dequantize_",
     "explain",
@@ -95,6 +101,7 @@ __all__ = [
     "fpx_weight_only",
     "freeze_",
     "get_format",
+    "golden",
     "improve",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
@@ -116,11 +123,12 @@ __all__ = [
     "thaw_",
     "uintx_weight_only",
     "unflatten",
+    "verify",
 ]
 
 # Tensors and kernels are there at once, so that a pickled weight loads and runs; the rest when it is first asked for,
 # because it would more than double the time of the import.
-_HOMES = ("models.configs", "models.granularity", "algorithms", "models", "io")
+_HOMES = ("models.configs", "models.granularity", "algorithms", "models", "io", "report")
 # Not in __all__: `from pennyweight import *` must not need the library that they are for
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 

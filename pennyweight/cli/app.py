@@ -8,11 +8,13 @@ import typer
 
 from .convert import convert
 from .doctor import doctor
+from .evaluate import evaluate
 from .explain import explain
 from .export_onnx import export_onnx
 from .inspect import inspect
 from .names import listing
 from .quantize import quantize
+from .report import report
 
 app = typer.Typer(
     name="pennyweight",
@@ -43,6 +45,7 @@ def root(
 
 # \b keeps the lines of the list apart
 app.command(epilog=f"\b\nConfigs:\n{listing()}")(quantize)
-for _command in (convert, inspect, explain, doctor):
+for _command in (convert, inspect, report, explain, doctor):
     app.command()(_command)
 app.command("export-onnx")(export_onnx)
+app.command("eval")(evaluate)

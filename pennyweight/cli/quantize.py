@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import Traceback, clearly
+from .evaluate import MaxKL, Texts, check_bound
 from .jobs import check_report_path, make_room, progress_bar, stopped, tell
 from .names import CONFIGS, build
 from .sizes import parse
@@ -45,23 +46,33 @@ def quantize(
         str, typer.Option(help="Where groups do not divide a row: pad, largest_divisor, skip or error.")
     ] = "pad",
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file, such as 500MB or 2GiB.")] = "4GB",
+    max_kl: MaxKL = None,
+    text: Texts = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write though OUT_DIR is not empty; a checkpoint there is replaced.")
     ] = False,
     traceback: Traceback = False,
 ) -> None:
-    """Quantize a checkpoint, disk to disk."""
+    """Quantize a checkpoint, disk to disk.
+
+    With --max-kl both models are loaded and run on --text, and nothing is written unless it passes.
+    """
     if not config:
         raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help says what they are")
     chosen, max_shard_bytes = build(config, group_size), parse(max_shard_size)
     check_report_path(report_path, None if dry_run else out_dir)
+    check_bound(max_kl)
+    if (max_kl is None) != (not text):
+        raise ValueError("--max-kl and --text go together: a bound, and what it is measured on")
+    if max_kl is not None and dry_run:
+        raise ValueError("--max-kl judges what was written; leave out --dry-run")
 
     from ..io import quantize_checkpoint
     from .contents import contents
 
-    def job(**how: Any) -> Report:
+    def job(folder: str = out_dir, **how: Any) -> Report:
         return quantize_checkpoint(
-            model_dir, out_dir, chosen, skip=tuple(skip or ()), on_indivisible=on_indivisible,
+            model_dir, folder, chosen, skip=tuple(skip or ()), on_indivisible=on_indivisible,
             max_shard_bytes=max_shard_bytes, **how,
         )  # fmt: skip
 
@@ -70,6 +81,12 @@ def quantize(
     before = contents(model_dir).file_bytes
     if dry_run:
         report, after = job(dry_run=True), None
+    elif max_kl is not None:
+        from .gate import gated
+
+        with progress_bar() as told:
+            report = gated(lambda folder: job(folder, progress=told), model_dir, out_dir, force, max_kl, text or [])
+        after = contents(out_dir).file_bytes
     else:
         make_room(out_dir, force, job)
         with progress_bar() as told, stopped():

@@ -1,0 +1,93 @@
+"""``pennyweight eval``: what quantization cost on a text, in figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .errors import Traceback, clearly
+from .jobs import check_report_path
+
+if TYPE_CHECKING:
+    from ..report import Comparison
+
+Texts = Annotated[
+    list[str] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to run both models on. Repeatable.")
+]
+Batch = Annotated[int, typer.Option(help="Sequences in one call of a model.")]
+Length = Annotated[int, typer.Option(help="Tokens of one sequence, at most.")]
+Limit = Annotated[int, typer.Option(help="Sequences in all, spread evenly over the text; 0 for all of it.")]
+MaxKL = Annotated[
+    float | None,
+    typer.Option("--max-kl", metavar="NATS", help="Fail, naming the worst layers, if the mean KL is above."),
+]
+
+
+@clearly
+def evaluate(
+    float_dir: Annotated[str, typer.Argument(metavar="FLOAT_DIR", help="The float model's folder.")],
+    quantized_dir: Annotated[
+        str,
+        typer.Argument(
+            metavar="QUANTIZED_DIR", help="The quantized one's folder or file, of any format that inspect reads."
+        ),
+    ],
+    text: Texts = None,
+    batch: Batch = 8,
+    length: Length = 256,
+    limit: Limit = 64,
+    report_path: Annotated[
+        str, typer.Option("--json", metavar="FILE", help="Write the figures there; - for stdout, instead of the table.")
+    ] = "",
+    max_kl: MaxKL = None,
+    full: Annotated[bool, typer.Option("--full", help="List every layer, not only the worst.")] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Measure what quantization cost on a text.
+
+    KL divergence from float, perplexity, agreement, and each layer's error. Models that write text are compared by
+    their logits, encoders by their embeddings. See docs/report.md.
+    """
+    check_text(text)
+    check_bound(max_kl)
+    check_report_path(report_path, None)
+
+    from ..report.folders import load_folder
+
+    exact, small = load_folder(float_dir), load_folder(quantized_dir, float_dir)
+    found = compare_folders(exact, small, float_dir, text, batch, length, limit)
+    if report_path == "-":
+        typer.echo(found.to_json())
+    else:
+        if report_path:
+            from ..io.write import write_bytes
+
+            write_bytes(report_path, f"{found.to_json()}\n".encode())
+        typer.echo(found.table(full=True) if full else str(found))
+    found.check(max_kl=max_kl)
+
+
+def check_text(text: list[str] | None) -> None:
+    """Raise ValueError where no text is given."""
+    if not text:
+        raise ValueError("--text is required: a file of text to run both models on")
+
+
+def check_bound(max_kl: float | None) -> None:
+    """Raise ValueError before an hour of work, not after it."""
+    if max_kl is not None and not max_kl > 0:
+        raise ValueError(f"--max-kl must be positive, got {max_kl}")
+
+
+def compare_folders(
+    exact: Any, found: Any, folder: str, text: list[str] | None, batch: int, length: int, limit: int
+) -> Comparison:
+    """Both models on a text, by the tokenizer of the float model's folder."""
+    from ..report import compare
+    from ..report.folders import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
+
+    batches = text_batches(
+        exact, load_tokenizer(folder), read_texts(text or []), batch=batch, length=length, limit=limit or None
+    )
+    return compare(exact, found, batches, kind=kind_of_model(exact), pooling=pooling_of(folder))

@@ -1,0 +1,97 @@
+"""``pennyweight report``: a quantized model on one HTML page."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from .errors import Traceback, clearly
+from .evaluate import Batch, Length, Limit, Texts
+
+MAX_PARETO_BYTES = 1 << 20
+
+
+@clearly
+def report(
+    quantized_dir: Annotated[
+        str, typer.Argument(metavar="QUANTIZED_DIR", help="A quantized checkpoint, of any format that inspect reads.")
+    ],
+    float_dir: Annotated[
+        str, typer.Option("--float", metavar="FLOAT_DIR", help="The float model's folder, to measure errors against.")
+    ] = "",
+    text: Texts = None,
+    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="The page.")] = "report.html",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time linear layers beside float on this machine, at 1 and 64 rows.")
+    ] = False,
+    pareto: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="JSON of other models to show beside: a list of name, bits_per_weight, kl."),
+    ] = "",
+    batch: Batch = 8,
+    length: Length = 256,
+    limit: Limit = 64,
+    traceback: Traceback = False,
+) -> None:
+    """Write a report as one HTML page that needs no network.
+
+    Sizes and schemes; with --float each weight's error; with --text what the outputs cost, layer by layer.
+    """
+    if text and not float_dir:
+        raise ValueError("--text needs --float: the model whose outputs are the right ones")
+    if measure and not float_dir:
+        raise ValueError("--measure needs --float: speed is told beside the float model")
+    folder = os.path.dirname(os.path.abspath(out))
+    if os.path.isdir(out) or not os.path.isdir(folder):
+        raise ValueError(f"{out}: {'is a folder' if os.path.isdir(out) else f'there is no folder {folder}'}")
+    points = read_points(pareto) if pareto else None
+
+    from ..io.write import write_bytes
+    from ..report.gathering import gather
+    from ..report.page import html
+
+    command = _command(
+        quantized_dir, float=(float_dir, ""), text=(text or [], ""), measure=(measure, False), pareto=(pareto, ""),
+        batch=(batch, 8), length=(length, 256), limit=(limit, 64), out=(out, "report.html"),
+    )  # fmt: skip
+    page = gather(
+        quantized_dir, float_dir, text or (), command=command, batch=batch, length=length, limit=limit or None,
+        measure=measure, pareto=points, told=_tell,
+    )  # fmt: skip
+    data = html(page).encode()
+    write_bytes(out, data)
+    typer.echo(f"{out}: {len(data):,} bytes, {len(page.layers)} layers")
+
+
+def read_points(path: str) -> Any:
+    """The JSON of a file of points."""
+    from ..io.strict_json import parse
+
+    with open(path, "rb") as file:
+        data = file.read(MAX_PARETO_BYTES + 1)
+    try:
+        return parse(data, max_bytes=MAX_PARETO_BYTES, max_depth=8, floats=True)
+    except ValueError as error:
+        raise ValueError(f"--pareto {path}: {error}") from error
+
+
+def _command(*arguments: Any, **options: Any) -> str:
+    """The command that makes the page again; options that are as they would be are left out."""
+    words = ["pennyweight", "report", *map(str, arguments)]
+    for name, (value, usual) in options.items():
+        flag = "-o" if name == "out" else f"--{name}"
+        for one in value if isinstance(value, list) else [value]:
+            if one is True:
+                words.append(flag)
+            elif one != usual:
+                words += [flag, str(one)]
+    return shlex.join(words)
+
+
+def _tell(text: str) -> None:
+    if sys.stderr.isatty():
+        typer.echo(f"pennyweight: {text}", err=True)

@@ -1,0 +1,9 @@
+"""What quantization cost: figures of outputs and layers, golden outputs, and pages that show them."""
+
+from .comparing import assert_kl, compare
+from .comparison import Comparison, Layer, Perplexity
+from .golden_outputs import Golden, Verification, golden, verify
+
+__all__ = [
+    "Comparison", "Golden", "Layer", "Perplexity", "Verification", "assert_kl", "compare", "golden", "verify",
+]  # fmt: skip

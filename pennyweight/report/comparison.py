@@ -1,0 +1,246 @@
+"""What pw.compare found: figures of the whole model, and of each layer, worst first."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..models.report import size
+from .metrics import Spread
+
+# What the figures of each kind of output are called
+KL_OF = {"logits": "KL(float || quantized)", "embeddings": "retrieval KL"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One weight and the layer it is in: the module that holds it.
+
+    weights       elements; bytes: as stored in a file, codes, padding, scales and every other part included
+    weight_sqnr   of the weight itself, in dB
+    layer_sqnr    of the layer's output where both layers get the float model's input: what this layer costs by itself
+    stream_sqnr   of the layer's output where each runs in its own model: with all that the layers before it cost
+    calls         in all batches; 0: never called as a module, so its outputs are not known
+    tied          another name of the same tensor, under which its bytes are counted; "" for most
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    scheme: str  # "" where it was left alone
+    weights: int
+    bytes_float: int
+    bytes: int
+    weight_sqnr: float
+    layer_sqnr: float | None = None
+    stream_sqnr: float | None = None
+    calls: int = 0
+    tied: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        return bool(self.scheme)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """8 · bytes / weights."""
+        return 8 * self.bytes / max(1, self.weights)
+
+    @property
+    def worst(self) -> float:
+        """By which layers are ordered, in dB: layer_sqnr, where it is not known weight_sqnr."""
+        return self.weight_sqnr if self.layer_sqnr is None else self.layer_sqnr
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean -log of the probability of the labels: of the float model (reference), of the quantized one,
+    their ratio and its 95 % interval."""
+
+    reference: float
+    quantized: float
+    ratio: float
+    interval: tuple[float, float] | None
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Figures of the outputs of two models on the same inputs; see :func:`pennyweight.compare`.
+
+    kind         "logits", "embeddings" or "tensor"
+    kl           in nats: of each token's (row's) distribution, or of embeddings the retrieval KL of each query. None
+                 for tensors, which are no distributions
+    kl_interval  of the mean: paired bootstrap over sequences, 95 %; None for a single sequence
+    top1         share of tokens where both models prefer the same; of embeddings: whose nearest neighbour is the same
+    cosine       of rows: mean and least
+    error        |y_q - y| / |y| of all outputs; sqnr: the same in dB
+    unmatched    weights that only one model has, or in other shapes: a sentence each
+    """
+
+    kind: str
+    sequences: int
+    rows: int
+    kl: Spread | None
+    kl_interval: tuple[float, float] | None
+    top1: float | None
+    perplexity: Perplexity | None
+    cosine: tuple[float, float]
+    error: float
+    sqnr: float
+    bytes_float: int
+    bytes: int
+    layers: tuple[Layer, ...]
+    unmatched: tuple[str, ...] = ()
+
+    @property
+    def quantized(self) -> tuple[Layer, ...]:
+        """Layers whose weight is quantized, worst first."""
+        return tuple(layer for layer in self.layers if layer.quantized)
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Of all quantized weights together, each once: 8 · stored bytes of all parts / weights."""
+        once = [layer for layer in self.quantized if not layer.tied]
+        weights = sum(layer.weights for layer in once)
+        return 8 * sum(layer.bytes for layer in once) / weights if weights else None
+
+    def worst(self, count: int = 5) -> tuple[Layer, ...]:
+        """Quantized layers that differ most from float, those first."""
+        return tuple(layer for layer in self.quantized if layer.worst < math.inf)[:count]
+
+    # -- the gate --------------------------------------------------------------------------------------------------
+
+    def check(
+        self, *, max_kl: float | None = None, min_top1: float | None = None, max_error: float | None = None
+    ) -> Comparison:
+        """Raise ValueError that names each figure beyond its bound, and the worst layers. Returns itself.
+
+        max_kl: of the mean, in nats; min_top1: a share between 0 and 1; max_error: of ``error``. NaN is beyond any.
+        """
+        bad = self.beyond(max_kl, min_top1, max_error)
+        if bad:
+            raise ValueError(f"{'; '.join(bad)}; {self.blame()}")
+        return self
+
+    def beyond(self, max_kl: float | None, min_top1: float | None, max_error: float | None) -> list[str]:
+        """A clause for each figure beyond its bound. Raises ValueError for a bound on a figure there is none of."""
+        for name, bound, figure in (("max_kl", max_kl, self.kl), ("min_top1", min_top1, self.top1)):
+            if bound is not None and figure is None:
+                raise ValueError(
+                    f"{name} is about distributions, and the outputs were compared as {self.kind!r}: pass "
+                    "kind='logits' or kind='embeddings' to compare, or bound max_error"
+                )
+        bad = []
+        if max_kl is not None and self.kl is not None and not self.kl.mean <= max_kl:
+            bad.append(f"mean {KL_OF[self.kind]} is {self.kl.mean:.3g} nats, at most {max_kl:g} asked")
+        if min_top1 is not None and self.top1 is not None and not self.top1 >= min_top1:
+            bad.append(f"top-1 agreement is {self.top1:.2%}, at least {min_top1:.2%} asked")
+        if max_error is not None and not self.error <= max_error:
+            bad.append(f"relative error of the outputs is {self.error:.3g}, at most {max_error:g} asked")
+        return bad
+
+    def blame(self, count: int = 5) -> str:
+        """The worst layers, and what to do."""
+        some = ", ".join(f"{w.name} ({_db(w.worst)} dB as {w.scheme})" for w in self.worst(count))
+        if not some:
+            return "no quantized layer differs from float; do both models hold the same weights?"
+        return f"worst layers: {some}; give them more bits or skip them"
+
+    # -- data and text -----------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; infinities and NaN are the strings "inf", "-inf", "nan"."""
+        data = asdict(self)
+        data["kl"] = None if self.kl is None else self.kl._asdict()
+        for row, layer in zip(data["layers"], self.layers, strict=True):
+            row["bits_per_weight"] = layer.bits_per_weight
+        data["cosine"] = {"mean": self.cosine[0], "min": self.cosine[1]}
+        out: dict[str, Any] = _plain({"version": 1, "bits_per_weight": self.bits_per_weight, **data})
+        return out
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def summary(self) -> list[tuple[str, str]]:
+        """(what, figure) of the model as a whole, as people read them."""
+        out = [("compared", f"{self.rows:,} {_THINGS[self.kind]} of {self.sequences:,} sequences")]
+        if self.kl is not None:
+            interval = f" (95 %: {_range(self.kl_interval)})" if self.kl_interval else ""
+            spread = f"median {self.kl.median:.3g}, p99 {self.kl.p99:.3g}, max {self.kl.max:.3g}"
+            out.append((KL_OF[self.kind], f"mean {self.kl.mean:.3g} nats{interval}, {spread}"))
+        if self.perplexity is not None:
+            p = self.perplexity
+            interval = f" (95 %: {_range(p.interval, '.5g')})" if p.interval else ""
+            text = f"{p.reference:.5g} -> {p.quantized:.5g}, ratio {p.ratio:.5g}{interval}, {p.tokens:,} tokens"
+            out.append(("perplexity", text))
+        if self.top1 is not None:
+            out.append(("top-1 agreement", f"{self.top1:.2%}"))
+        out.append(("cosine", f"mean {self.cosine[0]:.6f}, min {self.cosine[1]:.6f}"))
+        out.append(("relative error", f"{self.error:.3g} ({_db(self.sqnr)} dB)"))
+        out.append(("stored", f"{size(self.bytes_float)} -> {size(self.bytes)}"))
+        if self.bits_per_weight is not None:
+            out.append(("bits per weight", f"{self.bits_per_weight:.3f}, scales and padding included"))
+        return out
+
+    def __str__(self) -> str:
+        return self.table(full=len(self.layers) <= SHOWN)
+
+    def table(self, *, full: bool = True) -> str:
+        """Figures, then layers, worst first; not ``full``: as many as fit a screen."""
+        from io import StringIO
+
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        shown = self.layers if full else self.layers[:SHOWN]
+        table = Table(caption=Text(_caption(len(self.layers) - len(shown))), caption_justify="left")
+        for name in ("layer", "shape", "scheme", "bits", "weight dB", "layer dB", "stream dB"):
+            left = name in ("layer", "scheme")
+            table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name.endswith("dB"))
+        for w in shown:
+            name = f"{w.name} (tied to {w.tied})" if w.tied else w.name
+            figures = (f"{w.bits_per_weight:.3f}", _db(w.weight_sqnr), _db(w.layer_sqnr), _db(w.stream_sqnr))
+            table.add_row(*map(Text, (name, "×".join(map(str, w.shape)), w.scheme or "left alone", *figures)))
+        out = StringIO()
+        lines = [f"{what + ':':<24}{figure}" for what, figure in self.summary()]
+        lines += [f"not compared: {text}" for text in self.unmatched[:UNMATCHED]]
+        if len(self.unmatched) > UNMATCHED:
+            lines.append(f"not compared: {len(self.unmatched) - UNMATCHED} more, see .unmatched")
+        Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
+        return "\n".join(lines) + "\n" + out.getvalue()
+
+
+SHOWN = 24  # layers that are printed of a large model
+UNMATCHED = 8
+_THINGS = {"logits": "distributions", "embeddings": "embeddings", "tensor": "rows"}
+
+
+def _caption(left: int) -> str:
+    more = f"{left} better layers are not shown; .table() prints all.\n" if left else ""
+    return more + (
+        "SQNR in dB, higher is better. weight: of the weight. layer: of the layer's output, both given the float "
+        "model's input. stream: of its output, each in its own model."
+    )
+
+
+def _db(value: float | None) -> str:
+    return "-" if value is None else "exact" if value == math.inf else f"{value:.1f}"
+
+
+def _range(interval: tuple[float, float] | None, spec: str = ".3g") -> str:
+    return "" if interval is None else f"{interval[0]:{spec}} to {interval[1]:{spec}}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return value

@@ -1,0 +1,170 @@
+"""Figures as SVG that goes into a page: no fixed colours, no fonts, no addresses.
+
+Colours are those of the page's style sheet, so that figures follow light and dark. Drawn by matplotlib, whose SVG
+backend writes colours as numbers: each stands in for a variable of the style sheet.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .activations import BINS, HIGH, LOW, OUTLIER, Inputs
+
+# variable of the style sheet -> the colour that stands in for it
+COLOURS = {
+    "ink": "#010203", "muted": "#040506", "line": "#070809", "float": "#0a0b0c", "quantized": "#0d0e0f",
+    "worst": "#101112",
+}  # fmt: skip
+_HISTOGRAM_BINS = 81
+_COLUMNS = 400  # of one panel: neighbouring channels share one where there are more
+
+
+def weight_histogram(exact: Tensor, found: Tensor, label: str) -> str:
+    """Values of a weight, float and quantized; counts on a logarithmic axis, so that what is rare is seen."""
+    a, b = exact.cpu(), found.cpu()
+    reach = max(float(a.abs().max()) if a.numel() else 0.0, float(b.abs().max()) if b.numel() else 0.0) or 1.0
+    edges = torch.linspace(-reach, reach, _HISTOGRAM_BINS + 1).tolist()
+    fig, (ax,) = _figure(3.5, 1.9)
+    for values, name in ((a, "float"), (b, "quantized")):
+        counts = torch.histc(values, _HISTOGRAM_BINS, -reach, reach).tolist()
+        if name == "float":
+            ax.stairs(counts, edges, fill=True, color=COLOURS[name], alpha=0.45, linewidth=0, label=name)
+        else:
+            ax.stairs(counts, edges, color=COLOURS[name], linewidth=1.1, label=name)
+    ax.set_yscale("log")
+    ax.set_ylim(bottom=0.5)
+    ax.set_xlabel("weight")
+    ax.legend(loc="upper right", fontsize=7, frameon=False, labelcolor=COLOURS["muted"])
+    return _svg(fig, label)
+
+
+def activation_figure(inputs: Inputs, label: str) -> str:
+    """Of a layer's inputs: how many of each size, and the largest of each channel."""
+    fig, (left, right) = _figure(7.2, 2.1, 2)
+    edges = [2.0 ** (LOW + i * (HIGH - LOW) / BINS) for i in range(BINS + 1)]
+    counts = inputs.bins.tolist()
+    held = [i for i, n in enumerate(counts) if n]
+    low, high = (min(held), max(held) + 1) if held else (0, BINS)
+    left.stairs(counts[low:high], edges[low : high + 1], fill=True, color=COLOURS["quantized"], alpha=0.6, linewidth=0)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.set_ylim(bottom=0.5)
+    left.set_xlabel("|input|")
+    channels = inputs.channels.double()
+    limit = OUTLIER * float(channels.median())
+    out = (channels > limit).nonzero().flatten()
+    step = -(-len(channels) // _COLUMNS)
+    columns = torch.nn.functional.max_pool1d(channels[None], step, ceil_mode=True)[0].tolist()
+    ends = [min(i * step, len(channels)) for i in range(len(columns) + 1)]
+    right.stairs(columns, ends, fill=True, color=COLOURS["float"], linewidth=0)
+    right.vlines(out.tolist(), 0, channels[out].tolist(), color=COLOURS["worst"], linewidth=1.4)
+    right.axhline(limit, color=COLOURS["muted"], linewidth=0.7, linestyle=(0, (3, 3)))
+    right.set_ylim(bottom=0)
+    right.set_xlim(0, len(channels))
+    right.set_xlabel("channel: its largest |input|")
+    return _svg(fig, label)
+
+
+def pareto_figure(points: Sequence[dict[str, Any]], here: tuple[float, float] | None, label: str) -> str:
+    """KL over bits per weight, logarithmic; ``here``: this model."""
+    fig, (ax,) = _figure(7.2, 3.4, right=1.7)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for p in points:
+        groups.setdefault(p["name"], []).append(p)
+    markers = "os^Dv<>PX*hp"
+    for i, (name, some) in enumerate(groups.items()):
+        some = sorted(some, key=lambda p: p["bits_per_weight"])
+        x, y = [p["bits_per_weight"] for p in some], [p["kl"] for p in some]
+        style = {"color": COLOURS["float"], "marker": markers[i % len(markers)], "markersize": 5, "linewidth": 0.8}
+        ax.plot(x, y, label=name, **style)
+        for p in some:
+            if p.get("interval"):
+                ax.vlines(p["bits_per_weight"], *p["interval"], color=COLOURS["float"], linewidth=0.8)
+    if here is not None:
+        ax.plot(
+            *[[v] for v in here], linestyle="", marker="o", markersize=10, color=COLOURS["worst"], label="this model"
+        )
+    ax.set_yscale("log")
+    ax.set_xlabel("bits per weight, metadata included")
+    ax.legend(fontsize=8, frameon=False, labelcolor=COLOURS["ink"], loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return _svg(fig, label)
+
+
+def check_points(data: Any) -> list[dict[str, Any]]:
+    """Points of :func:`pareto_figure` as JSON gives them: [{"name", "bits_per_weight", "kl", "interval": [low, high]}].
+    Raises ValueError."""
+    if not isinstance(data, list) or not data:
+        raise ValueError(
+            'Pareto points are a list of objects such as {"name": "int4", "bits_per_weight": 4.25, "kl": 0.01}'
+        )
+    out = []
+    for i, point in enumerate(data):
+        known = isinstance(point, dict) and isinstance(point.get("name"), str)
+        if not known or not all(_positive(point.get(key)) for key in ("bits_per_weight", "kl")):
+            raise ValueError(f"Pareto point {i} needs a name, and bits_per_weight and kl above 0: {str(point)[:120]}")
+        interval = point.get("interval")
+        if interval is not None:
+            fits = isinstance(interval, list) and len(interval) == 2 and all(map(_positive, interval))
+            if not fits:
+                raise ValueError(f"Pareto point {i}: interval is [low, high], both above 0, got {str(interval)[:80]}")
+        out.append({k: point.get(k) for k in ("name", "bits_per_weight", "kl", "interval")})
+    return out
+
+
+def _positive(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+# -- matplotlib ------------------------------------------------------------------------------------------------------
+
+
+def _figure(width: float, height: float, columns: int = 1, right: float = 0.08) -> tuple[Any, Sequence[Any]]:
+    """Margins in inches are fixed: to fit them to the text takes matplotlib longer than all the drawing."""
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(width, height))
+    margins = {"left": 0.42 / width, "right": 1 - right / width, "bottom": 0.42 / height, "top": 1 - 0.08 / height}
+    fig.subplots_adjust(**margins, wspace=0.16)
+    fig.patch.set_alpha(0)
+    axes = fig.subplots(1, columns, squeeze=False)[0]
+    for ax in axes:
+        ax.patch.set_alpha(0)
+        ax.grid(True, color=COLOURS["line"], linewidth=0.6)
+        ax.set_axisbelow(True)
+        ax.tick_params(which="both", colors=COLOURS["muted"], labelsize=8, length=0)
+        ax.xaxis.label.set(color=COLOURS["muted"], size=8.5)
+        ax.yaxis.label.set(color=COLOURS["muted"], size=8.5)
+        for side, spine in ax.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set(color=COLOURS["line"])
+    return fig, axes
+
+
+def _svg(fig: Any, label: str) -> str:
+    """The figure as an element of a page. Its ids depend on the label, which no two figures may share."""
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
+        fig.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    text = re.sub(r'\s(?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
+    # sizes in points become those of the page; the viewBox keeps the shape
+    text = re.sub(r'\swidth="[\d.]+pt"|\sheight="[\d.]+pt"', "", text)
+    text = re.sub(r" font-family: [^;\"]*;", "", text)
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.S)  # it would be about the whole page
+    for name, colour in COLOURS.items():
+        text = text.replace(colour, f"var(--{name})")
+    # ids of groups (axes_1, patch_2) are the same in every figure, and nothing refers to them
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    label = label.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1).strip()

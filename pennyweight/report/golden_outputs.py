@@ -1,0 +1,249 @@
+"""Golden outputs: a few inputs and what the float model made of them, kept beside a checkpoint as golden.safetensors.
+
+Whoever loads the checkpoint can then tell in a moment whether this machine, this kernel and this release give what was
+meant. A wrong packing, a broken kernel and a cast to fewer bits all move the figures far beyond the bound.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layers import unwrapped
+from .metrics import Spread, ratio, spread
+from .outputs import batches_of, call, evaluating, floats, kind_of_output, logits_of, mask_of
+
+FILE = "golden.safetensors"  # its name beside a checkpoint
+ROWS, TOP = 64, 16
+# What running the same weights in bfloat16 costs is 5e-5 nats of mean KL in a language model (benchmarks/accuracy) and
+# a few thousandths of the output of an encoder; five times as much is no rounding any more.
+SLACK = {"logits": 2.5e-4, "tensor": 0.02}
+# A quantized model is allowed twice what it was measured to cost when the golden outputs were made
+TIMES = 2.0
+# The mass beside the k stored classes is known to float32 only
+_LEAST_REST = 1e-6
+MAX_INPUT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A few inputs and outputs of a model.
+
+    kind     "logits": values are log-probabilities of the k likeliest classes; "tensor": the k largest elements
+    inputs   of each batch: a mapping of keyword arguments, or a tuple of arguments; tensors all
+    rows     of each batch: which rows of the output, numbered through all but its last axis, int32 [rows]
+    values   of each batch: float32 [rows, k]; indices: which entries of the last axis they are, int32 [rows, k]
+    width    size of the output's last axis
+    bound    of :func:`verify`: of the mean KL in nats, or of the relative error
+    """
+
+    kind: str
+    inputs: tuple[Mapping[str, Tensor] | tuple[Tensor, ...], ...]
+    rows: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    indices: tuple[Tensor, ...]
+    width: int
+    bound: float
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write it as safetensors: to a file, or into a folder as golden.safetensors. Returns the path."""
+        from .golden_file import write
+
+        return write(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Golden:
+        """Read a file, or the golden.safetensors of a folder. Raises CheckpointError for one that is none."""
+        from .golden_file import read
+
+        return read(path)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`verify` found. kl: of each stored row, in nats (None for tensors); error: relative, of the stored
+    values; bound: of the mean KL, or of the error."""
+
+    kind: str
+    rows: int
+    kl: Spread | None
+    error: float
+    top1: float
+    bound: float
+
+    @property
+    def figure(self) -> float:
+        """What the bound is about."""
+        return self.error if self.kl is None else self.kl.mean
+
+    @property
+    def ok(self) -> bool:
+        return self.figure <= self.bound  # false for NaN
+
+    def __str__(self) -> str:
+        what = "relative error" if self.kl is None else "mean KL"
+        unit = "" if self.kl is None else " nats"
+        sign = "<=" if self.ok else "above"
+        figure = f"{what} {self.figure:.3g}{unit} {sign} {self.bound:.3g} over {self.rows} rows, top-1 {self.top1:.1%}"
+        return f"{'as expected' if self.ok else 'NOT as expected'}: {figure}"
+
+    def check(self) -> Verification:
+        """Raise ValueError where the model does not give what the golden outputs say. Returns itself."""
+        if not self.ok:
+            raise ValueError(
+                f"{self}; the weights, a kernel (see pennyweight doctor) or a dtype are not those that the golden "
+                "outputs were made with. Of a quantized model: make them with golden(..., quantized=model), or give "
+                "verify a bound"
+            )
+        return self
+
+
+def golden(
+    model: nn.Module,
+    batches: Any,
+    k: int = TOP,
+    *,
+    rows: int = ROWS,
+    kind: str | None = None,
+    quantized: nn.Module | None = None,
+) -> Golden:
+    """What a model makes of a few inputs.
+
+    batches    a few prompts, as for :func:`compare`; tensors only
+    k          classes kept of each row; rows: rows kept in all, evenly spread over those that the masks let count
+    kind       "logits" or "tensor"; default: logits where the output has ``.logits``
+    quantized  the model that will be verified, where it is another one: its own distance is then measured here, and
+               twice that is allowed. Without, the bound is for the same weights, run anywhere
+
+    Raises ValueError for inputs that are no tensors, or larger than 1 MiB in all.
+    """
+    if kind not in (None, *SLACK):
+        raise ValueError(f"kind must be one of {', '.join(SLACK)}, or None to find out, got {kind!r}")
+    if k < 1 or rows < 1:
+        raise ValueError(f"k and rows must be positive, got {k} and {rows}")
+    some = [_inputs(batch) for batch in batches_of(batches)]
+    if not some:
+        raise ValueError("golden outputs need at least one batch")
+    nbytes = sum(t.nbytes for batch in some for t in (batch.values() if isinstance(batch, Mapping) else batch))
+    if nbytes > MAX_INPUT_BYTES:
+        raise ValueError(f"inputs of {nbytes:,} bytes; golden outputs are for a few prompts, {MAX_INPUT_BYTES:,} bytes")
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    width = 0
+    model = unwrapped(model)
+    with evaluating(model):
+        for batch in some:
+            output = call(model, batch)
+            kind = kind or kind_of_output(output)
+            table, counts = _table(output, batch, kind)
+            at = counts.nonzero().flatten()
+            count = min(len(at), -(-rows // len(some)))
+            at = at[torch.linspace(0, len(at) - 1, count).round().long()] if count else at
+            width = table.shape[-1]
+            picked = _scores(table[at.to(table.device)], kind)
+            top = (picked.abs() if kind == "tensor" else picked).topk(min(k, width), -1).indices
+            values = picked.gather(-1, top).float().clamp(min=torch.finfo(torch.float32).min)
+            found.append((at.int(), values.cpu(), top.int().cpu()))
+    assert kind is not None
+    if not any(len(at) for at, _, _ in found):
+        raise ValueError("no row of the outputs counts: the masks are all zero")
+    at_rows, values_of, indices_of = zip(*found, strict=True)
+    made = Golden(kind, tuple(some), at_rows, values_of, indices_of, width, SLACK[kind])
+    if quantized is None:
+        return made
+    return replace(made, bound=TIMES * verify(quantized, made).figure + SLACK[kind])
+
+
+def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: float | None = None) -> Verification:
+    """Run a model on golden inputs and compare.
+
+    expected  golden outputs, or where they are: a file, or a checkpoint's folder
+    bound     of the mean KL in nats (of the relative error for tensors), instead of theirs
+
+    The KL is that of the k stored classes and the rest as one: at most the whole KL, and close to it where the rest has
+    little mass. Raises ValueError where the model gives outputs of another shape.
+    """
+    expected = expected if isinstance(expected, Golden) else Golden.load(expected)
+    model = unwrapped(model)
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    kls, same, signal, noise = [], [], 0.0, 0.0
+    with evaluating(model):
+        for inputs, rows, values, indices in zip(
+            expected.inputs, expected.rows, expected.values, expected.indices, strict=True
+        ):
+            table, _ = _table(call(model, _on(inputs, device)), inputs, expected.kind)
+            if table.shape[-1] != expected.width or (len(rows) and int(rows.max()) >= len(table)):
+                raise ValueError(
+                    f"the model gives {len(table)} rows of {table.shape[-1]}, the golden outputs are of a model "
+                    f"that gives rows of {expected.width}, {int(rows.max()) + 1} at least: another architecture"
+                )
+            mine = _scores(table[rows.to(table.device).long()], expected.kind).cpu()
+            ours = mine.gather(-1, indices.long())
+            if expected.kind == "logits":
+                kls.append(_kl(values.double(), ours))
+                same.append(mine.argmax(-1) == indices[:, 0])
+            else:
+                same.append(mine.abs().argmax(-1) == indices[:, 0])
+            # of probabilities, which are bounded, where they are logits
+            a, b = (x.exp() if expected.kind == "logits" else x for x in (values.double(), ours))
+            signal, noise = signal + float(a.square().sum()), noise + float((b - a).square().sum())
+    top1 = torch.cat(same).double()
+    kl = spread(torch.cat(kls)) if kls else None
+    return Verification(
+        expected.kind, len(top1), kl, ratio(signal, noise), float(top1.mean()),
+        expected.bound if bound is None else bound,
+    )  # fmt: skip
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL of distributions over k classes and the rest."""
+    p = log_p.exp()
+    rest_p, rest_q = ((1 - x.exp().sum(-1)).clamp(min=_LEAST_REST) for x in (log_p, log_q))
+    terms = torch.where(p == 0, torch.zeros_like(p), p * (log_p - log_q)).sum(-1)
+    return (terms + rest_p * (rest_p / rest_q).log()).clamp(min=0)
+
+
+def _scores(rows: Tensor, kind: str) -> Tensor:
+    return rows.double().log_softmax(-1) if kind == "logits" else rows.double()
+
+
+def _table(output: Any, batch: Any, kind: str) -> tuple[Tensor, Tensor]:
+    """(output as rows, which of them count)."""
+    tensors = [logits_of(output)] if kind == "logits" else floats(output)[:1]
+    if not tensors or not tensors[0].ndim:
+        raise ValueError(f"the model gives no floating-point tensor but {type(output).__name__}")
+    table = tensors[0]
+    mask = mask_of(batch, table.shape[:2]) if table.ndim > 2 else None
+    lead = table.shape[:-1]
+    if mask is not None:
+        mask = mask.cpu().reshape(*mask.shape, *(1,) * (len(lead) - 2)).expand(lead).reshape(-1)
+    width = table.shape[-1]
+    flat = table.reshape(-1, width)
+    return flat, torch.ones(len(flat), dtype=torch.bool) if mask is None else mask
+
+
+def _inputs(batch: Any) -> Mapping[str, Tensor] | tuple[Tensor, ...]:
+    values: Any = batch
+    if not isinstance(batch, Mapping):
+        values = dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {0: batch}
+    bad = next((name for name, v in values.items() if type(v) is not Tensor), None)
+    if bad is not None:
+        raise ValueError(f"golden outputs keep plain tensors; input {bad!r} is {type(values[bad]).__name__}")
+    kept = {name: v.detach().cpu().clone() for name, v in values.items()}
+    return kept if isinstance(batch, Mapping) else tuple(kept.values())
+
+
+def _on(inputs: Mapping[str, Tensor] | tuple[Tensor, ...], device: torch.device) -> Any:
+    if isinstance(inputs, Mapping):
+        return {name: t.to(device) for name, t in inputs.items()}
+    return tuple(t.to(device) for t in inputs)
+
+
+def finite_bound(value: Any) -> bool:
+    """Whether it can be a bound: a positive number."""
+    return type(value) in (int, float) and math.isfinite(value) and value > 0

@@ -1,0 +1,141 @@
+"""The weights of two models, one beside the other: which belong together, what they store, how far they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.tensor import AffineQuantizedTensor
+from ..io.native import items
+from ..models.freeze import FrozenLinear
+from ..models.sites import Place, places
+from .metrics import decibels, energies
+
+_PART = 1 << 24  # elements of a weight in float64 at a time
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One weight of both models. tied: the first name of the same tensor in the quantized model, "" for that itself."""
+
+    name: str
+    exact: Place
+    found: Place
+    tied: str = ""
+
+    @property
+    def scheme(self) -> str:
+        """How it is stored, "" where it is not quantized."""
+        w = self.found.get()
+        if not isinstance(w, AffineQuantizedTensor):
+            return ""
+        act = "" if w.act is None else f" × {w.act}"
+        return f"{w.spec.with_(layout='plain')}{' perm' if w.perm is not None else ''}{act}"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What torch.compile wraps: it runs other code than the layers' own, and puts its own prefix on their names."""
+    return getattr(model, "_orig_mod", model)
+
+
+def weights(model: nn.Module, every: bool = False) -> Iterator[list[Place]]:
+    """Every weight that a layer is about, and every quantized parameter, with all its places. every: all matrices."""
+    for where in places(model):
+        quantized = every or isinstance(where[0].get(), AffineQuantizedTensor)
+        kept = [p for p in where if p.get().ndim > 1 and (p.own or quantized)]
+        if kept:
+            yield kept
+    frozen: dict[int, list[Place]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, FrozenLinear):
+            place = Place(f"{name}.weight" if name else "weight", name, module, "weight")
+            frozen.setdefault(id(module), []).append(place)
+    yield from frozen.values()
+
+
+def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ...]]:
+    """(weights of one name and shape in both; a sentence for each of the others). In the float model's order.
+
+    A module that has two names is one layer, under the first of them.
+    """
+    theirs = {p.name: p for where in weights(exact, every=True) for p in _once(where)}
+    ours = {p.name: (p, where[0].name) for where in weights(found) for p in _once(where)}
+    known = {p.name: p for where in weights(found, every=True) for p in _once(where)}
+    both, apart = [], []
+    order = {name: i for i, (name, _) in enumerate(exact.named_modules(remove_duplicate=False))}
+    for name, place in sorted(theirs.items(), key=lambda item: order.get(item[1].module_name, 0)):
+        if name not in ours:
+            if place.own or name not in known:
+                apart.append(f"{name}: only the float model has it")
+        elif place.get().shape != ours[name][0].get().shape:
+            shapes = f"{list(place.get().shape)} and {list(ours[name][0].get().shape)}"
+            apart.append(f"{name}: the models have shapes {shapes}")
+        else:
+            first = ours[name][1]
+            both.append(Pair(name, place, ours[name][0], "" if first == name else first))
+    apart += [f"{name}: only the quantized model has it" for name in known if name not in theirs]
+    return both, tuple(apart)
+
+
+def _once(where: list[Place]) -> list[Place]:
+    """Places of different modules or names in them."""
+    return list({(id(p.module), p.param): p for p in reversed(where)}.values())[::-1]
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Bytes in a file, as pw.save writes it: codes as bit streams, padding, scales and every other part included."""
+    if isinstance(tensor, AffineQuantizedTensor):
+        return sum(item.nbytes for item in items({"w": tensor}))
+    return int(tensor.nbytes)
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Stored bytes of a model's state dict, ties once."""
+    held = {id(t): t for where in weights(model) for t in [where[0].get()] if isinstance(where[0].module, FrozenLinear)}
+    frozen = {id(t) for m in model.modules() if isinstance(m, FrozenLinear) for t in m.buffers()}
+    held |= {id(p): p for p in model.parameters()}
+    for module in model.modules():
+        lasting = module._buffers.keys() - module._non_persistent_buffers_set
+        held |= {id(b): b for n in lasting if (b := module._buffers[n]) is not None and id(b) not in frozen}
+    return sum(stored_bytes(t) for t in held.values())
+
+
+def weight_sqnr(exact: Tensor, found: Tensor) -> float:
+    """Of a weight against the float one, in dB; in pieces, so that float64 copies stay small."""
+    a, b = (w.dequantize() if isinstance(w, AffineQuantizedTensor) else w.detach() for w in (exact, found))
+    signal = noise = 0.0
+    step = max(1, _PART // max(1, a[0].numel() if len(a) else 1))
+    for start in range(0, len(a), step):
+        s, n = energies(a[start : start + step], b[start : start + step])
+        signal, noise = signal + s, noise + n
+    return decibels(signal, noise)
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first floating-point tensor of what a layer returns."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else None
+    if isinstance(value, (tuple, list)):
+        return next((t for t in map(first_tensor, value) if t is not None), None)
+    return None
+
+
+def like(weight: Tensor, value: Any) -> Any:
+    """Inputs as a layer with that weight wants them: its dtype where they are floats, its device."""
+    if isinstance(value, Tensor):
+        return value.to(weight.device, weight.dtype if value.is_floating_point() else value.dtype)
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)(like(weight, v) for v in value)
+    if type(value) is dict:
+        return {k: like(weight, v) for k, v in value.items()}
+    return value
+
+
+def flat_values(weight: Tensor) -> Tensor:
+    """What a weight stands for, flat, float32."""
+    w = weight.dequantize() if isinstance(weight, AffineQuantizedTensor) else weight.detach()
+    return w.to(torch.float32).flatten()

@@ -1,0 +1,224 @@
+"""The report of a quantized model as one HTML page that needs nothing else: what it shows, and its parts as data."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from ..models.report import Latency, size
+from .activations import OUTLIER, Inputs
+from .comparison import KL_OF, Comparison, Layer
+from .timing import overall
+
+HISTOGRAMS, ACTIVATIONS = 6, 3  # layers shown
+
+
+@dataclass
+class Page:
+    """All that a page is made of.
+
+    title       the model; command: what makes this page again; versions: of whatever matters
+    layers      all of them, worst first; of a page without a float model with NaN as errors
+    bytes_*     of the weights as stored, float (None: not known) and quantized
+    comparison  where text was given; latency by layer where it was measured
+    histograms  (name, SVG, note) of the worst layers; inputs: with their SVGs; pareto: an SVG or ""
+    """
+
+    title: str
+    command: str
+    versions: str
+    layers: Sequence[Layer]
+    bytes: int
+    bytes_float: int | None = None
+    comparison: Comparison | None = None
+    texts: str = ""
+    latency: Mapping[str, tuple[Latency, ...]] = field(default_factory=dict)
+    histograms: Sequence[tuple[str, str, str]] = ()
+    inputs: Sequence[tuple[Inputs, str]] = ()
+    pareto: str = ""
+    unmatched: Sequence[str] = ()
+
+
+def html(page: Page) -> str:
+    """The page. Raises ValueError where jinja2 is not installed."""
+    try:
+        import jinja2
+        from markupsafe import Markup
+    except ImportError:
+        raise ValueError("a page needs jinja2 and matplotlib; pip install pennyweight[report]") from None
+    template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    out: str = environment.from_string(template).render(
+        title=page.title, lead=_lead(page), tiles=_tiles(page), heat=_heat(page.layers),
+        histograms=[{"name": n, "svg": Markup(svg), "note": note} for n, svg, note in page.histograms],
+        activations=[{"name": i.name, "svg": Markup(svg), "note": _channels(i)} for i, svg in page.inputs],
+        outlier=f"{OUTLIER:g}", pareto=Markup(page.pareto), table=_table(page), unmatched=page.unmatched,
+        made={"how": _how(page), "command": page.command, "versions": page.versions},
+    )  # fmt: skip
+    return out
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def _lead(page: Page) -> str:
+    quantized = [w for w in page.layers if w.quantized]
+    schemes = list(dict.fromkeys(w.scheme for w in quantized))
+    named = ", ".join(schemes[:3]) + (f" and {len(schemes) - 3} more" if len(schemes) > 3 else "")
+    left = len(page.layers) - len(quantized)
+    kept = f"; {left} more matrices left as they were" if left else ""
+    return f"{len(quantized)} layers quantized as {named}{kept}." if quantized else "No layer is quantized."
+
+
+def _how(page: Page) -> str:
+    if page.comparison is None:
+        return "Weights only: no text was given, so no outputs were compared."
+    c = page.comparison
+    things = {"embeddings": "embeddings", "logits": "next-token distributions"}.get(c.kind, "rows of outputs")
+    return f"Both models ran the same {c.sequences:,} sequences of {page.texts}; {c.rows:,} {things} were compared."
+
+
+def _tiles(page: Page) -> list[dict[str, str]]:
+    out = [_size_tile(page)]
+    bits = _bits(page.layers)
+    if bits is not None:
+        out.append(_tile("Bits per quantized weight", f"{bits:.3f}", "scales, zero points and padding included"))
+    c = page.comparison
+    if c is not None and c.kl is not None:
+        interval = "" if c.kl_interval is None else f"95 %: {c.kl_interval[0]:.3g} to {c.kl_interval[1]:.3g}; "
+        out.append(_tile(f"Mean {KL_OF[c.kind]}", f"{c.kl.mean:.3g}", f"nats; {interval}p99 {c.kl.p99:.3g}"))
+    if c is not None and c.perplexity is not None:
+        p = c.perplexity
+        out.append(_tile("Perplexity", f"× {p.ratio:.4f}", f"{p.reference:.4g} to {p.quantized:.4g}"))
+    if c is not None and c.top1 is not None:
+        what = {"embeddings": "same nearest neighbour", "logits": "same likeliest token"}.get(c.kind, "")
+        out.append(_tile("Top-1 agreement", f"{c.top1:.1%}", what))
+    if c is not None and c.kind != "logits":
+        out.append(_tile("Cosine to float", f"{c.cosine[0]:.5f}", f"mean; least {c.cosine[1]:.5f}"))
+    for rows, speed in overall(dict(page.latency)).items():
+        note = f"of the linear layers together, at {rows} row{'s' * (rows > 1)}"
+        out.append(_tile("Speed beside float", f"{speed:.2f}×", note))
+    return out
+
+
+def _size_tile(page: Page) -> dict[str, str]:
+    if page.bytes_float is None:
+        return _tile("Weights stored", size(page.bytes), f"{page.bytes:,} bytes")
+    ratio = page.bytes_float / max(1, page.bytes)
+    return _tile("Weights stored", size(page.bytes), f"{ratio:.2f}× smaller than {size(page.bytes_float)}")
+
+
+def _tile(label: str, value: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}
+
+
+def _bits(layers: Iterable[Layer]) -> float | None:
+    once = [w for w in layers if w.quantized and not w.tied]
+    weights = sum(w.weights for w in once)
+    return 8 * sum(w.bytes for w in once) / weights if weights else None
+
+
+def _channels(inputs: Inputs) -> str:
+    out = inputs.outliers
+    largest, median = float(inputs.channels.max()), float(inputs.channels.median())
+    text = f"Largest {largest:.3g}, median channel {median:.3g}: {inputs.ratio:.1f} times. "
+    if not out:
+        return text + "No channel stands out."
+    named = ", ".join(map(str, out[:8])) + (f" and {len(out) - 8} more" if len(out) > 8 else "")
+    return text + f"{len(out)} of {len(inputs.channels)} channels stand out: {named}."
+
+
+# -- the heat map ----------------------------------------------------------------------------------------------------
+
+
+def place_of(name: str) -> tuple[str, int] | None:
+    """(kind, depth) of a layer: its name with its first number cut out, and that number; None without a number."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    if at is None:
+        return None
+    kind = ".".join(parts[at + 1 :]).removesuffix(".weight")
+    return kind or ".".join(parts[:at]), int(parts[at])
+
+
+def _heat(layers: Sequence[Layer]) -> dict[str, Any] | None:
+    found: dict[str, dict[int, Layer]] = {}
+    for w in layers:
+        where = place_of(w.name)
+        if w.quantized and where is not None and math.isfinite(w.worst):
+            found.setdefault(where[0], {}).setdefault(where[1], w)
+    depths = sorted({d for row in found.values() for d in row})
+    if len(depths) < 2:
+        return None
+    values = [w.worst for row in found.values() for w in row.values()]
+    low, high = min(values), max(values)
+    measured = any(w.layer_sqnr is not None for row in found.values() for w in row.values())
+    rows = []
+    for kind in sorted(found, key=lambda k: _order(k, found[k])):
+        cells: list[dict[str, str] | None] = []
+        for d in depths:
+            here = found[kind].get(d)
+            v = 0.0 if here is None or high == low else (high - here.worst) / (high - low)
+            cells.append(None if here is None else {"v": f"{v:.3f}", "text": f"{here.worst:.1f}", "name": here.name})
+        rows.append({"kind": kind, "cells": cells})
+    what = "SQNR of each layer's output, given the float model's input," if measured else "SQNR of each weight"
+    return {"depths": depths, "rows": rows, "what": what}
+
+
+def _order(kind: str, row: Mapping[int, Layer]) -> tuple[bool, str]:
+    """Attention before what follows it, as in the model."""
+    return not re.search(r"att", kind), kind
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+def _table(page: Page) -> dict[str, Any]:
+    errors = any(not math.isnan(w.weight_sqnr) for w in page.layers)
+    counts = list(dict.fromkeys(t.rows for times in page.latency.values() for t in times))
+    columns = [("layer", True, "parameter"), ("shape", False, ""), ("scheme", True, "how it is stored"),
+               ("bits", False, "bits per weight, with scales and padding"), ("bytes", False, "as stored")]  # fmt: skip
+    if errors:
+        columns.append(("weight dB", False, "SQNR of the weight"))
+    if page.comparison is not None:
+        columns.append(("layer dB", False, "SQNR of the output, both layers given the float model's input"))
+        columns.append(("stream dB", False, "SQNR of the output, each layer in its own model"))
+    columns += [(f"speed at {n}", False, f"float's time over the layer's, {n} rows") for n in counts]
+    rows = []
+    for w in page.layers:
+        name = f"{w.name} (tied to {w.tied})" if w.tied else w.name
+        shape = "×".join(map(str, w.shape))
+        row = [
+            _cell(name, w.name, "l name"),
+            _cell(shape, w.weights),
+            _cell(w.scheme or "left alone", w.scheme, "l scheme"),
+            _cell(f"{w.bits_per_weight:.3f}", w.bits_per_weight),
+            _cell(f"{w.bytes:,}", w.bytes),
+        ]
+        row += [_db(w.weight_sqnr)] if errors else []
+        row += [_db(w.layer_sqnr), _db(w.stream_sqnr)] if page.comparison is not None else []
+        times = {t.rows: t for t in page.latency.get(w.name, ())}
+        row += [_cell(f"{times[n].speed:.2f}×", times[n].speed) if n in times else _cell("", -1) for n in counts]
+        rows.append(row)
+    note = "Click a heading to sort."
+    if page.comparison is not None:
+        note += (
+            " SQNR in dB, higher is better: of the weight; of the layer's output where both layers get the float "
+            "model's input (what this layer costs by itself); and of its output where each runs in its own model "
+            "(with all that came before)."
+        )
+    return {"columns": [{"name": n, "left": left, "help": h} for n, left, h in columns], "rows": rows, "note": note}
+
+
+def _cell(text: str, sort: Any, style: str = "") -> dict[str, str]:
+    return {"text": text, "sort": str(sort), "style": style}
+
+
+def _db(value: float | None) -> dict[str, str]:
+    if value is None or math.isnan(value):
+        return _cell("–", 1e6)
+    return _cell("exact" if value == math.inf else f"{value:.1f}", max(-1e5, min(1e5, value)))
