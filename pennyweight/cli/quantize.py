@@ -46,6 +46,16 @@ def quantize(
         str, typer.Option(help="Where groups do not divide a row: pad, largest_divisor, skip or error.")
     ] = "pad",
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file, such as 500MB or 2GiB.")] = "4GB",
+    algorithm: Annotated[
+        str, typer.Option(metavar="NAME", help="How numbers are chosen: gptq, auto, smooth+gptq, or a recipe.yaml.")
+    ] = "",
+    calibration: Annotated[
+        list[str] | None,
+        typer.Option("--calibration", metavar="FILE", help="UTF-8 text that --algorithm learns from. Repeatable."),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(metavar="SIZE", help='Instead of --config: the best mixture within "4.25 bpw" or "600 MB".')
+    ] = "",
     max_kl: MaxKL = None,
     text: Texts = None,
     force: Annotated[
@@ -55,11 +65,20 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint, disk to disk.
 
-    With --max-kl both models are loaded and run on --text, and nothing is written unless it passes.
+    With --algorithm or --budget the model is loaded and run on --calibration. With --max-kl both models are loaded and
+    run on --text, and nothing is written unless it passes.
     """
-    if not config:
+    if not config and not budget:
         raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help says what they are")
-    chosen, max_shard_bytes = build(config, group_size), parse(max_shard_size)
+    if config and budget:
+        raise ValueError("--budget chooses the config; leave out --config")
+    if budget and not calibration:
+        raise ValueError("--budget measures what each layer loses; give it text by --calibration")
+    if calibration and not (algorithm or budget):
+        algorithm = "auto"
+    if budget and group_size is not None:
+        raise ValueError("--group-size goes with --config; --budget chooses groups too")
+    chosen, max_shard_bytes = build(config, group_size) if config else None, parse(max_shard_size)
     check_report_path(report_path, None if dry_run else out_dir)
     check_bound(max_kl)
     if (max_kl is None) != (not text):
@@ -70,7 +89,19 @@ def quantize(
     from ..io import quantize_checkpoint
     from .contents import contents
 
+    def learned(folder: str = out_dir, **how: Any) -> Report:
+        from .calibrated import write_calibrated
+
+        recipe = algorithm if algorithm.endswith((".yaml", ".yml")) else [s for s in algorithm.split("+") if s]
+        return write_calibrated(
+            model_dir, folder, chosen, budget, recipe or "auto", calibration or [], tuple(skip or ()), on_indivisible,
+            max_shard_bytes, **how,
+        )  # fmt: skip
+
     def job(folder: str = out_dir, **how: Any) -> Report:
+        if algorithm or budget:
+            return learned(folder, **how)
+        assert chosen is not None
         return quantize_checkpoint(
             model_dir, folder, chosen, skip=tuple(skip or ()), on_indivisible=on_indivisible,
             max_shard_bytes=max_shard_bytes, **how,
@@ -90,6 +121,7 @@ def quantize(
     else:
         make_room(out_dir, force, job)
         with progress_bar() as told, stopped():
-            report = job(resume=resume, progress=told)
+            how = {} if algorithm or budget else {"resume": resume}
+            report = job(progress=told, **how)
         after = contents(out_dir).file_bytes
     tell(report, before, after, report_path)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from torch import nn
 
@@ -111,18 +112,26 @@ def _decide(
 def _plan(model: nn.Module, config: AOBaseConfig, filter_fn: Filter | None, skip: tuple[str, ...], policy: str) -> Plan:
     """The plan, less what is to be skipped."""
     words = _skipped(model, skip)
+    less, pick = without(model, config, filter_fn, skip)
+    return _noted(Plan(config, plan(model, less, pick, on_indivisible=policy).rows), words)
+
+
+def without(model: nn.Module, config: Any, filter_fn: Filter | None, skip: tuple[str, ...]) -> tuple[Any, Any]:
+    """(config, filter_fn) that leave alone what ``skip`` names. Raises PlanError for a word that names nothing."""
+    words = _skipped(model, skip)
+    if not words:
+        return config, filter_fn
     if isinstance(config, FqnToConfig):
         left_alone = [n for n, p in model.named_parameters(remove_duplicate=False) if n in words and p.ndim > 1]
-        table = {**dict.fromkeys(left_alone), **{k: v for k, v in config.fqn_to_config.items() if k not in words}}
-        out = plan(model, FqnToConfig(table), filter_fn, on_indivisible=policy)
-        return _noted(Plan(config, out.rows), words)
+        kept = {k: v for k, v in config.fqn_to_config.items() if k not in words}
+        return FqnToConfig({**dict.fromkeys(left_alone), **kept}), filter_fn
     picks = filter_fn or is_linear
 
     def left(module: nn.Module, name: str) -> bool:
         prefix = f"{name}." if name else ""
         return picks(module, name) and not any(prefix + n in words for n in module._parameters)
 
-    return _noted(plan(model, config, left if words else filter_fn, on_indivisible=policy), words)
+    return config, left
 
 
 def _noted(plan: Plan, words: dict[str, str]) -> Plan:

@@ -1,0 +1,51 @@
+"""``pennyweight quantize --algorithm``: the model in memory, run on text, quantized, written with all that it needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..models.configs import AOBaseConfig
+    from ..models.report import Report
+
+SEQUENCES, LENGTH, BATCH = 128, 512, 4  # what published GPTQ figures use, at a quarter of the length
+
+
+def write_calibrated(
+    model_dir: str, out_dir: str, config: AOBaseConfig | None, budget: str, algorithm: Any, texts: list[str],
+    skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, dry_run: bool = False, progress: Any = None,
+) -> Report:  # fmt: skip
+    """Quantize the model of a Hugging Face folder by an algorithm, and write it. Returns the report.
+
+    config None: searched for within ``budget``. Raises ValueError for texts or a folder that cannot be read, PlanError,
+    CheckpointError, OSError.
+    """
+    from ..algorithms import quantize_, search
+    from ..io import save
+    from ..io.quantize_files import without
+    from ..io.side_files import copy_side_files, quantization_config
+    from ..report.folders import load_folder, load_tokenizer, read_texts, text_batches
+
+    model = load_folder(model_dir)
+    batches = None
+    if texts:
+        batches = text_batches(
+            model, load_tokenizer(model_dir), read_texts(texts), batch=BATCH, length=LENGTH, limit=SEQUENCES
+        )
+    if config is None:
+        _, pick = without(model, None, None, skip)
+        found = search(model, batches or [], budget, filter_fn=pick, progress=progress)
+        typer.echo(str(found), err=True)
+        chosen, pick = found.config, None
+    else:
+        chosen, pick = without(model, config, None, skip)
+    report = quantize_(
+        model, chosen, pick, calibration=batches, algorithm=algorithm, on_indivisible=on_indivisible,
+        dry_run=dry_run, progress=progress,
+    )  # fmt: skip
+    if not dry_run:
+        save(model, out_dir, max_shard_bytes=max_shard_bytes)
+        copy_side_files(model_dir, out_dir, quantization_config(chosen, skip or None))
+    return report
