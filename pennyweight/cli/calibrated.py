@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ..models.configs import AOBaseConfig
     from ..models.report import Report
 
-SEQUENCES, LENGTH, BATCH = 128, 512, 4  # what published GPTQ figures use, at a quarter of the length
+SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published figures of GPTQ use 128 sequences of 2048
 
 
 def write_calibrated(
@@ -31,9 +31,10 @@ def write_calibrated(
     model = load_folder(model_dir)
     batches = None
     if texts:
-        batches = text_batches(
-            model, load_tokenizer(model_dir), read_texts(texts), batch=BATCH, length=LENGTH, limit=SEQUENCES
-        )
+        tokenizer, read = load_tokenizer(model_dir), read_texts(texts)
+        batches = text_batches(model, tokenizer, read, batch=BATCH, length=LENGTH, limit=SEQUENCES)
+        if len(batches) < FEW:  # search and tune set some aside
+            batches = text_batches(model, tokenizer, read, batch=1, length=LENGTH, limit=SEQUENCES)
     if config is None:
         _, pick = without(model, None, None, skip)
         found = search(model, batches or [], budget, filter_fn=pick, progress=progress)

@@ -1,0 +1,81 @@
+"""quantize --algorithm, --budget: what quantize_ makes of the model in memory, on disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pennyweight as pw
+from pennyweight.report.folders import load_folder, load_tokenizer, read_texts, text_batches
+from tests.cli.conftest import snapshot
+
+GROUPS = ("--config", "int3", "--group-size", "32", "--skip", "lm_head")
+
+
+def test_it_writes_what_quantize_makes(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
+    before = snapshot(writer)
+    out = tmp_path / "out"
+    result = run("quantize", writer, out, *GROUPS, "--algorithm", "gptq", "--calibration", text, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    rows = [r for r in json.loads(result.stdout)["rows"] if r["scheme"]]
+    assert rows
+    assert all(r["error"] <= 1.0001 for r in rows)
+    assert snapshot(writer) == before
+    model = load_folder(str(writer))
+    batches = text_batches(model, load_tokenizer(str(writer)), read_texts([str(text)]), batch=1, length=512, limit=128)
+    config = pw.IntxWeightOnlyConfig(torch.int3, pw.PerGroup(32))
+
+    def but_head(module: torch.nn.Module, name: str) -> bool:
+        return isinstance(module, torch.nn.Linear) and name != "lm_head"
+
+    pw.quantize_(model, config, but_head, calibration=batches, algorithm="gptq")
+    again = load_folder(str(out))
+    ids = batches[0]["input_ids"][:1]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+    assert (out / "tokenizer.json").exists()
+
+
+def test_a_budget_and_a_gate(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    text.write_text(text.read_text() * 8)
+    arguments = ("--budget", "5 bpw", "--calibration", text, "--algorithm", "gptq", "--skip", "lm_head")
+    refused = run("quantize", writer, out, *arguments, "--max-kl", 1e-9, "--text", text)
+    assert refused.exit_code == 2
+    assert "worst layers" in refused.stderr
+    assert not out.exists()
+    result = run("quantize", writer, out, *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "bits a weight" in result.stderr
+    held = [t for t in pw.load(out).values() if isinstance(t, pw.AffineQuantizedTensor)]
+    assert 8 * sum(t.nbytes for t in held) <= 5 * sum(t.numel() for t in held)
+
+
+def test_a_recipe_in_a_file_and_a_dry_run(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("- gptq: {damping: 0.05, sweeps: 1}\n")
+    out = tmp_path / "out"
+    result = run("quantize", writer, out, *GROUPS, "--algorithm", recipe, "--calibration", text, "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    assert not out.exists()
+    result = run("quantize", writer, out, *GROUPS, "--algorithm", recipe, "--calibration", text)
+    assert "gptq(damping=0.05, sweeps=1)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "int4", "--budget", "4 bpw"], "--budget chooses the config"),
+        (["--budget", "4 bpw"], "give it text by --calibration"),
+        (["--config", "int4", "--algorithm", "gptq"], "pass calibration="),
+        (["--config", "int4", "--algorithm", "gtpq"], "did you mean 'gptq'"),
+        ([], "--config is required"),
+    ],
+)
+def test_what_does_not_fit_is_refused(run: Any, writer: Path, tmp_path: Path, arguments: Any, message: str) -> None:
+    result = run("quantize", writer, tmp_path / "out", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "out").exists()
