@@ -13,7 +13,7 @@ from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
 
 if TYPE_CHECKING:
-    from .algorithms import improve, quantize_, search
+    from .algorithms import improve, quantize_, sample, search
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, load, open, quantize_checkpoint, save, unflatten
     from .models import (
@@ -117,6 +117,7 @@ __all__ = [
     "recommend",
     "register_quantize_module_handler",
     "reset_fallbacks",
+    "sample",
     "save",
     "search",
     "strict",

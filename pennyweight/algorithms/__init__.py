@@ -5,11 +5,12 @@ from .gptq import GPTAQ, GPTQ, Auto
 from .improve import improve
 from .nearest import Nearest
 from .quantize import quantize_
+from .sampling import sample
 from .search import Search, search
 from .statistics import STATISTICS, Statistic, register_statistic
 from .tune import Tune
 
 __all__ = [
     "ALGORITHMS", "GPTAQ", "GPTQ", "STATISTICS", "Auto", "Nearest", "Rewrite", "Search", "Solution", "Solver",
-    "Statistic", "Task", "Tune", "Tuner", "improve", "quantize_", "register", "register_statistic", "search",
+    "Statistic", "Task", "Tune", "Tuner", "improve", "quantize_", "register", "register_statistic", "sample", "search",
 ]  # fmt: skip
