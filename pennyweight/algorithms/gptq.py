@@ -14,7 +14,7 @@ from ..core.rows import rows_independent
 from .base import Solution, Solver, Task, register
 from .feedback import Factor, bound, carry, descend, factor
 from .grid import SHRINKS, Grid, candidates, grid, pick
-from .nearest import Nearest, nearest_parts, output_error
+from .nearest import Nearest, nearest_parts, output_error, total_error
 from .refit import refit
 
 AUTO = ("scheme", *SHRINKS[1:], "mse", "weighted")
@@ -79,7 +79,7 @@ class GPTQ(Solver):
     def _solve(self, task: Task, hessian: Tensor, cross: Tensor | None) -> Solution:
         h = hessian.unsqueeze(0)
         parts, values = nearest_parts(task)
-        nearest = float(output_error(values - task.weight, h).sum())
+        nearest = total_error(values - task.weight, h)
         f = factor(hessian, self.damping, self.activation_order)
         if f is None:
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
@@ -97,7 +97,7 @@ class GPTQ(Solver):
             self._sweep(best, target, h, f)
         note = "" if f.damping == self.damping else f"damping raised to {f.damping:g}"
         solved = best.parts()
-        error = float(output_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h).sum())
+        error = total_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h)
         return Solution(solved, error, nearest, note, certificate)
 
     def _sweep(self, best: _Best, target: Tensor, h: Tensor, f: Factor) -> None:

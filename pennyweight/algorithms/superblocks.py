@@ -1,4 +1,4 @@
-"""Scales by search for ggml's K-quants and IQ4 types.
+"""Scales by search for ggml's K-quants and IQ4 types; the GGUF writer's, and a candidate of the solver "imatrix".
 
 Each sub-block tries some scales around that of its range; the codes that one gives have a best scale (and offset), by
 weighted least squares, and the candidate of least weighted error is kept. The scales of a super-block are then rounded
@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.formats import IQ4_NL
-from ...core.numerics import Parts
+from ..core import spec as specs
+from ..core.formats import IQ4_NL
+from ..core.numerics import Parts
+from ..core.spec import QuantSpec
 
 _TINY = 1e-30  # squares below it are those of zeros
+_CHUNK = 1 << 17  # elements searched for in one go: some tens of arrays of that size are worked on
 
 
 def half(d: Tensor) -> Tensor:
@@ -254,3 +257,35 @@ def chosen() -> dict[str, Callable[..., Parts]]:
         **{name: _rule(_with_offset, way) for name, way in _WITH_OFFSET.items()},
         **{name: _rule(_about_zero, way) for name, way in _ABOUT_ZERO.items()},
     }
+
+
+_SPECS: dict[QuantSpec, str] = {getattr(specs, name): name for name in (*_WITH_OFFSET, *_ABOUT_ZERO)}
+
+
+def search(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[Parts]:
+    """What the rule of that type finds for a matrix [N, K] with the importance of each element [N, K]; nothing where
+    the spec is not of these types, a row is no whole number of super-blocks, or numbers are beyond float16's."""
+    name = _SPECS.get(spec.with_(layout="plain"))
+    n, k = weight.shape
+    if name is None or k % _elements(name) or not n or float(weight.abs().max()) > 65504:
+        return []
+    rule, per_row = chosen()[name], k // _elements(name)
+    step = max(1, _CHUNK // k)
+    pieces: list[Parts] = []
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        blocks = (t[rows].float().reshape(-1, _elements(name)) for t in (weight, importance))
+        pieces.append(rule(*blocks))
+    return [_stack(pieces).map(lambda t: t.reshape(n, per_row * t.shape[1]).contiguous())]
+
+
+def _elements(name: str) -> int:
+    return 32 if name == "IQ4_NL" else 256
+
+
+def _stack(pieces: list[Parts]) -> Parts:
+    out: list[Any] = []
+    for parts in zip(*pieces, strict=True):
+        first = parts[0]
+        out.append(_stack(list(parts)) if isinstance(first, Parts) else None if first is None else torch.cat(parts))
+    return Parts(*out)
