@@ -13,7 +13,7 @@ from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
 
 if TYPE_CHECKING:
-    from .algorithms import quantize_
+    from .algorithms import calibrate, quantize_, sparsify_
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, load, open, quantize_checkpoint, save, unflatten
     from .models import (
@@ -84,6 +84,7 @@ __all__ = [
     "SpecConfig",
     "UIntXWeightOnlyConfig",
     "__version__",
+    "calibrate",
     "convert",
     "dequantize_",
     "explain",
@@ -110,6 +111,7 @@ __all__ = [
     "register_quantize_module_handler",
     "reset_fallbacks",
     "save",
+    "sparsify_",
     "strict",
     "thaw_",
     "uintx_weight_only",

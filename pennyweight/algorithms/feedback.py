@@ -49,11 +49,14 @@ def factor(hessian: Tensor, damping: float, activation_order: bool) -> Factor | 
     return None
 
 
-def carry(weight: Tensor, grid: Grid, f: Factor) -> tuple[Tensor, Tensor]:
+def carry(weight: Tensor, grid: Grid, f: Factor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(codes, values) [N, K]: each column becomes the nearest numbers, and its error is taken off the columns after it
     as far as they can make up for it. Frantar et al. 2022 (GPTQ); with grids fixed before, Babai's nearest plane.
+
+    keep    bool [N, K]: all others become the number nearest to zero
     """
     order, upper = f.order, f.upper
+    kept = None if keep is None else keep.t()[order].contiguous()
     w = weight.t()[order].contiguous()
     ordered = grid._replace(columns=type(grid.columns)(*(None if p is None else p[order] for p in grid.columns)))
     k = w.shape[0]
@@ -64,7 +67,8 @@ def carry(weight: Tensor, grid: Grid, f: Factor) -> tuple[Tensor, Tensor]:
         block, errors = w[begin:end], torch.empty(end - begin, w.shape[1])
         inner = upper[begin:end, begin:end]
         for j in range(end - begin):
-            c, v = ordered.nearest(block[j : j + 1], begin + j)
+            wanted = block[j : j + 1]
+            c, v = ordered.nearest(wanted if kept is None else wanted * kept[begin + j], begin + j)
             codes[begin + j], values[begin + j] = c[0], v[0]
             errors[j] = (block[j] - v[0]) / inner[j, j]
             if j + 1 < end - begin:
@@ -83,9 +87,11 @@ def bound(grid: Grid, f: Factor) -> float:
     return float((steps / f.upper.diagonal().square()).sum() / 4)
 
 
-def descend(weight: Tensor, codes: Tensor, values: Tensor, grid: Grid, hessian: Tensor) -> tuple[Tensor, Tensor]:
+def descend(
+    weight: Tensor, codes: Tensor, values: Tensor, grid: Grid, hessian: Tensor, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One sweep of coordinate descent on tr(D H D^T): each column in turn becomes the nearest numbers to its optimum
-    given all others. Never worse than where it starts. Behdin et al. 2023 (QuantEase).
+    given all others. Never worse than where it starts. Behdin et al. 2023 (QuantEase). keep: as for :func:`carry`.
     """
     w, v = weight.t(), values.t().contiguous()
     codes = codes.t().contiguous()
@@ -100,7 +106,9 @@ def descend(weight: Tensor, codes: Tensor, values: Tensor, grid: Grid, hessian: 
             h = diagonal[begin + j]
             if not h > 0:
                 continue
-            c, new = grid.nearest((v[begin + j] + here[j] / h).unsqueeze(0), begin + j)
+            wanted = v[begin + j] + here[j] / h
+            wanted = wanted if keep is None else wanted * keep[:, begin + j]
+            c, new = grid.nearest(wanted.unsqueeze(0), begin + j)
             moved[j] = new[0] - v[begin + j]
             v[begin + j], codes[begin + j] = new[0], c[0]
             here.addr_(hessian[begin:end, begin + j], moved[j], alpha=-1)

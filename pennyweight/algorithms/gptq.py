@@ -35,6 +35,8 @@ class GPTQ(Solver):
                 errors of earlier layers are made up for (Li et al. 2025, GPTAQ; here in closed form:
                 W + asymmetric W (E[x_float x^T] - H) H^-1)
     sweeps      of scale refitting and coordinate descent afterwards; each row keeps what is better
+    keep_zeros  what is exactly 0 in the weight (see :func:`sparsify_`) makes up for nothing: it becomes the number
+                nearest to 0
 
     Cost: O(N K^2 + K^3) a layer and grid. A row is never worse than round-to-nearest in its output error over the
     calibration inputs (that of the target, where asymmetric is 0).
@@ -45,6 +47,7 @@ class GPTQ(Solver):
     grids: tuple[str | float, ...] = ("scheme",)
     asymmetric: float = 0.0
     sweeps: int = 0
+    keep_zeros: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grids", (self.grids,) if isinstance(self.grids, str) else tuple(self.grids))
@@ -85,31 +88,32 @@ class GPTQ(Solver):
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
             return Solution(parts, nearest, nearest, f"rounded to nearest: {why}")
         target = task.weight if cross is None else _moved(task.weight, hessian, cross, f, self.asymmetric)
+        keep = task.weight != 0 if self.keep_zeros else None
+        keep = None if keep is None or bool(keep.all()) else keep
         best = _Best(task, parts, values, output_error(values - target, h))
         certificate = None
         for name, params in candidates(task, self.grids, hessian.diagonal()):
             g = grid(params, task.spec, task.weight.shape)
             if name == "scheme" and task.spec.format.kind == "int":
-                certificate = bound(g, f)
-            codes, values = carry(target, g, f)
+                certificate = bound(g, f) if keep is None else None
+            codes, values = carry(target, g, f, keep)
             best.offer(g, codes, values, output_error(values - target, h))
         for _ in range(self.sweeps):
-            self._sweep(best, target, h, f)
+            self._sweep(best, target, h, keep)
         note = "" if f.damping == self.damping else f"damping raised to {f.damping:g}"
         solved = best.parts()
         error = total_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h)
         return Solution(solved, error, nearest, note, certificate)
 
-    def _sweep(self, best: _Best, target: Tensor, h: Tensor, f: Factor) -> None:
+    def _sweep(self, best: _Best, target: Tensor, h: Tensor, keep: Tensor | None) -> None:
         """Refit scales to the codes, then codes to the scales."""
         g, codes, values = best.grid(), best.codes, best.values
         again = refit(target, codes, g, h[0])
         if again is not None:
-            codes, values = again.nearest(values.t().contiguous(), 0)
-            codes, values = codes.t().contiguous(), values.t().contiguous()
+            values = again.values(codes)
             best.offer(again, codes, values, output_error(values - target, h))
         g = best.grid()
-        codes, values = descend(target, best.codes, best.values, g, h[0])
+        codes, values = descend(target, best.codes, best.values, g, h[0], keep)
         best.offer(g, codes, values, output_error(values - target, h))
 
 

@@ -80,9 +80,7 @@ class Search:
         return Params(
             torch.where(good, scale, self.best.scale.float()),
             self.best.zero_point,
-            None
-            if offset is None or self.best.offset is None
-            else torch.where(good, offset, self.best.offset.float()),
+            None if offset is None or self.best.offset is None else torch.where(good, offset, self.best.offset.float()),
         )
 
     def row_costs(self, values: Tensor) -> Tensor:
