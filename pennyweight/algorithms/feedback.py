@@ -34,7 +34,11 @@ def factor(hessian: Tensor, damping: float, activation_order: bool) -> Factor | 
     mean = float(diagonal.double().mean())
     if not 0 < mean < float("inf"):
         return None
-    order = torch.argsort(diagonal, descending=True, stable=True) if activation_order else torch.arange(k)
+    order = (
+        torch.argsort(diagonal, descending=True, stable=True)
+        if activation_order
+        else torch.arange(k, device=hessian.device)
+    )
     dtype = torch.float64 if k <= 8192 else torch.float32
     h = hessian[order][:, order].to(dtype)
     while damping <= 1.0:
@@ -60,11 +64,11 @@ def carry(weight: Tensor, grid: Grid, f: Factor, keep: Tensor | None = None) -> 
     w = weight.t()[order].contiguous()
     ordered = grid._replace(columns=type(grid.columns)(*(None if p is None else p[order] for p in grid.columns)))
     k = w.shape[0]
-    codes = torch.empty(w.shape, dtype=grid.spec.format.code_dtype)
+    codes = torch.empty(w.shape, dtype=grid.spec.format.code_dtype, device=w.device)
     values = torch.empty_like(w)
     for begin in range(0, k, WIDTH):
         end = min(begin + WIDTH, k)
-        block, errors = w[begin:end], torch.empty(end - begin, w.shape[1])
+        block, errors = w[begin:end], torch.empty(end - begin, w.shape[1], device=w.device)
         inner = upper[begin:end, begin:end]
         for j in range(end - begin):
             wanted = block[j : j + 1]
@@ -100,7 +104,7 @@ def descend(
     pull = hessian @ (w - v)  # [K, N]: minus half the gradient
     for begin in range(0, k, WIDTH):
         end = min(begin + WIDTH, k)
-        moved = torch.zeros(end - begin, w.shape[1])
+        moved = torch.zeros(end - begin, w.shape[1], device=w.device)
         here = pull[begin:end].clone()
         for j in range(end - begin):
             h = diagonal[begin + j]

@@ -33,7 +33,7 @@ class GPTQ(Solver):
                 "scheme": the config's own rule; "mse"; "weighted"; a share of the range such as 0.9
     asymmetric  0 to 1: how far the target is moved towards what the float model puts out at the same token, so that
                 errors of earlier layers are made up for (Li et al. 2025, GPTAQ; here in closed form:
-                W + asymmetric W (E[x_float x^T] - H) H^-1)
+                W + asymmetric W E[(x_float - x) x^T] H^-1). Where a layer has no float twin beside it, its own output
     sweeps      of scale refitting and coordinate descent afterwards; each row keeps what is better
     keep_zeros  what is exactly 0 in the weight (see :func:`sparsify_`) makes up for nothing: it becomes the number
                 nearest to 0
@@ -60,12 +60,16 @@ class GPTQ(Solver):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return ("hessian", "cross") if self.asymmetric else ("hessian",)
+        return ("hessian",)
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        return ("drift",) if self.asymmetric else ()
 
     def solve(self, task: Task) -> Solution:
-        hessians = task.stats["hessian"]
+        hessians, drifts = task.stats["hessian"], task.stats.get("drift") if self.asymmetric else None
         if hessians.shape[0] == 1:
-            return self._solve(task, hessians[0], task.stats["cross"][0] if self.asymmetric else None)
+            return self._solve(task, hessians[0], None if drifts is None else drifts[0])
         if not rows_independent(task.spec, task.weight.shape):
             return (
                 Nearest().solve(task)._replace(note="rounded to nearest: blocks reach over groups of the convolution")
@@ -74,12 +78,12 @@ class GPTQ(Solver):
         solved = []
         for g, rows in enumerate(task.weight.chunk(hessians.shape[0])):
             part = Task(task.name, rows, task.spec, task.rule, task.eps, tokens=task.tokens)
-            solved.append(self._solve(part, hessians[g], task.stats["cross"][g] if self.asymmetric else None))
+            solved.append(self._solve(part, hessians[g], None if drifts is None else drifts[g]))
         parts = Parts(*(None if p[0] is None else torch.cat(p) for p in zip(*(s.parts for s in solved), strict=True)))
         note = next((s.note for s in solved if s.note), "")
         return Solution(parts, sum(s.error or 0.0 for s in solved), sum(s.nearest or 0.0 for s in solved), note)
 
-    def _solve(self, task: Task, hessian: Tensor, cross: Tensor | None) -> Solution:
+    def _solve(self, task: Task, hessian: Tensor, drift: Tensor | None) -> Solution:
         h = hessian.unsqueeze(0)
         parts, values = nearest_parts(task)
         nearest = total_error(values - task.weight, h)
@@ -87,7 +91,7 @@ class GPTQ(Solver):
         if f is None:
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
             return Solution(parts, nearest, nearest, f"rounded to nearest: {why}")
-        target = task.weight if cross is None else _moved(task.weight, hessian, cross, f, self.asymmetric)
+        target = task.weight if drift is None else moved(task.weight, drift, f, self.asymmetric)
         keep = task.weight != 0 if self.keep_zeros else None
         keep = None if keep is None or bool(keep.all()) else keep
         best = _Best(task, parts, values, output_error(values - target, h))
@@ -101,6 +105,8 @@ class GPTQ(Solver):
         for _ in range(self.sweeps):
             self._sweep(best, target, h, keep)
         note = "" if f.damping == self.damping else f"damping raised to {f.damping:g}"
+        if self.asymmetric and drift is None:
+            note = "; ".join(filter(None, (note, "aimed at its own output: no float twin beside it")))
         solved = best.parts()
         error = total_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h)
         return Solution(solved, error, nearest, note, certificate)
@@ -117,12 +123,13 @@ class GPTQ(Solver):
         best.offer(g, codes, values, output_error(values - target, h))
 
 
-def _moved(weight: Tensor, hessian: Tensor, cross: Tensor, f: Factor, share: float) -> Tensor:
-    """W + share W (C - H) H^-1, with the damped H: its output on the inputs at hand is nearest to W x_float."""
+def moved(weight: Tensor, drift: Tensor, f: Factor, share: float) -> Tensor:
+    """W + share W E[(x_float - x) x^T] H^-1, with the damped H: at share 1 and without damping its output on the inputs
+    at hand is nearest to W x_float."""
     back = torch.argsort(f.order)
     upper = f.upper.double()
     inverse = (upper.t() @ upper)[back][:, back]
-    return (weight.double() + share * weight.double() @ (cross - hessian).double() @ inverse).float()
+    return (weight.double() + share * weight.double() @ drift.double() @ inverse).float()
 
 
 class _Best:

@@ -105,7 +105,7 @@ def weighted(task: Task, importance: Tensor) -> Params:
     view, weight = blocks.split(w, part_shape), blocks.split(h, part_shape)
     inner = blocks.inner_axes(2)
     best: Params | None = None
-    least = torch.zeros(())
+    least = torch.zeros((), device=w.device)
     for step in range(26):
         p = choose(shrunk(w, spec, 1 - step / 50), spec, task.rule or default_rule(spec), task.eps)
         seen = store(p, spec)[1]

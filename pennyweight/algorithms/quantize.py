@@ -152,7 +152,7 @@ def _carry_out(
     if solver.needs:
         weights = {id(row.tensor): name for name, (row, _) in pairs.items()}
         known = frozenset() if journal is None else journal.names
-        for names, seen in Collector(model, weights, batches, solver.needs, spill, known).stages():
+        for names, seen in Collector(model, weights, batches, (*solver.needs, *solver.wants), spill, known).stages():
             for name in names:
                 finish(name, seen.get(name, Seen()), "saw no data")
             if journal is not None:

@@ -29,7 +29,7 @@ class Search:
     def __init__(self, task: Task, cost: Cost = torch.square, weight: Tensor | None = None) -> None:
         self.task, self.cost, self.spec = task, cost, task.spec
         n, k = task.weight.shape
-        self.weight = torch.ones(n, k) if weight is None else weight.expand(n, k)
+        self.weight = torch.ones(n, k, device=task.weight.device) if weight is None else weight.expand(n, k)
         padded = blocks.pad(task.weight, self.spec.block)
         self.shape = blocks.counts(self.spec.block, padded.shape)
         self.view = blocks.split(padded, self.shape)

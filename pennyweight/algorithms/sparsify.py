@@ -197,8 +197,8 @@ def sparse_gpt(w: Tensor, hessian: Tensor, pattern: Pattern, damping: float = 0.
     width = WIDTH if not pattern.of else max(1, WIDTH // pattern.of) * pattern.of
     for begin in range(0, k, width):
         end = min(begin + width, k)
-        block, errors, inner = w[begin:end], torch.zeros(end - begin, n), upper[begin:end, begin:end]
-        keep = torch.ones(end - begin, n, dtype=torch.bool)
+        block, errors, inner = w[begin:end], torch.zeros(end - begin, n, device=w.device), upper[begin:end, begin:end]
+        keep = torch.ones(end - begin, n, dtype=torch.bool, device=w.device)
         if not pattern.of:
             zeros = round(pattern.share * end * n) - round(pattern.share * begin * n)  # as many as of the whole
             keep = pattern.keep((block / diagonal[begin:end, None]).square().t(), zeros).t()

@@ -81,11 +81,11 @@ HESSIAN = register_statistic(
         _mean,
     )
 )
-CROSS = register_statistic(
+DRIFT = register_statistic(
     Statistic(
-        "cross",  # E[x_float x^T]: with the Hessian, what the layer should do for inputs that are wrong already
+        "drift",  # E[(x_float - x) x^T]: what the layer should make up for in inputs that are wrong already
         _square,
-        lambda s, x, x_float: (s[0].baddbmm_(x_float.mT, x), s[1] + x.shape[1]),
+        lambda s, x, x_float: (s[0].baddbmm_((x_float - x).mT, x), s[1] + x.shape[1]),
         _sum,
         _mean,
         paired=True,

@@ -102,7 +102,7 @@ def _affine(x: Tensor, w: Tensor, top: int, start: float, step: float, tries: in
 def _multiples(values: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Values that are not negative, [super-blocks, k], as codes 0 .. top of one float16. Codes are float32."""
     d = half(values.amax(1, keepdim=True) / top)
-    return (values * _ratio(torch.ones(()), d.float())).round().clamp(0, top), d
+    return (values * _ratio(torch.ones_like(d, dtype=torch.float32), d.float())).round().clamp(0, top), d
 
 
 def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
@@ -145,8 +145,8 @@ def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
 def _numbers(x: Tensor, way: _Way) -> tuple[Tensor, Tensor]:
     """Codes of the nearest numbers and the numbers themselves."""
     if way.table:
-        codes = torch.bucketize(x, _levels())
-        return codes, torch.tensor(IQ4_NL.values)[codes]
+        codes = torch.bucketize(x, _levels().to(x.device))
+        return codes, torch.tensor(IQ4_NL.values, device=x.device)[codes]
     codes = x.round().clamp(-way.top - 1, way.top)
     return codes, codes
 
@@ -202,7 +202,11 @@ def _about_zero(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
     else:
         largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))
         d = half(largest / -(way.scale_top + 1))
-        sc = (scale * _signed_ratio(torch.ones(()), d.float())).round().clamp(-way.scale_top - 1, way.scale_top)
+        sc = (
+            (scale * _signed_ratio(torch.ones_like(d, dtype=torch.float32), d.float()))
+            .round()
+            .clamp(-way.scale_top - 1, way.scale_top)
+        )
         codes, least = codes_of(d.float() * sc)
         for tried in ((sc + step).clamp(-way.scale_top - 1, way.scale_top) for step in (-1, 1)):
             found, error = codes_of(d.float() * tried)

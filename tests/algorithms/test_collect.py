@@ -78,7 +78,7 @@ def test_block_by_block_equals_whole_runs(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "t5", "mlp"])
 def test_on_disk_is_as_in_memory(kind: str, tmp_path: Path) -> None:
     make, data = MODELS[kind]
-    model, batches, needs = make(), data(), ("hessian", "cross")
+    model, batches, needs = make(), data(), ("hessian", "drift")
     memory = dict(run(copy.deepcopy(model), batches, needs))
     disk = dict(run(copy.deepcopy(model), batches, needs, spill=tmp_path))
     assert memory.keys() == disk.keys()
@@ -93,12 +93,12 @@ def test_paired_statistics_follow_the_float_model() -> None:
     model, batches = mlp(), [torch.randn(40, 32), torch.randn(20, 32)]
     exact = copy.deepcopy(model)
     found = {}
-    for stage, seen in Collector(model, linear_weights(model), batches, ("hessian", "cross")).stages():
+    for stage, seen in Collector(model, linear_weights(model), batches, ("hessian", "drift")).stages():
         for name in stage:
             x = torch.cat(whole(model, batches, [name])[name], 1)
             twin = torch.cat(whole(exact, batches, [name])[name], 1)
-            torch.testing.assert_close(seen[name].stats["cross"], twin.mT @ x / x.shape[1], rtol=1e-4, atol=1e-5)
-            found[name] = float((seen[name].stats["cross"] - seen[name].stats["hessian"]).abs().max())
+            torch.testing.assert_close(seen[name].stats["drift"], (twin - x).mT @ x / x.shape[1], rtol=1e-4, atol=1e-5)
+            found[name] = float(seen[name].stats["drift"].abs().max())
             spoiled(model, name)
     assert found["0.weight"] < 1e-6 < found["2.weight"] < found["4.weight"] * 1e3
 

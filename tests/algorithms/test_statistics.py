@@ -12,7 +12,7 @@ from pennyweight.algorithms.statistics import BINS, Bins, State, bins, collect
 G, K = 2, 5
 FORMULAS: dict[str, Callable[..., Tensor]] = {
     "hessian": lambda x: torch.einsum("gti,gtj->gij", x, x) / x.shape[1],
-    "cross": lambda x, twin: torch.einsum("gti,gtj->gij", twin, x) / x.shape[1],
+    "drift": lambda x, twin: torch.einsum("gti,gtj->gij", twin - x, x) / x.shape[1],
     "second_moment": lambda x: x.square().mean(1),
     "absmean": lambda x: x.abs().mean(1),
     "absmax": lambda x: x.abs().amax(1),

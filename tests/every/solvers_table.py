@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pennyweight.algorithms import Solver, Task
 from pennyweight.algorithms.clip import MSE, Importance
+from pennyweight.algorithms.feedback import factor
 from pennyweight.algorithms.gptq import GPTAQ, GPTQ, Auto
 from pennyweight.algorithms.hqq import HQQ
 from pennyweight.algorithms.nearest import Nearest, output_error
@@ -32,6 +33,18 @@ def norm(task: Task, difference: Tensor) -> Tensor:
     return difference.abs().pow(0.7).sum(1)
 
 
+def towards_float(task: Task, difference: Tensor) -> Tensor:
+    """Output error against W + W E[(x_float - x) x^T] H^-1 / 2, with gptq's damping."""
+    solver, target = GPTAQ(), task.weight.double().clone()
+    hessians = task.stats["hessian"]
+    for rows, hessian, drift in zip(target.chunk(len(hessians)), hessians, task.stats["drift"], strict=True):
+        f = factor(hessian, solver.damping, solver.activation_order)
+        if f is not None:
+            damped = hessian.double() + f.damping * hessian.diagonal().double().mean() * torch.eye(len(hessian))
+            rows += solver.asymmetric * torch.linalg.solve(damped, drift.double().t() @ rows.t()).t()
+    return output_error(task.weight + difference.double() - target, hessians.double())
+
+
 @dataclass(frozen=True)
 class Enrolled:
     """make: the solver; cost: of each row of Wq - W; exempt: specs by name, and why each is left out."""
@@ -48,10 +61,5 @@ SOLVERS = {
     "imatrix": Enrolled(Importance, importance),
     "gptq": Enrolled(GPTQ, output),
     "auto": Enrolled(Auto, output),
-    # at asymmetric > 0 it aims at the float model's output and promises no more than a finite solution; at 0 it is gptq
-    "gptaq": Enrolled(lambda: GPTAQ(asymmetric=0.0), output),
+    "gptaq": Enrolled(GPTAQ, towards_float),
 }
-
-
-def cost_of_nothing(task: Task) -> Tensor:
-    return torch.zeros(task.weight.shape[0])
