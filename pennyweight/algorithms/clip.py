@@ -13,7 +13,7 @@ from ..core.choose import Params, choose, default_rule
 from .base import Solution, Solver, Task, register
 from .grid import candidates, shrunk
 from .nearest import Nearest
-from .search import Search
+from .search import Search, in_pieces
 from .superblocks import search as search_superblocks
 
 # A block whose largest element is not the largest number: that of e2m1 is 6, its neighbour 4 (Cook et al. 2025, "Four
@@ -42,6 +42,9 @@ class MSE(Solver):
     def solve(self, task: Task) -> Solution:
         if task.spec.scale is None:
             return Nearest().solve(task)
+        return in_pieces(task, self._solve)
+
+    def _solve(self, task: Task, rows: slice) -> Solution:
         found = Search(task)
         for _, params in candidates(task, ("mse",), None):
             found.offer(params)
@@ -73,6 +76,9 @@ class Importance(Solver):
         if not bool(moment.any()):
             return Nearest().solve(task)._replace(note="rounded to nearest: inputs are all zero")
         weight = by_rows(moment, task.weight.shape[0])
+        return in_pieces(task, lambda part, rows: self._solve(part, weight[rows]))
+
+    def _solve(self, task: Task, weight: Tensor) -> Solution:
         found = Search(task, torch.square, weight)
         w, rule = blocks.pad(task.weight, task.spec.block), task.rule or default_rule(task.spec)
         for step in range(1, 26):
@@ -87,4 +93,6 @@ class Importance(Solver):
 
 def by_rows(moment: Tensor, rows: int) -> Tensor:
     """[G, K] as [rows, K]: rows fall into G equal runs."""
+    if moment.shape[0] == 1:
+        return moment.expand(rows, -1)
     return moment.repeat_interleave(rows // moment.shape[0], 0)

@@ -12,7 +12,7 @@ from ..core.choose import Params
 from ..core.numerics import store
 from .base import Solution, Solver, Task, register
 from .nearest import Nearest
-from .search import Search
+from .search import Search, in_pieces
 
 
 @register("hqq")
@@ -46,6 +46,10 @@ class HQQ(Solver):
         if not spec.zero_point and spec.offset is None:
             note = "rounded to nearest: hqq moves zero points and offsets, and this scheme stores none"
             return Nearest().solve(task)._replace(note=note)
+        return in_pieces(task, self._solve)
+
+    def _solve(self, task: Task, rows: slice) -> Solution:
+        spec = task.spec
         found = Search(task, lambda d: d.abs().pow(self.norm))
         params, beta, inner = found.first, self.beta, blocks.inner_axes(2)
         for _ in range(self.steps):

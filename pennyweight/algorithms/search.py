@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,9 @@ from ..core.numerics import Parts, dequantize, encode, quantize, store, stored_v
 from ..core.rows import rows_independent
 from .base import Solution, Task
 from .grid import candidates, pick
+from .superblocks import stack
 
+_CHUNK = 1 << 23  # elements searched in one go: some six arrays of that size are worked on
 Cost = Callable[[Tensor], Tensor]  # of differences, element by element
 
 
@@ -107,6 +110,17 @@ class Search:
             elif cost.sum() < least.sum():
                 parts, least = these, cost
         return Solution(parts, note=note)
+
+
+def in_pieces(task: Task, solve: Callable[[Task, slice], Solution]) -> Solution:
+    """solve(a run of rows, which they are) for one run after another, where rows share nothing; else all at once."""
+    n, k = task.weight.shape
+    step = max(1, _CHUNK // max(1, k))
+    if n <= step or not rows_independent(task.spec, task.weight.shape):
+        return solve(task, slice(0, n))
+    runs = [slice(start, min(start + step, n)) for start in range(0, n, step)]
+    found = [solve(replace(task, weight=task.weight[rows]), rows) for rows in runs]
+    return Solution(stack([s.parts for s in found]), note=next((s.note for s in found if s.note), ""))
 
 
 def _rows(which: Tensor, a: Parts, b: Parts) -> Parts:

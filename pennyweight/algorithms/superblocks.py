@@ -280,16 +280,17 @@ def search(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[Parts]:
         rows = slice(start, min(start + step, n))
         blocks = (t[rows].float().reshape(-1, _elements(name)) for t in (weight, importance))
         pieces.append(rule(*blocks))
-    return [_stack(pieces).map(lambda t: t.reshape(n, per_row * t.shape[1]).contiguous())]
+    return [stack(pieces).map(lambda t: t.reshape(n, per_row * t.shape[1]).contiguous())]
 
 
 def _elements(name: str) -> int:
     return 32 if name == "IQ4_NL" else 256
 
 
-def _stack(pieces: list[Parts]) -> Parts:
+def stack(pieces: list[Parts]) -> Parts:
+    """Parts of rows as parts of all of them."""
     out: list[Any] = []
     for parts in zip(*pieces, strict=True):
         first = parts[0]
-        out.append(_stack(list(parts)) if isinstance(first, Parts) else None if first is None else torch.cat(parts))
+        out.append(stack(list(parts)) if isinstance(first, Parts) else None if first is None else torch.cat(parts))
     return Parts(*out)
