@@ -13,7 +13,7 @@ from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
 
 if TYPE_CHECKING:
-    from .algorithms import improve, quantize_, sample, search
+    from .algorithms import calibrate, improve, quantize_, sample, search, sparsify_
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, load, open, quantize_checkpoint, save, unflatten
     from .models import (
@@ -89,6 +89,7 @@ __all__ = [
     "Verification",
     "__version__",
     "assert_kl",
+    "calibrate",
     "compare",
     "convert",
     "dequantize_",
@@ -120,6 +121,7 @@ __all__ = [
     "sample",
     "save",
     "search",
+    "sparsify_",
     "strict",
     "thaw_",
     "uintx_weight_only",

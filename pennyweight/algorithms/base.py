@@ -57,12 +57,17 @@ class Solver:
     """Chooses parts for a weight: ``solve(task) -> Solution``.
 
     needs: names of statistics; without any it runs on weights alone. A layer that saw no data is rounded to nearest.
+    wants: names of statistics that it can do without.
     """
 
     name: ClassVar[str] = ""
 
     @property
     def needs(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def wants(self) -> tuple[str, ...]:
         return ()
 
     def solve(self, task: Task) -> Solution:

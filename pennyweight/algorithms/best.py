@@ -37,17 +37,19 @@ class Best:
         self.error = torch.where(better, error, self.error)
 
 
-def refine(best: Best, target: Tensor, hessian: Tensor, sweeps: int, scales: bool = True) -> None:
+def refine(
+    best: Best, target: Tensor, hessian: Tensor, sweeps: int, scales: bool = True, keep: Tensor | None = None
+) -> None:
     """Scales refitted to the codes, then coordinate descent on the codes; so many times. Never worse.
 
-    scales: whether they may move
+    scales  whether they may move
+    keep    [N, K] elements that may change; None: all
     """
     h = hessian.unsqueeze(0)
     for _ in range(sweeps):
         again = refit(target, best.codes, best.grid, hessian) if scales else None
         if again is not None:
-            codes, values = again.nearest(best.values.t().contiguous(), 0)
-            codes, values = codes.t().contiguous(), values.t().contiguous()
-            best.offer(again, codes, values, output_error(values - target, h))
-        codes, values = descend(target, best.codes, best.values, best.grid, hessian)
+            values = again.values(best.codes)
+            best.offer(again, best.codes, values, output_error(values - target, h))
+        codes, values = descend(target, best.codes, best.values, best.grid, hessian, keep)
         best.offer(best.grid, codes, values, output_error(values - target, h))

@@ -34,20 +34,21 @@ class Segment:
 def quiet(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, without gradients, caches or fused paths that no one can look into."""
     training = {m: m.training for m in model.modules()}
-    config = getattr(model, "config", None)
-    cache = getattr(config, "use_cache", None)
+    # A decoder inside may have a config of its own (T5's has); a cache would grow with each run of a block
+    configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", None)}
+    caches = [(config, config.use_cache) for config in configs.values()]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     model.eval()
-    if cache:
-        config.use_cache = False  # type: ignore[union-attr]
+    for config, _ in caches:
+        config.use_cache = False
     try:
         with torch.no_grad():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        if cache:
-            config.use_cache = cache  # type: ignore[union-attr]
+        for config, was in caches:
+            config.use_cache = was
         for m, was in training.items():
             m.training = was
 

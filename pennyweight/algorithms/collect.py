@@ -244,7 +244,7 @@ class _Gather:
             queue = self.exact.get(name)
             twin = queue.pop(0) if queue else None
             if twin is None or twin.shape != x.shape:
-                return  # routed otherwise than in the float model; solvers see the tokens that both have
+                return  # routed otherwise than in the float model: paired statistics are of the tokens that both have
             for statistic in self.paired:
                 self._update(statistic, name, x, twin)
 

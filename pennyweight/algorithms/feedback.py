@@ -34,7 +34,11 @@ def factor(hessian: Tensor, damping: float, activation_order: bool) -> Factor | 
     mean = float(diagonal.double().mean())
     if not 0 < mean < float("inf"):
         return None
-    order = torch.argsort(diagonal, descending=True, stable=True) if activation_order else torch.arange(k)
+    order = (
+        torch.argsort(diagonal, descending=True, stable=True)
+        if activation_order
+        else torch.arange(k, device=hessian.device)
+    )
     dtype = torch.float64 if k <= 8192 else torch.float32
     h = hessian[order][:, order].to(dtype)
     while damping <= 1.0:
@@ -49,22 +53,26 @@ def factor(hessian: Tensor, damping: float, activation_order: bool) -> Factor | 
     return None
 
 
-def carry(weight: Tensor, grid: Grid, f: Factor) -> tuple[Tensor, Tensor]:
+def carry(weight: Tensor, grid: Grid, f: Factor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(codes, values) [N, K]: each column becomes the nearest numbers, and its error is taken off the columns after it
     as far as they can make up for it. Frantar et al. 2022 (GPTQ); with grids fixed before, Babai's nearest plane.
+
+    keep    bool [N, K]: all others become the number nearest to zero
     """
     order, upper = f.order, f.upper
+    kept = None if keep is None else keep.t()[order].contiguous()
     w = weight.t()[order].contiguous()
     ordered = grid._replace(columns=type(grid.columns)(*(None if p is None else p[order] for p in grid.columns)))
     k = w.shape[0]
-    codes = torch.empty(w.shape, dtype=grid.spec.format.code_dtype)
+    codes = torch.empty(w.shape, dtype=grid.spec.format.code_dtype, device=w.device)
     values = torch.empty_like(w)
     for begin in range(0, k, WIDTH):
         end = min(begin + WIDTH, k)
-        block, errors = w[begin:end], torch.empty(end - begin, w.shape[1])
+        block, errors = w[begin:end], torch.empty(end - begin, w.shape[1], device=w.device)
         inner = upper[begin:end, begin:end]
         for j in range(end - begin):
-            c, v = ordered.nearest(block[j : j + 1], begin + j)
+            wanted = block[j : j + 1]
+            c, v = ordered.nearest(wanted if kept is None else wanted * kept[begin + j], begin + j)
             codes[begin + j], values[begin + j] = c[0], v[0]
             errors[j] = (block[j] - v[0]) / inner[j, j]
             if j + 1 < end - begin:
@@ -83,9 +91,11 @@ def bound(grid: Grid, f: Factor) -> float:
     return float((steps / f.upper.diagonal().square()).sum() / 4)
 
 
-def descend(weight: Tensor, codes: Tensor, values: Tensor, grid: Grid, hessian: Tensor) -> tuple[Tensor, Tensor]:
+def descend(
+    weight: Tensor, codes: Tensor, values: Tensor, grid: Grid, hessian: Tensor, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One sweep of coordinate descent on tr(D H D^T): each column in turn becomes the nearest numbers to its optimum
-    given all others. Never worse than where it starts. Behdin et al. 2023 (QuantEase).
+    given all others. Never worse than where it starts. Behdin et al. 2023 (QuantEase). keep: as for :func:`carry`.
     """
     w, v = weight.t(), values.t().contiguous()
     codes = codes.t().contiguous()
@@ -94,13 +104,15 @@ def descend(weight: Tensor, codes: Tensor, values: Tensor, grid: Grid, hessian: 
     pull = hessian @ (w - v)  # [K, N]: minus half the gradient
     for begin in range(0, k, WIDTH):
         end = min(begin + WIDTH, k)
-        moved = torch.zeros(end - begin, w.shape[1])
+        moved = torch.zeros(end - begin, w.shape[1], device=w.device)
         here = pull[begin:end].clone()
         for j in range(end - begin):
             h = diagonal[begin + j]
             if not h > 0:
                 continue
-            c, new = grid.nearest((v[begin + j] + here[j] / h).unsqueeze(0), begin + j)
+            wanted = v[begin + j] + here[j] / h
+            wanted = wanted if keep is None else wanted * keep[:, begin + j]
+            c, new = grid.nearest(wanted.unsqueeze(0), begin + j)
             moved[j] = new[0] - v[begin + j]
             v[begin + j], codes[begin + j] = new[0], c[0]
             here.addr_(hessian[begin:end, begin + j], moved[j], alpha=-1)

@@ -13,7 +13,7 @@ from .base import Solution, Solver, Task, register
 from .best import Best, refine
 from .feedback import Factor, bound, carry, factor
 from .grid import SHRINKS, candidates, grid
-from .nearest import Nearest, nearest_parts, output_error
+from .nearest import Nearest, nearest_parts, output_error, total_error
 
 AUTO = ("scheme", *SHRINKS[1:], "extreme", "mse", "weighted")
 
@@ -31,8 +31,10 @@ class GPTQ(Solver):
                 "scheme": the config's own rule; "mse"; "weighted"; a share of the range such as 0.9
     asymmetric  0 to 1: how far the target is moved towards what the float model puts out at the same token, so that
                 errors of earlier layers are made up for (Li et al. 2025, GPTAQ; here in closed form:
-                W + asymmetric W (E[x_float x^T] - H) H^-1)
+                W + asymmetric W E[(x_float - x) x^T] H^-1). Where a layer has no float twin beside it, its own output
     sweeps      of scale refitting and coordinate descent afterwards; each row keeps what is better
+    keep_zeros  what is exactly 0 in the weight (see :func:`sparsify_`) makes up for nothing: it becomes the number
+                nearest to 0
 
     Cost: O(N K^2 + K^3) a layer and grid. A row is never worse than round-to-nearest in its output error over the
     calibration inputs (that of the target, where asymmetric is 0).
@@ -43,6 +45,7 @@ class GPTQ(Solver):
     grids: tuple[str | float, ...] = ("scheme",)
     asymmetric: float = 0.0
     sweeps: int = 0
+    keep_zeros: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grids", (self.grids,) if isinstance(self.grids, str) else tuple(self.grids))
@@ -55,12 +58,16 @@ class GPTQ(Solver):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return ("hessian", "cross") if self.asymmetric else ("hessian",)
+        return ("hessian",)
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        return ("drift",) if self.asymmetric else ()
 
     def solve(self, task: Task) -> Solution:
-        hessians = task.stats["hessian"]
+        hessians, drifts = task.stats["hessian"], task.stats.get("drift") if self.asymmetric else None
         if hessians.shape[0] == 1:
-            return self._solve(task, hessians[0], task.stats["cross"][0] if self.asymmetric else None)
+            return self._solve(task, hessians[0], None if drifts is None else drifts[0])
         if not rows_independent(task.spec, task.weight.shape):
             return (
                 Nearest().solve(task)._replace(note="rounded to nearest: blocks reach over groups of the convolution")
@@ -69,20 +76,22 @@ class GPTQ(Solver):
         solved = []
         for g, rows in enumerate(task.weight.chunk(hessians.shape[0])):
             part = Task(task.name, rows, task.spec, task.rule, task.eps, tokens=task.tokens)
-            solved.append(self._solve(part, hessians[g], task.stats["cross"][g] if self.asymmetric else None))
+            solved.append(self._solve(part, hessians[g], None if drifts is None else drifts[g]))
         parts = Parts(*(None if p[0] is None else torch.cat(p) for p in zip(*(s.parts for s in solved), strict=True)))
         note = next((s.note for s in solved if s.note), "")
         return Solution(parts, sum(s.error or 0.0 for s in solved), sum(s.nearest or 0.0 for s in solved), note)
 
-    def _solve(self, task: Task, hessian: Tensor, cross: Tensor | None) -> Solution:
+    def _solve(self, task: Task, hessian: Tensor, drift: Tensor | None) -> Solution:
         h = hessian.unsqueeze(0)
         parts, values = nearest_parts(task)
-        nearest = float(output_error(values - task.weight, h).sum())
+        nearest = total_error(values - task.weight, h)
         f = factor(hessian, self.damping, self.activation_order)
         if f is None:
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
             return Solution(parts, nearest, nearest, f"rounded to nearest: {why}")
-        target = task.weight if cross is None else _moved(task.weight, hessian, cross, f, self.asymmetric)
+        target = task.weight if drift is None else moved(task.weight, drift, f, self.asymmetric)
+        keep = task.weight != 0 if self.keep_zeros else None
+        keep = None if keep is None or bool(keep.all()) else keep
         n, k = task.weight.shape
         first = grid(next(candidates(task, ("scheme",), None))[1], task.spec, task.weight.shape)
         best = Best(first, parts.codes[:n, :k], values, output_error(values - target, h), task.weight.shape)
@@ -90,31 +99,36 @@ class GPTQ(Solver):
         for name, params in candidates(task, self.grids, hessian.diagonal()):
             g = grid(params, task.spec, task.weight.shape)
             if name == "scheme" and task.spec.format.kind == "int":
-                certificate = bound(g, f)
-            codes, values = carry(target, g, f)
+                certificate = bound(g, f) if keep is None else None
+            codes, values = carry(target, g, f, keep)
             best.offer(g, codes, values, output_error(values - target, h))
-        refine(best, target, hessian, self.sweeps)
+        refine(best, target, hessian, self.sweeps, keep=keep)
         note = "" if f.damping == self.damping else f"damping raised to {f.damping:g}"
+        if self.asymmetric and drift is None:
+            note = "; ".join(filter(None, (note, "aimed at its own output: no float twin beside it")))
         solved = best.grid.parts(task.weight, best.codes)
-        error = float(output_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h).sum())
+        error = total_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h)
         return Solution(solved, error, nearest, note, certificate)
 
 
-def _moved(weight: Tensor, hessian: Tensor, cross: Tensor, f: Factor, share: float) -> Tensor:
-    """W + share W (C - H) H^-1, with the damped H: its output on the inputs at hand is nearest to W x_float."""
+def moved(weight: Tensor, drift: Tensor, f: Factor, share: float) -> Tensor:
+    """W + share W E[(x_float - x) x^T] H^-1, with the damped H: at share 1 and without damping its output on the inputs
+    at hand is nearest to W x_float."""
     back = torch.argsort(f.order)
     upper = f.upper.double()
     inverse = (upper.t() @ upper)[back][:, back]
-    return (weight.double() + share * weight.double() @ (cross - hessian).double() @ inverse).float()
+    return (weight.double() + share * weight.double() @ drift.double() @ inverse).float()
 
 
 @register("auto")
 @dataclass(frozen=True)
 class Auto(GPTQ):
     """GPTQ that tries every grid and refines: each row of each layer takes the range rule whose rounding has the least
-    output error over the calibration inputs, because no fixed rule wins on all models (docs/algorithms/auto.md)."""
+    output error over the calibration inputs, because no fixed rule wins on all models; errors of earlier layers are
+    made up for by half (docs/algorithms/auto.md)."""
 
     grids: tuple[str | float, ...] = AUTO
+    asymmetric: float = 0.5
     sweeps: int = 2
 
 

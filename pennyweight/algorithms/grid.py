@@ -31,6 +31,12 @@ class Grid(NamedTuple):
         codes = encode(view, self.spec, flat)
         return codes.view(w.shape), stored_value(codes, self.spec, flat).view(w.shape)
 
+    def values(self, codes: Tensor) -> Tensor:
+        """The matrix [N, K] that codes stand for."""
+        turned = codes.t().contiguous()
+        flat = Params(*(None if p is None else p.flatten() for p in self.columns))
+        return stored_value(turned.view(-1, 1), self.spec, flat).view(turned.shape).t().contiguous()
+
     def parts(self, weight: Tensor, codes: Tensor) -> Parts:
         """Plain parts with codes [N, K]; what pads the weight to whole blocks is rounded to nearest."""
         parts = quantize(weight, self.spec, params=self.chosen)
@@ -123,7 +129,7 @@ def weighted(task: Task, importance: Tensor) -> Params:
     view, weight = blocks.split(w, part_shape), blocks.split(h, part_shape)
     inner = blocks.inner_axes(2)
     best: Params | None = None
-    least = torch.zeros(())
+    least = torch.zeros((), device=w.device)
     for step in range(26):
         p = choose(shrunk(w, spec, 1 - step / 50), spec, task.rule or default_rule(spec), task.eps)
         seen = store(p, spec)[1]

@@ -17,6 +17,16 @@ def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
     return (torch.matmul(rows, hessian) * rows).sum(-1).flatten()
 
 
+def total_error(difference: Tensor, hessian: Tensor) -> float:
+    """Sum of :func:`output_error` in float64: where inputs are nearly of one direction the products cancel."""
+    rows = difference.unflatten(0, (hessian.shape[0], -1)).double()
+    total = 0.0
+    for begin in range(0, hessian.shape[-1], 1024):  # no float64 copy of a large Hessian
+        columns = slice(begin, begin + 1024)
+        total += float((torch.matmul(rows, hessian[:, :, columns].double()) * rows[:, :, columns]).sum())
+    return max(0.0, total)
+
+
 def nearest_parts(task: Task) -> tuple[Parts, Tensor]:
     """(plain parts of round-to-nearest under the scheme's own rule, the matrix that they stand for)."""
     parts = quantize(task.weight, task.spec, task.rule, task.eps)

@@ -158,7 +158,8 @@ def _carry_out(
     if solver.needs:
         weights = {id(row.tensor): name for name, (row, _) in pairs.items()}
         known = frozenset() if journal is None else journal.names
-        for names, seen in Collector(model, weights, batches, solver.needs, store[0], known, store[1]).stages():
+        wanted = (*solver.needs, *solver.wants)
+        for names, seen in Collector(model, weights, batches, wanted, store[0], known, store[1]).stages():
             for name in names:
                 finish(name, seen.get(name, Seen()), "saw no data")
             if journal is not None:

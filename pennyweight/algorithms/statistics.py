@@ -9,9 +9,10 @@ for rounding. A ``paired`` statistic is also given the inputs that the float mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,11 +81,11 @@ HESSIAN = register_statistic(
         _mean,
     )
 )
-CROSS = register_statistic(
+DRIFT = register_statistic(
     Statistic(
-        "cross",  # E[x_float x^T]: with the Hessian, what the layer should do for inputs that are wrong already
+        "drift",  # E[(x_float - x) x^T]: what the layer should make up for in inputs that are wrong already
         _square,
-        lambda s, x, x_float: (s[0].baddbmm_(x_float.mT, x), s[1] + x.shape[1]),
+        lambda s, x, x_float: (s[0].baddbmm_((x_float - x).mT, x), s[1] + x.shape[1]),
         _sum,
         _mean,
         paired=True,
@@ -105,3 +106,106 @@ ABSMAX = register_statistic(
         lambda s: s[0],
     )
 )
+
+
+def _bounds(groups: int, width: int) -> State:
+    return torch.tensor([[torch.inf], [-torch.inf]]).expand(groups, 2, width).clone(), 0
+
+
+def _join_bounds(a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack([torch.minimum(a[:, 0], b[:, 0]), torch.maximum(a[:, 1], b[:, 1])], 1)
+
+
+def _see_bounds(s: State, x: Tensor) -> State:
+    if not x.shape[1]:
+        return s
+    return _join_bounds(s[0], torch.stack([x.amin(1), x.amax(1)], 1)), s[1] + x.shape[1]
+
+
+MINMAX = register_statistic(
+    Statistic(
+        "minmax",  # least and greatest of each input: [G, 2, K]
+        _bounds,
+        _see_bounds,
+        lambda a, b: (_join_bounds(a[0], b[0]), a[1] + b[1]),
+        lambda s: s[0],
+    )
+)
+
+# Half of them for numbers below zero. The range is a power of two above every magnitude seen, so at least a quarter of
+# them are in use, and ranges that differ have bins of which some are made of two whole ones of the other.
+BINS = 1 << 14
+_HEAD = 3  # exponent of the range, least, greatest
+_LEAST = -140.0  # exponent of a range that nothing has widened yet: float32 has no number below 2**-149
+
+
+def _no_bins(groups: int, width: int) -> State:
+    state = torch.zeros(groups, _HEAD + BINS, dtype=torch.float64)
+    state[:, :_HEAD] = torch.tensor([_LEAST, torch.inf, -torch.inf], dtype=torch.float64)
+    return state, 0
+
+
+def _widen(counts: Tensor, times: int) -> Tensor:
+    """Counts [BINS] in bins of 2**times the width: pairs are added up, about zero."""
+    for _ in range(min(times, BINS.bit_length())):
+        pairs = counts.view(-1, 2).sum(1)
+        counts = torch.zeros_like(counts)
+        counts[BINS // 4 : 3 * BINS // 4] = pairs
+    return counts
+
+
+def _add_bins(a: Tensor, b: Tensor) -> Tensor:
+    """Two groups' rows of the state as one."""
+    exponent = max(float(a[0]), float(b[0]))
+    counts = sum(_widen(s[_HEAD:], int(exponent - float(s[0]))) for s in (a, b))
+    assert isinstance(counts, Tensor)
+    head = torch.stack([a[0].new_tensor(exponent), torch.minimum(a[1], b[1]), torch.maximum(a[2], b[2])])
+    return torch.cat([head, counts])
+
+
+def _see_bins(s: State, x: Tensor) -> State:
+    if not x.shape[1]:
+        return s
+    rows = []
+    for state, values in zip(s[0], x, strict=True):
+        values = values.flatten().double()
+        least, greatest = values.min(), values.max()
+        reach = max(-float(least), float(greatest))
+        exponent = max(float(math.frexp(reach)[1]), _LEAST) if reach > 0 else _LEAST
+        at = (values * (BINS // 2) / 2.0**exponent).floor().long() + BINS // 2
+        counts = torch.bincount(at, minlength=BINS).double()
+        head = torch.stack([values.new_tensor(exponent), least, greatest])
+        rows.append(_add_bins(state, torch.cat([head, counts])))
+    return torch.stack(rows), s[1] + x.shape[1]
+
+
+def _join_bins(a: State, b: State) -> State:
+    return torch.stack([_add_bins(x, y) for x, y in zip(a[0], b[0], strict=True)]), a[1] + b[1]
+
+
+HISTOGRAM = register_statistic(Statistic("histogram", _no_bins, _see_bins, _join_bins, lambda s: s[0]))
+
+
+class Bins(NamedTuple):
+    """A finished histogram: least and greatest value seen, the middle of each bin, how many values lay in each, and how
+    wide a bin is. Every number is exact in float64 but for where in its bin a value lay."""
+
+    least: float
+    greatest: float
+    middles: Tensor
+    counts: Tensor
+    width: float
+
+
+def bins(histogram: Tensor) -> Bins:
+    """Of :data:`HISTOGRAM`'s result [G, ..], all groups together; empty ends are left out."""
+    total = histogram[0]
+    for row in histogram[1:]:
+        total = _add_bins(total, row)
+    width = 2.0 ** float(total[0]) / (BINS // 2)
+    seen = total[_HEAD:].nonzero().flatten()
+    if not len(seen):
+        raise ValueError("a histogram of no values")
+    inside = slice(int(seen[0]), int(seen[-1]) + 1)
+    middles = (torch.arange(BINS, dtype=torch.float64) - BINS // 2 + 0.5) * width
+    return Bins(float(total[1]), float(total[2]), middles[inside], total[_HEAD:][inside], width)

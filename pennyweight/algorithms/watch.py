@@ -4,6 +4,7 @@ of another."""
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,23 +21,25 @@ class Watch(TorchFunctionMode):
 
     weights     id of the tensor -> name
     mask        bool [batch, length]: tokens that count; inputs of another leading shape are taken whole
+    unfold      whether inputs of a convolution are seen as patches; else as they are, [1, everything else, width]
     """
 
-    def __init__(self, weights: dict[int, str], see: See, mask: Tensor | None = None) -> None:
+    def __init__(self, weights: dict[int, str], see: See, mask: Tensor | None = None, unfold: bool = True) -> None:
         super().__init__()
-        self.weights, self.see, self.mask = weights, see, mask
+        self.weights, self.see, self.mask, self.unfold = weights, see, mask, unfold
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         reader = _READERS.get(func)
         if reader is not None:
             found = reader(args, kwargs)
             name = self.weights.get(id(found[1])) if found is not None else None
             if found is not None and name is not None:
-                self.see(name, found[2](self._counting(found[0])))
+                x = self._counting(found[0])
+                self.see(name, found[2](x) if self.unfold else _tokens(x))
         if func in _COMPOSITE:  # it multiplies weights inside
             with self:
-                return func(*args, **kwargs)
+                return _COMPOSITE[func](*args, **kwargs)
         return func(*args, **kwargs)
 
     def _counting(self, x: Tensor) -> Tensor:
@@ -125,4 +128,14 @@ _READERS: dict[Any, Callable[[Any, Any], Any]] = {
     torch.conv2d: _convolution(2),
     torch.conv3d: _convolution(3),
 }
-_COMPOSITE = {F.multi_head_attention_forward}
+
+
+def _inner(function: Any) -> Any:
+    """A function of torch.nn.functional that does not ask again whether some mode wants to be called instead of it."""
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    again = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    again.__kwdefaults__ = function.__kwdefaults__
+    return again
+
+
+_COMPOSITE = {F.multi_head_attention_forward: _inner(F.multi_head_attention_forward)}

@@ -1,6 +1,6 @@
 """Floats to ggml's block types. The types with one scale a block are bit for bit what the ``gguf`` package makes; the
-others are searched for (searching.py). All arithmetic is float32, element by element or in a fixed order of sums, so
-the result does not depend on threads or on the width of the vector registers.
+others are searched for (algorithms/superblocks.py). All arithmetic is float32, element by element or in a fixed order
+of sums, so the result does not depend on threads or on the width of the vector registers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...algorithms import superblocks
+from ...algorithms.superblocks import chosen, half
 from ...core.numerics import Parts
-from . import searching
 from .blocks import TYPES
-from .searching import chosen, half
 
 _CHUNK = 1 << 17  # elements quantized in one go: some tens of arrays of that size are worked on
 
@@ -135,7 +135,7 @@ def _nvfp4(x: Tensor) -> Parts:
         scale = (amax / reach).clamp(max=448).to(torch.float8_e4m3fn)
         codes = _nearest_e2m1(sub, scale.float())
         value = torch.tensor((*_E2M1, *(-v for v in _E2M1)))[codes.long()] * scale.float()
-        found.append((searching.fold((value - sub).square().t()), scale, codes))
+        found.append((superblocks.fold((value - sub).square().t()), scale, codes))
     (error6, scale6, codes6), (error4, scale4, codes4) = found
     better = (error4 < error6)[:, None]
     scale = torch.where(better, scale4.view(torch.uint8), scale6.view(torch.uint8)).view(-1, 4)

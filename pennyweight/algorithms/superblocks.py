@@ -1,4 +1,4 @@
-"""Scales by search for ggml's K-quants and IQ4 types.
+"""Scales by search for ggml's K-quants and IQ4 types; the GGUF writer's, and a candidate of the solver "imatrix".
 
 Each sub-block tries some scales around that of its range; the codes that one gives have a best scale (and offset), by
 weighted least squares, and the candidate of least weighted error is kept. The scales of a super-block are then rounded
@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.formats import IQ4_NL
-from ...core.numerics import Parts
+from ..core import spec as specs
+from ..core.formats import IQ4_NL
+from ..core.numerics import Parts
+from ..core.spec import QuantSpec
 
 _TINY = 1e-30  # squares below it are those of zeros
+_CHUNK = 1 << 17  # elements searched for in one go: some tens of arrays of that size are worked on
 
 
 def half(d: Tensor) -> Tensor:
@@ -99,7 +102,7 @@ def _affine(x: Tensor, w: Tensor, top: int, start: float, step: float, tries: in
 def _multiples(values: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Values that are not negative, [super-blocks, k], as codes 0 .. top of one float16. Codes are float32."""
     d = half(values.amax(1, keepdim=True) / top)
-    return (values * _ratio(torch.ones(()), d.float())).round().clamp(0, top), d
+    return (values * _ratio(torch.ones_like(d, dtype=torch.float32), d.float())).round().clamp(0, top), d
 
 
 def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
@@ -142,8 +145,8 @@ def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
 def _numbers(x: Tensor, way: _Way) -> tuple[Tensor, Tensor]:
     """Codes of the nearest numbers and the numbers themselves."""
     if way.table:
-        codes = torch.bucketize(x, _levels())
-        return codes, torch.tensor(IQ4_NL.values)[codes]
+        codes = torch.bucketize(x, _levels().to(x.device))
+        return codes, torch.tensor(IQ4_NL.values, device=x.device)[codes]
     codes = x.round().clamp(-way.top - 1, way.top)
     return codes, codes
 
@@ -199,7 +202,11 @@ def _about_zero(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
     else:
         largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))
         d = half(largest / -(way.scale_top + 1))
-        sc = (scale * _signed_ratio(torch.ones(()), d.float())).round().clamp(-way.scale_top - 1, way.scale_top)
+        sc = (
+            (scale * _signed_ratio(torch.ones_like(d, dtype=torch.float32), d.float()))
+            .round()
+            .clamp(-way.scale_top - 1, way.scale_top)
+        )
         codes, least = codes_of(d.float() * sc)
         for tried in ((sc + step).clamp(-way.scale_top - 1, way.scale_top) for step in (-1, 1)):
             found, error = codes_of(d.float() * tried)
@@ -254,3 +261,36 @@ def chosen() -> dict[str, Callable[..., Parts]]:
         **{name: _rule(_with_offset, way) for name, way in _WITH_OFFSET.items()},
         **{name: _rule(_about_zero, way) for name, way in _ABOUT_ZERO.items()},
     }
+
+
+_SPECS: dict[QuantSpec, str] = {getattr(specs, name): name for name in (*_WITH_OFFSET, *_ABOUT_ZERO)}
+
+
+def search(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[Parts]:
+    """What the rule of that type finds for a matrix [N, K] with the importance of each element [N, K]; nothing where
+    the spec is not of these types, a row is no whole number of super-blocks, or numbers are beyond float16's."""
+    name = _SPECS.get(spec.with_(layout="plain"))
+    n, k = weight.shape
+    if name is None or k % _elements(name) or not n or float(weight.abs().max()) > 65504:
+        return []
+    rule, per_row = chosen()[name], k // _elements(name)
+    step = max(1, _CHUNK // k)
+    pieces: list[Parts] = []
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        blocks = (t[rows].float().reshape(-1, _elements(name)) for t in (weight, importance))
+        pieces.append(rule(*blocks))
+    return [stack(pieces).map(lambda t: t.reshape(n, per_row * t.shape[1]).contiguous())]
+
+
+def _elements(name: str) -> int:
+    return 32 if name == "IQ4_NL" else 256
+
+
+def stack(pieces: list[Parts]) -> Parts:
+    """Parts of rows as parts of all of them."""
+    out: list[Any] = []
+    for parts in zip(*pieces, strict=True):
+        first = parts[0]
+        out.append(stack(list(parts)) if isinstance(first, Parts) else None if first is None else torch.cat(parts))
+    return Parts(*out)

@@ -1,0 +1,216 @@
+"""Weights set to zero: by magnitude, by magnitude times input (Wanda), or the rest making up for it (SparseGPT)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.formats import INT8
+from ..core.spec import QuantSpec
+from ..core.tensor import AffineQuantizedTensor, check_finite
+from ..models.configs import SpecConfig
+from ..models.plan import PlanRow, plan
+from ..models.quantize import decibels
+from ..models.report import Report, Row
+from ..models.rules import Filter, PlanError
+from .clip import by_rows
+from .collect import Collector, Seen
+from .feedback import WIDTH, factor
+from .flat import as_matrix
+from .nearest import total_error
+
+METHODS = {"magnitude": (), "wanda": ("second_moment",), "sparsegpt": ("hessian",)}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """kept of every ``of`` inputs in a row ("2:4"); or a share of zeros, where ``of`` is 0."""
+
+    text: str
+    kept: int = 0
+    of: int = 0
+    share: float = 0.0
+
+    @staticmethod
+    def read(pattern: str | float) -> Pattern:
+        if isinstance(pattern, str):
+            found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", pattern)
+            kept, of = map(int, found.groups()) if found else (0, 0)
+            if not 0 < kept < of:
+                raise PlanError(f"sparsify_: pattern is such as '2:4' (2 kept of each 4) or a share, got {pattern!r}")
+            return Pattern(pattern, kept, of)
+        if isinstance(pattern, bool) or not 0 < pattern < 1:
+            raise PlanError(f"sparsify_: a share of zeros is between 0 and 1, got {pattern!r}; or '2:4'")
+        return Pattern(f"{pattern:.0%} zeros", share=float(pattern))
+
+    def keep(self, score: Tensor, zeros: int | None = None) -> Tensor:
+        """bool like score [N, K]: which elements are kept, those of higher scores; the later of equal ones.
+
+        zeros   of the whole, for a share: chosen among all elements. None: each row has the same
+        """
+        if self.of:
+            runs = score.unflatten(1, (-1, self.of))
+            return _all_but_least(runs, self.of - self.kept).flatten(1)
+        if zeros is None:
+            return _all_but_least(score, round(self.share * score.shape[1]))
+        return _all_but_least(score.flatten(), zeros).view(score.shape)
+
+
+def _all_but_least(score: Tensor, count: int) -> Tensor:
+    order = score.argsort(dim=-1, stable=True)
+    return torch.ones_like(score, dtype=torch.bool).scatter_(-1, order[..., :count], False)
+
+
+def sparsify_(
+    model: nn.Module,
+    method: str = "wanda",
+    pattern: str | float = "2:4",
+    calibration: Any = None,
+    *,
+    filter_fn: Filter | None = None,
+    damping: float = 0.01,
+    spill: str | Path | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Report:
+    """Set a part of the weights to zero, in place, and say what happened. The model stays a float model.
+
+    method      which: "magnitude", the smallest; "wanda", those of least |w_ij| sqrt(E[x_j^2]) in their row (Sun et al.
+                2023); "sparsegpt", those of least w_ij^2 / U_jj^2, the columns after each making up for its error
+                (Frantar and Alistarh 2023), U the factor of the inverse Hessian. Needs data: the last two
+    pattern     "2:4": 2 kept of every 4 inputs of a row; or the share of zeros, of each row ("sparsegpt": of the layer)
+    filter_fn   (module, fqn) -> bool; default: linear modules
+    calibration, spill, progress    as for :func:`quantize_`; blocks see what the sparse ones before put out
+
+    A weight that saw no data goes by magnitude, which its row of the report says. Quantize afterwards: schemes about
+    zero keep zeros, and so do the solvers of the GPTQ family. Raises PlanError before anything is changed.
+    """
+    if method not in METHODS:
+        raise PlanError(f"sparsify_: method must be one of {', '.join(METHODS)}, got {method!r}")
+    wanted, needs = Pattern.read(pattern), METHODS[method]
+    if needs and calibration is None:
+        raise PlanError(f"sparsify_: {method} learns from data; pass calibration=batches, or take 'magnitude'")
+    batches = list(calibration) if needs else []
+    if needs and not batches:
+        raise PlanError(f"sparsify_: calibration has no batches, and {method} learns from data")
+    rows = plan(model, SpecConfig(QuantSpec(INT8, (-1,))), filter_fn).rows
+    todo = {row.name: row for row in rows if row.scheme is not None and row.tensor is not None}
+    _check(todo, wanted)
+    out = {name: Row(row.name, row.type_name, row.shape, wanted.text, "", row.bytes_before, row.bytes_before, None)
+           for name, row in todo.items()}  # fmt: skip
+    done = 0
+
+    def finish(name: str, seen: Seen) -> None:
+        nonlocal done
+        out[name].sqnr, out[name].note = _apply(todo[name], method, wanted, seen, damping)
+        done += 1
+        if progress is not None:
+            progress(done, len(todo), name)
+
+    left = dict.fromkeys(todo)
+    with torch.no_grad():
+        if needs:
+            weights = {id(row.tensor): name for name, row in todo.items()}
+            for names, seen in Collector(model, weights, batches, needs, spill).stages():
+                for name in names:
+                    del left[name]
+                    finish(name, seen.get(name, Seen()))
+        for name in left:
+            finish(name, Seen())
+    report = [out.get(r.name) or Row(r.name, r.type_name, r.shape, "", "", r.bytes_before, r.bytes_before, None, r.note)
+              for r in rows]  # fmt: skip
+    return Report(f"{method}, {wanted.text}", report, verb="made sparse")
+
+
+def _check(todo: dict[str, PlanRow], pattern: Pattern) -> None:
+    for name, row in todo.items():
+        x = row.tensor
+        assert x is not None
+        assert row.site is not None
+        if isinstance(x, AffineQuantizedTensor):
+            raise PlanError(f"{name} is quantized already ({x.spec}); sparsify_ first, then quantize_")
+        if x.is_meta:
+            raise PlanError(f"{name} is on the meta device and has no values; load the weights first")
+        try:
+            check_finite(x.detach(), name)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        width = x[0].numel() if row.site.op == "convolution" else row.site.shape[-1]
+        if pattern.of and width % pattern.of:
+            raise PlanError(
+                f"{name}: its {width} inputs are no whole runs of {pattern.of}; leave it out with filter_fn, or take a "
+                f"share such as {1 - pattern.kept / pattern.of:g}"
+            )
+
+
+def _apply(row: PlanRow, method: str, pattern: Pattern, seen: Seen, damping: float) -> tuple[float, str]:
+    """(SQNR of the weight in dB, note)."""
+    assert row.site is not None
+    x = row.tensor
+    assert x is not None
+    flip, unfolded = row.site.transposed, row.site.op == "convolution"
+    view = x.detach().transpose(-2, -1) if flip else x.detach()
+    w = as_matrix(view, unfolded).float()
+    note = ""
+    if method != "magnitude" and not seen.stats:
+        method, note = "magnitude", "by magnitude: saw no data"
+    if method == "magnitude":
+        new = w * pattern.keep(w.abs())
+    elif method == "wanda":
+        new = w * pattern.keep(w.abs() * by_rows(seen.stats["second_moment"], len(w)).sqrt())
+    else:
+        new, note = _with_hessian(w, seen.stats["hessian"], pattern, damping)
+    signal, noise = float(w.double().square().sum()), float((new - w).double().square().sum())
+    view.copy_(new.view(view.shape))
+    return decibels(signal, noise), note
+
+
+def _with_hessian(w: Tensor, hessian: Tensor, pattern: Pattern, damping: float) -> tuple[Tensor, str]:
+    """SparseGPT, or Wanda's mask where that has less output error; and how much that is."""
+    groups = hessian.shape[0]
+    rows = w.chunk(groups)
+    moment = hessian.diagonal(dim1=1, dim2=2)
+    wanda = w * pattern.keep(w.abs() * by_rows(moment, len(w)).sqrt())
+    found = torch.cat([sparse_gpt(part, h, pattern, damping) for part, h in zip(rows, hessian, strict=True)])
+    error, other = total_error(found - w, hessian), total_error(wanda - w, hessian)
+    magnitude = total_error(w * pattern.keep(w.abs()) - w, hessian)
+    note = ""
+    if other < error:
+        found, error, note = wanda, other, "by wanda, whose output error is less; "
+    return found, note + (f"output error {error / magnitude:.3g} of magnitude's" if magnitude > 0 else "no error")
+
+
+def sparse_gpt(w: Tensor, hessian: Tensor, pattern: Pattern, damping: float = 0.01) -> Tensor:
+    """w [N, K] with zeros in that pattern; columns in their order, each column's error carried to those after it. By
+    magnitude where the Hessian [K, K] is all zero."""
+    f = factor(hessian, damping, False)
+    if f is None:
+        return w * pattern.keep(w.abs())
+    n, k = w.shape
+    upper, diagonal = f.upper, f.upper.diagonal()
+    w = w.t().contiguous()
+    width = WIDTH if not pattern.of else max(1, WIDTH // pattern.of) * pattern.of
+    for begin in range(0, k, width):
+        end = min(begin + width, k)
+        block, errors, inner = w[begin:end], torch.zeros(end - begin, n, device=w.device), upper[begin:end, begin:end]
+        keep = torch.ones(end - begin, n, dtype=torch.bool, device=w.device)
+        if not pattern.of:
+            zeros = round(pattern.share * end * n) - round(pattern.share * begin * n)  # as many as of the whole
+            keep = pattern.keep((block / diagonal[begin:end, None]).square().t(), zeros).t()
+        for j in range(end - begin):
+            if pattern.of and j % pattern.of == 0:  # what comes before has been carried into these
+                run = slice(j, j + pattern.of)
+                score = block[run] / diagonal[begin + j : begin + j + pattern.of, None]
+                keep[run] = pattern.keep(score.square().t()).t()
+            errors[j] = torch.where(keep[j], 0, block[j] / inner[j, j])
+            block[j] = torch.where(keep[j], block[j], 0)
+            if j + 1 < end - begin:
+                block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1)
+        if end < k:
+            w[end:].addmm_(upper[begin:end, end:].t(), errors, alpha=-1)
+    return w.t().contiguous()

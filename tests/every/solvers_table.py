@@ -1,0 +1,65 @@
+"""Every solver: how one is made for tests, and the cost that it promises never to make worse than round-to-nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pennyweight.algorithms import Solver, Task
+from pennyweight.algorithms.clip import MSE, Importance
+from pennyweight.algorithms.feedback import factor
+from pennyweight.algorithms.gptq import GPTAQ, GPTQ, Auto
+from pennyweight.algorithms.hqq import HQQ
+from pennyweight.algorithms.nearest import Nearest, output_error
+
+
+def squares(task: Task, difference: Tensor) -> Tensor:
+    return difference.square().sum(1)
+
+
+def output(task: Task, difference: Tensor) -> Tensor:
+    return output_error(difference.double(), task.stats["hessian"].double())
+
+
+def importance(task: Task, difference: Tensor) -> Tensor:
+    moment = task.stats["second_moment"]
+    return (difference.square() * moment.repeat_interleave(len(difference) // len(moment), 0)).sum(1)
+
+
+def norm(task: Task, difference: Tensor) -> Tensor:
+    return difference.abs().pow(0.7).sum(1)
+
+
+def towards_float(task: Task, difference: Tensor) -> Tensor:
+    """Output error against W + W E[(x_float - x) x^T] H^-1 / 2, with gptq's damping."""
+    solver, target = GPTAQ(), task.weight.double().clone()
+    hessians = task.stats["hessian"]
+    for rows, hessian, drift in zip(target.chunk(len(hessians)), hessians, task.stats["drift"], strict=True):
+        f = factor(hessian, solver.damping, solver.activation_order)
+        if f is not None:
+            damped = hessian.double() + f.damping * hessian.diagonal().double().mean() * torch.eye(len(hessian))
+            rows += solver.asymmetric * torch.linalg.solve(damped, drift.double().t() @ rows.t()).t()
+    return output_error(task.weight + difference.double() - target, hessians.double())
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """make: the solver; cost: of each row of Wq - W; exempt: specs by name, and why each is left out."""
+
+    make: Callable[[], Solver]
+    cost: Callable[[Task, Tensor], Tensor]
+    exempt: tuple[tuple[str, str], ...] = ()
+
+
+SOLVERS = {
+    "nearest": Enrolled(Nearest, squares),
+    "mse": Enrolled(MSE, squares),
+    "hqq": Enrolled(HQQ, norm),
+    "imatrix": Enrolled(Importance, importance),
+    "gptq": Enrolled(GPTQ, output),
+    "auto": Enrolled(Auto, output),
+    "gptaq": Enrolled(GPTAQ, towards_float),
+}
