@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,14 @@ def test_names_are_text_and_nothing_else(run: Any, tmp_path: Path) -> None:
     check_alone(page)
     assert page.source.count("<script>") == 1
     assert "<img src=x onerror=y>.weight" in page.text
+
+
+@pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
+def test_a_package_that_is_not_there(run: Any, small: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    result = run("report", small)
+    assert result.exit_code == 2
+    assert f"a page needs {name}; pip install 'pennyweight[report]'" in result.stderr
 
 
 @pytest.mark.parametrize(
