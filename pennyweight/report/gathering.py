@@ -19,7 +19,7 @@ from .comparing import compare, compare_weights
 from .comparison import Comparison, Layer
 from .folders import kind_of_model, load_folder, load_tokenizer, pooling_of, read_texts, text_batches
 from .layers import flat_values, model_bytes, pairs
-from .page import ACTIVATIONS, HISTOGRAMS, Page
+from .page import ACTIVATIONS, HISTOGRAMS, Page, require_packages
 from .timing import time_layers
 
 Told = Callable[[str], None]
@@ -48,6 +48,7 @@ def gather(
 
     Raises ValueError (CheckpointError for files) and OSError.
     """
+    require_packages()
     title = os.path.basename(os.path.realpath(quantized_dir)) or quantized_dir
     points = None if pareto is None else figures.check_points(pareto)
     if not float_dir:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
+from importlib import import_module, resources
 from typing import Any
 
 from ..models.report import Latency, size
@@ -43,13 +43,20 @@ class Page:
     unmatched: Sequence[str] = ()
 
 
+def require_packages() -> None:
+    """Raise ValueError where what pages are made with is not installed."""
+    for name in ("jinja2", "matplotlib"):
+        try:
+            import_module(name)
+        except ImportError:
+            raise ValueError(f"a page needs {name}; pip install 'pennyweight[report]'") from None
+
+
 def html(page: Page) -> str:
-    """The page. Raises ValueError where jinja2 is not installed."""
-    try:
-        import jinja2
-        from markupsafe import Markup
-    except ImportError:
-        raise ValueError("a page needs jinja2 and matplotlib; pip install pennyweight[report]") from None
+    """The page, by jinja2."""
+    import jinja2
+    from markupsafe import Markup
+
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     out: str = environment.from_string(template).render(
@@ -86,7 +93,7 @@ def _tiles(page: Page) -> list[dict[str, str]]:
     out = [_size_tile(page)]
     bits = _bits(page.layers)
     if bits is not None:
-        out.append(_tile("Bits per quantized weight", f"{bits:.3f}", "scales, zero points and padding included"))
+        out.append(_tile("Bits per weight", f"{bits:.3f}", "where quantized; scales, padding and all"))
     c = page.comparison
     if c is not None and c.kl is not None:
         interval = "" if c.kl_interval is None else f"95 %: {c.kl_interval[0]:.3g} to {c.kl_interval[1]:.3g}; "
@@ -100,7 +107,7 @@ def _tiles(page: Page) -> list[dict[str, str]]:
     if c is not None and c.kind != "logits":
         out.append(_tile("Cosine to float", f"{c.cosine[0]:.5f}", f"mean; least {c.cosine[1]:.5f}"))
     for rows, speed in overall(dict(page.latency)).items():
-        note = f"of the linear layers together, at {rows} row{'s' * (rows > 1)}"
+        note = f"linear layers, {rows} row{'s' * (rows > 1)} at a time"
         out.append(_tile("Speed beside float", f"{speed:.2f}×", note))
     return out
 

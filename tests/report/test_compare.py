@@ -342,7 +342,9 @@ def test_weights_that_are_no_layers_own_and_transposed_ones() -> None:
     layers = {w.name: w for w in found.layers}
     assert layers.keys() == {"up", "attention.in_proj_weight", "attention.out_proj.weight", "conv.weight"}
     assert all(35 < w.weight_sqnr < 60 for w in found.quantized)
-    assert layers["up"].layer_sqnr == layers["up"].stream_sqnr == pytest.approx(found.sqnr, abs=0.1)  # of all of it
+    assert (
+        layers["up"].layer_sqnr == layers["up"].stream_sqnr == pytest.approx(found.sqnr, abs=1)
+    )  # of both outputs together
     assert (layers["attention.out_proj.weight"].calls, layers["attention.out_proj.weight"].layer_sqnr) == (0, None)
     assert 30 < layers["conv.weight"].layer_sqnr < 60
     assert 30 < layers["attention.in_proj_weight"].layer_sqnr < 60
