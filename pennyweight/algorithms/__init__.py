@@ -15,7 +15,7 @@ from .statistics import STATISTICS, Statistic, register_statistic
 from .tune import Tune
 
 __all__ = [
-    "ALGORITHMS", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Importance", "Nearest", "Rewrite", "Search", "Solution",
-    "Solver", "Statistic", "Task", "Tune", "Tuner", "calibrate", "improve", "quantize_", "register", "register_statistic",
-    "sample", "search", "sparsify_",
+    "ALGORITHMS", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Importance", "Nearest", "Rewrite", "Search",
+    "Solution", "Solver", "Statistic", "Task", "Tune", "Tuner", "calibrate", "improve", "quantize_", "register",
+    "register_statistic", "sample", "search", "sparsify_",
 ]  # fmt: skip

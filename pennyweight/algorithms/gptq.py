@@ -104,7 +104,7 @@ class GPTQ(Solver):
             best.offer(g, codes, values, output_error(values - target, h))
         refine(best, target, hessian, self.sweeps, keep=keep)
         note = "" if f.damping == self.damping else f"damping raised to {f.damping:g}"
-        if self.asymmetric and drift is None:
+        if self.asymmetric and drift is None and self.name == GPTAQ.name:  # "auto" takes what there is
             note = "; ".join(filter(None, (note, "aimed at its own output: no float twin beside it")))
         solved = best.grid.parts(task.weight, best.codes)
         error = total_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h)

@@ -172,7 +172,7 @@ def test_large_weights_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch) -
             task = Task("w", weight, spec, stats=stats)
             whole = solver.solve(task)
             with monkeypatch.context() as patch:
-                patch.setattr("pennyweight.algorithms.search._CHUNK", 3 * 64)
+                patch.setattr("pennyweight.algorithms.by_block._CHUNK", 3 * 64)
                 pieces = solver.solve(task)
             assert torch.equal(whole.parts.codes, pieces.parts.codes)
             assert torch.equal(whole.parts.scale, pieces.parts.scale)
