@@ -15,6 +15,7 @@ from .base import Rewrite, register
 from .chain import quiet
 from .couples import Couple, Gain, Kept, Rows, apart, find, gain_of, outputs, read_together, tolerance
 from .hadamard import fixing_ones, rotation
+from .online import RotatedLinear, rotate_inputs_, undo_
 from .trace import ADDS, SCALES, TRANSPARENT, Matrix, Node, norm_width, trace
 
 
@@ -29,14 +30,20 @@ class Rotate(Rewrite):
     Q and R are Hadamard matrices with random signs (:func:`pennyweight.algorithms.hadamard.rotation`). Under a LayerNorm
     Q is a random rotation that keeps (1, .. 1), so that the mean is taken out as before. Runs at no cost.
 
-    values  rotate the values of attention too
+    stream  rotate the residual stream
+    values  rotate the values of attention
+    online  the inputs that neither of these reaches (of down_proj; with stream=False, values=False of every layer that
+            is going to be quantized, in any model) are rotated at run time, by layers that are
+            :class:`pennyweight.algorithms.online.RotatedLinear` then
     untie   a table that is both embedding and output is made two, where the last norm's gain is folded into the output.
             The state dict keeps its names; the config's tie_word_embeddings becomes False
     create_bias     the output gets a bias where a LayerNorm's must be folded into it and it has none
     """
 
     seed: int = 0
+    stream: bool = True
     values: bool = True
+    online: bool = False
     untie: bool = True
     create_bias: bool = True
 
@@ -47,14 +54,16 @@ class Rotate(Rewrite):
         batch = next(iter(batches), None)
         if batch is None:
             raise PlanError("rotate runs the model to see what it is made of; pass calibration=batches")
-        stream = find_stream(model, batch)
+        if not (self.stream or self.values or self.online):
+            raise PlanError("rotate: with stream, values and online all False nothing is rotated")
+        stream = find_stream(model, batch) if self.stream else Stream(0, [], False, [], [])
         heads = []
         if self.values:
             heads = [c for c in find(model, batch).couples if c.head > 1 and isinstance(c.writer, Rows)]
         reference = outputs(model, batch)
         change = _Change(model, stream, heads)
         try:
-            notes = change.make(self)
+            notes = change.make(self, tuple(target))
             off = apart(reference, outputs(model, batch))
             if off > tolerance(model):
                 raise PlanError(
@@ -187,16 +196,21 @@ class _Change:
     kept: Kept | None = None
     replaced: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     config: tuple[Any, Any] | None = None
+    online: list[nn.Module] = field(default_factory=list)
 
-    def make(self, options: Rotate) -> dict[str, str]:
+    def make(self, options: Rotate, target: tuple[str, ...]) -> dict[str, str]:
         s, notes = self.stream, {}
         tensors = [t for gain, readers in s.norms for t in (*gain.tensors(), *_of(readers))]
         tensors += [*_of(s.writers), *(module._parameters[p] for _, module, p in s.parameters)]  # type: ignore[list-item]
-        self.kept = Kept([*tensors, *(t for c in self.heads for t in c.tensors())])
+        tensors += [t for c in self.heads for t in c.tensors()]
+        reached = {r.name for _, readers in s.norms for r in readers} | {r.name for c in self.heads for r in c.readers}
+        left = [n for n in target if options.online and n not in reached and n.endswith("weight")]
+        tensors += [self.model.get_parameter(n) for n in left]
+        self.kept = Kept(tensors)
         more = self._untie(options)
         for gain, readers in s.norms:
             self._fold(gain, readers, options.create_bias, notes)
-        q = (fixing_ones if s.centred else rotation)(s.width, options.seed)
+        q = torch.empty(0) if not s.width else (fixing_ones if s.centred else rotation)(s.width, options.seed)
         done: set[int] = set()
         for r in (r for _, readers in s.norms for r in readers):
             if id(r.weight) not in done:
@@ -218,9 +232,17 @@ class _Change:
             _turn_heads(couple, options.seed + 1)
             for r in couple.readers:
                 notes[r.name] = f"rotated; {couple.writer.name} in heads of {couple.head}"
+        for name in left:
+            module = name.rpartition(".")[0]
+            text = rotate_inputs_(self.model, [module])[name]
+            if isinstance(self.model.get_submodule(module), RotatedLinear):
+                self.online.append(self.model.get_submodule(module))
+            notes[name] = "; ".join(filter(None, (notes.get(name), text)))
         return notes
 
     def undo(self) -> None:
+        for layer in self.online:
+            undo_(layer)
         for module, name, was in reversed(self.replaced):
             module._parameters[name] = was
         if self.config is not None:
