@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..models.calling import call
 from .chain import quiet
@@ -53,6 +53,15 @@ def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
             "pass calibration batches for which it returns some"
         )
     return found
+
+
+def probe(batch: Any) -> Any:
+    """The first two samples of a batch, where all its tensors have as many samples; else the whole."""
+    leaves, rebuild = tree_flatten(batch)
+    counts = {t.shape[0] if isinstance(t, Tensor) and t.ndim > 1 else 0 for t in leaves}
+    if len(counts) != 1 or min(counts) < 3:
+        return batch
+    return tree_unflatten([t[:2] for t in leaves], rebuild)
 
 
 def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
@@ -181,13 +190,13 @@ class Found:
 
 
 def find(model: nn.Module, batch: Any, wanted: Iterable[str] | None = None) -> Found:
-    """Couples with a reader among ``wanted`` (names of weights; None: any), tried on one batch. The model ends with the
-    same bits.
+    """Couples with a reader among ``wanted`` (names of weights; None: any), tried on two samples of a batch. The model
+    ends with the same bits.
 
     Raises ValueError where its output has nothing to compare.
     """
     with torch.no_grad():
-        return _find(model, batch, None if wanted is None else set(wanted))
+        return _find(model, probe(batch), None if wanted is None else set(wanted))
 
 
 def _find(model: nn.Module, batch: Any, wanted: set[str] | None) -> Found:

@@ -15,33 +15,43 @@ def hadamard(n: int) -> Tensor | None:
     Sylvester: H(2) x H(n/2). Paley: n = q + 1 for a prime q = 3 mod 4, n = 2 (q + 1) for a prime q = 1 mod 4. Gives all
     n = 4, 8, .. 48 and most multiples of 4 thereafter, all multiples of 16 up to 672; none of odd n above 1.
     """
-    if n in (1, 2):
-        return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)[:n, :n].contiguous()
-    if n % 4:
+    if not exists(n):
         return None
-    half = hadamard(n // 2)
-    if half is not None:
+    if n in (1, 2):
+        return _two()[:n, :n].contiguous()
+    if exists(n // 2):
+        half = hadamard(n // 2)
+        assert half is not None
         return torch.kron(_two(), half)
-    if (n - 1) % 4 == 3 and _is_prime(n - 1):
+    if _is_prime(n - 1):
         core = torch.ones(n, n, dtype=torch.int8)
         core[1:, 1:] = _jacobsthal(n - 1) - torch.eye(n - 1, dtype=torch.int8)
         core[1:, 0] = -1
         core[1:, 1:] = -core[1:, 1:]
         return _checked(core)
     q = n // 2 - 1
-    if q % 4 == 1 and _is_prime(q):
-        s = torch.ones(q + 1, q + 1, dtype=torch.int8)
-        s[0, 0] = 0
-        s[1:, 1:] = _jacobsthal(q)
-        eye = torch.eye(q + 1, dtype=torch.int8)
-        return _checked(torch.kron(s, _two()) + torch.kron(eye, torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)))
-    return None
+    s = torch.ones(q + 1, q + 1, dtype=torch.int8)
+    s[0, 0] = 0
+    s[1:, 1:] = _jacobsthal(q)
+    eye = torch.eye(q + 1, dtype=torch.int8)
+    return _checked(torch.kron(s, _two()) + torch.kron(eye, torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)))
 
 
+def exists(n: int) -> bool:
+    """Whether :func:`hadamard` gives one."""
+    if n in (1, 2):
+        return True
+    if n % 4 or n < 1:
+        return False
+    q = n // 2 - 1
+    return exists(n // 2) or _is_prime(n - 1) or (q % 4 == 1 and _is_prime(q))
+
+
+@lru_cache(maxsize=1024)
 def factors(n: int) -> tuple[int, int]:
     """(a, b) with a b = n, both sizes of Hadamard matrices and as near to each other as can be; (0, 0) if none."""
     found = [(a, n // a) for a in range(1, n + 1) if n % a == 0 and a * a <= n]
-    good = [(a, b) for a, b in found if hadamard(a) is not None and hadamard(b) is not None]
+    good = [(a, b) for a, b in found if exists(a) and exists(b)]
     return max(good, default=(0, 0))
 
 

@@ -13,7 +13,7 @@ from ..models.rules import PlanError
 from ..models.scheme import Scheme
 from .base import Rewrite, register
 from .chain import quiet
-from .couples import Couple, Gain, Kept, Rows, apart, find, gain_of, outputs, read_together, tolerance
+from .couples import Couple, Gain, Kept, Rows, apart, find, gain_of, outputs, probe, read_together, tolerance
 from .hadamard import fixing_ones, rotation
 from .online import RotatedLinear, rotate_inputs_, undo_
 from .trace import ADDS, SCALES, TRANSPARENT, Matrix, Node, norm_width, trace
@@ -54,6 +54,7 @@ class Rotate(Rewrite):
         batch = next(iter(batches), None)
         if batch is None:
             raise PlanError("rotate runs the model to see what it is made of; pass calibration=batches")
+        batch = probe(batch)
         if not (self.stream or self.values or self.online):
             raise PlanError("rotate: with stream, values and online all False nothing is rotated")
         stream = find_stream(model, batch) if self.stream else Stream(0, [], False, [], [])

@@ -8,7 +8,7 @@ from tests.algorithms import tiny
 from torch import Tensor, nn
 
 from pennyweight import Int8WeightOnlyConfig, quantize_
-from pennyweight.algorithms.couples import TOLERANCE, Gain, apart, find, outputs
+from pennyweight.algorithms.couples import TOLERANCE, Gain, apart, find, outputs, probe
 from pennyweight.algorithms.trace import sources, trace
 
 
@@ -166,3 +166,12 @@ def test_apart() -> None:
     assert apart([x], [torch.tensor([3.0, torch.nan])]) == torch.inf
     assert apart([x], [x[:1]]) == torch.inf
     assert apart([x], []) == torch.inf
+
+
+def test_probe_takes_two_samples_where_it_can() -> None:
+    x = torch.arange(12).view(4, 3)
+    assert torch.equal(probe(x), x[:2])
+    assert probe({"a": x, "b": (x,)})["b"][0].shape == (2, 3)
+    flags = (x, torch.ones(3))
+    assert probe(flags) is flags
+    assert probe(x[:2]).shape == (2, 3)
