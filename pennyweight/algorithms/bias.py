@@ -94,7 +94,7 @@ def mean_errors(
             kind = kind_of(module)
             off = exact[name](*args).double() - output.double()
             if kind is not None and kind.op == "convolution":
-                rank = module.weight.ndim - 1  # type: ignore[union-attr, operator]
+                rank = module.weight.ndim - 1  # type: ignore[operator]
                 off = off.movedim(-rank, -1)
             elif mask is not None and off.ndim > 2 and off.shape[:2] == mask.shape:
                 off = off[mask.to(off.device)]

@@ -1,5 +1,5 @@
-"""Couples: a norm or linear layer whose output channels can be divided by numbers that the linear layers reading it take
-up in their columns, the model computing the same.
+"""Couples: a norm or linear layer whose output channels can be divided by numbers that the linear layers that read it
+take up in their columns, the model computing the same.
 
     writer / s,  reader * s
 
@@ -25,7 +25,7 @@ from .chain import quiet
 from .trace import Matrix, Node, Trace, norm_width, ops_between, sources, trace
 
 TOLERANCE = 1e-5  # |difference| / |outputs| of a model in float32
-MIXES = frozenset("scaled_dot_product_attention matmul __matmul__ bmm baddbmm einsum".split())
+MIXES = frozenset(("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm", "einsum"))
 
 
 # -- what is compared, and what is put back ----------------------------------------------------------------------------
@@ -105,15 +105,19 @@ class Gain:
     def bias(self) -> Tensor | None:
         return self.module._parameters.get("bias")
 
+    @property
+    def _weight(self) -> Tensor:
+        return self.module._parameters["weight"]  # type: ignore[return-value]
+
     def tensors(self) -> list[Tensor]:
-        return [p for p in (self.module.weight, self.bias) if isinstance(p, Tensor)]
+        return [p for p in (self._weight, self.bias) if p is not None]
 
     def value(self) -> Tensor:
         """float64 [width]."""
-        return self.module.weight.data.double() + self.shift  # type: ignore[union-attr, operator]
+        return self._weight.data.double() + self.shift
 
     def put(self, value: Tensor) -> None:
-        self.module.weight.data.copy_(value - self.shift)  # type: ignore[union-attr, operator]
+        self._weight.data.copy_(value - self.shift)
 
     def divide(self, s: Tensor) -> None:
         self.put(self.value() / s)

@@ -74,7 +74,7 @@ def rotation(n: int, seed: int) -> Tensor:
 
 
 def random_orthogonal(n: int, generator: torch.Generator) -> Tensor:
-    """float64 [n, n], uniform over all rotations and reflections (QR of a Gaussian matrix with R's diagonal above 0)."""
+    """float64 [n, n], uniform over all rotations (QR of a Gaussian matrix, R's diagonal above 0)."""
     q, r = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
     return (q * r.diagonal().sign()).contiguous()
 

@@ -16,8 +16,8 @@ MARK = "input_rotation"
 class RotatedLinear(nn.Linear):
     """y = (x H 2^-k) (W H 2^k / K)^T + b, with H = L x R of entries +1 and -1, so that H H^T = K I.
 
-    Made by :func:`rotate_inputs_`; ``weight`` is the factor with W. H depends on K alone. Exact in every float dtype but
-    for the sums: H's entries and 2^-k are. Costs K (a + b) multiplications a token, a b = K, next to the N K of the
+    Made by :func:`rotate_inputs_`; ``weight`` is the factor with W. H depends on K alone. H's entries and 2^-k are
+    exact in every float dtype; the sums round. Costs K (a + b) multiplications a token, a b = K, next to the N K of the
     layer. ``input_rotation`` [a, b] is in the state dict so that no other layer takes this weight for its own.
     """
 
@@ -80,7 +80,7 @@ def rotate_inputs_(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
             exact = turned(w.double(), left.double().to(w.device), right.double().to(w.device))
             w.data.copy_(exact / (down(k) * k))
         module.__class__ = RotatedLinear
-        module._left, module._right = left.to(w.dtype), right.to(w.dtype)  # type: ignore[assignment]
+        module._left, module._right = left.to(w.dtype), right.to(w.dtype)
         device = None if w.is_meta else w.device
         module.register_buffer(MARK, torch.tensor(factors(k), device=device))
     return notes

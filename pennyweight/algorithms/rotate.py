@@ -27,8 +27,8 @@ class Rotate(Rewrite):
         x -> x Q;  W_read -> W_read diag(gain) Q;  W_write -> Q^T W_write;  gain -> 1
         v -> v R per head;  W_o -> W_o R per head
 
-    Q and R are Hadamard matrices with random signs (:func:`pennyweight.algorithms.hadamard.rotation`). Under a LayerNorm
-    Q is a random rotation that keeps (1, .. 1), so that the mean is taken out as before. Runs at no cost.
+    Q and R are Hadamard matrices with random signs (:func:`pennyweight.algorithms.hadamard.rotation`). Under
+    LayerNorm Q is a random rotation that keeps (1, .. 1), so that the mean is taken out as before. Runs at no cost.
 
     stream  rotate the residual stream
     values  rotate the values of attention
@@ -60,7 +60,8 @@ class Rotate(Rewrite):
         stream = find_stream(model, batch) if self.stream else Stream(0, [], False, [], [])
         heads = []
         if self.values:
-            heads = [c for c in find(model, batch).couples if c.head > 1 and isinstance(c.writer, Rows)]
+            mixed = [r.name for node, found in read_together(trace(model, batch)) if node.kind == "op" for r in found]
+            heads = [c for c in find(model, batch, mixed).couples if c.head > 1 and isinstance(c.writer, Rows)]
         reference = outputs(model, batch)
         change = _Change(model, stream, heads)
         try:
@@ -110,8 +111,8 @@ def find_stream(model: nn.Module, batch: Any) -> Stream:
         gain, turned = gain_of(node.name, module, module.weight), _turned(module)
         if id(module) not in readers:
             raise PlanError(
-                f"rotate: no linear layer reads {node.name}, so that its gain can be folded into none; rotate the whole "
-                "model with its head, not the part below it"
+                f"rotate: no linear layer reads {node.name}, so that its gain can be folded into none; rotate "
+                "the whole model with its head, not the part below it"
             )
         if gain is None or turned is None:
             raise PlanError(f"rotate: {node.name} ({type(module).__name__}) does not commute with a rotation")
@@ -148,8 +149,8 @@ def _made_of(begins: list[Node]) -> Iterator[Node]:
             )
         if node.kind == "unknown":
             raise PlanError(
-                f"rotate: a tensor of shape {list(node.what)} that is no parameter enters the residual stream (an input, "
-                "a buffer); it would have to be rotated at run time"
+                f"rotate: a tensor of shape {list(node.what)} that is no parameter enters the residual stream (an "
+                "input, a buffer); it would have to be rotated at run time"
             )
         if not (node.name in TRANSPARENT or node.name in ADDS or (node.name in SCALES and len(node.parents) == 1)):
             raise PlanError(f"rotate: the residual stream goes through {node.name!r}, which mixes or scales channels")
@@ -160,7 +161,7 @@ def _made_of(begins: list[Node]) -> Iterator[Node]:
 
 
 def _turned(norm: nn.Module) -> str | None:
-    """"plain" for a norm that any rotation goes through, "centred" for one that takes out the mean, None for others."""
+    """What rotations go through a norm: "plain", any; "centred", those that keep the mean, which it takes out."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
     gain = gain_of("", norm, weight)
@@ -200,7 +201,8 @@ class _Change:
     online: list[nn.Module] = field(default_factory=list)
 
     def make(self, options: Rotate, target: tuple[str, ...]) -> dict[str, str]:
-        s, notes = self.stream, {}
+        s = self.stream
+        notes: dict[str, str] = {}
         tensors = [t for gain, readers in s.norms for t in (*gain.tensors(), *_of(readers))]
         tensors += [*_of(s.writers), *(module._parameters[p] for _, module, p in s.parameters)]  # type: ignore[list-item]
         tensors += [t for c in self.heads for t in c.tensors()]
@@ -234,10 +236,10 @@ class _Change:
             for r in couple.readers:
                 notes[r.name] = f"rotated; {couple.writer.name} in heads of {couple.head}"
         for name in left:
-            module = name.rpartition(".")[0]
-            text = rotate_inputs_(self.model, [module])[name]
-            if isinstance(self.model.get_submodule(module), RotatedLinear):
-                self.online.append(self.model.get_submodule(module))
+            layer = name.rpartition(".")[0]
+            text = rotate_inputs_(self.model, [layer])[name]
+            if isinstance(self.model.get_submodule(layer), RotatedLinear):
+                self.online.append(self.model.get_submodule(layer))
             notes[name] = "; ".join(filter(None, (notes.get(name), text)))
         return notes
 

@@ -1,4 +1,4 @@
-"""What SmoothQuant and AWQ share: channel scales for couples, from calibration inputs, judged by the layers' own error."""
+"""What SmoothQuant and AWQ share: scales for couples, from calibration inputs, judged by the layers' own error."""
 
 from __future__ import annotations
 
@@ -109,9 +109,7 @@ def tame(s: Tensor) -> Tensor:
     return torch.where(good, (s / centre).clamp(LEAST, MOST), 1.0)
 
 
-def group_error(
-    readers: Sequence[Matrix], x: Tensor, s: Tensor, target: Mapping[str, Scheme | None]
-) -> float:
+def group_error(readers: Sequence[Matrix], x: Tensor, s: Tensor, target: Mapping[str, Scheme | None]) -> float:
     """Sum over the readers that are going to be quantized of |Q(x / s) Q(W s)^T - x W^T|^2 / |x W^T|^2.
 
     x [T, K] float32, s [K] float64. Weights are rounded to nearest, inputs as the scheme says.

@@ -22,7 +22,7 @@ class Smooth(Scaling):
 
     max|W_j| is over all layers that read the input, so that they agree on s.
 
-    alpha   0 to 1, or "search": for each couple whichever of 0, 0.05, .. 1 and of no smoothing gives the least error of
+    alpha   0 to 1, or "search": for each couple whichever of 0, 0.1, .. 1 and of no smoothing gives the least error of
             the layers' outputs, weights and inputs quantized as they are going to be
     """
 
@@ -37,6 +37,6 @@ class Smooth(Scaling):
         x, w = couple.gather(seen.largest), couple.gather(weights)
         if self.alpha == "search":
             yield "", torch.ones_like(x)
-        for alpha in [i / 20 for i in range(21)] if self.alpha == "search" else [float(self.alpha)]:
+        for alpha in [i / 10 for i in range(11)] if self.alpha == "search" else [float(self.alpha)]:
             s = x**alpha / w ** (1 - alpha)
             yield f"alpha={alpha:g}", torch.where((x > 0) & (w > 0), s, torch.nan)

@@ -24,12 +24,14 @@ from .watch import _COMPOSITE, _READERS, _linear
 CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
 # Operations that leave each channel where it is and what it is
 TRANSPARENT = frozenset(
-    "view reshape transpose permute contiguous clone dropout to float half bfloat16 double type_as detach flatten "
-    "unflatten unsqueeze squeeze expand expand_as repeat __getitem__ select narrow index_select alias swapaxes t T mT "
-    "data".split()
-)
-ADDS = frozenset("add __add__ __radd__ __iadd__ add_ sub __sub__ cat concat".split())
-SCALES = frozenset("mul __mul__ __rmul__ __imul__ mul_ div __truediv__ __itruediv__ div_".split())
+    {
+        "view", "reshape", "transpose", "permute", "contiguous", "clone", "dropout", "to", "float", "half", "bfloat16",
+        "double", "type_as", "detach", "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "expand_as", "repeat",
+        "__getitem__", "select", "narrow", "index_select", "alias", "swapaxes", "t", "T", "mT", "data",
+    }
+)  # fmt: skip
+ADDS = frozenset(("add", "__add__", "__radd__", "__iadd__", "add_", "sub", "__sub__", "cat", "concat"))
+SCALES = frozenset(("mul", "__mul__", "__rmul__", "__imul__", "mul_", "div", "__truediv__", "__itruediv__", "div_"))
 
 
 @dataclass(eq=False)
@@ -206,7 +208,9 @@ class _Recorder(TorchFunctionMode):
         node = self.nodes.get(x)
         if node is None:
             place = self.parameters.get(id(x))
-            node = Node("unknown", "", what=tuple(x.shape)) if place is None else Node("parameter", place[0], what=place)
+            node = (
+                Node("unknown", "", what=tuple(x.shape)) if place is None else Node("parameter", place[0], what=place)
+            )
             self.nodes[x] = node
         return node
 

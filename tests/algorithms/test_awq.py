@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.algorithms import tiny
 from torch import nn
 
 import pennyweight as pw
@@ -15,6 +14,7 @@ from pennyweight.algorithms.couples import TOLERANCE, apart, find, outputs
 from pennyweight.algorithms.scaling import inputs, tame
 from pennyweight.core.formats import INT4
 from pennyweight.models.scheme import Scheme
+from tests.algorithms import tiny
 
 W4 = QuantSpec(INT4, (16,))
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.algorithms import tiny
 from torch import nn
 
 import pennyweight as pw
@@ -13,6 +12,7 @@ from pennyweight import Int8DynamicActivationInt8WeightConfig, QuantSpec, SpecCo
 from pennyweight.algorithms.bias import Bias, mean_errors
 from pennyweight.algorithms.couples import apart, outputs
 from pennyweight.core.formats import INT2, INT4
+from tests.algorithms import tiny
 
 W2 = SpecConfig(QuantSpec(INT2, (16,)))
 W4 = SpecConfig(QuantSpec(INT4, (16,)))

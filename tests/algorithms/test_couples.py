@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.algorithms import tiny
 from torch import Tensor, nn
 
 from pennyweight import Int8WeightOnlyConfig, quantize_
 from pennyweight.algorithms.couples import TOLERANCE, Gain, apart, find, outputs, probe
 from pennyweight.algorithms.trace import sources, trace
+from tests.algorithms import tiny
 
 
 def pairs(model: nn.Module, batch: Any) -> dict[str, set[str]]:
@@ -39,7 +39,8 @@ def test_fused_projections_are_seen_by_their_last_rows() -> None:
 def test_a_gain_of_one_plus_weight_is_recognised() -> None:
     model = tiny.decoder("Gemma", head_dim=8)
     norms = [c.writer for c in find(model, tiny.ids()[0]).couples if isinstance(c.writer, Gain)]
-    assert len(norms) == 4 and all(g.shift == 1.0 for g in norms)  # not the last: its reader is the embedding too
+    assert all(g.shift == 1.0 for g in norms)
+    assert len(norms) == 4  # not the last: its reader is the embedding too
 
 
 def test_gpt2_has_no_couple_over_its_gelu_nor_with_its_tied_head() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.algorithms import tiny
 from torch import Tensor, nn
 
 import pennyweight as pw
@@ -17,6 +16,7 @@ from pennyweight.algorithms.online import RotatedLinear, rotate_inputs_
 from pennyweight.algorithms.rotate import Rotate
 from pennyweight.models.rules import PlanError
 from pennyweight.models.scheme import Scheme
+from tests.algorithms import tiny
 
 
 def target(model: nn.Module) -> dict[str, Scheme | None]:
@@ -60,7 +60,8 @@ def test_other_sizes_have_none_and_a_rotation_all_the_same(n: int) -> None:
 def test_usual_widths_have_hadamard_matrices() -> None:
     for n in (256, 576, 768, 896, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864, 5120, 8192, 8960, 14336):
         a, b = factors(n)
-        assert a * b == n and a > 1
+        assert a * b == n
+        assert a > 1
 
 
 def test_rotations_are_random_but_by_seed() -> None:
@@ -104,7 +105,8 @@ def test_outliers_of_the_stream_are_spread() -> None:
         model.model.embed_tokens.weight[:, 3] *= 60  # type: ignore[union-attr, index, operator]
     before = stream_of(model, batch)
     Rotate().apply(model, {}, [batch])
-    assert outlier(before) > 5 > 4 > outlier(stream_of(model, batch))
+    assert outlier(before) > 5
+    assert outlier(stream_of(model, batch)) < 4
 
 
 @pytest.mark.parametrize("make", [tiny.gpt2, tiny.vit], ids=["gpt2", "vit"])
@@ -139,9 +141,12 @@ def test_a_tied_table_stays_one_where_no_gain_is_between() -> None:
 
 def test_gpt2s_head_gets_a_bias_only_if_it_may() -> None:
     model, batches = tiny.gpt2(), tiny.ids()
-    with pytest.raises(PlanError, match="has no bias to take up that of transformer.ln_f; rotate with create_bias=True"):
+    with pytest.raises(
+        PlanError, match=r"has no bias to take up that of transformer\.ln_f; rotate with create_bias=True"
+    ):
         Rotate(create_bias=False).apply(model, {}, batches)
-    assert model.lm_head.bias is None and model.lm_head.weight is model.transformer.wte.weight  # type: ignore[union-attr]
+    assert model.lm_head.bias is None  # type: ignore[union-attr]
+    assert model.lm_head.weight is model.transformer.wte.weight  # type: ignore[union-attr]
     Rotate().apply(model, {}, batches)
     assert model.lm_head.bias is not None  # type: ignore[union-attr]
 
@@ -180,7 +185,10 @@ def llama_body() -> nn.Module:
 
 REFUSED = {
     "post-norm": (tiny.bert, "post-norm, as in BERT"),
-    "norm of a branch": (lambda: tiny.decoder("Gemma2", head_dim=8), "post_attention_layernorm normalises what is added"),
+    "norm of a branch": (
+        lambda: tiny.decoder("Gemma2", head_dim=8),
+        "post_attention_layernorm normalises what is added",
+    ),
     "layer scale": (Scaled, "the residual stream goes through 'mul'"),
     "stream put out": (Leaks, "outputs moved by"),
     "no head": (llama_body, "no linear layer reads norm"),
@@ -220,7 +228,7 @@ def test_an_input_that_enters_the_stream_is_refused() -> None:
 def test_a_quantized_layer_and_no_data_are_refused() -> None:
     model = tiny.decoder("Llama")
     quantize_(model, pw.Int8WeightOnlyConfig(), filter_fn=lambda m, n: n.endswith("1.mlp.down_proj"))
-    with pytest.raises(PlanError, match="layers.1.mlp.down_proj.weight is quantized already; rotate before"):
+    with pytest.raises(PlanError, match=r"layers\.1\.mlp\.down_proj\.weight is quantized already; rotate before"):
         Rotate().apply(model, {}, tiny.ids())
     with pytest.raises(PlanError, match="pass calibration=batches"):
         Rotate().apply(model, {}, [])
@@ -280,7 +288,7 @@ def test_saved_rotations_load_only_where_they_are_understood(tmp_path: Any) -> N
     quantize_(model, config, calibration=batches, algorithm=algorithm)
     pw.save(model, tmp_path / "q")
     fresh = tiny.decoder("Llama")
-    with pytest.raises(ValueError, match="down_proj.input_rotation"):
+    with pytest.raises(ValueError, match=r"down_proj\.input_rotation"):
         pw.load(tmp_path / "q", fresh)
     rotate_inputs_(fresh, [f"model.layers.{i}.mlp.down_proj" for i in (0, 1)])
     pw.load(tmp_path / "q", fresh)
@@ -289,7 +297,8 @@ def test_saved_rotations_load_only_where_they_are_understood(tmp_path: Any) -> N
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(config)
     notes = rotate_inputs_(empty, [f"model.layers.{i}.mlp.down_proj" for i in (0, 1)])
-    assert len(notes) == 2 and empty.model.layers[0].mlp.down_proj.weight.is_meta
+    assert len(notes) == 2
+    assert empty.model.layers[0].mlp.down_proj.weight.is_meta
 
 
 # -- with others -------------------------------------------------------------------------------------------------------
@@ -317,7 +326,8 @@ def test_smooth_rotate_and_gptq_in_one_recipe_load_into_a_fresh_model(tmp_path: 
     report = quantize_(model, config, calibration=batches, algorithm=["smooth", "rotate", "gptq"])
     assert apart(exact, outputs(model, batches[0])) < apart(exact, outputs(plain, batches[0])) / 3
     note = next(r.note for r in report.rows if r.name.endswith("layers.0.mlp.down_proj.weight"))
-    assert note.startswith("smooth alpha=") and note.endswith("rotated")
+    assert note.startswith("smooth alpha=")
+    assert note.endswith("rotated")
     pw.save(model, tmp_path / "q")
     fresh = tiny.decoder("Llama")
     pw.load(tmp_path / "q", fresh)

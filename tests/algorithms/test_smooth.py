@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.algorithms import tiny
 from torch import nn
 
 import pennyweight as pw
@@ -18,6 +17,7 @@ from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.models.rules import PlanError
 from pennyweight.models.scheme import Scheme
+from tests.algorithms import tiny
 
 W8A8 = Scheme(QuantSpec(INT8, (-1,)), ActivationSpec(QuantSpec(INT8, (-1,))))
 
@@ -183,7 +183,7 @@ def test_it_composes_with_gptq_and_loads_into_a_fresh_model(tmp_path: Any) -> No
 
 @pytest.mark.parametrize("options", [{"alpha": 1.5}, {"alpha": "half"}, {"samples": 0}])
 def test_options_without_meaning_are_refused(options: Any) -> None:
-    with pytest.raises(ValueError, match="smooth: (alpha|samples) must be"):
+    with pytest.raises(ValueError, match=r"smooth: (alpha|samples) must be"):
         Smooth(**options)
 
 

@@ -32,9 +32,7 @@ def bert() -> nn.Module:
 
 def vit() -> nn.Module:
     sizes = {k: v for k, v in SIZES.items() if k not in ("vocab_size", "pad_token_id")}
-    return shaken(
-        transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=16, patch_size=8))
-    )
+    return shaken(transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=16, patch_size=8)))
 
 
 def mlp(activation: nn.Module) -> nn.Module:
