@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core.tensor import AffineQuantizedTensor
 from ..models.calling import call, token_mask
 from ..models.sites import kind_of
+from . import agreed
 from .base import Tuner, register
 from .chain import quiet
 
@@ -113,7 +114,15 @@ def mean_errors(
     finally:
         for h in hooks:
             h.remove()
-    return {name: total / counts[name] for name, total in sums.items() if counts[name]}
+    means = {}
+    for name, module in layers.items():
+        device = next(module.parameters()).device
+        known = agreed.shape(sums[name].shape[0] if name in sums else 0)
+        total = agreed.total(sums[name] if name in sums else torch.zeros(known, dtype=torch.float64, device=device))
+        count = agreed.total(torch.tensor(float(counts.get(name, 0)), device=device))
+        if count > 0:
+            means[name] = total / float(count)
+    return means
 
 
 def _called(model: nn.Module, layers: dict[str, nn.Module], batches: Sequence[Any]) -> list[str]:
@@ -133,4 +142,4 @@ def _called(model: nn.Module, layers: dict[str, nn.Module], batches: Sequence[An
     finally:
         for h in hooks:
             h.remove()
-    return list(order)
+    return agreed.names(list(layers), list(order))

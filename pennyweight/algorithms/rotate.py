@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..models.rules import PlanError
 from ..models.scheme import Scheme
+from . import agreed
 from .base import Rewrite, register
 from .chain import quiet
 from .couples import Couple, Gain, Kept, Rows, apart, find, gain_of, outputs, probe, read_together, tolerance
@@ -54,7 +55,7 @@ class Rotate(Rewrite):
         batch = next(iter(batches), None)
         if batch is None:
             raise PlanError("rotate runs the model to see what it is made of; pass calibration=batches")
-        batch = probe(batch)
+        batch = agreed.first(probe(batch))
         if not (self.stream or self.values or self.online):
             raise PlanError("rotate: with stream, values and online all False nothing is rotated")
         stream = find_stream(model, batch) if self.stream else Stream(0, [], False, [], [])

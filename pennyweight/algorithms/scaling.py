@@ -14,9 +14,10 @@ from ..kernels.activation import quantize_activation
 from ..models.calling import call, token_mask
 from ..models.rules import PlanError
 from ..models.scheme import Scheme
+from . import agreed
 from .base import Rewrite
 from .chain import quiet
-from .couples import Couple, Kept, apart, find, outputs, tolerance
+from .couples import Couple, Kept, apart, find, outputs, probe, tolerance
 from .trace import Matrix
 from .watch import Watch
 
@@ -60,7 +61,8 @@ class Scaling(Rewrite):
         if not batches:
             raise PlanError(f"{self.name} learns from data; pass calibration=batches")
         static = {n for n, s in target.items() if s is not None and s.act is not None and s.act.mode == "static"}
-        found = find(model, batches[0], target.keys())
+        batch = agreed.first(probe(batches[0]))
+        found = find(model, batch, target.keys())
         notes = {name: f"{verb}: {why}" for name, why in found.without.items()}
         couples = []
         for couple in found.couples:
@@ -71,7 +73,7 @@ class Scaling(Rewrite):
             else:
                 couples.append(couple)
         seen = inputs(model, couples, batches, self.samples)
-        reference = outputs(model, batches[0])
+        reference = outputs(model, batch)
         kept = Kept(t for c in couples for t in c.tensors())
         for i, couple in enumerate(couples):
             if i not in seen:
@@ -82,7 +84,7 @@ class Scaling(Rewrite):
                 couple.apply(s)
             text = f"{self.name} {text} with {couple.writer.name}" if text else f"{verb}: no scale lowers its error"
             notes |= {r.name: text for r in couple.readers if r.name in target}
-        off = apart(reference, outputs(model, batches[0]))
+        off = agreed.largest_number(apart(reference, outputs(model, batch)))
         if off > tolerance(model):
             kept.restore()
             raise PlanError(
@@ -96,7 +98,8 @@ class Scaling(Rewrite):
         options = [(text, tame(s)) for text, s in self.candidates(couple, seen, weights)]
         if len(options) == 1:
             return options[0]
-        errors = [group_error(couple.readers, seen.tokens, couple.spread(s), target) for _, s in options]
+        found = [group_error(couple.readers, seen.tokens, couple.spread(s), target) for _, s in options]
+        errors = agreed.total(torch.tensor(found, dtype=torch.float64)).tolist()
         return options[min(range(len(errors)), key=errors.__getitem__)]
 
 
@@ -131,8 +134,8 @@ def group_error(readers: Sequence[Matrix], x: Tensor, s: Tensor, target: Mapping
 
 
 def inputs(model: nn.Module, couples: Sequence[Couple], batches: Sequence[Any], samples: int) -> dict[int, Inputs]:
-    """What the readers of each couple (by its number) see, in one run over the batches. Raises ValueError for inputs
-    that are not finite."""
+    """What the readers of each couple (by its number) see, in one run over the batches. Of all ranks, but for tokens,
+    which are each rank's own. Raises ValueError for inputs that are not finite."""
     first = {id(c.readers[0].weight): str(i) for i, c in enumerate(couples)}
     share = -(-samples // max(1, len(batches)))
     found: dict[int, list[Tensor]] = {}
@@ -161,4 +164,13 @@ def inputs(model: nn.Module, couples: Sequence[Couple], batches: Sequence[Any], 
             taken.clear()
             with Watch(first, see, token_mask(batch)):
                 call(model, batch)
-    return {i: Inputs(t[0].double(), t[1] / counts[i], torch.cat(t[2:])) for i, t in found.items()}
+    seen = {}
+    for i, couple in enumerate(couples):
+        weight, width = couple.readers[0].weight, couple.readers[0].width
+        empty = torch.zeros(width, device=weight.device)
+        peak, size, *tokens = found.get(i, [empty, empty.double()])
+        count = agreed.total(torch.tensor(float(counts.get(i, 0)), device=weight.device))
+        peak, size = agreed.largest(peak.double()), agreed.total(size)
+        if count > 0:
+            seen[i] = Inputs(peak, size / float(count), torch.cat(tokens) if tokens else empty.unsqueeze(0))
+    return seen
