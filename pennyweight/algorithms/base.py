@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..core.numerics import Parts
 from ..core.spec import QuantSpec
+from ..models.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Solver:
 class Rewrite:
     """Changes a model in place but not its function (to 1e-5): ``apply(model, target, batches) -> notes``.
 
-    target  names of the parameters that are going to be quantized
+    target  the parameters that are going to be quantized: name -> scheme
     notes   by parameter name, for the report
     """
 
@@ -88,7 +89,7 @@ class Rewrite:
     def needs_data(self) -> bool:
         return True
 
-    def apply(self, model: nn.Module, target: tuple[str, ...], batches: Any) -> dict[str, str]:
+    def apply(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
         raise NotImplementedError
 
 
@@ -96,7 +97,7 @@ class Rewrite:
 class Tuner:
     """Changes numbers of a model that is quantized already, and no byte count: ``tune(model, teacher, batches)``.
 
-    teacher     the model as it was
+    teacher     the model as it was, after rewrites
     Returns notes by parameter name; "" is the whole model.
     """
 

@@ -91,25 +91,30 @@ def quantize_(
         )  # fmt: skip
         if dry_run:
             return todo.report()
-        teacher = copy.deepcopy(model) if recipe.tuners else None
-        notes: dict[str, str] = {}
+        notes: dict[str, list[str]] = {}
         for rewrite in recipe.rewrites:
-            notes |= rewrite.apply(model, tuple(row.name for row in todo.active), batches)
-        if recipe.rewrites:
+            target = {row.name: row.scheme for row in todo.active if row.call is None}
+            _add(notes, rewrite.apply(model, target, batches))
             todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
+        teacher = copy.deepcopy(model) if recipe.tuners else None
         report = todo.report()
         journal = None if resume is None else Journal(resume, model, todo, recipe, batches)
         limit = None if max_ram is None else memory.amount(max_ram)
         _carry_out(model, todo, report, device, recipe.solver, batches, (spill, limit), journal, progress)
         for tuner in recipe.tuners:
             assert teacher is not None
-            notes |= tuner.tune(model, teacher, batches)
+            _add(notes, tuner.tune(model, teacher, batches))
     for out in report.rows:
         if out.name in notes:
-            out.note = "; ".join(filter(None, (out.note, notes[out.name])))
-    report.notes += [notes[""]] if "" in notes else []
+            out.note = "; ".join(filter(None, (out.note, *notes[out.name])))
+    report.notes += notes.get("", [])
     report.config = f"{report.config}, {recipe}"
     return report
+
+
+def _add(notes: dict[str, list[str]], more: Mapping[str, str]) -> None:
+    for name, text in more.items():
+        notes.setdefault(name, []).append(text)
 
 
 def _batches(calibration: Any, recipe: recipes.Recipe) -> list[Any]:

@@ -1,0 +1,176 @@
+"""What SmoothQuant and AWQ share: scales for couples, from calibration inputs, judged by the layers' own error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.numerics import fake_quantize
+from ..kernels.activation import quantize_activation
+from ..models.calling import call, token_mask
+from ..models.rules import PlanError
+from ..models.scheme import Scheme
+from . import agreed
+from .base import Rewrite
+from .chain import quiet
+from .couples import Couple, Kept, apart, find, outputs, probe, tolerance
+from .trace import Matrix
+from .watch import Watch
+
+LEAST, MOST = 1e-4, 1e4  # of a scale, against the geometric mean of all
+
+
+@dataclass
+class Inputs:
+    """Of the readers of a couple: largest and mean magnitude of each channel, and some tokens [T, width]."""
+
+    largest: Tensor
+    mean: Tensor
+    tokens: Tensor
+
+
+Scales = tuple[str, Tensor]  # (what is said of it, float64 [width of the writer])
+
+
+@dataclass(frozen=True)
+class Scaling(Rewrite):
+    """Divides the writer of each couple by scales and multiplies its readers' columns.
+
+    samples     calibration tokens on which scales are judged, spread evenly over the batches
+    """
+
+    samples: int = 512
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"{self.name}: samples must be at least 1, got {self.samples}")
+
+    def candidates(self, couple: Couple, seen: Inputs, weights: Tensor) -> Iterator[Scales]:
+        """Scales to choose from. weights: largest magnitude of each column of the couple's readers, [width]."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
+        """See :class:`Rewrite`. Raises PlanError, the model as it was, where its outputs change after all."""
+        verb = f"not scaled by {self.name}"
+        batches = list(batches)
+        if not batches:
+            raise PlanError(f"{self.name} learns from data; pass calibration=batches")
+        static = {n for n, s in target.items() if s is not None and s.act is not None and s.act.mode == "static"}
+        batch = agreed.first(probe(batches[0]))
+        found = find(model, batch, target.keys())
+        notes = {name: f"{verb}: {why}" for name, why in found.without.items()}
+        couples = []
+        for couple in found.couples:
+            fixed = sorted(static.intersection(r.name for r in couple.readers))
+            if fixed:
+                why = f"the static scale of {fixed[0]}'s input belongs to the unscaled one"
+                notes |= {r.name: f"{verb}: {why}" for r in couple.readers if r.name in target}
+            else:
+                couples.append(couple)
+        seen = inputs(model, couples, batches, self.samples)
+        reference = outputs(model, batch)
+        kept = Kept(t for c in couples for t in c.tensors())
+        for i, couple in enumerate(couples):
+            if i not in seen:
+                notes |= {r.name: f"{verb}: saw no data" for r in couple.readers if r.name in target}
+                continue
+            text, s = self._choose(couple, seen[i], target)
+            if text:
+                couple.apply(s)
+            text = f"{self.name} {text} with {couple.writer.name}" if text else f"{verb}: no scale lowers its error"
+            notes |= {r.name: text for r in couple.readers if r.name in target}
+        off = agreed.largest_number(apart(reference, outputs(model, batch)))
+        if off > tolerance(model):
+            kept.restore()
+            raise PlanError(
+                f"{self.name}: the model's outputs moved by {off:.1e} of their size, more than {tolerance(model):.1e}; "
+                "it is as it was. Do it in float32, or leave this step out"
+            )
+        return notes
+
+    def _choose(self, couple: Couple, seen: Inputs, target: Mapping[str, Scheme | None]) -> Scales:
+        weights = torch.stack([r.view.double().abs().amax(0) for r in couple.readers]).amax(0)
+        options = [(text, tame(s)) for text, s in self.candidates(couple, seen, weights)]
+        if len(options) == 1:
+            return options[0]
+        found = [group_error(couple.readers, seen.tokens, couple.spread(s), target) for _, s in options]
+        errors = agreed.total(torch.tensor(found, dtype=torch.float64)).tolist()
+        return options[min(range(len(errors)), key=errors.__getitem__)]
+
+
+def tame(s: Tensor) -> Tensor:
+    """Scales with a geometric mean of 1, 1 where nothing is known (dead channels), within [LEAST, MOST]."""
+    good = s.isfinite() & (s > 0)
+    if not good.any():
+        return torch.ones_like(s)
+    centre = s[good].log().mean().exp()
+    return torch.where(good, (s / centre).clamp(LEAST, MOST), 1.0)
+
+
+def group_error(readers: Sequence[Matrix], x: Tensor, s: Tensor, target: Mapping[str, Scheme | None]) -> float:
+    """Sum over the readers that are going to be quantized of |Q(x / s) Q(W s)^T - x W^T|^2 / |x W^T|^2.
+
+    x [T, K] float32, s [K] float64. Weights are rounded to nearest, inputs as the scheme says.
+    """
+    total = 0.0
+    for r in readers:
+        scheme = target.get(r.name)
+        if scheme is None:
+            continue
+        w = r.view.float()
+        scaled = (w * s).float()
+        wq = fake_quantize(scaled, scheme.weight.with_(layout="plain"), scheme.rule, scheme.eps)
+        xq = quantize_activation((x / s).float(), scheme.act, None, None)
+        exact = x @ w.t()
+        size = float(exact.double().square().sum())
+        error = float((xq @ wq.t() - exact).double().square().sum())
+        total += error / size if size > 0 else error
+    return total
+
+
+def inputs(model: nn.Module, couples: Sequence[Couple], batches: Sequence[Any], samples: int) -> dict[int, Inputs]:
+    """What the readers of each couple (by its number) see, in one run over the batches. Of all ranks, but for tokens,
+    which are each rank's own. Raises ValueError for inputs that are not finite."""
+    first = {id(c.readers[0].weight): str(i) for i, c in enumerate(couples)}
+    share = -(-samples // max(1, len(batches)))
+    found: dict[int, list[Tensor]] = {}
+    counts: dict[int, int] = {}
+    taken: dict[int, int] = {}
+
+    def see(name: str, x: Tensor) -> None:
+        i, x = int(name), x.flatten(0, 1)
+        if not x.shape[0]:
+            return
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"{couples[i].readers[0].name}: its inputs on the calibration data are not all finite")
+        largest, total = x.abs().amax(0), x.abs().double().sum(0)
+        count = min(x.shape[0], max(0, share - taken.get(i, 0)))
+        taken[i] = taken.get(i, 0) + count
+        picked = x[torch.linspace(0, x.shape[0] - 1, count).round().long()].clone()
+        counts[i] = counts.get(i, 0) + x.shape[0]
+        if i in found:
+            before = found[i]
+            found[i] = [torch.maximum(before[0], largest), before[1] + total, *before[2:], picked]
+        else:
+            found[i] = [largest, total, picked]
+
+    with quiet(model):
+        for batch in batches:
+            taken.clear()
+            with Watch(first, see, token_mask(batch)):
+                call(model, batch)
+    seen = {}
+    for i, couple in enumerate(couples):
+        weight, width = couple.readers[0].weight, couple.readers[0].width
+        empty = torch.zeros(width, device=weight.device)
+        peak, size, *tokens = found.get(i, [empty, empty.double()])
+        count = agreed.total(torch.tensor(float(counts.get(i, 0)), device=weight.device))
+        peak, size = agreed.largest(peak.double()), agreed.total(size)
+        if count > 0:
+            seen[i] = Inputs(peak, size / float(count), torch.cat(tokens) if tokens else empty.unsqueeze(0))
+    return seen
