@@ -19,7 +19,7 @@ from .statistics import STATISTICS, Statistic, register_statistic
 from .tune import Tune
 
 __all__ = [
-    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Importance", "Nearest", "Rewrite",
-    "Rotate", "Search", "Smooth", "Solution", "Solver", "Statistic", "Task", "Tune", "Tuner", "calibrate", "improve",
-    "quantize_", "register", "register_statistic", "sample", "search", "sparsify_",
+    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Importance", "Nearest",
+    "Rewrite", "Rotate", "Search", "Smooth", "Solution", "Solver", "Statistic", "Task", "Tune", "Tuner", "calibrate",
+    "improve", "quantize_", "register", "register_statistic", "sample", "search", "sparsify_",
 ]  # fmt: skip
