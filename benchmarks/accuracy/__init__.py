@@ -1,1 +1,1 @@
-"""How much a model loses for how many bits: ours beside what a user would take instead, on models trained or found here."""
+"""How much a model loses for how many bits: ours beside what a user would take instead."""
