@@ -1,4 +1,4 @@
-"""Rows measured one after the other, each in a process of its own."""
+"""Rows measured one after the other, each family in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,56 +66,86 @@ def run(subjects: list[Subject], choice: Choice, results: Results, say: Callable
         if isinstance(versions, str):
             say(f"{name} is left out: {versions}")
         for subject in subjects:
+            heads = {}
             for row in choice.rows(family, subject):
                 head = {"subject": subject.name, "digest": subject.digest, "family": name, "name": row.name,
                         "note": row.note, "date": datetime.date.today().isoformat()}  # fmt: skip
                 if results.has(head) and not choice.wants(name, row.name):
                     continue
                 if isinstance(versions, str):
-                    answer: dict[str, Any] = {"failed": versions}
+                    results.add(head | {"failed": versions})
                 elif choice.quick and row.slow:
-                    answer = {"failed": "left out by --quick, it takes minutes"}
+                    results.add(head | {"failed": "left out by --quick, it takes minutes"})
                 else:
-                    answer = measure(python, family, row.name, subject, choice.seconds)
-                    answer["versions"] = versions
-                    say(f"{subject.name}, {name}: {row.name}: {summary(answer, subject)}")
-                if "failed" in answer and results.has(head):
-                    say(f"{subject.name}, {name}: {row.name}: the row measured before stays")
-                    continue
-                results.add(head | answer)
+                    heads[row.name] = head
+            for row_name, answer in measure(python, family, list(heads), subject, choice.seconds):
+                say(f"{subject.name}, {name}: {row_name}: {summary(answer, subject)}")
+                if "failed" in answer and results.has(heads[row_name]):
+                    say("the row measured before stays")
+                else:
+                    results.add(heads[row_name] | answer | {"versions": versions})
 
 
-def measure(python: str, family: Family, name: str, subject: Subject, seconds: float) -> dict[str, Any]:
-    """One row in a process of its own: its answer with figures, or {"failed": reason}."""
+def measure(
+    python: str, family: Family, names: list[str], subject: Subject, seconds: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, answer with figures, or {"failed": reason}) of each row, as they come.
+
+    One process for all; after one that died, or took longer than so many seconds, another for what is left.
+    """
+    while names:
+        with tempfile.TemporaryDirectory() as folder:
+            process = _start(python, family, names, subject, Path(folder))
+            try:
+                done = 0
+                for i, name in enumerate(names):
+                    answer = _wait(process, Path(folder), i, seconds)
+                    if "figures" not in answer and "failed" not in answer:
+                        answer = _evaluated(answer, Path(folder) / str(i) / "weights.safetensors", subject)
+                    done += 1
+                    yield name, answer
+                    if answer.pop("over", False):
+                        break
+            finally:
+                process.kill()
+                process.wait()
+                if os.environ.get("PENNYWEIGHT_BENCH_VERBOSE"):
+                    sys.stderr.write((Path(folder) / "log.txt").read_text(errors="replace"))
+            names = names[done:]
+
+
+def _start(python: str, family: Family, names: list[str], subject: Subject, folder: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", **family.env,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        command = [python, "-m", "benchmarks.accuracy.worker", family.name, name, str(subject.folder), folder]
-        log = Path(folder) / "log.txt"
-        try:
-            with log.open("wb") as f:
-                done = subprocess.run(
-                    command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=f, stderr=f,
-                    timeout=seconds, check=False,
-                )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {seconds:.0f} s"}
-        if os.environ.get("PENNYWEIGHT_BENCH_VERBOSE"):
-            sys.stderr.write(log.read_text(errors="replace"))
-        answer_file, weights = Path(folder) / "answer.json", Path(folder) / "weights.safetensors"
-        if not answer_file.exists():
-            return {"failed": f"the process ended with code {done.returncode}: {_last_line(log)}"}
-        answer: dict[str, Any] = json.loads(answer_file.read_text())
-        if weights.exists():
-            model = subject.model()
-            model.load_state_dict(load_file(weights), strict=False)
-            try:
-                answer["figures"] = subject.evaluate(model).to_dict()
-            except ValueError as e:
-                return {"failed": str(e)}
-    return answer
+    command = [python, "-m", "benchmarks.accuracy.worker", family.name, str(subject.folder), str(folder), *names]
+    with (folder / "log.txt").open("wb") as log:
+        return subprocess.Popen(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _wait(process: subprocess.Popen[bytes], folder: Path, i: int, seconds: float) -> dict[str, Any]:
+    """The answer of row i; with "over" where no more will come from this process."""
+    end, file = time.monotonic() + seconds, folder / str(i) / "answer.json"
+    while time.monotonic() < end:
+        ended = process.poll() is not None  # before the look, so that an answer cannot come in between
+        if file.exists():
+            return dict(json.loads(file.read_text()))
+        if ended:
+            why = f"the process ended with code {process.returncode}: {_last_line(folder / 'log.txt')}"
+            return {"failed": why, "over": True}
+        time.sleep(0.1)
+    return {"failed": f"not done after {seconds:.0f} s", "over": True}
+
+
+def _evaluated(answer: dict[str, Any], weights: Path, subject: Subject) -> dict[str, Any]:
+    model = subject.model()
+    model.load_state_dict(load_file(weights), strict=False)
+    weights.unlink()
+    try:
+        return answer | {"figures": subject.evaluate(model).to_dict()}
+    except ValueError as e:
+        return {"failed": str(e)}
 
 
 def _last_line(log: Path) -> str:

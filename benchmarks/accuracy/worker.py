@@ -1,16 +1,16 @@
-"""One row on one subject, in a process of its own.
+"""Rows of one family on one subject, in a process of their own.
 
-    python -m benchmarks.accuracy.worker FAMILY ROW SUBJECT_FOLDER ANSWER_FOLDER
+    python -m benchmarks.accuracy.worker FAMILY SUBJECT_FOLDER ANSWER_FOLDER ROW ...
 
-The answer folder gets ``answer.json``: bits, seconds, peak memory, and either figures, or a ``weights.safetensors``
-beside it that the caller evaluates; or "failed" and the reason.
+The answer folder gets a folder for each row, 0, 1 and so on, and in it ``answer.json``: bits, seconds, and either
+figures, or a ``weights.safetensors`` beside it that the caller evaluates; or "failed" and the reason.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import resource
 import sys
 import time
 import traceback
@@ -44,7 +44,6 @@ def measure(row: Row, subject: Subject, folder: Path, hand_back: bool) -> dict[s
         answer["figures"] = subject.evaluate(model.eval()).to_dict()
     else:
         save_file(changed(subject, model), folder / "weights.safetensors")
-    answer["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return answer
 
 
@@ -73,17 +72,22 @@ def sentence(e: BaseException) -> str:
     return f"{type(e).__name__}: {text[0][:300] if text else ''}"
 
 
-def main(family: str, name: str, subject_folder: str, answer_folder: str) -> None:
+def main(family: str, subject_folder: str, answer_folder: str, *names: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    folder = Path(answer_folder)
-    try:
-        row = FAMILIES[family].rows()[name]
-        answer = measure(row, Subject.open(Path(subject_folder)), folder, hand_back=family != OURS)
-    except Exception as e:
-        traceback.print_exc()
-        answer = {"failed": sentence(e)}
-    (folder / "answer.json").write_text(json.dumps(answer))
+    subject, rows = Subject.open(Path(subject_folder)), FAMILIES[family].rows()
+    for i, name in enumerate(names):
+        folder = Path(answer_folder) / str(i)
+        folder.mkdir()
+        try:
+            answer = measure(rows[name], subject, folder, hand_back=family != OURS)
+        except Exception as e:
+            traceback.print_exc()
+            answer = {"failed": sentence(e)}
+        gc.collect()
+        scratch = folder / "unfinished.json"
+        scratch.write_text(json.dumps(answer))
+        scratch.rename(folder / "answer.json")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # some peers leave threads that never end

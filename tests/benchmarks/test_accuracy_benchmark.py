@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from benchmarks.accuracy.language_model import Recipe
 from benchmarks.accuracy.results import Results
 from benchmarks.accuracy.rivals import FAMILIES, REFERENCE, Family
 from benchmarks.accuracy.rivals.base import Row, each_weight, second_moments
-from benchmarks.accuracy.runner import Choice, run
+from benchmarks.accuracy.runner import Choice, measure, run
 from benchmarks.accuracy.subjects import SUBJECTS, Sizes, Subject, byte_tokenizer, prepare
 
 TINY = Recipe(hidden=128, inner=256, layers=2, heads=4, kv_heads=2, steps=0, length=32)
@@ -281,13 +280,22 @@ def test_what_fails_is_listed_with_its_reason(lm, tmp_path, monkeypatch):
     assert not page.lines(results, "lm")
 
 
-def test_a_process_that_dies_says_so(lm, tmp_path):
-    broken = Family("pennyweight", "no.such.module", ("pennyweight",), "pennyweight")
-    from benchmarks.accuracy.runner import measure
-
-    answer = measure(os.sys.executable, broken, "no such row", lm, 60)
-    assert answer == {"failed": "KeyError: 'no such row'"}  # the worker has the true registry
-    assert "not done after" in measure(os.sys.executable, broken, "int8", lm, 0.01)["failed"]
+def test_a_process_that_dies_takes_no_other_row_with_it(lm, tmp_path):
+    dies, sleeps = tmp_path / "dies", tmp_path / "sleeps"
+    # it answers the first row asked for, and then no more
+    dies.write_text("""#!/bin/sh
+if [ "$6" != last ]; then mkdir "$5/0"; echo '{"failed": "by itself"}' > "$5/0/answer.json"; fi
+echo gone >&2; exit 3
+""")
+    sleeps.write_text("#!/bin/sh\nexec sleep 30\n")
+    for script in (dies, sleeps):
+        script.chmod(0o755)
+    family = FAMILIES["gguf"]
+    answers = dict(measure(str(dies), family, ["a", "b", "c", "last"], lm, 60))
+    assert answers["a"] == {"failed": "by itself"}
+    assert answers["b"] == answers["last"] == {"failed": "the process ended with code 3: gone"}
+    assert answers["c"] == {"failed": "by itself"}  # a new process was asked for what was left
+    assert dict(measure(str(sleeps), family, ["a"], lm, 0.2)) == {"a": {"failed": "not done after 0 s"}}
 
 
 # -- page ------------------------------------------------------------------------------------------------------------
