@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--again", type=_names, default=(), help="measure rows anew whose family: name holds this")
     p.add_argument("--quick", action="store_true", help="less data, nothing that takes minutes")
     p.add_argument("--json", type=Path, metavar="FILE", help="results, kept and extended")
+    p.add_argument("--add", type=Path, nargs="*", default=[], metavar="FILE", help="results of other runs, taken over")
     p.add_argument("--page", type=Path, help="write the document and its plots")
     p.add_argument("--force", action="store_true", help="write the page though a gate failed")
     p.add_argument("--no-run", action="store_true", help="measure nothing, only print or write")
@@ -94,6 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     results = Results(o.json)
     try:
         choice = choice_of(o)
+        for other in o.add:
+            results.take(Results(other))
         if not o.no_run:
             measure(o, choice, results, say)
     except (ValueError, ModuleNotFoundError) as e:

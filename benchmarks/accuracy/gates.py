@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.accuracy.results import Results
-from benchmarks.accuracy.rivals import REFERENCE
 from benchmarks.accuracy.rivals.base import calibrate, layers
 from benchmarks.accuracy.subjects import Subject
 
 SUBJECT = "lm"
 # rows that stand for a kind, the first that was measured
-NEAREST4 = (REFERENCE, ("pennyweight", "int4 g128 tinygemm"))
 GPTQ = (
     ("llm-compressor", "GPTQ W4A16 g128"), ("gptqmodel", "GPTQ int4 g128"), ("pennyweight", "int4 g128 gptq"),
 )  # fmt: skip
@@ -35,10 +33,15 @@ def check(results: Results, rank: float | None) -> list[dict[str, Any]]:
     rank  of `effective_rank`, or None
     """
     kl = {name: _kl(results, rows) for name, rows in
-          {"t": NEAREST4, "gptq": GPTQ, "sym4": SYM4, "sym3": SYM3, "w8a8": W8A8, "w8": W8}.items()}  # fmt: skip
+          {"gptq": GPTQ, "sym4": SYM4, "sym3": SYM3, "w8a8": W8A8, "w8": W8}.items()}  # fmt: skip
     found = (
-        ("KL of round to nearest, 4 bits in groups of 128", kl["t"], 0.003, 0.1),
-        ("KL of GPTQ by that of round to nearest, 4 bits, both symmetric", _quotient(kl["gptq"], kl["sym4"]), 0.2, 0.7),
+        ("KL of round to nearest, 4 bits, symmetric groups of 128", kl["sym4"], 0.003, 0.1),
+        (
+            "KL of GPTQ by that of round to nearest, 4 bits, symmetric groups of 128",
+            _quotient(kl["gptq"], kl["sym4"]),
+            0.2,
+            0.7,
+        ),
         ("KL of 8-bit weights and inputs by that of 8-bit weights", _quotient(kl["w8a8"], kl["w8"]), 3.0, None),
         ("effective rank of the inputs' second moments, of their number", rank, None, 0.15),
         ("KL of 3 bits by that of 4, symmetric groups of 128", _quotient(kl["sym3"], kl["sym4"]), 3.0, 6.0),

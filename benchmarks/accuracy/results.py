@@ -36,6 +36,14 @@ class Results:
         self.rows[key_of(row)] = row
         self.write()
 
+    def take(self, other: Results) -> None:
+        """The rows of another run; where both have one, a measured one is kept, and this one's before the other's."""
+        for key, row in other.rows.items():
+            if "figures" not in self.rows.get(key, {}):
+                self.rows[key] = row
+        self.gates = self.gates or other.gates
+        self.write()
+
     def write(self) -> None:
         if self.path is None:
             return

@@ -217,7 +217,7 @@ def test_every_family_lists_its_rows_without_its_package():
             assert (row.bits is None) == (family.name == "pennyweight")
             assert row.bits is None or row.bits.why
     assert REFERENCE[1] in FAMILIES[REFERENCE[0]].rows()
-    for rows in (gates.GPTQ, gates.NEAREST4, gates.SYM4, gates.SYM3, gates.W8A8, gates.W8):
+    for rows in (gates.GPTQ, gates.SYM4, gates.SYM3, gates.W8A8, gates.W8):
         assert all(name in FAMILIES[family].rows() for family, name in rows)
 
 
@@ -377,6 +377,16 @@ def test_rows_of_other_data_are_not_shown():
     assert [r["name"] for r in results.of("lm")] == ["int4 g128"]
     assert results.find("lm", *REFERENCE) is None
     assert page.lines(results, "lm")[0].to_t is None
+
+
+def test_rows_of_another_run_are_taken_over():
+    one, other = Results(), _some()
+    one.add({"subject": "lm", "digest": "d", "family": REFERENCE[0], "name": REFERENCE[1], "failed": "not there"})
+    one.add(_row("torchao", "int4 g128", 4.125, 0.123))
+    one.take(other)
+    assert one.find("lm", *REFERENCE)["figures"]["values"]["kl p99"] == 0.008  # the one that was measured
+    assert one.find("lm", "torchao", "int4 g128")["figures"]["values"]["kl p99"] == 0.246  # its own
+    assert set(one.rows) == set(other.rows)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
