@@ -30,6 +30,7 @@ tool's layers quantize their inputs too, the model is evaluated by the tool's ow
 - Intervals are 95 %, from {resamples} draws of sequences (not positions), the same draws for both sides of a ratio.
 - Calibration and evaluation data are different files of the standard library of Python; the language model is trained
   on others still. Everything runs on one thread with fixed seeds."""
+DRAWN = 6.6  # bits: beyond, formats hardly differ, and would take half of a plot
 MINILM = """Texts are compared by their unit vectors. **1-cos** is 1 - cosine of a text's vector with the float model's.
 **KL** is that of softmax(similarities / 0.05) of every text as a query, and the overlap is that of its ten nearest."""
 
@@ -122,6 +123,7 @@ def write(results: Results, path: Path) -> None:
     for subject in results.subjects():
         all_lines = lines(results, subject)
         weights = [line for line in all_lines if not line.row.get("inputs")]
+        drawn = [line for line in weights if line.row["bits"] <= DRAWN]
         both = [line for line in all_lines if line.row.get("inputs")]
         parts.append(f"## {subject}: {SUBJECTS[subject][2]}")
         if measure_of(subject) == "1-cos":
@@ -129,10 +131,10 @@ def write(results: Results, path: Path) -> None:
         for title, some in (("Weights", weights), ("Weights and inputs", both)):
             if some:
                 parts += [f"**{title}**", markdown(header(subject), [_marked(line, subject) for line in some])]
-        if len(weights) > 2:
+        if len(drawn) > 2:
             plot = path.with_name(f"{path.stem}-{subject}.svg")
-            pareto(weights, subject, plot)
-            parts.append(f"![bits a weight against {measure_of(subject)}, log]({plot.name})")
+            pareto(drawn, subject, plot)
+            parts.append(f"![bits a weight against {measure_of(subject)}, log, up to {DRAWN:g} bits]({plot.name})")
         out = left_out(results, subject)
         if out:
             parts += ["Not measured:", "\n".join(out)]

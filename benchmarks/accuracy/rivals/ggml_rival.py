@@ -64,9 +64,14 @@ def _through(w: Tensor, name: str, importance: Tensor | None) -> Tensor:
     return value
 
 
+@cache
+def _importance(subject: Subject) -> dict[str, Tensor]:
+    return second_moments(subject, subject.model())
+
+
 def _run(name: str, important: bool) -> Any:
     def run(subject: Subject, model: nn.Module) -> nn.Module:
-        weights = second_moments(subject, model) if important else {}
+        weights = _importance(subject) if important else {}
         for layer_name, layer in layers(subject, model).items():
             layer.weight.data = _through(layer.weight.data, name, weights.get(layer_name))
         return model
