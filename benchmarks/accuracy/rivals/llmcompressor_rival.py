@@ -110,5 +110,6 @@ ROWS = (
         Bits(2, 64, 18, why="16-bit scale and 2-bit zero a group of 64"), subjects=TEXT),
     Row("AWQ W4A16 g128 asymmetric", _weights(_awq), Bits(4, 128, 20, why="16-bit scale and 4-bit zero a group of 128"),
         subjects=("causal",)),
-    Row("SmoothQuant + GPTQ W8A8", _as_it_stands(_smooth), INT8, "int8", subjects=("causal",)),
+    Row("SmoothQuant + GPTQ W8A8", _as_it_stands(_smooth), INT8, "int8", subjects=("causal",),
+        note="smoothing_strength=0.8"),
 )  # fmt: skip
