@@ -1,0 +1,103 @@
+"""What is measured of a quantized model's outputs beside the float model's: pure functions, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TEMPERATURE = 0.05  # of retrieval: cosines of one query become a distribution over the other texts
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Measures of one model.
+
+    per_sequence  measure -> its mean in each sequence (window of bytes, sentence, picture), for the bootstrap
+    values        measure -> one number
+    """
+
+    per_sequence: dict[str, list[float]]
+    values: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def classification(reference: Tensor, logits: Tensor, targets: Tensor | None = None) -> Figures:
+    """Of logits [sequences, positions, classes]: KL(float ‖ quantized) in nats, flips of the best class, and the root
+    mean square error of the probabilities. targets: int64, as the logits without classes, -1 where there is none; then
+    also the change of the negative log likelihood.
+
+    Raises ValueError for other shapes, and for outputs that are not finite.
+    """
+    _check(reference, logits)
+    p, q = reference.double().log_softmax(-1), logits.double().log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)  # not negative; rounding would make it so
+    flat = kl.flatten()
+    values = {
+        "kl": float(flat.mean()),
+        "kl median": float(flat.median()),
+        "kl p99": float(flat.quantile(0.99)),
+        "kl p99.9": float(flat.quantile(0.999)),
+        "kl max": float(flat.max()),
+        "flips": float((reference.argmax(-1) != logits.argmax(-1)).double().mean()),
+        "rms dp": float((p.exp() - q.exp()).square().mean().sqrt()),
+    }
+    if targets is not None:
+        known = targets >= 0
+        at = targets.clamp_min(0).unsqueeze(-1)
+        change = (p - q).gather(-1, at).squeeze(-1)[known]
+        values["nll change"] = float(change.mean())
+    return Figures({"kl": kl.mean(-1).tolist()}, values)
+
+
+def embeddings(reference: Tensor, got: Tensor) -> Figures:
+    """Of vectors [texts, dims]: 1 - cosine of each text with itself, and what became of their similarities.
+
+    Similarities are those of all pairs of different texts: Spearman's correlation, how many of the ten nearest stay,
+    and KL between softmax(similarities / 0.05) of every text as a query.
+    """
+    _check(reference, got)
+    a, b = (nn.functional.normalize(x.double(), dim=-1) for x in (reference, got))
+    away = (a - b).square().sum(-1) / 2  # 1 - cosine, without its rounding
+    n = a.shape[0]
+    others = ~torch.eye(n, dtype=torch.bool)
+    sa, sb = ((x @ x.T)[others].view(n, n - 1) for x in (a, b))
+    p, q = (sa / TEMPERATURE).log_softmax(-1), (sb / TEMPERATURE).log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)
+    k = min(10, n - 1)
+    kept = [
+        len(set(x) & set(y)) / k for x, y in zip(sa.topk(k).indices.tolist(), sb.topk(k).indices.tolist(), strict=True)
+    ]
+    upper = torch.triu_indices(n, n, 1)
+    values = {
+        "1-cos": float(away.mean()),
+        "1-cos p99": float(away.quantile(0.99)),
+        "kl": float(kl.mean()),
+        "spearman": spearman((a @ a.T)[upper[0], upper[1]], (b @ b.T)[upper[0], upper[1]]),
+        "top-10 overlap": sum(kept) / n,
+    }
+    return Figures({"1-cos": away.tolist(), "kl": kl.tolist()}, values)
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    """Correlation of ranks; equal values share the mean of their ranks."""
+    ra, rb = (_ranks(x) for x in (a, b))
+    ra, rb = ra - ra.mean(), rb - rb.mean()
+    return float((ra * rb).sum() / (ra.norm() * rb.norm()))
+
+
+def _ranks(x: Tensor) -> Tensor:
+    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[inverse]
+
+
+def _check(reference: Tensor, got: Tensor) -> None:
+    if reference.shape != got.shape:
+        raise ValueError(f"outputs have shape {list(got.shape)}, those of the float model {list(reference.shape)}")
+    if not bool(got.isfinite().all()):
+        raise ValueError(f"{int((~got.isfinite()).sum())} of {got.numel()} outputs are not finite")

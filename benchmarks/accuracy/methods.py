@@ -1,0 +1,119 @@
+"""Ours: a name, a config, and an algorithm where there is one. Bits are counted, not computed by a formula.
+
+Scales of groups are float16, as peers store them; configs by name would take the dtype of the weight, float32 here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.accuracy.accounting import bits_of
+from benchmarks.accuracy.rivals.base import ALL, CONVOLUTIONS, Row
+from benchmarks.accuracy.subjects import Subject
+
+Make = Callable[[], Any]
+
+
+def _quantized(config: Make, algorithm: Any = None, **options: Any) -> Callable[[Subject, nn.Module], Any]:
+    """A row's run. Where all inputs stay float, weights become their values in float32, to be run as a peer's are."""
+
+    def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
+        import pennyweight as pw
+
+        more: dict[str, Any] = {}
+        if algorithm is not None:
+            if "algorithm" not in inspect.signature(pw.quantize_).parameters:
+                raise NotImplementedError("quantize_ has no algorithms in this version")
+            more = {"algorithm": algorithm, "calibration": subject.calibration(), **options}
+        pw.quantize_(model, config(), lambda module, name: name in subject.layers, **more)
+        bits = bits_of(model, subject)
+        weights = [t for t in model.state_dict().values() if isinstance(t, pw.AffineQuantizedTensor)]
+        if all(w.act is None for w in weights):
+            pw.dequantize_(model)
+        return model, bits
+
+    return run
+
+
+def _spec(text: str, group: int, rule: str | None = None, **fields: Any) -> Make:
+    """Codes of a format in groups along the row (-1: the row)."""
+
+    def make() -> Any:
+        import pennyweight as pw
+
+        return pw.SpecConfig(
+            pw.QuantSpec(pw.get_format(text), (group,), **{"scale": torch.float16} | fields), rule=rule
+        )
+
+    return make
+
+
+def _named(name: str, rule: str | None = None) -> Make:
+    """A spec of `pennyweight.core.spec.SPECS`."""
+
+    def make() -> Any:
+        import pennyweight as pw
+        from pennyweight.core.spec import SPECS
+
+        return pw.SpecConfig(SPECS[name], rule=rule)
+
+    return make
+
+
+def _config(name: str, **fields: Any) -> Make:
+    def make() -> Any:
+        import pennyweight as pw
+
+        return getattr(pw, name)(**fields)
+
+    return make
+
+
+def _int8_int4(group: int) -> Make:
+    def make() -> Any:
+        import pennyweight as pw
+
+        return pw.Int8DynamicActivationIntxWeightConfig(torch.int4, pw.PerGroup(group))
+
+    return make
+
+
+_ZERO = {"zero_point": True}
+SYM4, ASYM4 = _spec("int4", 128, "symmetric"), _spec("uint4", 128, **_ZERO)
+ASYM3, ASYM2 = _spec("uint3", 128, **_ZERO), _spec("uint2", 64, **_ZERO)
+
+# a row: name, (config, algorithm, its options), what inputs become
+ROWS = (
+    Row("int8", _quantized(_config("Int8WeightOnlyConfig")), None, subjects=ALL + CONVOLUTIONS),
+    Row("int8 mse", _quantized(_spec("int8", -1, "mse", scale=torch.float32)), None),
+    Row("int4 g128", _quantized(SYM4), None),
+    Row("int4 g128 mse", _quantized(_spec("int4", 128, "mse")), None),
+    Row("int4 g128 zero point", _quantized(ASYM4), None),
+    Row("int4 g128 zero point mse", _quantized(_spec("uint4", 128, "mse", **_ZERO)), None),
+    Row("int4 g128 tinygemm", _quantized(_named("tinygemm")), None),
+    Row("int4 g32 zero point", _quantized(_spec("uint4", 32, **_ZERO)), None),
+    Row("int3 g128", _quantized(_spec("int3", 128, "symmetric")), None),
+    Row("int3 g128 zero point", _quantized(ASYM3), None),
+    Row("int3 g128 zero point mse", _quantized(_spec("uint3", 128, "mse", **_ZERO)), None),
+    Row("int2 g128", _quantized(_spec("int2", 128, "symmetric")), None),
+    Row("int2 g64 zero point", _quantized(ASYM2), None),
+    Row("int2 g64 zero point mse", _quantized(_spec("uint2", 64, "mse", **_ZERO)), None),
+    Row("nf4", _quantized(_named("nf4_block")), None),
+    Row("nf4 nested", _quantized(_named("nf4_double")), None),
+    Row("mxfp4", _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1")), None),
+    Row("nvfp4", _quantized(_config("NVFP4WeightOnlyConfig")), None),
+    Row("nvfp4 mse", _quantized(_named("nvfp4", "mse")), None),
+    Row("float8", _quantized(_config("Float8WeightOnlyConfig")), None),
+    Row("int8-dynamic", _quantized(_config("Int8DynamicActivationInt8WeightConfig")), None, "int8"),
+    Row("int8-dynamic-int4 g32", _quantized(_int8_int4(32)), None, "int8"),
+    Row("int8-dynamic-int4 g128", _quantized(_int8_int4(128)), None, "int8"),
+    Row("int4 g128 gptq", _quantized(SYM4, "gptq"), None),
+    Row("int4 g128 zero point gptq", _quantized(ASYM4, "gptq"), None),
+    Row("int3 g128 zero point gptq", _quantized(ASYM3, "gptq"), None),
+    Row("int2 g64 zero point gptq", _quantized(ASYM2, "gptq"), None),
+)

@@ -1,0 +1,74 @@
+"""Rows as measured, in one JSON file that is written anew after each, so that a run can be resumed and extended."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+KEY = ("subject", "digest", "family", "name")
+
+
+class Results:
+    """Rows by (subject, its digest, family, name), in the order in which they were measured; and the gates.
+
+    Raises ValueError for a file of another kind.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.rows: dict[tuple[str, ...], Row] = {}
+        self.gates: list[dict[str, Any]] = []
+        self.machine = ""  # on which the rows to come are measured
+        if path is not None and path.exists():
+            data = json.loads(path.read_text())
+            if data.get("kind") != "accuracy":
+                raise ValueError(f"{path.name} is not a file of this benchmark; choose another name for --json")
+            self.rows = {key_of(row): row for row in data["rows"]}
+            self.gates = data["gates"]
+
+    def add(self, row: Row) -> None:
+        """Instead of the row of the same key, if there is one."""
+        row = row | {"machine": self.machine}
+        self.rows.pop(key_of(row), None)
+        self.rows[key_of(row)] = row
+        self.write()
+
+    def take(self, other: Results) -> None:
+        """The rows of another run; where both have one, a measured one is kept, and this one's before the other's."""
+        for key, row in other.rows.items():
+            if "figures" not in self.rows.get(key, {}):
+                self.rows[key] = row
+        self.gates = self.gates or other.gates
+        self.write()
+
+    def write(self) -> None:
+        if self.path is None:
+            return
+        text = json.dumps({"kind": "accuracy", "gates": self.gates, "rows": list(self.rows.values())}, indent=1)
+        scratch = self.path.with_name(f"{self.path.name}.new")
+        scratch.write_text(text)
+        os.replace(scratch, self.path)
+
+    def has(self, row: Row) -> bool:
+        """Whether it was measured; one that failed is tried again."""
+        return "figures" in self.rows.get(key_of(row), {})
+
+    def subjects(self) -> list[str]:
+        return list(dict.fromkeys(row["subject"] for row in self.rows.values()))
+
+    def of(self, subject: str) -> list[Row]:
+        """The rows of a subject as it was measured last; others were on other data."""
+        rows = [row for row in self.rows.values() if row["subject"] == subject]
+        return [row for row in rows if row["digest"] == rows[-1]["digest"]]
+
+    def find(self, subject: str, family: str, name: str) -> Row | None:
+        """A measured row, or None."""
+        rows = [r for r in self.of(subject) if (r["family"], r["name"]) == (family, name) and "figures" in r]
+        return rows[0] if rows else None
+
+
+def key_of(row: Row) -> tuple[str, ...]:
+    return tuple(row[k] for k in KEY)

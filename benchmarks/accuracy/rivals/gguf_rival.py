@@ -1,0 +1,33 @@
+"""Block types that the gguf package encodes itself, by round to nearest."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from benchmarks.accuracy.accounting import Bits
+from benchmarks.accuracy.rivals.base import Row, each_weight
+
+
+def _through(name: str):
+    def run(w: Tensor) -> Tensor:
+        import torch
+        from gguf import GGMLQuantizationType, quants
+
+        kind = GGMLQuantizationType[name]
+        return torch.from_numpy(quants.dequantize(quants.quantize(w.numpy(), kind), kind).copy())
+
+    return each_weight(run)
+
+
+_SCALE, _BOTH = "float16 scale a block of 32", "float16 scale and minimum a block of 32"
+ROWS = tuple(
+    Row(name, _through(name), Bits(bits, why=why))
+    for name, bits, why in (
+        ("Q4_0", 4.5, _SCALE),
+        ("Q4_1", 5.0, _BOTH),
+        ("Q5_0", 5.5, _SCALE),
+        ("Q5_1", 6.0, _BOTH),
+        ("Q8_0", 8.5, _SCALE),
+        ("MXFP4", 4.25, "e8m0 scale a block of 32"),
+    )
+)
