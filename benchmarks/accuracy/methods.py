@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.accuracy.accounting import bits_of
 from benchmarks.accuracy.rivals.base import ALL, CONVOLUTIONS, Row
@@ -35,6 +36,85 @@ def _quantized(config: Make, algorithm: Any = None, **options: Any) -> Callable[
         weights = [t for t in model.state_dict().values() if isinstance(t, pw.AffineQuantizedTensor)]
         if all(w.act is None for w in weights):
             pw.dequantize_(model)
+        return model, bits
+
+    return run
+
+
+@lru_cache(maxsize=1)
+def _table(folder: str) -> Any:
+    """The search of a subject, whose measurements serve every budget."""
+    from pathlib import Path
+
+    import pennyweight as pw
+
+    subject = Subject.open(Path(folder))
+    batches = [part for batch in subject.calibration() for part in _in_parts(batch, 8)]
+    return pw.search(
+        subject.model(), batches, "4.25 bpw", candidates=MIXED, metric=_metric(subject),
+        filter_fn=lambda module, name: name in subject.layers,
+    )  # fmt: skip
+
+
+def _in_parts(batch: Any, size: int) -> list[Any]:
+    count = next(iter(batch.values())).shape[0]
+    return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, count, size)]
+
+
+def _metric(subject: Subject) -> Any:
+    """What search and tuning lower: the KL divergence of logits, the angle between pooled embeddings."""
+    return None if subject.kind == "causal" else angle
+
+
+def angle(reference: Tensor, output: Tensor, batch: Any) -> Tensor:
+    """Mean of 1 - cos between mean-pooled hidden states."""
+    mask = batch["attention_mask"].unsqueeze(-1).float()
+    x, y = ((t * mask).sum(1) / mask.sum(1) for t in (reference, output))
+    return (1 - torch.nn.functional.cosine_similarity(x, y)).mean()
+
+
+def _mixed(budget: str, tuned: bool = False) -> Callable[[Subject, nn.Module], Any]:
+    """The mixture that a search finds within a budget, solved by "auto"."""
+
+    def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
+        import pennyweight as pw
+
+        found = _table(str(subject.folder)).within(budget)
+        batches = [part for batch in subject.calibration() for part in _in_parts(batch, 8)]
+        steps = ["auto", _tune(subject)] if tuned else ["auto"]
+        pw.quantize_(model, found.config, calibration=batches, algorithm=steps)
+        bits = bits_of(model, subject)
+        pw.dequantize_(model)
+        return model, bits
+
+    return run
+
+
+def _tune(subject: Subject) -> Any:
+    from pennyweight.algorithms import Tune
+
+    return Tune(rate=5e-4, metric=_metric(subject))
+
+
+def _tuned(config: Make, *steps: str) -> Callable[[Subject, nn.Module], Any]:
+    def run(subject: Subject, model: nn.Module) -> Any:
+        return _quantized(config, [*steps, _tune(subject)])(subject, model)
+
+    return run
+
+
+def _sampled(config: Make, algorithm: Any) -> Callable[[Subject, nn.Module], Any]:
+    """Calibrated on what the model itself writes."""
+
+    def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
+        import pennyweight as pw
+
+        batches = pw.sample(model, 64, 256)
+        pw.quantize_(
+            model, config(), lambda module, name: name in subject.layers, calibration=batches, algorithm=algorithm
+        )
+        bits = bits_of(model, subject)
+        pw.dequantize_(model)
         return model, bits
 
     return run
@@ -87,6 +167,12 @@ _ZERO = {"zero_point": True}
 SYM4, ASYM4 = _spec("int4", 128, "symmetric"), _spec("uint4", 128, **_ZERO)
 ASYM3, ASYM2 = _spec("uint3", 128, **_ZERO), _spec("uint2", 64, **_ZERO)
 
+# What search mixes: 2.19 to 6.19 bits
+MIXED = tuple(
+    _spec(text, group, **_ZERO)()
+    for text, group in (("uint2", 128), ("uint2", 64), ("uint3", 128), ("uint4", 128), ("uint5", 128), ("uint6", 128))
+)
+
 # a row: name, (config, algorithm, its options), what inputs become
 ROWS = (
     Row("int8", _quantized(_config("Int8WeightOnlyConfig")), None, subjects=ALL + CONVOLUTIONS),
@@ -116,4 +202,46 @@ ROWS = (
     Row("int4 g128 zero point gptq", _quantized(ASYM4, "gptq"), None),
     Row("int3 g128 zero point gptq", _quantized(ASYM3, "gptq"), None),
     Row("int2 g64 zero point gptq", _quantized(ASYM2, "gptq"), None),
+    Row("int4 g128 auto", _quantized(SYM4, "auto"), None),
+    Row("int4 g128 zero point auto", _quantized(ASYM4, "auto"), None),
+    Row("int4 g128 zero point auto, own text", _sampled(ASYM4, "auto"), None, subjects=("causal",)),
+    Row("int4 g128 zero point auto tune", _tuned(ASYM4, "auto"), None, slow=True),
+    Row("int4 g128 zero point rotate auto", _quantized(ASYM4, ["rotate", "auto"]), None, subjects=("lm",)),
+    Row(
+        "int8-dynamic smooth",
+        _quantized(_config("Int8DynamicActivationInt8WeightConfig"), ["smooth"]),
+        None,
+        "int8",
+        subjects=("causal",),
+    ),
+    Row(
+        "int8-dynamic smooth rotate",
+        _quantized(_config("Int8DynamicActivationInt8WeightConfig"), ["smooth", "rotate"]),
+        None,
+        "int8",
+        subjects=("causal",),
+    ),
+    Row(
+        "int8-dynamic smooth rotate auto",
+        _quantized(_config("Int8DynamicActivationInt8WeightConfig"), ["smooth", "rotate", "auto"]),
+        None,
+        "int8",
+        subjects=("causal",),
+    ),
+    Row(
+        "int8-dynamic-int4 g128 smooth rotate auto",
+        _quantized(_int8_int4(128), ["smooth", "rotate", "auto"]),
+        None,
+        "int8",
+        subjects=("causal",),
+    ),
+    Row("int3 g128 zero point auto", _quantized(ASYM3, "auto"), None),
+    Row("int2 g64 zero point auto", _quantized(ASYM2, "auto"), None),
+    Row("mxfp4 auto", _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1"), "auto"), None),
+    Row("nvfp4 auto", _quantized(_config("NVFP4WeightOnlyConfig"), "auto"), None),
+    Row("mixed 4.25 auto", _mixed("4.25 bpw"), None, slow=True),
+    Row("mixed 4.25 auto tune", _mixed("4.25 bpw", True), None, slow=True),
+    Row("mixed 3.15 auto tune", _mixed("3.15 bpw", True), None, slow=True),
+    Row("mixed 2.75 auto tune", _mixed("2.75 bpw", True), None, slow=True),
+    Row("mixed 2.3 auto tune", _mixed("2.3 bpw", True), None, slow=True),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class Search:
     bits        per weight of the quantized layers, metadata included
     table       by parameter: its options
     uniform     (config, bits per weight, sum of losses) of each candidate everywhere
+    numel, rest weights that were chosen for; bytes of all else in the model
     """
 
     config: FqnToConfig
@@ -63,6 +64,18 @@ class Search:
     table: dict[str, list[Option]] = field(repr=False)
     uniform: list[tuple[str, float, float]] = field(default_factory=list)
     metric: str = "kl"
+    numel: int = 0
+    rest: int = 0
+
+    def within(self, budget: str) -> Search:
+        """The best mixture within another budget, from the same measurements: nothing is run again. Its ``interaction``
+        is that of the first. Raises PlanError as :func:`search` does."""
+        chosen = allocate(self.table, _limit(budget, self.numel, self.rest))
+        nbytes, total = _totals(self.table, chosen)
+        return replace(
+            self, config=_config(self.table, chosen), predicted=total * self.interaction, bits=8 * nbytes / self.numel,
+            nbytes=nbytes, chosen=chosen,
+        )  # fmt: skip
 
     def to_json(self, indent: int | None = 2) -> str:
         """The config as data (see PennyweightConfig), and the table behind it."""
@@ -81,13 +94,12 @@ class Search:
         """(bits per weight, predicted loss) of the best mixtures from the smallest to the largest."""
         least = sum(min(o.nbytes for o in options) for options in self.table.values())
         most = sum(max(o.nbytes for o in options) for options in self.table.values())
-        weights = 8 * self.nbytes / self.bits
         found = []
         for i in range(points):
             limit = least + (most - least) * i / max(1, points - 1)
             chosen = allocate(self.table, limit)
             nbytes, loss = _totals(self.table, chosen)
-            found.append((8 * nbytes / weights, loss * self.interaction))
+            found.append((8 * nbytes / self.numel, loss * self.interaction))
         return found
 
     def __str__(self) -> str:
@@ -151,7 +163,8 @@ def search(
         names = [row.name for row in plans[0].active]
         if any([row.name for row in p.active] != names for p in plans):
             raise PlanError("search: the candidates apply to different weights; give a filter_fn under which all apply")
-        limit = _limit(budget, model, plans[0])
+        numel, rest = _amounts(model, plans[0])
+        limit = _limit(budget, numel, rest)
         with quiet(model):
             example = call(model, measuring[0])
         measure = fidelity.divergence(metric, example)
@@ -165,15 +178,20 @@ def search(
         expected = fidelity.references(model, measuring)
         whole = _replaced(model, places, put, lambda: fidelity.mean(model, measuring, expected, measure))
     interaction = whole / total if total > 0 else 1.0
-    numel = sum(row.tensor.numel() for row in plans[0].active if row.tensor is not None)
-    config = FqnToConfig({name: table[name][i].config for name, i in chosen.items()})
     uniform = [
         (rows[names[0]][i].scheme.__str__(), 8 * sum(t[i].nbytes for t in table.values()) / numel,
          sum(t[i].loss for t in table.values()))
         for i in range(len(candidates))
     ]  # fmt: skip
     told = metric if isinstance(metric, str) else "loss" if metric is not None else _named(measure)
-    return Search(config, total * interaction, interaction, 8 * nbytes / numel, nbytes, chosen, table, uniform, told)
+    return Search(
+        _config(table, chosen), total * interaction, interaction, 8 * nbytes / numel, nbytes, chosen, table, uniform,
+        told, numel, rest,
+    )  # fmt: skip
+
+
+def _config(table: dict[str, list[Option]], chosen: dict[str, int]) -> FqnToConfig:
+    return FqnToConfig({name: table[name][i].config for name, i in chosen.items()})
 
 
 def _named(measure: fidelity.Divergence) -> str:
@@ -287,14 +305,19 @@ def _totals(table: dict[str, list[Option]], chosen: dict[str, int]) -> tuple[int
 _BITS = re.compile(r"\s*([0-9]+\.?[0-9]*)\s*bpw\s*")
 
 
-def _limit(budget: str, model: nn.Module, whole: Plan) -> float:
-    """Bytes that the budget leaves for the weights that are chosen for."""
+def _amounts(model: nn.Module, whole: Plan) -> tuple[int, int]:
+    """Weights that are chosen for, and bytes of all else."""
     weights = [row for row in whole.active if row.tensor is not None]
-    bits = _BITS.fullmatch(budget) if isinstance(budget, str) else None
-    if bits is not None:
-        return float(bits[1]) * sum(row.tensor.numel() for row in weights if row.tensor is not None) / 8
-    if not (isinstance(budget, str) and budget.rstrip().endswith("B")):
-        raise PlanError(f'budget is "4.25 bpw" or "600 MB", got {budget!r}')
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     rest = sum(int(t.nbytes) for t in tensors.values()) - sum(row.bytes_before for row in weights)
+    return sum(row.tensor.numel() for row in weights if row.tensor is not None), rest
+
+
+def _limit(budget: str, numel: int, rest: int) -> float:
+    """Bytes that the budget leaves for the weights that are chosen for."""
+    bits = _BITS.fullmatch(budget) if isinstance(budget, str) else None
+    if bits is not None:
+        return float(bits[1]) * numel / 8
+    if not (isinstance(budget, str) and budget.rstrip().endswith("B")):
+        raise PlanError(f'budget is "4.25 bpw" or "600 MB", got {budget!r}')
     return memory.amount(budget) - rest

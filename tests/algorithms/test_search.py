@@ -62,6 +62,18 @@ def test_a_mixture_loses_less_than_the_uniform_config_between(found) -> None:
     assert [loss for _, loss in front] == sorted((loss for _, loss in front), reverse=True)
 
 
+def test_another_budget_needs_no_other_run(found) -> None:
+    model, _, result = found
+    less = result.within("3 bpw")
+    assert less.bits <= 3 < result.bits
+    assert less.predicted > result.predicted
+    assert less.within("4.5 bpw") == result
+    rest = sum(p.nbytes for n, p in model.named_parameters() if n not in result.table)
+    assert result.within(f"{rest + less.nbytes} B").chosen == less.chosen
+    with pytest.raises(PlanError, match="the candidates need"):
+        result.within("1 bpw")
+
+
 def test_the_config_is_data(found) -> None:
     _, _, result = found
     data = json.loads(result.to_json())
