@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-def several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+from .ranks import several
 
 
 def largest(x: Tensor) -> Tensor:

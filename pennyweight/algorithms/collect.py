@@ -55,7 +55,10 @@ class Collector:
     def stages(self) -> Iterator[Stage]:
         """(names, what was seen), in the order in which the model calls them. Deterministic."""
         with quiet(self.model):
-            for segment in segments(self.model, self.weights, self.batches[0]):
+            found = segments(self.model, self.weights, self.batches[0])
+            if ranks.several():
+                ranks.require_same("which weights they call, and in which order", [s.sites for s in found])
+            for segment in found:
                 if segment.blocks:
                     yield from self._chain(segment)
                 else:
@@ -257,8 +260,18 @@ class _Gather:
         self.states[key] = statistic.update(state, *x)
 
     def finish(self) -> dict[str, Seen]:
-        states, tokens = (ranks.merge if ranks.several() else lambda *mine: mine)(self.states, self.tokens)
-        found = {name: Seen({}, n) for name, n in tokens.items()}
-        for (statistic, name), state in states.items():
+        if ranks.several():
+            self._share()
+        found = {name: Seen({}, n) for name, n in self.tokens.items()}
+        for (statistic, name), state in self.states.items():
             found[name].stats[statistic] = STATISTICS[statistic].finish(state)
         return found
+
+    def _share(self) -> None:
+        """What all ranks saw in place of what this one saw; one statistic of one weight at a time."""
+        for name in self.weights.values():
+            self.tokens[name] = sum(ranks.of_all(self.tokens[name]))
+            for statistic in (*self.single, *self.paired):
+                state = ranks.merged(statistic, self.states.pop((statistic.name, name), None))
+                if state is not None:
+                    self.states[statistic.name, name] = state

@@ -36,8 +36,8 @@ class GPTQ(Solver):
     keep_zeros  what is exactly 0 in the weight (see :func:`sparsify_`) makes up for nothing: it becomes the number
                 nearest to 0
 
-    Cost: O(N K^2 + K^3) a layer and grid. A row is never worse than round-to-nearest in its output error over the
-    calibration inputs (that of the target, where asymmetric is 0).
+    Cost: O(N K^2 + K^3) a layer, N K^2 again for each further grid. Over the calibration inputs no row's output is
+    further from its target (the weight's own output, where asymmetric is 0) than round-to-nearest's.
     """
 
     damping: float = 0.01

@@ -1,35 +1,40 @@
-"""Statistics of all ranks as one: each rank has run its own share of the calibration data."""
+"""What the ranks of a distributed calibration tell one another, so that all solve the same problem."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from .statistics import STATISTICS, State
-
-States = dict[tuple[str, str], State]  # by (statistic, weight)
+from .statistics import State, Statistic
 
 
 def several() -> bool:
+    """Whether torch.distributed runs with more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def merge(states: States, tokens: dict[str, int]) -> tuple[States, dict[str, int]]:
-    """Everyone's states and token counts, merged in the order of ranks, so that all ranks have the same bits."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = {key: (tuple(total.shape), count) for key, (total, count) in states.items()}
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (mine, tokens))
-    merged: States = {}
-    for key in sorted({key for theirs, _ in everyone for key in theirs}):
-        for r, (theirs, _) in enumerate(everyone):
-            if key not in theirs:  # a weight that saw no data there, such as an expert
-                continue
-            shape, count = theirs[key]
-            total = states[key][0].contiguous().clone() if r == rank else torch.empty(shape)
-            dist.broadcast(total, src=r)
-            merged[key] = STATISTICS[key[0]].merge(merged[key], (total, count)) if key in merged else (total, count)
-    counts = {name: sum(theirs.get(name, 0) for _, theirs in everyone) for name in tokens}
-    return merged, counts
+def of_all(mine: Any) -> list[Any]:
+    """Everyone's, in the order of ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def merged(statistic: Statistic, state: State | None) -> State | None:
+    """One state of what all ranks saw, with the same bits on each; None where no rank saw anything."""
+    theirs = [s for s in of_all(None if state is None else (state[0].cpu(), state[1])) if s is not None]
+    if not theirs:
+        return None
+    total: State = theirs[0]
+    for one in theirs[1:]:
+        total = statistic.merge(total, one)
+    return total if state is None else (total[0].to(state[0].device), total[1])
+
+
+def require_same(what: str, mine: Any) -> None:
+    """Raise ValueError on every rank where they differ, before one of them waits for the others."""
+    if any(one != mine for one in of_all(mine)):
+        raise ValueError(
+            f"ranks differ in {what}; give each the same model and config, and a first batch that calls it"
+        )

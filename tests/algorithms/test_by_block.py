@@ -45,7 +45,7 @@ def test_mse_is_the_best_of_the_ranges_it_names() -> None:
 
 
 def test_numbers_that_are_not_evenly_spaced_try_wider_ranges() -> None:
-    """The block's largest element as 4 instead of 6: a sixth less error (Cook et al. 2025 report 16.6 %)."""
+    """Such as the block's largest element as 4 instead of 6 (Cook et al. 2025)."""
     w = torch.randn(64, 256) * 0.05
     assert loss(MSE(), task(w, SPECS["nvfp4"])) < 0.87 * loss(Nearest(), task(w, SPECS["nvfp4"]))
     clipped = quantize(w, SPECS["nvfp4"], "mse")

@@ -227,3 +227,16 @@ def test_what_is_refused() -> None:
             pw.calibrate(*args)
     with pytest.raises(ValueError, match=r"0\.weight: its inputs .* 1 NaN"):
         pw.calibrate(model, [data[0].clone().view(-1).index_fill_(0, torch.tensor(3), torch.inf).view(-1, 16)], config)
+
+
+@torch.no_grad()
+def test_static_activations_under_weights_that_gptq_chose() -> None:
+    model, x = network(), torch.randn(400, 16) @ torch.randn(16, 16)
+    template = pw.SpecConfig(QuantSpec(pw.get_format("int4"), (16,)), SYMMETRIC, act_scale=1.0)
+    config, errors = pw.calibrate(model, [x], template), []
+    for algorithm in ("nearest", "gptq"):
+        q = copy.deepcopy(model)
+        pw.quantize_(q, config, calibration=[x], algorithm=algorithm)
+        assert q[2].weight.act_scale.item() == pytest.approx(config.fqn_to_config["2"].act_scale)
+        errors.append(float((q(x) - model(x)).square().mean()))
+    assert errors[1] < 0.8 * errors[0]
