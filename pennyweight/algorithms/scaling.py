@@ -17,8 +17,9 @@ from ..models.scheme import Scheme
 from . import agreed
 from .base import Rewrite
 from .chain import quiet
-from .couples import Couple, Kept, apart, find, outputs, probe, tolerance
+from .couples import Couple, find
 from .trace import Matrix
+from .unchanged import Kept, apart, outputs, probe, tolerance
 from .watch import Watch
 
 LEAST, MOST = 1e-4, 1e4  # of a scale, against the geometric mean of all

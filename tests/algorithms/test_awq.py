@@ -10,8 +10,9 @@ from torch import nn
 import pennyweight as pw
 from pennyweight import QuantSpec, SpecConfig, quantize_
 from pennyweight.algorithms.awq import AWQ
-from pennyweight.algorithms.couples import TOLERANCE, apart, find, outputs
+from pennyweight.algorithms.couples import find
 from pennyweight.algorithms.scaling import inputs, tame
+from pennyweight.algorithms.unchanged import TOLERANCE, apart, outputs
 from pennyweight.core.formats import INT4
 from pennyweight.models.scheme import Scheme
 from tests.algorithms import tiny

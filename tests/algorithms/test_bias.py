@@ -10,7 +10,7 @@ from torch import nn
 import pennyweight as pw
 from pennyweight import Int8DynamicActivationInt8WeightConfig, QuantSpec, SpecConfig, quantize_
 from pennyweight.algorithms.bias import Bias, mean_errors
-from pennyweight.algorithms.couples import apart, outputs
+from pennyweight.algorithms.unchanged import apart, outputs
 from pennyweight.core.formats import INT2, INT4
 from tests.algorithms import tiny
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from pennyweight import Int8WeightOnlyConfig, quantize_
-from pennyweight.algorithms.couples import TOLERANCE, Gain, apart, find, outputs, probe
+from pennyweight.algorithms.couples import Gain, find
 from pennyweight.algorithms.trace import sources, trace
+from pennyweight.algorithms.unchanged import TOLERANCE, apart, outputs, probe
 from tests.algorithms import tiny
 
 

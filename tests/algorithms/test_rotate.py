@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight import Int8DynamicActivationInt8WeightConfig, quantize_
-from pennyweight.algorithms.couples import TOLERANCE, apart, outputs
 from pennyweight.algorithms.hadamard import factors, fixing_ones, hadamard, rotation
 from pennyweight.algorithms.online import RotatedLinear, rotate_inputs_
 from pennyweight.algorithms.rotate import Rotate
+from pennyweight.algorithms.unchanged import TOLERANCE, apart, outputs
 from pennyweight.models.rules import PlanError
 from pennyweight.models.scheme import Scheme
 from tests.algorithms import tiny

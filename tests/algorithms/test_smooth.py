@@ -9,10 +9,11 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight import Int8DynamicActivationInt8WeightConfig, Int8StaticActivationInt8WeightConfig, quantize_
-from pennyweight.algorithms.couples import TOLERANCE, apart, find, outputs
+from pennyweight.algorithms.couples import find
 from pennyweight.algorithms.scaling import group_error, inputs, tame
 from pennyweight.algorithms.smooth import Smooth
 from pennyweight.algorithms.trace import Matrix
+from pennyweight.algorithms.unchanged import TOLERANCE, apart, outputs
 from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.models.rules import PlanError
