@@ -167,6 +167,9 @@ _ZERO = {"zero_point": True}
 SYM4, ASYM4 = _spec("int4", 128, "symmetric"), _spec("uint4", 128, **_ZERO)
 ASYM3, ASYM2 = _spec("uint3", 128, **_ZERO), _spec("uint2", 64, **_ZERO)
 
+# Also the inputs that nothing before can take over, turned at run time
+ONLINE = {"rotate": {"online": True}}
+
 # What search mixes: 2.19 to 6.19 bits
 MIXED = tuple(
     _spec(text, group, **_ZERO)()
@@ -207,33 +210,18 @@ ROWS = (
     Row("int4 g128 zero point auto, own text", _sampled(ASYM4, "auto"), None, subjects=("causal",)),
     Row("int4 g128 zero point auto tune", _tuned(ASYM4, "auto"), None, slow=True),
     Row("int4 g128 zero point rotate auto", _quantized(ASYM4, ["rotate", "auto"]), None, subjects=("lm",)),
-    Row(
-        "int8-dynamic smooth",
-        _quantized(_config("Int8DynamicActivationInt8WeightConfig"), ["smooth"]),
-        None,
-        "int8",
-        subjects=("causal",),
-    ),
-    Row(
-        "int8-dynamic smooth rotate",
-        _quantized(_config("Int8DynamicActivationInt8WeightConfig"), ["smooth", "rotate"]),
-        None,
-        "int8",
-        subjects=("causal",),
-    ),
-    Row(
-        "int8-dynamic smooth rotate auto",
-        _quantized(_config("Int8DynamicActivationInt8WeightConfig"), ["smooth", "rotate", "auto"]),
-        None,
-        "int8",
-        subjects=("causal",),
-    ),
-    Row(
-        "int8-dynamic-int4 g128 smooth rotate auto",
-        _quantized(_int8_int4(128), ["smooth", "rotate", "auto"]),
-        None,
-        "int8",
-        subjects=("causal",),
+    Row("int8 auto", _quantized(_config("Int8WeightOnlyConfig"), "auto"), None),
+    *(
+        Row(f"{name} {steps}", _quantized(config, recipe), None, "int8", subjects=("causal",))
+        for name, config in (
+            ("int8-dynamic", _config("Int8DynamicActivationInt8WeightConfig")),
+            ("int8-dynamic-int4 g128", _int8_int4(128)),
+        )
+        for steps, recipe in (
+            ("smooth", ["smooth"]),
+            ("smooth rotate", ["smooth", ONLINE]),
+            ("smooth rotate auto", ["smooth", ONLINE, "auto"]),
+        )
     ),
     Row("int3 g128 zero point auto", _quantized(ASYM3, "auto"), None),
     Row("int2 g64 zero point auto", _quantized(ASYM2, "auto"), None),
