@@ -50,9 +50,18 @@ def test_first_block_runs(tmp_path, monkeypatch, capsys):
     assert [f.name for f in (tmp_path / "small").glob("*.safetensors")]
 
 
+def test_block_of_algorithms_runs(capsys):
+    torch.manual_seed(0)
+    names: dict = {"pw": pw, "torch": torch}
+    exec(BLOCKS[1], names)
+    assert "error/nearest" in capsys.readouterr().out
+    held = [names["model"][i].weight.to_layout("bits") for i in (0, 2)]
+    assert 8 * sum(w.nbytes for w in held) <= 3.5 * sum(w.numel() for w in held)
+
+
 def test_block_of_patterns_runs():
     model = Model()
-    exec(BLOCKS[3], {"pw": pw, "model": model})
+    exec(BLOCKS[4], {"pw": pw, "model": model})
     schemes = {name: getattr(p, "spec", None) for name, p in model.named_parameters()}
     assert schemes["lm_head.weight"] is None
     assert schemes["embed_tokens.weight"].format.name == "int8"
@@ -73,7 +82,7 @@ def test_block_of_files_runs(tmp_path, monkeypatch, capsys):
     pw.convert(tmp_path / "own", tmp_path / "GPTQ_DIR", to="gptq")
     monkeypatch.chdir(tmp_path)
     fresh = LlamaForCausalLM(config)
-    exec(BLOCKS[2], {"pw": pw, "model": fresh})
+    exec(BLOCKS[3], {"pw": pw, "model": fresh})
     name = "model.layers.0.mlp.up_proj.weight"
     assert isinstance(fresh.get_parameter(name), pw.AffineQuantizedTensor)
     assert "blk.0.ffn_up.weight" in capsys.readouterr().out
@@ -85,7 +94,7 @@ def test_block_of_files_runs(tmp_path, monkeypatch, capsys):
 def test_torchao_block_runs():
     model = nn.Sequential(nn.Linear(64, 64))
     try:
-        exec(BLOCKS[1], {"model": model})
+        exec(BLOCKS[2], {"model": model})
     finally:
         pennyweight.compat.uninstall("torchao")
     assert isinstance(model[0].weight, pw.AffineQuantizedTensor)
