@@ -27,11 +27,8 @@ W8A8 = (("torchao", "W8A8 dynamic"), ("pennyweight", "int8-dynamic"))
 W8 = (("torchao", "int8 weight-only"), ("pennyweight", "int8"))
 
 
-def check(results: Results, rank: float | None) -> list[dict[str, Any]]:
-    """[{"gate", "value", "low", "high", "passed"}]; value None, and not passed, where a row was not measured.
-
-    rank  of `effective_rank`, or None
-    """
+def check(results: Results) -> list[dict[str, Any]]:
+    """[{"gate", "value", "low", "high", "passed"}]; value None, and not passed, where it was not measured."""
     kl = {name: _kl(results, rows) for name, rows in
           {"gptq": GPTQ, "sym4": SYM4, "sym3": SYM3, "w8a8": W8A8, "w8": W8}.items()}  # fmt: skip
     found = (
@@ -43,7 +40,7 @@ def check(results: Results, rank: float | None) -> list[dict[str, Any]]:
             0.7,
         ),
         ("KL of 8-bit weights and inputs by that of 8-bit weights", _quotient(kl["w8a8"], kl["w8"]), 3.0, None),
-        ("effective rank of the inputs' second moments, of their number", rank, None, 0.15),
+        ("effective rank of the inputs' second moments, of their number", results.rank, None, 0.15),
         ("KL of 3 bits by that of 4, symmetric groups of 128", _quotient(kl["sym3"], kl["sym4"]), 3.0, 6.0),
     )
     return [

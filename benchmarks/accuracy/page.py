@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import statistics
+from benchmarks.accuracy import gates, statistics
 from benchmarks.accuracy.results import Results
 from benchmarks.accuracy.rivals import OURS, REFERENCE
 from benchmarks.accuracy.statistics import Interval
@@ -103,9 +103,9 @@ def left_out(results: Results, subject: str) -> list[str]:
     return [f"- {family}: {', '.join(names)}: {why}" for (family, why), names in found.items()]
 
 
-def gate_lines(gates: list[dict[str, Any]]) -> list[list[str]]:
+def gate_lines(found: list[dict[str, Any]]) -> list[list[str]]:
     rows = []
-    for g in gates:
+    for g in found:
         low, high = g["low"], g["high"]
         wanted = f"{low:g} to {high:g}" if low is not None and high is not None else (
             f"above {low:g}" if low is not None else f"below {high:g}")  # fmt: skip
@@ -117,8 +117,8 @@ def gate_lines(gates: list[dict[str, Any]]) -> list[list[str]]:
 def write(results: Results, path: Path) -> None:
     """The page, and beside it a plot for each subject with weights of several sizes."""
     parts = [HEAD.format(reference=REFERENCE[1], resamples=statistics.RESAMPLES)]
-    if results.gates:
-        body = gate_lines(results.gates)
+    if gates.SUBJECT in results.subjects():
+        body = gate_lines(gates.check(results))
         parts += ["## Is the language model real enough", markdown(["gate", "wanted", "measured", ""], body)]
     for subject in results.subjects():
         all_lines = lines(results, subject)

@@ -12,7 +12,8 @@ KEY = ("subject", "digest", "family", "name")
 
 
 class Results:
-    """Rows by (subject, its digest, family, name), in the order in which they were measured; and the gates.
+    """Rows by (subject, its digest, family, name), in the order in which they were measured; and the effective rank of
+    the language model's inputs, for the gates.
 
     Raises ValueError for a file of another kind.
     """
@@ -20,14 +21,14 @@ class Results:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.rows: dict[tuple[str, ...], Row] = {}
-        self.gates: list[dict[str, Any]] = []
+        self.rank: float | None = None
         self.machine = ""  # on which the rows to come are measured
         if path is not None and path.exists():
             data = json.loads(path.read_text())
             if data.get("kind") != "accuracy":
                 raise ValueError(f"{path.name} is not a file of this benchmark; choose another name for --json")
             self.rows = {key_of(row): row for row in data["rows"]}
-            self.gates = data["gates"]
+            self.rank = data.get("rank")
 
     def add(self, row: Row) -> None:
         """Instead of the row of the same key, if there is one."""
@@ -41,13 +42,13 @@ class Results:
         for key, row in other.rows.items():
             if "figures" not in self.rows.get(key, {}):
                 self.rows[key] = row
-        self.gates = self.gates or other.gates
+        self.rank = other.rank if self.rank is None else self.rank
         self.write()
 
     def write(self) -> None:
         if self.path is None:
             return
-        text = json.dumps({"kind": "accuracy", "gates": self.gates, "rows": list(self.rows.values())}, indent=1)
+        text = json.dumps({"kind": "accuracy", "rank": self.rank, "rows": list(self.rows.values())}, indent=1)
         scratch = self.path.with_name(f"{self.path.name}.new")
         scratch.write_text(text)
         os.replace(scratch, self.path)

@@ -131,11 +131,15 @@ def _smooth(subject: Subject, model: nn.Module) -> nn.Module:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
     base = Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
-    quantize_(model, SmoothQuantConfig(base, step="prepare"), _filter(subject))
+    observed = lambda m, n: type(m).__name__ == "SmoothQuantObservedLinear"  # noqa: E731
+    running = subject.kind == "encoder"  # texts are of different lengths, which its default observer cannot join
+    quantize_(model, SmoothQuantConfig(base, step="prepare", use_running_absmax=running), _filter(subject))
     calibrate(subject, model)
-    quantize_(
-        model, SmoothQuantConfig(base, step="convert"), lambda m, n: type(m).__name__ == "SmoothQuantObservedLinear"
-    )
+    if running:
+        step = "prepare_for_smoothquant_smoothing_factor"
+        quantize_(model, SmoothQuantConfig(base, step=step, use_running_absmax=True), observed)
+        calibrate(subject, model)
+    quantize_(model, SmoothQuantConfig(base, step="convert", use_running_absmax=running), observed)
     return model
 
 
