@@ -19,6 +19,7 @@ from benchmarks.accuracy import (
     outliers,
     page,
     statistics,
+    targets,
     worker,
 )
 from benchmarks.accuracy.__main__ import choice_of, main, parser
@@ -428,3 +429,24 @@ def test_folded_norms_compute_the_same():
     x = torch.rand(4, 1, 8, 8)
     expected = net.eval()(x)
     torch.testing.assert_close(nets._folded(net, norms)(x), expected)
+
+
+def test_targets_name_rows_that_exist_and_are_judged_by_their_interval(tmp_path) -> None:
+    def values(factor: float) -> dict:
+        return {"per_sequence": {"kl": [factor * (1 + i / 10) for i in range(10)]}}
+
+    known = {
+        (family, row.name) for family in ("pennyweight", "torchao", "llm-compressor") for row in FAMILIES[family].rows()
+    }
+    results = Results(tmp_path / "r.json")
+    for t in targets.TARGETS:
+        assert ("pennyweight", t.ours) in known
+        assert t.against in known
+    first = targets.TARGETS[0]
+    for family, name, factor in (("pennyweight", first.ours, 0.19), (*first.against, 1.0)):
+        results.add(
+            {"subject": "lm", "digest": "x", "family": family, "name": name, "bits": 4.0, "figures": values(factor)}
+        )
+    rows = targets.table(results)
+    assert [(r[0], r[-1]) for r in rows] == [(first.work, "met")]
+    assert rows[0][5] == "0.190 (0.190 to 0.190)"

@@ -1,0 +1,62 @@
+"""What we set out to reach, as data: our row, the row that it is held against, and the ratio that is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.accuracy import statistics
+from benchmarks.accuracy.results import Results
+from benchmarks.accuracy.rivals import OURS, REFERENCE
+from benchmarks.accuracy.subjects import KINDS, SUBJECTS
+
+AO, LLMC = "torchao", "llm-compressor"
+_UNIFORM, _SMOOTH8 = "int4 g128 zero point auto tune", "int8-dynamic smooth rotate auto"
+BOTH, LM, OUT = ("lm", "minilm"), ("lm",), ("lm-out",)
+
+
+@dataclass(frozen=True)
+class Target:
+    """mean loss of our row <= most x that of ``against`` (family, name), on each subject."""
+
+    work: str
+    ours: str
+    against: tuple[str, str]
+    most: float
+    subjects: tuple[str, ...] = BOTH
+
+
+TARGETS = (
+    Target("int4 g128 everywhere, nothing at run time", _UNIFORM, REFERENCE, 0.20),
+    Target("the same against the best peer", _UNIFORM, (LLMC, "GPTQ W4A16 g128 asymmetric"), 0.60),
+    Target("mixed, 4.25 bits", "mixed 4.25 auto tune", REFERENCE, 0.06),
+    Target("mixed, 3.15 bits", "mixed 3.15 auto tune", REFERENCE, 0.50),
+    Target("mixed, 2.75 bits", "mixed 2.75 auto tune", REFERENCE, 1.00),
+    Target("2.3 bits against torchao's int3", "mixed 2.3 auto tune", (AO, "int3 g128"), 0.60),
+    Target("MXFP4 against round-to-nearest", "mxfp4 auto", (OURS, "mxfp4"), 0.65),
+    Target("NVFP4 against round-to-nearest", "nvfp4 auto", (OURS, "nvfp4"), 0.65),
+    Target("W8A8 against W8A16", _SMOOTH8, (OURS, "int8"), 1.05, OUT),
+    Target("W8A8 against torchao's SmoothQuant", "int8-dynamic smooth rotate", (AO, "W8A8 SmoothQuant"), 0.25, LM),
+    Target("W4A8 against W4A16", "int8-dynamic-int4 g128 smooth rotate auto", (OURS, "int4 g128 auto"), 1.05, LM),
+)
+
+
+def table(results: Results) -> list[list[str]]:
+    """[work, subject, our row, against, asked, measured with interval, verdict] of what was measured on both sides.
+
+    A target counts as met only where the whole interval does."""
+    rows = []
+    for t in TARGETS:
+        for subject in t.subjects:
+            ours, other = results.find(subject, OURS, t.ours), results.find(subject, *t.against)
+            if ours is None or other is None:
+                continue
+            measure = KINDS[SUBJECTS[subject][0]].measure
+            values = [row["figures"]["per_sequence"][measure] for row in (ours, other)]
+            r = statistics.ratio(*values)
+            verdict = "met" if r.high <= t.most else "within the interval" if r.low <= t.most else "not met"
+            told = f"{r.value:.3f} ({r.low:.3f} to {r.high:.3f})"
+            against = " ".join(t.against)
+            rows.append(
+                [t.work, subject, f"{t.ours}, {ours['bits']:.3f} bits", against, f"{t.most:.2f}", told, verdict]
+            )
+    return rows
