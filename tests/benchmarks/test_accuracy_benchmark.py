@@ -436,7 +436,7 @@ def test_targets_name_rows_that_exist_and_are_judged_by_their_interval(tmp_path)
         return {"per_sequence": {"kl": [factor * (1 + i / 10) for i in range(10)]}}
 
     known = {
-        (family, row.name) for family in ("pennyweight", "torchao", "llm-compressor") for row in FAMILIES[family].rows()
+        (family, name) for family in ("pennyweight", "torchao", "llm-compressor") for name in FAMILIES[family].rows()
     }
     results = Results(tmp_path / "r.json")
     for t in targets.TARGETS:
