@@ -264,7 +264,14 @@ def test_a_row_is_measured_in_a_process_and_not_again(lm, tmp_path):
     run([lm], choice, Results(file), said.append)
     assert len(said) == 1
     methods_row = FAMILIES["pennyweight"].rows()["int4 g128 tinygemm"]
-    assert worker.measure(methods_row, lm, tmp_path, hand_back=False)["figures"] == row["figures"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as there: sums of several threads are rounded in another order
+    try:
+        here = worker.measure(methods_row, lm, tmp_path, hand_back=False)["figures"]
+    finally:
+        torch.set_num_threads(threads)
+    assert here["per_sequence"] == row["figures"]["per_sequence"]
+    assert here["values"] == pytest.approx(row["figures"]["values"], rel=1e-6, abs=1e-9)
 
 
 def test_what_fails_is_listed_with_its_reason(lm, tmp_path, monkeypatch):
