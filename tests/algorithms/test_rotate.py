@@ -269,6 +269,7 @@ def test_a_rotated_layer_computes_the_same(k: int, dtype: torch.dtype) -> None:
         assert torch.equal(copy.deepcopy(layer)(x), layer(x))
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
         assert torch.equal(compiled(x), layer(x))
+    torch._dynamo.reset()  # all that is compiled in a process shares torch's limit of graphs
 
 
 def test_layers_that_cannot_be_rotated_say_so() -> None:

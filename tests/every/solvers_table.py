@@ -34,8 +34,9 @@ def norm(task: Task, difference: Tensor) -> Tensor:
 
 
 def towards_float(task: Task, difference: Tensor) -> Tensor:
-    """Output error against W + W E[(x_float - x) x^T] H^-1 / 2, with gptq's damping."""
+    """Output error against W + W E[(x_float - x) x^T] H^-1 / 2, with gptq's damping: what "gptaq" and "auto" lower."""
     solver, target = GPTAQ(), task.weight.double().clone()
+    assert (solver.asymmetric, solver.damping) == (Auto().asymmetric, Auto().damping)
     hessians = task.stats["hessian"]
     for rows, hessian, drift in zip(target.chunk(len(hessians)), hessians, task.stats["drift"], strict=True):
         f = factor(hessian, solver.damping, solver.activation_order)
@@ -60,6 +61,6 @@ SOLVERS = {
     "hqq": Enrolled(HQQ, norm),
     "imatrix": Enrolled(Importance, importance),
     "gptq": Enrolled(GPTQ, output),
-    "auto": Enrolled(Auto, output),
+    "auto": Enrolled(Auto, towards_float),
     "gptaq": Enrolled(GPTAQ, towards_float),
 }
