@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.tensor import AffineQuantizedTensor
 from ..models.calling import call, token_mask
 from ..models.sites import kind_of
-from . import agreed
+from . import ranks
 from .base import Tuner, register
 from .chain import quiet
 
@@ -117,9 +117,9 @@ def mean_errors(
     means = {}
     for name, module in layers.items():
         device = next(module.parameters()).device
-        known = agreed.shape(sums[name].shape[0] if name in sums else 0)
-        total = agreed.total(sums[name] if name in sums else torch.zeros(known, dtype=torch.float64, device=device))
-        count = agreed.total(torch.tensor(float(counts.get(name, 0)), device=device))
+        known = ranks.shape(sums[name].shape[0] if name in sums else 0)
+        total = ranks.total(sums[name] if name in sums else torch.zeros(known, dtype=torch.float64, device=device))
+        count = ranks.total(torch.tensor(float(counts.get(name, 0)), device=device))
         if count > 0:
             means[name] = total / float(count)
     return means
@@ -142,4 +142,4 @@ def _called(model: nn.Module, layers: dict[str, nn.Module], batches: Sequence[An
     finally:
         for h in hooks:
             h.remove()
-    return agreed.names(list(layers), list(order))
+    return ranks.names(list(layers), list(order))

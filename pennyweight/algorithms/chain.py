@@ -76,20 +76,16 @@ def segments(model: nn.Module, weights: dict[int, str], batch: Any) -> list[Segm
             chains.append(trial)
     owner = {name: chain for chain in chains for names in chain.sites(weights) for name in names}
     found: list[Segment] = []
-    last: Any = None
     placed: set[int] = set()
     for name in called:
         chain = owner.get(name)
         if chain is None:
-            if last is not None or not found:
+            if not found or found[-1].blocks:
                 found.append(Segment([[]]))
             found[-1].sites[0].append(name)
         elif id(chain) not in placed:
             placed.add(id(chain))
             found.append(Segment(chain.sites(weights), chain.blocks))
-        last = chain
-        if chain is not None and (not found or not found[-1].blocks):
-            last = None
     return found
 
 

@@ -12,7 +12,7 @@ from ..core import blocks
 from ..core.choose import Params, choose, default_rule
 from .base import Solution, Solver, Task, register
 from .by_block import Search, in_pieces
-from .grid import candidates, shrunk
+from .grid import candidates, narrowed
 from .nearest import Nearest
 from .superblocks import search as search_superblocks
 
@@ -80,9 +80,8 @@ class Importance(Solver):
 
     def _solve(self, task: Task, weight: Tensor) -> Solution:
         found = Search(task, torch.square, weight)
-        w, rule = blocks.pad(task.weight, task.spec.block), task.rule or default_rule(task.spec)
-        for step in range(1, 26):
-            found.offer(choose(shrunk(w, task.spec, 1 - step / 50), task.spec, rule, task.eps))
+        for params in narrowed(blocks.pad(task.weight, task.spec.block), task.spec, task.rule, task.eps):
+            found.offer(params)
         for params in _wider(task):
             found.offer(params)
         for _ in range(self.fits):

@@ -84,23 +84,25 @@ class Collector:
                 if names:
                     yield names, self._block(names, b, block, rest, hidden, exact)
                 elif exact is not None:
-                    for i in range(len(self.batches)):
-                        exact.put(i, _run(block, exact.get(i), rest(i, b)))
+                    self._advance(exact, b, block, rest)
                 if b + 1 < len(segment.blocks):
-                    for i in range(len(self.batches)):
-                        hidden.put(i, _run(block, hidden.get(i), rest(i, b)))
+                    self._advance(hidden, b, block, rest)
+
+    def _advance(self, states: _Hidden, b: int, block: nn.Module, rest: Rest) -> None:
+        """Hidden states before block b become those after it."""
+        for i in range(len(self.batches)):
+            states.put(i, _run(block, states.get(i), rest(i, b)))
 
     def _block(
         self, names: list[str], b: int, block: nn.Module, rest: Rest, hidden: _Hidden, exact: _Hidden | None
     ) -> dict[str, Seen]:
         gather = _Gather(self._of(names), self.single, self.paired)
-        known = self.known.issuperset(names)
+        if self.known.issuperset(names):
+            if exact is not None:
+                self._advance(exact, b, block, rest)
+            return gather.finish()
         for i, batch in enumerate(self.batches):
             mask = token_mask(batch)
-            if known:
-                if exact is not None:
-                    exact.put(i, _run(block, exact.get(i), rest(i, b)))
-                continue
             if exact is not None:
                 out = gather.remember(lambda i=i: _run(block, exact.get(i), rest(i, b)), mask)
                 exact.put(i, out)

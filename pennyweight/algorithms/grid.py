@@ -101,6 +101,12 @@ def shrunk(w: Tensor, spec: QuantSpec, share: float) -> Tensor:
     return (middle + (view - middle) * share).reshape(w.shape)
 
 
+def narrowed(w: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) -> Iterator[Params]:
+    """The shares 1, 0.98 .. 0.5 of each block's range."""
+    for step in range(26):
+        yield choose(shrunk(w, spec, 1 - step / 50), spec, rule or default_rule(spec), eps)
+
+
 def _has_spare_end(spec: QuantSpec) -> bool:
     """Whether codes are centred on zero and reach further on the one side, as -8 to 7 do."""
     f = spec.format
@@ -130,8 +136,7 @@ def weighted(task: Task, importance: Tensor) -> Params:
     inner = blocks.inner_axes(2)
     best: Params | None = None
     least = torch.zeros((), device=w.device)
-    for step in range(26):
-        p = choose(shrunk(w, spec, 1 - step / 50), spec, task.rule or default_rule(spec), task.eps)
+    for p in narrowed(w, spec, task.rule, task.eps):
         seen = store(p, spec)[1]
         error = ((stored_value(encode(view, spec, seen), spec, seen) - view).square() * weight).sum(inner)
         if best is None:

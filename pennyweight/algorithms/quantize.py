@@ -66,12 +66,13 @@ def quantize_(
     on_slower       a layer slower than float at one of them: "keep" it and warn, or "skip" it, left as it was
     progress        called with (done, total, name)
 
-    Everything about the plan is checked before anything is changed. Calibration goes block by block in the order in
-    which the model calls them: each sees the outputs of the quantized blocks before it, and one block's statistics are
-    in memory at a time. A weight that saw no data is rounded to nearest, which its row of the report says; so is one
-    whose statistics cannot be used. Each float weight is freed before the next block; tied parameters stay tied. Where
-    torch.distributed runs, each rank passes its own share of the data, and all end with the same model. Raises
-    PlanError (a ValueError).
+    Everything about the plan is checked before anything is changed. An error that only the data can show (inputs that
+    are NaN in the fifth block) says how much of the model is quantized by then. Calibration goes block by block in the
+    order in which the model calls them: each sees the outputs of the quantized blocks before it, and one block's
+    statistics are in memory at a time. A weight that saw no data is rounded to nearest, which its row of the report
+    says; so is one whose statistics cannot be used. Each float weight is freed before the next block; tied parameters
+    stay tied. Where torch.distributed runs, each rank passes its own share of the data, and all end with the same
+    model. Raises PlanError (a ValueError).
     """
     if calibration is None and algorithm is None:
         return plainly.quantize_(
@@ -84,6 +85,7 @@ def quantize_(
         )
     recipe = recipes.read("auto" if algorithm is None else algorithm)
     batches = _batches(calibration, recipe)
+    limit = None if max_ram is None else memory.amount(max_ram)
     with torch.inference_mode(False), torch.no_grad():
         todo = plainly.checked_plan(
             model, config, filter_fn, device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
@@ -99,7 +101,6 @@ def quantize_(
         teacher = copy.deepcopy(model) if recipe.tuners else None
         report = todo.report()
         journal = None if resume is None else Journal(resume, model, todo, recipe, batches)
-        limit = None if max_ram is None else memory.amount(max_ram)
         _carry_out(model, todo, report, device, recipe.solver, batches, (spill, limit), journal, progress)
         for tuner in recipe.tuners:
             assert teacher is not None
@@ -158,6 +159,21 @@ def _carry_out(
         if progress is not None:
             progress(done, total, name)
 
+    try:
+        _in_order(model, pairs, solver, batches, store, journal, finish)
+    except Exception as error:
+        if done:
+            error.add_note(f"{done} of {total} parameters of this model are quantized already; load it again to go on")
+        raise
+    if journal is not None:
+        journal.flush()
+
+
+def _in_order(
+    model: nn.Module, pairs: dict[str, Any], solver: Solver, batches: list[Any],
+    store: tuple[str | Path | None, float | None], journal: Journal | None, finish: Callable[..., None],
+) -> None:  # fmt: skip
+    """finish(name, what was seen of its inputs) for each, as the model calls them; what it does not call comes last."""
     for name in [name for name, (row, _) in pairs.items() if row.call is not None]:
         finish(name, None)
     if solver.needs:
@@ -171,8 +187,6 @@ def _carry_out(
                 journal.flush()
     for name in list(pairs):
         finish(name, Seen() if solver.needs else None, "saw no data" if solver.needs else "")
-    if journal is not None:
-        journal.flush()
 
 
 def solve_row(row: PlanRow, solver: Solver, seen: Seen | None = None, device: Any = None, missing: str = "") -> Solved:

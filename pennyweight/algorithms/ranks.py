@@ -1,10 +1,15 @@
-"""What the ranks of a distributed calibration tell one another, so that all solve the same problem."""
+"""What the ranks of a distributed calibration tell one another, so that all solve the same problem.
+
+Every rank must call these in the same order, whatever its share of the data showed it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .statistics import State, Statistic
 
@@ -38,3 +43,47 @@ def require_same(what: str, mine: Any) -> None:
         raise ValueError(
             f"ranks differ in {what}; give each the same model and config, and a first batch that calls it"
         )
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest of all ranks, entry by entry; x itself where there is one rank."""
+    if several():
+        x = x.clone()
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum over all ranks, in the same bits on each; x itself where there is one rank."""
+    if several():
+        x = x.clone()
+        dist.all_reduce(x, dist.ReduceOp.SUM)
+        dist.broadcast(x, src=0)
+    return x
+
+
+def largest_number(x: float) -> float:
+    return float(largest(torch.tensor(x, dtype=torch.float64))) if several() else x
+
+
+def first(batch: Any) -> Any:
+    """Rank 0's batch, for what is tried on one batch: all ranks then find the same."""
+    if not several():
+        return batch
+    box = [batch]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def shape(n: int) -> int:
+    """The largest n of all ranks."""
+    return round(largest_number(float(n)))
+
+
+def names(known: list[str], mine: list[str]) -> list[str]:
+    """``mine`` of all ranks: rank 0's order, then what only others have, in the order of ``known``."""
+    if not several():
+        return mine
+    everyone = of_all(mine)
+    rest = {name for theirs in everyone for name in theirs}.difference(everyone[0])
+    return [*everyone[0], *(name for name in known if name in rest)]

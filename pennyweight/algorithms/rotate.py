@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..models.rules import PlanError
 from ..models.scheme import Scheme
-from . import agreed
+from . import ranks
 from .base import Rewrite, register
 from .couples import Couple, Gain, Rows, find, read_together
 from .hadamard import fixing_ones, rotation
@@ -56,7 +56,7 @@ class Rotate(Rewrite):
         batch = next(iter(batches), None)
         if batch is None:
             raise PlanError("rotate runs the model to see what it is made of; pass calibration=batches")
-        batch = agreed.first(probe(batch))
+        batch = ranks.first(probe(batch))
         if not (self.stream or self.values or self.online):
             raise PlanError("rotate: with stream, values and online all False nothing is rotated")
         stream = find_stream(model, batch) if self.stream else Stream(0, [], False, [], [])

@@ -14,7 +14,7 @@ from ..kernels.activation import quantize_activation
 from ..models.calling import call, token_mask
 from ..models.rules import PlanError
 from ..models.scheme import Scheme
-from . import agreed
+from . import ranks
 from .base import Rewrite
 from .chain import quiet
 from .couples import Couple, find
@@ -62,7 +62,7 @@ class Scaling(Rewrite):
         if not batches:
             raise PlanError(f"{self.name} learns from data; pass calibration=batches")
         static = {n for n, s in target.items() if s is not None and s.act is not None and s.act.mode == "static"}
-        batch = agreed.first(probe(batches[0]))
+        batch = ranks.first(probe(batches[0]))
         found = find(model, batch, target.keys())
         notes = {name: f"{verb}: {why}" for name, why in found.without.items()}
         couples = []
@@ -85,7 +85,7 @@ class Scaling(Rewrite):
                 couple.apply(s)
             text = f"{self.name} {text} with {couple.writer.name}" if text else f"{verb}: no scale lowers its error"
             notes |= {r.name: text for r in couple.readers if r.name in target}
-        off = agreed.largest_number(apart(reference, outputs(model, batch)))
+        off = ranks.largest_number(apart(reference, outputs(model, batch)))
         if off > tolerance(model):
             kept.restore()
             raise PlanError(
@@ -100,7 +100,7 @@ class Scaling(Rewrite):
         if len(options) == 1:
             return options[0]
         found = [group_error(couple.readers, seen.tokens, couple.spread(s), target) for _, s in options]
-        errors = agreed.total(torch.tensor(found, dtype=torch.float64)).tolist()
+        errors = ranks.total(torch.tensor(found, dtype=torch.float64)).tolist()
         return options[min(range(len(errors)), key=errors.__getitem__)]
 
 
@@ -170,8 +170,8 @@ def inputs(model: nn.Module, couples: Sequence[Couple], batches: Sequence[Any], 
         weight, width = couple.readers[0].weight, couple.readers[0].width
         empty = torch.zeros(width, device=weight.device)
         peak, size, *tokens = found.get(i, [empty, empty.double()])
-        count = agreed.total(torch.tensor(float(counts.get(i, 0)), device=weight.device))
-        peak, size = agreed.largest(peak.double()), agreed.total(size)
+        count = ranks.total(torch.tensor(float(counts.get(i, 0)), device=weight.device))
+        peak, size = ranks.largest(peak.double()), ranks.total(size)
         if count > 0:
             seen[i] = Inputs(peak, size / float(count), torch.cat(tokens) if tokens else empty.unsqueeze(0))
     return seen

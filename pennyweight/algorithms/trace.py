@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core.tensor import AffineQuantizedTensor
 from ..models.calling import call
 from .chain import quiet
-from .watch import _COMPOSITE, _READERS, _linear
+from .watch import COMPOSITE, READERS, read_linear
 
 CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
 # Operations that leave each channel where it is and what it is
@@ -181,9 +181,9 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _COMPOSITE:  # it multiplies weights inside
+        if func in COMPOSITE:  # it multiplies weights inside
             with self:
-                return _COMPOSITE[func](*args, **kwargs)
+                return COMPOSITE[func](*args, **kwargs)
         out = func(*args, **kwargs)
         outs = [out] if isinstance(out, Tensor) else [o for o in out if isinstance(o, Tensor)] if isinstance(
             out, (tuple, list)
@@ -215,7 +215,7 @@ class _Recorder(TorchFunctionMode):
         return node
 
     def _node(self, func: Any, args: Any, kwargs: Any) -> Node:
-        reader = _READERS.get(func) or (_linear if func is F.embedding else None)
+        reader = READERS.get(func) or (read_linear if func is F.embedding else None)
         if reader is not None:
             found = reader(args, kwargs)
             matrix = None if found is None else self._matrix(found[1], func)

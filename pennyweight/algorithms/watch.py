@@ -30,16 +30,16 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        reader = _READERS.get(func)
+        reader = READERS.get(func)
         if reader is not None:
             found = reader(args, kwargs)
             name = self.weights.get(id(found[1])) if found is not None else None
             if found is not None and name is not None:
                 x = self._counting(found[0])
                 self.see(name, found[2](x) if self.unfold else _tokens(x))
-        if func in _COMPOSITE:  # it multiplies weights inside
+        if func in COMPOSITE:  # it multiplies weights inside
             with self:
-                return _COMPOSITE[func](*args, **kwargs)
+                return COMPOSITE[func](*args, **kwargs)
         return func(*args, **kwargs)
 
     def _counting(self, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _argument(args: Any, kwargs: Any, position: int, *names: str) -> Any:
     return next((kwargs[name] for name in names if name in kwargs), None)
 
 
-def _linear(args: Any, kwargs: Any) -> Any:
+def read_linear(args: Any, kwargs: Any) -> Any:
     return _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight"), _tokens
 
 
@@ -119,8 +119,8 @@ def _tuple(value: Any, rank: int, default: int) -> tuple[int, ...]:
     return value * rank if len(value) == 1 else value
 
 
-_READERS: dict[Any, Callable[[Any, Any], Any]] = {
-    F.linear: _linear,
+READERS: dict[Any, Callable[[Any, Any], Any]] = {
+    F.linear: read_linear,
     torch.addmm: _addmm,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _product),
     **dict.fromkeys((torch.bmm, Tensor.bmm), _product),
@@ -138,4 +138,4 @@ def _inner(function: Any) -> Any:
     return again
 
 
-_COMPOSITE = {F.multi_head_attention_forward: _inner(F.multi_head_attention_forward)}
+COMPOSITE = {F.multi_head_attention_forward: _inner(F.multi_head_attention_forward)}

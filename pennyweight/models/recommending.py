@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .calling import call
 from .configs import (
     AOBaseConfig,
     FqnToConfig,
@@ -77,7 +78,7 @@ def recommend(
     if not all(isinstance(c, AOBaseConfig) for c in configs):
         raise ValueError(f"candidates are configs such as Int8WeightOnlyConfig(), got {configs!r}")
     with torch.inference_mode(False), torch.no_grad():
-        trial = _Trial(model, _caller(example_inputs), max_bytes, max_error, seconds)
+        trial = _Trial(model, lambda m: call(m, example_inputs), max_bytes, max_error, seconds)
         found = [trial.floating(), *(trial.run(config) for config in configs)]
         for config, name in trial.mixtures(found[1:]):
             found.append(trial.run(config, name))
@@ -85,13 +86,6 @@ def recommend(
                 break
     chosen = best(found)
     return Recommendation(chosen, found, verdict(chosen, found, max_bytes, max_error), torch.get_num_threads())
-
-
-def _caller(inputs: Any) -> Call:
-    if isinstance(inputs, Mapping):
-        return lambda model: model(**inputs)
-    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    return lambda model: model(*args)
 
 
 class _Trial:

@@ -305,3 +305,22 @@ def test_blocks_that_no_matrix_has() -> None:
         model, odd, lambda m, _: isinstance(m, nn.Conv2d), calibration=[torch.randn(2, 4, 8, 8)], algorithm="gptq"
     )
     assert report.quantized[0].note == "rounded to nearest: its blocks are not runs of one axis"
+
+
+def test_an_error_in_the_middle_says_how_far_it_came() -> None:
+    class Overflows(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * torch.where(x.abs().amax() > 100, torch.inf, 1.0)
+
+    model, data = nn.Sequential(nn.Linear(32, 32), Overflows(32, 32), nn.Linear(32, 32)), correlated()
+    with pytest.raises(ValueError, match=r"2\.weight: its inputs on the calibration data have \d+ NaN") as error:
+        pw.quantize_(model, INT4, calibration=[data, 1e4 * data], algorithm="gptq")
+    assert "2 of 3 parameters of this model are quantized already" in error.value.__notes__[0]
+
+
+def test_a_wrong_amount_is_found_before_anything_is_changed() -> None:
+    model = mlp()
+    before = copy.deepcopy(model)
+    with pytest.raises(pw.PlanError, match="amount of memory"):
+        pw.quantize_(model, INT4, calibration=[correlated()], algorithm=["rotate", "gptq"], max_ram="4 gigs")
+    assert same(model, before)
