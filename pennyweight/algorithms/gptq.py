@@ -15,6 +15,7 @@ from .feedback import Factor, bound, carry, factor
 from .grid import SHRINKS, candidates, grid
 from .nearest import Nearest, nearest_parts, output_error, total_error
 
+LEAST, MOST = 0.01, 0.3  # damping by the number of tokens
 AUTO = ("scheme", *SHRINKS[1:], "extreme", "mse", "weighted")
 
 
@@ -25,7 +26,8 @@ class GPTQ(Solver):
 
         minimise tr((Wq - W) H (Wq - W)^T),  H = E[x x^T] + damping mean(diag H) I
 
-    damping     grows tenfold, for that layer alone, until H is positive definite
+    damping     grows tenfold, for that layer alone, until H is positive definite. None: inputs / (2 tokens seen), at
+                least 0.01 and at most 0.3; what few tokens say of many inputs holds for those tokens only (docs/log.md)
     activation_order    columns with the largest inputs first; grids are fixed before, so files need no permutation
     grids       what the ranges of blocks may be; each row takes the one with the least error of its output.
                 "scheme": the config's own rule; "mse"; "weighted"; a share of the range such as 0.9
@@ -40,7 +42,7 @@ class GPTQ(Solver):
     further from its target (the weight's own output, where asymmetric is 0) than round-to-nearest's.
     """
 
-    damping: float = 0.01
+    damping: float | None = 0.01
     activation_order: bool = True
     grids: tuple[str | float, ...] = ("scheme",)
     asymmetric: float = 0.0
@@ -51,7 +53,7 @@ class GPTQ(Solver):
         object.__setattr__(self, "grids", (self.grids,) if isinstance(self.grids, str) else tuple(self.grids))
         if not self.grids:
             raise ValueError("gptq: grids must name at least one, such as ('scheme',)")
-        if not 0 <= self.damping <= 1:
+        if self.damping is not None and not 0 <= self.damping <= 1:
             raise ValueError(f"gptq: damping must be between 0 and 1, got {self.damping}")
         if not 0 <= self.asymmetric <= 1:
             raise ValueError(f"gptq: asymmetric must be between 0 and 1, got {self.asymmetric}")
@@ -85,7 +87,10 @@ class GPTQ(Solver):
         h = hessian.unsqueeze(0)
         parts, values = nearest_parts(task)
         nearest = total_error(values - task.weight, h)
-        f = factor(hessian, self.damping, self.activation_order)
+        damping = self.damping
+        if damping is None:
+            damping = min(max(LEAST, hessian.shape[0] / max(1, 2 * task.tokens)), MOST)
+        f = factor(hessian, damping, self.activation_order)
         if f is None:
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
             return Solution(parts, nearest, nearest, f"rounded to nearest: {why}")
@@ -94,16 +99,22 @@ class GPTQ(Solver):
         keep = None if keep is None or bool(keep.all()) else keep
         n, k = task.weight.shape
         first = grid(next(candidates(task, ("scheme",), None))[1], task.spec, task.weight.shape)
-        best = Best(first, parts.codes[:n, :k], values, output_error(values - target, h), task.weight.shape)
+        damped = hessian.clone()  # what all is judged by: with few tokens it holds for others than those, too
+        damped.diagonal().add_(f.damping * hessian.diagonal().mean())
+        d = damped.unsqueeze(0)
+        best = Best(first, parts.codes[:n, :k], values, output_error(values - target, d), task.weight.shape)
         certificate = None
         for name, params in candidates(task, self.grids, hessian.diagonal()):
             g = grid(params, task.spec, task.weight.shape)
             if name == "scheme" and task.spec.format.kind == "int":
                 certificate = bound(g, f) if keep is None else None
             codes, values = carry(target, g, f, keep)
-            best.offer(g, codes, values, output_error(values - target, h))
-        refine(best, target, hessian, self.sweeps, keep=keep)
-        note = "" if f.damping == self.damping else f"damping raised to {f.damping:g}"
+            best.offer(g, codes, values, output_error(values - target, d))
+        refine(best, target, damped, self.sweeps, keep=keep)
+        found, values = best, nearest_parts(task)[1]
+        best = Best(first, parts.codes[:n, :k], values, output_error(values - target, h), task.weight.shape)
+        best.offer(found.grid, found.codes, found.values, output_error(found.values - target, h))
+        note = "" if f.damping == damping else f"damping raised to {f.damping:g}"
         if self.asymmetric and drift is None and self.name == GPTAQ.name:  # "auto" takes what there is
             note = "; ".join(filter(None, (note, "aimed at its own output: no float twin beside it")))
         solved = best.grid.parts(task.weight, best.codes)
@@ -127,6 +138,7 @@ class Auto(GPTQ):
     output error over the calibration inputs, because no fixed rule wins on all models; errors of earlier layers are
     made up for by half (docs/algorithms/auto.md)."""
 
+    damping: float | None = None
     grids: tuple[str | float, ...] = AUTO
     asymmetric: float = 0.5
     sweeps: int = 2

@@ -7,21 +7,17 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..core import blocks
-from ..core.choose import Params
-from ..core.numerics import stored_value, unordered
-from ..core.spec import QuantSpec
-from ..core.tensor import AffineQuantizedTensor
 from ..models.calling import call
-from ..models.sites import Place, places
 from . import fidelity
 from .base import Tuner, register
 from .chain import quiet
+from .levers import levers
 
 
 @register("tune")
@@ -33,11 +29,12 @@ class Tune(Tuner):
 
     steps, rate     of Adam on a, b, c, d; the rate falls to zero as a cosine
     batch           batches of calibration data in a step
+    codes           rate of the codes, in steps between numbers of the format; 0: they stay. See :class:`Distill`
     held_out        share of them that is not trained on but decides: where it got no better, all is put back
     norms           whether vectors (norm weights and biases) take part
     metric          see :mod:`pennyweight.algorithms.fidelity`
 
-    Codes stay. Scales that are quantized themselves stay. Inputs are not quantized meanwhile, also where the scheme
+    Scales that are quantized themselves stay. Inputs are not quantized meanwhile, also where the scheme
     does so; what decides is measured as the model runs. Memory: the model in float32 with gradients, so for models
     that fit. Cost: about three forward passes and two backward ones a step.
     """
@@ -45,14 +42,14 @@ class Tune(Tuner):
     steps: int = 80
     rate: float = 2e-3
     batch: int = 1
+    codes: float = 0.0
     held_out: float = 0.25
     norms: bool = True
     metric: str | None = None
 
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
         batches = list(batches)
-        aside = max(1, round(self.held_out * len(batches))) if len(batches) > 1 else 0
-        trained, guard = batches[: len(batches) - aside], batches[len(batches) - aside :] or batches
+        trained, guard = split(batches, self.held_out) if len(batches) > 1 else (batches, batches)
         with torch.inference_mode(False), torch.enable_grad():
             return self._tune(model, teacher, trained, guard)
 
@@ -62,20 +59,25 @@ class Tune(Tuner):
         expected = fidelity.references(teacher, guard)
         measure = fidelity.divergence(self.metric, _example(teacher, guard[0]))
         before = fidelity.mean(model, guard, expected, measure)
-        levers = list(_levers(model, self.norms))
-        knobs = [k for lever in levers for k in lever.knobs]
-        if not knobs:
-            raise ValueError("tune: the model has no quantized weight whose scales are plain numbers")
-        optimizer = torch.optim.Adam(knobs, lr=self.rate)
-        order = torch.Generator().manual_seed(0)
+        moved = list(levers(model, self.norms, teacher if self.codes else None))
+        knobs = [k for lever in moved for k in lever.knobs]
+        rounding = [k for lever in moved for k in lever.codes]
+        if not knobs and not rounding:
+            raise ValueError(
+                f"{self.name}: the model has no quantized weight with something to tune: scales that are plain numbers"
+            )
+        groups = [{"params": k, "full": r} for k, r in ((knobs, self.rate), (rounding, self.codes)) if k]
+        optimizer = torch.optim.Adam(groups, lr=0.0)
+        knobs = knobs + rounding
+        turns = _turns(len(trained))
         with _modes(model):
             for step in range(self.steps):
                 for group in optimizer.param_groups:
-                    group["lr"] = self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
-                for i in torch.randperm(len(trained), generator=order)[: self.batch].tolist():
+                    group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
+                for i in islice(turns, self.batch):
                     with quiet(teacher):
                         target = fidelity.kept(call(teacher, trained[i]))
-                    state = {name: lever.value() for lever in levers for name in lever.names}
+                    state = {name: lever.value() for lever in moved for name in lever.names}
                     output = torch.func.functional_call(model, state, *_arguments(trained[i]), tie_weights=False)
                     loss = measure(target, fidelity.kept(output), trained[i]) / self.batch
                     for knob, grad in zip(knobs, torch.autograd.grad(loss, knobs, allow_unused=True), strict=True):
@@ -84,17 +86,31 @@ class Tune(Tuner):
                 optimizer.step()
                 optimizer.zero_grad()
         with torch.no_grad():
-            for lever in levers:
+            for lever in moved:
                 lever.store()
         after = fidelity.mean(model, guard, expected, measure)
         if not after < before:
             with torch.no_grad():
-                for lever in levers:
+                for lever in moved:
                     lever.restore()
             told = f"tuning undone: held-out divergence {before:.3g} became {after:.3g}"
         else:
             told = f"tuned: held-out divergence {before:.3g} -> {after:.3g}"
         return {"": told}
+
+
+def split(batches: Sequence[Any], share: float) -> tuple[list[Any], list[Any]]:
+    """(the rest, one in every 1 / share, at least one of each): spread, because batches often lie in order of length."""
+    aside = min(max(1, round(share * len(batches))), len(batches) - 1)
+    chosen = {(2 * i + 1) * len(batches) // (2 * aside) for i in range(aside)}
+    return [b for i, b in enumerate(batches) if i not in chosen], [batches[i] for i in sorted(chosen)]
+
+
+def _turns(n: int) -> Iterator[int]:
+    """0 .. n-1 in another order each time round, for ever."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield from torch.randperm(n, generator=generator).tolist()
 
 
 def _arguments(batch: Any) -> tuple[Any, dict[str, Any]]:
@@ -115,79 +131,19 @@ def _modes(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class _Weight:
-    """A quantized weight as a function of what it is multiplied and moved by."""
+@register("distill")
+@dataclass(frozen=True)
+class Distill(Tune):
+    """Learned rounding: codes move too, against the divergence of the whole model's outputs.
 
-    def __init__(self, where: list[Place], w: AffineQuantizedTensor) -> None:
-        self.where, self.w = where, w
-        self.names = [p.name for p in where]
-        self.plain: AffineQuantizedTensor = w.to_layout("plain")
-        self.parts = self.plain.plain_parts()
-        self.scale_by = torch.zeros_like(self.parts.scale, dtype=torch.float32).requires_grad_()
-        self.knobs = [self.scale_by]
-        self.move_by: Tensor | None = None
-        if isinstance(self.parts.offset, Tensor):
-            self.move_by = torch.zeros_like(self.parts.offset, dtype=torch.float32).requires_grad_()
-            self.knobs.append(self.move_by)
+        code = nearest number to (v + c step),  dL/dc through the rounding unchanged
 
-    def value(self) -> Tensor:
-        spec, parts = self.plain.spec, self.parts
-        shape = self.plain.stored_shape
-        view = blocks.split(parts.codes, blocks.counts(spec.block, shape))
-        x = stored_value(view, spec, Params(*self._params())).reshape(parts.codes.shape)
-        for axis, n in enumerate(shape):
-            x = x.narrow(axis, 0, n)
-        if parts.perm is not None:
-            x = unordered(x, parts.perm)
-        return (x if self.plain.axes is None else x.permute(self.plain.axes)).to(self.w.dtype)
+    v is where the float weight lies between the numbers (after GPTQ: at the border of the cell it was moved to), and a
+    code changes when c has carried it over. As in AutoRound (Cheng et al. 2023) rounding is learned by its gradient;
+    here from the codes of a solver before it, by Adam, and on the model's own outputs instead of a block's.
+    Cost: three forward and two backward passes a step; memory: five float32 copies of the weights.
+    """
 
-    def _params(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        scale = self.parts.scale.float()
-        offset = None if self.move_by is None else self.parts.offset.float() + self.move_by * scale
-        return scale * self.scale_by.exp(), self.parts.zero_point, offset
-
-    def store(self) -> None:
-        scale, _, offset = self._params()
-        parts = self.parts._replace(scale=scale.to(self.parts.scale.dtype))
-        if offset is not None:
-            parts = parts._replace(offset=offset.to(self.parts.offset.dtype))
-        self._put(self.plain.with_(parts=parts).to_layout(self.w.spec.layout))
-
-    def restore(self) -> None:
-        self._put(self.w)
-
-    def _put(self, w: AffineQuantizedTensor) -> None:
-        value = nn.Parameter(w, requires_grad=False)
-        for place in self.where:
-            place.set(value)
-
-
-class _Vector:
-    """A norm's weight or a bias."""
-
-    def __init__(self, where: list[Place], x: Tensor, scaled: bool) -> None:
-        self.x, self.scaled = x, scaled
-        self.names = [p.name for p in where]
-        self.was = x.detach().clone()
-        self.by = torch.zeros_like(self.was, dtype=torch.float32).requires_grad_()
-        self.knobs = [self.by]
-
-    def value(self) -> Tensor:
-        was = self.was.float()
-        return (was * (1 + self.by) if self.scaled else was + self.by).to(self.was.dtype)
-
-    def store(self) -> None:
-        self.x.data.copy_(self.value())
-
-    def restore(self) -> None:
-        self.x.data.copy_(self.was)
-
-
-def _levers(model: nn.Module, norms: bool) -> Iterator[_Weight | _Vector]:
-    for where in places(model):
-        x = where[0].get()
-        if isinstance(x, AffineQuantizedTensor):
-            if isinstance(x.spec.scale, torch.dtype) and not isinstance(x.spec.offset, QuantSpec):
-                yield _Weight(where, x)
-        elif norms and x.ndim == 1 and x.is_floating_point():
-            yield _Vector(where, x, where[0].param == "weight")
+    steps: int = 300
+    rate: float = 5e-4
+    codes: float = 3e-3

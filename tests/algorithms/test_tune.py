@@ -7,7 +7,9 @@ import torch
 
 import pennyweight as pw
 from pennyweight.algorithms import fidelity
-from pennyweight.algorithms.tune import Tune
+from pennyweight.algorithms.levers import levers
+from pennyweight.algorithms.tune import Distill, Tune
+from pennyweight.core.spec import SPECS
 from pennyweight.core.tensor import AffineQuantizedTensor
 
 from .models import blocks_only, inputs, llama, mlp, tokens
@@ -47,14 +49,59 @@ def test_what_does_not_help_is_undone() -> None:
 
 
 def test_its_function_of_the_scales_is_what_the_weight_stands_for() -> None:
-    from pennyweight.algorithms.tune import _levers
-
     model = llama()
+    teacher = copy.deepcopy(model)
     pw.quantize_(model, pw.Int4WeightOnlyConfig(48), blocks_only)  # 48 does not divide 64: padded
-    levers = list(_levers(model, False))
-    assert len(levers) == 14
-    for lever in levers:
-        assert torch.equal(lever.value(), lever.w.dequantize())
+    for floats in (None, teacher):
+        found = list(levers(model, False, floats))
+        assert len(found) == 14
+        for lever in found:
+            assert torch.equal(lever.value(), lever.w.dequantize())
+            assert len(lever.codes) == (floats is not None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pw.SpecConfig(pw.QuantSpec(pw.get_format("uint3"), (32,), torch.float16, zero_point=True)),
+        pw.SpecConfig(pw.QuantSpec(pw.get_format("nf4"), (32,))),
+        pw.SpecConfig(SPECS["mxfp4"]),
+        pw.SpecConfig(SPECS["nvfp4"]),
+    ],
+    ids=["uint3", "nf4", "mxfp4", "nvfp4"],
+)
+def test_codes_are_learned_for_any_numbers(config) -> None:
+    model, batches = llama(), tokens(8)
+    q = copy.deepcopy(model)
+    pw.quantize_(q, config, blocks_only, calibration=batches, algorithm="gptq")
+    before, fresh, sizes = copy.deepcopy(q), tokens(3, seed=9), quantized_bytes(q)
+    reference = fidelity.references(model, fresh)
+    only_scales = copy.deepcopy(q)
+    notes = Distill(steps=60, rate=5e-3, codes=0.01, norms=False).tune(q, model, batches)
+    assert notes[""].startswith("tuned")
+    assert quantized_bytes(q) == sizes
+    changed = [not torch.equal(p.dequantize(), before.get_parameter(n).dequantize()) for n, p in q.named_parameters()
+               if isinstance(p, AffineQuantizedTensor)]  # fmt: skip
+    assert all(changed)
+    learned, was = (fidelity.mean(x, fresh, reference, fidelity.kl) for x in (q, before))
+    assert learned < 0.85 * was
+    if isinstance(config.weight.scale, torch.dtype):
+        Tune(steps=40, rate=5e-3, norms=False).tune(only_scales, model, batches)
+        assert learned < fidelity.mean(only_scales, fresh, reference, fidelity.kl)
+
+
+def test_zeros_stay_zeros_while_codes_are_learned() -> None:
+    model, batches = llama(), tokens(4)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if p.ndim == 2 and "layers" in n:
+                p[:, ::2] = 0
+    q = copy.deepcopy(model)
+    pw.quantize_(q, pw.IntxWeightOnlyConfig(torch.int4, pw.PerGroup(32)), blocks_only)
+    Distill(steps=10, codes=0.2).tune(q, model, batches)
+    for p in q.parameters():
+        if isinstance(p, AffineQuantizedTensor):
+            assert not p.dequantize()[:, ::2].any()
 
 
 def test_in_a_recipe_and_deterministic() -> None:
