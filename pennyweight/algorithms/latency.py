@@ -15,7 +15,7 @@ from ..models.plan import Plan
 from ..models.quantize import solve
 from .chain import quiet
 
-SECONDS = 0.5  # of timing the whole model
+SECONDS = 0.5  # of timing the whole model, before the layers and again after those of each plan
 
 
 def time_call(run: Call, device: torch.device) -> float:
@@ -57,13 +57,18 @@ def times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Clock) -
     they get there.
 
     Each layer is timed beside its float twin; what counts is the ratio of both times the least time of the float one,
-    so that a machine that is busy while one plan is timed does not favour another. What is no linear layer, or is not
-    called, counts as it is: under "rest".
+    so that a machine that is busy while one plan is timed does not favour another. The whole call is timed between the
+    plans, and the least counts too. What is no linear layer, or is not called, counts as it is: under "rest".
     """
     with quiet(model):
         seen, _ = layer_calls(model, lambda: call(model, example))
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        whole = clock.call(lambda: call(model, example), device)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def time_whole() -> float:
+        with quiet(model):
+            return clock.call(lambda: call(model, example), device)
+
+    whole = time_whole()
     floats: dict[str, float] = {}
     ratios: dict[str, list[float]] = {}
     for one in plans:
@@ -79,6 +84,7 @@ def times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Clock) -
             quantized = sum(counts[t.rows] * t.quantized_us for t in row.latency) / 1e6
             floats[row.name] = min(floats.get(row.name, took), took)
             ratios.setdefault(row.name, []).append(quantized / took if took else 0.0)
+        whole = min(whole, time_whole())
     layers = sum(floats.values())
     options = {name: [floats[name] * r for r in some] for name, some in ratios.items()}
     return Times(max(whole, layers), max(whole - layers, 0.0), floats, options)

@@ -14,13 +14,14 @@ SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published figures of GPTQ use 
 
 
 def write_calibrated(
-    model_dir: str, out_dir: str, config: AOBaseConfig | None, budget: str, algorithm: Any, texts: list[str],
-    skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, dry_run: bool = False, progress: Any = None,
+    model_dir: str, out_dir: str, config: AOBaseConfig | None, budget: tuple[list[str], int | None], algorithm: Any,
+    texts: list[str], skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, dry_run: bool = False,
+    progress: Any = None,
 ) -> Report:  # fmt: skip
     """Quantize the model of a Hugging Face folder by an algorithm, and write it. Returns the report.
 
-    config None: searched for within ``budget``. Raises ValueError for texts or a folder that cannot be read, PlanError,
-    CheckpointError, OSError.
+    config None: searched for within ``budget``: amounts, and tokens of the call whose time counts. Raises ValueError
+    for texts or a folder that cannot be read, PlanError, CheckpointError, OSError.
     """
     from ..algorithms import quantize_, search
     from ..io import save
@@ -37,7 +38,10 @@ def write_calibrated(
             batches = text_batches(model, tokenizer, read, batch=1, length=LENGTH, limit=SEQUENCES)
     if config is None:
         _, pick = without(model, None, None, skip)
-        found = search(model, batches or [], budget, filter_fn=pick, progress=progress)
+        found = search(
+            model, batches or [], budget[0], filter_fn=pick, example=_example(model, batches or [], budget[1]),
+            progress=progress,
+        )  # fmt: skip
         typer.echo(str(found), err=True)
         chosen, pick = found.config, None
     else:
@@ -50,3 +54,15 @@ def write_calibrated(
         save(model, out_dir, max_shard_bytes=max_shard_bytes)
         copy_side_files(model_dir, out_dir, quantization_config(chosen, skip or None))
     return report
+
+
+def _example(model: Any, batches: list[Any], tokens: int | None) -> Any:
+    """One sequence of so many tokens; None: 1 for models that write text, else the longest of the text."""
+    from ..report.folders import is_causal
+
+    longest = max(batches, key=lambda b: b["attention_mask"][0].sum())
+    count = tokens or (1 if is_causal(model) else int(longest["attention_mask"][0].sum()))
+    there = int(longest["attention_mask"][0].sum())
+    if count > there:
+        raise ValueError(f"--latency-tokens {count}: the longest sequence of --calibration has {there}")
+    return {name: t[:1, :count] for name, t in longest.items()}

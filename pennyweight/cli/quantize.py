@@ -54,8 +54,21 @@ def quantize(
         typer.Option("--calibration", metavar="FILE", help="UTF-8 text that --algorithm learns from. Repeatable."),
     ] = None,
     budget: Annotated[
-        str, typer.Option(metavar="SIZE", help='Instead of --config: the best mixture within "4.25 bpw" or "600 MB".')
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            metavar="AMOUNT",
+            help='Instead of --config: the best mixture within "4.25 bpw", "600 MB", "1.3x latency" or "20 ms". '
+            "Repeatable.",
+        ),
+    ] = None,
+    latency_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="The call that a --budget of time is about: one sequence of N tokens; 1 for models that write text, a "
+            "whole sequence for others.",
+        ),
+    ] = None,
     max_kl: MaxKL = None,
     text: Texts = None,
     force: Annotated[
@@ -76,6 +89,8 @@ def quantize(
         raise ValueError("--budget measures what each layer loses; give it text by --calibration")
     if calibration and not (algorithm or budget):
         algorithm = "auto"
+    if latency_tokens is not None and not (budget and latency_tokens > 0):
+        raise ValueError("--latency-tokens goes with --budget and is positive")
     if budget and group_size is not None:
         raise ValueError("--group-size goes with --config; --budget chooses groups too")
     chosen, max_shard_bytes = build(config, group_size) if config else None, parse(max_shard_size)
@@ -94,8 +109,8 @@ def quantize(
 
         recipe = algorithm if algorithm.endswith((".yaml", ".yml")) else [s for s in algorithm.split("+") if s]
         return write_calibrated(
-            model_dir, folder, chosen, budget, recipe or "auto", calibration or [], tuple(skip or ()), on_indivisible,
-            max_shard_bytes, **how,
+            model_dir, folder, chosen, (budget or [], latency_tokens), recipe or "auto", calibration or [],
+            tuple(skip or ()), on_indivisible, max_shard_bytes, **how,
         )  # fmt: skip
 
     def job(folder: str = out_dir, **how: Any) -> Report:

@@ -43,11 +43,13 @@ class Fake:
     """A float layer takes 1 ms a row, and so many times that under each format; the whole model takes ``whole`` s."""
 
     def __init__(self, whole: float, **cost: float) -> None:
-        self.whole, self.cost, self.timed, self.busy = whole, cost, [], 1.0  # type: ignore[var-annotated]
+        self.whole, self.cost, self.timed = whole, cost, []  # type: ignore[var-annotated]
+        self.busy, self.slow = 1.0, 2.0
 
     def call(self, run: Any, device: torch.device) -> float:
         assert isinstance(run(), torch.Tensor)
-        return self.whole
+        self.slow -= 0.5 if self.slow > 1 else 0  # two of the visits are disturbed
+        return self.whole * self.slow
 
     def layer(self, row: PlanRow, w: Any, rows: tuple[int, ...], limit: Any) -> tuple[Latency, ...]:
         assert w.spec.layout == row.layout

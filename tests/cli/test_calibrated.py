@@ -1,6 +1,7 @@
 """quantize --algorithm, --budget: what quantize_ makes of the model in memory, on disk."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 import pennyweight as pw
+from pennyweight.algorithms.latency import Clock
+from pennyweight.models import Latency
 from pennyweight.report.folders import load_folder, load_tokenizer, read_texts, text_batches
 from tests.cli.conftest import snapshot
 
@@ -53,6 +56,32 @@ def test_a_budget_and_a_gate(run: Any, writer: Path, text: Path, tmp_path: Path)
     assert 8 * sum(t.nbytes for t in held) <= 5 * sum(t.numel() for t in held)
 
 
+def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Size] = []
+
+    def call(run: Any, device: torch.device) -> float:
+        seen.append(run().logits.shape)
+        return 1.0
+
+    def layer(row: Any, w: Any, rows: tuple[int, ...], limit: Any) -> tuple[Latency, ...]:
+        return tuple(Latency(m, 20_000.0, 20_000.0 / (16 - w.spec.format.bits)) for m in rows)
+
+    module = import_module("pennyweight.algorithms.search")  # its name in the package is the function's
+    monkeypatch.setattr(module, "Clock", lambda: Clock(call, layer))
+    for name in ("CANDIDATES", "FAST"):
+        monkeypatch.setattr(module, name, getattr(module, name)[2:3])
+    monkeypatch.setattr("pennyweight.cli.calibrated.LENGTH", 32)
+    arguments = ("--calibration", text, "--algorithm", "nearest", "--skip", "lm_head")
+    result = run("quantize", writer, tmp_path / "a", "--budget", "1.1x latency", "--budget", "9 bpw", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "the speed of float" in result.stderr
+    result = run("quantize", writer, tmp_path / "b", "--budget", "1 us", "--latency-tokens", 5, *arguments)
+    assert result.exit_code == 2
+    assert "x the speed of float" in result.stderr
+    assert list(dict.fromkeys(shape[:2] for shape in seen)) == [(1, 1), (1, 5)]
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_recipe_in_a_file_and_a_dry_run(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("- gptq: {damping: 0.05, sweeps: 1}\n")
@@ -72,6 +101,7 @@ def test_a_recipe_in_a_file_and_a_dry_run(run: Any, writer: Path, text: Path, tm
         (["--config", "int4", "--algorithm", "gptq"], "pass calibration="),
         (["--config", "int4", "--algorithm", "gtpq"], "did you mean 'gptq'"),
         ([], "--config is required"),
+        (["--config", "int4", "--latency-tokens", "1"], "--latency-tokens goes with --budget"),
     ],
 )
 def test_what_does_not_fit_is_refused(run: Any, writer: Path, tmp_path: Path, arguments: Any, message: str) -> None:
