@@ -89,7 +89,7 @@ class Verification:
     def __str__(self) -> str:
         what = "relative error" if self.kl is None else "mean KL"
         unit = "" if self.kl is None else " nats"
-        sign = "<=" if self.ok else "above"
+        sign = "<=" if self.ok else f"is {self.figure / self.bound:.3g} times the bound of"
         figure = f"{what} {self.figure:.3g}{unit} {sign} {self.bound:.3g} over {self.rows} rows, top-1 {self.top1:.1%}"
         return f"{'as expected' if self.ok else 'NOT as expected'}: {figure}"
 
