@@ -61,9 +61,7 @@ def test_a_missing_file_costs_no_loading(tmp_path: Path) -> None:
 def test_outputs_of_another_shape(folder: Path) -> None:
     made = pw.Golden.load(folder)
     dataclasses.replace(made, width=made.width + 1).save(folder)
-    with pytest.raises(
-        pw.CheckpointError, match=r"rows of 128, the golden outputs .* rows of 129.*another architecture"
-    ):
+    with pytest.raises(pw.CheckpointError, match=r"rows of 128, the golden .* rows of 129.*another architecture"):
         pw.load(folder, llama(), verify=True)
 
 
