@@ -83,14 +83,6 @@ def carry(weight: Tensor, grid: Grid, f: Factor, keep: Tensor | None = None) -> 
     return codes[back].t().contiguous(), values[back].t().contiguous()
 
 
-def bound(grid: Grid, f: Factor) -> float:
-    """sum over rows of 1/4 sum_j s_j^2 / U_jj^2: no more than this is the error of :func:`carry` on the damped H, where
-    nothing is clipped and the numbers are evenly spaced (Babai's bound; Chen et al. 2025, arXiv 2507.18553)."""
-    assert grid.columns.scale is not None
-    steps = grid.columns.scale.float()[f.order].square().sum(1)
-    return float((steps / f.upper.diagonal().square()).sum() / 4)
-
-
 def descend(
     weight: Tensor, codes: Tensor, values: Tensor, grid: Grid, hessian: Tensor, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
