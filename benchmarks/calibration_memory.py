@@ -2,10 +2,10 @@
 
     python benchmarks/calibration_memory.py [--depths 4,16,32] [--ways memory,spill,max_ram] [--json FILE]
 
-Each run is a process of its own: a chain of transformer-like blocks of 28 MB (float32) is quantized to int4 by gptq, and
-the peak of its resident memory is read from the kernel. What counts is that peak less what was resident before
-quantize_ was called: the float model, the data, the libraries. It is compared with six times the weights of a block (its
-statistics, and the solver's matrices in float64 among them) plus the hidden states and a batch's activations.
+Each run is a process of its own: a chain of transformer-like blocks of 28 MB (float32) is quantized to int4 by gptq,
+and the peak of its resident memory is read from the kernel. What counts is that peak less what was resident before
+quantize_ was called: the float model, the data, the libraries. It is compared with six times the weights of a block
+(its statistics, and the solver's matrices in float64 among them) plus the hidden states and a batch's activations.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import pennyweight as pw
 
 HIDDEN, INNER = 768, 2048
-BATCHES, SIZE, LENGTH = 16, 2, 256
-MAX_RAM = 45e6  # below hidden states and statistics together, which are 25 + 31 MB
+BATCHES, SIZE, LENGTH = 16, 2, 128
+MAX_RAM = 40e6  # below hidden states and statistics together, which are 13 + 31 MB
 FACTOR = 6  # of a block's weights
 WAYS = ("memory", "spill", "max_ram")
 

@@ -4,8 +4,8 @@ pip install lm-eval
 python examples/lm_harness.py
 
 A small Llama is trained for some twenty seconds on the sources of Python's standard library, byte by byte, and
-quantized three ways; the harness measures bits per byte on modules that it has not seen. A model from the hub goes the same way:
-HFLM takes any model of transformers, quantized or not.
+quantized three ways; the harness measures bits per byte on modules that it has not seen. A model from the hub goes the
+same way: HFLM takes any model of transformers, quantized or not.
 """
 
 import copy
