@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .calling import call
 from .configs import (
     AOBaseConfig,
     FqnToConfig,
@@ -40,7 +41,6 @@ SECONDS = 0.5  # of timing one candidate beside float
 TURN = 0.05  # of calls of one model before the other's: one that fits into a cache is found there, as in use
 TRIES = 3  # of timing one candidate on a busy machine
 
-Call = Callable[[nn.Module], Any]
 Choices = dict[str, tuple[AOBaseConfig, float | None]]  # by parameter: config, and speed relative to float if measured
 
 
@@ -75,7 +75,7 @@ def recommend(
     if not all(isinstance(c, AOBaseConfig) for c in configs):
         raise ValueError(f"candidates are configs such as Int8WeightOnlyConfig(), got {configs!r}")
     with torch.inference_mode(False), torch.no_grad():
-        trial = _Trial(model, _caller(example_inputs), max_bytes, max_error, seconds)
+        trial = _Trial(model, example_inputs, max_bytes, max_error, seconds)
         found = [trial.floating(), *(trial.run(config) for config in configs)]
         for config, name in trial.mixtures(found[1:]):
             found.append(trial.run(config, name))
@@ -85,27 +85,23 @@ def recommend(
     return Recommendation(chosen, found, verdict(chosen, found, max_bytes, max_error), torch.get_num_threads())
 
 
-def _caller(inputs: Any) -> Call:
-    if isinstance(inputs, Mapping):
-        return lambda model: model(**inputs)
-    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    return lambda model: model(*args)
-
-
 class _Trial:
     """One model, its exact outputs, and the bounds."""
 
     def __init__(
-        self, model: nn.Module, call: Call, max_bytes: int | None, max_error: float | None, seconds: float
+        self, model: nn.Module, inputs: Any, max_bytes: int | None, max_error: float | None, seconds: float
     ) -> None:
-        self.model, self.call, self.seconds = model, call, seconds
+        self.model, self.inputs, self.seconds = model, inputs, seconds
         self.max_bytes, self.max_error = max_bytes, max_error
         self.base = _copy(model, None)
-        self.rows, output = layer_calls(self.base, lambda: call(self.base))
+        self.rows, output = layer_calls(self.base, lambda: self.call(self.base))
         self.exact = _floats(output)
         if not self.exact:
             raise ValueError(f"the model gives no floating-point tensor for these inputs but {type(output).__name__}")
         self.wait, self.quickest = wait_for(self.exact[0].device), math.inf
+
+    def call(self, model: nn.Module) -> Any:
+        return call(model, self.inputs)
 
     def floating(self) -> Candidate:
         """The model as it is."""

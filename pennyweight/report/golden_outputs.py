@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.calling import call
 from .layers import unwrapped
 from .metrics import Spread, ratio, spread
-from .outputs import batches_of, call, evaluating, floats, kind_of_output, logits_of, mask_of
+from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of
 
 FILE = "golden.safetensors"  # its name beside a checkpoint
 ROWS, TOP = 64, 16
