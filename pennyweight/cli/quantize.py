@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,6 @@ from .errors import Traceback, clearly
 from .evaluate import MaxKL, Texts, check_bound
 from .jobs import check_report_path, make_room, progress_bar, stopped, tell
 from .names import CONFIGS, build
-from .sizes import parse
 
 if TYPE_CHECKING:
     from ..models.report import Report
@@ -37,7 +37,10 @@ def quantize(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write no checkpoint.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on with an interrupted job, or begin it anew.")
+        bool,
+        typer.Option(
+            "--resume/--no-resume", help="Go on with an interrupted job, or begin it anew; with --budget always anew."
+        ),
     ] = True,
     report_path: Annotated[
         str, typer.Option("--json", metavar="FILE", help="Write the report there; - for stdout, instead of the table.")
@@ -81,6 +84,8 @@ def quantize(
     With --algorithm or --budget the model is loaded and run on --calibration. With --max-kl both models are loaded and
     run on --text, and nothing is written unless it passes.
     """
+    from ..models.report import nbytes_of
+
     if not config and not budget:
         raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help says what they are")
     if config and budget:
@@ -93,7 +98,7 @@ def quantize(
         raise ValueError("--latency-tokens goes with --budget and is positive")
     if budget and group_size is not None:
         raise ValueError("--group-size goes with --config; --budget chooses groups too")
-    chosen, max_shard_bytes = build(config, group_size) if config else None, parse(max_shard_size)
+    chosen, max_shard_bytes = build(config, group_size) if config else None, nbytes_of(max_shard_size)
     check_report_path(report_path, None if dry_run else out_dir)
     check_bound(max_kl)
     if (max_kl is None) != (not text):
@@ -133,10 +138,17 @@ def quantize(
         with progress_bar() as told:
             report = gated(lambda folder: job(folder, progress=told), model_dir, out_dir, force, max_kl, text or [])
         after = contents(out_dir).file_bytes
+    elif algorithm or budget:
+        from .calibrated import JOURNAL
+        from .gate import check_room
+
+        check_room(out_dir, force, but=JOURNAL)
+        with progress_bar() as told, nullcontext() if budget else stopped():
+            report = learned(progress=told, resume=None if budget else resume)
+        after = contents(out_dir).file_bytes
     else:
         make_room(out_dir, force, job)
         with progress_bar() as told, stopped():
-            how = {} if algorithm or budget else {"resume": resume}
-            report = job(progress=told, **how)
+            report = job(progress=told, resume=resume)
         after = contents(out_dir).file_bytes
     tell(report, before, after, report_path)

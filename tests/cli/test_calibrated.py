@@ -82,6 +82,79 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
     assert not (tmp_path / "b").exists()
 
 
+def solving(monkeypatch: pytest.MonkeyPatch, until: int | None = None) -> list[str]:
+    """The names of the weights that are solved; Ctrl-C comes before number ``until``."""
+    module, names = import_module("pennyweight.algorithms.quantize"), []
+    whole = module.solve_row
+
+    def solve_row(row: Any, *rest: Any) -> Any:
+        if len(names) == until:
+            raise KeyboardInterrupt
+        names.append(row.name)
+        return whole(row, *rest)
+
+    monkeypatch.setattr(module, "solve_row", solve_row)
+    return names
+
+
+def test_an_interrupted_job_goes_on(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
+    arguments = (*GROUPS, "--algorithm", "gptq", "--calibration", text)
+    with pytest.MonkeyPatch.context() as patch:
+        every = solving(patch)
+        assert run("quantize", writer, tmp_path / "whole", *arguments).exit_code == 0
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        solving(patch, until=len(every) - 2)
+        stopped = run("quantize", writer, out, *arguments)
+    assert stopped.exit_code == 130
+    assert "the same command goes on from there" in stopped.stderr
+    assert [p.name for p in out.iterdir()] == [".calibration"]
+    another = run("quantize", writer, out, *GROUPS, "--algorithm", "nearest")
+    assert "is of another run: recipe, data differ" in another.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        again = solving(patch)
+        result = run("quantize", writer, out, *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert 0 < len(again) < len(every)
+    assert snapshot(out) == snapshot(tmp_path / "whole")
+
+
+def test_no_resume_begins_anew(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / ".calibration").mkdir(parents=True)
+    (out / ".calibration" / "calibration.json").write_text("{}")
+    arguments = (*GROUPS, "--algorithm", "nearest")
+    assert "is of another run" in run("quantize", writer, out, *arguments).stderr
+    (out / ".calibration").mkdir(exist_ok=True)
+    result = run("quantize", writer, out, *arguments, "--no-resume")
+    assert result.exit_code == 0, result.stderr
+    assert not (out / ".calibration").exists()
+
+
+def test_what_cannot_be_copied_leaves_no_half_checkpoint(run: Any, writer: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.json").write_text("{}")
+    (writer / "more.json").symlink_to(tmp_path / "elsewhere.json")
+    out = tmp_path / "sub" / "out"
+    result = run("quantize", writer, out, *GROUPS, "--algorithm", "nearest")
+    assert result.exit_code == 2
+    assert "more.json" in result.stderr
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+    assert [p.name for p in out.iterdir()] == [".calibration"]  # what was solved is not lost
+    (writer / "more.json").unlink()
+    assert run("quantize", writer, out, *GROUPS, "--algorithm", "nearest").exit_code == 0
+    assert (out / "model.safetensors").exists()
+
+
+def test_an_old_checkpoint_is_replaced_whole(run: Any, writer: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("quantize", writer, out, "--config", "int8", "--max-shard-size", "40kB").exit_code == 0
+    arguments = (*GROUPS, "--algorithm", "nearest")
+    assert "is not empty" in run("quantize", writer, out, *arguments).stderr
+    assert run("quantize", writer, out, *arguments, "--force").exit_code == 0
+    assert run("quantize", writer, tmp_path / "fresh", *arguments).exit_code == 0
+    assert snapshot(out) == snapshot(tmp_path / "fresh")
+
+
 def test_a_recipe_in_a_file_and_a_dry_run(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("- gptq: {damping: 0.05, sweeps: 1}\n")
