@@ -200,7 +200,7 @@ def search(
         chosen = allocate(table, limit)
         nbytes, total, seconds = totals(table, chosen)
         places = {name: rows[name][0].places for name in names}
-        put = {name: solved[name][i] for name, i in chosen.items() if i < len(configs)}
+        put = {name: _runnable(rows[name][i], solved[name][i]) for name, i in chosen.items() if i < len(configs)}
         expected = fidelity.references(model, measuring)
         whole = _replaced(model, places, put, lambda: fidelity.mean(model, measuring, expected, measure))
     interaction = whole / total if total > 0 else 1.0
@@ -289,6 +289,15 @@ def _packed(row: PlanRow) -> str:
     return "bits" if row.scheme.weight.format.bits < 8 else "plain"
 
 
+def _runnable(row: PlanRow, w: AffineQuantizedTensor) -> AffineQuantizedTensor:
+    """Itself, which is dequantized when it is called; where inputs are quantized too, in the layout of its kernel."""
+    return w if _weight_only(row) else w.to_layout(row.layout)
+
+
+def _weight_only(row: PlanRow) -> bool:
+    return row.scheme is not None and row.scheme.act is None
+
+
 def _losses(
     model: nn.Module, rows: dict[str, list[PlanRow]], solved: dict[str, list[AffineQuantizedTensor]], known: Table,
     batches: list[Any], measure: fidelity.Divergence, progress: Any,
@@ -299,7 +308,7 @@ def _losses(
     for name, options in rows.items():
         table[name] = []
         for row, w, option in zip(options, solved[name], known[name], strict=False):  # what is left alone loses nothing
-            x = w.dequantize() if row.scheme is not None and row.scheme.act is None else w.to_layout(row.layout)
+            x = w.dequantize() if _weight_only(row) else _runnable(row, w)
             loss = _replaced(
                 model, {name: row.places}, {name: x}, lambda: fidelity.mean(model, batches, expected, measure)
             )

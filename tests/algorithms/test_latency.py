@@ -226,3 +226,13 @@ def test_no_time_is_no_budget() -> None:
 
 def test_durations() -> None:
     assert [budget.duration(s) for s in (2.5, 0.02, 1e-4, 0.0)] == ["2.5 s", "20 ms", "100 µs", "0 µs"]
+
+
+def test_inputs_are_quantized_in_the_measured_loss() -> None:
+    """Of configs whose products are integers, under the layouts of their kernels."""
+    configs = [pw.Int8DynamicActivationInt8WeightConfig(), pw.Int8WeightOnlyConfig()]
+    cost = {"int8": 0.5}
+    found = found_within("2x latency", Fake(0.064, **cost), candidates=configs, algorithm="nearest")
+    with torch.no_grad():
+        for name, (dynamic, weight_only, as_is) in found.table.items():
+            assert dynamic.loss > weight_only.loss > as_is.loss == 0, name
