@@ -7,7 +7,7 @@ and the peak of its resident memory is read from the kernel. What counts is that
 quantize_ was called: the float model, the data, the libraries. It is compared with six times the weights of a block
 (its statistics, and the solver's matrices in float64 among them) plus the hidden states and a batch's activations.
 
-glibc keeps what was freed for later, more or less of it from run to run: 20 to 85 MB here. So that need is measured
+glibc keeps what was freed for later, more or less of it from run to run: 15 to 85 MB here. So that need is measured
 and not its habits, children run with MALLOC_MMAP_THRESHOLD_=131072 unless the environment says otherwise;
 ``--allocator`` leaves it alone.
 """
