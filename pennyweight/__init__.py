@@ -15,7 +15,7 @@ from .kernels import explain
 if TYPE_CHECKING:
     from .algorithms import calibrate, improve, quantize_, sample, search, sparsify_
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
-    from .io import CheckpointError, Opened, convert, flatten, load, open, quantize_checkpoint, save, unflatten
+    from .io import CheckpointError, Opened, convert, flatten, open, quantize_checkpoint, save, unflatten
     from .models import (
         FrozenLinear,
         PerformanceWarning,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from .models.configs import *  # noqa: F403
     from .models.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
-    from .report import Comparison, Golden, Verification, assert_kl, compare, golden, verify
+    from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify
 
 __version__ = "0.1.0"
 
@@ -131,7 +131,8 @@ __all__ = [
 
 # Tensors and kernels are there at once, so that a pickled weight loads and runs; the rest when it is first asked for,
 # because it would more than double the time of the import.
-_HOMES = ("models.configs", "models.granularity", "algorithms", "models", "io", "report")
+# Where two have a name, the higher floor's, which knows more, is the one: quantize_, load.
+_HOMES = ("models.configs", "models.granularity", "algorithms", "models", "report", "io")
 # Not in __all__: `from pennyweight import *` must not need the library that they are for
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 

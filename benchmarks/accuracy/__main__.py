@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.accuracy import gates, page
+from benchmarks.accuracy import gates, page, pages
 from benchmarks.accuracy.language_model import Recipe, cache_folder
 from benchmarks.accuracy.results import Results
 from benchmarks.accuracy.rivals import FAMILIES, OURS
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="less data, nothing that takes minutes")
     p.add_argument("--json", type=Path, metavar="FILE", help="results, kept and extended")
     p.add_argument("--add", type=Path, nargs="*", default=[], metavar="FILE", help="results of other runs, taken over")
-    p.add_argument("--page", type=Path, help="write the document and its plots")
+    p.add_argument("--page", type=Path, help="write the document, its plots, and the measured sections of algorithms/")
     p.add_argument("--force", action="store_true", help="write the page though a gate failed")
     p.add_argument("--no-run", action="store_true", help="measure nothing, only print or write")
     p.add_argument("--steps", type=int, default=Recipe.steps, help="of the language model's training")
@@ -111,6 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"{o.page} is not written: {why}; --force writes it nevertheless", markup=False)
         return 1
     page.write(results, o.page)
+    if (o.page.parent / "algorithms").is_dir():
+        pages.write(results, o.page.parent / "algorithms")
     return 0
 
 

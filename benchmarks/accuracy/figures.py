@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TEMPERATURE = 0.05  # of retrieval: cosines of one query become a distribution over the other texts
-
 
 @dataclass(frozen=True)
 class Figures:
@@ -33,9 +31,11 @@ def classification(reference: Tensor, logits: Tensor, targets: Tensor | None = N
 
     Raises ValueError for other shapes, and for outputs that are not finite.
     """
+    from pennyweight.report.metrics import kl_divergence  # here: peers' interpreters read this file and may not have it
+
     _check(reference, logits)
     p, q = reference.double().log_softmax(-1), logits.double().log_softmax(-1)
-    kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)  # not negative; rounding would make it so
+    kl = kl_divergence(reference, logits)
     flat = kl.flatten()
     values = {
         "kl": float(flat.mean()),
@@ -60,14 +60,15 @@ def embeddings(reference: Tensor, got: Tensor) -> Figures:
     Similarities are those of all pairs of different texts: Spearman's correlation, how many of the ten nearest stay,
     and KL between softmax(similarities / 0.05) of every text as a query.
     """
+    from pennyweight.report.metrics import retrieval_kl
+
     _check(reference, got)
     a, b = (nn.functional.normalize(x.double(), dim=-1) for x in (reference, got))
     away = (a - b).square().sum(-1) / 2  # 1 - cosine, without its rounding
     n = a.shape[0]
     others = ~torch.eye(n, dtype=torch.bool)
     sa, sb = ((x @ x.T)[others].view(n, n - 1) for x in (a, b))
-    p, q = (sa / TEMPERATURE).log_softmax(-1), (sb / TEMPERATURE).log_softmax(-1)
-    kl = (p.exp() * (p - q)).sum(-1).clamp_min(0)
+    kl = retrieval_kl(reference, got)
     k = min(10, n - 1)
     kept = [
         len(set(x) & set(y)) / k for x, y in zip(sa.topk(k).indices.tolist(), sb.topk(k).indices.tolist(), strict=True)

@@ -205,6 +205,21 @@ ROWS = (
     Row("int4 g128 zero point gptq", _quantized(ASYM4, "gptq"), None),
     Row("int3 g128 zero point gptq", _quantized(ASYM3, "gptq"), None),
     Row("int2 g64 zero point gptq", _quantized(ASYM2, "gptq"), None),
+    *(
+        Row(f"{name} {steps}", _quantized(config, recipe), None, subjects=("lm",))
+        for name, config in (
+            ("int4 g128 zero point", ASYM4),
+            ("int3 g128 zero point", ASYM3),
+            ("int2 g64 zero point", ASYM2),
+        )
+        for steps, recipe in (
+            ("hqq", "hqq"),
+            ("imatrix", "imatrix"),
+            ("gptaq", "gptaq"),
+            ("awq auto", ["awq", "auto"]),
+            ("gptq bias", ["gptq", "bias"]),
+        )
+    ),
     Row("int4 g128 auto", _quantized(SYM4, "auto"), None),
     Row("int4 g128 zero point auto", _quantized(ASYM4, "auto"), None),
     Row("int4 g128 zero point auto, own text", _sampled(ASYM4, "auto"), None, subjects=("causal",)),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import gates, statistics, targets
+from benchmarks.accuracy.pages import interval, number
 from benchmarks.accuracy.results import Results
 from benchmarks.accuracy.rivals import OURS, REFERENCE
 from benchmarks.accuracy.statistics import Interval
@@ -78,22 +79,14 @@ def header(subject: str) -> list[str]:
 
 def cells(line: Line, subject: str) -> list[str]:
     values = line.row["figures"]["values"]
-    head = [line.label, f"{line.row['bits']:.3f}", _number(line.value.value), _range(line.value)]
-    head += ["", ""] if line.to_t is None else [f"{line.to_t.value:.3f}", _range(line.to_t)]
+    head = [line.label, f"{line.row['bits']:.3f}", number(line.value.value), interval(line.value)]
+    head += ["", ""] if line.to_t is None else [f"{line.to_t.value:.3f}", interval(line.to_t)]
     if measure_of(subject) == "kl":
-        middle = [_number(values["kl p99"]), f"{100 * values['flips']:.2f}"]
+        middle = [number(values["kl p99"]), f"{100 * values['flips']:.2f}"]
     else:
-        middle = [_number(values["1-cos p99"]), _number(values["kl"]), f"{values['spearman']:.4f}",
+        middle = [number(values["1-cos p99"]), number(values["kl"]), f"{values['spearman']:.4f}",
                   f"{values['top-10 overlap']:.3f}"]  # fmt: skip
     return [*head, *middle, f"{line.row['seconds']:.0f}"]
-
-
-def _number(x: float) -> str:
-    return f"{x:.3g}" if x >= 1e-3 or x == 0 else f"{x:.2e}"
-
-
-def _range(i: Interval) -> str:
-    return f"{_number(i.low)} to {_number(i.high)}"
 
 
 def left_out(results: Results, subject: str) -> list[str]:

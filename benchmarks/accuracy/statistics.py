@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+
+from pennyweight.report.metrics import bootstrap
 
 RESAMPLES = 4000
-SEED = 0
 
 
 class Interval(NamedTuple):
@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 def mean(values: Sequence[float]) -> Interval:
     """Mean of one value a sequence."""
     x = torch.tensor(values, dtype=torch.float64)
-    return _interval(float(x.mean()), x[_draws(len(x))].mean(1))
+    return Interval(float(x.mean()), *bootstrap(x, resamples=RESAMPLES))
 
 
 def ratio(values: Sequence[float], reference: Sequence[float]) -> Interval:
@@ -36,14 +36,4 @@ def ratio(values: Sequence[float], reference: Sequence[float]) -> Interval:
     x, y = (torch.tensor(v, dtype=torch.float64) for v in (values, reference))
     if not float(y.mean()) > 0:
         raise ValueError("the reference is exact; a ratio to it says nothing")
-    draws = _draws(len(x))
-    return _interval(float(x.mean() / y.mean()), x[draws].mean(1) / y[draws].mean(1))
-
-
-def _draws(n: int) -> Tensor:
-    return torch.randint(n, (RESAMPLES, n), generator=torch.Generator().manual_seed(SEED))
-
-
-def _interval(value: float, resampled: Tensor) -> Interval:
-    low, high = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(value, low, high)
+    return Interval(float(x.mean() / y.mean()), *bootstrap(x, y, resamples=RESAMPLES))

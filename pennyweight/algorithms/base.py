@@ -43,14 +43,12 @@ class Solution(NamedTuple):
 
     error, nearest  output error E|(Wq - W) x|^2 of this and of round-to-nearest, where there was data
     note            a sentence for the report, where something went another way than asked
-    bound           no solution of a solver that proves one is worse than this
     """
 
     parts: Parts
     error: float | None = None
     nearest: float | None = None
     note: str = ""
-    bound: float | None = None
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,16 @@ def factor(hessian: Tensor, damping: float, activation_order: bool) -> Factor | 
         else torch.arange(k, device=hessian.device)
     )
     dtype = torch.float64 if k <= 8192 else torch.float32
-    h = hessian[order][:, order].to(dtype)
     while damping <= 1.0:
-        damped = h.clone()
-        damped.diagonal().add_(damping * mean)
-        lower, info = torch.linalg.cholesky_ex(damped)
+        # Each matrix is as large as all else that a layer needs, so that none outlives its use
+        h = hessian[order].index_select(1, order).to(dtype)
+        h.diagonal().add_(damping * mean)
+        h, info = torch.linalg.cholesky_ex(h)
         if not info:
-            upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not info and bool(upper.isfinite().all()):
-                return Factor(upper.float(), order, damping)
+            h = torch.cholesky_inverse(h)
+            h, info = torch.linalg.cholesky_ex(h, upper=True)
+            if not info and bool(h.isfinite().all()):
+                return Factor(h.float(), order, damping)
         damping = max(10 * damping, 1e-4)
     return None
 
@@ -81,14 +82,6 @@ def carry(weight: Tensor, grid: Grid, f: Factor, keep: Tensor | None = None) -> 
             w[end:].addmm_(upper[begin:end, end:].t(), errors, alpha=-1)
     back = torch.argsort(order)
     return codes[back].t().contiguous(), values[back].t().contiguous()
-
-
-def bound(grid: Grid, f: Factor) -> float:
-    """sum over rows of 1/4 sum_j s_j^2 / U_jj^2: no more than this is the error of :func:`carry` on the damped H, where
-    nothing is clipped and the numbers are evenly spaced (Babai's bound; Chen et al. 2025, arXiv 2507.18553)."""
-    assert grid.columns.scale is not None
-    steps = grid.columns.scale.float()[f.order].square().sum(1)
-    return float((steps / f.upper.diagonal().square()).sum() / 4)
 
 
 def descend(

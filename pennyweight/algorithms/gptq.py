@@ -11,7 +11,7 @@ from ..core.numerics import Parts, dequantize
 from ..core.rows import rows_independent
 from .base import Solution, Solver, Task, register
 from .best import Best, refine
-from .feedback import Factor, bound, carry, factor
+from .feedback import Factor, carry, factor
 from .grid import SHRINKS, candidates, grid
 from .nearest import Nearest, nearest_parts, output_error, total_error
 
@@ -103,15 +103,12 @@ class GPTQ(Solver):
         damped.diagonal().add_(f.damping * hessian.diagonal().mean())
         d = damped.unsqueeze(0)
         best = Best(first, parts.codes[:n, :k], values, output_error(values - target, d), task.weight.shape)
-        certificate = None
-        for name, params in candidates(task, self.grids, hessian.diagonal()):
+        for _, params in candidates(task, self.grids, hessian.diagonal()):
             g = grid(params, task.spec, task.weight.shape)
-            if name == "scheme" and task.spec.format.kind == "int":
-                certificate = bound(g, f) if keep is None else None
-            codes, values = carry(target, g, f, keep)
-            best.offer(g, codes, values, output_error(values - target, d))
+            codes, made = carry(target, g, f, keep)
+            best.offer(g, codes, made, output_error(made - target, d))
         refine(best, target, damped, self.sweeps, keep=keep)
-        found, values = best, nearest_parts(task)[1]
+        found = best
         best = Best(first, parts.codes[:n, :k], values, output_error(values - target, h), task.weight.shape)
         best.offer(found.grid, found.codes, found.values, output_error(found.values - target, h))
         note = "" if f.damping == damping else f"damping raised to {f.damping:g}"
@@ -119,7 +116,7 @@ class GPTQ(Solver):
             note = "; ".join(filter(None, (note, "aimed at its own output: no float twin beside it")))
         solved = best.grid.parts(task.weight, best.codes)
         error = total_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h)
-        return Solution(solved, error, nearest, note, certificate)
+        return Solution(solved, error, nearest, note)
 
 
 def moved(weight: Tensor, drift: Tensor, f: Factor, share: float) -> Tensor:

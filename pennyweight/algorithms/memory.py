@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..models.report import size
+from ..models.report import nbytes_of, size
 from ..models.rules import PlanError
 from .statistics import Statistic
 
-_AMOUNT = re.compile(r"\s*([0-9]+\.?[0-9]*)\s*([kMG]?)B\s*")
-_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
-
-def amount(text: str | int | float) -> float:
-    """Bytes from "4 GB" (powers of 1000) or a number of bytes. Raises PlanError for anything else."""
-    if isinstance(text, (int, float)) and not isinstance(text, bool) and text > 0:
-        return float(text)
-    match = _AMOUNT.fullmatch(text) if isinstance(text, str) else None
-    if match is None or not float(match[1]) > 0:
-        raise PlanError(f'an amount of memory is "4 GB" or a number of bytes, got {text!r}')
-    return float(match[1]) * _UNITS[match[2]]
+def amount(text: str | float) -> int:
+    """Bytes of "4 GB", or a number of them. Raises PlanError for anything else."""
+    try:
+        return nbytes_of(text)
+    except ValueError as error:
+        raise PlanError(f'an amount of memory is a size such as "4 GB", or a number of bytes: {error}') from None
 
 
 def statistics_bytes(widths: Iterable[tuple[int, int]], statistics: Sequence[Statistic]) -> int:

@@ -15,6 +15,7 @@ from .inspect import inspect
 from .names import listing
 from .quantize import quantize
 from .report import report
+from .verify import verify
 
 app = typer.Typer(
     name="pennyweight",
@@ -45,7 +46,7 @@ def root(
 
 # \b keeps the lines of the list apart
 app.command(epilog=f"\b\nConfigs:\n{listing()}")(quantize)
-for _command in (convert, inspect, report, explain, doctor):
+for _command in (convert, inspect, verify, report, explain, doctor):
     app.command()(_command)
 app.command("export-onnx")(export_onnx)
 app.command("eval")(evaluate)

@@ -9,7 +9,6 @@ import typer
 
 from .errors import Traceback, clearly
 from .jobs import check_report_path, make_room, progress_bar, stopped, tell
-from .sizes import parse
 
 if TYPE_CHECKING:
     from ..models.report import Report
@@ -50,13 +49,14 @@ def convert(
     from ..core.spec import DTYPES
     from ..io import convert as run
     from ..io.converting import formats
+    from ..models.report import nbytes_of
     from .contents import contents
 
     if not to:
         raise ValueError(f"--to is required: one of {', '.join(formats())}")
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    size = parse(max_shard_size)
+    size = nbytes_of(max_shard_size)
 
     def job(**how: Any) -> Report:
         return run(

@@ -32,29 +32,29 @@ def gated(
     read_texts(text)  # what cannot be judged must not cost the work before it
     load_tokenizer(model_dir)
     exact = load_folder(model_dir)
-    with _folder_beside(out_dir) as folder:
+    with folder_beside(out_dir) as folder:
         report = job(folder)
         found = load_folder(folder)
         result = compare_folders(exact, found, model_dir, text, 8, 256, 64)
         result.check(max_kl=max_kl)
-        _move(folder, out_dir)
+        move(folder, out_dir)
     for what, figure in result.summary():
         typer.echo(f"{what + ':':<24}{figure}", err=True)
     return report
 
 
-def check_room(out_dir: str, force: bool) -> None:
-    """Raise ValueError where out_dir holds anything and may not be replaced."""
+def check_room(out_dir: str, force: bool, but: str = "") -> None:
+    """Raise ValueError where out_dir holds anything, ``but`` for that name, and may not be replaced."""
     if os.path.lexists(out_dir) and not os.path.isdir(out_dir):
         raise ValueError(f"{out_dir} is no folder")
-    there = sorted(os.listdir(out_dir)) if os.path.isdir(out_dir) else []
+    there = sorted(set(os.listdir(out_dir)) - {but}) if os.path.isdir(out_dir) else []
     if there and not force:
         some = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
         raise ValueError(f"{out_dir} is not empty ({some}); choose another folder, or pass --force")
 
 
 @contextmanager
-def _folder_beside(out_dir: str) -> Iterator[str]:
+def folder_beside(out_dir: str) -> Iterator[str]:
     """A new folder on the same disk; it is removed, whatever happens."""
     parent, name = os.path.split(os.path.abspath(out_dir))
     made = not os.path.isdir(parent)
@@ -68,7 +68,7 @@ def _folder_beside(out_dir: str) -> Iterator[str]:
             os.rmdir(parent)
 
 
-def _move(folder: str, out_dir: str) -> None:
+def move(folder: str, out_dir: str) -> None:
     """Put the files in their place, weights after all else; a checkpoint that was there is removed first."""
     from ..io.progress import NAME
     from ..io.shards import is_ours, remove_stale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,6 @@ from .errors import Traceback, clearly
 from .evaluate import MaxKL, Texts, check_bound
 from .jobs import check_report_path, make_room, progress_bar, stopped, tell
 from .names import CONFIGS, build
-from .sizes import parse
 
 if TYPE_CHECKING:
     from ..models.report import Report
@@ -37,7 +37,10 @@ def quantize(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write no checkpoint.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on with an interrupted job, or begin it anew.")
+        bool,
+        typer.Option(
+            "--resume/--no-resume", help="Go on with an interrupted job, or begin it anew; with --budget always anew."
+        ),
     ] = True,
     report_path: Annotated[
         str, typer.Option("--json", metavar="FILE", help="Write the report there; - for stdout, instead of the table.")
@@ -54,8 +57,21 @@ def quantize(
         typer.Option("--calibration", metavar="FILE", help="UTF-8 text that --algorithm learns from. Repeatable."),
     ] = None,
     budget: Annotated[
-        str, typer.Option(metavar="SIZE", help='Instead of --config: the best mixture within "4.25 bpw" or "600 MB".')
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            metavar="AMOUNT",
+            help='Instead of --config: the best mixture within "4.25 bpw", "600 MB", "1.3x latency" or "20 ms". '
+            "Repeatable.",
+        ),
+    ] = None,
+    latency_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="The call that a --budget of time is about: one sequence of N tokens; 1 for models that write text, a "
+            "whole sequence for others.",
+        ),
+    ] = None,
     max_kl: MaxKL = None,
     text: Texts = None,
     force: Annotated[
@@ -68,6 +84,8 @@ def quantize(
     With --algorithm or --budget the model is loaded and run on --calibration. With --max-kl both models are loaded and
     run on --text, and nothing is written unless it passes.
     """
+    from ..models.report import nbytes_of
+
     if not config and not budget:
         raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help says what they are")
     if config and budget:
@@ -76,9 +94,11 @@ def quantize(
         raise ValueError("--budget measures what each layer loses; give it text by --calibration")
     if calibration and not (algorithm or budget):
         algorithm = "auto"
+    if latency_tokens is not None and not (budget and latency_tokens > 0):
+        raise ValueError("--latency-tokens goes with --budget and is positive")
     if budget and group_size is not None:
         raise ValueError("--group-size goes with --config; --budget chooses groups too")
-    chosen, max_shard_bytes = build(config, group_size) if config else None, parse(max_shard_size)
+    chosen, max_shard_bytes = build(config, group_size) if config else None, nbytes_of(max_shard_size)
     check_report_path(report_path, None if dry_run else out_dir)
     check_bound(max_kl)
     if (max_kl is None) != (not text):
@@ -94,8 +114,8 @@ def quantize(
 
         recipe = algorithm if algorithm.endswith((".yaml", ".yml")) else [s for s in algorithm.split("+") if s]
         return write_calibrated(
-            model_dir, folder, chosen, budget, recipe or "auto", calibration or [], tuple(skip or ()), on_indivisible,
-            max_shard_bytes, **how,
+            model_dir, folder, chosen, (budget or [], latency_tokens), recipe or "auto", calibration or [],
+            tuple(skip or ()), on_indivisible, max_shard_bytes, **how,
         )  # fmt: skip
 
     def job(folder: str = out_dir, **how: Any) -> Report:
@@ -118,10 +138,17 @@ def quantize(
         with progress_bar() as told:
             report = gated(lambda folder: job(folder, progress=told), model_dir, out_dir, force, max_kl, text or [])
         after = contents(out_dir).file_bytes
+    elif algorithm or budget:
+        from .calibrated import JOURNAL
+        from .gate import check_room
+
+        check_room(out_dir, force, but=JOURNAL)
+        with progress_bar() as told, nullcontext() if budget else stopped():
+            report = learned(progress=told, resume=None if budget else resume)
+        after = contents(out_dir).file_bytes
     else:
         make_room(out_dir, force, job)
         with progress_bar() as told, stopped():
-            how = {} if algorithm or budget else {"resume": resume}
-            report = job(progress=told, **how)
+            report = job(progress=told, resume=resume)
         after = contents(out_dir).file_bytes
     tell(report, before, after, report_path)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from .calling import user_level
 from .plan import Plan, PlanRow
 from .report import Latency
 from .rules import PlanError
+from .sites import is_linear
 
 ROWS = (1, 64)  # one token, and a short prompt or batch: schemes that win at one may lose at the other
 SECONDS = 0.05  # of one layer shape and number of rows
+COUNTS = 3  # numbers of rows at which a layer is timed where a call decides: those it was called with most often
 ROUNDS = 3  # at least, however slow a call is
 SAMPLE = 20e-6  # seconds of calls between two looks at the clock, which take 0.1 µs
 DEVICE_SAMPLE = 1e-3  # the same where the device must be waited for at the end of a sample
@@ -29,6 +33,7 @@ ROTATED, COPIES = 1 << 27, 256
 
 Rows = Callable[[PlanRow], Sequence[int]]
 Call = Callable[[], object]
+TimeLayer = Callable[[PlanRow, AffineQuantizedTensor, tuple[int, ...], tuple[int, int]], tuple[Latency, ...]]
 
 
 class PerformanceWarning(UserWarning):
@@ -45,11 +50,17 @@ def row_counts(measure: bool | Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(rows))
 
 
-def measure_(plan: Plan, rows: Rows, quantized: Callable[[PlanRow], AffineQuantizedTensor]) -> None:
+def measure_(
+    plan: Plan,
+    rows: Rows,
+    quantized: Callable[[PlanRow], AffineQuantizedTensor],
+    timed: TimeLayer | None = None,
+) -> None:
     """Fill in ``latency`` of every active row that is a linear layer; layers that are alike are measured once.
 
     rows       of x to measure a layer with
     quantized  makes the weight of a row, in the layout of its kernel
+    timed      in place of :func:`time_layer`
 
     The weights in the model are only read. Memory: beside one quantized weight at most twice 128 MB of copies.
     """
@@ -61,13 +72,36 @@ def measure_(plan: Plan, rows: Rows, quantized: Callable[[PlanRow], AffineQuanti
         counts = tuple(rows(row))
         key = (*_key(row), counts)
         if key not in found:
-            found[key] = time_layer(row, quantized(row), counts, limit) if counts else ()
+            found[key] = (timed or time_layer)(row, quantized(row), counts, limit) if counts else ()
         row.latency = found[key]
 
 
 def measurable(row: PlanRow) -> bool:
     """Whether a row is a 2-d weight of a linear layer."""
     return row.scheme is not None and "linear" in row.ops and len(row.shape) == 2
+
+
+def layer_calls(model: nn.Module, run: Call) -> tuple[dict[int, Counter[int]], Any]:
+    """(Rows that each linear layer gets while ``run`` calls the model, by the id of its module; what it returns)."""
+    seen: dict[int, Counter[int]] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        if x is not None and x.numel():
+            seen.setdefault(id(module), Counter())[x.numel() // x.shape[-1]] += 1
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if is_linear(m)]
+    try:
+        return seen, run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def counts_of(row: PlanRow, seen: dict[int, Counter[int]]) -> Counter[int]:
+    """How often the layers of a weight were called, by number of rows, from :func:`layer_calls`."""
+    modules = {id(p.module) for p in row.places}
+    return sum((seen[m] for m in modules if m in seen), Counter())
 
 
 def leave_slower_(plan: Plan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,12 @@ from .configs import (
     Int8WeightOnlyConfig,
 )
 from .handlers import HANDLERS
-from .measure import least, measure_, wait_for
-from .plan import PlanRow, plan
+from .measure import COUNTS, counts_of, layer_calls, least, measure_, wait_for
+from .plan import plan
 from .quantize import quantize_, solve
 from .recommendation import BUSY, Candidate, Recommendation, best, verdict
 from .report import NOISE, size
 from .rules import PlanError, rules
-from .sites import is_linear
 
 CANDIDATES: tuple[AOBaseConfig, ...] = (
     Int8DynamicActivationInt8WeightConfig(),
@@ -41,9 +40,7 @@ CANDIDATES: tuple[AOBaseConfig, ...] = (
 SECONDS = 0.5  # of timing one candidate beside float
 TURN = 0.05  # of calls of one model before the other's: one that fits into a cache is found there, as in use
 TRIES = 3  # of timing one candidate on a busy machine
-COUNTS = 3  # numbers of rows at which a layer is timed: those it was called with most often
 
-Call = Callable[[nn.Module], Any]
 Choices = dict[str, tuple[AOBaseConfig, float | None]]  # by parameter: config, and speed relative to float if measured
 
 
@@ -78,7 +75,7 @@ def recommend(
     if not all(isinstance(c, AOBaseConfig) for c in configs):
         raise ValueError(f"candidates are configs such as Int8WeightOnlyConfig(), got {configs!r}")
     with torch.inference_mode(False), torch.no_grad():
-        trial = _Trial(model, lambda m: call(m, example_inputs), max_bytes, max_error, seconds)
+        trial = _Trial(model, example_inputs, max_bytes, max_error, seconds)
         found = [trial.floating(), *(trial.run(config) for config in configs)]
         for config, name in trial.mixtures(found[1:]):
             found.append(trial.run(config, name))
@@ -92,16 +89,19 @@ class _Trial:
     """One model, its exact outputs, and the bounds."""
 
     def __init__(
-        self, model: nn.Module, call: Call, max_bytes: int | None, max_error: float | None, seconds: float
+        self, model: nn.Module, inputs: Any, max_bytes: int | None, max_error: float | None, seconds: float
     ) -> None:
-        self.model, self.call, self.seconds = model, call, seconds
+        self.model, self.inputs, self.seconds = model, inputs, seconds
         self.max_bytes, self.max_error = max_bytes, max_error
         self.base = _copy(model, None)
-        self.rows, output = _rows(self.base, call)
+        self.rows, output = layer_calls(self.base, lambda: self.call(self.base))
         self.exact = _floats(output)
         if not self.exact:
             raise ValueError(f"the model gives no floating-point tensor for these inputs but {type(output).__name__}")
         self.wait, self.quickest = wait_for(self.exact[0].device), math.inf
+
+    def call(self, model: nn.Module) -> Any:
+        return call(model, self.inputs)
 
     def floating(self) -> Candidate:
         """The model as it is."""
@@ -172,20 +172,17 @@ class _Trial:
     def _choices(self, config: AOBaseConfig) -> Choices:
         """What a config makes of each parameter, and how fast that is."""
         out, chooses = plan(self.base, config), rules(config, None)
-        measure_(out, lambda row: [m for m, _ in self._counts(row).most_common(COUNTS)], lambda row: solve(row)[0])
+        measure_(
+            out, lambda row: [m for m, _ in counts_of(row, self.rows).most_common(COUNTS)], lambda row: solve(row)[0]
+        )
         found: Choices = {}
         for row in out.active:
-            choice, counts = chooses.choose(list(row.places)), self._counts(row)
+            choice, counts = chooses.choose(list(row.places)), counts_of(row, self.rows)
             floating = sum(counts[t.rows] * t.float_us for t in row.latency)
             quantized = sum(counts[t.rows] * t.quantized_us for t in row.latency)
             assert choice.config is not None
             found[choice.place.name] = (choice.config, floating / quantized if row.latency else None)
         return found
-
-    def _counts(self, row: PlanRow) -> Counter[int]:
-        """How often the layers of a weight are called in one call of the model, by number of rows."""
-        modules = {id(p.module) for p in row.places}
-        return sum((self.rows[m] for m in modules if m in self.rows), Counter())
 
 
 def mix(choices: Sequence[Choices], least_speed: float) -> dict[str, AOBaseConfig]:
@@ -222,22 +219,6 @@ def _copy(model: nn.Module, config: AOBaseConfig | None) -> nn.Module:
 def _nbytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers, each once."""
     return sum(int(t.nbytes) for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
-
-
-def _rows(model: nn.Module, call: Call) -> tuple[dict[int, Counter[int]], Any]:
-    """(How many rows each linear layer gets in a call, by the id of its module; what the model returns)."""
-    seen: dict[int, Counter[int]] = {}
-
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-        if x is not None and x.numel():
-            seen.setdefault(id(module), Counter())[x.numel() // x.shape[-1]] += 1
-
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if is_linear(m)]
-    output = call(model)
-    for hook in hooks:
-        hook.remove()
-    return seen, output
 
 
 def _floats(output: Any) -> list[Tensor]:

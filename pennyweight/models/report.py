@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -212,3 +213,18 @@ def size(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
         n /= 1000
     raise AssertionError
+
+
+_AMOUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?) *([a-zA-Z]*)")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def nbytes_of(text: str | float) -> int:
+    """The other way round: bytes of "4GB", "1.5 GiB", "500_000", or of a number of them. Raises ValueError."""
+    match = _AMOUNT.fullmatch(str(text).strip()) if type(text) in (str, int, float) else None
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is no size; write 4GB, 500MB or 2GiB")
+    found = int(float(match[1]) * _UNITS[match[2].upper()])
+    if found < 1:
+        raise ValueError(f"a size must be at least one byte, got {text!r}")
+    return found

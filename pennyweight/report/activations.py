@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.calling import call
 from .layers import first_tensor, unwrapped, weights
-from .outputs import batches_of, call, evaluating
+from .outputs import batches_of, evaluating
 
 # A channel stands out where its largest number is so many times that of the median channel
 OUTLIER = 6.0

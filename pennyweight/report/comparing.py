@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
+from ..models.calling import call
 from . import metrics
 from .comparison import Comparison, Layer
 from .layers import Pair, first_tensor, like, model_bytes, pairs, stored_bytes, unwrapped, weight_sqnr
-from .outputs import KINDS, Sums, batches_of, call, counting, evaluating, kind_of_output, labels_rule
+from .outputs import KINDS, Sums, batches_of, counting, evaluating, kind_of_output, labels_rule
 
 # Bytes of the float model's layer outputs that are held while the quantized one runs the same batch. Where a batch has
 # more, both run it again for the rest.
@@ -35,13 +36,14 @@ def compare(
     temperature: float = metrics.TEMPERATURE,
     layers: bool = True,
     seed: int = 0,
+    otherwise: str = "tensor",
 ) -> Comparison:
     """What quantization changed in a model's outputs, and which layers did it.
 
     batches      tensors, tuples of arguments, or mappings of keyword arguments; "attention_mask" says which tokens
                  count, in the outputs and in those of layers
     kind         of the outputs: "logits" [.., classes], "embeddings" ([B, D], or hidden states that are pooled) or
-                 "tensor". Default: logits where the output has ``.logits``, else tensor
+                 "tensor". Default: logits where the output has ``.logits``, else what ``otherwise`` says
     labels       "next" token, "same" (the batch's "labels") or "none"; default: see outputs.labels_rule
     pooling      of hidden states: "mean" over the tokens, "first" or "last" one
     temperature  of the retrieval KL
@@ -53,24 +55,6 @@ def compare(
     model's layer outputs of one batch, at most 1 GiB of them at a time. Raises ValueError where outputs cannot be
     compared, or where nothing was given.
     """
-    how = (kind, labels, pooling, temperature, layers, seed)
-    return _compare(float_model, quantized, batches, *how, otherwise="tensor")
-
-
-def _compare(
-    float_model: nn.Module,
-    quantized: nn.Module,
-    batches: Any,
-    kind: str | None = None,
-    labels: str | None = None,
-    pooling: str = "mean",
-    temperature: float = metrics.TEMPERATURE,
-    layers: bool = True,
-    seed: int = 0,
-    *,
-    otherwise: str,
-) -> Comparison:
-    """otherwise: the kind of an output without ``.logits``."""
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, or None to find out, got {kind!r}")
     if pooling not in metrics.POOLINGS:
@@ -110,7 +94,7 @@ def assert_kl(float_model: nn.Module, quantized: nn.Module, batches: Any, max_kl
     how: as for :func:`compare`. A tensor as output is taken for logits, unless ``kind`` says otherwise.
     """
     __tracebackhide__ = True  # pytest then shows the caller's line
-    result = _compare(float_model, quantized, batches, **how, otherwise="logits")
+    result = compare(float_model, quantized, batches, **{"otherwise": "logits", **how})
     bad = result.beyond(max_kl, None, None)
     if bad:
         raise AssertionError(f"{'; '.join(bad)}; {result.blame()}")

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.calling import call
 from .layers import unwrapped
 from .metrics import Spread, ratio, spread
-from .outputs import batches_of, call, evaluating, floats, kind_of_output, logits_of, mask_of
+from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of
 
 FILE = "golden.safetensors"  # its name beside a checkpoint
 ROWS, TOP = 64, 16
@@ -89,7 +90,7 @@ class Verification:
     def __str__(self) -> str:
         what = "relative error" if self.kl is None else "mean KL"
         unit = "" if self.kl is None else " nats"
-        sign = "<=" if self.ok else "above"
+        sign = "<=" if self.ok else f"is {self.figure / self.bound:.3g} times the bound of"
         figure = f"{what} {self.figure:.3g}{unit} {sign} {self.bound:.3g} over {self.rows} rows, top-1 {self.top1:.1%}"
         return f"{'as expected' if self.ok else 'NOT as expected'}: {figure}"
 

@@ -32,13 +32,6 @@ def batches_of(batches: Any) -> Iterable[Any]:
     return batches
 
 
-def call(model: nn.Module, batch: Any) -> Any:
-    """The model on a batch: a mapping of keyword arguments, a tuple of arguments, or one."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
 def mask_of(batch: Any, shape: torch.Size) -> Tensor | None:
     """Which of [B, T] tokens count, where the batch says so."""
     for name in MASKS:

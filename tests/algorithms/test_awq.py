@@ -15,7 +15,7 @@ from pennyweight.algorithms.scaling import inputs, tame
 from pennyweight.algorithms.unchanged import TOLERANCE, apart, outputs
 from pennyweight.core.formats import INT4
 from pennyweight.models.scheme import Scheme
-from tests.algorithms import tiny
+from tests.algorithms import models
 
 W4 = QuantSpec(INT4, (16,))
 
@@ -29,7 +29,7 @@ def error(model: nn.Module, algorithm: Any, batches: Any) -> float:
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
 def test_it_keeps_function_and_names(family: str) -> None:
-    model, batches = tiny.planted(tiny.decoder(family)), tiny.ids()
+    model, batches = models.planted(models.decoder(family)), models.ids()
     reference, names = outputs(model, batches[0]), list(model.state_dict())
     goal: dict[str, Scheme | None] = {
         n: Scheme(W4) for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n
@@ -41,7 +41,7 @@ def test_it_keeps_function_and_names(family: str) -> None:
 
 
 def test_scales_are_the_papers_up_to_a_factor() -> None:
-    model, batches = tiny.decoder("Llama"), tiny.ids()
+    model, batches = models.decoder("Llama"), models.ids()
     couple = find(model, batches[0], ["model.layers.0.mlp.up_proj.weight"]).couples[0]
     seen = inputs(model, [couple], batches, 8)[0]
     assert seen.tokens.shape == (9, 32)  # 3 batches, 8 / 3 rounded up each
@@ -61,7 +61,7 @@ def couple_input(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def test_inputs_of_one_scale_gain_from_it() -> None:
-    model, batches = tiny.planted(tiny.decoder("Llama")), tiny.ids()
+    model, batches = models.planted(models.decoder("Llama")), models.ids()
     assert error(model, "awq", batches) < 0.8 * error(model, "nearest", batches)
 
 
@@ -78,10 +78,10 @@ def test_dead_inputs_and_one_token() -> None:
 
 
 def test_it_composes_with_gptq_and_loads_into_a_fresh_model(tmp_path: Any) -> None:
-    model, batches = tiny.decoder("Llama"), tiny.ids()
+    model, batches = models.decoder("Llama"), models.ids()
     quantize_(model, SpecConfig(W4), calibration=batches, algorithm=["awq", "gptq"])
     pw.save(model, tmp_path / "q")
-    fresh = tiny.decoder("Llama")
+    fresh = models.decoder("Llama")
     pw.load(tmp_path / "q", fresh)
     assert apart(outputs(model, batches[0]), outputs(fresh, batches[0])) == 0
 

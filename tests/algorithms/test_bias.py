@@ -12,7 +12,7 @@ from pennyweight import Int8DynamicActivationInt8WeightConfig, QuantSpec, SpecCo
 from pennyweight.algorithms.bias import Bias, mean_errors
 from pennyweight.algorithms.unchanged import apart, outputs
 from pennyweight.core.formats import INT2, INT4
-from tests.algorithms import tiny
+from tests.algorithms import models
 
 W2 = SpecConfig(QuantSpec(INT2, (16,)))
 W4 = SpecConfig(QuantSpec(INT4, (16,)))
@@ -27,8 +27,8 @@ def left(model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, float]
 
 @pytest.mark.parametrize("family", ["Qwen2", "vit", "gpt2"])
 def test_mean_errors_go_to_zero(family: str) -> None:
-    model = {"vit": tiny.vit, "gpt2": tiny.gpt2}.get(family, lambda: tiny.decoder(family))()
-    batches = tiny.images() if family == "vit" else tiny.ids()
+    model = {"vit": models.vit, "gpt2": models.gpt2}.get(family, lambda: models.decoder(family))()
+    batches = models.images() if family == "vit" else models.ids()
     teacher, plain = copy.deepcopy(model), copy.deepcopy(model)
     quantize_(plain, W4)
     before = left(plain, teacher, batches)
@@ -44,7 +44,7 @@ def _weights(model: nn.Module) -> list[Any]:
 
 
 def test_outputs_are_nearer_at_two_bits() -> None:
-    model, batches = tiny.mlp(nn.ReLU()), [torch.rand(64, 16) + 1 for _ in range(2)]  # inputs with a mean
+    model, batches = models.shaken_mlp(nn.ReLU()), [torch.rand(64, 16) + 1 for _ in range(2)]  # inputs with a mean
     exact, plain = outputs(model, batches[0]), copy.deepcopy(model)
     quantize_(plain, W2)
     quantize_(model, W2, calibration=batches, algorithm="bias")
@@ -60,8 +60,8 @@ def test_a_correction_is_the_mean_error_of_the_weight() -> None:
 
 
 def test_layers_without_a_bias_get_one_only_if_asked() -> None:
-    batches = tiny.ids()
-    model, made = tiny.decoder("Llama"), tiny.decoder("Llama")
+    batches = models.ids()
+    model, made = models.decoder("Llama"), models.decoder("Llama")
     report = quantize_(model, W4, calibration=batches, algorithm="bias")
     assert "no bias to correct" in next(r.note for r in report.rows if r.name == "lm_head.weight")
     assert all(m.bias is None for m in model.modules() if isinstance(m, nn.Linear))
@@ -75,7 +75,7 @@ def test_layers_without_a_bias_get_one_only_if_asked() -> None:
 
 
 def test_after_rewrites_the_teacher_is_the_rewritten_model() -> None:
-    model, batches = tiny.decoder("Qwen2"), tiny.ids()
+    model, batches = models.decoder("Qwen2"), models.ids()
     exact, plain = outputs(model, batches[0]), copy.deepcopy(model)
     config = Int8DynamicActivationInt8WeightConfig()
     quantize_(plain, config, calibration=batches, algorithm=["smooth", "rotate", "nearest"])
@@ -117,10 +117,10 @@ def test_a_convolution_is_corrected_per_channel() -> None:
 
 
 def test_saved_and_loaded(tmp_path: Any) -> None:
-    model, batches = tiny.decoder("Qwen2"), tiny.ids()
+    model, batches = models.decoder("Qwen2"), models.ids()
     quantize_(model, W4, calibration=batches, algorithm=["gptq", "bias"])
     pw.save(model, tmp_path / "q")
-    fresh = tiny.decoder("Qwen2")
+    fresh = models.decoder("Qwen2")
     pw.load(tmp_path / "q", fresh)
     assert apart(outputs(model, batches[0]), outputs(fresh, batches[0])) == 0
 

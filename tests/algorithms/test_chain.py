@@ -4,7 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from pennyweight.algorithms.chain import Segment, quiet, segments
-from tests.algorithms.small_models import bert, linear_weights, llama, mlp, t5, tokens
+from tests.algorithms.models import bert, linear_weights, t5
+from tests.algorithms.models import deep_mlp as mlp
+from tests.algorithms.models import padded_tokens as tokens
+from tests.algorithms.models import small_llama as llama
 
 
 def found(model: nn.Module, batch: object) -> list[Segment]:

@@ -13,7 +13,10 @@ from pennyweight.algorithms.chain import quiet
 from pennyweight.algorithms.collect import Collector, Seen
 from pennyweight.algorithms.watch import Watch
 from pennyweight.models.calling import call, token_mask
-from tests.algorithms.small_models import bert, linear_weights, llama, mlp, t5, tokens
+from tests.algorithms.models import bert, linear_weights, t5
+from tests.algorithms.models import deep_mlp as mlp
+from tests.algorithms.models import padded_tokens as tokens
+from tests.algorithms.models import small_llama as llama
 
 MODELS = {
     "llama": (llama, tokens),

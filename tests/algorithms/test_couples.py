@@ -10,7 +10,7 @@ from pennyweight import Int8WeightOnlyConfig, quantize_
 from pennyweight.algorithms.couples import Gain, find
 from pennyweight.algorithms.trace import sources, trace
 from pennyweight.algorithms.unchanged import TOLERANCE, apart, outputs, probe
-from tests.algorithms import tiny
+from tests.algorithms import models
 
 
 def pairs(model: nn.Module, batch: Any) -> dict[str, set[str]]:
@@ -19,8 +19,8 @@ def pairs(model: nn.Module, batch: Any) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
 def test_a_decoder_has_four_couples_a_layer_and_its_head(family: str) -> None:
-    model = tiny.decoder(family)
-    found = pairs(model, tiny.ids()[0])
+    model = models.decoder(family)
+    found = pairs(model, models.ids()[0])
     at = "model.layers.1"
     assert len(found) == 9
     assert found[f"{at}.input_layernorm"] == {f"{at}.self_attn.{n}_proj.weight" for n in "qkv"}
@@ -31,22 +31,22 @@ def test_a_decoder_has_four_couples_a_layer_and_its_head(family: str) -> None:
 
 
 def test_fused_projections_are_seen_by_their_last_rows() -> None:
-    found = {c.writer.name: c for c in find(tiny.decoder("Phi3"), tiny.ids()[0]).couples}
+    found = {c.writer.name: c for c in find(models.decoder("Phi3"), models.ids()[0]).couples}
     values, gated = (found[f"model.layers.0.{n}"].writer for n in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
     assert (values.start, values.width) == (48, 16)  # 32 queries, 16 keys
     assert (gated.start, gated.width) == (48, 48)
 
 
 def test_a_gain_of_one_plus_weight_is_recognised() -> None:
-    model = tiny.decoder("Gemma", head_dim=8)
-    norms = [c.writer for c in find(model, tiny.ids()[0]).couples if isinstance(c.writer, Gain)]
+    model = models.decoder("Gemma", head_dim=8)
+    norms = [c.writer for c in find(model, models.ids()[0]).couples if isinstance(c.writer, Gain)]
     assert all(g.shift == 1.0 for g in norms)
     assert len(norms) == 4  # not the last: its reader is the embedding too
 
 
 def test_gpt2_has_no_couple_over_its_gelu_nor_with_its_tied_head() -> None:
-    model = tiny.gpt2()
-    found = find(model, tiny.ids()[0])
+    model = models.gpt2()
+    found = find(model, models.ids()[0])
     assert {c.writer.name for c in found.couples} == {
         f"transformer.h.{i}.{n}" for i in (0, 1) for n in ("ln_1", "attn.c_attn", "ln_2")
     }
@@ -54,7 +54,7 @@ def test_gpt2_has_no_couple_over_its_gelu_nor_with_its_tied_head() -> None:
 
 
 def test_vit_and_torch_encoder_layer() -> None:
-    found = pairs(tiny.vit(), tiny.images()[0])
+    found = pairs(models.vit(), models.images()[0])
     assert found["vit.layernorm"] == {"classifier.weight"}
     assert found["vit.layers.1.layernorm_after"] == {"vit.layers.1.mlp.fc1.weight"}
     assert "vit.layers.1.mlp.fc1" not in found
@@ -68,13 +68,13 @@ def test_vit_and_torch_encoder_layer() -> None:
 
 
 def test_bert_folds_into_no_norm_because_the_residual_stream_reads_it_too() -> None:
-    model = tiny.bert()
-    before = tiny.state(model)
-    found = find(model, tiny.ids()[0])
+    model = models.bert()
+    before = models.state(model)
+    found = find(model, models.ids()[0])
     assert {c.writer.name for c in found.couples} == {f"encoder.layer.{i}.attention.self.value" for i in (0, 1)}
     why = found.without["encoder.layer.0.attention.self.query.weight"]
     assert why == "the model's outputs change when it is folded into what it reads"
-    assert tiny.same_state(model, before)
+    assert models.same_state(model, before)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_bert_folds_into_no_norm_because_the_residual_stream_reads_it_too() -> N
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
 )
 def test_only_a_homogeneous_activation_lets_a_scale_through(activation: nn.Module, couples: int) -> None:
-    found = find(tiny.mlp(activation), 9 * torch.randn(20, 16))
+    found = find(models.shaken_mlp(activation), 9 * torch.randn(20, 16))
     assert len(found.couples) == couples
     assert found.without["0.weight"] == "it reads the model's input"
 
@@ -114,15 +114,15 @@ def test_a_layer_whose_output_no_one_sees_is_no_couple() -> None:
 
 
 def test_a_quantized_reader_takes_no_scale() -> None:
-    model = tiny.decoder("Llama")
+    model = models.decoder("Llama")
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda m, n: n.endswith("layers.0.self_attn.q_proj"))
-    found = find(model, tiny.ids()[0])
+    found = find(model, models.ids()[0])
     assert "model.layers.0.input_layernorm" not in {c.writer.name for c in found.couples}
     assert found.without["model.layers.0.self_attn.k_proj.weight"].endswith("is quantized already")
 
 
 def test_any_scales_keep_the_function_to_a_hundred_thousandth() -> None:
-    model, batch = tiny.decoder("Qwen2"), tiny.ids()[0]
+    model, batch = models.decoder("Qwen2"), models.ids()[0]
     reference = outputs(model, batch)
     for couple in find(model, batch).couples:
         couple.apply(torch.rand(couple.writer.width, dtype=torch.float64) * 4 + 0.1)
@@ -130,7 +130,7 @@ def test_any_scales_keep_the_function_to_a_hundred_thousandth() -> None:
 
 
 def test_grouped_heads_read_their_own_values() -> None:
-    couple = next(c for c in find(tiny.decoder("Llama"), tiny.ids()[0]).couples if c.index is not None)
+    couple = next(c for c in find(models.decoder("Llama"), models.ids()[0]).couples if c.index is not None)
     assert couple.head == 8
     assert couple.index is not None
     assert couple.index.tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
@@ -152,8 +152,8 @@ def test_a_model_without_float_outputs_is_refused() -> None:
 
 
 def test_trace_names_what_a_tensor_is_made_of() -> None:
-    model = tiny.decoder("Llama")
-    uses = {m.name: node for m, node in trace(model, tiny.ids()[0]).uses}
+    model = models.decoder("Llama")
+    uses = {m.name: node for m, node in trace(model, models.ids()[0]).uses}
     assert uses["model.layers.0.self_attn.q_proj.weight"].resolved().name == "model.layers.0.input_layernorm"
     made_of = [n.name for n in sources(uses["model.layers.0.mlp.down_proj.weight"])]
     assert made_of == ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]

@@ -11,7 +11,10 @@ from transformers.pytorch_utils import Conv1D
 
 import pennyweight as pw
 from pennyweight.algorithms.gptq import GPTAQ, GPTQ
-from tests.algorithms.small_models import bert, llama, mlp, tokens
+from tests.algorithms.models import bert
+from tests.algorithms.models import deep_mlp as mlp
+from tests.algorithms.models import padded_tokens as tokens
+from tests.algorithms.models import small_llama as llama
 
 INT4 = pw.SpecConfig(pw.QuantSpec(pw.get_format("int4"), (16,)))
 UINT4 = pw.SpecConfig(pw.QuantSpec(pw.get_format("uint4"), (16,), zero_point=True))

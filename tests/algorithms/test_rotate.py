@@ -16,7 +16,7 @@ from pennyweight.algorithms.rotate import Rotate
 from pennyweight.algorithms.unchanged import TOLERANCE, apart, outputs
 from pennyweight.models.rules import PlanError
 from pennyweight.models.scheme import Scheme
-from tests.algorithms import tiny
+from tests.algorithms import models
 
 
 def target(model: nn.Module) -> dict[str, Scheme | None]:
@@ -86,9 +86,9 @@ def test_a_rotation_may_fix_the_mean(n: int) -> None:
 @pytest.mark.parametrize("seed", [0, 5])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "Phi3", "Gemma"])
 def test_decoders_keep_function_and_names(family: str, seed: int) -> None:
-    model = tiny.decoder(family, **({"head_dim": 8} if family == "Gemma" else {}))
-    batches = tiny.ids()
-    before, reference = tiny.state(model), outputs(model, batches[0])
+    model = models.decoder(family, **({"head_dim": 8} if family == "Gemma" else {}))
+    batches = models.ids()
+    before, reference = models.state(model), outputs(model, batches[0])
     notes = Rotate(seed).apply(model, target(model), batches)
     assert apart(reference, outputs(model, batches[0])) < TOLERANCE
     now = model.state_dict()
@@ -100,7 +100,7 @@ def test_decoders_keep_function_and_names(family: str, seed: int) -> None:
 
 
 def test_outliers_of_the_stream_are_spread() -> None:
-    model, batch = tiny.decoder("Llama"), tiny.ids()[0]
+    model, batch = models.decoder("Llama"), models.ids()[0]
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 3] *= 60  # type: ignore[union-attr, index, operator]
     before = stream_of(model, batch)
@@ -109,17 +109,17 @@ def test_outliers_of_the_stream_are_spread() -> None:
     assert outlier(stream_of(model, batch)) < 4
 
 
-@pytest.mark.parametrize("make", [tiny.gpt2, tiny.vit], ids=["gpt2", "vit"])
+@pytest.mark.parametrize("make", [models.gpt2, models.vit], ids=["gpt2", "vit"])
 def test_layer_norms_keep_the_mean_and_the_function(make: Any) -> None:
     model = make()
-    batch = tiny.images()[0] if make is tiny.vit else tiny.ids()[0]
+    batch = models.images()[0] if make is models.vit else models.ids()[0]
     reference = outputs(model, batch)
     Rotate().apply(model, target(model), [batch])
     assert apart(reference, outputs(model, batch)) < TOLERANCE
 
 
 def test_a_tied_table_becomes_two() -> None:
-    model, batches = tiny.decoder("Llama", tie_word_embeddings=True), tiny.ids()
+    model, batches = models.decoder("Llama", tie_word_embeddings=True), models.ids()
     names, reference = list(model.state_dict()), outputs(model, batches[0])
     notes = Rotate().apply(model, target(model), batches)
     assert apart(reference, outputs(model, batches[0])) < TOLERANCE
@@ -130,7 +130,7 @@ def test_a_tied_table_becomes_two() -> None:
 
 
 def test_a_tied_table_stays_one_where_no_gain_is_between() -> None:
-    model, batches = tiny.decoder("Llama", tie_word_embeddings=True), tiny.ids()
+    model, batches = models.decoder("Llama", tie_word_embeddings=True), models.ids()
     with torch.no_grad():
         model.model.norm.weight.fill_(1.0)  # type: ignore[union-attr, operator]
     reference = outputs(model, batches[0])
@@ -140,7 +140,7 @@ def test_a_tied_table_stays_one_where_no_gain_is_between() -> None:
 
 
 def test_gpt2s_head_gets_a_bias_only_if_it_may() -> None:
-    model, batches = tiny.gpt2(), tiny.ids()
+    model, batches = models.gpt2(), models.ids()
     with pytest.raises(
         PlanError, match=r"has no bias to take up that of transformer\.ln_f; rotate with create_bias=True"
     ):
@@ -180,13 +180,13 @@ class Leaks(nn.Module):
 
 
 def llama_body() -> nn.Module:
-    return tiny.decoder("Llama").model  # type: ignore[return-value]
+    return models.decoder("Llama").model  # type: ignore[return-value]
 
 
 REFUSED = {
-    "post-norm": (tiny.bert, "post-norm, as in BERT"),
+    "post-norm": (models.bert, "post-norm, as in BERT"),
     "norm of a branch": (
-        lambda: tiny.decoder("Gemma2", head_dim=8),
+        lambda: models.decoder("Gemma2", head_dim=8),
         "post_attention_layernorm normalises what is added",
     ),
     "layer scale": (Scaled, "the residual stream goes through 'mul'"),
@@ -200,20 +200,20 @@ REFUSED = {
 def test_a_refusal_says_why_and_leaves_every_bit(case: str) -> None:
     make, why = REFUSED[case]
     model = make()
-    before, parameters = tiny.state(model), dict(model.named_parameters())
+    before, parameters = models.state(model), dict(model.named_parameters())
     with pytest.raises(PlanError, match=why):
-        Rotate().apply(model, target(model), tiny.ids())
-    assert tiny.same_state(model, before)
+        Rotate().apply(model, target(model), models.ids())
+    assert models.same_state(model, before)
     assert all(p is parameters[n] for n, p in model.named_parameters())
 
 
 def test_what_fails_at_the_end_is_taken_back_ties_classes_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.decoder("Llama", tie_word_embeddings=True)
-    before = tiny.state(model)
+    model = models.decoder("Llama", tie_word_embeddings=True)
+    before = models.state(model)
     monkeypatch.setattr("pennyweight.algorithms.rotate.tolerance", lambda model: 1e-12)
     with pytest.raises(PlanError, match="outputs moved by"):
-        Rotate(online=True).apply(model, target(model), tiny.ids())
-    assert tiny.same_state(model, before)
+        Rotate(online=True).apply(model, target(model), models.ids())
+    assert models.same_state(model, before)
     assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
     assert model.config.tie_word_embeddings is True  # type: ignore[union-attr]
     assert not any(isinstance(m, RotatedLinear) for m in model.modules())
@@ -226,10 +226,10 @@ def test_an_input_that_enters_the_stream_is_refused() -> None:
 
 
 def test_a_quantized_layer_and_no_data_are_refused() -> None:
-    model = tiny.decoder("Llama")
+    model = models.decoder("Llama")
     quantize_(model, pw.Int8WeightOnlyConfig(), filter_fn=lambda m, n: n.endswith("1.mlp.down_proj"))
     with pytest.raises(PlanError, match=r"layers\.1\.mlp\.down_proj\.weight is quantized already; rotate before"):
-        Rotate().apply(model, {}, tiny.ids())
+        Rotate().apply(model, {}, models.ids())
     with pytest.raises(PlanError, match="pass calibration=batches"):
         Rotate().apply(model, {}, [])
 
@@ -238,7 +238,7 @@ def test_a_quantized_layer_and_no_data_are_refused() -> None:
 
 
 def test_online_rotates_what_nothing_else_reaches() -> None:
-    model, batches = tiny.decoder("Llama"), tiny.ids()
+    model, batches = models.decoder("Llama"), models.ids()
     reference = outputs(model, batches[0])
     notes = Rotate(online=True).apply(model, target(model), batches)
     assert apart(reference, outputs(model, batches[0])) < TOLERANCE
@@ -248,7 +248,7 @@ def test_online_rotates_what_nothing_else_reaches() -> None:
 
 
 def test_online_alone_works_for_bert_and_spreads_inputs() -> None:
-    model, batches = tiny.bert(), tiny.ids()
+    model, batches = models.bert(), models.ids()
     reference = outputs(model, batches[0])
     notes = Rotate(stream=False, values=False, online=True).apply(model, target(model), batches)
     assert apart(reference, outputs(model, batches[0])) < TOLERANCE
@@ -284,17 +284,17 @@ def test_layers_that_cannot_be_rotated_say_so() -> None:
 
 
 def test_saved_rotations_load_only_where_they_are_understood(tmp_path: Any) -> None:
-    model, batches = tiny.decoder("Llama"), tiny.ids()
+    model, batches = models.decoder("Llama"), models.ids()
     config, algorithm = Int8DynamicActivationInt8WeightConfig(), [{"rotate": {"online": True}}, "gptq"]
     quantize_(model, config, calibration=batches, algorithm=algorithm)
     pw.save(model, tmp_path / "q")
-    fresh = tiny.decoder("Llama")
+    fresh = models.decoder("Llama")
     with pytest.raises(ValueError, match=r"down_proj\.input_rotation"):
         pw.load(tmp_path / "q", fresh)
     rotate_inputs_(fresh, [f"model.layers.{i}.mlp.down_proj" for i in (0, 1)])
     pw.load(tmp_path / "q", fresh)
     assert apart(outputs(model, batches[0]), outputs(fresh, batches[0])) == 0
-    config = transformers.LlamaConfig(**tiny.SIZES, num_key_value_heads=2)
+    config = transformers.LlamaConfig(**models.SIZES, num_key_value_heads=2)
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(config)
     notes = rotate_inputs_(empty, [f"model.layers.{i}.mlp.down_proj" for i in (0, 1)])
@@ -306,7 +306,7 @@ def test_saved_rotations_load_only_where_they_are_understood(tmp_path: Any) -> N
 
 
 def test_rotation_lowers_the_error_of_int8_inputs_with_outliers() -> None:
-    model, batches = tiny.decoder("Llama"), tiny.ids()
+    model, batches = models.decoder("Llama"), models.ids()
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 3] *= 100  # type: ignore[union-attr, index, operator]
     exact = outputs(model, batches[0])
@@ -320,7 +320,7 @@ def test_rotation_lowers_the_error_of_int8_inputs_with_outliers() -> None:
 
 
 def test_smooth_rotate_and_gptq_in_one_recipe_load_into_a_fresh_model(tmp_path: Any) -> None:
-    model, batches = tiny.planted(tiny.decoder("Llama"), size=150.0), tiny.ids()
+    model, batches = models.planted(models.decoder("Llama"), size=150.0), models.ids()
     exact, plain = outputs(model, batches[0]), copy.deepcopy(model)
     config = Int8DynamicActivationInt8WeightConfig()
     quantize_(plain, config, calibration=batches, algorithm="gptq")
@@ -330,6 +330,6 @@ def test_smooth_rotate_and_gptq_in_one_recipe_load_into_a_fresh_model(tmp_path: 
     assert note.startswith("smooth alpha=")
     assert note.endswith("rotated")
     pw.save(model, tmp_path / "q")
-    fresh = tiny.decoder("Llama")
+    fresh = models.decoder("Llama")
     pw.load(tmp_path / "q", fresh)
     assert apart(outputs(model, batches[0]), outputs(fresh, batches[0])) == 0

@@ -18,7 +18,7 @@ from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.models.rules import PlanError
 from pennyweight.models.scheme import Scheme
-from tests.algorithms import tiny
+from tests.algorithms import models
 
 W8A8 = Scheme(QuantSpec(INT8, (-1,)), ActivationSpec(QuantSpec(INT8, (-1,))))
 
@@ -37,20 +37,20 @@ def error(model: nn.Module, algorithm: Any, batches: Any) -> float:
 @pytest.mark.parametrize("alpha", ["search", 0.0, 0.5, 1.0])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_it_keeps_function_and_names(family: str, alpha: float | str) -> None:
-    model, batches = tiny.decoder(family), tiny.ids()
-    reference, before = outputs(model, batches[0]), tiny.state(model)
+    model, batches = models.decoder(family), models.ids()
+    reference, before = outputs(model, batches[0]), models.state(model)
     notes = Smooth(alpha=alpha).apply(model, target(model), batches)
     assert apart(reference, outputs(model, batches[0])) < TOLERANCE
     assert list(model.state_dict()) == list(before)
-    assert not tiny.same_state(model, before)
+    assert not models.same_state(model, before)
     assert "with model.layers.0.input_layernorm" in notes["model.layers.0.self_attn.q_proj.weight"]
     assert notes["model.layers.0.self_attn.q_proj.weight"] == notes["model.layers.0.self_attn.k_proj.weight"]
 
 
-@pytest.mark.parametrize("make", [tiny.vit, tiny.gpt2, tiny.bert], ids=["vit", "gpt2", "bert"])
+@pytest.mark.parametrize("make", [models.vit, models.gpt2, models.bert], ids=["vit", "gpt2", "bert"])
 def test_other_families_keep_their_function(make: Any) -> None:
     model = make()
-    batches = tiny.images() if make is tiny.vit else tiny.ids()
+    batches = models.images() if make is models.vit else models.ids()
     reference = outputs(model, batches[0])
     schemes: dict[str, Scheme | None] = {n: W8A8 for n, p in model.named_parameters() if p.ndim == 2}
     notes = Smooth(alpha=0.5).apply(model, schemes, batches)
@@ -72,12 +72,12 @@ def test_scales_are_the_papers() -> None:
 
 
 def test_outlier_channels_cost_less_than_a_fifth() -> None:
-    model, batches = tiny.planted(tiny.decoder("Llama"), size=150.0), tiny.ids()
+    model, batches = models.planted(models.decoder("Llama"), size=150.0), models.ids()
     assert error(model, "smooth", batches) < error(model, "nearest", batches) / 5
 
 
 def test_search_is_no_worse_than_any_alpha_nor_than_nothing() -> None:
-    model, batches = tiny.planted(tiny.decoder("Llama")), tiny.ids()
+    model, batches = models.planted(models.decoder("Llama")), models.ids()
     for couple in find(model, batches[0]).couples:
         seen = inputs(model, [couple], batches, 64)[0]
         goal, step = target(model), Smooth()
@@ -92,7 +92,7 @@ def test_search_is_no_worse_than_any_alpha_nor_than_nothing() -> None:
 
 
 def test_group_error_is_of_weights_and_inputs_as_they_will_be() -> None:
-    model, batches = tiny.decoder("Llama"), tiny.ids(1)
+    model, batches = models.decoder("Llama"), models.ids(1)
     layer = model.model.layers[0].self_attn.q_proj  # type: ignore[union-attr]
     x = torch.randn(10, 32)
     one = torch.ones(32, dtype=torch.float64)
@@ -128,45 +128,45 @@ def test_tame_bounds_scales_and_leaves_unknown_ones() -> None:
 
 
 def test_two_runs_are_the_same_bits() -> None:
-    models = [tiny.planted(tiny.decoder("Llama")) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    for model in models:
-        Smooth().apply(model, target(model), tiny.ids())
-    assert tiny.same_state(models[0], tiny.state(models[1]))
+    both = [models.planted(models.decoder("Llama")) for _ in range(2)]
+    both[1].load_state_dict(both[0].state_dict())
+    for model in both:
+        Smooth().apply(model, target(model), models.ids())
+    assert models.same_state(both[0], models.state(both[1]))
 
 
 def test_padding_does_not_count() -> None:
-    model, ids = tiny.decoder("Llama"), tiny.ids(1)[0]
+    model, ids = models.decoder("Llama"), models.ids(1)[0]
     mask = torch.ones_like(ids)
     mask[:, 6:] = 0
     other = ids.clone()
     other[:, 6:] = 1
-    models = [copy.deepcopy(model) for _ in range(2)]
-    for m, x in zip(models, (ids, other), strict=True):
+    both = [copy.deepcopy(model) for _ in range(2)]
+    for m, x in zip(both, (ids, other), strict=True):
         Smooth(alpha=0.5).apply(m, target(m), [{"input_ids": x, "attention_mask": mask}])
-    assert tiny.same_state(models[0], tiny.state(models[1]))
+    assert models.same_state(both[0], models.state(both[1]))
 
 
 def test_a_static_activation_keeps_its_scale_and_its_input() -> None:
-    model, batches = tiny.decoder("Llama"), tiny.ids()
-    before = tiny.state(model)
+    model, batches = models.decoder("Llama"), models.ids()
+    before = models.state(model)
     static = Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor(0.05))
     report = quantize_(copy.deepcopy(model), static, calibration=batches, algorithm="smooth")
     assert "the static scale of" in next(r.note for r in report.rows if r.name.endswith("0.self_attn.q_proj.weight"))
-    assert tiny.same_state(model, before)
+    assert models.same_state(model, before)
 
 
 def test_what_changes_the_outputs_is_taken_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = tiny.decoder("Llama"), tiny.ids()
-    before = tiny.state(model)
+    model, batches = models.decoder("Llama"), models.ids()
+    before = models.state(model)
     monkeypatch.setattr("pennyweight.algorithms.scaling.tolerance", lambda model: 1e-12)
     with pytest.raises(PlanError, match="smooth: the model's outputs moved by"):
         Smooth(alpha=0.5).apply(model, target(model), batches)
-    assert tiny.same_state(model, before)
+    assert models.same_state(model, before)
 
 
 def test_it_composes_with_gptq_and_loads_into_a_fresh_model(tmp_path: Any) -> None:
-    model, batches = tiny.planted(tiny.decoder("Llama"), size=150.0), tiny.ids()
+    model, batches = models.planted(models.decoder("Llama"), size=150.0), models.ids()
     exact = outputs(model, batches[0])
     plain = copy.deepcopy(model)
     quantize_(plain, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="gptq")
@@ -177,7 +177,7 @@ def test_it_composes_with_gptq_and_loads_into_a_fresh_model(tmp_path: Any) -> No
     assert any("smooth alpha=" in row.note for row in report.rows)
     assert str(report.config).endswith("smooth + gptq")
     pw.save(model, tmp_path / "q")
-    fresh = tiny.decoder("Llama")
+    fresh = models.decoder("Llama")
     pw.load(tmp_path / "q", fresh)
     assert apart(outputs(model, batches[0]), outputs(fresh, batches[0])) == 0
 
@@ -190,4 +190,4 @@ def test_options_without_meaning_are_refused(options: Any) -> None:
 
 def test_no_data_is_refused() -> None:
     with pytest.raises(PlanError, match="smooth learns from data"):
-        Smooth().apply(tiny.decoder("Llama"), {}, [])
+        Smooth().apply(models.decoder("Llama"), {}, [])

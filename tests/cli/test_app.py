@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pennyweight as pw
-from pennyweight.cli.sizes import parse
+from pennyweight.models.report import nbytes_of
 
 
 def process(*arguments: Any) -> "subprocess.CompletedProcess[str]":
@@ -50,10 +50,10 @@ def test_a_reader_that_goes_away_is_no_error(plain: Path) -> None:
     ("text", "size"), [("4GB", 4 * 10**9), ("1.5 GiB", 3 * 2**29), ("500_000", 500_000), ("20kb", 20_000), ("7B", 7)]
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse(text) == size
+    assert nbytes_of(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "4XB", "-1GB", "1e9", "0", "0.1B", "4 G B", "__"])
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="size"):
-        parse(text)
+        nbytes_of(text)

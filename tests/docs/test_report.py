@@ -30,7 +30,7 @@ def test_the_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_options_are_real() -> None:
-    shown = "".join(CliRunner().invoke(app, [c, "--help"]).stdout for c in ("eval", "report", "quantize"))
+    shown = "".join(CliRunner().invoke(app, [c, "--help"]).stdout for c in ("eval", "report", "quantize", "verify"))
     options = set(re.findall(r"(--[a-z][a-z-]+)", PAGE))
     assert options >= {"--max-kl", "--text", "--measure", "--pareto"}
     assert not [o for o in options if o not in shown]

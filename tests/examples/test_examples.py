@@ -6,6 +6,7 @@ In one process they would leave their formats, kernels and handlers in the regis
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,17 @@ def test_a_script_runs_and_prints_what_its_page_shows(page: Path) -> None:
     for fence in fences(page, "text"):
         for line in fence.splitlines():
             assert line.strip() in run.stdout, f"{page.name} shows, but {script.name} does not print: {line}"
+
+
+@pytest.mark.skipif(
+    find_spec("lm_eval") is None,
+    reason="lm-eval with all that it needs (datasets, pandas, nltk, ...) is 400 MB that nothing else here uses",
+)
+def test_the_harness_gives_what_is_computed_by_hand() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(  # the harness's own libraries warn, so warnings are none of ours here
+        [sys.executable, str(ROOT / "examples" / "lm_harness.py")],
+        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "int3, auto" in run.stdout

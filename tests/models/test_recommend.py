@@ -344,7 +344,7 @@ def test_the_error() -> None:
 
 def test_rows_that_layers_are_called_with() -> None:
     model = Net().eval()
-    seen, _ = recommending._rows(model, lambda m: m(torch.randn(2, 5, 64).flatten(0, 1)))
+    seen, _ = measure.layer_calls(model, lambda: model(torch.randn(2, 5, 64).flatten(0, 1)))
     assert {n: seen[id(getattr(model, n))] for n in NAMES} == {
         "up": Counter({10: 1}), "down": Counter({10: 1}), "narrow": Counter({30: 1}),
     }  # fmt: skip

@@ -1,0 +1,117 @@
+"""The measured section of each page of docs/algorithms: our rows of that algorithm, beside the row without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy import statistics
+from benchmarks.accuracy.results import Results
+from benchmarks.accuracy.rivals import OURS
+from benchmarks.accuracy.subjects import KINDS, SUBJECTS
+from benchmarks.report import markdown
+
+BEGIN = "<!-- measured: written by benchmarks.accuracy --page; not by hand -->"
+END = "<!-- measured: end -->"
+LOSS = {"kl": "KL", "1-cos": "1-cos"}
+_WEIGHTS = ("int4 g128 zero point", "int3 g128 zero point", "int2 g64 zero point")
+_INPUTS = ("int8-dynamic", "int8-dynamic-int4 g128")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A row of ours, and the row that is the same but for the algorithm ("" for none)."""
+
+    row: str
+    without: str = ""
+
+
+def _after(names: tuple[str, ...], algorithm: str, before: str = "") -> tuple[Pair, ...]:
+    return tuple(Pair(f"{n}{before} {algorithm}", f"{n}{before}") for n in names)
+
+
+# Pages whose algorithm has rows of its own
+PAGES: dict[str, tuple[Pair, ...]] = {
+    "nearest": tuple(map(Pair, ("int8", "int4 g128", *_WEIGHTS, "mxfp4", "nvfp4"))),
+    "mse": _after(("int8", "int4 g128", *_WEIGHTS, "nvfp4"), "mse"),
+    "hqq": _after(_WEIGHTS, "hqq"),
+    "imatrix": _after(_WEIGHTS, "imatrix"),
+    "gptq": _after(("int4 g128", *_WEIGHTS), "gptq"),
+    "gptaq": tuple(Pair(f"{n} gptaq", f"{n} gptq") for n in _WEIGHTS),
+    "auto": _after(("int8", "int4 g128", *_WEIGHTS, "mxfp4", "nvfp4"), "auto"),
+    "awq": tuple(Pair(f"{n} awq auto", f"{n} auto") for n in _WEIGHTS),
+    "bias": _after(_WEIGHTS, "bias", " gptq"),
+    "tune": (Pair("int4 g128 zero point auto tune", "int4 g128 zero point auto"),
+             Pair("mixed 4.25 auto tune", "mixed 4.25 auto")),
+    "smooth": _after(_INPUTS, "smooth"),
+    "rotate": (Pair("int4 g128 zero point rotate auto", "int4 g128 zero point auto"),
+               *_after(_INPUTS, "rotate", " smooth")),
+    "search": (Pair("mixed 4.25 auto tune", "int4 g128 zero point auto tune"),
+               Pair("mixed 3.15 auto tune", "int3 g128 zero point auto"), Pair("mixed 2.75 auto tune"),
+               Pair("mixed 2.3 auto tune", "int2 g64 zero point auto")),
+}  # fmt: skip
+# ... and those that no row is about, with the reason
+NONE = {
+    "improve": "it begins with a quantized model that was made elsewhere, and the benchmark's rows all begin with the "
+    "float one",
+    "sparsify": "a share of zeros is no number of bits, by which the benchmark's rows are compared",
+    "static": "the benchmark's rows quantize inputs by the token",
+}
+
+
+def section(results: Results, page: str) -> str:
+    """What stands between the marks, marks included."""
+    if page in NONE:
+        text = f"Measured: in no row of [accuracy](../accuracy.md); {NONE[page]}."
+    else:
+        body = [cells for subject in results.subjects() for p in PAGES[page] if (cells := _cells(results, subject, p))]
+        text = "Measured ([accuracy](../accuracy.md) has the conditions, and what others reach; less is better):\n\n"
+        text += markdown(["", "on", "bits", "loss", "95 %", "without: loss", "ratio", "95 %"], body)
+        if not body:
+            text = "Measured: not yet; its rows in [accuracy](../accuracy.md) are " + ", ".join(
+                p.row for p in PAGES[page]
+            )
+    return f"{BEGIN}\n{text}\n{END}"
+
+
+def _cells(results: Results, subject: str, pair: Pair) -> list[str] | None:
+    ours, without = results.find(subject, OURS, pair.row), results.find(subject, OURS, pair.without)
+    if ours is None:
+        return None
+    measure = KINDS[SUBJECTS[subject][0]].measure
+    loss = statistics.mean(_values(ours, measure))
+    head = [pair.row, subject, f"{ours['bits']:.3f}", f"{LOSS[measure]} {number(loss.value)}", interval(loss)]
+    if without is None:
+        return [*head, "", "", ""]
+    ratio = statistics.ratio(_values(ours, measure), _values(without, measure))
+    theirs = statistics.mean(_values(without, measure)).value
+    told = f"{number(theirs)}" + (f" ({pair.without})" if pair.without not in pair.row else "")
+    return [*head, told, f"{ratio.value:.3f}", interval(ratio)]
+
+
+def _values(row: dict[str, Any], measure: str) -> list[float]:
+    return row["figures"]["per_sequence"][measure]  # type: ignore[no-any-return]
+
+
+def number(x: float) -> str:
+    return f"{x:.3g}" if x >= 1e-3 or x == 0 else f"{x:.2e}"
+
+
+def interval(i: statistics.Interval) -> str:
+    return f"{number(i.low)} to {number(i.high)}"
+
+
+def write(results: Results, folder: Path) -> list[str]:
+    """Put the sections into the pages of a folder, between their marks. Returns the names of the pages. Raises
+    ValueError for a page without marks."""
+    done = []
+    for name in (*PAGES, *NONE):
+        path = folder / f"{name}.md"
+        text = path.read_text(encoding="utf-8")
+        if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+            raise ValueError(f"{path} has no place for what was measured: {BEGIN} and {END}, once each")
+        before, rest = text.split(BEGIN)
+        path.write_text(before + section(results, name) + rest.split(END)[1], encoding="utf-8")
+        done.append(name)
+    return done

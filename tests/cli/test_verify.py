@@ -1,0 +1,59 @@
+"""pennyweight verify: right, wrong and missing, and how the file is made."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pennyweight as pw
+from pennyweight.report.folders import load_folder
+from tests.cli.conftest import snapshot
+
+
+@pytest.fixture
+def small(run: Any, writer: Path, text: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "small"
+    assert run("quantize", writer, out, "--config", "int4", "--group-size", "32").exit_code == 0
+    before = snapshot(out)
+    result = run("verify", out, "--make", "--text", text)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == f"written: {out / 'golden.safetensors'}\n"
+    assert {n: b for n, b in snapshot(out).items() if n != "golden.safetensors"} == before
+    return out
+
+
+def test_it_gives_what_it_gave(run: Any, small: Path, writer: Path) -> None:
+    result = run("verify", small)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("as expected: mean KL ")
+    assert (small / "golden.safetensors").stat().st_size < 50_000
+    (small / "config.json").unlink()
+    assert run("verify", small, "--like", writer).exit_code == 0
+
+
+def test_it_does_not(run: Any, small: Path, writer: Path) -> None:
+    (small / "model.safetensors").write_bytes((writer / "model.safetensors").read_bytes())  # the float weights
+    result = run("verify", small)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "NOT as expected: mean KL" in result.stderr
+    assert "times the bound of 0.00025" in result.stderr
+    assert run("verify", small, "--bound", 100).exit_code == 0
+    with pytest.raises(pw.CheckpointError, match="NOT as expected"):
+        pw.load(small, load_folder(str(writer)), verify=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "holds no golden.safetensors"),
+        (["--make"], "--make and --text go together"),
+        (["--text", "a.txt"], "--make and --text go together"),
+        (["--bound", "0"], "--bound must be positive"),
+        (["--make", "--text", "a.txt", "--bound", "1"], "--bound is for verifying"),
+    ],
+)
+def test_what_does_not_fit(run: Any, writer: Path, arguments: list[str], message: str) -> None:
+    result = run("verify", writer, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (writer / "golden.safetensors").exists()
