@@ -103,6 +103,26 @@ def _tuned(config: Make, *steps: str) -> Callable[[Subject, nn.Module], Any]:
     return run
 
 
+def _distilled(config: Make) -> Callable[[Subject, nn.Module], Any]:
+    """Codes learned, too; a language model also learns from 256 sequences that it writes itself."""
+
+    def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
+        import pennyweight as pw
+
+        batches = [part for batch in subject.calibration() for part in _in_parts(batch, 8)]
+        if subject.kind == "causal":
+            batches += pw.sample(model, 256, 256)
+        steps = ["auto", {"distill": {"steps": 400, "metric": _metric(subject)}}]
+        pw.quantize_(
+            model, config(), lambda module, name: name in subject.layers, calibration=batches, algorithm=steps
+        )
+        bits = bits_of(model, subject)
+        pw.dequantize_(model)
+        return model, bits
+
+    return run
+
+
 def _sampled(config: Make, algorithm: Any) -> Callable[[Subject, nn.Module], Any]:
     """Calibrated on what the model itself writes."""
 
@@ -224,6 +244,7 @@ ROWS = (
     Row("int4 g128 zero point auto", _quantized(ASYM4, "auto"), None),
     Row("int4 g128 zero point auto, own text", _sampled(ASYM4, "auto"), None, subjects=("causal",)),
     Row("int4 g128 zero point auto tune", _tuned(ASYM4, "auto"), None, slow=True),
+    Row("int4 g128 zero point auto distill", _distilled(ASYM4), None, slow=True),
     Row("int4 g128 zero point rotate auto", _quantized(ASYM4, ["rotate", "auto"]), None, subjects=("lm",)),
     Row("int8 auto", _quantized(_config("Int8WeightOnlyConfig"), "auto"), None),
     *(

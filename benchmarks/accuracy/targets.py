@@ -10,7 +10,7 @@ from benchmarks.accuracy.rivals import OURS, REFERENCE
 from benchmarks.accuracy.subjects import KINDS, SUBJECTS
 
 AO, LLMC = "torchao", "llm-compressor"
-_UNIFORM, _SMOOTH8 = "int4 g128 zero point auto tune", "int8-dynamic smooth rotate auto"
+_UNIFORM, _SMOOTH8 = "int4 g128 zero point auto distill", "int8-dynamic smooth rotate auto"
 BOTH, LM, OUT = ("lm", "minilm"), ("lm",), ("lm-out",)
 
 

@@ -78,6 +78,13 @@ def mean(model: nn.Module, batches: Sequence[Any], reference: Sequence[Any], met
     return sum(found) / len(found)
 
 
+def split(batches: Sequence[Any], share: float) -> tuple[list[Any], list[Any]]:
+    """(the rest, one in every 1 / share), at least one of each; spread, as batches often lie in order of length."""
+    aside = min(max(1, round(share * len(batches))), len(batches) - 1)
+    chosen = {(2 * i + 1) * len(batches) // (2 * aside) for i in range(aside)}
+    return [b for i, b in enumerate(batches) if i not in chosen], [batches[i] for i in sorted(chosen)]
+
+
 def _has_logits(output: Any) -> bool:
     return isinstance(getattr(output, "logits", None), Tensor)
 

@@ -180,8 +180,7 @@ def search(
         raise PlanError("search needs two batches or more: some to solve with, some to measure with")
     solver, timed = _solver(algorithm), any(map(is_latency, parts(budget)))
     configs = list(candidates if candidates is not None else (*CANDIDATES, *FAST) if timed else CANDIDATES)
-    aside = max(1, round(held_out * len(batches)))
-    solving, measuring = list(batches[:-aside]), list(batches[-aside:])
+    solving, measuring = fidelity.split(batches, held_out)
     with torch.inference_mode(False), torch.no_grad():
         plans = [plan(model, config, filter_fn) for config in configs]
         names = [row.name for row in plans[0].active]

@@ -49,7 +49,7 @@ class Tune(Tuner):
 
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
         batches = list(batches)
-        trained, guard = split(batches, self.held_out) if len(batches) > 1 else (batches, batches)
+        trained, guard = fidelity.split(batches, self.held_out) if len(batches) > 1 else (batches, batches)
         with torch.inference_mode(False), torch.enable_grad():
             return self._tune(model, teacher, trained, guard)
 
@@ -97,13 +97,6 @@ class Tune(Tuner):
         else:
             told = f"tuned: held-out divergence {before:.3g} -> {after:.3g}"
         return {"": told}
-
-
-def split(batches: Sequence[Any], share: float) -> tuple[list[Any], list[Any]]:
-    """(the rest, one in every 1 / share), at least one of each; spread, as batches often lie in order of length."""
-    aside = min(max(1, round(share * len(batches))), len(batches) - 1)
-    chosen = {(2 * i + 1) * len(batches) // (2 * aside) for i in range(aside)}
-    return [b for i, b in enumerate(batches) if i not in chosen], [batches[i] for i in sorted(chosen)]
 
 
 def _turns(n: int) -> Iterator[int]:
