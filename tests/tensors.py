@@ -6,7 +6,7 @@ import torch
 
 import pennyweight.kernels  # noqa: F401  (registers the layout torch_int4)
 from pennyweight.core.choose import Params
-from pennyweight.core.formats import E4M3, INT4, INT8, NF4, TERNARY, UINT4, UINT8
+from pennyweight.core.formats import E4M3, INT4, INT8, NF4, TERNARY, UINT3, UINT4, UINT5, UINT8
 from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 
@@ -19,6 +19,9 @@ SPECS = {
     "torch_int4": QuantSpec(INT4, (32,), scale=torch.bfloat16, layout="torch_int4"),
     "uint8_asymmetric": QuantSpec(UINT8, (32,), zero_point=True),
     "uint4_asymmetric_bits": QuantSpec(UINT4, (16,), zero_point=True, layout="bits"),
+    "int4_zeros_bits": QuantSpec(INT4, (16,), zero_point=INT4, layout="bits"),
+    "uint3_zeros_bits": QuantSpec(UINT3, (32,), zero_point=UINT3, layout="bits"),
+    "uint4_wide_zeros": QuantSpec(UINT4, (16,), zero_point=UINT5),
     "tinygemm": TINYGEMM.with_(block=(32,)),
     "ternary_row": QuantSpec(TERNARY, (-1,), layout="bits"),
     "float8_row": QuantSpec(E4M3, (-1,)),

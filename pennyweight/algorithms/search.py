@@ -27,7 +27,7 @@ from .collect import Collector, Seen
 from .quantize import solve_row
 
 CANDIDATES: tuple[AOBaseConfig, ...] = tuple(
-    SpecConfig(QuantSpec(fmt, (group,), torch.float16, zero_point=True))
+    SpecConfig(QuantSpec(fmt, (group,), torch.float16, zero_point=fmt))
     for fmt, group in ((UINT2, 64), (UINT3, 128), (UINT4, 128), (UINT5, 128), (UINT6, 128))
 )
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from . import blocks, fallback
 from .tensor import AffineQuantizedTensor, implements, stored_shape
-from .tensor_ops import aliased, axes_of, consistent, map_value, sliceable, stored_axis, unpacked
+from .tensor_ops import aliased, axes_of, consistent, map_value, sliceable, stored_axis, streamed, unpacked
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
@@ -143,6 +143,8 @@ def _expanded(w: QT, shape: tuple[int, ...]) -> Any:
     def part(p: Any, slot: str) -> Any:
         if slot == "codes":
             return p.expand(*(-1 if n == m else n for n, m in zip(stored, w.stored_shape, strict=True)))
+        if streamed(w, slot):
+            return p.expand(*part_shape[:-1], -1)
         return _expanded(p, part_shape) if isinstance(p, QT) else p.expand(part_shape)
 
     return consistent(map_value(w, part, shape=shape, readonly=True))
@@ -205,6 +207,8 @@ def regrouped(w: QT, shape: tuple[int, ...]) -> Any:
     def part(p: Any, slot: str) -> Any:
         if slot == "codes":
             return p.reshape(*shape[:new], *(p.shape[lead:] if shape[new:] == tail else shape[new:]))
+        if streamed(w, slot):  # only where the last axis stays
+            return p.reshape(*part_shape[:-1], p.shape[-1])
         return _reshape_part(p, part_shape)
 
     out = consistent(map_value(w, part, shape=shape, spec=w.spec.with_(block=block)))

@@ -56,10 +56,15 @@ def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, .
     if bits < 8 and (step != 1 or start * bits % 8 or end * bits % 8):  # not at bytes of the stream
         w, bits = unpacked(w), 8
         readonly = True
+    zeros = w.spec.zero_point_bits if bits < 8 else 8
+    if zeros < 8 and (first * zeros % 8 or (last * zeros % 8 and stop != n)):
+        w, bits, zeros, readonly = unpacked(w), 8, 8, True
 
     def part(p: Any, slot: str) -> Any:
         if slot == "codes":
             return aten.slice(p, axis, start * bits // 8, -(-end * bits // 8), step)
+        if slot == "zero_point" and zeros < 8:
+            return aten.slice(p, axis, first * zeros // 8, -(-last * zeros // 8))
         if size == 1:
             return _slice_part(p, axis, start, stop, step)
         return _slice_part(p, axis, first, last, 1)

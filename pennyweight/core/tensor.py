@@ -28,11 +28,12 @@ from torch import Tensor
 
 from . import blocks, conversions
 from .choose import Params
-from .layouts import READABLE, get_layout, portable_layout
+from .layouts import READABLE, get_layout, portable_layout, unpack_zero_point
 from .numerics import Parts, dequantize, is_order, ordered, quantize, sqnr
-from .spec import DTYPES, ActivationSpec, QuantSpec, dtype_name
+from .spec import DTYPES, SPEC_VERSION, ActivationSpec, QuantSpec, dtype_name
 
 SLOTS = Parts._fields
+_PACKED = ("bits", "zero_point")  # the layout and part, beside the codes, that may be a bit stream
 STORED = tuple(f"_{name}" for name in SLOTS)  # attributes that hold them, as they lie in memory
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 ATEN: dict[Any, Handler] = {}  # aten overload (None: every other) -> what to do under __torch_dispatch__
@@ -184,7 +185,7 @@ class AffineQuantizedTensor(Tensor):
         part = getattr(self, f"_{slot}")
         layout = self.spec.layout
         if part is None or layout == "plain" or (layout in READABLE and slot != "codes"):
-            return part
+            return unpack_zero_point(part, self.spec, self.stored_shape) if (layout, slot) == _PACKED else part
         part = getattr(self.plain_parts(), slot)
         if not isinstance(part, Parts):
             return part
@@ -508,11 +509,16 @@ def check_finite(x: Tensor, name: str) -> None:
         )
 
 
+def static_version(w: AffineQuantizedTensor) -> int:
+    """The first version of :func:`static_json` in which all of it is known: that of the specs."""
+    return max(w.spec.version, 1 if w.act is None else w.act.spec.version)
+
+
 def static_json(w: AffineQuantizedTensor) -> str:
     """All that is static about a tensor, as JSON."""
     return json.dumps(
         {
-            "version": 1,
+            "version": static_version(w),
             "spec": w.spec.to_dict(),
             "act": None if w.act is None else w.act.to_dict(),
             "shape": [int(n) for n in w.shape],
@@ -532,8 +538,10 @@ def rebuild(
     ``layout`` is the one it had: it is packed anew, for this machine, where the parts are on a device that has it.
     """
     data = json.loads(static)
-    if data.get("version") != 1:
-        raise ValueError(f"quantized tensor pickled as version {data.get('version')!r}; this release reads version 1")
+    if data.get("version") not in range(1, SPEC_VERSION + 1):
+        raise ValueError(
+            f"quantized tensor pickled as version {data.get('version')!r}; this release reads 1 to {SPEC_VERSION}"
+        )
     spec = QuantSpec.from_dict(data["spec"])
     if spec.format.native_float:
         parts = {**parts, "codes": parts["codes"].view(spec.format.code_dtype)}
@@ -569,6 +577,8 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
         raise ValueError(f"pickled {spec} has parts {sorted(names)}; expected {sorted(kinds)} in a portable layout")
     for name, kind in kinds.items():
         part, size = parts[name], codes if name == "codes" else blocks.counts(spec.block, shape)
+        if (spec.layout, name) == _PACKED and spec.zero_point_bits < 8 and size:
+            size, kind = (*size[:-1], -(-size[-1] * spec.zero_point_bits // 8)), torch.uint8
         held = part.spec if isinstance(part, AffineQuantizedTensor) else part.dtype
         if tuple(part.shape) != size or held != kind:
             raise ValueError(

@@ -53,6 +53,11 @@ def unpacked(w: QT) -> QT:
     return w if w.spec.layout == "plain" else w.to_layout("plain").with_(readonly=True)
 
 
+def streamed(w: QT, slot: str) -> bool:
+    """Whether the last axis of a part beside the codes is a bit stream."""
+    return slot == "zero_point" and w.spec.layout == "bits" and w.spec.zero_point_bits < 8 and w.ndim > 0
+
+
 def axes_of(w: QT) -> tuple[int, ...]:
     return tuple(range(w.ndim)) if w.axes is None else w.axes
 

@@ -26,6 +26,8 @@ def enrolled() -> dict[str, QuantSpec]:
         specs[f"{fmt}-offset-f16"] = QuantSpec(fmt, (16,), torch.float16, offset=torch.float16)
         if fmt.kind == "int":
             specs[f"{fmt}-zero_point"] = QuantSpec(fmt, (16,), zero_point=True)
+            if fmt.bits < 8:
+                specs[f"{fmt}-zero_point={fmt}"] = QuantSpec(fmt, (8,), torch.float16, zero_point=fmt)
             if not fmt.signed:
                 specs[f"{fmt}-mid"] = QuantSpec(fmt, (16,), torch.bfloat16, mid=1 << (fmt.bits - 1))
     return specs
