@@ -220,8 +220,11 @@ class QuantSpec:
         data = json.loads(text)
         version = data.pop("version", None) if isinstance(data, dict) else None
         if type(version) is not int or not 1 <= version <= SPEC_VERSION:
-            raise ValueError(f"QuantSpec version {version!r}; this release reads versions 1 to {SPEC_VERSION}")
-        return cls.from_dict(data)
+            raise ValueError(f"QuantSpec version {version!r}; this release reads 1 to {SPEC_VERSION}")
+        spec = cls.from_dict(data)
+        if spec.version > version:
+            raise ValueError(f"QuantSpec says version {version}, and all of it is known in version {spec.version}")
+        return spec
 
 
 _OPTIONAL = {"zero_point", "offset", "mid", "layout"}
@@ -242,10 +245,12 @@ class ActivationSpec:
     def __post_init__(self) -> None:
         if self.mode not in ("dynamic", "static"):
             raise ValueError(f'ActivationSpec.mode must be "dynamic" or "static", got {self.mode!r}')
-        if isinstance(self.spec.zero_point, Format):
-            raise ValueError(
-                f"ActivationSpec: nothing is won by packing a zero point; use zero_point=True: {self.spec}"
-            )
+        if isinstance(self.spec.zero_point, Format):  # nothing is won by packing one number
+            if self.spec.zero_point is not self.spec.format:
+                raise ValueError(
+                    f"ActivationSpec: zero points lie within the range of the codes, not as in {self.spec}"
+                )
+            object.__setattr__(self, "spec", self.spec.with_(zero_point=True))
 
     def __str__(self) -> str:
         return f"{self.mode} {self.spec}"
