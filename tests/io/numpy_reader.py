@@ -1,4 +1,4 @@
-"""docs/format.md, versions 1 and 2, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
+"""docs/format.md, versions 1 to 3, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
 
 Written from the page, not from the library, so that the page is known to be enough. It trusts its file.
 """
@@ -60,7 +60,10 @@ def value(name, spec, shape, stored):
 
     def part(key):
         p = spec[key]
-        p = value(f"{name}.{key}", p, groups, stored) if isinstance(p, dict) else stored[f"{name}.{key}"]
+        if key == "zero_point" and p is not True:  # a bit stream of numbers of that format
+            p = codes(stored[f"{name}.{key}"], p, groups)
+        else:
+            p = value(f"{name}.{key}", p, groups, stored) if isinstance(p, dict) else stored[f"{name}.{key}"]
         p = p.astype(np.float32)
         for axis, b in enumerate(block):
             p = np.repeat(p, b, axis)
