@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tests/golden/native/make_v3.py
 
-As for make_v1.py: written once. It holds what versions 1 and 2 cannot say: zero points that take the bits of a format of
-their own.
+As for make_v1.py: written once. It holds what versions 1 and 2 cannot say: zero points that take the bits of a format
+of their own.
 """
 
 from pathlib import Path

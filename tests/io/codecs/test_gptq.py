@@ -158,7 +158,8 @@ def test_configs() -> None:
     found = find(entries(both), method, both.__getitem__)
     specs = {name: str(f.meta.spec) for name, f in found.items()}
     assert specs == {
-        "model.layer.weight": "uint4[16] scale=f16 zero_point=uint4", "model.head.weight": "uint8[32] scale=f16 zero_point",
+        "model.layer.weight": "uint4[16] scale=f16 zero_point=uint4",
+        "model.head.weight": "uint8[32] scale=f16 zero_point",
     }  # fmt: skip
 
 
