@@ -41,7 +41,7 @@ def unflatten(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Parts of the matrix as parts of a weight of ``shape`` under its own spec."""
     if len(shape) == 2:
         return parts
-    part_shape, stored = blocks.counts(spec.block, shape), blocks.padded(spec.block, shape)
+    part_shape, stored = blocks.counts(spec.block, shape), spec.codes_shape(shape)
 
     def part(p: Tensor | None) -> Tensor | None:
         return None if p is None else p.reshape(part_shape)

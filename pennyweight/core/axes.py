@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from . import blocks, fallback
 from .tensor import AffineQuantizedTensor, implements, stored_shape
-from .tensor_ops import aliased, axes_of, consistent, map_value, sliceable, stored_axis, streamed, unpacked
+from .tensor_ops import aliased, axes_of, consistent, joined, map_value, sliceable, stored_axis, streamed, unpacked
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
@@ -75,6 +75,8 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
 def drop_axis(w: QT, axis: int) -> Any:
     """Remove a stored axis of size one."""
     w = sliceable(w)
+    if joined(w, axis):
+        return NotImplemented
     if axis == w.ndim - 1:
         w = unpacked(w).with_(perm=None)  # of one entry: there is but one order
     block = w.spec.block
@@ -137,6 +139,8 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
 def _expanded(w: QT, shape: tuple[int, ...]) -> Any:
     stored = stored_shape(shape, w.axes)
     if stored[-1] != w.stored_shape[-1]:
+        if joined(w, w.ndim - 1):
+            return NotImplemented
         w = unpacked(w).with_(perm=None)
     part_shape = blocks.counts(w.spec.block, stored)
 
@@ -197,7 +201,7 @@ def regrouped(w: QT, shape: tuple[int, ...]) -> Any:
     else:
         count = math.prod(old[:lead])
         new = next((i for i in range(len(shape) + 1) if math.prod(shape[:i]) == count), -1)
-        if not single or new < 0 or new == len(shape) or w._perm is not None:
+        if not single or new < 0 or new == len(shape) or w._perm is not None or joined(w, w.ndim - 1):
             return NotImplemented
         block = None if w.spec.block is None else (-1,) * (len(shape) - new)
         w = unpacked(w)

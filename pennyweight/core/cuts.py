@@ -13,7 +13,7 @@ from . import blocks
 from .axes import drop_axis, insert_axis, regrouped
 from .layouts import portable_layout
 from .tensor import AffineQuantizedTensor, implements
-from .tensor_ops import aliased, consistent, map_value, resized, sliceable, stored_axis, unpacked
+from .tensor_ops import aliased, consistent, joined, map_value, resized, sliceable, stored_axis, unpacked
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
@@ -52,6 +52,11 @@ def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, .
     else:
         return NotImplemented
     end = last * size if last - first > 1 else stop  # padding goes with the blocks it completes
+    if joined(w, axis):
+        dim = w.spec.format.dim
+        if step != 1 or start % dim or (end % dim and stop != n):
+            return NotImplemented
+        start, end = start // dim, -(-end // dim)
     bits = w.spec.format.bits if w.spec.layout == "bits" and axis == w.ndim - 1 else 8
     if bits < 8 and (step != 1 or start * bits % 8 or end * bits % 8):  # not at bytes of the stream
         w, bits = unpacked(w), 8
@@ -159,7 +164,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
     whole = [unpacked(t) for t in tensors]
     first = whole[0]
-    inner = [t._codes.shape[axis] != t.stored_shape[axis] for t in whole[:-1]]
+    dim = first.spec.format.dim if joined(first, axis) else 1
+    inner = [t._codes.shape[axis] * dim != t.stored_shape[axis] for t in whole[:-1]]
     if any(inner) or any(t.spec != first.spec for t in whole):  # padding would land in the middle
         return NotImplemented
 
@@ -216,6 +222,8 @@ def _pick(w: QT, axis: int, picks: Tensor) -> Any:
             return NotImplemented
         w = w.with_(perm=w._perm.clone())
     w = sliceable(w)
+    if joined(w, axis):
+        return NotImplemented
     if axis == w.ndim - 1:
         w = unpacked(w)
     size = blocks.resolve(w.spec.block, w.stored_shape)[axis]

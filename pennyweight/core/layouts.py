@@ -88,7 +88,7 @@ def _pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
 
 
 def _unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
-    n = blocks.padded(spec.block, shape)[-1] if shape else 1
+    n = spec.codes_shape(shape)[-1] if shape else 1
     codes = spec.format.from_unsigned(unpack_bits(parts.codes, spec.format.bits, n))
     return parts._replace(codes=codes, zero_point=unpack_zero_point(parts.zero_point, spec, shape))
 

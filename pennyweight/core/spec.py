@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +51,7 @@ class QuantSpec:
 
         x = (decode(codes) - mid - zero_point) * scale + offset
 
-    format      the numbers of the codes
+    format      the numbers of the codes; decode() of a learned format looks into the tensor's own part ``table``
     block       elements that share a scale: right-aligned to the shape; -1 the whole axis; None the whole tensor
     scale       dtype of the scale, or a QuantSpec: then the scale is itself quantized; None: no scale (1)
     zero_point  whether an integer zero point, in code units, is stored per block: True, a byte each, within the codes;
@@ -81,6 +82,12 @@ class QuantSpec:
             raise ValueError(f"zero_point is in code units and needs an integer format, got {self.format}; use offset")
         if self.zero_point and (self.offset is not None or self.mid):
             raise ValueError("QuantSpec takes one of zero_point, and offset with mid: both say which code means zero")
+        for name in ("scale", "offset"):
+            value = getattr(self, name)
+            if isinstance(value, QuantSpec) and value.format.kind == "learned":
+                raise ValueError(f"QuantSpec.{name}: its numbers cannot be learned, got {value.format}")
+        if self.block is not None and self.block[-1] % self.format.dim and self.block[-1] != -1:
+            raise ValueError(f"QuantSpec: blocks of {self.block[-1]} are not whole codes of {self.format}")
         if self.mid and not (self.format.kind == "int" and self.format.lo <= self.mid <= self.format.hi):
             raise ValueError(
                 f"QuantSpec.mid must be one of the codes of an integer format, got {self.mid} for {self.format}"
@@ -149,12 +156,26 @@ class QuantSpec:
     def version(self) -> int:
         """The first version of the spec's JSON in which all of it is known."""
         nested = [k.version for k in (self.scale, self.offset) if isinstance(k, QuantSpec)]
-        return max([2 if isinstance(self.zero_point, Format) else 1, *nested])
+        return max([2 if isinstance(self.zero_point, Format) or self.format.kind == "learned" else 1, *nested])
+
+    @property
+    def table_shape(self) -> tuple[int, int] | None:
+        """Sizes of the part ``table``, [codes, numbers of a code]; None where the format has numbers of its own."""
+        return (1 << self.format.bits, self.format.dim) if self.format.kind == "learned" else None
+
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Sizes of plain codes: whole blocks, and one code for ``format.dim`` neighbours on the last axis."""
+        whole, dim = blocks.padded(self.block, shape), self.format.dim
+        if dim == 1:
+            return whole
+        if not whole:
+            raise ValueError(f"{self}: a single number has no codes that stand for {dim}")
+        return (*whole[:-1], -(-whole[-1] // dim))
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of all parts of a tensor of that shape: codes at one byte (layout "plain") or ``bits`` bits each, zero
         points at a byte, or in layout "bits" at the bits of their format."""
-        stored = blocks.padded(self.block, shape)
+        stored = self.codes_shape(shape)
         count = 1
         for n in stored[:-1]:
             count *= n
@@ -169,7 +190,7 @@ class QuantSpec:
                 total += n_blocks // max(1, part_shape[-1]) * -(-part_shape[-1] * self.zero_point_bits // 8)
             else:
                 total += kind.nbytes(part_shape) if isinstance(kind, QuantSpec) else n_blocks * kind.itemsize
-        return total
+        return total + (0 if self.table_shape is None else 2 * math.prod(self.table_shape))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/format.md."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks, conversions
+from . import blocks, conversions, learned
 from .choose import Params
 from .layouts import READABLE, get_layout, portable_layout, unpack_zero_point
 from .numerics import Parts, dequantize, is_order, ordered, quantize, sqnr
@@ -66,6 +66,7 @@ class AffineQuantizedTensor(Tensor):
     _act_scale: Tensor | None
     _act_zero_point: Tensor | None
     _perm: Tensor | None
+    _table: Tensor | None
     spec: QuantSpec
     act: ActivationSpec | None
     axes: tuple[int, ...] | None
@@ -99,6 +100,9 @@ class AffineQuantizedTensor(Tensor):
                 f"perm of a quantized tensor {shape} is {tuple(parts.perm.shape)}; it has one entry for each of the "
                 f"{stored_shape(shape, axes)[-1:]} entries of the axis that is stored last"
             )
+        if (None if parts.table is None else tuple(parts.table.shape)) != spec.table_shape:
+            has = "no table" if parts.table is None else f"a table {list(parts.table.shape)}"
+            raise ValueError(f"a quantized tensor {shape} ({spec}) has {has}, and is due {spec.table_shape or 'none'}")
         self: AffineQuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -173,8 +177,9 @@ class AffineQuantizedTensor(Tensor):
     def parts(self) -> Parts:
         """The stored parts, as they lie in memory."""
         return Parts(
-            self._codes, self._scale, self._zero_point, self._offset, self._act_scale, self._act_zero_point, self._perm
-        )
+            self._codes, self._scale, self._zero_point, self._offset, self._act_scale, self._act_zero_point, self._perm,
+            self._table,
+        )  # fmt: skip
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -226,6 +231,11 @@ class AffineQuantizedTensor(Tensor):
     def perm(self) -> Tensor | None:
         """Order of the axis that is stored last: stored entry j is entry perm[j] of the value. None: as it is."""
         return self._perm
+
+    @property
+    def table(self) -> Tensor | None:
+        """The numbers of a learned format, [codes, numbers of a code]. None where the format has its own."""
+        return self._table
 
     @property
     def tensor_impl(self) -> PlainView:
@@ -429,9 +439,9 @@ class PlainView:
     @property
     def int_data(self) -> Tensor:
         """Codes, one an element."""
-        codes = self._parts.codes
+        codes, dim = self._parts.codes, self._tensor.spec.format.dim
         for axis, n in enumerate(self._tensor.stored_shape):
-            codes = codes.narrow(axis, 0, n)
+            codes = codes.narrow(axis, 0, n if axis < codes.ndim - 1 else -(-n // dim))
         return self._logical(codes)
 
     @property
@@ -567,12 +577,12 @@ def rebuild(
 
 def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless the parts have the dtypes and sizes that the spec says, in a portable layout."""
-    codes = blocks.padded(spec.block, shape)
+    codes = spec.codes_shape(shape)
     dtype = spec.format.code_dtype
     if spec.layout == "bits" and codes:
         codes, dtype = (*codes[:-1], -(-codes[-1] * spec.format.bits // 8)), torch.uint8
     kinds: dict[str, Any] = {"codes": dtype, **spec.part_specs()}
-    names = parts.keys() - {"act_scale", "act_zero_point", "perm"}
+    names = parts.keys() - {"act_scale", "act_zero_point", "perm", "table"}
     if get_layout(spec.layout).devices is not None or names != kinds.keys():
         raise ValueError(f"pickled {spec} has parts {sorted(names)}; expected {sorted(kinds)} in a portable layout")
     for name, kind in kinds.items():
@@ -584,6 +594,9 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
             raise ValueError(
                 f"pickled {spec} of {list(shape)}: {name} is {held} {list(part.shape)}, expected {kind} {list(size)}"
             )
+    table = parts.get("table")  # its sizes are seen to where the tensor is made
+    if table is not None and (table.dtype is not learned.DTYPE or not (table.is_meta or table.isfinite().all())):
+        raise ValueError(f"pickled {spec} of {list(shape)}: its table is no {learned.DTYPE} of finite numbers")
     perm = parts.get("perm")
     if perm is not None and (
         perm.dtype not in (torch.int32, torch.int64) or tuple(perm.shape) != shape[-1:]

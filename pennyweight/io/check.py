@@ -5,6 +5,7 @@ scale       finite; not negative unless the file says ``signed_scale``; zero is 
             are not negative either, unless its own spec has an offset, around which rounding may pass zero.
 offset      finite, quantized or not
 zero_point  within the range of the codes, or of a format of their own; unused bits of a row's last byte are zero
+table       finite; each code has its row
 codes       numbers of the format: no NaN or infinity, no index past a table; unused bits of a row's last byte are zero
 perm        each of the places of the contracted axis once
 """
@@ -76,7 +77,7 @@ def read_parts(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get) -> 
     """Plain, unpacked parts of a value from its stored tensors."""
     codes = get(f"{name}.codes")
     if spec.format.bits < 8:
-        n = blocks.padded(spec.block, shape)[-1] if shape else 1
+        n = spec.codes_shape(shape)[-1] if shape else 1
         codes = spec.format.from_unsigned(unpack_bits(codes, spec.format.bits, n))
     part_shape = blocks.counts(spec.block, shape)
     parts: dict[str, Any] = {}
@@ -85,11 +86,15 @@ def read_parts(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get) -> 
         parts[slot] = read_parts(full, kind, part_shape, get) if isinstance(kind, QuantSpec) else get(full)
     if spec.zero_point:
         parts["zero_point"] = unpack_zero_point(parts["zero_point"], spec, shape)
+    if spec.table_shape is not None:
+        parts["table"] = get(f"{name}.table")
     return Parts(codes, **parts)
 
 
 def _check_value(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get, signed: bool) -> None:
-    n = blocks.padded(spec.block, shape)[-1] if shape else 1
+    n = spec.codes_shape(shape)[-1] if shape else 1
+    if spec.table_shape is not None:
+        _check_real(get(f"{name}.table"), f"{name}.table", signed=True)
     _check_codes(get(f"{name}.codes"), spec.format, n, f"{name}.codes")
     part_shape = blocks.counts(spec.block, shape)
     for slot, kind in spec.part_specs().items():

@@ -13,6 +13,7 @@ import torch
 
 from ..core import blocks
 from ..core.choose import RULES
+from ..core.learned import DTYPE as TABLE_DTYPE
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec, check_keys, dtype_name
 from .container import MAX_AXES, check_name, size_of
 from .strict_json import parse
@@ -24,6 +25,7 @@ MAX_MANIFEST_DEPTH = 16  # a spec within a spec within a spec takes 6
 # Every name that can follow "<tensor>." in a file. Frozen: readers of version 1 know these and no others.
 PART_NAMES = ("codes", "scale", "zero_point", "offset", "act_scale", "act_zero_point")
 PART_NAMES_2 = (*PART_NAMES, "perm")
+PART_NAMES_3 = (*PART_NAMES_2, "table")
 
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -96,12 +98,14 @@ def _value_parts(name: str, spec: QuantSpec, shape: tuple[int, ...]) -> Stored:
             out[f"{name}.{slot}"] = (torch.uint8, (*part_shape[:-1], size))
         else:
             out[f"{name}.{slot}"] = (kind, part_shape)
+    if spec.table_shape is not None:
+        out[f"{name}.table"] = (TABLE_DTYPE, spec.table_shape)
     return out
 
 
 def codes_stored(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
     """dtype and shape of stored codes."""
-    padded = blocks.padded(spec.block, shape)
+    padded = spec.codes_shape(shape)
     bits = spec.format.bits
     if bits == 8:
         return spec.format.code_dtype, padded
@@ -254,7 +258,7 @@ def check_parts(manifest: Manifest, stored: Stored) -> None:
         owned.update(parts)  # `|=` with the keys of a dict would copy the set each time
         if name in stored:
             raise KeyedError(name, "is both a stored tensor and a quantized one")
-    known = PART_NAMES if version_of(manifest) == 1 else PART_NAMES_2
+    known = (PART_NAMES, PART_NAMES_2, PART_NAMES_3)[version_of(manifest) - 1]
     for name in sorted(stored.keys() - owned):
         for prefix, then in _prefixes(name):
             if then in known and prefix in manifest.tensors:

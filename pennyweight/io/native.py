@@ -154,6 +154,8 @@ def build(name: str, meta: Meta, get: Callable[[str], Tensor]) -> AffineQuantize
             s: read_parts(f"{name}.{s}", k, part_shape, get) if isinstance(k, QuantSpec) else get(f"{name}.{s}")
             for s, k in spec.part_specs().items()
         }
+        if spec.table_shape is not None:
+            parts["table"] = get(f"{name}.table")
         value = Parts(get(f"{name}.codes"))._replace(**parts)
     else:
         value = read_parts(name, spec, shape, get)
@@ -280,6 +282,8 @@ def _put(out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packe
     if f.bits < 8 and not packed:
         codes = pack_bits(f.to_unsigned(codes), f.bits)
     out[f"{name}.codes"] = codes
+    if spec.table_shape is not None:
+        out[f"{name}.table"] = parts.table
     for slot, kind in spec.part_specs().items():
         part = getattr(parts, slot)
         if isinstance(part, Parts) and isinstance(kind, QuantSpec):

@@ -101,7 +101,13 @@ def affine(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, *, by_ro
     store = STORES.get(spec.layout)
     whole = matrix(spec, shape, by_row=by_row)
     nested = any(isinstance(k, QuantSpec) and part_kind(k) != E8M0_KIND for k in (spec.scale, spec.offset))
-    if whole is None or store is None or dtype not in FLOATS or (store == TILES and nested):
+    if (
+        whole is None
+        or store is None
+        or spec.format.kind == "learned"
+        or dtype not in FLOATS
+        or (store == TILES and nested)
+    ):
         return None
     if spec.scale is torch.float64:  # the reference computes in float64 then
         return None
