@@ -163,6 +163,18 @@ def _int8_int4(group: int) -> Make:
     return make
 
 
+def _learned(bits: int, dim: int, group: int | None = None) -> Make:
+    """Codes into a table that each weight has of its own, one for ``dim`` neighbours."""
+
+    def make() -> Any:
+        import pennyweight as pw
+        from pennyweight.core.formats import learned
+
+        return pw.SpecConfig(pw.QuantSpec(learned(bits * dim, dim), (group or -1,), torch.float16))
+
+    return make
+
+
 _ZERO = {"zero_point": True}
 SYM4, ASYM4 = _spec("int4", 128, "symmetric"), _spec("uint4", 128, **_ZERO)
 ASYM3, ASYM2 = _spec("uint3", 128, **_ZERO), _spec("uint2", 64, **_ZERO)
@@ -225,6 +237,13 @@ ROWS = (
     ),
     Row("int3 g128 zero point auto", _quantized(ASYM3, "auto"), None),
     Row("int2 g64 zero point auto", _quantized(ASYM2, "auto"), None),
+    Row("learned 4 bits x2 kmeans", _quantized(_learned(4, 2), "kmeans"), None, subjects=("lm",)),
+    Row("learned 4 bits g64 kmeans", _quantized(_learned(4, 1, 64), "kmeans"), None, subjects=("lm",)),
+    Row("learned 3 bits kmeans", _quantized(_learned(3, 1), "kmeans"), None, subjects=("lm",)),
+    Row("learned 3 bits x2 kmeans", _quantized(_learned(3, 2), "kmeans"), None, subjects=("lm",)),
+    Row("learned 2 bits kmeans", _quantized(_learned(2, 1), "kmeans"), None, subjects=("lm",)),
+    Row("learned 2 bits x4 kmeans", _quantized(_learned(2, 4), "kmeans"), None, subjects=("lm",)),
+    Row("learned 2 bits x4 nearest", _quantized(_learned(2, 4), "nearest"), None, subjects=("lm",)),
     Row("mxfp4 auto", _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1"), "auto"), None),
     Row("nvfp4 auto", _quantized(_config("NVFP4WeightOnlyConfig"), "auto"), None),
     Row("mixed 4.25 auto", _mixed("4.25 bpw"), None, slow=True),

@@ -55,6 +55,7 @@ EXAMPLES = {
     pw.MXWeightOnlyConfig: ["", "'e3m2'", "'e2m1', scaling_mode='even'"],
     pw.MXDynamicActivationMXWeightConfig: ["", "weight_dtype='e2m1', scaling_mode='floor'"],
     pw.NVFP4WeightOnlyConfig: ["", "use_dynamic_per_tensor_scale=False"],
+    pw.CodebookWeightOnlyConfig: ["", "bits=3, dim=1, group_size=32", "bits=4, dim=2"],
     pw.NF4WeightOnlyConfig: ["", "double_quant=False"],
     pw.SpecConfig: ["QuantSpec(INT4, (32,))", "QuantSpec(INT4, (32,)), rule='mse'"],
     pw.FqnToConfig: ["{'0': pw.Int8WeightOnlyConfig(), 're:2': pw.Int4WeightOnlyConfig(group_size=32)}"],

@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/golden/native/make_v3.py
 
 As for make_v1.py: written once. It holds what versions 1 and 2 cannot say: zero points that take the bits of a format
-of their own.
+of their own, and tables of numbers that tensors bring themselves.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from pennyweight.core.formats import INT4, INT8, TERNARY, UINT3, UINT4, UINT5
+from pennyweight.core.formats import INT4, INT8, TERNARY, UINT3, UINT4, UINT5, learned
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import save
@@ -31,6 +31,10 @@ def cases() -> dict[str, torch.Tensor]:
         "wide": quantized(QuantSpec(UINT4, (4,), zero_point=UINT5), 3, 32),
         "ternary": quantized(QuantSpec(TERNARY, (8,), zero_point=TERNARY), 2, 24),
         "tensor": quantized(QuantSpec(UINT4, None, zero_point=UINT4), 2, 3, 5),
+        "learned.ones": quantized(QuantSpec(learned(3), (8,), torch.float16), 4, 21),
+        "learned.pairs": reordered(quantized(QuantSpec(learned(4, 2), (2, 8)), 5, 33)),
+        "learned.fours": quantized(QuantSpec(learned(8, 4), (-1,), torch.bfloat16), 6, 30, dtype=torch.bfloat16),
+        "learned.eights": quantized(QuantSpec(learned(5, 8), None, scale=None), 6, 30).t(),
         "scales": quantized(QuantSpec(INT8, (8,), scale=QuantSpec(UINT4, (4,), zero_point=UINT4)), 4, 40),
     }
 
