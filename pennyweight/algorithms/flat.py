@@ -22,6 +22,8 @@ def flat_spec(spec: QuantSpec, shape: Sequence[int], unfolded: bool) -> QuantSpe
     spec = spec.with_(layout="plain")
     if len(shape) == 2:
         return spec
+    if unfolded and shape[-1] % spec.format.dim:  # codes end with the last axis
+        return None
     if len(shape) < 2 or any(isinstance(kind, QuantSpec) for kind in (spec.scale, spec.offset)):
         return None
     sizes = blocks.resolve(spec.block, shape)

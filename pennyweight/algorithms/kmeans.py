@@ -88,10 +88,13 @@ class KMeans(Solver):
 
 
 def learner(solver: Solver, spec: QuantSpec, stats: Mapping[str, Tensor]) -> Solver:
-    """The solver itself; for a learned format one that learns, with what statistics there are."""
+    """The solver itself; for a learned format one that learns from the statistics there are. Round-to-nearest there is
+    k-means of the weight alone."""
     if spec.format.kind != "learned" or isinstance(solver, (KMeans, Nearest)):
         return solver
-    return KMeans(feedback=False) if "second_moment" in stats and "hessian" not in stats else KMeans()
+    if "hessian" in stats:
+        return KMeans()
+    return KMeans(feedback=False) if "second_moment" in stats else Nearest()
 
 
 def _cost(task: Task, hessian: Tensor | None, diagonal: Tensor) -> Callable[[Tensor], float]:
@@ -226,8 +229,8 @@ class Problem:
         return note
 
     def _carry(self, w: Tensor, safe: Tensor, upper: Tensor) -> Tensor:
-        """As feedback.carry, ``dim`` columns at a time. H^-1 = U^T U: an error e of columns J for which those after them
-        make up costs |e U_JJ^-1|^2, and e U_JJ^-1 U_J. is taken off them."""
+        """As feedback.carry, ``dim`` columns at a time. H^-1 = U^T U: an error e of columns J costs |e U_JJ^-1|^2 when
+        those after them have made up for it, and e U_JJ^-1 U_J. is taken off them."""
         w, d = w.clone(), self.dim
         scale = torch.where(safe.isinf(), 0.0, safe)
         codes = torch.empty((w.shape[0], w.shape[1] // d), dtype=torch.int64, device=w.device)

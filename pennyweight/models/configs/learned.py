@@ -34,7 +34,9 @@ class CodebookWeightOnlyConfig(AOBaseConfig):
         if self.group_size is not None:
             PerGroup(self.group_size)
             if self.group_size % self.dim:
-                raise ValueError(f"CodebookWeightOnlyConfig: groups of {self.group_size} are not whole runs of {self.dim}")
+                raise ValueError(
+                    f"CodebookWeightOnlyConfig: groups of {self.group_size} are not whole runs of {self.dim}"
+                )
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         granularity = PerRow() if self.group_size is None else PerGroup(self.group_size)
