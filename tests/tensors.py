@@ -19,9 +19,6 @@ SPECS = {
     "torch_int4": QuantSpec(INT4, (32,), scale=torch.bfloat16, layout="torch_int4"),
     "uint8_asymmetric": QuantSpec(UINT8, (32,), zero_point=True),
     "uint4_asymmetric_bits": QuantSpec(UINT4, (16,), zero_point=True, layout="bits"),
-    "int4_zeros_bits": QuantSpec(INT4, (16,), zero_point=INT4, layout="bits"),
-    "uint3_zeros_bits": QuantSpec(UINT3, (32,), zero_point=UINT3, layout="bits"),
-    "uint4_wide_zeros": QuantSpec(UINT4, (16,), zero_point=UINT5),
     "tinygemm": TINYGEMM.with_(block=(32,)),
     "ternary_row": QuantSpec(TERNARY, (-1,), layout="bits"),
     "float8_row": QuantSpec(E4M3, (-1,)),
@@ -33,6 +30,9 @@ SPECS = {
     "uint4_perm": QuantSpec(UINT4, (32,), scale=torch.float16, zero_point=True),
     "int8_perm": QuantSpec(INT8, (-1,)),
     "nf4_perm": QuantSpec(NF4, (64,)),
+    "int4_zeros_bits": QuantSpec(INT4, (16,), zero_point=INT4, layout="bits"),
+    "uint3_zeros_bits": QuantSpec(UINT3, (32,), zero_point=UINT3, layout="bits"),
+    "uint4_wide_zeros": QuantSpec(UINT4, (16,), zero_point=UINT5),
 }
 REORDERED = {"int4_perm": torch.int32, "uint4_perm": torch.int64, "int8_perm": torch.int32, "nf4_perm": torch.int64}
 INT8_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,)))

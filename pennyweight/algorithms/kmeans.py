@@ -17,7 +17,6 @@ from .feedback import WIDTH, factor
 from .nearest import Nearest, nearest_parts, total_error
 
 _STEPS = 12  # of conjugate gradients: later ones change what float16 does not hold
-_SHARES = (1.0, 0.7)  # of the range of a block
 
 
 @register("kmeans")
@@ -66,16 +65,10 @@ class KMeans(Solver):
         nearest = cost(values)
         if not bool((diagonal > 0).any()):
             return Solution(plain, nearest, nearest, "rounded to nearest: inputs are all zero")
-        found = [(nearest, plain)]
-        for share in _SHARES:
-            problem = Problem(task, diagonal, share)
-            problem.cluster(self.rounds)
-            found.append((cost(problem.values()), problem.parts()))
-        least = min(range(1, len(found)), key=lambda i: found[i][0])
-        note = ""
+        problem, note = Problem(task, diagonal), ""
+        problem.cluster(self.rounds)
+        found = [(nearest, plain), (cost(problem.values()), problem.parts())]
         if hessian is not None:
-            problem = Problem(task, diagonal, _SHARES[least - 1])
-            problem.cluster(self.rounds)
             note = problem.feed_back(hessian, self.damping)
             problem.fit_table(hessian)
             found.append((cost(problem.values()), problem.parts()))
@@ -112,14 +105,14 @@ def _cost(task: Task, hessian: Tensor | None, diagonal: Tensor) -> Callable[[Ten
 
 
 class Problem:
-    """One weight under one choice of scales.
+    """One weight, and what is known of its numbers so far.
 
     target  [N, K'] what table * scale is to be: the weight less its offsets, K' in whole blocks and codes
     scale   [N, K'] as stored; table [E, d], float32 numbers that float16 holds; codes [N, K' / d], int64
     counts  [N, K'] what the square of an error costs; 0 where the weight is padded
     """
 
-    def __init__(self, task: Task, diagonal: Tensor, share: float) -> None:
+    def __init__(self, task: Task, diagonal: Tensor) -> None:
         self.task, self.spec, self.dim = task, task.spec, task.spec.format.dim
         assert task.spec.table_shape is not None
         self.n, self.k = task.weight.shape
@@ -128,10 +121,7 @@ class Problem:
         self.short = -self.wide.shape[1] % self.dim
         counts = diagonal.repeat_interleave(self.n // diagonal.shape[0], 0).float()
         self.counts = torch.nn.functional.pad(counts, (0, self._columns(self.wide).shape[1] - self.k))
-        params = choose(self.wide, task.spec, task.rule, task.eps)
-        if params.scale is not None:
-            params = params._replace(scale=params.scale * share)
-        self._take(params)
+        self._take(choose(self.wide, task.spec, task.rule, task.eps))
         self.table = torch.zeros(task.spec.table_shape, device=task.weight.device)
         self.codes = torch.zeros((self.n, self.target.shape[1] // self.dim), dtype=torch.int64, device=self.wide.device)
 

@@ -134,7 +134,8 @@ class _Weight:
         spec, parts = self.plain.spec, self.parts
         shape = self.plain.stored_shape
         view = blocks.split(parts.codes, blocks.counts(spec.block, shape))
-        x = stored_value(view, spec, Params(*self._params())).reshape(parts.codes.shape)
+        x = stored_value(view, spec, Params(*self._params(), parts.table))
+        x = x.reshape(*parts.codes.shape[:-1], parts.codes.shape[-1] * spec.format.dim)
         for axis, n in enumerate(shape):
             x = x.narrow(axis, 0, n)
         if parts.perm is not None:

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-SAMPLE = 1 << 16  # vectors that a table is fitted to, at most; the rest of a large tensor says the same
-SEEDED = 1 << 14  # of which the first entries are picked
+SAMPLE = 1 << 15  # vectors that a table is fitted to, at most; the rest of a large tensor says the same
+SEEDED = 1 << 13  # of which the first entries are picked
 _CHUNK = 1 << 22  # distances in memory at once
 DTYPE = torch.float16  # of a table: its numbers are of the order of 1, and are known no better than to 2**-11
 LIMIT = 65504.0  # the largest number of that dtype
