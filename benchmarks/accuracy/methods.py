@@ -243,6 +243,7 @@ ROWS = (
     Row("learned 3 bits x2 kmeans", _quantized(_learned(3, 2), "kmeans"), None, subjects=("lm",)),
     Row("learned 2 bits kmeans", _quantized(_learned(2, 1), "kmeans"), None, subjects=("lm",)),
     Row("learned 2 bits x4 kmeans", _quantized(_learned(2, 4), "kmeans"), None, subjects=("lm",)),
+    Row("learned 2 bits x4 kmeans tune", _tuned(_learned(2, 4), "kmeans"), None, subjects=("lm",), slow=True),
     Row("learned 2 bits x4 nearest", _quantized(_learned(2, 4), "nearest"), None, subjects=("lm",)),
     Row("mxfp4 auto", _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1"), "auto"), None),
     Row("nvfp4 auto", _quantized(_config("NVFP4WeightOnlyConfig"), "auto"), None),

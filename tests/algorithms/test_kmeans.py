@@ -1,6 +1,7 @@
 """Learned tables: the pieces of the solver against formulas, and the whole of it in models."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import pennyweight as pw
 from pennyweight.algorithms import ALGORITHMS, GPTQ, KMeans, Task
 from pennyweight.algorithms.feedback import factor
 from pennyweight.algorithms.kmeans import Problem
+from pennyweight.cli.words import describe
 from pennyweight.core.formats import learned
 from pennyweight.core.numerics import dequantize
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
+from pennyweight.export.onnx import export_onnx
 from pennyweight.io import flatten, unflatten
 
 SPEC = QuantSpec(learned(4, 2), (16,))
@@ -219,3 +222,21 @@ def test_improving_and_tuning_leave_it_sound() -> None:
     assert any("held-out divergence" in note for note in report.notes), report.notes
     exact = Small()(batches[0])
     assert (tuned(batches[0]) - exact).norm() < 1.1 * (quantized()[0](batches[0]) - exact).norm()
+
+
+def test_other_formats_take_it_anew_or_refuse(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 128, dtype=torch.float16, bias=False))
+    pw.quantize_(model, CONFIG)
+    pw.save({"up.weight": model[0].weight}, tmp_path / "model.safetensors")
+    for to, note in (("float", "dequantized from learned8x4"), ("gptq", "requantized from learned8x4")):
+        report = pw.convert(tmp_path / "model.safetensors", tmp_path / to, to=to)
+        assert note in report.rows[0].note
+    with pytest.raises(pw.CheckpointError, match="compressed-tensors has no learned8x4"):
+        pw.convert(tmp_path / "model.safetensors", tmp_path / "other", to="compressed-tensors")
+    args = (torch.randn(2, 64),)
+    with pytest.raises(ValueError, match="its numbers are those of its own table"):
+        export_onnx(model.float().eval(), args, tmp_path / "m.onnx")
+    words = describe(model[0].weight.spec, (128, 64))
+    assert (
+        "learned8x4: 8-bit indices, one for 4 neighbours of a row, into a table of 256 that the tensor brings" in words
+    )
