@@ -114,7 +114,7 @@ def test_quantizes_and_the_report_is_true(text: str, dtype: torch.dtype) -> None
     got = model(x)
     assert got.dtype == dtype
     assert got.isfinite().all()
-    bits = min(w.spec.format.bits for _, w in weights(model))
+    bits = min(w.spec.format.bits // w.spec.format.dim for _, w in weights(model))
     assert sqnr(exact, got.detach()) > LEAST[bits]
 
 
@@ -192,7 +192,7 @@ def test_prime_sizes(text: str, rows: int) -> None:
     assert got.shape == exact.shape
     assert got.isfinite().all()
     if rows == 17:
-        bits = min(w.spec.format.bits for _, w in weights(model))
+        bits = min(w.spec.format.bits // w.spec.format.dim for _, w in weights(model))
         assert sqnr(exact, got.detach()) > LEAST[bits] - 3
     batched = model(x.reshape(rows, 1, 61).expand(rows, 2, 61))
     assert batched.shape == (rows, 2, 37)

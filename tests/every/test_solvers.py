@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.algorithms import ALGORITHMS, Solution, Solver, Task
-from pennyweight.algorithms.nearest import nearest_parts
+from pennyweight.algorithms.nearest import nearest_parts, output_error
 from pennyweight.core import blocks
 from pennyweight.core.formats import E4M3, E8M0, learned
 from pennyweight.core.numerics import Parts, dequantize
@@ -113,9 +113,13 @@ def check(name: str, task: Task, share: float = 1.0) -> Solution:
     assert found.sum() <= nearest.sum() * share * (1 + 1e-5) + 1e-30, solution.note
     if solution.error is not None:  # of the output, of the solution that is handed back
         error, plain = (float(output(task, d).sum()) for d in (values - task.weight, rounded - task.weight))
-        lost = 1e-9 * float(output(task, task.weight).abs().sum()) + 1e-20  # what cancels where nothing is left
+        whole = task.stats["hessian"].abs().double()
+        lost, gone = (
+            1e-20 + 1e-7 * float(output_error(d.abs().double(), whole).sum())  # what cancels is known to float32
+            for d in (values - task.weight, rounded - task.weight)
+        )
         assert solution.error == pytest.approx(error, rel=1e-2, abs=1e-7 * abs(plain) + lost)
-        assert solution.nearest == pytest.approx(plain, rel=1e-2, abs=lost)
+        assert solution.nearest == pytest.approx(plain, rel=1e-2, abs=gone)
     return solution
 
 
