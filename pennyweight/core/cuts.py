@@ -38,6 +38,8 @@ def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, .
         if axis == w.ndim - 1:
             return NotImplemented
         w = w.with_(readonly=True)
+    if w._table is not None:  # which elements outside share
+        w = w.with_(readonly=True)
     w = sliceable(w)
     size = blocks.resolve(w.spec.block, w.stored_shape)[axis]
     n = w.stored_shape[axis]
@@ -146,6 +148,8 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         return out
     if out._perm is not None:
         out = out.with_(perm=out._perm.clone())
+    if out._table is not None:
+        out = out.with_(table=out._table.clone())
     if first.spec.layout == "plain":
         return out
     return out.to_layout(portable_layout(out.spec))
@@ -221,6 +225,8 @@ def _pick(w: QT, axis: int, picks: Tensor) -> Any:
         if axis == w.ndim - 1:
             return NotImplemented
         w = w.with_(perm=w._perm.clone())
+    if w._table is not None:
+        w = w.with_(table=w._table.clone())
     w = sliceable(w)
     if joined(w, axis):
         return NotImplemented

@@ -263,6 +263,26 @@ def test_writes_keep_the_table(spec: QuantSpec) -> None:
     assert w.dequantize().abs().max() <= (1e-6 if spec.scale is not None else 0.7)
 
 
+@ANY_WAY
+def test_nothing_that_is_written_changes_a_neighbour() -> None:
+    """A piece shares the table with what is outside it, a copy has one of its own."""
+    w, other = make(SPECS["4 bits in groups"], 6, 48), make(SPECS["4 bits in groups"], 6, 48)
+    before = w.dequantize()
+    for piece in (w[:2], w[3], w.split(2)[1], w.unbind()[0]):
+        with pytest.raises(RuntimeError, match="shares scales"):
+            piece.copy_(torch.randn(piece.shape))
+    for mine, theirs in (
+        (w[[1, 4]], other[[1, 4]]),
+        (torch.cat([w, w]), torch.cat([other, other])),
+        (w.clone(), other),
+    ):
+        mine.copy_(theirs)
+        assert torch.equal(mine.dequantize(), theirs.dequantize())
+    assert torch.equal(w.dequantize(), before)
+    w.t().copy_(other.t())
+    assert torch.equal(w.dequantize(), other.dequantize())
+
+
 def test_updates_do_not_drift() -> None:
     for spec in (SPECS["4 bits in groups"], SPECS["3 bits"], SPECS["4 for 1"]):
         w = make(spec, 8, 64)
