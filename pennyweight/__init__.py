@@ -43,6 +43,7 @@ __all__ = [
     "ActivationSpec",
     "AffineQuantizedTensor",
     "CheckpointError",
+    "CodebookWeightOnlyConfig",
     "Comparison",
     "ContractedAxis",
     "FPXWeightOnlyConfig",

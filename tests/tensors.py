@@ -6,7 +6,7 @@ import torch
 
 import pennyweight.kernels  # noqa: F401  (registers the layout torch_int4)
 from pennyweight.core.choose import Params
-from pennyweight.core.formats import E4M3, INT4, INT8, NF4, TERNARY, UINT4, UINT8
+from pennyweight.core.formats import E4M3, INT4, INT8, NF4, TERNARY, UINT3, UINT4, UINT5, UINT8
 from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 
@@ -30,6 +30,9 @@ SPECS = {
     "uint4_perm": QuantSpec(UINT4, (32,), scale=torch.float16, zero_point=True),
     "int8_perm": QuantSpec(INT8, (-1,)),
     "nf4_perm": QuantSpec(NF4, (64,)),
+    "int4_zeros_bits": QuantSpec(INT4, (16,), zero_point=INT4, layout="bits"),
+    "uint3_zeros_bits": QuantSpec(UINT3, (32,), zero_point=UINT3, layout="bits"),
+    "uint4_wide_zeros": QuantSpec(UINT4, (16,), zero_point=UINT5),
 }
 REORDERED = {"int4_perm": torch.int32, "uint4_perm": torch.int64, "int8_perm": torch.int32, "nf4_perm": torch.int64}
 INT8_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,)))

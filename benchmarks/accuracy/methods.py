@@ -113,9 +113,7 @@ def _distilled(config: Make) -> Callable[[Subject, nn.Module], Any]:
         if subject.kind == "causal":
             batches += pw.sample(model, 256, 256)
         steps = ["auto", {"distill": {"steps": 400, "metric": _metric(subject)}}]
-        pw.quantize_(
-            model, config(), lambda module, name: name in subject.layers, calibration=batches, algorithm=steps
-        )
+        pw.quantize_(model, config(), lambda module, name: name in subject.layers, calibration=batches, algorithm=steps)
         bits = bits_of(model, subject)
         pw.dequantize_(model)
         return model, bits
@@ -179,6 +177,18 @@ def _int8_int4(group: int) -> Make:
         import pennyweight as pw
 
         return pw.Int8DynamicActivationIntxWeightConfig(torch.int4, pw.PerGroup(group))
+
+    return make
+
+
+def _learned(bits: int, dim: int, group: int | None = None) -> Make:
+    """Codes into a table that each weight has of its own, one for ``dim`` neighbours."""
+
+    def make() -> Any:
+        import pennyweight as pw
+        from pennyweight.core.formats import learned
+
+        return pw.SpecConfig(pw.QuantSpec(learned(bits * dim, dim), (group or -1,), torch.float16))
 
     return make
 
@@ -261,6 +271,14 @@ ROWS = (
     ),
     Row("int3 g128 zero point auto", _quantized(ASYM3, "auto"), None),
     Row("int2 g64 zero point auto", _quantized(ASYM2, "auto"), None),
+    Row("learned 4 bits x2 kmeans", _quantized(_learned(4, 2), "kmeans"), None, subjects=("lm",)),
+    Row("learned 4 bits g64 kmeans", _quantized(_learned(4, 1, 64), "kmeans"), None, subjects=("lm",)),
+    Row("learned 3 bits kmeans", _quantized(_learned(3, 1), "kmeans"), None, subjects=("lm",)),
+    Row("learned 3 bits x2 kmeans", _quantized(_learned(3, 2), "kmeans"), None, subjects=("lm",)),
+    Row("learned 2 bits kmeans", _quantized(_learned(2, 1), "kmeans"), None, subjects=("lm",)),
+    Row("learned 2 bits x4 kmeans", _quantized(_learned(2, 4), "kmeans"), None, subjects=("lm",)),
+    Row("learned 2 bits x4 kmeans tune", _tuned(_learned(2, 4), "kmeans"), None, subjects=("lm",), slow=True),
+    Row("learned 2 bits x4 nearest", _quantized(_learned(2, 4), "nearest"), None, subjects=("lm",)),
     Row("mxfp4 auto", _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1"), "auto"), None),
     Row("nvfp4 auto", _quantized(_config("NVFP4WeightOnlyConfig"), "auto"), None),
     Row("mixed 4.25 auto", _mixed("4.25 bpw"), None, slow=True),

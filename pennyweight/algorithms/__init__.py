@@ -7,6 +7,7 @@ from .clip import MSE, Importance
 from .gptq import GPTAQ, GPTQ, Auto
 from .hqq import HQQ
 from .improve import improve
+from .kmeans import KMeans
 from .nearest import Nearest
 from .observe import calibrate
 from .quantize import quantize_
@@ -19,7 +20,7 @@ from .statistics import STATISTICS, Statistic, register_statistic
 from .tune import Tune
 
 __all__ = [
-    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Importance", "Nearest",
+    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Importance", "KMeans", "Nearest",
     "Rewrite", "Rotate", "Search", "Smooth", "Solution", "Solver", "Statistic", "Task", "Tune", "Tuner", "calibrate",
     "improve", "quantize_", "register", "register_statistic", "sample", "search", "sparsify_",
 ]  # fmt: skip

@@ -22,6 +22,8 @@ def flat_spec(spec: QuantSpec, shape: Sequence[int], unfolded: bool) -> QuantSpe
     spec = spec.with_(layout="plain")
     if len(shape) == 2:
         return spec
+    if unfolded and shape[-1] % spec.format.dim:  # codes end with the last axis
+        return None
     if len(shape) < 2 or any(isinstance(kind, QuantSpec) for kind in (spec.scale, spec.offset)):
         return None
     sizes = blocks.resolve(spec.block, shape)
@@ -41,7 +43,7 @@ def unflatten(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """Parts of the matrix as parts of a weight of ``shape`` under its own spec."""
     if len(shape) == 2:
         return parts
-    part_shape, stored = blocks.counts(spec.block, shape), blocks.padded(spec.block, shape)
+    part_shape, stored = blocks.counts(spec.block, shape), spec.codes_shape(shape)
 
     def part(p: Tensor | None) -> Tensor | None:
         return None if p is None else p.reshape(part_shape)

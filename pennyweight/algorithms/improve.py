@@ -88,6 +88,7 @@ def _improve(
 ) -> Row:
     hessian = seen.stats.get("hessian")
     why = "saw no data" if hessian is None else "" if w.ndim == 2 else f"has {w.ndim} axes"
+    why = why or ("its numbers are learned" if w.spec.format.kind == "learned" else "")
     f = None
     if hessian is not None and not why:
         h = hessian[0] if w.perm is None else hessian[0][w.perm][:, w.perm]

@@ -23,7 +23,7 @@ class Weight:
 
     weight  the float weight; None: codes stay. What is exactly 0 there keeps its code
 
-    Scales and offsets that are quantized themselves stay.
+    Scales and offsets that are quantized themselves stay, and so do codes that stand for learned numbers.
     """
 
     def __init__(self, where: list[Place], w: AffineQuantizedTensor, weight: Tensor | None = None) -> None:
@@ -40,7 +40,7 @@ class Weight:
         self.scale_by, self.move_by = _knob(self.parts.scale), _knob(self.parts.offset)
         self.knobs = [k for k in (self.scale_by, self.move_by) if k is not None]
         self.codes: list[Tensor] = []  # the knob of the codes, where they may move
-        if weight is not None:
+        if weight is not None and self.parts.table is None:
             self._loosen(weight)
 
     def _view(self, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Weight:
         weight = weight.detach().float()
         weight = weight if axes is None else weight.permute(sorted(range(weight.ndim), key=axes.__getitem__))
         weight = blocks.pad(ordered(weight, self.parts.perm), self.spec.block)
-        codes, params = self._view(self.parts.codes), Params(*self._params())
+        codes, params = self._view(self.parts.codes), self._params()
         self.was = f.decode(codes, torch.float32)
         off = self._view(weight) - stored_value(codes, self.spec, params)
         off = off if params.scale is None else off / blocks.spread(params.scale)
@@ -69,34 +69,34 @@ class Weight:
         return self.start + self.step * self.free * self.codes[0]
 
     def value(self) -> Tensor:
-        codes, params, shape = self._view(self.parts.codes), Params(*self._params()), self.plain.stored_shape
+        codes, params, shape = self._view(self.parts.codes), self._params(), self.plain.stored_shape
         x = stored_value(codes, self.spec, params)
         if self.codes:
             latent, f = self._latent(), self.spec.format
             now = latent + (f.decode(f.encode(latent.detach()), torch.float32) - latent).detach()
             x = x + (now - self.was) * (1.0 if params.scale is None else blocks.spread(params.scale))
-        x = x.reshape(self.parts.codes.shape)
+        x = x.reshape(*self.parts.codes.shape[:-1], self.parts.codes.shape[-1] * self.spec.format.dim)
         for axis, n in enumerate(shape):
             x = x.narrow(axis, 0, n)
         if self.parts.perm is not None:
             x = unordered(x, self.parts.perm)
         return (x if self.plain.axes is None else x.permute(self.plain.axes)).to(self.w.dtype)
 
-    def _params(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _params(self) -> Params:
         scale, offset = self.scale, self.offset
         if scale is not None and offset is not None and self.move_by is not None:
             offset = offset + self.move_by * scale
         if scale is not None and self.scale_by is not None:
             scale = scale * self.scale_by.exp()
-        return scale, self.parts.zero_point, offset
+        return Params(scale, self.parts.zero_point, offset, self.parts.table)
 
     def store(self) -> None:
-        scale, _, offset = self._params()
+        params = self._params()
         parts = self.parts
-        if scale is not None and self.scale_by is not None:
-            parts = parts._replace(scale=scale.to(parts.scale.dtype))
-        if offset is not None and self.move_by is not None:
-            parts = parts._replace(offset=offset.to(parts.offset.dtype))
+        if params.scale is not None and self.scale_by is not None:
+            parts = parts._replace(scale=params.scale.to(parts.scale.dtype))
+        if params.offset is not None and self.move_by is not None:
+            parts = parts._replace(offset=params.offset.to(parts.offset.dtype))
         if self.codes:
             parts = parts._replace(codes=self.spec.format.encode(self._latent()).reshape(parts.codes.shape))
         self._put(self.plain.with_(parts=parts).to_layout(self.w.spec.layout))

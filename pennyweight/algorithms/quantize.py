@@ -22,6 +22,7 @@ from . import recipe as recipes
 from .base import Solution, Solver, Task
 from .collect import Collector, Seen
 from .flat import as_matrix, flat_spec, unflatten
+from .kmeans import learner
 from .nearest import Nearest
 from .resume import Journal
 
@@ -204,7 +205,7 @@ def solve_row(row: PlanRow, solver: Solver, seen: Seen | None = None, device: An
     seen = seen or Seen()
     unfolded = row.site.op == "convolution"
     spec = flat_spec(scheme.weight, x.shape, unfolded)
-    why = ""
+    asked, solver, why = solver, learner(solver, scheme.weight, seen.stats), ""
     if spec is None:
         why = "its blocks are not runs of one axis"
     elif solver.needs and not set(solver.needs) <= seen.stats.keys():
@@ -224,7 +225,8 @@ def solve_row(row: PlanRow, solver: Solver, seen: Seen | None = None, device: An
     parts = unflatten(solution.parts, scheme.weight, x.shape)._replace(**plainly.static_parts(scheme, x.device))
     w = AffineQuantizedTensor(parts, scheme.weight.with_(layout="plain"), x.shape, x.dtype, scheme.act)
     gain = solution.error / solution.nearest if solution.error is not None and solution.nearest else None
-    return _flipped(w.to_layout(row.layout), flip), sqnr, gain, solution.note
+    other = "" if solver is asked else f"{solver.name}: its numbers are learned"
+    return _flipped(w.to_layout(row.layout), flip), sqnr, gain, "; ".join(filter(None, (other, solution.note)))
 
 
 def _flipped(w: AffineQuantizedTensor, flip: bool) -> AffineQuantizedTensor:

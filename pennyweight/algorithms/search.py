@@ -31,7 +31,7 @@ from .quantize import solve_row
 __all__ = ["CANDIDATES", "Clock", "Option", "Search", "allocate", "search"]
 
 CANDIDATES: tuple[AOBaseConfig, ...] = tuple(
-    SpecConfig(QuantSpec(fmt, (group,), torch.float16, zero_point=True))
+    SpecConfig(QuantSpec(fmt, (group,), torch.float16, zero_point=fmt))
     for fmt, group in ((UINT2, 64), (UINT3, 128), (UINT4, 128), (UINT5, 128), (UINT6, 128))
 )
 

@@ -39,6 +39,9 @@ def codes(fmt: Format) -> str:
     """The numbers of a format."""
     if fmt.kind == "int":
         return f"{fmt.name}: {fmt.bits}-bit integers {fmt.lo:g} to {fmt.hi:g}"
+    if fmt.kind == "learned":
+        every = "each" if fmt.dim == 1 else f"for {fmt.dim} neighbours of a row"
+        return f"{fmt.name}: {fmt.bits}-bit indices, one {every}, into a table of {1 << fmt.bits}, the tensor's own"
     if fmt.kind == "table":
         return f"{fmt.name}: {fmt.bits}-bit indices into a table of {len(fmt.values)} numbers"
     return f"{fmt.name}: {fmt.bits}-bit floats, largest {fmt.hi:g}"

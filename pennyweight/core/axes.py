@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from . import blocks, fallback
 from .tensor import AffineQuantizedTensor, implements, stored_shape
-from .tensor_ops import aliased, axes_of, consistent, map_value, sliceable, stored_axis, unpacked
+from .tensor_ops import aliased, axes_of, consistent, joined, map_value, sliceable, stored_axis, streamed, unpacked
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
@@ -75,6 +75,8 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
 def drop_axis(w: QT, axis: int) -> Any:
     """Remove a stored axis of size one."""
     w = sliceable(w)
+    if joined(w, axis):
+        return NotImplemented
     if axis == w.ndim - 1:
         w = unpacked(w).with_(perm=None)  # of one entry: there is but one order
     block = w.spec.block
@@ -137,12 +139,16 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
 def _expanded(w: QT, shape: tuple[int, ...]) -> Any:
     stored = stored_shape(shape, w.axes)
     if stored[-1] != w.stored_shape[-1]:
+        if joined(w, w.ndim - 1):
+            return NotImplemented
         w = unpacked(w).with_(perm=None)
     part_shape = blocks.counts(w.spec.block, stored)
 
     def part(p: Any, slot: str) -> Any:
         if slot == "codes":
             return p.expand(*(-1 if n == m else n for n, m in zip(stored, w.stored_shape, strict=True)))
+        if streamed(w, slot):
+            return p.expand(*part_shape[:-1], -1)
         return _expanded(p, part_shape) if isinstance(p, QT) else p.expand(part_shape)
 
     return consistent(map_value(w, part, shape=shape, readonly=True))
@@ -195,7 +201,7 @@ def regrouped(w: QT, shape: tuple[int, ...]) -> Any:
     else:
         count = math.prod(old[:lead])
         new = next((i for i in range(len(shape) + 1) if math.prod(shape[:i]) == count), -1)
-        if not single or new < 0 or new == len(shape) or w._perm is not None:
+        if not single or new < 0 or new == len(shape) or w._perm is not None or joined(w, w.ndim - 1):
             return NotImplemented
         block = None if w.spec.block is None else (-1,) * (len(shape) - new)
         w = unpacked(w)
@@ -205,6 +211,8 @@ def regrouped(w: QT, shape: tuple[int, ...]) -> Any:
     def part(p: Any, slot: str) -> Any:
         if slot == "codes":
             return p.reshape(*shape[:new], *(p.shape[lead:] if shape[new:] == tail else shape[new:]))
+        if streamed(w, slot):  # only where the last axis stays
+            return p.reshape(*part_shape[:-1], p.shape[-1])
         return _reshape_part(p, part_shape)
 
     out = consistent(map_value(w, part, shape=shape, spec=w.spec.with_(block=block)))

@@ -25,6 +25,7 @@ class Params(NamedTuple):
     scale: Tensor | None = None
     zero_point: Tensor | None = None
     offset: Tensor | None = None
+    table: Tensor | None = None  # the numbers of a learned format, [codes, dim]
 
 
 Rule = Callable[[Tensor, QuantSpec, float], Params]

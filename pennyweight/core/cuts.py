@@ -13,7 +13,7 @@ from . import blocks
 from .axes import drop_axis, insert_axis, regrouped
 from .layouts import portable_layout
 from .tensor import AffineQuantizedTensor, implements
-from .tensor_ops import aliased, consistent, map_value, resized, sliceable, stored_axis, unpacked
+from .tensor_ops import aliased, consistent, joined, map_value, resized, sliceable, stored_axis, unpacked
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
@@ -38,6 +38,8 @@ def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, .
         if axis == w.ndim - 1:
             return NotImplemented
         w = w.with_(readonly=True)
+    if w._table is not None:  # which elements outside share
+        w = w.with_(readonly=True)
     w = sliceable(w)
     size = blocks.resolve(w.spec.block, w.stored_shape)[axis]
     n = w.stored_shape[axis]
@@ -52,14 +54,24 @@ def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, .
     else:
         return NotImplemented
     end = last * size if last - first > 1 else stop  # padding goes with the blocks it completes
+    if joined(w, axis):
+        dim = w.spec.format.dim
+        if step != 1 or start % dim or (end % dim and stop != n):
+            return NotImplemented
+        start, end = start // dim, -(-end // dim)
     bits = w.spec.format.bits if w.spec.layout == "bits" and axis == w.ndim - 1 else 8
     if bits < 8 and (step != 1 or start * bits % 8 or end * bits % 8):  # not at bytes of the stream
         w, bits = unpacked(w), 8
         readonly = True
+    zeros = w.spec.zero_point_bits if bits < 8 else 8
+    if zeros < 8 and (first * zeros % 8 or (last * zeros % 8 and stop != n)):
+        w, bits, zeros, readonly = unpacked(w), 8, 8, True
 
     def part(p: Any, slot: str) -> Any:
         if slot == "codes":
             return aten.slice(p, axis, start * bits // 8, -(-end * bits // 8), step)
+        if slot == "zero_point" and zeros < 8:
+            return aten.slice(p, axis, first * zeros // 8, -(-last * zeros // 8))
         if size == 1:
             return _slice_part(p, axis, start, stop, step)
         return _slice_part(p, axis, first, last, 1)
@@ -136,6 +148,8 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         return out
     if out._perm is not None:
         out = out.with_(perm=out._perm.clone())
+    if out._table is not None:
+        out = out.with_(table=out._table.clone())
     if first.spec.layout == "plain":
         return out
     return out.to_layout(portable_layout(out.spec))
@@ -154,7 +168,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
     whole = [unpacked(t) for t in tensors]
     first = whole[0]
-    inner = [t._codes.shape[axis] != t.stored_shape[axis] for t in whole[:-1]]
+    dim = first.spec.format.dim if joined(first, axis) else 1
+    inner = [t._codes.shape[axis] * dim != t.stored_shape[axis] for t in whole[:-1]]
     if any(inner) or any(t.spec != first.spec for t in whole):  # padding would land in the middle
         return NotImplemented
 
@@ -210,7 +225,11 @@ def _pick(w: QT, axis: int, picks: Tensor) -> Any:
         if axis == w.ndim - 1:
             return NotImplemented
         w = w.with_(perm=w._perm.clone())
+    if w._table is not None:
+        w = w.with_(table=w._table.clone())
     w = sliceable(w)
+    if joined(w, axis):
+        return NotImplemented
     if axis == w.ndim - 1:
         w = unpacked(w)
     size = blocks.resolve(w.spec.block, w.stored_shape)[axis]

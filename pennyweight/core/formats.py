@@ -25,6 +25,7 @@ class Format:
     kind "int":   the code is the number, an integer in [lo, hi].
     kind "float": small IEEE-like floats; 8-bit ones use torch's dtype, the others are stored sign-magnitude in a byte.
     kind "table": the code is an index into ``values`` (ascending).
+    kind "learned": the code is an index into a table that each tensor has of its own, of ``dim`` numbers in a row.
     """
 
     name: str
@@ -34,17 +35,18 @@ class Format:
     lo: float
     hi: float
     values: tuple[float, ...] = field(default=(), repr=False)
+    dim: int = 1
 
     def __new__(
         cls, name: str, bits: int, kind: str, code_dtype: torch.dtype, lo: float, hi: float,
-        values: tuple[float, ...] = (),
+        values: tuple[float, ...] = (), dim: int = 1,
     ) -> Format:  # fmt: skip
         """The interned one where it is the same: torch.compile makes frozen dataclasses anew from their fields."""
         held = _BY_NAME.get(name)
         if held is None:
             return super().__new__(cls)
-        if (held.bits, held.kind, held.code_dtype, held.lo, held.hi, held.values) != (
-            bits, kind, code_dtype, lo, hi, values,
+        if (held.bits, held.kind, held.code_dtype, held.lo, held.hi, held.values, held.dim) != (
+            bits, kind, code_dtype, lo, hi, values, dim,
         ):  # fmt: skip
             raise ValueError(f"number format {name!r} exists already; choose another name")
         return held
@@ -77,6 +79,8 @@ class Format:
             return x.clamp(self.lo, self.hi).to(self.code_dtype)
         if self is E8M0:
             return _encode_e8m0(x)
+        if self.kind == "learned":
+            raise ValueError(f"{self}: the numbers of its codes are those of a tensor's own table")
         if self.kind == "float":  # sign-magnitude: the positive half of the table is ascending in its code
             half = 1 << (self.bits - 1)
             x = x.float().contiguous()  # bucketize copies, and warns, otherwise
@@ -92,6 +96,8 @@ class Format:
         if self is E8M0:
             power = torch.ldexp(torch.ones_like(codes, dtype=torch.float64), codes.to(torch.int32) - 127)
             return torch.where(codes == 255, torch.nan, power).to(dtype)
+        if self.kind == "learned":
+            raise ValueError(f"{self}: the numbers of its codes are those of a tensor's own table")
         return torch.tensor(self.values, dtype=dtype, device=codes.device)[codes.to(torch.int32)]
 
     def to_unsigned(self, codes: Tensor) -> Tensor:
@@ -141,8 +147,25 @@ def get_format(name: str) -> Format:
 
 
 def all_formats() -> list[Format]:
-    """Every registered format, in order of registration."""
-    return list(_BY_NAME.values())
+    """Every registered format that has numbers of its own, in order of registration."""
+    return [f for f in _BY_NAME.values() if f.kind != "learned"]
+
+
+def learned_formats() -> list[Format]:
+    """Every format whose numbers each tensor brings itself."""
+    return [f for f in _BY_NAME.values() if f.kind == "learned"]
+
+
+def learned(bits: int, dim: int = 1) -> Format:
+    """Codes of ``bits`` bits, each an index into a tensor's own table of rows of ``dim`` numbers: bits / dim a weight.
+
+    Raises ValueError for other than 1 to 8 bits and 1, 2, 4 or 8 numbers. Under a scale that is the largest magnitude
+    of a block, numbers are in -1 to 1.
+    """
+    if dim not in (1, 2, 4, 8):
+        raise ValueError(f"a code stands for 1, 2, 4 or 8 numbers, got {dim}")
+    name = f"learned{bits}" + (f"x{dim}" if dim > 1 else "")
+    return Format(name, bits, "learned", torch.uint8, -1.0, 1.0, (), dim)
 
 
 def _int(bits: int) -> Format:
@@ -210,6 +233,9 @@ def _float32(x: float) -> float:
 
 INT1, INT2, INT3, INT4, INT5, INT6, INT7, INT8 = (_int(b) for b in range(1, 9))
 UINT1, UINT2, UINT3, UINT4, UINT5, UINT6, UINT7, UINT8 = (_uint(b) for b in range(1, 9))
+for _dim in (1, 2, 4, 8):
+    for _bits in range(1, 9):
+        learned(_bits, _dim)
 TERNARY = Format("ternary", 2, "int", torch.int8, -1, 1)
 E4M3 = Format("e4m3", 8, "float", torch.float8_e4m3fn, -448.0, 448.0)
 E5M2 = Format("e5m2", 8, "float", torch.float8_e5m2, -57344.0, 57344.0)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import blocks, fallback
 from .choose import Params, choose
 from .layouts import get_layout
-from .numerics import ordered, quantize
+from .numerics import ordered, part_value, quantize
 from .spec import QuantSpec
 from .tensor import FUNCTIONS, AffineQuantizedTensor, check_finite, implements
 
@@ -40,13 +40,36 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
         value = value.permute([target.axes.index(i) for i in range(len(target.axes))])
     value = ordered(value, target._perm)
     spec = target.spec.with_(layout="plain")
-    plain = quantize(value, spec, params=_kept(target, value, spec) if update else None)
+    plain = quantize(value, spec, params=_kept(target, value, spec, update))
     parts = get_layout(target.spec.layout).pack(plain, target.spec, target.stored_shape)
     copy_parts_(target, QT(parts, target.spec, target.stored_shape, target.dtype))
     return target
 
 
-def _kept(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
+def _kept(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Params | None:
+    """What stays of the parameters: a learned table always, a scale where that keeps updates from drifting."""
+    if spec.format.kind == "learned":
+        return _under_table(target, value, spec, update)
+    return _kept_scales(target, value, spec) if update else None
+
+
+def _under_table(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Params:
+    """Parameters under the table that there is: the largest element of a block becomes its largest number. In an update
+    blocks that still reach over a half of that keep their scale, whose numbers they have."""
+    assert target._table is not None
+    x = blocks.pad(value, spec.block)
+    fresh, reach = choose(x, spec), target._table.abs().max().float().clamp(min=2.0**-14)
+    if spec.scale is None or not x.numel():
+        return fresh._replace(table=target._table)
+    assert fresh.scale is not None
+    scale = fresh.scale.float() / reach
+    if update and fresh.offset is None:
+        old = part_value(target.plain_parts().scale, spec.scale, fresh.scale.shape, torch.float32)
+        scale = torch.where((scale <= old * 1.01) & (2 * scale >= old), old, scale)
+    return fresh._replace(scale=scale, table=target._table)
+
+
+def _kept_scales(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
     """Parameters of an update in stored order: the scale of a block stays where the value fits it and comes within
     a quarter of a step of an end of the codes. None: choose anew, as for formats that find their own scale again.
 

@@ -1,9 +1,14 @@
-"""Layouts: how parts lie in memory. A layout read by one kernel is declared in that kernel's file."""
+"""Layouts: how parts lie in memory. A layout read by one kernel is declared in that kernel's file.
+
+Layout "bits" packs codes, and zero points that have a format of their own. A kernel's own layout holds those as "plain"
+does, a byte each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from . import blocks
 from .numerics import Parts
@@ -58,17 +63,34 @@ def portable_layout(spec: QuantSpec) -> str:
     return "bits" if spec.format.bits < 8 else "plain"
 
 
+def pack_zero_point(part: Any, spec: QuantSpec) -> Any:
+    """Zero points as layout "bits" and files hold them: under a format of their own, a stream along the last axis."""
+    bits = spec.zero_point_bits
+    return part if part is None or bits == 8 else pack_bits(spec.zero_point_format.to_unsigned(part), bits)
+
+
+def unpack_zero_point(part: Any, spec: QuantSpec, shape: Sequence[int]) -> Any:
+    """Inverse of :func:`pack_zero_point`. shape: stored shape of the tensor."""
+    bits = spec.zero_point_bits
+    if part is None or bits == 8:
+        return part
+    n = blocks.counts(spec.block, shape)[-1] if shape else 1
+    return spec.zero_point_format.from_unsigned(unpack_bits(part, bits, n))
+
+
 def _identity(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     return parts
 
 
 def _pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
-    return parts._replace(codes=pack_bits(spec.format.to_unsigned(parts.codes), spec.format.bits))
+    codes = pack_bits(spec.format.to_unsigned(parts.codes), spec.format.bits)
+    return parts._replace(codes=codes, zero_point=pack_zero_point(parts.zero_point, spec))
 
 
 def _unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
-    n = blocks.padded(spec.block, shape)[-1] if shape else 1
-    return parts._replace(codes=spec.format.from_unsigned(unpack_bits(parts.codes, spec.format.bits, n)))
+    n = spec.codes_shape(shape)[-1] if shape else 1
+    codes = spec.format.from_unsigned(unpack_bits(parts.codes, spec.format.bits, n))
+    return parts._replace(codes=codes, zero_point=unpack_zero_point(parts.zero_point, spec, shape))
 
 
 _EXAMPLES = tuple((spec, (3, 130)) for spec in SPECS.values())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import blocks
+from . import blocks, learned
 from .choose import Params, choose
 from .spec import QuantSpec
 
@@ -23,6 +23,7 @@ class Parts(NamedTuple):
 
     ``act_scale`` and ``act_zero_point`` are the stored parameters of a static activation, not of the tensor's value.
     ``perm`` [K] is the order of the last stored axis: stored entry j is entry perm[j] of the value. None: their own.
+    ``table`` [codes, dim] has the numbers of a learned format.
     """
 
     codes: Tensor
@@ -32,6 +33,7 @@ class Parts(NamedTuple):
     act_scale: Tensor | None = None
     act_zero_point: Tensor | None = None
     perm: Tensor | None = None
+    table: Tensor | None = None
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Parts:
         """fn over every tensor, nested ones too."""
@@ -48,11 +50,16 @@ def quantize(
     Codes are computed from the parameters as stored, so that rounding of the scale is seen by the codes.
     """
     x = blocks.pad(x, spec.block)
+    codes_shape = spec.codes_shape(x.shape)
     if params is None:
         params = choose(x, spec, rule, eps)
-    parts, seen = store(params, spec)
     view = blocks.split(x, blocks.counts(spec.block, x.shape))
-    return Parts(encode(view, spec, seen).reshape(x.shape).contiguous(), *parts)
+    if spec.table_shape is not None and params.table is None:
+        unit = units(view, spec, store(params, spec)[1])
+        params = params._replace(table=learned.fit(unit.reshape(-1, spec.format.dim), spec.table_shape[0]))
+    parts, seen = store(params, spec)
+    codes = encode(view, spec, seen).reshape(codes_shape).contiguous()
+    return Parts(codes, *parts, table=seen.table)
 
 
 def store(params: Params, spec: QuantSpec) -> tuple[tuple[Any, Tensor | None, Any], Params]:
@@ -63,7 +70,10 @@ def store(params: Params, spec: QuantSpec) -> tuple[tuple[Any, Tensor | None, An
     scale = _store(params.scale, spec.scale)
     offset = _store_offset(params.offset, spec.offset)
     zero_point = None if params.zero_point is None else params.zero_point.to(spec.zero_point_dtype).contiguous()
-    seen = Params(_value(scale, spec.scale, params.scale), zero_point, _value(offset, spec.offset, params.offset))
+    table = None if params.table is None else learned.stored(params.table)
+    seen = Params(
+        _value(scale, spec.scale, params.scale), zero_point, _value(offset, spec.offset, params.offset), table
+    )
     return (scale, zero_point, offset), seen
 
 
@@ -79,9 +89,12 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
         None if parts.scale is None else part_value(parts.scale, spec.scale, part_shape, compute),
         parts.zero_point,
         None if parts.offset is None else part_value(parts.offset, spec.offset, part_shape, compute),
+        parts.table,
     )
     view = blocks.split(parts.codes, part_shape) if parts.codes.ndim else parts.codes
-    x = stored_value(view, spec, seen, compute).reshape(parts.codes.shape)
+    x = stored_value(view, spec, seen, compute)
+    if shape:
+        x = x.reshape(*parts.codes.shape[:-1], parts.codes.shape[-1] * spec.format.dim)
     for axis, n in enumerate(shape):
         if x.shape[axis] != n:
             x = x.narrow(axis, 0, n)
@@ -109,6 +122,10 @@ def is_order(perm: Tensor) -> bool:
 def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     """Codes of a block view [g0, b0, ..] under parameters of shape [g0, ..]."""
     f = spec.format
+    if f.kind == "learned":
+        if p.table is None:
+            raise ValueError(f"{spec}: no codes without a table; choose parameters by the default rule, or give one")
+        return learned.nearest(units(view, spec, p), p.table)
     if p.scale is None:
         return f.encode(view)
     scale = blocks.spread(p.scale)
@@ -131,6 +148,17 @@ def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     return (steps + spec.mid if spec.mid else steps).clamp(f.lo, f.hi).to(f.code_dtype)
 
 
+def units(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
+    """What a learned table is of: (x - offset) / scale of a block view [.., n], as [.., ceil(n / dim), dim]."""
+    x = view if view.dtype is torch.float64 else view.float()
+    if p.offset is not None:
+        x = x - blocks.spread(p.offset)
+    if p.scale is not None:  # a scale that underflowed to zero sends everything to zero
+        scale = blocks.spread(p.scale).to(x.dtype)
+        x = x / torch.where(scale == 0, torch.inf, scale)
+    return learned.vectors(x, spec.format.dim) if x.ndim else x.reshape(1)
+
+
 def _reciprocal(scale: Tensor) -> Tensor:
     """1 / scale in its dtype, and 0 where that overflows: a scale of zero or next to it sends everything to zero.
 
@@ -145,7 +173,11 @@ def _reciprocal(scale: Tensor) -> Tensor:
 
 def stored_value(view: Tensor, spec: QuantSpec, p: Params, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of codes in a block view [g0, b0, ..] under parameters of shape [g0, ..]."""
-    x = spec.format.decode(view, dtype)
+    if spec.format.kind == "learned":
+        assert p.table is not None
+        x = learned.numbers(view, p.table, dtype)
+    else:
+        x = spec.format.decode(view, dtype)
     if spec.mid:
         x = x - spec.mid
     if p.zero_point is not None:

@@ -22,7 +22,7 @@ def fits(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str | None:
     """Whether numbers under ``spec`` can be said under ``to``: "exact", "rounded" (scales or offsets may lose bits), or
     None. shape: stored shape."""
     shift, times = _shift(spec, to), _repeats(spec, shape, to)
-    if shift is None or times is None:
+    if shift is None or times is None or not _zeros_fit(spec, to, shift):
         return None
     if (spec.scale is None) != (to.scale is None) or (spec.offset is not None and to.offset is None):
         return None
@@ -85,7 +85,7 @@ def _shift(spec: QuantSpec, to: QuantSpec) -> int | None:
     """What is added to codes; None where the formats have other numbers."""
     f, g = spec.format, to.format
     if f.kind != "int" or g.kind != "int":
-        same = f is g and (spec.mid, spec.zero_point) == (to.mid, to.zero_point)
+        same = f is g and (spec.mid, bool(spec.zero_point)) == (to.mid, bool(to.zero_point))
         return 0 if same else None
     if spec.zero_point and not to.zero_point and not isinstance(to.offset, torch.dtype):
         return None
@@ -96,6 +96,12 @@ def _shift(spec: QuantSpec, to: QuantSpec) -> int | None:
         if fits and (not to.zero_point or spec.zero_point or g.lo <= spec.mid + shift <= g.hi):
             return shift
     return None
+
+
+def _zeros_fit(spec: QuantSpec, to: QuantSpec, shift: int) -> bool:
+    """Whether ``to`` has all zero points that ``spec`` may have, where it keeps them as such."""
+    z, y = spec.zero_point_format, to.zero_point_format
+    return not (spec.zero_point and to.zero_point) or (z.lo + shift >= y.lo and z.hi + shift <= y.hi)
 
 
 def _repeats(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> list[int] | None:

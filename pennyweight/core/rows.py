@@ -10,6 +10,8 @@ from .spec import QuantSpec
 
 def rows_independent(spec: QuantSpec, shape: Sequence[int]) -> bool:
     """Whether x[a:b] can be quantized by itself: no part is shared by rows, at any depth."""
+    if spec.format.kind == "learned":  # all rows share the table
+        return False
     inner = blocks.counts(spec.block, shape)
     nested = [k for k in (spec.scale, spec.offset) if isinstance(k, QuantSpec)]
     return blocks.resolve(spec.block, shape)[0] == 1 and all(rows_independent(k, inner) for k in nested)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +33,7 @@ from .formats import (
 )
 from .formats import IQ4_NL as IQ4_NL_VALUES
 
-SPEC_VERSION = 1
+SPEC_VERSION = 2  # the newest that is read; what is written says the least that it needs, see QuantSpec.version
 # Fixed table: a dtype named in a file is looked up here and nowhere else.
 DTYPES = {
     "float32": torch.float32,
@@ -50,10 +51,11 @@ class QuantSpec:
 
         x = (decode(codes) - mid - zero_point) * scale + offset
 
-    format      the numbers of the codes
+    format      the numbers of the codes; decode() of a learned format looks into the tensor's own part ``table``
     block       elements that share a scale: right-aligned to the shape; -1 the whole axis; None the whole tensor
     scale       dtype of the scale, or a QuantSpec: then the scale is itself quantized; None: no scale (1)
-    zero_point  whether an integer zero point, in code units, is stored per block
+    zero_point  whether an integer zero point, in code units, is stored per block: True, a byte each, within the codes;
+                or the integer format of their numbers, of which they take the bits wherever codes take theirs
     offset      dtype or QuantSpec of a real offset in value units, per block; None: no offset
     mid         a constant zero point in code units that needs no storage (8 for a uint4 centred on zero)
     layout      how the parts lie in memory; "plain" is one code an element
@@ -62,14 +64,14 @@ class QuantSpec:
     format: Format
     block: tuple[int, ...] | None = None
     scale: QuantSpec | torch.dtype | None = torch.float32
-    zero_point: bool = False
+    zero_point: bool | Format = False
     offset: QuantSpec | torch.dtype | None = None
     mid: int = 0
     layout: str = "plain"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", blocks.normalize(self.block))
-        object.__setattr__(self, "zero_point", bool(self.zero_point))
+        object.__setattr__(self, "zero_point", self._zero_point())
         for name in ("scale", "offset"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, QuantSpec) or value in _DTYPE_NAMES):
@@ -80,10 +82,27 @@ class QuantSpec:
             raise ValueError(f"zero_point is in code units and needs an integer format, got {self.format}; use offset")
         if self.zero_point and (self.offset is not None or self.mid):
             raise ValueError("QuantSpec takes one of zero_point, and offset with mid: both say which code means zero")
+        for name in ("scale", "offset"):
+            value = getattr(self, name)
+            if isinstance(value, QuantSpec) and value.format.kind == "learned":
+                raise ValueError(f"QuantSpec.{name}: its numbers cannot be learned, got {value.format}")
+        if self.block is not None and self.block[-1] % self.format.dim and self.block[-1] != -1:
+            raise ValueError(f"QuantSpec: blocks of {self.block[-1]} are not whole codes of {self.format}")
         if self.mid and not (self.format.kind == "int" and self.format.lo <= self.mid <= self.format.hi):
             raise ValueError(
                 f"QuantSpec.mid must be one of the codes of an integer format, got {self.mid} for {self.format}"
             )
+
+    def _zero_point(self) -> bool | Format:
+        """The one way to say what zero points are. A format that is the codes' own byte says no more than True."""
+        zero, f = self.zero_point, self.format
+        if not isinstance(zero, Format):
+            return bool(zero)
+        if f.kind == "int" and not (
+            zero.kind == "int" and zero.code_dtype is f.code_dtype and zero.lo <= f.lo <= f.hi <= zero.hi
+        ):
+            raise ValueError(f"QuantSpec.zero_point: {zero} has not all codes of {f}; use {f}, a wider one, or True")
+        return True if zero is f and f.bits == 8 else zero
 
     def __str__(self) -> str:
         block = "tensor" if self.block is None else ",".join("*" if b == -1 else str(b) for b in self.block)
@@ -93,7 +112,7 @@ class QuantSpec:
             if value is not None:
                 text += f" {name}={_SHORT[value] if isinstance(value, torch.dtype) else f'({value})'}"
         if self.zero_point:
-            text += " zero_point"
+            text += f" zero_point{'' if self.zero_point is True else f'={self.zero_point}'}"
         if self.mid:
             text += f" mid={self.mid}"
         return text if self.layout == "plain" else f"{text} layout={self.layout}"
@@ -120,12 +139,43 @@ class QuantSpec:
 
     @property
     def zero_point_dtype(self) -> torch.dtype:
-        """Zero points lie within the range of the codes, so they take the codes' own dtype."""
-        return self.format.code_dtype
+        """What a zero point is unpacked: those within the range of the codes take the codes' own dtype."""
+        return self.zero_point_format.code_dtype
+
+    @property
+    def zero_point_format(self) -> Format:
+        """The numbers that zero points can be."""
+        return self.zero_point if isinstance(self.zero_point, Format) else self.format
+
+    @property
+    def zero_point_bits(self) -> int:
+        """Bits of a stored zero point in files and in layout "bits"; 8 is a byte in the codes' own dtype."""
+        return self.zero_point.bits if isinstance(self.zero_point, Format) else 8
+
+    @property
+    def version(self) -> int:
+        """The first version of the spec's JSON in which all of it is known."""
+        nested = [k.version for k in (self.scale, self.offset) if isinstance(k, QuantSpec)]
+        return max([2 if isinstance(self.zero_point, Format) or self.format.kind == "learned" else 1, *nested])
+
+    @property
+    def table_shape(self) -> tuple[int, int] | None:
+        """Sizes of the part ``table``, [codes, numbers of a code]; None where the format has numbers of its own."""
+        return (1 << self.format.bits, self.format.dim) if self.format.kind == "learned" else None
+
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Sizes of plain codes: whole blocks, and one code for ``format.dim`` neighbours on the last axis."""
+        whole, dim = blocks.padded(self.block, shape), self.format.dim
+        if dim == 1:
+            return whole
+        if not whole:
+            raise ValueError(f"{self}: a single number has no codes that stand for {dim}")
+        return (*whole[:-1], -(-whole[-1] // dim))
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of all parts of a tensor of that shape, codes at one byte (layout "plain") or ``bits`` bits each."""
-        stored = blocks.padded(self.block, shape)
+        """Bytes of all parts of a tensor of that shape: codes at one byte (layout "plain") or ``bits`` bits each, zero
+        points at a byte, or in layout "bits" at the bits of their format."""
+        stored = self.codes_shape(shape)
         count = 1
         for n in stored[:-1]:
             count *= n
@@ -135,9 +185,12 @@ class QuantSpec:
         n_blocks = 1
         for n in part_shape:
             n_blocks *= n
-        for kind in self.part_specs().values():
-            total += kind.nbytes(part_shape) if isinstance(kind, QuantSpec) else n_blocks * kind.itemsize
-        return total
+        for slot, kind in self.part_specs().items():
+            if slot == "zero_point" and self.layout == "bits" and self.zero_point_bits < 8 and part_shape:
+                total += n_blocks // max(1, part_shape[-1]) * -(-part_shape[-1] * self.zero_point_bits // 8)
+            else:
+                total += kind.nbytes(part_shape) if isinstance(kind, QuantSpec) else n_blocks * kind.itemsize
+        return total + (0 if self.table_shape is None else 2 * math.prod(self.table_shape))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/format.md."""
@@ -147,7 +200,7 @@ class QuantSpec:
             "scale": _part_to_data(self.scale),
         }
         if self.zero_point:
-            data["zero_point"] = True
+            data["zero_point"] = self.zero_point.name if isinstance(self.zero_point, Format) else True
         if self.offset is not None:
             data["offset"] = _part_to_data(self.offset)
         if self.mid:
@@ -163,14 +216,16 @@ class QuantSpec:
         block = data["block"]
         if block is not None and not (isinstance(block, list) and all(type(b) is int for b in block)):
             raise ValueError(f"QuantSpec.block must be null or a list of integers, got {block!r}")
-        for key, kind in (("format", str), ("zero_point", bool), ("mid", int), ("layout", str)):
+        zero = data.get("zero_point", False)
+        kinds = (("format", str), ("zero_point", str if isinstance(zero, str) else bool), ("mid", int), ("layout", str))
+        for key, kind in kinds:
             if key in data and type(data[key]) is not kind:
                 raise ValueError(f"QuantSpec.{key} must be {kind.__name__}, got {data[key]!r}")
         return cls(
             get_format(data["format"]),
             None if block is None else tuple(block),
             _part_from_data(data["scale"]),
-            data.get("zero_point", False),
+            get_format(zero) if isinstance(zero, str) else zero,
             _part_from_data(data.get("offset")),
             data.get("mid", 0),
             data.get("layout", "plain"),
@@ -178,16 +233,19 @@ class QuantSpec:
 
     def to_json(self) -> str:
         """Versioned JSON."""
-        return json.dumps({"version": SPEC_VERSION, **self.to_dict()}, sort_keys=True)
+        return json.dumps({"version": self.version, **self.to_dict()}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> QuantSpec:
         """Inverse of :meth:`to_json`. Raises ValueError on a newer version or malformed data."""
         data = json.loads(text)
         version = data.pop("version", None) if isinstance(data, dict) else None
-        if version != SPEC_VERSION:
-            raise ValueError(f"QuantSpec version {version!r}; this release reads version {SPEC_VERSION}")
-        return cls.from_dict(data)
+        if type(version) is not int or not 1 <= version <= SPEC_VERSION:
+            raise ValueError(f"QuantSpec version {version!r}; this release reads 1 to {SPEC_VERSION}")
+        spec = cls.from_dict(data)
+        if spec.version > version:
+            raise ValueError(f"QuantSpec says version {version}, and all of it is known in version {spec.version}")
+        return spec
 
 
 _OPTIONAL = {"zero_point", "offset", "mid", "layout"}
@@ -208,6 +266,12 @@ class ActivationSpec:
     def __post_init__(self) -> None:
         if self.mode not in ("dynamic", "static"):
             raise ValueError(f'ActivationSpec.mode must be "dynamic" or "static", got {self.mode!r}')
+        if isinstance(self.spec.zero_point, Format):  # nothing is won by packing one number
+            if self.spec.zero_point is not self.spec.format:
+                raise ValueError(
+                    f"ActivationSpec: zero points lie within the range of the codes, not as in {self.spec}"
+                )
+            object.__setattr__(self, "spec", self.spec.with_(zero_point=True))
 
     def __str__(self) -> str:
         return f"{self.mode} {self.spec}"
@@ -258,6 +322,7 @@ INT8_ROW = QuantSpec(INT8, (-1,))
 INT8_ROW_ASYMMETRIC = QuantSpec(INT8, (-1,), zero_point=True)
 INT4_GROUP = QuantSpec(INT4, (32,))
 UINT4_GROUP = QuantSpec(UINT4, (64,), scale=torch.bfloat16, zero_point=True)
+UINT4_ZEROS = QuantSpec(UINT4, (128,), scale=torch.float16, zero_point=UINT4)  # GPTQ's and AWQ's: 4.156 bits a weight
 TINYGEMM = QuantSpec(UINT4, (128,), scale=torch.bfloat16, offset=torch.bfloat16, mid=8)
 FP8_ROW = QuantSpec(E4M3, (-1,))
 FP8_TENSOR = QuantSpec(E4M3, TENSOR)

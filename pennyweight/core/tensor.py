@@ -26,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks, conversions
+from . import blocks, conversions, learned
 from .choose import Params
-from .layouts import READABLE, get_layout, portable_layout
+from .layouts import READABLE, get_layout, portable_layout, unpack_zero_point
 from .numerics import Parts, dequantize, is_order, ordered, quantize, sqnr
-from .spec import DTYPES, ActivationSpec, QuantSpec, dtype_name
+from .spec import DTYPES, SPEC_VERSION, ActivationSpec, QuantSpec, dtype_name
 
 SLOTS = Parts._fields
+_PACKED = ("bits", "zero_point")  # the layout and part, beside the codes, that may be a bit stream
 STORED = tuple(f"_{name}" for name in SLOTS)  # attributes that hold them, as they lie in memory
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 ATEN: dict[Any, Handler] = {}  # aten overload (None: every other) -> what to do under __torch_dispatch__
@@ -65,6 +66,7 @@ class AffineQuantizedTensor(Tensor):
     _act_scale: Tensor | None
     _act_zero_point: Tensor | None
     _perm: Tensor | None
+    _table: Tensor | None
     spec: QuantSpec
     act: ActivationSpec | None
     axes: tuple[int, ...] | None
@@ -98,6 +100,9 @@ class AffineQuantizedTensor(Tensor):
                 f"perm of a quantized tensor {shape} is {tuple(parts.perm.shape)}; it has one entry for each of the "
                 f"{stored_shape(shape, axes)[-1:]} entries of the axis that is stored last"
             )
+        if (None if parts.table is None else tuple(parts.table.shape)) != spec.table_shape:
+            has = "no table" if parts.table is None else f"a table {list(parts.table.shape)}"
+            raise ValueError(f"a quantized tensor {shape} ({spec}) has {has}, and is due {spec.table_shape or 'none'}")
         self: AffineQuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -172,8 +177,9 @@ class AffineQuantizedTensor(Tensor):
     def parts(self) -> Parts:
         """The stored parts, as they lie in memory."""
         return Parts(
-            self._codes, self._scale, self._zero_point, self._offset, self._act_scale, self._act_zero_point, self._perm
-        )
+            self._codes, self._scale, self._zero_point, self._offset, self._act_scale, self._act_zero_point, self._perm,
+            self._table,
+        )  # fmt: skip
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -184,7 +190,7 @@ class AffineQuantizedTensor(Tensor):
         part = getattr(self, f"_{slot}")
         layout = self.spec.layout
         if part is None or layout == "plain" or (layout in READABLE and slot != "codes"):
-            return part
+            return unpack_zero_point(part, self.spec, self.stored_shape) if (layout, slot) == _PACKED else part
         part = getattr(self.plain_parts(), slot)
         if not isinstance(part, Parts):
             return part
@@ -225,6 +231,11 @@ class AffineQuantizedTensor(Tensor):
     def perm(self) -> Tensor | None:
         """Order of the axis that is stored last: stored entry j is entry perm[j] of the value. None: as it is."""
         return self._perm
+
+    @property
+    def table(self) -> Tensor | None:
+        """The numbers of a learned format, [codes, numbers of a code]. None where the format has its own."""
+        return self._table
 
     @property
     def tensor_impl(self) -> PlainView:
@@ -428,9 +439,9 @@ class PlainView:
     @property
     def int_data(self) -> Tensor:
         """Codes, one an element."""
-        codes = self._parts.codes
+        codes, dim = self._parts.codes, self._tensor.spec.format.dim
         for axis, n in enumerate(self._tensor.stored_shape):
-            codes = codes.narrow(axis, 0, n)
+            codes = codes.narrow(axis, 0, n if axis < codes.ndim - 1 else -(-n // dim))
         return self._logical(codes)
 
     @property
@@ -508,11 +519,16 @@ def check_finite(x: Tensor, name: str) -> None:
         )
 
 
+def static_version(w: AffineQuantizedTensor) -> int:
+    """The first version of :func:`static_json` in which all of it is known: that of the specs."""
+    return max(w.spec.version, 1 if w.act is None else w.act.spec.version)
+
+
 def static_json(w: AffineQuantizedTensor) -> str:
     """All that is static about a tensor, as JSON."""
     return json.dumps(
         {
-            "version": 1,
+            "version": static_version(w),
             "spec": w.spec.to_dict(),
             "act": None if w.act is None else w.act.to_dict(),
             "shape": [int(n) for n in w.shape],
@@ -532,8 +548,10 @@ def rebuild(
     ``layout`` is the one it had: it is packed anew, for this machine, where the parts are on a device that has it.
     """
     data = json.loads(static)
-    if data.get("version") != 1:
-        raise ValueError(f"quantized tensor pickled as version {data.get('version')!r}; this release reads version 1")
+    if data.get("version") not in range(1, SPEC_VERSION + 1):
+        raise ValueError(
+            f"quantized tensor pickled as version {data.get('version')!r}; this release reads 1 to {SPEC_VERSION}"
+        )
     spec = QuantSpec.from_dict(data["spec"])
     if spec.format.native_float:
         parts = {**parts, "codes": parts["codes"].view(spec.format.code_dtype)}
@@ -559,21 +577,26 @@ def rebuild(
 
 def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless the parts have the dtypes and sizes that the spec says, in a portable layout."""
-    codes = blocks.padded(spec.block, shape)
+    codes = spec.codes_shape(shape)
     dtype = spec.format.code_dtype
     if spec.layout == "bits" and codes:
         codes, dtype = (*codes[:-1], -(-codes[-1] * spec.format.bits // 8)), torch.uint8
     kinds: dict[str, Any] = {"codes": dtype, **spec.part_specs()}
-    names = parts.keys() - {"act_scale", "act_zero_point", "perm"}
+    names = parts.keys() - {"act_scale", "act_zero_point", "perm", "table"}
     if get_layout(spec.layout).devices is not None or names != kinds.keys():
         raise ValueError(f"pickled {spec} has parts {sorted(names)}; expected {sorted(kinds)} in a portable layout")
     for name, kind in kinds.items():
         part, size = parts[name], codes if name == "codes" else blocks.counts(spec.block, shape)
+        if (spec.layout, name) == _PACKED and spec.zero_point_bits < 8 and size:
+            size, kind = (*size[:-1], -(-size[-1] * spec.zero_point_bits // 8)), torch.uint8
         held = part.spec if isinstance(part, AffineQuantizedTensor) else part.dtype
         if tuple(part.shape) != size or held != kind:
             raise ValueError(
                 f"pickled {spec} of {list(shape)}: {name} is {held} {list(part.shape)}, expected {kind} {list(size)}"
             )
+    table = parts.get("table")  # its sizes are seen to where the tensor is made
+    if table is not None and (table.dtype is not learned.DTYPE or not (table.is_meta or table.isfinite().all())):
+        raise ValueError(f"pickled {spec} of {list(shape)}: its table is no {learned.DTYPE} of finite numbers")
     perm = parts.get("perm")
     if perm is not None and (
         perm.dtype not in (torch.int32, torch.int64) or tuple(perm.shape) != shape[-1:]

@@ -53,6 +53,16 @@ def unpacked(w: QT) -> QT:
     return w if w.spec.layout == "plain" else w.to_layout("plain").with_(readonly=True)
 
 
+def streamed(w: QT, slot: str) -> bool:
+    """Whether the last axis of a part beside the codes is a bit stream."""
+    return slot == "zero_point" and w.spec.layout == "bits" and w.spec.zero_point_bits < 8 and w.ndim > 0
+
+
+def joined(w: QT, axis: int) -> bool:
+    """Whether neighbours on a stored axis share a code, so that it can be cut only between those."""
+    return w.spec.format.dim > 1 and axis == w.ndim - 1
+
+
 def axes_of(w: QT) -> tuple[int, ...]:
     return tuple(range(w.ndim)) if w.axes is None else w.axes
 
@@ -80,7 +90,7 @@ def consistent(w: Any) -> Any:
     ok = w._scale is None or tuple(w._scale.shape) == blocks.counts(w.spec.block, shape)
     ok = ok and (w._perm is None or tuple(w._perm.shape) == tuple(shape[-1:]))
     if w.spec.layout == "plain":
-        ok = ok and tuple(w._codes.shape) == blocks.padded(w.spec.block, shape)
+        ok = ok and tuple(w._codes.shape) == w.spec.codes_shape(shape)
     return w if ok else NotImplemented
 
 

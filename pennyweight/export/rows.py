@@ -94,6 +94,8 @@ def refusal(w: AffineQuantizedTensor) -> str | None:
     """Why a weight cannot be written as rows; None where it can."""
     if w.spec.format is E8M0:
         return "e8m0 is a format of scales"
+    if w.spec.format.kind == "learned":
+        return "its numbers are those of its own table"
     if 0 in w.shape:
         return "it has no elements"
     return None if _cut(w) is not None else f"blocks {list(w.spec.block or ())} share scales along several inner axes"

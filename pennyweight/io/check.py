@@ -4,7 +4,8 @@ scale       finite; not negative unless the file says ``signed_scale``; zero is 
             where a block is (almost) all zero and scales are float16. The numbers of a scale that is itself quantized
             are not negative either, unless its own spec has an offset, around which rounding may pass zero.
 offset      finite, quantized or not
-zero_point  within the range of the codes
+zero_point  within the range of the codes, or of a format of their own; unused bits of a row's last byte are zero
+table       finite; each code has its row
 codes       numbers of the format: no NaN or infinity, no index past a table; unused bits of a row's last byte are zero
 perm        each of the places of the contracted axis once
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ..core import blocks
 from ..core.formats import E8M0, Format
+from ..core.layouts import unpack_zero_point
 from ..core.numerics import Parts, dequantize, is_order
 from ..core.packing import unpack_bits
 from ..core.spec import QuantSpec
@@ -41,7 +43,7 @@ def check_data(name: str, meta: Meta, get: Get) -> None:
             if not float(scale) > 0:
                 raise ValueError(f"{name}.act_scale is zero: no activation has that scale")
             if meta.act.spec.zero_point:
-                _check_range(get(f"{name}.act_zero_point"), meta.act.spec.format, f"{name}.act_zero_point")
+                check_range(get(f"{name}.act_zero_point"), meta.act.spec.format, f"{name}.act_zero_point")
         if meta.perm and not is_order(get(f"{name}.perm")):
             raise ValueError(f"{name}.perm: not the numbers 0 to {meta.stored_shape[-1] - 1}, each once")
     except ValueError as e:
@@ -75,18 +77,25 @@ def read_parts(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get) -> 
     """Plain, unpacked parts of a value from its stored tensors."""
     codes = get(f"{name}.codes")
     if spec.format.bits < 8:
-        n = blocks.padded(spec.block, shape)[-1] if shape else 1
+        n = spec.codes_shape(shape)[-1] if shape else 1
         codes = spec.format.from_unsigned(unpack_bits(codes, spec.format.bits, n))
     part_shape = blocks.counts(spec.block, shape)
     parts: dict[str, Any] = {}
     for slot, kind in spec.part_specs().items():
         full = f"{name}.{slot}"
         parts[slot] = read_parts(full, kind, part_shape, get) if isinstance(kind, QuantSpec) else get(full)
+    if spec.zero_point:
+        parts["zero_point"] = unpack_zero_point(parts["zero_point"], spec, shape)
+    if spec.table_shape is not None:
+        parts["table"] = get(f"{name}.table")
     return Parts(codes, **parts)
 
 
 def _check_value(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get, signed: bool) -> None:
-    _check_codes(get(f"{name}.codes"), spec, shape, f"{name}.codes")
+    n = spec.codes_shape(shape)[-1] if shape else 1
+    if spec.table_shape is not None:
+        _check_real(get(f"{name}.table"), f"{name}.table", signed=True)
+    _check_codes(get(f"{name}.codes"), spec.format, n, f"{name}.codes")
     part_shape = blocks.counts(spec.block, shape)
     for slot, kind in spec.part_specs().items():
         full = f"{name}.{slot}"
@@ -95,8 +104,10 @@ def _check_value(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get, s
             _check_value(full, kind, part_shape, get, any_sign)
             value = dequantize(read_parts(full, kind, part_shape, get), kind, part_shape)
             _check_real(value, full, any_sign or kind.offset is not None)
+        elif slot == "zero_point" and spec.zero_point_bits < 8:
+            _check_codes(get(full), spec.zero_point_format, part_shape[-1] if part_shape else 1, full)
         elif slot == "zero_point":
-            _check_range(get(full), spec.format, full)
+            check_range(get(full), spec.zero_point_format, full)
         else:
             _check_real(get(full), full, any_sign)
 
@@ -112,15 +123,15 @@ def _check_real(values: Tensor, what: str, signed: bool) -> None:
         raise ValueError(f"{what}: {int((values < 0).sum())} of {values.numel()} values are negative")
 
 
-def _check_range(values: Tensor, f: Format, what: str) -> None:
+def check_range(values: Tensor, f: Format, what: str) -> None:
+    """Raise ValueError where integers lie outside a format."""
     if values.numel() and (int(values.min()) < f.lo or int(values.max()) > f.hi):
         raise ValueError(f"{what}: values {int(values.min())}..{int(values.max())}, {f} goes from {f.lo} to {f.hi}")
 
 
-def _check_codes(codes: Tensor, spec: QuantSpec, shape: tuple[int, ...], what: str) -> None:
-    f = spec.format
-    n = blocks.padded(spec.block, shape)[-1] if shape else 1
-    raw = codes.reshape(1, 1) if not shape else codes.reshape(-1, codes.shape[-1]) if codes.numel() else codes
+def _check_codes(codes: Tensor, f: Format, n: int, what: str) -> None:
+    """codes: as stored, with n of them in a row."""
+    raw = codes.reshape(1, 1) if not codes.ndim else codes.reshape(-1, codes.shape[-1]) if codes.numel() else codes
     if raw.numel() == 0:
         return
     raw = raw.view(torch.uint8)

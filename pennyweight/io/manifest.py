@@ -13,17 +13,19 @@ import torch
 
 from ..core import blocks
 from ..core.choose import RULES
+from ..core.learned import DTYPE as TABLE_DTYPE
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec, check_keys, dtype_name
 from .container import MAX_AXES, check_name, size_of
 from .strict_json import parse
 
 KEY = "pennyweight"  # the one key of a file's __metadata__ that is ours
-VERSION = 2  # the newest that is read; what is written says the least that it needs, see version_of
+VERSION = 3  # the newest that is read; what is written says the least that it needs, see version_of
 MAX_MANIFEST_BYTES = 32 << 20
 MAX_MANIFEST_DEPTH = 16  # a spec within a spec within a spec takes 6
 # Every name that can follow "<tensor>." in a file. Frozen: readers of version 1 know these and no others.
 PART_NAMES = ("codes", "scale", "zero_point", "offset", "act_scale", "act_zero_point")
 PART_NAMES_2 = (*PART_NAMES, "perm")
+PART_NAMES_3 = (*PART_NAMES_2, "table")
 
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -60,13 +62,20 @@ class Manifest:
 
 def version_of(manifest: Manifest) -> int:
     """The version that a file with this manifest says: the first in which all of it is known."""
-    return 2 if any(meta.perm for meta in manifest.tensors.values()) else 1
+    return max((_version_of(meta) for meta in manifest.tensors.values()), default=1)
+
+
+def _version_of(meta: Meta) -> int:
+    if max(meta.spec.version, 1 if meta.act is None else meta.act.spec.version) > 1:
+        return 3
+    return 2 if meta.perm else 1
 
 
 def stored_parts(name: str, meta: Meta) -> Stored:
     """Stored tensors of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, in order.
 
-    Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], a row on the last axis ends on a whole byte.
+    Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], a row on the last axis ends on a whole byte. So
+    are zero points that have a format of their own.
     """
     out = _value_parts(name, meta.spec, meta.stored_shape)
     if meta.act is not None and meta.act.mode == "static":
@@ -84,14 +93,19 @@ def _value_parts(name: str, spec: QuantSpec, shape: tuple[int, ...]) -> Stored:
     for slot, kind in spec.part_specs().items():
         if isinstance(kind, QuantSpec):
             out |= _value_parts(f"{name}.{slot}", kind, part_shape)
+        elif slot == "zero_point" and spec.zero_point_bits < 8 and part_shape:
+            size = -(-part_shape[-1] * spec.zero_point_bits // 8)
+            out[f"{name}.{slot}"] = (torch.uint8, (*part_shape[:-1], size))
         else:
             out[f"{name}.{slot}"] = (kind, part_shape)
+    if spec.table_shape is not None:
+        out[f"{name}.table"] = (TABLE_DTYPE, spec.table_shape)
     return out
 
 
 def codes_stored(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
     """dtype and shape of stored codes."""
-    padded = blocks.padded(spec.block, shape)
+    padded = spec.codes_shape(shape)
     bits = spec.format.bits
     if bits == 8:
         return spec.format.code_dtype, padded
@@ -244,7 +258,7 @@ def check_parts(manifest: Manifest, stored: Stored) -> None:
         owned.update(parts)  # `|=` with the keys of a dict would copy the set each time
         if name in stored:
             raise KeyedError(name, "is both a stored tensor and a quantized one")
-    known = PART_NAMES if version_of(manifest) == 1 else PART_NAMES_2
+    known = (PART_NAMES, PART_NAMES_2, PART_NAMES_3)[version_of(manifest) - 1]
     for name in sorted(stored.keys() - owned):
         for prefix, then in _prefixes(name):
             if then in known and prefix in manifest.tensors:

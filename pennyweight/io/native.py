@@ -12,11 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import blocks
+from ..core.layouts import pack_zero_point
 from ..core.numerics import Parts
 from ..core.packing import pack_bits
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, each_part
-from .check import check_data, check_plain, is_signed, read_parts
+from .check import check_data, check_plain, check_range, is_signed, read_parts
 from .container import DTYPE_NAMES, check_name
 from .errors import CheckpointError
 from .manifest import (
@@ -153,6 +154,8 @@ def build(name: str, meta: Meta, get: Callable[[str], Tensor]) -> AffineQuantize
             s: read_parts(f"{name}.{s}", k, part_shape, get) if isinstance(k, QuantSpec) else get(f"{name}.{s}")
             for s, k in spec.part_specs().items()
         }
+        if spec.table_shape is not None:
+            parts["table"] = get(f"{name}.table")
         value = Parts(get(f"{name}.codes"))._replace(**parts)
     else:
         value = read_parts(name, spec, shape, get)
@@ -266,14 +269,27 @@ def _number(name: str, value: Tensor | None) -> Tensor:
     return value.reshape(1)
 
 
+def _check_zero_point(name: str, part: Tensor, spec: QuantSpec) -> None:
+    """Before they become a stream, in which numbers that are too large would run into others."""
+    try:
+        check_range(part, spec.zero_point_format, f"{name}.zero_point")
+    except ValueError as e:
+        raise KeyedError(name, str(e)) from e
+
+
 def _put(out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packed: bool = False) -> None:
     f, codes = spec.format, parts.codes
     if f.bits < 8 and not packed:
         codes = pack_bits(f.to_unsigned(codes), f.bits)
     out[f"{name}.codes"] = codes
+    if spec.table_shape is not None:
+        out[f"{name}.table"] = parts.table
     for slot, kind in spec.part_specs().items():
         part = getattr(parts, slot)
         if isinstance(part, Parts) and isinstance(kind, QuantSpec):
             _put(out, f"{name}.{slot}", part, kind)
         else:
+            if slot == "zero_point" and spec.zero_point_bits < 8 and not packed:
+                _check_zero_point(name, part, spec)
+                part = pack_zero_point(part, spec)
             out[f"{name}.{slot}"] = part

@@ -21,7 +21,7 @@ def gather(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor
     """w[index] as floats of w's dtype. index: integers, any shape; w: [V, D] with parts per row."""
     w = sliceable(w)
     flat = index.reshape(-1)
-    rows = each_part(Parts(*w.parts[:4]), lambda p: p[flat])
+    rows = each_part(Parts(*w.parts[:4]), lambda p: p[flat])._replace(table=w.table)
     picked = AffineQuantizedTensor(rows, w.spec, (flat.numel(), *w.shape[1:]), w.dtype)
     return picked._dequantize(w.dtype).reshape(*index.shape, *w.shape[1:])
 

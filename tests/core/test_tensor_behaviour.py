@@ -402,8 +402,8 @@ def test_a_pickle_holds_one_global_of_ours_and_a_newer_version_is_refused() -> N
     w = quantized("int8_row")
     rebuild, args = w.__reduce_ex__(2)[:2]
     assert rebuild.__module__ == "pennyweight.core.tensor"
-    with pytest.raises(ValueError, match="version 2; this release reads version 1"):
-        rebuild(args[0].replace('"version": 1', '"version": 2'), *args[1:])
+    with pytest.raises(ValueError, match="version 3; this release reads 1 to 2"):
+        rebuild(args[0].replace('"version": 1', '"version": 3'), *args[1:])
 
 
 @ALL

@@ -13,6 +13,7 @@ from pennyweight.algorithms.clip import MSE, Importance
 from pennyweight.algorithms.feedback import factor
 from pennyweight.algorithms.gptq import GPTAQ, GPTQ, Auto
 from pennyweight.algorithms.hqq import HQQ
+from pennyweight.algorithms.kmeans import KMeans
 from pennyweight.algorithms.nearest import Nearest, output_error
 
 
@@ -61,6 +62,7 @@ SOLVERS = {
     "hqq": Enrolled(HQQ, norm),
     "imatrix": Enrolled(Importance, importance),
     "gptq": Enrolled(GPTQ, output),
+    "kmeans": Enrolled(KMeans, output),
     "auto": Enrolled(Auto, towards_float),
     "gptaq": Enrolled(GPTAQ, towards_float),
 }

@@ -55,6 +55,7 @@ EXAMPLES = {
     pw.MXWeightOnlyConfig: ["", "'e3m2'", "'e2m1', scaling_mode='even'"],
     pw.MXDynamicActivationMXWeightConfig: ["", "weight_dtype='e2m1', scaling_mode='floor'"],
     pw.NVFP4WeightOnlyConfig: ["", "use_dynamic_per_tensor_scale=False"],
+    pw.CodebookWeightOnlyConfig: ["", "bits=3, dim=1, group_size=32", "bits=4, dim=2"],
     pw.NF4WeightOnlyConfig: ["", "double_quant=False"],
     pw.SpecConfig: ["QuantSpec(INT4, (32,))", "QuantSpec(INT4, (32,)), rule='mse'"],
     pw.FqnToConfig: ["{'0': pw.Int8WeightOnlyConfig(), 're:2': pw.Int4WeightOnlyConfig(group_size=32)}"],
@@ -113,7 +114,7 @@ def test_quantizes_and_the_report_is_true(text: str, dtype: torch.dtype) -> None
     got = model(x)
     assert got.dtype == dtype
     assert got.isfinite().all()
-    bits = min(w.spec.format.bits for _, w in weights(model))
+    bits = min(w.spec.format.bits // w.spec.format.dim for _, w in weights(model))
     assert sqnr(exact, got.detach()) > LEAST[bits]
 
 
@@ -191,7 +192,7 @@ def test_prime_sizes(text: str, rows: int) -> None:
     assert got.shape == exact.shape
     assert got.isfinite().all()
     if rows == 17:
-        bits = min(w.spec.format.bits for _, w in weights(model))
+        bits = min(w.spec.format.bits // w.spec.format.dim for _, w in weights(model))
         assert sqnr(exact, got.detach()) > LEAST[bits] - 3
     batched = model(x.reshape(rows, 1, 61).expand(rows, 2, 61))
     assert batched.shape == (rows, 2, 37)

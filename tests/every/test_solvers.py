@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.algorithms import ALGORITHMS, Solution, Solver, Task
-from pennyweight.algorithms.nearest import nearest_parts
+from pennyweight.algorithms.nearest import nearest_parts, output_error
 from pennyweight.core import blocks
-from pennyweight.core.formats import E8M0
+from pennyweight.core.formats import E4M3, E8M0, learned
 from pennyweight.core.numerics import Parts, dequantize
 from pennyweight.core.spec import SPECS, QuantSpec
 from tests.every.solvers_table import SOLVERS, output
@@ -70,10 +70,14 @@ def bits(parts: Parts) -> list[bytes]:
 def check_parts(parts: Parts, spec: QuantSpec, shape: tuple[int, ...]) -> None:
     """Dtypes and shapes that the spec stores, codes that its format has, everything finite."""
     f = spec.format
-    assert tuple(parts.codes.shape) == blocks.padded(spec.block, shape)
+    assert tuple(parts.codes.shape) == spec.codes_shape(shape)
     assert parts.codes.dtype is f.code_dtype
     if f.kind == "int":
         assert f.lo <= int(parts.codes.min()) and int(parts.codes.max()) <= f.hi  # noqa: PT018
+    elif f.kind == "learned":
+        assert (parts.table.dtype, tuple(parts.table.shape)) == (torch.float16, (1 << f.bits, f.dim))
+        assert parts.table.isfinite().all()
+        assert int(parts.codes.max()) < 1 << f.bits
     elif not f.native_float:
         assert int(parts.codes.max()) < (255 if f is E8M0 else len(f.values))
     part_shape = blocks.counts(spec.block, shape)
@@ -109,8 +113,13 @@ def check(name: str, task: Task, share: float = 1.0) -> Solution:
     assert found.sum() <= nearest.sum() * share * (1 + 1e-5) + 1e-30, solution.note
     if solution.error is not None:  # of the output, of the solution that is handed back
         error, plain = (float(output(task, d).sum()) for d in (values - task.weight, rounded - task.weight))
-        assert solution.error == pytest.approx(error, rel=1e-2, abs=1e-7 * plain + 1e-20)
-        assert solution.nearest == pytest.approx(plain, rel=1e-2, abs=1e-20)
+        whole = task.stats["hessian"].abs().double()
+        lost, gone = (
+            1e-20 + 1e-7 * float(output_error(d.abs().double(), whole).sum())  # what cancels is known to float32
+            for d in (values - task.weight, rounded - task.weight)
+        )
+        assert solution.error == pytest.approx(error, rel=1e-2, abs=1e-7 * abs(plain) + lost)
+        assert solution.nearest == pytest.approx(plain, rel=1e-2, abs=gone)
     return solution
 
 
@@ -129,6 +138,25 @@ def test_on_every_scheme(name: str, spec: str) -> None:
 @pytest.mark.parametrize(("name", "share"), [("gptq", 0.7), ("imatrix", 0.97), ("mse", 0.97)])
 def test_by_how_much(name: str, share: float, spec: str) -> None:
     check(name, task_for(weights(8, 256), inputs(256), SPECS[spec]), share)
+
+
+# Only one solver learns numbers; what it is worth beside k-means of the weights alone
+LEARNED = {
+    "3 bits": QuantSpec(learned(3), (-1,)),
+    "4 bits in groups": QuantSpec(learned(4), (16,), torch.float16),
+    "2 bits": QuantSpec(learned(8, 4), (-1,), torch.bfloat16),
+    "4 for 1": QuantSpec(learned(6, 4), (16,)),
+    "squares": QuantSpec(learned(4, 2), (2, 8)),
+    "one scale": QuantSpec(learned(4, 2), None),
+    "no scale": QuantSpec(learned(3), None, scale=None),
+    "an offset": QuantSpec(learned(3), (16,), offset=torch.float16),
+    "nested": QuantSpec(learned(4), (8,), scale=QuantSpec(E4M3, None)),
+}
+
+
+@pytest.mark.parametrize("spec", LEARNED)
+def test_learned_numbers(spec: str) -> None:
+    check("kmeans", task_for(weights(24, 128), inputs(128), LEARNED[spec]), 0.9)
 
 
 DEGENERATE = {
@@ -155,6 +183,19 @@ def test_degenerate(name: str, case: str) -> None:
     for spec in FEW[:3] if name == "auto" else FEW:
         if spec not in dict(SOLVERS[name].exempt):
             check(name, task_for(weight, x, SPECS[spec]))
+
+
+@pytest.mark.parametrize("case", DEGENERATE)
+def test_learned_numbers_of_degenerate_weights(case: str) -> None:
+    weight, x = DEGENERATE[case]()
+    for spec in LEARNED.values():
+        check("kmeans", task_for(weight, x, spec))
+
+
+def test_learned_numbers_of_rows_with_inputs_of_their_own() -> None:
+    x = torch.stack([inputs(32)[:200], inputs(32)[200:400] * 3])
+    for spec in LEARNED.values():
+        check("kmeans", task_for(weights(8, 32), x, spec))
 
 
 @pytest.mark.parametrize("name", SOLVERS)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pennyweight.core import blocks
-from pennyweight.core.formats import E4M3, E8M0, all_formats
+from pennyweight.core.formats import E4M3, E8M0, INT4, UINT4, UINT5, UINT8, all_formats
 from pennyweight.core.numerics import Params, Parts, dequantize, part_value, quantize
 from pennyweight.core.spec import SPECS, ActivationSpec, QuantSpec
 
@@ -26,6 +26,8 @@ def enrolled() -> dict[str, QuantSpec]:
         specs[f"{fmt}-offset-f16"] = QuantSpec(fmt, (16,), torch.float16, offset=torch.float16)
         if fmt.kind == "int":
             specs[f"{fmt}-zero_point"] = QuantSpec(fmt, (16,), zero_point=True)
+            if fmt.bits < 8:
+                specs[f"{fmt}-zero_point={fmt}"] = QuantSpec(fmt, (8,), torch.float16, zero_point=fmt)
             if not fmt.signed:
                 specs[f"{fmt}-mid"] = QuantSpec(fmt, (16,), torch.bfloat16, mid=1 << (fmt.bits - 1))
     return specs
@@ -332,7 +334,8 @@ def changed(**changes: object) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (changed(version=2), "version 2; this release reads version 1"),
+        (changed(version=3), "version 3; this release reads 1 to 2"),
+        (changed(version=True), "version True"),
         (changed(version="absent"), "version None"),
         (changed(format="absent"), r"missing \['format'\]"),
         (changed(colour="red"), r"unknown \['colour'\]"),
@@ -345,6 +348,15 @@ def changed(**changes: object) -> str:
         (changed(scale=3), "QuantSpec must be an object, got int"),
         (changed(zero_point=1), "zero_point must be bool"),
         (changed(zero_point=True), "needs an integer format, got nf4"),
+        (changed(zero_point="uint9"), "unknown number format 'uint9'"),
+        (changed(format="uint4", zero_point="uint4"), "says version 1, and all of it is known in version 2"),
+        (
+            changed(version=2, format="uint4", zero_point="uint3"),
+            "uint3 has not all codes of uint4; use uint4, a wider",
+        ),
+        (changed(version=2, format="uint4", zero_point="int4"), "int4 has not all codes of uint4"),
+        (changed(version=2, format="uint4", zero_point="nf4"), "nf4 has not all codes of uint4"),
+        (changed(version=2, zero_point="uint4"), "needs an integer format, got nf4"),
         (changed(mid=8), "mid must be one of the codes"),
         (changed(scale=None, offset="float32"), "neither zero_point nor offset"),
         ("[]", "version None"),
@@ -355,6 +367,21 @@ def test_bad_json_is_refused(text: str, words: str) -> None:
         QuantSpec.from_json(text)
 
 
+def test_zero_points_are_said_in_one_way() -> None:
+    packed = QuantSpec(UINT4, (128,), zero_point=UINT4)
+    assert packed != QuantSpec(UINT4, (128,), zero_point=True)
+    assert (packed.version, packed.with_(zero_point=True).version) == (2, 1)
+    assert QuantSpec(INT4, (32,), scale=packed).version == 2
+    assert str(packed) == "uint4[128] scale=f32 zero_point=uint4"
+    assert QuantSpec(UINT8, (128,), zero_point=UINT8) == QuantSpec(UINT8, (128,), zero_point=True)
+    assert ActivationSpec(packed).spec == packed.with_(zero_point=True)  # there is but one number
+    for n in (128, 129, 1000, 4096):
+        groups = -(-n // 128)
+        assert packed.with_(layout="bits").nbytes((3, n)) == 3 * (-(-groups * 128 // 2) + 4 * groups + -(-groups // 2))
+        assert packed.nbytes((3, n)) == 3 * groups * (128 + 4 + 1)
+    assert SPECS["uint4_zeros"].with_(layout="bits").nbytes((4096, 4096)) * 8 / 4096**2 == 4 + 20 / 128
+
+
 def test_a_wrong_spec_cannot_be_built() -> None:
     uint4 = SPECS["tinygemm"]
     with pytest.raises(ValueError, match="one of zero_point, and offset with mid"):
@@ -363,5 +390,7 @@ def test_a_wrong_spec_cannot_be_built() -> None:
         uint4.with_(mid=16)
     with pytest.raises(ValueError, match="scale must be a float dtype or a QuantSpec"):
         uint4.with_(scale=torch.int8)
+    with pytest.raises(ValueError, match="zero points lie within the range of the codes"):
+        ActivationSpec(QuantSpec(UINT4, (-1,), zero_point=UINT5))
     with pytest.raises(ValueError, match='mode must be "dynamic" or "static"'):
         ActivationSpec(uint4, "sometimes")

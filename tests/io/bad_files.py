@@ -190,7 +190,7 @@ MANIFEST = {
     "manifest a dozen deep": spec("int4.weight", scale=SOME_SPEC),
     "manifest with a key twice": _manifest_text('{"version":1,"version":1,"tensors":{},"aliases":{}}'),
     "manifest with NaN": _manifest_text('{"version":NaN,"tensors":{},"aliases":{}}'),
-    "newer version": manifest(lambda m: m.update(version=3)),
+    "newer version": manifest(lambda m: m.update(version=4)),
     "version too low for what is there": manifest(lambda m: m.update(version=1)),
     "version 999": manifest(lambda m: m.update(version=999, novelty=True)),
     "version 0": manifest(lambda m: m.update(version=0)),

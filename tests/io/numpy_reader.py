@@ -1,4 +1,4 @@
-"""docs/format.md, versions 1 and 2, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
+"""docs/format.md, versions 1 to 3, with numpy alone: read(path) -> {name: array}, quantized tensors as float32.
 
 Written from the page, not from the library, so that the page is known to be enough. It trusts its file.
 """
@@ -55,12 +55,18 @@ def value(name, spec, shape, stored):
     block = [max(n, 1) if b == -1 else max(min(b, n), 1) for n, b in zip(shape, block, strict=True)]
     groups = [-(-n // b) for n, b in zip(shape, block, strict=True)]
     padded = [g * b for g, b in zip(groups, block, strict=True)]
-    x = decode(spec["format"], codes(stored[f"{name}.codes"], spec["format"], padded)).astype(np.float32)
+    if spec["format"].startswith("learned"):
+        x = learned(stored[f"{name}.codes"], stored[f"{name}.table"], spec["format"], padded)
+    else:
+        x = decode(spec["format"], codes(stored[f"{name}.codes"], spec["format"], padded)).astype(np.float32)
     x = x - np.float32(spec.get("mid", 0))
 
     def part(key):
         p = spec[key]
-        p = value(f"{name}.{key}", p, groups, stored) if isinstance(p, dict) else stored[f"{name}.{key}"]
+        if key == "zero_point" and p is not True:  # a bit stream of numbers of that format
+            p = codes(stored[f"{name}.{key}"], p, groups)
+        else:
+            p = value(f"{name}.{key}", p, groups, stored) if isinstance(p, dict) else stored[f"{name}.{key}"]
         p = p.astype(np.float32)
         for axis, b in enumerate(block):
             p = np.repeat(p, b, axis)
@@ -85,6 +91,15 @@ def codes(raw, f, padded):
     n = padded[-1]
     words = stream[..., : n * bits].reshape(*padded, bits).astype(np.int32) @ (1 << np.arange(bits))
     return words - (1 if f == "ternary" else 1 << (bits - 1) if f.startswith("int") else 0)
+
+
+def learned(raw, table, f, padded):
+    """Rows of the tensor's own table, one for each code, beside each other."""
+    bits, _, dim = f.removeprefix("learned").partition("x")
+    dim = int(dim or 1)
+    found = codes(raw, f"uint{bits}", [*padded[:-1], -(-padded[-1] // dim)])
+    x = table.astype(np.float32)[found].reshape(*padded[:-1], -1)
+    return x[..., : padded[-1]]
 
 
 def decode(f, code):

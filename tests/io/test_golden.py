@@ -1,4 +1,4 @@
-"""Files of format versions 1 and 2, written once, read for ever: by the library and by the numpy reader."""
+"""Files of format versions 1 to 3, written once, read for ever: by the library and by the numpy reader."""
 
 import hashlib
 from pathlib import Path
@@ -21,11 +21,15 @@ ALL_SHA256 = "6f2261e6095ee757234a9062b72fa5bad6b70369edca8eb5ca59cb827ddc5203"
 SECOND = GOLDEN.parent / "v2"
 SECOND_SHA256 = "54b47587db67943ae02e57575f6e1c4ea63c19d4151bafffcb62ce0ab8b53620"
 
+THIRD = GOLDEN.parent / "v3"
+THIRD_SHA256 = "d0b52361758c1d845710f5171e9479822e09767bb8d34f0aef60aea9324747fb"
+
 
 def test_the_files_are_the_ones_that_were_written_then() -> None:
     """If this fails the golden file was changed. Restore it, and mend the reader instead."""
     assert hashlib.sha256((GOLDEN / "all.safetensors").read_bytes()).hexdigest() == ALL_SHA256
     assert hashlib.sha256((SECOND / "all.safetensors").read_bytes()).hexdigest() == SECOND_SHA256
+    assert hashlib.sha256((THIRD / "all.safetensors").read_bytes()).hexdigest() == THIRD_SHA256
 
 
 @pytest.mark.parametrize("path", ["all.safetensors", "sharded"])
@@ -88,3 +92,22 @@ def test_version_2(tmp_path: Path) -> None:
     assert out["turned"].axes == (1, 0)
     save(out, tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (SECOND / "all.safetensors").read_bytes()
+
+
+def test_version_3(tmp_path: Path) -> None:
+    """Zero points in a format of their own, and learned numbers."""
+    expected = safetensors.torch.load_file(THIRD / "expected.safetensors")
+    out, plain = load(THIRD / "all.safetensors"), numpy_reader.read(THIRD / "all.safetensors")
+    assert out.keys() == plain.keys() == expected.keys()
+    for name, value in expected.items():
+        mine = out[name].dequantize(torch.float32) if isinstance(out[name], QT) else out[name]
+        assert torch.equal(mine, value), name
+        np.testing.assert_array_equal(plain[name], value.float().numpy())
+    zeros = {n: str(w.spec.zero_point) for n, w in out.items() if isinstance(w, QT) and w.spec.zero_point}
+    assert zeros == {
+        "bytes": "True", "uint4": "uint4", "int4": "int4", "uint3": "uint3", "wide": "uint5", "ternary": "ternary",
+        "tensor": "uint4",
+    }  # fmt: skip
+    assert out["scales"].spec.scale.zero_point.name == "uint4"
+    save(out, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (THIRD / "all.safetensors").read_bytes()

@@ -92,7 +92,7 @@ def int_codes(
         elif not zero_point.is_meta and _holds(zero_point, lambda z: z == mid):
             spec, zero_point = spec.with_(mid=mid), None
         elif _are_codes(zero_point, fmt):
-            spec, zero_point = spec.with_(zero_point=True), zero_point.to(fmt.code_dtype)
+            spec, zero_point = spec.with_(zero_point=fmt), zero_point.to(fmt.code_dtype)
         else:
             offset, zero_point = -zero_point.to(scale.dtype) * scale, None
             spec = spec.with_(offset=scale.dtype)

@@ -67,7 +67,7 @@ def _find_layer(prefix: str, group: int, entries: Mapping[str, Entry]) -> Found:
         )  # fmt: skip
     need(f"{prefix}.qzeros", entries, (torch.int32,), (inputs // size, words.shape[1]), owner=owner)
     scales = need(f"{prefix}.scales", entries, FLOATS, (inputs // size, outputs), owner=owner)
-    spec = QuantSpec(UINT4, (group,), scale=scales.dtype, zero_point=True)
+    spec = QuantSpec(UINT4, (group,), scale=scales.dtype, zero_point=UINT4)
     meta = Meta(spec, (outputs, inputs), scales.dtype)
     return Found(meta, tuple(prefix + part for part in _PARTS), partial(_parts, prefix))
 
@@ -105,6 +105,8 @@ def _refuses(name: str, meta: Meta) -> str | None:
         return f"AWQ packs eight outputs to a word, and {shape[0]} are not whole words"
     if spec.format not in (UINT4, INT4) or spec.offset is not None:
         return f"AWQ has integers of 4 bits with zero points, this is {spec}"
+    if spec.zero_point and spec.zero_point_format.bits > 4:
+        return f"AWQ has zero points of 4 bits, not {spec.zero_point}"
     if spec.scale is not torch.float16:
         return "AWQ has float16 scales"
     if blocks.resolve(spec.block, shape)[0] != 1 or shape[1] % _group_of(meta):
@@ -115,7 +117,7 @@ def _refuses(name: str, meta: Meta) -> str | None:
 def _nearest(name: str, meta: Meta) -> QuantSpec | None:
     block = meta.spec.block  # groups that are common stay: a model has one group size
     size = block[0] if block is not None and len(block) == 1 and block[0] in (32, 64, 128) else _GROUP
-    nearest = QuantSpec(UINT4, (size,), scale=torch.float16, zero_point=True)
+    nearest = QuantSpec(UINT4, (size,), scale=torch.float16, zero_point=UINT4)
     if meta.shape and meta.shape[-1] % size:
         return None
     return nearest if _refuses(name, Meta(nearest, meta.shape, meta.dtype, None, meta.axes)) is None else None

@@ -169,7 +169,7 @@ def _layer(
         "mxfp8": QuantSpec(E4M3, (32,), E8M0_SCALE),
     }.get(group.kind)
     if spec is None:
-        spec = QuantSpec(w.format, block, scale.dtype, zero_point=not w.symmetric)
+        spec = QuantSpec(w.format, block, scale.dtype, zero_point=False if w.symmetric else w.format)
     parts = blocks.counts(spec.block, shape)
     dense_zero = dense
     if "weight_zero_point" in names:

@@ -111,6 +111,8 @@ def _how_int(spec: QuantSpec, strategy: str, size: Any, act: Any) -> _How | str:
     kind = "int" if act is not None and dict(act)["type"] == "int" else "packed"
     if strategy == "block":
         return "compressed-tensors has blocks of several rows for e4m3 only"
+    if spec.zero_point and spec.zero_point_format.bits > bits:
+        return "compressed-tensors has zero points within the range of the codes"
     middle = 0 if f.signed else 1 << (bits - 1)
     zero: int | str | None = "parts" if spec.zero_point else spec.mid - middle or None
     return _How(kind, _FORMATS[kind], bits, strategy, size, act, zero)
@@ -185,7 +187,8 @@ def nearest(name: str, meta: Meta) -> QuantSpec | None:
         if strategy == "block" or (strategy == "group" and shape[1] % size):
             size = next((g for g in (128, 64, 32) if g <= shape[1] and shape[1] % g == 0), -1)
         block = None if strategy == "tensor" else (-1,) if strategy == "channel" else (size,)
-        new = QuantSpec(signed, block, scale, zero_point=spec.zero_point or spec.offset is not None or spec.mid != 0)
+        moved = bool(spec.zero_point) or spec.offset is not None or spec.mid != 0
+        new = QuantSpec(signed, block, scale, zero_point=signed if moved else False)
     elif len(shape) == 2 and spec.format is E2M1 and shape[1] % 32 == 0:
         new = MXFP4
     elif len(shape) == 2 and spec.format.kind == "float" and spec.format.bits == 8:

@@ -125,7 +125,8 @@ def _found(name: str, entries: Entries, method: Method, version: str, get: Get) 
         reordered = layer.ordered and layer.groups > 1 and _order(layer, get(f"{layer.name}.g_idx")) is not None
     except ValueError as e:
         raise KeyedError(f"{name}.weight", str(e)) from e
-    spec = QuantSpec(unsigned(layer.bits), (layer.size,), dtype, zero_point=not layer.symmetric,
+    codes = unsigned(layer.bits)
+    spec = QuantSpec(codes, (layer.size,), dtype, zero_point=False if layer.symmetric else codes,
                      mid=1 << (layer.bits - 1) if layer.symmetric else 0)  # fmt: skip
     meta = Meta(spec, (layer.outputs, layer.inputs), dtype, perm=reordered)
     return Found(meta, layer.stored, partial(read_parts, layer))

@@ -52,6 +52,8 @@ def refuses(name: str, meta: Meta, first: bool) -> str | None:
         return "GPTQ files do not say how an input is quantized"
     if f.kind != "int" or f.bits not in BITS or spec.offset is not None:
         return f"GPTQ codes are integers of 2, 3, 4 or 8 bits with integer zero points, not {spec}"
+    if spec.zero_point and spec.zero_point_format.bits > f.bits:
+        return f"GPTQ has zero points within the range of the codes, not {spec.zero_point}"
     if spec.scale not in SCALES:
         return f"GPTQ scales are float16 or bfloat16, not {spec.scale}"
     if first and not symmetric(spec):
@@ -86,7 +88,10 @@ def nearest(name: str, meta: Meta, first: bool) -> QuantSpec | None:
         group = -1
     scale = meta.dtype if meta.dtype in SCALES else torch.float16
     asymmetric = not first and (spec.zero_point or spec.offset is not None)
-    return QuantSpec(unsigned(bits), (group,), scale, asymmetric, mid=0 if asymmetric else 1 << (bits - 1))
+    codes = unsigned(bits)
+    if asymmetric:
+        return QuantSpec(codes, (group,), scale, zero_point=codes)
+    return QuantSpec(codes, (group,), scale, mid=1 << (bits - 1))
 
 
 def stored(name: str, meta: Meta) -> Stored:

@@ -34,7 +34,7 @@ class Affine(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("n", "k", "width", "stride", "group", "groups", "row_block")),
         *((name, c_int32) for name in ("store", "bits", "numbers", "center", "mantissa", "bias", "special")),
-        *((name, c_int32) for name in ("scale", "zero_point", "offset", "x")),
+        *((name, c_int32) for name in ("scale", "zero_point", "offset", "x", "zero_bits", "zero_lo")),
         ("table", c_void_p),
     )
 
@@ -101,7 +101,13 @@ def affine(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, *, by_ro
     store = STORES.get(spec.layout)
     whole = matrix(spec, shape, by_row=by_row)
     nested = any(isinstance(k, QuantSpec) and part_kind(k) != E8M0_KIND for k in (spec.scale, spec.offset))
-    if whole is None or store is None or dtype not in FLOATS or (store == TILES and nested):
+    if (
+        whole is None
+        or store is None
+        or spec.format.kind == "learned"
+        or dtype not in FLOATS
+        or (store == TILES and nested)
+    ):
         return None
     if spec.scale is torch.float64:  # the reference computes in float64 then
         return None
@@ -112,6 +118,8 @@ def affine(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, *, by_ro
         zero_point=KINDS[spec.zero_point_dtype] if spec.zero_point else NONE, offset=part_kind(spec.offset),
         x=KINDS[dtype],
     )  # fmt: skip
+    if store == BITS and spec.zero_point_bits < 8:
+        a.zero_bits, a.zero_lo = spec.zero_point_bits, int(spec.zero_point_format.lo)
     if store == BITS:
         a.stride = -(-whole.width * f.bits // 8)
     elif store == TILES:

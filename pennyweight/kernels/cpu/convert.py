@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core import blocks
 from ...core.choose import Params, _floor, choose, default_rule
 from ...core.conversions import CONVERSIONS, Conversion, Quantized
-from ...core.layouts import READABLE, get_layout
+from ...core.layouts import READABLE, get_layout, pack_zero_point
 from ...core.numerics import Parts, store
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -101,7 +101,7 @@ def rounding_of(
     ):  # fmt: skip
         return None
     a = Affine.from_buffer_copy(a)
-    a.scale, a.offset = KINDS[scale], KINDS[offset]
+    a.scale, a.offset, a.zero_bits = KINDS[scale], KINDS[offset], 0  # zero points are packed afterwards
     direct = spec.scale in FLOATS and spec.offset in (None, *FLOATS) and a.row_block == 1
     part = (spec.mid - f.lo) / (f.hi - f.lo)
     wide = torch.finfo(torch.promote_types(dtype, scale)).max
@@ -135,6 +135,8 @@ def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) ->
         address(seen.offset), sums.data_ptr(), threads,
     ):  # fmt: skip
         raise MemoryError(f"quantize: no memory beside a tensor of {list(shape)}")
+    if spec.layout == "bits":
+        parts = parts._replace(zero_point=pack_zero_point(parts.zero_point, spec))
     return Quantized(parts._replace(codes=codes), float(sums[0]), float(sums[1]))
 
 

@@ -96,7 +96,11 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
         return "needs a 2-d weight that is not empty"
     if spec.format.kind == "int" and not _small_groups(spec, shape):
         return f"is for formats that are not integers, and for integers in groups smaller than {STEP}"
-    if spec.format is E8M0 or not (spec.offset in (None, *_FLOATS) or coded(spec.offset)):
+    if (
+        spec.format is E8M0
+        or spec.format.kind == "learned"
+        or not (spec.offset in (None, *_FLOATS) or coded(spec.offset))
+    ):
         return "needs a format with a table of numbers, and offsets that are plain or integers under plain ones"
     if spec.block is not None and spec.scale is not None:
         rows, group = blocks.resolve(spec.block, shape)

@@ -73,6 +73,8 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
         spec.offset in (None, *_FLOATS) or coded(spec.offset)
     ):
         return "needs plain scales and offsets, integers under plain ones, or e8m0 scales"
+    if spec.zero_point and spec.zero_point_format.bits > spec.format.bits:
+        return "needs zero points within the range of the codes"
     if coded_fits(spec, shape) is not True:
         return coded_fits(spec, shape)
     if spec.block is None:

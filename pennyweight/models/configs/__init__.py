@@ -39,10 +39,12 @@ from .integer import (
     intx_weight_only,
     uintx_weight_only,
 )
+from .learned import CodebookWeightOnlyConfig
 
 __all__ = [
     "AOBaseConfig",
     "AOPerModuleConfig",
+    "CodebookWeightOnlyConfig",
     "ContractedAxis",
     "FPXWeightOnlyConfig",
     "Float8DynamicActivationFloat8WeightConfig",

@@ -135,5 +135,6 @@ def intx(
     dtype: AnyDtype, granularity: Granularity, mapping: MappingType, scale: torch.dtype | None, site: Site, policy: str
 ) -> QuantSpec:
     """Integer weights; ``scale`` None: in the dtype of the weight."""
-    zero_point = mapping is MappingType.ASYMMETRIC
-    return QuantSpec(as_format(dtype), site.block(granularity, policy), scale or site.dtype, zero_point=zero_point)
+    fmt = as_format(dtype)
+    zero_point = fmt if mapping is MappingType.ASYMMETRIC else False
+    return QuantSpec(fmt, site.block(granularity, policy), scale or site.dtype, zero_point=zero_point)

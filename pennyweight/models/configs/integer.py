@@ -199,7 +199,7 @@ class Int8DynamicActivationInt4WeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class UIntXWeightOnlyConfig(AOBaseConfig):
-    """uint1 to uint8 weights in groups, each with a scale and an integer zero point."""
+    """uint1 to uint8 weights in groups, each with a scale and an integer zero point of as many bits."""
 
     dtype: AnyDtype = "uint4"
     group_size: int = 64
@@ -217,7 +217,8 @@ class UIntXWeightOnlyConfig(AOBaseConfig):
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         block = site.block(PerGroup(self.group_size), on_indivisible)
-        return Scheme(QuantSpec(as_format(self.dtype), block, site.dtype, True), rule="asymmetric", eps=INT8_EPS)
+        fmt = as_format(self.dtype)
+        return Scheme(QuantSpec(fmt, block, site.dtype, zero_point=fmt), rule="asymmetric", eps=INT8_EPS)
 
 
 def _settle_granularity(config: Any) -> None:

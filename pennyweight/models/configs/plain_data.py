@@ -22,7 +22,7 @@ from ...core.formats import Format, get_format
 from ...core.spec import ActivationSpec, QuantSpec
 from .. import granularity
 from ..granularity import MappingType
-from . import base, by_name, floating, integer
+from . import base, by_name, floating, integer, learned
 from .base import AOBaseConfig
 
 _CONFIGS = (
@@ -37,6 +37,7 @@ _CONFIGS = (
     floating.MXDynamicActivationMXWeightConfig,
     floating.MXWeightOnlyConfig,
     floating.NF4WeightOnlyConfig,
+    learned.CodebookWeightOnlyConfig,
     floating.NVFP4WeightOnlyConfig,
     integer.Int4WeightOnlyConfig,
     integer.Int8DynamicActivationInt4WeightConfig,

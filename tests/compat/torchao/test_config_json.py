@@ -113,6 +113,8 @@ ROUND_TRIPS = [
     'UIntXWeightOnlyConfig(dtype="uint2")',
     'MXWeightOnlyConfig("e3m2", scaling_mode="even")',
     "NF4WeightOnlyConfig(32, double_quant=False)",
+    "CodebookWeightOnlyConfig(3, 2, group_size=16)",
+    'SpecConfig(QuantSpec(get_format("uint4"), (32,), zero_point=get_format("uint4")))',
     "ContractedAxis(Int8WeightOnlyConfig(), -2)",
     'SpecConfig(QuantSpec(get_format("int4"), (32,), zero_point=True), rule="asymmetric")',
     'SpecConfig(QuantSpec(get_format("int8"), (1, -1)), ActivationSpec(QuantSpec(get_format("int8"), (-1,))))',

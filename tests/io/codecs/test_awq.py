@@ -57,7 +57,7 @@ def test_values_and_bytes(outputs: int, inputs: int, group: int) -> None:
     tensors = layer(outputs, inputs, group)
     w = read(AWQ, tensors, config(group))["m.weight"]
     assert (w.shape, w.dtype) == ((outputs, inputs), torch.float16)
-    assert w.spec == QuantSpec(UINT4, (group,), scale=torch.float16, zero_point=True)
+    assert w.spec == QuantSpec(UINT4, (group,), scale=torch.float16, zero_point=UINT4)
     assert torch.equal(w.dequantize(), formula(tensors, group))
     out = write(AWQ, tensors, config(group))
     assert out.keys() == {"m.qweight", "m.qzeros", "m.scales"}

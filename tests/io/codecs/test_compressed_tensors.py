@@ -324,7 +324,7 @@ def meta(spec: QuantSpec, shape: tuple[int, ...] = (32, 96), **more: Any) -> Met
 @pytest.mark.parametrize(
     ("what", "name", "why", "nearest"),
     [
-        (meta(TINYGEMM.with_(block=(32,))), "up.weight", "no offset", QuantSpec(INT4, (32,), torch.bfloat16, True)),
+        (meta(TINYGEMM.with_(block=(32,))), "up.weight", "no offset", QuantSpec(INT4, (32,), torch.bfloat16, INT4)),
         (meta(QuantSpec(INT4, (36,))), "up.weight", "36 do not divide 96", QuantSpec(INT4, (32,))),
         (meta(QuantSpec(INT1, (32,))), "up.weight", "2 to 8 bits", QuantSpec(INT4, (32,)).with_(format=INT4)),
         (meta(QuantSpec(INT4, (32,), MXFP4.scale)), "up.weight", "plain scales", None),

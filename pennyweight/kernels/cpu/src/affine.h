@@ -25,6 +25,7 @@ struct Affine {
     int32_t mantissa, bias;    // MINIFLOAT: bits of the mantissa, bias of the exponent
     int32_t special;           // and the least magnitude that is inf or NaN
     int32_t scale, zero_point, offset, x;  // Kind
+    int32_t zero_bits, zero_lo;  // zero points as a bit stream for each row of blocks, less zero_lo; 0: not packed
     const float* table;        // LOOKUP: 256 numbers
 };
 

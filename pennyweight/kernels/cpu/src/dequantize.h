@@ -41,6 +41,17 @@ inline int64_t part_index(const Affine& a, int64_t r, int64_t g) {
     return a.store == TILES && a.row_block == 1 ? (r / 16 * a.groups + g) * 16 + r % 16 : r / a.row_block * a.groups + g;
 }
 
+// The zero point of row r, group g.
+inline int32_t zero_at(const Affine& a, const void* p, int64_t r, int64_t g) {
+    if (!a.zero_point) return 0;
+    if (!a.zero_bits) return (int32_t)part_at(a.zero_point, p, part_index(a, r, g));
+    const auto* row = (const uint8_t*)p + r / a.row_block * ((a.groups * a.zero_bits + 7) / 8);
+    const int64_t at = g * a.zero_bits, from = at & 7;
+    uint32_t word = row[at >> 3];
+    if (from + a.zero_bits > 8) word |= (uint32_t)row[(at >> 3) + 1] << 8;
+    return (int32_t)(word >> from & ((1u << a.zero_bits) - 1)) + a.zero_lo;
+}
+
 // Numbers of 16 bytes, less `less` where they are integers.
 template <int NUMBERS> PW_INLINE F numbers(const Affine& a, const uint8_t* p, I less) {
     if constexpr (NUMBERS == SIGNED) return cvt(isub(iload8s((const int8_t*)p), less));
@@ -80,7 +91,7 @@ template <int NUMBERS, int KIND>
 void span_of(const Affine& a, const Parts& w, int64_t r, int64_t c0, int64_t c1, const uint8_t* p, char* out) {
     for (int64_t c = c0, g = c0 / a.group; c < c1; ++g) {
         const int64_t end = std::min((g + 1) * a.group, c1), i = part_index(a, r, g);
-        const int32_t zero = a.zero_point ? (int32_t)part_at(a.zero_point, w.zero_point, i) : 0;
+        const int32_t zero = zero_at(a, w.zero_point, r, g);
         segment<NUMBERS, KIND>(a, p + (c - c0), end - c, a.center + zero, a.scale ? part_at(a.scale, w.scale, i) : 1.0f,
                                a.offset ? part_at(a.offset, w.offset, i) : -0.0f, out + (c - c0) * bytes_of(KIND));
         c = end;
