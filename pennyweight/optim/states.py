@@ -1,0 +1,101 @@
+"""States as quantized tensors: how each is kept, in which blocks, and how it is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core import blocks
+from ..core.choose import choose
+from ..core.formats import UFLOAT4, UFLOAT8
+from ..core.inplace import copy_parts_
+from ..core.layouts import get_layout
+from ..core.numerics import Parts, quantize
+from ..core.spec import ADAM4, ADAM4_SQUARES, ADAM8, ADAM8_SQUARES, ADAM_FP8, QuantSpec
+from ..core.tensor import AffineQuantizedTensor
+from . import chance
+
+QT = AffineQuantizedTensor
+LEAST = 4096  # elements: smaller parameters keep float32 states, as torchao's and bitsandbytes' do
+MANTISSA = {UFLOAT8: 3, UFLOAT4: 1}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """spec, whose block is fitted to each parameter; stochastic: rounded by chance, so that its mean is right."""
+
+    spec: QuantSpec
+    stochastic: bool = False
+
+
+# A second moment moves by less than half a step of 8 bits at a time. To the nearest it would stand still, so it is
+# rounded by chance; its maximum (AMSGrad) is not, because by chance it could only grow.
+KEPT: dict[str, dict[str, Kept]] = {
+    "8bit": {"signed": Kept(ADAM8), "squares": Kept(ADAM8_SQUARES, True), "peaks": Kept(ADAM8_SQUARES)},
+    "4bit": {"signed": Kept(ADAM4), "squares": Kept(ADAM4_SQUARES, True), "peaks": Kept(ADAM4_SQUARES)},
+    "fp8": {"signed": Kept(ADAM_FP8), "squares": Kept(ADAM8_SQUARES, True), "peaks": Kept(ADAM8_SQUARES)},
+}
+
+
+class Geometry(NamedTuple):
+    """Blocks in memory; see src/optim_abi.h."""
+
+    slab: int
+    block: int
+    inner: int
+    row: int
+
+
+def fit(shape: Sequence[int], size: int) -> tuple[tuple[int, ...], Geometry]:
+    """(block, geometry) of about ``size`` neighbouring elements of a parameter: part of its last axis, or several whole
+    entries of one before. Axes but the first are cut evenly, so that little is padded; the first is not, so that shards
+    of it have the same blocks."""
+    axis, inner = len(shape) - 1, 1
+    while axis > 0 and inner * shape[axis] <= size:
+        inner *= shape[axis]
+        axis -= 1
+    n, entries = max(1, shape[axis]), max(1, size // max(1, inner))
+    if axis > 0 and n > entries:
+        entries = -(-n // -(-n // entries))
+        entries += entries % 2 if inner == 1 else 0  # a block of 4-bit codes begins on a whole byte
+    block = (entries, *[-1] * (len(shape) - 1 - axis))
+    held = min(entries, n) * inner
+    row = held if axis == len(shape) - 1 else shape[-1]
+    return block, Geometry(math.prod(shape[axis:]), held, inner, row)
+
+
+def zeros(shape: Sequence[int], kept: Kept, size: int, device: torch.device) -> QT:
+    """A state of zeros."""
+    spec = kept.spec.with_(block=fit(shape, size)[0])
+    codes = torch.zeros(blocks.padded(spec.block, shape), dtype=spec.format.code_dtype, device=device)
+    scale = torch.zeros(blocks.counts(spec.block, shape), device=device)
+    return QT(get_layout(spec.layout).pack(Parts(codes, scale), spec, shape), spec, shape, torch.float32)
+
+
+def write_(state: QT, x: Tensor, stochastic: bool, key: tuple[int, int]) -> None:
+    """Requantize float32 x into a state. NaN and inf are not looked for: as with float states, they spread."""
+    spec = state.spec.with_(layout="plain")
+    if stochastic:
+        wide = blocks.pad(x, spec.block)
+        params = choose(wide, spec)
+        assert params.scale is not None
+        view = blocks.split(wide, params.scale.shape) / blocks.spread(params.scale)
+        word = blocks.pad(chance.words(x.shape, key, x.device), spec.block)
+        f, shift = spec.format, 23 - MANTISSA[spec.format]
+        base = int(torch.tensor(f.lo).view(torch.int32)) >> shift
+        codes = chance.upper_bits(view.reshape(wide.shape), word, shift) - base
+        parts = Parts(codes.clamp(0, (1 << f.bits) - 1).to(torch.uint8), params.scale)
+    else:
+        parts = quantize(x, spec)
+    packed = get_layout(state.spec.layout).pack(parts, state.spec, x.shape)
+    copy_parts_(state, QT(packed, state.spec, x.shape, torch.float32))
+
+
+def read(state: Tensor) -> Tensor:
+    """A state as floats that may be changed: itself where it is one."""
+    return state.dequantize(torch.float32) if isinstance(state, QT) else state
