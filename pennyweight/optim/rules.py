@@ -1,8 +1,8 @@
 """What a step does, on floats: the plain reference of every optimizer here.
 
 Each rule changes p and its states in place, with the very operations of torch.optim's loop over single tensors, so that
-float32 states give its numbers bit for bit (the exception of native code: :func:`root`). ``c`` are the step's numbers, as the class in front of the rule makes them;
-src/optimizer.h has them in the same order.
+float32 states give its numbers bit for bit; native code too, but for :func:`root`. ``c`` are the step's numbers, as the
+class in front of the rule makes them; src/optimizer.h has them in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def adam(p: Tensor, g: Tensor, states: Sequence[Tensor], c: Sequence[float], nes
 
 
 def root(v: Tensor) -> Tensor:
-    """torch's square root, whose last bit a CPU's vector library may have otherwise than native code, which rounds once."""
+    """torch's square root. A vector library of the CPU may be off in its last bit; native code rounds once."""
     return v.sqrt()
 
 

@@ -99,17 +99,22 @@ inline void write_by_chance(const OptimJob& j, int64_t at, int64_t n, const floa
 inline int64_t code_bytes(const OptimJob& j, const OptimState& s, int64_t count) {
     return count * (j.block / j.row) * (s.bits == 8 ? j.row : (j.row + 1) / 2);
 }
-// The first n codes of a block, one a byte.
-inline void unpack4(const uint8_t* p, int64_t row, int64_t n, uint8_t* out) {
-    for (; n > 0; n -= row, p += (row + 1) / 2, out += row)
-        for (int64_t i = 0, end = std::min(row, n); i < end; i += 2) {
-            out[i] = p[i / 2] & 15;
-            if (i + 1 < end) out[i + 1] = p[i / 2] >> 4;
+// The first n codes of a block, one a byte; and back, all of them.
+inline void unpack4(const uint8_t* __restrict p, int64_t row, int64_t n, uint8_t* __restrict out) {
+    for (; n > 0; n -= row, p += (row + 1) / 2, out += row) {
+        const int64_t end = std::min(row, n);
+        for (int64_t i = 0; i < end / 2; ++i) {
+            out[2 * i] = p[i] & 15;
+            out[2 * i + 1] = p[i] >> 4;
         }
+        if (end % 2) out[end - 1] = p[end / 2] & 15;
+    }
 }
-inline void pack4(const uint8_t* codes, int64_t row, int64_t n, uint8_t* p) {
-    for (; n > 0; n -= row, p += (row + 1) / 2, codes += row)
-        for (int64_t i = 0; i < row; i += 2) p[i / 2] = (uint8_t)(codes[i] | (i + 1 < row ? codes[i + 1] << 4 : 0));
+inline void pack4(const uint8_t* __restrict codes, int64_t row, int64_t n, uint8_t* __restrict p) {
+    for (; n > 0; n -= row, p += (row + 1) / 2, codes += row) {
+        for (int64_t i = 0; i < row / 2; ++i) p[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+        if (row % 2) p[row / 2] = codes[row - 1];
+    }
 }
 
 inline void decode_block(const OptimState& s, const uint8_t* codes, float scale, int64_t n, float* out) {
