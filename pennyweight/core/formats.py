@@ -237,9 +237,11 @@ DYNAMIC8 = table("dynamic8", _dynamic_map(8, signed=True))
 UDYNAMIC8 = table("udynamic8", _dynamic_map(8, signed=False))
 DYNAMIC4 = table("dynamic4", _dynamic_map(4, signed=True))
 UDYNAMIC4 = table("udynamic4", _dynamic_map(4, signed=False))
-# Floats of e bits of exponent and m of mantissa, 5 and 3, 3 and 1: (1 + k / 2**m) * 2**j, j below 4. A code is the upper
+# (1 + k / 2**m) * 2**j, with m = 1; with m = 4 for the upper eight octaves and 3 for sixteen below. A code is the upper
 # bits of a float32, less a constant.
-UFLOAT8 = table("ufloat8", tuple((1 + k / 8) * 2.0**j for j in range(-28, 4) for k in range(8)))
+UFLOAT8 = table(
+    "ufloat8", tuple((1 + k / n) * 2.0**j for j in range(-20, 4) for n in (8 if j < -4 else 16,) for k in range(n))
+)
 UFLOAT4 = table("ufloat4", tuple((1 + k / 2) * 2.0**j for j in range(-4, 4) for k in range(2)))
 DYNAMIC8_FLOAT32 = table("dynamic8_float32", _dynamic8_float32())
 # bitsandbytes' fp4: sixteen quotients by 12, rounded to float32. It has two codes for zero, and so has the table.

@@ -133,28 +133,28 @@ class LowBitOptimizer(torch.optim.Optimizer):
         c = self.numbers(group, count)
         held = [_local(state[name]) for name in self.names(group)]
         kept = [KEPT[self.BITS][self.STATES[name]] for name in self.names(group)]
-        key = chance.key(group["seed"], ordinal, count, *_place(p))
+        key, turn = chance.key(group["seed"], ordinal, *_place(p)), chance.turn(count)
         mine, g = _local(p), _gradient(p)
         chanced = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
         why = native.accepts(mine, g, held)
         if why is not True:
             slow[why] += 1
-            self._plain(mine, g, held, kept, c, key, group, chanced)
+            self._plain(mine, g, held, kept, c, key, turn, group, chanced)
             return None, None
         values, g = mine.contiguous(), g.contiguous()
         flags = native.MAXIMIZE * bool(group["maximize"]) + native.NESTEROV * bool(group.get("nesterov"))
         made = self._jobs.get(p)
-        where = (values.data_ptr(), *(_address(s) for s in held))
+        where = (values.data_ptr(), key, *(_address(s) for s in held))
         if made is None or made[0] != where:
             geometry = fit(mine.shape, group["block_size"])[1] if mine.ndim else Geometry(1, 1, 1, 1)
-            job = native.job(values, held, [k.stochastic for k in kept], self.RULE[1], geometry)
+            job = native.job(values, held, [(k.stochastic, k.power) for k in kept], self.RULE[1], geometry, key)
             self._jobs[p] = made = (where, job)
-        native.set_step(made[1], g, flags + native.STOCHASTIC * chanced, key, c)
+        native.set_step(made[1], g, flags + native.STOCHASTIC * chanced, turn, c)
         return made[1], (mine, values, g)
 
     def _plain(
         self, p: Tensor, g: Tensor, held: Sequence[Tensor], kept: Sequence[Kept], c: Sequence[float],
-        key: tuple[int, int], group: dict[str, Any], chanced: bool,
+        key: tuple[int, int], turn: int, group: dict[str, Any], chanced: bool,
     ) -> None:  # fmt: skip
         """The reference of a step, and what runs where there is no native one."""
         wide = torch.float64 if p.dtype is torch.float64 else torch.float32
@@ -164,10 +164,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self.RULE[0](x, -g if group["maximize"] else g, floats, c, bool(group.get("nesterov")))
         for state, value, how in zip(held, floats, kept, strict=True):
             if isinstance(state, QT):
-                write_(state, value.float(), how.stochastic, key)
+                write_(state, value.float(), how, key, turn)
             elif state is not value:
                 state.copy_(value)
-        p.copy_(chance.to_bfloat16(x, chance.words(x.shape, key, x.device)) if chanced else x)
+        p.copy_(chance.to_bfloat16(x, chance.lower(chance.words(x.shape, key, x.device), turn)) if chanced else x)
 
     def _init(self, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> None:
         state["step"] = torch.tensor(0.0)
@@ -258,7 +258,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 continue
             value = read(theirs).to(device=mine.device, dtype=torch.float32)
             if isinstance(mine, QT):
-                write_(mine, value, False, (0, 0))
+                write_(mine, value, KEPT[self.BITS][self.STATES[key]])
             else:
                 mine.copy_(value if isinstance(theirs, QT) else theirs)
             state[key] = target

@@ -1,8 +1,10 @@
-"""Random numbers by counter: the word of an element is a function of a key and its index, so that a resumed run has the
-same ones, and so have any number of threads.
+"""Rounding by chance, with numbers by counter: those of an element are a function of a key, its index and the step, so
+that a resumed run has the same ones, and so have any number of threads.
 
-Mixer: "lowbias32" (C. Wellons, hash-prospector, 2018), keyed before each of its products. Elements 2**32 apart share
-their word. src/optimizer.h computes the same.
+The mixer "lowbias32" (C. Wellons, hash-prospector, 2018), keyed before each of its products, gives an element two
+halves of 16 bits. A step adds itself times the golden ratio to each (Weyl's sequence): over elements the numbers are
+uniform, and over the steps of an element they are spread more evenly than chance would have them, so that what is
+rounded away comes back sooner. Elements 2**32 apart share their numbers. src/optimizer.h computes the same.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 _ALL = (1 << 64) - 1
+_GOLDEN = 0x9E3779B9  # 2**32 times the golden ratio's fraction
 
 
 def key(*numbers: int) -> tuple[int, int]:
@@ -23,6 +26,11 @@ def key(*numbers: int) -> tuple[int, int]:
         x = (x ^ x >> 27) * 0x94D049BB133111EB & _ALL
         x ^= x >> 31
     return x & 0xFFFFFFFF, x >> 32
+
+
+def turn(step: int) -> int:
+    """How far a step turns the numbers: a word of 32 bits."""
+    return step * _GOLDEN & 0xFFFFFFFF
 
 
 def words(shape: Sequence[int], key: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
@@ -39,6 +47,16 @@ def words(shape: Sequence[int], key: tuple[int, int], device: torch.device | str
     return (x ^ _right(x, 15)).reshape(tuple(shape))
 
 
+def upper(word: Tensor, turn: int) -> Tensor:
+    """16 bits of each word for a step: for states."""
+    return _right(word + _signed(turn), 16)
+
+
+def lower(word: Tensor, turn: int) -> Tensor:
+    """16 other bits: for parameters."""
+    return _right((word << 16) + _signed(turn), 16)
+
+
 def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
@@ -48,19 +66,15 @@ def _right(x: Tensor, n: int) -> Tensor:
     return (x >> n) & ((1 << (32 - n)) - 1)
 
 
-def to_bfloat16(x: Tensor, word: Tensor) -> Tensor:
+def to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
     """float32 as bfloat16, away from zero with the probability of the part that is cut off: its mean is x.
 
-    word: :func:`words`, of which the lower 16 bits are used. What is not finite is rounded to nearest.
+    chance: 16 bits for each element. What is not finite is rounded to nearest.
     """
-    bits = x.contiguous().view(torch.int32)
-    moved = (bits + (word & 0xFFFF)) & -0x10000
+    moved = (x.contiguous().view(torch.int32) + chance) & -0x10000
     return torch.where(x.isfinite(), moved.view(torch.float32), x).to(torch.bfloat16)
 
 
-def upper_bits(x: Tensor, word: Tensor, shift: int) -> Tensor:
-    """Bits of float32 x >> shift, up with the probability of the part that is cut off, to 16 bits. x: not negative.
-
-    word: :func:`words`, of which the upper 16 bits are used.
-    """
-    return (x.contiguous().view(torch.int32) + (_right(word, 16) << (shift - 16))) >> shift
+def upper_bits(x: Tensor, chance: Tensor, shift: int) -> Tensor:
+    """Bits of float32 x >> shift, up with the probability of the part that is cut off, to 16 bits. x: not negative."""
+    return (x.contiguous().view(torch.int32) + (chance << (shift - 16))) >> shift

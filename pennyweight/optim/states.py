@@ -12,33 +12,34 @@ from torch import Tensor
 
 from ..core import blocks
 from ..core.choose import choose
-from ..core.formats import UFLOAT4, UFLOAT8
 from ..core.inplace import copy_parts_
 from ..core.layouts import get_layout
 from ..core.numerics import Parts, quantize
 from ..core.spec import ADAM4, ADAM4_SQUARES, ADAM8, ADAM8_SQUARES, ADAM_FP8, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
+from ..kernels.cpu.optimizer import ufloat
 from . import chance
 
 QT = AffineQuantizedTensor
 LEAST = 4096  # elements: smaller parameters keep float32 states, as torchao's and bitsandbytes' do
-MANTISSA = {UFLOAT8: 3, UFLOAT4: 1}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """spec, whose block is fitted to each parameter; stochastic: rounded by chance, so that its mean is right."""
+    """spec, whose block is fitted to each parameter; stochastic: rounded by chance, so that its mean is right;
+    power: scales are powers of two, so that only what changes is rounded, not what shares a block with it."""
 
     spec: QuantSpec
     stochastic: bool = False
+    power: bool = False
 
 
 # A second moment moves by less than half a step of 8 bits at a time. To the nearest it would stand still, so it is
 # rounded by chance; its maximum (AMSGrad) is not, because by chance it could only grow.
 KEPT: dict[str, dict[str, Kept]] = {
-    "8bit": {"signed": Kept(ADAM8), "squares": Kept(ADAM8_SQUARES, True), "peaks": Kept(ADAM8_SQUARES)},
+    "8bit": {"signed": Kept(ADAM8), "squares": Kept(ADAM8_SQUARES, True, True), "peaks": Kept(ADAM8_SQUARES)},
     "4bit": {"signed": Kept(ADAM4), "squares": Kept(ADAM4_SQUARES, True), "peaks": Kept(ADAM4_SQUARES)},
-    "fp8": {"signed": Kept(ADAM_FP8), "squares": Kept(ADAM8_SQUARES, True), "peaks": Kept(ADAM8_SQUARES)},
+    "fp8": {"signed": Kept(ADAM_FP8), "squares": Kept(ADAM8_SQUARES, True, True), "peaks": Kept(ADAM8_SQUARES)},
 }
 
 
@@ -77,21 +78,21 @@ def zeros(shape: Sequence[int], kept: Kept, size: int, device: torch.device) -> 
     return QT(get_layout(spec.layout).pack(Parts(codes, scale), spec, shape), spec, shape, torch.float32)
 
 
-def write_(state: QT, x: Tensor, stochastic: bool, key: tuple[int, int]) -> None:
-    """Requantize float32 x into a state. NaN and inf are not looked for: as with float states, they spread."""
-    spec = state.spec.with_(layout="plain")
-    if stochastic:
+def write_(state: QT, x: Tensor, kept: Kept, key: tuple[int, int] | None = None, turn: int = 0) -> None:
+    """Requantize float32 x into a state, to the nearest without a key. NaN and inf are not looked for: they spread."""
+    spec, rule = state.spec.with_(layout="plain"), "mx_rceil" if kept.power else "symmetric"
+    if kept.stochastic and key is not None:
         wide = blocks.pad(x, spec.block)
-        params = choose(wide, spec)
+        params = choose(wide, spec, rule)
         assert params.scale is not None
-        view = blocks.split(wide, params.scale.shape) / blocks.spread(params.scale)
-        word = blocks.pad(chance.words(x.shape, key, x.device), spec.block)
-        f, shift = spec.format, 23 - MANTISSA[spec.format]
-        base = int(torch.tensor(f.lo).view(torch.int32)) >> shift
-        codes = chance.upper_bits(view.reshape(wide.shape), word, shift) - base
-        parts = Parts(codes.clamp(0, (1 << f.bits) - 1).to(torch.uint8), params.scale)
+        y = (blocks.split(wide, params.scale.shape) / blocks.spread(params.scale)).reshape(wide.shape)
+        bits16 = blocks.pad(chance.upper(chance.words(x.shape, key, x.device), turn), spec.block)
+        shift, base, split, low = ufloat(spec.format)
+        fine, coarse = (chance.upper_bits(y, bits16, s) for s in (shift, shift + 1))
+        codes = torch.where(y >= spec.format.values[split], fine - base, coarse - low)
+        parts = Parts(codes.clamp(0, (1 << spec.format.bits) - 1).to(torch.uint8), params.scale)
     else:
-        parts = quantize(x, spec)
+        parts = quantize(x, spec, rule)
     packed = get_layout(state.spec.layout).pack(parts, state.spec, x.shape)
     copy_parts_(state, QT(packed, state.spec, x.shape, torch.float32))
 

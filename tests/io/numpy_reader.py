@@ -112,8 +112,8 @@ def table(f):
             )
         return numbers.astype(np.float16).astype(np.float32) if f.endswith("_float16") else numbers
     if f.startswith("ufloat"):
-        m, least = (3, -28) if f == "ufloat8" else (1, -4)
-        return np.array([(1 + k / 2**m) * 2.0**j for j in range(least, 4) for k in range(2**m)], np.float32)
+        steps = dict.fromkeys(range(-4, 4), 2) if f == "ufloat4" else {j: 8 if j < -4 else 16 for j in range(-20, 4)}
+        return np.array([(1 + k / n) * 2.0**j for j, n in steps.items() for k in range(n)], np.float32)
     if f == "fp4_twelfths":
         positive = np.array([0, 1 / 16, 2, 3, 4, 6, 8, 12], np.float32) / np.float32(12)
         return np.concatenate([-positive[:0:-1], np.zeros(1, np.float32), positive])

@@ -20,7 +20,7 @@ KINDS = {
     None: NONE, torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: I8, torch.uint8: U8,
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
-ABI = 3  # as in src/abi.h
+ABI = 4  # as in src/abi.h
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # treatment of the input, as in src/abi.h
 
 

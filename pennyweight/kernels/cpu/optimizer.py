@@ -22,7 +22,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT, _TABLE, _UFLOAT = range(3)
 ADAM, LION, SGD = range(3)
 MAXIMIZE, NESTEROV, STOCHASTIC = 1, 2, 4
-_MANTISSA = {UFLOAT8: 3, UFLOAT4: 1}
+# Bits of the mantissa, and the code from which on there are so many: those below have one less.
+UFLOATS = {UFLOAT8: (4, 128), UFLOAT4: (1, 0)}
 _CHUNK = 1024  # elements of a float state that are treated together
 
 
@@ -40,7 +41,8 @@ class State(ctypes.Structure):
 
     _fields_ = (
         ("codes", c_void_p), ("scale", c_void_p), ("table", c_void_p),
-        *((name, c_int32) for name in ("kind", "bits", "stochastic", "shift", "base", "top")), ("hi", c_float),
+        *((name, c_int32) for name in ("kind", "bits", "stochastic", "power")),
+        *((name, c_int32) for name in ("shift", "base", "top", "split", "low")), ("hi", c_float),
     )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ class Job(ctypes.Structure):
         ("p", c_void_p), ("g", c_void_p),
         *((name, c_int64) for name in ("count", "slab", "block", "inner", "row")),
         *((name, c_int32) for name in ("p_kind", "g_kind", "rule", "flags", "states")),
-        ("key", c_uint32 * 2), ("c", c_float * 8), ("state", State * 3),
+        ("key", c_uint32 * 2), ("turn", c_uint32), ("c", c_float * 8), ("state", State * 3),
     )  # fmt: skip
 
 
@@ -106,6 +108,15 @@ def code_table(f: Format) -> tuple[CodeTable, tuple[Tensor, Tensor]]:
         return table, (cells, numbers)
 
 
+def ufloat(f: Format) -> tuple[int, int, int, int]:
+    """(shift, base, split, low): a code is the bits of a float32 >> shift, less base, from the code ``split`` on; below
+    it those >> shift + 1, less low."""
+    mantissa, split = UFLOATS[f]
+    shift = 23 - mantissa
+    first, least = _bits(torch.tensor([f.values[split], f.lo], device="cpu"))
+    return shift, (first >> shift) - split, split, (least >> (shift + 1)) + (0 if split else 1)
+
+
 def _takes(state: Tensor) -> bool:
     if not isinstance(state, AffineQuantizedTensor):
         return state.dtype is torch.float32 and state.is_contiguous()
@@ -135,33 +146,36 @@ def accepts(p: Tensor, g: Tensor, states: Sequence[Tensor]) -> bool | str:
 
 
 def job(
-    p: Tensor, states: Sequence[Tensor], stochastic: Sequence[bool], rule: int, geometry: tuple[int, int, int, int]
-) -> Job:
-    """What stays the same from step to step. p: contiguous. geometry: slab, block, inner and row of src/optim_abi.h;
+    p: Tensor, states: Sequence[Tensor], kept: Sequence[tuple[bool, bool]], rule: int,
+    geometry: tuple[int, int, int, int], key: tuple[int, int],
+) -> Job:  # fmt: skip
+    """What stays the same from step to step. p: contiguous. kept: of each state, whether it is rounded by chance, and
+    whether its scales are powers of two. geometry: slab, block, inner and row of src/optim_abi.h;
     not looked at where all states are floats."""
     if not any(isinstance(s, AffineQuantizedTensor) for s in states):
         geometry = (max(1, p.numel()), _CHUNK, 1, _CHUNK)
     j = Job(p.data_ptr(), None, p.numel(), *geometry, KINDS[p.dtype], 0, rule, 0, len(states))
-    for slot, state, chance in zip(j.state, states, stochastic, strict=False):
+    j.key[:] = key
+    for slot, state, (by_chance, power) in zip(j.state, states, kept, strict=False):
         if not isinstance(state, AffineQuantizedTensor):
             slot.codes, slot.kind = state.data_ptr(), _FLOAT
             continue
         f, scale = state.spec.format, state.scale
         assert scale is not None
         slot.codes, slot.scale, slot.bits = state._codes.data_ptr(), scale.data_ptr(), f.bits
-        slot.hi, slot.stochastic = max(f.hi, -f.lo), int(chance)
-        if f in _MANTISSA:
-            slot.kind, slot.shift = _UFLOAT, 23 - _MANTISSA[f]
-            slot.base, slot.top = _bits(torch.tensor([f.lo]))[0] >> slot.shift, (1 << f.bits) - 1
+        slot.hi, slot.stochastic, slot.power = max(f.hi, -f.lo), int(by_chance), int(power)
+        if f in UFLOATS:
+            slot.kind, slot.top = _UFLOAT, (1 << f.bits) - 1
+            slot.shift, slot.base, slot.split, slot.low = ufloat(f)
         else:
             slot.kind, slot.table = _TABLE, ctypes.addressof(code_table(f)[0])
     return j
 
 
-def set_step(j: Job, g: Tensor, flags: int, key: tuple[int, int], c: Sequence[float]) -> None:
-    """What changes: the gradient (contiguous), flags, the key of the random numbers, the rule's numbers."""
+def set_step(j: Job, g: Tensor, flags: int, turn: int, c: Sequence[float]) -> None:
+    """What changes: the gradient (contiguous), flags, the turn of the random numbers, the rule's numbers."""
     j.g, j.g_kind, j.flags = g.data_ptr(), KINDS[g.dtype], flags
-    j.key[:] = key
+    j.turn = turn
     j.c[: len(c)] = c
 
 

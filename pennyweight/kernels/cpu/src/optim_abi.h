@@ -30,8 +30,10 @@ struct OptimState {
     int32_t kind;          // StateKind
     int32_t bits;          // 8 or 4
     int32_t stochastic;    // 1: to one of the two neighbours by chance, STATE_UFLOAT only
+    int32_t power;         // 1: scales are powers of two
     int32_t shift, base;   // STATE_UFLOAT: code = bits of float32 >> shift, less base; at most `top`
     int32_t top;
+    int32_t split, low;    // of smaller codes than `split`: bits >> shift + 1, less low
     float hi;              // the greatest number
 };
 
@@ -44,7 +46,7 @@ struct OptimJob {
     int64_t count, slab, block, inner, row;
     int32_t p_kind, g_kind;    // Kind: F32, BF16, F16
     int32_t rule, flags, states;
-    uint32_t key[2];           // of the random numbers
+    uint32_t key[2], turn;     // of the random numbers, and how far they have been turned
     float c[8];                // see the rules in optimizer.h
     OptimState state[3];
 };

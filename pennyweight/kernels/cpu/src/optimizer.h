@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 
 #if defined(_OPENMP)
@@ -48,7 +49,7 @@ inline F fsqrt(F a) { PW_EACH(F, __builtin_sqrtf(a.v[i])); }
 alignas(64) constexpr int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // 32 random bits for each of 16 elements from `at` on: the mixer "lowbias32" (C. Wellons, hash-prospector, 2018), keyed
-// before each of its products.
+// before each of its products. Each half is then turned by the step times the golden ratio, see optim/chance.py.
 inline I random16(const OptimJob& j, int64_t at) {
     I x = uadd(iset((int32_t)(uint32_t)at), iload(LANES));
     x = ixor(x, iset((int32_t)j.key[0]));
@@ -57,6 +58,8 @@ inline I random16(const OptimJob& j, int64_t at) {
     x = umul(ixor(x, ishr<15>(x)), iset((int32_t)0xd35a2d97u));
     return ixor(x, ishr<15>(x));
 }
+inline I upper16(const OptimJob& j, int64_t at) { return ishr<16>(uadd(random16(j, at), iset((int32_t)j.turn))); }
+inline I lower16(const OptimJob& j, int64_t at) { return ishr<16>(uadd(ishl(random16(j, at), 16), iset((int32_t)j.turn))); }
 
 // -- floats in and out ------------------------------------------------------------------------------------------------
 
@@ -85,7 +88,7 @@ template <int KIND> void write_floats(char* p, int64_t n, const float* from) {
 inline void write_by_chance(const OptimJob& j, int64_t at, int64_t n, const float* from) {
     for (int64_t i = 0; i < n; i += 16) {
         const I b = bits(fload(from + i)), a = iand(b, iset(0x7fffffff));
-        const I up = uadd(b, iand(random16(j, at + i), iset(0xffff)));
+        const I up = uadd(b, lower16(j, at + i));
         const I kept = ior(b, iabove(a, iset(0x7f800000), iset(0x400000), iset(0)));
         alignas(64) int16_t room[16];
         istore16(room, ishr<16>(iabove(iset(0x7f800000), a, up, kept)));
@@ -120,8 +123,12 @@ inline void pack4(const uint8_t* __restrict codes, int64_t row, int64_t n, uint8
 inline void decode_block(const OptimState& s, const uint8_t* codes, float scale, int64_t n, float* out) {
     const F by = fset(scale);
     if (s.kind == STATE_UFLOAT) {
-        const I base = iset(s.base);
-        for (int64_t i = 0; i < n; i += 16) fstore(out + i, fmul(bitcast(ishl(iadd(iload8u(codes + i), base), s.shift)), by));
+        const I base = iset(s.base), low = iset(s.low), last = iset(s.split - 1);
+        for (int64_t i = 0; i < n; i += 16) {
+            const I code = iload8u(codes + i);
+            const I b = iabove(code, last, ishl(iadd(code, base), s.shift), ishl(iadd(code, low), s.shift + 1));
+            fstore(out + i, fmul(bitcast(b), by));
+        }
     } else if (s.bits == 4) {
         const Lookup16 values(s.table->values);
         for (int64_t i = 0; i < n; i += 16) fstore(out + i, fmul(values.at(iload8u(codes + i)), by));
@@ -133,11 +140,18 @@ inline void decode_block(const OptimState& s, const uint8_t* codes, float scale,
 inline void encode_block(const OptimJob& j, const OptimState& s, const float* x, float scale, int64_t at, int64_t n, uint8_t* out) {
     const F by = fset(scale);
     if (s.kind == STATE_UFLOAT) {
-        const I base = iset(s.base), top = iset(s.top), half = iset((1 << (s.shift - 1)) - 1);
+        const I base = iset(s.base), low = iset(s.low), top = iset(s.top), below = iset(((s.split + s.base) << s.shift) - 1);
+        const I half = iset((1 << (s.shift - 1)) - 1), half_low = iset((1 << s.shift) - 1);
         for (int64_t i = 0; i < n; i += 16) {
-            const I more = s.stochastic ? ishl(ishr<16>(random16(j, at + i)), s.shift - 16) : half;
-            const I code = imax(isub(ishr(uadd(bits(fdiv(fload(x + i), by)), more), s.shift), base), iset(0));
-            istore8((int8_t*)out + i, iabove(code, top, top, code));
+            const I b = bits(fdiv(fload(x + i), by));
+            I up = half, up_low = half_low;
+            if (s.stochastic) {
+                up = ishl(upper16(j, at + i), s.shift - 16);
+                up_low = ishl(up, 1);
+            }
+            const I code = iabove(b, below, isub(ishr(uadd(b, up), s.shift), base), isub(ishr(uadd(b, up_low), s.shift + 1), low));
+            const I least = imax(code, iset(0));
+            istore8((int8_t*)out + i, iabove(least, top, top, least));
         }
         return;
     }
@@ -204,6 +218,14 @@ struct OptimRoom {  // of one thread
     uint8_t* codes;
 };
 
+// The least power of two that is not below a; from 2**-127 to 2**127.
+inline float power_above(float a) {
+    int exponent;
+    const float mantissa = std::frexp(a, &exponent);
+    if (!(a > 0)) return 0x1p-127f;
+    return std::isfinite(a) ? std::ldexp(1.0f, std::min(std::max(exponent - (mantissa == 0.5f), -127), 127)) : 0x1p127f;
+}
+
 inline void optim_block(const OptimJob& j, int64_t index, const OptimRoom& room) {
     const int64_t in_slab = (j.slab + j.block - 1) / j.block, in = index % in_slab * j.block;
     const int64_t at = index / in_slab * j.slab + in, n = std::min(j.block, j.slab - in), whole = (n + 15) / 16 * 16;
@@ -239,7 +261,8 @@ inline void optim_block(const OptimJob& j, int64_t index, const OptimRoom& room)
         for (int64_t i = n; i < whole; ++i) x[i] = 0;
         F most = fset(0);
         for (int64_t i = 0; i < whole; i += 16) most = fmost(bitcast(iand(bits(fload(x + i)), iset(0x7fffffff))), most);
-        const float scale = std::min(std::max(fmost(most) / s.hi, 1.17549435e-38f), 3.40282347e38f);
+        const float ratio = fmost(most) / s.hi;
+        const float scale = s.power ? power_above(ratio) : std::min(std::max(ratio, 1.17549435e-38f), 3.40282347e38f);
         s.scale[index] = scale;
         uint8_t* to = (uint8_t*)s.codes + code_bytes(j, s, index);
         uint8_t* codes = s.bits == 8 && whole == j.block ? to : room.codes;
