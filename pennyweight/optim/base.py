@@ -34,6 +34,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     STATES: ClassVar[dict[str, str]]
     BITS: ClassVar[str]
+    LEAST: ClassVar[float] = LEAST
     RULE: ClassVar[tuple[Rule, int]]
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -176,7 +177,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _fresh(self, group: dict[str, Any], p: Tensor, name: str) -> Tensor:
         mine = _local(p)
-        if p.numel() < LEAST:
+        if p.numel() < self.LEAST:
             dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
             return _like(p, torch.zeros(mine.shape, dtype=dtype, device=mine.device))
         kept = KEPT[self.BITS][self.STATES[name]]

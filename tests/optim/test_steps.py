@@ -17,8 +17,8 @@ from pennyweight.optim import (
     AdamW8bit,
     AdamWFp8,
     Lion8bit,
+    LowBitOptimizer,
     SGD8bit,
-    base,
     rules,
 )
 from tests.optim.models import SHAPES, parameters, set_gradients, trained
@@ -34,7 +34,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """No parameter is large enough for quantized states."""
-    monkeypatch.setattr(base, "LEAST", math.inf)
+    monkeypatch.setattr(LowBitOptimizer, "LEAST", math.inf)
 
 
 TORCH = {
