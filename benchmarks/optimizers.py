@@ -122,7 +122,7 @@ def _many(t: Any) -> bool:
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 
-STEPS, BATCH, LENGTH = 250, 4, 256
+STEPS, BATCH, LENGTH = 250, 4, 128
 
 
 def training(seed: int) -> tuple[torch.nn.Module, Iterator[Tensor]]:

@@ -177,7 +177,7 @@ def test_any_strides_are_as_good_as_none() -> None:
 
 
 # Greatest error of an update, of its norm, after steps of like gradients; what there is to be exceeded was measured.
-BOUNDS = {AdamW8bit: 0.1, AdamW4bit: 0.45, AdamWFp8: 0.15, SGD8bit: 0.05, Adam8bit: 0.1}
+BOUNDS = {AdamW8bit: 0.1, AdamW4bit: 0.6, AdamWFp8: 0.15, SGD8bit: 0.05, Adam8bit: 0.1}
 
 
 @pytest.mark.parametrize("cls", BOUNDS)
