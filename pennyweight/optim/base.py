@@ -14,7 +14,7 @@ from ..kernels.cpu import optimizer as native
 from . import chance
 from .memory import Memory
 from .rules import Rule
-from .states import KEPT, LEAST, Geometry, Kept, fit, read, write_, zeros
+from .states import KEPT, LEAST, Geometry, Kept, geometry, read, write_, zeros
 
 QT = AffineQuantizedTensor
 
@@ -121,6 +121,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
             for target, value, _ in later:
                 if target is not value:
                     target.copy_(value)
+            # what autograd holds of them is out of date, and a backward pass through it must say so
+            torch.autograd.graph.increment_version([target for target, _, _ in later])
         self._slow = dict(slow)
         return loss
 
@@ -147,8 +149,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         made = self._jobs.get(p)
         where = (values.data_ptr(), key, *(_address(s) for s in held))
         if made is None or made[0] != where:
-            geometry = fit(mine.shape, group["block_size"])[1] if mine.ndim else Geometry(1, 1, 1, 1)
-            job = native.job(values, held, [(k.stochastic, k.power) for k in kept], self.RULE[1], geometry, key)
+            block = next((s.spec.block for s in held if isinstance(s, QT)), None)
+            where_blocks = Geometry(1, 1, 1, 1) if block is None else geometry(mine.shape, block)
+            job = native.job(values, held, [(k.stochastic, k.power) for k in kept], self.RULE[1], where_blocks, key)
             self._jobs[p] = made = (where, job)
         native.set_step(made[1], g, flags + native.STOCHASTIC * chanced, turn, c)
         return made[1], (mine, values, g)

@@ -52,27 +52,33 @@ class Geometry(NamedTuple):
     row: int
 
 
-def fit(shape: Sequence[int], size: int) -> tuple[tuple[int, ...], Geometry]:
-    """(block, geometry) of about ``size`` neighbouring elements of a parameter: part of its last axis, or several whole
-    entries of one before. Axes but the first are cut evenly, so that little is padded; the first is not, so that shards
-    of it have the same blocks."""
+def fit(shape: Sequence[int], size: int) -> tuple[int, ...]:
+    """The block of about ``size`` neighbouring elements of a parameter: part of its last axis, or several whole entries
+    of one before. Axes but the first are cut evenly, so that little is padded; the first is not, so that shards of it
+    have the same blocks."""
     axis, inner = len(shape) - 1, 1
     while axis > 0 and inner * shape[axis] <= size:
         inner *= shape[axis]
         axis -= 1
-    n, entries = max(1, shape[axis]), max(1, size // max(1, inner))
+    n, entries = shape[axis], max(1, size // max(1, inner))
     if axis > 0 and n > entries:
         entries = -(-n // -(-n // entries))
         entries += entries % 2 if inner == 1 else 0  # a block of 4-bit codes begins on a whole byte
-    block = (entries, *[-1] * (len(shape) - 1 - axis))
-    held = min(entries, n) * inner
-    row = held if axis == len(shape) - 1 else shape[-1]
-    return block, Geometry(math.prod(shape[axis:]), held, inner, row)
+    return (entries, *[-1] * (len(shape) - 1 - axis))
+
+
+def geometry(shape: Sequence[int], block: tuple[int, ...]) -> Geometry:
+    """Where blocks of :func:`fit` lie."""
+    axis = len(shape) - len(block)
+    inner = math.prod(shape[axis + 1 :])
+    n = shape[axis]
+    held = (n if block[0] == -1 else min(block[0], n)) * inner
+    return Geometry(math.prod(shape[axis:]), held, inner, held if axis == len(shape) - 1 else shape[-1])
 
 
 def zeros(shape: Sequence[int], kept: Kept, size: int, device: torch.device) -> QT:
     """A state of zeros."""
-    spec = kept.spec.with_(block=fit(shape, size)[0])
+    spec = kept.spec.with_(block=fit(shape, size))
     codes = torch.zeros(blocks.padded(spec.block, shape), dtype=spec.format.code_dtype, device=device)
     scale = torch.zeros(blocks.counts(spec.block, shape), device=device)
     return QT(get_layout(spec.layout).pack(Parts(codes, scale), spec, shape), spec, shape, torch.float32)

@@ -235,6 +235,37 @@ def test_errors_say_what_to_do() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_backward_pass_through_old_weights_is_an_error() -> None:
+    """Native code writes where autograd does not look; it is told."""
+    w = nn.Parameter(torch.randn(64, 128))
+    x = torch.randn(3, 64, requires_grad=True)
+    loss = (x @ w).square().sum()
+    loss.backward(retain_graph=True)
+    AdamW8bit([w]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_blocks_are_those_of_the_state_whatever_the_group_says_later() -> None:
+    (p, q), optimizer = trained(AdamW8bit, 1, shapes=[(64, 256), (64, 256)])
+    optimizer.param_groups[0]["block_size"] = 32
+    set_gradients([p, q], 1)
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"].spec.block == (-1,)  # rows of 256
+    torch.testing.assert_close(p, trained(AdamW8bit, 2, shapes=[(64, 256), (64, 256)])[0][0])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows_in_the_parameter(bad: float) -> None:
+    for cls in (AdamW8bit, AdamW4bit, AdamWFp8):
+        params = parameters(shapes=[(64, 256)])
+        set_gradients(params, 0)
+        params[0].grad[3, 5] = bad
+        cls(params).step()
+        assert params[0][3, 5].isnan()
+        assert params[0][4:].isfinite().all()
+
+
 def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Embedding(100, 64, sparse=True))
     optimizer = AdamW8bit(model.parameters())
