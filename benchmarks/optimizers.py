@@ -234,17 +234,16 @@ def time_table(rows: list[dict[str, Any]]) -> str:
 
 
 def loss_table(rows: list[dict[str, Any]]) -> str:
+    """A peer that has fewer seeds is compared over those."""
     base = next(r["loss"] for r in rows if r["name"] == BASE)
-    lines = [
-        "| optimizer | loss, mean of seeds | less float32's, paired | of it, ± standard error |",
-        "|---|---:|---:|---:|",
-    ]
+    lines = ["| optimizer | seeds | loss, mean | less float32's, paired | of it, ± standard error |"]
+    lines.append("|---|---:|---:|---:|---:|")
     for r in rows:
-        relative = [100 * (a - b) / b for a, b in zip(r["loss"], base, strict=True)]
-        error = statistics.stdev(relative) / math.sqrt(len(relative)) if len(relative) > 1 else float("nan")
-        mean = statistics.mean(r["loss"])
-        less = mean - statistics.mean(base)
-        lines.append(f"| {r['name']} | {mean:.4f} | {less:+.4f} | {statistics.mean(relative):+.2f} ± {error:.2f} % |")
+        count, mean = len(r["loss"]), statistics.mean(r["loss"])
+        relative = [100 * (a - b) / b for a, b in zip(r["loss"], base[:count], strict=True)]
+        error = statistics.stdev(relative) / math.sqrt(count) if count > 1 else float("nan")
+        figures = f"{mean - statistics.mean(base[:count]):+.4f} | {statistics.mean(relative):+.2f} ± {error:.2f} %"
+        lines.append(f"| {r['name']} | {count} | {mean:.4f} | {figures} |")
     return "\n".join(lines)
 
 
