@@ -187,7 +187,8 @@ def minmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     scale = _at_least(_span(lo, hi, f.hi - f.lo), eps)
     offset = lo + scale * (spec.mid - f.lo)
     part = (spec.mid - f.lo) / (f.hi - f.lo)  # where the product overflows: the same point, as a mean of the ends
-    return Params(scale, None, torch.where(offset.isfinite(), offset, lo * (1 - part) + hi * part))
+    limit = torch.finfo(offset.dtype).max  # a format whose least number is above zero asks for less than the minimum
+    return Params(scale, None, torch.where(offset.isfinite(), offset, lo * (1 - part) + hi * part).clamp(-limit, limit))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 A code is what is stored; ``decode`` gives the number it stands for, ``encode`` the code of the nearest number.
 Sources: OCP OFP8 (2023) for e4m3/e5m2; OCP MX v1.0 for e3m2, e2m3, e2m1, e8m0; QLoRA (Dettmers et al. 2023,
-appendix E) for nf4; Dettmers et al. 2022 (8-bit optimizers) for the dynamic maps; ggml's block types for iq1 to iq4.
+appendix E) for nf4; Dettmers et al. 2022 (8-bit optimizers) for the dynamic maps; ggml's block types for iq1 to iq4;
+our own for the unsigned floats without zero, which hold second moments (docs/optimizers.md).
 """
 
 from __future__ import annotations
@@ -262,6 +263,12 @@ DYNAMIC8 = table("dynamic8", _dynamic_map(8, signed=True))
 UDYNAMIC8 = table("udynamic8", _dynamic_map(8, signed=False))
 DYNAMIC4 = table("dynamic4", _dynamic_map(4, signed=True))
 UDYNAMIC4 = table("udynamic4", _dynamic_map(4, signed=False))
+# (1 + k / 2**m) * 2**j, with m = 1; with m = 4 for the upper eight octaves and 3 for sixteen below. A code is the upper
+# bits of a float32, less a constant.
+UFLOAT8 = table(
+    "ufloat8", tuple((1 + k / n) * 2.0**j for j in range(-20, 4) for n in (8 if j < -4 else 16,) for k in range(n))
+)
+UFLOAT4 = table("ufloat4", tuple((1 + k / 2) * 2.0**j for j in range(-4, 4) for k in range(2)))
 DYNAMIC8_FLOAT32 = table("dynamic8_float32", _dynamic8_float32())
 # bitsandbytes' fp4: sixteen quotients by 12, rounded to float32. It has two codes for zero, and so has the table.
 _FP4_TWELFTHS = (-12, -8, -6, -4, -3, -2, -0.0625, 0, 0, 0.0625, 2, 3, 4, 6, 8, 12)

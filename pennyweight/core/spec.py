@@ -23,7 +23,8 @@ from .formats import (
     INT8,
     NF4,
     TERNARY,
-    UDYNAMIC8,
+    UFLOAT4,
+    UFLOAT8,
     UINT2,
     UINT4,
     UINT5,
@@ -335,7 +336,10 @@ NF4_BLOCK = QuantSpec(NF4, (64,))
 NF4_DOUBLE = QuantSpec(NF4, (64,), scale=QuantSpec(INT8, (256,), offset=torch.float32))
 TERNARY_TENSOR = QuantSpec(TERNARY, TENSOR)  # BitNet b1.58 (2024)
 ADAM8 = QuantSpec(DYNAMIC8, (256,))
-ADAM8_SQUARES = QuantSpec(UDYNAMIC8, (256,))  # the second moment has no sign
+ADAM8_SQUARES = QuantSpec(UFLOAT8, (256,))  # the second moment has no sign, and must not become zero
+ADAM4 = QuantSpec(NF4, (64,), layout="bits")
+ADAM4_SQUARES = QuantSpec(UFLOAT4, (64,), layout="bits")
+ADAM_FP8 = QuantSpec(E4M3, (256,))
 # ggml's block types; the K-quants keep 256 elements under one float16. Offsets are minus a number that is not negative.
 Q4_0 = QuantSpec(UINT4, (32,), scale=torch.float16, mid=8)
 Q4_1 = QuantSpec(UINT4, (32,), scale=torch.float16, offset=torch.float16)

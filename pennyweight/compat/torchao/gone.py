@@ -11,6 +11,7 @@ _GPTQ = "GPTQ is not offered yet; int4 in groups of 32 loses least without it"
 _SMOOTH = "SmoothQuant is not offered yet; Int8DynamicActivationInt8WeightConfig scales activations per token"
 _TRAIN = "low-precision training is not offered yet"
 _GPU = "packs for one GPU; "
+_STATES = "states are AffineQuantizedTensor, with dequantize() and from_float()"
 _HANDLER = "handled one operator inside; call that operator on the tensor"
 
 # Path of a module or of a name in it -> (releases of torchao that had it, as their wheels say; what to use instead).
@@ -57,11 +58,17 @@ GONE: dict[str, tuple[str, str]] = {
     "dtypes.uintx.gemlite_layout": ("0.8 to 0.16", "UIntXWeightOnlyConfig: kernels are chosen from the table"),
     "dtypes.uintx.marlin_qqq_tensor": ("0.8 to 0.15", "Int8DynamicActivationInt4WeightConfig"),
     "experimental": ("0.7 on", "the configs of torchao.quantization, which run everywhere"),
-    "optim": ("0.10 on", "8- and 4-bit optimizer states are not offered yet; bitsandbytes has them"),
     "prototype.awq": ("0.6 on", "AWQ is not offered yet; int4 in groups of 32 loses least without it"),
     "prototype.gptq": ("0.16 on", _GPTQ),
     "prototype.hqq": ("0.2 on", "int4 by round-to-nearest; the formulas are in torchao.quantization.quant_primitives"),
-    "prototype.low_bit_optim": ("0.4 to 0.10", "8- and 4-bit optimizer states are not offered yet; bitsandbytes has them"),
+    "optim.quant_utils": ("0.10 on", _STATES),
+    "optim.subclass_4bit": ("0.10 on", _STATES),
+    "optim.subclass_8bit": ("0.10 on", _STATES),
+    "optim.subclass_fp8": ("0.10 on", _STATES),
+    "prototype.low_bit_optim.quant_utils": ("0.4 to 0.10", _STATES),
+    "prototype.low_bit_optim.subclass_4bit": ("0.4 to 0.10", _STATES),
+    "prototype.low_bit_optim.subclass_8bit": ("0.4 to 0.10", _STATES),
+    "prototype.low_bit_optim.subclass_fp8": ("0.4 to 0.10", _STATES),
     "prototype.moe_quant": ("0.11 to 0.15", "FqnToConfig, which reaches experts by the names of their parameters"),
     "prototype.moe_training": ("0.12 on", _TRAIN),
     "prototype.parq": ("0.10 on", _QAT),
@@ -152,6 +159,8 @@ BESIDES: dict[str, str] = {
     "float8": _TRAIN,
     "float8.inference": "F.linear with a Float8Tensor",
     "kernel": _SPARSE,
+    "optim.adam": "a rule of pennyweight.optim.rules",
+    "prototype.low_bit_optim.adam": "a rule of pennyweight.optim.rules",
     "prototype.dtypes": "IntxWeightOnlyConfig(torch.int2)",
     "prototype.dtypes.uintx.bitpacking": "pack and unpack",
     "prototype.mx_formats": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig",

@@ -20,7 +20,7 @@ KINDS = {
     None: NONE, torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: I8, torch.uint8: U8,
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
-ABI = 2  # as in src/abi.h
+ABI = 4  # as in src/abi.h
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # treatment of the input, as in src/abi.h
 
 
@@ -68,6 +68,7 @@ _SIGNATURES = {
     "pw_quantize": (_I, (_P, _P, _N, _P, _P, _P, _P, _P, _I)),
     "pw_ranges": (None, (_P, _P, _N, _P, _I)),
     "pw_finite": (_I, (_P, _I, _N, _I)),
+    "pw_optim_steps": (_I, (_P, _N, _I)),  # jobs, count, threads
 }
 
 

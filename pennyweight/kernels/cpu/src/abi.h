@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-constexpr int ABI = 2;  // one more with each change of a structure or of an exported function's arguments
+constexpr int ABI = 4;  // one more with each change of a structure or of an exported function's arguments
 
 enum Kind : int32_t {  // number kinds of parts and of inputs
     NONE = 0, F32 = 1, BF16 = 2, F16 = 3, E8M0 = 4, I8 = 5, U8 = 6, E4M3 = 7

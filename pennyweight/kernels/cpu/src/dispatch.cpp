@@ -140,3 +140,4 @@ PW_EXPORT void pw_ranges(const Affine* w, const void* x, int64_t ldx, void* out,
     table().ranges(w, (const char*)x, ldx, (char*)out, threads);
 }
 PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads) { return table().finite(x, kind, count, threads); }
+PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads) { return table().optim_steps(jobs, count, threads); }

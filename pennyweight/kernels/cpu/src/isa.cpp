@@ -2,6 +2,7 @@
 #include "dequantize.h"
 #include "float_linear.h"
 #include "int_linear.h"
+#include "optimizer.h"
 #include "probe.h"
 #include "quantize.h"
 #include "table.h"
@@ -11,6 +12,6 @@
 
 extern "C" const Table* PW_JOIN(pw_table_, PW_ISA)() {
     static const Table table = {int_linear, pack_codes, unpack_codes, probe, float_linear, dequantize, quantize,
-                                ranges, finite};
+                                ranges, finite, optim_steps};
     return &table;
 }

@@ -4,6 +4,7 @@
 #include "abi.h"
 #include "affine.h"
 #include "float_abi.h"
+#include "optim_abi.h"
 
 struct Table {
     int (*int_linear)(const IntLinear*, const LinearArgs*, int count);
@@ -15,4 +16,5 @@ struct Table {
     int (*quantize)(const Rounding*, const char* x, int64_t ldx, const Parts*, double* sums, int threads);
     void (*ranges)(const Affine*, const char* x, int64_t ldx, char* out, int threads);
     int (*finite)(const void* x, int kind, int64_t count, int threads);
+    int (*optim_steps)(const OptimJob*, int64_t count, int threads);
 };

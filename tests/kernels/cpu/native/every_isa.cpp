@@ -17,6 +17,7 @@
 #include "../../../../pennyweight/kernels/cpu/src/abi.h"
 #include "../../../../pennyweight/kernels/cpu/src/affine.h"
 #include "../../../../pennyweight/kernels/cpu/src/float_abi.h"
+#include "../../../../pennyweight/kernels/cpu/src/optim_abi.h"
 
 extern "C" {
 int pw_isa_count();
@@ -33,6 +34,7 @@ int pw_dequantize(const Affine*, void*, void*, void*, void*, const int64_t*, int
 int pw_quantize(const Rounding*, const void*, int64_t, void*, void*, void*, void*, double*, int);
 void pw_ranges(const Affine*, const void*, int64_t, void*, int);
 int pw_finite(const void*, int, int64_t, int);
+int pw_optim_steps(const OptimJob*, int64_t, int);
 }
 
 namespace {
@@ -321,6 +323,91 @@ void conversions() {
     if ((with == x) != (verdict[0] == 1)) ++wrong, printf("finite is wrong about an infinity\n");
 }
 
+// A table of `count` random numbers in [-1, 1], with cells of 12 bits in which no two decision levels lie.
+struct RandomTable {
+    std::vector<float> values = std::vector<float>(256);
+    std::vector<int32_t> cells;
+    CodeTable t = {};
+    RandomTable(int count, bool mirror) {
+        for (int i = 0; i < count; ++i)  // half of each sign; neighbours an eighth of an octave apart
+            values[(size_t)i] = (mirror || i >= count / 2 ? 1.0f : -1.0f) *
+                                std::exp2(-0.125f * (float)(mirror || i >= count / 2 ? count - 1 - i : i) - 0.0625f * (float)below(2) * 0.5f);
+        t.shift = 23 - 5, t.first = (int32_t)(bits_of(0x1p-40f) >> t.shift), t.last = (int32_t)(bits_of(2.0f) >> t.shift) - t.first;
+        t.mirror = mirror, t.negative = mirror ? 0 : t.last + 1;
+        for (int half = 0; half < (mirror ? 1 : 2); ++half) {
+            const int middle = mirror ? 0 : count / 2;
+            int code = middle;  // of 0: above all negative levels
+            for (int32_t c = t.first; c <= t.first + t.last; ++c) {
+                int32_t level = (1 << t.shift) - 1, before = code;
+                for (int i = 1; i < count; ++i) {
+                    const float l = (values[(size_t)i - 1] + values[(size_t)i]) / 2;
+                    if ((l < 0) != (half == 1) || (int32_t)(bits_of(std::fabs(l)) >> t.shift) != c) continue;
+                    level = (int32_t)bits_of(std::fabs(l)) & ((1 << t.shift) - 1);
+                    code += half ? -1 : 1;
+                }
+                cells.push_back(before | level << 8);
+            }
+        }
+        t.cells = cells.data(), t.values = values.data();
+    }
+};
+
+void optimizers() {
+    OptimJob j = {};
+    const int64_t slabs = 1 + below(4), entries = 1 + below(9), blocks = 1 + below(3);
+    j.inner = one_of<int64_t>({1, 1, 7, 27});
+    j.row = j.inner == 1 ? 0 : one_of<int64_t>({j.inner, j.inner == 27 ? 3 : 7});
+    j.block = j.inner == 1 ? one_of<int64_t>({16, 64, 150, 256}) : entries * j.inner;
+    if (!j.row) j.row = j.block;
+    j.slab = j.block * (blocks - 1) + (j.inner == 1 ? 1 + below(j.block) : (1 + below(entries)) * j.inner);
+    j.count = slabs * j.slab;
+    j.p_kind = one_of<int32_t>({F32, BF16, F16}), j.g_kind = one_of<int32_t>({F32, BF16, F16});
+    j.rule = one_of<int32_t>({RULE_ADAM, RULE_LION, RULE_SGD});
+    j.states = j.rule == RULE_ADAM ? 2 + (int)below(2) : 1;
+    j.flags = (int32_t)below(8);
+    j.key[0] = random_bits(), j.key[1] = random_bits() * 2, j.turn = random_bits();
+    const float adam[8] = {0.99f, 0.01f * (float)below(2), 0.1f, 0.999f, 0.001f, 0.3f, 1e-8f, 0.01f};
+    const float lion[8] = {0.99f, 0, 0.1f, 0.01f, 0.01f}, sgd[8] = {1, 0.01f, 0.9f, 1, 0.01f};
+    memcpy(j.c, j.rule == RULE_ADAM ? adam : j.rule == RULE_LION ? lion : sgd, sizeof j.c);
+    const int bits = one_of<int>({4, 8});
+    const RandomTable table(1 << bits, false), mirrored(127, true);
+    const Bytes p = numbers(j.p_kind, j.count), g = numbers(j.g_kind, j.count);
+    std::vector<Bytes> room = {p};
+    for (int k = 0; k < j.states; ++k) {
+        OptimState& s = j.state[k];
+        s.kind = below(5) == 0 ? STATE_FLOAT : k ? STATE_UFLOAT : STATE_TABLE;
+        s.bits = bits, s.stochastic = k == 1 && below(2), s.power = (int)below(2), s.hi = k ? 15.5f : 1;
+        s.table = bits == 8 && below(2) ? &mirrored.t : &table.t;
+        s.top = (1 << bits) - 1, s.shift = bits == 8 ? 19 : 22, s.split = bits == 8 ? 128 : 0;
+        s.base = bits == 8 ? 1840 : 246, s.low = bits == 8 ? 856 : 124;
+        if (s.kind == STATE_FLOAT) {
+            Bytes x = numbers(F32, j.count, 1, true);
+            room.push_back(x), room.emplace_back();
+            continue;
+        }
+        const int64_t rows = slabs * blocks * (j.block / j.row);
+        Bytes codes = any_bytes(rows * (bits == 8 ? j.row : (j.row + 1) / 2));
+        if (s.table == &mirrored.t && s.kind == STATE_TABLE)
+            for (auto& c : codes) c = (uint8_t)((c & 0x80) | (c & 127) % 127);
+        room.push_back(codes), room.push_back(numbers(F32, slabs * blocks, 0.1f, true));
+    }
+    Bytes out;
+    for (const auto& r : room) out.resize(out.size() + r.size());
+    char what[200];
+    snprintf(what, sizeof what, "step: rule %d states %d bits %d kinds %d %d count %ld slab %ld block %ld inner %ld row %ld flags %d", j.rule, j.states, bits,
+             j.p_kind, j.g_kind, (long)j.count, (long)j.slab, (long)j.block, (long)j.inner, (long)j.row, j.flags);
+    compare(what, out, [&](int threads) {
+        std::vector<Bytes> now = room;
+        OptimJob job = j;
+        job.p = now[0].data(), job.g = g.data();
+        for (int k = 0; k < j.states; ++k)
+            job.state[k].codes = now[(size_t)(1 + 2 * k)].data(), job.state[k].scale = (float*)now[(size_t)(2 + 2 * k)].data();
+        pw_optim_steps(&job, 1, threads);
+        out.clear();
+        for (const auto& r : now) out.insert(out.end(), r.begin(), r.end());
+    });
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -332,7 +419,7 @@ int main(int count, char** words) {
         if (name != "scalar" && wanted && pw_isa_here(i)) isas.push_back(name);
     }
     if (isas.empty()) return printf("no instruction set here beside plain C++\n"), 2;
-    for (int i = 0; i < rounds; ++i) int_linear(), float_linear(), packing(), conversions();
+    for (int i = 0; i < rounds; ++i) int_linear(), float_linear(), packing(), conversions(), optimizers();
     printf("%ld comparisons with plain C++, %ld differ:", (long)compared, (long)wrong);
     for (const auto& isa : isas) printf(" %s", isa.c_str());
     printf("\n");

@@ -1,0 +1,188 @@
+"""Native steps of optimizers whose states are quantized tensors: read, update and requantize each block in the cache.
+
+Mirrors src/optim_abi.h; the arithmetic is in src/optimizer.h. The states' numbers are any table or float8 format.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, _boundaries
+from ...core.tensor import AffineQuantizedTensor
+from .library import KINDS, missing, native
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOAT, _TABLE, _UFLOAT = range(3)
+ADAM, LION, SGD = range(3)
+MAXIMIZE, NESTEROV, STOCHASTIC = 1, 2, 4
+# Bits of the mantissa, and the code from which on there are so many: those below have one less.
+UFLOATS = {UFLOAT8: (4, 128), UFLOAT4: (1, 0)}
+_CHUNK = 1024  # elements of a float state that are treated together
+
+
+class CodeTable(ctypes.Structure):
+    """Numbers of a format and how the nearest is found; see src/optim_abi.h."""
+
+    _fields_ = (
+        ("cells", c_void_p), ("values", c_void_p),
+        *((name, c_int32) for name in ("shift", "first", "last", "negative", "mirror")),
+    )  # fmt: skip
+
+
+class State(ctypes.Structure):
+    """One state of a parameter."""
+
+    _fields_ = (
+        ("codes", c_void_p), ("scale", c_void_p), ("table", c_void_p),
+        *((name, c_int32) for name in ("kind", "bits", "stochastic", "power")),
+        *((name, c_int32) for name in ("shift", "base", "top", "split", "low")), ("hi", c_float),
+    )  # fmt: skip
+
+
+class Job(ctypes.Structure):
+    """One step of one parameter."""
+
+    _fields_ = (
+        ("p", c_void_p), ("g", c_void_p),
+        *((name, c_int64) for name in ("count", "slab", "block", "inner", "row")),
+        *((name, c_int32) for name in ("p_kind", "g_kind", "rule", "flags", "states")),
+        ("key", c_uint32 * 2), ("turn", c_uint32), ("c", c_float * 8), ("state", State * 3),
+    )  # fmt: skip
+
+
+def _cells(levels: list[int], shift: int, first: int, last: int, code: int, step: int) -> list[int] | None:
+    """An entry for each cell of |x|: the code at its lower end and the level within; None where two lie in one.
+
+    levels: decision levels as bits of float32, ascending; ``code`` below the first, ``step`` more above each.
+    """
+    none = (1 << shift) - 1
+    entries, i = [], 0
+    for cell in range(first, first + last + 1):
+        within = [b for b in levels[i : i + 2] if b >> shift == cell]
+        if len(within) > 1:
+            return None
+        entries.append(code | (within[0] & none if within else none) << 8)
+        i, code = i + len(within), code + step * len(within)
+    return entries
+
+
+def _bits(x: Tensor) -> list[int]:
+    return x.contiguous().view(torch.int32).tolist()
+
+
+@lru_cache(maxsize=64)
+def code_table(f: Format) -> tuple[CodeTable, tuple[Tensor, Tensor]]:
+    """The numbers and decision levels of a format, and the tensors that hold them."""
+    with torch.device("cpu"):
+        if f is E4M3:
+            numbers = f.decode(torch.arange(256, dtype=torch.uint8).view(f.code_dtype))
+            up, down = _boundaries(tuple(numbers[:127].tolist()), torch.device("cpu"), even=True), torch.empty(0)
+        else:
+            numbers = torch.zeros(256)
+            numbers[: len(f.values)] = torch.tensor(f.values)
+            levels = _boundaries(f.values, torch.device("cpu"), even=False)
+            up, down = levels[levels >= 0], levels[levels < 0].abs().flip(0)
+        # x is above a negative level where |x| is below it, and |x| at the level counts as above
+        down = torch.nextafter(down, torch.zeros_like(down))
+        ends = _bits(up), _bits(down)
+        for shift in range(24, 8, -1):
+            every = [b >> shift for b in (*ends[0], *ends[1])]
+            first, last = min(every) - 1, max(every) - min(every) + 2  # a cell without a level at either end
+            below = 0 if f is E4M3 else len(ends[1])
+            halves = [_cells(ends[0], shift, first, last, below, 1)]
+            halves += [_cells(ends[1], shift, first, last, below, -1)] if ends[1] else []
+            if all(half is not None for half in halves):
+                break
+        else:
+            raise ValueError(f"number format {f}: two of its numbers are too near each other for native code")
+        cells = torch.tensor([e for half in halves for e in half or ()], dtype=torch.int64).to(torch.int32)
+        negative = last + 1 if ends[1] else 0
+        table = CodeTable(cells.data_ptr(), numbers.data_ptr(), shift, first, last, negative, int(f is E4M3))
+        return table, (cells, numbers)
+
+
+def ufloat(f: Format) -> tuple[int, int, int, int]:
+    """(shift, base, split, low): a code is the bits of a float32 >> shift, less base, from the code ``split`` on; below
+    it those >> shift + 1, less low."""
+    mantissa, split = UFLOATS[f]
+    shift = 23 - mantissa
+    first, least = _bits(torch.tensor([f.values[split], f.lo], device="cpu"))
+    return shift, (first >> shift) - split, split, (least >> (shift + 1)) + (0 if split else 1)
+
+
+def _takes(state: Tensor) -> bool:
+    if not isinstance(state, AffineQuantizedTensor):
+        return state.dtype is torch.float32 and state.is_contiguous()
+    spec = state.spec
+    return (
+        spec.scale is torch.float32 and spec.offset is None and not spec.mid and state.axes is None
+        and state.perm is None and (spec.format is E4M3 or spec.format.kind == "table")
+        and (spec.format.bits, spec.layout) in ((8, "plain"), (8, "bits"), (4, "bits"))
+        and all(part is None or part.is_contiguous() for part in state.parts)
+    )  # fmt: skip
+
+
+def accepts(p: Tensor, g: Tensor, states: Sequence[Tensor]) -> bool | str:
+    """True where native code takes this step, else a sentence that says why not."""
+    there = missing()
+    if there is not True:
+        return f"native CPU kernels: {there}"
+    if p.device.type != "cpu" or g.device.type != "cpu":
+        return f"on {p.device}: native steps are for CPUs"
+    if p.dtype not in FLOATS or g.dtype not in FLOATS:
+        return f"{p.dtype} with a gradient of {g.dtype}: native steps take float32, bfloat16 and float16"
+    if isinstance(p, AffineQuantizedTensor) or isinstance(g, AffineQuantizedTensor):
+        return "the parameter itself is quantized"
+    if not all(map(_takes, states)):
+        return "a state under a spec that native steps do not know"
+    return True
+
+
+def job(
+    p: Tensor, states: Sequence[Tensor], kept: Sequence[tuple[bool, bool]], rule: int,
+    geometry: tuple[int, int, int, int], key: tuple[int, int],
+) -> Job:  # fmt: skip
+    """What stays the same from step to step. p: contiguous. kept: of each state, whether it is rounded by chance, and
+    whether its scales are powers of two. geometry: slab, block, inner and row of src/optim_abi.h;
+    not looked at where all states are floats."""
+    if not any(isinstance(s, AffineQuantizedTensor) for s in states):
+        geometry = (max(1, p.numel()), _CHUNK, 1, _CHUNK)
+    j = Job(p.data_ptr(), None, p.numel(), *geometry, KINDS[p.dtype], 0, rule, 0, len(states))
+    j.key[:] = key
+    for slot, state, (by_chance, power) in zip(j.state, states, kept, strict=False):
+        if not isinstance(state, AffineQuantizedTensor):
+            slot.codes, slot.kind = state.data_ptr(), _FLOAT
+            continue
+        f, scale = state.spec.format, state.scale
+        assert scale is not None
+        slot.codes, slot.scale, slot.bits = state._codes.data_ptr(), scale.data_ptr(), f.bits
+        slot.hi, slot.stochastic, slot.power = max(f.hi, -f.lo), int(by_chance), int(power)
+        if f in UFLOATS:
+            slot.kind, slot.top = _UFLOAT, (1 << f.bits) - 1
+            slot.shift, slot.base, slot.split, slot.low = ufloat(f)
+        else:
+            slot.kind, slot.table = _TABLE, ctypes.addressof(code_table(f)[0])
+    return j
+
+
+def set_step(j: Job, g: Tensor, flags: int, turn: int, c: Sequence[float]) -> None:
+    """What changes: the gradient (contiguous), flags, the turn of the random numbers, the rule's numbers."""
+    j.g, j.g_kind, j.flags = g.data_ptr(), KINDS[g.dtype], flags
+    j.turn = turn
+    j.c[: len(c)] = c
+
+
+def run(jobs: Sequence[Any]) -> None:
+    """All steps, on torch's threads."""
+    every = (Job * len(jobs))(*jobs)
+    elements = sum(j.count for j in jobs)
+    threads = max(1, min(torch.get_num_threads(), elements >> 15))
+    if native().pw_optim_steps(ctypes.addressof(every), len(jobs), threads):
+        raise MemoryError(f"optimizer step: no memory beside {len(jobs)} parameters")

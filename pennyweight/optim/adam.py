@@ -1,0 +1,97 @@
+"""Adam and AdamW with states of 8 and 4 bits and of float8."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..kernels.cpu import optimizer as native
+from .base import LowBitOptimizer
+from .rules import adam
+
+
+class _Adam(LowBitOptimizer):
+    STATES: ClassVar = {"exp_avg": "signed", "exp_avg_sq": "squares", "max_exp_avg_sq": "peaks"}
+    RULE: ClassVar = (adam, native.ADAM)
+    DECOUPLED: ClassVar = False  # weight decay of the parameter, not of the gradient
+    BLOCK: ClassVar = 256
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0, amsgrad: bool = False, *, block_size: int | None = None,
+        bf16_stochastic_round: bool = False, maximize: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "block_size": self.BLOCK if block_size is None else block_size,
+            "bf16_stochastic_round": bf16_stochastic_round, "maximize": maximize, "seed": seed,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def names(self, group: dict[str, Any]) -> list[str]:
+        return [*self.STATES][: 3 if group["amsgrad"] else 2]
+
+    def check(self, group: dict[str, Any]) -> None:
+        if not all(0 <= beta < 1 for beta in group["betas"]) or len(group["betas"]) != 2:
+            raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}")
+        if not group["eps"] >= 0:
+            raise ValueError(f"eps must not be negative, got {group['eps']}")
+
+    def numbers(self, group: dict[str, Any], step: int) -> list[float]:
+        (beta1, beta2), lr, decay = map(float, group["betas"]), float(group["lr"]), group["weight_decay"]
+        corrected = lr / (1 - beta1**step)
+        before = (1 - lr * decay, 0.0) if self.DECOUPLED else (1.0, decay)
+        return [*before, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5, group["eps"], corrected]
+
+
+class _AdamW(_Adam):
+    DECOUPLED: ClassVar = True
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, amsgrad: bool = False, *, block_size: int | None = None,
+        bf16_stochastic_round: bool = False, maximize: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, block_size=block_size,
+            bf16_stochastic_round=bf16_stochastic_round, maximize=maximize, seed=seed,
+        )  # fmt: skip
+
+
+class Adam8bit(_Adam):
+    """torch.optim.Adam with both moments in 8 bits, a scale for 256: 0.254 of the memory."""
+
+    BITS: ClassVar = "8bit"
+
+
+class Adam4bit(_Adam):
+    """torch.optim.Adam with both moments in 4 bits, a scale for 64: 0.141 of the memory."""
+
+    BITS: ClassVar = "4bit"
+    BLOCK: ClassVar = 64
+
+
+class AdamFp8(_Adam):
+    """torch.optim.Adam with moments in floats of 8 bits, a scale for 256: 0.254 of the memory."""
+
+    BITS: ClassVar = "fp8"
+
+
+class AdamW8bit(_AdamW):
+    """torch.optim.AdamW with both moments in 8 bits, a scale for 256: 0.254 of the memory."""
+
+    BITS: ClassVar = "8bit"
+
+
+class AdamW4bit(_AdamW):
+    """torch.optim.AdamW with both moments in 4 bits, a scale for 64: 0.141 of the memory."""
+
+    BITS: ClassVar = "4bit"
+    BLOCK: ClassVar = 64
+
+
+class AdamWFp8(_AdamW):
+    """torch.optim.AdamW with moments in floats of 8 bits, a scale for 256: 0.254 of the memory."""
+
+    BITS: ClassVar = "fp8"

@@ -1,0 +1,113 @@
+"""Optimizer states and steps on the CPU, for parameters that live on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CPUOffloadOptimizer(torch.optim.Optimizer):
+    """``optimizer_class`` over copies of the parameters in host memory: its states take no memory of the GPU.
+
+    params             parameters or groups, as everywhere
+    offload_gradients  free a gradient once it is copied; then gradients of several backward passes do not add up
+    minimal_size       smaller parameters stay where they are
+    kwargs             for ``optimizer_class``; torch.optim.AdamW gets fused=True unless told otherwise
+
+    Parameters on a CPU are their own copies: for them this is ``optimizer_class`` itself. Gradients are copied on a
+    stream of their own while the backward pass goes on. That part has been written without a GPU and is not tested.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
+        offload_gradients: bool = False, minimal_size: int = 4096, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        if optimizer_class is torch.optim.AdamW and not {"fused", "foreach"} & kwargs.keys():
+            kwargs["fused"] = True
+        groups = list(params)
+        if not groups:
+            raise ValueError("optimizer got an empty parameter list")
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        groups = [
+            {**g, "params": [g["params"]] if isinstance(g["params"], Tensor) else list(g["params"])} for g in groups
+        ]
+        self._streams: dict[torch.device, Any] = {}
+        self._hosts: dict[Tensor, Tensor] = {}
+        self._ready: dict[Tensor, Any] = {}  # parameters whose gradient has been sent to the host, in that order
+        for p in (p for group in groups for p in group["params"]):
+            if p.device.type != "cpu" and p.numel() >= minimal_size and p.requires_grad:
+                self._offload(p, offload_gradients)
+        hosted = [{**group, "params": [self._hosts.get(p, p) for p in group["params"]]} for group in groups]
+        self.inner = optimizer_class(hosted, **kwargs)
+        super().__init__(groups, self.inner.defaults)
+        self.state = self.inner.state
+
+    def _offload(self, p: Tensor, free: bool) -> None:
+        device = p.device
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device=device)
+        host = torch.empty_like(p, device="cpu", pin_memory=True).copy_(p.detach())
+        buffer = torch.empty_like(host, pin_memory=True)
+        self._hosts[p] = host
+
+        def send(p: Tensor) -> None:
+            stream = self._streams[device]
+            stream.wait_stream(torch.accelerator.current_stream(device))
+            with stream:
+                assert p.grad is not None
+                buffer.copy_(p.grad, non_blocking=True)
+                host.grad = buffer
+            p.grad.record_stream(stream)
+            self._ready.pop(p, None)
+            self._ready[p] = stream.record_event()
+            if free:
+                p.grad = None
+
+        p.register_post_accumulate_grad_hook(send)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As that of ``optimizer_class``; parameters are back on their devices when it returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for event in self._ready.values():
+            event.synchronize()
+        self._tell()
+        self.inner.step()
+        for p in self._ready:
+            with self._streams[p.device]:
+                p.copy_(self._hosts[p], non_blocking=True)
+            self._hosts[p].grad = None
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._ready.clear()
+        return loss
+
+    def _tell(self) -> None:
+        """Options that a scheduler or the user changed."""
+        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            theirs.update({name: value for name, value in mine.items() if name not in ("params", "param_names")})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are given when it is made: their parameters need copies. Raises ValueError afterwards."""
+        if len(self.param_groups) == len(self.inner.param_groups):
+            raise ValueError("CPUOffloadOptimizer takes its parameter groups when it is made; make another one")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of ``optimizer_class``, wherever the parameters live: the two can be exchanged."""
+        self._tell()
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.state = self.inner.state
+        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update({name: value for name, value in theirs.items() if name != "params"})
