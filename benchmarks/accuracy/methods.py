@@ -139,13 +139,14 @@ def _sampled(config: Make, algorithm: Any) -> Callable[[Subject, nn.Module], Any
 
 
 def _spec(text: str, group: int, rule: str | None = None, **fields: Any) -> Make:
-    """Codes of a format in groups along the row (-1: the row)."""
+    """Codes of a format in groups along the row (-1: the row); zero points of as many bits."""
 
     def make() -> Any:
         import pennyweight as pw
 
+        zero = {"zero_point": pw.get_format(text)} if fields.get("zero_point") else {}
         return pw.SpecConfig(
-            pw.QuantSpec(pw.get_format(text), (group,), **{"scale": torch.float16} | fields), rule=rule
+            pw.QuantSpec(pw.get_format(text), (group,), **{"scale": torch.float16} | fields | zero), rule=rule
         )
 
     return make
