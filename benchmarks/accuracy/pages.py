@@ -21,7 +21,7 @@ _INPUTS = ("int8-dynamic", "int8-dynamic-int4 g128")
 
 @dataclass(frozen=True)
 class Pair:
-    """A row of ours, and the row that is the same but for the algorithm ("" for none)."""
+    """A row of ours, and the row without the algorithm: the same but for it, or what one would take instead."""
 
     row: str
     without: str = ""
@@ -44,6 +44,10 @@ PAGES: dict[str, tuple[Pair, ...]] = {
     "bias": _after(_WEIGHTS, "bias", " gptq"),
     "tune": (Pair("int4 g128 zero point auto tune", "int4 g128 zero point auto"),
              Pair("mixed 4.25 auto tune", "mixed 4.25 auto")),
+    "kmeans": (Pair("learned 2 bits x4 kmeans", "int2 g64 zero point auto"),
+               Pair("learned 3 bits kmeans", "int3 g128 zero point auto"),
+               Pair("learned 4 bits g64 kmeans", "int4 g128 zero point auto")),
+    "distill": (Pair("int4 g128 zero point auto distill", "int4 g128 zero point auto"),),
     "smooth": _after(_INPUTS, "smooth"),
     "rotate": (Pair("int4 g128 zero point rotate auto", "int4 g128 zero point auto"),
                *_after(_INPUTS, "rotate", " smooth")),
