@@ -46,7 +46,9 @@ class Bits:
 
 def stored_bytes(w: Any) -> int:
     """Of an AffineQuantizedTensor as files hold it: codes packed to their bits, all parts, nothing of a kernel."""
-    size = int(w.spec.with_(layout="packed").nbytes(tuple(w.shape)))  # any layout but "plain" is counted packed
+    from pennyweight.core.layouts import portable_layout
+
+    size = int(w.spec.with_(layout=portable_layout(w.spec)).nbytes(tuple(w.shape)))
     for name in ("act_scale", "act_zero_point"):
         part = getattr(w, name, None)
         size += part.nbytes if isinstance(part, Tensor) else 0

@@ -42,9 +42,9 @@ def test_the_budget_is_kept_and_used(found) -> None:
 def test_the_prediction_is_that_of_the_solved_mixture(found) -> None:
     model, batches, result = found
     q = copy.deepcopy(model)
-    pw.quantize_(q, result.config, calibration=batches[:3], algorithm="gptq")
-    reference = fidelity.references(model, batches[3:])
-    measured = fidelity.mean(q, batches[3:], reference, fidelity.kl)
+    solving, measuring = fidelity.split(batches, 0.25)
+    pw.quantize_(q, result.config, calibration=solving, algorithm="gptq")
+    measured = fidelity.mean(q, measuring, fidelity.references(model, measuring), fidelity.kl)
     assert result.predicted == pytest.approx(measured, rel=0.25)
     total = sum(result.table[name][i].loss for name, i in result.chosen.items())
     assert result.predicted == pytest.approx(total * result.interaction)
