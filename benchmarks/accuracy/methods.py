@@ -194,6 +194,13 @@ def _learned(bits: int, dim: int, group: int | None = None) -> Make:
     return make
 
 
+def _int4_int4() -> Any:
+    import pennyweight as pw
+
+    inputs = pw.QuantSpec(pw.get_format("int4"), (-1,), torch.float32)
+    return pw.SpecConfig(pw.QuantSpec(pw.get_format("int4"), (128,), torch.float16), pw.ActivationSpec(inputs))
+
+
 _ZERO = {"zero_point": True}
 SYM4, ASYM4 = _spec("int4", 128, "symmetric"), _spec("uint4", 128, **_ZERO)
 ASYM3, ASYM2 = _spec("uint3", 128, **_ZERO), _spec("uint2", 64, **_ZERO)
@@ -232,6 +239,7 @@ ROWS = (
     Row("int8-dynamic", _quantized(_config("Int8DynamicActivationInt8WeightConfig")), None, "int8"),
     Row("int8-dynamic-int4 g32", _quantized(_int8_int4(32)), None, "int8"),
     Row("int8-dynamic-int4 g128", _quantized(_int8_int4(128)), None, "int8"),
+    Row("int4-dynamic-int4 g128", _quantized(_int4_int4), None, "int4", subjects=("causal",)),
     Row("int4 g128 gptq", _quantized(SYM4, "gptq"), None),
     Row("int4 g128 zero point gptq", _quantized(ASYM4, "gptq"), None),
     Row("int3 g128 zero point gptq", _quantized(ASYM3, "gptq"), None),
@@ -259,8 +267,9 @@ ROWS = (
     Row("int4 g128 zero point rotate auto", _quantized(ASYM4, ["rotate", "auto"]), None, subjects=("lm",)),
     Row("int8 auto", _quantized(_config("Int8WeightOnlyConfig"), "auto"), None),
     *(
-        Row(f"{name} {steps}", _quantized(config, recipe), None, "int8", subjects=("causal",))
+        Row(f"{name} {steps}", _quantized(config, recipe), None, name[:4], subjects=("causal",))
         for name, config in (
+            ("int4-dynamic-int4 g128", _int4_int4),
             ("int8-dynamic", _config("Int8DynamicActivationInt8WeightConfig")),
             ("int8-dynamic-int4 g128", _int8_int4(128)),
         )

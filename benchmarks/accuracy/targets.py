@@ -36,8 +36,10 @@ TARGETS = (
     Target("NVFP4 against round-to-nearest", "nvfp4 auto", (OURS, "nvfp4"), 0.65),
     Target("W8A8 against W8A16", _SMOOTH8, (OURS, "int8"), 1.05, OUT),
     Target("W8A8 against torchao's SmoothQuant", "int8-dynamic smooth rotate", (AO, "W8A8 SmoothQuant"), 0.25, LM),
+    Target("W4A4 against W4A4 as it is", "int4-dynamic-int4 g128 smooth rotate auto", (OURS, "int4-dynamic-int4 g128"),
+           0.01, OUT),
     Target("W4A8 against W4A16", "int8-dynamic-int4 g128 smooth rotate auto", (OURS, "int4 g128 auto"), 1.05, LM),
-)
+)  # fmt: skip
 
 
 def table(results: Results) -> list[list[str]]:
