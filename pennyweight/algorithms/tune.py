@@ -48,6 +48,10 @@ class Tune(Tuner):
     metric: str | None = None
 
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
+        return {"": self._run(model, teacher, batches)[1]}
+
+    def _run(self, model: nn.Module, teacher: nn.Module, batches: Any) -> tuple[bool, str]:
+        """(whether it helped, what is to be told)."""
         batches = list(batches)
         trained, guard = fidelity.split(batches, self.held_out) if len(batches) > 1 else (batches, batches)
         with torch.inference_mode(False), torch.enable_grad():
@@ -55,7 +59,7 @@ class Tune(Tuner):
 
     def _tune(
         self, model: nn.Module, teacher: nn.Module, trained: Sequence[Any], guard: Sequence[Any]
-    ) -> dict[str, str]:
+    ) -> tuple[bool, str]:
         expected = fidelity.references(teacher, guard)
         measure = fidelity.divergence(self.metric, _example(teacher, guard[0]))
         before = fidelity.mean(model, guard, expected, measure)
@@ -93,10 +97,8 @@ class Tune(Tuner):
             with torch.no_grad():
                 for lever in moved:
                     lever.restore()
-            told = f"tuning undone: held-out divergence {before:.3g} became {after:.3g}"
-        else:
-            told = f"tuned: held-out divergence {before:.3g} -> {after:.3g}"
-        return {"": told}
+            return False, f"tuning undone: held-out divergence {before:.3g} became {after:.3g}"
+        return True, f"tuned: held-out divergence {before:.3g} -> {after:.3g}"
 
 
 def _turns(n: int) -> Iterator[int]:
@@ -134,9 +136,17 @@ class Distill(Tune):
     v is where the float weight lies between the numbers (after GPTQ: at the border of the cell it was moved to), and a
     code changes when c has carried it over. As in AutoRound (Cheng et al. 2023) rounding is learned by its gradient;
     here from the codes of a solver before it, by Adam, and on the model's own outputs instead of a block's.
+    Where that is undone, because there was too little data to learn codes from, scales are tuned alone.
     Cost: three forward and two backward passes a step; memory: five float32 copies of the weights.
     """
 
     steps: int = 300
     rate: float = 5e-4
     codes: float = 3e-3
+
+    def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
+        helped, told = self._run(model, teacher, batches)
+        if helped:
+            return {"": told}
+        scales = Tune(rate=self.rate, batch=self.batch, held_out=self.held_out, norms=self.norms, metric=self.metric)
+        return {"": f"with codes {told}; scales alone {scales._run(model, teacher, batches)[1]}"}

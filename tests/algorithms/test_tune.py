@@ -123,3 +123,17 @@ def test_in_a_recipe_and_deterministic() -> None:
 def test_a_model_without_scales_to_tune_is_refused() -> None:
     with pytest.raises(ValueError, match="no quantized weight"):
         Tune(norms=False).tune(mlp(), mlp(), inputs())
+
+
+def test_where_codes_learn_nothing_scales_are_tuned_alone() -> None:
+    model, batches = llama(), tokens(8)
+    q = copy.deepcopy(model)
+    pw.quantize_(q, pw.IntxWeightOnlyConfig(torch.int3, pw.PerGroup(32)), blocks_only)
+    only = copy.deepcopy(q)
+    note = Distill(steps=3, codes=30.0).tune(q, model, batches)[""]
+    assert note.startswith("with codes tuning undone")
+    assert "scales alone tuned" in note
+    Tune(rate=Distill().rate).tune(only, model, batches)
+    for n, p in q.named_parameters():
+        if isinstance(p, AffineQuantizedTensor):
+            assert torch.equal(p.dequantize(), only.get_parameter(n).dequantize())
