@@ -66,6 +66,10 @@ class GPTQ(Solver):
     def wants(self) -> tuple[str, ...]:
         return ("drift",) if self.asymmetric else ()
 
+    def damping_of(self, inputs: int, tokens: int) -> float:
+        """Before it grows."""
+        return min(max(LEAST, inputs / max(1, 2 * tokens)), MOST) if self.damping is None else self.damping
+
     def solve(self, task: Task) -> Solution:
         hessians, drifts = task.stats["hessian"], task.stats.get("drift") if self.asymmetric else None
         if hessians.shape[0] == 1:
@@ -87,9 +91,7 @@ class GPTQ(Solver):
         h = hessian.unsqueeze(0)
         parts, values = nearest_parts(task)
         nearest = total_error(values - task.weight, h)
-        damping = self.damping
-        if damping is None:
-            damping = min(max(LEAST, hessian.shape[0] / max(1, 2 * task.tokens)), MOST)
+        damping = self.damping_of(hessian.shape[0], task.tokens)
         f = factor(hessian, damping, self.activation_order)
         if f is None:
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,13 +35,12 @@ def norm(task: Task, difference: Tensor) -> Tensor:
     return difference.abs().pow(0.7).sum(1)
 
 
-def towards_float(task: Task, difference: Tensor) -> Tensor:
-    """Output error against W + W E[(x_float - x) x^T] H^-1 / 2, with gptq's damping: what "gptaq" and "auto" lower."""
-    solver, target = GPTAQ(), task.weight.double().clone()
-    assert (solver.asymmetric, solver.damping) == (Auto().asymmetric, Auto().damping)
+def towards_float(solver: GPTQ, task: Task, difference: Tensor) -> Tensor:
+    """Output error against W + W E[(x_float - x) x^T] H^-1 / 2, with its damping: what "gptaq" and "auto" lower."""
+    target = task.weight.double().clone()
     hessians = task.stats["hessian"]
     for rows, hessian, drift in zip(target.chunk(len(hessians)), hessians, task.stats["drift"], strict=True):
-        f = factor(hessian, solver.damping, solver.activation_order)
+        f = factor(hessian, solver.damping_of(len(hessian), task.tokens), solver.activation_order)
         if f is not None:
             damped = hessian.double() + f.damping * hessian.diagonal().double().mean() * torch.eye(len(hessian))
             rows += solver.asymmetric * torch.linalg.solve(damped, drift.double().t() @ rows.t()).t()
@@ -63,6 +63,6 @@ SOLVERS = {
     "imatrix": Enrolled(Importance, importance),
     "gptq": Enrolled(GPTQ, output),
     "kmeans": Enrolled(KMeans, output),
-    "auto": Enrolled(Auto, towards_float),
-    "gptaq": Enrolled(GPTAQ, towards_float),
+    "auto": Enrolled(Auto, partial(towards_float, Auto())),
+    "gptaq": Enrolled(GPTAQ, partial(towards_float, GPTAQ())),
 }
