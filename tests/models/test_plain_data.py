@@ -14,6 +14,7 @@ from pennyweight.models.configs.names import CONFIGS, by_name
 from pennyweight.models.configs.plain_data import TYPES, config_from_data, config_to_data
 
 GIVEN = [
+    pw.CodebookWeightOnlyConfig(bits=4, dim=2, group_size=64),
     *(by_name(name) for name in CONFIGS),
     pw.Int4WeightOnlyConfig(64),
     pw.Int8WeightOnlyConfig(granularity=pw.PerGroup(32)),
