@@ -200,7 +200,7 @@ def test_mx_vector() -> None:
 )
 def test_affine_rules(rule: str, spec: QuantSpec, scale: float, zero_point: float | None, offset: float | None) -> None:
     p = choose(torch.tensor([-3.5, 0.0, 1.0, 10.2]), spec, rule)
-    for got, want in zip(p, (scale, zero_point, offset), strict=True):
+    for got, want in zip(p, (scale, zero_point, offset, None), strict=True):
         assert (got is None) == (want is None)
         if got is not None:
             assert got.item() == pytest.approx(want, rel=1e-6)
