@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from . import blocks, fallback
+from .callers import broadcasts_buckets
 from .tensor import AffineQuantizedTensor, implements, stored_shape
 from .tensor_ops import aliased, axes_of, consistent, joined, map_value, sliceable, stored_axis, streamed, unpacked
 
@@ -157,6 +158,10 @@ def _expanded(w: QT, shape: tuple[int, ...]) -> Any:
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     w, size = args
+    if list(size) == [-1] and broadcasts_buckets():
+        from .carrier import to_numbers
+
+        return to_numbers(w)
     shape = _infer(w, size)
     out = reaxed(w, shape)
     if out is NotImplemented:

@@ -65,7 +65,7 @@ def choose(x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | Non
     if eps is not None and not eps > 0:
         raise ValueError(f"eps is the least scale and must be positive, got {eps}")
     view = blocks.split(x, blocks.counts(spec.block, x.shape))
-    return only_stored(RULES[name](view, spec, _floor(x.dtype, spec, eps)), spec, name)
+    return only_stored(RULES[name](view, spec, scale_floor(x.dtype, spec, eps)), spec, name)
 
 
 def only_stored(p: Params, spec: QuantSpec, name: str) -> Params:
@@ -81,7 +81,7 @@ def only_stored(p: Params, spec: QuantSpec, name: str) -> Params:
     )
 
 
-def _floor(dtype: torch.dtype, spec: QuantSpec, eps: float | None) -> float:
+def scale_floor(dtype: torch.dtype, spec: QuantSpec, eps: float | None) -> float:
     """The least scale: not below what the dtype holds, nor, for float64, below what a narrower scale holds."""
     if isinstance(spec.scale, QuantSpec) or (dtype is torch.float64 and spec.scale is not torch.float64):
         dtype = torch.float32
@@ -152,6 +152,15 @@ def absmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     if bottom >= 0 or top <= 0:
         return symmetric_no_clip(x, spec, eps)
     return Params(_at_least(_absmax(x, spec) / min(top, -bottom), eps))
+
+
+@rule("absmean")
+def absmean(x: Tensor, spec: QuantSpec, eps: float) -> Params:
+    """scale = mean |x|, under which ternary weights lose least. BitNet b1.58 (Ma et al. 2024)."""
+    if x.numel() == 0:
+        return Params(_at_least(x.new_zeros(x.shape[::2]), eps))
+    mean = x.abs().mean(blocks.inner_axes(x.ndim // 2), dtype=torch.float64)  # so that no order of sums is seen
+    return Params(_at_least(mean.to(torch.float32 if isinstance(spec.scale, QuantSpec) else x.dtype), eps))
 
 
 @rule("symmetric_no_clip")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 from . import blocks
 from .axes import drop_axis, insert_axis, regrouped
 from .layouts import portable_layout
-from .tensor import AffineQuantizedTensor, implements
+from .tensor import AffineQuantizedTensor, implements, stored_shape
 from .tensor_ops import aliased, consistent, joined, map_value, resized, sliceable, stored_axis, unpacked
 
 aten = torch.ops.aten
@@ -168,6 +168,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
     whole = [unpacked(t) for t in tensors]
     first = whole[0]
+    one = _one_block(whole, axis, shape)
     dim = first.spec.format.dim if joined(first, axis) else 1
     inner = [t._codes.shape[axis] * dim != t.stored_shape[axis] for t in whole[:-1]]
     if any(inner) or any(t.spec != first.spec for t in whole):  # padding would land in the middle
@@ -175,6 +176,8 @@ def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
 
     def part(p: Any, slot: str) -> Any:
         pieces = [getattr(t, f"_{slot}") for t in whole]
+        if one and slot != "codes":
+            return p.clone()
         if isinstance(p, QT):
             return _join(pieces, axis, resized(p.shape, axis, sum(q.shape[axis] for q in pieces)))
         return torch.cat(pieces, axis)
@@ -183,7 +186,29 @@ def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
     if out is NotImplemented:
         return out
     sizes = {blocks.resolve(t.spec.block, t.stored_shape)[axis] for t in (*whole[:-1], out)}
-    return consistent(out) if len(sizes) == 1 else NotImplemented
+    return consistent(out) if one or len(sizes) == 1 else NotImplemented
+
+
+def _one_block(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> bool:
+    """Whether tensors are pieces of one block of an axis and have its scale, as halves of a row have the row's."""
+    first = tensors[0]
+    if blocks.resolve(first.spec.block, stored_shape(shape, first.axes))[axis] == 1:
+        return False
+    if blocks.counts(first.spec.block, stored_shape(shape, first.axes))[axis] != 1:
+        return False
+    return all(_equal(t, first) for t in tensors[1:])
+
+
+def _equal(a: QT, b: QT) -> bool:
+    """Whether all parts but the codes are equal, in the codes of nested ones too."""
+    for slot in ("scale", "zero_point", "offset"):
+        p, q = getattr(a, f"_{slot}"), getattr(b, f"_{slot}")
+        if isinstance(p, QT):
+            if not (_same(p._codes, q._codes) and _equal(p, q)):
+                return False
+        elif not _same(p, q):
+            return False
+    return True
 
 
 @implements(aten.stack.default)

@@ -85,9 +85,11 @@ class Format:
         if self.kind == "float":  # sign-magnitude: the positive half of the table is ascending in its code
             half = 1 << (self.bits - 1)
             x = x.float().contiguous()  # bucketize copies, and warns, otherwise
-            magnitude = torch.bucketize(x.abs(), _boundaries(self.values[:half], x.device, even=True), out_int32=True)
+            magnitude = torch.bucketize(
+                x.abs(), decision_levels(self.values[:half], x.device, even=True), out_int32=True
+            )
             return (magnitude | (x.signbit().to(magnitude.dtype) << (self.bits - 1))).to(torch.uint8)
-        levels = _boundaries(self.values, x.device, even=False)
+        levels = decision_levels(self.values, x.device, even=False)
         return torch.bucketize(x.float().contiguous(), levels, out_int32=True).to(torch.uint8)
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -100,6 +102,14 @@ class Format:
         if self.kind == "learned":
             raise ValueError(f"{self}: the numbers of its codes are those of a tensor's own table")
         return torch.tensor(self.values, dtype=dtype, device=codes.device)[codes.to(torch.int32)]
+
+    def numbers(self, device: torch.device | str = "cpu") -> Tensor:
+        """All its finite numbers, ascending, float32. Raises ValueError where each tensor has its own."""
+        if self.kind == "int":
+            return torch.arange(int(self.lo), int(self.hi) + 1, dtype=torch.float32, device=device)
+        codes = torch.arange(len(self.values) or 256, dtype=torch.int64, device=device).to(torch.uint8)
+        found = self.decode(codes.view(self.code_dtype), torch.float32)
+        return torch.unique(found[found.isfinite()])
 
     def to_unsigned(self, codes: Tensor) -> Tensor:
         """Codes as unsigned integers of ``bits`` bits, for bit streams and files. Returns uint8."""
@@ -118,7 +128,7 @@ class Format:
         return codes
 
 
-def _boundaries(values: tuple[float, ...], device: torch.device, *, even: bool) -> Tensor:
+def decision_levels(values: tuple[float, ...], device: torch.device, *, even: bool) -> Tensor:
     """Decision levels between neighbours for ``torch.bucketize(x, levels)``, which sends x == level down.
 
     With ``even`` a tie above an odd code must go up, so its level is moved just below the midpoint.

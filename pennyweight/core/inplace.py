@@ -5,6 +5,9 @@ A write requantizes the new value into the same storages, so that every alias, v
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,15 +16,43 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import blocks, fallback
+from . import blocks, chance, fallback
+from .callers import broadcasts_buckets
 from .choose import Params, choose
+from .formats import E8M0
 from .layouts import get_layout
 from .numerics import ordered, part_value, quantize
 from .spec import QuantSpec
-from .tensor import FUNCTIONS, AffineQuantizedTensor, check_finite, implements
+from .tensor import ATEN, FUNCTIONS, AffineQuantizedTensor, check_finite, implements
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
+
+
+class _Chance:
+    """Random words of one write after another."""
+
+    def __init__(self, step: int, *key: int) -> None:
+        self.step, self.key, self.writes = step, key, 0
+
+    def words(self, shape: torch.Size, device: torch.device) -> Tensor:
+        self.writes += 1
+        return chance.words(shape, chance.key(*self.key, self.writes), device) + chance.signed(chance.turn(self.step))
+
+
+_CHANCE: ContextVar[_Chance | None] = ContextVar("pennyweight_rounding_by_chance", default=None)
+
+
+@contextmanager
+def rounding_by_chance(step: int, *key: int) -> Iterator[None]:
+    """Within it, codes that are written are rounded by chance, so that the mean of many writes is the value: changes
+    smaller than a step of the codes are not lost. Random numbers are a function of the key, of how many writes came
+    before in this block, of the element, and of the step, over whose course they are spread evenly."""
+    token = _CHANCE.set(_Chance(step, *key))
+    try:
+        yield
+    finally:
+        _CHANCE.reset(token)
 
 
 def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
@@ -29,10 +60,13 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
 
     Writing the value that stands there changes no bit, though quantizing it anew might. update: it is the present value
     somewhat changed, and blocks keep the scale that still suits them. Raises RuntimeError where the target is a copy,
-    or shares a block's scale with elements outside it.
+    or shares a block's scale with elements outside it. Within :func:`rounding_by_chance` codes are rounded by chance.
     """
     _check_writable(target)
-    value = value.to(device=target.device, dtype=target.dtype).expand(target.shape)
+    by_chance = _CHANCE.get()
+    if by_chance is None:
+        value = value.to(dtype=target.dtype)
+    value = value.to(device=target.device).expand(target.shape)
     check_finite(value, f"value written to a quantized tensor {tuple(target.shape)}")
     if type(value) is Tensor and not value.is_meta and torch.equal(value, target._dequantize(value.dtype)):
         return target
@@ -40,7 +74,12 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
         value = value.permute([target.axes.index(i) for i in range(len(target.axes))])
     value = ordered(value, target._perm)
     spec = target.spec.with_(layout="plain")
-    plain = quantize(value, spec, params=_kept(target, value, spec, update))
+    if by_chance is None:
+        plain = quantize(value, spec, params=_kept(target, value, spec, update))
+    else:
+        rule = "mx_rceil" if isinstance(spec.scale, QuantSpec) and spec.scale.format is E8M0 else None
+        words = by_chance.words(value.shape, value.device)
+        plain = quantize(value, spec, rule, params=_steady_scales(target, value, spec), words=words)
     parts = get_layout(target.spec.layout).pack(plain, target.spec, target.stored_shape)
     copy_parts_(target, QT(parts, target.spec, target.stored_shape, target.dtype))
     return target
@@ -94,6 +133,30 @@ def _kept_scales(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
     return Params(torch.where(fits & full, scale, fresh))
 
 
+# Under chance a new scale rounds all codes of its block anew, which adds noise; so scales change seldom: where a value
+# would saturate, with room to grow, or where a quarter of the codes is no longer used.
+_LEAST_USED, _ROOM = 0.75, 1 + 1 / 16
+
+
+def _steady_scales(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
+    """Parameters under which nothing saturates, which would not be right in the mean. None: by the rule."""
+    f = spec.format
+    bottom, top = f.lo - spec.mid, f.hi - spec.mid
+    if (
+        f.kind == "learned" or spec.zero_point or spec.offset is not None or not isinstance(spec.scale, torch.dtype)
+        or not bottom < 0 < top or value.numel() == 0
+    ):  # fmt: skip
+        return None
+    x = blocks.pad(value, spec.block)
+    inner, reach = blocks.inner_axes(x.ndim), min(top, -bottom)
+    absmax = blocks.split(x, blocks.counts(spec.block, x.shape)).abs().amax(inner).float()
+    scale = target.plain_parts().scale.float()
+    used = absmax / (scale * reach)
+    fresh = absmax / reach * torch.where(used > 1, _ROOM, 1.0)
+    fresh = fresh.clamp(torch.finfo(torch.float32).smallest_normal)
+    return Params(torch.where((used <= 1) & (used >= _LEAST_USED), scale, fresh))
+
+
 def _check_writable(target: QT) -> None:
     if target.readonly:
         raise RuntimeError(
@@ -118,6 +181,12 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(target, QT):
         fallback.count("copy_/dequantize")
         return func(target, source._dequantize(target.dtype), *args[2:], **kwargs)
+    if not isinstance(source, QT) and broadcasts_buckets():
+        from .carrier import take_numbers_
+
+        _check_writable(target)
+        copy_parts_(target, take_numbers_(target, source).to_layout(target.spec.layout))
+        return return_and_correct_aliasing(func, args, kwargs, target)
     if (
         isinstance(source, QT)
         and source.spec.with_(layout="plain") == target.spec.with_(layout="plain")
@@ -177,6 +246,9 @@ def _resize_(func: Any, args: Any, kwargs: Any) -> Any:
 @implements(None)
 def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute on dequantized copies; write mutated arguments back by requantizing them in place."""
+    family = ATEN.get(func.namespace)
+    if family is not None:
+        return family(func, args, kwargs)
     if func._can_decompose():
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Autograd)):
             out = func.decompose(*args, **kwargs)
@@ -249,4 +321,4 @@ def _setitem(func: Any, args: Any, kwargs: Any) -> None:
         write_(w, x)
 
 
-__all__ = ["copy_parts_", "write_"]
+__all__ = ["copy_parts_", "rounding_by_chance", "write_"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import blocks, learned
+from . import blocks, chance, learned
 from .choose import Params, choose
 from .spec import QuantSpec
 
@@ -42,11 +42,13 @@ class Parts(NamedTuple):
 
 
 def quantize(
-    x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None, params: Params | None = None
-) -> Parts:
+    x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None, params: Params | None = None,
+    words: Tensor | None = None,
+) -> Parts:  # fmt: skip
     """Plain parts of x. x: float, any strides; block sizes that do not divide the shape are padded.
 
-    ``params`` given (a static scale, a solver's choice): used as they are; else :func:`choose`.
+    ``params`` given (a static scale, a solver's choice): used as they are; else :func:`choose`. ``words`` given, 32
+    random bits an element: codes are rounded by chance (:func:`pennyweight.core.chance.encode`), not to the nearest.
     Codes are computed from the parameters as stored, so that rounding of the scale is seen by the codes.
     """
     x = blocks.pad(x, spec.block)
@@ -58,8 +60,12 @@ def quantize(
         unit = units(view, spec, store(params, spec)[1])
         params = params._replace(table=learned.fit(unit.reshape(-1, spec.format.dim), spec.table_shape[0]))
     parts, seen = store(params, spec)
-    codes = encode(view, spec, seen).reshape(codes_shape).contiguous()
-    return Parts(codes, *parts, table=seen.table)
+    if words is None:
+        codes = encode(view, spec, seen)
+    else:
+        view_words = blocks.split(blocks.pad(words, spec.block), blocks.counts(spec.block, x.shape))
+        codes = chance.encode(in_steps(view, spec, seen), spec.format, view_words)
+    return Parts(codes.reshape(codes_shape).contiguous(), *parts, table=seen.table)
 
 
 def store(params: Params, spec: QuantSpec) -> tuple[tuple[Any, Tensor | None, Any], Params]:
@@ -148,14 +154,22 @@ def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     return (steps + spec.mid if spec.mid else steps).clamp(f.lo, f.hi).to(f.code_dtype)
 
 
-def units(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
-    """What a learned table is of: (x - offset) / scale of a block view [.., n], as [.., ceil(n / dim), dim]."""
+def in_steps(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
+    """The real number that a code would have to stand for: (x - offset) / scale + zero_point + mid, of a block view."""
     x = view if view.dtype is torch.float64 else view.float()
     if p.offset is not None:
         x = x - blocks.spread(p.offset)
     if p.scale is not None:  # a scale that underflowed to zero sends everything to zero
         scale = blocks.spread(p.scale).to(x.dtype)
         x = x / torch.where(scale == 0, torch.inf, scale)
+    if p.zero_point is not None:
+        x = x + blocks.spread(p.zero_point)
+    return x + spec.mid if spec.mid else x
+
+
+def units(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
+    """What a learned table is of: (x - offset) / scale of a block view [.., n], as [.., ceil(n / dim), dim]."""
+    x = in_steps(view, spec, p)  # learned numbers have neither zero point nor mid
     return learned.vectors(x, spec.format.dim) if x.ndim else x.reshape(1)
 
 

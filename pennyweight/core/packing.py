@@ -7,6 +7,7 @@ For 4 bits the even code is the low nibble.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,12 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [.., n] below 2**bits -> uint8 bytes [.., ceil(n * bits / 8)]. A single number [] stays a byte."""
     if bits == 8 or codes.ndim == 0:
         return codes
-    return _regroup(codes, bits, 8)[..., : -(-codes.shape[-1] * bits // 8)].contiguous()
+    return _regroup(codes, bits, 8)[..., : stream_shape(codes.shape, bits)[-1]].contiguous()
+
+
+def stream_shape(shape: Sequence[int], bits: int) -> tuple[int, ...]:
+    """Sizes of the bytes that codes of that shape are packed into."""
+    return (*shape[:-1], -(-shape[-1] * bits // 8)) if shape else ()
 
 
 def unpack_bits(stream: Tensor, bits: int, n: int) -> Tensor:

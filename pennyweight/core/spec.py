@@ -33,6 +33,7 @@ from .formats import (
     get_format,
 )
 from .formats import IQ4_NL as IQ4_NL_VALUES
+from .packing import stream_shape
 
 SPEC_VERSION = 2  # the newest that is read; what is written says the least that it needs, see QuantSpec.version
 # Fixed table: a dtype named in a file is looked up here and nowhere else.
@@ -99,7 +100,7 @@ class QuantSpec:
         zero, f = self.zero_point, self.format
         if not isinstance(zero, Format):
             return bool(zero)
-        if f.kind == "int" and not (
+        if f.kind == "int" and not (  # of other formats zero points are refused altogether
             zero.kind == "int" and zero.code_dtype is f.code_dtype and zero.lo <= f.lo <= f.hi <= zero.hi
         ):
             raise ValueError(f"QuantSpec.zero_point: {zero} has not all codes of {f}; use {f}, a wider one, or True")
@@ -176,20 +177,13 @@ class QuantSpec:
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of all parts of a tensor of that shape: codes at one byte (layout "plain") or ``bits`` bits each, zero
         points at a byte, or in layout "bits" at the bits of their format."""
-        stored = self.codes_shape(shape)
-        count = 1
-        for n in stored[:-1]:
-            count *= n
-        last = stored[-1] if stored else 1
-        total = count * (last if self.layout == "plain" else -(-last * self.format.bits // 8))
+        total = math.prod(stream_shape(self.codes_shape(shape), 8 if self.layout == "plain" else self.format.bits))
         part_shape = blocks.counts(self.block, shape)
-        n_blocks = 1
-        for n in part_shape:
-            n_blocks *= n
         for slot, kind in self.part_specs().items():
-            if slot == "zero_point" and self.layout == "bits" and self.zero_point_bits < 8 and part_shape:
-                total += n_blocks // max(1, part_shape[-1]) * -(-part_shape[-1] * self.zero_point_bits // 8)
+            if slot == "zero_point" and self.layout == "bits" and self.zero_point_bits < 8:
+                total += math.prod(stream_shape(part_shape, self.zero_point_bits))
             else:
+                n_blocks = math.prod(part_shape)
                 total += kind.nbytes(part_shape) if isinstance(kind, QuantSpec) else n_blocks * kind.itemsize
         return total + (0 if self.table_shape is None else 2 * math.prod(self.table_shape))
 

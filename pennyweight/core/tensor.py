@@ -30,13 +30,14 @@ from . import blocks, conversions, learned
 from .choose import Params
 from .layouts import READABLE, get_layout, portable_layout, unpack_zero_point
 from .numerics import Parts, dequantize, is_order, ordered, quantize, sqnr
+from .packing import stream_shape
 from .spec import DTYPES, SPEC_VERSION, ActivationSpec, QuantSpec, dtype_name
 
 SLOTS = Parts._fields
 _PACKED = ("bits", "zero_point")  # the layout and part, beside the codes, that may be a bit stream
 STORED = tuple(f"_{name}" for name in SLOTS)  # attributes that hold them, as they lie in memory
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-ATEN: dict[Any, Handler] = {}  # aten overload (None: every other) -> what to do under __torch_dispatch__
+ATEN: dict[Any, Handler] = {}  # aten overload, namespace (None: every other) -> what to do under __torch_dispatch__
 FUNCTIONS: dict[Any, Handler] = {}  # public torch function -> what to do under __torch_function__
 
 
@@ -580,7 +581,7 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
     codes = spec.codes_shape(shape)
     dtype = spec.format.code_dtype
     if spec.layout == "bits" and codes:
-        codes, dtype = (*codes[:-1], -(-codes[-1] * spec.format.bits // 8)), torch.uint8
+        codes, dtype = stream_shape(codes, spec.format.bits), torch.uint8
     kinds: dict[str, Any] = {"codes": dtype, **spec.part_specs()}
     names = parts.keys() - {"act_scale", "act_zero_point", "perm", "table"}
     if get_layout(spec.layout).devices is not None or names != kinds.keys():
@@ -588,7 +589,7 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
     for name, kind in kinds.items():
         part, size = parts[name], codes if name == "codes" else blocks.counts(spec.block, shape)
         if (spec.layout, name) == _PACKED and spec.zero_point_bits < 8 and size:
-            size, kind = (*size[:-1], -(-size[-1] * spec.zero_point_bits // 8)), torch.uint8
+            size, kind = stream_shape(size, spec.zero_point_bits), torch.uint8
         held = part.spec if isinstance(part, AffineQuantizedTensor) else part.dtype
         if tuple(part.shape) != size or held != kind:
             raise ValueError(

@@ -110,7 +110,10 @@ def int8_int8(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tenso
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] @ b [K, N] in int32. torch 2.13 gives zeros for one row whose strides are (1, 1), as of a vector
-    unsqueezed and transposed; a view of all elements has strides that it reads."""
+    unsqueezed and transposed; a view of all elements has strides that it reads. Of one column it gives what lay in
+    memory."""
+    if a.shape[1] == 1:
+        return a.to(torch.int32) * b.to(torch.int32)
     return torch._int_mm(a.reshape(-1).view(a.shape), b)
 
 

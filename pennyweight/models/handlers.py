@@ -17,19 +17,42 @@ from .sites import is_linear
 
 Handler = Callable[..., nn.Module]
 HANDLERS: dict[type, Handler] = {}
+Tells = Callable[[nn.Module, Any], tuple[bool, str]]
+TELLS: dict[type, Tells] = {}
 
 
-def register_quantize_module_handler(config_type: type) -> Callable[[Handler], Handler]:
+def register_quantize_module_handler(config_type: type, tells: Tells | None = None) -> Callable[[Handler], Handler]:
     """Decorate ``handler(module, config) -> module`` to make it run for every module chosen under a config of yours.
 
-    A handler that also takes ``parameter_name`` is told which parameter was named. Raises ValueError for a type that
-    has a handler.
+    A handler that also takes ``parameter_name`` is told which parameter was named. tells(module, config) says
+    beforehand whether it will take a module, and a note for the report, or the reason why not. Raises ValueError for a
+    type that has a handler.
     """
 
     def add(handler: Handler) -> Handler:
         if config_type in HANDLERS:
             raise ValueError(f"{config_type.__name__} has a handler already: {_name(HANDLERS[config_type])}")
         HANDLERS[config_type] = handler
+        if tells is not None:
+            TELLS[config_type] = tells
+        return handler
+
+    return add
+
+
+# For whole models: (model, config, quantize) -> Report, where quantize(model, another config, put=...) is what
+# quantize_ does with the arguments that it was called with; put is called as quantize.put_ is, in place of it.
+MODEL_HANDLERS: dict[type, Callable[..., Report]] = {}
+
+
+def register_quantize_model_handler(config_type: type) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
+    """Decorate ``handler(model, config, quantize) -> Report`` to make it what ``quantize_`` is under a config of that
+    type. Raises ValueError for a type that has one."""
+
+    def add(handler: Callable[..., Report]) -> Callable[..., Report]:
+        if config_type in MODEL_HANDLERS:
+            raise ValueError(f"{config_type.__name__} has a handler already: {_name(MODEL_HANDLERS[config_type])}")
+        MODEL_HANDLERS[config_type] = handler
         return handler
 
     return add

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ..core import blocks
 from ..core.numerics import quantize
+from ..core.spread import here
 from ..core.tensor import AffineQuantizedTensor
+from ..kernels.prepare import choose_layout
 from ..kernels.table import Case, case_of, select
 from .configs import AOBaseConfig
 from .freeze import FrozenLinear
-from .handlers import HANDLERS, Handler, module_nbytes, run_handler, takes_parameter_name
-from .prepare import choose_layout
+from .handlers import HANDLERS, TELLS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .report import Latency, Report, Row
 from .rules import Choice, Filter, PlanError, Rules, rules
 from .scheme import Scheme
@@ -122,7 +123,7 @@ def plan(
     handlers = HANDLERS if handlers is None else handlers
     flat = [place for where in everywhere for place in where]
     chosen.check_keys(flat, [name for name, _ in model.named_modules()], handlers)
-    rows, taken = _handled(model, chosen, handlers)
+    rows, taken, refused = _handled(model, chosen, handlers)
     for where in everywhere:
         tensor, choice = where[0].get(), chosen.choose(where)
         handler = handlers.get(type(choice.config))
@@ -132,7 +133,9 @@ def plan(
             rows.append(_handled_parameter(choice, tensor, handler))
             continue
         if handler is not None:  # a handler for whole modules, and this one is none of those it was asked for
-            choice = choice._replace(config=None, why=f"{type(choice.place.module).__name__} is not asked for")
+            module, tells = choice.place.module, TELLS.get(type(choice.config))
+            why = refused.get(id(tensor)) or (tells(module, choice.config)[1] if tells is not None else "")
+            choice = choice._replace(config=None, why=why or f"{type(module).__name__} is not asked for")
         rows.append(_row(where, tensor, choice, on_indivisible, device))
     _check(rows)
     return Plan(config, rows)
@@ -184,11 +187,14 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
         notes.append(f"{list(site.shape)} padded to {[*rows, width]}")
     elif width != site.shape[-1]:
         notes.append(f"{site.shape[-1]} inputs padded to {width}")
-    if isinstance(tensor, AffineQuantizedTensor):
-        row.already = _carries(tensor, scheme)
-        notes.append("already so" if row.already else f"was {tensor.spec.with_(layout='plain')}, through float once")
-    if row.already and isinstance(tensor, AffineQuantizedTensor):
-        row.layout, row.kernel = tensor.spec.layout, select(row.ops[0], case_of(tensor)).name
+    part = here(tensor)
+    if part is not tensor:
+        notes.append(f"quantized whole on each rank, then cut: {', '.join(map(str, tensor.placements))}")  # type: ignore[attr-defined]
+    if isinstance(part, AffineQuantizedTensor):
+        row.already = _carries(part, scheme)
+        notes.append("already so" if row.already else f"was {part.spec.with_(layout='plain')}, through float once")
+    if row.already and isinstance(part, AffineQuantizedTensor):
+        row.layout, row.kernel = part.spec.layout, select(row.ops[0], case_of(part)).name
     else:
         kind = site.device if device is None else torch.device(device).type
         case = Case(scheme.weight, scheme.act, site.shape, site.dtype, "cpu" if kind == "meta" else kind)
@@ -219,10 +225,14 @@ def _carries(w: AffineQuantizedTensor, scheme: Scheme) -> bool:
 # -- modules with handlers -------------------------------------------------------------------------------------------
 
 
-def _handled(model: nn.Module, chosen: Rules, handlers: Mapping[type, Handler]) -> tuple[list[PlanRow], set[int]]:
-    """Rows of the modules that a handler will transform, and the ids of the parameters that go with them."""
+def _handled(
+    model: nn.Module, chosen: Rules, handlers: Mapping[type, Handler]
+) -> tuple[list[PlanRow], set[int], dict[int, str]]:
+    """Rows of the modules that a handler will transform, the ids of the parameters that go with them, and those of the
+    modules that it will not, with the reason."""
     rows: list[PlanRow] = []
     taken: set[int] = set()
+    refused: dict[int, str] = {}
     inside: list[str] = []
     for name, module in model.named_modules() if handlers else ():
         if any(name.startswith(prefix) for prefix in inside):
@@ -231,11 +241,17 @@ def _handled(model: nn.Module, chosen: Rules, handlers: Mapping[type, Handler]) 
         handler = handlers.get(type(config))
         if handler is None:
             continue
+        takes, note = TELLS[type(config)](module, config) if type(config) in TELLS else (True, "")
+        if not takes:
+            refused |= {id(p): note for p in module.parameters(recurse=False)}
+            continue
         inside.append(f"{name}." if name else "")
         taken |= {id(p) for p in module.parameters()}
         parameter = "weight" if takes_parameter_name(handler) else None
-        rows.append(_call_row(name, name, module, config, handler, parameter, module_nbytes(module)))
-    return rows, taken
+        row = _call_row(name, name, module, config, handler, parameter, module_nbytes(module))
+        row.note = note or row.note
+        rows.append(row)
+    return rows, taken, refused
 
 
 def _handled_parameter(choice: Choice, tensor: Tensor, handler: Handler) -> PlanRow:

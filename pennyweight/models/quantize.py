@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from ..core import conversions
 from ..core.numerics import Parts, dequantize, quantize
 from ..core.rows import rows_independent
+from ..core.spread import as_spread, here, is_fully_sharded, whole
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from .configs import AOBaseConfig
 from .freeze import thaw_
-from .handlers import apply_callable, module_nbytes
+from .handlers import MODEL_HANDLERS, apply_callable, module_nbytes
 from .measure import leave_slower_, measure_, row_counts, warn_slower
 from .plan import Plan, PlanRow, plan
 from .report import Report, Row
@@ -24,6 +26,7 @@ from .scheme import Scheme
 from .sites import places
 
 ON_SLOWER = ("keep", "skip")
+Put = Callable[[PlanRow, Row, AffineQuantizedTensor, float, Any], None]
 _CHUNK = 1 << 24  # elements quantized at a time, so that float32 temporaries stay small beside the weight
 
 
@@ -57,6 +60,18 @@ def quantize_(
         if measure or on_slower != "keep":
             raise PlanError("measure and on_slower need a config; a function over modules says nothing about layers")
         return apply_callable(model, config, filter_fn, device)
+    run = partial(
+        _quantize, filter_fn=filter_fn, device=device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
+        on_slower=on_slower, progress=progress,
+    )  # fmt: skip
+    handler = MODEL_HANDLERS.get(type(config))
+    return run(model, config) if handler is None else handler(model, config, run)
+
+
+def _quantize(
+    model: nn.Module, config: AOBaseConfig, *, filter_fn: Filter | None, device: Any, dry_run: bool,
+    on_indivisible: str, measure: bool | Sequence[int], on_slower: str, progress: Any, put: Put | None = None,
+) -> Report:  # fmt: skip
     # Parameters made in inference mode could never again be part of a graph.
     with torch.inference_mode(False), torch.no_grad():
         todo = checked_plan(
@@ -65,7 +80,7 @@ def quantize_(
         )  # fmt: skip
         report = todo.report()
         if not dry_run:
-            _carry_out(model, todo, report, device, progress)
+            _carry_out(model, todo, report, device, progress, put or put_)
     return report
 
 
@@ -80,6 +95,11 @@ def checked_plan(
     if on_slower == "skip" and not counts:
         raise PlanError("on_slower='skip' needs measure=True, or numbers of rows such as measure=(1, 64)")
     todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
+    if not dry_run and any(map(is_fully_sharded, model.modules())):
+        raise PlanError(
+            "fully_shard has taken over parameters of this model, which can no more be replaced; quantize_ it first, "
+            "then fully_shard it"
+        )
     if counts or not dry_run:
         _check_values(todo)
     if counts:
@@ -95,19 +115,19 @@ def _check_values(todo: Plan) -> None:
         if row.tensor.is_meta:
             raise PlanError(f"{row.name} is on the meta device and has no values; load the weights first")
         try:
-            check_finite(row.tensor.detach(), row.name)
+            check_finite(here(row.tensor.detach()), row.name)
         except ValueError as error:
             raise PlanError(str(error)) from error
 
 
-def _carry_out(model: nn.Module, todo: Plan, report: Report, device: Any, progress: Any) -> None:
+def _carry_out(model: nn.Module, todo: Plan, report: Report, device: Any, progress: Any, put: Put) -> None:
     total, done = len(todo.active), 0
     for row, out in zip(todo.rows, report.rows, strict=True):
         if row.call is not None:
             run_handler_row(model, row, out, device)
         elif row.active:
             w, sqnr = solve(row, device)
-            put_(row, out, w, sqnr, device)
+            put(row, out, w, sqnr, device)
         row.tensor = None  # the float weight is free before the next is read
         if row.active:
             done += 1
@@ -124,7 +144,7 @@ def run_handler_row(model: nn.Module, row: PlanRow, out: Row, device: Any) -> No
 def put_(row: PlanRow, out: Row, w: AffineQuantizedTensor, sqnr: float, device: Any) -> None:
     """Put a solved weight in its places and say so; the float weight is let go."""
     out.sqnr, out.bytes_after = sqnr, w.nbytes
-    replace_(row, w)
+    replace_(row, as_spread(w, row.tensor))
     _move_rest(row, device)
     row.tensor = None
 
@@ -138,7 +158,7 @@ def solve(row: PlanRow, device: torch.device | str | None = None) -> tuple[Affin
     assert row.scheme is not None
     assert row.site is not None
     assert row.tensor is not None
-    x = row.tensor.detach()
+    x = whole(row.tensor.detach())
     if isinstance(x, AffineQuantizedTensor):
         x = x.dequantize()
     if device is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.spec import DTYPES
+from ..core.spread import here
 from ..core.tensor import AffineQuantizedTensor
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor
 
@@ -203,6 +204,8 @@ def _recomputed_from(module: nn.Module, name: str) -> str | None:
 def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | str:
     """The site of a parameter, or the reason why it is none. ``named``: asked for by its own name."""
     kind, kind_name = kind_of(place.module), type(place.module).__name__
+    if place.param in getattr(place.module, "fake_quantized", ()):
+        return "is prepared for quantization-aware training; convert it, quantize_(model, QATConfig(step='convert'))"
     op, transposed = None, False
     if kind is not None and place.own:
         op, transposed = kind.op, kind.transposed
@@ -219,7 +222,7 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
         return f"no site for {kind_name}, FqnToConfig reaches it by name" if tensor.ndim > 1 else "vector"
     if tensor.dtype not in DTYPES.values():
         return f"{str(tensor.dtype).removeprefix('torch.')} is none of {', '.join(DTYPES)}"
-    if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, AffineQuantizedTensor):
+    if hasattr(here(tensor), "__tensor_flatten__") and not isinstance(here(tensor), AffineQuantizedTensor):
         return f"{type(tensor).__name__} is a tensor of another library"
     if getattr(place.module, "max_norm", None) is not None:
         return "max_norm writes to the table at each lookup"

@@ -60,7 +60,10 @@ EXAMPLES = {
     pw.SpecConfig: ["QuantSpec(INT4, (32,))", "QuantSpec(INT4, (32,)), rule='mse'"],
     pw.FqnToConfig: ["{'0': pw.Int8WeightOnlyConfig(), 're:2': pw.Int4WeightOnlyConfig(group_size=32)}"],
 }
-ELSEWHERE = {configs.ContractedAxis: "for bare parameters, see tests/models/test_sites.py"}
+ELSEWHERE = {
+    configs.ContractedAxis: "for bare parameters, see tests/models/test_sites.py",
+    pw.QATConfig: "goes around each of these, see test_qat.py",
+}
 # The least output SQNR in dB on the model below, by bits of the weight; activations in 8 bits cost little of it.
 LEAST = {1: -6, 2: 1, 3: 9, 4: 15, 5: 20, 6: 22, 7: 24, 8: 23}
 

@@ -52,6 +52,13 @@ def test_every_code_is_the_code_of_its_number(fmt: Format) -> None:
 
 
 @FORMATS
+def test_numbers_are_those_of_its_codes(fmt: Format) -> None:
+    numbers = fmt.numbers()
+    assert bool((numbers[1:] > numbers[:-1]).all())
+    assert set(numbers.tolist()) == set(fmt.decode(codes_of(fmt)).tolist())
+
+
+@FORMATS
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_decode_rounds_once_to_the_dtype(fmt: Format, dtype: torch.dtype) -> None:
     codes = codes_of(fmt)

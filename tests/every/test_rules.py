@@ -226,7 +226,7 @@ def test_the_default_rule_follows_the_parts() -> None:
 
 def test_a_wrong_choice_is_refused() -> None:
     x, spec = torch.ones(2, 4), QuantSpec(INT8, (-1,))
-    with pytest.raises(ValueError, match=r"unknown rule 'best' .* known: absmax, asymmetric, .*symmetric"):
+    with pytest.raises(ValueError, match=r"unknown rule 'best' .* known: absmax, absmean, asymmetric, .*symmetric"):
         choose(x, spec, "best")
     with pytest.raises(ValueError, match=r"chooses a zero point, which .* give it zero_point=True"):
         choose(x, spec, "asymmetric")

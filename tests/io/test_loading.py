@@ -13,7 +13,7 @@ from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import FP8_ROW, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError, load, save
-from pennyweight.models.prepare import prepare
+from pennyweight.kernels.prepare import prepare
 from tests.io.samples import Model, edit_manifest, join, sample_file, sample_folder, sample_model, split
 from tests.io.test_native import assert_same
 

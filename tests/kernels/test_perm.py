@@ -14,9 +14,9 @@ from pennyweight.core.formats import E2M1, INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.linear import linear
+from pennyweight.kernels.prepare import prepare
 from pennyweight.kernels.table import case_of, explain, select
 from pennyweight.models.freeze import freeze_, thaw_
-from pennyweight.models.prepare import prepare
 from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN
 
 WEIGHTS = {

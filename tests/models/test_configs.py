@@ -33,7 +33,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: pw.IntxWeightOnlyConfig("int9"), "known: .*int4"),
     (lambda: pw.IntxWeightOnlyConfig(intx_choose_qparams_algorithm="hqq_scale_only"), "use 'affine'"),
     (lambda: pw.UIntXWeightOnlyConfig("int4"), "uint1 to uint8"),
-    (lambda: pw.UIntXWeightOnlyConfig(use_hqq=True), "leave it False"),
+    (lambda: pw.UIntXWeightOnlyConfig(use_hqq=True), "algorithm='hqq'"),
     (lambda: pw.FPXWeightOnlyConfig(4, 3), r"\(3, 2\)"),
     (lambda: pw.Float8WeightOnlyConfig(torch.int8), "float8_e4m3fn"),
     (lambda: pw.Float8DynamicActivationFloat8WeightConfig(activation_value_lb=1.0), "leave them None"),

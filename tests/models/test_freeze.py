@@ -16,7 +16,7 @@ import pennyweight as pw
 from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.models.prepare import prepare
+from pennyweight.kernels.prepare import prepare
 from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN, quantized
 
 SCHEMES: dict[str, tuple[str, ActivationSpec | None]] = {

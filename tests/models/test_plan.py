@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.core.formats import INT4
+from pennyweight.core.layouts import READABLE
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.kernels.table import case_of, select
-from pennyweight.models.prepare import READABLE
 
 INT8, INT4_32 = pw.Int8WeightOnlyConfig(), pw.Int4WeightOnlyConfig(group_size=32)
 

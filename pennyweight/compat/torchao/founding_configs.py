@@ -83,7 +83,10 @@ class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
         super().__post_init__()
         _dense(self, self.layout)
         if self.use_hqq:
-            raise NotImplementedError("Int4WeightOnlyConfig: use_hqq=True is not offered yet; leave it False")
+            raise NotImplementedError(
+                "Int4WeightOnlyConfig: use_hqq=True is said to quantize_ here: leave it False and use "
+                "pennyweight.quantize_(model, config, algorithm='hqq')"
+            )
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         if self.zero_point_domain is not ZeroPointDomain.INT:

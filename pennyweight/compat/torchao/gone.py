@@ -5,11 +5,14 @@ from __future__ import annotations
 
 __all__ = ["BESIDES", "GONE", "why_missing"]
 
-_QAT = "quantization-aware training is not offered yet; fine-tune the quantized weights (docs/tutorials/trainable_tensor.md)"
-_SPARSE = "sparse weights are not offered; quantize the dense ones"
-_GPTQ = "GPTQ is not offered yet; int4 in groups of 32 loses least without it"
-_SMOOTH = "SmoothQuant is not offered yet; Int8DynamicActivationInt8WeightConfig scales activations per token"
-_TRAIN = "low-precision training is not offered yet"
+_QAT = "quantize_ with pennyweight.QATConfig, which takes every config"
+_QAT_LAYER = "quantize_ with QATConfig: a layer that is prepared stays itself"
+_SPARSE = "sparse weights are not offered; pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
+_GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
+_SMOOTH = (
+    'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
+)
+_TRAIN = "quantize_ under a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
 _GPU = "packs for one GPU; "
 _STATES = "states are AffineQuantizedTensor, with dequantize() and from_float()"
 _HANDLER = "handled one operator inside; call that operator on the tensor"
@@ -22,10 +25,10 @@ GONE: dict[str, tuple[str, str]] = {
     "ops": ("0.2 on", "F.linear with a quantized weight: torchao's own operators are those of its kernels"),
     "prototype._nf4tensor_api": ("0.16 on", "NF4WeightOnlyConfig"),
     "prototype.attention": ("0.17 on", "quantized attention is not offered yet"),
-    "prototype.autoround": ("0.5 on", "AutoRound is not offered yet; int4 in groups of 32 loses least without it"),
+    "prototype.autoround": ("0.5 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm=["gptq", "distill"])'),
     "prototype.blockwise_fp8": ("0.12", "Float8WeightOnlyConfig(granularity=PerBlock((128, 128)))"),
     "prototype.blockwise_fp8_inference": ("0.13 on", "Float8WeightOnlyConfig(granularity=PerBlock((128, 128)))"),
-    "prototype.blockwise_fp8_training": ("0.13 on", _TRAIN),
+    "prototype.blockwise_fp8_training": ("0.13 on", "pennyweight.training.Float8TrainingConfig('blockwise')"),
     "prototype.common": ("0.2 on", "torch.profiler"),
     "prototype.dora": ("0.2 to 0.9", "PEFT's DoRA"),
     "prototype.dtypes.bitnet": ("0.3 to 0.9", "SpecConfig(TERNARY_TENSOR)"),
@@ -34,7 +37,7 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.float8_opaque_tensor": ("0.15 on", "Float8DynamicActivationFloat8WeightConfig"),
     "prototype.float8nocompile": ("0.8 on", _TRAIN),
     "prototype.fp8_sdpa_inference": ("0.16 on", "quantized attention is not offered yet"),
-    "prototype.galore": ("0.2 to 0.11", _TRAIN),
+    "prototype.galore": ("0.2 to 0.11", "low-rank gradients are not offered; optimizers with states of 8 bits are"),
     "prototype.inductor": ("0.12 on", "nothing: products are operators of pennyweight in the graph"),
     "prototype.mx_formats": ("0.3 on", "MXTensor.to_mx, MXDynamicActivationMXWeightConfig"),
     "prototype.paretoq": ("0.11 on", _QAT),
@@ -58,9 +61,9 @@ GONE: dict[str, tuple[str, str]] = {
     "dtypes.uintx.gemlite_layout": ("0.8 to 0.16", "UIntXWeightOnlyConfig: kernels are chosen from the table"),
     "dtypes.uintx.marlin_qqq_tensor": ("0.8 to 0.15", "Int8DynamicActivationInt4WeightConfig"),
     "experimental": ("0.7 on", "the configs of torchao.quantization, which run everywhere"),
-    "prototype.awq": ("0.6 on", "AWQ is not offered yet; int4 in groups of 32 loses least without it"),
+    "prototype.awq": ("0.6 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm="awq")'),
     "prototype.gptq": ("0.16 on", _GPTQ),
-    "prototype.hqq": ("0.2 on", "int4 by round-to-nearest; the formulas are in torchao.quantization.quant_primitives"),
+    "prototype.hqq": ("0.2 on", 'pennyweight.quantize_(model, config, algorithm="hqq"); the formulas are in torchao.quantization.quant_primitives'),
     "optim.quant_utils": ("0.10 on", _STATES),
     "optim.subclass_4bit": ("0.10 on", _STATES),
     "optim.subclass_8bit": ("0.10 on", _STATES),
@@ -70,19 +73,19 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.low_bit_optim.subclass_8bit": ("0.4 to 0.10", _STATES),
     "prototype.low_bit_optim.subclass_fp8": ("0.4 to 0.10", _STATES),
     "prototype.moe_quant": ("0.11 to 0.15", "FqnToConfig, which reaches experts by the names of their parameters"),
-    "prototype.moe_training": ("0.12 on", _TRAIN),
-    "prototype.parq": ("0.10 on", _QAT),
-    "prototype.pat": ("0.17 on", _SPARSE),
+    "prototype.moe_training": ("0.12 on", "pennyweight.training.grouped_mm"),
+    "prototype.parq": ("0.10 on", "pennyweight.optim.QuantOptimizer"),
+    "prototype.pat": ("0.17 on", "pennyweight.optim.PruneOptimizer"),
     "prototype.qat": ("0.13 on", _QAT),
     "prototype.quantization.autoquant_v2": ("0.7 to 0.16", "pennyweight.recommend"),
     "prototype.quantization.codebook": ("0.8 on", "pennyweight.CodebookWeightOnlyConfig finds codebooks by k-means"),
     "prototype.quantization.codebook_coreml": ("0.12 on", "CoreML's own tools"),
-    "prototype.quantization.gguf": ("0.11 on", "GGUF files are not offered yet"),
+    "prototype.quantization.gguf": ("0.11 on", 'pennyweight.convert(folder, "model.gguf", to="gguf")'),
     "prototype.quantization.module_swap": ("0.10 on", "quantize_, which keeps the modules"),
     "prototype.quantized_training": ("0.5 on", _TRAIN),
     "prototype.smoothquant": ("0.7 on", _SMOOTH),
     "prototype.sparsity": ("0.7 on", _SPARSE),
-    "prototype.spinquant": ("0.7 on", "rotations are not offered yet"),
+    "prototype.spinquant": ("0.7 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm=["rotate", "gptq"])'),
     "prototype.tensor_conversion": ("0.14 on", "nothing: weights are packed for the hardware when they are quantized or loaded"),
     "quantization.ALL_AUTOQUANT_CLASS_LIST": ("0.8 to 0.15", "candidates=[...] of pennyweight.recommend"),
     "quantization.DEFAULT_AUTOQUANT_CLASS_LIST": ("0.5 to 0.15", "candidates=[...] of pennyweight.recommend"),
@@ -102,11 +105,11 @@ GONE: dict[str, tuple[str, str]] = {
     "quantization.SmoothFakeDynQuantMixin": ("0.1 to 0.15", _SMOOTH),
     "quantization.SmoothFakeDynamicallyQuantizedLinear": ("0.1 to 0.15", _SMOOTH),
     "quantization.get_scale": ("0.1 to 0.15", _SMOOTH),
-    "quantization.intx_quantization_aware_training": ("0.8 on", _QAT),
     "quantization.marlin_qqq": ("0.7 to 0.15", "Int8DynamicActivationInt4WeightConfig"),
-    "quantization.prototype": ("0.2 on", _QAT),
+    "quantization.prototype.qat._module_swap_api": ("0.7 on", _QAT),
+    "quantization.prototype.qat.affine_fake_quantized_tensor": ("0.7 on", _QAT),
     "quantization.pt2e": ("0.11 on", "quantize the weights with quantize_ and export that; graphs are not annotated"),
-    "quantization.qat": ("0.7 on", _QAT),
+    "quantization.qat.affine_fake_quantized_tensor": ("0.7 to 0.15", _QAT),
     "quantization.set_smooth_fq_attribute": ("0.1 to 0.15", _SMOOTH),
     "quantization.smooth_fq_linear_to_inference": ("0.1 to 0.15", _SMOOTH),
     "quantization.smoothquant": ("0.1 to 0.15", _SMOOTH),
@@ -124,7 +127,7 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.quantization.dynamic_activation_lut": ("0.13", "Int8DynamicActivationIntxWeightConfig"),
     "prototype.quantization.int4.Int4WeightOnlyOpaqueTensorConfig": ("0.17", "Int4WeightOnlyConfig"),
     "prototype.quantization.int4.inference_workflow.Int4WeightOnlyOpaqueTensorConfig": ("0.17", "Int4WeightOnlyConfig"),
-    "prototype.scaled_grouped_mm": ("0.11", _TRAIN),
+    "prototype.scaled_grouped_mm": ("0.11", "pennyweight.training.grouped_mm"),
     "quantization.Int4MarlinSparseTensor": ("0.13 to 0.15", _SPARSE),
     "quantization.IntxUnpackedTensor": ("0.13", "IntxUnpackedToInt8Tensor"),
     "quantization.quant_primitives.choose_qparams_gguf": ("0.11", "GGUF files are not offered yet"),
@@ -156,21 +159,32 @@ BESIDES: dict[str, str] = {
     "dtypes.uintx.packed_linear_int8_dynamic_activation_intx_weight_layout": "Int8DynamicActivationIntxWeightConfig, whose weights are packed for the processor at hand",
     "dtypes.uintx.semi_sparse_layout": _SPARSE,
     "dtypes.uintx.uint4_layout": "UIntXWeightOnlyConfig(torch.uint4)",
-    "float8": _TRAIN,
+    **dict.fromkeys(
+        ("float8", "float8.config", "float8.float8_linear", "float8.float8_linear_utils", "float8.fsdp_utils"), _TRAIN
+    ),
+    **dict.fromkeys(
+        [f"prototype.quantized_training{end}" for end in ("", ".bitnet", ".int8", ".int8_mixed_precision")], _TRAIN
+    ),
     "float8.inference": "F.linear with a Float8Tensor",
     "kernel": _SPARSE,
     "optim.adam": "a rule of pennyweight.optim.rules",
     "prototype.low_bit_optim.adam": "a rule of pennyweight.optim.rules",
     "prototype.dtypes": "IntxWeightOnlyConfig(torch.int2)",
     "prototype.dtypes.uintx.bitpacking": "pack and unpack",
-    "prototype.mx_formats": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig",
-    "prototype.mx_formats.config": "MXDynamicActivationMXWeightConfig",
+    "prototype.mx_formats": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig; to train, pennyweight.training.MXTrainingConfig",
+    "prototype.mx_formats.config": "MXDynamicActivationMXWeightConfig; to train, pennyweight.training.MXTrainingConfig",
     "prototype.mx_formats.inference_workflow": "MXDynamicActivationMXWeightConfig or NVFP4WeightOnlyConfig",
     "prototype.mx_formats.mx_tensor": "MXTensor.to_mx and its dequantize()",
     "prototype.mx_formats.nvfp4_tensor": "NVFP4WeightOnlyConfig",
     "prototype.quantization": "UIntXWeightOnlyConfig; Int8DynamicActivationIntxWeightConfig",
     "prototype.quantization.quant_api": "UIntXWeightOnlyConfig; Float8StaticActivationFloat8WeightConfig",
     "quantization.autoquant": "candidates=[...] of pennyweight.recommend",
+    "quantization.prototype.qat": _QAT_LAYER,
+    "quantization.prototype.qat.embedding": _QAT_LAYER,
+    "quantization.prototype.qat.linear": _QAT_LAYER,
+    "quantization.qat": _QAT_LAYER,
+    "quantization.qat.embedding": _QAT_LAYER,
+    "quantization.qat.linear": _QAT_LAYER,
     "quantization.quant_api": "register_quantize_module_handler",
     "quantization.quantize_": "Int4Tensor",
     "quantization.quantize_.common": _SMOOTH,

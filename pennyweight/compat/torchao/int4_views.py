@@ -142,7 +142,10 @@ class Int4OpaqueTensor(View):
     def from_hp(cls, w: Tensor, block_size: Any, use_hqq: bool = False, **kwargs: Any) -> QT:
         """As :meth:`Int4Tensor.from_hp`."""
         if use_hqq or kwargs:
-            raise NotImplementedError(f"Int4OpaqueTensor.from_hp: use_hqq and {sorted(kwargs)} are not offered yet")
+            raise NotImplementedError(
+                f"Int4OpaqueTensor.from_hp: use_hqq and {sorted(kwargs)} are not offered; "
+                "pennyweight.quantize_(model, config, algorithm='hqq') chooses the numbers of a model that way"
+            )
         return Int4Tensor.from_hp(w, block_size)
 
     @staticmethod

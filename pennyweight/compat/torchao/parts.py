@@ -18,7 +18,7 @@ from ...core.formats import E4M3, E5M2, Format, all_formats
 from ...core.numerics import Parts
 from ...core.spec import DTYPES, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...models.prepare import prepare
+from ...kernels.prepare import prepare
 
 __all__ = [
     "FLOAT8",

@@ -11,6 +11,7 @@ _CONFIGS = "founding_configs our_configs"
 _PRIMITIVES = "primitives fake_quantize float8_primitives floatx hqq gguf bounds enums"
 _TENSORS = "int_views int4_views float_views block_views gpu_packings"
 _QUANT_API = f"quant_api {_CONFIGS} enums our_granularity linear_modules {_TENSORS} founding founding_layouts groupwise"
+_QAT = "qat_configs qat_modules"
 _Q = "quantization"
 _W = "quantization.quantize_.workflows"
 
@@ -40,7 +41,11 @@ _LINES = {
     "dtypes.uintx.uint4_layout": "uint4",
     "dtypes.uintx.uintx_layout": "founding_layouts",
     "dtypes.utils": "founding_layouts tools hardware",
-    "float8": "",
+    "float8": "float8_training",
+    "float8.config": "float8_training",
+    "float8.float8_linear": "float8_training",
+    "float8.float8_linear_utils": "float8_training",
+    "float8.fsdp_utils": "float8_training",
     "float8.inference": "enums",
     "kernel": "intmm",
     "kernel.intmm": "intmm",
@@ -66,10 +71,14 @@ _LINES = {
     "prototype.quantization.int4.inference_workflow": _CONFIGS,
     "prototype.quantization.int4.int4_opaque_tensor": "int_views int4_views",
     "prototype.quantization.quant_api": _CONFIGS,
+    "prototype.quantized_training": "low_bit_training",
+    "prototype.quantized_training.bitnet": "low_bit_training",
+    "prototype.quantized_training.int8": "low_bit_training",
+    "prototype.quantized_training.int8_mixed_precision": "low_bit_training",
     "prototype.safetensors": "",
     "prototype.safetensors.safetensors_support": "safetensors_state",
     "prototype.safetensors.safetensors_utils": "safetensors_state",
-    _Q: f"{_QUANT_API} {_PRIMITIVES} observers wrappers intmm base_tensor before_configs",
+    _Q: f"{_QUANT_API} {_PRIMITIVES} observers wrappers intmm base_tensor before_configs qat_configs",
     f"{_Q}.autoquant": "quant_api",
     f"{_Q}.dynamic_quant": "before_configs",
     f"{_Q}.granularity": "our_granularity",
@@ -78,7 +87,20 @@ _LINES = {
     f"{_Q}.linear_activation_weight_observed_tensor": "wrappers",
     f"{_Q}.linear_quant_modules": "linear_modules",
     f"{_Q}.observer": "observers",
-    f"{_Q}.quant_api": f"{_QUANT_API} {_PRIMITIVES} observers wrappers before_configs",
+    f"{_Q}.prototype": "",
+    f"{_Q}.prototype.qat": _QAT,
+    f"{_Q}.prototype.qat.api": _QAT,
+    f"{_Q}.prototype.qat.embedding": _QAT,
+    f"{_Q}.prototype.qat.fake_quantizer": _QAT,
+    f"{_Q}.prototype.qat.linear": _QAT,
+    f"{_Q}.qat": _QAT,
+    f"{_Q}.qat.api": _QAT,
+    f"{_Q}.qat.embedding": _QAT,
+    f"{_Q}.qat.fake_quantize_config": _QAT,
+    f"{_Q}.qat.fake_quantizer": _QAT,
+    f"{_Q}.qat.linear": _QAT,
+    f"{_Q}.qat.two_step_quantizer": _QAT,
+    f"{_Q}.quant_api": f"{_QUANT_API} {_PRIMITIVES} observers wrappers before_configs qat_configs",
     f"{_Q}.quant_primitives": _PRIMITIVES,
     f"{_Q}.quantize_": "",
     f"{_Q}.quantize_.common": "enums int_views int4_views float_views block_views",

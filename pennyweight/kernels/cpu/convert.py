@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.choose import Params, _floor, choose, default_rule
+from ...core.choose import Params, choose, default_rule, scale_floor
 from ...core.conversions import CONVERSIONS, Conversion, Quantized
 from ...core.layouts import READABLE, get_layout, pack_zero_point
 from ...core.numerics import Parts, store
@@ -108,7 +108,7 @@ def rounding_of(
     large = torch.tensor(wide / (4 * (f.hi - f.lo)), dtype=torch.float64, device="cpu").to(scale)
     return Rounding(
         a, _RULES.get(rule, GIVEN) if direct else GIVEN, f.lo, f.hi, spec.mid,
-        float(torch.tensor(_floor(dtype, spec, eps), dtype=torch.float64, device="cpu").to(dtype)), float(large),
+        float(torch.tensor(scale_floor(dtype, spec, eps), dtype=torch.float64, device="cpu").to(dtype)), float(large),
         part, 1 - part,
     )  # fmt: skip
 

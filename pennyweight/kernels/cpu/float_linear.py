@@ -135,8 +135,10 @@ def _scales(scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Ten
     """fn over what there is one of per row and group. scale: scale or offset; quantized ones come and go as parts."""
     if isinstance(scale, AffineQuantizedTensor):
         scale = scale.parts
-    if scale is None or spec.block is None or _row_block(spec, shape):
+    if scale is None or spec.block is None:
         return scale
+    if _row_block(spec, shape):  # as they are, but in one piece of memory: a slice's need not be
+        return scale.map(Tensor.contiguous) if isinstance(scale, Parts) else scale.contiguous()
     if not isinstance(scale, Parts):
         return fn(scale)
     if not isinstance(spec.scale, QuantSpec) or spec.scale.block is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, _boundaries
+from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, decision_levels
 from ...core.tensor import AffineQuantizedTensor
 from .library import KINDS, missing, native
 
@@ -83,11 +83,11 @@ def code_table(f: Format) -> tuple[CodeTable, tuple[Tensor, Tensor]]:
     with torch.device("cpu"):
         if f is E4M3:
             numbers = f.decode(torch.arange(256, dtype=torch.uint8).view(f.code_dtype))
-            up, down = _boundaries(tuple(numbers[:127].tolist()), torch.device("cpu"), even=True), torch.empty(0)
+            up, down = decision_levels(tuple(numbers[:127].tolist()), torch.device("cpu"), even=True), torch.empty(0)
         else:
             numbers = torch.zeros(256)
             numbers[: len(f.values)] = torch.tensor(f.values)
-            levels = _boundaries(f.values, torch.device("cpu"), even=False)
+            levels = decision_levels(f.values, torch.device("cpu"), even=False)
             up, down = levels[levels >= 0], levels[levels < 0].abs().flip(0)
         # x is above a negative level where |x| is below it, and |x| at the level counts as above
         down = torch.nextafter(down, torch.zeros_like(down))

@@ -118,7 +118,7 @@ class Int4WeightOnlyConfig(AOBaseConfig):
         PerGroup(self.group_size)
         name = str(getattr(self.int4_choose_qparams_algorithm, "value", self.int4_choose_qparams_algorithm)).lower()
         if name != "tinygemm":
-            raise ValueError(f"int4_choose_qparams_algorithm {name!r} is not offered yet; use 'tinygemm'")
+            raise ValueError(_by_algorithm(f"int4_choose_qparams_algorithm {name!r}", "'tinygemm'"))
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         block = site.block(PerGroup(self.group_size), on_indivisible)
@@ -213,7 +213,7 @@ class UIntXWeightOnlyConfig(AOBaseConfig):
         if fmt.kind != "int" or fmt.lo != 0:
             raise ValueError(f"UIntXWeightOnlyConfig: dtype must be uint1 to uint8, got {fmt}")
         if self.use_hqq:
-            raise ValueError("use_hqq=True is not offered yet; leave it False")
+            raise ValueError(_by_algorithm("use_hqq=True", "use_hqq=False"))
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         block = site.block(PerGroup(self.group_size), on_indivisible)
@@ -231,7 +231,14 @@ def _settle_granularity(config: Any) -> None:
 def _require_affine(algorithm: Any) -> None:
     name = str(getattr(algorithm, "value", algorithm)).lower()
     if name != "affine":
-        raise ValueError(f"intx_choose_qparams_algorithm {name!r} is not offered yet; use 'affine'")
+        raise ValueError(_by_algorithm(f"intx_choose_qparams_algorithm {name!r}", "'affine'"))
+
+
+def _by_algorithm(asked: str, instead: str) -> str:
+    return (
+        f"{asked}: how numbers are chosen is no part of a config here; use {instead} and "
+        "pw.quantize_(model, config, algorithm='hqq')"
+    )
 
 
 # The founding era's spelling: kept for ever.

@@ -37,7 +37,6 @@ _CONFIGS = (
     floating.MXDynamicActivationMXWeightConfig,
     floating.MXWeightOnlyConfig,
     floating.NF4WeightOnlyConfig,
-    learned.CodebookWeightOnlyConfig,
     floating.NVFP4WeightOnlyConfig,
     integer.Int4WeightOnlyConfig,
     integer.Int8DynamicActivationInt4WeightConfig,
@@ -47,6 +46,7 @@ _CONFIGS = (
     integer.Int8WeightOnlyConfig,
     integer.IntxWeightOnlyConfig,
     integer.UIntXWeightOnlyConfig,
+    learned.CodebookWeightOnlyConfig,
 )
 _GRANULARITIES = (
     granularity.PerAxis,

@@ -17,8 +17,6 @@ from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import save
 from tests.golden.native.make_v1 import STATIC, quantized, weight
 
-FOLDER = Path(__file__).parent / "v2"
-
 
 def reordered(w: QT) -> QT:
     """The tensor whose channels lie as those of w do, in an order with no pattern along any block."""
@@ -43,14 +41,15 @@ def cases() -> dict[str, torch.Tensor]:
     return out
 
 
-def main() -> None:
-    state = cases()
-    save(state, FOLDER / "all.safetensors")
+def write(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """The file, and beside it the values it stands for."""
+    folder.mkdir(exist_ok=True)
+    save(state, folder / "all.safetensors")
     expected = {k: v.dequantize(torch.float32) if isinstance(v, QT) else v for k, v in state.items()}
     safetensors.torch.save_file(
-        {k: v.clone().contiguous() for k, v in expected.items()}, FOLDER / "expected.safetensors"
+        {k: v.clone().contiguous() for k, v in expected.items()}, folder / "expected.safetensors"
     )
 
 
 if __name__ == "__main__":
-    main()
+    write(Path(__file__).parent / "v2", cases())

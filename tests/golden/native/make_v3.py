@@ -8,17 +8,12 @@ of their own, and tables of numbers that tensors bring themselves.
 
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
 from pennyweight.core.formats import INT4, INT8, TERNARY, UINT3, UINT4, UINT5, learned
 from pennyweight.core.spec import QuantSpec
-from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.io import save
 from tests.golden.native.make_v1 import quantized, weight
-from tests.golden.native.make_v2 import reordered
-
-FOLDER = Path(__file__).parent / "v3"
+from tests.golden.native.make_v2 import reordered, write
 
 
 def cases() -> dict[str, torch.Tensor]:
@@ -39,15 +34,5 @@ def cases() -> dict[str, torch.Tensor]:
     }
 
 
-def main() -> None:
-    state = cases()
-    FOLDER.mkdir(exist_ok=True)
-    save(state, FOLDER / "all.safetensors")
-    expected = {k: v.dequantize(torch.float32) if isinstance(v, QT) else v for k, v in state.items()}
-    safetensors.torch.save_file(
-        {k: v.clone().contiguous() for k, v in expected.items()}, FOLDER / "expected.safetensors"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    write(Path(__file__).parent / "v3", cases())

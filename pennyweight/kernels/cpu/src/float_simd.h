@@ -18,6 +18,9 @@ inline I lanes(B v) { return {v.v}; }
 inline I bits(F a) { return {_mm512_castps_si512(a.v)}; }
 inline I iand(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline I ior(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline I ixor(I a, I b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline I umul(I a, I b) { return imul(a, b); }  // of words that wrap round
+inline I uadd(I a, I b) { return iadd(a, b); }
 inline I ishl(I a, int n) { return {_mm512_sll_epi32(a.v, _mm_cvtsi32_si128(n))}; }
 inline I ishr(I a, int n) { return {_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(n))}; }
 inline I imax(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
@@ -41,6 +44,9 @@ inline I lanes(B v) { PW_EACH(I, v.v[i]); }
 inline I bits(F a) { PW_EACH(I, _mm256_castps_si256(a.v[i])); }
 inline I iand(I a, I b) { PW_EACH(I, _mm256_and_si256(a.v[i], b.v[i])); }
 inline I ior(I a, I b) { PW_EACH(I, _mm256_or_si256(a.v[i], b.v[i])); }
+inline I ixor(I a, I b) { PW_EACH(I, _mm256_xor_si256(a.v[i], b.v[i])); }
+inline I umul(I a, I b) { return imul(a, b); }  // of words that wrap round
+inline I uadd(I a, I b) { return iadd(a, b); }
 inline I ishl(I a, int n) { PW_EACH(I, _mm256_sll_epi32(a.v[i], _mm_cvtsi32_si128(n))); }
 inline I ishr(I a, int n) { PW_EACH(I, _mm256_srl_epi32(a.v[i], _mm_cvtsi32_si128(n))); }
 inline I imax(I a, I b) { PW_EACH(I, _mm256_max_epi32(a.v[i], b.v[i])); }
@@ -67,6 +73,9 @@ inline I lanes(B v) { PW_EACH(I, vreinterpretq_s32_u8(v.v[i])); }
 inline I bits(F a) { PW_EACH(I, vreinterpretq_s32_f32(a.v[i])); }
 inline I iand(I a, I b) { PW_EACH(I, vandq_s32(a.v[i], b.v[i])); }
 inline I ior(I a, I b) { PW_EACH(I, vorrq_s32(a.v[i], b.v[i])); }
+inline I ixor(I a, I b) { PW_EACH(I, veorq_s32(a.v[i], b.v[i])); }
+inline I umul(I a, I b) { return imul(a, b); }  // of words that wrap round
+inline I uadd(I a, I b) { return iadd(a, b); }
 inline I ishl(I a, int n) { PW_EACH(I, vshlq_s32(a.v[i], vdupq_n_s32(n))); }
 inline I ishr(I a, int n) {
     PW_EACH(I, vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a.v[i]), vdupq_n_s32(-n))));
@@ -99,6 +108,9 @@ inline I lanes(B v) { I r; memcpy(&r, &v, 64); return r; }
 inline I bits(F a) { I r; memcpy(&r, &a, 64); return r; }
 inline I iand(I a, I b) { PW_EACH(I, a.v[i] & b.v[i]); }
 inline I ior(I a, I b) { PW_EACH(I, a.v[i] | b.v[i]); }
+inline I ixor(I a, I b) { PW_EACH(I, a.v[i] ^ b.v[i]); }
+inline I umul(I a, I b) { PW_EACH(I, (int32_t)((uint32_t)a.v[i] * (uint32_t)b.v[i])); }  // of words that wrap round
+inline I uadd(I a, I b) { PW_EACH(I, (int32_t)((uint32_t)a.v[i] + (uint32_t)b.v[i])); }
 inline I ishl(I a, int n) { PW_EACH(I, (int32_t)((uint32_t)a.v[i] << n)); }
 inline I ishr(I a, int n) { PW_EACH(I, (int32_t)((uint32_t)a.v[i] >> n)); }
 inline I imax(I a, I b) { PW_EACH(I, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }

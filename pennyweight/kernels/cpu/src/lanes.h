@@ -31,6 +31,7 @@ constexpr Stream STREAMS[8] = {stream_of(0), stream_of(1), stream_of(2), stream_
 
 inline F fsub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F fdiv(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F fsqrt(F a) { return {_mm512_sqrt_ps(a.v)}; }
 inline F fclip(F a, F lo, F hi) { return {_mm512_max_ps(lo.v, _mm512_min_ps(hi.v, a.v))}; }  // NaN passes
 inline F frint(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // a > b ? x : y, lane by lane
@@ -98,6 +99,7 @@ inline void transpose4(B* v) {
 #define PW_EACH(type, expr) type r; for (int i = 0; i < 2; ++i) r.v[i] = expr; return r
 inline F fsub(F a, F b) { PW_EACH(F, _mm256_sub_ps(a.v[i], b.v[i])); }
 inline F fdiv(F a, F b) { PW_EACH(F, _mm256_div_ps(a.v[i], b.v[i])); }
+inline F fsqrt(F a) { PW_EACH(F, _mm256_sqrt_ps(a.v[i])); }
 inline F fclip(F a, F lo, F hi) { PW_EACH(F, _mm256_max_ps(lo.v[i], _mm256_min_ps(hi.v[i], a.v[i]))); }
 inline F frint(F a) { PW_EACH(F, _mm256_round_ps(a.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
 inline F fabove(F a, F b, F x, F y) {
@@ -161,6 +163,7 @@ inline void transpose4(B* v) {
 #define PW_EACH(type, expr) type r; for (int i = 0; i < 4; ++i) r.v[i] = expr; return r
 inline F fsub(F a, F b) { PW_EACH(F, vsubq_f32(a.v[i], b.v[i])); }
 inline F fdiv(F a, F b) { PW_EACH(F, vdivq_f32(a.v[i], b.v[i])); }
+inline F fsqrt(F a) { PW_EACH(F, vsqrtq_f32(a.v[i])); }
 inline F fclip(F a, F lo, F hi) { PW_EACH(F, vmaxq_f32(lo.v[i], vminq_f32(hi.v[i], a.v[i]))); }
 inline F frint(F a) { PW_EACH(F, vrndnq_f32(a.v[i])); }
 inline F fabove(F a, F b, F x, F y) { PW_EACH(F, vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), x.v[i], y.v[i])); }
@@ -203,6 +206,7 @@ inline void transpose4(B* v) {
 #define PW_EACH(type, n, expr) type r; for (int i = 0; i < n; ++i) r.v[i] = expr; return r
 inline F fsub(F a, F b) { PW_EACH(F, 16, a.v[i] - b.v[i]); }
 inline F fdiv(F a, F b) { PW_EACH(F, 16, a.v[i] / b.v[i]); }
+inline F fsqrt(F a) { PW_EACH(F, 16, __builtin_sqrtf(a.v[i])); }
 inline F fclip(F a, F lo, F hi) { PW_EACH(F, 16, a.v[i] > hi.v[i] ? hi.v[i] : a.v[i] < lo.v[i] ? lo.v[i] : a.v[i]); }
 inline F frint(F a) { PW_EACH(F, 16, __builtin_rintf(a.v[i])); }
 inline F fabove(F a, F b, F x, F y) { PW_EACH(F, 16, a.v[i] > b.v[i] ? x.v[i] : y.v[i]); }

@@ -18,38 +18,10 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-inline I ixor(I a, I b) { return {_mm512_xor_si512(a.v, b.v)}; }
-inline I umul(I a, I b) { return imul(a, b); }
-inline I uadd(I a, I b) { return iadd(a, b); }
-inline F fsqrt(F a) { return {_mm512_sqrt_ps(a.v)}; }
-#elif defined(__AVX2__)
-#define PW_EACH(type, expr) type r; for (int i = 0; i < 2; ++i) r.v[i] = expr; return r
-inline I ixor(I a, I b) { PW_EACH(I, _mm256_xor_si256(a.v[i], b.v[i])); }
-inline I umul(I a, I b) { return imul(a, b); }
-inline I uadd(I a, I b) { return iadd(a, b); }
-inline F fsqrt(F a) { PW_EACH(F, _mm256_sqrt_ps(a.v[i])); }
-#undef PW_EACH
-#elif defined(__ARM_FEATURE_DOTPROD)
-#define PW_EACH(type, expr) type r; for (int i = 0; i < 4; ++i) r.v[i] = expr; return r
-inline I ixor(I a, I b) { PW_EACH(I, veorq_s32(a.v[i], b.v[i])); }
-inline I umul(I a, I b) { return imul(a, b); }
-inline I uadd(I a, I b) { return iadd(a, b); }
-inline F fsqrt(F a) { PW_EACH(F, vsqrtq_f32(a.v[i])); }
-#undef PW_EACH
-#else
-#define PW_EACH(type, expr) type r; for (int i = 0; i < 16; ++i) r.v[i] = expr; return r
-inline I ixor(I a, I b) { PW_EACH(I, a.v[i] ^ b.v[i]); }
-inline I umul(I a, I b) { PW_EACH(I, (int32_t)((uint32_t)a.v[i] * (uint32_t)b.v[i])); }
-inline I uadd(I a, I b) { PW_EACH(I, (int32_t)((uint32_t)a.v[i] + (uint32_t)b.v[i])); }
-inline F fsqrt(F a) { PW_EACH(F, __builtin_sqrtf(a.v[i])); }
-#undef PW_EACH
-#endif
-
 alignas(64) constexpr int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // 32 random bits for each of 16 elements from `at` on: the mixer "lowbias32" (C. Wellons, hash-prospector, 2018), keyed
-// before each of its products. Each half is then turned by the step times the golden ratio, see optim/chance.py.
+// before each of its products. Each half is then turned by the step times the golden ratio, see core/chance.py.
 inline I random16(const OptimJob& j, int64_t at) {
     I x = uadd(iset((int32_t)(uint32_t)at), iload(LANES));
     x = ixor(x, iset((int32_t)j.key[0]));

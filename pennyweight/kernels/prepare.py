@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from ..core.callers import PACK
 from ..core.layouts import READABLE, get_layout, portable_layout
 from ..core.tensor import AffineQuantizedTensor
-from ..kernels.table import Case, Kernel, case_of, select
+from .table import Case, Kernel, case_of, select
 
 
 def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kernel, str]:
@@ -39,3 +40,11 @@ def prepare(
 ) -> AffineQuantizedTensor:
     """w in the layout of the kernel that will run ``ops``; the same values. dtype: of the input, default w's own."""
     return w.to_layout(choose_layout(case_of(w, dtype), ops)[1])
+
+
+def _packed(w: AffineQuantizedTensor) -> AffineQuantizedTensor:
+    """A shard packed for the kernel of its own shape, which need not be that of the whole."""
+    return prepare(w, ("bmm" if w.ndim == 3 else "linear",))
+
+
+PACK.append(_packed)

@@ -1,0 +1,140 @@
+"""Rounding by chance, with numbers by counter: those of an element are a function of a key, its index and the step, so
+that a resumed run has the same ones, and so have any number of threads.
+
+The mixer "lowbias32" (C. Wellons, hash-prospector, 2018), keyed before each of its products, gives an element two
+halves of 16 bits. A step adds itself times the golden ratio to each (Weyl's sequence): over elements the numbers are
+uniform, and over the steps of an element they are spread more evenly than chance would have them, so that what is
+rounded away comes back sooner. Elements 2**32 apart share their numbers. src/optimizer.h computes the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .formats import Format
+
+_ALL = (1 << 64) - 1
+_GOLDEN = 0x9E3779B9  # 2**32 times the golden ratio's fraction
+
+
+def key(*numbers: int) -> tuple[int, int]:
+    """Two words of 32 bits from integers (splitmix64's mixer, after each)."""
+    x = 0x9E3779B97F4A7C15
+    for n in numbers:
+        x = (x ^ n) * 0xBF58476D1CE4E5B9 & _ALL
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & _ALL
+        x ^= x >> 31
+    return x & 0xFFFFFFFF, x >> 32
+
+
+def turn(step: int) -> int:
+    """How far a step turns the numbers: a word of 32 bits."""
+    return step * _GOLDEN & 0xFFFFFFFF
+
+
+def words(shape: Sequence[int], key: tuple[int | Tensor, int], device: torch.device | str = "cpu") -> Tensor:
+    """int32 of 32 random bits for each element of a tensor, by its index in row-major order.
+
+    The first word of the key may be an int32 tensor of no axes, as :func:`digest` gives.
+    """
+    count = 1
+    for n in shape:
+        count *= n
+    x = torch.arange(count, dtype=torch.int64, device=device).to(torch.int32)
+    one, two = (k if isinstance(k, Tensor) else signed(k) for k in key)
+    x = x ^ one
+    x = (x ^ _right(x, 16)) * signed(0x21F0AAAD)
+    x = x ^ two
+    x = (x ^ _right(x, 15)) * signed(0xD35A2D97)
+    return (x ^ _right(x, 15)).reshape(tuple(shape))
+
+
+def upper(word: Tensor, turn: int) -> Tensor:
+    """16 bits of each word for a step: for states."""
+    return _right(word + signed(turn), 16)
+
+
+def lower(word: Tensor, turn: int) -> Tensor:
+    """16 other bits: for parameters."""
+    return _right((word << 16) + signed(turn), 16)
+
+
+def digest(x: Tensor) -> Tensor:
+    """int32 of no axes from all bits of x, whatever the order in which they are added."""
+    bits = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
+    total = bits.sum(dtype=torch.int64)
+    return (total ^ total >> 32).to(torch.int32)
+
+
+def encode(unit: Tensor, f: Format, word: Tensor) -> Tensor:
+    """Codes of x / scale by chance: of the two numbers around it the upper one with the probability that makes the mean
+    x / scale, to 2**-16 of a step. What lies beyond the format saturates. word: int32 of 32 random bits an element.
+
+    Raises ValueError for a format whose numbers each tensor has of its own.
+    """
+    if f.kind == "learned":
+        raise ValueError(f"{f}: its numbers are learned, and rounding by chance needs numbers that stay where they are")
+    unit = unit if unit.dtype is torch.float64 else unit.float()
+    chance = _right(word, 8).to(unit.dtype) * 2.0**-24
+    if f.kind == "int":
+        return (unit + chance).floor().clamp(f.lo, f.hi).to(f.code_dtype)
+    return _encode_float(unit, f, chance) if f.kind == "float" else _encode_table(unit, f, chance)
+
+
+def signed(word: int) -> int:
+    """The int32 of the same 32 bits."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _right(x: Tensor, n: int) -> Tensor:
+    """x >> n of unsigned words."""
+    return (x >> n) & ((1 << (32 - n)) - 1)
+
+
+def to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
+    """float32 as bfloat16, away from zero with the probability of the part that is cut off: its mean is x.
+
+    chance: 16 bits for each element. What is not finite is rounded to nearest.
+    """
+    moved = (x.contiguous().view(torch.int32) + chance) & -0x10000
+    return torch.where(x.isfinite(), moved.view(torch.float32), x).to(torch.bfloat16)
+
+
+def upper_bits(x: Tensor, chance: Tensor, shift: int) -> Tensor:
+    """Bits of float32 x >> shift, up with the probability of the part that is cut off, to 16 bits. x: not negative."""
+    return (x.contiguous().view(torch.int32) + (chance << (shift - 16))) >> shift
+
+
+def _encode_float(unit: Tensor, f: Format, chance: Tensor) -> Tensor:
+    """Numbers of a float format have steps of a power of two, that of their octave or of the least one."""
+    if not (f.native_float or f.values):
+        raise ValueError(f"{f} is rounded to the nearest only")
+    x = unit.float().clamp(f.lo, f.hi)
+    mantissa, least = _steps(f)
+    octave = ((x.contiguous().view(torch.int32) >> 23) & 255).clamp(min=127 + least)  # as float32 has it
+    step = ((octave - mantissa) << 23).view(torch.float32)
+    magnitude = (x.abs() / step + chance).floor() * step
+    return f.encode(torch.copysign(magnitude, x))
+
+
+def _steps(f: Format) -> tuple[int, int]:
+    """(bits after the leading one, exponent of the least octave that has all of them)."""
+    if f.native_float:
+        info = torch.finfo(f.code_dtype)
+        return round(-math.log2(info.eps)), round(math.log2(info.smallest_normal))
+    mantissa = round(math.log2(sum(1 <= v < 2 for v in f.values)))
+    return mantissa, round(math.log2(min(v for v in f.values if v > 0))) + mantissa
+
+
+def _encode_table(unit: Tensor, f: Format, chance: Tensor) -> Tensor:
+    """Neighbours of a table by search."""
+    values = torch.tensor(f.values, dtype=torch.float32, device=unit.device)
+    x = unit.float().clamp(f.lo, f.hi).contiguous()
+    above = torch.searchsorted(values, x).clamp(1, len(f.values) - 1)
+    low, high = values[above - 1], values[above]
+    up = (x - low) > chance * (high - low)
+    return torch.where(up, above, above - 1).to(f.code_dtype)

@@ -1,0 +1,38 @@
+"""Parameters that torch spreads over ranks (DTensor), for code that works on whole tensors."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+
+def is_spread(t: Any) -> bool:
+    """Whether t is a DTensor. Nothing is imported: without the module there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def whole(t: Any) -> Any:
+    """All of a tensor: that of all ranks where it is spread over them, which all must ask for; else itself."""
+    return t.full_tensor() if is_spread(t) else t
+
+
+def here(t: Any) -> Any:
+    """This rank's part of a tensor."""
+    return t._local_tensor if is_spread(t) else t
+
+
+def as_spread(t: Tensor, like: Any) -> Tensor:
+    """t, which is whole and equal on all ranks, spread over them as ``like`` is; nothing is sent."""
+    if not is_spread(like):
+        return t
+    module = sys.modules["torch.distributed.tensor"]
+    return module.distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """Whether FSDP2 manages a module's parameters."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(module, fsdp.FSDPModule)

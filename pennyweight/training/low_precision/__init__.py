@@ -1,0 +1,1 @@
+"""Products of quantized operands, forward and backward; weights that are quantized while they are trained."""

@@ -1,0 +1,154 @@
+"""The one function of low-precision training: a linear layer whose three products are quantized along the axis that
+they contract, each as its recipe says.
+
+Exact emulation: operands are quantized to the codes that hardware would see, their products are exact, and sums are in
+float32. Hardware adds in another order, and Hopper's float8 units in fewer bits; products.py says which instructions
+run where.
+
+What is not a number stays so: a row of an operand that has a NaN or an infinity makes its row of the result NaN, or all
+of the result where rows share a scale. Loss scaling and clipping see it as they do in float.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...core.numerics import Parts
+from .operands import operand
+from .products import Quantized, case_of, select, wide
+from .recipes import Operand, Recipe, get_recipe
+
+# What tells apart the random numbers of the operands, as pairs for a and b.
+_OUTPUT, _GRAD_INPUT, _GRAD_WEIGHT = (1, 2), (3, 4), (5, 6)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str | Recipe = "rowwise") -> Tensor:
+    """x · weightᵀ + bias, its three products quantized. x: [.., K]; weight: [N, K]; returns [.., N] in x's dtype.
+
+    Under autocast x is cast to its dtype, and so is the result; the weight is quantized from what it is kept as, and
+    its gradient has that dtype. Raises ValueError for shapes that do not fit and for what is not floating point.
+    """
+    how = get_recipe(recipe)
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: the weight is [N, K] and the input [.., K], not {[*weight.shape]} and {[*x.shape]}")
+    if not (x.is_floating_point() and weight.is_floating_point()):
+        raise ValueError(f"linear: input and weight must be floating point, not {x.dtype} and {weight.dtype}")
+    if _autocast(x) and x.dtype is not torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return _Linear.apply(x, weight, bias, how)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        with _no_autocast(x):
+            a, b = _operands(rows, weight, how.output, how.seed, _OUTPUT)
+            y = matmul(a, b, x.dtype)
+            if bias is not None:
+                y = y + bias.to(y.dtype)
+        # Where the input's codes serve the weight's gradient too they are kept, a byte an element, not the input.
+        kept = a if isinstance(a, Quantized) and _serves_twice(how) else None
+        ctx.how, ctx.x_dtype, ctx.x_shape = how, x.dtype, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.kept = None if kept is None else (kept.spec, kept.shape)
+        if not ctx.needs_input_grad[1]:
+            ctx.save_for_backward(None, None, weight)
+        elif kept is None:
+            ctx.save_for_backward(rows, None, weight)
+        else:
+            ctx.save_for_backward(kept.parts.codes, kept.parts.scale + kept.nan, weight)
+        return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, scale, weight = ctx.saved_tensors
+        how: Recipe = ctx.how
+        g = gradient.reshape(-1, gradient.shape[-1])
+        grad_x = grad_w = grad_bias = None
+        with _no_autocast(g):
+            if ctx.needs_input_grad[0]:
+                grad_x = _grad_input(g, weight, how).to(ctx.x_dtype).reshape(ctx.x_shape)
+            if ctx.needs_input_grad[1]:
+                seen = x if ctx.kept is None else Quantized(Parts(x, scale), *ctx.kept)
+                grad_w = _grad_weight(g, seen, how, weight.dtype)
+            if ctx.needs_input_grad[2]:
+                grad_bias = g.sum(0, dtype=wide(g.dtype)).to(ctx.bias_dtype)
+        return grad_x, grad_w, grad_bias, None
+
+
+def _grad_input(g: Tensor, weight: Tensor, how: Recipe) -> Tensor:
+    """g · w, in float32 or g's dtype."""
+    gemm = how.grad_input
+    if isinstance(gemm.b, str):
+        w = operand(weight, how.output.b, how.seed, _OUTPUT[1], 0)
+        return matmul(operand(g, gemm.a, how.seed, _GRAD_INPUT[0], 0), _value(w, g.dtype).t(), g.dtype)
+    return matmul(*_operands(g, weight.t(), gemm, how.seed, _GRAD_INPUT), g.dtype)
+
+
+def _grad_weight(g: Tensor, x: Tensor | Quantized, how: Recipe, dtype: torch.dtype) -> Tensor:
+    """gᵀ · x in ``dtype``. x: the input, or its codes as the output's product saw them."""
+    gemm = how.grad_weight
+    if isinstance(gemm.b, str):
+        seen = operand(x, how.output.a, how.seed, _OUTPUT[0], 0) if isinstance(x, Tensor) else x
+        a, b = operand(g.t(), gemm.a, how.seed, _GRAD_WEIGHT[0], 0), _value(seen, g.dtype).t()
+    elif isinstance(x, Quantized):
+        a, b = operand(g.t(), gemm.a, how.seed, _GRAD_WEIGHT[0], 0), x.t()
+    else:
+        a, b = _operands(g.t(), x.t(), gemm, how.seed, _GRAD_WEIGHT)
+    return matmul(a, b, dtype if gemm.quantized and not isinstance(gemm.b, str) else g.dtype).to(dtype)
+
+
+def _operands(a: Tensor, b: Tensor, gemm: Any, seed: int, salts: tuple[int, int]) -> Any:
+    """Both sides of a product; as they are where one is empty, because the other might be padded."""
+    if not (a.numel() and b.numel()):
+        return a, b
+    return operand(a, gemm.a, seed, salts[0], gemm.hadamard), operand(b, gemm.b, seed, salts[1], gemm.hadamard)
+
+
+def _serves_twice(how: Recipe) -> bool:
+    """Whether the codes of the input in the output's product are those in the weight's gradient."""
+    mine, gemm = how.output.a, how.grad_weight
+    if not isinstance(mine, Operand) or not isinstance(mine.spec.scale, torch.dtype):
+        return False
+    if isinstance(gemm.b, str):
+        return not how.output.hadamard
+    alike = mine == gemm.b and mine.spec.block is None and not mine.chance
+    return alike and not (gemm.hadamard or how.output.hadamard)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def matmul(a: Tensor | Quantized, b: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+    """a · bᵀ. Both quantized: by the table of products, in float32, or in ``dtype`` where hardware rounds. One or none:
+    in ``dtype``, on the value of the other."""
+    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
+        return F.linear(_value(a, dtype), _value(b, dtype))
+    y = select(case_of(a, b, dtype)).run(a, b, dtype)
+    for nan in (a.nan, None if b.nan is None else b.nan.t()):
+        y = y if nan is None else y + nan.to(y.dtype)
+    return y
+
+
+def _value(x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if isinstance(x, Tensor) else x.value(wide(dtype)).to(dtype)
+
+
+def _autocast(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.autocast(x.device.type, enabled=False) if _autocast(x) else nullcontext()
+
+
+__all__ = ["linear", "matmul"]

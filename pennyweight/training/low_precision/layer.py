@@ -1,0 +1,52 @@
+"""A linear layer that trains in low precision: nn.Linear with another forward, and nothing else of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...core.tensor import AffineQuantizedTensor
+from .gemm import linear
+from .recipes import Recipe, get_recipe
+
+
+class LowPrecisionLinear(nn.Linear):
+    """nn.Linear whose three products are quantized. Parameters, their names and its state dict are nn.Linear's.
+
+    Once its weight is quantized itself (``pennyweight.quantize_`` after training) it runs that, as any layer does.
+    """
+
+    recipe: Recipe
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, recipe: str | Recipe = "rowwise", **factory: Any
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **factory)
+        self.recipe = get_recipe(recipe)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(self.weight, AffineQuantizedTensor):
+            return F.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, self.recipe)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+def convert_(module: nn.Module, recipe: Recipe) -> nn.Module:
+    """Make an nn.Linear such a layer in place: its class changes, the object, its parameters and its hooks stay."""
+    module.__class__ = LowPrecisionLinear
+    module.recipe = recipe  # type: ignore[assignment]
+    return module
+
+
+def restore_(module: nn.Module) -> nn.Module:
+    """Inverse of :func:`convert_`."""
+    module.__class__ = nn.Linear
+    del module.recipe
+    return module
+
+
+__all__ = ["LowPrecisionLinear", "convert_", "restore_"]

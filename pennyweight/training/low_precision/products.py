@@ -1,0 +1,234 @@
+"""The table of products: which code multiplies two quantized matrices, a · bᵀ, where.
+
+Both operands are quantized on the spot, so a row is chosen by their specs, the sizes and the device alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.formats import E4M3, E5M2
+from ...core.numerics import Parts, dequantize
+from ...core.spec import QuantSpec
+from ...kernels.torch_int8 import int_mm_saturates
+
+
+class Quantized(NamedTuple):
+    """A matrix [rows, contracted] as parts. nan: [rows, 1] or [1, 1], 0 or NaN for those rows that had NaN or inf.
+    dense: the codes are its value already."""
+
+    parts: Parts
+    spec: QuantSpec
+    shape: tuple[int, int]
+    nan: Tensor | None = None
+    dense: bool = False
+
+    def value(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix that it stands for."""
+        if self.dense:
+            return self.parts.codes.to(dtype)
+        x = dequantize(self.parts, self.spec, self.shape, dtype)
+        return x if self.nan is None else x + self.nan.to(dtype)
+
+    def t(self) -> Quantized:
+        """The transposed matrix, of one that has a scale for all."""
+        codes, scale = self.parts.codes.t().contiguous(), self.parts.scale.t()
+        return Quantized(Parts(codes, scale), self.spec, (self.shape[1], self.shape[0]), self.nan)
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that selection may look at. shape: rows of a, rows of b, contracted. dtype: of the result."""
+
+    a: QuantSpec
+    b: QuantSpec
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True)
+class Product:
+    """One row. run: (a, b, dtype of the result) -> a · bᵀ, in float32 or better where that costs nothing.
+
+    accepts  case -> True, or the sentence that refuses it
+    """
+
+    name: str
+    run: Callable[[Quantized, Quantized, torch.dtype], Tensor]
+    accepts: Callable[[Case], bool | str]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What is computed in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _plain_scale(spec: QuantSpec) -> bool | str:
+    """Whether a scale can be taken out of the sum over the contracted axis."""
+    if not isinstance(spec.scale, torch.dtype) or spec.zero_point or spec.offset is not None or spec.mid:
+        return f"{spec} has more than one plain scale a block"
+    return spec.block in (None, (-1,)) or f"scales of {spec} change along the contraction"
+
+
+def _both_plain(case: Case) -> bool | str:
+    for spec in (case.a, case.b):
+        verdict = _plain_scale(spec)
+        if verdict is not True:
+            return verdict
+    return True
+
+
+def _scaled(y: Tensor, a: Quantized, b: Quantized) -> Tensor:
+    """Scales [rows, 1] or [1, 1] on the sums of codes."""
+    return y * a.parts.scale.to(y.dtype) * b.parts.scale.to(y.dtype).t()
+
+
+# -- plain rows, on every device ---------------------------------------------------------------------------------------
+
+
+def by_value(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """Products of dequantized operands, summed in float32. Those of blocks under powers of two (MX) are exact before
+    the sum, up to 24 bits."""
+    return F.linear(a.value(wide(dtype)), b.value(wide(dtype)))
+
+
+def by_code(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """Products of codes, exact, summed in float32 (of integers exactly up to 2**24); then the scales."""
+    one, two = (q.spec.format.decode(q.parts.codes, wide(dtype)) for q in (a, b))
+    return _scaled(F.linear(one, two), a, b)
+
+
+def _constant_while_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compiler.assume_constant_result, which would import torch._dynamo."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+@_constant_while_tracing
+def _saturates() -> bool:
+    return int_mm_saturates()
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+
+
+def _padded(codes: Tensor, rows: int, contracted: int) -> Tensor:
+    """Codes with zeros up to multiples of so many rows and contracted elements."""
+    more = (-codes.shape[1] % contracted, -codes.shape[0] % rows)
+    if more == (0, 0):
+        return codes
+    bytes_ = codes.view(torch.uint8) if codes.dtype.is_floating_point else codes
+    return F.pad(bytes_, (0, more[0], 0, more[1])).view(codes.dtype)
+
+
+def int_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """``torch._int_mm``: sums exact in int32. On a GPU it wants multiples of 8, and more than 16 rows."""
+    one, two = a.parts.codes, b.parts.codes
+    if one.device.type != "cpu":
+        one, two = _padded(one, 32, 16), _padded(two, 16, 16)
+    # torch 2.13 misreads strides (1, 1) of a single row; a view of all elements has others
+    sums = torch._int_mm(one.reshape(-1).view(one.shape), two.t())
+    sums = sums[: a.shape[0], : b.shape[0]]
+    return _scaled(sums.to(wide(dtype)), a, b)
+
+
+def _accepts_int(case: Case) -> bool | str:
+    for spec in (case.a, case.b):
+        if spec.format.kind != "int" or spec.format.code_dtype is not torch.int8:
+            return "needs signed integers on both sides"
+    verdict = _both_plain(case)
+    if verdict is not True:
+        return verdict
+    if case.shape[2] < 2:  # torch 2.13 misreads strides (1, 1), on this side too
+        return "one contracted element"
+    if case.shape[2] * 128 * 128 >= 1 << 31:
+        return f"sums of {case.shape[2]} products may leave int32"
+    if case.device == "cpu":
+        return not _saturates() or "torch._int_mm saturates on this CPU (no VNNI): its sums are wrong"
+    return case.device == "cuda" or f"torch._int_mm is not known to run on {case.device}"
+
+
+# -- float8 on GPUs ----------------------------------------------------------------------------------------------------
+
+
+def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """``torch._scaled_mm``, on codes padded to multiples of 16. Hopper's units add in fewer bits than float32 has."""
+    one, two = _padded(a.parts.codes, 16, 16), _padded(b.parts.codes, 16, 16)
+    rows = any(q.parts.scale.numel() > 1 for q in (a, b))
+    scales = [_row_scales(q, codes.shape[0]) if rows else q.parts.scale for q, codes in ((a, one), (b, two))]
+    y = torch._scaled_mm(one, two.t(), scale_a=scales[0], scale_b=scales[1].t(), out_dtype=dtype)
+    return y[: a.shape[0], : b.shape[0]]
+
+
+def _row_scales(q: Quantized, rows: int) -> Tensor:
+    scale = q.parts.scale.float().expand(q.shape[0], 1)
+    return F.pad(scale, (0, 0, 0, rows - q.shape[0]), value=1.0).contiguous()
+
+
+@_constant_while_tracing
+def _cuda_capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def _accepts_scaled(case: Case) -> bool | str:
+    if any(spec.format not in (E4M3, E5M2) for spec in (case.a, case.b)):
+        return "needs float8 on both sides"
+    if case.a.format is case.b.format is E5M2:
+        return "one side must be e4m3"
+    verdict = _both_plain(case)
+    if verdict is not True:
+        return verdict
+    if case.device == "cpu":
+        return "on a CPU it takes longer than the float32 product of the codes, to the same sums"
+    if case.device != "cuda":
+        return f"torch._scaled_mm is not known to run on {case.device}"
+    if _cuda_capability() < (8, 9):
+        return f"float8 units begin with compute capability 8.9, this GPU has {_cuda_capability()}"
+    rows = case.a.block is not None or case.b.block is not None
+    if rows and case.dtype is not torch.bfloat16:
+        return f"scales a row want a bfloat16 result, this is {str(case.dtype).removeprefix('torch.')}"
+    return True
+
+
+# Best first.
+PRODUCTS = (
+    Product("torch._int_mm", int_mm, _accepts_int),
+    Product("torch._scaled_mm", scaled_mm, _accepts_scaled),
+    Product("float32 of codes", by_code, _both_plain),
+    Product("float32 of values", by_value, lambda case: True),
+)
+
+
+def case_of(a: Quantized, b: Quantized, dtype: torch.dtype) -> Case:
+    """The case that two operands are."""
+    shape = (a.shape[0], b.shape[0], a.shape[1])
+    return Case(a.spec, b.spec, shape, dtype, a.parts.codes.device.type)
+
+
+def select(case: Case) -> Product:
+    """The first row that takes a case; the last takes all."""
+    for row in PRODUCTS:
+        if row.accepts(case) is True:
+            return row
+    raise AssertionError(case)
+
+
+def explain(case: Case) -> list[tuple[str, str]]:
+    """Each row's name and what it says of the case; the first that says RUNS does."""
+    found, chosen = [], False
+    for row in PRODUCTS:
+        verdict = row.accepts(case)
+        if verdict is True:
+            verdict, chosen = "would do, a better one runs" if chosen else "RUNS", True
+        found.append((row.name, str(verdict)))
+    return found
+
+
+__all__ = ["PRODUCTS", "Case", "Product", "Quantized", "by_code", "by_value", "case_of", "explain", "select", "wide"]

@@ -1,0 +1,222 @@
+"""Recipes of low-precision training: how each operand of a linear layer's three products is quantized. Data, no code.
+
+    output       y  = x · wᵀ    contracts the inputs
+    grad_input   gx = g · w     contracts the outputs
+    grad_weight  gw = gᵀ · x    contracts the tokens
+
+Each is a · bᵀ of two matrices with the contracted axis last, and so are an operand's blocks laid: ``(-1,)`` is a scale
+a row as that product contracts it, ``(32,)`` one for 32 neighbours along the contraction, None one for the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ...core.formats import E2M1, E4M3, E5M2, Format
+from ...core.spec import INT8_ROW, MXFP4, MXFP8, TERNARY_TENSOR, ActivationSpec, QuantSpec
+from ...models.configs import SpecConfig
+
+FORWARD: Literal["forward"] = "forward"
+SEEDS = 1 << 32
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One side of a product.
+
+    spec    how it is quantized; rule: how its scales are chosen, see :mod:`pennyweight.core.choose`
+    chance  whether codes are rounded by chance, so that the product of two is right in the mean
+    """
+
+    spec: QuantSpec
+    rule: str | None = None
+    chance: bool = False
+    key: str = field(init=False, repr=False, compare=False)  # all of it, for graphs
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", json.dumps([self.spec.to_dict(), self.rule, self.chance]))
+        if self.spec.layout != "plain" or self.spec.format.kind == "learned":
+            raise ValueError(f"an operand is quantized anew each time: plain codes of fixed numbers, not {self.spec}")
+        if self.spec.block is not None and len(self.spec.block) > 2:
+            raise ValueError(f"an operand is a matrix; blocks {list(self.spec.block)} have more axes")
+
+    @classmethod
+    def from_key(cls, key: str) -> Operand:
+        spec, rule, by_chance = json.loads(key)
+        return cls(QuantSpec.from_dict(spec), rule, by_chance)
+
+    def __str__(self) -> str:
+        return str(self.spec) + (" by chance" if self.chance else "")
+
+    def as_format(self, fmt: Format) -> Operand:
+        """The same with other numbers."""
+        return replace(self, spec=self.spec.with_(format=fmt))
+
+
+Side = Operand | Literal["forward"] | None
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """a · bᵀ. A side that is None is not quantized; one that is FORWARD has the value that the output's product saw.
+
+    hadamard  0, or a power of two: so many neighbours along the contraction are turned by a Hadamard matrix with random
+              signs, on both sides, which leaves the product as it is and spreads what is large over its block
+    """
+
+    a: Side = None
+    b: Side = None
+    hadamard: int = 0
+
+    def __post_init__(self) -> None:
+        n = self.hadamard
+        if n < 0 or n & (n - 1):
+            raise ValueError(f"hadamard must be 0 or a power of two, got {n}")
+        if n and not (isinstance(self.a, Operand) and isinstance(self.b, Operand)):
+            raise ValueError("hadamard turns both sides of a product; one that is not quantized has no use for it")
+
+    @property
+    def quantized(self) -> bool:
+        return self.a is not None or self.b is not None
+
+    def __str__(self) -> str:
+        if not self.quantized:
+            return "high precision"
+        text = " x ".join("high precision" if s is None else str(s) for s in (self.a, self.b))
+        return text + (f", Hadamard {self.hadamard}" if self.hadamard else "")
+
+
+HIGH = Gemm()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The three products of a layer. output: input, weight. grad_input: gradient, weight. grad_weight: gradient, input.
+
+    seed  of what is rounded by chance and of the signs of Hadamard matrices. The random numbers of an operand are a
+          function of it, of all bits of the gradient, and of the element: a resumed run repeats them, and there is no
+          state to save
+    """
+
+    name: str
+    output: Gemm
+    grad_input: Gemm = HIGH
+    grad_weight: Gemm = HIGH
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if FORWARD in (self.output.a, self.output.b):
+            raise ValueError(f"recipe {self.name!r}: the output's own operands cannot be FORWARD")
+        if FORWARD in (self.grad_input.a, self.grad_weight.a):
+            raise ValueError(f"recipe {self.name!r}: a gradient has no value in the forward pass")
+        sides = (("grad_input", self.grad_input.b, self.output.b), ("grad_weight", self.grad_weight.b, self.output.a))
+        for what, side, seen in sides:
+            if side == FORWARD and seen is None:
+                raise ValueError(f"recipe {self.name!r}: {what} wants the forward operand, which is not quantized")
+        if not any(g.quantized for g in (self.output, self.grad_input, self.grad_weight)):
+            raise ValueError(f"recipe {self.name!r} quantizes nothing")
+        if not 0 <= self.seed < SEEDS:
+            raise ValueError(f"recipe {self.name!r}: seed is a number of 32 bits, got {self.seed}")
+
+    def __str__(self) -> str:
+        return f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
+
+    def with_(self, **changes: Any) -> Recipe:
+        """This recipe with some fields changed, named so unless a name is given."""
+        return replace(self, **{"name": f"{self.name}*", **changes})
+
+    def with_formats(
+        self, input: Format | None = None, weight: Format | None = None, grad_output: Format | None = None
+    ) -> Recipe:
+        """This recipe with other numbers for an operand, in every product that quantizes it (e5m2 for gradients)."""
+
+        def put(gemm: Gemm, a: Format | None, b: Format | None) -> Gemm:
+            sides = [s.as_format(f) if isinstance(s, Operand) and f else s for s, f in ((gemm.a, a), (gemm.b, b))]
+            return replace(gemm, a=sides[0], b=sides[1])
+
+        return self.with_(
+            output=put(self.output, input, weight),
+            grad_input=put(self.grad_input, grad_output, weight),
+            grad_weight=put(self.grad_weight, grad_output, input),
+        )
+
+    def deployed(self) -> SpecConfig:
+        """The config under which :func:`pennyweight.quantize_` stores the trained weights as the output's product saw
+        them, inputs quantized as they were. Raises ValueError where it quantizes no weight, or turns it."""
+        a, b = self.output.a, self.output.b
+        if not isinstance(b, Operand) or b.chance or self.output.hadamard:
+            raise ValueError(f"recipe {self.name!r}: its output is not made of a weight as it could be stored")
+        act = ActivationSpec(a.spec, "dynamic", a.rule) if isinstance(a, Operand) else None
+        return SpecConfig(b.spec, act, b.rule)
+
+
+def _same(side: Operand, other: Operand | None = None, **more: Any) -> Gemm:
+    return Gemm(side, side if other is None else other, **more)
+
+
+def _chance(side: Operand) -> Operand:
+    return replace(side, chance=True)
+
+
+def _three(name: str, side: Operand) -> Recipe:
+    return Recipe(name, _same(side), _same(side), _same(side))
+
+
+def _tensor(fmt: Format) -> Operand:
+    return Operand(QuantSpec(fmt, None))
+
+
+# Powers of two: the weight that the output's rows see and the one that its columns see then differ by what is subnormal
+# alone, not by the last bit of every element.
+_ROW = Operand(QuantSpec(E4M3, (-1,)), "mx_rceil")
+_INT8 = Operand(INT8_ROW, "absmax")
+# The least power of two under which nothing saturates: saturating would bias what chance rounds. (Scaling by 3/4
+# under the floor rule, as Tseng et al. 2025 do, costs the same on average: a step 4/3 as long, here twice as long in
+# log2(4/3) of the cases.)
+_MX8, _MX4 = Operand(MXFP8, "mx_rceil"), Operand(MXFP4, "mx_rceil")
+_LINE, _SQUARE = Operand(QuantSpec(E4M3, (128,))), Operand(QuantSpec(E4M3, (128, 128)))
+_NV_SCALE = QuantSpec(E4M3, None)
+_NV, _NV_SQUARE = Operand(QuantSpec(E2M1, (16,), _NV_SCALE)), Operand(QuantSpec(E2M1, (16, 16), _NV_SCALE))
+_MX4_BACK = _same(_chance(_MX4), hadamard=32)
+
+_ALL = (
+    # torchao's float8 recipes
+    Recipe("tensorwise", _same(_tensor(E4M3)), Gemm(_tensor(E5M2), _tensor(E4M3)), Gemm(_tensor(E5M2), _tensor(E4M3))),
+    _three("rowwise", _ROW),
+    Recipe("rowwise_with_gw_hp", _same(_ROW), Gemm(_ROW, Operand(QuantSpec(E4M3, None), "mx_rceil"))),
+    # DeepSeek-V3 (2024): 1 x 128 for inputs and gradients, 128 x 128 for weights
+    Recipe("blockwise", Gemm(_LINE, _SQUARE), Gemm(_LINE, _SQUARE), _same(_LINE)),
+    # torchao's int8 mixed precision
+    _three("int8", _INT8),
+    # OCP MX v1.0; Mishra et al. 2025 (mxfp8), Tseng et al. 2025 (mxfp4 backward: chance and Hadamard on both sides)
+    _three("mxfp8", _MX8),
+    Recipe("mxfp8_with_gw_hp", _same(_MX8), _same(_MX8)),
+    Recipe("mxfp8_mxfp4", _same(_MX8), _MX4_BACK, _MX4_BACK),
+    Recipe("mxfp4", _same(_MX4), _MX4_BACK, _MX4_BACK),
+    # NVIDIA 2025: 16 x 16 for weights, chance for gradients, Hadamard for the weight's gradient alone
+    Recipe(
+        "nvfp4", Gemm(_NV, _NV_SQUARE), Gemm(_chance(_NV), _NV_SQUARE), Gemm(_chance(_NV), _NV, hadamard=16)
+    ),
+    # BitNet b1.58 (Ma et al. 2024): straight through both quantizers
+    Recipe("bitnet", Gemm(_INT8, Operand(TERNARY_TENSOR, "absmean")), Gemm(None, FORWARD), Gemm(None, FORWARD)),
+)  # fmt: skip
+RECIPES: Mapping[str, Recipe] = {r.name: r for r in _ALL}
+FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+MX = tuple(name for name in RECIPES if name.startswith("mx"))
+
+
+def get_recipe(recipe: str | Recipe) -> Recipe:
+    """A recipe by its name, or itself. Raises ValueError that lists the known ones."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown training recipe {recipe!r}; known: {', '.join(RECIPES)}")
+    return RECIPES[recipe]
+
+
+__all__ = [
+    "FLOAT8", "FORWARD", "HIGH", "MX", "RECIPES", "Gemm", "Operand", "Recipe", "get_recipe",
+]  # fmt: skip

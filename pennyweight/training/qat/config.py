@@ -1,0 +1,99 @@
+"""QATConfig: what ``quantize_`` is asked for before and after quantization-aware training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.spec import ActivationSpec, QuantSpec
+from ...models.configs import AOBaseConfig, SpecConfig
+from ...models.scheme import Scheme
+from ...models.sites import Site
+
+STEPS = ("prepare", "convert")
+# What of the parts that are stored beside codes is trained.
+LEARN = {
+    "none": (),
+    "scale": ("scale", "act_scale"),
+    "all": ("scale", "offset", "zero_point", "table", "act_scale"),
+}
+
+
+@dataclass(frozen=True)
+class QATConfig(AOBaseConfig):
+    """Quantization-aware training: ``quantize_(model, QATConfig(config, step="prepare"))``, train, then
+    ``quantize_(model, QATConfig(config, step="convert"))``.
+
+    base_config   what the model will be: any config. To convert it may be left out, and must fit if it is given
+    weight_config, activation_config   a QuantSpec and an ActivationSpec instead of it
+    step          "prepare": each chosen parameter is quantized at each forward pass, just as ``quantize_`` would, and
+                  run by the kernel that will run it; what is trained are the float parameters under their names.
+                  "convert": each becomes the quantized weight that was seen last
+    learn         "none": scales follow the weights, or stay those of a solver. "scale": scales are trained, and the
+                  range of a static activation (LSQ). "all": offsets, zero points and codebooks too. What is held is in
+                  the state dict beside the weight: ``weight_scale``
+    start         forward passes of the whole model in training mode before quantization begins; they are counted in
+                  the buffer ``fake_quant_step`` of the model
+
+    ``quantize_``'s ``calibration`` and ``algorithm`` apply to preparing: training then starts at the codes that the
+    solver chose. Scales that are quantized themselves (NF4's, MX's) are not trained.
+    """
+
+    base_config: AOBaseConfig | None = None
+    activation_config: Any = None
+    weight_config: Any = None
+    step: str = "prepare"
+    learn: str = "none"
+    start: int = 0
+
+    def __init__(
+        self, base_config: AOBaseConfig | None = None, activation_config: Any = None, weight_config: Any = None, *,
+        step: str = "prepare", learn: str = "none", start: int = 0,
+    ) -> None:  # fmt: skip
+        step = getattr(step, "value", step)
+        given = {
+            "base_config": base_config, "activation_config": activation_config, "weight_config": weight_config,
+            "step": step, "learn": learn, "start": start,
+        }  # fmt: skip
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        if step not in STEPS:
+            raise ValueError(f"`step` must be one of {list(STEPS)}, got {step!r}")
+        if learn not in LEARN:
+            raise ValueError(f"learn must be one of {', '.join(LEARN)}, got {learn!r}")
+        if type(start) is not int or start < 0:
+            raise ValueError(f"start is a number of forward passes, got {start!r}")
+        if base_config is not None and not isinstance(base_config, AOBaseConfig):
+            raise ValueError(f"base_config must be a config such as Int4WeightOnlyConfig(), got {base_config!r}")
+        if isinstance(base_config, QATConfig):
+            raise ValueError("QATConfig goes around another config, not around a QATConfig")
+        specs = (activation_config, weight_config)
+        if base_config is not None and any(spec is not None for spec in specs):
+            raise ValueError("Cannot specify both `base_config` and `activation_config` or `weight_config`")
+        if step == "convert" and any(spec is not None for spec in specs):
+            raise ValueError("Cannot specify `weight_config` or `activation_config` in the convert step")
+        if step == "convert" and (learn != "none" or start):
+            raise ValueError("learn and start are for step='prepare'; converting takes what was learned")
+        if step == "prepare" and base_config is None and weight_config is None:
+            if activation_config is None:
+                raise ValueError("Must specify `base_config`, `activation_config`, or `weight_config` to prepare")
+            raise ValueError("activation_config needs a weight_config beside it")
+        if weight_config is not None:
+            self._of_specs()
+
+    def _of_specs(self) -> SpecConfig:
+        weight, act = self.weight_config, self.activation_config
+        weight = weight if isinstance(weight, QuantSpec) else getattr(weight, "weight_spec", weight)
+        act = act if act is None or isinstance(act, ActivationSpec) else getattr(act, "activation_spec", act)
+        if not (act is None or isinstance(act, ActivationSpec)):
+            raise ValueError(f"activation_config must be an ActivationSpec, got {act!r}")
+        rule, eps = getattr(self.weight_config, "rule", None), getattr(self.weight_config, "eps", None)
+        return SpecConfig(weight, act, rule, eps)
+
+    @property
+    def target(self) -> AOBaseConfig | None:
+        """What the model will be."""
+        return self._of_specs() if self.weight_config is not None else self.base_config
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        raise ValueError("QATConfig is for quantize_, and goes around FqnToConfig, not into it; plan its base_config")

@@ -1,0 +1,74 @@
+"""What around prepared modules has to know: torch's fused layers, which read weights past them, and a delayed start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .modules import FakeQuantized, enable_fake_quant, fake_, fake_modules, restore_
+
+# Class -> attribute that its fused path asks for, and the value that says no.
+FUSED: dict[type[nn.Module], tuple[str, Any]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+STEP = "fake_quant_step"
+_KEPT = "_fused_before_fake_quant"
+
+
+def begin_(model: nn.Module, start: int) -> None:
+    """After modules were prepared."""
+    for module in list(model.modules()):
+        attends = isinstance(module, nn.MultiheadAttention) and not isinstance(module, FakeQuantized)
+        if attends and isinstance(module.out_proj, FakeQuantized):  # whose weight attention reads itself
+            fake_(module)
+        for kind, (name, no) in FUSED.items():
+            holds = isinstance(module, kind) and any(isinstance(m, FakeQuantized) for m in module.modules())
+            if holds and _KEPT not in module.__dict__:
+                module.__dict__[_KEPT] = getattr(module, name)
+                setattr(module, name, no)
+    if start:
+        _end_delay(model)
+        model.register_buffer(STEP, torch.zeros((), dtype=torch.int64))
+        enable_fake_quant(model, False)
+        hook = Delay(start)
+        model.__dict__["_fake_quant_delay"] = model.register_forward_pre_hook(hook)
+
+
+def end_(model: nn.Module) -> None:
+    """After modules were converted: what was changed for none that is left is as it was."""
+    for module in list(model.modules()):
+        attends = isinstance(module, nn.MultiheadAttention) and isinstance(module, FakeQuantized)
+        if attends and not module.fake_quantized and not isinstance(module.out_proj, FakeQuantized):
+            restore_(module)
+    for module in model.modules():
+        for kind, (name, _) in FUSED.items():
+            told = isinstance(module, kind) and _KEPT in module.__dict__
+            if told and not any(isinstance(m, FakeQuantized) for m in module.modules()):
+                setattr(module, name, module.__dict__.pop(_KEPT))
+    if not fake_modules(model):
+        _end_delay(model)
+
+
+def _end_delay(model: nn.Module) -> None:
+    if "_fake_quant_delay" in model.__dict__:
+        model.__dict__.pop("_fake_quant_delay").remove()
+        del model._buffers[STEP]
+
+
+class Delay:
+    """Counts a model's forward passes in training mode, and switches fake quantization on after ``start`` of them."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        step = model.get_buffer(STEP)
+        waiting = int(step) < self.start
+        modules = fake_modules(model)
+        if modules and modules[0][1].fake_quant_enabled == waiting:
+            enable_fake_quant(model, not waiting)
+        if waiting and model.training and torch.is_grad_enabled():
+            step += 1

@@ -1,0 +1,41 @@
+"""Parameters of a prepared model by what they are, for an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .modules import fake_modules
+
+IN_CODES = ("zero_point", "table")  # parts whose unit is their scale
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, *, scale_lr: float | None = None, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: matrices, vectors, and what is learned beside weights, which has a rate of its own
+    and no weight decay: that would make ranges shrink. Vectors have no decay either.
+
+    scale_lr  of scales, offsets and ranges; default: a tenth of ``lr``. Adam moves each entry by about its rate,
+              whatever its size, and a scale moves all weights of its block, by as many times as their codes are large.
+              Zero points and codebooks count in scales: theirs is ``scale_lr`` over the mean scale of their weight
+    """
+    scale_lr = lr / 10 if scale_lr is None else scale_lr
+    rates: dict[int, float] = {}
+    for _, module in fake_modules(model):
+        for param, fake in module.fake_quantized.items():
+            held = module.held(param)
+            unit = held["scale"].detach().float().abs().mean().item() if "scale" in held else 1.0
+            for name in fake.learned:
+                rates[id(held[name])] = scale_lr / (unit or 1.0) if name in IN_CODES else scale_lr
+    trained = [p for p in model.parameters() if p.requires_grad]
+    own = [p for p in trained if id(p) not in rates]
+    beside = [p for p in trained if id(p) in rates]
+    found = [
+        {"params": [p for p in own if p.ndim > 1], "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for p in own if p.ndim <= 1], "lr": lr, "weight_decay": 0.0},
+    ]
+    for rate in dict.fromkeys(rates[id(p)] for p in beside):
+        found.append({"params": [p for p in beside if rates[id(p)] == rate], "lr": rate, "weight_decay": 0.0})
+    return [group for group in found if group["params"]]

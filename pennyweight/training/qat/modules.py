@@ -1,0 +1,357 @@
+"""Modules while they are prepared: the same objects under another class, whose forward sees quantized weights.
+
+Names, parameters and their identity, hooks and ties stay as they are. What is held beside a weight, if anything is, is
+a buffer or a parameter beside it: ``weight_scale``, ``weight_offset``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...core.numerics import dequantize, fake_quantize, quantize
+from .fake import Fake, Weigh, value
+from .linear import Addmm, Linear
+from .range import Range, ranged
+
+
+class FakeQuantized(nn.Module):
+    """What is common to them.
+
+    fake_quantized      what each of its parameters will be, by name
+    fake_quant_enabled  whether forward quantizes; see :func:`enable_fake_quant`
+    """
+
+    plain: type[nn.Module]  # the class before
+    fake_quantized: dict[str, Fake]
+    fake_quant_enabled: bool
+
+    def held(self, param: str) -> dict[str, Tensor]:
+        """What is held beside a parameter, by the name of the part."""
+        return {name: getattr(self, f"{param}_{name}") for name in self.fake_quantized[param].names}
+
+    def weighed(self, param: str = "weight", act: bool = True) -> Tensor:
+        """The quantized weight, which passes its gradient on to the latent one."""
+        fake, tensors = self.fake_quantized[param], self.held(param)
+        learnt = [tensors.pop(name) for name in fake.weight_learned]
+        return Weigh.apply(getattr(self, param), fake, tensors, act, *learnt)
+
+    def traced(self, param: str = "weight") -> Tensor:
+        """As :meth:`weighed`, as a float tensor."""
+        return value(self.fake_quantized[param], getattr(self, param), self.held(param))
+
+    def _static(self, param: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point of a static activation."""
+        scheme, tensors = self.fake_quantized[param].scheme, self.held(param)
+        scale = tensors.get("act_scale")
+        scale = torch.tensor([scheme.act_scale], device=x.device) if scale is None else scale
+        zero = scheme.act_zero_point
+        return scale, None if zero is None else torch.tensor([zero], device=x.device)
+
+    def ranged(self, x: Tensor, param: str = "weight") -> Tensor:
+        """The input of a kernel that quantizes it: gradients are those of the quantized one."""
+        act = self.fake_quantized[param].scheme.act
+        if act is None or act.mode == "dynamic":
+            return x
+        return Range.apply(x, *self._static(param, x), act.spec, False)
+
+    def input(self, x: Tensor, param: str = "weight") -> Tensor:
+        """The input as the op sees it."""
+        act = self.fake_quantized[param].scheme.act
+        if act is None:
+            return x
+        if act.mode == "static":
+            if torch.compiler.is_compiling():
+                return ranged(x, *self._static(param, x), act.spec)
+            return Range.apply(x, *self._static(param, x), act.spec, True)
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                y = dequantize(quantize(x, act.spec, act.rule, act.eps), act.spec, x.shape, x.dtype)
+            return y + (x - x.detach())
+        return fake_quantize(x, act.spec, act.rule, act.eps)
+
+    # -- the class, and what is beside a weight ----------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """.to(), .half() and their kin; what is held keeps its dtype, as scales of a quantized weight do."""
+        names = [f"{p}_{name}" for p, fake in self.fake_quantized.items() for name in fake.names]
+        before = {name: getattr(self, name).data for name in names}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new.dtype is not old.dtype:
+                new.data = old.to(new.device)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return blank, (self.plain,), dict(self.__dict__)
+
+    def extra_repr(self) -> str:
+        fakes = ", ".join(f"{name}={fake.scheme}" for name, fake in self.fake_quantized.items())
+        return ", ".join(filter(None, (super().extra_repr(), f"fake-quantized {fakes}" if fakes else "")))
+
+
+class FakeQuantizedLinear(FakeQuantized, nn.Linear):
+    """A linear layer whose weight and input are quantized on the way.
+
+    ``quantize_`` makes layers so. The constructor, ``from_linear`` and ``to_linear`` are torchao's; configs are those
+    of :class:`QATConfig`, and a layer that is given is changed itself.
+    """
+
+    plain, input_is_seen = nn.Linear, True
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, activation_config: Any = None,
+        weight_config: Any = None, *args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, *args, **kwargs)
+        fake_(self)
+        _prepare_alone(self, activation_config, weight_config)
+
+    @classmethod
+    def from_linear(cls, mod: nn.Linear, activation_config: Any = None, weight_config: Any = None) -> Any:
+        return _prepare_alone(mod, activation_config, weight_config)
+
+    def to_linear(self) -> Any:
+        return _bare(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.fake_quant_enabled:
+            return super().forward(input)
+        if torch.compiler.is_compiling():
+            return F.linear(self.input(_cast(input)), self.traced(), self.bias)
+        if self.fake_quantized["weight"].scheme.act is None:
+            return F.linear(input, self.weighed(), self.bias)
+        return Linear.apply(self.ranged(input), self.weighed(), self.bias)
+
+
+class FakeQuantizedEmbedding(FakeQuantized, nn.Embedding):
+    """A table whose rows are quantized on the way; see :class:`FakeQuantizedLinear`."""
+
+    plain = nn.Embedding
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False, weight_config: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        rest = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        super().__init__(num_embeddings, embedding_dim, *rest, *args, **kwargs)
+        fake_(self)
+        _prepare_alone(self, None, weight_config)
+
+    @classmethod
+    def from_embedding(cls, mod: nn.Embedding, weight_config: Any = None) -> Any:
+        return _prepare_alone(mod, None, weight_config)
+
+    def to_embedding(self) -> Any:
+        return _bare(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.fake_quant_enabled:
+            return super().forward(input)
+        table = self.traced() if torch.compiler.is_compiling() else self.weighed()
+        return F.embedding(
+            input, table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        )
+
+
+class _Convolution(FakeQuantized):
+    input_is_seen = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.fake_quant_enabled:
+            return super().forward(input)  # type: ignore[misc]
+        # Only the reference has convolutions: it quantizes the input, and multiplies what both stand for.
+        w = self.traced() if torch.compiler.is_compiling() else self.weighed(act=False)
+        return self._conv_forward(self.input(input), w, self.bias)  # type: ignore[operator]
+
+
+class FakeQuantizedConv1d(_Convolution, nn.Conv1d):
+    """A convolution whose weight and input are quantized on the way."""
+
+    plain = nn.Conv1d
+
+
+class FakeQuantizedConv2d(_Convolution, nn.Conv2d):
+    """A convolution whose weight and input are quantized on the way."""
+
+    plain = nn.Conv2d
+
+
+class FakeQuantizedConv3d(_Convolution, nn.Conv3d):
+    """A convolution whose weight and input are quantized on the way."""
+
+    plain = nn.Conv3d
+
+
+class _Addmm(FakeQuantized):
+    """transformers' Conv1D: x @ weight + bias, weight [in, out]."""
+
+    input_is_seen = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fake_quant_enabled:
+            return super().forward(x)
+        shape = (*x.shape[:-1], self.nf)
+        x = x.reshape(-1, x.shape[-1])
+        if torch.compiler.is_compiling():
+            return torch.addmm(self.bias, self.input(x), self.traced()).view(shape)  # type: ignore[arg-type]
+        return Addmm.apply(self.ranged(x), self.weighed(), self.bias).view(shape)
+
+
+class _Shadowed(FakeQuantized):
+    """Any module: while its own forward runs, its parameters are the quantized ones.
+
+    Also those that it reads off another module, as attention does of its output layer. Gradients of a weight are those
+    of the input as it is, where the op quantizes that.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _shadows(self):
+            return super().forward(*args, **kwargs)
+
+
+class FakeQuantizedMultiheadAttention(_Shadowed, nn.MultiheadAttention):
+    """Attention whose projections have weights that are quantized on the way."""
+
+    plain = nn.MultiheadAttention
+
+
+def _read(module: Any) -> Iterator[tuple[Any, str]]:
+    """Parameters that a module's forward reads: its own, and attention those of its output layer."""
+    yield from ((module, name) for name in module.fake_quantized)
+    if isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, FakeQuantized):
+        yield from ((module.out_proj, name) for name in module.out_proj.fake_quantized)
+
+
+@contextmanager
+def _shadows(module: Any) -> Iterator[None]:
+    """Instance attributes come before parameters, so that a module finds these."""
+    read = [(m, name, m.__dict__.get(name)) for m, name in _read(module) if m.fake_quant_enabled]
+    try:
+        for m, name, _ in read:
+            weight = m.traced(name) if torch.compiler.is_compiling() else m.weighed(name)
+            m.__dict__[name] = weight
+        yield
+    finally:
+        for m, name, before in read:
+            m.__dict__.pop(name, None)
+            if before is not None:
+                m.__dict__[name] = before
+
+
+def _cast(x: Tensor) -> Tensor:
+    """x as autocast has it, before it is quantized."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+
+
+# -- classes ---------------------------------------------------------------------------------------------------------
+
+# Whose forward is replaced, if a module has that very one: qualified name -> with what.
+FORWARDS: dict[str, type[FakeQuantized]] = {
+    "torch.nn.modules.linear.Linear": FakeQuantizedLinear,
+    "torch.nn.modules.sparse.Embedding": FakeQuantizedEmbedding,
+    "torch.nn.modules.conv.Conv1d": FakeQuantizedConv1d,
+    "torch.nn.modules.conv.Conv2d": FakeQuantizedConv2d,
+    "torch.nn.modules.conv.Conv3d": FakeQuantizedConv3d,
+    "torch.nn.modules.activation.MultiheadAttention": FakeQuantizedMultiheadAttention,
+    "transformers.pytorch_utils.Conv1D": _Addmm,
+}
+
+
+@lru_cache(maxsize=1024)
+def faked(kind: type[nn.Module]) -> type[FakeQuantized]:
+    """The class that a module of that one has while it is prepared."""
+    over: type[FakeQuantized] = _Shadowed
+    for base in kind.__mro__:
+        found = FORWARDS.get(f"{base.__module__}.{base.__qualname__}")
+        if found is not None and kind.forward is base.forward:  # type: ignore[attr-defined]
+            over = found
+            break
+    if vars(over).get("plain") is kind:
+        return over
+    return type(f"FakeQuantized{kind.__name__}", (over, kind), {"plain": kind, "__module__": __name__})
+
+
+def blank(kind: type[nn.Module]) -> FakeQuantized:
+    """An instance without state: what pickles begin with."""
+    cls = faked(kind)
+    return cls.__new__(cls)
+
+
+def fake_(module: Any, param: str = "", fake: Fake | None = None, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Prepare one parameter of a module; ``tensors`` are held beside it, those that are learned as parameters. Without
+    one: for what it reads off others."""
+    if not isinstance(module, FakeQuantized):
+        module.__class__ = faked(type(module))
+    if "fake_quantized" not in module.__dict__:
+        module.fake_quantized, module.fake_quant_enabled = {}, True
+    if fake is not None:
+        module.fake_quantized = {**module.fake_quantized, param: fake}
+    for name, tensor in (tensors or {}).items():
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(f"{param}_{name}", tensor)
+        else:
+            module.register_buffer(f"{param}_{name}", tensor)
+
+
+def unfake_(module: Any, param: str) -> None:
+    """The module as it was before that parameter was prepared; the parameter is as it is."""
+    fakes = dict(module.fake_quantized)
+    fake = fakes.pop(param)
+    for name in fake.names:
+        delattr(module, f"{param}_{name}")
+    module.fake_quantized = fakes
+    if not fakes:
+        restore_(module)
+
+
+def restore_(module: Any) -> None:
+    """Its class before."""
+    module.__class__ = module.plain
+    del module.fake_quantized, module.fake_quant_enabled
+
+
+def _prepare_alone(module: Any, activation_config: Any, weight_config: Any) -> Any:
+    """One layer, by the configs of a QATConfig; none leaves it as it is."""
+    if weight_config is not None:
+        from ...models.quantize import quantize_
+        from .prepare import QATConfig  # which says what quantize_ does with it
+
+        quantize_(module, QATConfig(None, activation_config, weight_config), lambda m, fqn: m is module)
+    elif activation_config is not None:
+        raise ValueError("activation_config needs a weight_config beside it")
+    return module
+
+
+def _bare(module: Any) -> Any:
+    """The layer without all that."""
+    for param in list(module.fake_quantized):
+        unfake_(module, param)
+    if isinstance(module, FakeQuantized):
+        restore_(module)
+    return module
+
+
+def fake_modules(model: nn.Module) -> list[tuple[str, FakeQuantized]]:
+    """All that are prepared, with their names."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, FakeQuantized)]
+
+
+def enable_fake_quant(model: nn.Module, enabled: bool = True) -> None:
+    """Switch fake quantization of a prepared model on or off; off, it computes in float what it was.
+
+    Raises ValueError where nothing is prepared.
+    """
+    found = fake_modules(model)
+    if not found:
+        raise ValueError("nothing is prepared in this model; quantize_(model, QATConfig(config, step='prepare')) first")
+    for _, module in found:
+        module.fake_quant_enabled = enabled

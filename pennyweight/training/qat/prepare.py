@@ -1,0 +1,293 @@
+"""quantize_(model, QATConfig(...)): preparing a model for training, and converting it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.cells import into_cells
+from ...core.choose import default_rule
+from ...core.numerics import Parts, dequantize, sqnr
+from ...core.spec import QuantSpec
+from ...core.tensor import SLOTS, AffineQuantizedTensor
+from ...kernels.table import case_of, select
+from ...models.configs import AOBaseConfig
+from ...models.handlers import register_quantize_model_handler
+from ...models.plan import PlanRow, plan
+from ...models.report import Report, Row
+from ...models.rules import PlanError
+from ...models.scheme import Scheme
+from .config import LEARN, QATConfig
+from .containers import begin_, end_
+from .fake import Fake, Tensors, ends, flat, held_parts, weigh
+from .modules import FakeQuantized, fake_, fake_modules, faked, unfake_
+
+
+class TargetError(PlanError):
+    """A model is to become something else than it was trained for."""
+
+
+@register_quantize_model_handler(QATConfig)
+def qat(model: nn.Module, config: QATConfig, quantize: Callable[..., Report]) -> Report:
+    """What ``quantize_`` is under a :class:`QATConfig`; the rest of its arguments are in ``quantize``."""
+    options: dict[str, Any] = quantize.keywords  # type: ignore[attr-defined]
+    return _prepare(model, config, quantize, options) if config.step == "prepare" else _convert(model, config, options)
+
+
+# -- prepare ---------------------------------------------------------------------------------------------------------
+
+
+def _prepare(model: nn.Module, config: QATConfig, quantize: Callable[..., Report], options: dict[str, Any]) -> Report:
+    target = config.target
+    assert target is not None
+    keys = ("filter_fn", "on_indivisible", "device")
+    todo = plan(model, target, **{key: options[key] for key in keys})
+    there = {row.name: row for row in todo.rows if row.already}
+    solved = options.get("calibration") is not None or options.get("algorithm") is not None
+    for row in (*todo.active, *there.values()):
+        _check(row)
+        if solved or row.already or config.learn != "none":
+            _check_names(row)
+    report = quantize(model, target, put=partial(_put, config=config, base=target, solved=solved))
+    report.config, report.verb = str(config), "prepared"
+    if options["dry_run"]:
+        return report
+    for out in report.rows:
+        if out.name in there:
+            row = there[out.name]
+            w: Any = row.tensor
+            with torch.inference_mode(False), torch.no_grad():
+                value = nn.Parameter(w.dequantize().contiguous())
+                for place in row.places:
+                    place.set(value)
+                _put(row, out, w, w.error(value), options["device"], config=config, base=target, solved=True)
+    begin_(model, config.start)
+    return report
+
+
+def _check(row: PlanRow) -> None:
+    """Raise PlanError for what cannot be prepared."""
+    if row.call is not None:
+        raise PlanError(f"{row.name}: {row.note} transforms modules for good; there is nothing to train before that")
+    if isinstance(row.tensor, AffineQuantizedTensor) and not row.already:
+        raise PlanError(
+            f"{row.name} is quantized already, as {row.tensor.spec.with_(layout='plain')}; prepare it for that, or "
+            "dequantize_(model) first"
+        )
+    for place in row.places:
+        module, kind = place.module, type(place.module).__name__
+        if "forward" in module.__dict__:
+            raise PlanError(
+                f"{place.name}: forward of this {kind} was replaced on the instance, and would go on in float; remove "
+                "that hook, or leave the layer out by filter_fn"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(f"{place.name}: a scripted module keeps its forward; prepare before scripting")
+
+
+def _check_names(row: PlanRow) -> None:
+    """Raise PlanError where what is to be held beside a parameter has no name left."""
+    for place in row.places:
+        for slot in SLOTS[1:]:
+            if hasattr(place.module, f"{place.param}_{slot}"):
+                raise PlanError(
+                    f"{place.name}: its module has a {place.param}_{slot} already; leave the layer out by filter_fn"
+                )
+
+
+def _put(
+    row: PlanRow, out: Row, w: AffineQuantizedTensor, noise: float, device: Any, *, config: QATConfig,
+    base: AOBaseConfig, solved: bool,
+) -> None:  # fmt: skip
+    """Have a row's modules quantize its parameter at each forward pass, and that start where w is."""
+    assert row.site is not None
+    assert row.scheme is not None
+    for place in row.places if device is not None else ():
+        place.module.to(device)
+    latent = row.places[0].get()
+    stored: Any = w.transpose(-2, -1) if row.site.transposed else w
+    parts = stored.to_layout("plain").plain_parts()
+    tensors, learned, notes = _held(row, parts, config.learn, solved)
+    fake = Fake(base, row.site, row.scheme, row.layout, tuple(tensors), tuple(learned), ends(row.scheme.weight))
+    if solved:
+        latent.data.copy_(_into_cells(fake, latent.detach(), stored, tensors))
+        lost = int((~_same(fake, latent.detach(), tensors, parts)).sum())
+        if lost:
+            notes.append(f"{lost} of {parts.codes.numel()} codes cannot be kept in {latent.dtype}")
+    held = {n: nn.Parameter(t.clone()) if n in learned else t.clone() for n, t in tensors.items()}
+    for module, param in {(id(p.module), p.param): (p.module, p.param) for p in row.places}.values():
+        fake_(module, param, fake, held)
+    out.sqnr, out.bytes_after = noise, int(latent.nbytes) + sum(t.nbytes for t in held.values())
+    out.note = "; ".join(filter(None, (out.note, *notes)))
+    row.tensor = None
+
+
+def _held(row: PlanRow, parts: Parts, learn: str, solved: bool) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """What is held beside a weight, what of it is learned, and what is to be told."""
+    assert row.scheme is not None
+    spec, asked = row.scheme.weight, LEARN[learn]
+    hold = solved or spec.format.kind == "learned" or any(_learnable(spec, name) for name in asked)
+    tensors = dict(flat(parts._replace(act_scale=None, act_zero_point=None))) if hold else {}
+    learned, notes = [name for name in asked if name in tensors], []
+    if "act_scale" in asked and parts.act_scale is not None:
+        if all(_plainly_called(place.module) for place in row.places):
+            tensors["act_scale"], learned = parts.act_scale, [*learned, "act_scale"]
+        else:
+            notes.append("the range of its input stays")
+    if asked and not learned:
+        notes.append("its scales are quantized themselves and are not trained" if spec.scale else "it has no scales")
+    return {n: t.float() if n in learned else t for n, t in tensors.items()}, learned, notes
+
+
+def _learnable(spec: QuantSpec, name: str) -> bool:
+    """Whether that part is stored as plain numbers."""
+    if name in ("scale", "offset"):
+        return isinstance(getattr(spec, name), torch.dtype)
+    return bool(spec.zero_point) if name == "zero_point" else name == "table" and spec.table_shape is not None
+
+
+def _plainly_called(module: nn.Module) -> bool:
+    """Whether its forward is one that sees the input of its weight."""
+    kind = type(module)
+    return hasattr(kind if issubclass(kind, FakeQuantized) else faked(kind), "input_is_seen")
+
+
+def _same(fake: Fake, x: Tensor, tensors: Tensors, parts: Parts) -> Tensor:
+    """Whether codes of a latent weight stand for the numbers of ``parts``; floats have two zeros."""
+    codes, f = held_parts(fake, x, tensors).codes, fake.spec.format
+    if f.kind == "learned":
+        return codes == parts.codes
+    return f.decode(codes, torch.float32) == f.decode(parts.codes, torch.float32)
+
+
+def _into_cells(fake: Fake, x: Tensor, w: AffineQuantizedTensor, tensors: Tensors) -> Tensor:
+    """The float weight, moved to where each element has the code that w has; within the range of the codes."""
+    spec, frame = fake.spec, fake.frame(x, tensors)
+    parts = w.to_layout("plain").plain_parts()
+    exact = frame.flip(dequantize(parts, spec, frame.shape))
+    scale = None if parts.scale is None else w.scale
+    scale = scale.dequantize() if isinstance(scale, AffineQuantizedTensor) else scale
+    size = torch.ones_like(exact) if scale is None else frame.spread(scale.float()).abs()
+    f = spec.format
+    if f.kind == "learned":
+        assert parts.table is not None
+        numbers = parts.table.float().flatten()
+    else:
+        numbers = f.decode(torch.unique(parts.codes), torch.float32)
+    step = float((numbers.max() - numbers.min()) / max(1, len(numbers) - 1)) or 1.0
+
+    def same(y: Tensor) -> Tensor:
+        codes = _same(fake, y.to(x.dtype), tensors, parts)
+        codes = codes.repeat_interleave(f.dim, -1) if f.dim > 1 else codes
+        return frame.back_flat(codes)
+
+    # What lies beyond the range would get no gradient; no element needs to be there.
+    near = torch.minimum(torch.maximum(x.float(), exact - 0.45 * step * size), exact + 0.45 * step * size)
+    start = torch.where(same(x.float()), near, x.float())
+    return into_cells(start, exact, step * size, same).to(x.dtype)
+
+
+# -- convert ---------------------------------------------------------------------------------------------------------
+
+
+def _groups(model: nn.Module) -> Iterator[list[tuple[str, FakeQuantized, str]]]:
+    """(name, module, parameter) of everything that is prepared; what is tied together."""
+    found: dict[int, list[tuple[str, FakeQuantized, str]]] = {}
+    for prefix, module in fake_modules(model):
+        for param in module.fake_quantized:
+            name = f"{prefix}.{param}" if prefix else param
+            found.setdefault(id(getattr(module, param)), []).append((name, module, param))
+    yield from found.values()
+
+
+def _convert(model: nn.Module, config: QATConfig, options: dict[str, Any]) -> Report:
+    """Each prepared parameter becomes its quantized weight, and its module what it was."""
+    given = [n for n in ("calibration", "algorithm", "measure") if options.get(n) not in (None, False)]
+    if given:
+        raise PlanError(f"{', '.join(given)}: converting takes the numbers as they were trained; use it to prepare")
+    pick, device = options["filter_fn"], options["device"]
+    todo = [
+        group
+        for group in _groups(model)
+        if pick is None or any(pick(module, name.rpartition(".")[0]) for name, module, _ in group)
+    ]
+    if not todo:
+        raise PlanError("nothing is prepared here; quantize_(model, QATConfig(config, step='prepare')) first")
+    rows, weights = [], []
+    with torch.inference_mode(False), torch.no_grad():
+        for group in todo:  # everything is checked before anything is changed
+            name, module, param = group[0]
+            fake, latent = module.fake_quantized[param], getattr(module, param)
+            _same_target(name, fake, config.base_config, options["on_indivisible"])
+            for part, tensor in module.held(param).items():
+                if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
+                    raise PlanError(f"{name}: its {part} is not finite; the training diverged")
+            try:
+                w = weigh(fake, latent, module.held(param))
+            except ValueError as error:
+                raise PlanError(str(error)) from error
+            w = w if device is None else w.to(device)
+            upright: Any = w.transpose(-2, -1) if fake.site.transposed else w
+            kernel = select(fake.site.op, case_of(upright)).name
+            note = f"tied: {', '.join(other for other, _, _ in group[1:])}" if len(group) > 1 else ""
+            size, noise = int(latent.nbytes), sqnr(latent, w.dequantize())
+            kind = module.plain.__name__
+            rows.append(Row(name, kind, tuple(w.shape), str(fake.scheme), kernel, size, int(w.nbytes), noise, note))
+            weights.append(w)
+        if not options["dry_run"]:
+            for group, w in zip(todo, weights, strict=True):
+                value = nn.Parameter(w, requires_grad=False)
+                for _, module, param in group:
+                    _replace(module, param, value)
+                    if device is not None:
+                        module.to(device)
+            end_(model)
+    return Report(str(config), rows, verb="converted")
+
+
+def _replace(module: Any, param: str, value: Tensor) -> None:
+    unfake_(module, param)
+    if param in module._parameters:
+        module._parameters[param] = value
+    else:
+        setattr(module, param, value.data)
+
+
+def _same_target(name: str, fake: Fake, config: AOBaseConfig | None, policy: str) -> None:
+    """Raise PlanError where a model is to become something else than it was prepared for."""
+    if config is None or config == fake.config:
+        return
+    try:
+        scheme = config.scheme(config.site(fake.site), policy)
+    except ValueError as error:
+        raise TargetError(f"{name} was prepared with {fake.config}, not {config}: {error}") from error
+    if _numbers(scheme) != _numbers(fake.scheme):
+        raise TargetError(
+            f"{name} was trained to be {fake.scheme} and would become {scheme}; leave base_config out, or prepare with "
+            f"{config}"
+        )
+
+
+def _numbers(scheme: Scheme) -> tuple[Any, ...]:
+    """What decides about the numbers; the least scale does not, but for blocks of zeros."""
+    act = None if scheme.act is None else replace(scheme.act, rule=None, eps=None)
+    return replace(scheme, act=act, rule=None, eps=None), scheme.rule or default_rule(scheme.weight)
+
+
+def remove_fake_quant(model: nn.Module) -> None:
+    """Undo preparing: modules are what they were, with the float parameters as they are now.
+
+    What was held beside them, learned scales too, is gone. Raises ValueError where nothing is prepared.
+    """
+    groups = list(_groups(model))
+    if not groups:
+        raise ValueError("nothing is prepared in this model")
+    for group in groups:
+        for _, module, param in group:
+            unfake_(module, param)
+    end_(model)
