@@ -5,6 +5,7 @@ from .base import LowBitOptimizer
 from .memory import Memory
 from .momentum import Lion8bit, SGD8bit
 from .offload import CPUOffloadOptimizer
+from .proximal import ProximalOptimizer, PruneOptimizer, QuantOptimizer
 
 __all__ = [
     "Adam4bit",
@@ -17,5 +18,8 @@ __all__ = [
     "Lion8bit",
     "LowBitOptimizer",
     "Memory",
+    "ProximalOptimizer",
+    "PruneOptimizer",
+    "QuantOptimizer",
     "SGD8bit",
 ]

@@ -33,8 +33,6 @@ class _Adam(LowBitOptimizer):
         return [*self.STATES][: 3 if group["amsgrad"] else 2]
 
     def check(self, group: dict[str, Any]) -> None:
-        if not all(0 <= beta < 1 for beta in group["betas"]) or len(group["betas"]) != 2:
-            raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}")
         if not group["eps"] >= 0:
             raise ValueError(f"eps must not be negative, got {group['eps']}")
 
@@ -50,13 +48,9 @@ class _AdamW(_Adam):
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, amsgrad: bool = False, *, block_size: int | None = None,
-        bf16_stochastic_round: bool = False, maximize: bool = False, seed: int = 0,
+        weight_decay: float = 1e-2, amsgrad: bool = False, **more: Any,
     ) -> None:  # fmt: skip
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, block_size=block_size,
-            bf16_stochastic_round=bf16_stochastic_round, maximize=maximize, seed=seed,
-        )  # fmt: skip
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **more)
 
 
 class Adam8bit(_Adam):

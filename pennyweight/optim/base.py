@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core import chance
+from ..core.inplace import rounding_by_chance
+from ..core.inplace import write_ as requantize_
+from ..core.spread import as_spread, here, is_spread
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.cpu import optimizer as native
-from . import chance
 from .memory import Memory
 from .rules import Rule
 from .states import KEPT, LEAST, Geometry, Kept, geometry, read, write_, zeros
@@ -29,7 +32,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
     Parameters of fewer than 4096 elements keep float32 states. Those on a CPU are updated by one native call; others,
     and all where the native library is missing, by the plain rule (``memory()`` says which). A step is computed in
     float32. bf16_stochastic_round: bfloat16 parameters are rounded by chance, so that updates smaller than half their
-    last place are not lost. Random numbers are a function of ``seed``, parameter, step and element.
+    last place are not lost; parameters that are quantized themselves always are. Random numbers are a function of
+    ``seed``, parameter, step and element.
     """
 
     STATES: ClassVar[dict[str, str]]
@@ -75,6 +79,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         size = group["block_size"]
         if type(size) is not int or size < 16 or size % 2:
             raise ValueError(f"block_size is the elements under a scale: an even number from 16 on, got {size!r}")
+        if "betas" in group and (len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"])):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}")
         self.check(group)
         for i, p in enumerate(group["params"]):
             if isinstance(p, QT) and not p.requires_grad:
@@ -134,15 +140,15 @@ class LowBitOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         count = int(state["step"].item())
         c = self.numbers(group, count)
-        held = [_local(state[name]) for name in self.names(group)]
+        held = [here(state[name]) for name in self.names(group)]
         kept = [KEPT[self.BITS][self.STATES[name]] for name in self.names(group)]
         key, turn = chance.key(group["seed"], ordinal, *_place(p)), chance.turn(count)
-        mine, g = _local(p), _gradient(p)
+        mine, g = here(p), _gradient(p)
         chanced = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
         why = native.accepts(mine, g, held)
         if why is not True:
             slow[why] += 1
-            self._plain(mine, g, held, kept, c, key, turn, group, chanced)
+            self._plain(mine, g, held, kept, c, key, count, group, chanced)
             return None, None
         values, g = mine.contiguous(), g.contiguous()
         flags = native.MAXIMIZE * bool(group["maximize"]) + native.NESTEROV * bool(group.get("nesterov"))
@@ -158,9 +164,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _plain(
         self, p: Tensor, g: Tensor, held: Sequence[Tensor], kept: Sequence[Kept], c: Sequence[float],
-        key: tuple[int, int], turn: int, group: dict[str, Any], chanced: bool,
+        key: tuple[int, int], count: int, group: dict[str, Any], chanced: bool,
     ) -> None:  # fmt: skip
         """The reference of a step, and what runs where there is no native one."""
+        turn = chance.turn(count)
         wide = torch.float64 if p.dtype is torch.float64 else torch.float32
         x = p.dequantize(wide) if isinstance(p, QT) else p.to(wide, copy=True)
         g = g.to(wide)
@@ -171,6 +178,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 write_(state, value.float(), how, key, turn)
             elif state is not value:
                 state.copy_(value)
+        if isinstance(p, QT):  # by chance: to the nearest, an update below half a step of its codes would be lost
+            with rounding_by_chance(count, *key):
+                requantize_(p, x, update=True)
+            return
         p.copy_(chance.to_bfloat16(x, chance.lower(chance.words(x.shape, key, x.device), turn)) if chanced else x)
 
     def _init(self, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> None:
@@ -179,7 +190,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             state[name] = self._fresh(group, p, name)
 
     def _fresh(self, group: dict[str, Any], p: Tensor, name: str) -> Tensor:
-        mine = _local(p)
+        mine = here(p)
         if p.numel() < self.LEAST:
             dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
             return _like(p, torch.zeros(mine.shape, dtype=dtype, device=mine.device))
@@ -193,11 +204,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
         quantized = floats = float32 = 0
         parameters = [0, 0]
         for p, state in self.state.items():
-            tensors = [_local(t) for name, t in state.items() if name in self.STATES]
+            tensors = [here(t) for name, t in state.items() if name in self.STATES]
             parameters[0 if any(isinstance(t, QT) for t in tensors) else 1] += 1
             quantized += sum(t.nbytes for t in tensors if isinstance(t, QT))
             floats += sum(t.nbytes for t in tensors if not isinstance(t, QT))
-            float32 += 4 * len(tensors) * _local(p).numel()
+            float32 += 4 * len(tensors) * here(p).numel()
         return Memory(quantized, floats, float32, (parameters[0], parameters[1]), self._slow)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -255,7 +266,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                     "that of another model"
                 )
             target = self._fresh(group, p, key)
-            mine, theirs = _local(target), _shard(source, p)
+            mine, theirs = here(target), _shard(source, p)
             if isinstance(mine, QT) and isinstance(theirs, QT) and theirs.spec == mine.spec:
                 mine = mine.with_(parts=theirs.to(mine.device).parts).clone()
                 state[key] = _like(p, mine)
@@ -277,37 +288,31 @@ def _name(group: dict[str, Any], i: int) -> str:
 
 
 def _address(state: Tensor) -> tuple[int, ...]:
-    return (state.data_ptr(), state._scale.data_ptr()) if isinstance(state, QT) else (state.data_ptr(),)  # type: ignore
+    if not isinstance(state, QT):
+        return (state.data_ptr(),)
+    assert state._scale is not None
+    return (state.data_ptr(), state._scale.data_ptr())
 
 
 # -- parameters in shards (DTensor, as FSDP2 makes them) ---------------------------------------------------------------
 
 
-def _sharded(t: Tensor) -> bool:
-    return hasattr(t, "device_mesh")
-
-
-def _local(t: Tensor) -> Tensor:
-    """This rank's part."""
-    return t.to_local() if _sharded(t) else t  # type: ignore[operator]
-
-
 def _place(p: Tensor) -> tuple[int, ...]:
     """What tells this rank's random numbers from those of others."""
-    return tuple(p.device_mesh.get_coordinate() or ()) if _sharded(p) else ()  # type: ignore[attr-defined]
+    return tuple(p.device_mesh.get_coordinate() or ()) if is_spread(p) else ()  # type: ignore[attr-defined]
 
 
 def _gradient(p: Tensor) -> Tensor:
     g = p.grad
     assert g is not None
-    if _sharded(p) and _sharded(g) and g.placements != p.placements:  # type: ignore[attr-defined]
+    if is_spread(p) and is_spread(g) and g.placements != p.placements:  # type: ignore[attr-defined]
         g = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    return _local(g)
+    return here(g)
 
 
 def _like(p: Tensor, mine: Tensor) -> Tensor:
     """This rank's part of a state as the parameter is kept: a shard where that is one."""
-    if not _sharded(p):
+    if not is_spread(p):
         return mine
     from torch.distributed.tensor import DTensor
 
@@ -317,9 +322,4 @@ def _like(p: Tensor, mine: Tensor) -> Tensor:
 
 def _shard(source: Tensor, p: Tensor) -> Tensor:
     """This rank's part of a state that is given whole or in shards."""
-    if not _sharded(p) or _sharded(source):
-        return _local(source)
-    from torch.distributed.tensor import distribute_tensor
-
-    whole = read(source)
-    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()  # type: ignore
+    return here(source if not is_spread(p) or is_spread(source) else as_spread(read(source), p))

@@ -29,10 +29,6 @@ class Lion8bit(LowBitOptimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    def check(self, group: dict[str, Any]) -> None:
-        if not all(0 <= beta < 1 for beta in group["betas"]) or len(group["betas"]) != 2:
-            raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}")
-
     def numbers(self, group: dict[str, Any], step: int) -> list[float]:
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
         return [1 - lr * group["weight_decay"], 0.0, 1 - beta1, 1 - beta2, lr]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import blocks
+from ..core import blocks, chance
 from ..core.choose import choose
 from ..core.inplace import copy_parts_
 from ..core.layouts import get_layout
@@ -18,7 +18,6 @@ from ..core.numerics import Parts, quantize
 from ..core.spec import ADAM4, ADAM4_SQUARES, ADAM8, ADAM8_SQUARES, ADAM_FP8, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.cpu.optimizer import ufloat
-from . import chance
 
 QT = AffineQuantizedTensor
 LEAST = 4096  # elements: smaller parameters keep float32 states, as torchao's and bitsandbytes' do

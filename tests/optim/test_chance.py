@@ -4,8 +4,9 @@ import math
 
 import torch
 
+from pennyweight.core import chance
 from pennyweight.core.formats import UFLOAT8
-from pennyweight.optim import AdamW8bit, chance
+from pennyweight.optim import AdamW8bit
 from pennyweight.optim.states import KEPT, write_, zeros
 
 N = 1 << 20

@@ -23,24 +23,31 @@ pytestmark = [
 ]
 
 
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def resumed(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path | str) -> list[float]:
+    """Losses of the steps after a checkpoint, in a model and an optimizer that knew nothing of it."""
+    room = states(model, optimizer)
+    dcp.load(room, checkpoint_id=folder)
+    model.load_state_dict(room["model"])
+    set_optimizer_state_dict(model, optimizer, room["optimizer"])
+    return losses(model, optimizer, range(4, 8))
+
+
 @pytest.mark.parametrize("cls", [AdamW8bit, AdamW4bit])
 def test_a_distributed_checkpoint_resumes_bit_for_bit(cls: Any, tmp_path: Path) -> None:
     """In one process, through the functions that trainers use."""
     model = Net()
     optimizer = cls(model.parameters(), lr=2e-3)
     losses(model, optimizer, range(4))
-    saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(saved, checkpoint_id=tmp_path)
+    dcp.save(states(model, optimizer), checkpoint_id=tmp_path)
     wanted = losses(model, optimizer, range(4, 8))
     torch.manual_seed(5)
     model = Net()
     nn.init.ones_(model.up.weight)
-    optimizer = cls(model.parameters(), lr=1e-5)
-    room = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(room, checkpoint_id=tmp_path)
-    model.load_state_dict(room["model"])
-    set_optimizer_state_dict(model, optimizer, room["optimizer"])
-    assert losses(model, optimizer, range(4, 8)) == wanted
+    assert resumed(model, cls(model.parameters(), lr=1e-5), tmp_path) == wanted
 
 
 def _shards(rank: int, port: int, folder: str) -> None:
@@ -70,17 +77,11 @@ def _shards(rank: int, port: int, folder: str) -> None:
         assert isinstance(state.to_local(), QT) == (p.numel() >= 4096)
     assert optimizer.memory().parameters == (2, 2)
     assert optimizer.memory().ratio < 0.27
-    saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(saved, checkpoint_id=folder)
+    dcp.save(states(model, optimizer), checkpoint_id=folder)
     wanted = losses(model, optimizer, range(4, 8))
 
     model = sharded()
-    optimizer = AdamW8bit(model.parameters(), lr=1e-5)
-    room = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(room, checkpoint_id=folder)
-    model.load_state_dict(room["model"])
-    set_optimizer_state_dict(model, optimizer, room["optimizer"])
-    assert losses(model, optimizer, range(4, 8)) == wanted
+    assert resumed(model, AdamW8bit(model.parameters(), lr=1e-5), folder) == wanted
     torch.save({"begun": begun, "wanted": wanted}, f"{folder}/losses-{rank}.pt")
     dist.destroy_process_group()
 
