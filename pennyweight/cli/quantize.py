@@ -12,6 +12,7 @@ from .errors import Traceback, clearly
 from .evaluate import MaxKL, Texts, check_bound
 from .jobs import check_report_path, make_room, progress_bar, stopped, tell
 from .names import CONFIGS, build
+from .ranks import first, over_ranks, world
 
 if TYPE_CHECKING:
     from ..models.report import Report
@@ -83,6 +84,8 @@ def quantize(
 
     With --algorithm or --budget the model is loaded and run on --calibration. With --max-kl both models are loaded and
     run on --text, and nothing is written unless it passes.
+
+    torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes.
     """
     from ..models.report import nbytes_of
 
@@ -106,6 +109,12 @@ def quantize(
     if max_kl is not None and dry_run:
         raise ValueError("--max-kl judges what was written; leave out --dry-run")
 
+    several = world() > 1
+    if several and (algorithm or budget or max_kl is not None):
+        raise ValueError(
+            "--algorithm, --budget and --max-kl run the model, in one process; start them without torchrun"
+        )
+
     from ..io import quantize_checkpoint
     from .contents import contents
 
@@ -124,7 +133,7 @@ def quantize(
         assert chosen is not None
         return quantize_checkpoint(
             model_dir, folder, chosen, skip=tuple(skip or ()), on_indivisible=on_indivisible,
-            max_shard_bytes=max_shard_bytes, **how,
+            max_shard_bytes=max_shard_bytes, ranks=several and not how.get("dry_run"), **how,
         )  # fmt: skip
 
     if os.path.realpath(model_dir) == os.path.realpath(out_dir):
@@ -147,8 +156,11 @@ def quantize(
             report = learned(progress=told, resume=None if budget else resume)
         after = contents(out_dir).file_bytes
     else:
-        make_room(out_dir, force, job)
-        with progress_bar() as told, stopped():
-            report = job(progress=told, resume=resume)
+        with over_ranks():
+            if first():
+                make_room(out_dir, force, job)
+            with progress_bar() if first() else nullcontext() as told, stopped():
+                report = job(progress=told, resume=resume)
         after = contents(out_dir).file_bytes
-    tell(report, before, after, report_path)
+    if first():
+        tell(report, before, after, report_path)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from .checkpoint import INDEX
 from .container import place
@@ -15,6 +16,7 @@ from .native import Item, metadata_of
 from .progress import Progress, fingerprint
 from .shards import is_ours, shard_names
 from .streaming import Noise
+from .team import Team
 from .write import Writer, index_bytes, publish, write_bytes
 
 Told = Callable[[int, int, str], None]
@@ -57,32 +59,60 @@ def check_places(files: Iterable[str], source: str, dst: str) -> None:
         raise CheckpointError(dst, None, "is no folder")
 
 
-def carry_out(job: Job, dst: str, resume: bool, told: Told | None) -> dict[str, float]:
+def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool = False) -> dict[str, float]:
     """Write it all; SQNR by name of what was quantized. Raises OSError where the disk refuses; what is finished by
-    then stays for ``resume``."""
+    then stays for ``resume``.
+
+    ranks: every rank of torch.distributed does this job, and each writes its share of the files; rank 0 keeps the
+    progress, and writes the index when all are in their places.
+    """
     names = shard_names(len(job.shards))
-    os.makedirs(dst, exist_ok=True)
-    progress = _begin(job, dst, resume)
-    job.side(dst)
+    shards = dict(zip(names, job.shards, strict=True))
+    team = Team(dst, ranks)
+    told = told if team.rank == 0 else None
+    mark = fingerprint(job.files, job.labels, job.shards, job.metadata)
+    team.same("what they are to write", mark)
+    progress = Progress(dst, mark)
+    progress.done = team.first(lambda: _begin(job, dst, resume, progress))
     count = 0
-    for name, shard in zip(names, job.shards, strict=True):
-        fresh = name not in progress.done
-        if fresh:
-            _write_shard(job, os.path.join(dst, name), shard, count, told)
-            progress.add(name, {i.name: job.noise.sqnr(i.name) for i in shard if i.name in job.noise.signal})
-        count += sum(i.meta is not None for i in shard)
-        if not fresh and told is not None:
+    left = [name for name in names if name not in progress.done]
+    for name in progress.done:
+        count += sum(i.meta is not None for i in shards[name])
+        if told is not None:
             told(count, job.total, name)
-    if len(names) > 1:
-        weight_map = {s: n for n, shard in zip(names, job.shards, strict=True) for i in shard for s in i.stored}
+    for start in range(0, len(left), team.size):
+        turn = left[start : start + team.size]
+        mine = turn[team.rank] if team.rank < len(turn) else None
+        done = team.step(partial(_write_one, job, dst, mine, shards, count, told))
+        for name, sqnr in zip(turn, done, strict=False):
+            progress.done[name] = sqnr
+            count += sum(i.meta is not None for i in shards[name])
+        team.first(progress.write)
+    team.first(lambda: _end(job, dst, shards, progress))
+    return {n: v for name in names for n, v in progress.done[name].items()}
+
+
+def _write_one(
+    job: Job, dst: str, name: str | None, shards: dict[str, list[Item]], count: int, told: Told | None
+) -> dict[str, float]:
+    """Write a file of the result; SQNR of what is in it."""
+    if name is None:
+        return {}
+    _write_shard(job, os.path.join(dst, name), shards[name], count, told)
+    return {i.name: job.noise.sqnr(i.name) for i in shards[name] if i.name in job.noise.signal}
+
+
+def _end(job: Job, dst: str, shards: dict[str, list[Item]], progress: Progress) -> None:
+    if len(shards) > 1:
+        weight_map = {s: n for n, shard in shards.items() for i in shard for s in i.stored}
         write_bytes(os.path.join(dst, INDEX), index_bytes(weight_map, job.nbytes))
     os.unlink(progress.path)
-    return {n: v for sqnr in progress.done.values() for n, v in sqnr.items()}
 
 
-def _begin(job: Job, dst: str, resume: bool) -> Progress:
-    """The progress of this job in dst, on disk; room for the rest, and nothing there that is not of this job."""
-    progress = Progress(dst, fingerprint(job.files, job.labels, job.shards, job.metadata))
+def _begin(job: Job, dst: str, resume: bool, progress: Progress) -> dict[str, dict[str, float]]:
+    """What is done of this job in dst; its progress is on disk then, and there is room for the rest, the small files,
+    and nothing that is not of this job."""
+    os.makedirs(dst, exist_ok=True)
     found = resume and progress.read()
     there = [n for n in os.listdir(dst) if is_ours(n)]
     if not found and not os.path.lexists(progress.path) and there:
@@ -103,7 +133,8 @@ def _begin(job: Job, dst: str, resume: bool) -> Progress:
         if not progress.done:
             os.unlink(progress.path)
         raise
-    return progress
+    job.side(dst)
+    return progress.done
 
 
 def check_room(folder: str, need: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
-from ..models.prepare import prepare
+from ..kernels.prepare import prepare
 from .container import Entry
 from .detect import open as open_any
 from .errors import CheckpointError

@@ -14,6 +14,7 @@ import torch
 from ..core import blocks
 from ..core.choose import RULES
 from ..core.learned import DTYPE as TABLE_DTYPE
+from ..core.packing import stream_shape
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec, check_keys, dtype_name
 from .container import MAX_AXES, check_name, size_of
 from .strict_json import parse
@@ -94,8 +95,7 @@ def _value_parts(name: str, spec: QuantSpec, shape: tuple[int, ...]) -> Stored:
         if isinstance(kind, QuantSpec):
             out |= _value_parts(f"{name}.{slot}", kind, part_shape)
         elif slot == "zero_point" and spec.zero_point_bits < 8 and part_shape:
-            size = -(-part_shape[-1] * spec.zero_point_bits // 8)
-            out[f"{name}.{slot}"] = (torch.uint8, (*part_shape[:-1], size))
+            out[f"{name}.{slot}"] = (torch.uint8, stream_shape(part_shape, spec.zero_point_bits))
         else:
             out[f"{name}.{slot}"] = (kind, part_shape)
     if spec.table_shape is not None:
@@ -105,11 +105,8 @@ def _value_parts(name: str, spec: QuantSpec, shape: tuple[int, ...]) -> Stored:
 
 def codes_stored(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
     """dtype and shape of stored codes."""
-    padded = spec.codes_shape(shape)
-    bits = spec.format.bits
-    if bits == 8:
-        return spec.format.code_dtype, padded
-    return torch.uint8, (*padded[:-1], -(-padded[-1] * bits // 8)) if padded else ()
+    padded, bits = spec.codes_shape(shape), spec.format.bits
+    return (spec.format.code_dtype, padded) if bits == 8 else (torch.uint8, stream_shape(padded, bits))
 
 
 def dump(manifest: Manifest) -> str:

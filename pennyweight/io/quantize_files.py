@@ -49,6 +49,7 @@ def quantize_checkpoint(
     resume: bool = True,
     dry_run: bool = False,
     progress: Told | None = None,
+    ranks: bool = False,
 ) -> Report:
     """Quantize a float checkpoint on disk into the format of docs/format.md, and say what happened.
 
@@ -62,6 +63,8 @@ def quantize_checkpoint(
     resume           go on with a job that was stopped here; the result is the same, byte for byte
     dry_run          only plan and check
     progress         called with (done, total, name)
+    ranks            every rank of torch.distributed makes this call, and each writes its share of the files; the result
+                     is that of one process, byte for byte. Where one fails or dies, all raise
 
     Memory stays near the largest tensor's, below it where rows can be quantized by themselves. Small files beside the
     weights (configs, tokenizers; no code) are copied, config.json gets a "quantization_config". Raises PlanError for
@@ -73,7 +76,7 @@ def quantize_checkpoint(
         decided = _decide(source, config, filter_fn, tuple(skip), on_indivisible, max_shard_bytes)
         check_places([file.path for file in source.files], source.path, dst)
         if not dry_run:
-            _fill_report(decided, carry_out(decided.job, dst, resume, progress))
+            _fill_report(decided, carry_out(decided.job, dst, resume, progress, ranks))
     return decided.report
 
 

@@ -1,0 +1,37 @@
+"""A command under torchrun: one job over several processes, of which the first speaks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def world() -> int:
+    """Number of processes that torchrun has started; 1 without it."""
+    try:
+        return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    except ValueError:
+        raise ValueError(f"WORLD_SIZE={os.environ['WORLD_SIZE']!r} is no number; start with torchrun") from None
+
+
+def first() -> bool:
+    """Whether this process is the one that speaks."""
+    return world() == 1 or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def over_ranks() -> Iterator[None]:
+    """A group of all processes that torchrun has started; nothing without it."""
+    if world() == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise ValueError("this torch has no gloo, which several processes speak by; start without torchrun")
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

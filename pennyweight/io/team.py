@@ -1,0 +1,66 @@
+"""Several ranks that write one checkpoint: each step is done by all, and fails for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import CheckpointError
+
+
+class Team:
+    """The ranks of torch.distributed, or this process alone."""
+
+    def __init__(self, folder: str, together: bool) -> None:
+        if together and not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "ranks=True needs torch.distributed: start the program with torchrun, and init_process_group"
+            )
+        self.folder = folder
+        self.size = dist.get_world_size() if together else 1
+        self.rank = dist.get_rank() if together else 0
+
+    def step(self, work: Callable[[], Any]) -> list[Any]:
+        """What ``work`` gives on each rank, on every rank.
+
+        Raises this rank's own error, or CheckpointError that says which rank had one or is no longer there. None of
+        them waits for a rank that has stopped.
+        """
+        if self.size == 1:
+            return [work()]
+        mine: tuple[Any, str | None] = (None, None)
+        failed: BaseException | None = None
+        try:
+            mine = (work(), None)
+        except Exception as error:
+            failed, mine = error, (None, f"{type(error).__name__}: {error}")
+        theirs: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(theirs, mine)
+        except RuntimeError as error:
+            if failed is not None:
+                raise failed from None
+            raise CheckpointError(
+                self.folder, None,
+                f"rank {self.rank} lost another rank ({str(error).splitlines()[0][:120]}); no index was written, "
+                "finished files stay, and the same command goes on from there",
+            ) from error  # fmt: skip
+        if failed is not None:
+            raise failed
+        for rank, (_, error_) in enumerate(theirs):
+            if error_ is not None:
+                raise CheckpointError(self.folder, None, f"rank {rank} stopped: {error_}")
+        return [value for value, _ in theirs]
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` gives on rank 0, where alone it runs."""
+        return self.step(lambda: work() if self.rank == 0 else None)[0]
+
+    def same(self, what: str, mine: str) -> None:
+        """Raise CheckpointError on every rank where they differ in something."""
+        if any(theirs != mine for theirs in self.step(lambda: mine)):
+            raise CheckpointError(
+                self.folder, None, f"ranks differ in {what}; give all the same source, config and release, and one disk"
+            )
