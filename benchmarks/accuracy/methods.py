@@ -5,7 +5,6 @@ Scales of groups are float16, as peers store them; configs by name would take th
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -20,25 +19,44 @@ from benchmarks.accuracy.subjects import Subject
 Make = Callable[[], Any]
 
 
-def _quantized(config: Make, algorithm: Any = None, **options: Any) -> Callable[[Subject, nn.Module], Any]:
-    """A row's run. Where all inputs stay float, weights become their values in float32, to be run as a peer's are."""
+STEPS, WRITTEN = 400, 256  # of "distill", and sequences that the model writes for it
+Data = Callable[[Subject, nn.Module], Any]
+
+
+def _quantized(config: Make, algorithm: Any = None, data: Data | None = None) -> Callable[[Subject, nn.Module], Any]:
+    """A row's run. Where all inputs stay float, weights become their values in float32, to be run as a peer's are.
+
+    algorithm   a recipe, or a function of the subject that gives one
+    data        what it is calibrated on, by subject and float model; default: the subject's calibration data
+    """
 
     def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
         import pennyweight as pw
 
         more: dict[str, Any] = {}
         if algorithm is not None:
-            if "algorithm" not in inspect.signature(pw.quantize_).parameters:
-                raise NotImplementedError("quantize_ has no algorithms in this version")
-            more = {"algorithm": algorithm, "calibration": subject.calibration(), **options}
+            recipe = algorithm(subject) if callable(algorithm) else algorithm
+            batches = subject.calibration() if data is None else data(subject, model)
+            more = {"algorithm": recipe, "calibration": batches}
         pw.quantize_(model, config(), lambda module, name: name in subject.layers, **more)
-        bits = bits_of(model, subject)
-        weights = [t for t in model.state_dict().values() if isinstance(t, pw.AffineQuantizedTensor)]
-        if all(w.act is None for w in weights):
-            pw.dequantize_(model)
-        return model, bits
+        return _as_run(model, subject)
 
     return run
+
+
+def _as_run(model: nn.Module, subject: Subject) -> tuple[nn.Module, float]:
+    """(the model as peers are run, its bits a weight)."""
+    import pennyweight as pw
+
+    bits = bits_of(model, subject)
+    weights = [t for t in model.state_dict().values() if isinstance(t, pw.AffineQuantizedTensor)]
+    if all(w.act is None for w in weights):
+        pw.dequantize_(model)
+    return model, bits
+
+
+def _small_batches(subject: Subject) -> list[Any]:
+    return [part for batch in subject.calibration() for part in _in_parts(batch, 8)]
 
 
 @lru_cache(maxsize=1)
@@ -49,9 +67,8 @@ def _table(folder: str) -> Any:
     import pennyweight as pw
 
     subject = Subject.open(Path(folder))
-    batches = [part for batch in subject.calibration() for part in _in_parts(batch, 8)]
     return pw.search(
-        subject.model(), batches, "4.25 bpw", candidates=MIXED, metric=_metric(subject),
+        subject.model(), _small_batches(subject), "4.25 bpw", candidates=MIXED, metric=_metric(subject),
         filter_fn=lambda module, name: name in subject.layers,
     )  # fmt: skip
 
@@ -80,12 +97,9 @@ def _mixed(budget: str, tuned: bool = False) -> Callable[[Subject, nn.Module], A
         import pennyweight as pw
 
         found = _table(str(subject.folder)).within(budget)
-        batches = [part for batch in subject.calibration() for part in _in_parts(batch, 8)]
         steps = ["auto", _tune(subject)] if tuned else ["auto"]
-        pw.quantize_(model, found.config, calibration=batches, algorithm=steps)
-        bits = bits_of(model, subject)
-        pw.dequantize_(model)
-        return model, bits
+        pw.quantize_(model, found.config, calibration=_small_batches(subject), algorithm=steps)
+        return _as_run(model, subject)
 
     return run
 
@@ -97,45 +111,26 @@ def _tune(subject: Subject) -> Any:
 
 
 def _tuned(config: Make, *steps: str) -> Callable[[Subject, nn.Module], Any]:
-    def run(subject: Subject, model: nn.Module) -> Any:
-        return _quantized(config, [*steps, _tune(subject)])(subject, model)
-
-    return run
+    return _quantized(config, lambda subject: [*steps, _tune(subject)])
 
 
 def _distilled(config: Make) -> Callable[[Subject, nn.Module], Any]:
-    """Codes learned, too; a language model also learns from 256 sequences that it writes itself."""
+    """Codes learned, too; a language model also learns from sequences that it writes itself."""
 
-    def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
+    def data(subject: Subject, model: nn.Module) -> list[Any]:
         import pennyweight as pw
 
-        batches = [part for batch in subject.calibration() for part in _in_parts(batch, 8)]
-        if subject.kind == "causal":
-            batches += pw.sample(model, 256, 256)
-        steps = ["auto", {"distill": {"steps": 400, "metric": _metric(subject)}}]
-        pw.quantize_(model, config(), lambda module, name: name in subject.layers, calibration=batches, algorithm=steps)
-        bits = bits_of(model, subject)
-        pw.dequantize_(model)
-        return model, bits
+        written = pw.sample(model, WRITTEN, 256) if subject.kind == "causal" else []
+        return [*_small_batches(subject), *written]
 
-    return run
+    return _quantized(config, lambda subject: ["auto", {"distill": {"steps": STEPS, "metric": _metric(subject)}}], data)
 
 
-def _sampled(config: Make, algorithm: Any) -> Callable[[Subject, nn.Module], Any]:
-    """Calibrated on what the model itself writes."""
+def _own_text(subject: Subject, model: nn.Module) -> Any:
+    """What the model itself writes."""
+    import pennyweight as pw
 
-    def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
-        import pennyweight as pw
-
-        batches = pw.sample(model, 64, 256)
-        pw.quantize_(
-            model, config(), lambda module, name: name in subject.layers, calibration=batches, algorithm=algorithm
-        )
-        bits = bits_of(model, subject)
-        pw.dequantize_(model)
-        return model, bits
-
-    return run
+    return pw.sample(model, 64, 256)
 
 
 def _spec(text: str, group: int, rule: str | None = None, **fields: Any) -> Make:
@@ -261,7 +256,7 @@ ROWS = (
     ),
     Row("int4 g128 auto", _quantized(SYM4, "auto"), None),
     Row("int4 g128 zero point auto", _quantized(ASYM4, "auto"), None),
-    Row("int4 g128 zero point auto, own text", _sampled(ASYM4, "auto"), None, subjects=("causal",)),
+    Row("int4 g128 zero point auto, own text", _quantized(ASYM4, "auto", _own_text), None, subjects=("causal",)),
     Row("int4 g128 zero point auto tune", _tuned(ASYM4, "auto"), None, slow=True),
     Row("int4 g128 zero point auto distill", _distilled(ASYM4), None, slow=True),
     Row("int4 g128 zero point rotate auto", _quantized(ASYM4, ["rotate", "auto"]), None, subjects=("lm",)),

@@ -57,9 +57,11 @@ class Solver:
 
     needs: names of statistics; without any it runs on weights alone. A layer that saw no data is rounded to nearest.
     wants: names of statistics that it can do without.
+    learns: whether it finds the numbers of formats that have none of their own.
     """
 
     name: ClassVar[str] = ""
+    learns: ClassVar[bool] = False
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -88,10 +88,14 @@ def fixing_ones(n: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     inner = torch.eye(n, dtype=torch.float64)
     inner[1:, 1:] = random_orthogonal(n - 1, generator)
-    u = torch.full((n,), n**-0.5, dtype=torch.float64)  # the reflection I - 2 u u^T takes e1 to (1, .. 1) / sqrt(n)
+    return mirror(n) @ inner @ mirror(n)
+
+
+def mirror(n: int) -> Tensor:
+    """The reflection that takes (1, 0, .. 0) to (1, .. 1) / sqrt(n), and back: float64 [n, n], n > 1."""
+    u = torch.full((n,), n**-0.5, dtype=torch.float64)
     u[0] -= 1
-    reflection = torch.eye(n, dtype=torch.float64) - 2 * torch.outer(u, u) / u.dot(u)
-    return reflection @ inner @ reflection
+    return torch.eye(n, dtype=torch.float64) - 2 * torch.outer(u, u) / u.dot(u)
 
 
 def _two() -> Tensor:

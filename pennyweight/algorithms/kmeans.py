@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class KMeans(Solver):
     steps of each sweep. Over the calibration inputs the output is no further from the weight's own than under the table
     of plain k-means. Formats with numbers of their own are rounded to nearest.
     """
+
+    learns: ClassVar = True
 
     damping: float = 0.01
     rounds: int = 20
@@ -83,7 +86,7 @@ class KMeans(Solver):
 def learner(solver: Solver, spec: QuantSpec, stats: Mapping[str, Tensor]) -> Solver:
     """The solver itself; for a learned format one that learns from the statistics there are. Round-to-nearest there is
     k-means of the weight alone."""
-    if spec.format.kind != "learned" or isinstance(solver, (KMeans, Nearest)):
+    if spec.format.kind != "learned" or solver.learns:
         return solver
     if "hessian" in stats:
         return KMeans()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import blocks
+from ..core.cells import into_cells
 from ..core.choose import Params
 from ..core.numerics import ordered, part_value, stored_value, unordered
 from ..core.tensor import AffineQuantizedTensor
@@ -59,9 +60,7 @@ class Weight:
         off = torch.where(off.isfinite(), off, 0.0)
         numbers = f.decode(torch.unique(codes), torch.float32)
         self.step = float((numbers.max() - numbers.min()) / max(1, len(numbers) - 1)) or 1.0
-        self.start, near = self.was + 0.9 * off, off.clamp(-self.step, self.step)
-        for share in (0.45, 0.3, 0.15, 0.0):  # what was rounded away from its nearest number lies next to the border
-            self.start = torch.where(f.encode(self.start) == codes, self.start, self.was + share * near)
+        self.start = into_cells(self.was + off, self.was, self.step, lambda x: f.encode(x) == codes)
         self.free = (self._view(weight) != 0).float()
         self.codes = [torch.zeros_like(self.start).requires_grad_()]
 

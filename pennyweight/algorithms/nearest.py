@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,7 +37,10 @@ def nearest_parts(task: Task) -> tuple[Parts, Tensor]:
 @register("nearest")
 @dataclass(frozen=True)
 class Nearest(Solver):
-    """Each element becomes the nearest number of its block's grid. Needs no data."""
+    """Each element becomes the nearest number of its block's grid; learned numbers are k-means of the weight alone.
+    Needs no data."""
+
+    learns: ClassVar = True
 
     def solve(self, task: Task) -> Solution:
         return Solution(nearest_parts(task)[0])

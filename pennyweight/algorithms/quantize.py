@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.numerics import dequantize
+from ..core.spread import is_spread, whole
 from ..core.tensor import AffineQuantizedTensor
 from ..models import quantize as plainly
 from ..models.configs import AOBaseConfig
+from ..models.handlers import MODEL_HANDLERS
 from ..models.plan import Plan, PlanRow, plan
 from ..models.report import Report
 from ..models.rules import Filter, PlanError
@@ -84,7 +87,24 @@ def quantize_(
         raise PlanError(
             "an algorithm needs a config such as Int4WeightOnlyConfig(); a function over modules says nothing"
         )
+    run = partial(
+        _quantize, filter_fn=filter_fn, device=device, calibration=calibration, algorithm=algorithm, resume=resume,
+        spill=spill, max_ram=max_ram, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
+        on_slower=on_slower, progress=progress,
+    )  # fmt: skip
+    handler = MODEL_HANDLERS.get(type(config))
+    return run(model, config) if handler is None else handler(model, config, run)
+
+
+def _quantize(
+    model: nn.Module, config: AOBaseConfig, *, filter_fn: Filter | None, device: Any, calibration: Any, algorithm: Any,
+    resume: str | Path | None, spill: str | Path | None, max_ram: str | int | None, dry_run: bool, on_indivisible: str,
+    measure: bool | Sequence[int], on_slower: str, progress: Any, put: plainly.Put | None = None,
+) -> Report:  # fmt: skip
     recipe = recipes.read("auto" if algorithm is None else algorithm)
+    if put is not None and recipe.tuners:
+        names = ", ".join(tuner.name for tuner in recipe.tuners)
+        raise PlanError(f"{names}: tuners train weights that are quantized for good; leave them out, and train instead")
     batches = _batches(calibration, recipe)
     limit = None if max_ram is None else memory.amount(max_ram)
     with torch.inference_mode(False), torch.no_grad():
@@ -94,6 +114,12 @@ def quantize_(
         )  # fmt: skip
         if dry_run:
             return todo.report()
+        spread = next((row.name for row in todo.active if is_spread(row.tensor)), None)
+        if spread is not None and (recipe.needs_data or recipe.rewrites or recipe.tuners):
+            raise PlanError(
+                f"{spread} is spread over ranks already, and {recipe} runs the whole model on data; quantize_ it first "
+                "(each rank with its own data), then parallelize_module"
+            )
         notes: dict[str, list[str]] = {}
         for rewrite in recipe.rewrites:
             target = {row.name: row.scheme for row in todo.active if row.call is None}
@@ -102,7 +128,7 @@ def quantize_(
         teacher = copy.deepcopy(model) if recipe.tuners else None
         report = todo.report()
         journal = None if resume is None else Journal(resume, model, todo, recipe, batches)
-        _carry_out(model, todo, report, device, recipe.solver, batches, (spill, limit), journal, progress)
+        _carry_out(model, todo, report, device, recipe.solver, batches, (spill, limit), journal, progress, put)
         for tuner in recipe.tuners:
             assert teacher is not None
             _add(notes, tuner.tune(model, teacher, batches))
@@ -139,7 +165,7 @@ def _batches(calibration: Any, recipe: recipes.Recipe) -> list[Any]:
 
 def _carry_out(
     model: nn.Module, todo: Plan, report: Report, device: Any, solver: Solver, batches: list[Any],
-    store: tuple[str | Path | None, float | None], journal: Journal | None, progress: Any,
+    store: tuple[str | Path | None, float | None], journal: Journal | None, progress: Any, put: plainly.Put | None,
 ) -> None:  # fmt: skip
     pairs = {row.name: (row, out) for row, out in zip(todo.rows, report.rows, strict=True) if row.active}
     total, done = len(pairs), 0
@@ -155,7 +181,7 @@ def _carry_out(
             if journal is not None and kept is None:
                 journal.put(name, (weight, sqnr, out.error, note))
             out.note = "; ".join(filter(None, (out.note, note)))
-            plainly.put_(row, out, weight, sqnr, device)
+            (put or plainly.put_)(row, out, weight, sqnr, device)
         done += 1
         if progress is not None:
             progress(done, total, name)
@@ -196,7 +222,7 @@ def solve_row(row: PlanRow, solver: Solver, seen: Seen | None = None, device: An
     assert row.scheme is not None
     assert row.site is not None
     assert row.tensor is not None
-    x = row.tensor.detach()
+    x = whole(row.tensor.detach())
     if isinstance(x, AffineQuantizedTensor):
         x = x.dequantize()
     x = x if device is None else x.to(device)

@@ -16,6 +16,7 @@ from .base import Rewrite, register
 from .couples import Couple, Gain, Rows, find, read_together
 from .hadamard import fixing_ones, rotation
 from .online import RotatedLinear, rotate_inputs_, undo_
+from .spin import learned
 from .stream import Stream, find_stream
 from .trace import Matrix, trace
 from .unchanged import Kept, apart, outputs, probe, tolerance
@@ -39,6 +40,8 @@ class Rotate(Rewrite):
             :class:`pennyweight.algorithms.online.RotatedLinear` then
     untie   a table that is both embedding and output is made two, where the last norm's gain is folded into the output.
             The state dict keeps its names; the config's tie_word_embeddings becomes False
+    learn   steps in which the stream's rotation is learned from all of the calibration data, from this one on, at
+            ``rate`` (SpinQuant); 0: it stays. See :func:`pennyweight.algorithms.spin.learned`
     create_bias     the output gets a bias where a LayerNorm's must be folded into it and it has none
     """
 
@@ -48,11 +51,20 @@ class Rotate(Rewrite):
     online: bool = False
     untie: bool = True
     create_bias: bool = True
+    learn: int = 0
+    rate: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.learn < 0 or not self.rate > 0:
+            raise ValueError(f"rotate: learn is a number of steps at a positive rate, got {self.learn} at {self.rate}")
+        if self.learn and not self.stream:
+            raise ValueError("rotate: what is learned is the rotation of the residual stream; learn needs stream=True")
 
     @torch.no_grad()
     def apply(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
-        """See :class:`Rewrite`. batches: only the first is run. Raises PlanError, the model as it was, where it has no
-        residual stream that can be rotated, and where its outputs change after all."""
+        """See :class:`Rewrite`. batches: only the first is run, unless it learns. Raises PlanError, the model as it
+        was, where it has no residual stream that can be rotated, and where its outputs change after all."""
+        batches = list(batches) if self.learn else batches
         batch = next(iter(batches), None)
         if batch is None:
             raise PlanError("rotate runs the model to see what it is made of; pass calibration=batches")
@@ -67,7 +79,7 @@ class Rotate(Rewrite):
         reference = outputs(model, batch)
         change = _Change(model, stream, heads)
         try:
-            notes = change.make(self, tuple(target))
+            notes = change.make(self, target, batches)
             off = apart(reference, outputs(model, batch))
             if off > tolerance(model):
                 raise PlanError(
@@ -92,7 +104,7 @@ class _Change:
     config: tuple[Any, Any] | None = None
     online: list[nn.Module] = field(default_factory=list)
 
-    def make(self, options: Rotate, target: tuple[str, ...]) -> dict[str, str]:
+    def make(self, options: Rotate, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
         s = self.stream
         notes: dict[str, str] = {}
         tensors = [t for gain, readers in s.norms for t in (*gain.tensors(), *_of(readers))]
@@ -105,24 +117,6 @@ class _Change:
         more = self._untie(options)
         for gain, readers in s.norms:
             self._fold(gain, readers, options.create_bias, notes)
-        q = torch.empty(0) if not s.width else (fixing_ones if s.centred else rotation)(s.width, options.seed)
-        done: set[int] = set()
-        for r in (r for _, readers in s.norms for r in readers):
-            if id(r.weight) not in done:
-                done.add(id(r.weight))
-                r.view.copy_(r.view.double() @ q.to(r.weight.device))
-            notes[r.name] = "; ".join(filter(None, ("rotated", notes.get(r.name), more.get(r.name))))
-        for w in s.writers:
-            if id(w.weight) not in done:
-                done.add(id(w.weight))
-                _write(w, q.to(w.weight.device))
-            notes.setdefault(w.name, "rotated")
-        for _, module, name in s.parameters:
-            p = module._parameters[name]
-            assert p is not None
-            if id(p) not in done:
-                done.add(id(p))
-                p.data.copy_(p.data.double() @ q.to(p.device))
         for couple in self.heads:
             _turn_heads(couple, options.seed + 1)
             for r in couple.readers:
@@ -133,6 +127,27 @@ class _Change:
             if isinstance(self.model.get_submodule(layer), RotatedLinear):
                 self.online.append(self.model.get_submodule(layer))
             notes[name] = "; ".join(filter(None, (notes.get(name), text)))
+        q = torch.empty(0) if not s.width else (fixing_ones if s.centred else rotation)(s.width, options.seed)
+        if options.learn:
+            q, notes[""] = learned(self.model, s, q, target, batches, options.learn, options.rate)
+        done: set[int] = set()
+        for r in (r for _, readers in s.norms for r in readers):
+            if id(r.weight) not in done:
+                done.add(id(r.weight))
+                r.view.copy_(r.view.double() @ q.to(r.weight.device))
+            notes[r.name] = "; ".join(filter(None, ("rotated", notes.get(r.name), more.get(r.name))))
+        for w in s.writers:
+            if id(w.weight) not in done:
+                done.add(id(w.weight))
+                _write(w, q.to(w.weight.device))
+            known = notes.get(w.name, "")
+            notes[w.name] = known if known.startswith("rotated") else "; ".join(filter(None, ("rotated", known)))
+        for _, module, name in s.parameters:
+            p = module._parameters[name]
+            assert p is not None
+            if id(p) not in done:
+                done.add(id(p))
+                p.data.copy_(p.data.double() @ q.to(p.device))
         return notes
 
     def undo(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
+from ..core.layouts import portable_layout
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor
 from ..models.calling import call
@@ -285,7 +286,7 @@ def _solve(
 
 def _packed(row: PlanRow) -> str:
     assert row.scheme is not None
-    return "bits" if row.scheme.weight.format.bits < 8 else "plain"
+    return portable_layout(row.scheme.weight)
 
 
 def _runnable(row: PlanRow, w: AffineQuantizedTensor) -> AffineQuantizedTensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from ..core.formats import INT8
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..models.configs import SpecConfig
+from ..models.pattern import Pattern
 from ..models.plan import PlanRow, plan
 from ..models.quantize import decibels
 from ..models.report import Report, Row
@@ -26,45 +25,6 @@ from .flat import as_matrix
 from .nearest import total_error
 
 METHODS = {"magnitude": (), "wanda": ("second_moment",), "sparsegpt": ("hessian",)}
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """kept of every ``of`` inputs in a row ("2:4"); or a share of zeros, where ``of`` is 0."""
-
-    text: str
-    kept: int = 0
-    of: int = 0
-    share: float = 0.0
-
-    @staticmethod
-    def read(pattern: str | float) -> Pattern:
-        if isinstance(pattern, str):
-            found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", pattern)
-            kept, of = map(int, found.groups()) if found else (0, 0)
-            if not 0 < kept < of:
-                raise PlanError(f"sparsify_: pattern is such as '2:4' (2 kept of each 4) or a share, got {pattern!r}")
-            return Pattern(pattern, kept, of)
-        if isinstance(pattern, bool) or not 0 < pattern < 1:
-            raise PlanError(f"sparsify_: a share of zeros is between 0 and 1, got {pattern!r}; or '2:4'")
-        return Pattern(f"{pattern:.0%} zeros", share=float(pattern))
-
-    def keep(self, score: Tensor, zeros: int | None = None) -> Tensor:
-        """bool like score [N, K]: which elements are kept, those of higher scores; the later of equal ones.
-
-        zeros   of the whole, for a share: chosen among all elements. None: each row has the same
-        """
-        if self.of:
-            runs = score.unflatten(1, (-1, self.of))
-            return _all_but_least(runs, self.of - self.kept).flatten(1)
-        if zeros is None:
-            return _all_but_least(score, round(self.share * score.shape[1]))
-        return _all_but_least(score.flatten(), zeros).view(score.shape)
-
-
-def _all_but_least(score: Tensor, count: int) -> Tensor:
-    order = score.argsort(dim=-1, stable=True)
-    return torch.ones_like(score, dtype=torch.bool).scatter_(-1, order[..., :count], False)
 
 
 def sparsify_(
@@ -131,7 +91,6 @@ def _check(todo: dict[str, PlanRow], pattern: Pattern) -> None:
     for name, row in todo.items():
         x = row.tensor
         assert x is not None
-        assert row.site is not None
         if isinstance(x, AffineQuantizedTensor):
             raise PlanError(f"{name} is quantized already ({x.spec}); sparsify_ first, then quantize_")
         if x.is_meta:
@@ -140,12 +99,7 @@ def _check(todo: dict[str, PlanRow], pattern: Pattern) -> None:
             check_finite(x.detach(), name)
         except ValueError as error:
             raise PlanError(str(error)) from error
-        width = x[0].numel() if row.site.op == "convolution" else row.site.shape[-1]
-        if pattern.of and width % pattern.of:
-            raise PlanError(
-                f"{name}: its {width} inputs are no whole runs of {pattern.of}; leave it out with filter_fn, or take a "
-                f"share such as {1 - pattern.kept / pattern.of:g}"
-            )
+        pattern.check(row)
 
 
 def _apply(row: PlanRow, method: str, pattern: Pattern, seen: Seen, damping: float) -> tuple[float, str]:

@@ -73,16 +73,16 @@ class Tune(Tuner):
         groups = [{"params": k, "full": r} for k, r in ((knobs, self.rate), (rounding, self.codes)) if k]
         optimizer = torch.optim.Adam(groups, lr=0.0)
         knobs = knobs + rounding
-        turns = _turns(len(trained))
+        order = turns(len(trained))
         with _modes(model):
             for step in range(self.steps):
                 for group in optimizer.param_groups:
                     group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
-                for i in islice(turns, self.batch):
+                for i in islice(order, self.batch):
                     with quiet(teacher):
                         target = fidelity.kept(call(teacher, trained[i]))
                     state = {name: lever.value() for lever in moved for name in lever.names}
-                    output = torch.func.functional_call(model, state, *_arguments(trained[i]), tie_weights=False)
+                    output = torch.func.functional_call(model, state, *arguments(trained[i]), tie_weights=False)
                     loss = measure(target, fidelity.kept(output), trained[i]) / self.batch
                     for knob, grad in zip(knobs, torch.autograd.grad(loss, knobs, allow_unused=True), strict=True):
                         if grad is not None:
@@ -101,14 +101,14 @@ class Tune(Tuner):
         return True, f"tuned: held-out divergence {before:.3g} -> {after:.3g}"
 
 
-def _turns(n: int) -> Iterator[int]:
+def turns(n: int) -> Iterator[int]:
     """0 .. n-1 in another order each time round, for ever."""
     generator = torch.Generator().manual_seed(0)
     while True:
         yield from torch.randperm(n, generator=generator).tolist()
 
 
-def _arguments(batch: Any) -> tuple[Any, dict[str, Any]]:
+def arguments(batch: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

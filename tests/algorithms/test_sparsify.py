@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.algorithms.sparsify import Pattern, sparse_gpt
+from pennyweight.algorithms.sparsify import sparse_gpt
+from pennyweight.models.pattern import Pattern
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 
