@@ -112,6 +112,23 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def in_processes(module: str, children: list[list[str]], file: str, *, allocator: bool = False) -> list[dict[str, Any]]:
+    """What a module prints as its last line, as JSON, for each list of arguments; into a file too if one is named.
+
+    allocator  whether glibc may keep what was freed, as it does by default
+    """
+    environment = dict(os.environ) if allocator else {"MALLOC_MMAP_THRESHOLD_": "131072", **os.environ}
+    runs = []
+    for arguments in children:
+        command = [sys.executable, "-m", module, *arguments]
+        out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        runs.append(json.loads(out.splitlines()[-1]))
+        print(runs[-1], file=sys.stderr, flush=True)
+    if file:
+        Path(file).write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
+    return runs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", default="4,16,32")
@@ -126,16 +143,8 @@ def main() -> None:
     unknown = set(args.ways.split(",")) - set(WAYS)
     if unknown:
         parser.error(f"--ways are of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
-    environment = dict(os.environ) if args.allocator else {"MALLOC_MMAP_THRESHOLD_": "131072", **os.environ}
-    runs = []
-    for depth in args.depths.split(","):
-        for way in args.ways.split(","):
-            command = [sys.executable, "-m", "benchmarks.calibration_memory", "--child", depth, way]
-            out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-            runs.append(json.loads(out.splitlines()[-1]))
-            print(runs[-1], file=sys.stderr, flush=True)
-    if args.json:
-        Path(args.json).write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
+    children = [["--child", depth, way] for depth in args.depths.split(",") for way in args.ways.split(",")]
+    runs = in_processes("benchmarks.calibration_memory", children, args.json, allocator=args.allocator)
     print(f"block {block_bytes() / 1e6:.1f} MB, hidden states {hidden_bytes() / 1e6:.1f} MB\n")
     print(table(runs))
 

@@ -23,8 +23,8 @@ from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.kernels.linear import bind
+from pennyweight.kernels.prepare import prepare
 from pennyweight.kernels.table import case_of, select
-from pennyweight.models.prepare import prepare
 
 CALLS = 200
 ROW = QuantSpec(INT8, (-1,))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .models.configs import *  # noqa: F403
     from .models.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify
+    from .training import QATConfig, distillation_loss, enable_fake_quant
 
 __version__ = "0.1.0"
 
@@ -81,6 +82,7 @@ __all__ = [
     "PerformanceWarning",
     "Plan",
     "PlanError",
+    "QATConfig",
     "QuantSpec",
     "Recommendation",
     "Report",
@@ -94,6 +96,8 @@ __all__ = [
     "compare",
     "convert",
     "dequantize_",
+    "distillation_loss",
+    "enable_fake_quant",
     "explain",
     "fallbacks",
     "flatten",
@@ -133,7 +137,7 @@ __all__ = [
 # Tensors and kernels are there at once, so that a pickled weight loads and runs; the rest when it is first asked for,
 # because it would more than double the time of the import.
 # Where two have a name, the higher floor's, which knows more, is the one: quantize_, load.
-_HOMES = ("models.configs", "models.granularity", "algorithms", "models", "report", "io")
+_HOMES = ("models.configs", "models.granularity", "algorithms", "training", "models", "report", "io")
 # Not in __all__: `from pennyweight import *` must not need the library that they are for
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 

@@ -63,7 +63,7 @@ pathlib.Path(sys.argv[1]).write_text(json.dumps([seconds, heavy, torch.cuda.is_i
 
 def test_import_is_light_and_silent(tmp_path: Path) -> None:
     seconds = []
-    for _ in range(3):
+    for _ in range(8):  # other processes on the machine cost CPU time too
         out = tmp_path / "probe.json"
         run = subprocess.run(
             [sys.executable, "-W", "error", "-c", PROBE, str(out)], capture_output=True, text=True, check=False
@@ -72,5 +72,7 @@ def test_import_is_light_and_silent(tmp_path: Path) -> None:
         took, heavy, cuda = json.loads(out.read_text())
         assert heavy == []
         assert not cuda
+        if took < 0.1:
+            return
         seconds.append(took)
-    assert min(seconds) < 0.1, f"import pennyweight took {seconds} s of CPU time on top of import torch"
+    pytest.fail(f"import pennyweight took {seconds} s of CPU time on top of import torch")

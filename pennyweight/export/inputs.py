@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..core.choose import _floor
+from ..core.choose import scale_floor
 from ..core.spec import ActivationSpec
 from ..core.tensor import AffineQuantizedTensor
 from .graph import Nodes
@@ -61,7 +61,7 @@ def quantized(n: Nodes, x: Any, w: AffineQuantizedTensor) -> Quantized:
         up: Any = np.float32(1) / scale
     else:
         axes = np.arange(-len(x.shape if spec.block is None else spec.block), 0, dtype=np.int64)
-        least = np.float32(_floor(torch.float32, spec, act.eps))
+        least = np.float32(scale_floor(torch.float32, spec, act.eps))
         zero = None
         if spec.zero_point:
             bottom = n.op("Min", n.op("ReduceMin", x, axes, keepdims=1), np.float32(0))

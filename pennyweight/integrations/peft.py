@@ -17,20 +17,49 @@ from torch import Tensor, nn
 
 from ..core.numerics import sqnr
 from ..core.tensor import AffineQuantizedTensor
+from ..models.configs import AOBaseConfig
+from ..models.quantize import quantize_
 from ..models.report import Report, Row
 
 
-def merge_and_report(model: Any, adapter_names: list[str] | None = None) -> tuple[Any, Report]:
+def merge_and_report(
+    model: Any, adapter_names: list[str] | None = None, config: AOBaseConfig | None = None
+) -> tuple[Any, Report]:
     """``model.merge_and_unload()`` of a PEFT model, and a report with one row for each quantized weight.
 
-    A row's ``sqnr`` is that of the merged weight against the exact sum of base weight and adapter; its note says how
-    well the adapter's own change survived: 0 dB and less means that rounding ate it. ``report.check(min_sqnr=...)``
-    gates on it. Raises ValueError where adapters are merged already.
+    config  what the merged weights become, from the exact sum of base weight and adapter: int8 takes in what NF4 rounds
+            off. Default: each stays what it was
+
+    A row's ``sqnr`` is that of the merged weight against the exact sum; its note says how well the adapter's own change
+    survived: 0 dB and less means that rounding ate it. ``report.check(min_sqnr=...)`` gates on it. Raises ValueError
+    where adapters are merged already.
     """
-    report, _ = _merge(model, adapter_names)
+    before: dict[int, tuple[Any, Tensor]] = {}  # base layer -> itself, and the weight that it had
+    if config is None:
+        report, _ = _merge(model, adapter_names)
+    else:
+        for _, layer in _unmerged(model):
+            base = layer.get_base_layer()
+            if isinstance(getattr(base, "weight", None), AffineQuantizedTensor):
+                before[id(base)] = base, base.weight.detach()
+                _put(layer, nn.Parameter(base.weight.dequantize(torch.float32), requires_grad=False))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")  # as they are, by the line above
-        return model.merge_and_unload(adapter_names=adapter_names), report
+        model = model.merge_and_unload(adapter_names=adapter_names)
+    if config is not None:
+        exact = {key: base.weight.detach() for key, (base, _) in before.items()}
+        for base, was in before.values():  # as the model computes, so that the config sees what it would have seen
+            base.weight.data = base.weight.data.to(was.dtype)
+        report = quantize_(model, config, lambda module, name: id(module) in before)
+        for row in report.quantized:
+            base, was = before[id(model.get_submodule(row.name.rpartition(".")[0]))]
+            start, now = was.dequantize(torch.float32), base.weight.dequantize(torch.float32)
+            row.sqnr, row.note = sqnr(exact[id(base)], now), _kept(exact[id(base)] - start, now - start)
+    return model, report
+
+
+def _kept(change: Tensor, rounded: Tensor) -> str:
+    return f"change kept at {sqnr(change, rounded):.1f} dB"
 
 
 @contextmanager
@@ -46,20 +75,27 @@ def merged(model: Any, adapter_names: list[str] | None = None) -> Iterator[Repor
         for layer, weight in before:
             _put(layer, weight)
             layer.merged_adapters.clear()
-        model.unmerge_adapter()  # the layers that are not quantized
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already unmerged")  # the quantized layers, by the line above
+            model.unmerge_adapter()
 
 
-def _merge(model: Any, adapter_names: list[str] | None) -> tuple[Report, list[tuple[Any, Tensor]]]:
-    """Merge all; (report, the quantized base weights that were)."""
+def _unmerged(model: Any) -> list[tuple[str, Any]]:
+    """The layers with adapters, by name. Raises ValueError where one is merged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
     for name, layer in layers:
         if layer.merged:
             raise ValueError(f"{name} has {layer.merged_adapters} merged already; unmerge_adapter() first")
+    return layers
+
+
+def _merge(model: Any, adapter_names: list[str] | None) -> tuple[Report, list[tuple[Any, Tensor]]]:
+    """Merge all; (report, the quantized base weights that were)."""
     rows, before = [], []
     with torch.no_grad():
-        for name, layer in layers:
+        for name, layer in _unmerged(model):
             weight = getattr(layer.get_base_layer(), "weight", None)
             if not isinstance(weight, AffineQuantizedTensor):
                 layer.merge(adapter_names=adapter_names)
@@ -86,10 +122,9 @@ def _merge_layer(name: str, layer: Any, weight: AffineQuantizedTensor, adapter_n
     new.add_(exact - start)
     _put(layer, nn.Parameter(new, requires_grad=weight.requires_grad))
     rounded = new.dequantize(torch.float32)
-    kept = sqnr(exact - start, rounded - start)
     base = type(layer.get_base_layer()).__name__
     scheme, sizes = str(weight.spec.with_(layout="plain")), (weight.nbytes, new.nbytes)
-    note = f"{', '.join(layer.merged_adapters)}: change kept at {kept:.1f} dB"
+    note = f"{', '.join(layer.merged_adapters)}: {_kept(exact - start, rounded - start)}"
     return Row(name, base, tuple(weight.shape), scheme, "-", *sizes, sqnr(exact, rounded), note)
 
 

@@ -23,10 +23,10 @@ from ..io.errors import CheckpointError
 from ..io.manifest import KeyedError, Meta, stored_parts
 from ..io.native import build, flatten
 from ..io.slots import slots_of
+from ..kernels.prepare import choose_layout, prepare
 from ..kernels.table import Case
 from ..models.configs import AOBaseConfig, FqnToConfig
 from ..models.plan import Plan, PlanRow, plan
-from ..models.prepare import choose_layout, prepare
 from ..models.quantize import dequantize_, solve
 from ..models.report import Report, Row
 from ..models.rules import PlanError

@@ -25,22 +25,13 @@ def load(
     allow_pickle: bool = False,
     verify: bool = False,
 ) -> Any:
-    """Read a checkpoint of any format that :func:`open` knows; return the model, or without one the state dict.
+    """Read a checkpoint of any format; return the model, or without one the state dict. What the arguments mean says
+    :func:`pennyweight.io.load`, which this calls; there is one more:
 
-    model    filled in place; may be on the meta device, quantized or not: what the file says replaces what is there,
-             dtypes included. Ties of the file and of the model are kept. Quantized weights do not require grad.
-    strict   refuse names that only the model or only the file has
-    device   put the tensors there; default: where the model's own are (CPU for meta ones)
-    dtype    of floats, and what quantized tensors stand for; default: what the file says, but of a GGUF file, whose
-             floats are of several, what the model has. Codes and scales stay as they are
-    names    a TOML file with names of tensors, for a GGUF file of an architecture that is not known; with a model the
-             tensors of a GGUF file go by Hugging Face's names, without one by their own
-    allow_pickle   see :func:`open`
     verify   run the filled model on the golden outputs beside the checkpoint (see :func:`golden`), and raise
              CheckpointError, with the figure and its bound, where it gives something else. The model is filled then
 
-    Tensors are mapped from the file, copy-on-write, and copied only where a kernel wants its own packing or the
-    device is not the CPU. Raises CheckpointError before anything in the model has changed.
+    Raises CheckpointError; all but that last one before anything in the model has changed.
     """
     if verify and model is None:
         raise ValueError("load(verify=True) runs the model; pass one, or leave verify out")

@@ -59,6 +59,7 @@ def names(tmp_path: Path) -> dict[str, Any]:
     return {
         "torch": torch, "nn": nn, "F": F, "pw": pw, "model": model, "x": torch.randn(4, 128), "w": w,
         "reference": reference, "folder": tmp_path / "saved",
+        "batches": [torch.randn(16, 128) for _ in range(2)],
     }  # fmt: skip
 
 
@@ -99,7 +100,9 @@ def test_the_new_line_runs(row: Row, names: dict[str, Any], uninstalled: None) -
             exec(line, names)
     model, x = names["model"], names["x"].to(names["model"].up.bias.dtype)
     quantized = {n for n, p in model.named_parameters() if isinstance(p, pw.AffineQuantizedTensor)}
-    if "pw.quantize_(model" in row.now:
+    if "TrainingConfig" in row.now:  # weights stay float, their products do not
+        assert type(model.up).__name__ == "LowPrecisionLinear"
+    elif "pw.quantize_(model" in row.now:
         assert quantized
         assert bool(model(x).isfinite().all())
         assert ("lm_head.weight" in quantized) == (not re.search(r"lm_head|name ==|Embedding|FqnToConfig", row.now))

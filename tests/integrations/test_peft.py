@@ -115,6 +115,23 @@ def test_the_report_compares_with_the_exact_sum(name: str, dora: bool, folder: P
         report.check(min_sqnr=90)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_what_a_coarse_base_would_round_off_goes_into_finer_weights(dtype: torch.dtype, folder: Path) -> None:
+    one, two = (trained(base(folder, CONFIGS["nf4"], dtype))[0] for _ in range(2))
+    said, before = logits(one), quantized(one)
+    coarse, _ = merge_and_report(one)
+    plain, report = merge_and_report(two, config=pw.Int8WeightOnlyConfig())
+    assert distance(logits(plain), said) < 0.2 * distance(logits(coarse), said)
+    assert {w.dtype for w in quantized(plain).values()} == {dtype}
+    changed = [w for w in quantized(plain).values() if w.spec.format.name == "int8"]
+    assert len(changed) == len(report.quantized) == 6
+    assert len(quantized(plain)) == len(before)  # where no adapter was, nothing has changed
+    for row in report.quantized:
+        assert row.sqnr is not None
+        assert row.sqnr > 38
+        assert float(row.note.removeprefix("change kept at ").removesuffix(" dB")) > 5
+
+
 def test_it_merges_as_peft_does(folder: Path) -> None:
     one, two = (trained(base(folder, CONFIGS["int4"]))[0] for _ in range(2))
     plain, _ = merge_and_report(one)
