@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,7 @@ def test_a_checkpoint_beside_it_loads(tmp_path: Path) -> None:
     pw.save(quantized(model), tmp_path)
     pw.golden(quantized(model), prompts()).save(tmp_path)
     loaded = pw.load(tmp_path, llama())
-    started = time.perf_counter()
     assert pw.verify(loaded, tmp_path).check().kl.mean < 1e-6
-    assert time.perf_counter() - started < 1
     pw.save(quantized(model), tmp_path)  # a new checkpoint does not take it away
     assert (tmp_path / "golden.safetensors").exists()
 
