@@ -41,7 +41,8 @@ from benchmarks.machine import describe
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
 BASE, CONTROL, INT8_WEIGHTS = "bfloat16", "float32", "int8 weights"
 LOW = (
-    "tensorwise", "rowwise", "rowwise_with_gw_hp", "int8", "mxfp8", "mxfp8_mxfp4", "mxfp4", "nvfp4", "bitnet",
+    "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "int8", "int8_hadamard", "mxfp8", "mxfp8_mxfp4",
+    "mxfp4", "nvfp4", "bitnet",
 )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ class Size:
     batch: int = 8
     length: int = 128
     steps: int = 200
-    rate: float = 3e-3
+    rate: float = 1e-3
 
     def model(self, seed: int) -> nn.Module:
         return build(Model(hidden=self.hidden, inner=self.inner, layers=self.layers, length=self.length, seed=seed))

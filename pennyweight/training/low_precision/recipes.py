@@ -181,6 +181,7 @@ _LINE, _SQUARE = Operand(QuantSpec(E4M3, (128,))), Operand(QuantSpec(E4M3, (128,
 _NV_SCALE = QuantSpec(E4M3, None)
 _NV, _NV_SQUARE = Operand(QuantSpec(E2M1, (16,), _NV_SCALE)), Operand(QuantSpec(E2M1, (16, 16), _NV_SCALE))
 _MX4_BACK = _same(_chance(_MX4), hadamard=32)
+_INT8_BACK = _same(_chance(_INT8), _INT8, hadamard=32)
 
 _ALL = (
     # torchao's float8 recipes
@@ -191,6 +192,9 @@ _ALL = (
     Recipe("blockwise", Gemm(_LINE, _SQUARE), Gemm(_LINE, _SQUARE), _same(_LINE)),
     # torchao's int8 mixed precision
     _three("int8", _INT8),
+    # Rounded to the nearest, what is small in a row of gradients is lost, always: by chance it is right in the mean, and
+    # turned there is little that is small.
+    Recipe("int8_hadamard", _same(_INT8), _INT8_BACK, _INT8_BACK),
     # OCP MX v1.0; Mishra et al. 2025 (mxfp8), Tseng et al. 2025 (mxfp4 backward: chance and Hadamard on both sides)
     _three("mxfp8", _MX8),
     Recipe("mxfp8_with_gw_hp", _same(_MX8), _same(_MX8)),
