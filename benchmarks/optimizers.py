@@ -161,7 +161,7 @@ def run(model: torch.nn.Module, batches: Iterable[Tensor], optimizer: torch.opti
         schedule.step()
 
 
-OPTIONS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
 
 
 @torch.no_grad()
@@ -235,14 +235,16 @@ def time_table(rows: list[dict[str, Any]]) -> str:
 
 def loss_table(rows: list[dict[str, Any]]) -> str:
     """A peer that has fewer seeds is compared over those."""
+    from scipy.stats import t
+
     base = next(r["loss"] for r in rows if r["name"] == BASE)
-    lines = ["| optimizer | seeds | loss, mean | less float32's, paired | of it, ± standard error |"]
+    lines = ["| optimizer | seeds | loss, mean | less float32's, paired | of it, 95 % interval |"]
     lines.append("|---|---:|---:|---:|---:|")
     for r in rows:
         count, mean = len(r["loss"]), statistics.mean(r["loss"])
         relative = [100 * (a - b) / b for a, b in zip(r["loss"], base[:count], strict=True)]
-        error = statistics.stdev(relative) / math.sqrt(count) if count > 1 else float("nan")
-        figures = f"{mean - statistics.mean(base[:count]):+.4f} | {statistics.mean(relative):+.2f} ± {error:.2f} %"
+        half = t.ppf(0.975, count - 1) * statistics.stdev(relative) / math.sqrt(count) if count > 1 else math.nan
+        figures = f"{mean - statistics.mean(base[:count]):+.4f} | {statistics.mean(relative):+.2f} ± {half:.2f} %"
         lines.append(f"| {r['name']} | {count} | {mean:.4f} | {figures} |")
     return "\n".join(lines)
 

@@ -464,6 +464,26 @@ def test_the_gradients_of_chance_are_right_in_the_mean(name: str) -> None:
         assert 0.8 < off.std() < 1.2
 
 
+def test_small_gradients_beside_a_large_one_are_not_lost() -> None:
+    """One token's gradient is 1000 times that of the others, as where most of a text is learned already."""
+    x, w, _, g = problem((64,), k=32, n=32)
+    g[0] *= 1000
+
+    def grad_weight(name: str, seed: int) -> Tensor:
+        x.grad = w.grad = None
+        linear(x, w, None, RECIPES[name].with_(seed=seed)).backward(g)
+        return w.grad
+
+    rest = g[1:].double().t() @ x[1:].detach().double()  # what the others add
+    first = g[:1].double().t() @ x[:1].detach().double()
+    kept = {}
+    for name in ("int8", "int8_hadamard"):
+        mean = sum(grad_weight(name, seed).double() for seed in range(256)) / 256 - first
+        kept[name] = float((mean * rest).sum() / rest.square().sum())
+    assert abs(kept["int8"]) < 0.5
+    assert abs(kept["int8_hadamard"] - 1) < 0.1
+
+
 def test_random_numbers_are_a_function_of_seed_and_gradient() -> None:
     x, w, _, g = problem()
 
