@@ -1,11 +1,13 @@
 """Quantization-aware training of the accuracy benchmark's language model: how much of what rounding costs it wins back.
 
-    python -m benchmarks.qat [--formats int4 int2] [--methods ...] [--steps 80] [--peer PYTHON] [--timing]
+    python -m benchmarks.qat [--formats int4 int2] [--methods ...] [--steps 40] [--seeds 5] [--peer PYTHON] [--timing]
 
-All methods see the same windows of the train split in the same order, 2048 bytes a step, at the same rate. KL is that
-of the test split to the float model, in nats a byte. The gap is that between round-to-nearest and a control: the float
-model, trained on the same bytes with the same loss (with a divergence from itself that is the model itself, at zero).
-``--peer`` is a Python that has torchao. Results are kept in the cache folder.
+All methods see the same windows of the train split in the same order, 2048 bytes a step; a seed is another choice of
+windows. KL is that of the test split to the float model, in nats a byte, the mean over seeds. The gap is that between
+round-to-nearest and a control: the float model, trained on the same bytes with the same loss (with a divergence from
+itself that is the model itself, at zero). Intervals: 95 %, from draws of the test split's sequences. ``--peer`` is a
+Python that has torchao. Results are kept in the cache folder. Rates were chosen on the validation split
+(``--split validation --lr RATE``).
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.accuracy import corpus, language_model
+from benchmarks.accuracy.statistics import ratio
 
 FORMATS = {"int4": "4-bit groups of 128, offsets (4.25 bits)", "int2": "2-bit groups of 64, zero points (2.28 bits)"}
 
 
 RATES = {"int4": 1e-4, "int2": 3e-4}  # of weights; scales have a tenth of it
+BETTER: dict[tuple[str, str], float] = {}  # for a method that does better with another one
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,9 @@ def prepared_by_torchao(model: nn.Module, name: str) -> None:
     quantize_(model, QATConfig(weight_config=weight, step="prepare"), _layers)
 
 
-def windows(steps: int, rows: int = 8) -> Iterator[Tensor]:
+def windows(steps: int, seed: int, rows: int = 8) -> Iterator[Tensor]:
     text = torch.frombuffer(bytearray(corpus.split("train")), dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + seed)
     for _ in range(steps):
         start = torch.randint(text.numel() - 257, (rows,), generator=generator)
         yield torch.stack([text[s : s + 257] for s in start.tolist()]).long()
@@ -111,7 +115,7 @@ def kl(output: Tensor, reference: Tensor) -> Tensor:
 
 
 def train(
-    model: nn.Module, teacher: nn.Module, method: Method, lr: float, steps: int, say: Callable[[str], None]
+    model: nn.Module, teacher: nn.Module, method: Method, lr: float, steps: int, seed: int, say: Callable[[str], None]
 ) -> None:
     """AdamW without decay, the rate falls to zero as a cosine; the same for everyone."""
     if method.start in ("torchao", "float"):
@@ -125,7 +129,7 @@ def train(
         optimizer, lambda step: min(1.0, (step + 1) / 5) * (1 + math.cos(math.pi * step / steps)) / 2
     )
     model.train()
-    for step, window in enumerate(windows(steps)):
+    for step, window in enumerate(windows(steps, seed)):
         output = model(input_ids=window[:, :-1], use_cache=False).logits
         if method.loss == "ce":
             loss = language_model.next_byte_loss(output, window[:, 1:])
@@ -144,25 +148,26 @@ def train(
 
 
 @torch.no_grad()
-def divergence(model: nn.Module, teacher: nn.Module, split: str, count: int) -> float:
-    found = [
-        float(kl(model(input_ids=w, use_cache=False).logits, teacher(input_ids=w, use_cache=False).logits))
-        for w in corpus.sequences(split, count).split(8)
-    ]
-    return sum(found) / len(found)
+def divergence(model: nn.Module, teacher: nn.Module, split: str, count: int) -> list[float]:
+    """Of each sequence."""
+    found = []
+    for w in corpus.sequences(split, count).split(8):
+        outputs = (m(input_ids=w, use_cache=False).logits for m in (model, teacher))
+        found += [float(kl(a, b)) for a, b in zip(*outputs, strict=True)]
+    return found
 
 
-def run(name: str, key: str, options: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, key: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One method on one format; from the cache where it was run before."""
-    method, lr = METHODS[key], options.lr or RATES[name]
-    lr = lr if method.loss else 0.0
+    method, lr = METHODS[key], options.lr or BETTER.get((name, key), RATES[name])
+    lr, seed = (lr, seed) if method.loss else (0.0, 0)
     fields = {name: value for name, value in asdict(method).items() if name != "about"}
-    told = json.dumps([6, name, fields, lr, options.steps, options.split, options.windows, corpus.digest()])
+    told = json.dumps([7, seed, name, fields, lr, options.steps, options.split, options.windows, corpus.digest()])
     digest = hashlib.sha256(told.encode()).hexdigest()[:12]
     file = language_model.cache_folder() / "qat" / f"{name}-{key}-{digest}.json"
     if file.exists():
         return json.loads(file.read_text())
-    print(f"{name} {key}: {method.about}", flush=True)
+    print(f"{name} {key}, seed {seed}: {method.about}", flush=True)
     torch.manual_seed(0)
     teacher = language_model.load().requires_grad_(False)
     model = copy.deepcopy(teacher).requires_grad_(True)
@@ -171,12 +176,12 @@ def run(name: str, key: str, options: argparse.Namespace) -> dict[str, Any]:
         prepared_by_torchao(model, name)
     elif method.start != "float":
         prepared(model, name, method)
-    before = divergence(model, teacher, options.split, options.windows) if method.loss else None
     if method.loss:
-        train(model, teacher, method, lr, options.steps, lambda line: print(line, flush=True))
+        train(model, teacher, method, lr, options.steps, seed, lambda line: print(line, flush=True))
+    found = divergence(model, teacher, options.split, options.windows)
     out = {
-        "format": name, "method": key, "about": method.about, "lr": lr, "start": before,
-        "kl": divergence(model, teacher, options.split, options.windows), "seconds": time.perf_counter() - begin,
+        "format": name, "method": key, "about": method.about, "lr": lr, "seed": seed, "sequences": found,
+        "kl": statistics.fmean(found), "seconds": time.perf_counter() - begin,
     }  # fmt: skip
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(out))
@@ -184,31 +189,45 @@ def run(name: str, key: str, options: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
-def by_peer(name: str, key: str, options: argparse.Namespace) -> dict[str, Any] | None:
+def by_peer(name: str, key: str, seed: int, options: argparse.Namespace) -> dict[str, Any] | None:
     """A method that needs torchao, in a process that has it."""
     if options.peer is None:
         return None
     command = [
         options.peer, "-W", "ignore", "-m", "benchmarks.qat", "--worker", name, key, "--steps", str(options.steps),
-        "--split", options.split, "--windows", str(options.windows), "--lr", str(options.lr or 0),
+        "--split", options.split, "--windows", str(options.windows), "--lr", str(options.lr or 0), "--seeds", str(seed),
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
-    return run(name, key, options)
+    return run(name, key, seed, options)
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = ["| format | method | KL, nats a byte | gap closed | against the control |", "|---|---|---|---|---|"]
+    """Markdown. Seeds of a method are averaged sequence by sequence; after the interval, the least and greatest seed."""
+    lines = [
+        "| format | method | seeds | KL, nats a byte | gap closed, 95 % interval | seeds | against the control |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
     for name, format_about in FORMATS.items():
-        mine = {r["method"]: r for r in results if r["format"] == name}
-        control = mine["float-ce"]["kl"] if "float-ce" in mine else None
-        for r in mine.values():
-            nearest = mine["nearest"]["kl"] if "nearest" in mine else float("nan")
-            floor = control if control is not None and METHODS[r["method"]].loss == "ce" else 0.0
-            # Where the control went further from the float model than rounding does, there is no gap to speak of.
-            closed = [
-                f"{100 * (nearest - r['kl']) / (nearest - low):.0f} %" if low < nearest else "-" for low in (0, floor)
-            ]
-            lines.append(f"| {format_about} | {r['about']} | {r['kl']:.5f} | {' | '.join(closed)} |")
+        runs: dict[str, list[dict[str, Any]]] = {}
+        for r in results:
+            if r["format"] == name:
+                runs.setdefault(r["method"], []).append(r)
+        means = {key: [statistics.fmean(v) for v in zip(*(r["sequences"] for r in some), strict=True)]
+                 for key, some in runs.items()}  # fmt: skip
+        nearest = means.get("nearest")
+        for key, some in runs.items():
+            value, cells = statistics.fmean(means[key]), ["", "", ""]
+            if nearest is not None and key != "nearest":
+                rest = ratio(means[key], nearest)
+                closed = [1 - r["kl"] / statistics.fmean(nearest) for r in some]
+                cells[0] = f"{1 - rest.value:.0%} ({1 - rest.high:.0%} to {1 - rest.low:.0%})"
+                cells[1] = f"{min(closed):.0%} to {max(closed):.0%}" if len(some) > 1 else ""
+                low = statistics.fmean(means["float-ce"]) if METHODS[key].loss == "ce" and "float-ce" in means else 0.0
+                gap = statistics.fmean(nearest) - low
+                # Where the control went further from the float model than rounding does, there is no gap to speak of.
+                cells[2] = f"{(statistics.fmean(nearest) - value) / gap:.0%}" if gap > 0 else "-"
+            count = len({r["seed"] for r in some})
+            lines.append(f"| {format_about} | {METHODS[key].about} | {count} | {value:.5f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -243,7 +262,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=32, help="of 256 bytes, that are evaluated")
     parser.add_argument("--split", default="test")
     parser.add_argument("--lr", type=float, default=None)
@@ -261,13 +281,15 @@ def main() -> None:
         return
     if options.worker:
         name, key = options.worker
-        run(name, key, options)
+        run(name, key, options.seeds, options)  # of the worker it is the seed
         return
     results = []
-    for name in options.formats:
-        for key in options.methods:
-            found = by_peer(name, key, options) if METHODS[key].start == "torchao" else run(name, key, options)
-            results += [found] if found is not None else []
+    for seed in range(options.seeds):
+        for name in options.formats:
+            for key in options.methods if seed == 0 else [k for k in options.methods if METHODS[k].loss]:
+                one = by_peer if METHODS[key].start == "torchao" else run
+                found = one(name, key, seed, options)
+                results += [found] if found is not None else []
     print(table(results))
 
 
