@@ -202,7 +202,7 @@ def by_peer(name: str, key: str, seed: int, options: argparse.Namespace) -> dict
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown. Seeds of a method are averaged sequence by sequence; after the interval, the least and greatest seed."""
+    """Markdown. Seeds of a method are averaged sequence by sequence; after the interval, least and greatest seed."""
     lines = [
         "| format | method | seeds | KL, nats a byte | gap closed, 95 % interval | seeds | against the control |",
         "|---|---|---:|---:|---:|---:|---:|",
