@@ -169,15 +169,15 @@ def _tensor(fmt: Format) -> Operand:
     return Operand(QuantSpec(fmt, None))
 
 
-# Powers of two: the weight that the output's rows see and the one that its columns see then differ by what is subnormal
-# alone, not by the last bit of every element.
+# Powers of two: what one product sees along its rows and another along its columns then differs by what is subnormal
+# alone, not by the last bit of every element, and gradients are those of the function that was computed.
 _ROW = Operand(QuantSpec(E4M3, (-1,)), "mx_rceil")
 _INT8 = Operand(INT8_ROW, "absmax")
 # The least power of two under which nothing saturates: saturating would bias what chance rounds. (Scaling by 3/4
 # under the floor rule, as Tseng et al. 2025 do, costs the same on average: a step 4/3 as long, here twice as long in
 # log2(4/3) of the cases.)
 _MX8, _MX4 = Operand(MXFP8, "mx_rceil"), Operand(MXFP4, "mx_rceil")
-_LINE, _SQUARE = Operand(QuantSpec(E4M3, (128,))), Operand(QuantSpec(E4M3, (128, 128)))
+_LINE, _SQUARE = Operand(QuantSpec(E4M3, (128,)), "mx_rceil"), Operand(QuantSpec(E4M3, (128, 128)), "mx_rceil")
 _NV_SCALE = QuantSpec(E4M3, None)
 _NV, _NV_SQUARE = Operand(QuantSpec(E2M1, (16,), _NV_SCALE)), Operand(QuantSpec(E2M1, (16, 16), _NV_SCALE))
 _MX4_BACK = _same(_chance(_MX4), hadamard=32)
@@ -188,7 +188,7 @@ _ALL = (
     Recipe("tensorwise", _same(_tensor(E4M3)), Gemm(_tensor(E5M2), _tensor(E4M3)), Gemm(_tensor(E5M2), _tensor(E4M3))),
     _three("rowwise", _ROW),
     Recipe("rowwise_with_gw_hp", _same(_ROW), Gemm(_ROW, Operand(QuantSpec(E4M3, None), "mx_rceil"))),
-    # DeepSeek-V3 (2024): 1 x 128 for inputs and gradients, 128 x 128 for weights
+    # DeepSeek-V3 (2024): 1 x 128 for inputs and gradients, 128 x 128 for weights; powers of two as in V3.1
     Recipe("blockwise", Gemm(_LINE, _SQUARE), Gemm(_LINE, _SQUARE), _same(_LINE)),
     # torchao's int8 mixed precision
     _three("int8", _INT8),
