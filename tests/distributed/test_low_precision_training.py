@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import pennyweight as pw
-import pennyweight.distributed as pwd
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.training import (
@@ -52,7 +51,7 @@ def of_whole(side: Any) -> bool:
     return spec is not None and spec.scale is not None and spec.block is None
 
 
-def model(name: str, bias: bool = True, hidden: int = HIDDEN) -> MLP:
+def model(name: str | Recipe, bias: bool = True, hidden: int = HIDDEN) -> MLP:
     torch.manual_seed(1)
     mlp = MLP(IN, hidden)
     if not bias:
@@ -99,7 +98,8 @@ def sum_over_parts(a: Tensor, b: Tensor, gemm: Any, salts: tuple[int, int], rank
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
 
 
 def layers(mesh: DeviceMesh) -> None:
@@ -222,15 +222,64 @@ def trains(mesh: DeviceMesh) -> None:
 
 
 def compiled(mesh: DeviceMesh) -> None:
-    """One graph, the bits of eager mode: with scales of whole tensors, nested ones, chance and Hadamard."""
-    for name in ("tensorwise", "rowwise", "mxfp4", "nvfp4", "bitnet"):
-        spread = parallelize_module(model(name), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        want = everything(spread)
-        torch._dynamo.reset()
-        got = everything(pwd.compile(spread, backend="aot_eager", fullgraph=True))
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=name)
+    """One graph, the bits of eager mode: scales of whole matrices and of their scales, chance and Hadamard."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    x, g = tokens(HIDDEN, 4).chunk(ranks, -1)[rank], tokens(IN, 5)
+    how = RECIPES["nvfp4"].with_(output=RECIPES["tensorwise"].output)
+    layer = parallelize_module(model(how).down, mesh, RowwiseParallel())
+    want = gradients(layer, x, g)
     torch._dynamo.reset()
+    assert all(map(torch.equal, gradients(torch.compile(layer, backend="aot_eager", fullgraph=True), x, g), want))
+    torch._dynamo.reset()
+
+
+def not_finite(mesh: DeviceMesh) -> None:
+    """What is not finite on one rank is seen on all where all share a scale."""
+    for name in ("tensorwise", "nvfp4", "bitnet"):
+        mlp = model(name)
+        with torch.no_grad():
+            mlp.up.weight[HIDDEN - 1, 0] = torch.inf  # of the last rank
+        spread = parallelize_module(mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        assert not spread.up(tokens(IN, 0)).isfinite().any(), name
+        assert not spread(tokens(IN, 0)).isfinite().any(), name
+
+
+def refused(mesh: DeviceMesh) -> None:
+    x, w, b = torch.randn(3, 32), torch.randn(16, 32), torch.randn(16)
+    by_rows, everywhere = distribute_tensor(w, mesh, [Shard(0)]), distribute_tensor(x, mesh, [Replicate()])
+    refuses(ValueError, "weight [16, 32] is spread as (Shard(dim=0),); either all are DTensors or none is. "
+            "parallelize_module makes all of them such", lambda: linear(x, by_rows))  # fmt: skip
+    refuses(ValueError, "input [3, 32] is spread as (Replicate(),), weight [16, 32] is a plain tensor",
+            lambda: linear(everywhere, w))  # fmt: skip
+    refuses(ValueError, "bias [16] is a plain tensor", lambda: linear(everywhere, by_rows, b))
+    pending = DTensor.from_local(w, mesh, [Partial()], run_check=False)
+    refuses(ValueError, "a weight [16, 32] is placed as (Partial(sum),)", lambda: linear(everywhere, pending))
+    refuses(ValueError, "Use ColwiseParallel or RowwiseParallel", lambda: linear(everywhere, pending))
+    side = Operand(QuantSpec(pw.get_format("uint4"), None, offset=torch.float32), "own rule")
+    how = RECIPES["int8"].with_(output=RECIPES["int8"].output.__class__(None, side))
+    refuses(ValueError, "one scale by rule 'own rule', which cannot be made of what ranks exchange",
+            lambda: linear(everywhere, by_rows, None, how))  # fmt: skip
+
+
+def dtypes(mesh: DeviceMesh) -> None:
+    """bfloat16 and autocast, as one device has them."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for name in ("tensorwise", "mxfp8"):
+        for half in (True, False):
+            whole = model(name).to(torch.bfloat16 if half else torch.float32)
+            up, down = copy.deepcopy(whole.up), copy.deepcopy(whole.down)
+            spread = parallelize_module(up, mesh, ColwiseParallel()), parallelize_module(down, mesh, RowwiseParallel())
+            x, h = tokens(IN, 2), tokens(HIDDEN, 3)
+            if half:
+                x, h = x.bfloat16(), h.bfloat16()
+            with torch.autocast("cpu", torch.bfloat16, enabled=not half):
+                one, two = whole.up(x), whole.down(h)
+                mine, theirs = spread[0](x), spread[1](h.chunk(ranks, -1)[rank])
+            assert mine.dtype is theirs.dtype is torch.bfloat16
+            assert torch.equal(mine, one.chunk(ranks, -1)[rank])
+            assert distance(theirs, two) < 1e-2
+            mine.sum().backward()
+            assert up.weight.grad.dtype is up.weight.dtype
 
 
 def two(mesh: DeviceMesh) -> None:
@@ -238,7 +287,79 @@ def two(mesh: DeviceMesh) -> None:
     variants(mesh)
     trains(mesh)
     compiled(mesh)
+    not_finite(mesh)
+    refused(mesh)
+    dtypes(mesh)
+
+
+def uneven(mesh: DeviceMesh) -> None:
+    """Ranks with fewer rows, or none: they take part in what is exchanged."""
+    for name in ("tensorwise", "nvfp4", "bitnet", "mxfp4"):
+        for hidden in (50, 3):
+            torch.manual_seed(1)
+            whole = MLP(IN, hidden)
+            pw.quantize_(whole, LowPrecisionTrainingConfig(name, least=1))
+            spread = parallelize_module(
+                copy.deepcopy(whole), mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+            )
+            x, g = tokens(IN, 2).requires_grad_(), tokens(IN, 3)
+            y = spread(x)
+            y.backward(g)
+            if name == "tensorwise":
+                one = tokens(IN, 2).requires_grad_()
+                want = whole(one)
+                want.backward(g)
+                pairs = [(y, want), (x.grad, one.grad)]
+                pairs += [(p.grad.full_tensor(), q.grad) for p, q in zip(spread.parameters(), whole.parameters(), strict=True)]
+                for got, expected in pairs:
+                    assert distance(got, expected) < 1e-5
+            assert all(p.grad.full_tensor().isfinite().all() for p in spread.parameters()), (name, hidden)
+
+
+def by_tokens(mesh: DeviceMesh) -> None:
+    """A weight that every rank has whole, and tokens that are cut: scales of the whole input, a sum of gradients."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    x, w, g = torch.randn(6, 5, 64), torch.randn(32, 64), torch.randn(6, 5, 32)
+    for t in (x, w, g):
+        dist.broadcast(t, 0)
+    for name in ("tensorwise", "nvfp4"):
+        one = [t.clone().requires_grad_() for t in (x, w)]
+        y = linear(*one, None, name)
+        y.backward(g)
+        spread = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in ((x, Shard(1)), (w, Replicate()))]
+        mine = linear(*spread, None, name)
+        mine.backward(distribute_tensor(g, mesh, [Shard(1)]))
+        assert mine.placements == (Shard(1),)
+        assert torch.equal(mine.full_tensor(), y), name
+        assert spread[1].grad.placements == (Partial(),)
+        if name == "tensorwise":
+            assert distance(spread[0].grad.full_tensor(), one[0].grad) < 1e-6
+            assert distance(spread[1].grad.full_tensor(), one[1].grad) < 1e-6
+
+
+def two_axes() -> None:
+    """FSDP2 over tensor parallel; alone it changes nothing."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layers"))
+    for name in ("tensorwise", "rowwise", "mxfp4", "bitnet"):
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        want = everything(parallelize_module(model(name), mesh["layers"], plan))
+        both = parallelize_module(model(name), mesh["layers"], plan)
+        fully_shard(both, mesh=mesh["data"])
+        for got, one in zip(everything(both), want, strict=True):
+            torch.testing.assert_close(got, one, rtol=1e-6, atol=1e-9)  # the mean of two equal gradients
+        refuses(ValueError, "a layer under fully_shard is called through its module",
+                lambda: linear(distribute_tensor(tokens(IN, 0), mesh, [Replicate()] * 2), both.up.weight))  # fmt: skip
+
+
+def four(mesh: DeviceMesh) -> None:
+    uneven(mesh)
+    by_tokens(mesh)
+    two_axes()
 
 
 def test_two_ranks() -> None:
     spawn(two, 2)
+
+
+def test_four_ranks_uneven_parts_and_two_axes() -> None:
+    spawn(four, 4)

@@ -11,6 +11,7 @@ of the result where rows share a scale. Loss scaling and clipping see it as they
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -54,7 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str | 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, cut: Cut) -> Tensor:
-        rows = arrived(x).reshape(-1, x.shape[-1])
+        rows = _matrix(x)
         y, seen = output(rows, weight, bias, how, cut)
         # Where the input's codes serve the weight's gradient too they are kept, a byte an element, not the input.
         kept = seen if isinstance(seen, Quantized) and _serves_twice(how) else None
@@ -73,10 +74,15 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, scale, weight = ctx.saved_tensors
-        g = arrived(gradient).reshape(-1, gradient.shape[-1])
+        g = _matrix(gradient)
         seen = x if ctx.kept is None else Quantized(Parts(x, scale), *ctx.kept)
         grad_x, grad_w, grad_bias = gradients(g, seen, weight, ctx.how, ctx.needs_input_grad[:3], ctx.dtypes, ctx.cut)
         return None if grad_x is None else grad_x.reshape(ctx.x_shape), grad_w, grad_bias, None, None
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """x [.., K] as [M, K], K = 0 included."""
+    return arrived(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def output(
@@ -122,12 +128,13 @@ def _grad_input(g: Tensor, weight: Tensor, how: Recipe, cut: Cut) -> Tensor:
 def _grad_weight(g: Tensor, x: Tensor | Quantized, how: Recipe, dtype: torch.dtype, cut: Cut) -> Tensor:
     """gᵀ · x in ``dtype``. x: the input, or its codes as the output's product saw them."""
     gemm = how.grad_weight
+    again = () if _serves_twice(how) else cut.input  # ranks that kept codes, all but those without any, exchange nothing
     if isinstance(x, Tensor) and not isinstance(gemm.b, str):
-        a, b = _operands(g.t(), x.t(), gemm, how.seed, _GRAD_WEIGHT, (cut.gradient, cut.input))
+        a, b = _operands(g.t(), x.t(), gemm, how.seed, _GRAD_WEIGHT, (cut.gradient, again))
     else:
         a, b = operand(g.t(), gemm.a, how.seed, _GRAD_WEIGHT[0], 0, cut.gradient), x
         if isinstance(gemm.b, str):
-            seen = operand(x, how.output.a, how.seed, _OUTPUT[0], 0, cut.input) if isinstance(x, Tensor) else x
+            seen = operand(x, how.output.a, how.seed, _OUTPUT[0], 0, again) if isinstance(x, Tensor) else x
             b = _value(seen, g.dtype)
         b = b.t()
     return matmul(a, b, dtype if gemm.quantized and not isinstance(gemm.b, str) else g.dtype).to(dtype)
