@@ -34,7 +34,7 @@ def arrived(t: Tensor) -> Tensor:
 
 
 def reduced(t: Tensor, op: str, groups: Sequence[str]) -> Tensor:
-    """The sum, or the greatest ("max"), of the tensors of all ranks of groups, by their names: one group after another."""
+    """The "sum", or the "max", of a tensor over all ranks of groups, which are given by name, one after another."""
     for name in groups:
         t = torch.ops._c10d_functional.all_reduce.default(t, op, name)
         t = torch.ops._c10d_functional.wait_tensor.default(t)

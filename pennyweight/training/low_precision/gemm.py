@@ -128,7 +128,9 @@ def _grad_input(g: Tensor, weight: Tensor, how: Recipe, cut: Cut) -> Tensor:
 def _grad_weight(g: Tensor, x: Tensor | Quantized, how: Recipe, dtype: torch.dtype, cut: Cut) -> Tensor:
     """gᵀ · x in ``dtype``. x: the input, or its codes as the output's product saw them."""
     gemm = how.grad_weight
-    again = () if _serves_twice(how) else cut.input  # ranks that kept codes, all but those without any, exchange nothing
+    again = (
+        () if _serves_twice(how) else cut.input
+    )  # ranks that kept codes, all but those without any, exchange nothing
     if isinstance(x, Tensor) and not isinstance(gemm.b, str):
         a, b = _operands(g.t(), x.t(), gemm, how.seed, _GRAD_WEIGHT, (cut.gradient, again))
     else:
@@ -140,7 +142,7 @@ def _grad_weight(g: Tensor, x: Tensor | Quantized, how: Recipe, dtype: torch.dty
     return matmul(a, b, dtype if gemm.quantized and not isinstance(gemm.b, str) else g.dtype).to(dtype)
 
 
-def _operands(a: Tensor, b: Tensor, gemm: Any, seed: int, salts: tuple[int, int], over: Any) -> Any:
+def _operands(a: Tensor, b: Tensor, gemm: Any, seed: int, salts: tuple[int, int], over: Any) -> tuple[Any, Any]:
     """Both sides of a product; as they are where one is empty, because the other might be padded."""
     full = a.numel() and b.numel()
     one, two = (

@@ -90,16 +90,16 @@ def _of_whole(t: Tensor, rule: str, nan: Tensor, over: Sequence[str]) -> tuple[T
     """Numbers [1, n] from which a rule chooses as from the parts t of all ranks, and whether any of them has NaN."""
     bad = nan.isnan().any().double()
     if rule == "absmean":
-        sums = reduced(torch.stack([t.abs().sum(dtype=torch.float64), t.new_full((), t.numel()).double(), bad]), "sum", over)
+        sums = reduced(
+            torch.stack([t.abs().sum(dtype=torch.float64), t.new_full((), t.numel()).double(), bad]), "sum", over
+        )
         return (sums[:1] / sums[1:2]).reshape(1, 1), sums[2]
     ends = torch.stack([-t.amin(), t.amax()]) if t.numel() else t.new_full((2,), -math.inf)
     low, high, bad = reduced(torch.cat([ends.double().nan_to_num(), bad.reshape(1)]), "max", over).unbind()
     return torch.stack([-low, high]).to(t.dtype).reshape(1, 2), bad
 
 
-def _quantized(
-    x: Tensor, side: Operand, seed: int, salt: int, hadamard: int, over: Sequence[str] = ()
-) -> list[Tensor]:
+def _quantized(x: Tensor, side: Operand, seed: int, salt: int, hadamard: int, over: Sequence[str] = ()) -> list[Tensor]:
     """Codes, scales from the outermost in, and nan: see :class:`Quantized`."""
     floats = x.to(wide(x.dtype))
     low, high = floats.amin(-1, keepdim=True), floats.amax(-1, keepdim=True)
@@ -156,9 +156,7 @@ def _side(key: str) -> Operand:
     return Operand.from_key(key)
 
 
-def _op(
-    x: Tensor, side: str, seed: int, salt: int, hadamard: int, dense: bool, over: Sequence[str]
-) -> list[Tensor]:
+def _op(x: Tensor, side: str, seed: int, salt: int, hadamard: int, dense: bool, over: Sequence[str]) -> list[Tensor]:
     """Codes, scales and nan, or the value alone."""
     how = _side(side)
     *parts, nan = _quantized(x, how, seed, salt, hadamard, over)

@@ -1,8 +1,8 @@
 """Linear layers whose parameters are spread over ranks (DTensor): each rank multiplies its parts.
 
-By outputs (``Shard(0)`` of the weight, ColwiseParallel) the output is cut by features and the input's gradient is a sum
-over ranks; by inputs (``Shard(1)``, RowwiseParallel) the other way round; the weight's gradient is cut as the weight is.
-Sums over ranks are taken by DTensor of results in the dtype of the input, as for float layers: codes are never sent.
+By outputs (``Shard(0)`` of the weight, ColwiseParallel) the output is cut by features and the input's gradient is a
+sum over ranks; by inputs (``Shard(1)``, RowwiseParallel) the other way round. The weight's gradient is cut as it is.
+Sums over ranks are DTensor's, of results in the dtype of the input, as for float layers: no codes are added.
 
 Each rank quantizes its parts as one device would quantize them if they were all. So scales of rows and blocks are those
 of one device, except along a contracted axis that is cut: there they are those of the part. A scale of which a matrix
@@ -51,10 +51,10 @@ def parts(
     mesh, last = weight.device_mesh, x.ndim - 1
     if x.device_mesh != mesh or (bias is not None and bias.device_mesh != mesh):
         raise ValueError(
-            f"linear: input and parameters of a layer {[*weight.shape]} are spread over different meshes: {x.device_mesh}"
-            f" and {mesh}; parallelize the layer on the mesh of its input"
+            f"linear: input and parameters of a layer {[*weight.shape]} are spread over different meshes: "
+            f"{x.device_mesh} and {mesh}; parallelize the layer on the mesh of its input"
         )
-    # Placements, along each axis of the mesh: of input, bias and output, and of the gradients of input, weight and bias.
+    # Placements along each axis of the mesh: input, bias, output; gradients of input, weight, bias.
     rows: list[tuple[Any, ...]] = []
     cut: tuple[list[str], list[str], list[str]] = ([], [], [])
     terms = 1
@@ -111,8 +111,9 @@ def _mixed(x: Any, weight: Any, bias: Any) -> str:
         if t is not None
     ]
     return (
-        f"linear: {', '.join(said)}; either all are DTensors or none is. parallelize_module makes all of them such; a layer "
-        "under fully_shard is called through its module; DTensor.from_local(x, mesh, placements) makes one of an input"
+        f"linear: {', '.join(said)}; either all are DTensors or none is. parallelize_module makes all of them such; a "
+        "layer under fully_shard is called through its module; DTensor.from_local(x, mesh, placements) makes one of an "
+        "input"
     )
 
 
