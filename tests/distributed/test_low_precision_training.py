@@ -35,6 +35,11 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 
 IN, HIDDEN = 128, 256  # shards of whole blocks, those of 128 included
 TOKENS = (2, 6)
+# Outputs, and gradients of inputs, that are one device's up to the order of sums: of whole blocks, and of whole tensors.
+SUMS = (
+    ("tensorwise", "blockwise", "mxfp8", "mxfp8_with_gw_hp", "mxfp8_mxfp4", "mxfp4", "nvfp4"),
+    ("tensorwise", "blockwise", "mxfp8", "mxfp8_with_gw_hp", "bitnet"),
+)
 
 
 def sides(how: Recipe) -> list[Any]:
@@ -129,7 +134,7 @@ def layers(mesh: DeviceMesh) -> None:
             else:
                 want = sum_over_parts(flat, whole.up.weight.detach().t(), gemm, _GRAD_INPUT, ranks)
             assert distance(mine[1].flatten(0, 1), want) < 2e-6, name
-        assert distance(mine[1], gx) < loose, name
+        assert distance(mine[1], gx) < (2e-6 if name in SUMS[1] else loose), name
 
         # by inputs
         x, g = tokens(HIDDEN, 4), tokens(IN, 5) * 1e-3
@@ -138,7 +143,7 @@ def layers(mesh: DeviceMesh) -> None:
         rows = x.flatten(0, 1)
         want = sum_over_parts(rows, whole.down.weight.detach(), how.output, _OUTPUT, ranks) + whole.down.bias.detach()
         assert distance(mine[0].flatten(0, 1), want) < 2e-6, name
-        assert distance(mine[0], y) < loose, name
+        assert distance(mine[0], y) < (2e-6 if name in SUMS[0] else loose), name
         for got, one, gemm in ((mine[1], gx, how.grad_input), (mine[2], gw, how.grad_weight)):
             one = one.chunk(ranks, -1)[rank]
             if gemm.b == "forward" and gemm is how.grad_weight:  # the input as the output saw it: scales of its parts

@@ -68,7 +68,8 @@ class _Linear(torch.autograd.Function):
             ctx.save_for_backward(rows, None, weight)
         else:
             ctx.save_for_backward(kept.parts.codes, kept.parts.scale + kept.nan, weight)
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        # As torch's own products do: FSDP2 loses its hook where a layer's output is a view that is written to.
+        return torch.ops.aten._unsafe_view.default(y.contiguous(), (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
@@ -128,9 +129,7 @@ def _grad_input(g: Tensor, weight: Tensor, how: Recipe, cut: Cut) -> Tensor:
 def _grad_weight(g: Tensor, x: Tensor | Quantized, how: Recipe, dtype: torch.dtype, cut: Cut) -> Tensor:
     """gᵀ · x in ``dtype``. x: the input, or its codes as the output's product saw them."""
     gemm = how.grad_weight
-    again = (
-        () if _serves_twice(how) else cut.input
-    )  # ranks that kept codes, all but those without any, exchange nothing
+    again = () if _serves_twice(how) else cut.input  # codes that were kept are not chosen anew on any rank
     if isinstance(x, Tensor) and not isinstance(gemm.b, str):
         a, b = _operands(g.t(), x.t(), gemm, how.seed, _GRAD_WEIGHT, (cut.gradient, again))
     else:
