@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 
 IN, HIDDEN = 128, 256  # shards of whole blocks, those of 128 included
 TOKENS = (2, 6)
-# Outputs, and gradients of inputs, that are one device's up to the order of sums: of whole blocks, and of whole tensors.
+# Outputs, and gradients of inputs, that are one device's up to the order of sums: whole blocks, and whole tensors.
 SUMS = (
     ("tensorwise", "blockwise", "mxfp8", "mxfp8_with_gw_hp", "mxfp8_mxfp4", "mxfp4", "nvfp4"),
     ("tensorwise", "blockwise", "mxfp8", "mxfp8_with_gw_hp", "bitnet"),
