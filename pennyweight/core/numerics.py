@@ -50,8 +50,8 @@ def quantize(
     ``params`` given (a static scale, a solver's choice): used as they are; else :func:`choose`. ``words`` given, 32
     random bits an element: codes are rounded by chance (:func:`pennyweight.core.chance.encode`), not to the nearest.
     ``of_whole`` given: x is a part of a tensor. A scale, or scale of scales, of which it has one in all is chosen from
-    ``of_whole(part, rule)`` [1, n], which has the range or the mean of all parts. Codes are computed
-    from the parameters as stored, so that rounding of the scale is seen by the codes.
+    ``of_whole(part, rule)`` [1, n], which has the range or the mean of all parts.
+    Codes are computed from the parameters as stored, so that rounding of the scale is seen by the codes.
     """
     x = blocks.pad(x, spec.block)
     codes_shape = spec.codes_shape(x.shape)

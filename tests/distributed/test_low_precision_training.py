@@ -247,6 +247,21 @@ def compiled(mesh: DeviceMesh) -> None:
     torch._dynamo.reset()
 
 
+@torch.no_grad()
+def uneven_compiled(mesh: DeviceMesh) -> None:
+    """Exchanges of ranks with parts of different sizes stay out of graphs: inductor would order them differently."""
+    x = tokens(IN, 2)
+    for name, within in (("mxfp4", True), ("tensorwise", False)):
+        layer = parallelize_module(model(name, hidden=51).up, mesh, ColwiseParallel())
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=within)
+        assert torch.equal(compiled(x), layer(x)), name
+    torch._dynamo.reset()
+    whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    refuses(torch._dynamo.exc.Unsupported, "ranks have parts of different sizes of a layer", lambda: whole(x))
+    torch._dynamo.reset()
+
+
 def not_finite(mesh: DeviceMesh) -> None:
     """What is not finite on one rank is seen on all where all share a scale."""
     for name in ("tensorwise", "nvfp4", "bitnet"):
@@ -302,6 +317,7 @@ def two(mesh: DeviceMesh) -> None:
     recomputed(mesh)
     trains(mesh)
     compiled(mesh)
+    uneven_compiled(mesh)
     not_finite(mesh)
     refused(mesh)
     dtypes(mesh)

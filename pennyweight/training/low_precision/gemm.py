@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 
 from ...core.numerics import Parts
 from ...core.spread import arrived, is_spread
-from .operands import operand
+from .operands import operand, rule_of_whole
 from .products import Quantized, case_of, select, wide
 from .recipes import Operand, Recipe, get_recipe
-from .spread import WHOLE, Cut, parts
+from .spread import WHOLE, Cut, is_uneven, parts
 
 # What tells apart the random numbers of the operands, as pairs for a and b.
 _OUTPUT, _GRAD_INPUT, _GRAD_WEIGHT = (1, 2), (3, 4), (5, 6)
@@ -47,9 +47,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str | 
         raise ValueError(f"linear: input and weight must be floating point, not {x.dtype} and {weight.dtype}")
     x = cast(x)
     if is_spread(weight) or is_spread(x):
-        (x, weight, bias), cut, put = parts(x, weight, bias)
-        return put(_Linear.apply(x, weight, bias, how, cut))
+        if torch.compiler.is_compiling() and is_uneven(x, weight) and _exchanges(how):
+            from .between_graphs import call
+
+            return call(_by_parts, x, weight, bias, how)
+        return _by_parts(x, weight, bias, how)
     return _Linear.apply(x, weight, bias, how, WHOLE)
+
+
+def _exchanges(how: Recipe) -> bool:
+    """Whether ranks exchange anything to choose scales."""
+    sides = [s for gemm in (how.output, how.grad_input, how.grad_weight) for s in (gemm.a, gemm.b)]
+    return any(isinstance(s, Operand) and rule_of_whole(s.spec, s.rule) is not None for s in sides)
+
+
+def _by_parts(x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe) -> Tensor:
+    (x, weight, bias), cut, put = parts(x, weight, bias)
+    return put(_Linear.apply(x, weight, bias, how, cut))
 
 
 class _Linear(torch.autograd.Function):

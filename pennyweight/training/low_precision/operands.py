@@ -32,7 +32,7 @@ def operand(
     """
     if not isinstance(side, Operand):
         return x
-    rule = _rule_of_whole(side.spec, side.rule) if over else None
+    rule = rule_of_whole(side.spec, side.rule) if over else None
     if rule is None:
         over = ()
     if x.numel() == 0:
@@ -71,12 +71,12 @@ def _turned_shape(x: Tensor, hadamard: int) -> tuple[int, int]:
     return x.shape[0], x.shape[1] + (-x.shape[1] % hadamard if hadamard else 0)
 
 
-def _rule_of_whole(spec: QuantSpec, rule: str | None) -> str | None:
+def rule_of_whole(spec: QuantSpec, rule: str | None) -> str | None:
     """The rule of the scale, or scale of scales, of which a matrix has one in all; None: it has none."""
     if spec.scale is None:
         return None
     if spec.block is not None:
-        return _rule_of_whole(spec.scale, None) if isinstance(spec.scale, QuantSpec) else None
+        return rule_of_whole(spec.scale, None) if isinstance(spec.scale, QuantSpec) else None
     rule = rule or default_rule(spec)
     if rule != "absmean" and rule not in BY_RANGE:
         raise ValueError(
@@ -168,4 +168,4 @@ def _op(x: Tensor, side: str, seed: int, salt: int, hadamard: int, dense: bool, 
 LIBRARY.impl("training_operand", _op, "CompositeExplicitAutograd")
 torch.library.register_fake("pennyweight::training_operand", _op, lib=LIBRARY)
 
-__all__ = ["operand", "turned"]
+__all__ = ["operand", "rule_of_whole", "turned"]

@@ -102,6 +102,19 @@ def parts(
     return local, Cut(tuple(cut[0]), tuple(cut[1]), tuple(cut[2]), terms), put
 
 
+def is_uneven(*tensors: Any) -> bool:
+    """Whether some rank has less than others of one of the DTensors: all ranks answer alike."""
+    for t in tensors:
+        shape = list(t.shape) if is_spread(t) else []
+        for axis, placed in enumerate(t.placements if shape else ()):
+            if placed.is_shard():
+                size = t.device_mesh.size(axis)
+                if shape[placed.dim] % size:
+                    return True
+                shape[placed.dim] //= size
+    return False
+
+
 def _mixed(x: Any, weight: Any, bias: Any) -> str:
     """What is wrong where some are DTensors and some are not."""
     named = {"input": x, "weight": weight, "bias": bias}
@@ -117,4 +130,4 @@ def _mixed(x: Any, weight: Any, bias: Any) -> str:
     )
 
 
-__all__ = ["WHOLE", "Cut", "parts"]
+__all__ = ["WHOLE", "Cut", "is_uneven", "parts"]
