@@ -42,6 +42,12 @@ def rule(name: str) -> Callable[[Rule], Rule]:
     return add
 
 
+# What looks at nothing but the least and the greatest element of a block.
+BY_RANGE = frozenset((
+    "symmetric", "absmax", "symmetric_no_clip", "asymmetric", "minmax", "mx_floor", "mx_ceil", "mx_even", "mx_rceil",
+))  # fmt: skip
+
+
 def default_rule(spec: QuantSpec) -> str:
     """The rule used where none is named: what the parts of the spec call for."""
     if isinstance(spec.scale, QuantSpec) and spec.scale.format is E8M0:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import blocks, chance, learned
-from .choose import Params, choose
+from .choose import Params, choose, default_rule
 from .spec import QuantSpec
 
 
@@ -43,23 +43,28 @@ class Parts(NamedTuple):
 
 def quantize(
     x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None, params: Params | None = None,
-    words: Tensor | None = None,
+    words: Tensor | None = None, of_whole: Callable[[Tensor, str], Tensor] | None = None,
 ) -> Parts:  # fmt: skip
     """Plain parts of x. x: float, any strides; block sizes that do not divide the shape are padded.
 
     ``params`` given (a static scale, a solver's choice): used as they are; else :func:`choose`. ``words`` given, 32
     random bits an element: codes are rounded by chance (:func:`pennyweight.core.chance.encode`), not to the nearest.
+    ``of_whole`` given: x is a part of a tensor. A scale, or scale of scales, of which it has one in all is chosen from
+    ``of_whole(part, rule)`` [1, n], which has the range or the mean of all parts.
     Codes are computed from the parameters as stored, so that rounding of the scale is seen by the codes.
     """
     x = blocks.pad(x, spec.block)
     codes_shape = spec.codes_shape(x.shape)
     if params is None:
-        params = choose(x, spec, rule, eps)
+        looked_at = x
+        if of_whole is not None and spec.block is None and spec.scale is not None:
+            looked_at, of_whole = of_whole(x, rule or default_rule(spec)), None
+        params = choose(looked_at, spec, rule, eps)
     view = blocks.split(x, blocks.counts(spec.block, x.shape))
     if spec.table_shape is not None and params.table is None:
         unit = units(view, spec, store(params, spec)[1])
         params = params._replace(table=learned.fit(unit.reshape(-1, spec.format.dim), spec.table_shape[0]))
-    parts, seen = store(params, spec)
+    parts, seen = store(params, spec, of_whole)
     if words is None:
         codes = encode(view, spec, seen)
     else:
@@ -68,12 +73,14 @@ def quantize(
     return Parts(codes.reshape(codes_shape).contiguous(), *parts, table=seen.table)
 
 
-def store(params: Params, spec: QuantSpec) -> tuple[tuple[Any, Tensor | None, Any], Params]:
+def store(
+    params: Params, spec: QuantSpec, of_whole: Callable[[Tensor, str], Tensor] | None = None
+) -> tuple[tuple[Any, Tensor | None, Any], Params]:
     """scale, zero_point and offset as ``spec`` stores them, and the numbers that they then stand for."""
     given = {"scale": params.scale, "zero_point": params.zero_point, "offset": params.offset}
     if {name for name, value in given.items() if value is not None} != spec.part_specs().keys():
         raise ValueError(f"{spec} stores {[*spec.part_specs()]}; the parameters given have other parts")
-    scale = _store(params.scale, spec.scale)
+    scale = _store(params.scale, spec.scale, of_whole)
     offset = _store_offset(params.offset, spec.offset)
     zero_point = None if params.zero_point is None else params.zero_point.to(spec.zero_point_dtype).contiguous()
     table = None if params.table is None else learned.stored(params.table)
@@ -208,12 +215,12 @@ def part_value(part: Any, kind: Any, shape: Sequence[int], dtype: torch.dtype) -
     return dequantize(part, kind, shape, dtype) if isinstance(part, Parts) else part.to(dtype)
 
 
-def _store(value: Tensor | None, kind: QuantSpec | torch.dtype | None) -> Any:
+def _store(value: Tensor | None, kind: QuantSpec | torch.dtype | None, of_whole: Any = None) -> Any:
     """value under ``kind``, saturating where its dtype is the narrower one."""
     if value is None or kind is None:
         return None
     if isinstance(kind, QuantSpec):
-        return quantize(value.float(), kind)
+        return quantize(value.float(), kind, of_whole=of_whole)
     stored = value.to(kind).contiguous()
     limit = torch.finfo(kind).max
     return stored.clamp(-limit, limit) if limit < torch.finfo(value.dtype).max else stored

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -22,6 +24,21 @@ def whole(t: Any) -> Any:
 def here(t: Any) -> Any:
     """This rank's part of a tensor."""
     return t._local_tensor if is_spread(t) else t
+
+
+def arrived(t: Tensor) -> Tensor:
+    """t itself, where it is what a collective that may still run will give."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    pending = module is not None and isinstance(t, module.AsyncCollectiveTensor)
+    return t.wait() if pending else t  # type: ignore[attr-defined]
+
+
+def reduced(t: Tensor, op: str, groups: Sequence[str]) -> Tensor:
+    """The "sum", or the "max", of a tensor over all ranks of groups, which are given by name, one after another."""
+    for name in groups:
+        t = torch.ops._c10d_functional.all_reduce.default(t, op, name)
+        t = torch.ops._c10d_functional.wait_tensor.default(t)
+    return t
 
 
 def as_spread(t: Tensor, like: Any) -> Tensor:

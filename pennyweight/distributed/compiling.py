@@ -14,7 +14,8 @@ def compile(model: nn.Module | Callable[..., Any], *, backend: Any = "inductor",
 
     torch 2.13 names a graph there by mesh, placement, shape and dtype of a DTensor, and not by the tensor within: two
     schemes on weights of one shape would share a graph, and the second model would compute with the scheme of the
-    first. That cache is off only while this model is traced; generated code is still reused. options: torch.compile's.
+    first; so would ranks whose parts of a tensor differ in size, and read past the end. That cache is off only while
+    this model is traced; generated code is still reused. options: torch.compile's.
     """
     mode, settings = options.pop("mode", None), options.pop("options", None)
     if backend == "inductor":

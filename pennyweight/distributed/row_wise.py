@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
-from ..core.choose import choose
+from ..core.choose import BY_RANGE, choose, default_rule
 from ..core.numerics import dequantize, quantize
 from ..core.spec import ActivationSpec
-from ..core.spread import here
+from ..core.spread import here, reduced
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.prepare import prepare
 
-BY_RANGE = (None, "symmetric", "asymmetric", "minmax")  # rules that look at nothing but the ends of a block
 ACT = "_input_over_ranks"  # on a module: how its input is quantized before it is cut
 
 
@@ -37,7 +35,7 @@ class RowwiseParallel(TorchRowwise):
         act = local.act if isinstance(local, AffineQuantizedTensor) else None
         if act is None or act.mode != "dynamic" or (act.spec.block or (-1,)) != (-1,):
             return
-        if act.rule not in BY_RANGE or not isinstance(act.spec.scale, torch.dtype):
+        if (act.rule or default_rule(act.spec)) not in BY_RANGE or not isinstance(act.spec.scale, torch.dtype):
             raise ValueError(
                 f"{name}: the input {act} is not quantized by the ends of its range alone, which is all that ranks "
                 "exchange; use torch's RowwiseParallel, which quantizes each rank's part by itself"
@@ -63,9 +61,7 @@ def over_ranks(x: Tensor, act: ActivationSpec, mesh: DeviceMesh) -> Tensor:
     ends = torch.stack([-given.amin(-1), given.amax(-1)], -1)
     if act.spec.block is None:
         ends = ends.reshape(-1, 2).amax(0).expand(*x.shape[:-1], 2)
-    ends = funcol.all_reduce(ends, "max", (mesh, 0))
-    if isinstance(ends, funcol.AsyncCollectiveTensor):
-        ends = ends.wait()
+    ends = reduced(ends, "max", (mesh.get_group(0).group_name,))
     ends = torch.stack([-ends[..., 0], ends[..., 1]], -1)
     spec = act.spec
     params = choose(ends.to(x.dtype), spec, act.rule, act.eps)

@@ -231,6 +231,18 @@ def test_nothing_is_computed_or_kept_that_is_not_wanted() -> None:
     assert linear(x, w, None, "rowwise").grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
 
 
+def test_the_output_is_no_view_and_can_be_written_to() -> None:
+    for name in ("rowwise", "bitnet"):
+        x, w, b, g = problem()
+        y = linear(x, w, b, name)
+        assert not y._is_view()
+        y += x.detach().mean()
+        y.backward(g)
+        wanted = linear(x, twin := w.detach().requires_grad_(), b, name)
+        wanted.backward(g)
+        assert torch.equal(w.grad, twin.grad)
+
+
 def test_codes_that_are_kept_give_the_gradient_of_codes_made_anew() -> None:
     """e5m2 for the input's second use: then it is quantized twice, and e4m3 the first time as ever."""
     x, w, _, g = problem()

@@ -29,6 +29,7 @@ from pennyweight.training import (
     LowPrecisionLinear,
     LowPrecisionTrainingConfig,
     MXTrainingConfig,
+    Recipe,
     convert_to_float8_training,
     get_recipe,
     grouped_mm,
@@ -394,6 +395,80 @@ def test_experts_are_a_loop_over_linear(name: str) -> None:
     close = torch.cat([x[:5] @ w[0], x[5:20] @ w[2], x[20:22] @ w[3]]).detach()
     error = (y[:22] - torch.cat([bias[0].expand(5, 32), bias[2].expand(15, 32), bias[3].expand(2, 32)]) - close).norm()
     assert error < (0.2 if name == "mxfp4" else 0.06) * close.norm()
+
+
+def experts(w: Tensor, bias: Tensor | None, run: Any, how: Recipe, ends: Tensor) -> list[Tensor]:
+    """Output, and gradients of what wants one."""
+    x = torch.randn(23, 48, generator=torch.Generator().manual_seed(1)).requires_grad_(bias is not None)
+    y = run(x, w, ends, bias, how)
+    wanted = [t for t in (x, w, bias) if t is not None and t.requires_grad]
+    return [y, *torch.autograd.grad(y, wanted, torch.randn(23, 32, generator=torch.Generator().manual_seed(2)))]
+
+
+def plain(x: Tensor, w: Tensor, ends: Tensor, bias: Tensor | None, how: Recipe) -> Tensor:
+    return grouped_mm(x, w.transpose(-2, -1), ends, how, bias)
+
+
+def as_an_op(x: Tensor, w: Tensor, ends: Tensor, bias: Tensor | None, how: Recipe) -> Tensor:
+    return torch.ops.pennyweight.training_grouped_mm(x, w.transpose(-2, -1), ends, bias, how.key)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_op_of_experts_gives_the_bits_of_eager_mode(name: str, biased: bool) -> None:
+    w = torch.randn(4, 32, 48, requires_grad=True)
+    bias = torch.randn(4, 32, requires_grad=True) if biased else None
+    for stops in ([5, 5, 20, 22], [0, 0, 0, 0], [23, 23, 23, 23]):  # experts and rows without each other
+        ends = torch.tensor(stops, dtype=torch.int32)
+        got, want = (experts(w, bias, run, get_recipe(name), ends) for run in (as_an_op, plain))
+        assert all(map(torch.equal, got, want))
+    x, none = torch.randn(3, 48), torch.zeros(0, 32, 48)
+    assert torch.equal(as_an_op(x, none, torch.zeros(0, dtype=torch.int64), None, get_recipe(name)), torch.zeros(3, 32))
+
+
+@COMPILED
+def test_experts_compile_in_one_graph_to_the_same_bits() -> None:
+    w, bias = torch.randn(4, 32, 48, requires_grad=True), torch.randn(4, 32, requires_grad=True)
+    for name, one in (("bitnet", None), ("nvfp4", bias)):
+        torch._dynamo.reset()
+        compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+        how = get_recipe(name).with_(seed=7)
+        for stops in ([5, 5, 20, 22], [1, 9, 9, 23]):  # read at run time
+            got, want = (experts(w, one, run, how, torch.tensor(stops)) for run in (compiled, plain))
+            assert all(map(torch.equal, got, want))
+    torch._dynamo.reset()
+    op = torch.ops.pennyweight.training_grouped_mm.default
+    with torch.no_grad():
+        x, leaf = torch.randn(6, 32), torch.randn(2, 32, 16)
+    given = (x.requires_grad_(), leaf.requires_grad_(), torch.tensor([2, 6]), None, get_recipe("mxfp4").key)
+    torch.library.opcheck(op, given)
+    torch._dynamo.reset()
+
+
+@COMPILED
+def test_compiled_experts_of_any_number_of_rows_under_autocast() -> None:
+    torch._dynamo.reset()
+    w = torch.randn(2, 48, 32, requires_grad=True)
+    compiled = torch.compile(
+        lambda x, ends: grouped_mm(x.tanh(), w, ends, "int8").float().square(), fullgraph=True, backend="aot_eager"
+    )
+    for rows in (6, 17, 30):
+        x, ends = torch.randn(rows, 48), torch.tensor([2, rows])
+        with torch.autocast("cpu", torch.bfloat16):
+            y, want = compiled(x, ends), grouped_mm(x.tanh(), w, ends, "int8").float().square()
+        assert torch.equal(y, want)
+        assert torch.equal(*(torch.autograd.grad(t.sum(), w)[0] for t in (y, want)))
+    with pytest.raises(ValueError, match="must ascend from 0 to the 30 rows"):
+        compiled(torch.randn(30, 48), torch.tensor([2, 31]))
+    torch._dynamo.reset()
+
+
+def test_recipes_are_what_their_keys_say() -> None:
+    for how in RECIPES.values():
+        assert Recipe.from_key(how.key) == how
+    own = get_recipe("nvfp4").with_formats(grad_output=E5M2).with_(seed=3, name='own "recipe"')
+    assert Recipe.from_key(own.key) == own
+    assert own.key != get_recipe("nvfp4").key
 
 
 def test_experts_of_the_other_order_and_bad_ends() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...core.formats import INT8, Format
 from ...core.spec import QuantSpec
+from ...core.spread import here
 from ...core.tensor import AffineQuantizedTensor
 from ...models.configs.base import AnyDtype, AOBaseConfig, as_format
 from ...models.handlers import register_quantize_module_handler
@@ -130,8 +131,9 @@ def _why_not(module: nn.Module, least: int) -> str:
         return f"only nn.Linear is converted; {type(module).__name__} may have a forward of its own"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (a wrapper?); convert it before"
-    if isinstance(module.weight, AffineQuantizedTensor):
-        return f"its weight is quantized already: {module.weight.spec}"
+    weight = here(module.weight)
+    if isinstance(weight, AffineQuantizedTensor):
+        return f"its weight is quantized already: {weight.spec}"
     assert isinstance(module, nn.Linear)
     if min(module.in_features, module.out_features) < least:
         return f"fewer than {least} inputs or outputs"

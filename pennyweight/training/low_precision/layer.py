@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...core.spread import here
 from ...core.tensor import AffineQuantizedTensor
 from .gemm import linear
 from .recipes import Recipe, get_recipe
@@ -27,7 +28,7 @@ class LowPrecisionLinear(nn.Linear):
         self.recipe = get_recipe(recipe)
 
     def forward(self, input: Tensor) -> Tensor:
-        if isinstance(self.weight, AffineQuantizedTensor):
+        if isinstance(here(self.weight), AffineQuantizedTensor):
             return F.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias, self.recipe)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,26 +12,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import chance
+from ...core.choose import BY_RANGE, default_rule
 from ...core.numerics import Parts, quantize
 from ...core.spec import QuantSpec
+from ...core.spread import reduced
 from .products import Quantized, wide
 from .recipes import Operand
 
 _SIGNS = 1 << 16  # tells the random numbers of signs from those of operands
 
 
-def operand(x: Tensor, side: Any, seed: int, salt: int, hadamard: int) -> Tensor | Quantized:
-    """A matrix [rows, contracted] as one side of a product: quantized, or as it is where the recipe says None."""
-    if not isinstance(side, Operand) or x.numel() == 0:
+def operand(
+    x: Tensor, side: Any, seed: int, salt: int, hadamard: int, over: tuple[str, ...] = ()
+) -> Tensor | Quantized:
+    """A matrix [rows, contracted] as one side of a product: quantized, or as it is where the recipe says None.
+
+    over: groups of ranks that have a part of the matrix each. A scale of the whole matrix is then that of all parts.
+    Raises ValueError where it cannot be made of parts.
+    """
+    if not isinstance(side, Operand):
+        return x
+    rule = rule_of_whole(side.spec, side.rule) if over else None
+    if rule is None:
+        over = ()
+    if x.numel() == 0:
+        if rule is not None:  # the others wait
+            _of_whole(x, rule, torch.zeros((), device=x.device), over)
         return x
     shape = _turned_shape(x, hadamard)
     plain = isinstance(side.spec.scale, torch.dtype) and side.spec.block in (None, (-1,))
-    if not torch.compiler.is_compiling() or (plain and not side.chance and not hadamard):
-        leaves = _quantized(x, side, seed, salt, hadamard)
+    if not torch.compiler.is_compiling() or (plain and not side.chance and not hadamard and not over):
+        leaves = _quantized(x, side, seed, salt, hadamard, over)
     else:
         # One op in the graph: torch 2.13's inductor gives other numbers than eager mode for padded blocks under e8m0
         # scales, and for int32 products that wrap. Only what is plain is left to it, to fuse.
-        leaves = torch.ops.pennyweight.training_operand.default(x, side.key, seed, salt, hadamard, not plain)
+        leaves = torch.ops.pennyweight.training_operand.default(x, side.key, seed, salt, hadamard, not plain, over)
         if not plain:
             return Quantized(Parts(leaves[0]), side.spec, shape, dense=True)
     *parts, nan = leaves
@@ -54,7 +71,35 @@ def _turned_shape(x: Tensor, hadamard: int) -> tuple[int, int]:
     return x.shape[0], x.shape[1] + (-x.shape[1] % hadamard if hadamard else 0)
 
 
-def _quantized(x: Tensor, side: Operand, seed: int, salt: int, hadamard: int) -> list[Tensor]:
+def rule_of_whole(spec: QuantSpec, rule: str | None) -> str | None:
+    """The rule of the scale, or scale of scales, of which a matrix has one in all; None: it has none."""
+    if spec.scale is None:
+        return None
+    if spec.block is not None:
+        return rule_of_whole(spec.scale, None) if isinstance(spec.scale, QuantSpec) else None
+    rule = rule or default_rule(spec)
+    if rule != "absmean" and rule not in BY_RANGE:
+        raise ValueError(
+            f"an operand {spec} whose matrix is cut over ranks has one scale by rule {rule!r}, which cannot be made of "
+            f"what ranks exchange; rules that can: {', '.join(sorted(BY_RANGE | {'absmean'}))}. Or take blocks"
+        )
+    return rule
+
+
+def _of_whole(t: Tensor, rule: str, nan: Tensor, over: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Numbers [1, n] from which a rule chooses as from the parts t of all ranks, and whether any of them has NaN."""
+    bad = nan.isnan().any().double()
+    if rule == "absmean":
+        sums = reduced(
+            torch.stack([t.abs().sum(dtype=torch.float64), t.new_full((), t.numel()).double(), bad]), "sum", over
+        )
+        return (sums[:1] / sums[1:2]).reshape(1, 1), sums[2]
+    ends = torch.stack([-t.amin(), t.amax()]) if t.numel() else t.new_full((2,), -math.inf)
+    low, high, bad = reduced(torch.cat([ends.double().nan_to_num(), bad.reshape(1)]), "max", over).unbind()
+    return torch.stack([-low, high]).to(t.dtype).reshape(1, 2), bad
+
+
+def _quantized(x: Tensor, side: Operand, seed: int, salt: int, hadamard: int, over: Sequence[str] = ()) -> list[Tensor]:
     """Codes, scales from the outermost in, and nan: see :class:`Quantized`."""
     floats = x.to(wide(x.dtype))
     low, high = floats.amin(-1, keepdim=True), floats.amax(-1, keepdim=True)
@@ -67,7 +112,15 @@ def _quantized(x: Tensor, side: Operand, seed: int, salt: int, hadamard: int) ->
     if side.chance:
         one, two = chance.key(seed, salt)
         words = chance.words(floats.shape, (chance.digest(x) ^ chance.signed(one), two), x.device)
-    return [*_leaves(quantize(floats, side.spec, side.rule, words=words)), nan]
+
+    def of_whole(t: Tensor, rule: str) -> Tensor:
+        nonlocal nan
+        numbers, bad = _of_whole(t, rule, nan, over)
+        nan = torch.where(bad > 0, math.nan, nan)
+        return numbers
+
+    parts = quantize(floats, side.spec, side.rule, words=words, of_whole=of_whole if over else None)
+    return [*_leaves(parts), nan]
 
 
 def _shares_rows(spec: QuantSpec) -> bool:
@@ -93,7 +146,9 @@ def _nest(spec: QuantSpec, leaves: list[Tensor]) -> Parts:
 # -- the op that graphs hold -------------------------------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("pennyweight", "FRAGMENT")
-LIBRARY.define("training_operand(Tensor x, str side, int seed, int salt, int hadamard, bool dense) -> Tensor[]")
+LIBRARY.define(
+    "training_operand(Tensor x, str side, int seed, int salt, int hadamard, bool dense, str[] over) -> Tensor[]"
+)
 
 
 @lru_cache(maxsize=1024)
@@ -101,10 +156,10 @@ def _side(key: str) -> Operand:
     return Operand.from_key(key)
 
 
-def _op(x: Tensor, side: str, seed: int, salt: int, hadamard: int, dense: bool) -> list[Tensor]:
+def _op(x: Tensor, side: str, seed: int, salt: int, hadamard: int, dense: bool, over: Sequence[str]) -> list[Tensor]:
     """Codes, scales and nan, or the value alone."""
     how = _side(side)
-    *parts, nan = _quantized(x, how, seed, salt, hadamard)
+    *parts, nan = _quantized(x, how, seed, salt, hadamard, over)
     if not dense:
         return [*parts, nan]
     return [Quantized(_nest(how.spec, parts), how.spec, _turned_shape(x, hadamard), nan).value(wide(x.dtype))]
@@ -113,4 +168,4 @@ def _op(x: Tensor, side: str, seed: int, salt: int, hadamard: int, dense: bool) 
 LIBRARY.impl("training_operand", _op, "CompositeExplicitAutograd")
 torch.library.register_fake("pennyweight::training_operand", _op, lib=LIBRARY)
 
-__all__ = ["operand", "turned"]
+__all__ = ["operand", "rule_of_whole", "turned"]

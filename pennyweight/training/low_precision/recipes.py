@@ -106,8 +106,14 @@ class Recipe:
     grad_input: Gemm = HIGH
     grad_weight: Gemm = HIGH
     seed: int = 0
+    key: str = field(init=False, repr=False, compare=False)  # all of it, for graphs
 
     def __post_init__(self) -> None:
+        gemms = [
+            [*(s.key if isinstance(s, Operand) else s for s in (g.a, g.b)), g.hadamard]
+            for g in (self.output, self.grad_input, self.grad_weight)
+        ]
+        object.__setattr__(self, "key", json.dumps([self.name, gemms, self.seed]))
         if FORWARD in (self.output.a, self.output.b):
             raise ValueError(f"recipe {self.name!r}: the output's own operands cannot be FORWARD")
         if FORWARD in (self.grad_input.a, self.grad_weight.a):
@@ -120,6 +126,16 @@ class Recipe:
             raise ValueError(f"recipe {self.name!r} quantizes nothing")
         if not 0 <= self.seed < SEEDS:
             raise ValueError(f"recipe {self.name!r}: seed is a number of 32 bits, got {self.seed}")
+
+    @classmethod
+    def from_key(cls, key: str) -> Recipe:
+        name, gemms, seed = json.loads(key)
+
+        def side(s: str | None) -> Side:
+            return FORWARD if s == FORWARD else None if s is None else Operand.from_key(s)
+
+        output, grad_input, grad_weight = (Gemm(side(a), side(b), turned) for a, b, turned in gemms)
+        return cls(name, output, grad_input, grad_weight, seed)
 
     def __str__(self) -> str:
         return f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
@@ -192,8 +208,8 @@ _ALL = (
     Recipe("blockwise", Gemm(_LINE, _SQUARE), Gemm(_LINE, _SQUARE), _same(_LINE)),
     # torchao's int8 mixed precision
     _three("int8", _INT8),
-    # Rounded to the nearest, what is small in a row of gradients is lost, always: by chance it is right in the mean, and
-    # turned there is little that is small.
+    # Rounded to the nearest, what is small in a row of gradients is lost, always: by chance it is right in the mean,
+    # and turned there is little that is small.
     Recipe("int8_hadamard", _same(_INT8), _INT8_BACK, _INT8_BACK),
     # OCP MX v1.0; Mishra et al. 2025 (mxfp8), Tseng et al. 2025 (mxfp4 backward: chance and Hadamard on both sides)
     _three("mxfp8", _MX8),
