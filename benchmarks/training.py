@@ -294,7 +294,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         )
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
     for i, (name, mine) in enumerate(sorted(runs.items(), key=lambda pair: pair[0] != BASE)):
-        colour = "black" if name == BASE else f"C{(i - 1) % 10}"
+        colour = "black" if name == BASE else plt.colormaps["tab20"]((i - 1) % 20)
         curve, at = _smooth(torch.stack([*mine.values()]))
         above.plot(at, curve.mean(0), color=colour, linewidth=1, label=f"{name} ({len(mine)} seeds)")
         shared = sorted(mine.keys() & runs[BASE].keys())
@@ -307,6 +307,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     above.set_ylabel("training loss, nats a byte")
     above.legend(fontsize=8)
     below.axhline(0, color="black", linewidth=0.6)
+    below.set_yscale("symlog", linthresh=0.02)  # what differs by a little, beside what differs by much
     below.set_ylabel(f"less {BASE}'s, same seed")
     below.set_xlabel("step")
     for axis in (above, below):

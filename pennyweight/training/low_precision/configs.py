@@ -62,7 +62,10 @@ class Float8TrainingConfig(LowPrecisionTrainingConfig):
 
 @dataclass(frozen=True)
 class Int8MixedPrecisionTrainingConfig(LowPrecisionTrainingConfig):
-    """Each of the three products in int8, a scale a row, or in high precision where its flag is False."""
+    """Each of the three products in int8, a scale a row, or in high precision where its flag is False.
+
+    Recipe "int8" is torchao's. "int8_hadamard" keeps the small gradients that it loses.
+    """
 
     recipe: str | Recipe = "int8"
     output: bool = True
