@@ -37,7 +37,7 @@ FORMATS = {"int4": "4-bit groups of 128, offsets (4.25 bits)", "int2": "2-bit gr
 
 
 RATES = {"int4": 1e-4, "int2": 3e-4}  # of weights; scales have a tenth of it
-BETTER: dict[tuple[str, str], float] = {}  # for a method that does better with another one
+BETTER = {("int2", "torchao-kl"): 1e-3}  # where a method does better with another one
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,10 @@ METHODS = {
     "minmax-kl": Method("the same, distilled", "kl"),
     "torchao-ce": Method("torchao's, trained on the bytes", "ce", "torchao"),
     "torchao-kl": Method("torchao's, distilled", "kl", "torchao"),
+    "auto": Method('"auto", nothing trained', None, "auto"),
     "gptq-kl": Method("from GPTQ's codes, distilled", "kl", "gptq"),
     "gptq-kl-scale": Method("from GPTQ's codes, distilled, scales and offsets learned", "kl", "gptq", "all"),
+    "auto-kl-scale": Method('from the codes of "auto", distilled, scales and offsets learned', "kl", "auto", "all"),
 }
 
 
