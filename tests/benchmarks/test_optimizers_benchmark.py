@@ -14,7 +14,7 @@ def test_losses_are_compared_seed_by_seed() -> None:
     ]
     table = bench.loss_table(rows).split("\n")
     assert table[3] == "| other | 3 | 5.0500 | +0.0500 | +1.00 ± 0.00 % |"
-    assert table[4] == "| fewer | 2 | 3.0500 | +0.0500 | +0.00 ± 5.00 % |"
+    assert table[4] == "| fewer | 2 | 3.0500 | +0.0500 | +0.00 ± 63.53 % |"  # Student's t of one degree: 12.706 * 5
 
 
 def test_rows_of_several_interpreters_stand_once() -> None:
