@@ -158,10 +158,10 @@ def test_bad_file_is_refused_and_the_model_untouched(case: str, tmp_path: Path) 
     places = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     before = copy.deepcopy(model.state_dict())
     for target in (model, None):
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(CheckpointError) as caught:
             load(path, target)
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
         assert REASON_OF[case] in caught.value.reason
         assert str(caught.value.path).startswith(str(tmp_path))
         assert caught.value.reason in str(caught.value)

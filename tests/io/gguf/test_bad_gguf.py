@@ -43,10 +43,10 @@ def test_bad_files_are_refused(name: str, tmp_path: Path) -> None:
     make, words = BAD[name]
     path = tmp_path / "bad.gguf"
     path.write_bytes(make())
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CheckpointError) as error:
         File(str(path))
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
     assert error.value.path == str(path)
     assert re.search(words, str(error.value)), str(error.value)
 
