@@ -196,8 +196,9 @@ def by_peer(name: str, key: str, seed: int, options: argparse.Namespace) -> dict
     if options.peer is None:
         return None
     command = [
-        options.peer, "-W", "ignore", "-m", "benchmarks.qat", "--worker", name, key, "--steps", str(options.steps),
-        "--split", options.split, "--windows", str(options.windows), "--lr", str(options.lr or 0), "--seeds", str(seed),
+        options.peer, "-W", "ignore", "-m", "benchmarks.qat", "--worker", name, key, str(seed),
+        "--lr", str(options.lr or 0), "--steps", str(options.steps),
+        "--split", options.split, "--windows", str(options.windows),
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
     return run(name, key, seed, options)
@@ -282,8 +283,8 @@ def main() -> None:
             subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
         return
     if options.worker:
-        name, key = options.worker
-        run(name, key, options.seeds, options)  # of the worker it is the seed
+        name, key, seed = options.worker
+        run(name, key, int(seed), options)
         return
     results = []
     for seed in range(options.seeds):

@@ -126,8 +126,7 @@ def layers(mesh: DeviceMesh) -> None:
             assert distance(mine[2], gw.chunk(ranks)[rank]) < loose, name
         else:
             assert torch.equal(mine[2], gw.chunk(ranks)[rank]), name
-        rows, flat = x.flatten(0, 1), g.flatten(0, 1)
-        gemm = how.grad_input
+        flat, gemm = g.flatten(0, 1), how.grad_input
         if not (by_chance(gemm.a, gemm.b) and of_whole(gemm.a)):
             if gemm.b == "forward":
                 want = flat.double() @ value(whole.up.weight.detach(), how.output.b, _OUTPUT[1])
