@@ -26,7 +26,7 @@ def here(t: Any) -> Any:
     return t._local_tensor if is_spread(t) else t
 
 
-def arrived(t: Tensor) -> Tensor:
+def waited(t: Tensor) -> Tensor:
     """t itself, where it is what a collective that may still run will give."""
     module = sys.modules.get("torch.distributed._functional_collectives")
     pending = module is not None and isinstance(t, module.AsyncCollectiveTensor)

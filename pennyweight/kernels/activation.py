@@ -1,4 +1,4 @@
-"""Quantizing the input of an op, as the weight's ActivationSpec says."""
+"""The input of an op: its dtype under autocast, and quantizing it as the weight's ActivationSpec says."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from torch import Tensor
 from ..core.choose import Params
 from ..core.numerics import Parts, dequantize, fake_quantize, quantize
 from ..core.spec import ActivationSpec
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of an input of a product; None where it is off, for devices that have none, and for float64,
+    which it leaves alone."""
+    kind = x.device.type
+    if x.dtype is torch.float64 or not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def quantize_activation(

@@ -20,6 +20,7 @@ from ..core import fallback
 from ..core.numerics import Parts
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, foreign, implements, static_json
+from .activation import autocast_dtype
 from .table import Case, Kernel, case_of, get_kernel, reorders, select
 
 QT = AffineQuantizedTensor
@@ -105,9 +106,8 @@ def _unbound_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
         return F.linear(x, w.dequantize(x.dtype), bias)
     if x.shape[-1] != w.shape[-1]:
         raise _misfit(x, w)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-        bias = None if bias is None else bias.to(x.dtype)
+    if (dtype := autocast_dtype(x)) is not None:
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     if w.axes is not None:  # a transposed weight contracts the axis its blocks do not run along
         fallback.count("linear/transposed")
         return F.linear(x, w.dequantize(x.dtype), bias)

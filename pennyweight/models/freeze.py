@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..core.spec import DTYPES
 from ..core.tensor import SLOTS, AffineQuantizedTensor
+from ..kernels.activation import autocast_dtype
 from ..kernels.linear import PLAIN, Bound, bind, graph_key, linear
 from ..kernels.table import case_of, select
 from .report import Report, Row
@@ -108,9 +109,8 @@ class FrozenLinear(nn.Linear):
         if x.shape[-1] != self.in_features:
             raise ValueError(f"linear: input {tuple(x.shape)} must have {self.in_features} as its last size")
         bias: Tensor | None = self.bias
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-            bias = None if bias is None else bias.to(x.dtype)
+        if (dtype := autocast_dtype(x)) is not None:
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         parts = [self._buffers[name] for name in self._names]
         return torch.ops.pennyweight.linear.default(x, parts, bias, self._keys[x.dtype])
 

@@ -98,7 +98,10 @@ def test_autocast_decides_the_output_dtype(name: str) -> None:
     w, x = quantized(name), torch.randn(3, 96)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outs = [F.linear(x, w), x @ w.t(), torch.matmul(x, w.T), F.linear(x.half(), w)]
+        wide = F.linear(x.double(), w)  # float64 stays, as in torch's own products
     assert [y.dtype for y in outs] == [torch.bfloat16] * 4
+    assert torch.equal(wide, F.linear(x.double(), w))
+    assert wide.dtype is torch.float64
     reference = F.linear(x.bfloat16(), w.dequantize(torch.bfloat16))
     for y in outs:
         torch.testing.assert_close(y, reference, rtol=3e-2, atol=0.2)
@@ -108,6 +111,7 @@ def test_autocast_decides_the_output_dtype(name: str) -> None:
 def test_meta(name: str) -> None:
     w = quantized(name)
     m = w.to("meta")
+    assert F.linear(torch.randn(3, 96, device="meta"), m).shape == (3, w.shape[0])
     assert isinstance(m, QT)
     assert m.device.type == "meta"
     assert (m.shape, m.dtype, m.spec, m.nbytes) == (w.shape, w.dtype, w.spec, w.nbytes)

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...core.numerics import Parts
-from ...core.spread import arrived, is_spread
+from ...core.spread import is_spread, waited
+from ...kernels.activation import autocast_dtype
 from .operands import operand, rule_of_whole
 from .products import Quantized, case_of, select, wide
 from .recipes import Operand, Recipe, get_recipe
@@ -97,7 +98,7 @@ class _Linear(torch.autograd.Function):
 
 def _matrix(x: Tensor) -> Tensor:
     """x [.., K] as [M, K], K = 0 included."""
-    return arrived(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return waited(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def output(
@@ -196,16 +197,11 @@ def _value(x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
 
 def cast(x: Tensor) -> Tensor:
     """x in autocast's dtype."""
-    return x.to(torch.get_autocast_dtype(x.device.type)) if _autocast(x) and x.dtype is not torch.float64 else x
-
-
-def _autocast(x: Tensor) -> bool:
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return x.to(autocast_dtype(x) or x.dtype)
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    return torch.autocast(x.device.type, enabled=False) if _autocast(x) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if autocast_dtype(x) else nullcontext()
 
 
 __all__ = ["cast", "gradients", "linear", "matmul", "output"]

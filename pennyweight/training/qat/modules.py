@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core.numerics import dequantize, fake_quantize, quantize
+from ...kernels.activation import autocast_dtype
 from .fake import Fake, Weigh, value
 from .linear import Addmm, Linear
 from .range import Range, ranged
@@ -249,7 +250,7 @@ def _shadows(module: Any) -> Iterator[None]:
 
 def _cast(x: Tensor) -> Tensor:
     """x as autocast has it, before it is quantized."""
-    return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+    return x.to(autocast_dtype(x) or x.dtype)
 
 
 # -- classes ---------------------------------------------------------------------------------------------------------
