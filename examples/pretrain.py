@@ -123,7 +123,7 @@ def main() -> None:
         pyplot.xlabel("step")
         pyplot.ylabel(f"loss, {options.recipe}")
         pyplot.savefig(options.plot)
-    if options.recipe in RECIPES and options.recipe not in ("nvfp4", "mxfp4"):
+    if options.recipe in RECIPES:
         # What was trained is what is deployed: the weights stored as the output's products saw them.
         before = model(windows(data, 0)[:, :-1])
         report = pw.quantize_(model, RECIPES[options.recipe].deployed())

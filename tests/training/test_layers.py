@@ -351,7 +351,7 @@ def test_chance_ends_with_its_block_and_updates_are_reproducible() -> None:
 # -- deploying ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPES if n != "nvfp4"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_what_was_trained_is_what_is_deployed(name: str) -> None:
     """quantize_ under the recipe's own config stores the weight that the output's product saw."""
     model = network()
