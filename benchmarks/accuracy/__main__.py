@@ -2,6 +2,7 @@
 
     python -m benchmarks.accuracy [--subjects lm,minilm] [--methods int4,gptq] [--rivals torchao,hqq] [--json FILE]
                                   [--python torchao=/venv/bin/python] [--quick] [--page docs/accuracy.md]
+                                  [--algorithms docs/algorithms]
 
 Rows are kept in the JSON file and not measured again, so that ours can be added without running the others anew
 (``--rivals none``); ``--again TEXT`` measures rows whose "family: name" holds the text. The first run trains the
@@ -39,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="less data, nothing that takes minutes")
     p.add_argument("--json", type=Path, metavar="FILE", help="results, kept and extended")
     p.add_argument("--add", type=Path, nargs="*", default=[], metavar="FILE", help="results of other runs, taken over")
-    p.add_argument("--page", type=Path, help="write the document, its plots, and the measured sections of algorithms/")
+    p.add_argument("--page", type=Path, help="write the document and its plots")
+    p.add_argument("--algorithms", type=Path, metavar="FOLDER", help="write the measured sections of its pages")
     p.add_argument("--force", action="store_true", help="write the page though a gate failed")
     p.add_argument("--no-run", action="store_true", help="measure nothing, only print or write")
     p.add_argument("--steps", type=int, default=Recipe.steps, help="of the language model's training")
@@ -105,14 +107,14 @@ def main(arguments: list[str] | None = None) -> int:
     show(console, results)
     if o.page is None:
         return 0
-    failed = [g for g in gates.check(results) if not g["passed"]]
+    failed = [g for g in gates.check(results) if not g["passed"]] if gates.SUBJECT in results.subjects() else []
     if failed and not o.force:
         why = f"{len(failed)} gates failed or were not measured"
         console.print(f"{o.page} is not written: {why}; --force writes it nevertheless", markup=False)
         return 1
     page.write(results, o.page)
-    if (o.page.parent / "algorithms").is_dir():
-        pages.write(results, o.page.parent / "algorithms")
+    if o.algorithms is not None:
+        pages.write(results, o.algorithms)
     return 0
 
 

@@ -19,7 +19,8 @@ from benchmarks.accuracy.subjects import Subject
 Make = Callable[[], Any]
 
 
-STEPS, WRITTEN = 400, 256  # of "distill", and sequences that the model writes for it
+STEPS = {"causal": 400, "encoder": 200, "net": 200}  # of "distill"
+WRITTEN = 256  # sequences that a language model writes for it
 Data = Callable[[Subject, nn.Module], Any]
 
 
@@ -55,10 +56,6 @@ def _as_run(model: nn.Module, subject: Subject) -> tuple[nn.Module, float]:
     return model, bits
 
 
-def _small_batches(subject: Subject) -> list[Any]:
-    return [part for batch in subject.calibration() for part in _in_parts(batch, 8)]
-
-
 @lru_cache(maxsize=1)
 def _table(folder: str) -> Any:
     """The search of a subject, whose measurements serve every budget."""
@@ -68,40 +65,53 @@ def _table(folder: str) -> Any:
 
     subject = Subject.open(Path(folder))
     return pw.search(
-        subject.model(), _small_batches(subject), "4.25 bpw", candidates=MIXED, metric=_metric(subject),
+        subject.model(), _batches(subject), "4.25 bpw", candidates=MIXED, metric=_metric(subject),
         filter_fn=lambda module, name: name in subject.layers,
     )  # fmt: skip
 
 
-def _in_parts(batch: Any, size: int) -> list[Any]:
-    count = next(iter(batch.values())).shape[0]
-    return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, count, size)]
+def _batches(subject: Subject) -> list[Any]:
+    """The calibration data, 8 to 64 sequences a batch so that there are some 32; padded at their end with zeros."""
+    rows = [{k: v[i] for k, v in b.items()} for b in subject.calibration() for i in range(len(next(iter(b.values()))))]
+    size = min(64, max(8, len(rows) // 32))
+    return [
+        {k: torch.nn.utils.rnn.pad_sequence([row[k] for row in rows[i : i + size]], batch_first=True) for k in rows[0]}
+        for i in range(0, len(rows), size)
+    ]
 
 
 def _metric(subject: Subject) -> Any:
-    """What search and tuning lower: the KL divergence of logits, the angle between pooled embeddings."""
-    return None if subject.kind == "causal" else angle
+    """What search and tuning lower: the KL divergence of logits, or how far an embedder's outputs are apart."""
+    return apart if subject.kind == "encoder" else "kl"
 
 
-def angle(reference: Tensor, output: Tensor, batch: Any) -> Tensor:
-    """Mean of 1 - cos between mean-pooled hidden states."""
+def apart(reference: Tensor, output: Tensor, batch: Any) -> Tensor:
+    """Mean of 1 - cos between mean-pooled hidden states, and the relative error of the tokens' own: there are more of
+    them, so that less is learned by heart."""
+    from pennyweight.algorithms.fidelity import error
+
     mask = batch["attention_mask"].unsqueeze(-1).float()
     x, y = ((t * mask).sum(1) / mask.sum(1) for t in (reference, output))
-    return (1 - torch.nn.functional.cosine_similarity(x, y)).mean()
+    angle = (1 - torch.nn.functional.cosine_similarity(x, y)).mean()
+    return angle + error(reference, output, batch)
 
 
-def _mixed(budget: str, tuned: bool = False) -> Callable[[Subject, nn.Module], Any]:
-    """The mixture that a search finds within a budget, solved by "auto"."""
+def _mixed(budget: str, *more: Callable[[Subject], Any]) -> Callable[[Subject, nn.Module], Any]:
+    """The mixture that a search finds within a budget, solved by "auto", and by more steps of the subject."""
 
     def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
         import pennyweight as pw
 
         found = _table(str(subject.folder)).within(budget)
-        steps = ["auto", _tune(subject)] if tuned else ["auto"]
-        pw.quantize_(model, found.config, calibration=_small_batches(subject), algorithm=steps)
+        steps = ["auto", *(step(subject) for step in more)]
+        pw.quantize_(model, found.config, calibration=_batches(subject), algorithm=steps)
         return _as_run(model, subject)
 
     return run
+
+
+def _distill(subject: Subject) -> Any:
+    return {"distill": {"steps": STEPS[subject.kind], "metric": _metric(subject)}}
 
 
 def _tune(subject: Subject) -> Any:
@@ -121,9 +131,9 @@ def _distilled(config: Make) -> Callable[[Subject, nn.Module], Any]:
         import pennyweight as pw
 
         written = pw.sample(model, WRITTEN, 256) if subject.kind == "causal" else []
-        return [*_small_batches(subject), *written]
+        return [*_batches(subject), *written]
 
-    return _quantized(config, lambda subject: ["auto", {"distill": {"steps": STEPS, "metric": _metric(subject)}}], data)
+    return _quantized(config, lambda subject: ["auto", _distill(subject)], data)
 
 
 def _own_text(subject: Subject, model: nn.Module) -> Any:
@@ -133,15 +143,15 @@ def _own_text(subject: Subject, model: nn.Module) -> Any:
     return pw.sample(model, 64, 256)
 
 
-def _spec(text: str, group: int, rule: str | None = None, **fields: Any) -> Make:
-    """Codes of a format in groups along the row (-1: the row); zero points of as many bits."""
+def _spec(text: str, *group: int, rule: str | None = None, **fields: Any) -> Make:
+    """Codes of a format in groups (-1: the row; of a convolution, three times), zero points of as many bits."""
 
     def make() -> Any:
         import pennyweight as pw
 
         zero = {"zero_point": pw.get_format(text)} if fields.get("zero_point") else {}
         return pw.SpecConfig(
-            pw.QuantSpec(pw.get_format(text), (group,), **{"scale": torch.float16} | fields | zero), rule=rule
+            pw.QuantSpec(pw.get_format(text), group, **{"scale": torch.float16} | fields | zero), rule=rule
         )
 
     return make
@@ -197,7 +207,7 @@ def _int4_int4() -> Any:
 
 
 _ZERO = {"zero_point": True}
-SYM4, ASYM4 = _spec("int4", 128, "symmetric"), _spec("uint4", 128, **_ZERO)
+SYM4, ASYM4 = _spec("int4", 128, rule="symmetric"), _spec("uint4", 128, **_ZERO)
 ASYM3, ASYM2 = _spec("uint3", 128, **_ZERO), _spec("uint2", 64, **_ZERO)
 
 # Also the inputs that nothing before can take over, turned at run time
@@ -209,29 +219,38 @@ MIXED = tuple(
     for text, group in (("uint2", 128), ("uint2", 64), ("uint3", 128), ("uint4", 128), ("uint5", 128), ("uint6", 128))
 )
 
+# Rows of a convolution hold few numbers: a scale each, as int8 has
+ROWWISE = tuple((f"int{bits} a row", _spec(f"uint{bits}", -1, -1, -1, **_ZERO)) for bits in (4, 3))
+
 # a row: name, (config, algorithm, its options), what inputs become
 ROWS = (
     Row("int8", _quantized(_config("Int8WeightOnlyConfig")), None, subjects=ALL + CONVOLUTIONS),
-    Row("int8 mse", _quantized(_spec("int8", -1, "mse", scale=torch.float32)), None),
+    Row("int8 mse", _quantized(_spec("int8", -1, rule="mse", scale=torch.float32)), None),
     Row("int4 g128", _quantized(SYM4), None),
-    Row("int4 g128 mse", _quantized(_spec("int4", 128, "mse")), None),
+    Row("int4 g128 mse", _quantized(_spec("int4", 128, rule="mse")), None),
     Row("int4 g128 zero point", _quantized(ASYM4), None),
-    Row("int4 g128 zero point mse", _quantized(_spec("uint4", 128, "mse", **_ZERO)), None),
+    Row("int4 g128 zero point mse", _quantized(_spec("uint4", 128, rule="mse", **_ZERO)), None),
     Row("int4 g128 tinygemm", _quantized(_named("tinygemm")), None),
     Row("int4 g32 zero point", _quantized(_spec("uint4", 32, **_ZERO)), None),
-    Row("int3 g128", _quantized(_spec("int3", 128, "symmetric")), None),
+    Row("int3 g128", _quantized(_spec("int3", 128, rule="symmetric")), None),
     Row("int3 g128 zero point", _quantized(ASYM3), None),
-    Row("int3 g128 zero point mse", _quantized(_spec("uint3", 128, "mse", **_ZERO)), None),
-    Row("int2 g128", _quantized(_spec("int2", 128, "symmetric")), None),
+    Row("int3 g128 zero point mse", _quantized(_spec("uint3", 128, rule="mse", **_ZERO)), None),
+    Row("int2 g128", _quantized(_spec("int2", 128, rule="symmetric")), None),
     Row("int2 g64 zero point", _quantized(ASYM2), None),
-    Row("int2 g64 zero point mse", _quantized(_spec("uint2", 64, "mse", **_ZERO)), None),
+    Row("int2 g64 zero point mse", _quantized(_spec("uint2", 64, rule="mse", **_ZERO)), None),
     Row("nf4", _quantized(_named("nf4_block")), None),
     Row("nf4 nested", _quantized(_named("nf4_double")), None),
     Row("mxfp4", _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1")), None),
     Row("nvfp4", _quantized(_config("NVFP4WeightOnlyConfig")), None),
     Row("nvfp4 mse", _quantized(_named("nvfp4", "mse")), None),
     Row("float8", _quantized(_config("Float8WeightOnlyConfig")), None),
-    Row("int8-dynamic", _quantized(_config("Int8DynamicActivationInt8WeightConfig")), None, "int8"),
+    Row(
+        "int8-dynamic",
+        _quantized(_config("Int8DynamicActivationInt8WeightConfig")),
+        None,
+        "int8",
+        subjects=ALL + CONVOLUTIONS,
+    ),
     Row("int8-dynamic-int4 g32", _quantized(_int8_int4(32)), None, "int8"),
     Row("int8-dynamic-int4 g128", _quantized(_int8_int4(128)), None, "int8"),
     Row("int4-dynamic-int4 g128", _quantized(_int4_int4), None, "int4", subjects=("causal",)),
@@ -260,7 +279,7 @@ ROWS = (
     Row("int4 g128 zero point auto tune", _tuned(ASYM4, "auto"), None, slow=True),
     Row("int4 g128 zero point auto distill", _distilled(ASYM4), None, slow=True),
     Row("int4 g128 zero point rotate auto", _quantized(ASYM4, ["rotate", "auto"]), None, subjects=("lm",)),
-    Row("int8 auto", _quantized(_config("Int8WeightOnlyConfig"), "auto"), None),
+    Row("int8 auto", _quantized(_config("Int8WeightOnlyConfig"), "auto"), None, subjects=ALL + CONVOLUTIONS),
     *(
         Row(f"{name} {steps}", _quantized(config, recipe), None, name[:4], subjects=("causal",))
         for name, config in (
@@ -284,11 +303,22 @@ ROWS = (
     Row("learned 2 bits x4 kmeans", _quantized(_learned(2, 4), "kmeans"), None, subjects=("lm",)),
     Row("learned 2 bits x4 kmeans tune", _tuned(_learned(2, 4), "kmeans"), None, subjects=("lm",), slow=True),
     Row("learned 2 bits x4 nearest", _quantized(_learned(2, 4), "nearest"), None, subjects=("lm",)),
+    *(Row(name, _quantized(config), None, subjects=CONVOLUTIONS) for name, config in ROWWISE),
+    *(
+        Row(f"{name} {steps}", _quantized(config, steps), None, subjects=CONVOLUTIONS)
+        for name, config in ROWWISE
+        for steps in ("gptq", "auto")
+    ),
+    *(Row(f"{name} auto tune", _tuned(config, "auto"), None, subjects=CONVOLUTIONS) for name, config in ROWWISE),
     Row("mxfp4 auto", _quantized(_config("MXWeightOnlyConfig", weight_dtype="e2m1"), "auto"), None),
     Row("nvfp4 auto", _quantized(_config("NVFP4WeightOnlyConfig"), "auto"), None),
     Row("mixed 4.25 auto", _mixed("4.25 bpw"), None, slow=True),
-    Row("mixed 4.25 auto tune", _mixed("4.25 bpw", True), None, slow=True),
-    Row("mixed 3.15 auto tune", _mixed("3.15 bpw", True), None, slow=True),
-    Row("mixed 2.75 auto tune", _mixed("2.75 bpw", True), None, slow=True),
-    Row("mixed 2.3 auto tune", _mixed("2.3 bpw", True), None, slow=True),
+    Row("mixed 4.25 auto tune", _mixed("4.25 bpw", _tune), None, slow=True),
+    Row("mixed 3.15 auto tune", _mixed("3.15 bpw", _tune), None, slow=True),
+    Row("mixed 2.75 auto tune", _mixed("2.75 bpw", _tune), None, slow=True),
+    Row("mixed 2.3 auto tune", _mixed("2.3 bpw", _tune), None, slow=True),
+    *(
+        Row(f"mixed {bits} auto distill", _mixed(f"{bits} bpw", _distill), None, subjects=("encoder",), slow=True)
+        for bits in ("4.25", "3.15", "2.75", "2.3")
+    ),
 )

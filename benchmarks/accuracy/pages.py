@@ -10,11 +10,11 @@ from benchmarks.accuracy import statistics
 from benchmarks.accuracy.results import Results
 from benchmarks.accuracy.rivals import OURS
 from benchmarks.accuracy.subjects import KINDS, SUBJECTS
+from benchmarks.accuracy.targets import LOSS
 from benchmarks.report import markdown
 
 BEGIN = "<!-- measured: written by benchmarks.accuracy --page; not by hand -->"
 END = "<!-- measured: end -->"
-LOSS = {"kl": "KL", "1-cos": "1-cos"}
 _WEIGHTS = ("int4 g128 zero point", "int3 g128 zero point", "int2 g64 zero point")
 _INPUTS = ("int8-dynamic", "int8-dynamic-int4 g128", "int4-dynamic-int4 g128")
 

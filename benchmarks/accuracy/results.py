@@ -1,4 +1,7 @@
-"""Rows as measured, in one JSON file that is written anew after each, so that a run can be resumed and extended."""
+"""Rows as measured, in one JSON file that is written anew after each, so that a run can be resumed and extended.
+
+`KEPT` is the one that docs/accuracy.md was written from: a row a line, numbers of seven digits.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 Row = dict[str, Any]
 KEY = ("subject", "digest", "family", "name")
+KEPT = Path(__file__).with_name("measured.json")
 
 
 class Results:
@@ -32,7 +36,7 @@ class Results:
 
     def add(self, row: Row) -> None:
         """Instead of the row of the same key, if there is one."""
-        row = row | {"machine": self.machine}
+        row = _short(row | {"machine": self.machine})
         self.rows.pop(key_of(row), None)
         self.rows[key_of(row)] = row
         self.write()
@@ -48,7 +52,9 @@ class Results:
     def write(self) -> None:
         if self.path is None:
             return
-        text = json.dumps({"kind": "accuracy", "rank": self.rank, "rows": list(self.rows.values())}, indent=1)
+        head = json.dumps({"kind": "accuracy", "rank": self.rank})
+        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in self.rows.values())
+        text = f'{head[:-1]}, "rows": [\n{rows}\n]}}\n'
         scratch = self.path.with_name(f"{self.path.name}.new")
         scratch.write_text(text)
         os.replace(scratch, self.path)
@@ -73,3 +79,12 @@ class Results:
 
 def key_of(row: Row) -> tuple[str, ...]:
     return tuple(row[k] for k in KEY)
+
+
+def _short(x: Any) -> Any:
+    """The same with floats of seven digits: what is shown has three, and a file of them is kept."""
+    if isinstance(x, dict):
+        return {k: _short(v) for k, v in x.items()}
+    if isinstance(x, list):
+        return [_short(v) for v in x]
+    return float(f"{x:.7g}") if isinstance(x, float) else x

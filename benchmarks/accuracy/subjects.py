@@ -52,13 +52,19 @@ class Kind:
     load     folder -> float32 model in eval mode
     outputs  (model, batch) -> float32 [sequences, ...]
     judge    (float outputs, outputs, evaluation batches) -> Figures
-    measure  the one that decides
+    measure  the one that tables are sorted by
+    also     another that has a value for each sequence, so that targets are held against it too
     """
 
     load: Callable[[Path], nn.Module]
     outputs: Callable[[nn.Module, Batch], Tensor]
     judge: Callable[[Tensor, Tensor, list[Batch]], Figures]
     measure: str
+    also: str = ""
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        return (self.measure, self.also) if self.also else (self.measure,)
 
 
 def _causal(folder: Path) -> nn.Module:
@@ -99,7 +105,7 @@ def _next_bytes(reference: Tensor, got: Tensor, batches: list[Batch]) -> Figures
 
 KINDS = {
     "causal": Kind(_causal, _logits, _next_bytes, "kl"),
-    "encoder": Kind(_encoder, _mean_pooled, lambda a, b, _: figures.embeddings(a, b), "1-cos"),
+    "encoder": Kind(_encoder, _mean_pooled, lambda a, b, _: figures.embeddings(a, b), "1-cos", "kl"),
     "net": Kind(
         _net,
         lambda model, batch: model(batch["x"]).unsqueeze(1),  # one position a picture
@@ -254,22 +260,35 @@ def minilm_folder() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def _minilm(folder: Path, cache: Path, recipe: Recipe, sizes: Sizes, say: Any) -> tuple[Any, ...]:
-    from transformers import AutoTokenizer, BertModel
+def _minilm(texts: int | None = None) -> Callable[..., tuple[Any, ...]]:
+    """Calibrated on so many texts, filled up from the train split; None: two for each window of a language model.
+    What is evaluated is the same."""
 
-    source = minilm_folder()
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    model = BertModel.from_pretrained(source, dtype=torch.float32, local_files_only=True, add_pooling_layer=False)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    layers = [n for n, m in model.encoder.named_modules(prefix="encoder") if isinstance(m, nn.Linear)]
-    calibration = _some(corpus.docstrings("calibration"), 2 * sizes.calibration)
-    known = set(corpus.docstrings("calibration"))  # a text may stand in files of two splits
-    evaluated = [t for t in corpus.docstrings(sizes.split) if t not in known]
-    if len(evaluated) < sizes.texts:
-        more = [t for t in corpus.docstrings("train") if t not in {*known, *evaluated}]
-        evaluated += _some(more, sizes.texts - len(evaluated))
-    return (layers, *(_tokens(tokenizer, t, 16) for t in (calibration, _some(evaluated, sizes.texts))))
+    def make(folder: Path, cache: Path, recipe: Recipe, sizes: Sizes, say: Any) -> tuple[Any, ...]:
+        from transformers import AutoTokenizer, BertModel
+
+        source = minilm_folder()
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        model = BertModel.from_pretrained(source, dtype=torch.float32, local_files_only=True, add_pooling_layer=False)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        layers = [n for n, m in model.encoder.named_modules(prefix="encoder") if isinstance(m, nn.Linear)]
+        calibration = _some(corpus.docstrings("calibration"), 2 * sizes.calibration)
+        known = set(corpus.docstrings("calibration"))  # a text may stand in files of two splits
+        evaluated = [t for t in corpus.docstrings(sizes.split) if t not in known]
+        if len(evaluated) < sizes.texts:
+            more = [t for t in corpus.docstrings("train") if t not in {*known, *evaluated}]
+            evaluated += _some(more, sizes.texts - len(evaluated))
+        evaluated = _some(evaluated, sizes.texts)
+        if texts is not None:
+            held = {t for split in ("calibration", "validation", "test") for t in corpus.docstrings(split)} | {
+                *evaluated
+            }
+            rest = [t for t in corpus.docstrings("train") if t not in held]
+            calibration += _some(rest, texts - len(calibration))
+        return (layers, *(_tokens(tokenizer, t, 16) for t in (calibration, evaluated)))
+
+    return make
 
 
 def _some(texts: Sequence[str], count: int) -> list[str]:
@@ -309,7 +328,12 @@ SUBJECTS: dict[str, tuple[str, Callable[..., tuple[Any, ...]], str, Callable[[Re
         "causal", _lm_out, "the same function, weights rescaled so that some channels are outliers",
         lambda recipe: (*_of_recipe(recipe), outliers.SPREAD, outliers.SHARE, outliers.NORM, outliers.VALUE),
     ),
-    "minilm": ("encoder", _minilm, "all-MiniLM-L6-v2 on the standard library's docstrings", lambda recipe: ("0.1.0",)),
+    "minilm": (
+        "encoder", _minilm(), "all-MiniLM-L6-v2 on the standard library's docstrings", lambda recipe: ("0.1.0",),
+    ),
+    "minilm-2048": (
+        "encoder", _minilm(2048), "the same embedder and texts, calibrated on 2,048 others", lambda recipe: ("0.1.0",),
+    ),
     "digits-conv": ("net", _digits("digits-conv"), "a small convolutional net on scikit-learn's digits",
                     lambda recipe: (nets.VERSION,)),
     "digits-vit": ("net", _digits("digits-vit"), "a small vision transformer on scikit-learn's digits",

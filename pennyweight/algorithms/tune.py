@@ -36,7 +36,8 @@ class Tune(Tuner):
 
     Scales that are quantized themselves stay. Inputs are not quantized meanwhile, also where the scheme
     does so; what decides is measured as the model runs. Memory: the model in float32 with gradients, so for models
-    that fit. Cost: about three forward passes and two backward ones a step.
+    that fit, and up to 256 MiB of the float model's outputs. Cost of a step: a forward pass and a backward one of the
+    quantized model, and a forward pass of the float model the first time that a batch is seen.
     """
 
     steps: int = 80
@@ -73,17 +74,15 @@ class Tune(Tuner):
         groups = [{"params": k, "full": r} for k, r in ((knobs, self.rate), (rounding, self.codes)) if k]
         optimizer = torch.optim.Adam(groups, lr=0.0)
         knobs = knobs + rounding
-        order = turns(len(trained))
+        order, known = turns(len(trained)), _Known(teacher, trained)
         with _modes(model):
             for step in range(self.steps):
                 for group in optimizer.param_groups:
                     group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
                 for i in islice(order, self.batch):
-                    with quiet(teacher):
-                        target = fidelity.kept(call(teacher, trained[i]))
                     state = {name: lever.value() for lever in moved for name in lever.names}
                     output = torch.func.functional_call(model, state, *arguments(trained[i]), tie_weights=False)
-                    loss = measure(target, fidelity.kept(output), trained[i]) / self.batch
+                    loss = measure(known(i), fidelity.kept(output), trained[i]) / self.batch
                     for knob, grad in zip(knobs, torch.autograd.grad(loss, knobs, allow_unused=True), strict=True):
                         if grad is not None:
                             knob.grad = grad if knob.grad is None else knob.grad + grad
@@ -99,6 +98,24 @@ class Tune(Tuner):
                     lever.restore()
             return False, f"tuning undone: held-out divergence {before:.3g} became {after:.3g}"
         return True, f"tuned: held-out divergence {before:.3g} -> {after:.3g}"
+
+
+class _Known:
+    """Outputs of the float model by batch, kept between epochs as long as they are few bytes."""
+
+    def __init__(self, teacher: nn.Module, batches: Sequence[Any], room: int = 2**28) -> None:
+        self.teacher, self.batches, self.room = teacher, batches, room
+        self.outputs: dict[int, Any] = {}
+
+    def __call__(self, i: int) -> Any:
+        if i in self.outputs:
+            return self.outputs[i]
+        with quiet(self.teacher):
+            output = fidelity.kept(call(self.teacher, self.batches[i]))
+        if output.nbytes <= self.room:
+            self.room -= output.nbytes
+            self.outputs[i] = output
+        return output
 
 
 def turns(n: int) -> Iterator[int]:
@@ -137,7 +154,7 @@ class Distill(Tune):
     code changes when c has carried it over. As in AutoRound (Cheng et al. 2023) rounding is learned by its gradient;
     here from the codes of a solver before it, by Adam, and on the model's own outputs instead of a block's.
     Where that is undone, because there was too little data to learn codes from, scales are tuned alone.
-    Cost: three forward and two backward passes a step; memory: five float32 copies of the weights.
+    Cost of a step: as :class:`Tune`; memory: five float32 copies of the weights.
     """
 
     steps: int = 300
