@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     page.write(results, o.page)
     if o.algorithms is not None:
-        pages.write(results, o.algorithms)
+        pages.write(results, o.algorithms, o.page.name)
     return 0
 
 

@@ -19,7 +19,7 @@ from benchmarks.accuracy.subjects import Subject
 Make = Callable[[], Any]
 
 
-STEPS = {"causal": 400, "encoder": 200, "net": 200}  # of "distill"
+STEPS = {"causal": 400, "encoder": 120, "net": 120}  # of "distill", and of each block
 WRITTEN = 256  # sequences that a language model writes for it
 Data = Callable[[Subject, nn.Module], Any]
 
@@ -114,6 +114,10 @@ def _distill(subject: Subject) -> Any:
     return {"distill": {"steps": STEPS[subject.kind], "metric": _metric(subject)}}
 
 
+def _reconstruct(subject: Subject) -> Any:
+    return {"reconstruct": {"steps": STEPS[subject.kind]}}
+
+
 def _tune(subject: Subject) -> Any:
     from pennyweight.algorithms import Tune
 
@@ -124,8 +128,8 @@ def _tuned(config: Make, *steps: str) -> Callable[[Subject, nn.Module], Any]:
     return _quantized(config, lambda subject: [*steps, _tune(subject)])
 
 
-def _distilled(config: Make) -> Callable[[Subject, nn.Module], Any]:
-    """Codes learned, too; a language model also learns from sequences that it writes itself."""
+def _codes_learned(config: Make, *more: Callable[[Subject], Any]) -> Callable[[Subject, nn.Module], Any]:
+    """By steps after "auto"; a language model also learns from sequences that it writes itself."""
 
     def data(subject: Subject, model: nn.Module) -> list[Any]:
         import pennyweight as pw
@@ -133,7 +137,7 @@ def _distilled(config: Make) -> Callable[[Subject, nn.Module], Any]:
         written = pw.sample(model, WRITTEN, 256) if subject.kind == "causal" else []
         return [*_batches(subject), *written]
 
-    return _quantized(config, lambda subject: ["auto", _distill(subject)], data)
+    return _quantized(config, lambda subject: ["auto", *(step(subject) for step in more)], data)
 
 
 def _own_text(subject: Subject, model: nn.Module) -> Any:
@@ -277,7 +281,11 @@ ROWS = (
     Row("int4 g128 zero point auto", _quantized(ASYM4, "auto"), None),
     Row("int4 g128 zero point auto, own text", _quantized(ASYM4, "auto", _own_text), None, subjects=("causal",)),
     Row("int4 g128 zero point auto tune", _tuned(ASYM4, "auto"), None, slow=True),
-    Row("int4 g128 zero point auto distill", _distilled(ASYM4), None, slow=True),
+    Row("int4 g128 zero point auto distill", _codes_learned(ASYM4, _distill), None, slow=True),
+    Row("int4 g128 zero point auto reconstruct", _codes_learned(ASYM4, _reconstruct), None, slow=True),
+    Row(
+        "int4 g128 zero point auto reconstruct distill", _codes_learned(ASYM4, _reconstruct, _distill), None, slow=True
+    ),
     Row("int4 g128 zero point rotate auto", _quantized(ASYM4, ["rotate", "auto"]), None, subjects=("lm",)),
     Row("int8 auto", _quantized(_config("Int8WeightOnlyConfig"), "auto"), None, subjects=ALL + CONVOLUTIONS),
     *(

@@ -48,6 +48,8 @@ PAGES: dict[str, tuple[Pair, ...]] = {
                Pair("learned 3 bits kmeans", "int3 g128 zero point auto"),
                Pair("learned 4 bits g64 kmeans", "int4 g128 zero point auto")),
     "distill": (Pair("int4 g128 zero point auto distill", "int4 g128 zero point auto"),),
+    "reconstruct": (Pair("int4 g128 zero point auto reconstruct", "int4 g128 zero point auto"),
+                    Pair("int4 g128 zero point auto reconstruct distill", "int4 g128 zero point auto distill")),
     "smooth": _after(_INPUTS, "smooth"),
     "rotate": (Pair("int4 g128 zero point rotate auto", "int4 g128 zero point auto"),
                *_after(_INPUTS, "rotate", " smooth")),
@@ -64,16 +66,16 @@ NONE = {
 }
 
 
-def section(results: Results, page: str) -> str:
-    """What stands between the marks, marks included."""
+def section(results: Results, page: str, source: str = "accuracy.md") -> str:
+    """What stands between the marks, marks included. source: the page that has all of the results."""
     if page in NONE:
         text = f"Measured: in no row of [accuracy](../accuracy.md); {NONE[page]}."
     else:
         body = [cells for subject in results.subjects() for p in PAGES[page] if (cells := _cells(results, subject, p))]
-        text = "Measured ([accuracy](../accuracy.md) has the conditions, and what others reach; less is better):\n\n"
+        text = f"Measured ([accuracy](../{source}) has the conditions, and what others reach; less is better):\n\n"
         text += markdown(["", "on", "bits", "loss", "95 %", "without: loss", "ratio", "95 %"], body)
         if not body:
-            text = "Measured: not yet; its rows in [accuracy](../accuracy.md) are " + ", ".join(
+            text = f"Measured: not yet; its rows in [accuracy](../{source}) are " + ", ".join(
                 p.row for p in PAGES[page]
             )
     return f"{BEGIN}\n{text}\n{END}"
@@ -106,9 +108,9 @@ def interval(i: statistics.Interval) -> str:
     return f"{number(i.low)} to {number(i.high)}"
 
 
-def write(results: Results, folder: Path) -> list[str]:
-    """Put the sections into the pages of a folder, between their marks. Returns the names of the pages. Raises
-    ValueError for a page without marks."""
+def write(results: Results, folder: Path, source: str = "accuracy.md") -> list[str]:
+    """Put the sections into the pages of a folder, between their marks; a page that shows rows which these results lack
+    stays. Returns the names of the pages written. Raises ValueError for a page without marks."""
     done = []
     for name in (*PAGES, *NONE):
         path = folder / f"{name}.md"
@@ -116,6 +118,16 @@ def write(results: Results, folder: Path) -> list[str]:
         if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
             raise ValueError(f"{path} has no place for what was measured: {BEGIN} and {END}, once each")
         before, rest = text.split(BEGIN)
-        path.write_text(before + section(results, name) + rest.split(END)[1], encoding="utf-8")
+        old, after = rest.split(END)
+        new = section(results, name, source)
+        if not _rows(old) <= _rows(new):
+            continue
+        path.write_text(before + new + after, encoding="utf-8")
         done.append(name)
     return done
+
+
+def _rows(text: str) -> set[tuple[str, ...]]:
+    """(row, subject) of a section's table."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {(cells[0], cells[1]) for cells in lines if len(cells) > 2}

@@ -11,16 +11,18 @@ from .kmeans import KMeans
 from .nearest import Nearest
 from .observe import calibrate
 from .quantize import quantize_
+from .reconstruct import Reconstruct
 from .rotate import Rotate
 from .sampling import sample
 from .search import Search, search
 from .smooth import Smooth
 from .sparsify import sparsify_
 from .statistics import STATISTICS, Statistic, register_statistic
-from .tune import Tune
+from .tune import Distill, Tune
 
 __all__ = [
-    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Importance", "KMeans", "Nearest",
-    "Rewrite", "Rotate", "Search", "Smooth", "Solution", "Solver", "Statistic", "Task", "Tune", "Tuner", "calibrate",
-    "improve", "quantize_", "register", "register_statistic", "sample", "search", "sparsify_",
+    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Distill", "Importance",
+    "KMeans", "Nearest", "Reconstruct", "Rewrite", "Rotate", "Search", "Smooth", "Solution", "Solver", "Statistic",
+    "Task", "Tune", "Tuner", "calibrate", "improve", "quantize_", "register", "register_statistic", "sample",
+    "search", "sparsify_",
 ]  # fmt: skip

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..models.calling import call, token_mask
 from . import memory, ranks
-from .chain import Segment, output_of, quiet, segments, stream
+from .chain import Segment, quiet, segments
+from .hidden import Hidden, Rest, capture, run_block
 from .statistics import STATISTICS, State, Statistic
 from .watch import Watch
 
@@ -74,9 +74,12 @@ class Collector:
     def _chain(self, segment: Segment) -> Iterator[Stage]:
         with tempfile.TemporaryDirectory(dir=self.spill) as folder:
             place = None if self.spill is None else Path(folder)
-            hidden = _Hidden(place, "quantized")
-            exact = _Hidden(place, "float") if self.paired else None
-            rest = self._capture(segment, hidden, lambda first: self._limit(segment, first, (hidden, exact), folder))
+            hidden = Hidden(place, "quantized")
+            exact = Hidden(place, "float") if self.paired else None
+            rest = capture(
+                self.model, self.batches, [block for _, block in segment.blocks], hidden,
+                lambda first: self._limit(segment, first, (hidden, exact), folder),
+            )  # fmt: skip
             if exact is not None:
                 for i in range(len(self.batches)):
                     exact.put(i, hidden.get(i))
@@ -88,13 +91,13 @@ class Collector:
                 if b + 1 < len(segment.blocks):
                     self._advance(hidden, b, block, rest)
 
-    def _advance(self, states: _Hidden, b: int, block: nn.Module, rest: Rest) -> None:
+    def _advance(self, states: Hidden, b: int, block: nn.Module, rest: Rest) -> None:
         """Hidden states before block b become those after it."""
         for i in range(len(self.batches)):
-            states.put(i, _run(block, states.get(i), rest(i, b)))
+            states.put(i, run_block(block, states.get(i), rest(i, b)))
 
     def _block(
-        self, names: list[str], b: int, block: nn.Module, rest: Rest, hidden: _Hidden, exact: _Hidden | None
+        self, names: list[str], b: int, block: nn.Module, rest: Rest, hidden: Hidden, exact: Hidden | None
     ) -> dict[str, Seen]:
         gather = _Gather(self._of(names), self.single, self.paired)
         if self.known.issuperset(names):
@@ -104,16 +107,16 @@ class Collector:
         for i, batch in enumerate(self.batches):
             mask = token_mask(batch)
             if exact is not None:
-                out = gather.remember(lambda i=i: _run(block, exact.get(i), rest(i, b)), mask)
+                out = gather.remember(lambda i=i: run_block(block, exact.get(i), rest(i, b)), mask)
                 exact.put(i, out)
-            gather.run(lambda i=i: _run(block, hidden.get(i), rest(i, b)), mask)
+            gather.run(lambda i=i: run_block(block, hidden.get(i), rest(i, b)), mask)
         return gather.finish()
 
     def _of(self, names: list[str]) -> dict[int, str]:
         wanted = set(names)
         return {i: name for i, name in self.weights.items() if name in wanted}
 
-    def _limit(self, segment: Segment, first: Tensor, stores: tuple[_Hidden | None, ...], folder: str) -> None:
+    def _limit(self, segment: Segment, first: Tensor, stores: tuple[Hidden | None, ...], folder: str) -> None:
         """Once the first hidden states are known: those of all batches go to disk where memory would not do."""
         if self.max_ram is None:
             return
@@ -129,91 +132,6 @@ class Collector:
                 for store in stores:
                     if store is not None:
                         store.folder = Path(folder)
-
-    def _capture(self, segment: Segment, hidden: _Hidden, first: Callable[[Tensor], None]) -> Rest:
-        """Inputs of the first block for each batch go to ``hidden``. Returns what else each block is called with.
-
-        ``first`` is told the first of them, before it is kept."""
-        blocks = [block for _, block in segment.blocks]
-        kept: list[list[tuple[Any, dict[str, Any]]]] = []
-        alike = True  # whether all blocks are called with the same things: then a batch need not go further than one
-        for i, batch in enumerate(self.batches):
-            calls: list[tuple[Any, dict[str, Any]]] = []
-
-            def before(
-                module: nn.Module, args: Any, kwargs: Any, *, i: int = i, calls: list[Any] = calls, alike: bool = alike
-            ) -> None:
-                x = stream(args, kwargs)
-                if x is None:
-                    raise RuntimeError("a block was called without its hidden states")
-                if not calls:
-                    if i == 0:
-                        first(x)
-                    hidden.put(i, x)
-                calls.append((tuple(args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"} | {
-                    _BY_NAME: not args
-                }))  # fmt: skip
-                if len(calls) == len(blocks) or (alike and i > 0):
-                    raise _Enough
-
-            hooks = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
-            try:
-                call(self.model, batch)
-            except _Enough:
-                pass
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            kept.append(calls)
-            alike = alike and all(_same(calls[0], c) for c in calls)
-            if alike:
-                del calls[1:]
-        return lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]
-
-
-Rest = Callable[[int, int], tuple[Any, dict[str, Any]]]  # (batch, block) -> further arguments
-_BY_NAME = "pennyweight: hidden states by name"
-
-
-class _Enough(Exception):
-    """All that is wanted of a run has been seen."""
-
-
-def _same(a: tuple[Any, dict[str, Any]], b: tuple[Any, dict[str, Any]]) -> bool:
-    """Whether two calls have the very same further arguments, by identity inside of tuples too."""
-
-    def same(x: Any, y: Any) -> bool:
-        if isinstance(x, (tuple, list)) and type(x) is type(y) and len(x) == len(y):
-            return all(map(same, x, y))
-        return x is y or (isinstance(x, (int, float, str)) and x == y)
-
-    return same(a[0], b[0]) and a[1].keys() == b[1].keys() and all(same(v, b[1][k]) for k, v in a[1].items())
-
-
-def _run(block: nn.Module, x: Tensor, rest: tuple[Any, dict[str, Any]]) -> Tensor:
-    args, kwargs = rest
-    kwargs = dict(kwargs)
-    out = output_of(block(hidden_states=x, **kwargs) if kwargs.pop(_BY_NAME) else block(x, *args, **kwargs))
-    assert out is not None
-    return out
-
-
-class _Hidden:
-    """A tensor for each batch, in memory or in files."""
-
-    def __init__(self, folder: Path | None, name: str) -> None:
-        self.folder, self.name, self.kept = folder, name, {}  # type: ignore[var-annotated]
-
-    def put(self, i: int, x: Tensor) -> None:
-        if self.folder is None:
-            self.kept[i] = x
-        else:
-            torch.save(x, self.folder / f"{self.name}-{i}.pt")
-
-    def get(self, i: int) -> Tensor:
-        if self.folder is None:
-            return self.kept[i]
-        return torch.load(self.folder / f"{self.name}-{i}.pt", weights_only=True)
 
 
 class _Gather:

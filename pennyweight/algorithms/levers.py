@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +120,7 @@ class Vector:
     codes: tuple[Tensor, ...] = ()
 
     def __init__(self, where: list[Place], x: Tensor, scaled: bool) -> None:
-        self.x, self.scaled = x, scaled
+        self.where, self.x, self.scaled = where, x, scaled
         self.names = [p.name for p in where]
         self.was = x.detach().clone()
         self.by = torch.zeros_like(self.was, dtype=torch.float32).requires_grad_()
@@ -137,7 +137,10 @@ class Vector:
         self.x.data.copy_(self.was)
 
 
-def levers(model: nn.Module, norms: bool, teacher: nn.Module | None) -> Iterator[Weight | Vector]:
+Lever = Weight | Vector
+
+
+def levers(model: nn.Module, norms: bool, teacher: nn.Module | None) -> Iterator[Lever]:
     """Quantized weights that have knobs; with ``norms`` vectors too; codes have some where there is a teacher."""
     floats = {} if teacher is None else dict(teacher.named_parameters())
     for where in places(model):
@@ -149,3 +152,24 @@ def levers(model: nn.Module, norms: bool, teacher: nn.Module | None) -> Iterator
                 yield found
         elif norms and x.ndim == 1 and x.is_floating_point():
             yield Vector(where, x, where[0].param == "weight")
+
+
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """A function that puts back what levers move, as it is now. Quantized weights are not copied: levers put others in
+    their place."""
+    weights, vectors = [], []
+    for where in places(model):
+        x = where[0].get()
+        if isinstance(x, AffineQuantizedTensor):
+            weights.append((where, x))
+        elif x.ndim == 1 and x.is_floating_point():
+            vectors.append((x, x.detach().clone()))
+
+    def restore() -> None:
+        for where, w in weights:
+            for place in where:
+                place.set(w)
+        for x, was in vectors:
+            x.data.copy_(was)
+
+    return restore

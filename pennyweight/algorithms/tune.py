@@ -4,40 +4,31 @@ float model's. No bit is added and nothing is done at run time that was not."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..models.calling import call
 from . import fidelity
 from .base import Tuner, register
 from .chain import quiet
-from .levers import levers
+from .levers import Lever, levers
 
 
-@register("tune")
 @dataclass(frozen=True)
-class Tune(Tuner):
-    """Distillation into the numbers that are stored beside the codes (after Hinton et al. 2015; scales only: 0 bits).
+class Learner(Tuner):
+    """Adam over what of a quantized model may move: the part of "tune", "distill" and "reconstruct" that is the same.
 
-        minimise mean KL(float || quantized) over s = s0 exp(a), offset o0 + b s0, gamma = g0 (1 + c), bias = b0 + d
-
-    steps, rate     of Adam on a, b, c, d; the rate falls to zero as a cosine
+    steps, rate     of Adam on scales, offsets, norms and biases; the rate falls to zero as a cosine
     batch           batches of calibration data in a step
     codes           rate of the codes, in steps between numbers of the format; 0: they stay. See :class:`Distill`
     held_out        share of them that is not trained on but decides: where it got no better, all is put back
     norms           whether vectors (norm weights and biases) take part
-    metric          see :mod:`pennyweight.algorithms.fidelity`
-
-    Scales that are quantized themselves stay. Inputs are not quantized meanwhile, also where the scheme
-    does so; what decides is measured as the model runs. Memory: the model in float32 with gradients, so for models
-    that fit, and up to 256 MiB of the float model's outputs. Cost of a step: a forward pass and a backward one of the
-    quantized model, and a forward pass of the float model the first time that a batch is seen.
     """
 
     steps: int = 80
@@ -46,6 +37,57 @@ class Tune(Tuner):
     codes: float = 0.0
     held_out: float = 0.25
     norms: bool = True
+
+    def fit(
+        self, moved: Sequence[Lever], count: int, loss: Callable[[int, dict[str, Tensor]], Tensor],
+        held_out: Callable[[], float],
+    ) -> tuple[bool, float, float]:  # fmt: skip
+        """(whether it helped, held-out loss before, after); as it was where it did not.
+
+        loss    of (which of so many batches, what the levers stand for by name)
+        """
+        before = held_out()
+        knobs = [k for lever in moved for k in lever.knobs]
+        rounding = [k for lever in moved for k in lever.codes]
+        groups = [{"params": k, "full": r} for k, r in ((knobs, self.rate), (rounding, self.codes)) if k]
+        optimizer = torch.optim.Adam(groups, lr=0.0)
+        knobs, order = knobs + rounding, turns(count)
+        for step in range(self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
+            for i in islice(order, self.batch):
+                state = {name: lever.value() for lever in moved for name in lever.names}
+                found = loss(i, state) / self.batch
+                for knob, grad in zip(knobs, torch.autograd.grad(found, knobs, allow_unused=True), strict=True):
+                    if grad is not None:
+                        knob.grad = grad if knob.grad is None else knob.grad + grad
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for lever in moved:
+                lever.store()
+            after = held_out()
+            if not after < before:
+                for lever in moved:
+                    lever.restore()
+        return after < before, before, after
+
+
+@register("tune")
+@dataclass(frozen=True)
+class Tune(Learner):
+    """Distillation into the numbers that are stored beside the codes (after Hinton et al. 2015; scales only: 0 bits).
+
+        minimise mean KL(float || quantized) over s = s0 exp(a), offset o0 + b s0, gamma = g0 (1 + c), bias = b0 + d
+
+    metric          see :mod:`pennyweight.algorithms.fidelity`; the other options are those of :class:`Learner`
+
+    Scales that are quantized themselves stay. Inputs are not quantized meanwhile, also where the scheme
+    does so; what decides is measured as the model runs. Memory: the model in float32 with gradients, so for models
+    that fit, and up to 256 MiB of the float model's outputs. Cost of a step: a forward pass and a backward one of the
+    quantized model, and a forward pass of the float model the first time that a batch is seen.
+    """
+
     metric: str | None = None
 
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
@@ -56,46 +98,25 @@ class Tune(Tuner):
         batches = list(batches)
         trained, guard = fidelity.split(batches, self.held_out) if len(batches) > 1 else (batches, batches)
         with torch.inference_mode(False), torch.enable_grad():
-            return self._tune(model, teacher, trained, guard)
+            expected = fidelity.references(teacher, guard)
+            measure = fidelity.divergence(self.metric, example(teacher, guard[0]))
+            moved = list(levers(model, self.norms, teacher if self.codes else None))
+            if not any(lever.knobs or lever.codes for lever in moved):
+                raise ValueError(
+                    f"{self.name}: the model has no quantized weight with something to tune: scales that are plain "
+                    "numbers"
+                )
+            known = _Known(teacher, trained)
 
-    def _tune(
-        self, model: nn.Module, teacher: nn.Module, trained: Sequence[Any], guard: Sequence[Any]
-    ) -> tuple[bool, str]:
-        expected = fidelity.references(teacher, guard)
-        measure = fidelity.divergence(self.metric, _example(teacher, guard[0]))
-        before = fidelity.mean(model, guard, expected, measure)
-        moved = list(levers(model, self.norms, teacher if self.codes else None))
-        knobs = [k for lever in moved for k in lever.knobs]
-        rounding = [k for lever in moved for k in lever.codes]
-        if not knobs and not rounding:
-            raise ValueError(
-                f"{self.name}: the model has no quantized weight with something to tune: scales that are plain numbers"
-            )
-        groups = [{"params": k, "full": r} for k, r in ((knobs, self.rate), (rounding, self.codes)) if k]
-        optimizer = torch.optim.Adam(groups, lr=0.0)
-        knobs = knobs + rounding
-        order, known = turns(len(trained)), _Known(teacher, trained)
-        with _modes(model):
-            for step in range(self.steps):
-                for group in optimizer.param_groups:
-                    group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
-                for i in islice(order, self.batch):
-                    state = {name: lever.value() for lever in moved for name in lever.names}
-                    output = torch.func.functional_call(model, state, *arguments(trained[i]), tie_weights=False)
-                    loss = measure(known(i), fidelity.kept(output), trained[i]) / self.batch
-                    for knob, grad in zip(knobs, torch.autograd.grad(loss, knobs, allow_unused=True), strict=True):
-                        if grad is not None:
-                            knob.grad = grad if knob.grad is None else knob.grad + grad
-                optimizer.step()
-                optimizer.zero_grad()
-        with torch.no_grad():
-            for lever in moved:
-                lever.store()
-        after = fidelity.mean(model, guard, expected, measure)
-        if not after < before:
-            with torch.no_grad():
-                for lever in moved:
-                    lever.restore()
+            def loss(i: int, state: dict[str, Tensor]) -> Tensor:
+                output = torch.func.functional_call(model, state, *arguments(trained[i]), tie_weights=False)
+                return measure(known(i), fidelity.kept(output), trained[i])
+
+            with grading(model):
+                helped, before, after = self.fit(
+                    moved, len(trained), loss, lambda: fidelity.mean(model, guard, expected, measure)
+                )
+        if not helped:
             return False, f"tuning undone: held-out divergence {before:.3g} became {after:.3g}"
         return True, f"tuned: held-out divergence {before:.3g} -> {after:.3g}"
 
@@ -131,13 +152,14 @@ def arguments(batch: Any) -> tuple[Any, dict[str, Any]]:
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
-def _example(model: nn.Module, batch: Any) -> Any:
+def example(model: nn.Module, batch: Any) -> Any:
+    """What a model puts out, whole: what its divergence is by default depends on it."""
     with quiet(model):
         return call(model, batch)
 
 
 @contextmanager
-def _modes(model: nn.Module) -> Iterator[None]:
+def grading(model: nn.Module) -> Iterator[None]:
     """Eval mode with gradients, and no cache of keys and values."""
     with quiet(model), torch.enable_grad():
         yield

@@ -1,18 +1,19 @@
-"""docs/algorithms: every page has the section of what was measured, and its figures are those of docs/accuracy.md."""
+"""docs/algorithms: every page has its section of what was measured, with the figures of the pages of accuracy."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy import pages
+from benchmarks.accuracy import page, pages
 from benchmarks.accuracy.methods import ROWS
-from benchmarks.accuracy.results import Results
+from benchmarks.accuracy.results import KEPT, Results
 from pennyweight.algorithms import ALGORITHMS
 from tests.docs.test_algorithms import FOLDER, ROOT
 
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.stem != "README")
-ACCURACY = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+NETS = ROOT / "docs" / "accuracy-nets.md"
+ACCURACY = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8") + NETS.read_text(encoding="utf-8")
 
 
 def section(text: str) -> str:
@@ -20,28 +21,50 @@ def section(text: str) -> str:
     return text.split(pages.BEGIN)[1].split(pages.END, maxsplit=1)[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_a_page_says_what_was_measured(page: Path) -> None:
-    text = section(page.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)
+def test_a_page_says_what_was_measured(path: Path) -> None:
+    text = section(path.read_text(encoding="utf-8"))
     assert text.strip().startswith("Measured")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
-    if page.stem in pages.NONE:
+    if path.stem in pages.NONE:
         assert not rows
     for name, _, bits, loss, interval, *_ in rows:
-        assert name in {p.row for p in pages.PAGES[page.stem]}
+        assert name in {p.row for p in pages.PAGES[path.stem]}
         figure = loss.split()[1]
         assert re.search(
             rf"\*\*pennyweight {re.escape(name)}\*\* \| {bits} \| {figure} \| {re.escape(interval)} \|", ACCURACY
-        ), f"{page.name} shows {name}, docs/accuracy.md does not; write both by benchmarks.accuracy --page"
+        ), f"{path.name} shows {name}, no page of accuracy does; write both by benchmarks.accuracy --page"
 
 
 def test_every_page_and_every_algorithm_is_there() -> None:
-    assert {page.stem for page in PAGES} == pages.PAGES.keys() | pages.NONE.keys()
+    assert {path.stem for path in PAGES} == pages.PAGES.keys() | pages.NONE.keys()
     ours = {name for name, cls in ALGORITHMS.items() if cls.__module__.startswith("pennyweight.")}
     assert ours <= pages.PAGES.keys() | pages.NONE.keys()
     known = {row.name for row in ROWS}
     for some in pages.PAGES.values():
         assert {p.row for p in some} | {p.without for p in some} <= known | {""}
+
+
+def test_the_page_of_small_nets_is_what_its_kept_rows_say(tmp_path: Path) -> None:
+    page.write(Results(KEPT), tmp_path / NETS.name)
+    assert (tmp_path / NETS.name).read_text(encoding="utf-8") == NETS.read_text(encoding="utf-8")
+
+
+def test_a_page_that_shows_other_rows_stays(tmp_path: Path) -> None:
+    from tests.benchmarks.test_accuracy_benchmark import _row
+
+    for name in (*pages.PAGES, *pages.NONE):
+        (tmp_path / f"{name}.md").write_text(f"{pages.BEGIN}\n{pages.END}\n")
+    one, other = Results(), Results()
+    one.add(_row("pennyweight", "int4 g128 zero point hqq", 4.188, 0.002))
+    other.add(_row("pennyweight", "int3 g128 zero point hqq", 3.188, 0.002))
+    assert "hqq" in pages.write(one, tmp_path)
+    was = (tmp_path / "hqq.md").read_text()
+    assert "hqq" not in pages.write(other, tmp_path, "more.md")
+    assert (tmp_path / "hqq.md").read_text() == was
+    other.take(one)
+    assert "hqq" in pages.write(other, tmp_path, "more.md")
+    assert "[accuracy](../more.md)" in (tmp_path / "hqq.md").read_text()
 
 
 def test_sections_are_written_between_their_marks(tmp_path: Path) -> None:
