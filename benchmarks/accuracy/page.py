@@ -30,13 +30,19 @@ tool's layers quantize their inputs too, the model is evaluated by the tool's ow
 - **x T** is the ratio to T, torchao's {reference}, 4.25 bits: round to nearest.
 - Intervals are 95 %, from {resamples} draws of sequences (not positions), the same draws for both sides of a ratio.
 - Calibration and evaluation data are different files of the standard library of Python; the language model is trained
-  on others still. Everything runs on one thread with fixed seeds."""
+  on others still. Everything runs on one thread with fixed seeds.
+
+[accuracy.md](accuracy.md) has the language model, [accuracy-nets.md](accuracy-nets.md) the embedder calibrated on more
+texts, and nets for pictures."""
 AIMS = """Ratios of mean loss (KL; on MiniLM also 1 - cosine), with 95 % intervals; met where the whole interval is.
 A row with "distill" learns the codes too; a language model is then also calibrated and trained on 256 sequences that it
 wrote itself, which is no data that the others were not given."""
 DRAWN = 6.6  # bits: beyond, formats hardly differ, and would take half of a plot
+DIGITS = "Every fourth picture is evaluated; 64 of the others are calibrated on."
 MINILM = """Texts are compared by their unit vectors. **1-cos** is 1 - cosine of a text's vector with the float model's.
 **KL** is that of softmax(similarities / 0.05) of every text as a query, and the overlap is that of its ten nearest."""
+
+ABOUT = {"encoder": MINILM, "net": DIGITS}
 
 
 @dataclass(frozen=True)
@@ -136,8 +142,8 @@ def write(results: Results, path: Path) -> None:
         drawn = [line for line in weights if line.row["bits"] <= DRAWN]
         both = [line for line in all_lines if line.row.get("inputs")]
         parts.append(f"## {subject}: {SUBJECTS[subject][2]}")
-        if measure_of(subject) == "1-cos":
-            parts.append(MINILM)
+        if SUBJECTS[subject][0] in ABOUT:
+            parts.append(ABOUT[SUBJECTS[subject][0]])
         for title, some in (("Weights", weights), ("Weights and inputs", both)):
             if some:
                 parts += [f"**{title}**", markdown(header(subject), [_marked(line, subject) for line in some])]

@@ -332,7 +332,7 @@ SUBJECTS: dict[str, tuple[str, Callable[..., tuple[Any, ...]], str, Callable[[Re
         "encoder", _minilm(), "all-MiniLM-L6-v2 on the standard library's docstrings", lambda recipe: ("0.1.0",),
     ),
     "minilm-2048": (
-        "encoder", _minilm(2048), "the same embedder and texts, calibrated on 2,048 others", lambda recipe: ("0.1.0",),
+        "encoder", _minilm(2048), "all-MiniLM-L6-v2, calibrated on 2,048 docstrings", lambda recipe: ("0.1.0",),
     ),
     "digits-conv": ("net", _digits("digits-conv"), "a small convolutional net on scikit-learn's digits",
                     lambda recipe: (nets.VERSION,)),
