@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.accuracy.accounting import bits_of
-from benchmarks.accuracy.rivals.base import ALL, CONVOLUTIONS, Row
+from benchmarks.accuracy.rivals.base import ALL, CONVOLUTIONS, TEXT, Row
 from benchmarks.accuracy.subjects import Subject
 
 Make = Callable[[], Any]
@@ -282,7 +282,7 @@ ROWS = (
     Row("int4 g128 zero point auto, own text", _quantized(ASYM4, "auto", _own_text), None, subjects=("causal",)),
     Row("int4 g128 zero point auto tune", _tuned(ASYM4, "auto"), None, slow=True),
     Row("int4 g128 zero point auto distill", _codes_learned(ASYM4, _distill), None, slow=True),
-    Row("int4 g128 zero point auto reconstruct", _codes_learned(ASYM4, _reconstruct), None, slow=True),
+    Row("int4 g128 zero point auto reconstruct", _codes_learned(ASYM4, _reconstruct), None, subjects=TEXT, slow=True),
     Row(
         "int4 g128 zero point auto reconstruct distill", _codes_learned(ASYM4, _reconstruct, _distill), None, slow=True
     ),
