@@ -284,7 +284,11 @@ ROWS = (
     Row("int4 g128 zero point auto distill", _codes_learned(ASYM4, _distill), None, slow=True),
     Row("int4 g128 zero point auto reconstruct", _codes_learned(ASYM4, _reconstruct), None, subjects=TEXT, slow=True),
     Row(
-        "int4 g128 zero point auto reconstruct distill", _codes_learned(ASYM4, _reconstruct, _distill), None, slow=True
+        "int4 g128 zero point auto reconstruct distill",
+        _codes_learned(ASYM4, _reconstruct, _distill),
+        None,
+        subjects=TEXT,
+        slow=True,
     ),
     Row("int4 g128 zero point rotate auto", _quantized(ASYM4, ["rotate", "auto"]), None, subjects=("lm",)),
     Row("int8 auto", _quantized(_config("Int8WeightOnlyConfig"), "auto"), None, subjects=ALL + CONVOLUTIONS),

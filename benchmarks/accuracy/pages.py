@@ -49,7 +49,7 @@ PAGES: dict[str, tuple[Pair, ...]] = {
                Pair("learned 4 bits g64 kmeans", "int4 g128 zero point auto")),
     "distill": (Pair("int4 g128 zero point auto distill", "int4 g128 zero point auto"),),
     "reconstruct": (Pair("int4 g128 zero point auto reconstruct", "int4 g128 zero point auto"),
-                    Pair("int4 g128 zero point auto reconstruct distill", "int4 g128 zero point auto distill")),
+                    Pair("int4 g128 zero point auto reconstruct distill", "int4 g128 zero point auto reconstruct")),
     "smooth": _after(_INPUTS, "smooth"),
     "rotate": (Pair("int4 g128 zero point rotate auto", "int4 g128 zero point auto"),
                *_after(_INPUTS, "rotate", " smooth")),
