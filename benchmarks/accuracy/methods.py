@@ -140,6 +140,54 @@ def _codes_learned(config: Make, *more: Callable[[Subject], Any]) -> Callable[[S
     return _quantized(config, lambda subject: ["auto", *(step(subject) for step in more)], data)
 
 
+def _static(method: str) -> Callable[[Subject, nn.Module], Any]:
+    """Inputs in int8 under one scale a layer, fixed from the calibration data; weights in int8."""
+
+    def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
+        import pennyweight as pw
+
+        config = pw.calibrate(
+            model, subject.calibration(), pw.Int8StaticActivationInt8WeightConfig, method,
+            filter_fn=lambda module, name: name in subject.layers,
+        )  # fmt: skip
+        pw.quantize_(model, config)
+        return _as_run(model, subject)
+
+    return run
+
+
+def _improved(config: Make, algorithm: str) -> Callable[[Subject, nn.Module], Any]:
+    """What an algorithm made, improved as a file from elsewhere would be."""
+
+    def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
+        import pennyweight as pw
+
+        batches = subject.calibration()
+        pw.quantize_(
+            model, config(), lambda module, name: name in subject.layers, calibration=batches, algorithm=algorithm
+        )
+        pw.improve(model, subject.model(), batches)
+        return _as_run(model, subject)
+
+    return run
+
+
+def _sparse(method: str) -> Callable[[Subject, nn.Module], Any]:
+    """Two of every four weights zero, then int8."""
+
+    def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
+        import pennyweight as pw
+
+        def ours(module: nn.Module, name: str) -> bool:
+            return name in subject.layers
+
+        pw.sparsify_(model, method, "2:4", subject.calibration(), filter_fn=ours)
+        pw.quantize_(model, pw.Int8WeightOnlyConfig(), ours)
+        return _as_run(model, subject)
+
+    return run
+
+
 def _own_text(subject: Subject, model: nn.Module) -> Any:
     """What the model itself writes."""
     import pennyweight as pw
@@ -305,6 +353,9 @@ ROWS = (
             ("smooth rotate auto", ["smooth", ONLINE, "auto"]),
         )
     ),
+    *(Row(f"int8-static {m}", _static(m), None, "int8") for m in ("minmax", "percentile", "mse", "histogram")),
+    *(Row(f"int4 g128 zero point {a} improve", _improved(ASYM4, a), None) for a in ("nearest", "gptq")),
+    *(Row(f"int8 2:4 {m}", _sparse(m), None) for m in ("magnitude", "wanda", "sparsegpt")),
     Row("int3 g128 zero point auto", _quantized(ASYM3, "auto"), None),
     Row("int2 g64 zero point auto", _quantized(ASYM2, "auto"), None),
     Row("learned 4 bits x2 kmeans", _quantized(_learned(4, 2), "kmeans"), None, subjects=("lm",)),

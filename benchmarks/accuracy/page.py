@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.accuracy import gates, statistics, targets
 from benchmarks.accuracy.pages import interval, number
 from benchmarks.accuracy.results import Results
-from benchmarks.accuracy.rivals import OURS, REFERENCE
+from benchmarks.accuracy.rivals import FAMILIES, OURS, REFERENCE
 from benchmarks.accuracy.statistics import Interval
 from benchmarks.accuracy.subjects import KINDS, SUBJECTS
 from benchmarks.report import markdown
@@ -104,12 +105,19 @@ def _ratio(r: Interval | None) -> list[str]:
 
 
 def left_out(results: Results, subject: str) -> list[str]:
-    """One line a row that was not measured, alike ones together."""
+    """One line a row that was not measured, alike ones together; and tools of which there is none."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in results.of(subject):
         if "failed" in row:
             found.setdefault((row["family"], row["failed"]), []).append(row["name"])
-    return [f"- {family}: {', '.join(names)}: {why}" for (family, why), names in found.items()]
+    lines = [f"- {family}: {', '.join(names)}: {why}" for (family, why), names in found.items()]
+    absent = [name for name in FAMILIES if name not in {row["family"] for row in results.of(subject)}]
+    kind = SimpleNamespace(name=subject, kind=SUBJECTS[subject][0])
+    here = {name: any(row.takes(kind) for row in FAMILIES[name].rows().values()) for name in absent}
+    for why, some in (("not run on this model", True), ("no row of theirs is for a model of this kind", False)):
+        names = [name for name, takes in here.items() if takes == some]
+        lines += [f"- {', '.join(names)}: {why}"] if names else []
+    return lines
 
 
 def gate_lines(found: list[dict[str, Any]]) -> list[list[str]]:

@@ -53,31 +53,24 @@ PAGES: dict[str, tuple[Pair, ...]] = {
     "smooth": _after(_INPUTS, "smooth"),
     "rotate": (Pair("int4 g128 zero point rotate auto", "int4 g128 zero point auto"),
                *_after(_INPUTS, "rotate", " smooth")),
+    "static": tuple(Pair(f"int8-static {m}", "int8-dynamic") for m in ("minmax", "percentile", "mse", "histogram")),
+    "improve": (Pair("int4 g128 zero point nearest improve", "int4 g128 zero point"),
+                Pair("int4 g128 zero point gptq improve", "int4 g128 zero point gptq")),
+    "sparsify": (Pair("int8 2:4 magnitude"), Pair("int8 2:4 wanda", "int8 2:4 magnitude"),
+                 Pair("int8 2:4 sparsegpt", "int8 2:4 magnitude")),
     "search": (Pair("mixed 4.25 auto tune", "int4 g128 zero point auto tune"),
                Pair("mixed 3.15 auto tune", "int3 g128 zero point auto"), Pair("mixed 2.75 auto tune"),
                Pair("mixed 2.3 auto tune", "int2 g64 zero point auto")),
 }  # fmt: skip
-# ... and those that no row is about, with the reason
-NONE = {
-    "improve": "it begins with a quantized model that was made elsewhere, and the benchmark's rows all begin with the "
-    "float one",
-    "sparsify": "a share of zeros is no number of bits, by which the benchmark's rows are compared",
-    "static": "the benchmark's rows quantize inputs by the token",
-}
 
 
 def section(results: Results, page: str, source: str = "accuracy.md") -> str:
     """What stands between the marks, marks included. source: the page that has all of the results."""
-    if page in NONE:
-        text = f"Measured: in no row of [accuracy](../accuracy.md); {NONE[page]}."
-    else:
-        body = [cells for subject in results.subjects() for p in PAGES[page] if (cells := _cells(results, subject, p))]
-        text = f"Measured ([accuracy](../{source}) has the conditions, and what others reach; less is better):\n\n"
-        text += markdown(["", "on", "bits", "loss", "95 %", "without: loss", "ratio", "95 %"], body)
-        if not body:
-            text = f"Measured: not yet; its rows in [accuracy](../{source}) are " + ", ".join(
-                p.row for p in PAGES[page]
-            )
+    body = [cells for subject in results.subjects() for p in PAGES[page] if (cells := _cells(results, subject, p))]
+    text = f"Measured ([accuracy](../{source}) has the conditions, and what others reach; less is better):\n\n"
+    text += markdown(["", "on", "bits", "loss", "95 %", "without: loss", "ratio", "95 %"], body)
+    if not body:
+        text = f"Measured: not yet; its rows in [accuracy](../{source}) are " + ", ".join(p.row for p in PAGES[page])
     return f"{BEGIN}\n{text}\n{END}"
 
 
@@ -112,7 +105,7 @@ def write(results: Results, folder: Path, source: str = "accuracy.md") -> list[s
     """Put the sections into the pages of a folder, between their marks; a page that shows rows which these results lack
     stays. Returns the names of the pages written. Raises ValueError for a page without marks."""
     done = []
-    for name in (*PAGES, *NONE):
+    for name in PAGES:
         path = folder / f"{name}.md"
         text = path.read_text(encoding="utf-8")
         if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):

@@ -26,8 +26,7 @@ def test_a_page_says_what_was_measured(path: Path) -> None:
     text = section(path.read_text(encoding="utf-8"))
     assert text.strip().startswith("Measured")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
-    if path.stem in pages.NONE:
-        assert not rows
+    assert rows
     for name, _, bits, loss, interval, *_ in rows:
         assert name in {p.row for p in pages.PAGES[path.stem]}
         figure = loss.split()[1]
@@ -37,9 +36,9 @@ def test_a_page_says_what_was_measured(path: Path) -> None:
 
 
 def test_every_page_and_every_algorithm_is_there() -> None:
-    assert {path.stem for path in PAGES} == pages.PAGES.keys() | pages.NONE.keys()
+    assert {path.stem for path in PAGES} == pages.PAGES.keys()
     ours = {name for name, cls in ALGORITHMS.items() if cls.__module__.startswith("pennyweight.")}
-    assert ours <= pages.PAGES.keys() | pages.NONE.keys()
+    assert ours <= pages.PAGES.keys()
     known = {row.name for row in ROWS}
     for some in pages.PAGES.values():
         assert {p.row for p in some} | {p.without for p in some} <= known | {""}
@@ -53,7 +52,7 @@ def test_the_page_of_small_nets_is_what_its_kept_rows_say(tmp_path: Path) -> Non
 def test_a_page_that_shows_other_rows_stays(tmp_path: Path) -> None:
     from tests.benchmarks.test_accuracy_benchmark import _row
 
-    for name in (*pages.PAGES, *pages.NONE):
+    for name in pages.PAGES:
         (tmp_path / f"{name}.md").write_text(f"{pages.BEGIN}\n{pages.END}\n")
     one, other = Results(), Results()
     one.add(_row("pennyweight", "int4 g128 zero point hqq", 4.188, 0.002))
@@ -73,7 +72,7 @@ def test_sections_are_written_between_their_marks(tmp_path: Path) -> None:
     results = Results()
     results.add(_row("pennyweight", "int4 g128 zero point", 4.188, 0.004))
     results.add(_row("pennyweight", "int4 g128 zero point hqq", 4.188, 0.002))
-    for name in (*pages.PAGES, *pages.NONE):
+    for name in pages.PAGES:
         (tmp_path / f"{name}.md").write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
     pages.write(results, tmp_path)
     text = (tmp_path / "hqq.md").read_text()
@@ -83,7 +82,6 @@ def test_sections_are_written_between_their_marks(tmp_path: Path) -> None:
     assert "| int4 g128 zero point hqq | lm | 4.188 | KL 0.0027 | " in text
     assert "| 0.500 | 0.5 to 0.5 |" in text
     assert "not yet" in (tmp_path / "gptaq.md").read_text()
-    assert pages.NONE["static"] in (tmp_path / "static.md").read_text()
     before = text
     pages.write(results, tmp_path)
     assert (tmp_path / "hqq.md").read_text() == before
