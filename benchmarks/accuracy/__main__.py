@@ -82,13 +82,8 @@ def show(console: Console, results: Results) -> None:
         console.print(table_of(results, subject))
         for line in page.left_out(results, subject):
             console.print(line, markup=False, highlight=False)
-    for gate in page.gate_lines(_gates(results)):
+    for gate in page.gate_lines(gates.check(results)):
         console.print(" | ".join(gate), markup=False, highlight=False)
-
-
-def _gates(results: Results) -> list[dict[str, Any]]:
-    """None where the language model, of which they are, was not measured."""
-    return gates.check(results) if gates.SUBJECT in results.subjects() else []
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     show(console, results)
     if o.page is None:
         return 0
-    failed = [g for g in _gates(results) if not g["passed"]]
+    failed = [g for g in gates.check(results) if not g["passed"]]
     if failed and not o.force:
         why = f"{len(failed)} gates failed or were not measured"
         console.print(f"{o.page} is not written: {why}; --force writes it nevertheless", markup=False)

@@ -28,7 +28,11 @@ W8 = (("torchao", "int8 weight-only"), ("pennyweight", "int8"))
 
 
 def check(results: Results) -> list[dict[str, Any]]:
-    """[{"gate", "value", "low", "high", "passed"}]; value None, and not passed, where it was not measured."""
+    """[{"gate", "value", "low", "high", "passed"}]; value None, and not passed, where it was not measured.
+
+    None at all where the language model, which they are about, has no row."""
+    if SUBJECT not in results.subjects():
+        return []
     kl = {name: _kl(results, rows) for name, rows in
           {"gptq": GPTQ, "sym4": SYM4, "sym3": SYM3, "w8a8": W8A8, "w8": W8}.items()}  # fmt: skip
     found = (

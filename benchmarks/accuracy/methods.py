@@ -19,7 +19,8 @@ from benchmarks.accuracy.subjects import Subject
 Make = Callable[[], Any]
 
 
-STEPS = {"causal": 400, "encoder": 120, "net": 120}  # of "distill", and of each block
+STEPS = {"causal": 400, "encoder": 200, "net": 120}  # of "distill"
+TWICE = 120  # of each block, and of "distill" after that
 WRITTEN = 256  # sequences that a language model writes for it
 Data = Callable[[Subject, nn.Module], Any]
 
@@ -39,10 +40,15 @@ def _quantized(config: Make, algorithm: Any = None, data: Data | None = None) ->
             recipe = algorithm(subject) if callable(algorithm) else algorithm
             batches = subject.calibration() if data is None else data(subject, model)
             more = {"algorithm": recipe, "calibration": batches}
-        pw.quantize_(model, config(), lambda module, name: name in subject.layers, **more)
+        pw.quantize_(model, config(), _layers_of(subject), **more)
         return _as_run(model, subject)
 
     return run
+
+
+def _layers_of(subject: Subject) -> Callable[[nn.Module, str], bool]:
+    """The filter of the layers that everyone quantizes."""
+    return lambda module, name: name in subject.layers
 
 
 def _as_run(model: nn.Module, subject: Subject) -> tuple[nn.Module, float]:
@@ -66,7 +72,7 @@ def _table(folder: str) -> Any:
     subject = Subject.open(Path(folder))
     return pw.search(
         subject.model(), _batches(subject), "4.25 bpw", candidates=MIXED, metric=_metric(subject),
-        filter_fn=lambda module, name: name in subject.layers,
+        filter_fn=_layers_of(subject),
     )  # fmt: skip
 
 
@@ -115,7 +121,11 @@ def _distill(subject: Subject) -> Any:
 
 
 def _reconstruct(subject: Subject) -> Any:
-    return {"reconstruct": {"steps": STEPS[subject.kind]}}
+    return {"reconstruct": {"steps": TWICE}}
+
+
+def _distill_after(subject: Subject) -> Any:
+    return {"distill": {"steps": TWICE, "metric": _metric(subject)}}
 
 
 def _tune(subject: Subject) -> Any:
@@ -148,7 +158,7 @@ def _static(method: str) -> Callable[[Subject, nn.Module], Any]:
 
         config = pw.calibrate(
             model, subject.calibration(), pw.Int8StaticActivationInt8WeightConfig, method,
-            filter_fn=lambda module, name: name in subject.layers,
+            filter_fn=_layers_of(subject),
         )  # fmt: skip
         pw.quantize_(model, config)
         return _as_run(model, subject)
@@ -163,9 +173,7 @@ def _improved(config: Make, algorithm: str) -> Callable[[Subject, nn.Module], An
         import pennyweight as pw
 
         batches = subject.calibration()
-        pw.quantize_(
-            model, config(), lambda module, name: name in subject.layers, calibration=batches, algorithm=algorithm
-        )
+        pw.quantize_(model, config(), _layers_of(subject), calibration=batches, algorithm=algorithm)
         pw.improve(model, subject.model(), batches)
         return _as_run(model, subject)
 
@@ -178,11 +186,8 @@ def _sparse(method: str) -> Callable[[Subject, nn.Module], Any]:
     def run(subject: Subject, model: nn.Module) -> tuple[nn.Module, float]:
         import pennyweight as pw
 
-        def ours(module: nn.Module, name: str) -> bool:
-            return name in subject.layers
-
-        pw.sparsify_(model, method, "2:4", subject.calibration(), filter_fn=ours)
-        pw.quantize_(model, pw.Int8WeightOnlyConfig(), ours)
+        pw.sparsify_(model, method, "2:4", subject.calibration(), filter_fn=_layers_of(subject))
+        pw.quantize_(model, pw.Int8WeightOnlyConfig(), _layers_of(subject))
         return _as_run(model, subject)
 
     return run
@@ -296,13 +301,7 @@ ROWS = (
     Row("nvfp4", _quantized(_config("NVFP4WeightOnlyConfig")), None),
     Row("nvfp4 mse", _quantized(_named("nvfp4", "mse")), None),
     Row("float8", _quantized(_config("Float8WeightOnlyConfig")), None),
-    Row(
-        "int8-dynamic",
-        _quantized(_config("Int8DynamicActivationInt8WeightConfig")),
-        None,
-        "int8",
-        subjects=ALL + CONVOLUTIONS,
-    ),
+    Row("int8-dynamic", _quantized(_config("Int8DynamicActivationInt8WeightConfig")), None, "int8", ALL + CONVOLUTIONS),
     Row("int8-dynamic-int4 g32", _quantized(_int8_int4(32)), None, "int8"),
     Row("int8-dynamic-int4 g128", _quantized(_int8_int4(128)), None, "int8"),
     Row("int4-dynamic-int4 g128", _quantized(_int4_int4), None, "int4", subjects=("causal",)),
@@ -333,7 +332,7 @@ ROWS = (
     Row("int4 g128 zero point auto reconstruct", _codes_learned(ASYM4, _reconstruct), None, subjects=TEXT, slow=True),
     Row(
         "int4 g128 zero point auto reconstruct distill",
-        _codes_learned(ASYM4, _reconstruct, _distill),
+        _codes_learned(ASYM4, _reconstruct, _distill_after),
         None,
         subjects=TEXT,
         slow=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.accuracy import gates, statistics, targets
@@ -39,7 +38,8 @@ AIMS = """Ratios of mean loss (KL; on MiniLM also 1 - cosine), with 95 % interva
 A row with "distill" learns the codes too; a language model is then also calibrated and trained on 256 sequences that it
 wrote itself, which is no data that the others were not given."""
 DRAWN = 6.6  # bits: beyond, formats hardly differ, and would take half of a plot
-DIGITS = "Every fourth picture is evaluated; 64 of the others are calibrated on."
+DIGITS = """Every fourth picture is evaluated; 64 of the others are calibrated on. Of the convolutional net all
+convolutions but the first are quantized."""
 MINILM = """Texts are compared by their unit vectors. **1-cos** is 1 - cosine of a text's vector with the float model's.
 **KL** is that of softmax(similarities / 0.05) of every text as a query, and the overlap is that of its ten nearest."""
 
@@ -52,8 +52,7 @@ class Line:
 
     row: dict[str, Any]
     value: Interval
-    to_t: Interval | None
-    also: Interval | None = None  # the other measure, by that of T
+    to_t: tuple[Interval, ...]  # each measure by that of T; none where T was not measured
 
     @property
     def label(self) -> str:
@@ -69,16 +68,17 @@ def lines(results: Results, subject: str) -> list[Line]:
     """Measured rows of a subject by their bits, most last."""
     kind, reference = KINDS[SUBJECTS[subject][0]], results.find(subject, *REFERENCE)
 
-    def to_t(row: dict[str, Any], measure: str) -> Interval | None:
-        if reference is None or not measure:
-            return None
-        return statistics.ratio(*(r["figures"]["per_sequence"][measure] for r in (row, reference)))
+    def to_t(row: dict[str, Any]) -> tuple[Interval, ...]:
+        if reference is None:
+            return ()
+        pairs = [[r["figures"]["per_sequence"][m] for r in (row, reference)] for m in kind.measures]
+        return tuple(statistics.ratio(*pair) for pair in pairs)
 
     found = [
-        Line(row, statistics.mean(row["figures"]["per_sequence"][kind.measure]), to_t(row, kind.measure),
-             to_t(row, kind.also))
-        for row in results.of(subject) if "figures" in row
-    ]  # fmt: skip
+        Line(row, statistics.mean(row["figures"]["per_sequence"][kind.measure]), to_t(row))
+        for row in results.of(subject)
+        if "figures" in row
+    ]
     return sorted(found, key=lambda line: (round(line.row["bits"], 3), line.value.value))
 
 
@@ -91,17 +91,17 @@ def header(subject: str) -> list[str]:
 def cells(line: Line, subject: str) -> list[str]:
     values = line.row["figures"]["values"]
     head = [line.label, f"{line.row['bits']:.3f}", number(line.value.value), interval(line.value)]
-    head += _ratio(line.to_t)
+    head += _ratio(line, 0)
     if measure_of(subject) == "kl":
         middle = [number(values["kl p99"]), f"{100 * values['flips']:.2f}"]
     else:
-        middle = [number(values["kl"]), *_ratio(line.also), f"{values['spearman']:.4f}",
+        middle = [number(values["kl"]), *_ratio(line, 1), f"{values['spearman']:.4f}",
                   f"{values['top-10 overlap']:.3f}"]  # fmt: skip
     return [*head, *middle, f"{line.row['seconds']:.0f}"]
 
 
-def _ratio(r: Interval | None) -> list[str]:
-    return ["", ""] if r is None else [f"{r.value:.3f}", interval(r)]
+def _ratio(line: Line, measure: int) -> list[str]:
+    return [f"{line.to_t[measure].value:.3f}", interval(line.to_t[measure])] if line.to_t else ["", ""]
 
 
 def left_out(results: Results, subject: str) -> list[str]:
@@ -112,8 +112,8 @@ def left_out(results: Results, subject: str) -> list[str]:
             found.setdefault((row["family"], row["failed"]), []).append(row["name"])
     lines = [f"- {family}: {', '.join(names)}: {why}" for (family, why), names in found.items()]
     absent = [name for name in FAMILIES if name not in {row["family"] for row in results.of(subject)}]
-    kind = SimpleNamespace(name=subject, kind=SUBJECTS[subject][0])
-    here = {name: any(row.takes(kind) for row in FAMILIES[name].rows().values()) for name in absent}
+    kind = SUBJECTS[subject][0]
+    here = {name: any(row.takes(kind, subject) for row in FAMILIES[name].rows().values()) for name in absent}
     for why, some in (("not run on this model", True), ("no row of theirs is for a model of this kind", False)):
         names = [name for name, takes in here.items() if takes == some]
         lines += [f"- {', '.join(names)}: {why}"] if names else []
@@ -134,8 +134,8 @@ def gate_lines(found: list[dict[str, Any]]) -> list[list[str]]:
 def write(results: Results, path: Path) -> None:
     """The page, and beside it a plot for each subject with weights of several sizes."""
     parts = [HEAD.format(page=path.name, reference=REFERENCE[1], resamples=statistics.RESAMPLES)]
-    if gates.SUBJECT in results.subjects():
-        body = gate_lines(gates.check(results))
+    body = gate_lines(gates.check(results))
+    if body:
         parts += ["## Is the language model real enough", markdown(["gate", "wanted", "measured", ""], body)]
     aims = targets.table(results)
     if aims:

@@ -13,7 +13,7 @@ from benchmarks.accuracy.subjects import KINDS, SUBJECTS
 from benchmarks.accuracy.targets import LOSS
 from benchmarks.report import markdown
 
-BEGIN = "<!-- measured: written by benchmarks.accuracy --page; not by hand -->"
+BEGIN = "<!-- measured: written by benchmarks.accuracy --algorithms; not by hand -->"
 END = "<!-- measured: end -->"
 _WEIGHTS = ("int4 g128 zero point", "int3 g128 zero point", "int2 g64 zero point")
 _INPUTS = ("int8-dynamic", "int8-dynamic-int4 g128", "int4-dynamic-int4 g128")

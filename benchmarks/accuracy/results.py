@@ -1,6 +1,6 @@
 """Rows as measured, in one JSON file that is written anew after each, so that a run can be resumed and extended.
 
-`KEPT` is the one that docs/accuracy.md was written from: a row a line, numbers of seven digits.
+`KEPT` is the one that docs/accuracy-nets.md was written from: a row a line, numbers of seven digits.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ class Choice:
 
     def rows(self, family: Family, subject: Subject) -> Iterator[Row]:
         for name, row in family.rows().items():
-            if not row.takes(subject) or (family.name == OURS and self.methods and not _any(self.methods, name)):
+            if not row.takes(subject.kind, subject.name) or (
+                family.name == OURS and self.methods and not _any(self.methods, name)
+            ):
                 continue
             yield row
 

@@ -52,19 +52,17 @@ class Kind:
     load     folder -> float32 model in eval mode
     outputs  (model, batch) -> float32 [sequences, ...]
     judge    (float outputs, outputs, evaluation batches) -> Figures
-    measure  the one that tables are sorted by
-    also     another that has a value for each sequence, so that targets are held against it too
+    measures those that targets are held against, with a value for each sequence; tables are sorted by the first
     """
 
     load: Callable[[Path], nn.Module]
     outputs: Callable[[nn.Module, Batch], Tensor]
     judge: Callable[[Tensor, Tensor, list[Batch]], Figures]
-    measure: str
-    also: str = ""
+    measures: tuple[str, ...]
 
     @property
-    def measures(self) -> tuple[str, ...]:
-        return (self.measure, self.also) if self.also else (self.measure,)
+    def measure(self) -> str:
+        return self.measures[0]
 
 
 def _causal(folder: Path) -> nn.Module:
@@ -104,13 +102,13 @@ def _next_bytes(reference: Tensor, got: Tensor, batches: list[Batch]) -> Figures
 
 
 KINDS = {
-    "causal": Kind(_causal, _logits, _next_bytes, "kl"),
-    "encoder": Kind(_encoder, _mean_pooled, lambda a, b, _: figures.embeddings(a, b), "1-cos", "kl"),
+    "causal": Kind(_causal, _logits, _next_bytes, ("kl",)),
+    "encoder": Kind(_encoder, _mean_pooled, lambda a, b, _: figures.embeddings(a, b), ("1-cos", "kl")),
     "net": Kind(
         _net,
         lambda model, batch: model(batch["x"]).unsqueeze(1),  # one position a picture
         lambda a, b, _: figures.classification(a, b),
-        "kl",
+        ("kl",),
     ),
 }
 
@@ -281,9 +279,7 @@ def _minilm(texts: int | None = None) -> Callable[..., tuple[Any, ...]]:
             evaluated += _some(more, sizes.texts - len(evaluated))
         evaluated = _some(evaluated, sizes.texts)
         if texts is not None:
-            held = {t for split in ("calibration", "validation", "test") for t in corpus.docstrings(split)} | {
-                *evaluated
-            }
+            held = {*evaluated}.union(*map(corpus.docstrings, ("calibration", "validation", "test")))
             rest = [t for t in corpus.docstrings("train") if t not in held]
             calibration += _some(rest, texts - len(calibration))
         return (layers, *(_tokens(tokenizer, t, 16) for t in (calibration, evaluated)))

@@ -10,11 +10,13 @@ from benchmarks.accuracy.rivals import OURS, REFERENCE
 from benchmarks.accuracy.subjects import KINDS, SUBJECTS
 
 AO, LLMC = "torchao", "llm-compressor"
-_UNIFORM, _SMOOTH8 = "int4 g128 zero point auto distill", "int8-dynamic smooth rotate auto"
-_TWICE = "int4 g128 zero point auto reconstruct distill"
+_SMOOTH8 = "int8-dynamic smooth rotate auto"
 LOSS = {"kl": "KL", "1-cos": "1-cos"}
 LM, OUT, SMALL, MORE = ("lm",), ("lm-out",), ("lm", "minilm"), ("minilm-2048",)
 BOTH = (*SMALL, *MORE)
+_UNIFORM = (  # our best where every weight has the same format
+    ("int4 g128 zero point auto distill", SMALL), ("int4 g128 zero point auto reconstruct distill", MORE),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,16 @@ class Target:
 
 
 TARGETS = (
-    Target("int4 g128 everywhere, nothing at run time", _UNIFORM, REFERENCE, 0.20, SMALL),
-    Target("int4 g128 everywhere, nothing at run time", _TWICE, REFERENCE, 0.20, MORE),
-    Target("the same against the best peer", _UNIFORM, (LLMC, "GPTQ W4A16 g128 asymmetric"), 0.60, SMALL),
-    Target("the same against the best peer", _TWICE, (LLMC, "GPTQ W4A16 g128 asymmetric"), 0.60, MORE),
-    Target("mixed, 4.25 bits", "mixed 4.25 auto tune", REFERENCE, 0.06, SMALL),
-    Target("mixed, 4.25 bits", "mixed 4.25 auto distill", REFERENCE, 0.06, MORE),
-    Target("mixed, 3.15 bits", "mixed 3.15 auto tune", REFERENCE, 0.50, SMALL),
-    Target("mixed, 3.15 bits", "mixed 3.15 auto distill", REFERENCE, 0.50, MORE),
-    Target("mixed, 2.75 bits", "mixed 2.75 auto tune", REFERENCE, 1.00, SMALL),
-    Target("mixed, 2.75 bits", "mixed 2.75 auto distill", REFERENCE, 1.00, MORE),
-    Target("2.3 bits against torchao's int3", "mixed 2.3 auto tune", (AO, "int3 g128"), 0.60, SMALL),
-    Target("2.3 bits against torchao's int3", "mixed 2.3 auto distill", (AO, "int3 g128"), 0.60, MORE),
+    *(Target("int4 g128 everywhere, nothing at run time", row, REFERENCE, 0.20, on) for row, on in _UNIFORM),
+    *(Target("the same against the best peer", row, (LLMC, "GPTQ W4A16 g128 asymmetric"), 0.60, on)
+      for row, on in _UNIFORM),
+    *(Target(work, f"mixed {bits} auto {step}", against, most, on)
+      for work, bits, against, most in (
+          ("mixed, 4.25 bits", "4.25", REFERENCE, 0.06), ("mixed, 3.15 bits", "3.15", REFERENCE, 0.50),
+          ("mixed, 2.75 bits", "2.75", REFERENCE, 1.00),
+          ("2.3 bits against torchao's int3", "2.3", (AO, "int3 g128"), 0.60),
+      )
+      for step, on in (("tune", SMALL), ("distill", MORE))),
     Target("MXFP4 against round-to-nearest", "mxfp4 auto", (OURS, "mxfp4"), 0.65),
     Target("NVFP4 against round-to-nearest", "nvfp4 auto", (OURS, "nvfp4"), 0.65),
     Target("W8A8 against W8A16", _SMOOTH8, (OURS, "int8"), 1.05, OUT),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..models.calling import call, token_mask
 from . import memory, ranks
 from .chain import Segment, quiet, segments
-from .hidden import Hidden, Rest, capture, run_block
+from .hidden import Hidden, Rest, advance, capture, run_block
 from .statistics import STATISTICS, State, Statistic
 from .watch import Watch
 
@@ -87,14 +87,9 @@ class Collector:
                 if names:
                     yield names, self._block(names, b, block, rest, hidden, exact)
                 elif exact is not None:
-                    self._advance(exact, b, block, rest)
+                    advance(exact, len(self.batches), b, block, rest)
                 if b + 1 < len(segment.blocks):
-                    self._advance(hidden, b, block, rest)
-
-    def _advance(self, states: Hidden, b: int, block: nn.Module, rest: Rest) -> None:
-        """Hidden states before block b become those after it."""
-        for i in range(len(self.batches)):
-            states.put(i, run_block(block, states.get(i), rest(i, b)))
+                    advance(hidden, len(self.batches), b, block, rest)
 
     def _block(
         self, names: list[str], b: int, block: nn.Module, rest: Rest, hidden: Hidden, exact: Hidden | None
@@ -102,7 +97,7 @@ class Collector:
         gather = _Gather(self._of(names), self.single, self.paired)
         if self.known.issuperset(names):
             if exact is not None:
-                self._advance(exact, b, block, rest)
+                advance(exact, len(self.batches), b, block, rest)
             return gather.finish()
         for i, batch in enumerate(self.batches):
             mask = token_mask(batch)

@@ -77,6 +77,12 @@ def capture(
     return lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]
 
 
+def advance(states: Hidden, count: int, b: int, block: nn.Module, rest: Rest) -> None:
+    """Hidden states of so many batches before block b become those after it."""
+    for i in range(count):
+        states.put(i, run_block(block, states.get(i), rest(i, b)))
+
+
 class _Enough(Exception):
     """All that is wanted of a run has been seen."""
 

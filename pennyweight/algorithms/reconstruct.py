@@ -14,7 +14,7 @@ from ..core.tensor import AffineQuantizedTensor
 from . import fidelity
 from .base import register
 from .chain import Segment, quiet, segments
-from .hidden import Hidden, Rest, capture, run_block
+from .hidden import Hidden, Rest, advance, capture, run_block
 from .levers import Lever, Weight, levers, restorer
 from .tune import Learner, example, grading
 
@@ -61,7 +61,7 @@ class Reconstruct(Learner):
                 return {"": f"reconstruction undone: held-out divergence {before:.3g} became {after:.3g}"}
         outside = len(weights) - sum(len(names) for segment in chains for names in segment.sites)
         told = f"{sum(done)} of {len(done)} blocks reconstructed: held-out divergence {before:.3g} -> {after:.3g}"
-        return {"": told + (f"; {outside} weights are in no block and stay" if outside else "")}
+        return {"": told + (f"; weights in no block stay: {outside}" if outside else "")}
 
     def _chain(self, model: nn.Module, teacher: nn.Module, segment: Segment, batches: Sequence[Any]) -> Iterator[bool]:
         """For each block with something to move whether that helped."""
@@ -71,8 +71,7 @@ class Reconstruct(Learner):
         exact_rest = capture(teacher, batches, theirs, exact)
         owners = Counter(id(p) for _, block in segment.blocks for p in block.parameters())
         for b, ((_, block), float_block) in enumerate(zip(segment.blocks, theirs, strict=True)):
-            for i in range(len(batches)):
-                exact.put(i, run_block(float_block, exact.get(i), exact_rest(i, b)))
+            advance(exact, len(batches), b, float_block, exact_rest)
             moved = [
                 lever
                 for lever in levers(block, self.norms, float_block if self.codes else None)
@@ -80,8 +79,8 @@ class Reconstruct(Learner):
             ]
             if any(isinstance(lever, Weight) for lever in moved):
                 yield self._block(block, b, moved, batches, rest, hidden, exact)
-            for i in range(len(batches)):
-                hidden.put(i, run_block(block, hidden.get(i), rest(i, b)))
+            if b + 1 < len(theirs):
+                advance(hidden, len(batches), b, block, rest)
 
     def _block(
         self, block: nn.Module, b: int, moved: list[Lever], batches: Sequence[Any], rest: Rest, hidden: Hidden,

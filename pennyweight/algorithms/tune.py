@@ -56,7 +56,7 @@ class Learner(Tuner):
             for group in optimizer.param_groups:
                 group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
             for i in islice(order, self.batch):
-                state = {name: lever.value() for lever in moved for name in lever.names}
+                state = {name: x for lever in moved for x in (lever.value(),) for name in lever.names}
                 found = loss(i, state) / self.batch
                 for knob, grad in zip(knobs, torch.autograd.grad(found, knobs, allow_unused=True), strict=True):
                     if grad is not None:
@@ -121,14 +121,17 @@ class Tune(Learner):
         return True, f"tuned: held-out divergence {before:.3g} -> {after:.3g}"
 
 
+KEPT = 2**28  # bytes of the float model's outputs
+
+
 class _Known:
     """Outputs of the float model by batch, kept between epochs as long as they are few bytes."""
 
-    def __init__(self, teacher: nn.Module, batches: Sequence[Any], room: int = 2**28) -> None:
-        self.teacher, self.batches, self.room = teacher, batches, room
-        self.outputs: dict[int, Any] = {}
+    def __init__(self, teacher: nn.Module, batches: Sequence[Any]) -> None:
+        self.teacher, self.batches, self.room = teacher, batches, KEPT
+        self.outputs: dict[int, Tensor] = {}
 
-    def __call__(self, i: int) -> Any:
+    def __call__(self, i: int) -> Tensor:
         if i in self.outputs:
             return self.outputs[i]
         with quiet(self.teacher):

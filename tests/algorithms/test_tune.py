@@ -137,3 +137,22 @@ def test_where_codes_learn_nothing_scales_are_tuned_alone() -> None:
     for n, p in q.named_parameters():
         if isinstance(p, AffineQuantizedTensor):
             assert torch.equal(p.dequantize(), only.get_parameter(n).dequantize())
+
+
+def test_the_float_model_runs_once_for_each_batch() -> None:
+    model, batches = llama(), tokens(4)
+    q, calls = copy.deepcopy(model), []
+    pw.quantize_(q, pw.IntxWeightOnlyConfig(torch.int3, pw.PerGroup(32)), blocks_only)
+    again = copy.deepcopy(q)
+    model.register_forward_hook(lambda *_: calls.append(1))
+    Tune(steps=12).tune(q, model, batches)
+    assert len(calls) == 3 + 2  # what is trained on; what is held out, and once more to see what comes out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pennyweight.algorithms.tune.KEPT", 0)
+        Tune(steps=12).tune(again, model, batches)
+    assert len(calls) == 5 + 12 + 2
+    for n, p in q.named_parameters():
+        other = again.get_parameter(n)
+        if isinstance(p, AffineQuantizedTensor):
+            p, other = p.dequantize(), other.dequantize()
+        assert torch.equal(p, other)

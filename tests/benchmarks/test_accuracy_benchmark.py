@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,6 +190,7 @@ def test_counted_bits_are_those_of_the_file(lm, row, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(methods, "bits_of", keep)
         patch.setattr(methods, "STEPS", {"causal": 4})  # learning adds no bits
+        patch.setattr(methods, "TWICE", 4)
         patch.setattr(methods, "WRITTEN", 4)
         _, bits = row.run(lm, lm.model())
     file = tmp_path / "x.safetensors"
@@ -353,9 +355,11 @@ def test_gates_pass_and_fail():
     assert [g["passed"] for g in gates.check(results)] == [True, True, True, False, True]
     results.add(_row("torchao", "W8A8 dynamic", 8.1, 4e-5))
     assert not gates.check(results)[2]["passed"]
-    empty = gates.check(Results())
-    assert not any(g["passed"] for g in empty)
-    assert {row[2] for row in page.gate_lines(empty)} == {"not measured"}
+    little = Results()
+    little.add(_row("torchao", "quite another", 4.0, 0.1))
+    assert not any(g["passed"] for g in gates.check(little))
+    assert {row[2] for row in page.gate_lines(gates.check(little))} == {"not measured"}
+    assert gates.check(Results()) == []
 
 
 def test_the_page_says_what_was_measured(tmp_path):
@@ -376,6 +380,22 @@ def test_the_page_says_what_was_measured(tmp_path):
     assert (tmp_path / "accuracy-lm.svg").read_bytes() == plot
 
 
+def test_a_page_says_which_tools_have_no_row(tmp_path):
+    told = "\n".join(page.left_out(_some(), "minilm"))
+    assert "- gptqmodel, auto-round: no row of theirs is for a model of this kind" in told
+    assert "ggml: not run on this model" in told
+    assert "torchao" not in told
+
+
+def test_sequences_are_put_together_in_larger_batches():
+    batches = [{"input_ids": torch.full((4, n), n), "attention_mask": torch.ones(4, n)} for n in range(1, 101)]
+    found = methods._batches(SimpleNamespace(calibration=lambda: batches))
+    assert [len(b["input_ids"]) for b in found] == [12] * 33 + [4]
+    first = found[0]["input_ids"]
+    assert first.tolist() == [[1, 0, 0]] * 4 + [[2, 2, 0]] * 4 + [[3, 3, 3]] * 4
+    assert torch.equal(found[0]["attention_mask"].bool(), first > 0)
+
+
 def test_the_page_waits_for_its_gates(tmp_path, capsys):
     results, file, path = _some(), tmp_path / "r.json", tmp_path / "accuracy.md"
     results.path, results.rank = file, 0.5
@@ -394,7 +414,7 @@ def test_rows_of_other_data_are_not_shown():
     results.add(_row("torchao", "int4 g128", 4.125, 0.004, digest="e"))
     assert [r["name"] for r in results.of("lm")] == ["int4 g128"]
     assert results.find("lm", *REFERENCE) is None
-    assert page.lines(results, "lm")[0].to_t is None
+    assert page.lines(results, "lm")[0].to_t == ()
 
 
 def test_rows_of_another_run_are_taken_over():

@@ -32,7 +32,7 @@ def test_a_page_says_what_was_measured(path: Path) -> None:
         figure = loss.split()[1]
         assert re.search(
             rf"\*\*pennyweight {re.escape(name)}\*\* \| {bits} \| {figure} \| {re.escape(interval)} \|", ACCURACY
-        ), f"{path.name} shows {name}, no page of accuracy does; write both by benchmarks.accuracy --page"
+        ), f"{path.name} shows {name}, no page of accuracy does; write both by benchmarks.accuracy --page --algorithms"
 
 
 def test_every_page_and_every_algorithm_is_there() -> None:

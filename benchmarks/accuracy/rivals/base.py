@@ -36,8 +36,9 @@ class Row:
     note: str = ""
     slow: bool = False
 
-    def takes(self, subject: Subject) -> bool:
-        return subject.kind in self.subjects or subject.name in self.subjects
+    def takes(self, kind: str, name: str) -> bool:
+        """Whether it is for a subject of that kind and name."""
+        return kind in self.subjects or name in self.subjects
 
 
 def layers(subject: Subject, model: nn.Module) -> dict[str, Any]:
