@@ -38,7 +38,9 @@ FLAGS += ["-fno-trapping-math", "-Wall", "-Wextra"]
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-stringop-overflow"]
 FLAGS += ["-Wno-array-bounds"]  # these four are false with g++ 12
 
-FLAGS += os.environ.get("PENNYWEIGHT_NATIVE_FLAGS", "").split()  # those of scripts/sanitize
+# Those of scripts/sanitize, and the instruction sets that it wants beside plain C++; default: all.
+FLAGS += os.environ.get("PENNYWEIGHT_NATIVE_FLAGS", "").split()
+WANTED = os.environ.get("PENNYWEIGHT_NATIVE_ISAS")
 
 
 class BuildNative(build_ext):
@@ -61,6 +63,8 @@ class BuildNative(build_ext):
             raise PlatformError(f"not offered on {sys.platform} yet")
         objects = self._compile("dispatch.cpp", "dispatch", [])
         isas = {"scalar": ["-O1"], **ISAS.get(platform.machine(), {})}
+        if WANTED is not None:
+            isas = {name: flags for name, flags in isas.items() if name in ("scalar", *WANTED.split())}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for built in pool.map(lambda item: self._try(*item), isas.items()):
                 objects += built

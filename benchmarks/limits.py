@@ -10,7 +10,6 @@ the native library only `read` is known, by torch's own sum, which may not reach
 from __future__ import annotations
 
 import argparse
-import ctypes
 import sys
 import time
 from pathlib import Path
@@ -27,14 +26,11 @@ UNITS = {"read": "GB/s", "int8": "GOP/s", "bf16": "GFLOP/s", "fp32": "GFLOP/s"}
 
 
 def native_probe() -> Any:
-    """probe(what, address, n, threads) -> bytes or operations done; None without the native library."""
+    """probe(what, buffer, bytes or rounds, threads) -> bytes or operations done; None without the native library."""
+    from pennyweight.kernels import gate
     from pennyweight.kernels.cpu import library
 
-    probe = getattr(library.load(), "pw_probe", None)
-    if probe is not None:
-        probe.restype = ctypes.c_int64
-        probe.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
-    return probe
+    return gate.probe if library.missing() is True else None
 
 
 class Limits:
@@ -50,9 +46,9 @@ class Limits:
             return BUFFER_BYTES / self._least(self.buffer.sum, seconds) if name == "read" else None
         what = LIMITS[name]
         if name == "read":
-            call = lambda: self.probe(what, self.buffer.data_ptr(), BUFFER_BYTES, self.threads)  # noqa: E731
+            call = lambda: self.probe(what, self.buffer, BUFFER_BYTES, self.threads)  # noqa: E731
         else:
-            call = lambda: self.probe(what, 0, 1_000_000, self.threads)  # noqa: E731
+            call = lambda: self.probe(what, None, 1_000_000, self.threads)  # noqa: E731
         done = call()
         return done / self._least(call, seconds) if done else None
 

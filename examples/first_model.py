@@ -91,7 +91,7 @@ def main() -> None:
         assert torch.equal(again(x), small(x))
         print(f"on disk {size} bytes; loaded again, the outputs are bit-equal to those of the saved model")
 
-    # For inference alone, a layer can hold the parts of its weight itself, which saves a little at each call.
+    # For inference alone, a layer can call its kernel without the tensor class, which saves a little at each call.
     before = small(x)
     pw.freeze_(small)
     assert isinstance(small[2], pw.FrozenLinear)

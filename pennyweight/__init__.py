@@ -6,8 +6,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .core.errors import ArgumentError
 from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
 from .core.formats import Format, get_format
+from .core.late import after_import
 from .core.spec import ActivationSpec, QuantSpec
 from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         recommend,
         register_quantize_module_handler,
         thaw_,
+        together,
     )
     from .models.configs import *  # noqa: F403
     from .models.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
@@ -43,6 +46,7 @@ __all__ = [
     "AOPerModuleConfig",
     "ActivationSpec",
     "AffineQuantizedTensor",
+    "ArgumentError",
     "CheckpointError",
     "CodebookWeightOnlyConfig",
     "Comparison",
@@ -129,6 +133,7 @@ __all__ = [
     "sparsify_",
     "strict",
     "thaw_",
+    "together",
     "uintx_weight_only",
     "unflatten",
     "verify",
@@ -140,6 +145,15 @@ __all__ = [
 _HOMES = ("models.configs", "models.granularity", "algorithms", "training", "models", "report", "io")
 # Not in __all__: `from pennyweight import *` must not need the library that they are for
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
+
+
+def _known_to_transformers() -> None:
+    import_module(".integrations.transformers_entry", __name__).register()
+
+
+# from_pretrained reads our folders wherever this package is imported, before transformers or after it
+after_import("transformers.quantizers.auto", _known_to_transformers)
+after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", __name__))
 
 
 def __getattr__(name: str) -> Any:

@@ -81,6 +81,9 @@ class Rewrite:
 
     target  the parameters that are going to be quantized: name -> scheme
     notes   by parameter name, for the report
+
+    ``check(model, target, batches)`` raises ValueError where the step does not apply to the float model; a recipe asks
+    every step before the first changes anything.
     """
 
     name: ClassVar[str] = ""
@@ -88,6 +91,9 @@ class Rewrite:
     @property
     def needs_data(self) -> bool:
         return True
+
+    def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
+        """Nothing to check by default."""
 
     def apply(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
         raise NotImplementedError
@@ -98,10 +104,13 @@ class Tuner:
     """Changes numbers of a model that is quantized already, and no byte count: ``tune(model, teacher, batches)``.
 
     teacher     the model as it was, after rewrites
-    Returns notes by parameter name; "" is the whole model.
+    Returns notes by parameter name; "" is the whole model. ``check`` as that of :class:`Rewrite`.
     """
 
     name: ClassVar[str] = ""
+
+    def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
+        """Nothing to check by default."""
 
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
         raise NotImplementedError

@@ -14,6 +14,7 @@ from ..models.calling import call, token_mask
 from ..models.sites import kind_of
 from . import ranks
 from .base import Tuner, register
+from .batches import read
 from .chain import quiet
 
 
@@ -41,7 +42,7 @@ class Bias(Tuner):
     @torch.no_grad()
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
         """See :class:`Tuner`. Layers that the data does not reach stay as they are."""
-        batches, notes = list(batches), {}
+        batches, notes = read(batches), {}
         exact = dict(teacher.named_modules())
         layers: dict[str, nn.Module] = {}
         for name, module in model.named_modules():
@@ -119,7 +120,7 @@ def mean_errors(
         device = next(module.parameters()).device
         known = ranks.shape(sums[name].shape[0] if name in sums else 0)
         total = ranks.total(sums[name] if name in sums else torch.zeros(known, dtype=torch.float64, device=device))
-        count = ranks.total(torch.tensor(float(counts.get(name, 0)), device=device))
+        count = ranks.total(torch.tensor(float(counts.get(name, 0)), device=device, dtype=torch.float32))
         if count > 0:
             means[name] = total / float(count)
     return means

@@ -32,7 +32,9 @@ class Search:
     def __init__(self, task: Task, cost: Cost = torch.square, weight: Tensor | None = None) -> None:
         self.task, self.cost, self.spec = task, cost, task.spec
         n, k = task.weight.shape
-        self.weight = torch.ones(n, k, device=task.weight.device) if weight is None else weight.expand(n, k)
+        self.weight = (
+            torch.ones(n, k, device=task.weight.device, dtype=torch.float32) if weight is None else weight.expand(n, k)
+        )
         padded = blocks.pad(task.weight, self.spec.block)
         self.shape = blocks.counts(self.spec.block, padded.shape)
         self.view = blocks.split(padded, self.shape)

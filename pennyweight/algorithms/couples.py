@@ -229,7 +229,7 @@ def _value_rows(height: int, width: int, heads: list[int]) -> list[int]:
 
 def repeated(rows: int, head: int, times: int) -> Tensor:
     """Channels of grouped-query attention: each head of ``rows`` values is read ``times`` times in a row."""
-    return torch.arange(rows).view(-1, head).repeat_interleave(times, 0).flatten()
+    return torch.arange(rows, dtype=torch.int64, device="cpu").view(-1, head).repeat_interleave(times, 0).flatten()
 
 
 def head_widths(model: nn.Module, matrix: Matrix) -> list[int]:
@@ -255,7 +255,9 @@ def gain_of(name: str, module: nn.Module, like: Tensor) -> Gain | None:
     weight, bias = module.weight, module._parameters.get("bias")
     assert isinstance(weight, Tensor)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(8, weight.shape[0], generator=generator).to(like.device, like.dtype)
+    x = torch.randn(8, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu").to(
+        like.device, like.dtype
+    )
     kept = Kept([weight])
 
     def at(value: float) -> Tensor:
@@ -302,7 +304,9 @@ def _holds(model: nn.Module, batch: Any, reference: list[Tensor], limit: float, 
     try:
         scales = []
         for c in couples:
-            powers = torch.randint(-1, 3, (c.writer.width,), generator=generator).double()
+            powers = torch.randint(
+                -1, 3, (c.writer.width,), generator=generator, dtype=torch.int64, device="cpu"
+            ).double()
             scales.append(torch.exp2(powers).to(c.readers[0].weight.device))
             c.scale_readers(scales[-1])
         if apart(reference, outputs(model, batch)) <= 10 * limit:

@@ -37,7 +37,7 @@ def factor(hessian: Tensor, damping: float, activation_order: bool) -> Factor | 
     order = (
         torch.argsort(diagonal, descending=True, stable=True)
         if activation_order
-        else torch.arange(k, device=hessian.device)
+        else torch.arange(k, device=hessian.device, dtype=torch.int64)
     )
     dtype = torch.float64 if k <= 8192 else torch.float32
     while damping <= 1.0:
@@ -69,7 +69,7 @@ def carry(weight: Tensor, grid: Grid, f: Factor, keep: Tensor | None = None) -> 
     values = torch.empty_like(w)
     for begin in range(0, k, WIDTH):
         end = min(begin + WIDTH, k)
-        block, errors = w[begin:end], torch.empty(end - begin, w.shape[1], device=w.device)
+        block, errors = w[begin:end], torch.empty(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
         inner = upper[begin:end, begin:end]
         for j in range(end - begin):
             wanted = block[j : j + 1]
@@ -97,7 +97,7 @@ def descend(
     pull = hessian @ (w - v)  # [K, N]: minus half the gradient
     for begin in range(0, k, WIDTH):
         end = min(begin + WIDTH, k)
-        moved = torch.zeros(end - begin, w.shape[1], device=w.device)
+        moved = torch.zeros(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
         here = pull[begin:end].clone()
         for j in range(end - begin):
             h = diagonal[begin + j]

@@ -61,9 +61,24 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def references(model: nn.Module, batches: Sequence[Any]) -> list[Any]:
-    """What the model puts out for each batch, reduced to the tensor that is compared."""
+    """What the model puts out for each batch, reduced to the tensor that is compared. Raises ValueError for NaN, inf:
+    nothing can be nearer to them."""
     with quiet(model):
-        return [kept(call(model, batch)) for batch in batches]
+        return [finite(kept(call(model, batch)), model, batch) for batch in batches]
+
+
+def finite(output: Tensor, model: nn.Module, batch: Any) -> Tensor:
+    """The output of the float model as it is. Raises ValueError where it has NaN or inf; -inf is a logit like another,
+    and padding does not count."""
+    mask = token_mask(batch)
+    seen = output[mask] if mask is not None and mask.shape == output.shape[:2] else output
+    bad = int((seen.isnan() | seen.isposinf()).sum())
+    if bad:
+        raise ValueError(
+            f"{type(model).__name__} puts out {bad} NaN or infinite values of {seen.numel()} on the calibration data "
+            "before it is quantized, so no distance from its outputs can be measured; take data on which it is finite"
+        )
+    return output
 
 
 def kept(output: Any) -> Any:

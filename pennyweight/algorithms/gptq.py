@@ -27,7 +27,8 @@ class GPTQ(Solver):
         minimise tr((Wq - W) H (Wq - W)^T),  H = E[x x^T] + damping mean(diag H) I
 
     damping     grows tenfold, for that layer alone, until H is positive definite. None: inputs / (2 tokens seen), at
-                least 0.01 and at most 0.3; what few tokens say of many inputs holds for those tokens only (docs/log.md)
+                least 0.01 and at most 0.3; what few tokens say of many inputs holds for those tokens only
+                (docs/log.md), and where they are fewer than the inputs that is the least, whatever is given
     activation_order    columns with the largest inputs first; grids are fixed before, so files need no permutation
     grids       what the ranges of blocks may be; each row takes the one with the least error of its output.
                 "scheme": the config's own rule; "mse"; "weighted"; a share of the range such as 0.9
@@ -67,8 +68,12 @@ class GPTQ(Solver):
         return ("drift",) if self.asymmetric else ()
 
     def damping_of(self, inputs: int, tokens: int) -> float:
-        """Before it grows."""
-        return min(max(LEAST, inputs / max(1, 2 * tokens)), MOST) if self.damping is None else self.damping
+        """Before it grows. Fewer tokens than inputs leave directions that none of them shows, and in which errors seem
+        to cost nothing: then what is given may be too little."""
+        suited = min(max(LEAST, inputs / max(1, 2 * tokens)), MOST)
+        if self.damping is None:
+            return suited
+        return max(self.damping, suited) if 0 < tokens < inputs else self.damping
 
     def solve(self, task: Task) -> Solution:
         hessians, drifts = task.stats["hessian"], task.stats.get("drift") if self.asymmetric else None
@@ -113,7 +118,8 @@ class GPTQ(Solver):
         found = best
         best = Best(first, parts.codes[:n, :k], values, output_error(values - target, h), task.weight.shape)
         best.offer(found.grid, found.codes, found.values, output_error(found.values - target, h))
-        note = "" if f.damping == damping else f"damping raised to {f.damping:g}"
+        asked = damping if self.damping is None else self.damping
+        note = "" if f.damping == asked else f"damping raised to {f.damping:g}"
         if self.asymmetric and drift is None and self.name == GPTAQ.name:  # "auto" takes what there is
             note = "; ".join(filter(None, (note, "aimed at its own output: no float twin beside it")))
         solved = best.grid.parts(task.weight, best.codes)

@@ -135,7 +135,7 @@ def weighted(task: Task, importance: Tensor) -> Params:
     view, weight = blocks.split(w, part_shape), blocks.split(h, part_shape)
     inner = blocks.inner_axes(2)
     best: Params | None = None
-    least = torch.zeros((), device=w.device)
+    least = torch.zeros((), device=w.device, dtype=torch.float32)
     for p in narrowed(w, spec, task.rule, task.eps):
         seen = store(p, spec)[1]
         error = ((stored_value(encode(view, spec, seen), spec, seen) - view).square() * weight).sum(inner)

@@ -24,17 +24,19 @@ def hadamard(n: int) -> Tensor | None:
         assert half is not None
         return torch.kron(_two(), half)
     if _is_prime(n - 1):
-        core = torch.ones(n, n, dtype=torch.int8)
-        core[1:, 1:] = _jacobsthal(n - 1) - torch.eye(n - 1, dtype=torch.int8)
+        core = torch.ones(n, n, dtype=torch.int8, device="cpu")
+        core[1:, 1:] = _jacobsthal(n - 1) - torch.eye(n - 1, dtype=torch.int8, device="cpu")
         core[1:, 0] = -1
         core[1:, 1:] = -core[1:, 1:]
         return _checked(core)
     q = n // 2 - 1
-    s = torch.ones(q + 1, q + 1, dtype=torch.int8)
+    s = torch.ones(q + 1, q + 1, dtype=torch.int8, device="cpu")
     s[0, 0] = 0
     s[1:, 1:] = _jacobsthal(q)
-    eye = torch.eye(q + 1, dtype=torch.int8)
-    return _checked(torch.kron(s, _two()) + torch.kron(eye, torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)))
+    eye = torch.eye(q + 1, dtype=torch.int8, device="cpu")
+    return _checked(
+        torch.kron(s, _two()) + torch.kron(eye, torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8, device="cpu"))
+    )
 
 
 def exists(n: int) -> bool:
@@ -63,7 +65,7 @@ def rotation(n: int, seed: int) -> Tensor:
     rest. The same for the same n and seed, on every machine where it is a Hadamard matrix. Do not change it in place.
     """
     generator = torch.Generator().manual_seed(seed)
-    signs = (torch.randint(0, 2, (n,), generator=generator) * 2 - 1).double()
+    signs = (torch.randint(0, 2, (n,), generator=generator, dtype=torch.int64, device="cpu") * 2 - 1).double()
     h = hadamard(n)
     if h is not None:
         return signs.unsqueeze(1) * h.double() / n**0.5
@@ -75,7 +77,7 @@ def rotation(n: int, seed: int) -> Tensor:
 
 def random_orthogonal(n: int, generator: torch.Generator) -> Tensor:
     """float64 [n, n], uniform over all rotations (QR of a Gaussian matrix, R's diagonal above 0)."""
-    q, r = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
+    q, r = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64, device="cpu"))
     return (q * r.diagonal().sign()).contiguous()
 
 
@@ -84,22 +86,22 @@ def fixing_ones(n: int, seed: int) -> Tensor:
     """A random orthogonal float64 [n, n] that leaves (1, .. 1) where it is, so that it keeps the mean of a vector and
     the length of what is around it: all that a LayerNorm looks at."""
     if n == 1:
-        return torch.ones(1, 1, dtype=torch.float64)
+        return torch.ones(1, 1, dtype=torch.float64, device="cpu")
     generator = torch.Generator().manual_seed(seed)
-    inner = torch.eye(n, dtype=torch.float64)
+    inner = torch.eye(n, dtype=torch.float64, device="cpu")
     inner[1:, 1:] = random_orthogonal(n - 1, generator)
     return mirror(n) @ inner @ mirror(n)
 
 
 def mirror(n: int) -> Tensor:
     """The reflection that takes (1, 0, .. 0) to (1, .. 1) / sqrt(n), and back: float64 [n, n], n > 1."""
-    u = torch.full((n,), n**-0.5, dtype=torch.float64)
+    u = torch.full((n,), n**-0.5, dtype=torch.float64, device="cpu")
     u[0] -= 1
-    return torch.eye(n, dtype=torch.float64) - 2 * torch.outer(u, u) / u.dot(u)
+    return torch.eye(n, dtype=torch.float64, device="cpu") - 2 * torch.outer(u, u) / u.dot(u)
 
 
 def _two() -> Tensor:
-    return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
+    return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8, device="cpu")
 
 
 def _is_prime(n: int) -> bool:
@@ -108,10 +110,10 @@ def _is_prime(n: int) -> bool:
 
 def _jacobsthal(q: int) -> Tensor:
     """int8 [q, q]: the Legendre symbol of j - i."""
-    symbol = torch.full((q,), -1, dtype=torch.int8)
+    symbol = torch.full((q,), -1, dtype=torch.int8, device="cpu")
     symbol[[x * x % q for x in range(1, q)]] = 1
     symbol[0] = 0
-    at = torch.arange(q)
+    at = torch.arange(q, dtype=torch.int64, device="cpu")
     return symbol[(at.unsqueeze(0) - at.unsqueeze(1)) % q]
 
 
@@ -120,6 +122,6 @@ def _checked(h: Tensor) -> Tensor:
     if n > 1024:  # the constructions are proven; this is about their spelling
         return h
     wide = h.double()
-    if not torch.equal(wide @ wide.t(), n * torch.eye(n, dtype=torch.float64)):
+    if not torch.equal(wide @ wide.t(), n * torch.eye(n, dtype=torch.float64, device="cpu")):
         raise AssertionError(f"the Hadamard matrix of size {n} is none")
     return h

@@ -9,10 +9,15 @@ from torch import Tensor
 
 from ..core import blocks
 from ..core.choose import Params
-from ..core.numerics import store
+from ..core.numerics import quantize, store
 from .base import Solution, Solver, Task, register
 from .by_block import Search, in_pieces
 from .nearest import Nearest
+
+UNMOVED = (
+    "rounded to nearest: no integer zero point of this scheme gains by moving, which shifts the same numbers by whole "
+    "steps; take 'mse' or data, or a scheme with an offset"
+)
 
 
 @register("hqq")
@@ -25,9 +30,10 @@ class HQQ(Solver):
         e <- shrink(W - Wq),  shrink(x) = sign(x) max(0, |x| - |x|^(norm-1) / beta)
         zero <- mean(codes - (W - e) / s)
 
-    and beta grows by ``growth`` each time. Scales stay. An integer zero point is rounded each time. Of all steps each
-    block keeps the best, so it is never worse than round-to-nearest in that norm. Schemes that store neither a zero
-    point nor an offset are rounded to nearest.
+    and beta grows by ``growth`` each time. Scales stay. Of all steps each block keeps the best, so it is never worse
+    than round-to-nearest in that norm. An integer zero point is rounded each time, and gains next to nothing: moved by
+    whole steps, a grid has the same numbers but at its ends. Where none moved, and for schemes that store neither a
+    zero point nor an offset, the weight is rounded to nearest and its note says so.
     """
 
     norm: float = 0.7
@@ -46,7 +52,12 @@ class HQQ(Solver):
         if not spec.zero_point and spec.offset is None:
             note = "rounded to nearest: hqq moves zero points and offsets, and this scheme stores none"
             return Nearest().solve(task)._replace(note=note)
-        return in_pieces(task, self._solve)
+        found = in_pieces(task, self._solve)
+        if spec.offset is None and not found.note:
+            zero, nearest = found.parts.zero_point, quantize(task.weight, spec, task.rule, task.eps).zero_point
+            if isinstance(zero, Tensor) and isinstance(nearest, Tensor) and torch.equal(zero, nearest):
+                return found._replace(note=UNMOVED)
+        return found
 
     def _solve(self, task: Task, rows: slice) -> Solution:
         spec = task.spec

@@ -17,6 +17,7 @@ from ..models.report import Report, Row
 from ..models.rules import PlanError
 from ..models.sites import Place, places
 from .base import Tuner
+from .batches import read
 from .best import Best, refine
 from .collect import Collector, Seen
 from .feedback import carry, factor
@@ -63,7 +64,7 @@ def improve(
         found[where[0].name] = where, w, twin.detach()
     if not found:
         raise PlanError("improve: the model has no quantized weight; quantize_ it first")
-    batches = list(batches)
+    batches = read(batches, "batches", together=True)
     if not batches:
         raise PlanError("improve learns from data; pass batches")
     rows: dict[str, Row] = {}

@@ -125,7 +125,7 @@ class Problem:
         counts = diagonal.repeat_interleave(self.n // diagonal.shape[0], 0).float()
         self.counts = torch.nn.functional.pad(counts, (0, self._columns(self.wide).shape[1] - self.k))
         self._take(choose(self.wide, task.spec, task.rule, task.eps))
-        self.table = torch.zeros(task.spec.table_shape, device=task.weight.device)
+        self.table = torch.zeros(task.spec.table_shape, device=task.weight.device, dtype=torch.float32)
         self.codes = torch.zeros((self.n, self.target.shape[1] // self.dim), dtype=torch.int64, device=self.wide.device)
 
     def _columns(self, x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class Problem:
 
     def _per_block(self, x: Tensor) -> Tensor:
         """Sums of [N, K'] over the blocks."""
-        full = torch.zeros(self.wide.shape, device=x.device)
+        full = torch.zeros(self.wide.shape, device=x.device, dtype=torch.float32)
         full[: self.n] = x[:, : self.wide.shape[1]]
         return blocks.split(full, blocks.counts(self.spec.block, self.wide.shape)).sum(blocks.inner_axes(2))
 
@@ -210,7 +210,9 @@ class Problem:
         for rows, h in self._runs(hessian):
             # columns of a code stay together; those whose errors cost most come first
             order = h.diagonal().view(-1, self.dim).sum(1).argsort(descending=True, stable=True)
-            columns = (order.unsqueeze(1) * self.dim + torch.arange(self.dim, device=order.device)).flatten()
+            columns = (
+                order.unsqueeze(1) * self.dim + torch.arange(self.dim, device=order.device, dtype=torch.int64)
+            ).flatten()
             f = factor(h[columns][:, columns], damping, False)
             if f is None:
                 note = "no feedback: the Hessian is not positive definite at any damping"
@@ -229,7 +231,7 @@ class Problem:
         codes = torch.empty((w.shape[0], w.shape[1] // d), dtype=torch.int64, device=w.device)
         for begin in range(0, w.shape[1], WIDTH):
             end = min(begin + WIDTH, w.shape[1])
-            errors = torch.empty((w.shape[0], end - begin), device=w.device)
+            errors = torch.empty((w.shape[0], end - begin), device=w.device, dtype=torch.float32)
             for j in range(begin, end, d):
                 here = slice(j, j + d)
                 metric = torch.linalg.inv(upper[here, here])
@@ -251,7 +253,7 @@ class Problem:
                 moved, near = torch.zeros_like(pull[:, begin:end]), pull[:, begin:end].clone()
                 for j in range(begin, end, d):
                     here, at = slice(j, j + d), slice(j - begin, j - begin + d)
-                    own = h[here, here] + small * torch.eye(d, device=h.device)
+                    own = h[here, here] + small * torch.eye(d, device=h.device, dtype=torch.float32)
                     lower, info = torch.linalg.cholesky_ex(own)
                     if info or not small > 0:
                         continue

@@ -27,6 +27,7 @@ from ..models.plan import PlanRow, plan
 from ..models.rules import Filter, PlanError
 from ..models.scheme import Scheme
 from ..models.sites import kind_of
+from .batches import each
 from .chain import quiet
 from .statistics import HISTOGRAM, Bins, State, bins
 from .watch import Watch
@@ -101,11 +102,9 @@ def observe(model: nn.Module, weights: Mapping[str, Tensor], batches: Any) -> di
         flat = x.reshape(1, -1, 1)
         states[name] = HISTOGRAM.update(states.get(name) or HISTOGRAM.init(1, 1), flat.cpu())
 
-    if isinstance(batches, (Tensor, Mapping, str)):
-        raise PlanError(f"batches is a list of batches, got one {type(batches).__name__}; write [batch]")
     ids = {id(tensor): name for name, tensor in weights.items()}
     with quiet(model):
-        for batch in batches:
+        for batch in each(batches, "batches"):
             with Watch(ids, see, token_mask(batch), unfold=False):
                 call(model, batch)
     never = [name for name in weights if name not in states or not states[name][1]]
@@ -116,7 +115,7 @@ def observe(model: nn.Module, weights: Mapping[str, Tensor], batches: Any) -> di
 
 def parameters(ends: tuple[float, float], act: ActivationSpec) -> Params:
     """Scale and zero point of a range, by the rule of a dynamic activation whose values span it."""
-    return choose(torch.tensor(ends, dtype=torch.float32), act.spec, act.rule, act.eps)
+    return choose(torch.tensor(ends, dtype=torch.float32, device="cpu"), act.spec, act.rule, act.eps)
 
 
 # -- ranges ------------------------------------------------------------------------------------------------------------
@@ -181,7 +180,7 @@ def _histogram(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, 
         step = width * (last - first + 1) / (levels - 1)
         if step == 0:
             return 0.0
-        begin = (torch.arange(len(counts)) - first) * width
+        begin = (torch.arange(len(counts), dtype=torch.int64, device="cpu") - first) * width
         end = begin + width
         low, high = (begin / step + 0.5).floor().clamp(0, levels - 1), (end / step + 0.5).floor().clamp(0, levels - 1)
         density = counts / width
@@ -189,12 +188,16 @@ def _histogram(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, 
             low == high,
             _cube(begin - low * step, end - low * step),
             _cube(begin - low * step, torch.full_like(begin, step / 2))
-            + (high - low - 1) * _cube(torch.tensor(-step / 2), torch.tensor(step / 2))
+            + (high - low - 1)
+            * _cube(
+                torch.tensor(-step / 2, dtype=torch.float32, device="cpu"),
+                torch.tensor(step / 2, dtype=torch.float32, device="cpu"),
+            )
             + _cube(torch.full_like(begin, -step / 2), end - high * step),
         )
         return float((density * near).sum())
 
-    steps = torch.arange(round(1 / _TRIM) + 1, dtype=torch.float64) * _TRIM * total[-1]
+    steps = torch.arange(round(1 / _TRIM) + 1, dtype=torch.float64, device="cpu") * _TRIM * total[-1]
     lefts, rights = torch.searchsorted(total, steps).tolist(), torch.searchsorted(total, total[-1] - steps).tolist()
     first, last, least = 0, len(counts) - 1, float("inf")
     low, high = 0, 0  # steps drawn in from each end
@@ -224,10 +227,10 @@ def _coarse(b: Bins) -> tuple[Tensor, Tensor]:
     """Edges and counts of 2048 equal bins from the least value to the greatest."""
     span = b.greatest - b.least
     if span <= 0:
-        return torch.tensor([b.least, b.least]), b.counts.sum().view(1)
+        return torch.tensor([b.least, b.least], dtype=torch.float32, device="cpu"), b.counts.sum().view(1)
     at = ((b.middles - b.least) / span * _TRIM_BINS).long().clamp(0, _TRIM_BINS - 1)
-    counts = torch.zeros(_TRIM_BINS, dtype=torch.float64).index_add_(0, at, b.counts)
-    return b.least + span / _TRIM_BINS * torch.arange(_TRIM_BINS + 1, dtype=torch.float64), counts
+    counts = torch.zeros(_TRIM_BINS, dtype=torch.float64, device="cpu").index_add_(0, at, b.counts)
+    return b.least + span / _TRIM_BINS * torch.arange(_TRIM_BINS + 1, dtype=torch.float64, device="cpu"), counts
 
 
 METHODS: dict[str, Callable[[Bins, ActivationSpec, float], tuple[float, float]]] = {

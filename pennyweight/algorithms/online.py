@@ -40,7 +40,9 @@ def signed(n: int) -> Tensor:
     signs the mean of all inputs would all go to one."""
     h = hadamard(n)
     assert h is not None
-    signs = torch.randint(0, 2, (n, 1), generator=torch.Generator().manual_seed(n)) * 2 - 1
+    signs = (
+        torch.randint(0, 2, (n, 1), generator=torch.Generator().manual_seed(n), dtype=torch.int64, device="cpu") * 2 - 1
+    )
     return (signs * h).float()
 
 

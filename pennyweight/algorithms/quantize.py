@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,18 @@ from ..models.handlers import MODEL_HANDLERS
 from ..models.plan import Plan, PlanRow, plan
 from ..models.report import Report
 from ..models.rules import Filter, PlanError
+from ..models.saving import settle_saving_
+from ..models.scheme import Scheme
 from . import memory
 from . import recipe as recipes
 from .base import Solution, Solver, Task
+from .batches import Batches, read
 from .collect import Collector, Seen
 from .flat import as_matrix, flat_spec, unflatten
 from .kmeans import learner
 from .nearest import Nearest
 from .resume import Journal
+from .undo import Before
 
 Solved = tuple[AffineQuantizedTensor, float, float | None, str]  # (weight, SQNR in dB, error by nearest's, note)
 
@@ -61,22 +67,27 @@ def quantize_(
                     round-to-nearest, and "auto" where there is calibration data. See docs/algorithms
     resume          folder where each finished block is kept; a second run with the same model, data and options goes on
                     from there. It is refused if any of them differs
-    spill           folder for hidden states between blocks, for data that does not fit into memory beside the model
-    max_ram         "4 GB": what hidden states and the statistics of a block may take; hidden states go to a temporary
-                    folder where they would not fit, and statistics that do not are an error before they are made
+    spill           folder for hidden states between blocks, and for what puts the model back after an error: for data
+                    and models that do not fit into memory
+    max_ram         "4 GB": what hidden states and the statistics of a block may take, and what puts the model back;
+                    they go to a temporary folder where they would not fit, and statistics that do not are an error
+                    before they are made
     dry_run         only plan, and measure where that is asked for
     on_indivisible  group sizes that do not divide: "pad" (exact), "largest_divisor", "skip", "error"
     measure         time each shape of linear layer here beside float, with these numbers of rows; True: 1 and 64
     on_slower       a layer slower than float at one of them: "keep" it and warn, or "skip" it, left as it was
     progress        called with (done, total, name)
 
-    Everything about the plan is checked before anything is changed. An error that only the data can show (inputs that
-    are NaN in the fifth block) says how much of the model is quantized by then. Calibration goes block by block in the
-    order in which the model calls them: each sees the outputs of the quantized blocks before it, and one block's
-    statistics are in memory at a time. A weight that saw no data is rounded to nearest, which its row of the report
-    says; so is one whose statistics cannot be used. Each float weight is freed before the next block; tied parameters
-    stay tied. Where torch.distributed runs, each rank passes its own share of the data, and all end with the same
-    model. Raises PlanError (a ValueError).
+    The plan, the data (NaN and inf are refused) and every step of the recipe are checked before anything is changed.
+    Where a step fails after all, or the run is interrupted (KeyboardInterrupt), the model is as it was, bit for bit:
+    float weights stay in memory beside the quantized ones until the end, and rewrites and tuners copy what they write
+    into; with ``spill``, or above ``max_ram``, both are on disk.
+
+    Calibration goes block by block in the order in which the model calls them: each sees the outputs of the quantized
+    blocks before it, and one block's statistics are in memory at a time. A weight that saw no data is rounded to
+    nearest, which its row of the report says; so is one whose statistics cannot be used. Tied parameters stay tied.
+    Where torch.distributed runs, each rank passes its own share of the data, and all end with the same model. Raises
+    PlanError (a ValueError).
     """
     if calibration is None and algorithm is None:
         return plainly.quantize_(
@@ -93,7 +104,10 @@ def quantize_(
         on_slower=on_slower, progress=progress,
     )  # fmt: skip
     handler = MODEL_HANDLERS.get(type(config))
-    return run(model, config) if handler is None else handler(model, config, run)
+    report = run(model, config) if handler is None else handler(model, config, run)
+    if not dry_run:
+        settle_saving_(model, config)
+    return report
 
 
 def _quantize(
@@ -120,18 +134,24 @@ def _quantize(
                 f"{spread} is spread over ranks already, and {recipe} runs the whole model on data; quantize_ it first "
                 "(each rank with its own data), then parallelize_module"
             )
+        target = _target(todo)
+        for step in (*recipe.rewrites, *recipe.tuners):
+            step.check(model, target, batches)
         notes: dict[str, list[str]] = {}
-        for rewrite in recipe.rewrites:
-            target = {row.name: row.scheme for row in todo.active if row.call is None}
-            _add(notes, rewrite.apply(model, target, batches))
-            todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
-        teacher = copy.deepcopy(model) if recipe.tuners else None
-        report = todo.report()
-        journal = None if resume is None else Journal(resume, model, todo, recipe, batches)
-        _carry_out(model, todo, report, device, recipe.solver, batches, (spill, limit), journal, progress, put)
-        for tuner in recipe.tuners:
-            assert teacher is not None
-            _add(notes, tuner.tune(model, teacher, batches))
+        with _undone_on_error(model, todo, recipe, spill, limit) as before:
+            for rewrite in recipe.rewrites:
+                _add(notes, rewrite.apply(model, _target(todo), batches))
+                todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
+            teacher = _teacher(model, todo) if recipe.tuners else None
+            report = todo.report()
+            journal = None if resume is None else Journal(resume, model, todo, recipe, batches)
+            release = None if teacher is not None else before.release
+            _carry_out(
+                model, todo, report, device, recipe.solver, batches, (spill, limit), journal, progress, put, release
+            )
+            for tuner in recipe.tuners:
+                assert teacher is not None
+                _add(notes, tuner.tune(model, teacher, batches))
     for out in report.rows:
         if out.name in notes:
             out.note = "; ".join(filter(None, (out.note, *notes[out.name])))
@@ -140,24 +160,60 @@ def _quantize(
     return report
 
 
+def _target(todo: Plan) -> dict[str, Scheme | None]:
+    return {row.name: row.scheme for row in todo.active if row.call is None}
+
+
+@contextmanager
+def _undone_on_error(
+    model: nn.Module, todo: Plan, recipe: recipes.Recipe, spill: str | Path | None, limit: float | None
+) -> Iterator[Before]:
+    """Whatever ends a recipe before its end, the model is then what it was."""
+    # What only the solver replaces is kept by reference. Rewrites may write into any tensor, tuners into what stays.
+    replaced = {id(row.tensor) for row in todo.active if row.call is None}
+    modules = [m for row in todo.active if row.call is not None for m in _modules(model, row)]
+    handled = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
+    size = sum(int(p.nbytes) for p in model.parameters())
+    on_disk = spill is not None or (limit is not None and size > limit)
+    with tempfile.TemporaryDirectory(dir=spill) if on_disk else nullcontext() as folder:
+        before = Before(model, None if folder is None else Path(folder))
+        for t in before.tensors:
+            if recipe.rewrites or id(t) in handled or (recipe.tuners and id(t) not in replaced):
+                before.copy([t])
+        try:
+            yield before
+        except BaseException as error:
+            before.restore()
+            error.add_note("the model is as it was before quantize_")
+            raise
+
+
+def _modules(model: nn.Module, row: PlanRow) -> list[nn.Module]:
+    """The module that a handler is going to transform; the whole model where the row's name is of a parameter."""
+    found = dict(model.named_modules()).get(row.name)
+    return [model if found is None else found]
+
+
+def _teacher(model: nn.Module, todo: Plan) -> nn.Module:
+    """A copy of the model that shares the weights that the solver is going to replace, which it does not write to."""
+    shared = [row.tensor for row in todo.active if row.call is None and row.tensor is not None]
+    return copy.deepcopy(model, {id(t): t for t in shared})
+
+
 def _add(notes: dict[str, list[str]], more: Mapping[str, str]) -> None:
     for name, text in more.items():
         notes.setdefault(name, []).append(text)
 
 
-def _batches(calibration: Any, recipe: recipes.Recipe) -> list[Any]:
+def _batches(calibration: Any, recipe: recipes.Recipe) -> Batches:
     if calibration is None:
         if recipe.needs_data:
             raise PlanError(
                 f"algorithm {recipe} learns from data; pass calibration=batches (tensors, tuples, or mappings such as "
                 "{'input_ids': ..., 'attention_mask': ...})"
             )
-        return []
-    if isinstance(calibration, (Tensor, Mapping, str)):
-        raise PlanError(
-            f"calibration is a list of batches, got one {type(calibration).__name__}; write calibration=[batch]"
-        )
-    batches = list(calibration)
+        return Batches()
+    batches = read(calibration, together=recipe.needs_data)
     if not batches and recipe.needs_data:
         raise PlanError(f"calibration has no batches, and algorithm {recipe} learns from data")
     return batches
@@ -166,6 +222,7 @@ def _batches(calibration: Any, recipe: recipes.Recipe) -> list[Any]:
 def _carry_out(
     model: nn.Module, todo: Plan, report: Report, device: Any, solver: Solver, batches: list[Any],
     store: tuple[str | Path | None, float | None], journal: Journal | None, progress: Any, put: plainly.Put | None,
+    release: Callable[[Tensor | None], None] | None,
 ) -> None:  # fmt: skip
     pairs = {row.name: (row, out) for row, out in zip(todo.rows, report.rows, strict=True) if row.active}
     total, done = len(pairs), 0
@@ -181,17 +238,15 @@ def _carry_out(
             if journal is not None and kept is None:
                 journal.put(name, (weight, sqnr, out.error, note))
             out.note = "; ".join(filter(None, (out.note, note)))
+            was = row.tensor
             (put or plainly.put_)(row, out, weight, sqnr, device)
+            if release is not None and row.places[0].get() is not was:
+                release(was)
         done += 1
         if progress is not None:
             progress(done, total, name)
 
-    try:
-        _in_order(model, pairs, solver, batches, store, journal, finish)
-    except Exception as error:
-        if done:
-            error.add_note(f"{done} of {total} parameters of this model are quantized already; load it again to go on")
-        raise
+    _in_order(model, pairs, solver, batches, store, journal, finish)
     if journal is not None:
         journal.flush()
 

@@ -63,7 +63,12 @@ def total(x: Tensor) -> Tensor:
 
 
 def largest_number(x: float) -> float:
-    return float(largest(torch.tensor(x, dtype=torch.float64))) if several() else x
+    return float(largest(torch.tensor(x, dtype=torch.float64, device="cpu"))) if several() else x
+
+
+def all_true(mine: bool) -> bool:
+    """Whether it holds on every rank."""
+    return all(of_all(mine)) if several() else mine
 
 
 def first(batch: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
+from ..models.rules import PlanError
+from ..models.scheme import Scheme
 from . import fidelity
 from .base import register
+from .batches import Batches, read
 from .chain import Segment, quiet, segments
 from .hidden import Hidden, Rest, advance, capture, run_block
 from .levers import Lever, Weight, levers, restorer
@@ -40,16 +43,27 @@ class Reconstruct(Learner):
     rate: float = 2e-3
     codes: float = 1e-2
 
+    def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
+        """Raises ValueError where the model is no chain of blocks with weights that are going to be quantized."""
+        super().check(model, target, batches)
+        weights = {id(p): name for name, p in model.named_parameters() if name in target or _quantized(p)}
+        with torch.inference_mode(False), quiet(model):
+            self._chains(model, weights, read(batches))
+
+    def _chains(self, model: nn.Module, weights: dict[int, str], batches: Batches) -> list[Segment]:
+        chains = [segment for segment in segments(model, weights, batches[0]) if segment.blocks]
+        if not chains:
+            raise PlanError(
+                f"{self.name}: {type(model).__name__} is no chain of blocks with quantized weights, so none can be "
+                "run alone; take distill, which learns on the whole model"
+            )
+        return chains
+
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
-        batches = list(batches)
-        weights = {id(p): name for name, p in model.named_parameters() if isinstance(p, AffineQuantizedTensor)}
+        batches = read(batches)
+        weights = {id(p): name for name, p in model.named_parameters() if _quantized(p)}
         with torch.inference_mode(False), quiet(model), quiet(teacher):
-            chains = [segment for segment in segments(model, weights, batches[0]) if segment.blocks]
-            if not chains:
-                raise ValueError(
-                    f"{self.name}: {type(model).__name__} is no chain of blocks with quantized weights, so none can be "
-                    "run alone; take distill, which learns on the whole model"
-                )
+            chains = self._chains(model, weights, batches)
             guard = fidelity.split(batches, self.held_out)[1] if len(batches) > 1 else batches
             expected = fidelity.references(teacher, guard)
             measure = fidelity.divergence(None, example(teacher, guard[0]))
@@ -98,3 +112,7 @@ class Reconstruct(Learner):
 
         with grading(block):
             return self.fit(moved, len(trained), lambda i, state: error(trained[i], state), held_out)[0]
+
+
+def _quantized(p: Tensor) -> bool:
+    return isinstance(p, AffineQuantizedTensor)

@@ -58,7 +58,7 @@ def refit(target: Tensor, codes: Tensor, g: Grid, hessian: Tensor) -> Grid | Non
 def _by_group(u: Tensor, groups: int, size: int) -> Tensor:
     """[R, K] as [R, groups, K], zero outside each group."""
     rows, k = u.shape
-    out = torch.zeros(rows, groups, k, device=u.device)
+    out = torch.zeros(rows, groups, k, device=u.device, dtype=torch.float32)
     for i in range(groups):
         out[:, i, i * size : (i + 1) * size] = u[:, i * size : (i + 1) * size]
     return out

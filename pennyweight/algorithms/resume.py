@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ class Journal:
 def _write(path: Path, write: Any) -> None:
     part = path.with_name(f"{path.name}.part")
     write(part)
+    with part.open("rb+") as f:
+        os.fsync(f.fileno())
     part.replace(path)
 
 

@@ -13,12 +13,14 @@ from ..models.rules import PlanError
 from ..models.scheme import Scheme
 from . import ranks
 from .base import Rewrite, register
+from .batches import Batches, held_out, read
 from .couples import Couple, Gain, Rows, find, read_together
 from .hadamard import fixing_ones, rotation
 from .online import RotatedLinear, rotate_inputs_, undo_
 from .spin import learned
 from .stream import Stream, find_stream
 from .trace import Matrix, trace
+from .trial import Trial
 from .unchanged import Kept, apart, outputs, probe, tolerance
 
 
@@ -43,6 +45,8 @@ class Rotate(Rewrite):
     learn   steps in which the stream's rotation is learned from all of the calibration data, from this one on, at
             ``rate`` (SpinQuant); 0: it stays. See :func:`pennyweight.algorithms.spin.learned`
     create_bias     the output gets a bias where a LayerNorm's must be folded into it and it has none
+    held_out        share of the data that decides: where the model, rounded to nearest, is no nearer to itself there,
+                    all of it is put back. Of a single row of data that row. 0: it is rotated whatever comes of it
     """
 
     seed: int = 0
@@ -53,39 +57,65 @@ class Rotate(Rewrite):
     create_bias: bool = True
     learn: int = 0
     rate: float = 0.01
+    held_out: float = 0.25
 
     def __post_init__(self) -> None:
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"rotate: held_out is a share of the data from 0 to below 1, got {self.held_out}")
         if self.learn < 0 or not self.rate > 0:
             raise ValueError(f"rotate: learn is a number of steps at a positive rate, got {self.learn} at {self.rate}")
         if self.learn and not self.stream:
             raise ValueError("rotate: what is learned is the rotation of the residual stream; learn needs stream=True")
 
     @torch.no_grad()
-    def apply(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
-        """See :class:`Rewrite`. batches: only the first is run, unless it learns. Raises PlanError, the model as it
-        was, where it has no residual stream that can be rotated, and where its outputs change after all."""
-        batches = list(batches) if self.learn else batches
-        batch = next(iter(batches), None)
-        if batch is None:
+    def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
+        """Raises PlanError where the model has no residual stream that can be rotated."""
+        self._stream(model, self._probe(read(batches)))
+
+    def _probe(self, batches: Batches) -> Any:
+        if not batches:
             raise PlanError("rotate runs the model to see what it is made of; pass calibration=batches")
-        batch = ranks.first(probe(batch))
         if not (self.stream or self.values or self.online):
             raise PlanError("rotate: with stream, values and online all False nothing is rotated")
-        stream = find_stream(model, batch) if self.stream else Stream(0, [], False, [], [])
+        return ranks.first(probe(batches[0]))
+
+    def _stream(self, model: nn.Module, batch: Any) -> Stream:
+        return find_stream(model, batch) if self.stream else Stream(0, [], False, [], [])
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
+        """See :class:`Rewrite`. batches: the first, the held-out ones, and all of them where it learns are run. Raises
+        PlanError, the model as it was, where it has no residual stream that can be rotated, and where its outputs
+        change after all."""
+        batches = read(batches)
+        batch = self._probe(batches)
+        stream = self._stream(model, batch)
         heads = []
         if self.values:
             mixed = [r.name for node, found in read_together(trace(model, batch)) if node.kind == "op" for r in found]
             heads = [c for c in find(model, batch, mixed).couples if c.head > 1 and isinstance(c.writer, Rows)]
+        learned_on, guard = held_out(batches, self.held_out)
         reference = outputs(model, batch)
+        judged = self.held_out and any(s is not None for s in target.values())
+        trial = Trial(model, target, guard or batches) if judged else None
+        before = 0.0 if trial is None else trial.divergence()
         change = _Change(model, stream, heads)
         try:
-            notes = change.make(self, target, batches)
-            off = apart(reference, outputs(model, batch))
+            notes = change.make(self, target, learned_on)
+            off = ranks.largest_number(apart(reference, outputs(model, batch)))
             if off > tolerance(model):
                 raise PlanError(
                     f"rotate: the model's outputs moved by {off:.1e} of their size, more than {tolerance(model):.1e}; "
                     "something else than its norms reads the residual stream"
                 )
+            if trial is not None:
+                trial.forget_all()
+                after = trial.divergence()
+                told = f"held-out divergence of rounding to nearest {before:.3g} -> {after:.3g}"
+                if not after < before:
+                    change.undo()
+                    return {"": f"rotation undone: {told}", **dict.fromkeys(target, "not rotated: it did not help")}
+                notes[""] = "; ".join(filter(None, (notes.get(""), f"rotated: {told}")))
         except BaseException:
             change.undo()
             raise
@@ -127,7 +157,11 @@ class _Change:
             if isinstance(self.model.get_submodule(layer), RotatedLinear):
                 self.online.append(self.model.get_submodule(layer))
             notes[name] = "; ".join(filter(None, (notes.get(name), text)))
-        q = torch.empty(0) if not s.width else (fixing_ones if s.centred else rotation)(s.width, options.seed)
+        q = (
+            torch.empty(0, dtype=torch.float32, device="cpu")
+            if not s.width
+            else (fixing_ones if s.centred else rotation)(s.width, options.seed)
+        )
         if options.learn:
             q, notes[""] = learned(self.model, s, q, target, batches, options.learn, options.rate)
         done: set[int] = set()

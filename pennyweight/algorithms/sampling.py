@@ -39,7 +39,9 @@ def sample(
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             for begin in range(0, sequences, batch):
-                start = torch.randint(vocabulary, (min(batch, sequences - begin), 1)).to(device)
+                start = torch.randint(
+                    vocabulary, (min(batch, sequences - begin), 1), dtype=torch.int64, device="cpu"
+                ).to(device)
                 ids = generate(
                     input_ids=start, attention_mask=torch.ones_like(start), do_sample=True, temperature=temperature,
                     top_k=0, top_p=1.0, min_new_tokens=length - 1, max_new_tokens=length - 1, pad_token_id=0,

@@ -16,13 +16,16 @@ from ..models.rules import PlanError
 from ..models.scheme import Scheme
 from . import ranks
 from .base import Rewrite
+from .batches import Batches, held_out, read
 from .chain import quiet
 from .couples import Couple, find
 from .trace import Matrix
+from .trial import Trial
 from .unchanged import Kept, apart, outputs, probe, tolerance
 from .watch import Watch
 
 LEAST, MOST = 1e-4, 1e4  # of a scale, against the geometric mean of all
+TRIALS = 24  # runs over what is held out that decide which couples are scaled
 
 
 @dataclass
@@ -39,16 +42,23 @@ Scales = tuple[str, Tensor]  # (what is said of it, float64 [width of the writer
 
 @dataclass(frozen=True)
 class Scaling(Rewrite):
-    """Divides the writer of each couple by scales and multiplies its readers' columns.
+    """Divides the writer of each couple by scales and multiplies its readers' columns, where that helps.
 
     samples     calibration tokens on which scales are judged, spread evenly over the batches
+    held_out    share of the batches (of the rows of a single one) that scales are not chosen on but that decides. A
+                couple is scaled where its readers' error falls there, and so does the divergence of the whole model,
+                rounded to nearest: of all couples at once, in halves where they do not help together, and so on; then
+                each is left out once. At most :data:`TRIALS` runs. 0: every chosen scale is kept
     """
 
     samples: int = 512
+    held_out: float = 0.25
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ValueError(f"{self.name}: samples must be at least 1, got {self.samples}")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"{self.name}: held_out is a share of the data from 0 to below 1, got {self.held_out}")
 
     def candidates(self, couple: Couple, seen: Inputs, weights: Tensor) -> Iterator[Scales]:
         """Scales to choose from. weights: largest magnitude of each column of the couple's readers, [width]."""
@@ -58,9 +68,12 @@ class Scaling(Rewrite):
     def apply(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
         """See :class:`Rewrite`. Raises PlanError, the model as it was, where its outputs change after all."""
         verb = f"not scaled by {self.name}"
-        batches = list(batches)
+        batches = read(batches)
         if not batches:
             raise PlanError(f"{self.name} learns from data; pass calibration=batches")
+        chosen_on, guard = held_out(batches, self.held_out)
+        if self.held_out and not ranks.all_true(bool(guard)):
+            return dict.fromkeys(target, f"{verb}: one row of data, and none beside it to judge scales by")
         static = {n for n, s in target.items() if s is not None and s.act is not None and s.act.mode == "static"}
         batch = ranks.first(probe(batches[0]))
         found = find(model, batch, target.keys())
@@ -73,26 +86,95 @@ class Scaling(Rewrite):
                 notes |= {r.name: f"{verb}: {why}" for r in couple.readers if r.name in target}
             else:
                 couples.append(couple)
-        seen = inputs(model, couples, batches, self.samples)
-        reference = outputs(model, batch)
-        kept = Kept(t for c in couples for t in c.tensors())
+        seen = inputs(model, couples, chosen_on, self.samples)
+        others = inputs(model, couples, guard, self.samples) if guard else {}
+        found_scales: list[_Scaled] = []
         for i, couple in enumerate(couples):
-            if i not in seen:
-                notes |= {r.name: f"{verb}: saw no data" for r in couple.readers if r.name in target}
-                continue
-            text, s = self._choose(couple, seen[i], target)
-            if text:
-                couple.apply(s)
-            text = f"{self.name} {text} with {couple.writer.name}" if text else f"{verb}: no scale lowers its error"
-            notes |= {r.name: text for r in couple.readers if r.name in target}
-        off = ranks.largest_number(apart(reference, outputs(model, batch)))
-        if off > tolerance(model):
+            why = "saw no data"
+            if i in seen:
+                text, s = self._choose(couple, seen[i], target)
+                why = self._why_not(couple, s, others.get(i), target) if text else "no scale lowers its error"
+            if why:
+                notes |= {r.name: f"{verb}: {why}" for r in couple.readers if r.name in target}
+            else:
+                found_scales.append(_Scaled(couple, text, s))
+        reference = outputs(model, batch)
+        kept = Kept(t for one in found_scales for t in one.couple.tensors())
+        try:
+            helpful, told = self._helpful(model, target, guard, found_scales, kept)
+            off = ranks.largest_number(apart(reference, outputs(model, batch)))
+            if off > tolerance(model):
+                raise PlanError(
+                    f"{self.name}: the model's outputs moved by {off:.1e} of their size, more than "
+                    f"{tolerance(model):.1e}; it is as it was. Do it in float32, or leave this step out"
+                )
+        except BaseException:
             kept.restore()
-            raise PlanError(
-                f"{self.name}: the model's outputs moved by {off:.1e} of their size, more than {tolerance(model):.1e}; "
-                "it is as it was. Do it in float32, or leave this step out"
-            )
-        return notes
+            raise
+        for one in found_scales:
+            text = f"{self.name} {one.text} with {one.couple.writer.name}" if one in helpful else (
+                f"{self.name} {one.text} with {one.couple.writer.name} undone: the model's held-out divergence did not "
+                "fall"
+            )  # fmt: skip
+            notes |= {r.name: text for r in one.couple.readers if r.name in target}
+        return notes | ({"": told} if told else {})
+
+    def _why_not(self, couple: Couple, s: Tensor, held: Inputs | None, target: Mapping[str, Scheme | None]) -> str:
+        """Why a chosen scale is not to be applied; "" where its readers' error on what was held out falls."""
+        if not self.held_out:
+            return ""
+        if held is None:
+            return "saw no held-out data"
+        options = (couple.spread(torch.ones_like(s)), couple.spread(s))
+        found = [group_error(couple.readers, held.tokens, one, target) for one in options]
+        before, after = ranks.total(torch.tensor(found, dtype=torch.float64, device="cpu")).tolist()
+        return "" if after < before else f"no scale lowers its error on held-out data: {before:.3g} -> {after:.3g}"
+
+    def _helpful(
+        self, model: nn.Module, target: Mapping[str, Scheme | None], guard: Batches, found: list[_Scaled], kept: Kept
+    ) -> tuple[list[_Scaled], str]:
+        """(those under which the model stays nearer to itself on what was held out, what is to be told); they are
+        applied, the others are not."""
+        if not guard or not found:
+            _scale(found, kept)
+            return found, ""
+        trial = Trial(model, target, guard)
+        runs, start = 1, trial.divergence()
+
+        def keep(some: list[_Scaled], before: list[_Scaled], best: float) -> tuple[list[_Scaled], float]:
+            """Those of ``some`` that help beside ``before``, under which the divergence is ``best``."""
+            nonlocal runs
+            if runs >= TRIALS:
+                return [], best
+            both = [one for one in found if one in before or one in some]
+            _scale(both, kept)
+            trial.forget(t for one in some for t in one.couple.tensors())
+            runs, now = runs + 1, trial.divergence()
+            if now < best:
+                return some, now
+            trial.forget(t for one in some for t in one.couple.tensors())
+            if len(some) == 1:
+                return [], best
+            good: list[_Scaled] = []
+            for half in (some[: len(some) // 2], some[len(some) // 2 :]):
+                more, best = keep(half, [*before, *good], best)
+                good += more
+            return good, best
+
+        good, best = keep(found, [], start)
+        # What is gained together may be in spite of one of them: each is left out once, in groups where they are many
+        count = min(len(good), TRIALS - runs) if len(good) > 1 else 0
+        for group in [good[i::count] for i in range(count)]:
+            rest = [one for one in good if one not in group]
+            _scale(rest, kept)
+            trial.forget(t for one in group for t in one.couple.tensors())
+            without = trial.divergence()
+            if without < best:
+                good, best = rest, without
+            trial.forget(t for one in group for t in one.couple.tensors())
+        _scale(good, kept)
+        told = f"{self.name} kept for {len(good)} of {len(found)} inputs"
+        return good, f"{told}: held-out divergence of rounding to nearest {start:.3g} -> {best:.3g}"
 
     def _choose(self, couple: Couple, seen: Inputs, target: Mapping[str, Scheme | None]) -> Scales:
         weights = torch.stack([r.view.double().abs().amax(0) for r in couple.readers]).amax(0)
@@ -100,8 +182,24 @@ class Scaling(Rewrite):
         if len(options) == 1:
             return options[0]
         found = [group_error(couple.readers, seen.tokens, couple.spread(s), target) for _, s in options]
-        errors = ranks.total(torch.tensor(found, dtype=torch.float64)).tolist()
+        errors = ranks.total(torch.tensor(found, dtype=torch.float64, device="cpu")).tolist()
         return options[min(range(len(errors)), key=errors.__getitem__)]
+
+
+@dataclass(eq=False)
+class _Scaled:
+    """A couple and the scales chosen for it."""
+
+    couple: Couple
+    text: str
+    scales: Tensor
+
+
+def _scale(some: Sequence[_Scaled], kept: Kept) -> None:
+    """Those couples scaled, and no others: from the weights as they were, so that no rounding adds up."""
+    kept.restore()
+    for one in some:
+        one.couple.apply(one.scales)
 
 
 def tame(s: Tensor) -> Tensor:
@@ -152,7 +250,7 @@ def inputs(model: nn.Module, couples: Sequence[Couple], batches: Sequence[Any], 
         largest, total = x.abs().amax(0), x.abs().double().sum(0)
         count = min(x.shape[0], max(0, share - taken.get(i, 0)))
         taken[i] = taken.get(i, 0) + count
-        picked = x[torch.linspace(0, x.shape[0] - 1, count).round().long()].clone()
+        picked = x[torch.linspace(0, x.shape[0] - 1, count, dtype=torch.float32, device="cpu").round().long()].clone()
         counts[i] = counts.get(i, 0) + x.shape[0]
         if i in found:
             before = found[i]
@@ -168,9 +266,9 @@ def inputs(model: nn.Module, couples: Sequence[Couple], batches: Sequence[Any], 
     seen = {}
     for i, couple in enumerate(couples):
         weight, width = couple.readers[0].weight, couple.readers[0].width
-        empty = torch.zeros(width, device=weight.device)
+        empty = torch.zeros(width, device=weight.device, dtype=torch.float32)
         peak, size, *tokens = found.get(i, [empty, empty.double()])
-        count = ranks.total(torch.tensor(float(counts.get(i, 0)), device=weight.device))
+        count = ranks.total(torch.tensor(float(counts.get(i, 0)), device=weight.device, dtype=torch.float32))
         peak, size = ranks.largest(peak.double()), ranks.total(size)
         if count > 0:
             seen[i] = Inputs(peak, size / float(count), torch.cat(tokens) if tokens else empty.unsqueeze(0))

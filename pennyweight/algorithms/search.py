@@ -23,6 +23,7 @@ from ..models.report import size
 from ..models.rules import Filter, PlanError
 from . import fidelity
 from . import recipe as recipes
+from .batches import read
 from .budget import Base, Budget, Option, Table, allocate, check, duration, is_latency, limits, parts, totals
 from .chain import quiet
 from .collect import Collector, Seen
@@ -177,6 +178,7 @@ def search(
     beside the model the statistics of one block and all solved weights, packed. Raises PlanError for a budget that
     means nothing, or that no mixture meets; bytes and time are known, and checked, before anything is solved.
     """
+    batches = read(batches, "batches", together=True)
     if len(batches) < 2:
         raise PlanError("search needs two batches or more: some to solve with, some to measure with")
     solver, timed = _solver(algorithm), any(map(is_latency, parts(budget)))

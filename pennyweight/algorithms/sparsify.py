@@ -18,6 +18,7 @@ from ..models.plan import PlanRow, plan
 from ..models.quantize import decibels
 from ..models.report import Report, Row
 from ..models.rules import Filter, PlanError
+from .batches import Batches, read
 from .clip import by_rows
 from .collect import Collector, Seen
 from .feedback import WIDTH, factor
@@ -55,7 +56,7 @@ def sparsify_(
     wanted, needs = Pattern.read(pattern), METHODS[method]
     if needs and calibration is None:
         raise PlanError(f"sparsify_: {method} learns from data; pass calibration=batches, or take 'magnitude'")
-    batches = list(calibration) if needs else []
+    batches = read(calibration, together=True) if needs else Batches()
     if needs and not batches:
         raise PlanError(f"sparsify_: calibration has no batches, and {method} learns from data")
     rows = plan(model, SpecConfig(QuantSpec(INT8, (-1,))), filter_fn).rows
@@ -151,7 +152,11 @@ def sparse_gpt(w: Tensor, hessian: Tensor, pattern: Pattern, damping: float = 0.
     width = WIDTH if not pattern.of else max(1, WIDTH // pattern.of) * pattern.of
     for begin in range(0, k, width):
         end = min(begin + width, k)
-        block, errors, inner = w[begin:end], torch.zeros(end - begin, n, device=w.device), upper[begin:end, begin:end]
+        block, errors, inner = (
+            w[begin:end],
+            torch.zeros(end - begin, n, device=w.device, dtype=torch.float32),
+            upper[begin:end, begin:end],
+        )
         keep = torch.ones(end - begin, n, dtype=torch.bool, device=w.device)
         if not pattern.of:
             zeros = round(pattern.share * end * n) - round(pattern.share * begin * n)  # as many as of the whole

@@ -50,7 +50,7 @@ def learned(
             return float(ranks.total(torch.stack(found).double().mean()))
 
         n = stream.width - stream.centred
-        free = torch.zeros(n, n, dtype=torch.float64, requires_grad=True)
+        free = torch.zeros(n, n, dtype=torch.float64, requires_grad=True, device="cpu")
         optimizer = torch.optim.Adam([free], lr=rate)
         before = apart(start)
         order = turns(len(trained))
@@ -71,12 +71,12 @@ def learned(
 
 def cayley(free: Tensor, centred: bool) -> Tensor:
     """The orthogonal matrix (I + a)^-1 (I - a) of a = free - free^T; centred: of one row more, keeping (1, .. 1)."""
-    a, eye = free - free.t(), torch.eye(len(free), dtype=free.dtype)
+    a, eye = free - free.t(), torch.eye(len(free), dtype=free.dtype, device="cpu")
     q = torch.linalg.solve(eye + a, eye - a)
     if not centred:
         return q
     swap = mirror(len(free) + 1)
-    return swap @ torch.block_diag(torch.ones(1, 1, dtype=free.dtype), q) @ swap
+    return swap @ torch.block_diag(torch.ones(1, 1, dtype=free.dtype, device="cpu"), q) @ swap
 
 
 class Student:

@@ -44,10 +44,13 @@ def register_statistic(statistic: Statistic) -> Statistic:
 
 
 def collect(name: str, batches: Any) -> Tensor:
-    """A statistic of inputs [.., width], all of one width; for trying one by hand."""
+    """A statistic of inputs [.., width], all of one width; for trying one by hand. Raises ValueError for NaN, inf."""
     it = STATISTICS[name]
     state = None
-    for x in batches:
+    for i, x in enumerate(batches):
+        if not bool(x.isfinite().all()):
+            bad = int((~x.isfinite()).sum())
+            raise ValueError(f"{name}: batch {i} {tuple(x.shape)} has {bad} NaN or infinite values")
         x = x.reshape(1, -1, x.shape[-1]).float()
         state = it.update(it.init(1, x.shape[-1]) if state is None else state, x)
     if state is None:
@@ -64,11 +67,11 @@ def _mean(state: State) -> Tensor:
 
 
 def _row(groups: int, width: int) -> State:
-    return torch.zeros(groups, width), 0
+    return torch.zeros(groups, width, dtype=torch.float32, device="cpu"), 0
 
 
 def _square(groups: int, width: int) -> State:
-    return torch.zeros(groups, width, width), 0
+    return torch.zeros(groups, width, width, dtype=torch.float32, device="cpu"), 0
 
 
 # float32 sums: a layer of 11008 inputs has a matrix of 0.5 GB already
@@ -109,7 +112,9 @@ ABSMAX = register_statistic(
 
 
 def _bounds(groups: int, width: int) -> State:
-    return torch.tensor([[torch.inf], [-torch.inf]]).expand(groups, 2, width).clone(), 0
+    return torch.tensor([[torch.inf], [-torch.inf]], dtype=torch.float32, device="cpu").expand(
+        groups, 2, width
+    ).clone(), 0
 
 
 def _join_bounds(a: Tensor, b: Tensor) -> Tensor:
@@ -140,8 +145,8 @@ _LEAST = -140.0  # exponent of a range that nothing has widened yet: float32 has
 
 
 def _no_bins(groups: int, width: int) -> State:
-    state = torch.zeros(groups, _HEAD + BINS, dtype=torch.float64)
-    state[:, :_HEAD] = torch.tensor([_LEAST, torch.inf, -torch.inf], dtype=torch.float64)
+    state = torch.zeros(groups, _HEAD + BINS, dtype=torch.float64, device="cpu")
+    state[:, :_HEAD] = torch.tensor([_LEAST, torch.inf, -torch.inf], dtype=torch.float64, device="cpu")
     return state, 0
 
 
@@ -207,5 +212,5 @@ def bins(histogram: Tensor) -> Bins:
     if not len(seen):
         raise ValueError("a histogram of no values")
     inside = slice(int(seen[0]), int(seen[-1]) + 1)
-    middles = (torch.arange(BINS, dtype=torch.float64) - BINS // 2 + 0.5) * width
+    middles = (torch.arange(BINS, dtype=torch.float64, device="cpu") - BINS // 2 + 0.5) * width
     return Bins(float(total[1]), float(total[2]), middles[inside], total[_HEAD:][inside], width)

@@ -108,7 +108,7 @@ def _turned(norm: nn.Module) -> str | None:
         return None
     kept = Kept(gain.tensors())
     width, generator = weight.shape[0], torch.Generator().manual_seed(0)
-    x = torch.randn(8, width, generator=generator, dtype=torch.float64)
+    x = torch.randn(8, width, generator=generator, dtype=torch.float64, device="cpu")
     near = 1e-4 if weight.dtype is torch.float32 else 0.05
 
     def run(x: Tensor) -> Tensor:

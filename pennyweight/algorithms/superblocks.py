@@ -146,13 +146,13 @@ def _numbers(x: Tensor, way: _Way) -> tuple[Tensor, Tensor]:
     """Codes of the nearest numbers and the numbers themselves."""
     if way.table:
         codes = torch.bucketize(x, _levels().to(x.device))
-        return codes, torch.tensor(IQ4_NL.values, device=x.device)[codes]
+        return codes, torch.tensor(IQ4_NL.values, device=x.device, dtype=torch.float32)[codes]
     codes = x.round().clamp(-way.top - 1, way.top)
     return codes, codes
 
 
 def _levels() -> Tensor:
-    values = torch.tensor(IQ4_NL.values)
+    values = torch.tensor(IQ4_NL.values, dtype=torch.float32, device="cpu")
     return (values[1:] + values[:-1]) / 2
 
 

@@ -4,7 +4,7 @@ float model's. No bit is added and nothing is done at run time that was not."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..models.calling import call
+from ..models.scheme import Scheme
 from . import fidelity
 from .base import Tuner, register
+from .batches import read
 from .chain import quiet
 from .levers import Lever, levers
 
@@ -90,12 +92,17 @@ class Tune(Learner):
 
     metric: str | None = None
 
+    def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
+        """Raises ValueError for a metric that is not known or does not fit what the model puts out."""
+        super().check(model, target, batches)
+        fidelity.divergence(self.metric, example(model, read(batches)[0]))
+
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
         return {"": self._run(model, teacher, batches)[1]}
 
     def _run(self, model: nn.Module, teacher: nn.Module, batches: Any) -> tuple[bool, str]:
         """(whether it helped, what is to be told)."""
-        batches = list(batches)
+        batches = read(batches)
         trained, guard = fidelity.split(batches, self.held_out) if len(batches) > 1 else (batches, batches)
         with torch.inference_mode(False), torch.enable_grad():
             expected = fidelity.references(teacher, guard)
@@ -136,6 +143,7 @@ class _Known:
             return self.outputs[i]
         with quiet(self.teacher):
             output = fidelity.kept(call(self.teacher, self.batches[i]))
+        output = fidelity.finite(output, self.teacher, self.batches[i])
         if output.nbytes <= self.room:
             self.room -= output.nbytes
             self.outputs[i] = output
@@ -146,7 +154,7 @@ def turns(n: int) -> Iterator[int]:
     """0 .. n-1 in another order each time round, for ever."""
     generator = torch.Generator().manual_seed(0)
     while True:
-        yield from torch.randperm(n, generator=generator).tolist()
+        yield from torch.randperm(n, generator=generator, dtype=torch.int64, device="cpu").tolist()
 
 
 def arguments(batch: Any) -> tuple[Any, dict[str, Any]]:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .gate import folder_beside, move
-
 if TYPE_CHECKING:
     from ..models.configs import AOBaseConfig
     from ..models.report import Report
@@ -30,12 +28,13 @@ def write_calibrated(
     config   None: searched for within ``budget``: amounts, and tokens of the call whose time counts
     resume   True: go on with an interrupted job in out_dir; False: begin it anew; None: keep nothing to go on with
 
-    Files are written beside out_dir and put there when all are complete, weights last. Raises ValueError for texts or a
+    Files are written beside out_dir and put there in one step when all are complete. Raises ValueError for texts or a
     folder that cannot be read, PlanError, CheckpointError, OSError; then out_dir is as it was, but for what is solved.
     """
     from ..algorithms import quantize_, search
     from ..io import save
     from ..io.quantize_files import without
+    from ..io.replace_folder import replacing
     from ..io.side_files import copy_side_files, quantization_config
     from ..report.folders import load_folder, load_tokenizer, read_texts, text_batches
 
@@ -62,10 +61,9 @@ def write_calibrated(
             on_indivisible=on_indivisible, dry_run=dry_run, progress=progress,
         )  # fmt: skip
         if not dry_run:
-            with folder_beside(out_dir) as folder:
+            with replacing(out_dir) as folder:
                 save(model, folder, max_shard_bytes=max_shard_bytes)
                 copy_side_files(model_dir, folder, quantization_config(chosen, skip or None))
-                move(folder, out_dir)
     return report
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import Traceback, clearly
-from .jobs import check_report_path, make_room, progress_bar, stopped, tell
+from .jobs import check_report_path, progress_bar, room, settle, stopped, tell
 
 if TYPE_CHECKING:
     from ..models.report import Report
@@ -58,9 +58,9 @@ def convert(
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     size = nbytes_of(max_shard_size)
 
-    def job(**how: Any) -> Report:
+    def job(folder: str = dst, **how: Any) -> Report:
         return run(
-            src, dst, to=to, dtype=DTYPES[dtype] if dtype else None, gguf_type=gguf_type or None,
+            src, folder, to=to, dtype=DTYPES[dtype] if dtype else None, gguf_type=gguf_type or None,
             names=names or None, allow_pickle=allow_pickle, max_shard_bytes=size, **how,
         )  # fmt: skip
 
@@ -69,11 +69,12 @@ def convert(
     if dry_run:
         tell(job(dry_run=True), before, None, report_path)
         return
-    if to == "gguf":
-        if os.path.lexists(dst) and not force:
-            raise ValueError(f"{dst} is there already; choose another file, or pass --force")
-    else:
-        make_room(dst, force, job)
+    folder = dst
+    if to != "gguf":
+        folder = room(dst, force, job, resume)
+    elif os.path.lexists(dst) and not force:
+        raise ValueError(f"{dst} is there already; choose another file, or pass --force")
     with progress_bar() as told, stopped():
-        report = job(resume=resume, progress=told)
+        report = job(folder, resume=resume, progress=told)
+    settle(folder, dst)
     tell(report, before, contents(dst).file_bytes, report_path)

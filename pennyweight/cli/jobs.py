@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,19 +62,50 @@ def check_report_path(path: str, out_dir: str | None) -> None:
         raise ValueError(f"--json {path}: {'is a folder' if os.path.isdir(path) else f'there is no folder {folder}'}")
 
 
-def make_room(out_dir: str, force: bool, job: Callable[..., Report]) -> None:
-    """Raise ValueError where OUT_DIR holds what this command did not put there; with ``force``, remove a checkpoint."""
-    from ..io.progress import NAME
-    from ..io.shards import remove_stale
+def room(out_dir: str, force: bool, job: Callable[..., Report], resume: bool = True) -> str:
+    """The folder that a job is to write to: OUT_DIR, or one beside it where OUT_DIR holds what is to be replaced. What
+    an interrupted job has left in that one stays if ``resume``.
 
+    Raises ValueError where OUT_DIR holds what this command did not put there, unless ``force``.
+    """
+    from ..io.checkpoint import INDEX, SINGLE
+    from ..io.progress import NAME
+    from ..io.replace_folder import home_of
+    from ..io.write import remove_left_over
+
+    if os.path.isdir(out_dir):
+        remove_left_over(out_dir)
     there = sorted(os.listdir(out_dir)) if os.path.isdir(out_dir) else []
-    if not there or NAME in there:  # the writer itself tells its own interrupted job from another's
-        return
+    whole = {INDEX, SINGLE} & {*there}
+    if not there or (
+        NAME in there and not (force and whole)
+    ):  # the writer itself tells its own interrupted job from another's
+        return out_dir
     if not force:
         some = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
         raise ValueError(f"{out_dir} is not empty ({some}); choose another folder, or pass --force")
-    job(dry_run=True)  # what cannot be done must not cost the old checkpoint
-    remove_stale(out_dir, ())
+    job(out_dir, dry_run=True)  # what cannot be done must not cost the work of a job that was interrupted
+    real = os.path.realpath(out_dir)
+    beside = os.path.join(home_of(real), f".{os.path.basename(real)}.partial")
+    names = set(os.listdir(beside)) if os.path.isdir(beside) else set()
+    finished = names & {INDEX, SINGLE} and NAME not in names  # and never put in its place
+    if names and (finished or not resume):
+        shutil.rmtree(beside)
+    return beside
+
+
+def settle(folder: str, out_dir: str) -> None:
+    """Put what was written in the place of OUT_DIR, in one step; nothing to do where it was written there."""
+    from ..io.replace_folder import home_of, put_folder
+    from ..io.write import staging
+
+    if folder == out_dir:
+        return
+    real = os.path.realpath(out_dir)
+    with staging(home_of(real), os.path.basename(real)) as stage:
+        new = os.path.join(stage, "new")
+        os.rename(folder, new)
+        put_folder(new, real, stage)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import typer
 
 from .errors import Traceback, clearly
 from .evaluate import MaxKL, Texts, check_bound
-from .jobs import check_report_path, make_room, progress_bar, stopped, tell
+from .jobs import check_report_path, progress_bar, room, settle, stopped, tell
 from .names import CONFIGS, build
 from .ranks import first, over_ranks, world
 
@@ -116,6 +116,7 @@ def quantize(
         )
 
     from ..io import quantize_checkpoint
+    from ..io.team import Team
     from .contents import contents
 
     def learned(folder: str = out_dir, **how: Any) -> Report:
@@ -157,10 +158,11 @@ def quantize(
         after = contents(out_dir).file_bytes
     else:
         with over_ranks():
-            if first():
-                make_room(out_dir, force, job)
+            folder = Team(out_dir, several).first(lambda: room(out_dir, force, job, resume))
             with progress_bar() if first() else nullcontext() as told, stopped():
-                report = job(progress=told, resume=resume)
+                report = job(folder, progress=told, resume=resume)
+            if first():
+                settle(folder, out_dir)
         after = contents(out_dir).file_bytes
     if first():
         tell(report, before, after, report_path)

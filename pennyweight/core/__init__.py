@@ -5,8 +5,9 @@ from . import (  # register the operations of the tensor, and a rule
     callers,
     cuts,
     inplace,
+    loading,
     search,
     tensor_ops,
 )
 
-__all__ = ["axes", "callers", "cuts", "inplace", "search", "tensor_ops"]
+__all__ = ["axes", "callers", "cuts", "inplace", "loading", "search", "tensor_ops"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ QT = AffineQuantizedTensor
 PACK: list[Callable[[QT], QT]] = []  # how a weight is packed for the kernel of its shape; put here by the kernels
 
 _THEIRS = ("torch.distributed.", "torch.nn.parallel.distributed")
+_NEAR = 6  # frames between a function of ours and what calls it
 _BETWEEN = (__name__.partition(".")[0] + ".", "torch.overrides", "torch.nn.functional", "torch._tensor")
 
 
@@ -35,6 +37,25 @@ def caller() -> str:
     return ""
 
 
+def refuse_disk_offload(w: QT) -> None:
+    """Raise TypeError where accelerate is writing a weight to its folder of arrays, which have room for numbers only.
+
+    What would come back is a float weight: as many bytes as if nothing had been quantized, and another layer where
+    inputs are quantized too.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_NEAR):
+        if frame is None:
+            return
+        if frame.f_globals.get("__name__") == "accelerate.utils.offload":
+            raise TypeError(
+                f"accelerate's offload to disk stores a quantized weight {tuple(w.shape)} ({w.spec}) as float numbers. "
+                "Save the model by pw.save(model, folder), and give what is mapped from there to "
+                "accelerate.cpu_offload(model, execution_device, state_dict=pw.open(folder))"
+            )
+        frame = frame.f_back
+
+
 def broadcasts_buckets() -> bool:
     """Whether DDP is broadcasting a model's state in buckets, which it flattens below Python."""
     return caller() in ("torch.distributed.utils", "torch.nn.parallel.distributed")
@@ -47,6 +68,8 @@ def broadcasts_buckets() -> bool:
 def _asked(func: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or not args or not isinstance(args[0], QT):
         return NotImplemented
+    if func is torch.Tensor.view:
+        refuse_disk_offload(args[0])
     who = caller()
     if not who:
         return NotImplemented

@@ -8,7 +8,7 @@ static about the tensor before them, so that ranks that differ in it are found o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -44,10 +44,31 @@ def digest(w: QT) -> Tensor:
     return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=w.device)
 
 
-def differs(w: QT) -> ValueError:
+def kind(w: QT) -> list[int]:
+    """Four integers that are equal for shards of one tensor along its first axis: a digest of its spec, input, dtype,
+    other sizes, and of what every rank has whole (tables, orders of channels, scales of inputs)."""
+    slots = [slot for slot, p in w.parts._asdict().items() if p is not None]
+    act = None if w.act is None else w.act.to_dict()
+    what = (w.spec.with_(layout="plain").to_dict(), act, str(w.dtype), tuple(w.shape[1:]), w.axes, slots)
+    found = hashlib.sha256(repr(what).encode())
+    for p in (w._table, w._perm, w._act_scale, w._act_zero_point):
+        if isinstance(p, Tensor) and not p.is_meta:
+            found.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return [int.from_bytes(found.digest()[i : i + 8], "little", signed=True) for i in range(0, 32, 8)]
+
+
+def told(w: QT) -> str:
+    """What a rank says of its tensor where ranks differ."""
+    inputs = "" if w.act is None else f", input {w.act}"
+    return f"{tuple(w.shape)} {w.spec.with_(layout='plain')}{inputs}, {w.dtype}"
+
+
+def differs(w: QT, ranks: Mapping[int, str] | None = None) -> ValueError:
+    """ranks: what each of them has, where they told one another."""
+    have = f"this one has {told(w)}" if ranks is None else "; ".join(f"rank {i} has {t}" for i, t in ranks.items())
     return ValueError(
-        f"ranks differ in a quantized tensor that they exchange; this one has {tuple(w.shape)} ({w.spec}), "
-        f"input {w.act}, {w.dtype}. Quantize the same model with the same config on each rank"
+        f"ranks differ in a quantized tensor that they exchange: {have}. Quantize the same model with the same config "
+        "on each rank"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .numerics import Parts, unordered
 from .spec import QuantSpec
@@ -70,12 +71,33 @@ def finite(x: Tensor) -> Any:
 
 
 def in_memory(t: Tensor) -> bool:
-    """Whether t is memory that can be read now: no tensor of a trace, no batch of a vmap, and no mode that looks on.
+    """Whether t is memory that can be read at its address now.
 
-    Not to be asked under torch.compile, which cannot trace it.
+    Not a tensor of a trace, a transform or another class, not on the meta device, not a negated or conjugated view, and
+    no mode, tracer or transform has to see what is done with it. Not to be asked under torch.compile, which cannot
+    trace it.
     """
     return (
         type(t) in (Tensor, torch.nn.Parameter)
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+        and t.layout is torch.strided
+        and not (t.is_meta or t.is_nested or t.is_neg() or t.is_conj() or watched(t))
     )
+
+
+def watched(*tensors: Tensor | None) -> bool:
+    """Whether something has to see what is done with these tensors: a dispatch mode, torch.jit.trace, a transform of
+    torch.func, or forward-mode differentiation of one of them.
+
+    Where torch itself has called an op below those, they have seen it, and the answer is False.
+    """
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return True
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return False
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView):
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)

@@ -137,7 +137,7 @@ def decision_levels(values: tuple[float, ...], device: torch.device, *, even: bo
     levels = torch.tensor(mids, dtype=torch.float32, device=device)
     if even:
         below = torch.nextafter(levels, torch.zeros_like(levels))
-        levels = torch.where(torch.arange(len(mids), device=device) % 2 == 1, below, levels)
+        levels = torch.where(torch.arange(len(mids), dtype=torch.int64, device=device) % 2 == 1, below, levels)
     return levels
 
 
@@ -268,7 +268,10 @@ _NF4_DIGITS = (
     0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
 )  # fmt: skip
 for _dtype in (torch.float32, torch.bfloat16, torch.float16):
-    table(f"nf4_digits_{str(_dtype).removeprefix('torch.')}", tuple(torch.tensor(_NF4_DIGITS, dtype=_dtype).tolist()))
+    table(
+        f"nf4_digits_{str(_dtype).removeprefix('torch.')}",
+        tuple(torch.tensor(_NF4_DIGITS, dtype=_dtype, device="cpu").tolist()),
+    )
 DYNAMIC8 = table("dynamic8", _dynamic_map(8, signed=True))
 UDYNAMIC8 = table("udynamic8", _dynamic_map(8, signed=False))
 DYNAMIC4 = table("dynamic4", _dynamic_map(4, signed=True))

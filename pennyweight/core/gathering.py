@@ -3,7 +3,7 @@
 A parameter is cut along its first axis, and so are parts with an entry for each of its blocks there. Of what there is
 one for that axis (the scale of a whole tensor) every rank sends its own and takes that of the first, because ranks
 without rows have none; tables and orders of channels are on every rank and do not travel. Whole, the parameter is
-packed for its kernel.
+packed for its kernel. Before the first exchange the ranks compare what is static about their shards.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .carrier import as_bytes, portable
+from .carrier import as_bytes, differs, kind, portable, told
 from .sharding import packed
 from .spec import QuantSpec
 from .tensor import AffineQuantizedTensor
+from .together import meet
 
 QT = AffineQuantizedTensor
 PARAMETERS = ("scale", "zero_point", "offset")
@@ -33,12 +34,21 @@ class Rows(NamedTuple):
 
 
 def _rows(w: QT, mesh: Any) -> Rows:
-    """FSDP2 tells a hook that takes any shards of them nothing but the mesh, so the ranks ask each other, once."""
+    """FSDP2 tells a hook that takes any shards of them nothing but the mesh, so the ranks ask each other, once: how
+    many rows they have, and whether their shards are of one kind. Raises ValueError on every rank where they are not.
+    """
     if "rows" not in w._bound:
-        mine = torch.tensor([w.shape[0]], dtype=torch.int64, device=w.device)
+        group = mesh.get_group()
+        if mesh.size() > 1:
+            meet(group, w)
+        mine = torch.tensor([w.shape[0], *kind(w)], dtype=torch.int64, device=w.device)
         theirs = [torch.empty_like(mine) for _ in range(mesh.size())]
-        dist.all_gather(theirs, mine, group=mesh.get_group())
-        counts = [int(n) for n in theirs]
+        dist.all_gather(theirs, mine, group=group)
+        if any(not torch.equal(one[1:], mine[1:]) for one in theirs):
+            said: list[Any] = [None] * mesh.size()
+            dist.all_gather_object(said, told(w), group=group)
+            raise differs(w, dict(zip(dist.get_process_group_ranks(group), said, strict=True)))
+        counts = [int(one[0]) for one in theirs]
         w._bound["rows"] = Rows(max(counts), sum(counts), len(counts))
     return w._bound["rows"]
 

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import blocks, chance, fallback
-from .callers import broadcasts_buckets
+from .callers import broadcasts_buckets, refuse_disk_offload
 from .choose import Params, choose
 from .formats import E8M0
 from .layouts import get_layout
+from .loading import tell_of_copy
 from .numerics import ordered, part_value, quantize
 from .spec import QuantSpec
 from .tensor import ATEN, FUNCTIONS, AffineQuantizedTensor, check_finite, implements
@@ -179,6 +180,7 @@ def copy_parts_(target: QT, source: QT) -> None:
 def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[:2]
     if not isinstance(target, QT):
+        tell_of_copy(target, source)
         fallback.count("copy_/dequantize")
         return func(target, source._dequantize(target.dtype), *args[2:], **kwargs)
     if not isinstance(source, QT) and broadcasts_buckets():
@@ -194,10 +196,15 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
         and (source._perm is None) == (target._perm is None)
     ):
         _check_writable(target)
+        if source.act != target.act:
+            tell_of_copy(target, source)
         moved: Any = source.to(target.device)
         copy_parts_(target, moved.to_layout(target.spec.layout))
+    elif isinstance(source, QT):
+        tell_of_copy(target, source)
+        write_(target, source._dequantize(target.dtype))
     else:
-        write_(target, source._dequantize(target.dtype) if isinstance(source, QT) else source)
+        write_(target, source)
     return return_and_correct_aliasing(func, args, kwargs, target)
 
 
@@ -288,8 +295,26 @@ def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, table=FUNCTIONS)
 def _export(func: Any, args: Any, kwargs: Any) -> Any:
+    refuse_disk_offload(args[0])
     fallback.note(f"Tensor.{func.__name__}", args[0])
     return func(args[0].dequantize(), *args[1:], **kwargs)
+
+
+@implements(aten.is_set_to.default)
+def _is_set_to(func: Any, args: Any, kwargs: Any) -> Any:
+    a, b = args
+    if not isinstance(a, QT) or not isinstance(b, QT):
+        return False
+    return a.data_ptr() == b.data_ptr() and (a.spec, a.axes, a.shape) == (b.spec, b.axes, b.shape)
+
+
+@implements(
+    torch.Tensor.data_ptr, torch.Tensor.const_data_ptr,  # type: ignore[attr-defined]  # not in torch's stubs
+    torch.Tensor.untyped_storage, torch.Tensor.share_memory_, torch.Tensor.is_shared, table=FUNCTIONS,
+)  # fmt: skip
+def _own_storage(func: Any, args: Any, kwargs: Any) -> Any:
+    """Called through the class of torch, past the methods that know of the parts."""
+    return getattr(args[0], func.__name__)(*args[1:], **kwargs)
 
 
 @implements(

@@ -109,11 +109,12 @@ def _seed(x: Tensor, entries: int, weight: Tensor | None) -> Tensor:
     step = math.ceil(len(x) / SEEDED)
     x = x[::step]
     weight = None if weight is None else weight[::step]
-    draws = torch.rand(entries, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    seed = torch.Generator(device="cpu").manual_seed(0)
+    draws = torch.rand(entries, generator=seed, dtype=torch.float64, device="cpu")
     middle = x.mean(0)
     first = ((x - middle).square() * (1 if weight is None else weight)).sum(1).argmin()
     table = x[first].repeat(entries, 1)
-    cost = torch.full((len(x),), math.inf, device=x.device)
+    cost = torch.full((len(x),), math.inf, dtype=x.dtype, device=x.device)
     for i in range(1, entries):
         apart = (x - table[i - 1]).square() * (1 if weight is None else weight)
         cost = torch.minimum(cost, apart.sum(1))

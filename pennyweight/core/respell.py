@@ -56,7 +56,7 @@ def respell(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) 
     if to.zero_point:
         given = spec.mid if parts.zero_point is None else _repeat(parts.zero_point, times).to(torch.int16)
         size = [n * m for n, m in zip(part_shape, times, strict=True)]
-        zero = torch.full(size, shift, dtype=torch.int16) + given
+        zero = torch.full(size, shift, dtype=torch.int16, device=parts.codes.device) + given
         out = out._replace(zero_point=zero.to(to.zero_point_dtype))
     elif out.zero_point is not None:  # it becomes an offset
         out = out._replace(zero_point=None)

@@ -28,10 +28,13 @@ from torch import Tensor
 
 from . import blocks, conversions, learned
 from .choose import Params
+from .copies import copied_to_train
 from .layouts import READABLE, get_layout, portable_layout, unpack_zero_point
+from .legal import check_range, check_real, check_values
 from .numerics import Parts, dequantize, is_order, ordered, quantize, sqnr
 from .packing import stream_shape
 from .spec import DTYPES, SPEC_VERSION, ActivationSpec, QuantSpec, dtype_name
+from .storage import Address, Storage
 
 SLOTS = Parts._fields
 _PACKED = ("bits", "zero_point")  # the layout and part, beside the codes, that may be a bit stream
@@ -112,6 +115,7 @@ class AffineQuantizedTensor(Tensor):
             device=parts.codes.device,
             requires_grad=requires_grad,
         )
+        torch._C._set_throw_on_mutable_data_ptr(self)  # so that C++ code gets an error and not a null pointer
         part_shape: tuple[int, ...] | None = None
         for name, part in zip(SLOTS, parts, strict=True):
             if isinstance(part, Parts):
@@ -299,14 +303,20 @@ class AffineQuantizedTensor(Tensor):
         return self.nbytes // n if self.nbytes % n == 0 else self.nbytes / n
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """A stand-in that tells the true number of bytes; the bytes themselves are those of the parts."""
+        """A stand-in that tells the bytes of all parts and whether they are those of another tensor; it holds none."""
         if type(self._codes) is not Tensor:  # traced: sizes may be symbols, and torch wants its own storage back
-            return super().untyped_storage()
-        return torch.UntypedStorage(self.nbytes, device="meta")
+            with torch._C.DisableTorchFunctionSubclass():
+                return super().untyped_storage()
+        return Storage.of(self.nbytes, self.data_ptr())
 
-    def data_ptr(self) -> int:
-        """Address of the codes: equal for tensors that share them."""
-        return self._codes.data_ptr()
+    def data_ptr(self) -> Any:
+        """An :class:`Address`, equal for tensors over the same parts, that nothing can be read from; 0 where torch has
+        none: no elements, or on the meta device."""
+        if self.numel() == 0 or self.is_meta:
+            return 0
+        return Address(tuple(p.data_ptr() for p in self.parts if p is not None))
+
+    const_data_ptr = data_ptr
 
     def share_memory_(self) -> AffineQuantizedTensor:
         """Move all parts to shared memory."""
@@ -374,6 +384,9 @@ class AffineQuantizedTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> AffineQuantizedTensor:
         if id(self) in memo:
             return memo[id(self)]
+        if isinstance(self, torch.nn.Parameter) and copied_to_train():
+            memo[id(self)] = copied = torch.nn.Parameter(self.dequantize(), requires_grad=True)
+            return copied  # type: ignore[return-value]
         parts = each_part(self.parts, lambda p: copy.deepcopy(p, memo))
         new = self.with_(parts=parts).requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
@@ -388,7 +401,7 @@ class AffineQuantizedTensor(Tensor):
         parts = {n: p for n, p in zip(SLOTS, w.parts, strict=True) if p is not None}
         if w.spec.format.native_float:
             parts["codes"] = w._codes.view(torch.uint8)  # torch 2.13 cannot unpickle a float8 tensor
-        return rebuild, (static_json(w), parts, self.requires_grad, isinstance(self, torch.nn.Parameter), layout)
+        return rebuild, (_pickled_json(w), parts, self.requires_grad, isinstance(self, torch.nn.Parameter), layout)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -512,6 +525,8 @@ def check_finite(x: Tensor, name: str) -> None:
     """Raise ValueError naming the tensor where it holds NaN or inf."""
     if x.device.type == "meta" or x.numel() == 0 or torch.compiler.is_compiling() or conversions.finite(x) is True:
         return
+    if isinstance(x, torch._subclasses.FakeTensor):  # has no values to look at
+        return
     # The sum alone is cheap, and may overflow.
     if not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all()):
         bad = int((~torch.isfinite(x)).sum())
@@ -541,10 +556,42 @@ def static_json(w: AffineQuantizedTensor) -> str:
     )
 
 
+def _pickled_json(w: AffineQuantizedTensor) -> str:
+    """Of w in a portable layout: static_json, and whether scales are negative. Raises ValueError for what would not be
+    read."""
+    signed = False
+    if _has_values(w):
+        scale = w.scale.dequantize() if isinstance(w.scale, AffineQuantizedTensor) else w.scale
+        signed = scale is not None and bool((scale < 0).any())
+        _check_values(w, signed)
+    return json.dumps({**json.loads(static_json(w)), "signed_scale": signed}, sort_keys=True)
+
+
+def _has_values(w: AffineQuantizedTensor) -> bool:
+    return not w.is_meta and not isinstance(w._codes, torch._subclasses.FakeTensor)
+
+
+def _check_values(w: AffineQuantizedTensor, signed: bool) -> None:
+    """Raise ValueError where the parts of w, in a portable layout, mean nothing."""
+    plain = {n: p for n, p in zip(SLOTS, w.parts, strict=True) if p is not None}
+    plain = {n: p.dequantize() if isinstance(p, AffineQuantizedTensor) else p for n, p in plain.items()}
+    try:
+        check_values(plain, w.spec, w.stored_shape, signed)
+        if w.act is not None and w.act_scale is not None:
+            check_real(w.act_scale, "act_scale", signed=False)
+            if not bool((w.act_scale > 0).all()):
+                raise ValueError("act_scale is zero: no activation has that scale")
+            if w.act_zero_point is not None:
+                check_range(w.act_zero_point, w.act.spec.format, "act_zero_point")
+    except ValueError as e:
+        raise ValueError(f"{w.spec} of {list(w.shape)} is no tensor for a pickle: {e}") from e
+
+
 def rebuild(
     static: str, parts: dict[str, Tensor], requires_grad: bool, is_param: bool, layout: str
 ) -> AffineQuantizedTensor:
-    """Unpickle: the only global a pickle of ours names. Raises ValueError where the parts are not those of the spec.
+    """Unpickle: the only global a pickle of ours names. Raises ValueError where the parts are not those of the spec, or
+    hold values that mean nothing: NaN, inf, negative scales that are not announced, codes of no number.
 
     ``layout`` is the one it had: it is packed anew, for this machine, where the parts are on a device that has it.
     """
@@ -568,6 +615,8 @@ def rebuild(
         bool(data["readonly"]),
         requires_grad,
     )
+    if _has_values(w):
+        _check_values(w, bool(data.get("signed_scale", True)))  # releases before this key said nothing about signs
     devices = get_layout(layout).devices
     if devices is not None and w.device.type in devices:
         w = w.to_layout(layout).requires_grad_(requires_grad)  # type: ignore[assignment]

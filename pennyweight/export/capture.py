@@ -146,9 +146,6 @@ class _Marking:
             raise ValueError(f"{node.name}: a part of its quantized weight is computed by the model; it has no bytes")
         w = _weight(key, tensors)[1]  # type: ignore[arg-type]
         name = self.name[parts[0]]  # type: ignore[index]
-        module, _, last = name.rpartition(".")
-        if last == "weight_codes":  # a buffer of a frozen layer
-            name = f"{module}.weight" if module else "weight"
         self._replace(node, ops.linear.default, x, bias, self._number(w, name, "linear"), int(w.shape[0]))
 
     def _embedding(self, node: fx.Node) -> None:
@@ -213,7 +210,7 @@ class _Marking:
             with self.graph.inserting_before(node):
                 new = self.graph.call_function(ops.values.default, (number, list(w.stored_shape)))
                 with self.fake:
-                    new.meta["val"] = torch.empty(w.stored_shape, dtype=torch.float32)
+                    new.meta["val"] = torch.empty(w.stored_shape, dtype=torch.float32, device="cpu")
                 if w.axes is not None:
                     stored, new = new, self.graph.call_function(aten.permute.default, (new, list(w.axes)))
                     new.meta["val"] = stored.meta["val"].permute(w.axes)

@@ -51,24 +51,34 @@ def offsets(n: Nodes, r: Rows) -> Any:
 def _number_table(r: Rows) -> np.ndarray | None:
     """Numbers by code, where the code is not the number."""
     if r.format.native_float:
-        return torch.arange(256).to(torch.uint8).view(r.format.code_dtype).float().numpy()
+        return (
+            torch.arange(256, dtype=torch.int64, device="cpu").to(torch.uint8).view(r.format.code_dtype).float().numpy()
+        )
     return None if r.format.kind == "int" else np.array(r.format.values, np.float32)
 
 
 def _unpacked(n: Nodes, r: Rows, codes: Any, lead: int) -> Any:
-    """uint8 [*lead, blocks, codes of a block] of bytes [*lead, blocks, bytes]."""
+    """Codes [*lead, blocks, codes of a block] of bytes [*lead, blocks, bytes]: uint8, or uint32 where they were packed.
+
+    Shifted in 32 bits: OpenVINO (2026.4) computes shifts of uint8 in a graph like this wrongly, without an error.
+    """
+    import onnx_ir as ir
+
     bits = _bits(r)
     if bits == 8:
         return codes
-    places = np.arange(0, 8, bits, dtype=np.uint8)
-    last = n.op("Unsqueeze", codes, np.array([-1], np.int64))
-    last = n.op("BitwiseAnd", n.op("BitShift", last, places, direction="RIGHT"), np.uint8((1 << bits) - 1))
+    places = np.arange(0, 8, bits, dtype=np.uint32)
+    last = n.cast(n.op("Unsqueeze", codes, np.array([-1], np.int64)), ir.DataType.UINT32)
+    last = n.op("BitwiseAnd", n.op("BitShift", last, places, direction="RIGHT"), np.uint32((1 << bits) - 1))
     return n.reshape(last, *[0] * lead, r.n_blocks, _stride(r))
 
 
 def unsigned_codes(n: Nodes, r: Rows) -> Any:
     """uint8 [R, K], a code an element."""
-    return _joined(n, r, _unpacked(n, r, code_bytes(n, r), 1), 1)
+    import onnx_ir as ir
+
+    x = _joined(n, r, _unpacked(n, r, code_bytes(n, r), 1), 1)
+    return x if _bits(r) == 8 else n.cast(x, ir.DataType.UINT8)
 
 
 def _joined(n: Nodes, r: Rows, x: Any, lead: int) -> Any:

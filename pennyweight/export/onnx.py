@@ -24,6 +24,8 @@ from .markers import DOMAIN, translations
 from .save import INLINE, save
 
 OPSET = 21  # the first with 4-bit types and DequantizeLinear in blocks
+# Which engine a file is for, written into its metadata: others may read it, and round where it does not say so
+ENGINES = {"auto": "onnxruntime", "matmulnbits": "onnxruntime", "qdq": "any of opset 21; onnxruntime unoptimized"}
 _TABLE = {"linear": "linear", "embedding": "embedding", "values": "values", "input": "convolution"}
 
 
@@ -96,7 +98,7 @@ def export_onnx(
             output_names=output_names, custom_translation_table=translations(),
         )  # fmt: skip
         assert program is not None
-        made = _replace_markers(program.model, cases, chosen)
+        made = _replace_markers(program.model, cases, chosen, style)
         _name_axes(program.model, names)
         files = save(program.model, os.fspath(path), max_inline_bytes)
     graph = program.model.graph
@@ -234,7 +236,7 @@ def _forms(w: Weight, case: forms.Case, allow_float: bool) -> dict[str, forms.Fo
 # -- after -----------------------------------------------------------------------------------------------------------
 
 
-def _replace_markers(model: Any, cases: list[Any], chosen: list[dict[str, Any]]) -> dict[str, Any]:
+def _replace_markers(model: Any, cases: list[Any], chosen: list[dict[str, Any]], style: str) -> dict[str, Any]:
     """Put forms in the place of markers. Returns the initializers made, by name."""
     import onnx_ir as ir
 
@@ -255,6 +257,8 @@ def _replace_markers(model: Any, cases: list[Any], chosen: list[dict[str, Any]])
     if any(n.domain == "com.microsoft" for n in graph):
         model.opset_imports["com.microsoft"] = 1
     model.producer_name = "pennyweight"
+    model.metadata_props["pennyweight.style"] = style
+    model.metadata_props["pennyweight.engine"] = ENGINES[style]
     return shared
 
 

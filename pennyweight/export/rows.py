@@ -69,7 +69,7 @@ class Rows:
         """``zero`` as int32 in the shape of scale."""
         if isinstance(self.zero, Tensor):
             return self.zero.to(torch.int32)
-        return torch.full(tuple(self.scale.shape), self.zero, dtype=torch.int32)
+        return torch.full(tuple(self.scale.shape), self.zero, dtype=torch.int32, device="cpu")
 
     def sub_blocks(self, block: int) -> Rows:
         """The same numbers with a smaller block that divides this one, or any where a row has one scale."""
@@ -125,7 +125,7 @@ def rows_of(w: AffineQuantizedTensor, name: str) -> Rows:
     scale = value(parts.scale, spec.scale)
     return Rows(
         name, tuple(shape), spec.format, codes.reshape(height, -1).contiguous(), sizes[cut] * inner,
-        torch.ones(1, 1) if scale is None else scale,
+        torch.ones(1, 1, dtype=torch.float32, device="cpu") if scale is None else scale,
         spec.mid if parts.zero_point is None else flat(parts.zero_point.to(torch.int32)),
         value(parts.offset, spec.offset),
     )  # fmt: skip

@@ -57,7 +57,7 @@ def text_model(model: Any) -> TextExport:
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     module = TextModel(model).eval()
-    ids = torch.zeros(SAMPLE, dtype=torch.long)
+    ids = torch.zeros(SAMPLE, dtype=torch.long, device="cpu")
     sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with torch.no_grad():
         module(**sample)

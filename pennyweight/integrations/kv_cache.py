@@ -137,7 +137,9 @@ class QuantizedLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            self.batch_select_indices(torch.arange(self.keys.shape[0]).repeat_interleave(repeats))
+            self.batch_select_indices(
+                torch.arange(self.keys.shape[0], dtype=torch.int64, device="cpu").repeat_interleave(repeats)
+            )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences, in this order; a mask of sequences too."""

@@ -32,7 +32,7 @@ def merge_and_report(
 
     A row's ``sqnr`` is that of the merged weight against the exact sum; its note says how well the adapter's own change
     survived: 0 dB and less means that rounding ate it. ``report.check(min_sqnr=...)`` gates on it. Raises ValueError
-    where adapters are merged already.
+    where there are no adapters, and where they are merged already.
     """
     before: dict[int, tuple[Any, Tensor]] = {}  # base layer -> itself, and the weight that it had
     if config is None:
@@ -85,6 +85,11 @@ def _unmerged(model: Any) -> list[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+    if not layers or not hasattr(model, "merge_and_unload"):
+        raise ValueError(
+            f"{type(model).__name__} has no adapters to merge: no layer of it is PEFT's; pass what get_peft_model() or "
+            "PeftModel.from_pretrained() returned, before merge_and_unload()"
+        )
     for name, layer in layers:
         if layer.merged:
             raise ValueError(f"{name} has {layer.merged_adapters} merged already; unmerge_adapter() first")

@@ -1,18 +1,20 @@
 """transformers: ``quantization_config=PennyweightConfig("int4")``, and folders of ours in ``from_pretrained``.
 
-Importing this module registers the method "pennyweight"; transformers finds no third party by itself.
+Importing this module registers the method "pennyweight"; so does ``import pennyweight``, see transformers_entry.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.quantizers import auto
+from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..io.exactly import FORMATS
 from ..io.manifest import VERSION
-from ..io.side_files import METHOD, quantization_config
+from ..io.side_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
 from ..models.configs import AOBaseConfig
 from ..models.configs.names import by_name
 from ..models.configs.plain_data import config_from_data
@@ -31,6 +33,8 @@ class PennyweightConfig(QuantizationConfigMixin):
     modules_to_not_convert  names (or patterns, as transformers has them) of modules that stay float. Default: the
                             output layer and tied weights; [] is none. A layer that FqnToConfig names is quantized
     on_indivisible          as for ``pw.quantize_``
+    save_as                 what ``save_pretrained`` writes: "pennyweight", or "compressed-tensors", which transformers
+                            reads without this package; CheckpointError where that has not the same numbers
 
     Also what "quantization_config" of config.json says of files that are quantized already: there the weights speak
     for themselves, and ``config`` (None for one of somebody's own) only tells how they came about.
@@ -42,6 +46,7 @@ class PennyweightConfig(QuantizationConfigMixin):
         modules_to_not_convert: Sequence[str] | None = None,
         on_indivisible: str = "pad",
         *,
+        save_as: str = METHOD,
         quant_method: str = METHOD,
         version: int = VERSION,
         **unknown: Any,
@@ -57,6 +62,8 @@ class PennyweightConfig(QuantizationConfigMixin):
             raise ValueError(f"quantization_config has {sorted(unknown)}, which this release does not know; upgrade it")
         if on_indivisible not in ON_INDIVISIBLE:
             raise ValueError(f"on_indivisible must be one of {ON_INDIVISIBLE}, got {on_indivisible!r}")
+        if save_as not in (METHOD, *FORMATS):
+            raise ValueError(f"save_as must be one of {(METHOD, *FORMATS)}, got {save_as!r}")
         if isinstance(modules_to_not_convert, str) or not all(isinstance(n, str) for n in modules_to_not_convert or ()):
             raise ValueError(f"modules_to_not_convert must be a list of names, got {modules_to_not_convert!r}")
         if isinstance(config, str):
@@ -71,9 +78,13 @@ class PennyweightConfig(QuantizationConfigMixin):
         self.config = config
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.on_indivisible = on_indivisible
+        self.save_as = save_as
+        self.written: dict[str, Any] | None = None  # the entry of a save in another library's format
 
     def to_dict(self) -> dict[str, Any]:
         """The entry of config.json."""
+        if self.written is not None:
+            return self.written
         out = quantization_config(self.config, self.modules_to_not_convert)
         return out if self.on_indivisible == "pad" else {**out, "on_indivisible": self.on_indivisible}
 
@@ -81,12 +92,33 @@ class PennyweightConfig(QuantizationConfigMixin):
         yield from self.to_dict().items()
 
 
-def _register() -> None:
-    """Once: a module that is imported anew (importlib.reload) takes the place of its older self."""
+def register() -> None:
+    """Put both classes into transformers' tables. A module that is imported anew takes the place of its older self."""
+    from transformers.quantizers import auto
+
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
     auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
     auto.register_quantization_config(METHOD)(PennyweightConfig)
     auto.register_quantizer(METHOD)(PennyweightQuantizer)
 
 
-_register()
+def _mark_written_configs() -> None:
+    """Let config.json of a model with our weights say so to processes that do not know METHOD: see NO_SUCH_FILE.
+
+    It changes the method by which PreTrainedConfig.save_pretrained makes the file, before weights are written or
+    uploaded: transformers has no hook there.
+    """
+    plain: Any = getattr(PreTrainedConfig.to_diff_dict, "__wrapped__", PreTrainedConfig.to_diff_dict)
+
+    @functools.wraps(plain)
+    def to_diff_dict(self: Any) -> dict[str, Any]:
+        out = plain(self)
+        if (out.get("quantization_config") or {}).get("quant_method") == METHOD:
+            out[WEIGHTS_KEY] = NO_SUCH_FILE
+        return out
+
+    PreTrainedConfig.to_diff_dict = to_diff_dict  # type: ignore[method-assign]
+
+
+register()
+_mark_written_configs()

@@ -63,14 +63,14 @@ def load_pretrained(
     return model.eval()
 
 
-def attach_quantizer(model: Any, config: AOBaseConfig | str | None = None) -> Any:
+def attach_quantizer(model: Any, config: AOBaseConfig | str | None = None, *, save_as: str = "pennyweight") -> Any:
     """Let ``save_pretrained`` and ``dequantize`` of a transformers model know that ``pw.quantize_`` quantized it.
 
-    config: by which, for config.json. Returns the model.
+    config: by which, for config.json. save_as: as for PennyweightConfig. Returns the model.
     """
     from .transformers import PennyweightConfig, PennyweightQuantizer
 
-    quantizer = PennyweightQuantizer(PennyweightConfig(config), pre_quantized=True)
+    quantizer = PennyweightQuantizer(PennyweightConfig(config, save_as=save_as), pre_quantized=True)
     model.is_quantized, model.quantization_method = True, quantizer.quantization_config.quant_method
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)

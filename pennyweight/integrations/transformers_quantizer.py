@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, apply_renamings
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -20,8 +20,10 @@ from ..core.spec import DTYPES
 from ..io.check import check_data
 from ..io.checkpoint import open_files
 from ..io.errors import CheckpointError
+from ..io.exactly import exactly
 from ..io.manifest import KeyedError, Meta, stored_parts
 from ..io.native import build, flatten
+from ..io.side_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
 from ..io.slots import slots_of
 from ..kernels.prepare import choose_layout, prepare
 from ..kernels.table import Case
@@ -46,6 +48,7 @@ class PennyweightQuantizer(HfQuantizer):
         self.owner: dict[str, str] = {}  # the tensor that a stored part is of
         self.dtypes: dict[str, torch.dtype] = {}  # of all stored tensors
         self.path = ""
+        self._model: Any = None  # while it is loaded; transformers before 5.21 does not hand it to all methods
 
     # -- before loading ----------------------------------------------------------------------------------------------
 
@@ -55,7 +58,16 @@ class PennyweightQuantizer(HfQuantizer):
         if not self.pre_quantized and self.quantization_config.config is None:
             raise ValueError('say how to quantize: PennyweightConfig("int8"), or one of the config objects')
 
+    def update_tp_plan(self, config: Any) -> Any:
+        """Called between the reading of config.json and the search for the weights by transformers before 5.21."""
+        return _without_mark(config)
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """As update_tp_plan, by transformers from 5.18 on."""
+        return _without_mark(config)
+
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+        self._model = model
         self._read(checkpoint_files)
         if self.pre_quantized and not self.held:
             raise ValueError(
@@ -133,14 +145,15 @@ class PennyweightQuantizer(HfQuantizer):
 
     # -- files of ours -----------------------------------------------------------------------------------------------
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        model = self._model if model is None else model
         if not self.pre_quantized:  # the model's own converters come first, see _Quantize
             prefix = f"{model.base_model_prefix}."
             names = {n: n for n in self.rows} | {n.removeprefix(prefix): n for n in self.rows}
             names |= {prefix + n: n for n in self.rows if prefix + n not in names}
             return [*weight_conversions, _Float(self, names, {})]
         renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
-        renamed = {apply_renamings(s, renamings): apply_renamings(name, renamings) for s, name in self.owner.items()}
+        renamed = {_renamed(s, renamings): _renamed(name, renamings) for s, name in self.owner.items()}
         self._check_names(set(renamed.values()), weight_conversions, model)
         return [_Parts(self, renamed, _ops_by_name(model)), *weight_conversions]
 
@@ -175,12 +188,19 @@ class PennyweightQuantizer(HfQuantizer):
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # the adapters alone are saved
         left_out = model._keys_to_ignore_on_save or ()
-        return flatten({name: t for name, t in model.state_dict().items() if name not in left_out})
+        state = {name: t for name, t in model.state_dict().items() if name not in left_out}
+        asked = self.quantization_config
+        if asked.save_as == METHOD:
+            asked.written = None
+            return flatten(state)
+        linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        tensors, asked.written = exactly(state, asked.save_as, linear)
+        return tensors, {}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # What turned the files' names and tensors into the model's is not undone on saving: it knows nothing of parts
         model._weight_conversions = []
-        self.rows, self.told, self.owner = {}, {}, {}
+        self.rows, self.told, self.owner, self._model = {}, {}, {}, None
         return model
 
     def is_serializable(self) -> bool:
@@ -203,6 +223,20 @@ class PennyweightQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _without_mark(config: Any) -> Any:
+    """The config of a model without what stops processes that do not know this quantizer."""
+    if getattr(config, WEIGHTS_KEY, None) == NO_SUCH_FILE:
+        delattr(config, WEIGHTS_KEY)
+    return config
+
+
+def _renamed(name: str, renamings: list[Any]) -> str:
+    """A stored name as the model's renamings leave it."""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def plan_for_load(model: Any, config: AOBaseConfig, left: list[str], on_indivisible: str = "pad") -> Plan:

@@ -7,6 +7,7 @@ from .loading import load
 from .native import flatten, unflatten
 from .opened import Opened
 from .quantize_files import quantize_checkpoint
+from .replace_folder import replacing
 from .saving import save
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "load",
     "open",
     "quantize_checkpoint",
+    "replacing",
     "save",
     "unflatten",
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,15 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 MAX_SHARDS = 4096
+_ATTEMPTS = 64  # to open what writers replace again and again
+
+
+class _Closable(Protocol):
+    @property
+    def close(self) -> Callable[[], None]: ...
+
+
+Opening = TypeVar("Opening", bound=_Closable)
 
 
 @dataclass
@@ -63,12 +72,54 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], mmap: bool = True) -> Checkpoint:
     """Open a .safetensors file, an index, or a folder that holds model.safetensors or its index.
 
-    Everything that can be told from headers is checked; raises CheckpointError, and only that.
+    mmap: whether tensors are mapped, or read into memory of their own. Everything that can be told from headers is
+    checked; raises CheckpointError, and only that.
     """
     path = os.fspath(path)
+    return steady(path, lambda: open_once(path, mmap))
+
+
+def steady(path: str, attempt: Callable[[], Opening]) -> Opening:
+    """What ``attempt`` opens at a path, of one checkpoint: tried anew where a writer put another there meanwhile.
+
+    Raises CheckpointError, that of the last attempt.
+    """
+    for left in reversed(range(_ATTEMPTS)):
+        before = _state(path)
+        try:
+            found = attempt()
+        except CheckpointError:
+            if left and _state(path) != before:
+                continue
+            raise
+        if _state(path) == before:
+            return found
+        found.close()
+    raise CheckpointError(path, None, f"was replaced {_ATTEMPTS} times while it was being opened; try again later")
+
+
+def _state(path: str) -> list[Any]:
+    """What changes when another checkpoint takes the place of one: the files by which a reader begins."""
+    paths = [path]
+    if os.path.isdir(path):
+        paths += [os.path.join(path, name) for name in (INDEX, SINGLE, "config.json")]
+    out: list[Any] = []
+    for i, one in enumerate(paths):
+        try:
+            info = os.stat(one)
+        except (OSError, ValueError):
+            out.append(None)
+            continue
+        folder = i == 0 and len(paths) > 1  # its own time changes with any file in it
+        out.append((info.st_dev, info.st_ino, *(() if folder else (info.st_size, info.st_mtime_ns))))
+    return out
+
+
+def open_once(path: str, mmap: bool) -> Checkpoint:
+    """:func:`open_checkpoint` without a second attempt."""
     try:
         real = os.path.realpath(path, strict=True)
         is_dir = os.path.isdir(real)
@@ -81,16 +132,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 raise CheckpointError(
                     path, None, f"holds neither {SINGLE} nor {INDEX}; give the path of a file instead"
                 )
-            return _open(path, [inside(real, SINGLE)])
-        return _open_index(path, real, inside(real, INDEX))
+            return _open(path, [inside(real, SINGLE)], mmap)
+        return _open_index(path, real, inside(real, INDEX), mmap)
     if path.endswith(".index.json"):
-        return _open_index(path, os.path.dirname(os.path.abspath(path)), real)
-    return _open(path, [real])
+        return _open_index(path, os.path.dirname(os.path.abspath(path)), real, mmap)
+    return _open(path, [real], mmap)
 
 
 def open_files(paths: Sequence[str]) -> Checkpoint:
     """Open these safetensors files as one checkpoint, as another library found them. Raises CheckpointError."""
-    out = _open(os.path.dirname(paths[0]) or ".", list(paths))
+    out = _open(os.path.dirname(paths[0]) or ".", list(paths), True)
     held = [name for file in out.files for name in file.entries]
     if len(held) > len(out.where):
         out.close()
@@ -99,23 +150,27 @@ def open_files(paths: Sequence[str]) -> Checkpoint:
     return out
 
 
-def _open_index(path: str, folder: str, index: str) -> Checkpoint:
+def _open_index(path: str, folder: str, index: str, mmap: bool) -> Checkpoint:
     weight_map = read_index(index)
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_SHARDS:
         raise CheckpointError(index, None, f"names {len(names)} shards; at most {MAX_SHARDS} are read")
-    out = _open(path, [inside(folder, name) for name in names], names, weight_map)
+    out = _open(path, [inside(folder, name) for name in names], mmap, names, weight_map)
     out.index = index
     return out
 
 
 def _open(
-    path: str, paths: list[str], names: list[str] | None = None, weight_map: dict[str, str] | None = None
+    path: str,
+    paths: list[str],
+    mmap: bool,
+    names: list[str] | None = None,
+    weight_map: dict[str, str] | None = None,
 ) -> Checkpoint:
     out = Checkpoint(path)
     try:
         for i, file_path in enumerate(paths):
-            file = File(file_path)
+            file = File(file_path, mmap)
             out.files.append(file)
             if names is not None and weight_map is not None:
                 _check_shard(file, names[i], weight_map)

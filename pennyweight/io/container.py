@@ -90,7 +90,8 @@ def check_name(name: str) -> None:
 class File(RawFile):
     """An open safetensors file whose header was checked. Raises CheckpointError, and only that, on a bad one.
 
-    ``tensor`` maps (no copy), ``read`` copies with plain reads, which leaves nothing of the file in this process.
+    ``tensor`` maps (no copy) unless the file was opened with mmap=False, ``read`` copies with plain reads, which leaves
+    nothing of the file in this process.
     """
 
     entries: dict[str, Entry]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import plugins
-from .checkpoint import INDEX, SINGLE, Checkpoint, inside, open_checkpoint
+from .checkpoint import INDEX, SINGLE, Checkpoint, inside, open_once, steady
 from .codecs import CODECS
 from .errors import CheckpointError
 from .opened import Opened, opened
@@ -18,7 +18,7 @@ GGUF_MAGIC = b"GGUF"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def open(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Opened:
+def open(path: str | os.PathLike[str], *, allow_pickle: bool = False, mmap: bool = True) -> Opened:
     """Open a checkpoint of any format that is known: a folder, a file, or an index. Headers only.
 
     Safetensors: Pennyweight's own, floats, and those of other libraries, told by config.json and the names of the
@@ -27,20 +27,28 @@ def open(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Opened:
 
     allow_pickle: also read a file of torch.save, with torch.load(weights_only=True). A pickle is a program; torch lets
     it call little, and has been wrong about that before. Only for files of people whom you trust.
+
+    mmap: tensors are mapped from the files, which costs no memory until they are used. Files may be replaced by a
+    rename or removed then, as all writers of this library do, but not cut short or written to in place: the next use of
+    a tensor would end the process (SIGBUS) or see other numbers. False reads tensors into memory of their own.
     """
     path = os.fspath(path)
+    return steady(path, lambda: _open(path, allow_pickle, mmap))
+
+
+def _open(path: str, allow_pickle: bool, mmap: bool) -> Opened:
     gguf = find_gguf(path)
     if gguf is not None:
         from .gguf.opened import open_gguf
 
-        return open_gguf(path, gguf)
+        return open_gguf(path, gguf, mmap)
     if path.endswith(PICKLES) and os.path.isfile(path):
         if not allow_pickle:
             raise CheckpointError(
                 path, None, "is a pickle, which can run code: pass allow_pickle=True if you trust whoever made it"
             )
-        return plugins.reader(plugins.PICKLES).open_pickle(path)
-    checkpoint = open_checkpoint(path)
+        return plugins.reader(plugins.PICKLES).open_pickle(path, mmap)
+    checkpoint = open_once(path, mmap)
     try:
         return _safetensors(checkpoint)
     except BaseException:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from .checkpoint import INDEX
+from .checkpoint import INDEX, SINGLE
 from .container import place
 from .errors import CheckpointError
+from .locks import locked
 from .native import Item, metadata_of
 from .progress import Progress, fingerprint
 from .shards import is_ours, shard_names
 from .streaming import Noise
 from .team import Team
-from .write import Writer, index_bytes, publish, write_bytes
+from .write import Writer, index_bytes, made, publish, remove_left_over, sync_folder, write_bytes
 
 Told = Callable[[int, int, str], None]
 
@@ -73,22 +74,24 @@ def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool =
     mark = fingerprint(job.files, job.labels, job.shards, job.metadata)
     team.same("what they are to write", mark)
     progress = Progress(dst, mark)
-    progress.done = team.first(lambda: _begin(job, dst, resume, progress))
-    count = 0
-    left = [name for name in names if name not in progress.done]
-    for name in progress.done:
-        count += sum(i.meta is not None for i in shards[name])
-        if told is not None:
-            told(count, job.total, name)
-    for start in range(0, len(left), team.size):
-        turn = left[start : start + team.size]
-        mine = turn[team.rank] if team.rank < len(turn) else None
-        done = team.step(partial(_write_one, job, dst, mine, shards, count, told))
-        for name, sqnr in zip(turn, done, strict=False):
-            progress.done[name] = sqnr
+    with ExitStack() as stack:  # of rank 0: no other job writes there meanwhile
+        progress.done = team.first(lambda: _begin(job, dst, resume, progress, stack))
+        count = 0
+        left = [name for name in names if name not in progress.done]
+        for name in progress.done:
             count += sum(i.meta is not None for i in shards[name])
-        team.first(progress.write)
-    team.first(lambda: _end(job, dst, shards, progress))
+            if told is not None:
+                told(count, job.total, name)
+        for start in range(0, len(left), team.size):
+            turn = left[start : start + team.size]
+            mine = turn[team.rank] if team.rank < len(turn) else None
+            done = team.step(partial(_write_one, job, dst, mine, shards, count, told))
+            for name, sqnr in zip(turn, done, strict=False):
+                progress.done[name] = sqnr
+                count += sum(i.meta is not None for i in shards[name])
+            if len(names) > 1:  # a single file is the checkpoint, once it is in its place
+                team.first(progress.write)
+        team.first(lambda: _end(job, dst, shards, progress))
     return {n: v for name in names for n, v in progress.done[name].items()}
 
 
@@ -107,25 +110,32 @@ def _end(job: Job, dst: str, shards: dict[str, list[Item]], progress: Progress) 
         weight_map = {s: n for n, shard in shards.items() for i in shard for s in i.stored}
         write_bytes(os.path.join(dst, INDEX), index_bytes(weight_map, job.nbytes))
     os.unlink(progress.path)
+    sync_folder(dst)
 
 
-def _begin(job: Job, dst: str, resume: bool, progress: Progress) -> dict[str, dict[str, float]]:
-    """What is done of this job in dst; its progress is on disk then, and there is room for the rest, the small files,
-    and nothing that is not of this job."""
-    os.makedirs(dst, exist_ok=True)
+def _begin(job: Job, dst: str, resume: bool, progress: Progress, stack: ExitStack) -> dict[str, dict[str, float]]:
+    """What is done of this job in dst; the folder is locked then, its progress is on disk, and there is room for the
+    rest, the small files, and nothing that is not of this job."""
+    stack.enter_context(made(dst))
+    stack.enter_context(locked(dst, patience=0))
     found = resume and progress.read()
     there = [n for n in os.listdir(dst) if is_ours(n)]
-    if not found and not os.path.lexists(progress.path) and there:
-        raise CheckpointError(dst, None, f"holds a checkpoint ({min(there)}); remove it or choose another folder")
+    whole = [n for n in there if n in (INDEX, SINGLE)]
+    if not found and there and (whole or not os.path.lexists(progress.path)):
+        name = min(whole or there)
+        raise CheckpointError(dst, None, f"holds a checkpoint ({name}); remove it or choose another folder")
     if not found:
         for name in there:
             os.unlink(os.path.join(dst, name))
     progress.done = {n: rows for n, rows in progress.done.items() if os.path.isfile(os.path.join(dst, n))}
+    names = shard_names(len(job.shards))
+    if INDEX in there and set(names) - progress.done.keys():  # this job writes one when all is done
+        raise CheckpointError(dst, None, f"holds a checkpoint ({INDEX}); remove it or choose another folder")
     for name in os.listdir(dst):
         if name.endswith(".partial") and is_ours(name.removesuffix(".partial")):
             os.unlink(os.path.join(dst, name))
+    remove_left_over(dst)
     progress.write()
-    names = shard_names(len(job.shards))
     need = sum(i.nbytes for n, shard in zip(names, job.shards, strict=True) if n not in progress.done for i in shard)
     try:
         check_room(dst, need)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.prepare import prepare
+from ..models.saving import settle_saving_
 from .container import Entry
 from .detect import open as open_any
 from .errors import CheckpointError
@@ -27,6 +28,7 @@ def load(
     dtype: torch.dtype | None = None,
     names: str | os.PathLike[str] | None = None,
     allow_pickle: bool = False,
+    mmap: bool = True,
 ) -> Any:
     """Read a checkpoint of any format that :func:`open` knows; return the model, or without one the state dict.
 
@@ -39,12 +41,18 @@ def load(
     names    a TOML file with names of tensors, for a GGUF file of an architecture that is not known; with a model the
              tensors of a GGUF file go by Hugging Face's names, without one by their own
     allow_pickle   see :func:`open`
+    mmap     False: read tensors into memory of their own. A mapped file must not be cut short or written to in place as
+             long as the model is in use: the process would end by SIGBUS. Replacing the file by a rename is fine
 
     Tensors are mapped from the file, copy-on-write, and copied only where a kernel wants its own packing or the
     device is not the CPU. Raises CheckpointError before anything in the model has changed.
     """
     # Parameters made in inference mode could never again be part of a graph.
-    with open_any(path, allow_pickle=allow_pickle) as checkpoint, torch.inference_mode(False), torch.no_grad():
+    with (
+        open_any(path, allow_pickle=allow_pickle, mmap=mmap) as checkpoint,
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         if model is None:
             return _state_dict(checkpoint, device, dtype)
         if checkpoint.format == "gguf":
@@ -63,6 +71,7 @@ def load(
         source = _match(checkpoint, slots, strict)
         new = _tensors(checkpoint, slots, source, device, dtype)
         _assign(slots, new)
+        settle_saving_(model_in)
         return model
 
 

@@ -9,7 +9,7 @@ TORCHAO = "pennyweight.compat.torchao.reading"
 # A key that the metadata of safetensors files have -> the module whose ``open_safetensors(checkpoint, config)`` reads
 # them, and its name for the format, ``FORMAT``
 BY_METADATA = {"tensor_names": TORCHAO}
-PICKLES = TORCHAO  # ``open_pickle(path)``
+PICKLES = TORCHAO  # ``open_pickle(path, mmap)``
 
 
 def reader(module: str) -> Any:

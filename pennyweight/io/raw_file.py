@@ -5,9 +5,10 @@ Every read that fails is a CheckpointError; nothing is allocated but for what is
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
+from mmap import ACCESS_COPY
+from mmap import mmap as Map
 from typing import Any, Self
 
 import torch
@@ -17,11 +18,15 @@ from .errors import CheckpointError
 
 
 class RawFile:
-    """An open file. A subclass reads its header in ``_read_header``, which may raise CheckpointError, and only that."""
+    """An open file. A subclass reads its header in ``_read_header``, which may raise CheckpointError, and only that.
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._map: mmap.mmap | None = None
+    mmap: whether tensors are mapped; else they are read into memory of their own. A process that touches a mapped file
+    after another has cut it short gets SIGBUS; one that is replaced by a rename stays whole for those who mapped it.
+    """
+
+    def __init__(self, path: str, mmap: bool = True) -> None:
+        self.path, self.mmap = path, mmap
+        self._map: Map | None = None
         try:
             # a pipe must not block the open, and a link swapped in after the path was checked must not be followed
             flags = (
@@ -80,10 +85,15 @@ class RawFile:
             raise CheckpointError(self.path, None, f"cannot be read: {e.strerror}") from e
 
     def _mapped(self, begin: int, end: int) -> Tensor:
-        """uint8 bytes [begin, end) of the mapped file, not none of them; copy-on-write: the file stays as it is."""
+        """uint8 bytes [begin, end) of the mapped file, not none of them; copy-on-write: the file stays as it is.
+        Of a file that is not to be mapped, a copy."""
+        if not self.mmap:
+            out = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+            self._fill(begin, memoryview(out.numpy()))
+            return out
         if self._map is None:
             try:
-                self._map = mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY)
+                self._map = Map(self._file.fileno(), self.size, access=ACCESS_COPY)
             except (OSError, ValueError) as e:
                 raise CheckpointError(self.path, None, f"cannot be mapped: {e}") from e
         return torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin, offset=begin)

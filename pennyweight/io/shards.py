@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import re
+import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 
 from .checkpoint import INDEX, SINGLE
 from .native import Item
 
 MAX_SHARD_BYTES = 4 * 1000**3  # 4 GB: below the limits of FAT and of most uploaders
+_SHARD = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 def divide(some: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
@@ -27,23 +28,20 @@ def divide(some: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
     return shards
 
 
-def shard_names(count: int) -> list[str]:
-    """File names of ``count`` shards."""
-    return [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+def shard_names(count: int, token: str = "", numbered: bool = False) -> list[str]:
+    """File names of ``count`` shards. token: of 8 hexadecimal digits, so that names are none that are there already.
+    numbered: a single one too, which an index names then."""
+    if count == 1 and not numbered:
+        return [SINGLE]
+    stem = f"model-{token}" if token else "model"
+    return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def new_token() -> str:
+    """For the names of the shards of one save."""
+    return secrets.token_hex(4)
 
 
 def is_ours(name: str) -> bool:
     """Whether a file name is one that :func:`shard_names` or the index would give."""
-    if name in (SINGLE, INDEX):
-        return True
-    number, of, count = name.removeprefix("model-").removesuffix(".safetensors").partition("-of-")
-    digits = number.isdecimal() and count.isdecimal() and len(number) == len(count) == 5
-    return bool(of) and digits and name == f"model-{number}-of-{count}.safetensors"
-
-
-def remove_stale(folder: str, keep: Sequence[str]) -> None:
-    """Remove files of an earlier checkpoint in the folder, which a reader might otherwise take for part of this."""
-    for name in os.listdir(folder):
-        if is_ours(name) and name not in keep:
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(folder, name))
+    return name in (SINGLE, INDEX) or _SHARD.fullmatch(name) is not None

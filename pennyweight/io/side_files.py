@@ -24,6 +24,11 @@ NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 MAX_BYTES = 64 << 20
 _LEFT = (".index.json", ".progress.json")  # of the old weights, and of a job
 METHOD = "pennyweight"
+# A key of config.json that names the file of the weights, and a file that is never there. transformers opens it
+# before it fills the model, so that a process that does not know METHOD, and would initialize every quantized weight
+# at random, stops with an error that quotes this. Where METHOD is known, the adapter removes the key from the config.
+WEIGHTS_KEY = "transformers_weights"
+NO_SUCH_FILE = "quantized by Pennyweight, import pennyweight before from_pretrained.safetensors"
 
 
 def quantization_config(config: AOBaseConfig | None, left_out: Sequence[str] | None = None) -> dict[str, Any]:
@@ -88,12 +93,29 @@ def config_bytes(
     config: Mapping[str, Any], quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
 ) -> bytes:
     """config.json with that "quantization_config" in place of its own, or none; ``dtype``: what its floats are now."""
-    kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
+    kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config", WEIGHTS_KEY)}
     if quantization_config is not None:
         kept["quantization_config"] = quantization_config
+        if quantization_config.get("quant_method") == METHOD and "model_type" in config:
+            kept[WEIGHTS_KEY] = NO_SUCH_FILE
     if dtype is not None:
         kept["dtype" if "dtype" in kept else "torch_dtype"] = dtype_name(dtype)  # new releases read both
     return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def marked_config(folder: str) -> bytes | None:
+    """config.json of a transformers model in a folder that is to hold quantized weights of ours, saying so.
+
+    None where there is none, or where it says already how its weights are quantized.
+    """
+    path = os.path.join(folder, "config.json")
+    try:
+        config = json.loads(_read(path)) if os.path.isfile(path) else None
+    except ValueError:  # no file of transformers
+        return None
+    if not isinstance(config, dict) or "model_type" not in config or "quantization_config" in config:
+        return None
+    return config_bytes(config, quantization_config(None))
 
 
 def _read(path: str) -> bytes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,6 +17,10 @@ from torch import Tensor
 
 from .container import Entry, header_bytes
 from .errors import CheckpointError
+from .locks import hold, let_go, open_folder, still_there
+
+_STAGING = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial")
+_MAX_NAME = 200  # bytes; a file name has 255 at most
 
 
 class Writer:
@@ -34,7 +40,11 @@ class Writer:
             raise CheckpointError(path, None, str(e)) from e
         self._start = len(header)
         self._file = open_new(path)
-        self._file.write(header)
+        try:
+            self._write(memoryview(header))
+        except BaseException:
+            self._file.close()
+            raise
 
     def put(self, name: str, tensor: Tensor, start: int = 0) -> None:
         """Write a tensor, or some of its elements, in order, from element ``start`` on."""
@@ -50,8 +60,10 @@ class Writer:
             return
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self._file.seek(self._start + e.begin + start * e.dtype.itemsize)
-        view = memoryview(raw.numpy())  # type: ignore[arg-type]
-        while view:
+        self._write(memoryview(raw.numpy()))  # type: ignore[arg-type]
+
+    def _write(self, view: memoryview) -> None:
+        while view:  # a disk that is nearly full takes less than it is given, and says so at the next write
             view = view[self._file.write(view) :]
 
     def finish(self) -> None:
@@ -74,14 +86,60 @@ def open_new(path: str) -> Any:
 
 
 @contextmanager
-def temporary(folder: str, name: str) -> Iterator[str]:
-    """A path for a new file beside its final place; whatever is there at the end is removed."""
-    path = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+def staging(folder: str, name: str) -> Iterator[str]:
+    """A new folder inside ``folder`` for files that are not finished; what is in it at the end is removed.
+
+    What writers that died have left of the same name is removed first. One that lives holds the lock of its staging
+    folder: its files stay.
+    """
+    name = os.fsdecode(os.fsencode(name)[:_MAX_NAME])
+    remove_left_over(folder, name)
+    while True:
+        path = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.partial")
+        os.mkdir(path)
+        try:
+            fd = open_folder(path)
+        except FileNotFoundError:  # another writer took it for a left-over one before it was locked
+            continue
+        if fd is None or (hold(fd) is not False and still_there(fd, path)):
+            break
+        os.close(fd)
     try:
         yield path
     finally:
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+        try:
+            shutil.rmtree(path)
+        finally:
+            if fd is not None:
+                let_go(fd)
+                os.close(fd)
+
+
+def remove_left_over(folder: str, name: str | None = None) -> None:
+    """Remove staging folders of writers that are no more: those for ``name``, or all. Without locks they cannot be told
+    from those of writers that live, and stay."""
+    for found in os.listdir(folder):
+        match = _STAGING.fullmatch(found)
+        if match is None or name not in (None, match[1]):
+            continue
+        path = os.path.join(folder, found)
+        try:
+            fd = None if os.path.islink(path) else open_folder(path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if fd is None:
+            continue
+        try:
+            if hold(fd) and still_there(fd, path):
+                shutil.rmtree(path)
+        finally:
+            let_go(fd)
+            os.close(fd)
+
+
+def is_staging(name: str) -> bool:
+    """Whether a folder's name is one that :func:`staging` gives."""
+    return _STAGING.fullmatch(name) is not None
 
 
 def publish(temp: str, final: str) -> None:
@@ -100,15 +158,42 @@ def sync_folder(folder: str) -> None:
             os.close(fd)
 
 
+@contextmanager
+def made(folder: str) -> Iterator[None]:
+    """Within: the folder is there. Those that had to be made are unmade on an error, if nothing was put there."""
+    new = []
+    at = folder
+    while not os.path.isdir(at):
+        new.append(at)
+        at = os.path.dirname(at)
+    if new:
+        os.makedirs(folder, exist_ok=True)
+    for path in new:
+        sync_folder(os.path.dirname(path))
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for path in new:
+                os.rmdir(path)
+        raise
+
+
+def write_file(path: str, data: bytes) -> None:
+    """A new file, on disk when this returns."""
+    with open_new(path) as f:
+        view = memoryview(data)
+        while view:
+            view = view[f.write(view) :]
+        os.fsync(f.fileno())
+
+
 def write_bytes(path: str, data: bytes) -> None:
     """A small file, whole or not at all."""
     folder, name = os.path.split(os.path.abspath(path))
-    with temporary(folder, name) as temp:
-        with open_new(temp) as f:
-            view = memoryview(data)
-            while view:
-                view = view[f.write(view) :]
-            os.fsync(f.fileno())
+    with staging(folder, name) as stage:
+        temp = os.path.join(stage, name)
+        write_file(temp, data)
         publish(temp, os.path.join(folder, name))
 
 

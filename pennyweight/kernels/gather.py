@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import blocks, fallback
@@ -18,10 +19,10 @@ def _by_row(case: Case) -> bool | str:
 
 
 def gather(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
-    """w[index] as floats of w's dtype. index: integers, any shape; w: [V, D] with parts per row."""
+    """w[index] as floats of w's dtype. index: int32 or int64, any shape, 0 to V - 1; w: [V, D] with parts per row."""
     w = sliceable(w)
     flat = index.reshape(-1)
-    rows = each_part(Parts(*w.parts[:4]), lambda p: p[flat])._replace(table=w.table)
+    rows = each_part(Parts(*w.parts[:4]), lambda p: p.index_select(0, flat))._replace(table=w.table)
     picked = AffineQuantizedTensor(rows, w.spec, (flat.numel(), *w.shape[1:]), w.dtype)
     return picked._dequantize(w.dtype).reshape(*index.shape, *w.shape[1:])
 
@@ -29,7 +30,7 @@ def gather(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor
 def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
     """The reference: dequantize the table, then look up."""
     fallback.count("embedding/dequantize")
-    return w._dequantize(w.dtype)[index]
+    return F.embedding(index, w._dequantize(w.dtype))
 
 
 register_kernel(Kernel("embedding", "gather_rows", gather, _by_row, rank=10, tolerance="exact"))

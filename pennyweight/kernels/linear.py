@@ -1,13 +1,17 @@
 """``F.linear`` with a quantized weight: eager, under autograd, and in a traced graph.
 
-Eager mode goes straight to the kernel bound to the weight. Under ``torch.compile`` and export the graph holds one op on
-plain tensors, ``pennyweight::linear(x, parts, bias, key)``; key is JSON that says all that is static.
+Eager mode goes straight to the kernel bound to the weight. Where something else has to see the call (``torch.compile``,
+export, ``torch.jit.trace``, ``make_fx``, fake tensors, dispatch modes) it is one op on plain tensors,
+``pennyweight::linear(x, parts, bias, key)``; key is JSON that says all that is static. Transforms of ``torch.func`` and
+forward-mode differentiation meet an autograd function with the rules they ask for.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -15,46 +19,77 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import fallback
+from ..core.conversions import in_memory, watched
+from ..core.errors import ArgumentError
+from ..core.late import after_import
 from ..core.numerics import Parts
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, foreign, implements, static_json
 from .activation import autocast_dtype
+from .table import Bound as BoundKernel
 from .table import Case, Kernel, case_of, get_kernel, reorders, select
 
 QT = AffineQuantizedTensor
-PLAIN = (Tensor, torch.nn.Parameter)  # what surely has memory to read
-# K, the kernel, and the parts that it reads; None: it reads the weight, which must not refer to itself.
-Bound = tuple[int, Callable[..., Tensor], Parts | None]
+# K, the kernel, and what it reads of the weight; None: it is given the weight, which must not refer to itself.
+Bound = tuple[int, Callable[[Tensor, Any, "Tensor | None"], "Tensor | None"], Any]
 
 
 def run_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
-    """The kernel selected for this weight and dtype of input, outside autograd."""
+    """The kernel selected for this weight and dtype of input, outside autograd. Raises ArgumentError."""
     bound = w._bound.get(x.dtype) or bind(w, x.dtype)
-    return bound[1](x, bound[2] or w, bias)
+    y = bound[1](x, bound[2] or w, bias)
+    if y is not None:
+        return y
+    if type(x) is not Tensor or x.is_neg():  # a subclass without rules of its own; a view that negates
+        x = x.as_subclass(Tensor).resolve_neg().contiguous()
+    if bias is not None and (type(bias) is not Tensor or bias.is_neg()):
+        bias = bias.as_subclass(Tensor).resolve_neg()
+    y = bound[1](x, bound[2] or w, bias)
+    if y is None:
+        raise _misfit(x, w) if x.shape[-1:] != w.shape[-1:] else _unreadable(x, w, bias)
+    return y
 
 
 def bind(w: QT, dtype: torch.dtype) -> Bound:
     """What runs this weight for inputs of a dtype, remembered on the weight."""
     case = case_of(w, dtype)
     kernel = select("linear", case)
-    inner = w.with_(perm=None) if reorders(kernel, case) and kernel.bind is None else None
-    w._bound[dtype] = bound = (w.shape[-1], _runs(kernel, case, inner), None if kernel.bind is None else w.parts)
+    if kernel.bind is None:
+        inner = w.with_(perm=None) if reorders(kernel, case) else None
+        bound: Bound = (w.shape[-1], _checked(kernel, case, inner), None)
+    else:
+        run, operand = kernel.bind(replace(case, perm=False) if case.perm else case)
+        bound = (w.shape[-1], run, operand(w.parts))
+    w._bound[dtype] = bound
     return bound
 
 
-def _runs(kernel: Kernel, case: Case, inner: QT | None = None) -> Callable[..., Tensor]:
-    """As ``Kernel.bound``, with the input put into the order of the weight's channels where it has one of its own.
+def _checked(
+    kernel: Kernel, case: Case, inner: QT | None = None
+) -> Callable[[Tensor, Any, Tensor | None], Tensor | None]:
+    """A kernel made of torch's own ops, with the checks that native ones do themselves (kernels/gate.py), and with the
+    input put into the order of the weight's channels where it has one of its own.
 
-    inner  the weight without that order, where it is the same at each call and the kernel reads more than parts
+    inner  the weight without that order, where it is the same at each call
     """
-    if not reorders(kernel, case):
-        return kernel.bound(case)
-    run = kernel.bound(replace(case, perm=False))
-    if kernel.bind is not None:
-        return lambda x, parts, bias: run(x.index_select(-1, parts.perm), parts, bias)
-    return lambda x, w, bias: run(x.index_select(-1, w.perm), w.with_(perm=None) if inner is None else inner, bias)
+    (n, k), device, order, run = case.shape, case.device, reorders(kernel, case), kernel.run
+
+    def checked(x: Tensor, w: Any, bias: Tensor | None) -> Tensor | None:
+        if (
+            watched(x, bias) or x.layout is not torch.strided or x.device.type != device or x.shape[-1:] != (k,)
+            or (bias is not None and (tuple(bias.shape) != (n,) or not bias.is_floating_point()))
+            or (bias is not None and bias.device != x.device)
+        ):  # fmt: skip
+            return None
+        if not order:
+            return run(x, w, bias)
+        return run(x.index_select(-1, w.perm), w.with_(perm=None) if inner is None else inner, bias)
+
+    return checked
 
 
 @implements(F.linear, table=FUNCTIONS)
@@ -62,7 +97,7 @@ def _f_linear(func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs:
         args = (*args, *(kwargs[k] for k in ("input", "weight", "bias")[len(args) :] if k in kwargs))
     x, w, bias = args if len(args) == 3 else (*args, None)
-    if type(w) is not QT or type(x) is QT:
+    if type(w) is not QT or type(x) is QT or not isinstance(x, Tensor):
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():  # a tenth of a µs less for each op and each question put to w
         return linear(x, w, bias)
@@ -71,47 +106,85 @@ def _f_linear(func: Any, args: Any, kwargs: Any) -> Any:
 def linear(x: Tensor, w: QT, bias: Tensor | None = None) -> Tensor:
     """x [.., K] @ w [N, K].T + bias, by the selected kernel; output in x's dtype.
 
-    Backward: to x through the dequantized weight (straight-through for a quantized activation); to w as to a float
-    weight; to bias. Raises ValueError where K does not match.
+    bias: [N], or what broadcasts to the result as ``F.linear`` takes it. Backward: to x through the dequantized weight
+    (straight-through for a quantized activation); to w as to a float weight; to bias. Raises ArgumentError where a
+    shape, dtype or device does not fit.
     """
     bound = w._bound.get(x.dtype)  # every line here costs each layer of each step of a model: 0.1 µs apiece
-    if (
-        bound is None or type(x) is not Tensor or (bias is not None and type(bias) not in PLAIN)
-        or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
-    ):  # fmt: skip
-        return _unbound_linear(x, w, bias)
-    if x.shape[-1] != bound[0]:
-        raise _misfit(x, w)
+    if bound is None or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        return _general(x, w, bias)
     if torch.is_grad_enabled() and _wants_grad(x, w, bias):
-        return _Linear.apply(x, w, bias)
-    return bound[1](x, bound[2] or w, bias)
+        return _general(x, w, bias)
+    y = bound[1](x, bound[2] or w, bias)
+    return _general(x, w, bias) if y is None else y
 
 
 def _wants_grad(x: Tensor, w: QT, bias: Tensor | None) -> bool:
     return x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def _misfit(x: Tensor, w: QT) -> ValueError:
-    return ValueError(
+def _misfit(x: Tensor, w: QT) -> ArgumentError:
+    return ArgumentError(
         f"linear: input {tuple(x.shape)} does not fit the quantized weight {tuple(w.shape)} ({w.spec}); "
         f"the last axis of the input must be {w.shape[-1]}"
     )
 
 
-def _unbound_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
-    """The first call of a weight, and whatever is not plain eager mode."""
-    if (foreign(type(x)) or (bias is not None and foreign(type(bias)))) and not torch.compiler.is_compiling():
-        return F.linear(x, w, bias)  # their class is asked first; a kernel would look for memory that they have not
-    if w.ndim != 2:
-        return F.linear(x, w.dequantize(x.dtype), bias)
-    if x.shape[-1] != w.shape[-1]:
+def _unreadable(x: Tensor, w: QT, bias: Tensor | None) -> ArgumentError:
+    more = "" if bias is None else f", bias {tuple(bias.shape)} {bias.dtype} on {bias.device}"
+    return ArgumentError(
+        f"linear: input {tuple(x.shape)} {x.dtype} on {x.device}{more} and the quantized weight {tuple(w.shape)} "
+        f"({w.spec}) on {w.device} do not fit; they must be on one device, with floating-point inputs"
+    )
+
+
+def _check(x: Tensor, w: QT, bias: Tensor | None) -> None:
+    """Raise ArgumentError where F.linear of the float weight would raise RuntimeError for shapes, dtypes or devices."""
+    if x.ndim == 0 or x.shape[-1] != w.shape[-1]:
         raise _misfit(x, w)
+    if not x.is_floating_point() or x.device != w.device:
+        raise _unreadable(x, w, bias)
+    if bias is not None and (not bias.is_floating_point() or bias.device != w.device):
+        raise _unreadable(x, w, bias)
+
+
+def _general(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
+    """The first call of a weight, and whatever is not a plain call in eager mode."""
+    if bias is not None and not isinstance(bias, Tensor):
+        raise TypeError(f"linear: bias must be a tensor or None, got {type(bias).__name__}")
+    compiling = torch.compiler.is_compiling()
+    if (foreign(type(x)) or (bias is not None and foreign(type(bias)))) and not compiling:
+        return F.linear(x, w, bias)  # their class is asked first; a kernel would look for memory that they have not
+    if isinstance(bias, QT):
+        bias = bias.dequantize(x.dtype)
+    if x.is_meta and not w.is_meta and not compiling:  # as torch: shapes alone, whatever device the weight is on
+        return F.linear(x, torch.empty(w.shape, dtype=x.dtype, device="meta"), bias)
+    if w.ndim != 2 or x.is_nested or x.layout is not torch.strided:  # torch's own rules, with the dequantized weight
+        fallback.count("linear/dequantize")
+        return F.linear(x, w.dequantize(x.dtype), bias)
+    with _untraced():
+        _check(x, w, bias)
+        plain = bias is None or tuple(bias.shape) == (w.shape[0],)
     if (dtype := autocast_dtype(x)) is not None:
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     if w.axes is not None:  # a transposed weight contracts the axis its blocks do not run along
         fallback.count("linear/transposed")
         return F.linear(x, w.dequantize(x.dtype), bias)
-    if torch.compiler.is_compiling():  # the op in the graph has a backward of its own, but none to the weight
+    if bias is not None and not plain:
+        return _broadcast(x, _general(x, w, None), w, bias)
+    if compiling:  # the op in the graph has a backward of its own, but none to the weight
+        return _Linear.apply(x, w, bias) if w.requires_grad else traced_linear(x, w, bias)
+    if watched(x, bias):
+        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        if transformed and not torch._C._len_torch_dispatch_stack():
+            if w.requires_grad:
+                raise NotImplementedError(
+                    f"a transform of torch.func around a quantized weight {tuple(w.shape)} ({w.spec}) that is trained: "
+                    "requires_grad_(False) first, or train it with backward()"
+                )
+            return _TransformedLinear.apply(x, _Constant(w), bias)
+        return _Linear.apply(x, w, bias) if w.requires_grad else traced_linear(x, w, bias)
+    if not in_memory(w._codes):  # parts of a trace, or on another device: what torch makes of the op decides
         return _Linear.apply(x, w, bias) if w.requires_grad else traced_linear(x, w, bias)
     if x.dtype not in w._bound:
         bind(w, x.dtype)
@@ -120,12 +193,53 @@ def _unbound_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     return run_linear(x, w, bias)
 
 
+def _untraced() -> Any:
+    """A context where sizes are numbers: under torch.jit.trace they are tensors, and a question put to one warns."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is None:
+        return nullcontext()
+    return _paused_trace()
+
+
+@contextmanager
+def _paused_trace() -> Iterator[None]:
+    state, put = torch._C._get_tracing_state(), torch._C._set_tracing_state  # type: ignore[attr-defined]
+    put(None)
+    try:
+        yield
+    finally:
+        put(state)
+
+
+def _broadcast(x: Tensor, y: Tensor, w: QT, bias: Tensor) -> Tensor:
+    """y + bias, where F.linear takes a bias of this shape. Raises ArgumentError where it does not."""
+    with _disable_current_modes():  # its rule depends on the strides of the input, so it is asked
+        shapes = [torch.empty_strided(t.shape, t.stride(), dtype=y.dtype, device="meta") for t in (x, bias)]
+        weight = torch.empty(w.shape, dtype=y.dtype, device="meta")
+        try:
+            F.linear(shapes[0], weight, shapes[1])
+            if x.ndim <= 2 < bias.ndim:  # the meta device takes it where there are no rows
+                raise RuntimeError("a bias of more axes than the result")
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"linear: bias {tuple(bias.shape)} does not fit the result {tuple(y.shape)}; expected ({w.shape[0]},)"
+            ) from error
+    bias = bias.to(y.dtype)
+    n, fits = y.shape[-1], len(bias.shape) <= y.ndim
+    if fits and torch.broadcast_shapes(bias.shape[-1:], (n,)) == (n,) and _broadcasts(bias.shape, y.shape):
+        return y + bias
+    return (y.reshape(-1, n) + bias).reshape(y.shape)
+
+
+def _broadcasts(shape: torch.Size, whole: torch.Size) -> bool:
+    return all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if w.requires_grad else None, w)
         ctx.bias = None if bias is None else bias.dtype
-        return traced_linear(x, w, bias) if torch.compiler.is_compiling() else run_linear(x, w, bias)
+        return _below_autograd(x, w, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -139,6 +253,57 @@ class _Linear(torch.autograd.Function):
         )
 
 
+def _below_autograd(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling() or not (in_memory(w._codes) and not watched(x, bias)):
+        return traced_linear(x, w, bias)
+    return run_linear(x, w, bias)
+
+
+class _Constant:
+    """A weight that transforms are not to wrap."""
+
+    def __init__(self, w: QT) -> None:
+        self.w = w
+
+
+class _TransformedLinear(torch.autograd.Function):
+    """As _Linear for a weight that is not trained, with what torch.func and forward-mode differentiation ask for."""
+
+    @staticmethod
+    def forward(x: Tensor, held: _Constant, bias: Tensor | None) -> Tensor:
+        return _below_autograd(x, held.w, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Constant, Tensor | None], output: Tensor) -> None:
+        _, ctx.held, bias = inputs
+        ctx.bias, ctx.shape, ctx.dtype = None if bias is None else bias.dtype, output.shape, output.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        grad_bias = None
+        if ctx.bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias)
+        return (grad @ ctx.held.w._dequantize(grad.dtype) if ctx.needs_input_grad[0] else None), None, grad_bias
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor | None, _: None, bias_t: Tensor | None) -> Tensor | None:
+        terms = [] if x_t is None else [F.linear(x_t, ctx.held.w._dequantize(x_t.dtype))]
+        if bias_t is not None:
+            terms.append(bias_t.to(ctx.dtype).expand(ctx.shape))
+        return sum(terms[1:], terms[0]) if terms else None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, None, int | None], x: Tensor, held: _Constant, bias: Tensor | None
+    ) -> tuple[Tensor, int]:
+        x_dim, _, bias_dim = in_dims
+        x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+        if bias is None or bias_dim is None:
+            return linear(x, held.w, bias), 0
+        bias = bias.movedim(bias_dim, 0)
+        return linear(x, held.w) + bias.reshape(bias.shape[0], *(1,) * (x.ndim - 2), -1), 0
+
+
 # -- the op that graphs hold -----------------------------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("pennyweight", "DEF")
@@ -148,7 +313,9 @@ LIBRARY.define("linear_grad_input(Tensor grad, Tensor[] parts, str key) -> Tenso
 
 def traced_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     """As one op on plain tensors."""
-    return torch.ops.pennyweight.linear.default(x, _flatten(w)[0], bias, graph_key(w, x.dtype))
+    with _untraced():
+        key = graph_key(w, x.dtype)
+    return torch.ops.pennyweight.linear.default(x, _flatten(w)[0], bias, key)
 
 
 def _flatten(w: Any) -> tuple[list[Tensor], dict[str, Any]]:
@@ -186,10 +353,13 @@ def _parse_key(key: str) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _bound_to(key: str, dtype: torch.dtype, device: str) -> tuple[Callable[..., Tensor], dict[str, Any], bool]:
-    """Kernel of a key for inputs of a dtype, the tree of its parts, and whether parts are all it needs of a weight."""
+def _bound_to(
+    key: str, dtype: torch.dtype, device: str
+) -> tuple[BoundKernel | Callable[..., Tensor | None], dict[str, Any]]:
+    """Kernel of a key for inputs of a dtype, and the tree of its parts."""
     kernel, tree, spec, shape, _, act = _parse_key(key)
-    return _runs(kernel, Case(spec, act, shape, dtype, device, "perm" in tree)), tree, kernel.bind is not None
+    case = Case(spec, act, shape, dtype, device, "perm" in tree)
+    return (_checked(kernel, case) if kernel.bind is None else kernel.bind(replace(case, perm=False))), tree
 
 
 def _weight(key: str, parts: list[Tensor]) -> tuple[Any, QT]:
@@ -198,8 +368,16 @@ def _weight(key: str, parts: list[Tensor]) -> tuple[Any, QT]:
 
 
 def _linear_op(x: Tensor, parts: list[Tensor], bias: Tensor | None, key: str) -> Tensor:
-    run, tree, parts_do = _bound_to(key, x.dtype, x.device.type)
-    return run(x, _nest(tree, list(parts)) if parts_do else _weight(key, parts)[1], bias)
+    bound, tree = _bound_to(key, x.dtype, x.device.type)
+    if type(x) is not Tensor or x.is_neg():
+        x = x.as_subclass(Tensor).resolve_neg().contiguous()
+    if isinstance(bound, BoundKernel):
+        return bound.run_with(x, _nest(tree, list(parts)), bias)
+    w = _weight(key, parts)[1]
+    y = bound(x, w, bias)
+    if y is None:
+        raise _unreadable(x, w, bias)
+    return y
 
 
 def _linear_fake(x: Tensor, parts: list[Tensor], bias: Tensor | None, key: str) -> Tensor:
@@ -235,3 +413,19 @@ LIBRARY.impl("linear_grad_input", _grad_input_op, "CompositeExplicitAutograd")
 torch.library.register_fake("pennyweight::linear", _linear_fake, lib=LIBRARY)
 torch.library.register_fake("pennyweight::linear_grad_input", _grad_input_fake, lib=LIBRARY)
 torch.library.register_autograd("pennyweight::linear", _backward, setup_context=_setup_context, lib=LIBRARY)
+
+
+def _count_flops() -> None:
+    """What a FlopCounterMode counts for the op: 2 M K N, as for a float product."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    @register_flop_formula(torch.ops.pennyweight.linear)
+    def flops(x: Any, parts: Any, bias: Any, key: str, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return 2 * math.prod(x[:-1]) * math.prod(_parse_key(key)[3])
+
+    @register_flop_formula(torch.ops.pennyweight.linear_grad_input)
+    def gradient(grad: Any, parts: Any, key: str, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return 2 * math.prod(grad[:-1]) * math.prod(_parse_key(key)[3])
+
+
+after_import("torch.utils.flop_counter", _count_flops)

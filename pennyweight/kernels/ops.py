@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ..core import fallback
+from ..core.conversions import in_memory
+from ..core.errors import ArgumentError
 from ..core.numerics import ordered, unordered
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
 from .cpu import experts
-from .linear import LIBRARY, _flatten, _nest, run_linear, traced_linear
+from .linear import LIBRARY, _flatten, _nest, linear, run_linear, traced_linear
 from .table import case_of, reorders, select
 
 aten = torch.ops.aten
@@ -26,13 +28,52 @@ def _contracts_last(w: QT, dim: int) -> bool:
     return (range(w.ndim) if w.axes is None else w.axes)[dim] == w.ndim - 1
 
 
+def _meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """Shapes alone where the first argument is on the meta device and a weight is not, as torch has it for these ops.
+
+    For others (bmm, mv, embedding) torch 2.13 answers with memory that was never written, so they are refused.
+    """
+    first = args[0]
+    if isinstance(first, QT) or not first.is_meta or all(w.is_meta for w in args if isinstance(w, QT)):
+        return NotImplemented
+    dtype = first.dtype if first.is_floating_point() else torch.float32
+    plain = [
+        torch.empty_strided(a.shape, a.stride(), dtype=dtype, device="meta") if isinstance(a, QT) else a for a in args
+    ]
+    return func(*plain, **kwargs)
+
+
+def _misfit(op: str, a: Any, b: Any, due: str) -> ArgumentError:
+    def text(t: Any) -> str:
+        kind = f"quantized {t.spec}" if isinstance(t, QT) else str(t.dtype)
+        return f"{list(t.shape)} ({kind}, {t.device.type})"
+
+    return ArgumentError(f"{op}: {text(a)} and {text(b)} do not fit: {due}")
+
+
+def _check(op: str, a: Any, b: Any, ndim: int) -> None:
+    """Raise ArgumentError unless a [.., M, K] and b [.., K, N], of ``ndim`` axes both, can be multiplied."""
+    if a.ndim != ndim or b.ndim != ndim:
+        raise _misfit(op, a, b, f"both must have {ndim} axes")
+    if a.shape[-1] != b.shape[-2]:
+        raise _misfit(
+            op, a, b, f"axis {ndim - 1} of the first is {a.shape[-1]}, axis {ndim - 2} of the second {b.shape[-2]}"
+        )
+    if a.shape[:-2] != b.shape[:-2]:
+        raise _misfit(op, a, b, f"batches of {a.shape[0]} and {b.shape[0]}")
+    if a.device != b.device:
+        raise _misfit(op, a, b, "both must be on one device")
+    if not (a.is_floating_point() and b.is_floating_point()):
+        raise _misfit(op, a, b, "both must be floating point")
+
+
 def _product(w: QT, x: Tensor) -> Tensor:
-    """x [M, K] @ w [N, K].T where w may stand in a graph being traced."""
-    return traced_linear(x, w, None) if _traced(w) else run_linear(x, w, None)
+    """x [M, K] @ w [N, K].T, where w may stand in a graph being traced."""
+    return traced_linear(x, w, None) if _traced(w) or not in_memory(x) else run_linear(x, w, None)
 
 
 def _traced(w: QT) -> bool:
-    return isinstance(w._codes, torch._subclasses.FakeTensor) or torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or not in_memory(w._codes)
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
@@ -46,7 +87,15 @@ def _plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.mm.default)
 def _mm(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():  # each question put to a weight costs a µs otherwise
+        return _matrix_product(func, args, kwargs)
+
+
+def _matrix_product(func: Any, args: Any, kwargs: Any) -> Any:
+    if (shapes := _meta(func, args, kwargs)) is not NotImplemented:
+        return shapes
     a, b = args
+    _check("mm", a, b, 2)
     if isinstance(b, QT) and not isinstance(a, QT) and _contracts_last(b, 0):
         return _product(b.with_(axes=None, shape=b.stored_shape), a)
     if isinstance(a, QT) and not isinstance(b, QT) and _contracts_last(a, 1):
@@ -57,10 +106,9 @@ def _mm(func: Any, args: Any, kwargs: Any) -> Any:
 @implements(aten.linear.default)
 def _aten_linear(func: Any, args: Any, kwargs: Any) -> Any:
     x, w, bias = (*args, None)[:3]
-    if not isinstance(w, QT) or isinstance(x, QT) or isinstance(bias, QT) or w.axes is not None or w.ndim != 2:
+    if not isinstance(w, QT) or isinstance(x, QT):
         return _plain(func, args, kwargs)
-    y = _product(w, x)
-    return y if bias is None else y + bias
+    return linear(x, w, bias)
 
 
 @implements(aten.matmul.default)
@@ -68,24 +116,38 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
     """Batches of rows against one matrix are one product; everything else takes torch's own decomposition."""
     a, b = args
     if isinstance(b, QT) and not isinstance(a, QT) and b.ndim == 2 and a.ndim > 2:
+        _check("matmul", a.flatten(0, -2), b, 2)
         return aten.mm.default(a.reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[1])
     if isinstance(a, QT) and not isinstance(b, QT) and a.ndim == 2 and b.ndim > 2:
+        if a.shape[1] != b.shape[-2]:
+            raise _misfit("matmul", a, b, f"{a.shape[1]} columns of the first, {b.shape[-2]} rows of the second")
         return _matmul(func, (b.transpose(-1, -2), a.t()), {}).transpose(-1, -2)
     return NotImplemented
 
 
 @implements(aten.addmm.default)
 def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
+    if (shapes := _meta(func, args, kwargs)) is not NotImplemented:
+        return shapes
     bias, a, b = args
+    _check("addmm", a, b, 2)
+    shape = (a.shape[0], b.shape[1])
+    if bias.ndim > 2 or not all(n in (1, m) for n, m in zip(reversed(bias.shape), reversed(shape), strict=False)):
+        raise _misfit("addmm", bias, b, f"the first must broadcast to the product {list(shape)}")
+    if bias.device != b.device or not bias.is_floating_point():
+        raise _misfit("addmm", bias, b, "both must be floating point on one device")
     if isinstance(bias, QT) or any(kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
         return _plain(func, args, kwargs)
-    return _mm(aten.mm.default, (a, b), {}) + bias
+    y = _mm(aten.mm.default, (a, b), {})
+    return y + bias.to(y.dtype)
 
 
 @implements(aten.mv.default)
 def _mv(func: Any, args: Any, kwargs: Any) -> Any:
     a, v = args
-    if isinstance(a, QT) and not isinstance(v, QT) and a.ndim == 2:
+    if a.ndim != 2 or v.ndim != 1 or a.shape[1] != v.shape[0]:
+        raise _misfit("mv", a, v, "a matrix [M, K] and a vector [K] are due")
+    if isinstance(a, QT) and not isinstance(v, QT):
         return _mm(aten.mm.default, (a, v.unsqueeze(1)), {}).squeeze(1)
     return _plain(func, args, kwargs)
 
@@ -100,6 +162,7 @@ def _only(w: QT) -> QT:
 @implements(aten.bmm.default)
 def _bmm(func: Any, args: Any, kwargs: Any) -> Any:
     a, b = args
+    _check("bmm", a, b, 3)
     for w, x, flip in ((b, a, False), (a, b, True)):
         if isinstance(w, QT) and not isinstance(x, QT) and _contracts_last(w, 2 if flip else 1):
             axes = (0, 1, 2) if w.axes is None else w.axes
@@ -109,7 +172,7 @@ def _bmm(func: Any, args: Any, kwargs: Any) -> Any:
             stored = w.with_(axes=None, shape=w.stored_shape)
             if stored._codes.stride(0) == 0:  # one weight expanded over the batch: one product
                 x = x.transpose(1, 2) if flip else x
-                y = _product(_only(stored), x.reshape(-1, x.shape[-1])).reshape(*x.shape[:2], -1)
+                y = _product(_only(stored), x.flatten(0, 1)).unflatten(0, x.shape[:2])
                 return y.transpose(1, 2) if flip else y
             y = _batch(x.transpose(1, 2) if flip else x, stored, None)
             return y.transpose(1, 2) if flip else y
@@ -122,7 +185,7 @@ def _batch(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
     kernel = select("bmm", case)
     if reorders(kernel, case):
         x, w = ordered(x, w._perm), w.with_(perm=None)
-    if kernel.layout is not None and _traced(w):
+    if kernel.layout is not None and (_traced(w) or not in_memory(x) or not (ends is None or in_memory(ends))):
         tensors, tree = _flatten(w)
         key = json.dumps({"kernel": kernel.name, "tree": tree, "weight": json.loads(static_json(w))})
         return torch.ops.pennyweight.experts.default(x, tensors, ends, key)
@@ -155,6 +218,10 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
         or w.ndim != 3 or w.axes != (0, 2, 1)
     ):  # fmt: skip
         return _plain(func, args, kwargs)
+    if x.shape[1] != w.shape[1] or x.device != w.device or not x.is_floating_point():
+        raise _misfit("grouped_mm", x, w, "the input must be [rows, K] beside weights [groups, K, N], on one device")
+    if ends.ndim != 1 or ends.shape[0] != w.shape[0] or ends.dtype is not torch.int32 or ends.device != w.device:
+        raise _misfit("grouped_mm", ends, w, f"offs must be int32 [{w.shape[0]}], the end of each group of rows")
     stored = w.with_(axes=None, shape=w.stored_shape)
     if select("bmm", case_of(stored, x.dtype)).name not in GROUPED:
         return _plain(func, args, kwargs)
@@ -170,8 +237,12 @@ def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.convolution.default)
 def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
+    if (shapes := _meta(func, args, kwargs)) is not NotImplemented:
+        return shapes
     x, w, bias, *rest = args
     transposed = rest[3]
+    if x.device != w.device or not x.is_floating_point():
+        raise _misfit("convolution", x, w, "both must be floating point on one device")
     if not isinstance(w, QT) or isinstance(x, QT) or isinstance(bias, QT) or w.axes is not None or transposed:
         return _plain(func, args, kwargs)
     return select("convolution", case_of(w, x.dtype)).run(x, w, bias, *rest)
@@ -180,6 +251,10 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
 @implements(aten.embedding.default)
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     w, index = args[:2]
+    if isinstance(w, QT) and (index.device != w.device or index.dtype not in (torch.int32, torch.int64) or w.ndim != 2):
+        raise _misfit(
+            "embedding", index, w, "indices must be int32 or int64 beside a table [rows, width], on one device"
+        )
     if not isinstance(w, QT) or w.axes is not None:
         return _plain(func, args, kwargs)
     case = case_of(w)

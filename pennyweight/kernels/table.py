@@ -5,14 +5,15 @@ Selection is a pure function of static data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core import blocks
+from ..core.errors import ArgumentError
 from ..core.spec import ActivationSpec, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
 
@@ -41,6 +42,38 @@ class Case:
         return f"weight {list(self.shape)} {self.spec}{act}, {str(self.dtype).removeprefix('torch.')} on {self.device}"
 
 
+class Bound(NamedTuple):
+    """How weights of one case are run, with all that is static worked out once.
+
+    run      (x, operand, bias) -> y, or None where x or bias is nothing that the kernel reads: see kernels/gate.py
+    operand  parts of a weight -> what ``run`` reads of them, checked
+    """
+
+    run: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor | None]
+    operand: Callable[[Any], Any]
+
+    def run_with(self, x: torch.Tensor, parts: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """y of one call. Raises ArgumentError where x or bias is nothing that the kernel reads."""
+        y = self.run(x, self.operand(parts), bias)
+        if y is None:
+            raise ArgumentError(
+                f"linear: the kernel does not read an input {list(x.shape)} {x.dtype} on {x.device}"
+                + ("" if bias is None else f" with a bias {list(bias.shape)} {bias.dtype} on {bias.device}")
+            )
+        return y
+
+
+class Together(NamedTuple):
+    """How weights that share their input are run in one call.
+
+    run       (x, operands, biases) -> list of y, or None where x or a bias is nothing that the kernel reads
+    operands  for each weight: its parts -> what ``run`` reads of them, checked
+    """
+
+    run: Callable[..., list[torch.Tensor] | None]
+    operands: Sequence[Callable[[Any], Any]]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One row of the table.
@@ -51,9 +84,11 @@ class Kernel:
     rank       higher wins; -1 dequantizes and computes, and is counted when it runs
     tolerance  how close to the reference: "exact"; "float32", "bfloat16": the relative error of that arithmetic;
                "fixed22": float32, of inputs rounded at 2**-22 of the greatest of their token
-    bind       case -> (x, parts, bias) -> y, with all that is static worked out once
-    together   cases of weights that share their input -> (x, parts of each, biases) -> list of y, or None where they
-               cannot be one call; each y has the bits that ``run`` gives
+    bind       case -> :class:`Bound`. Such kernels see to the order of the weight's channels (perm) themselves
+    together   cases of weights that share their input -> :class:`Together`, or None where they cannot be one call; each
+               y has the bits that ``run`` gives
+    row_independent  whether a row of the output has the same bits whatever other rows there are and on any number of
+               threads, as long as its input is not quantized together with theirs: see :func:`row_independent`
     """
 
     op: str
@@ -64,12 +99,9 @@ class Kernel:
     layout: str | None = None
     rank: int = 0
     tolerance: str = "float32"
-    bind: Callable[[Case], Callable[..., torch.Tensor]] | None = None
-    together: Callable[[tuple[Case, ...]], Callable[..., list[torch.Tensor]] | None] | None = None
-
-    def bound(self, case: Case) -> Callable[..., torch.Tensor]:
-        """(x, w, bias) -> y for one case; where ``bind`` is given, w is the parts of the weight, as they are stored."""
-        return self.run if self.bind is None else self.bind(case)
+    bind: Callable[[Case], Bound] | None = None
+    together: Callable[[tuple[Case, ...]], Together | None] | None = None
+    row_independent: bool = False
 
     def refuses(self, case: Case, *, any_layout: bool = False) -> str | None:
         """The sentence that refuses the case, or None."""
@@ -99,6 +131,14 @@ def _takes_reordered(op: str, case: Case) -> bool | str:
 def reorders(kernel: Kernel, case: Case) -> bool:
     """Whether the caller of a kernel selected for a case has to put channels into the order of the weight."""
     return case.perm and kernel.rank >= 0
+
+
+def row_independent(kernel: Kernel, case: Case) -> bool | str:
+    """True where a row of the output depends on nothing but its row of the input, bit for bit: neither on the batch nor
+    on the number of threads. Else the reason why it may."""
+    if case.act is not None and case.act.mode == "dynamic" and case.act.spec.block is None:
+        return "the input is quantized under one scale for all its rows"
+    return kernel.row_independent or "its sums are added up in an order that changes with the batch and the threads"
 
 
 _TABLE: dict[str, list[Kernel]] = {}
@@ -154,11 +194,19 @@ class Explanation:
     op: str
     case: Case
     rows: tuple[tuple[str, int, str], ...]  # name, rank, verdict
+    row_independent: bool | str = True  # of the one that runs; see the function of this name
 
     def __str__(self) -> str:
         width = max((len(name) for name, _, _ in self.rows), default=0)
         lines = [f"{self.op}: {self.case}"]
         lines += [f"  {name:<{width}}  rank {rank:>3}  {verdict}" for name, rank, verdict in self.rows]
+        if self.op in ("linear", "bmm"):
+            kept = self.row_independent
+            lines.append(
+                "  each row of the output depends on its row of the input alone"
+                if kept is True
+                else f"  a row of the output may change with its batch and the threads: {kept}"
+            )
         return "\n".join(lines)
 
 
@@ -171,10 +219,10 @@ def explain(x: Any, w: AffineQuantizedTensor, op: str = "linear") -> Explanation
 def explain_case(op: str, case: Case, *, any_layout: bool = False) -> Explanation:
     """As :func:`explain`, for a case."""
     rows: list[tuple[str, int, str]] = []
-    chosen = False
+    chosen: Kernel | None = None
     for k in kernels(op):
         reason = k.refuses(case, any_layout=any_layout)
         if reason is None:
-            reason, chosen = ("would do, a better one runs" if chosen else "RUNS"), True
+            reason, chosen = ("RUNS", k) if chosen is None else ("would do, a better one runs", chosen)
         rows.append((k.name, k.rank, reason))
-    return Explanation(op, case, tuple(rows))
+    return Explanation(op, case, tuple(rows), chosen is None or row_independent(chosen, case))

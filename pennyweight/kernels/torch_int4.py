@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import blocks
+from ..core.constants import plain_tensors
 from ..core.formats import INT4, UINT4
 from ..core.layouts import Layout, register_layout
 from ..core.numerics import Parts
@@ -77,10 +78,12 @@ def _rows_of_bytes(packed: Tensor, n: int, k: int, block: int, halves: bool) -> 
 @lru_cache(maxsize=1)
 def _byte_order() -> tuple[int, bool] | None:
     """(block, halves) of this CPU, found by packing known codes; None where it is none of those known."""
-    codes = torch.randint(0, 16, (112, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     known = ((64, True), (32, True), (32, False))  # AVX-512, AVX2, scalar
-    return next((o for o in known if torch.equal(_rows_of_bytes(packed, 112, 32, *o), codes.to(torch.uint8))), None)
+    with plain_tensors():
+        seed = torch.Generator(device="cpu").manual_seed(0)
+        codes = torch.randint(0, 16, (112, 32), generator=seed, dtype=torch.int32, device="cpu")
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        return next((o for o in known if torch.equal(_rows_of_bytes(packed, 112, 32, *o), codes.to(torch.uint8))), None)
 
 
 def _nibbles(packed: Tensor, n: int, k: int, group: int) -> Tensor:
@@ -88,8 +91,9 @@ def _nibbles(packed: Tensor, n: int, k: int, group: int) -> Tensor:
     order = _byte_order()
     if order is not None:
         return _rows_of_bytes(packed, n, k, *order)
-    unit = torch.stack([torch.ones(k // group, n), torch.zeros(k // group, n)], -1).to(torch.bfloat16)
-    eye = torch.eye(k, dtype=torch.bfloat16)
+    one = torch.ones((k // group, n), dtype=torch.bfloat16, device="cpu")
+    unit = torch.stack([one, torch.zeros_like(one)], -1)
+    eye = torch.eye(k, dtype=torch.bfloat16, device="cpu")
     rows = torch.ops.aten._weight_int4pack_mm_for_cpu
     return torch.cat([rows(e, packed, group, unit) for e in eye.split(512)]).t().to(torch.int8).add(8).to(torch.uint8)
 

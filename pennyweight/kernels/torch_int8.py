@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..core.constants import plain_tensors
 from ..core.formats import INT7, INT8
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor
@@ -62,7 +62,7 @@ def _constant_while_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
 @lru_cache(maxsize=1)
 def int_mm_saturates() -> bool:
     """Whether ``torch._int_mm`` gives wrong sums here: without VNNI, oneDNN adds pairs of products in 16 bits."""
-    with _disable_current_modes():
+    with plain_tensors():
         a = torch.full((2, 128), 127, dtype=torch.int8, device="cpu")
         return bool((torch._int_mm(a, a.new_full((16, 128), 127).t()) != 127 * 127 * 128).any())
 
@@ -150,7 +150,7 @@ def _accepts_pack(case: Case) -> bool | str:
 
 @lru_cache(maxsize=256)
 def _ones(n: int) -> Tensor:
-    with _disable_current_modes(), torch.inference_mode(False):
+    with plain_tensors():
         return torch.ones(n, dtype=torch.bfloat16, device="cpu")
 
 
@@ -220,4 +220,7 @@ for _name, _run, _accept, _devices, _rank, _tolerance in (
     ("torch_int8pack", int8_pack, _accepts_pack, ("cpu",), 20, "bfloat16"),
     ("torch_int8_cast", int8_cast, _accepts_cast, None, 10, "float32"),
 ):
-    register_kernel(Kernel("linear", _name, _run, _accept, _devices, "plain", _rank, _tolerance))
+    register_kernel(
+        Kernel("linear", _name, _run, _accept, _devices, "plain", _rank, _tolerance,
+               row_independent=_name in ("torch_int_mm", "torch_int_mm_digits"))  # sums of integers are exact
+    )  # fmt: skip

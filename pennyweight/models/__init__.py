@@ -11,9 +11,10 @@ from .recommending import recommend
 from .report import Latency, Report, Row
 from .rules import PlanError
 from .scheme import Scheme
+from .siblings import together
 
 __all__ = [
     "AOBaseConfig", "Candidate", "FqnToConfig", "FrozenLinear", "Latency", "PerformanceWarning", "Plan", "PlanError",
     "Recommendation", "Report", "Row", "Scheme", "dequantize_", "freeze_", "plan", "quantize_", "recommend",
-    "register_quantize_module_handler", "thaw_",
+    "register_quantize_module_handler", "thaw_", "together",
 ]  # fmt: skip

@@ -50,6 +50,8 @@ class PerGroup(Granularity):
     group_size: int
 
     def __post_init__(self) -> None:
+        if isinstance(self.group_size, bool) or not hasattr(type(self.group_size), "__index__"):
+            raise ValueError(f"PerGroup: group_size is a number of elements such as 64, got {self.group_size!r}")
         if self.group_size < 1:
             raise ValueError(f"PerGroup: group_size must be positive, got {self.group_size}")
 

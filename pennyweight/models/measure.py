@@ -165,7 +165,9 @@ def time_layer(
     sides = [_copies(plain, limit[0]), _copies(w, limit[1])]
     out = []
     for m in rows:
-        x = torch.randn(m, row.site.shape[-1], generator=torch.Generator().manual_seed(0))
+        x = torch.randn(
+            m, row.site.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+        )
         x = x.to(w.device, row.site.dtype)
         slow, fast = least([_calls(product, x, side, bias) for side in sides], SECONDS, wait_for(w.device))
         out.append(Latency(m, slow * 1e6, fast * 1e6))

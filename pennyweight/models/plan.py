@@ -15,7 +15,9 @@ from ..core.numerics import quantize
 from ..core.spread import here
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.prepare import choose_layout
-from ..kernels.table import Case, case_of, select
+from ..kernels.table import Case, case_of, get_kernel, select
+from .adapters import WHY as ADAPTER
+from .adapters import adapter_modules
 from .configs import AOBaseConfig
 from .freeze import FrozenLinear
 from .handlers import HANDLERS, TELLS, Handler, module_nbytes, run_handler, takes_parameter_name
@@ -123,12 +125,15 @@ def plan(
     handlers = HANDLERS if handlers is None else handlers
     flat = [place for where in everywhere for place in where]
     chosen.check_keys(flat, [name for name, _ in model.named_modules()], handlers)
-    rows, taken, refused = _handled(model, chosen, handlers)
+    adapters = adapter_modules(model)
+    rows, taken, refused = _handled(model, chosen, handlers, adapters)
     for where in everywhere:
         tensor, choice = where[0].get(), chosen.choose(where)
         handler = handlers.get(type(choice.config))
         if id(tensor) in taken:
             continue
+        if choice.config is not None and not choice.named and id(choice.place.module) in adapters:
+            choice = choice._replace(config=None, why=ADAPTER)
         if handler is not None and choice.named:
             rows.append(_handled_parameter(choice, tensor, handler))
             continue
@@ -157,14 +162,27 @@ def _row(where: list[Place], tensor: Tensor, choice: Choice, on_indivisible: str
     try:
         row.site = choice.config.site(site)
         _decide(row, choice.config, on_indivisible, device)
+        if row.site.op == "bmm" and not choice.named and row.scheme is not None and not row.already:
+            _check_batched(row)
     except Indivisible as error:
         if on_indivisible != "skip":
             raise PlanError(str(error)) from error
         row.note = f"skipped: {str(error).split(';')[0].removeprefix(f'{site.name}: ')}"
     except (ValueError, NotImplementedError) as error:
         text = str(error)
+        if site.op == "bmm" and not choice.named:
+            why = f"experts stay float: {text.removeprefix(f'{site.name}: ')}"
+            return PlanRow(name, kind, row.shape, size, size, tensor, tuple(where), why, choice.key)
         raise PlanError(text if text.startswith(f"{site.name}: ") else f"{site.name}: {text}") from error
     return row
+
+
+def _check_batched(row: PlanRow) -> None:
+    """Raise ValueError for experts that only a dequantized copy of all of them would multiply."""
+    if get_kernel(row.ops[0], row.kernel).rank < 0:
+        raise ValueError(
+            f"no kernel multiplies a batch of them stored so; FqnToConfig({{{row.name!r}: config}}) insists"
+        )
 
 
 def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any) -> None:
@@ -219,14 +237,17 @@ def _carries(w: AffineQuantizedTensor, scheme: Scheme) -> bool:
     if not same or scheme.act_scale is None or w.act_scale is None or w.act_scale.is_meta:
         return same
     zero = None if w.act_zero_point is None else w.act_zero_point.item()
-    return torch.equal(w.act_scale.cpu(), torch.tensor([scheme.act_scale])) and zero == scheme.act_zero_point
+    return (
+        torch.equal(w.act_scale.cpu(), torch.tensor([scheme.act_scale], dtype=torch.float32, device="cpu"))
+        and zero == scheme.act_zero_point
+    )
 
 
 # -- modules with handlers -------------------------------------------------------------------------------------------
 
 
 def _handled(
-    model: nn.Module, chosen: Rules, handlers: Mapping[type, Handler]
+    model: nn.Module, chosen: Rules, handlers: Mapping[type, Handler], adapters: set[int]
 ) -> tuple[list[PlanRow], set[int], dict[int, str]]:
     """Rows of the modules that a handler will transform, the ids of the parameters that go with them, and those of the
     modules that it will not, with the reason."""
@@ -235,7 +256,7 @@ def _handled(
     refused: dict[int, str] = {}
     inside: list[str] = []
     for name, module in model.named_modules() if handlers else ():
-        if any(name.startswith(prefix) for prefix in inside):
+        if id(module) in adapters or any(name.startswith(prefix) for prefix in inside):
             continue
         config = chosen.of_module(name, module)
         handler = handlers.get(type(config))

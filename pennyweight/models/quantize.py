@@ -22,6 +22,7 @@ from .measure import leave_slower_, measure_, row_counts, warn_slower
 from .plan import Plan, PlanRow, plan
 from .report import Report, Row
 from .rules import Filter, PlanError
+from .saving import settle_saving_
 from .scheme import Scheme
 from .sites import places
 
@@ -55,17 +56,24 @@ def quantize_(
 
     Everything is checked before anything is changed. Each float weight is freed before the next is read; tied
     parameters stay tied; a parameter that has the scheme already is left as it is. Raises PlanError (a ValueError).
+    Parameters on the meta device become quantized ones there, without values, packed as for a CPU: what a checkpoint
+    is loaded into, by ``load_state_dict(..., assign=True)``, or by ``to_empty`` and ``load_state_dict``.
     """
     if not isinstance(config, AOBaseConfig) and callable(config):
         if measure or on_slower != "keep":
             raise PlanError("measure and on_slower need a config; a function over modules says nothing about layers")
-        return apply_callable(model, config, filter_fn, device)
+        report = apply_callable(model, config, filter_fn, device)
+        settle_saving_(model)
+        return report
     run = partial(
         _quantize, filter_fn=filter_fn, device=device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
         on_slower=on_slower, progress=progress,
     )  # fmt: skip
     handler = MODEL_HANDLERS.get(type(config))
-    return run(model, config) if handler is None else handler(model, config, run)
+    report = run(model, config) if handler is None else handler(model, config, run)
+    if not dry_run:
+        settle_saving_(model, config)
+    return report
 
 
 def _quantize(
@@ -76,7 +84,7 @@ def _quantize(
     with torch.inference_mode(False), torch.no_grad():
         todo = checked_plan(
             model, config, filter_fn, device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
-            on_slower=on_slower,
+            on_slower=on_slower, meta=put is None,
         )  # fmt: skip
         report = todo.report()
         if not dry_run:
@@ -86,9 +94,12 @@ def _quantize(
 
 def checked_plan(
     model: nn.Module, config: AOBaseConfig, filter_fn: Filter | None, device: torch.device | str | None, *,
-    dry_run: bool, on_indivisible: str, measure: bool | Sequence[int], on_slower: str,
+    dry_run: bool, on_indivisible: str, measure: bool | Sequence[int], on_slower: str, meta: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan of :func:`quantize_`, everything checked, layers timed where that is asked for. Changes nothing."""
+    """The plan of :func:`quantize_`, everything checked, layers timed where that is asked for. Changes nothing.
+
+    meta: whether parameters may be without values.
+    """
     counts = row_counts(measure)
     if on_slower not in ON_SLOWER:
         raise PlanError(f"on_slower must be one of {ON_SLOWER}, got {on_slower!r}")
@@ -101,19 +112,23 @@ def checked_plan(
             "then fully_shard it"
         )
     if counts or not dry_run:
-        _check_values(todo)
+        _check_values(todo, meta and not counts)
     if counts:
         measure_(todo, lambda row: counts, lambda row: solve(row, device)[0])
         (leave_slower_ if on_slower == "skip" else warn_slower)(todo)
     return todo
 
 
-def _check_values(todo: Plan) -> None:
+def _check_values(todo: Plan, meta: bool) -> None:
     for row in todo.active:
-        if row.tensor is None or isinstance(row.tensor, AffineQuantizedTensor):
+        if row.tensor is None or (meta and row.tensor.is_meta):
             continue
         if row.tensor.is_meta:
-            raise PlanError(f"{row.name} is on the meta device and has no values; load the weights first")
+            raise PlanError(
+                f"{row.name} is on the meta device and has no values to measure or to choose by; load the weights first"
+            )
+        if isinstance(row.tensor, AffineQuantizedTensor):
+            continue
         try:
             check_finite(here(row.tensor.detach()), row.name)
         except ValueError as error:
@@ -143,7 +158,9 @@ def run_handler_row(model: nn.Module, row: PlanRow, out: Row, device: Any) -> No
 
 def put_(row: PlanRow, out: Row, w: AffineQuantizedTensor, sqnr: float, device: Any) -> None:
     """Put a solved weight in its places and say so; the float weight is let go."""
-    out.sqnr, out.bytes_after = sqnr, w.nbytes
+    out.sqnr, out.bytes_after = (None if w.is_meta else sqnr), w.nbytes
+    if w.is_meta:
+        out.note = "; ".join(filter(None, (out.note, "on the meta device, without values")))
     replace_(row, as_spread(w, row.tensor))
     _move_rest(row, device)
     row.tensor = None
@@ -190,7 +207,7 @@ def quantize_weight(
         piece = x[start : start + step] if x.ndim else x
         parts = quantize(piece, spec, scheme.rule, scheme.eps)
         pieces.append(parts)
-        if not x.is_meta:
+        if not (x.is_meta or isinstance(x, torch._subclasses.FakeTensor)):  # these have no values
             exact = piece.float()
             signal += float(torch.linalg.vector_norm(exact)) ** 2
             noise += float(torch.linalg.vector_norm(dequantize(parts, spec, piece.shape).sub_(exact))) ** 2
@@ -257,4 +274,5 @@ def dequantize_(model: nn.Module) -> Report:
             name, kind = where[0].name, type(where[0].module).__name__
             float_name, note = str(w.dtype).removeprefix("torch."), f"was {w.spec.with_(layout='plain')}"
             rows.append(Row(name, kind, tuple(w.shape), float_name, "", w.nbytes, value.nbytes, None, note))
+    settle_saving_(model)
     return Report("dequantize_", rows, verb="dequantized")

@@ -6,11 +6,13 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from .configs import AOBaseConfig, FqnToConfig
+from .name_patterns import Pattern
 from .sites import Place, is_linear, kind_of
 
 Filter = Callable[[nn.Module, str], bool]
@@ -159,11 +161,29 @@ def _is_pattern(key: str) -> bool:
     return key.startswith("re:") or any(c in key for c in "*?[")
 
 
+@lru_cache(maxsize=1 << 16)
 def _matches(key: str, name: str) -> bool:
-    """Exact, glob, or ``re:`` over the whole name. Patterns come from code, never from files."""
+    """Exact, glob, or ``re:`` over the whole name."""
     if key.startswith("re:"):
         try:
-            return re.fullmatch(key[3:], name) is not None
-        except re.error as error:
-            raise PlanError(f"{key!r} is not a regular expression: {error}") from error
+            return _compiled(key[3:])(name)
+        except PlanError:
+            raise
+        except ValueError as error:
+            raise PlanError(f"{key!r}: {error}") from error
     return key == name or (_is_pattern(key) and fnmatch.fnmatchcase(name, key))
+
+
+@lru_cache(maxsize=1 << 10)
+def _compiled(text: str) -> Callable[[str], bool]:
+    """In time linear in the name where the pattern is one that files may have, see name_patterns; by Python's ``re``
+    for others, which come from code. Raises PlanError for one that is neither's."""
+    try:
+        return Pattern(text, whole=True).matches
+    except ValueError:  # more than is read from files
+        pass
+    try:
+        found = re.compile(text)
+    except re.error as error:
+        raise PlanError(f"{'re:' + text!r} is not a regular expression: {error}") from error
+    return lambda name: found.fullmatch(name) is not None

@@ -1,125 +1,100 @@
-"""Frozen layers that are given the same input, computed in one call: q, k and v of attention, gate and up of an MLP.
+"""together(x, layers): layers that share their input, in one call: q, k and v of attention, gate and up of an MLP.
 
 For a few rows most of the time of a small layer is not spent on its weight: its input is quantized, threads are woken
-and wait for each other. Siblings do that once. The first of them computes all; the others find their result, each with
-the bits it would have computed. Names tell who may be siblings, the inputs they are seen to get tell whether they are.
+and wait for each other. One call does that once. It is the caller who says that the input is shared: between two calls
+of two layers a weight, a bias or the input may be written to by ways that leave no trace (``.data``, a NumPy array over
+the same memory, an inference tensor, which has no version), so no result of one call is ever kept for another.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _modules
 
-from ..core.numerics import Parts
-from ..kernels.table import case_of, select
+from ..core.conversions import in_memory
+from ..core.tensor import AffineQuantizedTensor
+from ..kernels.activation import autocast_dtype
+from ..kernels.gate import PLAIN
+from ..kernels.table import Case, Together, case_of, select
+from .freeze import FrozenLinear
 
-NAMES = (  # in the order they are called
-    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("to_q", "to_k", "to_v"),
-    ("wq", "wk", "wv"), ("w1", "w3"), ("q_lin", "k_lin", "v_lin"), ("wi_0", "wi_1"),
-)  # fmt: skip
 ROWS = 16  # beyond, the products themselves take the time
+_PLAIN_FORWARD = (nn.Linear.forward, FrozenLinear.forward)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
-class Siblings:
-    """Layers of one module that share their input.
+def together(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """[layer(x) for layer in layers], bit for bit, in one native call where there is one.
 
-    Until all of them were seen to get one and the same tensor, unchanged, one after the other, and after each time they
-    were not, each computes for itself. Calls in several threads at once do not mix: a result belongs to its input.
+    x: [.., K]. There is one for at most 16 rows in all, no gradient wanted, and two or more linear layers without hooks
+    whose quantized weights have one kernel that takes several (those with integer codes) and differ in their number of
+    rows only.
     """
+    ys = _in_one_call(x, layers)
+    return [layer(x) for layer in layers] if ys is None else ys
 
-    def __init__(self, layers: tuple[Any, ...]) -> None:
-        self.layers = layers
 
-    def join(self) -> None:
-        """Let the layers be siblings, if all of them are frozen."""
-        self.same = False  # the last time they got the same input
-        self._together: dict[torch.dtype, Callable[..., list[Tensor]] | None] = {}
-        # Orders of their channels, with versions, and whether they are equal
-        self._orders: tuple[list[tuple[Tensor, int]], bool] = ([], False)
-        # Input, its version, and by layer what it may take: (weight, bias, result), or None while watching.
-        self._held: tuple[Any, int, dict[int, Any]] | None = None
-        if all(hasattr(layer, "_siblings") for layer in self.layers):
-            for layer in self.layers:
-                layer._siblings = self
-
-    def part(self) -> None:
-        """Let each compute for itself."""
-        for layer in self.layers:
-            layer.__dict__.pop("_siblings", None)
-
-    def take(self, layer: Any, w: Any, bias: Tensor | None, x: Tensor) -> Tensor | None:
-        """The result of a layer; None: compute it. x is plain and wants no gradient."""
-        if layer is self.layers[0]:
-            return self._lead(w, bias, x)
-        held = self._held
-        if held is None or held[0]() is not x or held[1] != x._version:
-            self.same = False
+def _in_one_call(x: Tensor, layers: Sequence[Any]) -> list[Tensor] | None:
+    if (
+        torch.compiler.is_compiling() or not in_memory(x) or len(layers) < 2 or x.ndim == 0
+        or x.numel() > ROWS * x.shape[-1] or autocast_dtype(x) is not None
+        or any(getattr(_modules, hooks) for hooks in _GLOBAL_HOOKS)
+    ):  # fmt: skip
+        return None
+    weights: list[AffineQuantizedTensor] = []
+    biases: list[Tensor | None] = []
+    for layer in layers:
+        forward, held = type(layer).forward, layer._parameters
+        w, bias = held.get("weight"), held.get("bias")
+        if (
+            forward not in _PLAIN_FORWARD or "forward" in layer.__dict__ or "bias" not in held
+            or any(getattr(layer, hooks) for hooks in _HOOKS) or type(w) is not AffineQuantizedTensor
+        ):  # fmt: skip
             return None
-        mine = held[2].pop(id(layer), None)
-        if not held[2]:
-            self.same, self._held = True, None
-        if mine is None or mine[0] is not w or mine[1] is not bias:
+        weights.append(w)
+        biases.append(bias)
+    with torch._C.DisableTorchFunctionSubclass():  # a tenth of a µs less for each question put to a weight
+        if not all(_joins(x, w, bias) for w, bias in zip(weights, biases, strict=True)) or not _one_order(weights):
             return None
-        return mine[2]
-
-    def _lead(self, w: Any, bias: Tensor | None, x: Tensor) -> Tensor | None:
-        if self._held is not None:  # somebody did not come
-            self.same, self._held = False, None
-        # Whether an inference tensor was written to in between cannot be known.
-        if x.numel() > ROWS * x.shape[-1] or x.is_inference():
-            return None
-        ref, version = weakref.ref(x), x._version
-        if not self.same:
-            self._held = ref, version, dict.fromkeys(map(id, self.layers[1:]))
-            return None
-        if x.dtype not in self._together:
-            self._together[x.dtype] = self._bind(x.dtype)
-        run = self._together[x.dtype]
+        run = _bind(tuple(case_of(w, x.dtype) for w in weights))
         if run is None:
             return None
-        weights, biases = [w], [bias]
-        for layer in self.layers[1:]:
-            weights.append(layer._renewed())
-            biases.append(layer._parameters["bias"])
-        parts = [w.parts for w in weights]
-        if parts[0].perm is not None:
-            if not self._one_order(parts):
-                return None
-            x = x.index_select(-1, parts[0].perm)
-        ys = run(x, parts, biases)
-        mine = zip(self.layers[1:], weights[1:], biases[1:], ys[1:], strict=True)
-        self._held = ref, version, {id(layer): rest for layer, *rest in mine}
-        return ys[0]
-
-    def _one_order(self, parts: list[Parts]) -> bool:
-        """Whether the channels of all weights lie in the same order. Compared once, and whenever one was changed."""
-        perms: list[Tensor] = [p.perm for p in parts if p.perm is not None]
-        if any(p.is_inference() for p in perms) or len(perms) < len(parts):
-            return False
-        seen, same = self._orders
-        if len(seen) != len(perms) or any(a is not b or v != b._version for (a, v), b in zip(seen, perms, strict=True)):
-            same = all(torch.equal(perms[0], p.to(perms[0].dtype)) for p in perms[1:])
-            self._orders = [(p, p._version) for p in perms], same
-        return same
-
-    def _bind(self, dtype: torch.dtype) -> Callable[..., list[Tensor]] | None:
-        cases = tuple(case_of(layer._plain.tensor, dtype) for layer in self.layers)
-        kernels = {select("linear", case).name: select("linear", case) for case in cases}
-        kernel = next(iter(kernels.values()))
-        if len(kernels) > 1 or kernel.together is None or len({case.perm for case in cases}) > 1:
-            return None
-        return kernel.together(tuple(replace(case, perm=False) for case in cases))
+        operands = [operand(w.parts) for operand, w in zip(run.operands, weights, strict=True)]
+        return run.run(x, operands, biases)
 
 
-def families(model: nn.Module) -> Iterator[tuple[nn.Module, ...]]:
-    """Children of one module whose names say that they share their input."""
-    for module in model.modules():
-        for names in NAMES:
-            layers = [module._modules.get(name) for name in names]
-            if all(layer is not None for layer in layers) and len(set(map(id, layers))) == len(layers):
-                yield tuple(layer for layer in layers if layer is not None)
+def _joins(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> bool:
+    """Whether one layer may be part of the call; where it may not, its own forward computes or says what is wrong."""
+    plain = w.ndim == 2 and w.axes is None and x.shape[-1] == w.shape[1] and x.device == w.device
+    if bias is not None:
+        plain = plain and type(bias) in PLAIN and bias.shape == w.shape[:1] and bias.device == x.device
+    wants_grad = x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
+    return plain and not (wants_grad and torch.is_grad_enabled())
+
+
+def _one_order(weights: list[AffineQuantizedTensor]) -> bool:
+    """Whether the channels of all weights lie in the same order."""
+    first, *others = [w._perm for w in weights]
+    if first is None:
+        return all(perm is None for perm in others)
+    return all(perm is not None and (perm is first or torch.equal(first, perm.to(first.dtype))) for perm in others)
+
+
+@lru_cache(maxsize=4096)
+def _bind(cases: tuple[Case, ...]) -> Together | None:
+    """How these weights are run in one call, or None where they cannot be."""
+    kernels = {kernel.name: kernel for case in cases for kernel in [select("linear", case)]}
+    kernel = next(iter(kernels.values()))
+    if len(kernels) > 1 or kernel.together is None:
+        return None
+    return kernel.together(tuple(replace(case, perm=False) for case in cases))
+
+
+__all__ = ["ROWS", "together"]

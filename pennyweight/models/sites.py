@@ -27,12 +27,14 @@ class SiteKind:
     op          op of the kernel table that consumes them
     transposed  the parameter is [in, out]; it is stored [out, in] so that the contracted axis is last
     default     whether ``quantize_`` takes it without being asked by name or filter
+    rank        of the parameters, where others of the same names are none; None: any
     """
 
     params: tuple[str, ...]
     op: str
     transposed: bool = False
     default: bool = True
+    rank: int | None = None
 
 
 _KINDS: dict[type | str, SiteKind] = {}
@@ -50,12 +52,23 @@ def kinds() -> dict[type | str, SiteKind]:
 
 
 def kind_of(module: nn.Module) -> SiteKind | None:
-    """The kind of a module, by its type or the nearest base type that is registered."""
+    """The kind of a module: of transformers' experts, or by its type or the nearest base type that is registered."""
     for cls in type(module).__mro__:
         found = _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found is not None:
             return found
+    if module.__dict__.keys() >= _TOLD_OF_EXPERTS:
+        return EXPERTS[bool(module.__dict__["is_transposed"])]
     return None
+
+
+# Experts of a mixture as transformers (5) keeps them: one parameter a layer, [experts, out, in] or transposed.
+# There is a class for each model; they have in common a decorator (use_experts_implementation), which leaves these
+# attributes on each of them and runs their products by torch._grouped_mm, in a loop, or as one batch.
+_TOLD_OF_EXPERTS = {"is_transposed", "is_concatenated", "has_gate", "has_bias"}
+EXPERTS = tuple(
+    SiteKind(("gate_up_proj", "up_proj", "down_proj"), "bmm", transposed, rank=3) for transposed in (False, True)
+)
 
 
 site(nn.Linear, SiteKind(("weight",), "linear"))
@@ -207,7 +220,7 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
     if place.param in getattr(place.module, "fake_quantized", ()):
         return "is prepared for quantization-aware training; convert it, quantize_(model, QATConfig(step='convert'))"
     op, transposed = None, False
-    if kind is not None and place.own:
+    if kind is not None and place.own and kind.rank in (None, tensor.ndim):
         op, transposed = kind.op, kind.transposed
     elif named and tensor.ndim in (2, 3):
         op = "linear" if tensor.ndim == 2 else "bmm"
@@ -236,6 +249,6 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
 
 
 def is_linear(module: nn.Module, fqn: str = "") -> bool:
-    """The default filter: modules whose weight multiplies its input (Linear, HF Conv1D, attention's in_proj)."""
+    """The default filter: modules whose weights multiply their input (Linear, Conv1D, attention's in_proj, experts)."""
     kind = kind_of(module)
     return kind is not None and kind.default

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..kernels.cpu import optimizer as native
-from .base import LowBitOptimizer
+from .base import LowBitOptimizer, check_ways
 from .rules import adam
 
 
@@ -20,8 +20,9 @@ class _Adam(LowBitOptimizer):
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0, amsgrad: bool = False, *, block_size: int | None = None,
-        bf16_stochastic_round: bool = False, maximize: bool = False, seed: int = 0,
+        bf16_stochastic_round: bool = False, maximize: bool = False, seed: int = 0, **ways: Any,
     ) -> None:  # fmt: skip
+        check_ways(type(self).__name__, ways)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "block_size": self.BLOCK if block_size is None else block_size,

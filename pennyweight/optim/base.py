@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,21 @@ from .rules import Rule
 from .states import KEPT, LEAST, Geometry, Kept, geometry, read, write_, zeros
 
 QT = AffineQuantizedTensor
+
+
+def check_ways(name: str, ways: Mapping[str, Any]) -> None:
+    """The arguments of torch.optim's optimizers that say how a step is carried out. ``foreach`` and ``fused`` are taken
+    and change nothing: all parameters of a CPU are updated in one native call, which is both. Raises ValueError for
+    ``capturable`` and ``differentiable``, TypeError for an argument that torch.optim has not either."""
+    for key, value in ways.items():
+        if key not in ("foreach", "fused", "capturable", "differentiable"):
+            raise TypeError(f"{name} has no argument {key!r}; docs/optimizers.md lists those that it has")
+        if value is not None and type(value) is not bool:
+            raise TypeError(f"{name}: {key} is True, False or None, got {value!r}")
+        if value and key == "capturable":
+            raise ValueError(f"{name}: capturable=True, but its step is not captured into CUDA graphs; leave it out")
+        if value and key == "differentiable":
+            raise ValueError(f"{name}: differentiable=True, but states of few bits have no gradient; leave it out")
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
@@ -153,7 +168,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         values, g = mine.contiguous(), g.contiguous()
         flags = native.MAXIMIZE * bool(group["maximize"]) + native.NESTEROV * bool(group.get("nesterov"))
         made = self._jobs.get(p)
-        where = (values.data_ptr(), key, *(_address(s) for s in held))
+        where = (values.data_ptr(), values.numel(), values.dtype, key, *(_address(s) for s in held))
         if made is None or made[0] != where:
             block = next((s.spec.block for s in held if isinstance(s, QT)), None)
             where_blocks = Geometry(1, 1, 1, 1) if block is None else geometry(mine.shape, block)
@@ -185,7 +200,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         p.copy_(chance.to_bfloat16(x, chance.lower(chance.words(x.shape, key, x.device), turn)) if chanced else x)
 
     def _init(self, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> None:
-        state["step"] = torch.tensor(0.0)
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         for name in self.names(group):
             state[name] = self._fresh(group, p, name)
 
@@ -291,7 +306,7 @@ def _address(state: Tensor) -> tuple[int, ...]:
     if not isinstance(state, QT):
         return (state.data_ptr(),)
     assert state._scale is not None
-    return (state.data_ptr(), state._scale.data_ptr())
+    return (state._codes.data_ptr(), state._scale.data_ptr())
 
 
 # -- parameters in shards (DTensor, as FSDP2 makes them) ---------------------------------------------------------------

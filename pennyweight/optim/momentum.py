@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..kernels.cpu import optimizer as native
-from .base import LowBitOptimizer
+from .base import LowBitOptimizer, check_ways
 from .rules import lion, sgd
 
 
@@ -21,8 +21,9 @@ class Lion8bit(LowBitOptimizer):
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0, *, block_size: int = 256, bf16_stochastic_round: bool = False,
-        maximize: bool = False, seed: int = 0,
+        maximize: bool = False, seed: int = 0, **ways: Any,
     ) -> None:  # fmt: skip
+        check_ways(type(self).__name__, ways)
         defaults = {
             "lr": lr, "betas": betas, "weight_decay": weight_decay, "block_size": block_size,
             "bf16_stochastic_round": bf16_stochastic_round, "maximize": maximize, "seed": seed,
@@ -45,8 +46,9 @@ class SGD8bit(LowBitOptimizer):
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, momentum: float = 0.9, dampening: float = 0,
         weight_decay: float = 0, nesterov: bool = False, *, block_size: int = 256,
-        bf16_stochastic_round: bool = False, maximize: bool = False, seed: int = 0,
+        bf16_stochastic_round: bool = False, maximize: bool = False, seed: int = 0, **ways: Any,
     ) -> None:  # fmt: skip
+        check_ways(type(self).__name__, ways)
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "block_size": block_size, "bf16_stochastic_round": bf16_stochastic_round,

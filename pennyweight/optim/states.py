@@ -79,7 +79,7 @@ def zeros(shape: Sequence[int], kept: Kept, size: int, device: torch.device) -> 
     """A state of zeros."""
     spec = kept.spec.with_(block=fit(shape, size))
     codes = torch.zeros(blocks.padded(spec.block, shape), dtype=spec.format.code_dtype, device=device)
-    scale = torch.zeros(blocks.counts(spec.block, shape), device=device)
+    scale = torch.zeros(blocks.counts(spec.block, shape), dtype=torch.float32, device=device)
     return QT(get_layout(spec.layout).pack(Parts(codes, scale), spec, shape), spec, shape, torch.float32)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..io.container import Entry, File, place
 from ..io.errors import CheckpointError
 from ..io.strict_json import parse
-from ..io.write import Writer, publish, temporary
+from ..io.write import Writer, publish, staging
 from .golden_outputs import FILE, MAX_INPUT_BYTES, SLACK, Golden, finite_bound
 
 KEY = "pennyweight_golden"
@@ -47,7 +47,8 @@ def write(golden: Golden, path: str | os.PathLike[str]) -> str:
     }  # fmt: skip
     entries = place({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     folder, name = os.path.split(path)
-    with temporary(folder, name) as temp:
+    with staging(folder, name) as stage:
+        temp = os.path.join(stage, name)
         writer = Writer(temp, entries, {"format": "pt", KEY: json.dumps(facts, sort_keys=True)})
         try:
             for key, tensor in tensors.items():

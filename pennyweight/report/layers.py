@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..io.native import items
-from ..models.freeze import FrozenLinear
 from ..models.sites import Place, places
 from .metrics import decibels, energies
 
@@ -49,12 +48,6 @@ def weights(model: nn.Module, every: bool = False) -> Iterator[list[Place]]:
         kept = [p for p in where if p.get().ndim > 1 and (p.own or quantized)]
         if kept:
             yield kept
-    frozen: dict[int, list[Place]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, FrozenLinear):
-            place = Place(f"{name}.weight" if name else "weight", name, module, "weight")
-            frozen.setdefault(id(module), []).append(place)
-    yield from frozen.values()
 
 
 def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ...]]:
@@ -95,12 +88,10 @@ def stored_bytes(tensor: Tensor) -> int:
 
 def model_bytes(model: nn.Module) -> int:
     """Stored bytes of a model's state dict, ties once."""
-    held = {id(t): t for where in weights(model) for t in [where[0].get()] if isinstance(where[0].module, FrozenLinear)}
-    frozen = {id(t) for m in model.modules() if isinstance(m, FrozenLinear) for t in m.buffers()}
-    held |= {id(p): p for p in model.parameters()}
+    held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
     for module in model.modules():
         lasting = module._buffers.keys() - module._non_persistent_buffers_set
-        held |= {id(b): b for n in lasting if (b := module._buffers[n]) is not None and id(b) not in frozen}
+        held |= {id(b): b for n in lasting if (b := module._buffers[n]) is not None}
     return sum(stored_bytes(t) for t in held.values())
 
 

@@ -23,6 +23,7 @@ def load(
     dtype: torch.dtype | None = None,
     names: str | os.PathLike[str] | None = None,
     allow_pickle: bool = False,
+    mmap: bool = True,
     verify: bool = False,
 ) -> Any:
     """Read a checkpoint of any format; return the model, or without one the state dict. What the arguments mean says
@@ -37,7 +38,7 @@ def load(
         raise ValueError("load(verify=True) runs the model; pass one, or leave verify out")
     expected = expected_beside(path) if verify else None  # a missing file costs no loading
     loaded = loading.load(
-        path, model, strict=strict, device=device, dtype=dtype, names=names, allow_pickle=allow_pickle
+        path, model, strict=strict, device=device, dtype=dtype, names=names, allow_pickle=allow_pickle, mmap=mmap
     )
     if expected is not None:
         check(loaded, path, expected)

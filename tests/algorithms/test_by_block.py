@@ -1,9 +1,12 @@
 """Solvers that search blocks: against every candidate by hand, and the GGUF writer's own search."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
 
+import pennyweight as pw
 from pennyweight.algorithms import Task
 from pennyweight.algorithms.by_block import Search
 from pennyweight.algorithms.clip import MSE, Importance
@@ -147,3 +150,17 @@ def test_hqq_lowers_its_norm_on_heavy_tails() -> None:
             values = dequantize(solver.solve(t).parts, t.spec, t.weight.shape)
             norms.append(float((values - t.weight).abs().pow(0.7).sum()))
         assert norms[0] < 0.985 * norms[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hqq_says_where_no_integer_zero_point_gains(seed: int) -> None:
+    """A zero point that moves by whole steps shifts the same numbers: it is rounding, and called so."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 16))
+    plain = copy.deepcopy(model)
+    report = pw.quantize_(model, pw.UIntXWeightOnlyConfig(torch.uint4, 32), algorithm="hqq")
+    pw.quantize_(plain, pw.UIntXWeightOnlyConfig(torch.uint4, 32))
+    same = torch.equal(model[0].weight.dequantize(), plain[0].weight.dequantize())
+    assert same == report.rows[0].note.startswith("rounded to nearest: no integer zero point of this scheme gains")
+    moved = pw.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 16)), pw.Int4WeightOnlyConfig(32), algorithm="hqq")
+    assert "rounded to nearest" not in moved.rows[0].note

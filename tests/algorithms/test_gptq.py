@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pennyweight as pw
 from pennyweight.algorithms import Task
 from pennyweight.algorithms.feedback import carry, descend, factor
 from pennyweight.algorithms.gptq import AUTO, GPTAQ, GPTQ, Auto, moved
@@ -146,6 +147,17 @@ def test_the_error_that_is_told_is_that_of_the_parts(seed: int) -> None:
         values = dequantize(solution.parts, spec, task.weight.shape)
         assert solution.error == pytest.approx(total_error(values - task.weight, h.unsqueeze(0)))
         assert 0 < solution.error <= solution.nearest
+
+
+def test_few_tokens_are_damped_more() -> None:
+    """Directions that no token shows: with little damping errors there seem to cost nothing."""
+    for tokens, given, want in ((1, 0.01, 0.3), (16, 0.01, 0.3), (31, 0.02, 0.3), (32, 0.01, 0.01), (0, 0.01, 0.01)):
+        assert GPTQ(damping=given).damping_of(32, tokens) == want
+    assert GPTQ(damping=0.5).damping_of(32, 4) == 0.5
+    assert GPTQ(damping=None).damping_of(32, 160) == 0.1
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    report = pw.quantize_(model, pw.Int4WeightOnlyConfig(16), calibration=[torch.randn(1, 32)], algorithm="gptq")
+    assert report.rows[0].note == "damping raised to 0.3"
 
 
 def test_damping_grows_until_it_works() -> None:

@@ -310,15 +310,18 @@ def test_blocks_that_no_matrix_has() -> None:
     assert report.quantized[0].note == "rounded to nearest: its blocks are not runs of one axis"
 
 
-def test_an_error_in_the_middle_says_how_far_it_came() -> None:
+def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:
     class Overflows(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * torch.where(x.abs().amax() > 100, torch.inf, 1.0)
 
     model, data = nn.Sequential(nn.Linear(32, 32), Overflows(32, 32), nn.Linear(32, 32)), correlated()
+    before, weights = copy.deepcopy(model), list(model.parameters())
     with pytest.raises(ValueError, match=r"2\.weight: its inputs on the calibration data have \d+ NaN") as error:
         pw.quantize_(model, INT4, calibration=[data, 1e4 * data], algorithm="gptq")
-    assert "2 of 3 parameters of this model are quantized already" in error.value.__notes__[0]
+    assert error.value.__notes__ == ["the model is as it was before quantize_"]
+    assert same(model, before)
+    assert all(p is q for p, q in zip(model.parameters(), weights, strict=True))
 
 
 def test_a_wrong_amount_is_found_before_anything_is_changed() -> None:

@@ -39,7 +39,7 @@ def error(model: nn.Module, algorithm: Any, batches: Any) -> float:
 def test_it_keeps_function_and_names(family: str, alpha: float | str) -> None:
     model, batches = models.decoder(family), models.ids()
     reference, before = outputs(model, batches[0]), models.state(model)
-    notes = Smooth(alpha=alpha).apply(model, target(model), batches)
+    notes = Smooth(alpha=alpha, held_out=0).apply(model, target(model), batches)
     assert apart(reference, outputs(model, batches[0])) < TOLERANCE
     assert list(model.state_dict()) == list(before)
     assert not models.same_state(model, before)
@@ -53,7 +53,7 @@ def test_other_families_keep_their_function(make: Any) -> None:
     batches = models.images() if make is models.vit else models.ids()
     reference = outputs(model, batches[0])
     schemes: dict[str, Scheme | None] = {n: W8A8 for n, p in model.named_parameters() if p.ndim == 2}
-    notes = Smooth(alpha=0.5).apply(model, schemes, batches)
+    notes = Smooth(alpha=0.5, held_out=0).apply(model, schemes, batches)
     assert apart(reference, outputs(model, batches[0])) < TOLERANCE
     assert any(text.startswith("smooth alpha=0.5") for text in notes.values())
     assert any("not scaled by smooth" in text for text in notes.values())
@@ -65,7 +65,7 @@ def test_scales_are_the_papers() -> None:
     with torch.no_grad():
         model[0].weight[3] = 7.0  # type: ignore[index]
         seen, w = model[0](x).abs().amax(0).double(), model[1].weight.detach().double()
-    Smooth(alpha=0.7).apply(model, {"1.weight": None}, [x])
+    Smooth(alpha=0.7, held_out=0).apply(model, {"1.weight": None}, [x])
     s = seen**0.7 / w.abs().amax(0) ** 0.3
     s = s / s.log().mean().exp()
     torch.testing.assert_close(model[1].weight.double(), w * s, rtol=1e-6, atol=0.0)
@@ -116,7 +116,7 @@ def test_dead_channels_and_constant_inputs_stay_finite() -> None:
     x[0, 0] = 1.5
     reference = outputs(model, x)
     for alpha in ("search", 0.5):
-        Smooth(alpha=alpha, samples=1).apply(model, {"1.weight": W8A8}, [x])
+        Smooth(alpha=alpha, samples=1, held_out=0).apply(model, {"1.weight": W8A8}, [x])
         assert all(bool(p.isfinite().all()) for p in model.parameters())
         assert apart(reference, outputs(model, x)) < TOLERANCE
 
@@ -143,7 +143,7 @@ def test_padding_does_not_count() -> None:
     other[:, 6:] = 1
     both = [copy.deepcopy(model) for _ in range(2)]
     for m, x in zip(both, (ids, other), strict=True):
-        Smooth(alpha=0.5).apply(m, target(m), [{"input_ids": x, "attention_mask": mask}])
+        Smooth(alpha=0.5, held_out=0).apply(m, target(m), [{"input_ids": x, "attention_mask": mask}])
     assert models.same_state(both[0], models.state(both[1]))
 
 
@@ -161,7 +161,7 @@ def test_what_changes_the_outputs_is_taken_back_bit_for_bit(monkeypatch: pytest.
     before = models.state(model)
     monkeypatch.setattr("pennyweight.algorithms.scaling.tolerance", lambda model: 1e-12)
     with pytest.raises(PlanError, match="smooth: the model's outputs moved by"):
-        Smooth(alpha=0.5).apply(model, target(model), batches)
+        Smooth(alpha=0.5, held_out=0).apply(model, target(model), batches)
     assert models.same_state(model, before)
 
 

@@ -161,7 +161,7 @@ def test_bad_requests_change_nothing() -> None:
     ):
         with pytest.raises(pw.PlanError, match=text):
             pw.sparsify_(model, *args)
-    with pytest.raises(ValueError, match=r"0\.weight: its inputs .* NaN"):
+    with pytest.raises(ValueError, match=r"calibration batch 0 \(2, 64\) has 128 NaN"):
         pw.sparsify_(model, "wanda", "2:4", [torch.full((2, 64), torch.nan)])
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     pw.quantize_(model, pw.Int8WeightOnlyConfig())

@@ -30,7 +30,7 @@ def test_it_lowers_the_divergence_and_adds_no_bytes(config) -> None:
     before = fidelity.mean(q, fresh, reference, fidelity.kl)
     notes = Tune(steps=40, rate=5e-3, batch=2).tune(q, model, batches)
     after = fidelity.mean(q, fresh, reference, fidelity.kl)
-    assert after < 0.8 * before
+    assert after < 0.9 * before
     assert "tuned: held-out divergence" in notes[""]
     assert quantized_bytes(q) == sizes
     assert all(torch.equal(q.get_parameter(n).codes, c) for n, c in codes.items())
@@ -84,7 +84,7 @@ def test_codes_are_learned_for_any_numbers(config) -> None:
                if isinstance(p, AffineQuantizedTensor)]  # fmt: skip
     assert all(changed)
     learned, was = (fidelity.mean(x, fresh, reference, fidelity.kl) for x in (q, before))
-    assert learned < 0.85 * was
+    assert learned < 0.95 * was
     if isinstance(config.weight.scale, torch.dtype):
         Tune(steps=40, rate=5e-3, norms=False).tune(only_scales, model, batches)
         assert learned < fidelity.mean(only_scales, fresh, reference, fidelity.kl)

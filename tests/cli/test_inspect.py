@@ -143,7 +143,7 @@ def sections(output: str) -> dict[str, dict[str, str]]:
         head, *lines = block.splitlines()
         dtype = head.split(", ")[-1].split(" on ")[0]
         out[dtype] = {}
-        for line in lines:
+        for line in lines[:-1]:  # the last says whether a row depends on its batch
             name, _, _, *words = line.split()
             out[dtype][name] = " ".join(words)
     return out

@@ -1,6 +1,7 @@
 """FSDP2 of quantized and of trainable parameters: the bits of one device, and fewer bytes on the wire."""
 
 import copy
+import datetime
 from typing import Any
 
 import pytest
@@ -145,11 +146,43 @@ def gathered(mesh: DeviceMesh) -> None:
     refuses(ValueError, "call fully_shard(model) first", lambda: pwd.quantized_all_gather_(mlp()))
 
 
+APART = [  # what rank 0 has, what rank 1 has
+    ("pw.Int8WeightOnlyConfig()", "pw.Float8WeightOnlyConfig()"),
+    ("pw.Int4WeightOnlyConfig(group_size=32)", "pw.Int4WeightOnlyConfig(group_size=16)"),
+    ("pw.Int8WeightOnlyConfig()", "pw.Int8DynamicActivationInt8WeightConfig()"),
+    ("pw.CodebookWeightOnlyConfig(bits=3, dim=1, group_size=32)", "pw.NF4WeightOnlyConfig()"),
+]
+
+
+def apart(mesh: DeviceMesh) -> None:
+    """Ranks whose models are quantized otherwise are told so, all of them, and the group goes on to work."""
+    rank = mesh.get_local_rank()
+    for pair in APART:
+        model = mlp(pair[rank])
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(
+            ValueError, match="ranks differ in a quantized tensor that they exchange: rank 0 has"
+        ) as told:
+            model(inputs())
+        assert "; rank 1 has " in str(told.value)
+    model = mlp(SOME[0])
+    fully_shard(model, mesh=mesh)
+    assert torch.equal(model(inputs()), mlp(SOME[0])(inputs()))
+    # one rank not quantized at all: no garbage, and nothing that ends the process
+    group = dist.new_group(list(range(mesh.size())), timeout=datetime.timedelta(seconds=4))
+    model = mlp(SOME[0] if rank == 0 else "")
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    with pytest.raises(ValueError if rank == 0 else RuntimeError) as error:
+        model(inputs())
+    assert rank or "after 4 s rank 1 has brought none. Quantize the same model" in str(error.value)
+
+
 def two(mesh: DeviceMesh) -> None:
     frozen(mesh, CASES, 50)
     reloaded(mesh)
     wire(mesh)
     gathered(mesh)
+    apart(mesh)
     model = mlp()
     fully_shard(model, mesh=mesh)
     refuses(pw.PlanError, "then fully_shard", lambda: pw.quantize_(model, build(SOME[0])))

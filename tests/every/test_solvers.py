@@ -216,7 +216,7 @@ def test_values_that_are_not_finite_are_refused_by_name(name: str) -> None:
     before = [p.clone() for p in model.parameters()]
     good, config = [torch.randn(4, 32)], pw.Int8WeightOnlyConfig()
     if solver.needs:
-        with pytest.raises(ValueError, match=r"0\.weight: its inputs .* 1 NaN or infinite values"):
+        with pytest.raises(ValueError, match=r"calibration batch 0 \(1, 32\) has 1 NaN"):
             pw.quantize_(model, config, calibration=[good[0].clone().index_fill_(1, torch.tensor(3), torch.nan)[:1]],
                          algorithm=solver)  # fmt: skip
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -4,16 +4,21 @@ import itertools
 import json
 import math
 import pickle
+import re
 from collections.abc import Callable
+from ctypes import ArgumentError
 
 import pytest
+import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pennyweight.core import blocks
 from pennyweight.core.formats import E4M3, E8M0, INT4, UINT4, UINT5, UINT8, all_formats
 from pennyweight.core.numerics import Params, Parts, dequantize, part_value, quantize
 from pennyweight.core.spec import SPECS, ActivationSpec, QuantSpec
+from pennyweight.core.storage import REFUSAL
+from pennyweight.core.tensor import AffineQuantizedTensor as QT
 
 
 def enrolled() -> dict[str, QuantSpec]:
@@ -394,3 +399,18 @@ def test_a_wrong_spec_cannot_be_built() -> None:
         ActivationSpec(QuantSpec(UINT4, (-1,), zero_point=UINT5))
     with pytest.raises(ValueError, match='mode must be "dynamic" or "static"'):
         ActivationSpec(uint4, "sometimes")
+
+
+@SPEC
+def test_another_writer_refuses_it_or_writes_its_value(spec: QuantSpec) -> None:
+    """safetensors reads numel * itemsize bytes from ``data_ptr()``."""
+    w = QT.from_float(torch.randn(16, 64), spec)
+    for refused in (w, w.to(torch.bfloat16), w[:8], nn.Parameter(w, False), w.t().contiguous(), w.clone(), w.t()):
+        reason = REFUSAL if refused.is_contiguous() else "non contiguous tensor"
+        with pytest.raises((RuntimeError, ArgumentError, ValueError), match=re.escape(reason)):
+            safetensors.torch.save({"w": refused})
+    for exact, held in ((w.dequantize(), w.dequantize()), (w.codes, w.codes), (w[:0], torch.empty(0, 64))):
+        back = safetensors.torch.load(safetensors.torch.save({"w": exact}))["w"]
+        assert back.dtype == held.dtype
+        assert back.shape == held.shape
+        assert torch.equal(back.contiguous().view(torch.uint8), held.contiguous().view(torch.uint8))

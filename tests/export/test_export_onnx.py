@@ -221,3 +221,33 @@ def test_nf4_numbers_are_in_the_file_once(tmp_path: Path) -> None:
         t for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer if list(t.dims) == [16] and "numbers" in t.name
     ]
     assert len(tables) == 1
+
+
+@pytest.mark.parametrize("style", ["auto", "matmulnbits", "qdq"])
+def test_a_file_says_which_engine_it_is_for(style: str, tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 32)).eval()
+    pw.quantize_(model, pw.Int4WeightOnlyConfig(group_size=32))
+    export_onnx(model, (torch.randn(2, 64),), tmp_path / "m.onnx", style=style)
+    told = {p.key: p.value for p in onnx.load(str(tmp_path / "m.onnx")).metadata_props}
+    assert told["pennyweight.style"] == style
+    assert told["pennyweight.engine"].startswith("any of opset 21" if style == "qdq" else "onnxruntime")
+
+
+@pytest.mark.parametrize(
+    "config", [pw.UIntXWeightOnlyConfig(torch.uint2, group_size=32), pw.NVFP4WeightOnlyConfig()], ids=["uint2", "nvfp4"]
+)
+def test_packed_codes_are_shifted_in_32_bits(config: Any, tmp_path: Any) -> None:
+    """OpenVINO computes the same graph over uint8 wrongly, without an error."""
+    model = nn.Sequential(nn.Linear(64, 32)).eval()
+    pw.quantize_(model, config)
+    export_onnx(model, (torch.randn(2, 64),), tmp_path / "m.onnx")
+    graph = onnx.load(str(tmp_path / "m.onnx")).graph
+    kinds = {t.name: t.data_type for t in graph.initializer}
+    made = {name: node for node in graph.node for name in node.output}
+    shifts = [node for node in graph.node if node.op_type == "BitShift"]
+    assert shifts
+    for node in shifts:
+        cast = made[node.input[0]]
+        assert cast.op_type == "Cast"
+        assert cast.attribute[0].i == onnx.TensorProto.UINT32
+        assert kinds[node.input[1]] == onnx.TensorProto.UINT32

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import pennyweight as pw
 
@@ -64,3 +65,15 @@ def flat(parts: Any) -> list[Tensor]:
 
 def bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def tokenizer(folder: Path) -> None:
+    """A tokenizer of single bytes with a chat template, 259 tokens."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    marks, letters = ["<pad>", "<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([], trainers.BpeTrainer(vocab_size=259, special_tokens=marks, initial_alphabet=letters))
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    fast.save_pretrained(folder)

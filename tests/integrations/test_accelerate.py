@@ -1,17 +1,28 @@
 """accelerate's hooks move and hold quantized weights like any others."""
 
 import copy
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, cpu_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate import (
+    Accelerator,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from accelerate.utils import set_module_tensor_to_device
 from transformers import LlamaForCausalLM
 
 import pennyweight as pw
+from tests.integrations import writers
 from tests.integrations.small import IDS, assert_same_weights, float_folder, llama, shape
+from tests.integrations.writers import Writer
 
 CONFIGS = {"int8": pw.Int8WeightOnlyConfig(), "int4": pw.Int4WeightOnlyConfig(32), "nf4": pw.NF4WeightOnlyConfig()}
 
@@ -35,6 +46,54 @@ def test_cpu_offload(model: Any) -> None:
     assert all(p.is_meta for p in moved.parameters())
     assert torch.equal(logits(moved), expected)
     assert all(p.is_meta for p in moved.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_offload_to_disk(model: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """accelerate's own folder would hold floats, which is refused; files of ours are mapped and hold the codes."""
+    model.to(dtype)
+    expected = logits(model)
+    disk = dict.fromkeys(["model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"], "disk")
+    told = r"as float numbers\. Save the model by pw\.save\(model, folder\), and give what is mapped"
+    with pytest.raises(TypeError, match=told):
+        disk_offload(copy.deepcopy(model), tmp_path / "theirs", execution_device=torch.device("cpu"))
+    with pytest.raises(TypeError, match=told):
+        dispatch_model(copy.deepcopy(model), disk, main_device="cpu", offload_dir=tmp_path / "too", force_hooks=True)
+    pw.save(model, tmp_path / "ours")
+    with pw.open(tmp_path / "ours") as weights:
+        moved = cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"), state_dict=weights)
+        assert all(p.is_meta for p in moved.parameters())
+        for _ in range(2):  # files hold no packing, so another kernel runs, on the same codes
+            error = (logits(moved) - expected).abs().max() / expected.abs().max()
+            assert error <= (2e-2 if dtype is torch.bfloat16 else 2e-5)
+            assert all(p.is_meta for p in moved.parameters())
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["into float", "into quantized"])
+def test_load_checkpoint_and_dispatch(model: Any, quantized: bool, tmp_path: Path) -> None:
+    """A state dict of torch.save; safetensors of ours are read by pw.load, which dispatch_model may follow."""
+    expected = logits(model)
+    torch.save(model.state_dict(), tmp_path / "state.bin")
+    pw.save(model, tmp_path / "ours")
+
+    def empty() -> Any:
+        with init_empty_weights():
+            made = LlamaForCausalLM(shape()).eval()
+        if quantized:
+            pw.quantize_(made.model, pw.Int8WeightOnlyConfig())
+        return made
+
+    with warnings.catch_warnings(record=True):
+        loaded = load_checkpoint_and_dispatch(empty(), str(tmp_path / "state.bin"), device_map={"": "cpu"})
+    assert_same_weights(loaded, model)
+    assert torch.equal(logits(loaded), expected)
+    loaded = dispatch_model(pw.load(tmp_path / "ours", empty()), {"": "cpu"}, main_device="cpu", force_hooks=True)
+    assert_same_weights(loaded, model)
+    assert torch.equal(logits(loaded), expected)
+    with pytest.raises(TypeError, match=r"as float numbers"):
+        load_checkpoint_and_dispatch(
+            empty(), str(tmp_path / "state.bin"), device_map={"": "disk"}, offload_folder=tmp_path / "off"
+        )
 
 
 def test_dispatch_model(model: Any) -> None:
@@ -68,3 +127,82 @@ def test_models_made_without_weights_are_filled(model: Any, tmp_path: Path) -> N
 def test_accelerator_prepares(model: Any) -> None:
     prepared = Accelerator(cpu=True).prepare(copy.deepcopy(model))
     assert torch.equal(logits(prepared), logits(model))
+
+
+def save_state(model: Any, folder: Path, **kwargs: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model)
+    accelerator.save_state(str(folder), **kwargs)
+    accelerator.free_memory()
+
+
+def load_state(folder: Path, model: Any) -> Any:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model)
+    accelerator.load_state(str(folder))
+    accelerator.free_memory()
+    return model
+
+
+def save_pretrained(model: Any, folder: Path) -> None:
+    """The lines of accelerate's own documentation."""
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
+    accelerator.unwrap_model(prepared).save_pretrained(
+        folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(prepared),
+    )  # fmt: skip
+
+
+def save_model(model: Any, folder: Path, **kwargs: Any) -> None:
+    Accelerator(cpu=True).save_model(model, str(folder), **kwargs)
+
+
+def load_bin(folder: Path, model: Any) -> Any:
+    model.load_state_dict(torch.load(folder / "pytorch_model.bin", weights_only=True), strict=False)
+    return model
+
+
+WRITERS = {
+    "save_model": Writer(save_model),
+    "save_model, pickle": Writer(partial(save_model, safe_serialization=False), load_bin),
+    "save_state": Writer(save_state),
+    "save_state, pickle": Writer(partial(save_state, safe_serialization=False), load_state),
+}
+PRETRAINED = {
+    "unwrap_model, save_pretrained": Writer(save_pretrained, lambda d, m: LlamaForCausalLM.from_pretrained(d)),
+}
+
+
+@pytest.mark.parametrize("config", ["int4"])  # one: save_state takes seconds
+@pytest.mark.parametrize("make", writers.MODELS.values(), ids=writers.MODELS)
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_writers(writer: Writer, make: Any, config: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    other = writers.quantized(make, config)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    writers.check(writer, writers.quantized(make, config), other, tmp_path)
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("writer", [*PRETRAINED.values(), *WRITERS.values()], ids=[*PRETRAINED, *WRITERS])
+def test_writers_of_transformers_models(writer: Writer, ties: bool, tmp_path: Path) -> None:
+    model, other = llama(tie_word_embeddings=ties), llama(tie_word_embeddings=ties)
+    for m in (model, other):
+        pw.quantize_(m, pw.Int4WeightOnlyConfig(32))
+    writers.check(writer, model, other, tmp_path, logits)
+
+
+def test_tied_weights_that_are_dispatched_stay_tied_and_others_apart() -> None:
+    """accelerate keeps what it moved in a table by address."""
+    model = llama(tie_word_embeddings=True)
+    pw.quantize_(model, pw.Int8WeightOnlyConfig(), lambda m, name: isinstance(m, (torch.nn.Linear, torch.nn.Embedding)))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    expected = logits(model)
+    moved = cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+    assert torch.equal(logits(moved), expected)
+    places = dict.fromkeys(["model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
+    moved = dispatch_model(copy.deepcopy(model), places, main_device="cpu", force_hooks=True)
+    assert torch.equal(logits(moved), expected)

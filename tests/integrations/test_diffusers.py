@@ -1,5 +1,8 @@
-"""diffusers takes no quantizers of others: a pipeline's models are quantized in place, and saved and loaded by ours."""
+"""diffusers: a pipeline's models are quantized in place, and saved and loaded by their own calls or by ours."""
 
+import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +10,14 @@ import pytest
 import torch
 
 import pennyweight as pw
+from tests.integrations import writers
+from tests.integrations.writers import Writer
 
 pytest.importorskip("diffusers")
 
 from diffusers import DDIMPipeline, DDIMScheduler, DiTTransformer2DModel, UNet2DModel
+
+from pennyweight.integrations.diffusers import DiffusersConfig, DiffusersPennyweightQuantizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -62,3 +69,84 @@ def test_a_transformer(config: pw.AOBaseConfig) -> None:
         got = model(x, timestep=when, class_labels=label).sample
     assert report.fraction > 0.8
     assert float((got - exact).norm() / exact.norm()) < 0.15
+
+
+def read(folder: Path, other: Any) -> Any:
+    return UNet2DModel.from_pretrained(folder)
+
+
+FILE = "diffusion_pytorch_model.safetensors"
+
+
+def pipeline_of(model: Any) -> Any:
+    return DDIMPipeline(model, DDIMScheduler(num_train_timesteps=10))
+
+
+WRITERS = {
+    "save_pretrained": Writer(lambda m, d: m.save_pretrained(d), read),
+    "save_pretrained, shards": Writer(lambda m, d: m.save_pretrained(d, max_shard_size="20KB"), read),
+    "save_pretrained, pickle": Writer(lambda m, d: m.save_pretrained(d, safe_serialization=False), read),
+    "save_pretrained, pw.load": Writer(lambda m, d: m.save_pretrained(d), lambda d, m: pw.load(d / FILE, m)),
+    "save_pretrained twice": Writer(lambda m, d: m.save_pretrained(d), lambda d, m: again(read(d, m), d)),
+    "DiffusionPipeline.save_pretrained": Writer(
+        lambda m, d: pipeline_of(m).save_pretrained(d), lambda d, m: DDIMPipeline.from_pretrained(d).unet
+    ),
+    "save_config, pw.save": Writer(lambda m, d: (m.save_config(d), pw.save(m, d / FILE)), read),
+}
+
+
+def again(model: Any, folder: Path) -> Any:
+    model.save_pretrained(folder / "again")
+    return read(folder / "again", model)
+
+
+def said(model: Any) -> torch.Tensor:
+    return image(pipeline_of(model))
+
+
+@pytest.mark.parametrize("config", ["int8-dynamic", "int4", "nf4"])
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_writers(writer: Writer, config: str, tmp_path: Path) -> None:
+    logging.getLogger("diffusers").setLevel(logging.CRITICAL)  # it looks for safetensors before it takes a pickle
+    model = unet()
+    picks = (torch.nn.Linear,) if "dynamic" in config else (torch.nn.Linear, torch.nn.Conv2d)
+    pw.quantize_(model, writers.CONFIGS[config], lambda m, name: isinstance(m, picks))
+    before = {n: p.spec for n, p in model.named_parameters() if isinstance(p, pw.AffineQuantizedTensor)}
+    writers.check(writer, model, unet(), tmp_path, said)
+    loaded = writer.read(tmp_path, unet())  # type: ignore[misc]
+    assert {n: p.spec for n, p in loaded.named_parameters() if isinstance(p, pw.AffineQuantizedTensor)} == before
+
+
+def test_what_is_float_again_is_saved_as_float(tmp_path: Path) -> None:
+    model = unet()
+    pw.quantize_(model, pw.Int8WeightOnlyConfig())
+    assert model.config["quantization_config"].config == pw.Int8WeightOnlyConfig()
+    pw.quantize_(model, pw.NF4WeightOnlyConfig(), lambda m, name: isinstance(m, torch.nn.Conv2d))
+    assert model.config["quantization_config"].config is None  # by two
+    model.save_pretrained(tmp_path / "quantized")
+    loaded = read(tmp_path / "quantized", None)
+    assert isinstance(loaded.hf_quantizer, DiffusersPennyweightQuantizer)
+    pw.dequantize_(model)
+    for i, plain in enumerate((model, loaded.dequantize())):
+        assert getattr(plain, "hf_quantizer", None) is None
+        plain.save_pretrained(tmp_path / f"float{i}")
+        assert "quantization_config" not in json.loads((tmp_path / f"float{i}" / "config.json").read_text())
+        held = read(tmp_path / f"float{i}", None).state_dict()
+        assert all(torch.equal(held[name], t) for name, t in model.state_dict().items())
+
+
+def test_folders_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    for bad in ({"version": 99}, {"version": True}, {"quant_method": "other"}, {"bits": 3}):
+        with pytest.raises(ValueError, match=r"version|unknown"):
+            DiffusersConfig(**bad)
+    unet().save_pretrained(tmp_path / "float")
+    with pytest.raises(ValueError, match=re.escape("call pw.quantize_ after it")):
+        UNet2DModel.from_pretrained(tmp_path / "float", quantization_config=DiffusersConfig(pw.Int8WeightOnlyConfig()))
+    model = unet()
+    pw.quantize_(model, pw.Int8WeightOnlyConfig())
+    model.save_pretrained(tmp_path / "ours")
+    path = tmp_path / "ours" / "diffusion_pytorch_model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"int8"', b'"int9"') if b'"int8"' in data else data.replace(b"int8", b"int9"))
+    with pytest.raises(pw.CheckpointError):
+        UNet2DModel.from_pretrained(tmp_path / "ours")

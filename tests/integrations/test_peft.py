@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 
 import pennyweight as pw
 from pennyweight.integrations.peft import merge_and_report, merged
-from tests.integrations.small import IDS, float_folder, quantized
+from tests.integrations import writers
+from tests.integrations.small import IDS, float_folder, llama, quantized
+from tests.integrations.writers import Writer
 
 CONFIGS = {
     "int8": pw.Int8WeightOnlyConfig(),
@@ -176,3 +178,114 @@ def test_a_change_too_small_for_the_codes_is_told(folder: Path) -> None:
     _, report = merge_and_report(lora)
     kept = [float(r.note.split()[-2]) for r in report.rows]
     assert max(kept) < 3
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def of_pretrained(folder: Path, other: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def merge_then_quantize(config: pw.AOBaseConfig) -> Any:
+    merged = get_peft_model(llama(), LORA).merge_and_unload()
+    pw.quantize_(merged, config)
+    return merged
+
+
+def quantize_then_merge(config: pw.AOBaseConfig) -> Any:
+    model = llama()
+    pw.quantize_(model, config)
+    return get_peft_model(model, LORA).merge_and_unload()
+
+
+def adapter(folder: Path, other: Any) -> Any:
+    """The adapter that was written, on a base quantized the same way."""
+    return PeftModel.from_pretrained(other, folder)
+
+
+def quantize_then_adapt(config: pw.AOBaseConfig) -> Any:
+    model = llama()
+    pw.quantize_(model, config)
+    torch.manual_seed(5)
+    return get_peft_model(model, LORA)
+
+
+MODELS = {
+    "merged, then quantized": (merge_then_quantize, Writer(lambda m, d: m.save_pretrained(d), of_pretrained)),
+    "quantized, then merged": (quantize_then_merge, Writer(lambda m, d: m.save_pretrained(d), of_pretrained)),
+    "adapter on a quantized base": (quantize_then_adapt, Writer(lambda m, d: m.save_pretrained(d), adapter)),
+}
+
+
+@pytest.mark.parametrize("config", ["int8", "int8-dynamic", "int4", "nf4"])
+@pytest.mark.parametrize(("make", "writer"), MODELS.values(), ids=MODELS)
+def test_writers(make: Any, writer: Writer, config: str, tmp_path: Path) -> None:
+    other = llama()
+    pw.quantize_(other, writers.CONFIGS[config])
+    writers.check(writer, make(writers.CONFIGS[config]), other, tmp_path, logits)
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.head = torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "int4"])
+def test_a_module_that_is_saved_whole_is_trained_as_floats(name: str, tmp_path: Path) -> None:
+    """PEFT copies ``modules_to_save`` and trains the copy, in which codes would never change."""
+    model, float_model = Classifier(), Classifier()
+    pw.quantize_(model, CONFIGS[name])
+    config = LoraConfig(r=4, target_modules=["up"], modules_to_save=["head"], init_lora_weights=False)
+    lora, exact = get_peft_model(model, config), get_peft_model(float_model, config)
+    wrapper = lora.base_model.model.head
+    assert isinstance(wrapper.original_module.weight, pw.AffineQuantizedTensor)
+    start = wrapper.modules_to_save["default"].weight
+    assert type(start) is torch.nn.Parameter
+    assert start.requires_grad
+    assert torch.equal(start, wrapper.original_module.weight.dequantize())
+    before = start.detach().clone()
+    x, y = torch.randn(64, 32), torch.randint(8, (64,))
+    losses = []
+    for m in (lora, exact):
+        optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3)
+        for _ in range(30):
+            loss = torch.nn.functional.cross_entropy(m(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert not torch.equal(start, before)
+    assert abs(losses[0] - losses[1]) < 0.5 * (2.08 - losses[1])  # ln 8 is where it starts
+    lora.save_pretrained(tmp_path)
+    fresh = Classifier()
+    pw.quantize_(fresh, CONFIGS[name])
+    with torch.no_grad():
+        assert torch.equal(PeftModel.from_pretrained(fresh, tmp_path)(x), lora.eval()(x))
+
+
+def test_adapters_are_not_quantized() -> None:
+    lora = get_peft_model(Classifier(), LoraConfig(r=4, target_modules=["up"], modules_to_save=["head"]))
+    trainable = [n for n, p in lora.named_parameters() if p.requires_grad]
+    report = pw.quantize_(lora, CONFIGS["nf4"], lambda module, name: isinstance(module, torch.nn.Linear))
+    assert [n for n, p in lora.named_parameters() if p.requires_grad] == trainable
+    assert {r.name for r in report.quantized} == {
+        "base_model.model.up.base_layer.weight", "base_model.model.head.original_module.weight",
+    }  # fmt: skip
+    notes = {r.name: r.note for r in report.skipped}
+    assert "belongs to an adapter of PEFT" in notes["base_model.model.up.lora_A.default.weight"]
+    assert "belongs to an adapter of PEFT" in notes["base_model.model.head.modules_to_save.default.weight"]
+    key = "base_model.model.up.lora_A.default.weight"
+    named = pw.quantize_(lora, pw.FqnToConfig({key: CONFIGS["int8"]}))  # asked for by name
+    assert [r.name for r in named.quantized] == [key]
+
+
+def test_a_model_without_adapters_is_refused_by_name() -> None:
+    for config in (None, CONFIGS["int8"]):
+        with pytest.raises(ValueError, match="Classifier has no adapters to merge"):
+            merge_and_report(Classifier(), config=config)

@@ -1,16 +1,21 @@
 """sentence-transformers: a small random encoder, quantized, saved and loaded."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 import pennyweight as pw
 from pennyweight.integrations.transformers import attach_quantizer
+from tests.integrations import writers
+from tests.integrations.writers import Writer
 
 TEXTS = ["small weights", "large models", "weights for small models and large ones"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -69,3 +74,79 @@ def test_quantized_while_loading(tmp_path: Path) -> None:
     model = sentences(folder, quantization_config=pw.PennyweightConfig("int8", []))
     assert len(weights(model)) == 13
     assert cosine(model.encode(TEXTS, convert_to_tensor=True), exact) > 0.999
+
+
+def said(model: Any) -> torch.Tensor:
+    return model.encode(TEXTS, convert_to_tensor=True)
+
+
+def read(folder: Path, other: Any) -> Any:
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+def dense(folder: Path) -> SentenceTransformer:
+    """A linear layer of sentence-transformers' own after the encoder: it is saved by safetensors alone."""
+    torch.manual_seed(0)
+    modules = [Transformer(str(folder)), Pooling(64, "mean"), Dense(64, 32)]
+    return SentenceTransformer(modules=modules, device="cpu")
+
+
+WRITERS = {
+    "save": Writer(lambda m, d: m.save(str(d), create_model_card=False), read),
+    "save_pretrained": Writer(lambda m, d: m.save_pretrained(str(d), create_model_card=False), read),
+    "save, the encoder by pw.load": Writer(
+        lambda m, d: m.save(str(d), create_model_card=False), lambda d, m: (pw.load(d, m[0].model), m)[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("config", ["int8-dynamic", "int4", "nf4"])
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_writers(writer: Writer, config: str, tmp_path: Path) -> None:
+    folder = encoder_folder(tmp_path)
+    model = sentences(folder)
+    pw.quantize_(model, writers.CONFIGS[config])
+    writers.check(writer, model, sentences(folder), tmp_path / "saved", said)
+
+
+def test_a_quantized_module_of_sentence_transformers_itself_is_refused(tmp_path: Path) -> None:
+    model = dense(encoder_folder(tmp_path))
+    pw.quantize_(model, pw.Int8WeightOnlyConfig())
+    refusing = Writer(WRITERS["save"].write)
+    writers.check(refusing, model, model, tmp_path / "saved", said)
+    pw.dequantize_(model)
+    pw.quantize_(model, pw.Int8WeightOnlyConfig(), lambda m, name: name.startswith("0.") and type(m) is torch.nn.Linear)
+    writers.check(WRITERS["save"], model, model, tmp_path / "again", said)
+
+
+PROBE = """
+import sys, torch
+from sentence_transformers import SentenceTransformer
+ours, compressed, texts = sys.argv[1], sys.argv[2], sys.argv[3:]
+assert "pennyweight" not in sys.modules
+try:
+    SentenceTransformer(ours, device="cpu")
+    sys.exit("made up weights")
+except Exception as e:
+    assert "import pennyweight" in str(e), repr(e)
+from transformers import CompressedTensorsConfig
+dense = {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
+print(SentenceTransformer(compressed, device="cpu", model_kwargs=dense).encode(texts).tolist())
+import pennyweight
+print(SentenceTransformer(ours, device="cpu").encode(texts).tolist())
+"""
+
+
+def test_a_process_that_does_not_know_us(tmp_path: Path) -> None:
+    model = sentences(encoder_folder(tmp_path))
+    pw.quantize_(model, pw.Int8WeightOnlyConfig())
+    for name, format in (("ours", "pennyweight"), ("compressed", "compressed-tensors")):
+        attach_quantizer(model[0].model, save_as=format)
+        model.save(str(tmp_path / name), create_model_card=False)
+    command = [sys.executable, "-c", PROBE, str(tmp_path / "ours"), str(tmp_path / "compressed"), *TEXTS]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    compressed, ours = (torch.tensor(json.loads(line)) for line in run.stdout.splitlines() if line.startswith("[["))
+    expected = model.encode(TEXTS, convert_to_tensor=True).cpu()
+    assert torch.equal(ours, expected)
+    assert torch.allclose(compressed, expected, atol=1e-5)

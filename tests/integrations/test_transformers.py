@@ -417,7 +417,7 @@ def test_the_name_at_the_top_and_registering_twice() -> None:
     assert "PennyweightConfig" in dir(pw)
     assert "PennyweightConfig" not in pw.__all__
     module = importlib.import_module("pennyweight.integrations.transformers")
-    module._register()
+    module.register()
     assert dict(PennyweightConfig("int4", on_indivisible="skip")) == {
         "quant_method": "pennyweight", "version": 1, "config": {"type": "Int4WeightOnlyConfig"},
         "modules_to_not_convert": None, "on_indivisible": "skip",

@@ -60,7 +60,7 @@ def test_no_room_on_the_disk_is_told_before_work_begins(tmp_path: Path, monkeypa
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="are needed, 1000 are free"):
         quantize_checkpoint(tmp_path / "src", tmp_path / "dst", CONFIGS["int8"])
-    assert contents(tmp_path / "dst") == {}
+    assert not (tmp_path / "dst").exists()
 
 
 def test_a_single_file_as_the_source(tmp_path: Path) -> None:

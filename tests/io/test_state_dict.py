@@ -3,6 +3,7 @@
 import copy
 import io
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,8 @@ class TestFourDirections:
     def test_quantized_into_float(self, spec: QuantSpec, assign: bool, packed: bool) -> None:
         """Copied: the float weight takes the values. Assigned: the model becomes quantized there."""
         source, target = quantized_model(spec, packed), float_model()
-        target.load_state_dict(source.state_dict(), assign=assign)
+        with nullcontext() if assign else pytest.warns(UserWarning, match="into float parameters"):
+            target.load_state_dict(source.state_dict(), assign=assign)
         assert isinstance(target.layer.weight, QT) == assign
         assert isinstance(target.layer.weight, nn.Parameter)
         assert torch.equal(value(target.layer.weight), value(source.layer.weight))
@@ -122,7 +124,8 @@ def test_a_wrong_shape_is_refused(kind: str) -> None:
 
 def test_another_spec_is_requantized_on_copy_and_taken_on_assign() -> None:
     source, target = quantized_model(SPECS["int8"]), quantized_model(SPECS["int4"])
-    target.load_state_dict(source.state_dict())
+    with pytest.warns(UserWarning, match="assign=True"):
+        target.load_state_dict(source.state_dict())
     expected = QT.from_float(source.layer.weight.dequantize(), SPECS["int4"])
     assert torch.equal(value(target.layer.weight), expected.dequantize())
     target.load_state_dict(source.state_dict(), assign=True)
@@ -168,7 +171,9 @@ def test_what_pw_load_gives_goes_into_load_state_dict(tmp_path: Path) -> None:
     save(source, tmp_path)
     for assign in (False, True):
         for target in (quantized_model(SPECS["tinygemm"], packed=True), float_model()):
-            target.load_state_dict(load(tmp_path), assign=assign)
+            copied = not assign and not isinstance(target.layer.weight, QT)
+            with pytest.warns(UserWarning, match="into float") if copied else nullcontext():
+                target.load_state_dict(load(tmp_path), assign=assign)
             assert torch.equal(value(target.layer.weight), value(source.layer.weight))
             target(torch.tensor([1, 2]))
 

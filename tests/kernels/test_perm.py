@@ -1,7 +1,6 @@
 """Products with weights whose contracted axis is stored in another order: as of the same kernel on a gathered input."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.linear import linear
 from pennyweight.kernels.prepare import prepare
 from pennyweight.kernels.table import case_of, explain, select
-from pennyweight.models.freeze import freeze_, thaw_
+from pennyweight.models import siblings
+from pennyweight.models.freeze import freeze_
 from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN
 
 WEIGHTS = {
@@ -198,19 +198,6 @@ def test_a_changed_order_is_seen() -> None:
     assert w.perm is None
 
 
-class Attention(nn.Module):
-    def __init__(self, orders: list[torch.Tensor | None]) -> None:
-        super().__init__()
-        for name, order in zip(("q_proj", "k_proj", "v_proj"), orders, strict=True):
-            layer = nn.Linear(96, 32)
-            w = QT.from_float(layer.weight, QuantSpec(INT4, (32,)), act=INT8_TOKEN).with_(perm=order)
-            layer.weight = nn.Parameter(prepare(w), requires_grad=False)
-            self.add_module(name, layer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.q_proj(x), self.k_proj(x), self.v_proj(x)])
-
-
 def order(seed: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.randperm(96, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -223,30 +210,26 @@ def order(seed: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         ([order(1), None, order(1)], False),
     ],
 )
-def test_siblings_are_one_call_only_in_one_order(orders: list[Any], together: bool, monkeypatch: Any) -> None:
-    model, x = Attention(orders), torch.randn(2, 96)
-    kernel = select("linear", case_of(model.q_proj.weight, x.dtype))
-    if kernel.together is None:
+def test_layers_are_one_call_only_in_one_order(orders: list[Any], together: bool, monkeypatch: Any) -> None:
+    layers, x, calls = [nn.Linear(96, 32).requires_grad_(False) for _ in orders], torch.randn(2, 96), []
+    for layer, perm in zip(layers, orders, strict=True):
+        w = QT.from_float(layer.weight, QuantSpec(INT4, (32,)), act=INT8_TOKEN).with_(perm=perm)
+        layer.weight = nn.Parameter(prepare(w), requires_grad=False)
+    if select("linear", case_of(layers[0].weight, x.dtype)).together is None:
         pytest.skip("the native kernels are not built")
-    expected, calls = model(x), []
 
-    def counted(cases: Any) -> Any:
-        run = kernel.together(cases)
-        return lambda *args: calls.append(1) or run(*args)
+    def counted(cases: Any, bind: Any = siblings._bind) -> Any:
+        made = bind(cases)
+        return None if made is None else made._replace(run=lambda *args: calls.append(1) or made.run(*args))
 
-    monkeypatch.setattr("pennyweight.models.siblings.select", lambda op, case: replace(kernel, together=counted))
-    freeze_(model)
-    with torch.no_grad():
-        for _ in range(4):
-            assert torch.equal(model(x), expected)
-        assert bool(calls) == together
-        if together:  # one of them gets another order in place, the weight its values
-            model.k_proj.weight.copy_(prepare(weights("int4, int8 tokens")[0]))
-            model.k_proj.weight.perm.copy_(order(5))
-            thawed = [F.linear(x, p.weight, p.bias) for p in (model.q_proj, model.k_proj, model.v_proj)]
-            for _ in range(3):
-                assert torch.equal(model(x), torch.stack(thawed))
-    thaw_(model)
+    monkeypatch.setattr(siblings, "_bind", counted)
+    assert all(map(torch.equal, siblings.together(x, layers), [layer(x) for layer in layers]))
+    assert bool(calls) == together
+    if together:  # one of them gets another order in place, the weight its values
+        layers[1].weight.copy_(prepare(weights("int4, int8 tokens")[0]))
+        layers[1].weight.perm.copy_(order(5))
+        assert all(map(torch.equal, siblings.together(x, layers), [layer(x) for layer in layers]))
+        assert len(calls) == 1
 
 
 def test_explain_says_it() -> None:

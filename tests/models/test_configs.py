@@ -110,3 +110,13 @@ def test_scales_along_another_axis_are_refused() -> None:
     for granularity in (pw.PerAxis(1), pw.PerRow(0)):
         with pytest.raises(pw.PlanError, match=r"weight.*Per"):
             pw.quantize_(nn.Linear(8, 8), pw.IntxWeightOnlyConfig(granularity=granularity))
+
+
+@pytest.mark.parametrize("size", ["64", "e4m3", 64.0, True, None])
+def test_a_size_that_is_no_number_is_named(size: Any) -> None:
+    with pytest.raises(
+        ValueError, match="MXDynamicActivationMXWeightConfig: block_size is a positive number of elements"
+    ):
+        pw.MXDynamicActivationMXWeightConfig(size)
+    with pytest.raises(ValueError, match="group_size is a number of elements such as 64"):
+        pw.Int4WeightOnlyConfig(group_size=size)

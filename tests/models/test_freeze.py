@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import pennyweight as pw
 from pennyweight.core.formats import INT8
@@ -85,16 +88,13 @@ def test_the_tensor_class_is_not_on_the_way(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(ice(x), expected)
 
 
-def test_parts_are_plain_buffers_and_nothing_is_copied() -> None:
+def test_only_the_class_changes() -> None:
     model = net("nf4_double")
-    w = model[0].weight
+    before = [dict(module.__dict__) for module in model]
+    named = [(n, id(t)) for n, t in (*model.named_parameters(), *model.named_buffers())]
     pw.freeze_(model)
-    names = ["weight_codes", "weight_scale_codes", "weight_scale_scale", "weight_scale_offset"]
-    assert list(model[0]._buffers) == names
-    assert all(type(b) is Tensor for b in model.buffers())
-    assert model[0].weight_codes.data_ptr() == w.parts.codes.data_ptr()
-    assert model[0].weight_scale_codes.data_ptr() == w.parts.scale.parts.codes.data_ptr()
-    assert [n for n, _ in model[0].named_parameters()] == ["bias"]
+    assert [dict(module.__dict__) for module in model] == before
+    assert [(n, id(t)) for n, t in (*model.named_parameters(), *model.named_buffers())] == named
     assert "weight=nf4[64]" in repr(model)
     assert isinstance(model[0], pw.FrozenLinear)
 
@@ -161,7 +161,7 @@ def test_compiled_and_exported(scheme: str) -> None:
 
     with torch.no_grad():
         y = ice(x)
-        assert torch.equal(torch.compile(ice, fullgraph=True, backend=backend)(x), y)
+        assert torch.equal(torch.compile(ice, fullgraph=True, backend=aot_autograd(fw_compiler=backend))(x), y)
         targets = [n.target for n in graphs[0].graph.nodes if n.op == "call_function"]
         assert targets.count(torch.ops.pennyweight.linear.default) == 2
         exported = torch.export.export(ice, (x,))
@@ -184,7 +184,7 @@ def test_thaw_undoes_it_exactly(scheme: str) -> None:
     before = [(n, id(p)) for n, p in model.named_parameters()]
     dicts = [set(m.__dict__) for m in model]
     assert pw.freeze_(model).summary().startswith("2 parameters frozen, 0 left alone")
-    assert [r.name for r in pw.freeze_(model).rows] == []
+    assert [r.note for r in pw.freeze_(model).rows] == ["was frozen already"] * 2
     assert pw.thaw_(model).summary().startswith("2 parameters thawed")
     assert [(n, id(p)) for n, p in model.named_parameters()] == before
     assert [set(m.__dict__) for m in model] == dicts
@@ -205,8 +205,8 @@ def test_a_lone_layer_hooks_flags_and_attributes() -> None:
     assert seen == ["after"]
     assert (layer.tag, layer.training, layer.in_features, layer.out_features) == ("mine", False, 96, 32)
     assert set(layer.state_dict()) == {"weight", "bias", "extra"}
-    pw.thaw_(layer)
     assert set(layer._buffers) == {"extra", "passing"}
+    pw.thaw_(layer)
     assert layer._non_persistent_buffers_set == {"passing"}
 
 
@@ -216,7 +216,8 @@ class Own(nn.Linear):
 
 
 class Renamed(nn.Linear):
-    pass
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
 
 
 def test_what_is_left_alone_and_why() -> None:
@@ -240,8 +241,12 @@ def test_what_is_left_alone_and_why() -> None:
         "own.weight", "patched.weight", "trained.weight", "table.weight", "attention.in_proj_weight",
     }  # fmt: skip
     assert torch.equal(model["attention"](x, x, x)[0], before)  # it takes out_proj.weight and multiplies itself
-    pw.thaw_(model)
-    assert type(model["renamed"]) is Renamed
+    for frozen in (model["renamed"], copy.deepcopy(model["renamed"]), pickle.loads(pickle.dumps(model["renamed"]))):
+        assert isinstance(frozen, (pw.FrozenLinear, Renamed))  # what it can do it still can
+        assert frozen.shape() == (64, 64)
+        assert torch.equal(frozen(x), model["renamed"](x))
+        pw.thaw_(frozen)
+        assert type(frozen) is Renamed
 
 
 def test_a_frozen_model_is_thawed_before_it_is_quantized_and_dequantized_as_it_is() -> None:
@@ -268,7 +273,7 @@ class Tied(nn.Module):
 
 
 def storages(model: Tied) -> set[int]:
-    return {model.table.weight.parts.codes.data_ptr(), model.a.weight_codes.data_ptr(), model.b.weight_codes.data_ptr()}
+    return {layer.weight.parts.codes.data_ptr() for layer in (model.table, model.a, model.b)}
 
 
 @torch.no_grad()  # a graph that holds a weight keeps torch from moving it
@@ -297,10 +302,10 @@ def test_a_change_of_dtype_means_what_it_means_for_the_tensor(scheme: str) -> No
     model, ice = frozen(scheme)
     x = torch.randn(3, 96)
     for change in (lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.float(), lambda m: m.to("cpu")):
-        dtypes = [b.dtype for b in ice[0].buffers()]
+        dtypes = [p.dtype for p in ice[0].weight.parts if p is not None]
         change(model)
         assert change(ice) is ice
-        assert [b.dtype for b in ice[0].buffers()] == dtypes  # scales too
+        assert [p.dtype for p in ice[0].weight.parts if p is not None] == dtypes  # scales too
         assert ice[0].weight.dtype is model[0].weight.dtype
         like = x.to(ice[0].bias.dtype)
         with torch.no_grad():
@@ -310,8 +315,8 @@ def test_a_change_of_dtype_means_what_it_means_for_the_tensor(scheme: str) -> No
 def test_share_memory_and_meta() -> None:
     _, ice = frozen("nf4_double")
     ice.share_memory()
-    assert all(b.is_shared() for b in ice.buffers())
-    assert ice.to("meta")[0].weight_codes.is_meta
+    assert all(w.is_shared() for w in ice.parameters())
+    assert ice.to("meta")[0].weight.parts.codes.is_meta
     assert isinstance(ice[0], pw.FrozenLinear)
 
 
@@ -329,7 +334,7 @@ def test_copies_and_pickles_are_frozen_and_equal(scheme: str) -> None:
             assert isinstance(other[0], pw.FrozenLinear)
             assert other[0].weight.spec == ice[0].weight.spec
             assert torch.equal(other(x), y)
-        assert copies[0][0].weight_codes.data_ptr() != ice[0].weight_codes.data_ptr()
+        assert copies[0][0].weight.parts.codes.data_ptr() != ice[0].weight.parts.codes.data_ptr()
         pw.thaw_(copies[1])
         assert type(copies[1][0]) is nn.Linear
         assert torch.equal(copies[1](x), y)
@@ -350,12 +355,12 @@ def test_the_state_dict_is_that_of_the_model_before(scheme: str, tmp_path: Path)
     state = torch.load(stream, weights_only=True)
     with torch.no_grad():
         y = ice(x)
-        kept = cold[0].weight_codes
+        kept = cold[0].weight.parts.codes
         for target in (other, cold):
             assert not torch.equal(target(x), y)
             target.load_state_dict(state)
             assert torch.equal(target(x), y)
-        assert cold[0].weight_codes is kept  # in place
+        assert cold[0].weight.parts.codes is kept  # in place
         for assign in (True, False):
             _, cold = frozen(scheme)
             cold.load_state_dict(state, assign=assign)
@@ -388,16 +393,86 @@ def test_float_weights_that_are_assigned_thaw_a_layer_and_copied_ones_are_quanti
     assert torch.equal(ice[0](x), F.linear(x, state["weight"], state["bias"]))
 
 
-def test_buffers_are_what_is_used() -> None:
+# -- what is replaced or changed is what is used ---------------------------------------------------------------------
+
+
+def test_a_weight_that_is_written_to_or_replaced() -> None:
     _, ice = frozen("int8_row")
     x, layer = torch.randn(2, 96), ice[0]
     y = layer(x)
-    doubled = torch.func.functional_call(layer, {"weight_scale": layer.weight_scale * 2, "bias": layer.bias * 2}, x)
-    torch.testing.assert_close(doubled, y * 2)
-    assert torch.equal(layer(x), y)
-    layer.weight_codes[0] += 1
+    layer.weight.parts.codes[0] += 1
     changed = layer(x)
     assert not torch.equal(changed, y)
     torch.testing.assert_close(changed, F.linear(x, layer.weight.dequantize(), layer.bias))
-    with pytest.raises((AttributeError, KeyError, TypeError)):
-        layer.weight = nn.Parameter(torch.zeros(32, 96))
+    layer.weight.data = net("int8_row")[0].weight
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight.dequantize(), layer.bias))
+    layer.weight = nn.Parameter(torch.ones(32, 96))
+    assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    pw.thaw_(ice)
+    assert type(layer) is nn.Linear
+
+
+def replacements(model: nn.Sequential) -> dict[str, dict[str, Tensor]]:
+    """State dicts to call a model with: of its own parameters, of other quantized ones, of floats, and mixed ones."""
+    exact = {n: p.dequantize() * 3 if isinstance(p, QT) else p + 1 for n, p in model.state_dict().items()}
+    return {
+        "own": model.state_dict(), "parameters": dict(model.named_parameters()),
+        "other": {n: QT.from_float(p, SPECS["tinygemm"]) if p.ndim > 1 else p for n, p in exact.items()},
+        "float": exact, "mixed": {**model.state_dict(), "0.weight": exact["0.weight"], "0.bias": exact["0.bias"]},
+        "one": {"2.weight": exact["2.weight"]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", ["own", "parameters", "other", "float", "mixed", "one"])
+@pytest.mark.parametrize("scheme", FEW)
+def test_functional_call(scheme: str, kind: str, strict: bool) -> None:
+    model, ice = frozen(scheme)
+    given, x = replacements(model)[kind], torch.randn(3, 96)
+    if strict and kind == "one":
+        return
+    y, held = ice(x), [dict(m._parameters) for m in ice]
+    expected = torch.func.functional_call(model, given, x, strict=strict)
+    assert torch.equal(torch.func.functional_call(ice, given, x, strict=strict), expected)
+    assert torch.equal(ice(x), y)
+    assert [type(m) for m in ice] == [pw.FrozenLinear, nn.LayerNorm, pw.FrozenLinear]
+    assert all(m._parameters[n] is p for m, before in zip(ice, held, strict=True) for n, p in before.items())
+    exact = copy.deepcopy(model)
+    for name, value in given.items():
+        setattr(exact.get_submodule(name[0]), name[2:], nn.Parameter(value, requires_grad=False))
+    assert torch.equal(expected, exact(x))
+
+
+def test_frozen_and_thawed_while_threads_call_it() -> None:
+    model, ice = frozen("int8_row")
+    x = torch.randn(1, 96)
+    failed: list[Any] = []
+    done = threading.Event()
+
+    def work() -> None:
+        with torch.no_grad():
+            while not done.is_set():
+                try:
+                    if not torch.equal(ice(x), expected):
+                        failed.append("another result")
+                except Exception as error:
+                    failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with torch.no_grad():
+            expected = model(x)
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for t in threads:
+            t.start()
+        for _ in range(300):
+            pw.thaw_(ice)
+            pw.freeze_(ice)
+        done.set()
+        for t in threads:
+            t.join()
+    finally:
+        done.set()
+        sys.setswitchinterval(interval)
+    assert not failed

@@ -220,8 +220,8 @@ def test_along_the_wrong_axis_scales_would_not_follow_the_outputs() -> None:
     assert sqnr(floats[:, :, others], model.down.dequantize()[:, :, others]) > 40
 
 
-def test_contracted_axis_is_for_bare_parameters() -> None:
-    with pytest.raises(pw.PlanError, match="weight: ContractedAxis is for bare parameters"):
+def test_contracted_axis_does_not_contradict_a_layer() -> None:
+    with pytest.raises(pw.PlanError, match=r"weight: ContractedAxis\(-2\): products of Linear sum over the other axis"):
         pw.quantize_(nn.Linear(8, 8), ContractedAxis(INT8))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pennyweight import QuantSpec, get_format
+from pennyweight import QuantSpec, get_format, optim
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.cpu import library
 from pennyweight.optim import (
@@ -328,3 +328,26 @@ def test_offload_on_a_cpu_is_the_optimizer_itself(inner: Any) -> None:
         fresh.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     with pytest.raises(ValueError, match="empty"):
         CPUOffloadOptimizer([])
+
+
+@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit", "AdamW4bit", "AdamWFp8", "Lion8bit", "SGD8bit"])
+def test_arguments_of_torch_s_that_say_how(name: str) -> None:
+    """foreach and fused change no bit; what cannot be done is refused in the caller's own words."""
+    make, found = getattr(optim, name), []
+    for ways in ({}, {"foreach": True}, {"fused": True, "foreach": False}, {"fused": None, "capturable": False}):
+        torch.manual_seed(0)
+        w = torch.nn.Parameter(torch.randn(64, 128))
+        optimizer = make([w], lr=1e-3, **ways)
+        for _ in range(2):
+            w.grad = torch.sin(w.detach() * 7)
+            optimizer.step()
+        found.append(w.detach().clone())
+    assert all(torch.equal(w, found[0]) for w in found)
+    for kind, ways, text in (
+        (ValueError, {"capturable": True}, f"{name}: capturable=True, but its step is not captured"),
+        (ValueError, {"differentiable": True}, f"{name}: differentiable=True, but states of few bits"),
+        (TypeError, {"fused": "yes"}, f"{name}: fused is True, False or None, got 'yes'"),
+        (TypeError, {"epsilon": 1}, f"{name} has no argument 'epsilon'"),
+    ):
+        with pytest.raises(kind, match=text):
+            make([torch.nn.Parameter(torch.randn(4))], **ways)

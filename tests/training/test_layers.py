@@ -348,6 +348,18 @@ def test_chance_ends_with_its_block_and_updates_are_reproducible() -> None:
     assert torch.equal(w.codes, torch.full((4, 32), 127, dtype=torch.int8))
 
 
+def test_chance_around_forward_and_backward_leaves_gradients_alone() -> None:
+    layer, x = nn.Linear(16, 4), torch.randn(3, 16)
+    layer(x).square().sum().backward()
+    expected = layer.weight.grad.clone()
+    layer.zero_grad()
+    with stochastic_rounding(1):
+        y = layer(x)
+        assert y.requires_grad
+        y.square().sum().backward()
+    assert torch.equal(layer.weight.grad, expected)
+
+
 # -- deploying ---------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,8 @@ import torch
 from ...core.formats import Format
 from ...core.spec import ActivationSpec, QuantSpec
 from ...models import configs, granularity
-from ...models.configs import AOBaseConfig
+from ...models.configs import AOBaseConfig, FqnToConfig
+from ...models.name_patterns import check_keys
 from . import enums, founding_configs, founding_layouts
 
 __all__ = [
@@ -286,6 +287,8 @@ def _build(kind: str, cls: Any, version: Any, data: dict[str, Any]) -> Any:
         if cls in _OURS and name in _ENUM_FIELDS.get(kind, {}) and isinstance(given[name], enum.Enum):
             given[name] = given[name].value
     try:
+        if cls is FqnToConfig:
+            check_keys({**(given.get("fqn_to_config") or {}), **(given.get("module_fqn_to_config") or {})})
         return cls(**given)
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(f"{kind} cannot be made from {sorted(data)}: {error}") from error

@@ -120,7 +120,7 @@ def _held(name: str, w: Tensor, nbytes: int, read: Any) -> Held:
     return Held(Entry(w.dtype, tuple(w.shape), 0, nbytes), nbytes, read)
 
 
-def open_pickle(path: str) -> Opened:
+def open_pickle(path: str, mmap: bool = True) -> Opened:
     """A file of torch.save that holds a state dict, of floats or torchao's tensors; torch.load(weights_only=True).
 
     Raises CheckpointError, also for whatever torch itself makes of a bad file.
@@ -128,7 +128,7 @@ def open_pickle(path: str) -> Opened:
     for name in _PICKLES:
         pickles.allow(name)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as e:  # torch raises many kinds for a bad file; none of them may pass as something else
         raise CheckpointError(path, None, f"torch.load(weights_only=True): {str(e)[:300]}") from e
     if not isinstance(state, Mapping) or not all(isinstance(k, str) for k in state):

@@ -81,7 +81,7 @@ def _unpack(words: Tensor) -> Tensor:
     """int32 [n, out / 8] -> uint8 [n, out]."""
     stream = words.contiguous().view(torch.uint8)  # files are little-endian, and so are the machines they are mapped on
     nibbles = torch.stack([stream & 15, stream >> 4], -1).reshape(*words.shape, 8)
-    place = torch.tensor(_ORDER).argsort()
+    place = torch.tensor(_ORDER, device="cpu").argsort()
     return nibbles[..., place].flatten(1)
 
 

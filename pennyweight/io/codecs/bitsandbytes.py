@@ -177,9 +177,9 @@ def _read_map(
     """
     need(f"{owner}.{part}", entries, (torch.float32,), (count,), owner=owner)
     table = get(f"{owner}.{part}")
-    ours = {fmt: torch.tensor(fmt.values, dtype=torch.float32) for fmt in known}
+    ours = {fmt: torch.tensor(fmt.values, dtype=torch.float32, device="cpu") for fmt in known}
     for fmt, order in known.items():
-        if torch.equal(table[torch.tensor(order)], ours[fmt]):
+        if torch.equal(table[torch.tensor(order, device="cpu")], ours[fmt]):
             return fmt
     if count == 256 and any(torch.allclose(table, numbers, rtol=2.0**-21, atol=0.0) for numbers in ours.values()):
         return None
@@ -191,7 +191,7 @@ def _parts_4bit(owner: str, meta: Meta, state: _State, get: Get) -> Parts:
     shape, spec, count = meta.shape, meta.spec, math.prod(meta.shape)
     packed = get(owner).contiguous().view(torch.uint8).flatten()
     order = CODES[state.kind][1]
-    ours = torch.tensor([order.index(code) for code in range(16)], dtype=torch.uint8)
+    ours = torch.tensor([order.index(code) for code in range(16)], dtype=torch.uint8, device="cpu")
     # by bytes: both codes of a byte in one look-up
     pairs = torch.stack([ours.repeat_interleave(16), ours.repeat(16)], -1)
     codes = pairs[packed.to(torch.int32)].flatten()[:count].reshape(shape)

@@ -138,18 +138,18 @@ def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
     if _is_8bit(meta):
         prefix = name.removesuffix("weight")
         scale = nested_value(parts.scale, spec.scale, part_shape)
-        zero = torch.zeros((), dtype=torch.uint8)
+        zero = torch.zeros((), dtype=torch.uint8, device="cpu")
         tensors = {name: parts.codes.contiguous(), f"{prefix}SCB": _row_maximum(scale.float().flatten())}
         return tensors | {f"{prefix}weight_format": zero}
     size = _blocksize(meta)
     kind = _KINDS[spec.format]
-    theirs = torch.tensor(CODES[kind][1], dtype=torch.uint8)
+    theirs = torch.tensor(CODES[kind][1], dtype=torch.uint8, device="cpu")
     codes = theirs[parts.codes[: shape[0], : shape[1]].to(torch.int32)].flatten()
     if len(codes) % 2:  # the code of zero fills the last byte
         codes = torch.cat([codes, codes.new_tensor([7 if kind == "nf4" else 0])])
     out = {
         name: (codes[0::2] << 4 | codes[1::2]).unsqueeze(1),
-        f"{name}.quant_map": torch.tensor(spec.format.values, dtype=torch.float32)[theirs.argsort()],
+        f"{name}.quant_map": torch.tensor(spec.format.values, dtype=torch.float32, device="cpu")[theirs.argsort()],
     }
     offset = None
     if isinstance(spec.scale, QuantSpec) and _keeps_nested(meta, size):
@@ -163,12 +163,12 @@ def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
         out |= {
             f"{name}.absmax": padded.flatten().contiguous(),
             f"{name}.nested_absmax": inner.scale.flatten().contiguous(),
-            f"{name}.nested_quant_map": torch.tensor(spec.scale.format.values, dtype=torch.float32),
+            f"{name}.nested_quant_map": torch.tensor(spec.scale.format.values, dtype=torch.float32, device="cpu"),
         }
     else:
         scale = nested_value(parts.scale, spec.scale, part_shape).float().flatten()
         out[f"{name}.absmax"] = _merged(name, scale, _n_blocks(meta, size), size, blocks.resolve(spec.block, shape)[-1])
-    out[f"{name}{MARK}{kind}"] = torch.tensor(list(_state_text(meta, offset)), dtype=torch.uint8)
+    out[f"{name}{MARK}{kind}"] = torch.tensor(list(_state_text(meta, offset)), dtype=torch.uint8, device="cpu")
     return out
 
 
@@ -192,9 +192,9 @@ def _row_maximum(scale: Tensor) -> Tensor:
     guess = scale * 127
     if not bool(guess.isfinite().all()):
         raise ValueError(f"a scale of {float(scale.abs().amax()):g} is beyond int8 rows of bitsandbytes, float32 / 127")
-    near = guess.view(torch.int32).unsqueeze(1) + torch.tensor([0, -1, 1], dtype=torch.int32)
+    near = guess.view(torch.int32).unsqueeze(1) + torch.tensor([0, -1, 1], dtype=torch.int32, device="cpu")
     right = near.view(torch.float32) / 127 == scale.unsqueeze(1)
-    score = right * (4 + 2 * (near % 2 == 0)) * 2 + torch.tensor([1, 0, 0])
+    score = right * (4 + 2 * (near % 2 == 0)) * 2 + torch.tensor([1, 0, 0], device="cpu")
     return near.gather(1, score.argmax(1, keepdim=True)).view(torch.float32).squeeze(1).contiguous()
 
 

@@ -252,7 +252,7 @@ def _order(layer: Layer, g_idx: Tensor) -> Tensor | None:
             "size cannot be kept; dequantize it by the program that wrote it"
         )
     perm = g_idx.argsort(stable=True)
-    return None if torch.equal(perm, torch.arange(layer.inputs)) else perm
+    return None if torch.equal(perm, torch.arange(layer.inputs, dtype=torch.int64, device="cpu")) else perm
 
 
 ORACLE = "auto-round 0.16.1 (auto_round_extension.torch), by hand; an independent formula in the tests"

@@ -112,10 +112,10 @@ def pack(name: str, parts: Parts, meta: Meta, first: bool) -> dict[str, Tensor]:
     spec, layer, inputs = meta.spec, name.removesuffix(".weight"), meta.shape[1]
     f = spec.format
     groups = parts.scale.shape[1]
-    g_idx = torch.arange(inputs, dtype=torch.int32) // (inputs // groups)
+    g_idx = torch.arange(inputs, dtype=torch.int32, device="cpu") // (inputs // groups)
     codes = unordered(f.to_unsigned(parts.codes), parts.perm)
     if parts.zero_point is None:
-        zero = torch.full(parts.scale.shape, _constant_zero(spec), dtype=torch.uint8)
+        zero = torch.full(parts.scale.shape, _constant_zero(spec), dtype=torch.uint8, device="cpu")
     else:
         zero = f.to_unsigned(parts.zero_point)
     return {

@@ -11,7 +11,7 @@ from torch import Tensor
 def fields(raw: Tensor, run: int, shifts: Sequence[int], bits: int) -> Tensor:
     """[B, g * run] bytes as [B, g * len(shifts) * run] fields: of each run of bytes, first all fields at the first
     shift, then all at the next. Returns uint8."""
-    below = torch.tensor(shifts, dtype=torch.uint8)[:, None]
+    below = torch.tensor(shifts, dtype=torch.uint8, device="cpu")[:, None]
     out = (raw.unflatten(1, (raw.shape[1] // run, 1, run)) >> below) & ((1 << bits) - 1)
     return out.flatten(1)
 

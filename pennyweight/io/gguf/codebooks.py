@@ -35,7 +35,7 @@ def codebook(name: str) -> Tensor:
 @cache
 def _positions(name: str, f: Format) -> Tensor:
     """The codebook as places among the magnitudes of a format that has each number and its negative."""
-    half_of = torch.tensor(f.values[len(f.values) // 2 :])
+    half_of = torch.tensor(f.values[len(f.values) // 2 :], dtype=torch.float32, device="cpu")
     return torch.searchsorted(half_of, codebook(name)).to(torch.uint8)
 
 
@@ -62,7 +62,7 @@ def _even_signs(seven: Tensor) -> Tensor:
 
 def _bit_fields(words: Tensor, shifts: tuple[int, ...], bits: int) -> Tensor:
     """[B, k] words as [B, k * len(shifts)] fields."""
-    return ((words[:, :, None] >> torch.tensor(shifts)) & ((1 << bits) - 1)).flatten(1)
+    return ((words[:, :, None] >> torch.tensor(shifts, device="cpu")) & ((1 << bits) - 1)).flatten(1)
 
 
 def _scale(d: Tensor, steps: Tensor, factor: float) -> Tensor:
@@ -124,7 +124,7 @@ def iq1_m(raw: Tensor) -> Parts:
     """The float16 lies in the upper four bits of four words, the first of them lowest."""
     qs, qh, scales = cut(raw, 32, 16, 8)
     word = _words(scales, torch.int16)
-    bits = ((word >> 12) << torch.tensor([0, 4, 8, 12])).sum(1, keepdim=True)
+    bits = ((word >> 12) << torch.tensor([0, 4, 8, 12], device="cpu")).sum(1, keepdim=True)
     d = bits.to(torch.int16).view(torch.uint8)
     index = qs.long() | (fields(qh, 1, _NIBBLES, 3).long() << 8)
     up = 1 - (fields(qh, 1, _NIBBLES, 4) >> 3).to(torch.int64)

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from ..progress import Progress, fingerprint
 from ..side_files import folder_of, method_files
 from ..streaming import Noise
 from ..targets import pieces
-from ..write import publish
+from ..write import remove_left_over, sync_folder
 from .blocks import TYPES, BlockType
 from .config import kv_from_config, rope_tensors
 from .names import read_patterns, to_gguf
@@ -34,7 +33,7 @@ from .pooling import pooling_of
 from .quantizing import FROM_FLOATS, quantize
 from .tokenizer import tokenizer_kv
 from .values import Value
-from .writing import Writer, lay_out
+from .writing import Writer, lay_out, remove_partial
 
 # enum llama_ftype of llama.h: what most of a file's tensors are
 FILE_TYPES = {
@@ -220,13 +219,14 @@ def _write(
     progress: Progress, size: int, resume: bool, told: Told | None,
 ) -> dict[str, float]:  # fmt: skip
     temp = f"{dst}.partial"
-    found = resume and progress.read() and os.path.isfile(temp)
+    remove_left_over(*os.path.split(progress.path))
+    # where no tensor is done, the header itself may not be
+    found = resume and progress.read() and bool(progress.done) and os.path.isfile(temp)
     if not found:
         progress.done = {}
-        with suppress(FileNotFoundError):
-            os.unlink(temp)
+        remove_partial(temp)
         check_room(os.path.dirname(dst), size)
-    progress.write()
+        progress.write()  # before the new file is there: nothing of that is done
     writer = Writer(temp, metadata, infos, resume=found)
     try:
         for name in progress.done:
@@ -245,11 +245,11 @@ def _write(
                 progress.add(name, {p.hf: noise.sqnr(p.hf)} if p.hf in noise.signal else _known(p))
             if told is not None:
                 told(done + 1, len(planned), p.hf)
-        writer.finish()
-        publish(temp, dst)
+        writer.finish(dst)
+        os.unlink(progress.path)
+        sync_folder(os.path.dirname(dst))
     finally:
         writer.close()
-    os.unlink(progress.path)
     return {hf: v for rows in progress.done.values() for hf, v in rows.items()}
 
 

@@ -30,8 +30,8 @@ from .transforms import Transform
 MAX_SPLITS = 4096
 
 
-def open_gguf(path: str, first: str) -> Opened:
-    """``path`` as it was given, ``first`` the file that it means. Raises CheckpointError."""
+def open_gguf(path: str, first: str, mmap: bool = True) -> Opened:
+    """``path`` as it was given, ``first`` the file that it means. mmap: see RawFile. Raises CheckpointError."""
     files: list[File] = []
 
     def close() -> None:
@@ -39,7 +39,7 @@ def open_gguf(path: str, first: str) -> Opened:
             file.close()
 
     try:
-        files.append(File(os.path.realpath(first)))
+        files.append(File(os.path.realpath(first), mmap))
         files += _others(files[0])
         held: dict[str, Held] = {}
         for file in files:
@@ -76,7 +76,7 @@ def _others(first: File) -> list[File]:
         for i in range(count):
             if i == number:
                 continue
-            file = File(inside(folder, f"{stem}-{i + 1:05d}{ending}.gguf"))
+            file = File(inside(folder, f"{stem}-{i + 1:05d}{ending}.gguf"), first.mmap)
             files.append(file)
             if (_split(file, "split.no"), _split(file, "split.count")) != (i, count):
                 raise CheckpointError(file.path, None, f"does not say that it is part {i} of {count}")

@@ -109,7 +109,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def _nearest_e2m1(x: Tensor, scale: Tensor) -> Tensor:
     """Codes of the least |code * scale - x|, the first of equal ones: 0 is positive, ties go to the smaller code."""
-    best = torch.zeros(x.shape, dtype=torch.uint8)
+    best = torch.zeros(x.shape, dtype=torch.uint8, device="cpu")
     least = x.abs()
     for code in (*range(1, 8), *range(9, 16)):
         error = (scale * (_E2M1[code & 7] * (-1 if code > 7 else 1)) - x).abs()
@@ -122,7 +122,7 @@ def _mxfp4(x: Tensor) -> Parts:
     """Power of two of the largest magnitude, less that of e2m1's largest: floor(log2 amax) - 2."""
     amax = x.abs().amax(1, keepdim=True)
     power = torch.where(amax > 0, amax.double().log2().float().floor() - 2 + 127, 0).clamp(0, 254).to(torch.uint8)
-    scale = torch.ldexp(torch.ones(power.shape), power.to(torch.int32) - 127)
+    scale = torch.ldexp(torch.ones(power.shape, dtype=torch.float32, device="cpu"), power.to(torch.int32) - 127)
     return Parts(_nearest_e2m1(x, scale), Parts(power))
 
 
@@ -134,7 +134,10 @@ def _nvfp4(x: Tensor) -> Parts:
     for reach in (6.0, 4.0):
         scale = (amax / reach).clamp(max=448).to(torch.float8_e4m3fn)
         codes = _nearest_e2m1(sub, scale.float())
-        value = torch.tensor((*_E2M1, *(-v for v in _E2M1)))[codes.long()] * scale.float()
+        value = (
+            torch.tensor((*_E2M1, *(-v for v in _E2M1)), dtype=torch.float32, device="cpu")[codes.long()]
+            * scale.float()
+        )
         found.append((superblocks.fold((value - sub).square().t()), scale, codes))
     (error6, scale6, codes6), (error4, scale4, codes4) = found
     better = (error4 < error6)[:, None]

@@ -103,7 +103,7 @@ def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high:
     """
     if not high > low > 0 or factor < 1 or original <= 0:
         raise ValueError(f"rope_type llama3 needs 0 < low < high and factor >= 1, got {low}, {high}, {factor}")
-    waves = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    waves = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     s = ((original / waves - low) / (high - low)).clamp(0, 1)
     return (1 / ((1 - s) / factor + s)).float()
 
@@ -130,7 +130,7 @@ def _fitted(f: Tensor, theta: float, head_dim: int) -> list[tuple[float, float, 
     between = (f > 1 + 1e-6) & (f < factor * (1 - 1e-6))
     if factor <= 1 or int(between.sum()) < 2:
         return []
-    waves = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    waves = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     s = (1 / f - 1 / factor) / (1 - 1 / factor)  # = a / wavelength - b
     x, y = 1 / waves[between], s[between]
     a = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
@@ -194,7 +194,7 @@ def _factors(p: Mapping[str, Any], key: str, pairs: int) -> Tensor:
         raise ValueError(f"rope_parameters: {key} must be a list of numbers")
     if len(values) != pairs:
         raise ValueError(f"rope_parameters: {key} has {len(values)} factors for {pairs} rotated pairs")
-    return torch.tensor(values, dtype=torch.float32)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def _original(config: Mapping[str, Any], p: Mapping[str, Any]) -> int:

@@ -83,7 +83,7 @@ _TQ1 = ((0, 32, 5), (32, 48, 5), (48, 52, 4))
 
 
 def tq1_0(raw: Tensor) -> Parts:
-    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:, None]
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device="cpu")[:, None]
     runs = [raw[:, None, a:b] * powers[:digits] for a, b, digits in _TQ1]  # modulo 256: the fraction is what is left
     digits = torch.cat([run.flatten(1) for run in runs], 1).to(torch.int16) * 3 >> 8
     return Parts((digits - 1).to(torch.int8), half(raw[:, 52:]))

@@ -57,7 +57,7 @@ class Transform:
             )
         half = n_rows // self.heads // 2
         shape = (self.heads, 2, half) if to_gguf else (self.heads, half, 2)
-        return torch.arange(n_rows).view(shape).transpose(1, 2).reshape(-1)
+        return torch.arange(n_rows, dtype=torch.int64, device="cpu").view(shape).transpose(1, 2).reshape(-1)
 
     @property
     def moves_rows_only(self) -> bool:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..write import open_new
+from ..locks import hold, let_go, still_there
+from ..write import open_new, publish
 from .blocks import BlockType
 from .container import MAGIC, MAX_TENSORS, Entry, alignment_of, check_tensor_name, padded, size_of
 from .values import MAX_HEADER_BYTES, MAX_KEYS, Value, metadata_bytes
 
 _VERSION = 3
+IN_USE = "another process is writing it; wait until it is done, or choose another file"
 Infos = Mapping[str, tuple[BlockType, tuple[int, ...]]]
 
 
@@ -52,12 +54,30 @@ def lay_out(metadata: Mapping[str, Value], infos: Infos) -> tuple[bytes, dict[st
     return header, entries, begin
 
 
+def remove_partial(path: str) -> None:
+    """Remove what a writer that is no more has left. Raises CheckpointError where one is at work on it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        return
+    except OSError:  # a link: nothing that a writer would lock
+        os.unlink(path)
+        return
+    try:
+        if hold(fd) is False:
+            raise CheckpointError(path, None, IN_USE)
+        os.unlink(path)
+    finally:
+        let_go(fd)
+        os.close(fd)
+
+
 class Writer:
     """One GGUF file of known metadata and tensors. Whoever calls gives a temporary path and renames it at the end.
 
     ``resume``: the file is there, left by an earlier writer of the same header; rows that it put are announced with
-    :meth:`had`. Raises CheckpointError where the header on disk, or what is put, is another, OSError where the disk
-    refuses.
+    :meth:`had`. Raises CheckpointError where another process is writing the file, or the header on disk, or what is
+    put, is another, OSError where the disk refuses.
     """
 
     def __init__(self, path: str, metadata: Mapping[str, Value], infos: Infos, resume: bool = False) -> None:
@@ -74,6 +94,7 @@ class Writer:
         else:
             self._file = open_new(path)
             try:
+                self._claim()
                 self._write(0, memoryview(header))
                 self._file.truncate(size)
             except BaseException:
@@ -84,6 +105,7 @@ class Writer:
         flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
         self._file = os.fdopen(os.open(self.path, flags), "r+b", buffering=0)
         try:
+            self._claim()
             info = os.fstat(self._file.fileno())
             if not stat.S_ISREG(info.st_mode) or info.st_size != size:
                 raise CheckpointError(self.path, None, f"cannot be gone on with: {info.st_size} bytes, expected {size}")
@@ -95,6 +117,12 @@ class Writer:
         except BaseException:
             self._file.close()
             raise
+
+    def _claim(self) -> None:
+        """Lock the file until it is closed."""
+        fd = self._file.fileno()
+        if hold(fd) is False or not still_there(fd, self.path):
+            raise CheckpointError(self.path, None, IN_USE)
 
     def had(self, name: str, rows: Iterable[int] | int) -> None:
         """Count rows as written: all below a number, or those named."""
@@ -123,14 +151,23 @@ class Writer:
         """Flush what was put to disk."""
         os.fsync(self._file.fileno())
 
-    def finish(self) -> None:
-        """Flush to disk and close. Raises CheckpointError where a tensor was not put, or not all of it."""
+    def finish(self, final: str | None = None) -> None:
+        """Flush to disk, put the file in its place where that is given, and close.
+
+        Raises CheckpointError where a tensor was not put, or not all of it.
+        """
         left = [name for name, count in self._left.items() if count]
         if left:
             raise CheckpointError(self.path, left[0], f"was not written as announced, nor {len(left) - 1} others")
         os.fsync(self._file.fileno())
-        self._file.close()
+        if os.name != "posix":  # an open file cannot be renamed there
+            self.close()
+        if final is not None:
+            publish(self.path, final)
+        self.close()
 
     def close(self) -> None:
-        """Close without claiming to be complete."""
-        self._file.close()
+        """Close, which lets other writers have the file. Without :meth:`finish` it may not be complete."""
+        if not self._file.closed:
+            let_go(self._file.fileno())
+            self._file.close()

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
+from ...core.constants import plain_tensors
 from ...core.formats import E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from ...core.spec import QuantSpec
+from .. import gate
+from .library import BITS, KINDS, NONE, PLAIN, TILES
 from .library import E8M0 as E8M0_KIND
-from .library import KINDS, NONE
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-PLAIN, BITS, TILES = range(3)  # how codes lie
 STORES = {"plain": PLAIN, "bits": BITS, "cpu": TILES, "cpu_float": TILES}
 UNSIGNED, SIGNED, MINIFLOAT, LOOKUP = range(4)  # what a byte stands for
 # Bits of the mantissa, bias of the exponent, least magnitude that is inf or NaN. Other floats are tables.
@@ -37,6 +38,12 @@ class Affine(ctypes.Structure):
         *((name, c_int32) for name in ("scale", "zero_point", "offset", "x", "zero_bits", "zero_lo")),
         ("table", c_void_p),
     )
+    kept: Tensor | None = None  # what ``table`` points to
+
+    def copy(self) -> Affine:
+        new = Affine.from_buffer_copy(self)
+        new.kept = self.kept
+        return new
 
 
 class Matrix(NamedTuple):
@@ -77,12 +84,13 @@ def matrix(spec: QuantSpec, shape: tuple[int, ...], *, by_row: bool = False) -> 
 
 
 @lru_cache(maxsize=64)
-def _table(f: Format) -> Tensor:
-    """float32 [256]: the number of each code, NaN where there is none."""
-    numbers = torch.full((256,), math.nan, device="cpu")
-    count = len(f.values) or 1 << f.bits
-    numbers[:count] = f.decode(torch.arange(count, device="cpu").to(torch.uint8))
-    return numbers
+def _table(f: Format) -> tuple[Tensor, int]:
+    """float32 [256]: the number of each code, NaN where there is none; and its address."""
+    with plain_tensors():
+        numbers = torch.full((256,), math.nan, dtype=torch.float32, device="cpu")
+        count = len(f.values) or 1 << f.bits
+        numbers[:count] = f.decode(torch.arange(count, dtype=torch.int64, device="cpu").to(torch.uint8), torch.float32)
+        return numbers, gate.address(numbers, "table of numbers", (torch.float32,), 256)
 
 
 def part_kind(kind: Any) -> int:
@@ -131,12 +139,8 @@ def affine(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, *, by_ro
         a.numbers = MINIFLOAT
         a.mantissa, a.bias, a.special = _MINIFLOATS[f]
     else:
-        a.numbers, a.table = LOOKUP, _table(f).data_ptr()
+        a.numbers, (a.kept, a.table) = LOOKUP, _table(f)
     return a
-
-
-def address(part: Tensor | None) -> int | None:
-    return None if part is None else part.data_ptr()
 
 
 def threads_for(elements: int) -> int:

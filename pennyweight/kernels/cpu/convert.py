@@ -21,11 +21,13 @@ from ...core.layouts import READABLE, get_layout, pack_zero_point
 from ...core.numerics import Parts, store
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from .affine import BITS, FLOATS, TILES, Affine, address, affine, part_kind, threads_for
+from .. import gate
+from ..gate import GIVEN
+from .affine import FLOATS, Affine, affine, part_kind, threads_for
 from .int_linear import fits, map_groups, tile_rows
-from .library import E8M0, KINDS, missing, native
+from .library import BITS, E8M0, KINDS, TILES, missing
 
-GIVEN, SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(5)  # as in src/affine.h
+SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(1, 5)  # as in src/affine.h
 _RULES = {"symmetric": SYMMETRIC, "symmetric_no_clip": NO_CLIP, "asymmetric": ASYMMETRIC, "minmax": MINMAX}
 # Rules that look at nothing but the ends of a block, so that they can be asked about those alone.
 _BY_RANGE = (*_RULES, "mx_floor", "mx_ceil", "mx_even", "mx_rceil")
@@ -59,11 +61,7 @@ def floats_of(parts: Any, spec: QuantSpec, a: Affine, index: Tensor | None, out:
     codes, zero = parts.codes.contiguous(), parts.zero_point
     zero = None if zero is None else zero.contiguous()
     scale, offset = _number_part(parts.scale, spec.scale), _number_part(parts.offset, spec.offset)
-    if native().pw_dequantize(
-        ctypes.addressof(a), codes.data_ptr(), address(scale), address(zero), address(offset), address(index),
-        a.n if index is None else index.numel(), out.data_ptr(), threads_for(out.numel()),
-    ):  # fmt: skip
-        raise IndexError(f"index out of range: a quantized table has rows 0 to {a.n - 1}")
+    gate.dequantize(a, (codes, scale, zero, offset), index, out, threads_for(out.numel()))
     return out
 
 
@@ -100,7 +98,7 @@ def rounding_of(
         or (a.store == TILES and fits(spec, shape) is not True)
     ):  # fmt: skip
         return None
-    a = Affine.from_buffer_copy(a)
+    a = a.copy()
     a.scale, a.offset, a.zero_bits = KINDS[scale], KINDS[offset], 0  # zero points are packed afterwards
     direct = spec.scale in FLOATS and spec.offset in (None, *FLOATS) and a.row_block == 1
     part = (spec.mid - f.lo) / (f.hi - f.lo)
@@ -124,17 +122,12 @@ def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) ->
         return NotImplemented
     a = q.to
     flat = x if x.ndim == 2 and x.stride(1) == 1 and (a.n, a.k) == shape else x.contiguous()
-    step = flat.stride(0) if flat is x and x.ndim == 2 and a.n > 1 and (a.n, a.k) == shape else a.k
     threads, direct = threads_for(x.numel()), q.rule != GIVEN
-    given, parts = (None, _room(spec, shape)) if direct else _chosen(flat, step, spec, shape, name, eps, a, threads)
+    given, parts = (None, _room(spec, shape)) if direct else _chosen(flat, spec, shape, name, eps, a, threads)
     codes = torch.empty(_codes_shape(spec, shape, a), dtype=_code_dtype(spec), device="cpu")
     sums = torch.empty(2 + 2 * a.n, dtype=torch.float64, device="cpu")
     seen = parts if given is None else given
-    if native().pw_quantize(
-        ctypes.addressof(q), flat.data_ptr(), step, codes.data_ptr(), address(seen.scale), address(seen.zero_point),
-        address(seen.offset), sums.data_ptr(), threads,
-    ):  # fmt: skip
-        raise MemoryError(f"quantize: no memory beside a tensor of {list(shape)}")
+    gate.quantize(q, flat, (codes, seen.scale, seen.zero_point, seen.offset), sums, threads)
     if spec.layout == "bits":
         parts = parts._replace(zero_point=pack_zero_point(parts.zero_point, spec))
     return Quantized(parts._replace(codes=codes), float(sums[0]), float(sums[1]))
@@ -158,15 +151,18 @@ def _room(spec: QuantSpec, shape: tuple[int, ...]) -> Parts:
     sizes = (-(-counts[0] // 16), counts[1], 16) if tiled else counts
     new = torch.zeros if tiled else torch.empty
     kinds: dict[str, Any] = spec.part_specs()
-    return Parts(torch.empty(0), **{name: new(sizes, dtype=kind, device="cpu") for name, kind in kinds.items()})
+    return Parts(
+        torch.empty(0, dtype=torch.uint8, device="cpu"),
+        **{name: new(sizes, dtype=kind, device="cpu") for name, kind in kinds.items()},
+    )
 
 
 def _chosen(
-    x: Tensor, step: int, spec: QuantSpec, shape: tuple[int, ...], rule: str, eps: float | None, a: Affine, threads: int
+    x: Tensor, spec: QuantSpec, shape: tuple[int, ...], rule: str, eps: float | None, a: Affine, threads: int
 ) -> tuple[Params, Parts]:
     """(parameters as they are seen, parts without codes), chosen from the ends of the blocks of x."""
     ends = torch.empty((a.n, a.groups, 2), dtype=x.dtype, device="cpu")
-    native().pw_ranges(ctypes.addressof(a), x.data_ptr(), step, ends.data_ptr(), threads)
+    gate.ranges(a, x, ends, threads)
     if a.row_block > 1:
         ends = ends.unflatten(0, (-1, a.row_block))
         ends = torch.stack([ends[..., 0].amin(1), ends[..., 1].amax(1)], -1)
@@ -174,7 +170,7 @@ def _chosen(
     counts = blocks.counts(spec.block, shape)
     params = Params(*(None if p is None else p.reshape(counts) for p in params))
     kept, seen = store(params, spec)
-    parts = Parts(torch.empty(0), *kept)
+    parts = Parts(torch.empty(0, dtype=torch.uint8, device="cpu"), *kept)
     return Params(*(None if p is None else p.contiguous() for p in seen)), (
         map_groups(parts, spec, tile_rows) if a.store == TILES else parts
     )
@@ -185,9 +181,13 @@ def _chosen(
 
 def finite(x: Tensor) -> Any:
     """Whether x holds neither NaN nor inf, in one reading."""
-    if missing() is not True or x.dtype not in FLOATS or not (x.is_contiguous() or x.mT.is_contiguous()):
+    if (
+        missing() is not True
+        or x.dtype not in FLOATS
+        or not (x.is_contiguous() or (x.ndim >= 2 and x.mT.is_contiguous()))
+    ):
         return NotImplemented
-    return bool(native().pw_finite(x.data_ptr(), KINDS[x.dtype], x.numel(), threads_for(x.numel())))
+    return gate.finite(x, threads_for(x.numel()))
 
 
 CONVERSIONS["cpu"] = Conversion(dequantize, quantize, finite)

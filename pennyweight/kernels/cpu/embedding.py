@@ -109,7 +109,7 @@ def _picked(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) -> t
     parts = Parts(
         w.codes[unit], picked(w.scale, spec.scale), picked(w.zero_point, None), picked(w.offset, spec.offset)
     )  # fmt: skip
-    return parts, torch.arange(count, device="cpu") * height + row, (count * height, *shape[1:])
+    return parts, torch.arange(count, dtype=torch.int64, device="cpu") * height + row, (count * height, *shape[1:])
 
 
 def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:

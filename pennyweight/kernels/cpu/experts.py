@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
+from ...core.errors import ArgumentError
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import SPECS, QuantSpec
@@ -110,9 +111,22 @@ def _accepts(case: Case) -> bool | str:
 def _products(x: Tensor, w: AffineQuantizedTensor) -> Callable[[Tensor, int], Tensor]:
     """(rows, e) -> rows @ w[e].T by the kernel of one expert."""
     family = _family(w.spec)
-    case = case_of(w, x.dtype)
-    run = family.bind(replace(case, shape=case.shape[1:], spec=w.spec.with_(layout=family.LAYOUT.name)))
-    return lambda rows, e: run(rows, expert(w, e), None)
+    case = replace(case_of(w, x.dtype), perm=False)
+    bound = family.bind(replace(case, shape=case.shape[1:], spec=w.spec.with_(layout=family.LAYOUT.name)))
+    operands: dict[int, Any] = w._bound.setdefault(("bmm", x.dtype), {})  # checked once for each expert
+
+    def product(rows: Tensor, e: int) -> Tensor:
+        held = operands.get(e)
+        if held is None:
+            held = operands[e] = bound.operand(expert(w, e))
+        y = bound.run(rows, held, None)
+        if y is None:
+            raise ArgumentError(
+                f"bmm: rows {list(rows.shape)} {rows.dtype} do not fit experts {list(w.shape)} ({w.spec})"
+            )
+        return y
+
+    return product
 
 
 def bmm(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None = None) -> Tensor:
@@ -136,7 +150,10 @@ def grouped_mm(x: Tensor, w: AffineQuantizedTensor, ends: Tensor) -> Tensor:
 
 
 # As the kernel of one expert: see int_linear.py and float_linear.py.
-register_kernel(Kernel("bmm", "cpu_experts", bmm, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22"))
+register_kernel(
+    Kernel("bmm", "cpu_experts", bmm, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22",
+           row_independent=True)
+)  # fmt: skip
 
 _select = ATEN[torch.ops.aten.select.int]
 

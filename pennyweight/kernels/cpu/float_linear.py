@@ -8,9 +8,7 @@ the bytes. Scales that are themselves quantized stay so, and are decoded on the 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from typing import Any
 
@@ -18,34 +16,24 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
+from ...core.constants import plain_tensors
 from ...core.formats import DYNAMIC4, DYNAMIC8, E2M1, E3M2, E4M3, E5M2, E8M0, INT8, NF4, UINT5, UINT8, Format
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, SPECS, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ..table import Case, Kernel, case_of, register_kernel
+from .. import gate
+from ..table import Bound, Case, Kernel, case_of, register_kernel
 from . import library
 from .codes import STEP, TILE, pack_codes, unpack_codes
 from .int_linear import coded, coded_fits, tile_rows, untile_rows, up
-from .library import KINDS, missing, native
+from .library import KINDS, FloatLinear, missing
 
 HALF = 16  # columns that a group is a multiple of
 SUM_BLOCK = 256  # columns of one float32 chain, at most: longer ones lose digits
 TABLE16, SMALL_FLOAT, TABLE256, INTEGER = range(4)  # as in src/float_abi.h
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NESTED = {E8M0: library.E8M0, E4M3: library.E4M3, INT8: library.I8}  # beside what is coded
-
-
-class FloatLinear(ctypes.Structure):
-    """All that is static about a linear layer with such codes; see src/float_abi.h."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("n", "k", "kp", "scale_groups", "outer_groups")),
-        *((name, c_void_p) for name in ("values", "low", "high")),
-        *((name, c_int32) for name in ("bits", "decode", "exponent", "mantissa", "group", "block", "row_block")),
-        *((name, c_int32) for name in ("scale", "offset", "outer", "outer_kind", "x")),
-        ("limit", c_float),
-    )
 
 
 # -- the layout ------------------------------------------------------------------------------------------------------
@@ -202,21 +190,27 @@ def _accepts(case: Case) -> bool | str:
 def numbers(f: Format, mid: int = 0) -> tuple[Tensor, Tensor, int, int]:
     """The number of each code less ``mid`` (float32 [256]), its bfloat16 bytes (low ones, then high ones), exponent and
     mantissa bits. Those are 0 where the codes are not sign, exponent and mantissa as in src/float_codes.h."""
-    count = len(f.values) or 1 << f.bits
-    values = torch.zeros(256, device="cpu")  # whatever the default device: the kernel keeps its address
-    values[:count] = f.decode(f.from_unsigned(torch.arange(count, device="cpu").to(torch.uint8))) - mid
-    halves = values.to(torch.bfloat16).view(torch.uint8).reshape(256, 2).t().contiguous()
-    if f.kind != "float" or f.bits < 5:
-        return values, halves, 0, 0
-    mantissa = int(((values >= 1) & (values < 2)).sum()).bit_length() - 1
-    exponent = f.bits - 1 - mantissa
-    code = torch.arange(1 << f.bits, device="cpu")
-    e, m = (code >> mantissa) & ((1 << exponent) - 1), (code & ((1 << mantissa) - 1)) / (1 << mantissa)
-    sign = 1 - 2 * (code >> (f.bits - 1))
-    plain = sign * torch.ldexp(torch.where(e > 0, 1 + m, m), e.clamp(min=1) - (1 << (exponent - 1)) + 1)
-    finite = plain.abs() <= f.hi
-    same = torch.equal(plain[finite], values[: 1 << f.bits][finite])
-    return values, halves, *((exponent, mantissa) if same else (0, 0))
+    with plain_tensors():
+        count = len(f.values) or 1 << f.bits
+        values = torch.zeros(256, dtype=torch.float32, device="cpu")  # the kernel keeps its address
+        values[:count] = (
+            f.decode(
+                f.from_unsigned(torch.arange(count, dtype=torch.int64, device="cpu").to(torch.uint8)), torch.float32
+            )
+            - mid
+        )
+        halves = values.to(torch.bfloat16).view(torch.uint8).reshape(256, 2).t().contiguous()
+        if f.kind != "float" or f.bits < 5:
+            return values, halves, 0, 0
+        mantissa = int(((values >= 1) & (values < 2)).sum()).bit_length() - 1
+        exponent = f.bits - 1 - mantissa
+        code = torch.arange(1 << f.bits, dtype=torch.int64, device="cpu")
+        e, m = (code >> mantissa) & ((1 << exponent) - 1), (code & ((1 << mantissa) - 1)) / (1 << mantissa)
+        sign = 1 - 2 * (code >> (f.bits - 1))
+        plain = sign * torch.ldexp(torch.where(e > 0, 1 + m, m), e.clamp(min=1) - (1 << (exponent - 1)) + 1)
+        finite = plain.abs() <= f.hi
+        same = torch.equal(plain[finite], values[: 1 << f.bits][finite])
+        return values, halves, *((exponent, mantissa) if same else (0, 0))
 
 
 def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -237,7 +231,9 @@ def describe(case: Case) -> FloatLinear:
     group, kind = _group(spec, case.shape), spec.scale
     w = FloatLinear(
         n=n, k=k, kp=_columns(spec, case.shape), bits=spec.format.bits, group=group, block=SUM_BLOCK,
-        values=values.data_ptr(), low=halves[0].data_ptr(), high=halves[1].data_ptr(), exponent=exponent,
+        values=gate.address(values, "numbers of the codes", (torch.float32,), 256), exponent=exponent,
+        low=gate.address(halves[0], "low bytes of the numbers", (torch.uint8,), 256),
+        high=gate.address(halves[1], "high bytes of the numbers", (torch.uint8,), 256),
         mantissa=mantissa, limit=spec.format.hi, row_block=_row_block(spec, case.shape), x=KINDS[case.dtype],
         decode=TABLE16 if spec.format.bits <= 4 else SMALL_FLOAT if exponent else INTEGER if integer else TABLE256,
         scale=_number_kind(kind), offset=_number_kind(spec.offset),
@@ -262,58 +258,35 @@ def _number_kind(kind: Any) -> int:
 
 
 @lru_cache(maxsize=4096)
-def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
-    """(x, parts, bias) -> y for one case, with all that is static worked out."""
-    struct = describe(case)
-    weight, n, k, kept = (
-        ctypes.addressof(struct),
-        struct.n,
-        struct.k,
-        (struct, numbers(case.spec.format, case.spec.mid)),
-    )
-    call, threads, kinds = native().pw_float_linear, torch.get_num_threads, KINDS
-    kind = case.spec.scale
-    scaled, nested = kind is not None, isinstance(kind, QuantSpec)
-    outer, outer_offset = struct.outer != 0, isinstance(kind, QuantSpec) and kind.offset is not None
-    narrow = isinstance(kind, QuantSpec) and kind.scale is torch.float64
-    has_offset, coded_offset = case.spec.offset is not None, isinstance(case.spec.offset, QuantSpec)
+def bind(case: Case) -> Bound:
+    """How weights of one case are run; see :class:`pennyweight.kernels.table.Bound`."""
+    struct, kind = describe(case), case.spec.scale
+    outer_offset = isinstance(kind, QuantSpec) and kind.offset is not None
+    expected, outer = gate.float_parts(struct, outer_offset), struct.outer != 0
+    nested, coded_offset = isinstance(kind, QuantSpec), isinstance(case.spec.offset, QuantSpec)
+    what, k = f"linear {list(case.shape)} {case.spec}", struct.k
 
-    def linear(x: Tensor, w: Any, bias: Tensor | None, kept: Any = kept) -> Tensor:
-        if x.ndim == 2 and x.stride(1) == 1:
-            m, step, flat = x.shape[0], x.stride(0), x
-            y = x.new_empty((m, n))
-        else:
-            flat = x.reshape(-1, k).contiguous()
-            m, step = flat.shape[0], k
-            y = x.new_empty((*x.shape[:-1], n))
-        b, b_kind = None, 0
-        if bias is not None:
-            if not bias.is_contiguous() or bias.dtype not in kinds:
-                bias = bias.float().contiguous()
-            b, b_kind = bias.data_ptr(), kinds[bias.dtype]
+    def operand(w: Any) -> gate.Operand:
         scale, offset = w.scale, w.offset
         above: Any = scale.scale if outer else None
-        if narrow:
+        if above is not None and above.dtype is torch.float64:  # one number, read as float32
             above = above.float()
-        status = call(
-            weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
-            (scale.codes if nested else scale).data_ptr() if scaled else None,
-            None if above is None else above.data_ptr(), scale.offset.data_ptr() if outer_offset else None,
-            (offset.codes if coded_offset else offset).data_ptr() if has_offset else None,
-            offset.scale.data_ptr() if coded_offset else None, threads(),
+        parts = (
+            w.codes, scale.codes if nested else scale, above, scale.offset if outer_offset else None,
+            offset.codes if coded_offset else offset, offset.scale if coded_offset else None,
         )  # fmt: skip
-        if status:
-            raise MemoryError(f"linear: no memory for {m} rows of {k} columns")
-        return y
+        return gate.operand(what, expected, parts, w.perm, k)
 
-    return linear
+    return Bound(gate.product(struct, case.dtype, numbers(case.spec.format, case.spec.mid)), operand)
 
 
 def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
     """y = x @ w.T + bias. x: [.., K]; w: in layout "cpu_float"."""
-    return bind(case_of(w, x.dtype))(x, w.parts, bias)
+    return bind(case_of(w, x.dtype)).run_with(x, w.parts, bias)
 
 
 # Numbers and scales are those of the reference; products and sums are in float32. For bfloat16 inputs, where the
 # machine multiplies bfloat16, a table's numbers are rounded to it, as the reference rounds its weights.
-register_kernel(Kernel("linear", "cpu_float", run, _accepts, ("cpu",), LAYOUT.name, rank=30, bind=bind))
+register_kernel(
+    Kernel("linear", "cpu_float", run, _accepts, ("cpu",), LAYOUT.name, rank=30, bind=bind, row_independent=True)
+)

@@ -7,7 +7,6 @@ src/pack.h for the bytes.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -22,9 +21,10 @@ from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import SPECS, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
-from ..table import Case, Kernel, case_of, register_kernel
+from .. import gate
+from ..table import Bound, Case, Kernel, Together, case_of, register_kernel
 from .codes import STEP, TILE, pack_codes, unpack_codes
-from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, LinearArgs, missing, native
+from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, missing
 from .library import E8M0 as E8M0_KIND
 
 INPUT_BLOCK = 128  # columns of a float input that share a power of two, at most
@@ -238,103 +238,57 @@ def describe(case: Case) -> IntLinear:
 
 
 @lru_cache(maxsize=4096)
-def bind(case: Case) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
-    """(x, parts, bias) -> y for one case, with all that is static worked out."""
+def bind(case: Case) -> Bound:
+    """How weights of one case are run; see :class:`pennyweight.kernels.table.Bound`."""
     struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
-    weight, n, k = ctypes.addressof(struct), struct.n, struct.k
-    call, threads, kinds = native().pw_int_linear, torch.get_num_threads, KINDS
-    spec, act = case.spec, case.act
-    nested, under = isinstance(spec.scale, QuantSpec), struct.outer > 0
-    has_zero, has_offset, static = spec.zero_point, spec.offset is not None, act is not None and act.mode == "static"
-    plain = not (nested or has_zero or has_offset or static)
+    return Bound(gate.product(struct, case.dtype), _operands(case, struct))
+
+
+def _operands(case: Case, struct: IntLinear) -> Callable[[Any], gate.Operand]:
+    """Parts of a weight of this case -> what the native product reads of them."""
+    act, expected = case.act, gate.int_parts(struct)
+    nested, under = isinstance(case.spec.scale, QuantSpec), struct.outer > 0
+    inner = under and case.spec.offset is not None
     zero_shift = 128 if act is not None and act.spec.format is UINT8 else 0
+    what, k = f"linear {list(case.shape)} {case.spec}", struct.k
 
-    def linear(x: Tensor, w: Any, bias: Tensor | None, struct: IntLinear = struct) -> Tensor:
-        if x.ndim == 2 and x.stride(1) == 1:
-            m, step, flat = x.shape[0], x.stride(0), x
-            y = x.new_empty((m, n))
-        else:
-            flat = x.reshape(-1, k).contiguous()
-            m, step = flat.shape[0], k
-            y = x.new_empty((*x.shape[:-1], n))
-        b, b_kind = None, 0
-        if bias is not None:
-            if not bias.is_contiguous() or bias.dtype not in kinds:
-                bias = bias.float().contiguous()
-            b, b_kind = bias.data_ptr(), kinds[bias.dtype]
-        if plain:
-            status = call(weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
-                          w.scale.data_ptr(), None, None, None, None, None, 0, threads())  # fmt: skip
-        else:
-            act_scale, act_zero = None, 0
-            if static:
-                act_scale = w.act_scale.to(act.spec.scale).float()  # type: ignore[union-attr]
-                act_zero = (int(w.act_zero_point) if w.act_zero_point is not None else 0) - zero_shift
-            status = call(
-                weight, flat.data_ptr(), m, step, y.data_ptr(), b, b_kind, w.codes.data_ptr(),
-                (w.scale.codes if nested else w.scale).data_ptr(),
-                w.zero_point.data_ptr() if has_zero else None,
-                (w.offset.codes if under else w.offset).data_ptr() if has_offset else None,
-                w.scale.scale.data_ptr() if under else None,
-                w.offset.scale.data_ptr() if under and has_offset else None,
-                None if act_scale is None else act_scale.data_ptr(), act_zero, threads(),
-            )  # fmt: skip
-        if status:
-            raise MemoryError(f"linear: no memory for {m} rows of {k} columns as integers")
-        return y
+    def operand(w: Any) -> gate.Operand:
+        scale, offset = w.scale, w.offset
+        parts = (
+            w.codes, scale.codes if nested else scale, w.zero_point, offset.codes if inner else offset,
+            scale.scale if under else None, offset.scale if inner else None,
+        )  # fmt: skip
+        static = None
+        if act is not None and act.mode == "static":
+            if w.act_scale is None:
+                raise RuntimeError(
+                    "a static activation needs act_scale on the weight; calibrate, or pass it in the config"
+                )
+            static = (w.act_scale, act.spec.scale, w.act_zero_point, zero_shift)
+        return gate.operand(what, expected, parts, w.perm, k, static)  # type: ignore[arg-type]
 
-    return linear
+    return operand
 
 
 def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
     """y = x @ w.T + bias. x: [.., K]; w: in layout "cpu"."""
-    return bind(case_of(w, x.dtype))(x, w.parts, bias)
+    return bind(case_of(w, x.dtype)).run_with(x, w.parts, bias)
 
 
-def together(
-    cases: tuple[Case, ...],
-) -> Callable[[Tensor, Sequence[Any], Sequence[Tensor | None]], list[Tensor]] | None:
+def together(cases: tuple[Case, ...]) -> Together | None:
     """Weights that differ in their number of rows only, with the same input: [.., K] -> [.., N] each, in one call."""
     first = cases[0]
     alike = all(replace(case, shape=(first.shape[0], case.shape[1])) == first for case in cases)
     if not alike or (first.act is not None and first.act.mode == "static"):
         return None
-    count, k, kinds = len(cases), first.shape[1], KINDS
-    weights = (IntLinear * count)(*(describe(replace(c, spec=c.spec.with_(layout="plain"))) for c in cases))
-    sizes, where = [c.shape[0] for c in cases], ctypes.addressof(weights)
-    nested, under = isinstance(first.spec.scale, QuantSpec), weights[0].outer > 0
-    has_zero, has_offset = first.spec.zero_point, first.spec.offset is not None
-    call, threads = native().pw_int_linears, torch.get_num_threads
-
-    def linears(x: Tensor, ws: Sequence[Any], biases: Sequence[Tensor | None], weights: Any = weights) -> list[Tensor]:
-        flat = x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, k).contiguous()
-        at, m, step, n_threads = flat.data_ptr(), flat.shape[0], flat.stride(0), threads()
-        ys, kept, rows = [], [], (LinearArgs * count)()
-        for i, w in enumerate(ws):
-            y, bias, address, kind = x.new_empty((*x.shape[:-1], sizes[i])), biases[i], None, 0
-            if bias is not None:
-                if not bias.is_contiguous() or bias.dtype not in kinds:
-                    bias = bias.float().contiguous()
-                    kept.append(bias)
-                address, kind = bias.data_ptr(), kinds[bias.dtype]
-            rows[i] = LinearArgs(
-                at, m, step, y.data_ptr(), address, w.codes.data_ptr(),
-                (w.scale.codes if nested else w.scale).data_ptr(), w.zero_point.data_ptr() if has_zero else None,
-                (w.offset.codes if under else w.offset).data_ptr() if has_offset else None,
-                w.scale.scale.data_ptr() if under else None,
-                w.offset.scale.data_ptr() if under and has_offset else None, None, 0, kind, n_threads,
-            )  # fmt: skip
-            ys.append(y)
-        if call(where, ctypes.addressof(rows), count):
-            raise MemoryError(f"linear: no memory for {m} rows of {k} columns as integers")
-        return ys
-
-    return linears
+    weights = (IntLinear * len(cases))(*(describe(replace(c, spec=c.spec.with_(layout="plain"))) for c in cases))
+    operands = [_operands(case, struct) for case, struct in zip(cases, weights, strict=True)]
+    return Together(gate.products(weights, first.dtype), operands)
 
 
 # With one scale per row or group, the sums of products are exact; blocks and scales are in float32. Float inputs are
 # rounded at 2**-15 (two digits) or 2**-23 of the greatest element of their block.
 register_kernel(
     Kernel("linear", "cpu_int", run, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22", bind=bind,
-           together=together)
+           together=together, row_independent=True)
 )  # fmt: skip

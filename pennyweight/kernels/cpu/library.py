@@ -21,6 +21,8 @@ KINDS = {
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
 ABI = 4  # as in src/abi.h
+PLAIN, BITS, TILES = range(3)  # how codes lie, as in src/affine.h
+INVALID = 2  # status of a function whose arguments do not fit each other, as in src/check.h
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # treatment of the input, as in src/abi.h
 
 
@@ -47,6 +49,18 @@ class LinearArgs(ctypes.Structure):
     )  # fmt: skip
 
 
+class FloatLinear(ctypes.Structure):
+    """All that is static about a linear layer with codes of floats and tables; see src/float_abi.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("n", "k", "kp", "scale_groups", "outer_groups")),
+        *((name, c_void_p) for name in ("values", "low", "high")),
+        *((name, c_int32) for name in ("bits", "decode", "exponent", "mantissa", "group", "block", "row_block")),
+        *((name, c_int32) for name in ("scale", "offset", "outer", "outer_kind", "x")),
+        ("limit", c_float),
+    )
+
+
 _P, _N, _I = c_void_p, c_int64, c_int
 _SIGNATURES = {
     "pw_abi": (_I, ()),
@@ -60,15 +74,16 @@ _SIGNATURES = {
     "pw_int_linears": (_I, (_P, _P, _I)),  # weights, arguments, count
     # weight, x, m, ldx, y, bias, bias kind, codes, scale, outer scale, outer offset, offset, its outer scale, threads
     "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _I)),
-    "pw_pack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),
-    "pw_unpack_codes": (None, (_P, _N, _N, _N, _I, _I, _P, _I)),
+    "pw_pack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
+    "pw_unpack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
     # matrix; codes, scale, zero point, offset; index or null, rows, out, threads
     "pw_dequantize": (_I, (_P, _P, _P, _P, _P, _P, _N, _P, _I)),
     # rounding, x, ldx; codes, scale, zero point, offset; sums, threads
     "pw_quantize": (_I, (_P, _P, _N, _P, _P, _P, _P, _P, _I)),
-    "pw_ranges": (None, (_P, _P, _N, _P, _I)),
+    "pw_ranges": (_I, (_P, _P, _N, _P, _I)),
     "pw_finite": (_I, (_P, _I, _N, _I)),
     "pw_optim_steps": (_I, (_P, _N, _I)),  # jobs, count, threads
+    "pw_probe": (c_int64, (_I, _P, _N, _I)),  # what, buffer, bytes or rounds, threads
 }
 
 

@@ -6,6 +6,7 @@ Mirrors src/optim_abi.h; the arithmetic is in src/optimizer.h. The states' numbe
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import lru_cache
@@ -14,9 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import blocks
+from ...core.constants import plain_tensors
+from ...core.conversions import in_memory
+from ...core.errors import ArgumentError
 from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, decision_levels
+from ...core.packing import stream_shape
 from ...core.tensor import AffineQuantizedTensor
-from .library import KINDS, missing, native
+from .. import gate
+from .library import KINDS, missing
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT, _TABLE, _UFLOAT = range(3)
@@ -55,6 +62,7 @@ class Job(ctypes.Structure):
         *((name, c_int32) for name in ("p_kind", "g_kind", "rule", "flags", "states")),
         ("key", c_uint32 * 2), ("turn", c_uint32), ("c", c_float * 8), ("state", State * 3),
     )  # fmt: skip
+    kept: list[Any]  # what the addresses of tables point to
 
 
 def _cells(levels: list[int], shift: int, first: int, last: int, code: int, step: int) -> list[int] | None:
@@ -80,14 +88,16 @@ def _bits(x: Tensor) -> list[int]:
 @lru_cache(maxsize=64)
 def code_table(f: Format) -> tuple[CodeTable, tuple[Tensor, Tensor]]:
     """The numbers and decision levels of a format, and the tensors that hold them."""
-    with torch.device("cpu"):
+    with plain_tensors():
+        cpu, float32 = torch.device("cpu"), torch.float32
         if f is E4M3:
-            numbers = f.decode(torch.arange(256, dtype=torch.uint8).view(f.code_dtype))
-            up, down = decision_levels(tuple(numbers[:127].tolist()), torch.device("cpu"), even=True), torch.empty(0)
+            numbers = f.decode(torch.arange(256, dtype=torch.uint8, device=cpu).view(f.code_dtype), float32)
+            up = decision_levels(tuple(numbers[:127].tolist()), cpu, even=True)
+            down = torch.empty(0, dtype=float32, device=cpu)
         else:
-            numbers = torch.zeros(256)
-            numbers[: len(f.values)] = torch.tensor(f.values)
-            levels = decision_levels(f.values, torch.device("cpu"), even=False)
+            numbers = torch.zeros(256, dtype=float32, device=cpu)
+            numbers[: len(f.values)] = torch.tensor(f.values, dtype=float32, device=cpu)
+            levels = decision_levels(f.values, cpu, even=False)
             up, down = levels[levels >= 0], levels[levels < 0].abs().flip(0)
         # x is above a negative level where |x| is below it, and |x| at the level counts as above
         down = torch.nextafter(down, torch.zeros_like(down))
@@ -102,9 +112,13 @@ def code_table(f: Format) -> tuple[CodeTable, tuple[Tensor, Tensor]]:
                 break
         else:
             raise ValueError(f"number format {f}: two of its numbers are too near each other for native code")
-        cells = torch.tensor([e for half in halves for e in half or ()], dtype=torch.int64).to(torch.int32)
+        cells = torch.tensor([e for half in halves for e in half or ()], dtype=torch.int64, device=cpu).to(torch.int32)
         negative = last + 1 if ends[1] else 0
-        table = CodeTable(cells.data_ptr(), numbers.data_ptr(), shift, first, last, negative, int(f is E4M3))
+        at = (
+            gate.address(cells, "cells of a table", (torch.int32,), 1),
+            gate.address(numbers, "numbers", (float32,), 256),
+        )
+        table = CodeTable(*at, shift, first, last, negative, int(f is E4M3))
         return table, (cells, numbers)
 
 
@@ -113,7 +127,7 @@ def ufloat(f: Format) -> tuple[int, int, int, int]:
     it those >> shift + 1, less low."""
     mantissa, split = UFLOATS[f]
     shift = 23 - mantissa
-    first, least = _bits(torch.tensor([f.values[split], f.lo], device="cpu"))
+    first, least = _bits(torch.tensor([f.values[split], f.lo], dtype=torch.float32, device="cpu"))
     return shift, (first >> shift) - split, split, (least >> (shift + 1)) + (0 if split else 1)
 
 
@@ -140,6 +154,8 @@ def accepts(p: Tensor, g: Tensor, states: Sequence[Tensor]) -> bool | str:
         return f"{p.dtype} with a gradient of {g.dtype}: native steps take float32, bfloat16 and float16"
     if isinstance(p, AffineQuantizedTensor) or isinstance(g, AffineQuantizedTensor):
         return "the parameter itself is quantized"
+    if not (in_memory(p) and in_memory(g)):
+        return f"{type(p).__name__} with a gradient {type(g).__name__} is no plain memory"
     if not all(map(_takes, states)):
         return "a state under a spec that native steps do not know"
     return True
@@ -154,27 +170,38 @@ def job(
     not looked at where all states are floats."""
     if not any(isinstance(s, AffineQuantizedTensor) for s in states):
         geometry = (max(1, p.numel()), _CHUNK, 1, _CHUNK)
-    j = Job(p.data_ptr(), None, p.numel(), *geometry, KINDS[p.dtype], 0, rule, 0, len(states))
-    j.key[:] = key
+    at = gate.address(p, "optimizer step: parameter", FLOATS, p.numel(), exact=True)
+    j = Job(at, None, p.numel(), *geometry, KINDS[p.dtype], 0, rule, 0, len(states))
+    j.key[:], j.kept = key, []
     for slot, state, (by_chance, power) in zip(j.state, states, kept, strict=False):
         if not isinstance(state, AffineQuantizedTensor):
-            slot.codes, slot.kind = state.data_ptr(), _FLOAT
+            what = "optimizer step: float state"
+            slot.codes, slot.kind = gate.address(state, what, (torch.float32,), p.numel(), exact=True), _FLOAT
             continue
-        f, scale = state.spec.format, state.scale
-        assert scale is not None
-        slot.codes, slot.scale, slot.bits = state._codes.data_ptr(), scale.data_ptr(), f.bits
+        f, scale, what = state.spec.format, state._scale, f"optimizer step: state {list(state.shape)} {state.spec}"
+        if state.shape != p.shape or scale is None:
+            raise ArgumentError(f"{what} is not that of a parameter {list(p.shape)}")
+        stored, dtype = state.spec.codes_shape(tuple(state.shape)), f.code_dtype
+        if state.spec.layout == "bits":
+            stored, dtype = stream_shape(stored, f.bits), torch.uint8
+        scales = math.prod(blocks.counts(state.spec.block, tuple(state.shape)))
+        slot.codes = gate.address(state._codes, f"{what}: codes", (dtype,), math.prod(stored), exact=True)
+        slot.scale = gate.address(scale, f"{what}: scale", (torch.float32,), scales, exact=True)
+        slot.bits = f.bits
         slot.hi, slot.stochastic, slot.power = max(f.hi, -f.lo), int(by_chance), int(power)
         if f in UFLOATS:
             slot.kind, slot.top = _UFLOAT, (1 << f.bits) - 1
             slot.shift, slot.base, slot.split, slot.low = ufloat(f)
         else:
-            slot.kind, slot.table = _TABLE, ctypes.addressof(code_table(f)[0])
+            j.kept.append(code_table(f))
+            slot.kind, slot.table = _TABLE, ctypes.addressof(j.kept[-1][0])
     return j
 
 
 def set_step(j: Job, g: Tensor, flags: int, turn: int, c: Sequence[float]) -> None:
     """What changes: the gradient (contiguous), flags, the turn of the random numbers, the rule's numbers."""
-    j.g, j.g_kind, j.flags = g.data_ptr(), KINDS[g.dtype], flags
+    j.g = gate.address(g, "optimizer step: gradient", FLOATS, j.count, exact=True)
+    j.g_kind, j.flags = KINDS[g.dtype], flags
     j.turn = turn
     j.c[: len(c)] = c
 
@@ -184,5 +211,4 @@ def run(jobs: Sequence[Any]) -> None:
     every = (Job * len(jobs))(*jobs)
     elements = sum(j.count for j in jobs)
     threads = max(1, min(torch.get_num_threads(), elements >> 15))
-    if native().pw_optim_steps(ctypes.addressof(every), len(jobs), threads):
-        raise MemoryError(f"optimizer step: no memory beside {len(jobs)} parameters")
+    gate.optimizer_steps(every, len(jobs), threads)

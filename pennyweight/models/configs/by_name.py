@@ -16,8 +16,9 @@ class FqnToConfig(AOBaseConfig):
     order; the first match wins.
 
     Keys name a module or a parameter: exact, a glob (``layers.*.mlp``), or ``re:`` and a regular expression that must
-    match the whole name. Parameters of a module without a site of its own (experts) are reached by their own names, as
-    by ``*.experts.*``. A value of None leaves it alone. ``_default`` is for the modules that no key names.
+    match the whole name; in configs out of files one without look-arounds and back references. Parameters of a module
+    without a site of its own (experts) are reached by their own names, as by ``*.experts.*``. A value of None leaves it
+    alone. ``_default`` is for the modules that no key names.
     """
 
     fqn_to_config: Mapping[str, AOBaseConfig | None] = field(default_factory=dict)
@@ -70,12 +71,12 @@ class ContractedAxis(AOBaseConfig):
             raise ValueError(f"ContractedAxis: axis must be -1 or -2, got {self.axis}")
 
     def site(self, site: Site) -> Site:
-        if not site.bare:
-            raise ValueError(
-                f"ContractedAxis is for bare parameters; that of {site.type_name} is known, give its config"
-            )
         if site.transposed == (self.axis == -2):
             return site
+        if not site.bare:
+            raise ValueError(
+                f"ContractedAxis({self.axis}): products of {site.type_name} sum over the other axis; give its config"
+            )
         return replace(site, transposed=not site.transposed, shape=(*site.shape[:-2], site.shape[-1], site.shape[-2]))
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:

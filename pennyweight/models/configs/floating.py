@@ -123,7 +123,13 @@ def _settle_mx(config: Any, *dtypes: AnyDtype) -> None:
     for dtype in dtypes:
         if as_format(dtype).kind != "float" or as_format(dtype) is E8M0:
             raise ValueError(f"{owner}: MX elements are e4m3, e5m2, e3m2, e2m3 or e2m1, got {dtype}")
-    PerGroup(config.block_size)
+    try:
+        PerGroup(config.block_size)
+    except ValueError as error:
+        raise ValueError(
+            f"{owner}: block_size is a positive number of elements, got {config.block_size!r}; formats go to "
+            + " and ".join(("weight_dtype", "activation_dtype")[: len(dtypes)])
+        ) from error
     mode = str(getattr(config.scaling_mode, "value", config.scaling_mode)).lower()
     if mode not in ("floor", "ceil", "even", "rceil"):
         raise ValueError(f"{owner}: scaling_mode must be floor, ceil, even or rceil, got {config.scaling_mode!r}")

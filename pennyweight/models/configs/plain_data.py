@@ -5,7 +5,7 @@
 Fields at their defaults are left out, so that a field that a later release adds does not shut out this one.
 Granularities, mapping types, dtypes, formats and specs are objects with a "type" as well; a mapping of names is a list
 of pairs, for its order counts and writers of JSON may sort keys. Types are looked up in ``TYPES`` and nowhere else, and
-a field takes only values of its declared type.
+a field takes only values of its declared type. Patterns of names are those that can be matched in linear time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ...core.formats import Format, get_format
 from ...core.spec import ActivationSpec, QuantSpec
 from .. import granularity
 from ..granularity import MappingType
+from ..name_patterns import check_keys
 from . import base, by_name, floating, integer, learned
 from .base import AOBaseConfig
 
@@ -64,9 +65,12 @@ _DEPTH = 4  # a config by name, within it one for an axis, within that a granula
 
 
 def config_to_data(config: AOBaseConfig) -> dict[str, Any]:
-    """A config as dicts, lists, strings and numbers. Raises ValueError for a class or value that has no such form."""
+    """A config as dicts, lists, strings and numbers. Raises ValueError for a class or value that has no such form, and
+    for patterns that :func:`config_from_data` would not read."""
     if TYPES.get(type(config).__name__) is not type(config):
         raise ValueError(f"{type(config).__name__} is not one of the library's configs and has no form as plain data")
+    if isinstance(config, by_name.FqnToConfig):
+        check_keys(config.fqn_to_config)
     return _to_data(config, type(config).__name__)
 
 
@@ -165,6 +169,10 @@ def _pairs(raw: Any, where: str, depth: int) -> dict[str, Any]:
     out = {key: _from_data(value, f"{where}[{key[:100]!r}]", depth + 1) for key, value in raw}
     if len(out) != len(raw):
         raise ValueError(f"{where} names something twice")
+    try:
+        check_keys(out)
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from e
     return out
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from ...core.inplace import rounding_by_chance
@@ -64,8 +63,9 @@ def stochastic_rounding(step: int, seed: int = 0) -> Iterator[None]:
 
     Random numbers are a function of seed, of which write of the block it is, of the element, and of ``step``, the
     number of this training step: a resumed run that goes on counting repeats them, and there is no state to save.
+    A forward and a backward pass may be inside: gradients are recorded as outside.
     """
-    with rounding_by_chance(step, seed), torch.no_grad():
+    with rounding_by_chance(step, seed):
         yield
 
 

@@ -37,7 +37,7 @@ def operand(
         over = ()
     if x.numel() == 0:
         if rule is not None:  # the others wait
-            _of_whole(x, rule, torch.zeros((), device=x.device), over)
+            _of_whole(x, rule, torch.zeros((), device=x.device, dtype=torch.float32), over)
         return x
     shape = _turned_shape(x, hadamard)
     plain = isinstance(side.spec.scale, torch.dtype) and side.spec.block in (None, (-1,))
@@ -57,7 +57,7 @@ def turned(x: Tensor, n: int, seed: int) -> Tensor:
     """x · D H / √n for each n neighbours of the last axis, padded with zeros to whole ones: D random signs, the same
     everywhere, H Sylvester's Hadamard matrix. Both sides of a product turned so give the same product."""
     x = F.pad(x, (0, -x.shape[-1] % n))
-    i = torch.arange(n, device=x.device)
+    i = torch.arange(n, device=x.device, dtype=torch.int64)
     ones = i.unsqueeze(0) & i.unsqueeze(1)  # H[i, j] = -1 to the number of ones that i and j share
     for shift in (16, 8, 4, 2, 1):
         ones = ones ^ (ones >> shift)

@@ -31,7 +31,7 @@ def begin_(model: nn.Module, start: int) -> None:
                 setattr(module, name, no)
     if start:
         _end_delay(model)
-        model.register_buffer(STEP, torch.zeros((), dtype=torch.int64))
+        model.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device="cpu"))
         enable_fake_quant(model, False)
         hook = Delay(start)
         model.__dict__["_fake_quant_delay"] = model.register_forward_pre_hook(hook)

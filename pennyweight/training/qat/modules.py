@@ -51,7 +51,7 @@ class FakeQuantized(nn.Module):
         """Scale and zero point of a static activation."""
         scheme, tensors = self.fake_quantized[param].scheme, self.held(param)
         scale = tensors.get("act_scale")
-        scale = torch.tensor([scheme.act_scale], device=x.device) if scale is None else scale
+        scale = torch.tensor([scheme.act_scale], device=x.device, dtype=torch.float32) if scale is None else scale
         zero = scheme.act_zero_point
         return scale, None if zero is None else torch.tensor([zero], device=x.device)
 

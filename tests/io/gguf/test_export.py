@@ -19,6 +19,7 @@ from pennyweight.io import CheckpointError
 from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.export import FILE_TYPES
 from pennyweight.io.gguf.quantizing import FROM_FLOATS, RULES
+from tests.io.crashing import Crash, full_after, stopping
 
 CONFIG = LlamaConfig(
     hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -153,6 +154,54 @@ def test_stopped_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "m.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert all(row.sqnr is not None for row in report.quantized), "of what was done before the stop, too"
     assert {p.name for p in tmp_path.iterdir()} == {"f", "whole.gguf", "m.gguf"}
+
+
+@pytest.mark.parametrize("how", ["before", "after", "error"])
+def test_stopped_at_any_step_the_old_file_stays_or_the_new_one_is_there(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda fd: None)
+    source, path = saved(llama(), tmp_path / "f"), tmp_path / "m.gguf"
+    pw.convert(source, path, to="gguf", gguf_type="Q4_0")
+    old = path.read_bytes()
+    with stopping(how) as steps:
+        pw.convert(source, path, to="gguf", gguf_type="Q8_0")
+    new, count = path.read_bytes(), len(steps)
+    ended = 0
+    for at in {*range(0, count, 17), *range(count - 8, count)}:
+        path.write_bytes(old)
+        with pytest.raises(OSError if how == "error" else Crash), stopping(how, at):
+            pw.convert(source, path, to="gguf", gguf_type="Q8_0")
+        assert path.read_bytes() in (old, new)
+        ended += path.read_bytes() == new
+        pw.convert(source, path, to="gguf", gguf_type="Q8_0")  # goes on
+        assert path.read_bytes() == new
+        assert {p.name for p in tmp_path.iterdir()} == {"f", "m.gguf"}
+    assert 0 < ended < 8
+    for room in (0, 1000, len(new) // 2, len(new) - 1):
+        path.write_bytes(old)
+        with pytest.raises(OSError, match="No space left"), full_after(room):
+            pw.convert(source, path, to="gguf", gguf_type="Q8_0", resume=False)
+        assert path.read_bytes() == old
+    pw.convert(source, path, to="gguf", gguf_type="Q8_0")
+    assert path.read_bytes() == new
+
+
+def test_two_writers_of_one_file(tmp_path: Path) -> None:
+    source, path = saved(llama(), tmp_path / "f"), tmp_path / "m.gguf"
+    pw.convert(source, tmp_path / "whole.gguf", to="gguf", gguf_type="Q8_0")
+    refused = []
+
+    def told(done: int, total: int, name: str) -> None:
+        for resume in (True, False) if done == 3 else ():
+            with pytest.raises(CheckpointError, match="another process is writing it") as caught:
+                pw.convert(source, path, to="gguf", gguf_type="Q8_0", resume=resume)
+            refused.append(caught.value)
+
+    pw.convert(source, path, to="gguf", gguf_type="Q8_0", progress=told)
+    assert len(refused) == 2
+    assert path.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {"f", "m.gguf", "whole.gguf"}
 
 
 def test_tokenizer_and_config_come_back(tmp_path: Path) -> None:

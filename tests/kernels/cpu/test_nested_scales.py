@@ -113,7 +113,8 @@ def test_several_weights_with_one_input() -> None:
     assert together is not None
     for m in (1, 5):
         x = torch.randn(m, 288).to(torch.bfloat16)
-        for y, w in zip(together(x, [w.parts for w in ws], [None] * 3), ws, strict=True):
+        operands = [operand(w.parts) for operand, w in zip(together.operands, ws, strict=True)]
+        for y, w in zip(together.run(x, operands, [None] * 3), ws, strict=True):
             assert torch.equal(y, F.linear(x, w))
 
 

@@ -5,6 +5,9 @@
 
 constexpr int ABI = 4;  // one more with each change of a structure or of an exported function's arguments
 
+// What exported functions return where they return a status; pw_dequantize has an index out of range for 1.
+enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: arguments that do not fit, see check.h
+
 enum Kind : int32_t {  // number kinds of parts and of inputs
     NONE = 0, F32 = 1, BF16 = 2, F16 = 3, E8M0 = 4, I8 = 5, U8 = 6, E4M3 = 7
 };

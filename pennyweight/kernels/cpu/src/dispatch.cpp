@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "check.h"
 #include "table.h"
 
 #if defined(__linux__)
@@ -62,45 +63,39 @@ constexpr int COUNT = sizeof(ISAS) / sizeof(ISAS[0]);
 
 int chosen = -1;
 
-const Table& table() { return *ISAS[chosen].table(); }
-
 }  // namespace
 
+// Every function with arguments looks at them first: see check.h. Those without a status return 0 for what does not fit.
+
 PW_EXPORT int pw_abi() { return ABI; }
-// Number of instruction sets that were built; name and whether this machine has it.
+// Number of instruction sets that were built; name (null: no such number) and whether this machine has it.
 PW_EXPORT int pw_isa_count() { return COUNT; }
-PW_EXPORT const char* pw_isa_name(int i) { return ISAS[i].name; }
-PW_EXPORT int pw_isa_here(int i) { return ISAS[i].here(); }
+PW_EXPORT const char* pw_isa_name(int i) { return check::isa_at("pw_isa_name", i, COUNT) ? ISAS[i].name : nullptr; }
+PW_EXPORT int pw_isa_here(int i) { return check::isa_at("pw_isa_here", i, COUNT) && ISAS[i].here(); }
 
 // Uses the named instruction set, the best one for an empty name. Returns its index, -1 where it is not to be had.
 PW_EXPORT int pw_isa_use(const char* name) {
+    if (!check::isa_named("pw_isa_use", name)) return -1;
     for (int i = COUNT; i-- > 0;)
-        if (ISAS[i].here() && (!*name || !std::strcmp(name, ISAS[i].name))) return chosen = i;
+        if (ISAS[i].here() && (!*name || !std::strcmp(name, ISAS[i].name))) {
+#if PENNYWEIGHT_ASSERT
+            check::isa = ISAS[i].name;
+#endif
+            return chosen = i;
+        }
     return -1;
 }
 
-PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
-                            int bias_kind, const void* codes, const void* scale, const void* zero_point,
-                            const void* offset, const void* outer_scale, const void* outer_offset,
-                            const void* act_scale, int64_t act_zero_point, int threads) {
-    const LinearArgs a = {x, m, ldx, y, bias, codes, scale, zero_point, offset, outer_scale, outer_offset, act_scale,
-                          (int32_t)act_zero_point, bias_kind, threads};
-    return table().int_linear(w, &a, 1);
+namespace {
+
+const Table& table() {
+    if (chosen < 0) pw_isa_use("");  // there is always plain C++
+    return *ISAS[chosen].table();
 }
-// Several weights with one input; see int_linear.h.
-PW_EXPORT int pw_int_linears(const IntLinear* weights, const LinearArgs* args, int count) {
-    return table().int_linear(weights, args, count);
-}
-PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
-                              int bias_kind, const void* codes, const void* scale, const void* outer_scale,
-                              const void* outer_offset, const void* offset, const void* offset_scale, int threads) {
-    const FloatArgs a = {x, m, ldx, y, bias, codes, scale, outer_scale, outer_offset, offset, offset_scale, bias_kind,
-                         threads};
-    return table().float_linear(w, &a);
-}
+
 // Asks for pages of 2 MB where much is about to be written: taking 4 KB pages from the kernel one by one costs several
 // times the writing itself. Where the memory was in use before, nothing changes.
-static void huge_pages(void* p, int64_t bytes) {
+void huge_pages(void* p, int64_t bytes) {
 #if defined(__linux__)
     constexpr int64_t PAGE = 1 << 21;
     const int64_t first = ((int64_t)p + PAGE - 1) / PAGE * PAGE, last = ((int64_t)p + bytes) / PAGE * PAGE;
@@ -108,36 +103,77 @@ static void huge_pages(void* p, int64_t bytes) {
 #endif
 }
 
-PW_EXPORT void pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
+}  // namespace
+
+PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
+                            int bias_kind, const void* codes, const void* scale, const void* zero_point,
+                            const void* offset, const void* outer_scale, const void* outer_offset,
+                            const void* act_scale, int64_t act_zero_point, int threads) {
+    const LinearArgs a = {x, m, ldx, y, bias, codes, scale, zero_point, offset, outer_scale, outer_offset, act_scale,
+                          (int32_t)act_zero_point, bias_kind, threads};
+    if (!check::int_linears("pw_int_linear", w, &a, 1)) return INVALID;
+    return table().int_linear(w, &a, 1);
+}
+// Several weights with one input; see int_linear.h.
+PW_EXPORT int pw_int_linears(const IntLinear* weights, const LinearArgs* args, int count) {
+    if (!check::int_linears("pw_int_linears", weights, args, count)) return INVALID;
+    return count ? table().int_linear(weights, args, count) : DONE;
+}
+PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
+                              int bias_kind, const void* codes, const void* scale, const void* outer_scale,
+                              const void* outer_offset, const void* offset, const void* offset_scale, int threads) {
+    const FloatArgs a = {x, m, ldx, y, bias, codes, scale, outer_scale, outer_offset, offset, offset_scale, bias_kind,
+                         threads};
+    if (!check::float_linear("pw_float_linear", w, a)) return INVALID;
+    return table().float_linear(w, &a);
+}
+
+PW_EXPORT int pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
+    if (!check::packing("pw_pack_codes", codes, n, k, kp, bits, out, threads)) return INVALID;
     huge_pages(out, (n + 15) / 16 * kp / 32 * 64 * bits);
     table().pack_codes(codes, n, k, kp, bits, flip, out, threads);
+    return DONE;
 }
-PW_EXPORT void pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
+PW_EXPORT int pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
+    if (!check::packing("pw_unpack_codes", codes, n, k, kp, bits, packed, threads)) return INVALID;
     huge_pages(codes, n * k);
     table().unpack_codes(packed, n, k, kp, bits, flip, codes, threads);
+    return DONE;
 }
 // What this machine can do at most, for benchmarks; see probe.h.
-PW_EXPORT int64_t pw_probe(int what, const void* p, int64_t n, int threads) { return table().probe(what, p, n, threads); }
+PW_EXPORT int64_t pw_probe(int what, const void* p, int64_t n, int threads) {
+    return check::probe("pw_probe", what, p, n, threads) ? table().probe(what, p, n, threads) : 0;
+}
 
 // 1: an index is out of range.
 PW_EXPORT int pw_dequantize(const Affine* w, void* codes, void* scale, void* zero_point, void* offset, const int64_t* index,
                             int64_t m, void* out, int threads) {
+    const Parts parts = {codes, scale, zero_point, offset};
+    if (!check::dequantize("pw_dequantize", w, parts, index, m, out, threads)) return INVALID;
     if (index)
         for (int64_t i = 0; i < m; ++i)
             if (index[i] < 0 || index[i] >= w->n) return 1;
-    const Parts parts = {codes, scale, zero_point, offset};
     huge_pages(out, m * w->k * (w->x == F32 ? 4 : 2));
     table().dequantize(w, &parts, index, m, (char*)out, threads);
-    return 0;
+    return DONE;
 }
 PW_EXPORT int pw_quantize(const Rounding* q, const void* x, int64_t ldx, void* codes, void* scale, void* zero_point,
                           void* offset, double* sums, int threads) {
     const Parts parts = {codes, scale, zero_point, offset};
+    if (!check::quantize("pw_quantize", q, x, ldx, parts, sums, threads)) return INVALID;
     huge_pages(codes, (q->to.store == TILES ? (q->to.n + 15) / 16 : q->to.n) * q->to.stride);
     return table().quantize(q, (const char*)x, ldx, &parts, sums, threads);
 }
-PW_EXPORT void pw_ranges(const Affine* w, const void* x, int64_t ldx, void* out, int threads) {
+PW_EXPORT int pw_ranges(const Affine* w, const void* x, int64_t ldx, void* out, int threads) {
+    if (!check::ranges("pw_ranges", w, x, ldx, out, threads)) return INVALID;
     table().ranges(w, (const char*)x, ldx, (char*)out, threads);
+    return DONE;
 }
-PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads) { return table().finite(x, kind, count, threads); }
-PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads) { return table().optim_steps(jobs, count, threads); }
+// 1: all of them are finite.
+PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads) {
+    return check::finite("pw_finite", x, kind, count, threads) && table().finite(x, kind, count, threads);
+}
+PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads) {
+    if (!check::optim_steps("pw_optim_steps", jobs, count, threads)) return INVALID;
+    return table().optim_steps(jobs, count, threads);
+}

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -112,8 +113,12 @@ inline int64_t probe_read(const uint8_t* p, int64_t bytes) {
         for (int i = 0; i < 16; ++i) s[i] = vaddq_u8(s[i], vld1q_u8(p + i / 4 * stream + at + i % 4 * 16));
     for (int i = 0; i < 16; ++i) PROBE_OPAQUE(s[i]);
 #else
-    uint64_t s = 0;
-    for (int64_t at = 0; at < 4 * stream; at += 64) s += *(const volatile uint64_t*)(p + at);
+    uint64_t s = 0, word;
+    for (int64_t at = 0; at < 4 * stream; at += 64) {
+        memcpy(&word, p + at, 8);
+        s += word;
+    }
+    asm volatile("" : : "r"(s));
 #endif
     return 4 * stream;
 }

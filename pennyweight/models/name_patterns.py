@@ -1,18 +1,27 @@
 """Name patterns out of files, in time linear in the name: never Python's ``re``, which a pattern can stall for years.
 
 Read are literals, ``.``, ``\\d``, ``\\w``, ``\\.`` and other escaped signs, classes such as ``[a-z0-9_]`` and ``[^.]``,
-groups ``(a|b)`` and ``(?:a|b)``, the repeats ``*``, ``+``, ``?``, and the anchors ``^`` at the start and ``$`` at the
-end. A match begins at the start of the name and may end before its end, as ``re.match`` does.
+groups ``(a|b)`` and ``(?:a|b)``, the repeats ``*``, ``+``, ``?``, ``{2}``, ``{2,4}`` and their lazy forms, and the
+anchors ``^`` at the start and ``$`` at the end. A match begins at the start of the name and may end before its end, as
+``re.match`` does; with ``whole=True`` it ends there, as ``re.fullmatch``'s.
 
 Thompson's construction (1968): a pattern becomes a graph of states, a name is one walk of a set of states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 MAX_PATTERN = 1000  # characters
+MAX_PATTERNS = 200  # in one config out of a file
+_MAX_COUNT = 64  # of a counted repeat
+_MAX_STATES = 10_000
 _MAX_SETS = 10_000  # sets of states remembered, so that a hostile pattern takes no memory
+# States looked at to find new sets: thousands for a pattern of people, and up to a second for a hostile one
+_MAX_WORK, _MORE_WORK = 400_000, 1_000
+
+_ANY = -1  # repeats without an end
+_REPEATS = {"*": (0, _ANY), "+": (1, _ANY), "?": (0, 1)}
 
 Test = Callable[[str], bool]
 _CLASSES: dict[str, Test] = {
@@ -24,7 +33,7 @@ _CLASSES: dict[str, Test] = {
 class Pattern:
     """A compiled pattern. Raises ValueError for a text that is not read."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, whole: bool = False) -> None:
         if len(text) > MAX_PATTERN:
             raise ValueError(f"pattern of {len(text)} characters; at most {MAX_PATTERN} are read")
         self.text, self.at, self.depth = text, 0, 0
@@ -33,7 +42,7 @@ class Pattern:
         self.accept = self._state(None)
         if self._peek() == "^":
             self.at += 1
-        self.whole = False
+        self.whole = whole
         start = self._state(None)
         self.nexts[start].append(self._either(self.accept))
         if self.at < len(text):
@@ -41,8 +50,10 @@ class Pattern:
         self.start = self._closure({start})
         self.seen: dict[tuple[frozenset[int], str], frozenset[int]] = {}
         self.work = 0  # signs of names looked at, and states looked at for the first time
+        self.left = _MAX_WORK + _MORE_WORK * len(text)  # states that may be
 
     def matches(self, name: str) -> bool:
+        """Raises ValueError for a pattern that has taken too long, with the names so far."""
         now = self.start
         for c in name:
             self.work += 1
@@ -54,6 +65,9 @@ class Pattern:
                 if len(self.seen) >= _MAX_SETS:
                     self.seen.clear()
                 self.work += len(now)
+                self.left -= len(now)
+                if self.left < 0:
+                    raise ValueError(f"pattern {self.text[:100]!r} takes too long to match; write a simpler one")
                 then = self._closure({n for s in now if (t := self.tests[s]) and t(c) for n in self.nexts[s]})
                 self.seen[key] = then
             if not then:
@@ -64,6 +78,8 @@ class Pattern:
     # -- states: each knows those after it, so a pattern is built from its end ---------------------------------------
 
     def _state(self, test: Test | None, *after: int) -> int:
+        if len(self.tests) >= _MAX_STATES:
+            raise self._error("its repeats are too many")
         self.tests.append(test)
         self.nexts.append(list(after))
         return len(self.tests) - 1
@@ -102,21 +118,45 @@ class Pattern:
                 self.at += 1
                 self.whole = True
                 break
+            begin = self.at
             out = self._state(None)
             one = self._one(out)
             repeat = self._peek()
-            if repeat and repeat in "*+?":
+            least, most = 1, 1
+            if repeat and repeat in "*+?{":
                 self.at += 1
+                least, most = self._counts() if repeat == "{" else _REPEATS[repeat]
+                self.at += self._peek() == "?"  # lazy: what it means for where a match ends, nobody asks
                 if self._peek() and self._peek() in "*+?{":
                     raise self._error("repeats of repeats are not read")
-                if repeat in "*+":
-                    self.nexts[out].append(one)
-                if repeat in "*?":
+            after = self.at
+            for i in range(max(least, most, 1)):
+                if i:  # once more
+                    self.at = begin
+                    out = self._state(None)
+                    one = self._one(out)
+                if i >= least:
                     self.nexts[here].append(out)
-            self.nexts[here].append(one)
-            here = out
+                if most:
+                    self.nexts[here].append(one)
+                here = out
+            if most == _ANY:
+                self.nexts[out].append(one)
+            self.at = after
         self.nexts[here].append(end)
         return first
+
+    def _counts(self) -> tuple[int, int]:
+        """Least and most of ``{2}``, ``{2,}`` and ``{2,4}``; ``{`` is behind us."""
+        inside, closed, _ = self.text[self.at :].partition("}")
+        first, comma, second = inside.partition(",")
+        known = closed and inside.isascii() and first.isdecimal() and (second.isdecimal() or not second)
+        least = int(first) if known and len(first) < 4 else _MAX_COUNT + 1
+        most = least if not comma else int(second) if second and len(second) < 4 and known else _ANY
+        if not known or least > _MAX_COUNT or most > _MAX_COUNT or (comma and second and most < least):
+            raise self._error(f"of counted repeats {{m}}, {{m,}} and {{m,n}} up to {_MAX_COUNT} are read")
+        self.at += len(inside) + 1
+        return least, most
 
     def _outside(self) -> str:
         """The pattern's signs outside of groups, escapes and classes."""
@@ -187,6 +227,15 @@ class Pattern:
                 tests.append(c.__eq__)
         self.at += 1
         return lambda got: any(t(got) for t in tests) != inverted
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Raise ValueError where a config that names layers has patterns (``re:``) that are not read from files."""
+    patterns = [key for key in keys if key.startswith("re:")]
+    if len(patterns) > MAX_PATTERNS:
+        raise ValueError(f"{len(patterns)} patterns; at most {MAX_PATTERNS} are read from files")
+    for key in patterns:
+        Pattern(key[3:], whole=True)
 
 
 def _between(first: str, last: str) -> Test:

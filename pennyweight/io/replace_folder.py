@@ -1,0 +1,173 @@
+"""A whole folder in the place of another: weights, configs and tokenizer in one step, whoever wrote them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .checkpoint import INDEX, SINGLE, read_index
+from .container import File
+from .locks import locked
+from .replacing import of_a_job, put_checkpoint
+from .shards import is_ours
+from .write import is_staging, made, staging, sync_folder
+
+_NO_EXCHANGE = {
+    errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EMLINK
+}  # fmt: skip
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2  # linux/fs.h; RENAME_SWAP of macOS has the same number
+
+
+@contextmanager
+def replacing(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """Within: a new folder to write to, which takes the place of ``folder`` at the end, in one step.
+
+        with replacing("model") as new:
+            model.save_pretrained(new)
+            tokenizer.save_pretrained(new)
+
+    For writers that are not atomic themselves, and for files that belong together. Whoever opens a file, and whoever
+    comes after a crash, finds the old folder or the new one. An error leaves the old one. Other files of the old folder
+    are taken along, but for the weights of its checkpoint.
+
+    The exchange needs Linux or macOS and a file system that can do it (ext4, XFS, Btrfs, tmpfs and APFS can). Where it
+    cannot be had (or the folder is where a disk is mounted), files are moved one by one, weights last: those are still
+    the old or the new ones, but a crash between may leave a new config.json beside old weights. Raises OSError where
+    the disk refuses.
+    """
+    folder = os.path.realpath(os.fspath(folder))
+    parent, name = os.path.split(folder)
+    with made(parent), staging(home_of(folder), name) as stage:
+        new = os.path.join(stage, name)
+        os.mkdir(new)
+        yield new
+        put_folder(new, folder, stage)
+
+
+def home_of(folder: str) -> str:
+    """Where to write what will take the place of a folder (a real path): beside it, or in it where its parent is
+    another disk or may not be written to."""
+    parent = os.path.dirname(folder)
+    if os.path.isdir(folder):
+        other = os.stat(folder).st_dev != os.stat(parent).st_dev
+        return folder if other or not os.access(parent, os.W_OK) else parent
+    return parent
+
+
+def put_folder(new: str, folder: str, stage: str) -> None:
+    """Put a finished folder in the place of another, as :func:`replacing` says. What is replaced ends up in ``stage``,
+    a folder on the same disk that the caller removes."""
+    _sync_tree(new)
+    if not os.path.isdir(folder):
+        os.rename(new, folder)
+        sync_folder(os.path.dirname(folder))
+        return
+    with locked(folder) as alone:
+        left = _weights if any(map(is_ours, os.listdir(new))) else _unfinished
+        shutil.copystat(folder, new)
+        if _take_along(folder, new, left):
+            _sync_tree(new, files=False)
+            if exchange(new, folder):
+                sync_folder(os.path.dirname(folder))
+                _take_along(new, folder, left)  # what came into the old one meanwhile
+                return
+        _move_each(new, folder, stage, alone)
+
+
+def _unfinished(name: str) -> bool:
+    return is_staging(name) or of_a_job(name)
+
+
+def _weights(name: str) -> bool:
+    return is_ours(name) or _unfinished(name)
+
+
+def exchange(a: str, b: str) -> bool:
+    """Two folders take each other's name, in one step. False where the system or the file system cannot do it."""
+    libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+    if sys.platform.startswith("linux") and hasattr(libc, "renameat2"):
+        failed = libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
+    elif sys.platform == "darwin" and hasattr(libc, "renamex_np"):
+        failed = libc.renamex_np(os.fsencode(a), os.fsencode(b), _RENAME_EXCHANGE)
+    else:
+        return False
+    code = ctypes.get_errno()
+    if failed and code not in _NO_EXCHANGE:
+        raise OSError(code, os.strerror(code), b)
+    return not failed
+
+
+def _take_along(old: str, new: str, left: Callable[[str], bool] = lambda name: False) -> bool:
+    """Give the new folder links to those files of the old one that it has none of, but for names that are ``left``.
+    False where there are no links."""
+    for name in os.listdir(old):
+        from_, to = os.path.join(old, name), os.path.join(new, name)
+        if left(name):
+            continue
+        if os.path.isdir(from_) and not os.path.islink(from_):
+            if not os.path.lexists(to):
+                os.mkdir(to)
+                shutil.copystat(from_, to)
+            if not os.path.islink(to) and os.path.isdir(to) and not _take_along(from_, to):
+                return False
+        elif not os.path.lexists(to):
+            try:
+                os.link(from_, to, follow_symlinks=False)
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            except OSError as e:
+                if e.errno in _NO_EXCHANGE:
+                    return False
+                raise
+    return True
+
+
+def _move_each(new: str, folder: str, stage: str, alone: bool) -> None:
+    """File by file: the weights last, and in one step."""
+    names = sorted(os.listdir(new))
+    for name in names:
+        if is_ours(name):
+            continue
+        from_, to = os.path.join(new, name), os.path.join(folder, name)
+        if os.path.isdir(from_) and not os.path.islink(from_):
+            for at, _, files in os.walk(from_):
+                there = os.path.join(to, os.path.relpath(at, from_))
+                os.makedirs(there, exist_ok=True)
+                for file in files:
+                    os.replace(os.path.join(at, file), os.path.join(there, file))
+                sync_folder(there)
+        else:
+            os.replace(from_, to)
+    sync_folder(folder)
+    if INDEX in names:
+        weights = sorted(set(read_index(os.path.join(new, INDEX)).values()))
+    else:
+        weights = [SINGLE] if SINGLE in names else []
+    if weights:
+        holds, total = [], 0
+        for name in weights:
+            with File(os.path.join(new, name)) as file:
+                holds.append(list(file.entries))
+                total += sum(e.end - e.begin for e in file.entries.values())
+        put_checkpoint(folder, stage, [os.path.join(new, name) for name in weights], holds, total, alone)
+
+
+def _sync_tree(folder: str, files: bool = True) -> None:
+    """Everything in a folder on disk. files=False: the folders alone."""
+    for at, _, names in os.walk(folder, topdown=False):
+        for name in names if files else ():
+            path = os.path.join(at, name)
+            if stat.S_ISREG(os.lstat(path).st_mode):
+                fd = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        sync_folder(at)

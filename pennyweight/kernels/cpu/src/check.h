@@ -1,0 +1,318 @@
+// What each exported function asks of its arguments: sizes that agree with each other, kinds that it knows, and memory as
+// long as the sizes say. Each function here returns whether all of it holds; see arguments.h for what happens if not.
+// Extents are exact: what a function does not read or write it does not ask for.
+#pragma once
+
+#include "abi.h"
+#include "affine.h"
+#include "arguments.h"
+#include "float_abi.h"
+#include "optim_abi.h"
+
+namespace check {
+
+constexpr int64_t MOST = (int64_t)1 << 40;  // of rows, columns and strides, so that sums of a few fit int64
+constexpr int MOST_THREADS = 1 << 12;
+
+inline bool within(int64_t x, int64_t lo, int64_t hi) { return lo <= x && x <= hi; }
+inline bool size(int64_t n) { return within(n, 0, MOST); }
+inline int64_t over(int64_t n, int64_t step) { return (n + step - 1) / step; }
+inline bool is_float(int kind) { return within(kind, F32, F16); }
+inline bool is_integer(int kind) { return kind == I8 || kind == U8; }
+inline int64_t bytes_of(int kind) { return kind == NONE ? 0 : kind == F32 ? 4 : kind == BF16 || kind == F16 ? 2 : 1; }
+// Elements from the first to the last of m rows of k, which begin ldx apart. Rows may overlap, as those of expand() do.
+inline int64_t span(int64_t m, int64_t k, int64_t ldx) {
+    const int64_t before = m > 1 ? times({m - 1, ldx}) : 0;
+    return m <= 0 ? 0 : before > TOO_MUCH - MOST ? TOO_MUCH : before + k;
+}
+inline bool threads(Arguments& c, int64_t count) { return c.must(within(count, 1, MOST_THREADS), "1 to 4096 threads"); }
+inline void input(Arguments& c, const void* x, int64_t m, int64_t k, int64_t ldx, int kind) {
+    c.memory("x", x, span(m, k, ldx), bytes_of(kind));
+}
+inline bool rows(Arguments& c, int64_t m, int64_t ldx) {
+    return c.must(size(m), "m from 0 to 2**40") && c.must(m <= 1 || size(ldx), "ldx from 0 to 2**40");
+}
+inline bool bias_kind(Arguments& c, const void* bias, int kind) {
+    return c.must(!bias || is_float(kind), "bias float32, bfloat16 or float16");
+}
+
+// -- linear layers ----------------------------------------------------------------------------------------------------
+
+inline bool same_but_rows(IntLinear a, IntLinear b) {
+    a.n = b.n = 0;
+    return __builtin_memcmp(&a, &b, sizeof a) == 0;
+}
+
+inline bool int_weight(Arguments& c, const IntLinear& w) {
+    const bool outer = w.outer != 0;
+    // Sums of a block are exact: of words in int32, beside a zero point of the input in float32.
+    const int most = w.act == FLOAT ? 128 : w.act == SYMMETRIC ? 2048 : w.act == ASYMMETRIC ? 512 : 2048;
+    return c.must(size(w.n) && size(w.k) && size(w.kp), "n, k and kp from 0 to 2**40") &&
+           c.must(w.kp > 0 && w.kp % 32 == 0 && w.kp >= w.k, "kp a multiple of 32 and not below k") &&
+           c.must(within(w.bits, 1, 8), "1 to 8 bits") && c.must(within(w.center, -256, 256), "center from -256 to 256") &&
+           c.must(w.group >= -1, "group from -1 on") &&
+           c.must(w.block % 32 == 0 && within(w.block, 32, most), "block a multiple of 32 within the exact sums") &&
+           c.must(w.group <= 0 || (w.group % w.block == 0 && w.kp % w.group == 0), "block divides group divides kp") &&
+           c.must(is_float(w.x) && is_float(w.act_scale), "x and scales of activations of a float kind") &&
+           c.must(within(w.act, FLOAT, STATIC), "act FLOAT to STATIC") &&
+           c.must(w.act == FLOAT || (within(w.act_lo, -128, 127) && within(w.act_hi, w.act_lo, 127)), "act_lo to act_hi within int8") &&
+           c.must(w.outer >= 0 && (outer ? is_integer(w.scale) && w.group > 0 && !w.zero_point : is_float(w.scale) || w.scale == E8M0),
+                  "scales of a float kind or E8M0, or integers in groups under outer numbers") &&
+           c.must(!outer || is_float(w.outer_kind), "outer numbers of a float kind") &&
+           c.must(w.zero_point == NONE || is_integer(w.zero_point), "zero points I8 or U8") &&
+           c.must(w.offset == NONE || (w.group > 0 && (outer ? is_integer(w.offset) : is_float(w.offset))), "offsets in groups, as scales") &&
+           c.must(w.group >= 0 || (!w.zero_point && w.scale != E8M0), "one scale in all: of a float kind, alone");
+}
+
+inline void int_memory(Arguments& c, const IntLinear& w, const LinearArgs& a, int64_t m) {
+    const int64_t tiles = over(w.n, 16), groups = w.group > 0 ? w.kp / w.group : 1, outers = w.outer ? over(groups, w.outer) : 0;
+    const int64_t each = w.outer ? outers * w.outer : groups, parts = times({tiles, each, 16});
+    if (m) c.memory("y", a.y, times({m, w.n}), bytes_of(w.x));
+    if (a.bias) c.memory("bias", a.bias, w.n, bytes_of(a.bias_kind));
+    c.memory("codes", a.codes, times({tiles, w.kp / 32, 64 * w.bits}));
+    c.memory("scale", a.scale, w.group < 0 ? (tiles > 0) : parts, bytes_of(w.scale));
+    if (w.zero_point) c.memory("zero_point", a.zero_point, parts, bytes_of(w.zero_point));
+    if (w.offset) c.memory("offset", a.offset, parts, bytes_of(w.offset));
+    if (w.outer) c.memory("outer_scale", a.outer_scale, times({tiles, outers, 16}), bytes_of(w.outer_kind));
+    if (w.outer && w.offset) c.memory("outer_offset", a.outer_offset, times({tiles, outers, 16}), bytes_of(w.outer_kind));
+}
+
+inline bool int_linears(const char* function, const IntLinear* weights, const LinearArgs* args, int count) {
+    Arguments c(function);
+    if (!c.must(count >= 0, "a count from 0 on")) return false;
+    c.memory("weights", weights, count, sizeof *weights);
+    c.memory("args", args, count, sizeof *args);
+    if (!c.fit() || count == 0) return c.fit();
+    const LinearArgs& a = *args;
+    if (!int_weight(c, *weights) || !rows(c, a.m, a.ldx) || !threads(c, a.threads)) return false;
+    if (!c.must(weights->act != STATIC || !a.act_zero_point || weights->block <= 512, "block 512 at most beside a zero point")) return false;
+    input(c, a.x, a.m, weights->k, a.ldx, weights->x);
+    if (weights->act == STATIC) c.memory("act_scale", a.act_scale, 1, 4);
+    for (int i = 0; i < count; ++i) {
+        if (!c.must(same_but_rows(*weights, weights[i]), "weights that differ in n only") || !c.must(size(weights[i].n), "n from 0 to 2**40") ||
+            !bias_kind(c, args[i].bias, args[i].bias_kind))
+            return false;
+        int_memory(c, weights[i], args[i], a.m);
+    }
+    return c.fit();
+}
+
+inline bool float_weight(Arguments& c, const FloatLinear& w) {
+    const bool packed = w.scale == E8M0 || w.scale == E4M3 || is_integer(w.scale);
+    const int64_t columns = over(w.k, 16) * 16;
+    if (!(c.must(size(w.n) && within(w.k, 1, MOST) && size(w.kp), "n and kp from 0 to 2**40, k from 1") &&
+          c.must(w.kp % 32 == 0 && w.kp >= w.k, "kp a multiple of 32 and not below k") &&
+          c.must(w.group >= -1 && (w.group <= 0 || w.group % 16 == 0), "group -1, 0 or a multiple of 16") &&
+          c.must(w.block > 0 && w.block % 16 == 0 && (w.group <= 0 || w.group % w.block == 0), "block a multiple of 16 that divides the group") &&
+          c.must(size(w.scale_groups) && size(w.outer_groups), "scale_groups and outer_groups from 0 to 2**40") &&
+          c.must(w.row_block >= 0 && w.row_block % 16 == 0, "row_block a multiple of 16") &&
+          c.must(is_float(w.x), "x of a float kind") &&
+          c.must(w.decode == TABLE16       ? within(w.bits, 1, 4)
+                 : w.decode == SMALL_FLOAT ? within(w.bits, 5, 8) && w.exponent > 0 && w.mantissa >= 0 && w.exponent + w.mantissa == w.bits - 1
+                 : w.decode == TABLE256    ? within(w.bits, 5, 8)
+                                           : w.decode == INTEGER && within(w.bits, 5, 6),
+                 "bits and decode that go together") &&
+          c.must(w.scale == NONE || is_float(w.scale) || packed, "scales of a known kind") &&
+          c.must(!packed || (w.group >= 0 && !w.row_block), "scales of a byte for each row") &&
+          c.must(w.outer >= -1 && (w.outer == 0 || (packed && is_float(w.outer_kind))), "outer numbers of a float kind above scales of a byte") &&
+          c.must(w.offset == NONE || (w.group > 0 && !w.row_block && (is_float(w.offset) || (is_integer(w.offset) && w.outer))),
+                 "offsets in groups, of a float kind or integers under outer numbers")))
+        return false;
+    const int64_t groups = w.group > 0 ? over(columns, w.group) : 1;
+    const bool stored = w.scale != NONE || w.offset != NONE;
+    return c.must(!stored || w.group <= 0 || w.scale_groups >= groups, "scale_groups for every column") &&
+           c.must(!stored || w.group != 0 || w.scale_groups >= 1, "a scale for each row") &&
+           c.must(w.outer <= 0 || w.outer_groups >= over(groups, w.outer), "outer_groups for every scale");
+}
+
+inline bool float_linear(const char* function, const FloatLinear* weight, const FloatArgs& a) {
+    Arguments c(function);
+    c.memory("weight", weight, 1, sizeof *weight);
+    if (!c.fit()) return false;
+    const FloatLinear& w = *weight;
+    if (!float_weight(c, w) || !rows(c, a.m, a.ldx) || !threads(c, a.threads) || !bias_kind(c, a.bias, a.bias_kind) ||
+        !c.must(!a.outer_offset || w.outer, "an outer offset beside an outer scale only"))
+        return false;
+    const int64_t tiles = over(w.n, 16), each = times({tiles, w.scale_groups, 16});
+    const int64_t parts = w.group < 0 ? (tiles > 0) : w.row_block ? times({over(w.n, w.row_block), w.scale_groups}) : each;
+    const int64_t outers = w.outer < 0 ? (tiles > 0) : w.outer ? times({tiles, w.outer_groups, 16}) : 0;
+    input(c, a.x, a.m, w.k, a.ldx, w.x);
+    c.memory("y", a.y, times({a.m, w.n}), bytes_of(w.x));
+    if (a.bias) c.memory("bias", a.bias, w.n, bytes_of(a.bias_kind));
+    c.memory("values", w.values, 256, 4);
+    c.memory("low", w.low, 256);
+    c.memory("high", w.high, 256);
+    c.memory("codes", a.codes, times({tiles, w.kp / 32, 64 * w.bits}));
+    if (w.scale) c.memory("scale", a.scale, parts, bytes_of(w.scale));
+    if (w.offset) c.memory("offset", a.offset, parts, bytes_of(w.offset));
+    if (w.outer) c.memory("outer_scale", a.outer_scale, outers, bytes_of(w.outer_kind));
+    if (a.outer_offset) c.memory("outer_offset", a.outer_offset, outers, 4);
+    if (is_integer(w.offset)) c.memory("offset_scale", a.offset_scale, outers, bytes_of(w.outer_kind));
+    return c.fit();
+}
+
+// -- codes ------------------------------------------------------------------------------------------------------------
+
+inline bool packing(const char* function, const void* plain, int64_t n, int64_t k, int64_t kp, int bits, const void* tiles, int count) {
+    Arguments c(function);
+    if (!c.must(size(n) && size(k) && size(kp), "n, k and kp from 0 to 2**40") ||
+        !c.must(kp % 32 == 0 && kp >= k, "kp a multiple of 32 and not below k") || !c.must(within(bits, 1, 8), "1 to 8 bits") || !threads(c, count))
+        return false;
+    c.memory("codes", plain, times({n, k}));
+    c.memory("tiles", tiles, times({over(n, 16), kp / 32, 64 * bits}));
+    return c.fit();
+}
+
+inline bool matrix(Arguments& c, const Affine& a) {
+    return c.must(size(a.n) && size(a.k) && size(a.width) && size(a.stride), "n, k, width and stride from 0 to 2**40") &&
+           c.must(within(a.group, 1, MOST) && within(a.row_block, 1, MOST) && size(a.groups), "group and row_block from 1 to 2**40") &&
+           c.must(a.groups == over(a.k, a.group) && a.width >= a.k && a.width <= times({a.groups, a.group}), "groups and width for k columns") &&
+           c.must(within(a.bits, 1, 8), "1 to 8 bits") && c.must(within(a.store, PLAIN, TILES), "store PLAIN to TILES") &&
+           c.must(is_float(a.x), "x of a float kind") && c.must(within(a.numbers, UNSIGNED, LOOKUP), "numbers UNSIGNED to LOOKUP") &&
+           c.must(a.numbers != SIGNED || a.store == PLAIN, "signed codes in PLAIN only") &&
+           c.must(within(a.center, -256, 256), "center from -256 to 256") &&
+           c.must(a.numbers != MINIFLOAT || (within(a.mantissa, 0, a.bits - 1) && within(a.bias, 0, 127) && a.special > 0), "a small float of these bits") &&
+           c.must(a.store != PLAIN || a.stride >= a.width, "stride of whole rows") &&
+           c.must(a.store != BITS || a.stride == over(a.width * a.bits, 8), "stride of whole bytes of a row") &&
+           c.must(a.store != TILES || (a.stride % (64 * a.bits) == 0 && a.stride / (64 * a.bits) * 32 >= a.width), "stride of whole tiles") &&
+           c.must(a.zero_point == NONE || is_integer(a.zero_point), "zero points I8 or U8") &&
+           c.must(a.zero_bits == 0 || (within(a.zero_bits, 1, 8) && a.zero_point), "packed zero points of 1 to 8 bits") &&
+           c.must(a.offset == NONE || is_float(a.offset), "offsets of a float kind");
+}
+
+inline void codes(Arguments& c, const Affine& a, const void* p) {
+    const int64_t rows = a.store == TILES ? over(a.n, 16) : a.n;
+    c.memory("codes", p, a.store == PLAIN ? span(rows, a.width, a.stride) : times({rows, a.stride}));
+}
+
+// Scales, zero points and offsets; `tiled`: those of 16 rows beside each other.
+inline void parts(Arguments& c, const Affine& a, const Parts& p, bool tiled) {
+    const int64_t rows = over(a.n, a.row_block);
+    const int64_t count = a.n == 0 ? 0 : tiled ? times({over(a.n, 16), a.groups, 16}) - (15 - (a.n - 1) % 16) : times({rows, a.groups});
+    if (a.scale) c.memory("scale", p.scale, count, bytes_of(a.scale));
+    if (a.zero_bits) c.memory("zero_point", p.zero_point, times({rows, over(a.groups * a.zero_bits, 8)}));
+    else if (a.zero_point) c.memory("zero_point", p.zero_point, count);
+    if (a.offset) c.memory("offset", p.offset, count, bytes_of(a.offset));
+}
+
+inline bool dequantize(const char* function, const Affine* w, const Parts& p, const int64_t* index, int64_t m, const void* out, int count) {
+    Arguments c(function);
+    c.memory("matrix", w, 1, sizeof *w);
+    if (!c.fit()) return false;
+    const Affine& a = *w;
+    if (!matrix(c, a) || !threads(c, count) || !c.must(size(m) && (index || m == a.n), "m from 0 to 2**40, n without an index") ||
+        !c.must(a.scale == NONE || is_float(a.scale) || a.scale == E8M0, "scales of a float kind or E8M0"))
+        return false;
+    codes(c, a, p.codes);
+    parts(c, a, p, a.store == TILES && a.row_block == 1);
+    if (a.numbers == LOOKUP) c.memory("table", a.table, 256, 4);
+    if (index) c.memory("index", index, m, 8);
+    c.memory("out", out, times({m, a.k}), bytes_of(a.x));
+    return c.fit();
+}
+
+inline bool quantize(const char* function, const Rounding* rounding, const void* x, int64_t ldx, const Parts& p, const double* sums, int count) {
+    Arguments c(function);
+    c.memory("rounding", rounding, 1, sizeof *rounding);
+    if (!c.fit()) return false;
+    const Rounding& q = *rounding;
+    const Affine& a = q.to;
+    if (!matrix(c, a) || !threads(c, count) || !rows(c, a.n, ldx) || !c.must(a.k > 0, "k from 1 on") ||
+        !c.must(a.numbers <= SIGNED, "integer codes") || !c.must(is_float(a.scale), "scales of a float kind") ||
+        !c.must(a.zero_bits == 0, "zero points as bytes") || !c.must(within(q.rule, GIVEN, MINMAX), "rule GIVEN to MINMAX") ||
+        !c.must(q.rule == GIVEN || a.row_block == 1, "rows with scales of their own, or scales that are given") ||
+        !c.must(q.rule != RULE_ASYMMETRIC || a.zero_point, "RULE_ASYMMETRIC with zero points") ||
+        !c.must(q.rule != MINMAX || a.offset, "MINMAX with offsets") ||
+        !c.must(q.lo >= -128 && q.hi <= 255 && q.lo < q.hi && q.hi - q.lo < (float)(1 << a.bits), "lo below hi, within the bits"))
+        return false;
+    input(c, x, a.n, a.k, ldx, a.x);
+    codes(c, a, p.codes);
+    parts(c, a, p, q.rule != GIVEN && a.store == TILES);
+    c.memory("sums", sums, 2 + 2 * a.n, 8);
+    return c.fit();
+}
+
+inline bool ranges(const char* function, const Affine* w, const void* x, int64_t ldx, const void* out, int count) {
+    Arguments c(function);
+    c.memory("matrix", w, 1, sizeof *w);
+    if (!c.fit() || !matrix(c, *w) || !threads(c, count) || !rows(c, w->n, ldx)) return false;
+    input(c, x, w->n, w->k, ldx, w->x);
+    c.memory("out", out, times({w->n, w->groups, 2}), bytes_of(w->x));
+    return c.fit();
+}
+
+inline bool finite(const char* function, const void* x, int kind, int64_t n, int count) {
+    Arguments c(function);
+    if (!c.must(is_float(kind), "x of a float kind") || !c.must(size(n), "a count from 0 to 2**40") || !threads(c, count)) return false;
+    c.memory("x", x, n, bytes_of(kind));
+    return c.fit();
+}
+
+// -- optimizers -------------------------------------------------------------------------------------------------------
+
+inline bool state(Arguments& c, const OptimJob& j, const OptimState& s, int64_t blocks) {
+    if (!c.must(within(s.kind, STATE_FLOAT, STATE_UFLOAT), "state FLOAT to UFLOAT")) return false;
+    if (s.kind == STATE_FLOAT) return c.memory("state", s.codes, j.count, 4), c.fit();
+    if (!c.must(s.bits == 8 || s.bits == 4, "state of 8 or 4 bits")) return false;
+    c.memory("state", s.codes, times({blocks, j.block / j.row, s.bits == 8 ? j.row : (j.row + 1) / 2}));
+    c.memory("scale", s.scale, blocks, 4);
+    if (s.kind == STATE_UFLOAT)
+        return c.must(within(s.shift, 16, 30) && within(s.top, 0, (1 << s.bits) - 1) && within(s.split, 0, s.top + 1) && s.base >= 0 && s.low >= 0 &&
+                          ((int64_t)s.top + s.base) << s.shift <= INT32_MAX,
+                      "codes that are the upper bits of a float32") &&
+               c.fit();
+    c.memory("table", s.table, 1, sizeof(CodeTable));
+    if (!c.fit()) return false;
+    const CodeTable& t = *s.table;
+    if (!c.must(within(t.shift, 1, 30) && t.first >= 0 && within(t.last, 0, 1 << 24) && (t.negative == 0 || t.negative == t.last + 1) &&
+                    (t.mirror == 0 || (s.bits == 8 && t.negative == 0)), "a table of cells"))
+        return false;
+    c.memory("cells", t.cells, (int64_t)t.last + 1 + t.negative, 4);
+    c.memory("values", t.values, 256, 4);
+    return c.fit();
+}
+
+inline bool optim_steps(const char* function, const OptimJob* jobs, int64_t n, int count) {
+    Arguments c(function);
+    if (!c.must(size(n), "a count from 0 to 2**40") || !threads(c, count)) return false;
+    c.memory("jobs", jobs, n, sizeof *jobs);
+    if (!c.fit()) return false;
+    for (const OptimJob* at = jobs; at < jobs + n; ++at) {
+        const OptimJob& j = *at;
+        if (!c.must(size(j.count) && within(j.slab, 1, MOST) && j.count % j.slab == 0, "whole slabs") ||
+            !c.must(within(j.block, 1, MOST) && within(j.row, 1, j.block) && j.block % j.row == 0, "blocks of whole rows") ||
+            !c.must(within(j.rule, RULE_ADAM, RULE_SGD), "rule ADAM to SGD") ||
+            !c.must(j.rule == RULE_ADAM ? within(j.states, 2, 3) : j.states == 1, "the states of the rule") ||
+            !c.must(is_float(j.p_kind) && is_float(j.g_kind), "parameter and gradient of a float kind"))
+            return false;
+        bool coded = false;
+        for (int k = 0; k < j.states; ++k) coded |= j.state[k].kind != STATE_FLOAT;
+        if (!c.must(!coded || (within(j.inner, 1, j.block) && j.block % j.inner == 0 && j.slab % j.inner == 0), "blocks and slabs of whole entries")) return false;
+        c.memory("p", j.p, j.count, bytes_of(j.p_kind));
+        c.memory("g", j.g, j.count, bytes_of(j.g_kind));
+        const int64_t blocks = j.count / j.slab * over(j.slab, j.block);
+        for (int k = 0; k < j.states; ++k)
+            if (!state(c, j, j.state[k], blocks)) return false;
+    }
+    return c.fit();
+}
+
+// -- the rest ---------------------------------------------------------------------------------------------------------
+
+inline bool probe(const char* function, int what, const void* p, int64_t n, int count) {
+    Arguments c(function);
+    if (!c.must(within(what, 0, 3), "what from 0 to 3") || !c.must(size(n), "n from 0 to 2**40") || !threads(c, count)) return false;
+    if (what == 0) c.memory("p", p, n);
+    return c.fit();
+}
+inline bool isa_at(const char* function, int i, int count) {
+    Arguments c(function);
+    return c.must(within(i, 0, count - 1), "the number of an instruction set");
+}
+inline bool isa_named(const char* function, const char* name) {
+    Arguments c(function);
+    c.memory("name", name, 1);
+    return c.fit();
+}
+
+}  // namespace check

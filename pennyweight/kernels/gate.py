@@ -1,0 +1,462 @@
+"""The only way from tensors to the native library: nothing else in this package calls it (a test holds that).
+
+C++ receives addresses and sizes and believes them. So each function here takes tensors, knows for each of them the
+device, number kinds, element count, contiguity and neighbours that the native code expects, and refuses everything else
+with :class:`~pennyweight.core.errors.ArgumentError` before an address is taken. The extents are those that src/*.h read
+and write; a debug build of the library asserts them once more (src/check.h).
+
+A product (``linear``) is called millions of times, so its checks are split. What belongs to the weight is checked once,
+when an :class:`Operand` is made of it, and its byte counts again at each call. What belongs to the call (input, bias,
+who watches) is checked each time, by attributes alone. An input that is no plain CPU memory is no error there: ``run``
+answers None, and the caller takes the way through torch's dispatcher, which modes, tracers and transforms can see.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..core.conversions import in_memory, watched
+from ..core.errors import ArgumentError
+from .cpu import library
+from .cpu.library import BF16, E4M3, E8M0, F16, F32, I8, KINDS, NONE, U8, FloatLinear, IntLinear, LinearArgs
+
+PLAIN = (Tensor, torch.nn.Parameter)
+FLOAT_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
+_CPU = torch.device("cpu")
+# Dtypes in which numbers of a kind may be stored.
+_DTYPES = {
+    F32: (torch.float32,), BF16: (torch.bfloat16,), F16: (torch.float16,), I8: (torch.int8,), U8: (torch.uint8,),
+    E8M0: (torch.uint8, torch.float8_e8m0fnu), E4M3: (torch.float8_e4m3fn, torch.uint8),
+}  # fmt: skip
+_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+TILE = 16  # rows of a tile; see src/pack.h
+GIVEN = 0  # rule of a Rounding whose parameters are there already; see src/affine.h
+
+
+def _native(name: str) -> Callable[..., Any]:
+    return getattr(library.native(), name)
+
+
+def address(
+    t: Tensor, what: str, dtypes: Sequence[torch.dtype], least: int, *, contiguous: bool = True, exact: bool = False
+) -> int:
+    """Address of plain CPU memory of one of ``dtypes`` with at least (or exactly) ``least`` elements.
+
+    Raises ArgumentError that names ``what``, what was found and what was expected.
+    """
+    if not in_memory(t) or not t.is_cpu:
+        raise ArgumentError(
+            f"{what}: native code needs plain memory of a CPU, got {type(t).__name__} {list(t.shape)} {t.dtype} on "
+            f"{t.device}; .cpu() first, and outside of tracing"
+        )
+    count = t.numel()
+    if t.dtype not in dtypes or count < least or (exact and count != least) or (contiguous and not t.is_contiguous()):
+        more = "" if exact else " or more"
+        piece = "" if t.is_contiguous() or not contiguous else f", strides {list(t.stride())}"
+        raise ArgumentError(
+            f"{what}: expected {least}{more} contiguous elements of {' or '.join(map(str, dtypes))}, "
+            f"got {list(t.shape)} {t.dtype}{piece}"
+        )
+    return t.data_ptr()
+
+
+def _fits(t: Tensor, dtypes: Sequence[torch.dtype], least: int) -> bool:
+    """Whether t is plain, contiguous CPU memory with enough elements, where nobody watches."""
+    return (
+        type(t) in PLAIN and t.is_cpu and t.layout is torch.strided and t.dtype in dtypes and t.numel() >= least
+        and t.is_contiguous() and not t.is_neg()
+    )  # fmt: skip
+
+
+def _optional(t: Tensor | None, what: str, kind: int, least: int) -> int | None:
+    """Address of a part of which there is one where its kind is not NONE. Raises ArgumentError where it is missing."""
+    if kind == NONE:
+        return None
+    if t is None:
+        raise ArgumentError(f"{what}: missing, {least} elements are expected")
+    return address(t, what, _DTYPES[kind], least)
+
+
+def _done(status: int, what: str) -> None:
+    """Raise what a status of the native library stands for; 0 is success."""
+    if status == library.INVALID:
+        raise ArgumentError(
+            f"{what}: the native library refuses its arguments, which do not fit each other; was a part of a quantized "
+            "tensor resized, or its memory freed?"
+        )
+    if status:
+        raise MemoryError(f"{what}: no memory")
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+class Operand(NamedTuple):
+    """The stored parts of one weight as a native product reads them: checked, and held for as long as it is.
+
+    more: (part or None, bytes) in the order of the native arguments after the scale; None: codes and scale are all
+    """
+
+    codes: Tensor
+    codes_bytes: int
+    scale: Tensor | None
+    scale_bytes: int
+    more: tuple[tuple[Tensor | None, int], ...] | None
+    perm: Tensor | None  # order of the input's channels [K]
+    static: tuple[Tensor, torch.dtype, Tensor | None, int] | None  # scale, its dtype, zero point, its shift
+
+
+class _Part(NamedTuple):
+    """What native code expects of one part: Kind, and number of elements at least."""
+
+    name: str
+    kind: int
+    least: int
+
+
+def _tiles(n: int) -> int:
+    return -(-n // TILE)
+
+
+def _codes(n: int, kp: int, bits: int) -> _Part:
+    return _Part("codes", U8, _tiles(n) * (kp // 32) * 64 * bits)
+
+
+def int_parts(w: IntLinear) -> tuple[_Part, ...]:
+    """Codes, scale, zero point, offset, outer scale, outer offset of a weight; see tile_at in src/int_linear.h."""
+    tiles, groups = _tiles(w.n), w.kp // w.group if w.group > 0 else 1
+    outers = -(-groups // w.outer) if w.outer else 0
+    count = 1 if w.group < 0 else tiles * TILE * (outers * w.outer if w.outer else groups)
+    outer, above = (w.outer_kind, tiles * outers * TILE) if w.outer else (NONE, 0)
+    return (
+        _codes(w.n, w.kp, w.bits), _Part("scale", w.scale, count), _Part("zero_point", w.zero_point, count),
+        _Part("offset", w.offset, count), _Part("scale of the scale", outer, above),
+        _Part("scale of the offset", outer if w.offset else NONE, above),
+    )  # fmt: skip
+
+
+def float_parts(w: FloatLinear, outer_offset: bool) -> tuple[_Part, ...]:
+    """Codes, scale, outer scale, outer offset, offset, its outer scale; see Scales in src/float_codes.h."""
+    tiles = _tiles(w.n)
+    if w.group < 0:
+        count = 1
+    elif w.row_block:
+        count = ((tiles - 1) * TILE // w.row_block + 1) * w.scale_groups
+    else:
+        count = tiles * w.scale_groups * TILE
+    above = 1 if w.outer < 0 else tiles * w.outer_groups * TILE
+    coded = w.offset if w.offset in (I8, U8) else NONE
+    return (
+        _codes(w.n, w.kp, w.bits), _Part("scale", w.scale, count),
+        _Part("scale of the scale", w.outer_kind if w.outer else NONE, above),
+        _Part("offset of the scale", F32 if outer_offset else NONE, above), _Part("offset", w.offset, count),
+        _Part("scale of the offset", w.outer_kind if coded else NONE, above),
+    )  # fmt: skip
+
+
+def operand(
+    what: str, expected: Sequence[_Part], parts: Sequence[Tensor | None], perm: Tensor | None, k: int,
+    static: tuple[Tensor, torch.dtype, Tensor | None, int] | None = None,
+) -> Operand:  # fmt: skip
+    """Parts of a weight, checked against what its native product expects. Raises ArgumentError that names the part."""
+    held: list[tuple[Tensor | None, int]] = []
+    for part, need in zip(parts, expected, strict=True):
+        if need.kind == NONE:
+            held.append((None, 0))
+            continue
+        if part is None or not _fits(part, _DTYPES[need.kind], need.least):
+            _optional(part, f"{what}: {need.name}", need.kind, need.least)  # says what is wrong
+            raise AssertionError(need.name)
+        held.append((part, part.nbytes))
+    if perm is not None:
+        address(perm, f"{what}: perm", (torch.int32, torch.int64), k, exact=True)
+    (codes, codes_bytes), (scale, scale_bytes), *rest = held
+    assert codes is not None
+    plain = static is None and scale is not None and all(part is None for part, _ in rest)
+    return Operand(codes, codes_bytes, scale, scale_bytes, None if plain else tuple(rest), perm, static)
+
+
+Product = Callable[[Tensor, Operand, "Tensor | None"], "Tensor | None"]
+
+
+def product(struct: IntLinear | FloatLinear, dtype: torch.dtype, keep: Any = None) -> Product:
+    """(x [.., K], operand, bias [N] or None) -> y [.., N] of x's dtype, for weights that ``struct`` describes.
+
+    ``run`` answers None where x or bias is not what native code reads: another dtype or size, no plain CPU memory, or a
+    mode, tracer or transform that has to see the call. Raises ArgumentError where a part lost its memory, MemoryError.
+    keep: what the addresses in ``struct`` point to.
+    """
+    integer = isinstance(struct, IntLinear)
+    call = _native("pw_int_linear" if integer else "pw_float_linear")
+    weight, n, k = ctypes.addressof(struct), int(struct.n), int(struct.k)
+    stack, tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+    transforms, threads, empty = torch._C._are_functorch_transforms_active, torch.get_num_threads, torch.empty_strided
+    empties, strided, cpu, plain, kinds, dual = torch.empty, torch.strided, _CPU, PLAIN, FLOAT_KINDS, forward_ad
+
+    def run(x: Tensor, w: Operand, bias: Tensor | None, held: Any = (struct, keep)) -> Tensor | None:
+        if (  # every line here costs each layer of each step of a model: 0.05 µs apiece
+            type(x) not in plain or not x.is_cpu or x.dtype is not dtype or x.is_neg() or x.layout is not strided
+            or ((stack() or tracing() is not None or transforms() or dual._current_level >= 0) and watched(x, bias))
+        ):  # fmt: skip
+            return None
+        codes, codes_bytes, scale, scale_bytes, more, perm, static = w
+        shape, strides = x.shape, x.stride()
+        if not shape or shape[-1] != k:
+            return None
+        if perm is not None:
+            x = x.index_select(-1, perm)
+            strides = x.stride()
+        b, b_kind = None, 0
+        if bias is not None:
+            if type(bias) not in plain or bias.ndim != 1 or bias.numel() != n or not bias.is_cpu or bias.is_neg():
+                return None
+            b_kind = kinds.get(bias.dtype, 0)
+            if not b_kind or not bias.is_contiguous():
+                if not bias.is_floating_point():
+                    return None
+                bias, b_kind = bias.float().contiguous(), F32
+            b = bias.data_ptr()
+        if len(shape) == 2 and strides[1] == 1:
+            m, step = shape[0], strides[0]
+            y = empty((m, n), (n, 1), dtype=dtype, device=cpu)
+        else:
+            if not x.is_contiguous():
+                x = x.contiguous()
+            m, step = x.numel() // k, k
+            if len(shape) == 3:
+                y = empty((shape[0], shape[1], n), (shape[1] * n, n, 1), dtype=dtype, device=cpu)
+            else:
+                y = empties((*shape[:-1], n), dtype=dtype, device=cpu)
+        if codes.nbytes != codes_bytes or (scale is not None and scale.nbytes != scale_bytes):
+            raise _changed()
+        if more is None:
+            args = (None, None, None, None, None, 0) if integer else (None, None, None, None)
+        else:
+            above: list[Any] = []
+            for part, size in more:
+                if part is not None and part.nbytes != size:
+                    raise _changed()
+                above.append(None if part is None else part.data_ptr())
+            if integer:
+                act_scale, act_zero = None, 0
+                if static is not None:
+                    s, kind, zero, shift = static
+                    act_scale = s.to(kind).float()
+                    act_zero = (0 if zero is None else int(zero)) - shift
+                    above.append(address(act_scale, "linear: act_scale", (torch.float32,), 1, exact=True))
+                else:
+                    above.append(None)
+                above.append(act_zero)
+            args = tuple(above)
+        status = call(
+            weight, x.data_ptr(), m, step, y.data_ptr(), b, b_kind, codes.data_ptr(),
+            None if scale is None else scale.data_ptr(), *args, threads(),
+        )  # fmt: skip
+        if status:
+            _done(status, f"linear: {m} rows of {k} columns")
+        return y
+
+    return run
+
+
+def products(weights: Any, dtype: torch.dtype) -> Callable[..., list[Tensor] | None]:
+    """As :func:`product`, for integer weights (an array of IntLinear) with one input: (x, operands, biases) -> ys.
+
+    None where x or a bias is not what native code reads. No operand has a static input.
+    """
+    call, threads, count, k = _native("pw_int_linears"), torch.get_num_threads, len(weights), int(weights[0].k)
+    sizes, where = [int(w.n) for w in weights], ctypes.addressof(weights)
+
+    def run(
+        x: Tensor, operands: Sequence[Operand], biases: Sequence[Tensor | None], held: Any = weights
+    ) -> list[Tensor] | None:
+        if len(operands) != count or len(biases) != count or not _readable(x, dtype) or x.shape[-1:] != (k,):
+            return None
+        for bias, n in zip(biases, sizes, strict=True):
+            if bias is not None and (
+                not in_memory(bias) or not bias.is_cpu or bias.shape != (n,) or not bias.dtype.is_floating_point
+            ):
+                return None
+        flat = x if operands[0].perm is None else x.index_select(-1, operands[0].perm)
+        if flat.ndim != 2 or flat.stride(1) != 1:
+            flat = flat.reshape(-1, k).contiguous()
+        at, m, step, n_threads = flat.data_ptr(), flat.shape[0], flat.stride(0), threads()
+        ys, kept, rows = [], [], (LinearArgs * count)()
+        for i, w in enumerate(operands):
+            bias, b, kind = biases[i], None, 0
+            y = torch.empty((*x.shape[:-1], sizes[i]), dtype=dtype, device=_CPU)
+            if bias is not None:
+                if bias.dtype not in FLOAT_KINDS or not bias.is_contiguous():
+                    bias = bias.float().contiguous()
+                    kept.append(bias)
+                b, kind = bias.data_ptr(), FLOAT_KINDS[bias.dtype]
+            above = [None] * 4 if w.more is None else [None if p is None else p.data_ptr() for p, _ in w.more]
+            parts = ((w.codes, w.codes_bytes), (w.scale, w.scale_bytes), *(w.more or ()))
+            if w.static is not None or w.scale is None or any(p is not None and p.nbytes != b for p, b in parts):
+                raise _changed()
+            rows[i] = LinearArgs(
+                at, m, step, y.data_ptr(), b, w.codes.data_ptr(), w.scale.data_ptr(), *above, None, 0, kind, n_threads
+            )
+            ys.append(y)
+        _done(call(where, ctypes.addressof(rows), count), f"linear: {m} rows of {k} columns")
+        return ys
+
+    return run
+
+
+def _readable(x: Tensor, dtype: torch.dtype) -> bool:
+    return in_memory(x) and x.is_cpu and x.dtype is dtype
+
+
+def _changed() -> ArgumentError:
+    return ArgumentError(
+        "linear: a stored part of the quantized weight was resized or replaced after the weight was packed; assign a "
+        "new weight instead (module.weight = ..., or weight.data = another quantized tensor)"
+    )
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+def pack_codes(codes: Tensor, columns: int, bits: int, flip: int, out: Tensor) -> None:
+    """codes: uint8 [n, k] -> out: uint8 [tiles of n, columns / 32 * 64 * bits]; see src/pack.h."""
+    n, k = _sizes(codes, "pack: codes")
+    _tile_arguments("pack", k, columns, bits)
+    source = address(codes, "pack: codes", _BYTES, n * k)
+    target = address(out, "pack: packed codes", (torch.uint8,), _tiles(n) * columns * 2 * bits, exact=True)
+    if n and columns:
+        _done(
+            _native("pw_pack_codes")(source, n, k, columns, bits, flip & 255, target, torch.get_num_threads()), "pack"
+        )
+
+
+def unpack_codes(packed: Tensor, columns: int, bits: int, flip: int, out: Tensor) -> None:
+    """Inverse of :func:`pack_codes`. out: uint8 [n, k] with k <= columns."""
+    n, k = _sizes(out, "unpack: codes")
+    _tile_arguments("unpack", k, columns, bits)
+    source = address(packed, "unpack: packed codes", (torch.uint8,), _tiles(n) * columns * 2 * bits)
+    target = address(out, "unpack: codes", (torch.uint8,), n * k, exact=True)
+    if n and k:
+        status = _native("pw_unpack_codes")(source, n, k, columns, bits, flip & 255, target, torch.get_num_threads())
+        _done(status, "unpack")
+
+
+def _sizes(t: Tensor, what: str) -> tuple[int, int]:
+    if t.ndim != 2:
+        raise ArgumentError(f"{what}: expected a matrix, got {list(t.shape)}")
+    return t.shape[0], t.shape[1]
+
+
+def _tile_arguments(what: str, k: int, columns: int, bits: int) -> None:
+    if not 1 <= bits <= 8 or columns < k or columns % 32:
+        raise ArgumentError(
+            f"{what}: {bits} bits and {columns} columns for codes of {k}; expected 1 to 8 bits, and a multiple of 32 "
+            "that is not smaller"
+        )
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------
+
+
+def affine_parts(a: Any, *, by_row: bool = False) -> tuple[_Part, ...]:
+    """Codes (bytes), scale, zero point, offset of a matrix; see part_index and zero_at in src/dequantize.h.
+
+    by_row: scales, zero points and offsets lie row by row even where codes lie in tiles (GIVEN in src/choose.h).
+    """
+    tiles = a.store == library.TILES
+    codes = (_tiles(a.n) if tiles else a.n) * a.stride
+    if tiles and a.row_block == 1 and not by_row:
+        count = (((a.n - 1) // TILE + 1) * a.groups - 1) * TILE + (a.n - 1) % TILE + 1
+    else:
+        count = -(-a.n // a.row_block) * a.groups
+    zero = _Part("zero_point", a.zero_point, count)
+    if a.zero_point and a.zero_bits:
+        zero = _Part("zero_point", U8, -(-a.n // a.row_block) * (-(-a.groups * a.zero_bits // 8)))
+    return (_Part("codes", U8, codes), _Part("scale", a.scale, count), zero, _Part("offset", a.offset, count))
+
+
+def _addresses(what: str, a: Any, parts: Sequence[Tensor | None], *, by_row: bool = False) -> list[int | None]:
+    codes, *others = parts
+    expected = affine_parts(a, by_row=by_row)
+    if codes is None or a.n < 1 or a.k < 1 or a.group < 1 or a.groups * a.group < a.k or a.row_block < 1:
+        raise ArgumentError(f"{what}: codes and a matrix that is not empty are needed")
+    found: list[int | None] = [address(codes, f"{what}: codes", _BYTES, expected[0].least)]
+    for part, need in zip(others, expected[1:], strict=True):
+        found.append(_optional(part, f"{what}: {need.name}", need.kind, need.least))
+    return found
+
+
+def dequantize(a: Any, parts: Sequence[Tensor | None], index: Tensor | None, out: Tensor, threads: int) -> None:
+    """Rows ``index`` (all, where it is None) of a quantized matrix as floats, to ``out``.
+
+    parts: codes, scale, zero point, offset. index: int64. Raises IndexError out of range, ArgumentError.
+    """
+    rows = a.n if index is None else index.numel()
+    found = _addresses("dequantize", a, parts)
+    where = None if index is None else address(index, "embedding: index", (torch.int64,), rows)
+    target = address(out, "dequantize: result", _DTYPES[a.x], rows * a.k, exact=True)
+    if not rows:
+        return
+    status = _native("pw_dequantize")(ctypes.addressof(a), *found, where, rows, target, threads)
+    if status == 1:
+        raise IndexError(f"index out of range: a quantized table has rows 0 to {a.n - 1}")
+    _done(status, "dequantize")
+
+
+def quantize(q: Any, x: Tensor, parts: Sequence[Tensor | None], sums: Tensor, threads: int) -> None:
+    """A float matrix [n, k], whose rows may lie apart, to codes; ``parts`` are read or written as ``q.rule`` says.
+
+    sums: float64 [2 + 2 n]. Raises MemoryError, ArgumentError.
+    """
+    a = q.to
+    source, step = _rows("quantize", a, x)
+    found = _addresses("quantize", a, parts, by_row=q.rule == GIVEN)
+    room = address(sums, "quantize: sums", (torch.float64,), 2 + 2 * a.n)
+    status = _native("pw_quantize")(ctypes.addressof(q), source, step, *found, room, threads)
+    _done(status, f"quantize: a tensor of {list(x.shape)}")
+
+
+def ranges(a: Any, x: Tensor, ends: Tensor, threads: int) -> None:
+    """Least and greatest element of each group of each row of x [n, k], to ends [n, groups, 2] of x's dtype."""
+    source, step = _rows("ranges", a, x)
+    target = address(ends, "ranges: result", _DTYPES[a.x], a.n * a.groups * 2, exact=True)
+    _done(_native("pw_ranges")(ctypes.addressof(a), source, step, target, threads), "ranges")
+
+
+def _rows(what: str, a: Any, x: Tensor) -> tuple[int, int]:
+    """Address of x and elements between its rows: [n, k] with contiguous rows, or contiguous with n * k elements."""
+    if x.ndim == 2 and tuple(x.shape) == (a.n, a.k) and (x.stride(1) == 1 or a.k == 1) and x.stride(0) >= a.k:
+        return address(x, f"{what}: input", _DTYPES[a.x], a.n * a.k, contiguous=False, exact=True), x.stride(0)
+    return address(x, f"{what}: input", _DTYPES[a.x], a.n * a.k, exact=True), a.k
+
+
+def finite(x: Tensor, threads: int) -> bool:
+    """Whether x, which fills its memory without gaps in any order of axes, holds neither NaN nor inf."""
+    dense = x.is_contiguous() or (x.ndim >= 2 and x.mT.is_contiguous())
+    if not dense:
+        raise ArgumentError(
+            f"finite: expected memory without gaps, got {list(x.shape)} with strides {list(x.stride())}"
+        )
+    at = address(x, "finite: input", tuple(FLOAT_KINDS), 0, contiguous=False)
+    return bool(_native("pw_finite")(at, KINDS[x.dtype], x.numel(), threads))
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def optimizer_steps(jobs: Any, count: int, threads: int) -> None:
+    """Run ``count`` steps (an array of Job, whose addresses came from :func:`address`). Raises MemoryError."""
+    status = _native("pw_optim_steps")(ctypes.addressof(jobs), count, threads)
+    _done(status, f"optimizer step of {count} parameters")
+
+
+def probe(what: int, buffer: Tensor | None, count: int, threads: int) -> int:
+    """Bytes or operations done by a loop of src/probe.h, for benchmarks. count: bytes of ``buffer``, or rounds."""
+    at = 0 if buffer is None else address(buffer, "probe: buffer", (torch.float32,), -(-count // 4))
+    return int(_native("pw_probe")(what, at, count, threads))

@@ -1,0 +1,45 @@
+"""Every config × product, lookup and convolution × arguments that fit and that do not: as float, or the same error.
+
+Each config runs in a process of its own, which may die: see same_as_float.py.
+"""
+
+import multiprocessing as mp
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from pennyweight.kernels.cpu import library
+from tests.every.same_as_float import NAMES, sweep
+
+
+def _child(name: str, native: bool, pipe: Any, log: str) -> None:
+    torch.set_num_threads(1)  # a forked process has no OpenMP threads
+    if not native:
+        library.load.cache_clear()
+        library.load = lambda: "switched off by the test"  # type: ignore[assignment]
+    with open(log, "w", encoding="utf-8") as sys.stderr:
+        pipe.send(sweep(name))
+
+
+CASES = [(name, True) for name in NAMES] + [(name, False) for name in ("int8", "int8-dynamic", "int4")]
+
+
+@pytest.mark.parametrize(("name", "native"), CASES, ids=[f"{n}{'' if native else '-torch'}" for n, native in CASES])
+def test_results_and_errors_are_those_of_float(name: str, native: bool, tmp_path: Any) -> None:
+    ours, theirs = mp.Pipe()
+    log = tmp_path / "last"
+    process = mp.get_context("fork").Process(target=_child, args=(name, native, theirs, str(log)))
+    process.start()
+    theirs.close()
+    try:
+        count, refused, deviations = ours.recv()
+    except EOFError:
+        process.join()
+        last = log.read_text(encoding="utf-8").splitlines()[-1:]
+        pytest.fail(f"the process ended with {process.exitcode} in {last}")
+    process.join()
+    assert deviations == []
+    assert count > 1000
+    assert refused > 200

@@ -1,0 +1,91 @@
+// Memory for arguments: as long as it must be, with a page on either side that nobody may touch. It ends where the one
+// page begins, or begins where the other ends. Under AddressSanitizer nothing beside it may be touched at all.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <vector>
+
+#include "random.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+constexpr bool SANITIZED = true;
+#else
+#define __asan_poison_memory_region(p, n) ((void)(p), (void)(n))
+#define __asan_unpoison_memory_region(p, n) ((void)(p), (void)(n))
+constexpr bool SANITIZED = false;
+#endif
+
+namespace {
+
+enum Place { AT_END, AT_BEGIN };
+Place place = AT_END;
+
+// Memory between two such pages, used again when it is given back.
+struct Slot {
+    uint8_t* first = nullptr;
+    size_t bytes = 0;
+};
+std::map<size_t, std::vector<Slot>> idle;
+
+Slot take_slot(size_t wanted) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    size_t bytes = page;
+    while (bytes < wanted) bytes *= 2;
+    auto& row = idle[bytes];
+    if (row.empty()) {
+        void* p = mmap(nullptr, bytes + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (p == MAP_FAILED || mprotect((char*)p + page, bytes, PROT_READ | PROT_WRITE)) perror("mmap"), abort();
+        return {(uint8_t*)p + page, bytes};
+    }
+    const Slot slot = row.back();
+    row.pop_back();
+    return slot;
+}
+
+class Room {
+    Slot slot;
+    uint8_t* p = nullptr;
+    size_t count = 0;
+
+  public:
+    static std::vector<const Room*>& all() {  // that are in use
+        static std::vector<const Room*> rooms;
+        return rooms;
+    }
+    explicit Room(size_t bytes) : slot(take_slot(bytes)), count(bytes) {
+        p = place == AT_END ? slot.first + slot.bytes - bytes : slot.first;
+        __asan_poison_memory_region(slot.first, slot.bytes);
+        __asan_unpoison_memory_region(p, bytes);
+        all().push_back(this);
+    }
+    explicit Room(const Bytes& bytes) : Room(bytes.size()) {
+        if (count) memcpy(p, bytes.data(), count);
+    }
+    Room(const Room&) = delete;
+    Room& operator=(const Room&) = delete;
+    ~Room() {
+        __asan_unpoison_memory_region(slot.first, slot.bytes);
+        idle[slot.bytes].push_back(slot);
+        all().erase(std::find(all().begin(), all().end(), this));
+    }
+    uint8_t* data() const { return p; }
+    size_t size() const { return count; }
+    void* pointer() const { return count ? p : nullptr; }  // null where there is nothing
+    Bytes copy() const { return Bytes(p, p + count); }
+    void set(const Bytes& bytes) const {
+        if (count) memcpy(p, bytes.data(), count);
+    }
+    void fill(uint8_t b) const {
+        if (count) memset(p, b, count);
+    }
+    void shorten() const { __asan_poison_memory_region(p + count - 1, 1); }  // placed AT_BEGIN
+};
+
+}  // namespace
