@@ -81,13 +81,13 @@ def main() -> None:
     assigned.load_state_dict(state, assign=True)
     assert torch.equal(assigned(x), y)
 
-    # ... into a quantized one by copying, and into a float one, whose weights become quantized.
+    # ... into a quantized one by copying, and into a float one by assignment, whose weights become quantized.
     quantized, plain = network(), network()
     pw.quantize_(quantized, pw.FqnToConfig({"0": pw.Int4WeightOnlyConfig(64), "2": pw.Int8WeightOnlyConfig()}))
     assert not torch.equal(quantized(x), y)
     quantized.load_state_dict(state)
     assert torch.equal(quantized(x), y)
-    plain.load_state_dict(state)
+    plain.load_state_dict(state, assign=True)
     print(plain[0].weight)
     assert torch.equal(plain(x), y)
     print("loaded seven ways: the same outputs")

@@ -1,20 +1,18 @@
 """Checkpoints of torch.distributed, and FSDP2: each rank keeps and updates its own shard."""
 
-import os
-import socket
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.optim import AdamW4bit, AdamW8bit
+from tests.distributed.group import spawn
 from tests.optim.models import Net, losses
 
 pytestmark = [
@@ -50,14 +48,9 @@ def test_a_distributed_checkpoint_resumes_bit_for_bit(cls: Any, tmp_path: Path) 
     assert resumed(model, cls(model.parameters(), lr=1e-5), tmp_path) == wanted
 
 
-def _shards(rank: int, port: int, folder: str) -> None:
+def _shards(mesh: DeviceMesh, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
 
     def sharded() -> nn.Module:
         model = Net()
@@ -82,19 +75,14 @@ def _shards(rank: int, port: int, folder: str) -> None:
 
     model = sharded()
     assert resumed(model, AdamW8bit(model.parameters(), lr=1e-5), folder) == wanted
-    torch.save({"begun": begun, "wanted": wanted}, f"{folder}/losses-{rank}.pt")
-    dist.destroy_process_group()
+    torch.save({"begun": begun, "wanted": wanted}, f"{folder}/losses-{mesh.get_rank()}.pt")
 
 
 def test_fsdp2_on_two_ranks(tmp_path: Path) -> None:
     """Shards hold their part of the states; a checkpoint of both resumes bit for bit; the training is that of one rank,
     but for which of its neighbours a second moment is rounded to."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-        torch.multiprocessing.spawn(_shards, (port, folder), nprocs=2)
-        found = [torch.load(f"{folder}/losses-{rank}.pt") for rank in range(2)]
+    spawn(_shards, 2, str(tmp_path))
+    found = [torch.load(tmp_path / f"losses-{rank}.pt") for rank in range(2)]
     model = Net()
     alone = losses(model, AdamW8bit(model.parameters(), lr=2e-3), range(8))
     assert found[0] == found[1]  # both see all the data
