@@ -5,6 +5,7 @@ Each config runs in a process of its own, which may die: see same_as_float.py.
 
 import multiprocessing as mp
 import sys
+import traceback
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ def _child(name: str, native: bool, pipe: Any, log: str) -> None:
         library.load.cache_clear()
         library.load = lambda: "switched off by the test"  # type: ignore[assignment]
     with open(log, "w", encoding="utf-8") as sys.stderr:
-        pipe.send(sweep(name))
+        try:
+            pipe.send(sweep(name))
+        except Exception:
+            pipe.send(traceback.format_exc())
 
 
 CASES = [(name, True) for name in NAMES] + [(name, False) for name in ("int8", "int8-dynamic", "int4")]
@@ -34,12 +38,14 @@ def test_results_and_errors_are_those_of_float(name: str, native: bool, tmp_path
     process.start()
     theirs.close()
     try:
-        count, refused, deviations = ours.recv()
+        found = ours.recv()
     except EOFError:
         process.join()
         last = log.read_text(encoding="utf-8").splitlines()[-1:]
         pytest.fail(f"the process ended with {process.exitcode} in {last}")
     process.join()
+    assert not isinstance(found, str), found
+    count, refused, deviations = found
     assert deviations == []
     assert count > 1000
     assert refused > 200

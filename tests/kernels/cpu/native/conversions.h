@@ -182,7 +182,7 @@ void quantize() {
             {"an empty range", with([](W& v) { v.hi = v.lo; })}, {"rows that share", with([](W& v) { v.rule = RULE_SYMMETRIC, v.to.row_block = 2; })},
             {"no zero points", with([](W& v) { v.rule = RULE_ASYMMETRIC, v.to.zero_point = NONE; })},
             {"no offsets", with([](W& v) { v.rule = MINMAX, v.to.offset = NONE; })}, {"kind of x", with([](W& v) { v.to.x = E8M0; })},
-            {"ldx", [&] { return (int64_t)(a.n > 1 ? call(q, -1, codes, 1) : INVALID); }}, {"threads", [&] { return (int64_t)call(q, ldx, codes, 0); }},
+            {"ldx", [&] { Rounding v = q; v.to.n = std::max<int64_t>(a.n, 2); return (int64_t)call(v, -1, codes, 1); }}, {"threads", [&] { return (int64_t)call(q, ldx, codes, 0); }},
             {"no codes", [&] { return (int64_t)pw_quantize(&q, x.data(), ldx, nullptr, scale.pointer(), zero.pointer(), offset.pointer(), (double*)sums.data(), 1); }},
             {"no rounding", [&] { return (int64_t)pw_quantize(nullptr, x.data(), ldx, codes.data(), nullptr, nullptr, nullptr, (double*)sums.data(), 1); }},
             {"no x", [&] { return (int64_t)pw_quantize(&q, nullptr, ldx, codes.data(), scale.pointer(), zero.pointer(), offset.pointer(), (double*)sums.data(), 1); }},
