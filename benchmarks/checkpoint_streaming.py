@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from pennyweight.io.container import place
-from pennyweight.io.write import Writer
+from pennyweight.io.atomic_write import Writer
+from pennyweight.io.safetensors_file import place
 
 HIDDEN, INNER, VOCABULARY = 4096, 14336, 32000
 LAYER = {

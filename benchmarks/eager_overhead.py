@@ -23,7 +23,7 @@ from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.kernels.linear import bind
-from pennyweight.kernels.prepare import prepare
+from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import case_of, select
 
 CALLS = 200

@@ -71,7 +71,7 @@ class Size:
 
 def convert_(model: nn.Module, name: str) -> None:
     """The model under a recipe; the baselines stay as they are."""
-    from pennyweight.models.quantize import quantize_
+    from pennyweight.quantize.pipeline import quantize_
     from pennyweight.training import Int8WeightOnlyTrainingConfig, LowPrecisionTrainingConfig
 
     if name not in (BASE, CONTROL):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .core.errors import ArgumentError
 from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
 from .core.formats import Format, get_format
-from .core.late import after_import
+from .core.import_hooks import after_import
 from .core.spec import ActivationSpec, QuantSpec
 from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .algorithms import calibrate, improve, quantize_, sample, search, sparsify_
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, quantize_checkpoint, save, unflatten
-    from .models import (
+    from .quantize import (
         FrozenLinear,
         PerformanceWarning,
         Plan,
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         thaw_,
         together,
     )
-    from .models.configs import *  # noqa: F403
-    from .models.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+    from .quantize.configs import *  # noqa: F403
+    from .quantize.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify
     from .training import QATConfig, distillation_loss, enable_fake_quant
 
@@ -142,7 +142,7 @@ __all__ = [
 # Tensors and kernels are there at once, so that a pickled weight loads and runs; the rest when it is first asked for,
 # because it would more than double the time of the import.
 # Where two have a name, the higher floor's, which knows more, is the one: quantize_, load.
-_HOMES = ("models.configs", "models.granularity", "algorithms", "training", "models", "report", "io")
+_HOMES = ("quantize.configs", "quantize.granularity", "algorithms", "training", "quantize", "report", "io")
 # Not in __all__: `from pennyweight import *` must not need the library that they are for
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 

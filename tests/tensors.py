@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 import pennyweight.kernels  # noqa: F401  (registers the layout torch_int4)
-from pennyweight.core.choose import Params
 from pennyweight.core.formats import E4M3, INT4, INT8, NF4, TERNARY, UINT3, UINT4, UINT5, UINT8
+from pennyweight.core.qparams import Params
 from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 

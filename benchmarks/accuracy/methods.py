@@ -94,7 +94,7 @@ def _metric(subject: Subject) -> Any:
 def apart(reference: Tensor, output: Tensor, batch: Any) -> Tensor:
     """Mean of 1 - cos between mean-pooled hidden states, and the relative error of the tokens' own: there are more of
     them, so that less is learned by heart."""
-    from pennyweight.algorithms.fidelity import error
+    from pennyweight.algorithms.tuners.losses import error
 
     mask = batch["attention_mask"].unsqueeze(-1).float()
     x, y = ((t * mask).sum(1) / mask.sum(1) for t in (reference, output))

@@ -9,7 +9,7 @@ import pennyweight as pw
 from pennyweight.core.spec import SPECS
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.kernels import get_kernel
-from pennyweight.kernels.prepare import prepare
+from pennyweight.kernels.repack import prepare
 
 from .base import Competitor, eager
 

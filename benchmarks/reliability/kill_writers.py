@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 import pennyweight as pw
-from pennyweight.cli import jobs
+from pennyweight.cli import progress
 from pennyweight.io import convert, load, open, quantize_checkpoint, save
 from pennyweight.io.replace_folder import replacing
 
@@ -92,9 +92,9 @@ def operations(numel: int, names: list[str]) -> dict[str, Operation]:
             return convert(folder / "src", dst, to="float", max_shard_bytes=shards, **how)
 
         out = str(folder / "out")
-        dst = jobs.room(out, True, job, resume=False)
+        dst = progress.room(out, True, job, resume=False)
         job(dst, resume=False)
-        jobs.settle(dst, out)
+        progress.settle(dst, out)
 
     found = {
         "save-one": Operation(lambda d, n: save(state(n, numel), d / "out", max_shard_bytes=one), numbers),

@@ -1,24 +1,24 @@
 """How the numbers of a quantized model are chosen: statistics, solvers, rewrites, tuners, and search over them."""
 
-from .awq import AWQ
 from .base import ALGORITHMS, Rewrite, Solution, Solver, Task, Tuner, register
-from .bias import Bias
-from .clip import MSE, Importance
-from .gptq import GPTAQ, GPTQ, Auto
-from .hqq import HQQ
-from .improve import improve
-from .kmeans import KMeans
-from .nearest import Nearest
-from .observe import calibrate
-from .quantize import quantize_
-from .reconstruct import Reconstruct
-from .rotate import Rotate
-from .sampling import sample
-from .search import Search, search
-from .smooth import Smooth
+from .calibration.static_ranges import calibrate
+from .calibration.statistics import STATISTICS, Statistic, register_statistic
+from .calibration.synthetic_data import sample
+from .mixed_precision.search import Search, search
+from .pipeline import quantize_
+from .rewrites.awq import AWQ
+from .rewrites.quarot import Rotate
+from .rewrites.smoothquant import Smooth
+from .solvers.clip import MSE, Importance
+from .solvers.gptq import GPTAQ, GPTQ, Auto
+from .solvers.hqq import HQQ
+from .solvers.kmeans import KMeans
+from .solvers.rtn import Nearest
 from .sparsify import sparsify_
-from .statistics import STATISTICS, Statistic, register_statistic
-from .tune import Distill, Tune
+from .tuners.bias_correction import Bias
+from .tuners.distill import Distill, Tune
+from .tuners.finetune import improve
+from .tuners.reconstruct import Reconstruct
 
 __all__ = [
     "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Distill", "Importance",

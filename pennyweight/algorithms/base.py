@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.numerics import Parts
 from ..core.spec import QuantSpec
-from ..models.scheme import Scheme
+from ..quantize.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Task:
 
     weight  float32 [N, K], contracted axis last; convolutions are unfolded
     spec    its spec, for two axes
-    rule, eps   of the scheme, see :func:`pennyweight.core.choose.choose`
+    rule, eps   of the scheme, see :func:`pennyweight.core.qparams.choose`
     stats   what the solver asked for, by name: [G, K, K] or [G, K]; rows of the weight fall into G equal runs. Empty
             where the layer saw no data
     tokens  seen

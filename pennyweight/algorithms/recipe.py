@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .base import ALGORITHMS, Rewrite, Solver, Tuner
-from .nearest import Nearest
+from .solvers.rtn import Nearest
 
 Step = Solver | Rewrite | Tuner
 

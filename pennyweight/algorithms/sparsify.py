@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from ..core.formats import INT8
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, check_finite
-from ..models.configs import SpecConfig
-from ..models.pattern import Pattern
-from ..models.plan import PlanRow, plan
-from ..models.quantize import decibels
-from ..models.report import Report, Row
-from ..models.rules import Filter, PlanError
-from .batches import Batches, read
-from .clip import by_rows
-from .collect import Collector, Seen
-from .feedback import WIDTH, factor
-from .flat import as_matrix
-from .nearest import total_error
+from ..quantize.config_resolution import Filter, PlanError
+from ..quantize.configs import SpecConfig
+from ..quantize.pipeline import decibels
+from ..quantize.plan import PlanRow, plan
+from ..quantize.report import Report, Row
+from ..quantize.sparsity_mask import Pattern
+from .calibration.batches import Batches, read
+from .calibration.loop import Collector, Seen
+from .solvers.clip import by_rows
+from .solvers.gptq_core import WIDTH, factor
+from .solvers.reshape import as_matrix
+from .solvers.rtn import total_error
 
 METHODS = {"magnitude": (), "wanda": ("second_moment",), "sparsegpt": ("hessian",)}
 

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
+from .aliases import listing
 from .convert import convert
 from .doctor import doctor
 from .evaluate import evaluate
 from .explain import explain
 from .export_onnx import export_onnx
 from .inspect import inspect
-from .names import listing
 from .quantize import quantize
 from .report import report
 from .verify import verify

@@ -46,8 +46,8 @@ def measure() -> list[Timing]:
 
     from ..kernels import select
     from ..kernels.table import case_of
-    from ..models import quantize_
-    from .names import build
+    from ..quantize import quantize_
+    from .aliases import build
 
     out = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import Traceback, clearly
-from .jobs import check_report_path, progress_bar, room, settle, stopped, tell
+from .progress import check_report_path, progress_bar, room, settle, stopped, tell
 
 if TYPE_CHECKING:
-    from ..models.report import Report
+    from ..quantize.report import Report
 
 
 @clearly
@@ -48,9 +48,9 @@ def convert(
     """
     from ..core.spec import DTYPES
     from ..io import convert as run
-    from ..io.converting import formats
-    from ..models.report import nbytes_of
-    from .contents import contents
+    from ..io.convert_checkpoint import formats
+    from ..quantize.report import nbytes_of
+    from .checkpoint_contents import contents
 
     if not to:
         raise ValueError(f"--to is required: one of {', '.join(formats())}")

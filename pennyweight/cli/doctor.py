@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import Traceback, clearly
-from .tables import table
+from .printing import table
 
 if TYPE_CHECKING:
-    from .trials import Checked
+    from .kernel_self_test import Checked
 
 EXTRAS = ("transformers", "accelerate", "peft", "diffusers", "triton")
 UNHEALTHY = 1
@@ -63,7 +63,7 @@ def examine() -> Health:
 
     from .. import __version__
     from ..kernels.torch_int8 import int_mm_saturates
-    from .trials import check_kernels
+    from .kernel_self_test import check_kernels
 
     versions = {"pennyweight": __version__, "torch": torch.__version__, "python": platform.python_version()}
     cpu = {

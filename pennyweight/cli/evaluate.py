@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import Traceback, clearly
-from .jobs import check_report_path
+from .progress import check_report_path
 
 if TYPE_CHECKING:
     from ..report import Comparison
@@ -53,7 +53,7 @@ def evaluate(
     check_bound(max_kl)
     check_report_path(report_path, None)
 
-    from ..report.folders import load_folder
+    from ..report.load_inputs import load_folder
 
     exact, small = load_folder(float_dir), load_folder(quantized_dir, float_dir)
     found = compare_folders(exact, small, float_dir, text, batch, length, limit)
@@ -61,7 +61,7 @@ def evaluate(
         typer.echo(found.to_json())
     else:
         if report_path:
-            from ..io.write import write_bytes
+            from ..io.atomic_write import write_bytes
 
             write_bytes(report_path, f"{found.to_json()}\n".encode())
         typer.echo(found.table(full=True) if full else str(found))
@@ -85,7 +85,7 @@ def compare_folders(
 ) -> Comparison:
     """Both models on a text, by the tokenizer of the float model's folder."""
     from ..report import compare
-    from ..report.folders import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
+    from ..report.load_inputs import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
 
     batches = text_batches(
         exact, load_tokenizer(folder), read_texts(text or []), batch=batch, length=length, limit=limit or None

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .aliases import close_to
 from .errors import Traceback, clearly
-from .names import close_to
 
 if TYPE_CHECKING:
     from ..io import Opened
@@ -45,8 +45,8 @@ def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") 
     import torch
 
     from ..kernels import Case, explain_case, kernels
-    from .contents import contents_of
-    from .words import describe, item
+    from .checkpoint_contents import contents_of
+    from .spec_prose import describe, item
 
     found = {t.name: t for t in contents_of(checkpoint).tensors}
     aliases = {alias: t.name for t in found.values() for alias in t.tied}

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from .aliases import CONFIGS, build
 from .errors import Traceback, clearly
-from .jobs import check_report_path
-from .names import CONFIGS, build
+from .progress import check_report_path
 
 
 @clearly
@@ -51,7 +51,7 @@ def export_onnx(
 
     from ..export.onnx import export_onnx as export
     from ..export.onnx import require_packages
-    from ..export.text import text_model
+    from ..export.text_models import text_model
 
     try:
         require_packages()
@@ -72,7 +72,7 @@ def export_onnx(
         typer.echo(data)
         return
     if report_path:
-        from ..io.write import write_bytes
+        from ..io.atomic_write import write_bytes
 
         write_bytes(report_path, f"{data}\n".encode())
     typer.echo(f"{report}\n" + "\n".join(f"{path}: {n:,} bytes" for path, n in sizes.items()))
@@ -81,10 +81,10 @@ def export_onnx(
 def _model(model_dir: str, config: Any) -> Any:
     """The checkpoint's model; quantized under ``config`` where one is given."""
     from ..core.tensor import AffineQuantizedTensor
-    from ..export.text import require_text
+    from ..export.text_models import require_text
     from ..io import load
-    from ..io.outline import fresh_model
-    from ..models import quantize_
+    from ..io.meta_model import fresh_model
+    from ..quantize import quantize_
 
     model = fresh_model(model_dir)
     require_text(model)

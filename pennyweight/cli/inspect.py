@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .errors import Traceback, clearly
-from .tables import table
+from .printing import table
 
 if TYPE_CHECKING:
-    from .contents import Contents
+    from .checkpoint_contents import Contents
 
 
 @clearly
@@ -29,7 +29,7 @@ def inspect(
 
     Each tensor, how it is stored, its bytes, totals. Only headers are read.
     """
-    from .contents import contents
+    from .checkpoint_contents import contents
 
     found = contents(path, allow_pickle)
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else text(found))
@@ -37,7 +37,7 @@ def inspect(
 
 def text(found: Contents) -> str:
     """The table and its totals."""
-    from ..models.report import size
+    from ..quantize.report import size
 
     kind = {"safetensors": "plain safetensors", "pennyweight": f"pennyweight format, version {found.version}"}
     rows = []

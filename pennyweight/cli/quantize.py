@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .aliases import CONFIGS, build
 from .errors import Traceback, clearly
 from .evaluate import MaxKL, Texts, check_bound
-from .jobs import check_report_path, progress_bar, room, settle, stopped, tell
-from .names import CONFIGS, build
-from .ranks import first, over_ranks, world
+from .progress import check_report_path, progress_bar, room, settle, stopped, tell
+from .torchrun import first, over_ranks, world
 
 if TYPE_CHECKING:
-    from ..models.report import Report
+    from ..quantize.report import Report
 
 
 @clearly
@@ -87,7 +87,7 @@ def quantize(
 
     torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes.
     """
-    from ..models.report import nbytes_of
+    from ..quantize.report import nbytes_of
 
     if not config and not budget:
         raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help says what they are")
@@ -116,11 +116,11 @@ def quantize(
         )
 
     from ..io import quantize_checkpoint
-    from ..io.team import Team
-    from .contents import contents
+    from ..io.rank_barrier import Team
+    from .checkpoint_contents import contents
 
     def learned(folder: str = out_dir, **how: Any) -> Report:
-        from .calibrated import write_calibrated
+        from .quantize_in_memory import write_calibrated
 
         recipe = algorithm if algorithm.endswith((".yaml", ".yml")) else [s for s in algorithm.split("+") if s]
         return write_calibrated(
@@ -143,14 +143,14 @@ def quantize(
     if dry_run:
         report, after = job(dry_run=True), None
     elif max_kl is not None:
-        from .gate import gated
+        from .kl_gate import gated
 
         with progress_bar() as told:
             report = gated(lambda folder: job(folder, progress=told), model_dir, out_dir, force, max_kl, text or [])
         after = contents(out_dir).file_bytes
     elif algorithm or budget:
-        from .calibrated import JOURNAL
-        from .gate import check_room
+        from .kl_gate import check_room
+        from .quantize_in_memory import JOURNAL
 
         check_room(out_dir, force, but=JOURNAL)
         with progress_bar() as told, nullcontext() if budget else stopped():

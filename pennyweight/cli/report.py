@@ -50,9 +50,9 @@ def report(
         raise ValueError(f"{out}: {'is a folder' if os.path.isdir(out) else f'there is no folder {folder}'}")
     points = read_points(pareto) if pareto else None
 
-    from ..io.write import write_bytes
-    from ..report.gathering import gather
+    from ..io.atomic_write import write_bytes
     from ..report.page import html
+    from ..report.page_assembly import gather
 
     command = _command(
         quantized_dir, float=(float_dir, ""), text=(text or [], ""), measure=(measure, False), pareto=(pareto, ""),

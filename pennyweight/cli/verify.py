@@ -44,7 +44,7 @@ def verify(
     if make and bound is not None:
         raise ValueError("--bound is for verifying; leave it out with --make")
 
-    from ..report.folders import load_folder, load_tokenizer, read_texts, text_batches
+    from ..report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
     from ..report.loading import check, expected_beside
     from ..report.loading import make as written
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import blocks, chance, learned
-from .choose import Params, choose, default_rule
+from . import blocks, codebook, stochastic_rounding
+from .qparams import Params, choose, default_rule
 from .spec import QuantSpec
 
 
@@ -48,7 +48,7 @@ def quantize(
     """Plain parts of x. x: float, any strides; block sizes that do not divide the shape are padded.
 
     ``params`` given (a static scale, a solver's choice): used as they are; else :func:`choose`. ``words`` given, 32
-    random bits an element: codes are rounded by chance (:func:`pennyweight.core.chance.encode`), not to the nearest.
+    random bits an element: codes are rounded by chance (:func:`~.stochastic_rounding.encode`), not to the nearest.
     ``of_whole`` given: x is a part of a tensor. A scale, or scale of scales, of which it has one in all is chosen from
     ``of_whole(part, rule)`` [1, n], which has the range or the mean of all parts.
     Codes are computed from the parameters as stored, so that rounding of the scale is seen by the codes.
@@ -63,13 +63,13 @@ def quantize(
     view = blocks.split(x, blocks.counts(spec.block, x.shape))
     if spec.table_shape is not None and params.table is None:
         unit = units(view, spec, store(params, spec)[1])
-        params = params._replace(table=learned.fit(unit.reshape(-1, spec.format.dim), spec.table_shape[0]))
+        params = params._replace(table=codebook.fit(unit.reshape(-1, spec.format.dim), spec.table_shape[0]))
     parts, seen = store(params, spec, of_whole)
     if words is None:
         codes = encode(view, spec, seen)
     else:
         view_words = blocks.split(blocks.pad(words, spec.block), blocks.counts(spec.block, x.shape))
-        codes = chance.encode(in_steps(view, spec, seen), spec.format, view_words)
+        codes = stochastic_rounding.encode(in_steps(view, spec, seen), spec.format, view_words)
     return Parts(codes.reshape(codes_shape).contiguous(), *parts, table=seen.table)
 
 
@@ -83,7 +83,7 @@ def store(
     scale = _store(params.scale, spec.scale, of_whole)
     offset = _store_offset(params.offset, spec.offset)
     zero_point = None if params.zero_point is None else params.zero_point.to(spec.zero_point_dtype).contiguous()
-    table = None if params.table is None else learned.stored(params.table)
+    table = None if params.table is None else codebook.stored(params.table)
     seen = Params(
         _value(scale, spec.scale, params.scale), zero_point, _value(offset, spec.offset, params.offset), table
     )
@@ -138,7 +138,7 @@ def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     if f.kind == "learned":
         if p.table is None:
             raise ValueError(f"{spec}: no codes without a table; choose parameters by the default rule, or give one")
-        return learned.nearest(units(view, spec, p), p.table)
+        return codebook.nearest(units(view, spec, p), p.table)
     if p.scale is None:
         return f.encode(view)
     scale = blocks.spread(p.scale)
@@ -177,7 +177,7 @@ def in_steps(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
 def units(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     """What a learned table is of: (x - offset) / scale of a block view [.., n], as [.., ceil(n / dim), dim]."""
     x = in_steps(view, spec, p)  # learned numbers have neither zero point nor mid
-    return learned.vectors(x, spec.format.dim) if x.ndim else x.reshape(1)
+    return codebook.vectors(x, spec.format.dim) if x.ndim else x.reshape(1)
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def stored_value(view: Tensor, spec: QuantSpec, p: Params, dtype: torch.dtype = 
     """Values of codes in a block view [g0, b0, ..] under parameters of shape [g0, ..]."""
     if spec.format.kind == "learned":
         assert p.table is not None
-        x = learned.numbers(view, p.table, dtype)
+        x = codebook.numbers(view, p.table, dtype)
     else:
         x = spec.format.decode(view, dtype)
     if spec.mid:

@@ -250,7 +250,7 @@ _OPTIONAL = {"zero_point", "offset", "mid", "layout"}
 class ActivationSpec:
     """How the input of an op is quantized before it: per call ("dynamic") or with stored parameters ("static").
 
-    rule and eps are those of :func:`pennyweight.core.choose.choose`; the block is over the input, [-1] is per token.
+    rule and eps are those of :func:`pennyweight.core.qparams.choose`; the block is over the input, [-1] is per token.
     """
 
     spec: QuantSpec

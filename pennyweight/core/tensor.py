@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks, conversions, learned
-from .choose import Params
-from .copies import copied_to_train
+from . import blocks, codebook, quantize_backends
+from .deepcopy import copied_to_train
 from .layouts import READABLE, get_layout, portable_layout, unpack_zero_point
-from .legal import check_range, check_real, check_values
 from .numerics import Parts, dequantize, is_order, ordered, quantize, sqnr
 from .packing import stream_shape
+from .qparams import Params
 from .spec import DTYPES, SPEC_VERSION, ActivationSpec, QuantSpec, dtype_name
 from .storage import Address, Storage
+from .value_checks import check_range, check_real, check_values
 
 SLOTS = Parts._fields
 _PACKED = ("bits", "zero_point")  # the layout and part, beside the codes, that may be a bit stream
@@ -143,14 +143,14 @@ class AffineQuantizedTensor(Tensor):
     ) -> AffineQuantizedTensor:
         """Quantize x [.., contracted] by round-to-nearest.
 
-        rule, eps, params: see :mod:`pennyweight.core.choose`. name: used in errors. Raises ValueError where x is not
+        rule, eps, params: see :mod:`pennyweight.core.qparams`. name: used in errors. Raises ValueError where x is not
         floating point or holds NaN or inf, naming the tensor.
         """
         if not x.is_floating_point():
             raise ValueError(f"{name}: only floating-point tensors can be quantized, got {x.dtype}")
         x = x.detach()
         check_finite(x, name)
-        fast = conversions.quantize(x, spec, rule, eps) if params is None else NotImplemented
+        fast = quantize_backends.quantize(x, spec, rule, eps) if params is None else NotImplemented
         if fast is not NotImplemented:
             return cls(fast.parts, spec, x.shape, x.dtype, act)
         plain = quantize(x, spec.with_(layout="plain"), rule, eps, params)
@@ -167,7 +167,7 @@ class AffineQuantizedTensor(Tensor):
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         shape = self.stored_shape
-        x = conversions.dequantize(self.parts, self.spec, shape, dtype)
+        x = quantize_backends.dequantize(self.parts, self.spec, shape, dtype)
         if x is NotImplemented:
             x = dequantize(self.plain_parts(), self.spec, shape, dtype)
         return x if self.axes is None else x.permute(self.axes)
@@ -523,7 +523,12 @@ def _strides(shape: Sequence[int], axes: tuple[int, ...] | None) -> tuple[int, .
 
 def check_finite(x: Tensor, name: str) -> None:
     """Raise ValueError naming the tensor where it holds NaN or inf."""
-    if x.device.type == "meta" or x.numel() == 0 or torch.compiler.is_compiling() or conversions.finite(x) is True:
+    if (
+        x.device.type == "meta"
+        or x.numel() == 0
+        or torch.compiler.is_compiling()
+        or quantize_backends.finite(x) is True
+    ):
         return
     if isinstance(x, torch._subclasses.FakeTensor):  # has no values to look at
         return
@@ -645,8 +650,8 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
                 f"pickled {spec} of {list(shape)}: {name} is {held} {list(part.shape)}, expected {kind} {list(size)}"
             )
     table = parts.get("table")  # its sizes are seen to where the tensor is made
-    if table is not None and (table.dtype is not learned.DTYPE or not (table.is_meta or table.isfinite().all())):
-        raise ValueError(f"pickled {spec} of {list(shape)}: its table is no {learned.DTYPE} of finite numbers")
+    if table is not None and (table.dtype is not codebook.DTYPE or not (table.is_meta or table.isfinite().all())):
+        raise ValueError(f"pickled {spec} of {list(shape)}: its table is no {codebook.DTYPE} of finite numbers")
     perm = parts.get("perm")
     if perm is not None and (
         perm.dtype not in (torch.int32, torch.int64) or tuple(perm.shape) != shape[-1:]

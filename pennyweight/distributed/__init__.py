@@ -1,9 +1,9 @@
 """Quantized models over several processes: what PyTorch's own DTensor, FSDP2, DDP and checkpoints do not have."""
 
-from .all_gather import QuantizedAllGather, quantized_all_gather_
-from .compiling import compile
-from .row_wise import RowwiseParallel
-from .shards import broadcast_, load_, pack_, unpack_
+from .compile_patch import compile
+from .quantized_all_gather import QuantizedAllGather, quantized_all_gather_
+from .repack import broadcast_, load_, pack_, unpack_
+from .rowwise_parallel import RowwiseParallel
 
 __all__ = [
     "QuantizedAllGather", "RowwiseParallel", "broadcast_", "compile", "load_", "pack_", "quantized_all_gather_",

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.report import Report, Row
-from . import forms, rows
-from .capture import Captured, Weight, capture
+from ..quantize.report import Report, Row
+from . import codes_2d, onnx_patterns
+from .atomic_save import INLINE, save
 from .graph import Nodes
-from .markers import DOMAIN, translations
-from .save import INLINE, save
+from .graph_capture import Captured, Weight, capture
+from .placeholder_ops import DOMAIN, translations
 
 OPSET = 21  # the first with 4-bit types and DequantizeLinear in blocks
 # Which engine a file is for, written into its metadata: others may read it, and round where it does not say so
@@ -121,8 +121,8 @@ def require_packages() -> None:
 
 
 def _check(model: nn.Module, style: str, opset: int, accuracy_level: int) -> None:
-    if style not in forms.STYLES:
-        raise ValueError(f"style must be one of {', '.join(forms.STYLES)}, got {style!r}")
+    if style not in onnx_patterns.STYLES:
+        raise ValueError(f"style must be one of {', '.join(onnx_patterns.STYLES)}, got {style!r}")
     if opset < OPSET:
         raise ValueError(f"opset must be at least {OPSET}, the first with 4-bit types, got {opset}")
     if accuracy_level not in range(5):
@@ -204,32 +204,32 @@ def _quietly() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _case(w: Weight, style: str, accuracy_level: int) -> forms.Case:
-    reason = rows.refusal(w.tensor)
+def _case(w: Weight, style: str, accuracy_level: int) -> onnx_patterns.Case:
+    reason = codes_2d.refusal(w.tensor)
     if reason is not None:
-        return forms.Case(w.name, w.tensor, None, style, accuracy_level, refused=reason)
-    r = rows.rows_of(w.tensor, w.name)
-    block = forms.nbits_block(r)
+        return onnx_patterns.Case(w.name, w.tensor, None, style, accuracy_level, refused=reason)
+    r = codes_2d.rows_of(w.tensor, w.name)
+    block = onnx_patterns.nbits_block(r)
     packs = style == "matmulnbits" or (style == "auto" and r.storage_bits == 4)
     if packs and block is not None and r.format.kind == "int" and r.storage_bits > 1 and "linear" in w.uses:
         r = r.sub_blocks(block)
-    return forms.Case(w.name, w.tensor, r, style, accuracy_level, shared=set(w.uses) != {"linear"})
+    return onnx_patterns.Case(w.name, w.tensor, r, style, accuracy_level, shared=set(w.uses) != {"linear"})
 
 
-def _forms(w: Weight, case: forms.Case, allow_float: bool) -> dict[str, forms.Form]:
+def _forms(w: Weight, case: onnx_patterns.Case, allow_float: bool) -> dict[str, onnx_patterns.Form]:
     """Use -> its form. Raises ValueError that names the weight."""
-    found: dict[str, forms.Form] = {}
+    found: dict[str, onnx_patterns.Form] = {}
     for use in dict.fromkeys(w.uses):
-        form = forms.choose(case, use)
+        form = onnx_patterns.choose(case, use)
         if isinstance(form, list) and not allow_float:
             act = "" if w.tensor.act is None else f", input {w.tensor.act}"
             raise ValueError(
                 f"{w.name} {list(w.tensor.shape)} ({w.tensor.spec.with_(layout='plain')}{act}) has no ONNX form for "
                 f"{use}: {'; '.join(form)}. Quantize it another way, skip it, or pass allow_float=True"
             )
-        found[use] = forms.FLOAT[use] if isinstance(form, list) else form
-    if any(form in forms.FLOAT.values() for form in found.values()):
-        return {use: forms.FLOAT[use] for use in found}
+        found[use] = onnx_patterns.FLOAT[use] if isinstance(form, list) else form
+    if any(form in onnx_patterns.FLOAT.values() for form in found.values()):
+        return {use: onnx_patterns.FLOAT[use] for use in found}
     return found
 
 
@@ -290,7 +290,7 @@ def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], mo
         names = list(dict.fromkeys(form.name for form in of_use.values()))
         act = "" if w.tensor.act is None else f" × {w.tensor.act}"
         scheme, note = str(w.tensor.spec.with_(layout="plain")) + act, ""
-        if any(form in forms.FLOAT.values() for form in of_use.values()):
+        if any(form in onnx_patterns.FLOAT.values() for form in of_use.values()):
             scheme, note = "", f"float32: no form for {scheme}"
         found.append(
             Row(w.name, kind, tuple(w.tensor.shape), scheme, ", ".join(names), w.tensor.nbytes, after, None, note)

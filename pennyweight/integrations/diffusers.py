@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..io.checkpoint import open_files
+from ..io.config_files import METHOD, quantization_config
+from ..io.lazy_checkpoint import opened
 from ..io.manifest import VERSION
-from ..io.native import flatten
-from ..io.opened import opened
-from ..io.side_files import METHOD, quantization_config
-from ..io.slots import Slot, slots_of
-from ..kernels.prepare import prepare
-from ..models.configs import AOBaseConfig
-from ..models.quantize import dequantize_
+from ..io.state_dict import flatten
+from ..io.state_dict_slots import Slot, slots_of
+from ..kernels.repack import prepare
+from ..quantize.configs import AOBaseConfig
+from ..quantize.pipeline import dequantize_
 
 
 class Method(StrEnum):

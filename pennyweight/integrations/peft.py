@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..core.numerics import sqnr
 from ..core.tensor import AffineQuantizedTensor
-from ..models.configs import AOBaseConfig
-from ..models.quantize import quantize_
-from ..models.report import Report, Row
+from ..quantize.configs import AOBaseConfig
+from ..quantize.pipeline import quantize_
+from ..quantize.report import Report, Row
 
 
 def merge_and_report(

@@ -12,13 +12,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..io.exactly import FORMATS
+from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
+from ..io.foreign_state_dict import FORMATS
 from ..io.manifest import VERSION
-from ..io.side_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
-from ..models.configs import AOBaseConfig
-from ..models.configs.names import by_name
-from ..models.configs.plain_data import config_from_data
-from ..models.plan import ON_INDIVISIBLE
+from ..quantize.configs import AOBaseConfig
+from ..quantize.configs.aliases import by_name
+from ..quantize.configs.serialize import config_from_data
+from ..quantize.plan import ON_INDIVISIBLE
 from .transformers_folder import attach_quantizer, load_pretrained
 from .transformers_quantizer import PennyweightQuantizer
 

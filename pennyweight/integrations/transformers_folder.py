@@ -13,8 +13,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..core.tensor import AffineQuantizedTensor
 from ..io.loading import load
-from ..io.slots import slots_of
-from ..models.configs import AOBaseConfig
+from ..io.state_dict_slots import slots_of
+from ..quantize.configs import AOBaseConfig
 
 
 def load_pretrained(

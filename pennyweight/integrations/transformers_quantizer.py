@@ -17,22 +17,22 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..core.spec import DTYPES
-from ..io.check import check_data
 from ..io.checkpoint import open_files
+from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
 from ..io.errors import CheckpointError
-from ..io.exactly import exactly
+from ..io.foreign_state_dict import exactly
 from ..io.manifest import KeyedError, Meta, stored_parts
-from ..io.native import build, flatten
-from ..io.side_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
-from ..io.slots import slots_of
-from ..kernels.prepare import choose_layout, prepare
+from ..io.state_dict import build, flatten
+from ..io.state_dict_slots import slots_of
+from ..io.validate import check_data
+from ..kernels.repack import choose_layout, prepare
 from ..kernels.table import Case
-from ..models.configs import AOBaseConfig, FqnToConfig
-from ..models.plan import Plan, PlanRow, plan
-from ..models.quantize import dequantize_, solve
-from ..models.report import Report, Row
-from ..models.rules import PlanError
-from ..models.sites import Place, is_linear
+from ..quantize.config_resolution import PlanError
+from ..quantize.configs import AOBaseConfig, FqnToConfig
+from ..quantize.parameters import Place, is_linear
+from ..quantize.pipeline import dequantize_, solve
+from ..quantize.plan import Plan, PlanRow, plan
+from ..quantize.report import Report, Row
 
 
 class PennyweightQuantizer(HfQuantizer):

@@ -1,14 +1,14 @@
 """Files: the native safetensors format, and those of other libraries, read and written whole or not at all."""
 
-from .converting import convert
-from .detect import open
+from .convert_checkpoint import convert
+from .detect_format import open
 from .errors import CheckpointError
+from .lazy_checkpoint import Opened
 from .loading import load
-from .native import flatten, unflatten
-from .opened import Opened
 from .quantize_files import quantize_checkpoint
 from .replace_folder import replacing
 from .saving import save
+from .state_dict import flatten, unflatten
 
 __all__ = [
     "CheckpointError",

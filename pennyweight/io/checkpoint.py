@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from .container import Entry, File, check_name
 from .errors import CheckpointError
 from .manifest import KEY, KeyedError, Manifest, check_parts, read, stored_parts
+from .safetensors_file import Entry, File, check_name
 from .strict_json import parse
 
 SINGLE = "model.safetensors"

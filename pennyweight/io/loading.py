@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
-from ..kernels.prepare import prepare
-from ..models.saving import settle_saving_
-from .container import Entry
-from .detect import open as open_any
+from ..kernels.repack import prepare
+from ..quantize.save_pretrained import settle_saving_
+from .detect_format import open as open_any
 from .errors import CheckpointError
+from .lazy_checkpoint import Opened
 from .manifest import Meta
-from .opened import Opened
-from .slots import Slot, slots_of, stranded
+from .safetensors_file import Entry
+from .state_dict_slots import Slot, slots_of, stranded
 
 
 def load(
@@ -56,7 +56,7 @@ def load(
         if model is None:
             return _state_dict(checkpoint, device, dtype)
         if checkpoint.format == "gguf":
-            from .gguf.opened import under_hf_names
+            from .gguf.reader import under_hf_names
 
             checkpoint = under_hf_names(checkpoint, names)
         model_in = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ..core import blocks
-from ..core.choose import RULES
-from ..core.learned import DTYPE as TABLE_DTYPE
+from ..core.codebook import DTYPE as TABLE_DTYPE
 from ..core.packing import stream_shape
+from ..core.qparams import RULES
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec, check_keys, dtype_name
-from .container import MAX_AXES, check_name, size_of
+from .safetensors_file import MAX_AXES, check_name, size_of
 from .strict_json import parse
 
 KEY = "pennyweight"  # the one key of a file's __metadata__ that is ours

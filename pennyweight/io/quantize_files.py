@@ -12,18 +12,18 @@ from typing import Any
 from torch import nn
 
 from ..core.spec import DTYPES
-from ..models.configs import AOBaseConfig, FqnToConfig
-from ..models.plan import Plan, PlanRow, plan
-from ..models.report import Report
-from ..models.rules import Filter, PlanError
-from ..models.sites import is_linear
+from ..quantize.config_resolution import Filter, PlanError
+from ..quantize.configs import AOBaseConfig, FqnToConfig
+from ..quantize.parameters import is_linear
+from ..quantize.plan import Plan, PlanRow, plan
+from ..quantize.report import Report
 from .checkpoint import Checkpoint, open_checkpoint
+from .config_files import copy_side_files, quantization_config
 from .errors import CheckpointError
-from .job import Job, Told, carry_out, check_places
-from .native import Item
-from .outline import outline, read_config
-from .shards import MAX_SHARD_BYTES, divide
-from .side_files import copy_side_files, quantization_config
+from .meta_model import outline, read_config
+from .resumable_write import Job, Told, carry_out, check_places
+from .shard_plan import MAX_SHARD_BYTES, divide
+from .state_dict import Item
 from .streaming import Noise, copied, quantized
 
 

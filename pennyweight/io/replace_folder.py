@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from .atomic_write import is_staging, made, staging, sync_folder
 from .checkpoint import INDEX, SINGLE, read_index
-from .container import File
 from .locks import locked
-from .replacing import of_a_job, put_checkpoint
-from .shards import is_ours
-from .write import is_staging, made, staging, sync_folder
+from .replace_checkpoint import of_a_job, put_checkpoint
+from .safetensors_file import File
+from .shard_plan import is_ours
 
 _NO_EXCHANGE = {
     errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EMLINK

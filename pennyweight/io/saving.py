@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from .container import place
+from .atomic_write import Writer, made, publish, remove_left_over, staging, write_bytes
+from .config_files import marked_config
 from .errors import CheckpointError
-from .native import Item, items, metadata_of
-from .replacing import replace_checkpoint
-from .shards import MAX_SHARD_BYTES, divide
-from .side_files import marked_config
-from .slots import slots_of
-from .write import Writer, made, publish, remove_left_over, staging, write_bytes
+from .replace_checkpoint import replace_checkpoint
+from .safetensors_file import place
+from .shard_plan import MAX_SHARD_BYTES, divide
+from .state_dict import Item, items, metadata_of
+from .state_dict_slots import slots_of
 
 
 def save(

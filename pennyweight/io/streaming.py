@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..core.rows import rows_independent
-from ..models.plan import PlanRow
-from ..models.quantize import quantize_weight
-from ..models.scheme import Scheme
-from .container import File
+from ..quantize.pipeline import quantize_weight
+from ..quantize.plan import PlanRow
+from ..quantize.scheme import Scheme
 from .errors import CheckpointError
 from .manifest import Meta, clean, stored_parts
-from .native import Item, pack
+from .safetensors_file import File
+from .state_dict import Item, pack
 
 COPY_BYTES = 8 << 20
 ROWS_NUMEL = 1 << 22  # elements quantized at a time: 16 MiB as float32, of which quantizing holds about ten

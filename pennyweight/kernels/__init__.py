@@ -1,6 +1,6 @@
 """The kernel table and its rows. One file is one family of kernels, the layout it reads, and when it applies."""
 
-from . import gather, linear, ops, prepare, reference, torch_int4, torch_int8
+from . import embedding, linear, ops, reference, repack, torch_int4, torch_int8
 from .cpu import convert as cpu_convert
 from .cpu import embedding as cpu_embedding
 from .cpu import experts as cpu_experts
@@ -9,7 +9,25 @@ from .cpu import int_linear as cpu_int_linear
 from .table import Case, Explanation, Kernel, explain, explain_case, get_kernel, kernels, register_kernel, select
 
 __all__ = [
-    "Case", "Explanation", "Kernel", "cpu_convert", "cpu_embedding", "cpu_experts", "cpu_float_linear",
-    "cpu_int_linear", "explain", "explain_case", "gather", "get_kernel", "kernels", "linear", "ops", "prepare",
-    "reference", "register_kernel", "select", "torch_int4", "torch_int8",
+    "Case",
+    "Explanation",
+    "Kernel",
+    "cpu_convert",
+    "cpu_embedding",
+    "cpu_experts",
+    "cpu_float_linear",
+    "cpu_int_linear",
+    "embedding",
+    "explain",
+    "explain_case",
+    "get_kernel",
+    "kernels",
+    "linear",
+    "ops",
+    "reference",
+    "register_kernel",
+    "repack",
+    "select",
+    "torch_int4",
+    "torch_int8",
 ]  # fmt: skip

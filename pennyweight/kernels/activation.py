@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.choose import Params
 from ..core.numerics import Parts, dequantize, fake_quantize, quantize
+from ..core.qparams import Params
 from ..core.spec import ActivationSpec
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..core.conversions import in_memory, watched
 from ..core.errors import ArgumentError
+from ..core.quantize_backends import in_memory, watched
 from .cpu import library
 from .cpu.library import BF16, E4M3, E8M0, F16, F32, I8, KINDS, NONE, U8, FloatLinear, IntLinear, LinearArgs
 
@@ -367,7 +367,7 @@ def _tile_arguments(what: str, k: int, columns: int, bits: int) -> None:
 def affine_parts(a: Any, *, by_row: bool = False) -> tuple[_Part, ...]:
     """Codes (bytes), scale, zero point, offset of a matrix; see part_index and zero_at in src/dequantize.h.
 
-    by_row: scales, zero points and offsets lie row by row even where codes lie in tiles (GIVEN in src/choose.h).
+    by_row: scales, zero points and offsets lie row by row even where codes lie in tiles (GIVEN in src/qparams.h).
     """
     tiles = a.store == library.TILES
     codes = (_tiles(a.n) if tiles else a.n) * a.stride
@@ -457,6 +457,7 @@ def optimizer_steps(jobs: Any, count: int, threads: int) -> None:
 
 
 def probe(what: int, buffer: Tensor | None, count: int, threads: int) -> int:
-    """Bytes or operations done by a loop of src/probe.h, for benchmarks. count: bytes of ``buffer``, or rounds."""
+    """Bytes or operations done by a loop of src/bandwidth_probe.h, for benchmarks. count: bytes of ``buffer``, or
+    rounds."""
     at = 0 if buffer is None else address(buffer, "probe: buffer", (torch.float32,), -(-count // 4))
     return int(_native("pw_probe")(what, at, count, threads))

@@ -23,10 +23,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import fallback
-from ..core.conversions import in_memory, watched
 from ..core.errors import ArgumentError
-from ..core.late import after_import
+from ..core.import_hooks import after_import
 from ..core.numerics import Parts
+from ..core.quantize_backends import in_memory, watched
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, foreign, implements, static_json
 from .activation import autocast_dtype

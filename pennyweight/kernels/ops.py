@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..core import fallback
-from ..core.conversions import in_memory
 from ..core.errors import ArgumentError
 from ..core.numerics import ordered, unordered
+from ..core.quantize_backends import in_memory
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
 from .cpu import experts

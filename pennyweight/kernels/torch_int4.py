@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import blocks
-from ..core.constants import plain_tensors
+from ..core.constant_tensors import plain_tensors
 from ..core.formats import INT4, UINT4
 from ..core.layouts import Layout, register_layout
 from ..core.numerics import Parts

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.constants import plain_tensors
+from ..core.constant_tensors import plain_tensors
 from ..core.formats import INT7, INT8
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor

@@ -5,7 +5,7 @@ from .base import LowBitOptimizer
 from .memory import Memory
 from .momentum import Lion8bit, SGD8bit
 from .offload import CPUOffloadOptimizer
-from .proximal import ProximalOptimizer, PruneOptimizer, QuantOptimizer
+from .parq import ProximalOptimizer, PruneOptimizer, QuantOptimizer
 
 __all__ = [
     "Adam4bit",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..kernels.cpu import optimizer as native
 from .base import LowBitOptimizer, check_ways
-from .rules import adam
+from .update_rules import adam
 
 
 class _Adam(LowBitOptimizer):

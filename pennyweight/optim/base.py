@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core import chance
-from ..core.inplace import rounding_by_chance
-from ..core.inplace import write_ as requantize_
-from ..core.spread import as_spread, here, is_spread
+from ..core import stochastic_rounding
+from ..core.distributed.full_tensor import as_spread, here, is_spread
+from ..core.ops.inplace import rounding_by_chance
+from ..core.ops.inplace import write_ as requantize_
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.cpu import optimizer as native
 from .memory import Memory
-from .rules import Rule
-from .states import KEPT, LEAST, Geometry, Kept, geometry, read, write_, zeros
+from .quantized_states import KEPT, LEAST, Geometry, Kept, geometry, read, write_, zeros
+from .update_rules import Rule
 
 QT = AffineQuantizedTensor
 
@@ -157,7 +157,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         c = self.numbers(group, count)
         held = [here(state[name]) for name in self.names(group)]
         kept = [KEPT[self.BITS][self.STATES[name]] for name in self.names(group)]
-        key, turn = chance.key(group["seed"], ordinal, *_place(p)), chance.turn(count)
+        key, turn = stochastic_rounding.key(group["seed"], ordinal, *_place(p)), stochastic_rounding.turn(count)
         mine, g = here(p), _gradient(p)
         chanced = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
         why = native.accepts(mine, g, held)
@@ -182,7 +182,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         key: tuple[int, int], count: int, group: dict[str, Any], chanced: bool,
     ) -> None:  # fmt: skip
         """The reference of a step, and what runs where there is no native one."""
-        turn = chance.turn(count)
+        turn = stochastic_rounding.turn(count)
         wide = torch.float64 if p.dtype is torch.float64 else torch.float32
         x = p.dequantize(wide) if isinstance(p, QT) else p.to(wide, copy=True)
         g = g.to(wide)
@@ -197,7 +197,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
             with rounding_by_chance(count, *key):
                 requantize_(p, x, update=True)
             return
-        p.copy_(chance.to_bfloat16(x, chance.lower(chance.words(x.shape, key, x.device), turn)) if chanced else x)
+        p.copy_(
+            stochastic_rounding.to_bfloat16(
+                x, stochastic_rounding.lower(stochastic_rounding.words(x.shape, key, x.device), turn)
+            )
+            if chanced
+            else x
+        )
 
     def _init(self, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> None:
         state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")

@@ -1,6 +1,6 @@
 """What quantization cost: figures of outputs and layers, golden outputs, and pages that show them."""
 
-from .comparing import assert_kl, compare
+from .compare_models import assert_kl, compare
 from .comparison import Comparison, Layer, Perplexity
 from .golden_outputs import Golden, Verification, golden, verify
 from .loading import load

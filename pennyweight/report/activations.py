@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.calling import call
+from ..quantize.run_batch import call
 from .layers import first_tensor, unwrapped, weights
 from .outputs import batches_of, evaluating
 

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..models.report import size
+from ..quantize.report import size
 from .metrics import Spread
 
 # What the figures of each kind of output are called

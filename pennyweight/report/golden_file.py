@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..io.container import Entry, File, place
+from ..io.atomic_write import Writer, publish, staging
 from ..io.errors import CheckpointError
+from ..io.safetensors_file import Entry, File, place
 from ..io.strict_json import parse
-from ..io.write import Writer, publish, staging
 from .golden_outputs import FILE, MAX_INPUT_BYTES, SLACK, Golden, finite_bound
 
 KEY = "pennyweight_golden"

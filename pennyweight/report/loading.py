@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..io import loading
+from ..io.config_files import folder_of
 from ..io.errors import CheckpointError
-from ..io.side_files import folder_of
 from .golden_outputs import FILE, Golden, Verification, golden, verify
 
 

@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from pennyweight.algorithms import ALGORITHMS, Rewrite, Tuner
-from pennyweight.algorithms.gptq import GPTQ, Auto
-from pennyweight.algorithms.nearest import Nearest
 from pennyweight.algorithms.recipe import Recipe, read
+from pennyweight.algorithms.solvers.gptq import GPTQ, Auto
+from pennyweight.algorithms.solvers.rtn import Nearest
 
 
 @dataclass(frozen=True)

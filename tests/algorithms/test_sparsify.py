@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.algorithms.sparsify import sparse_gpt
-from pennyweight.models.pattern import Pattern
+from pennyweight.quantize.sparsity_mask import Pattern
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import pennyweight as pw
-from pennyweight.io.outline import fresh_model
+from pennyweight.io.meta_model import fresh_model
 
 
 def logits(path: Path, inputs: dict[str, torch.Tensor]) -> np.ndarray:

@@ -105,7 +105,7 @@ def test_inspect_a_plain_folder(run: Any, plain: Path) -> None:
 
 
 def test_inspect_reads_no_tensor(run: Any, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pennyweight.io.container import File
+    from pennyweight.io.safetensors_file import File
 
     def refuse(self: File, name: str) -> None:
         raise AssertionError(f"read {name}")

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import pennyweight as pw
-from pennyweight.cli.names import build
+from pennyweight.cli.aliases import build
 from pennyweight.io import quantize_checkpoint
-from pennyweight.models.report import size
+from pennyweight.quantize.report import size
 
 LINEAR = {"head.weight", *(f"blocks.{i}.{n}.weight" for i in range(2) for n in ("q", "up"))}
 

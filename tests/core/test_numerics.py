@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pennyweight.core.choose import choose
 from pennyweight.core.formats import E2M1, E4M3, E8M0, INT1, INT4, INT8, NF4, UINT4, UINT8
 from pennyweight.core.numerics import Params, Parts, dequantize, fake_quantize, quantize, sqnr
+from pennyweight.core.qparams import choose
 from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, SPECS, TINYGEMM, QuantSpec
 
 F16, BF16 = torch.float16, torch.bfloat16

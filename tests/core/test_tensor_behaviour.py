@@ -22,8 +22,8 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight.core import blocks
-from pennyweight.core.choose import Params
 from pennyweight.core.formats import get_format
+from pennyweight.core.qparams import Params
 from pennyweight.core.spec import SPECS as core_specs
 from pennyweight.core.spec import TINYGEMM, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pennyweight as pw
-from pennyweight.core.carrier import tensors_of
+from pennyweight.core.distributed.ddp import tensors_of
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from tests.every.test_configs import CASES as ALL
 from tests.every.test_configs import build as built

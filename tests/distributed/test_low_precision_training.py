@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import pennyweight as pw
+from pennyweight.core.distributed.full_tensor import whole as gathered
 from pennyweight.core.spec import QuantSpec
-from pennyweight.core.spread import whole as gathered
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.training import (
     RECIPES,
@@ -27,8 +27,8 @@ from pennyweight.training import (
     linear,
     to_high_precision_,
 )
-from pennyweight.training.low_precision.gemm import _GRAD_INPUT, _OUTPUT
-from pennyweight.training.low_precision.operands import operand
+from pennyweight.training.low_precision.functional import _GRAD_INPUT, _OUTPUT
+from pennyweight.training.low_precision.quantize_operand import operand
 from tests.distributed.group import MLP, refuses, spawn
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")

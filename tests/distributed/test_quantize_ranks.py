@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import pennyweight as pw
+from pennyweight.cli.aliases import build
 from pennyweight.cli.app import app
-from pennyweight.cli.names import build
-from pennyweight.io import CheckpointError, job, quantize_checkpoint
+from pennyweight.io import CheckpointError, quantize_checkpoint, resumable_write
 from tests.distributed.group import METHOD
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
@@ -53,7 +53,7 @@ def work(rank: int, ranks: int, meet: str, src: str, dst: str, fault: str) -> No
     """One rank; what it raises goes into a file beside dst."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
-    write, count = job._write_shard, 0
+    write, count = resumable_write._write_shard, 0
 
     def faulty(*args: Any) -> None:
         nonlocal count
@@ -64,7 +64,7 @@ def work(rank: int, ranks: int, meet: str, src: str, dst: str, fault: str) -> No
             raise OSError(28, "no space left")
         write(*args)
 
-    job._write_shard = faulty if fault in ("dies", "fails") else write
+    resumable_write._write_shard = faulty if fault in ("dies", "fails") else write
     config = build("int4" if fault == "differs" and rank else "int8", None)
     said = Path(f"{dst}.{rank}")
     try:

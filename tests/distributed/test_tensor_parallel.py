@@ -15,7 +15,7 @@ import pennyweight as pw
 import pennyweight.distributed as pwd
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels.prepare import prepare
+from pennyweight.kernels.repack import prepare
 from tests.distributed.group import CASES, DYNAMIC, SOME, build, inputs, mlp, refuses, same_bits, spawn
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")

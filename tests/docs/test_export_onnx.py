@@ -8,7 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from pennyweight.export import forms
+from pennyweight.export import onnx_patterns
 
 PAGE = (Path(__file__).parents[2] / "docs" / "export_onnx.md").read_text(encoding="utf-8")
 
@@ -25,7 +25,7 @@ def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_names_every_form() -> None:
     table = [line for line in PAGE.splitlines() if line.startswith("|")]
-    for form in (*forms.LINEAR, *forms.EMBEDDING, *forms.VALUES):
+    for form in (*onnx_patterns.LINEAR, *onnx_patterns.EMBEDDING, *onnx_patterns.VALUES):
         rows = [line for line in table if f"`{form.name}`" in line or f"`{form.name}:" in line]
         assert rows, form.name
         styles = " ".join(line.split("|")[2] for line in rows)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from pennyweight.core.convert_spec import fits
 from pennyweight.core.formats import E2M1, E4M3, INT4, INT8, NF4, UINT4
-from pennyweight.core.respell import fits
 from pennyweight.core.spec import (
     FP8_BLOCK,
     FP8_ROW,
@@ -27,10 +27,10 @@ from pennyweight.core.spec import (
 from pennyweight.io.codecs import CODECS
 from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.export import planned_as
-from pennyweight.io.gguf.quantizing import RULES
+from pennyweight.io.gguf.quantize import RULES
+from pennyweight.io.lazy_checkpoint import Held
 from pennyweight.io.manifest import Meta
-from pennyweight.io.opened import Held
-from pennyweight.io.targets import EXACT, FLOAT, foreign
+from pennyweight.io.output_formats import EXACT, FLOAT, foreign
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
 SHAPE = (256, 512)

@@ -27,8 +27,8 @@ import pennyweight as pw
 from pennyweight import optim
 from pennyweight.core.spec import SPECS
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels.prepare import prepare
-from pennyweight.models.configs.names import CONFIGS, by_name
+from pennyweight.kernels.repack import prepare
+from pennyweight.quantize.configs.aliases import CONFIGS, by_name
 
 
 class Functions(TorchFunctionMode):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from pennyweight.algorithms import Solver, Task
-from pennyweight.algorithms.clip import MSE, Importance
-from pennyweight.algorithms.feedback import factor
-from pennyweight.algorithms.gptq import GPTAQ, GPTQ, Auto
-from pennyweight.algorithms.hqq import HQQ
-from pennyweight.algorithms.kmeans import KMeans
-from pennyweight.algorithms.nearest import Nearest, output_error
+from pennyweight.algorithms.solvers.clip import MSE, Importance
+from pennyweight.algorithms.solvers.gptq import GPTAQ, GPTQ, Auto
+from pennyweight.algorithms.solvers.gptq_core import factor
+from pennyweight.algorithms.solvers.hqq import HQQ
+from pennyweight.algorithms.solvers.kmeans import KMeans
+from pennyweight.algorithms.solvers.rtn import Nearest, output_error
 
 
 def squares(task: Task, difference: Tensor) -> Tensor:

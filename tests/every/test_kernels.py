@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import pennyweight as pw
-from pennyweight.core.choose import RULES
 from pennyweight.core.formats import INT7, INT8
 from pennyweight.core.numerics import dequantize, quantize
+from pennyweight.core.qparams import RULES
 from pennyweight.core.spec import SPECS as NAMED
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT

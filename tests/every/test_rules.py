@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pennyweight.core import blocks
-from pennyweight.core.choose import RULES, Params, choose, default_rule
 from pennyweight.core.formats import E2M1, E4M3, E5M2, E8M0, INT1, INT4, INT8, UINT4, UINT8
 from pennyweight.core.numerics import dequantize, quantize, store
+from pennyweight.core.qparams import RULES, Params, choose, default_rule
 from pennyweight.core.spec import MXFP4, MXFP8, NF4_DOUBLE, NVFP4, SPECS, TINYGEMM, QuantSpec
 
 RULE = pytest.mark.parametrize("rule", RULES)

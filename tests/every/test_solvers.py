@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.algorithms import ALGORITHMS, Solution, Solver, Task
-from pennyweight.algorithms.nearest import nearest_parts, output_error
+from pennyweight.algorithms.solvers.rtn import nearest_parts, output_error
 from pennyweight.core import blocks
 from pennyweight.core.formats import E4M3, E8M0, learned
 from pennyweight.core.numerics import Parts, dequantize

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.core.spec import FP8_ROW, UINT4_GROUP
 from pennyweight.export.onnx import export_onnx
-from pennyweight.export.text import text_model
+from pennyweight.export.text_models import text_model
 
 INT8, INT8_DYNAMIC = pw.Int8WeightOnlyConfig(), pw.Int8DynamicActivationInt8WeightConfig()
 UINT4 = pw.UIntXWeightOnlyConfig(group_size=32)

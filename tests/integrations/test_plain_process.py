@@ -17,7 +17,7 @@ import torch
 
 import pennyweight as pw
 from pennyweight.integrations.transformers import attach_quantizer, load_pretrained
-from pennyweight.io.side_files import NO_SUCH_FILE
+from pennyweight.io.config_files import NO_SUCH_FILE
 from tests.integrations.small import IDS, assert_same_weights, llama, tokenizer
 
 CONFIGS = {

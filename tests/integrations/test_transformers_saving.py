@@ -19,7 +19,7 @@ import pennyweight as pw
 from pennyweight.core.storage import REFUSAL
 from pennyweight.integrations.transformers import attach_quantizer
 from pennyweight.integrations.transformers_saving import InPlaceQuantizer
-from pennyweight.models import saving
+from pennyweight.quantize import save_pretrained
 from tests.integrations.small import IDS, llama
 from tests.integrations.writers import CONFIGS, Writer, assert_bytes_are_tensors, check
 
@@ -177,8 +177,10 @@ def test_models_within_other_modules(tmp_path: Path) -> None:
 
 
 def test_a_release_that_the_adapter_does_not_fit_is_told_and_quantizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = saving.Library("transformers.modeling_utils", "PreTrainedModel", "pennyweight.integrations.not_there")
-    monkeypatch.setattr(saving, "LIBRARIES", (library,))
+    library = save_pretrained.Library(
+        "transformers.modeling_utils", "PreTrainedModel", "pennyweight.integrations.not_there"
+    )
+    monkeypatch.setattr(save_pretrained, "LIBRARIES", (library,))
     with pytest.warns(UserWarning, match=re.escape("pennyweight.save(model, folder)")):
         model = whole(False, CONFIGS["int8"])
     assert isinstance(model.lm_head.weight, pw.AffineQuantizedTensor)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pennyweight as pw
-from pennyweight.cli import jobs
-from pennyweight.export import save as export_save
+from pennyweight.cli import progress
+from pennyweight.export import atomic_save as export_save
 from pennyweight.io import (
     CheckpointError,
     checkpoint,
@@ -30,11 +30,11 @@ from pennyweight.io import (
     save,
     saving,
 )
+from pennyweight.io.atomic_write import remove_left_over, write_bytes
 from pennyweight.io.gguf.blocks import TYPES
-from pennyweight.io.gguf.values import Value
-from pennyweight.io.gguf.writing import Writer as GGUFWriter
+from pennyweight.io.gguf.metadata import Value
+from pennyweight.io.gguf.writer import Writer as GGUFWriter
 from pennyweight.io.replace_folder import replacing
-from pennyweight.io.write import remove_left_over, write_bytes
 from pennyweight.report import golden_file
 from pennyweight.report.golden_outputs import Golden
 from tests.io.crashing import Crash, full_after, stopping
@@ -162,9 +162,9 @@ def force(d: Path) -> None:
         return convert(d / "src", folder, to="float", max_shard_bytes=SHARDS, **how)
 
     out = str(d / "out")
-    folder = jobs.room(out, True, job)
+    folder = progress.room(out, True, job)
     job(folder)
-    jobs.settle(folder, out)
+    progress.settle(folder, out)
 
 
 def see_quantized(d: Path) -> set[str]:

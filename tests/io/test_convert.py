@@ -11,9 +11,9 @@ from torch import Tensor
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
-from pennyweight.io import targets as targets_module
-from pennyweight.io.progress import NAME
-from tests.io.test_native import assert_same
+from pennyweight.io import output_formats as targets_module
+from pennyweight.io.job_progress import NAME
+from tests.io.test_native_format import assert_same
 from tests.io.test_quantize_files import CONFIGS, Net, contents
 
 
@@ -119,7 +119,7 @@ def test_the_source_is_not_written_over(quantized: Path) -> None:
 
 
 def test_open_is_a_mapping_that_reads_nothing(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pennyweight.io.container import File
+    from pennyweight.io.safetensors_file import File
 
     expected = pw.load(quantized)
     with pw.open(quantized) as checkpoint:

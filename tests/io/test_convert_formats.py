@@ -14,7 +14,7 @@ from pennyweight.core.spec import FP8_BLOCK, FP8_ROW, FP8_TENSOR, INT8_ROW, MXFP
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
 from pennyweight.io.codecs import CODECS
-from pennyweight.io.converting import formats
+from pennyweight.io.convert_checkpoint import formats
 
 F16 = torch.float16
 INT4_32 = pw.QuantSpec(INT4, (32,), scale=F16)

@@ -13,9 +13,9 @@ from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import FP8_ROW, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError, load, save
-from pennyweight.kernels.prepare import prepare
+from pennyweight.kernels.repack import prepare
 from tests.io.samples import Model, edit_manifest, join, sample_file, sample_folder, sample_model, split
-from tests.io.test_native import assert_same
+from tests.io.test_native_format import assert_same
 
 INT4_GROUP = QuantSpec(INT4, (32,), scale=torch.bfloat16)
 INT8_ROW = QuantSpec(INT8, (-1,))

@@ -17,10 +17,14 @@ from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, TINYGEMM, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError, load, quantize_checkpoint, save
 from pennyweight.io import streaming as streaming_module
-from pennyweight.models import FqnToConfig, PlanError, quantize_
-from pennyweight.models.configs import Int4WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
-from pennyweight.models.configs.base import SpecConfig
-from tests.io.test_native import assert_same
+from pennyweight.quantize import FqnToConfig, PlanError, quantize_
+from pennyweight.quantize.configs import (
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+)
+from pennyweight.quantize.configs.base import SpecConfig
+from tests.io.test_native_format import assert_same
 
 
 class Block(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pennyweight.io import CheckpointError, load, quantize_checkpoint
-from pennyweight.models import PlanError, quantize_
-from tests.io.test_native import assert_same
+from pennyweight.quantize import PlanError, quantize_
+from tests.io.test_native_format import assert_same
 from tests.io.test_quantize_files import CONFIGS, contents, source
 
 

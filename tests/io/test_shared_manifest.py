@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from pennyweight.io import CheckpointError, flatten, load
 from pennyweight.io.checkpoint import open_files
 from tests.io.samples import Model, sample_model
-from tests.io.test_native import assert_same
+from tests.io.test_native_format import assert_same
 
 
 def divided(folder: Path, count: int = 3) -> dict[str, torch.Tensor]:

@@ -14,8 +14,8 @@ from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import FP8_ROW, NF4_DOUBLE, TINYGEMM, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import load, save
-from pennyweight.kernels.prepare import prepare
-from tests.io.test_native import assert_same
+from pennyweight.kernels.repack import prepare
+from tests.io.test_native_format import assert_same
 
 SPECS = {
     "int8": QuantSpec(INT8, (-1,)),

@@ -17,9 +17,9 @@ from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels import gate
 from pennyweight.kernels.cpu import library
-from pennyweight.kernels.cpu.affine import affine
 from pennyweight.kernels.cpu.convert import rounding_of
-from pennyweight.kernels.prepare import prepare
+from pennyweight.kernels.cpu.matrix_view import affine
+from pennyweight.kernels.repack import prepare
 
 PACKAGE = Path(pennyweight.__file__).parent
 SOURCES = PACKAGE / "kernels" / "cpu" / "src"
@@ -27,12 +27,12 @@ SOURCES = PACKAGE / "kernels" / "cpu" / "src"
 ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
-    "algorithms/undo.py": "identity", "core/inplace.py": "identity", "core/storage.py": "refuses",
-    "integrations/diffusers.py": "identity", "core/axes.py": "identity", "core/callers.py": "identity",
-    "core/collectives.py": "identity",
-    "core/gathering.py": "identity",
-    "core/sharding.py": "identity", "core/tensor.py": "identity", "export/capture.py": "identity",
-    "io/native.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
+    "algorithms/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
+    "integrations/diffusers.py": "identity", "core/ops/view.py": "identity", "core/distributed/dispatch.py": "identity",
+    "core/distributed/collectives.py": "identity",
+    "core/distributed/fsdp.py": "identity",
+    "core/distributed/dtensor.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
+    "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
 }  # fmt: skip
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}
 native = pytest.mark.skipif(library.missing() is not True, reason=str(library.missing()))

@@ -8,7 +8,7 @@ from torch import nn
 import pennyweight as pw
 from pennyweight.core.formats import E4M3, INT8
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.kernels.prepare import prepare
+from pennyweight.kernels.repack import prepare
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40])

@@ -13,10 +13,10 @@ from pennyweight.core.formats import E2M1, INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.linear import linear
-from pennyweight.kernels.prepare import prepare
+from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import case_of, explain, select
-from pennyweight.models import siblings
-from pennyweight.models.freeze import freeze_
+from pennyweight.quantize import fused_linear
+from pennyweight.quantize.freeze import freeze_
 from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN
 
 WEIGHTS = {
@@ -218,17 +218,17 @@ def test_layers_are_one_call_only_in_one_order(orders: list[Any], together: bool
     if select("linear", case_of(layers[0].weight, x.dtype)).together is None:
         pytest.skip("the native kernels are not built")
 
-    def counted(cases: Any, bind: Any = siblings._bind) -> Any:
+    def counted(cases: Any, bind: Any = fused_linear._bind) -> Any:
         made = bind(cases)
         return None if made is None else made._replace(run=lambda *args: calls.append(1) or made.run(*args))
 
-    monkeypatch.setattr(siblings, "_bind", counted)
-    assert all(map(torch.equal, siblings.together(x, layers), [layer(x) for layer in layers]))
+    monkeypatch.setattr(fused_linear, "_bind", counted)
+    assert all(map(torch.equal, fused_linear.together(x, layers), [layer(x) for layer in layers]))
     assert bool(calls) == together
     if together:  # one of them gets another order in place, the weight its values
         layers[1].weight.copy_(prepare(weights("int4, int8 tokens")[0]))
         layers[1].weight.perm.copy_(order(5))
-        assert all(map(torch.equal, siblings.together(x, layers), [layer(x) for layer in layers]))
+        assert all(map(torch.equal, fused_linear.together(x, layers), [layer(x) for layer in layers]))
         assert len(calls) == 1
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pennyweight.kernels.prepare import prepare
+from pennyweight.kernels.repack import prepare
 from tests.tensors import INT8_TOKEN, SPECS, UINT8_TOKEN, quantized
 
 

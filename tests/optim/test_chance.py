@@ -4,18 +4,18 @@ import math
 
 import torch
 
-from pennyweight.core import chance
+from pennyweight.core import stochastic_rounding
 from pennyweight.core.formats import UFLOAT8
 from pennyweight.optim import AdamW8bit
-from pennyweight.optim.states import KEPT, write_, zeros
+from pennyweight.optim.quantized_states import KEPT, write_, zeros
 
 N = 1 << 20
 
 
 def test_words_are_uniform_and_bits_are_independent() -> None:
     """Each bit, each pair of neighbouring elements' bits, and each pair of keys: within 5 sigma of a half."""
-    w = chance.words((N,), chance.key(1, 2, 3))
-    other = chance.words((N,), chance.key(1, 2, 4))
+    w = stochastic_rounding.words((N,), stochastic_rounding.key(1, 2, 3))
+    other = stochastic_rounding.words((N,), stochastic_rounding.key(1, 2, 4))
     near = 5 * 0.5 / math.sqrt(N)
     for bit in range(32):
         b = (w >> bit & 1).double()
@@ -31,14 +31,21 @@ def test_bfloat16_is_unbiased() -> None:
     """The mean over many is the number, within 5 sigma; both neighbours occur and nothing else."""
     for value in (1.0 + 2**-9, -3.14159, 1e-3, 2.0**-130 * 1.3, 65280.0 + 77):
         x = torch.full((N,), value)
-        y = chance.to_bfloat16(x, chance.lower(chance.words(x.shape, chance.key(7)), chance.turn(3))).double()
+        y = stochastic_rounding.to_bfloat16(
+            x,
+            stochastic_rounding.lower(
+                stochastic_rounding.words(x.shape, stochastic_rounding.key(7)), stochastic_rounding.turn(3)
+            ),
+        ).double()
         exact, low, high = x[0].double(), y.min(), y.max()
         assert low < exact < high
         assert y.unique().numel() == 2
         sigma = (high - low) * 0.5 / math.sqrt(N)
         assert abs(y.mean() - exact) < 5 * sigma
     kept = torch.tensor([0.0, -0.0, 1.5, math.inf, -math.inf, math.nan])
-    got = chance.to_bfloat16(kept, chance.lower(chance.words(kept.shape, chance.key(0)), 0))
+    got = stochastic_rounding.to_bfloat16(
+        kept, stochastic_rounding.lower(stochastic_rounding.words(kept.shape, stochastic_rounding.key(0)), 0)
+    )
     torch.testing.assert_close(got, kept.bfloat16(), equal_nan=True, rtol=0, atol=0)
 
 
@@ -51,7 +58,7 @@ def test_second_moments_are_unbiased() -> None:
     fits = x > 4 * UFLOAT8.lo / UFLOAT8.hi
     rounds, total = 400, torch.zeros(x.shape, dtype=torch.float64)
     for i in range(rounds):
-        write_(state, x, KEPT["8bit"]["squares"], chance.key(5), chance.turn(i))
+        write_(state, x, KEPT["8bit"]["squares"], stochastic_rounding.key(5), stochastic_rounding.turn(i))
         y = state.dequantize().double()
         assert abs((y / x - 1)[fits].mean()) < 5 * 0.5 * 0.125 / math.sqrt(int(fits.sum()))
         total += y

@@ -19,7 +19,7 @@ from pennyweight.optim import (
     Lion8bit,
     LowBitOptimizer,
     SGD8bit,
-    rules,
+    update_rules,
 )
 from tests.optim.models import SHAPES, parameters, set_gradients, trained
 
@@ -124,7 +124,7 @@ def test_native_steps_have_the_bits_of_the_plain_ones(
             fast[isa] = run()
         finally:
             library.use_isa("")
-    monkeypatch.setattr(rules, "root", lambda v: v.double().sqrt().float())
+    monkeypatch.setattr(update_rules, "root", lambda v: v.double().sqrt().float())
     monkeypatch.setattr(native, "accepts", lambda *a: "for a test")
     slow = run()
     for isa, found in fast.items():

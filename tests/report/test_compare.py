@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, T5Config, T5
 from transformers.pytorch_utils import Conv1D
 
 import pennyweight as pw
-from pennyweight.report import comparing
+from pennyweight.report import compare_models
 from tests.report.small import SIZES, bert, llama, mlp, prompts, quantized
 
 
@@ -184,7 +184,7 @@ def test_little_memory_gives_the_same_figures(monkeypatch) -> None:
     model = llama()
     small = quantized(model)
     whole = pw.compare(model, small, prompts())
-    monkeypatch.setattr(comparing, "HELD", 1)  # one layer at a time
+    monkeypatch.setattr(compare_models, "HELD", 1)  # one layer at a time
     assert pw.compare(model, small, prompts()) == whole
 
 

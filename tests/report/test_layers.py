@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.models.report import Latency
+from pennyweight.quantize.report import Latency
 from pennyweight.report.activations import BINS, activations
-from pennyweight.report.comparing import compare_weights
+from pennyweight.report.compare_models import compare_weights
 from pennyweight.report.page import place_of
 from pennyweight.report.timing import overall, time_layers
 from tests.report.small import llama, mlp, prompts, quantized

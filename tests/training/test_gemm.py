@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pennyweight.algorithms.hadamard import hadamard
-from pennyweight.core import blocks, chance
+from pennyweight.algorithms.rewrites.hadamard import hadamard
+from pennyweight.core import blocks, stochastic_rounding
 from pennyweight.core.formats import E2M1, E2M3, E4M3, E5M2, INT4, INT8, NF4, TERNARY, UINT4, Format
 from pennyweight.core.numerics import dequantize, quantize
 from pennyweight.core.spec import MXFP8, QuantSpec
 from pennyweight.training import FORWARD, RECIPES, Gemm, Operand, Recipe, get_recipe, linear
-from pennyweight.training.low_precision import products
-from pennyweight.training.low_precision.operands import operand, turned
+from pennyweight.training.low_precision import gemm_table
+from pennyweight.training.low_precision.quantize_operand import operand, turned
 
 NAMES = pytest.mark.parametrize("name", RECIPES)
 # torch's own: dynamo makes an instance of every autograd.Function that it traces
@@ -336,14 +336,14 @@ def operands(a: str, b: str, k: int = 70) -> tuple[Any, Any]:
 @pytest.mark.parametrize("k", [70, 96, 1])
 def test_every_row_gives_the_products_of_values(a: str, b: str, k: int) -> None:
     one, two = operands(a, b, k)
-    wanted = products.by_value(one, two, torch.float64)
-    limit = products.by_value(one._replace(parts=_positive(one)), two._replace(parts=_positive(two)), torch.float64)
-    rows = {"by_code": products.by_code}
+    wanted = gemm_table.by_value(one, two, torch.float64)
+    limit = gemm_table.by_value(one._replace(parts=_positive(one)), two._replace(parts=_positive(two)), torch.float64)
+    rows = {"by_code": gemm_table.by_code}
     if a == "int8":
-        if products.select(products.case_of(one, two, torch.float32)).name == "torch._int_mm":
-            rows["int_mm"] = products.int_mm
+        if gemm_table.select(gemm_table.case_of(one, two, torch.float32)).name == "torch._int_mm":
+            rows["int_mm"] = gemm_table.int_mm
     else:
-        rows["scaled_mm"] = products.scaled_mm  # not chosen on a CPU; the same call as on a GPU, padding included
+        rows["scaled_mm"] = gemm_table.scaled_mm  # not chosen on a CPU; the same call as on a GPU, padding included
     for name, run in rows.items():
         y = run(one, two, torch.float32)
         assert y.shape == (17, 33)
@@ -357,23 +357,23 @@ def _positive(q: Any) -> Any:
 
 def test_rows_are_chosen_by_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     ints, floats, mx = operands("int8", "int8"), operands("e4m3", "tensor"), operands("mx", "mx")
-    monkeypatch.setattr(products, "_saturates", lambda: False)
-    chosen = [products.select(products.case_of(*pair, torch.bfloat16)).name for pair in (ints, floats, mx)]
+    monkeypatch.setattr(gemm_table, "_saturates", lambda: False)
+    chosen = [gemm_table.select(gemm_table.case_of(*pair, torch.bfloat16)).name for pair in (ints, floats, mx)]
     assert chosen == ["torch._int_mm", "float32 of codes", "float32 of values"]
-    monkeypatch.setattr(products, "_saturates", lambda: True)
-    said = dict(products.explain(products.case_of(*ints, torch.bfloat16)))
+    monkeypatch.setattr(gemm_table, "_saturates", lambda: True)
+    said = dict(gemm_table.explain(gemm_table.case_of(*ints, torch.bfloat16)))
     assert "saturates on this CPU" in said["torch._int_mm"]
     assert said["float32 of codes"] == "RUNS"
     assert said["float32 of values"] == "would do, a better one runs"
-    gpu = products.case_of(*floats, torch.bfloat16)
-    gpu = products.Case(gpu.a, gpu.b, gpu.shape, gpu.dtype, "cuda")
+    gpu = gemm_table.case_of(*floats, torch.bfloat16)
+    gpu = gemm_table.Case(gpu.a, gpu.b, gpu.shape, gpu.dtype, "cuda")
     for capability, verdict in (((8, 0), "begin with compute capability 8.9, this GPU has (8, 0)"), ((9, 0), "RUNS")):
-        monkeypatch.setattr(products, "_cuda_capability", lambda c=capability: c)
-        assert verdict in dict(products.explain(gpu))["torch._scaled_mm"]
-    wide = products.Case(gpu.a, gpu.b, gpu.shape, torch.float32, "cuda")
-    assert "want a bfloat16 result, this is float32" in dict(products.explain(wide))["torch._scaled_mm"]
-    both = products.Case(QuantSpec(E5M2), QuantSpec(E5M2), (8, 8, 8), torch.bfloat16, "cuda")
-    assert dict(products.explain(both))["torch._scaled_mm"] == "one side must be e4m3"
+        monkeypatch.setattr(gemm_table, "_cuda_capability", lambda c=capability: c)
+        assert verdict in dict(gemm_table.explain(gpu))["torch._scaled_mm"]
+    wide = gemm_table.Case(gpu.a, gpu.b, gpu.shape, torch.float32, "cuda")
+    assert "want a bfloat16 result, this is float32" in dict(gemm_table.explain(wide))["torch._scaled_mm"]
+    both = gemm_table.Case(QuantSpec(E5M2), QuantSpec(E5M2), (8, 8, 8), torch.bfloat16, "cuda")
+    assert dict(gemm_table.explain(both))["torch._scaled_mm"] == "one side must be e4m3"
 
 
 @pytest.mark.parametrize("shape", [(1, 33), (17, 1), (1, 1)])
@@ -382,8 +382,8 @@ def test_single_rows_are_read_rightly(shape: tuple[int, int]) -> None:
     for k in (2, 16):
         a, b = torch.randn(k, shape[0]).t(), torch.randn(k, shape[1]).t()
         one, two = operand(a, side, 0, 1, 0), operand(b, side, 0, 2, 0)
-        y = products.select(products.case_of(one, two, torch.float32)).run(one, two, torch.float32)
-        torch.testing.assert_close(y, products.by_value(one, two, torch.float32))
+        y = gemm_table.select(gemm_table.case_of(one, two, torch.float32)).run(one, two, torch.float32)
+        torch.testing.assert_close(y, gemm_table.by_value(one, two, torch.float32))
 
 
 def test_int8_sums_beyond_float32_are_exact() -> None:
@@ -392,7 +392,7 @@ def test_int8_sums_beyond_float32_are_exact() -> None:
     b[1, 0] = 1.0
     side = Operand(QuantSpec(INT8, (-1,)), "absmax")
     one, two = operand(a, side, 0, 1, 0), operand(b, side, 0, 2, 0)
-    row = products.select(products.case_of(one, two, torch.float64))
+    row = gemm_table.select(gemm_table.case_of(one, two, torch.float64))
     if row.name != "torch._int_mm":
         pytest.skip("torch._int_mm saturates here")
     assert row.run(one, two, torch.float64).tolist() == [[4097 * 127.0 * 127, 4096 * 127.0 * 127 + 127]]
@@ -429,7 +429,7 @@ def test_chance_is_unbiased_and_takes_a_neighbour(spec: QuantSpec) -> None:
     rule = "mx_rceil" if spec == MXFP8 else rule
     times = 1000
     many = x.unsqueeze(0).expand(times, -1, -1)
-    words = chance.words(many.shape, chance.key(7))
+    words = stochastic_rounding.words(many.shape, stochastic_rounding.key(7))
     draws = torch.stack([
         dequantize(quantize(x, spec, rule, words=w), spec, x.shape, torch.float64) for w in words
     ])  # fmt: skip
@@ -451,7 +451,7 @@ def test_learned_numbers_are_not_rounded_by_chance() -> None:
     from pennyweight.core.formats import learned
 
     with pytest.raises(ValueError, match="its numbers are learned"):
-        chance.encode(torch.ones(4), learned(4), torch.zeros(4, dtype=torch.int32))
+        stochastic_rounding.encode(torch.ones(4), learned(4), torch.zeros(4, dtype=torch.int32))
     with pytest.raises(ValueError, match="plain codes of fixed numbers"):
         Operand(QuantSpec(learned(4), (-1,)))
 

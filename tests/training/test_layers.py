@@ -15,11 +15,11 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import pennyweight as pw
 from pennyweight.core.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4
-from pennyweight.core.inplace import rounding_by_chance
+from pennyweight.core.ops.inplace import rounding_by_chance
 from pennyweight.core.spec import MXFP8, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.models.rules import PlanError
 from pennyweight.optim import AdamW8bit
+from pennyweight.quantize.config_resolution import PlanError
 from pennyweight.training import (
     RECIPES,
     BitNetTrainingConfig,

@@ -2,7 +2,8 @@
 
 ``from pennyweight.compat.torchao.quantization import quantize_, int8_weight_only`` works as it stands; after
 ``pennyweight.compat.install("torchao")`` so does ``from torchao.quantization import ...``. The modules are virtual:
-``tree.py`` says from which file here the names of each come, ``gone.py`` what there is not and what to use instead.
+``module_tree.py`` says which file here has the names of each, ``removed.py`` which names are missing and what to use
+instead.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import sys
 
 from ..install import VirtualModules
-from .gone import why_missing
-from .tree import TREE
+from .module_tree import TREE
+from .removed import why_missing
 
 VERSION = "0.18.0"  # of torchao: the newest release whose names are all in the tree
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.tensor import AffineQuantizedTensor, PlainView
-from . import int_views, parts
+from . import int_views, part_conversion
 from .enums import ZeroPointDomain
-from .file_views import find_view, view_of
-from .founding import ACTIVATIONS
-from .founding_layouts import Layout, layout_of
+from .serialized_classes import find_view, view_of
+from .v0_8_aqt import ACTIVATIONS
+from .v0_8_layouts import Layout, layout_of
 
 __all__ = ["ATTRIBUTES"]
 
@@ -35,13 +35,13 @@ def _attribute(fn: Callable[[QT], Any]) -> Callable[[QT], Any]:
 def qdata(w: QT) -> Tensor:
     """The codes as torchao stores them: one an element, two a byte where its class for them does so."""
     view = find_view(w)
-    return parts.plain_codes(w) if view is None else view.take(w)["qdata"]
+    return part_conversion.plain_codes(w) if view is None else view.take(w)["qdata"]
 
 
 @_attribute
 def block_size(w: QT) -> Any:
     """Elements of each axis that share a scale."""
-    return parts.block_size(w)
+    return part_conversion.block_size(w)
 
 
 @_attribute

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .bounds import require
+from .integer_ranges import require
 
 __all__ = ["maskbits", "numbits", "pack", "pack_cpu", "shifts", "unpack", "unpack_cpu"]
 

@@ -15,10 +15,10 @@ from ...core.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format, all_form
 from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
+from .class_view import View
 from .enums import KernelPreference, ScaleCalculationMode
 from .int_views import QuantizeTensorKwargs
-from .parts import plain_codes, whole
-from .view import View
+from .part_conversion import plain_codes, whole
 
 QT = AffineQuantizedTensor
 __all__ = [

@@ -22,10 +22,10 @@ import torch
 
 from ...core.formats import Format
 from ...core.spec import ActivationSpec, QuantSpec
-from ...models import configs, granularity
-from ...models.configs import AOBaseConfig, FqnToConfig
-from ...models.name_patterns import check_keys
-from . import enums, founding_configs, founding_layouts
+from ...quantize import configs, granularity
+from ...quantize.configs import AOBaseConfig, FqnToConfig
+from ...quantize.name_patterns import check_keys
+from . import enums, v0_8_configs, v0_8_layouts
 
 __all__ = [
     "ALLOWED_AO_MODULES",
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 # Later ones count: those of torchao's name that also have the fields of its older releases.
-_HOMES = (configs, granularity, enums, founding_layouts, founding_configs)
-_KINDS = (AOBaseConfig, enum.Enum, granularity.Granularity, founding_layouts.Layout, enums.Float8MMConfig)
+_HOMES = (configs, granularity, enums, v0_8_layouts, v0_8_configs)
+_KINDS = (AOBaseConfig, enum.Enum, granularity.Granularity, v0_8_layouts.Layout, enums.Float8MMConfig)
 _OURS = {v for home in _HOMES for v in vars(home).values() if isinstance(v, type) and issubclass(v, _KINDS)}
 _SPECS: dict[str, Any] = {"QuantSpec": QuantSpec, "ActivationSpec": ActivationSpec}
 _BUILT_IN: dict[str, Any] = dict(_SPECS)

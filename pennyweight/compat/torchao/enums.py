@@ -7,7 +7,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from ...models.granularity import MappingType, PerGroup, PerRow, PerTensor
+from ...quantize.granularity import MappingType, PerGroup, PerRow, PerTensor
 
 __all__ = [
     "FP8Granularity",
@@ -142,7 +142,7 @@ class QuantizationStep(str, Enum):
 
 
 class ScaleCalculationMode(Enum):
-    """How the power-of-two scale of an MX block is rounded; the rules "mx_..." of :mod:`pennyweight.core.choose`."""
+    """How the power-of-two scale of an MX block is rounded; the rules "mx_..." of :mod:`pennyweight.core.qparams`."""
 
     FLOOR = "floor"
     RCEIL = "rceil"

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .bounds import FP8_TYPES, _get_and_check_qmin_qmax
 from .enums import ZeroPointDomain
+from .integer_ranges import FP8_TYPES, _get_and_check_qmin_qmax
 from .primitives import _RoundToFloat8, check_zero_point, unclamped, values
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .bounds import block_view, require
+from .integer_ranges import block_view, require
 from .primitives import _RoundToFloat8, straight_round
 
 __all__ = [

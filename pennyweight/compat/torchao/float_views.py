@@ -11,12 +11,12 @@ from torch import Tensor
 from ...core.formats import E4M3, E5M2
 from ...core.spec import DTYPES, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...models.granularity import Granularity, PerBlock, PerRow, PerTensor
-from .bounds import get_block_size
+from ...quantize.granularity import Granularity, PerBlock, PerRow, PerTensor
+from .class_view import View
 from .enums import Float8MMConfig, KernelPreference
 from .int_views import Int8Tensor, QuantizeTensorKwargs, QuantizeTensorToInt8Kwargs
-from .parts import FLOAT8, block_size, float_codes, part, plain_codes, whole
-from .view import View
+from .integer_ranges import get_block_size
+from .part_conversion import FLOAT8, block_size, float_codes, part, plain_codes, whole
 
 QT = AffineQuantizedTensor
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .bounds import require
+from .integer_ranges import require
 
 __all__ = [
     "_choose_qparams_affine_floatx",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .bounds import block_view, require
+from .integer_ranges import block_view, require
 
 __all__ = ["_GGUF_QK_K", "_choose_qparams_gguf", "_dequantize_gguf", "_quantize_gguf"]
 

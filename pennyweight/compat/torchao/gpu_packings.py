@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ...core.tensor import AffineQuantizedTensor as QT
+from .class_view import View
 from .int4_views import Int4Tensor
 from .int_views import IntxUnpackedToInt8Tensor
-from .parts import ready
-from .view import View
+from .part_conversion import ready
 
 __all__ = [
     "Float8Sparse2x4_1DData1DMetadataTensor", "Float8Sparse2x4_2DData2DMetadataTensor", "Int4PlainInt32Tensor",

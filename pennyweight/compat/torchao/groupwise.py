@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .bounds import get_block_size, require
 from .enums import MappingType, ZeroPointDomain
+from .integer_ranges import get_block_size, require
 from .primitives import (
     _choose_qparams_affine_dont_preserve_zero,
     _choose_qparams_affine_tinygemm,

@@ -12,8 +12,8 @@ from ...core.formats import UINT4
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from .parts import block_of, block_size, int_codes, part, plain_codes, whole
-from .view import View
+from .class_view import View
+from .part_conversion import block_of, block_size, int_codes, part, plain_codes, whole
 
 QT = AffineQuantizedTensor
 __all__ = ["Int4OpaqueTensor", "Int4Tensor"]

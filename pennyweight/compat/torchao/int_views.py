@@ -12,13 +12,13 @@ from torch import Tensor
 from ...core.formats import INT7, INT8, TERNARY
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...models.configs.integer import INT8_EPS
-from ...models.granularity import Granularity, MappingType, PerRow, PerTensor
-from .bounds import get_block_size
+from ...quantize.configs.integer import INT8_EPS
+from ...quantize.granularity import Granularity, MappingType, PerRow, PerTensor
+from .class_view import View
 from .enums import IntxChooseQParamsAlgorithm
-from .parts import block_of, block_size, int_codes, part, plain_codes, whole, zero_points
+from .integer_ranges import get_block_size
+from .part_conversion import block_of, block_size, int_codes, part, plain_codes, whole, zero_points
 from .primitives import choose_qparams_affine, quantize_affine
-from .view import View
 
 QT = AffineQuantizedTensor
 __all__ = [

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.torch_int8 import _constant_while_tracing, int_mm_saturates
-from .bounds import require
+from .integer_ranges import require
 
 __all__ = ["int_matmul", "int_scaled_matmul", "safe_int_mm"]
 

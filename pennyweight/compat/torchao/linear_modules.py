@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ...core.formats import INT8
 from ...core.spec import ActivationSpec, QuantSpec
-from ...models.configs.integer import INT8_EPS
-from ...models.granularity import MappingType
+from ...quantize.configs.integer import INT8_EPS
+from ...quantize.granularity import MappingType
 from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
 from .int4_views import packed_by_aten
-from .parts import int_codes, ready
+from .part_conversion import int_codes, ready
 
 __all__ = [
     "Int4WeightOnlyQuantizer", "Int8DynActInt4WeightLinear", "Int8DynActInt4WeightQuantizer", "Quantizer",

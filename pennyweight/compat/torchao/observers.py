@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.granularity import Granularity, MappingType
-from .bounds import block_view, get_block_size, require
+from ...quantize.granularity import Granularity, MappingType
 from .enums import ZeroPointDomain
 from .fake_quantize import _fake_quantize_affine
+from .integer_ranges import block_view, get_block_size, require
 from .primitives import choose_qparams_affine_with_min_max
 
 __all__ = [

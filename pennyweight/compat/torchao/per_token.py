@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .bounds import require
 from .enums import MappingType
+from .integer_ranges import require
 from .intmm import int_scaled_matmul
 from .primitives import choose_qparams_affine, dequantize_affine, quantize_affine
 

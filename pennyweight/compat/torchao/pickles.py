@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...models import granularity
-from . import attributes, block_views, enums, float_views, founding, founding_layouts, int4_views, int_views
+from ...quantize import granularity
+from . import attributes, block_views, enums, float_views, int4_views, int_views, v0_8_aqt, v0_8_layouts
 
 __all__ = ["GLOBALS", "allow"]
 
@@ -40,17 +40,17 @@ GLOBALS: dict[str, Any] = dict(
         *_at(f"{_Q} {_W}.nf4.nf4_tensor dtypes dtypes.nf4tensor", block_views, "NF4Tensor"),
         *_at("prototype.mx_formats.mx_tensor", block_views, "MXTensor", "QuantizeTensorToMXKwargs"),
         *_at("prototype.mx_formats.nvfp4_tensor", block_views, "NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"),
-        *_at("dtypes dtypes.affine_quantized_tensor", founding, "AffineQuantizedTensor"),
-        *_at(f"{_Q} {_Q}.linear_activation_quantized_tensor", founding, "LinearActivationQuantizedTensor"),
-        *_at(f"{_Q}.quant_api", founding, "_int8_asymm_per_token_quant", "_int8_symm_per_token_reduced_range_quant"),
-        *_at("dtypes.utils dtypes", founding_layouts, "PlainLayout"),
-        *_at("dtypes.uintx.plain_layout dtypes.affine_quantized_tensor", founding_layouts, "PlainAQTTensorImpl"),
-        *_at("dtypes.uintx.q_dq_layout", founding_layouts, "QDQLayout", "QDQTensorImpl"),
-        *_at("dtypes.uintx.uintx_layout", founding_layouts, "UintxLayout", "UintxAQTTensorImpl", "UintxTensor"),
-        *_at("dtypes.uintx.int4_cpu_layout", founding_layouts, "Int4CPULayout", "Int4CPUAQTTensorImpl"),
-        *_at("dtypes.uintx.tensor_core_tiled_layout", founding_layouts, "TensorCoreTiledLayout",
+        *_at("dtypes dtypes.affine_quantized_tensor", v0_8_aqt, "AffineQuantizedTensor"),
+        *_at(f"{_Q} {_Q}.linear_activation_quantized_tensor", v0_8_aqt, "LinearActivationQuantizedTensor"),
+        *_at(f"{_Q}.quant_api", v0_8_aqt, "_int8_asymm_per_token_quant", "_int8_symm_per_token_reduced_range_quant"),
+        *_at("dtypes.utils dtypes", v0_8_layouts, "PlainLayout"),
+        *_at("dtypes.uintx.plain_layout dtypes.affine_quantized_tensor", v0_8_layouts, "PlainAQTTensorImpl"),
+        *_at("dtypes.uintx.q_dq_layout", v0_8_layouts, "QDQLayout", "QDQTensorImpl"),
+        *_at("dtypes.uintx.uintx_layout", v0_8_layouts, "UintxLayout", "UintxAQTTensorImpl", "UintxTensor"),
+        *_at("dtypes.uintx.int4_cpu_layout", v0_8_layouts, "Int4CPULayout", "Int4CPUAQTTensorImpl"),
+        *_at("dtypes.uintx.tensor_core_tiled_layout", v0_8_layouts, "TensorCoreTiledLayout",
              "TensorCoreTiledAQTTensorImpl"),
-        *_at("dtypes.floatx.float8_layout", founding_layouts, "Float8Layout", "Float8AQTTensorImpl"),
+        *_at("dtypes.floatx.float8_layout", v0_8_layouts, "Float8Layout", "Float8AQTTensorImpl"),
         *_at(f"{_Q}.granularity {_Q}", granularity, "PerAxis", "PerBlock", "PerGroup", "PerRow", "PerTensor",
              "PerToken"),
         *_at(f"{_Q}.quant_primitives {_Q}", enums, "ZeroPointDomain"),

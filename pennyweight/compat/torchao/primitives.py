@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...core.numerics import _reciprocal
-from ...models.granularity import MappingType
-from .bounds import (
+from ...quantize.granularity import MappingType
+from .enums import TorchAODType, ZeroPointDomain
+from .integer_ranges import (
     _SUB_BYTE_INT_BOUNDS,
     _SUB_BYTE_UINT_BOUNDS,
     FP8_TYPES,
@@ -24,7 +25,7 @@ from .bounds import (
     spread,
     stored_dtype,
 )
-from .choosing import (
+from .qparams import (
     FLOAT,
     INT,
     NONE,
@@ -36,7 +37,6 @@ from .choosing import (
     choose_qparams_affine_with_min_max,
     straight_round,
 )
-from .enums import TorchAODType, ZeroPointDomain
 
 __all__ = [
     "MappingType",

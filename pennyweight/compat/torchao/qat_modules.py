@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from ...core.formats import INT4
 from ...core.numerics import fake_quantize
 from ...core.spec import QuantSpec
-from ...models.configs import (
+from ...quantize.config_resolution import Filter
+from ...quantize.configs import (
     AOBaseConfig,
     Float8DynamicActivationInt4WeightConfig,
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt4WeightConfig,
     SpecConfig,
 )
-from ...models.quantize import quantize_
-from ...models.rules import Filter
+from ...quantize.pipeline import quantize_
 from ...training import FakeQuantizedEmbedding, FakeQuantizedLinear, QATConfig
 from ...training.qat.modules import FakeQuantized
 from .qat_configs import (

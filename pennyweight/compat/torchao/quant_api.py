@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ...core.tensor import AffineQuantizedTensor
-from ...models import handlers, rules
-from ...models.configs import AOBaseConfig, FqnToConfig
-from ...models.quantize import quantize_ as _quantize_
-from ...models.report import Report
-from ...models.sites import is_linear
+from ...quantize import config_resolution, module_handlers
+from ...quantize.configs import AOBaseConfig, FqnToConfig
+from ...quantize.parameters import is_linear
+from ...quantize.pipeline import quantize_ as _quantize_
+from ...quantize.report import Report
 from . import attributes
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
 assert attributes.ATTRIBUTES  # quantized weights answer to torchao's attributes
 
 Filter = Callable[[nn.Module, str], bool]
-register_quantize_module_handler = handlers.register_quantize_module_handler
+register_quantize_module_handler = module_handlers.register_quantize_module_handler
 
 
 def _is_linear(mod: nn.Module, *args: Any) -> bool:
@@ -84,7 +84,7 @@ class _ExtraRepr:
 
 def fqn_matches_fqn_config(fqn: str, config: FqnToConfig) -> bool:
     """Whether a key of the config is this name, or a ``re:`` key matches all of it."""
-    return any(key != "_default" and rules._matches(key, fqn) for key in config.fqn_to_config)
+    return any(key != "_default" and config_resolution._matches(key, fqn) for key in config.fqn_to_config)
 
 
 def _replace_with_custom_fn_if_matches_filter(
@@ -143,8 +143,8 @@ def autoquant(
     ``example_input`` gives the numbers of rows; ``min_sqnr`` in dB refuses what errs more. Other arguments are
     torchao's and change nothing. Raises ValueError without an example input: torchao takes the first call's instead.
     """
-    from ...models.configs import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
-    from ...models.recommending import recommend
+    from ...quantize.configs import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
+    from ...quantize.recommend import recommend
 
     if example_input is None:
         raise ValueError(

@@ -13,10 +13,10 @@ from torch import Tensor
 from ...core import blocks
 from ...core.tensor import AffineQuantizedTensor
 from ...io.checkpoint import Checkpoint
-from ...io.container import DTYPE_NAMES, Entry
 from ...io.errors import CheckpointError
-from ...io.native import describe, identity, pack
-from ...io.opened import Held, Opened
+from ...io.lazy_checkpoint import Held, Opened
+from ...io.safetensors_file import DTYPE_NAMES, Entry
+from ...io.state_dict import describe, identity, pack
 from ...io.strict_json import parse
 from . import pickles
 from .safetensors_state import unflatten_tensor_state_dict

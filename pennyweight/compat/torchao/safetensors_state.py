@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ...core.tensor import AffineQuantizedTensor
-from ...models import granularity
+from ...quantize import granularity
 from . import block_views, enums, float_views, int_views
-from .file_attributes import check_attributes
-from .file_views import FILE_VIEWS, view_of
-from .parts import ready
+from .part_conversion import ready
+from .serialized_attributes import check_attributes
+from .serialized_classes import FILE_VIEWS, view_of
 
 __all__ = [
     "ALLOWED_CLASSES",

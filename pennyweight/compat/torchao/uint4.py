@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .bounds import require
+from .integer_ranges import require
 
 __all__ = [
     "dequantize_per_tensor_uint4",

@@ -3,7 +3,7 @@
 Reading turns stored tensors into plain parts and a spec without loss; writing is its inverse. A codec sees names,
 dtypes and shapes first, and reads what describes a tensor: a shape, an order of channels, a table, a JSON text, each
 known to be small before it is read. Codes and scales are read when the tensor is asked for. What it gives is checked as
-the native format's own parts are: dtypes, shapes, finite scales, codes in range (io/check.py).
+the native format's own parts are: dtypes, shapes, finite scales, codes in range (io/validate.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
-from ..container import Entry
 from ..manifest import Meta, Stored
+from ..safetensors_file import Entry
 
 Get = Callable[[str], Tensor]  # stored name -> tensor, mapped from the file
 

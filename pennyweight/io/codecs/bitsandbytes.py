@@ -30,13 +30,13 @@ from ...core import blocks
 from ...core.formats import Format
 from ...core.numerics import Parts
 from ...core.spec import DTYPES, INT8_ROW, QuantSpec, check_keys
-from ..container import MAX_AXES, Entry, size_of
 from ..manifest import KeyedError, Meta
+from ..safetensors_file import MAX_AXES, Entry, size_of
 from ..strict_json import parse
 from .base import Codec, Found, Get
 from .bitsandbytes_write import BLOCKSIZES, CODES, MAPS, MARK, NESTED, WRITING
-from .expect import FLOATS, model_dtype, need, no_left_overs, setting
-from .runs import run_block, spread_runs
+from .flat_blocks import run_block, spread_runs
+from .schema import FLOATS, model_dtype, need, no_left_overs, setting
 
 _MAX_STATE = 4096  # bytes of the JSON text; a real one has about 170
 _ENDS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format")

@@ -14,11 +14,11 @@ from ...core import blocks
 from ...core.formats import DYNAMIC8, DYNAMIC8_FLOAT32, FP4_TWELFTHS, INT8, NF4
 from ...core.numerics import Parts
 from ...core.spec import INT8_ROW, QuantSpec, dtype_name
-from ..check import nested_value
 from ..manifest import Meta, Stored
+from ..validate import nested_value
 from .base import Writing
-from .expect import FLOATS
-from .runs import run_block
+from .flat_blocks import run_block
+from .schema import FLOATS
 
 MARK = ".quant_state.bitsandbytes__"
 # Our format and their code of each of our codes, by the name they go by.

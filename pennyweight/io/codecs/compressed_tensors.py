@@ -29,13 +29,13 @@ from ...core.formats import E2M1, E2M3, E4M3
 from ...core.numerics import Parts
 from ...core.packing import unpack_bits
 from ...core.spec import ActivationSpec, QuantSpec
-from ..container import Entry
 from ..manifest import KeyedError, Meta
-from . import words
+from ..safetensors_file import Entry
+from . import int32_pack
 from .base import Codec, Found, Get
 from .compressed_tensors_config import E8M0_SCALE, Group, Groups
 from .compressed_tensors_write import WRITING
-from .expect import FLOATS, by_layer, join, model_dtype, need
+from .schema import FLOATS, by_layer, join, model_dtype, need
 
 # The scale of NVFP4 groups: e4m3 / global_scale. With one over it in float64, their product rounded to float32 is the
 # float32 quotient: two roundings move it by 2**-52 of itself, and no quotient of float32 numbers is nearer than 2**-49
@@ -115,7 +115,7 @@ class _Layer:
     def _codes(self, stored: Tensor) -> Tensor:
         spec, columns = self.meta.spec, self.meta.shape[1]
         if self.kind == "packed":
-            return spec.format.from_unsigned(words.unpack(stored, spec.format.bits, columns, self.dense[0]))
+            return spec.format.from_unsigned(int32_pack.unpack(stored, spec.format.bits, columns, self.dense[0]))
         if stored.dtype is torch.uint8:
             return unpack_bits(stored, spec.format.bits, columns)
         if blocks.padded(spec.block, self.meta.shape) == self.meta.shape:
@@ -138,7 +138,7 @@ class _Layer:
         if stored.dtype is not torch.int32:
             return stored.reshape(part_shape)
         f = self.meta.spec.format
-        return f.from_unsigned(words.unpack(stored.t(), f.bits, part_shape[0], self.dense[1])).t().contiguous()
+        return f.from_unsigned(int32_pack.unpack(stored.t(), f.bits, part_shape[0], self.dense[1])).t().contiguous()
 
 
 def _check_zeros(get: Get, names: dict[str, str], spec: QuantSpec, act: ActivationSpec | None) -> None:
@@ -177,7 +177,7 @@ def _layer(
         if group.kind != "packed" or w.symmetric or w.strategy == "tensor":
             need(names["weight_zero_point"], entries, _ZEROS if w.symmetric else (torch.int8,), *alike)
         else:
-            ways = {words.dense_words(shape[0], w.bits): True, words.whole_words(shape[0], w.bits): False}
+            ways = {int32_pack.dense_words(shape[0], w.bits): True, int32_pack.whole_words(shape[0], w.bits): False}
             if len(ways) == 1:
                 ways = dict.fromkeys(ways, dense)  # both fit: as the codes
             zero = need(names["weight_zero_point"], entries, (torch.int32,), *((n, parts[1]) for n in ways))
@@ -227,11 +227,12 @@ def _shape(names: dict[str, str], entries: Mapping[str, Entry], group: Group, ge
     said_rows, columns = (int(n) for n in get(names["weight_shape"]).tolist())
     if said_rows != rows or columns < 1:
         raise KeyedError(names["weight_shape"], f"says {[said_rows, columns]}, but {codes} has {rows} rows")
-    dense = words.is_dense(stored, columns, bits)
+    dense = int32_pack.is_dense(stored, columns, bits)
     if dense is None:
         raise KeyedError(
             codes, f"has rows of {stored} words; {columns} columns of {bits} bits ({group.name}) take "
-            f"{words.dense_words(columns, bits)}, or {words.whole_words(columns, bits)} in files of old releases"
+            f"{int32_pack.dense_words(columns, bits)}, or {int32_pack.whole_words(columns, bits)} in files "
+            "of old releases"
         )  # fmt: skip
     return (rows, columns), dense
 

@@ -29,12 +29,12 @@ from torch import Tensor
 
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
-from ..container import Entry
 from ..manifest import KeyedError, Meta
-from . import words
+from ..safetensors_file import Entry
+from . import int32_pack
 from .base import Codec, Found, Get
-from .expect import setting
 from .gptq_write import BITS, SCALES, V1, V2, WORD, unsigned, writing
+from .schema import setting
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -199,9 +199,9 @@ def _group_size(inputs: int, groups: int, method: Method) -> int:
 
 def read_parts(layer: Layer, get: Get) -> Parts:
     """Plain parts of a layer, its channels sorted by group. Raises ValueError where stored numbers mean nothing."""
-    codes = words.unpack(get(f"{layer.name}.qweight").t(), layer.bits, layer.inputs, dense=True)
+    codes = int32_pack.unpack(get(f"{layer.name}.qweight").t(), layer.bits, layer.inputs, dense=True)
     scale = get(f"{layer.name}.scales").t().contiguous()
-    zero = words.unpack(get(f"{layer.name}.qzeros"), layer.bits, layer.outputs, dense=True)
+    zero = int32_pack.unpack(get(f"{layer.name}.qzeros"), layer.bits, layer.outputs, dense=True)
     zero = _zeros(layer, zero.t().contiguous(), scale)
     perm = _order(layer, get(f"{layer.name}.g_idx")) if layer.ordered else None
     if perm is not None:

@@ -16,7 +16,7 @@ from ...core.formats import Format, get_format
 from ...core.numerics import Parts, unordered
 from ...core.spec import QuantSpec
 from ..manifest import Meta, Stored
-from . import words
+from . import int32_pack
 from .base import Writing
 
 BITS = (2, 3, 4, 8)
@@ -119,8 +119,8 @@ def pack(name: str, parts: Parts, meta: Meta, first: bool) -> dict[str, Tensor]:
     else:
         zero = f.to_unsigned(parts.zero_point)
     return {
-        f"{layer}.qweight": words.pack(codes, f.bits).t().contiguous(),
-        f"{layer}.qzeros": words.pack(zero.t() - (1 if first else 0), f.bits),
+        f"{layer}.qweight": int32_pack.pack(codes, f.bits).t().contiguous(),
+        f"{layer}.qzeros": int32_pack.pack(zero.t() - (1 if first else 0), f.bits),
         f"{layer}.scales": parts.scale.t().contiguous(),
         f"{layer}.g_idx": g_idx if parts.perm is None else unordered(g_idx, parts.perm),
     }

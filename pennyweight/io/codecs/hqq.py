@@ -7,10 +7,9 @@ and a zero, both of ``compute_dtype``, for each row or column. Codes lie in ``W_
 first half of the rows in the high nibbles, and so on; of 3 bits ten to an int32. ``view_as_float`` stores its bytes
 under a float dtype. Everything else is a number or a text of its own: ``shape``, ``axis``, ``nbits``, ``packing``.
 
-A group of axis 1 is a run of elements (see runs.py). One of axis 0 is every (out / group_size)-th row of a column,
-which is no block: each element gets a scale and an offset of its own, unless a group is the whole column. The values
-are the same, but take more memory than float32 does: quantize them again.
-
+A group of axis 1 is a run of elements (see flat_blocks.py). One of axis 0 is every (out / group_size)-th row of a
+column, which is no block: each element gets a scale and an offset of its own, unless a group is the whole column. The
+values are the same, but take more memory than float32 does: quantize them again.
 hqq computes in ``compute_dtype``, rounding every step; ours is the formula in float32, where products of float16 or
 bfloat16 are exact. 1.58 bits are packed as 2, and 5 and 6 as 8.
 """
@@ -29,11 +28,11 @@ from ...core import blocks
 from ...core.formats import UINT1, UINT2, UINT3, UINT4, UINT5, UINT6, UINT8, Format
 from ...core.numerics import Parts
 from ...core.spec import DTYPES, QuantSpec
-from ..container import Entry, size_of
 from ..manifest import KeyedError, Meta
+from ..safetensors_file import Entry, size_of
 from .base import Codec, Found, Get
-from .expect import FLOATS, need, no_left_overs, setting
-from .runs import run_block, spread_runs
+from .flat_blocks import run_block, spread_runs
+from .schema import FLOATS, need, no_left_overs, setting
 
 
 class _Packing(NamedTuple):

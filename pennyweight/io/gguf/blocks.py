@@ -17,7 +17,7 @@ from ...core import spec as specs
 from ...core.formats import E2M1, E4M3, IQ1, IQ2, IQ3_S, IQ3_XXS, UINT1
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
-from . import codebooks, k_blocks, small_blocks
+from . import i_quants, k_quants, legacy_quants
 
 NVFP4 = QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, (1,), scale=None))  # without a scale of the whole tensor
 
@@ -105,7 +105,7 @@ def _aligned(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return (flat.clone() if flat.data_ptr() % dtype.itemsize else flat).view(dtype)
 
 
-_S, _K, _C = small_blocks, k_blocks, codebooks
+_S, _K, _C = legacy_quants, k_quants, i_quants
 _TYPES = [
     BlockType("F32", 0, 1, 4, torch.float32),
     BlockType("F16", 1, 1, 2, torch.float16),

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from .architectures import for_config, for_gguf
-from .fields import KV, integer, real
+from .kv_checks import KV, integer, real
 from .rope import ROPE_TENSORS, rope_kv, rope_parameters
 from .rope import rope_tensors as _rope_tensors
 

@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.convert_spec import fits, respell
 from ...core.numerics import Parts, dequantize, sqnr
-from ...core.respell import fits, respell
 from ...core.tensor import AffineQuantizedTensor
-from ...models.report import Report, Row
+from ...quantize.report import Report, Row
+from ..atomic_write import remove_left_over, sync_folder
+from ..config_files import folder_of, method_files
 from ..errors import CheckpointError
-from ..job import Told, check_room
+from ..job_progress import Progress, fingerprint
+from ..lazy_checkpoint import Held, Opened
 from ..manifest import clean
-from ..opened import Held, Opened
-from ..progress import Progress, fingerprint
-from ..side_files import folder_of, method_files
+from ..output_formats import pieces
+from ..resumable_write import Told, check_room
 from ..streaming import Noise
-from ..targets import pieces
-from ..write import remove_left_over, sync_folder
 from .blocks import TYPES, BlockType
 from .config import kv_from_config, rope_tensors
+from .metadata import Value
 from .names import read_patterns, to_gguf
-from .opened import moved
 from .pooling import pooling_of
-from .quantizing import FROM_FLOATS, quantize
+from .quantize import FROM_FLOATS, quantize
+from .reader import moved
 from .tokenizer import tokenizer_kv
-from .values import Value
-from .writing import Writer, lay_out, remove_partial
+from .writer import Writer, lay_out, remove_partial
 
 # enum llama_ftype of llama.h: what most of a file's tensors are
 FILE_TYPES = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .architectures import BY_GGUF, BY_MODEL_TYPE, OWN_FILE, Architecture, for_config, for_gguf
-from .transforms import SAME, Transform
+from .tensor_transforms import SAME, Transform
 
 MAX_PATTERN_BYTES = 1 << 18
 MAX_PATTERNS = 4096

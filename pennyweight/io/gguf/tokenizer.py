@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint import inside
 from ..errors import CheckpointError
-from .fields import KV
+from .kv_checks import KV
 from .pre_tokenizers import recognized
 from .tokenizer_source import MAX_SMALL, Source, content, find, read_bytes, read_source
 from .vocabulary import (

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .fields import text
+from .kv_checks import text
 from .pre_tokenizers import BY_NAME, to_json
 from .tokenizer import CLS, IDS, KEY
 from .vocabulary import BYTE, CONTROL, MAX_TOKENS, NORMAL, SPACE, UNUSED, USER_DEFINED, joinable, word

@@ -1,4 +1,4 @@
-"""Native conversions between floats and codes, for whatever dequantizes or quantizes on a CPU; see core/conversions.py.
+"""Native conversions between floats and codes on a CPU; see core/quantize_backends.py.
 
 The arithmetic is in src/dequantize.h and src/quantize.h. Integer formats are quantized here, others by the reference.
 """
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.choose import Params, choose, default_rule, scale_floor
-from ...core.conversions import CONVERSIONS, Conversion, Quantized
 from ...core.layouts import READABLE, get_layout, pack_zero_point
 from ...core.numerics import Parts, store
+from ...core.qparams import Params, choose, default_rule, scale_floor
+from ...core.quantize_backends import CONVERSIONS, Conversion, Quantized
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from .. import gate
 from ..gate import GIVEN
-from .affine import FLOATS, Affine, affine, part_kind, threads_for
 from .int_linear import fits, map_groups, tile_rows
 from .library import BITS, E8M0, KINDS, TILES, missing
+from .matrix_view import FLOATS, Affine, affine, part_kind, threads_for
 
 SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(1, 5)  # as in src/affine.h
 _RULES = {"symmetric": SYMMETRIC, "symmetric_no_clip": NO_CLIP, "asymmetric": ASYMMETRIC, "minmax": MINMAX}

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core import blocks, conversions
+from ...core import blocks, quantize_backends
 from ...core.layouts import READABLE
 from ...core.numerics import Parts, dequantize
 from ...core.spec import DTYPES, QuantSpec
 from ...core.tensor import AffineQuantizedTensor, static_json
-from .. import gather
+from .. import embedding
 from ..linear import LIBRARY, _flatten, _nest
 from ..table import Case, Kernel, register_kernel
 from . import float_linear, int_linear
-from .affine import affine, part_kind
-from .codes import TILE
 from .convert import floats_of
 from .library import E8M0, missing
+from .matrix_view import affine, part_kind
+from .pack_ops import TILE
 
 
 def _nested(kind: Any) -> bool:
@@ -115,10 +115,10 @@ def _picked(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) -> t
 def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
     """w[index] as floats of w's dtype. Raises IndexError out of range, as torch does."""
     if not torch.compiler.is_compiling():
-        if conversions.in_memory(w._codes) and conversions.in_memory(index):
+        if quantize_backends.in_memory(w._codes) and quantize_backends.in_memory(index):
             return rows(index, w.parts, w.spec, tuple(w.shape), w.dtype)
         if type(w._codes) is Tensor and w.spec.layout in READABLE:
-            return (gather.gather if _seen(w.spec) is w.spec else gather.lookup)(index, w)
+            return (embedding.gather if _seen(w.spec) is w.spec else embedding.lookup)(index, w)
     key = json.dumps({"tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
     return torch.ops.pennyweight.embedding.default(index, _flatten(w)[0], key)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.constants import plain_tensors
+from ...core.constant_tensors import plain_tensors
 from ...core.formats import DYNAMIC4, DYNAMIC8, E2M1, E3M2, E4M3, E5M2, E8M0, INT8, NF4, UINT5, UINT8, Format
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
@@ -25,9 +25,9 @@ from ...core.tensor import AffineQuantizedTensor
 from .. import gate
 from ..table import Bound, Case, Kernel, case_of, register_kernel
 from . import library
-from .codes import STEP, TILE, pack_codes, unpack_codes
 from .int_linear import coded, coded_fits, tile_rows, untile_rows, up
 from .library import KINDS, FloatLinear, missing
+from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
 HALF = 16  # columns that a group is a multiple of
 SUM_BLOCK = 256  # columns of one float32 chain, at most: longer ones lose digits

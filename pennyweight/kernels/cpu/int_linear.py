@@ -23,9 +23,9 @@ from ...core.spec import SPECS, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from .. import gate
 from ..table import Bound, Case, Kernel, Together, case_of, register_kernel
-from .codes import STEP, TILE, pack_codes, unpack_codes
 from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, missing
 from .library import E8M0 as E8M0_KIND
+from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
 INPUT_BLOCK = 128  # columns of a float input that share a power of two, at most
 SUM_BLOCK = 2048  # columns of one integer sum where nothing asks for fewer; far below the 65793 that fit int32

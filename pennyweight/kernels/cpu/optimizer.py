@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.constants import plain_tensors
-from ...core.conversions import in_memory
+from ...core.constant_tensors import plain_tensors
 from ...core.errors import ArgumentError
 from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, decision_levels
 from ...core.packing import stream_shape
+from ...core.quantize_backends import in_memory
 from ...core.tensor import AffineQuantizedTensor
 from .. import gate
 from .library import KINDS, missing

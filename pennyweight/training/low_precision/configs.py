@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.distributed.full_tensor import here
 from ...core.formats import INT8, Format
 from ...core.spec import QuantSpec
-from ...core.spread import here
 from ...core.tensor import AffineQuantizedTensor
-from ...models.configs.base import AnyDtype, AOBaseConfig, as_format
-from ...models.handlers import register_quantize_module_handler
+from ...quantize.configs.base import AnyDtype, AOBaseConfig, as_format
+from ...quantize.module_handlers import register_quantize_module_handler
+from .gemm_table import Case, select
 from .layer import LowPrecisionLinear, convert_
-from .products import Case, select
 from .recipes import FLOAT8, HIGH, MX, Operand, Recipe, get_recipe
 
 LEAST = 16  # inputs or outputs: the tile of every matrix unit there is; below it scales outweigh what is saved

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from ...core.inplace import rounding_by_chance
+from ...core.ops.inplace import rounding_by_chance
 from ...core.tensor import AffineQuantizedTensor
-from ...models.quantize import quantize_
-from ...models.report import Report, Row
+from ...quantize.pipeline import quantize_
+from ...quantize.report import Report, Row
 from .configs import Float8TrainingConfig, LowPrecisionTrainingConfig
 from .layer import LowPrecisionLinear, restore_
 from .recipes import Recipe

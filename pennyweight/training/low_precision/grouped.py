@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.spread import is_spread
-from .gemm import cast, gradients, linear, output
-from .operands import LIBRARY
+from ...core.distributed.full_tensor import is_spread
+from .functional import cast, gradients, linear, output
+from .quantize_operand import LIBRARY
 from .recipes import Recipe, get_recipe
 
 

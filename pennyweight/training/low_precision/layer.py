@@ -7,9 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...core.spread import here
+from ...core.distributed.full_tensor import here
 from ...core.tensor import AffineQuantizedTensor
-from .gemm import linear
+from .functional import linear
 from .recipes import Recipe, get_recipe
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ...core.formats import E2M1, E4M3, E5M2, Format
 from ...core.spec import INT8_ROW, MXFP4, MXFP8, TERNARY_TENSOR, ActivationSpec, QuantSpec
-from ...models.configs import SpecConfig
+from ...quantize.configs import SpecConfig
 
 FORWARD: Literal["forward"] = "forward"
 SEEDS = 1 << 32
@@ -27,7 +27,7 @@ SEEDS = 1 << 32
 class Operand:
     """One side of a product.
 
-    spec    how it is quantized; rule: how its scales are chosen, see :mod:`pennyweight.core.choose`
+    spec    how it is quantized; rule: how its scales are chosen, see :mod:`pennyweight.core.qparams`
     chance  whether codes are rounded by chance, so that the product of two is right in the mean
     """
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.spec import ActivationSpec, QuantSpec
-from ...models.configs import AOBaseConfig, SpecConfig
-from ...models.scheme import Scheme
-from ...models.sites import Site
+from ...quantize.configs import AOBaseConfig, SpecConfig
+from ...quantize.parameters import Site
+from ...quantize.scheme import Scheme
 
 STEPS = ("prepare", "convert")
 # What of the parts that are stored beside codes is trained.

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...core.numerics import dequantize, fake_quantize, quantize
 from ...kernels.activation import autocast_dtype
-from .fake import Fake, Weigh, value
+from .act_ste import Range, ranged
+from .fake_quantize import Fake, Weigh, value
 from .linear import Addmm, Linear
-from .range import Range, ranged
 
 
 class FakeQuantized(nn.Module):
@@ -323,7 +323,7 @@ def restore_(module: Any) -> None:
 def _prepare_alone(module: Any, activation_config: Any, weight_config: Any) -> Any:
     """One layer, by the configs of a QATConfig; none leaves it as it is."""
     if weight_config is not None:
-        from ...models.quantize import quantize_
+        from ...quantize.pipeline import quantize_
         from .prepare import QATConfig  # which says what quantize_ does with it
 
         quantize_(module, QATConfig(None, activation_config, weight_config), lambda m, fqn: m is module)

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.cells import into_cells
-from ...core.choose import default_rule
 from ...core.numerics import Parts, dequantize, sqnr
+from ...core.qparams import default_rule
+from ...core.rounding_interval import into_cells
 from ...core.spec import QuantSpec
 from ...core.tensor import SLOTS, AffineQuantizedTensor
 from ...kernels.table import case_of, select
-from ...models.configs import AOBaseConfig
-from ...models.handlers import register_quantize_model_handler
-from ...models.plan import PlanRow, plan
-from ...models.report import Report, Row
-from ...models.rules import PlanError
-from ...models.scheme import Scheme
+from ...quantize.config_resolution import PlanError
+from ...quantize.configs import AOBaseConfig
+from ...quantize.module_handlers import register_quantize_model_handler
+from ...quantize.plan import PlanRow, plan
+from ...quantize.report import Report, Row
+from ...quantize.scheme import Scheme
 from .config import LEARN, QATConfig
-from .containers import begin_, end_
-from .fake import Fake, Tensors, ends, flat, held_parts, weigh
+from .fake_quantize import Fake, Tensors, ends, flat, held_parts, weigh
+from .module_patches import begin_, end_
 from .modules import FakeQuantized, fake_, fake_modules, faked, unfake_
 
 

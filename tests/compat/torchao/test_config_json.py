@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.compat.torchao import config_json, enums, founding_configs, founding_layouts
+from pennyweight.compat.torchao import config_json, enums, v0_8_configs, v0_8_layouts
 from pennyweight.compat.torchao.config_json import (
     ConfigJSONEncoder,
     VersionMismatchError,
@@ -20,8 +20,8 @@ from pennyweight.compat.torchao.config_json import (
     config_to_dict,
     register_config_type,
 )
-from pennyweight.models import configs
-from pennyweight.models.configs import AOBaseConfig
+from pennyweight.quantize import configs
+from pennyweight.quantize.configs import AOBaseConfig
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = {
@@ -30,7 +30,7 @@ CASES = {
     for call, stored in json.loads((GOLDEN / f"torchao_configs_{release}.json").read_text())["cases"].items()
 }
 NAMES = {name: getattr(pw, name) for name in pw.__all__}
-for module in (enums, founding_configs, founding_layouts):
+for module in (enums, v0_8_configs, v0_8_layouts):
     NAMES |= {name: getattr(module, name) for name in module.__all__}
 NAMES["torch"] = torch
 # torchao's configs that this package lacks, or refuses a field of: what the error names
@@ -143,7 +143,7 @@ def test_ours_come_back(call: str) -> None:
 def test_every_config_of_ours_is_written_and_read() -> None:
     known = {name: v for name, v in config_json._known().items() if issubclass(v, AOBaseConfig)}
     tried = {type(ours(call)) for call in ROUND_TRIPS}
-    refused = {founding_configs.Float8DynamicActivationFloat8SemiSparseWeightConfig}
+    refused = {v0_8_configs.Float8DynamicActivationFloat8SemiSparseWeightConfig}
     assert {cls.__name__ for cls in {*known.values()} - tried - refused} == set()
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pennyweight import compat
-from pennyweight.compat.torchao.gone import GONE, why_missing
-from pennyweight.compat.torchao.tree import TREE
+from pennyweight.compat.torchao.module_tree import TREE
+from pennyweight.compat.torchao.removed import GONE, why_missing
 
 HOME = "pennyweight.compat.torchao"
 # Names as the sources of the releases have them; see tests/golden/make_torchao_names.py.

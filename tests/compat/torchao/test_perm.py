@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import pennyweight.compat.torchao.attributes  # noqa: F401  (w.qdata and its kin)
-from pennyweight.compat.torchao.file_views import find_view, view_of
-from pennyweight.compat.torchao.founding import AffineQuantizedTensor as Founding
+from pennyweight.compat.torchao.serialized_classes import find_view, view_of
+from pennyweight.compat.torchao.v0_8_aqt import AffineQuantizedTensor as Founding
 from tests.tensors import quantized
 
 

@@ -13,7 +13,7 @@ import pennyweight as pw
 from pennyweight.compat.torchao.safetensors_state import unflatten_tensor_state_dict
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
-from tests.io.test_native import assert_same
+from tests.io.test_native_format import assert_same
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 STATES = GOLDEN / "torchao_0.18_states.safetensors"

@@ -11,8 +11,8 @@ from pennyweight.core.numerics import Parts
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io.codecs import CODECS, Codec, Found, Writing
-from pennyweight.io.container import Entry, place
 from pennyweight.io.manifest import Meta
+from pennyweight.io.safetensors_file import Entry, place
 
 Tensors = dict[str, Tensor]
 

@@ -13,12 +13,12 @@ from transformers import GPTQConfig
 from pennyweight.core.formats import E4M3, INT4, INT5, INT8, NF4, TERNARY, UINT4
 from pennyweight.core.spec import NF4_DOUBLE, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.io.check import check_data
 from pennyweight.io.codecs import CODECS
 from pennyweight.io.codecs.gptq import GPTQ, GPTQ_V2, find
-from pennyweight.io.container import Entry
 from pennyweight.io.manifest import KeyedError, Meta
-from pennyweight.io.native import describe, pack
+from pennyweight.io.safetensors_file import Entry
+from pennyweight.io.state_dict import describe, pack
+from pennyweight.io.validate import check_data
 from tests.tensors import INT8_TOKEN
 
 Tensors = dict[str, torch.Tensor]

@@ -16,7 +16,7 @@ from pennyweight.io.errors import CheckpointError
 from pennyweight.io.gguf.architectures import ARCHITECTURES, Architecture, Row
 from pennyweight.io.gguf.config import config_from_kv, kv_from_config, rope_tensors
 from pennyweight.io.gguf.names import TIED, Patterns, read_patterns, to_gguf, to_hf
-from pennyweight.io.gguf.transforms import Transform
+from pennyweight.io.gguf.tensor_transforms import Transform
 from tests.io.gguf.models import MODELS, gguf_tensors, random
 
 ARCH_OF = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}

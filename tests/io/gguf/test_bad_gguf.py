@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pennyweight.core.numerics import dequantize
 from pennyweight.io import CheckpointError
-from pennyweight.io.gguf.container import MAX_TENSORS, File
-from pennyweight.io.gguf.values import MAX_KEYS, MAX_STRINGS
+from pennyweight.io.gguf.gguf_file import MAX_TENSORS, File
+from pennyweight.io.gguf.metadata import MAX_KEYS, MAX_STRINGS
 from tests.io.gguf.bad_gguf import BAD
 from tests.io.gguf.samples import GOOD_KV, array, build, info, kv, text
 

@@ -18,7 +18,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
 from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.export import FILE_TYPES
-from pennyweight.io.gguf.quantizing import FROM_FLOATS, RULES
+from pennyweight.io.gguf.quantize import FROM_FLOATS, RULES
 from tests.io.crashing import Crash, full_after, stopping
 
 CONFIG = LlamaConfig(

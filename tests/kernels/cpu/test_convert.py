@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.core import conversions
-from pennyweight.core.choose import RULES
+from pennyweight.core import quantize_backends
 from pennyweight.core.formats import E8M0, Format, all_formats
 from pennyweight.core.layouts import get_layout
 from pennyweight.core.numerics import Parts, dequantize, quantize, sqnr
+from pennyweight.core.qparams import RULES
 from pennyweight.core.spec import INT4_GROUP, INT8_ROW, SPECS, TINYGEMM, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.core.tensor import check_finite
 from pennyweight.kernels.cpu import convert, float_linear, int_linear, library
-from pennyweight.models.quantize import quantize_weight
-from pennyweight.models.scheme import Scheme
+from pennyweight.quantize.pipeline import quantize_weight
+from pennyweight.quantize.scheme import Scheme
 
 pytestmark = pytest.mark.skipif(library.missing() is not True, reason=f"native library: {library.missing()}")
 
@@ -100,12 +100,12 @@ def check_quantize(spec: QuantSpec, x: torch.Tensor, rule: str | None, eps: floa
     try:
         plain = quantize(x, spec, rule, eps)
     except ValueError:
-        assert conversions.quantize(x, spec, rule, eps) is NotImplemented
+        assert quantize_backends.quantize(x, spec, rule, eps) is NotImplemented
         return 0
     done = 0
     for layout in layouts(spec, tuple(x.shape)):
         named = spec.with_(layout=layout)
-        got = conversions.quantize(x, named, rule, eps)
+        got = quantize_backends.quantize(x, named, rule, eps)
         if got is NotImplemented:
             continue
         done += 1
@@ -124,7 +124,7 @@ def check_dequantize(spec: QuantSpec, plain: Parts, shape: tuple[int, ...], dtyp
     for layout in layouts(spec, shape):
         named = spec.with_(layout=layout)
         w = QT(get_layout(layout).pack(plain, named, shape), named, shape, dtype)
-        got = conversions.dequantize(w.parts, named, shape, dtype)
+        got = quantize_backends.dequantize(w.parts, named, shape, dtype)
         if got is not NotImplemented:
             done += 1
             assert same_bits(got, want), (str(named), shape, dtype)
@@ -218,7 +218,7 @@ def test_strides_and_views() -> None:
 def test_nothing_is_converted_of_nothing() -> None:
     for shape in ((0, 32), (3, 0), (0,)):
         x = torch.empty(shape)
-        assert conversions.quantize(x, INT8_ROW) is NotImplemented
+        assert quantize_backends.quantize(x, INT8_ROW) is NotImplemented
         w = QT.from_float(x, INT8_ROW)
         assert w.dequantize().shape == shape
     assert QT.from_float(torch.tensor(2.5), QuantSpec(INT8_ROW.format, None)).dequantize().shape == ()
@@ -232,10 +232,10 @@ def test_nan_and_inf_are_errors_that_name_the_tensor(
 ) -> None:
     for size in SIZES:
         x = data((17, 96), dtype, size)
-        assert conversions.finite(x) is True
+        assert quantize_backends.finite(x) is True
         x[at] = bad
-        assert conversions.finite(x) is False
-        assert not math.isfinite(conversions.quantize(x, INT8_ROW).signal)
+        assert quantize_backends.finite(x) is False
+        assert not math.isfinite(quantize_backends.quantize(x, INT8_ROW).signal)
         name = "layer.weight"
         with pytest.raises(ValueError, match=MANY):
             check_finite(x, name)
@@ -264,14 +264,14 @@ def test_sums_do_not_depend_on_threads_or_instruction_sets(monkeypatch: pytest.M
         library.use_isa(isa)
         for threads in (1, 2):
             monkeypatch.setattr(convert, "threads_for", lambda elements, threads=threads: threads)
-            seen.add(conversions.quantize(x, TINYGEMM)[1:])
+            seen.add(quantize_backends.quantize(x, TINYGEMM)[1:])
     library.use_isa("")
     assert len(seen) == 1
 
 
 def test_a_rule_that_looks_at_more_than_ranges_is_left_to_the_reference() -> None:
     x = torch.randn(16, 64)
-    by_range = {name for name in RULES if conversions.quantize(x, INT8_ROW, name) is not NotImplemented}
+    by_range = {name for name in RULES if quantize_backends.quantize(x, INT8_ROW, name) is not NotImplemented}
     assert by_range >= {"symmetric", "symmetric_no_clip", "mx_floor"}
     for name in by_range:  # the same numbers from the ends of each block as from the blocks
         assert check_quantize(INT8_ROW, x, name)
@@ -283,13 +283,13 @@ def test_what_is_traced_or_batched_takes_the_reference() -> None:
     w = QT.from_float(torch.randn(32, 64), INT4_GROUP)
     with torch._subclasses.FakeTensorMode() as mode:
         fake = w.parts.map(mode.from_tensor)
-        assert conversions.dequantize(fake, w.spec, (32, 64), torch.float32) is NotImplemented
+        assert quantize_backends.dequantize(fake, w.spec, (32, 64), torch.float32) is NotImplemented
     meta = w.parts.map(lambda p: p.to("meta"))
-    assert conversions.dequantize(meta, w.spec, (32, 64), torch.float32) is NotImplemented
+    assert quantize_backends.dequantize(meta, w.spec, (32, 64), torch.float32) is NotImplemented
     seen = []
-    torch.vmap(lambda c: seen.append(conversions.dequantize(Parts(c, w.scale), w.spec, (32, 64), torch.float32)) or c)(
-        w.codes[None]
-    )
+    torch.vmap(
+        lambda c: seen.append(quantize_backends.dequantize(Parts(c, w.scale), w.spec, (32, 64), torch.float32)) or c
+    )(w.codes[None])
     assert seen == [NotImplemented]
 
 
@@ -306,8 +306,8 @@ def test_without_the_library_everything_still_works(monkeypatch: pytest.MonkeyPa
     x = torch.randn(16, 64)
     want = QT.from_float(x, INT4_GROUP)
     monkeypatch.setattr(convert, "missing", lambda: "not built")
-    assert conversions.quantize(x, INT4_GROUP) is NotImplemented
-    assert conversions.finite(x) is NotImplemented
+    assert quantize_backends.quantize(x, INT4_GROUP) is NotImplemented
+    assert quantize_backends.finite(x) is NotImplemented
     w, found = quantize_weight(x, Scheme(INT4_GROUP))
     assert torch.equal(w.codes, want.codes)
     assert torch.equal(w.dequantize(), want.dequantize())

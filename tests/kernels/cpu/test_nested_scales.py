@@ -15,9 +15,9 @@ from pennyweight.core.spec import SPECS, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels import explain, get_kernel
 from pennyweight.kernels.cpu import float_linear, int_linear, library
-from pennyweight.kernels.prepare import choose_layout, prepare
+from pennyweight.kernels.repack import choose_layout, prepare
 from pennyweight.kernels.table import case_of, select
-from pennyweight.models.freeze import freeze_
+from pennyweight.quantize.freeze import freeze_
 
 pytestmark = pytest.mark.skipif(library.missing() is not True, reason="the native library was not built")
 

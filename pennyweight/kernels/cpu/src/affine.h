@@ -33,7 +33,7 @@ struct Parts {
     void *codes, *scale, *zero_point, *offset;
 };
 
-// GIVEN: the parts are there already. The others are rules of core/choose.py.
+// GIVEN: the parts are there already. The others are rules of core/qparams.py.
 enum Rule : int32_t { GIVEN = 0, RULE_SYMMETRIC = 1, NO_CLIP = 2, RULE_ASYMMETRIC = 3, MINMAX = 4 };
 
 // How a float matrix becomes codes lo..hi of an integer format.

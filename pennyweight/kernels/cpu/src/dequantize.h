@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "affine.h"
-#include "lanes.h"
+#include "simd_helpers.h"
 #include "pack.h"
 
 namespace {

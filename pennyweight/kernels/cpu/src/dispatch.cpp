@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "check.h"
-#include "table.h"
+#include "vtable.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -140,7 +140,7 @@ PW_EXPORT int pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64
     table().unpack_codes(packed, n, k, kp, bits, flip, codes, threads);
     return DONE;
 }
-// What this machine can do at most, for benchmarks; see probe.h.
+// What this machine can do at most, for benchmarks; see bandwidth_probe.h.
 PW_EXPORT int64_t pw_probe(int what, const void* p, int64_t n, int threads) {
     return check::probe("pw_probe", what, p, n, threads) ? table().probe(what, p, n, threads) : 0;
 }

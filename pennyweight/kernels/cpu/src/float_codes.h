@@ -7,7 +7,7 @@
 
 #include "float_abi.h"
 #include "float_simd.h"
-#include "input.h"
+#include "activation_limbs.h"
 
 namespace {
 

@@ -19,7 +19,7 @@
 #endif
 
 #include "abi.h"
-#include "input.h"
+#include "activation_limbs.h"
 #include "pack.h"
 #include "simd.h"
 

@@ -3,9 +3,9 @@
 #include "float_linear.h"
 #include "int_linear.h"
 #include "optimizer.h"
-#include "probe.h"
+#include "bandwidth_probe.h"
 #include "quantize.h"
-#include "table.h"
+#include "vtable.h"
 
 #define PW_JOIN2(a, b) a##b
 #define PW_JOIN(a, b) PW_JOIN2(a, b)

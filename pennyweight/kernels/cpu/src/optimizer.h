@@ -1,6 +1,6 @@
 // Steps of optimizers whose state is codes: read, update, requantize and write each block while it is in the cache.
 //
-// The numbers are those of optim/rules.py and optim/states.py, bit for bit where torch's own kernels use fused
+// The numbers are those of optim/update_rules.py and optim/quantized_states.py, bit for bit where torch's own kernels use fused
 // multiply-add as these do. Blocks depend on nothing but themselves and a counter, so threads are not seen.
 #pragma once
 
@@ -13,7 +13,7 @@
 #endif
 
 #include "dequantize.h"
-#include "lanes.h"
+#include "simd_helpers.h"
 #include "optim_abi.h"
 
 namespace {
@@ -21,7 +21,7 @@ namespace {
 alignas(64) constexpr int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // 32 random bits for each of 16 elements from `at` on: the mixer "lowbias32" (C. Wellons, hash-prospector, 2018), keyed
-// before each of its products. Each half is then turned by the step times the golden ratio, see core/chance.py.
+// before each of its products. Each half is then turned by the step times the golden ratio, see core/stochastic_rounding.py.
 inline I random16(const OptimJob& j, int64_t at) {
     I x = uadd(iset((int32_t)(uint32_t)at), iload(LANES));
     x = ixor(x, iset((int32_t)j.key[0]));

@@ -9,7 +9,7 @@
 
 #include <algorithm>
 
-#include "lanes.h"
+#include "simd_helpers.h"
 #include "simd.h"
 
 namespace {

@@ -12,9 +12,9 @@
 #endif
 
 #include "affine.h"
-#include "choose.h"
+#include "qparams.h"
 #include "dequantize.h"
-#include "lanes.h"
+#include "simd_helpers.h"
 #include "pack.h"
 
 namespace {

@@ -1,0 +1,113 @@
+"""Hidden states between the blocks of a chain: kept for each batch, so that a block can be run alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...quantize.run_batch import call
+from .block_order import output_of, stream
+
+Rest = Callable[[int, int], tuple[Any, dict[str, Any]]]  # (batch, block) -> further arguments
+_BY_NAME = "pennyweight: hidden states by name"
+
+
+class Hidden:
+    """A tensor for each batch, in memory or in files."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self.folder, self.name, self.kept = folder, name, {}  # type: ignore[var-annotated]
+
+    def put(self, i: int, x: Tensor) -> None:
+        if self.folder is None:
+            self.kept[i] = x
+        else:
+            torch.save(x, self.folder / f"{self.name}-{i}.pt")
+
+    def get(self, i: int) -> Tensor:
+        if self.folder is None:
+            return self.kept[i]
+        return torch.load(self.folder / f"{self.name}-{i}.pt", weights_only=True)
+
+
+def capture(
+    model: nn.Module, batches: Sequence[Any], blocks: Sequence[nn.Module], hidden: Hidden,
+    first: Callable[[Tensor], None] = lambda x: None,
+) -> Rest:  # fmt: skip
+    """Inputs of the first block for each batch go to ``hidden``. Returns what else each block is called with.
+
+    ``first`` is told the first of them, before it is kept."""
+    kept: list[list[tuple[Any, dict[str, Any]]]] = []
+    alike = True  # whether all blocks are called with the same things: then a batch need not go further than one
+    for i, batch in enumerate(batches):
+        calls: list[tuple[Any, dict[str, Any]]] = []
+
+        def before(
+            module: nn.Module, args: Any, kwargs: Any, *, i: int = i, calls: list[Any] = calls, alike: bool = alike
+        ) -> None:
+            x = stream(args, kwargs)
+            if x is None:
+                raise RuntimeError("a block was called without its hidden states")
+            if not calls:
+                if i == 0:
+                    first(x)
+                hidden.put(i, x)
+            calls.append((tuple(args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"} | {
+                _BY_NAME: not args
+            }))  # fmt: skip
+            if len(calls) == len(blocks) or (alike and i > 0):
+                raise _Enough
+
+        hooks = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
+        try:
+            call(model, batch)
+        except _Enough:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        kept.append(calls)
+        alike = alike and all(_same(calls[0], c) for c in calls)
+        if alike:
+            del calls[1:]
+    return lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]
+
+
+def advance(states: Hidden, count: int, b: int, block: nn.Module, rest: Rest) -> None:
+    """Hidden states of so many batches before block b become those after it."""
+    for i in range(count):
+        states.put(i, run_block(block, states.get(i), rest(i, b)))
+
+
+class _Enough(Exception):
+    """All that is wanted of a run has been seen."""
+
+
+def _same(a: tuple[Any, dict[str, Any]], b: tuple[Any, dict[str, Any]]) -> bool:
+    """Whether two calls have the very same further arguments, by identity inside of tuples too."""
+
+    def same(x: Any, y: Any) -> bool:
+        if isinstance(x, (tuple, list)) and type(x) is type(y) and len(x) == len(y):
+            return all(map(same, x, y))
+        return x is y or (isinstance(x, (int, float, str)) and x == y)
+
+    return same(a[0], b[0]) and a[1].keys() == b[1].keys() and all(same(v, b[1][k]) for k, v in a[1].items())
+
+
+def run_block(
+    block: nn.Module, x: Tensor, rest: tuple[Any, dict[str, Any]], state: dict[str, Tensor] | None = None
+) -> Tensor:
+    """What a block puts out for hidden states; ``state`` stands in for parameters of these names."""
+    args, kwargs = rest
+    kwargs = dict(kwargs)
+    args, kwargs = ((), kwargs | {"hidden_states": x}) if kwargs.pop(_BY_NAME) else ((x, *args), kwargs)
+    if state is None:
+        out = output_of(block(*args, **kwargs))
+    else:
+        out = output_of(torch.func.functional_call(block, state, args, kwargs, tie_weights=False))
+    assert out is not None
+    return out

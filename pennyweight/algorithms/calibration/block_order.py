@@ -1,0 +1,151 @@
+"""How a model's blocks follow one another, found by running it once.
+
+A chain is a list of modules of which each is called once, in order, its first input being what the one before put out:
+decoder layers, encoder layers, the stages of an nn.Sequential. Only there a block can be run alone on stored inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...quantize.run_batch import call, token_mask
+from .input_hooks import Watch
+
+
+@dataclass
+class Segment:
+    """Weights that are calibrated together, or a chain of blocks that are so one after another.
+
+    sites   names of weights, by block (a single entry where it is no chain)
+    blocks  (name, module); empty where it is no chain
+    """
+
+    sites: list[list[str]]
+    blocks: list[tuple[str, nn.Module]] = field(default_factory=list)
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, without gradients, caches or fused paths that no one can look into."""
+    training = {m: m.training for m in model.modules()}
+    # A decoder inside may have a config of its own (T5's has); a cache would grow with each run of a block
+    configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", None)}
+    caches = [(config, config.use_cache) for config in configs.values()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    model.eval()
+    for config, _ in caches:
+        config.use_cache = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for config, was in caches:
+            config.use_cache = was
+        for m, was in training.items():
+            m.training = was
+
+
+def segments(model: nn.Module, weights: dict[int, str], batch: Any) -> list[Segment]:
+    """What to calibrate one after another, in the order in which the model calls it. weights: id -> name.
+
+    Weights that the model does not multiply for this batch are in none (they may be for another: experts of a mixture
+    are taken with their block).
+    """
+    lists = _lists(model, set(weights.values()))
+    trials = [_Trial(name, blocks) for name, blocks in lists]
+    called: dict[str, None] = {}
+    hooks = [hook for trial in trials for hook in trial.hooks()]
+    try:
+        with Watch(weights, lambda name, x: called.setdefault(name), token_mask(batch)):
+            call(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    chains: list[_Trial] = []
+    for trial in trials:  # outer lists come first
+        inside = any(trial.name.startswith(f"{other.name}.") or other.name == "" for other in chains)
+        if trial.holds and not inside:
+            chains.append(trial)
+    owner = {name: chain for chain in chains for names in chain.sites(weights) for name in names}
+    found: list[Segment] = []
+    placed: set[int] = set()
+    for name in called:
+        chain = owner.get(name)
+        if chain is None:
+            if not found or found[-1].blocks:
+                found.append(Segment([[]]))
+            found[-1].sites[0].append(name)
+        elif id(chain) not in placed:
+            placed.add(id(chain))
+            found.append(Segment(chain.sites(weights), chain.blocks))
+    return found
+
+
+def _lists(model: nn.Module, names: set[str]) -> list[tuple[str, list[tuple[str, nn.Module]]]]:
+    """Lists of two or more modules with weights to calibrate in them, outer ones first."""
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
+        prefix = f"{name}." if name else ""
+        if any(n.startswith(prefix) for n in names):
+            found.append((name, [(f"{prefix}{i}", child) for i, child in module.named_children()]))
+    return found
+
+
+class _Trial:
+    """A list that may be a chain."""
+
+    def __init__(self, name: str, blocks: list[tuple[str, nn.Module]]) -> None:
+        self.name, self.blocks, self.calls, self.good = name, blocks, 0, True
+        self.last: Tensor | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self.good and self.calls == len(self.blocks)
+
+    def hooks(self) -> list[Any]:
+        hooks: list[Any] = []
+        for i, (_, block) in enumerate(self.blocks):
+            hooks.append(block.register_forward_pre_hook(self._before(i), with_kwargs=True))
+            hooks.append(block.register_forward_hook(self._after))
+        return hooks
+
+    def _before(self, i: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = stream(args, kwargs)
+            if i != self.calls or x is None or (i and (self.last is None or not _same(x, self.last))):
+                self.good = False
+            self.calls += 1
+
+        return hook
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.last = output_of(output)
+
+    def sites(self, weights: dict[int, str]) -> list[list[str]]:
+        return [[n for n in weights.values() if n.startswith(f"{name}.")] for name, _ in self.blocks]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether they hold the same numbers, NaN being the same as NaN: what the numbers are says nothing of the chain."""
+    return a is b or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+
+def stream(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that flows from block to block: the first argument, or Hugging Face's ``hidden_states``."""
+    x = args[0] if args else kwargs.get("hidden_states")
+    return x if isinstance(x, Tensor) else None
+
+
+def output_of(output: Any) -> Tensor | None:
+    x = output[0] if isinstance(output, (tuple, list)) and output else output
+    return x if isinstance(x, Tensor) else None

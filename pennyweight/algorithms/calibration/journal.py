@@ -1,0 +1,92 @@
+"""What a calibration has finished, in a folder, so that a run that was interrupted goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ...core.tensor import AffineQuantizedTensor
+from ...quantize.config_resolution import PlanError
+from ...quantize.plan import Plan
+
+KEY = "calibration.json"
+
+
+class Journal:
+    """Finished weights by name. The folder belongs to one model, plan, recipe and data: raises PlanError for another's.
+
+    Files are written under another name and renamed, so that an interruption leaves none that is half written.
+    """
+
+    def __init__(self, folder: str | Path, model: nn.Module, todo: Plan, recipe: Any, batches: Sequence[Any]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        key = {
+            "version": 1,
+            "model": _digest([*model.named_parameters(), *model.named_buffers()]),
+            "plan": [[row.name, str(row.scheme), row.layout] for row in todo.active],
+            "recipe": str(recipe),
+            "data": _digest([(str(i), t) for i, t in enumerate(tree_leaves(list(batches)))]),
+        }
+        path = self.folder / KEY
+        if path.exists():
+            was = json.loads(path.read_text(encoding="utf-8"))
+            differs = [name for name in key if was.get(name) != key[name]]
+            if differs:
+                raise PlanError(
+                    f"{path} is of another run: {', '.join(differs)} differ; take another folder, or remove this one"
+                )
+        else:
+            _write(path, lambda to: to.write_text(json.dumps(key), encoding="utf-8"))
+        self.done: dict[str, Any] = {}
+        self.fresh: dict[str, Any] = {}
+        for file in sorted(self.folder.glob("solved-*.pt")):
+            self.done |= torch.load(file, weights_only=True)
+        self.files = len(list(self.folder.glob("solved-*.pt")))
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.done)
+
+    def get(self, name: str) -> Any | None:
+        return self.done.get(name)
+
+    def put(self, name: str, solved: Any) -> None:
+        self.fresh[name] = solved
+
+    def flush(self) -> None:
+        """Write what was put since the last time."""
+        if self.fresh:
+            _write(self.folder / f"solved-{self.files:05d}.pt", lambda to: torch.save(self.fresh, to))
+            self.files += 1
+            self.fresh = {}
+
+
+def _write(path: Path, write: Any) -> None:
+    part = path.with_name(f"{path.name}.part")
+    write(part)
+    with part.open("rb+") as f:
+        os.fsync(f.fileno())
+    part.replace(path)
+
+
+def _digest(tensors: Sequence[tuple[str, Any]]) -> str:
+    """SHA-256 of names, dtypes, shapes and values; of what is no tensor, of its repr."""
+    found = hashlib.sha256()
+    for name, value in tensors:
+        if not isinstance(value, Tensor):
+            found.update(f"{name} {value!r}".encode())
+            continue
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        if isinstance(value, AffineQuantizedTensor):
+            value = value.dequantize()
+        found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy() if value.numel() else b"")
+    return found.hexdigest()

@@ -1,0 +1,192 @@
+"""Calibration data through a model, block by block, each block seeing what the quantized ones before it put out."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...quantize.run_batch import call, token_mask
+from . import all_reduce, memory_budget
+from .activation_cache import Hidden, Rest, advance, capture, run_block
+from .block_order import Segment, quiet, segments
+from .input_hooks import Watch
+from .statistics import STATISTICS, State, Statistic
+
+
+@dataclass
+class Seen:
+    """Finished statistics of one weight's inputs: by name [G, K, K] or [G, K]; tokens seen, of all groups' each."""
+
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int = 0
+
+
+Stage = tuple[list[str], dict[str, Seen]]
+
+
+class Collector:
+    """Runs batches through a model and yields, for one set of weights after another, what their inputs are like.
+
+    After each set the caller replaces those weights; the next set then sees inputs as they will be. Memory: hidden
+    states of all batches between two blocks (on disk with ``spill``), the statistics of one block, the model.
+
+    weights     id of a parameter -> its name
+    needs       names of statistics
+    spill       folder for hidden states between blocks; None keeps them in memory
+    known       weights that the caller has already: nothing is collected for sets of such
+    max_ram     bytes that hidden states and a block's statistics may take; hidden states go to a temporary folder where
+                they would not fit
+    """
+
+    def __init__(
+        self, model: nn.Module, weights: dict[int, str], batches: Sequence[Any], needs: Sequence[str],
+        spill: str | Path | None = None, known: frozenset[str] = frozenset(), max_ram: float | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.weights, self.batches = model, weights, batches
+        self.single = [STATISTICS[n] for n in needs if not STATISTICS[n].paired]
+        self.paired = [STATISTICS[n] for n in needs if STATISTICS[n].paired]
+        self.spill, self.known, self.max_ram = spill, known, max_ram
+
+    def stages(self) -> Iterator[Stage]:
+        """(names, what was seen), in the order in which the model calls them. Deterministic."""
+        with quiet(self.model):
+            found = segments(self.model, self.weights, self.batches[0])
+            if all_reduce.several():
+                all_reduce.require_same("which weights they call, and in which order", [s.sites for s in found])
+            for segment in found:
+                if segment.blocks:
+                    yield from self._chain(segment)
+                else:
+                    yield segment.sites[0], self._whole(segment.sites[0])
+
+    def _whole(self, names: list[str]) -> dict[str, Seen]:
+        """Statistics from running the whole model. There is no float model beside it, so paired ones are left out."""
+        gather = _Gather(self._of(names), self.single)
+        for batch in [] if self.known.issuperset(names) else self.batches:
+            gather.run(lambda batch=batch: call(self.model, batch), token_mask(batch))
+        return gather.finish()
+
+    def _chain(self, segment: Segment) -> Iterator[Stage]:
+        with tempfile.TemporaryDirectory(dir=self.spill) as folder:
+            place = None if self.spill is None else Path(folder)
+            hidden = Hidden(place, "quantized")
+            exact = Hidden(place, "float") if self.paired else None
+            rest = capture(
+                self.model, self.batches, [block for _, block in segment.blocks], hidden,
+                lambda first: self._limit(segment, first, (hidden, exact), folder),
+            )  # fmt: skip
+            if exact is not None:
+                for i in range(len(self.batches)):
+                    exact.put(i, hidden.get(i))
+            for b, ((_, block), names) in enumerate(zip(segment.blocks, segment.sites, strict=True)):
+                if names:
+                    yield names, self._block(names, b, block, rest, hidden, exact)
+                elif exact is not None:
+                    advance(exact, len(self.batches), b, block, rest)
+                if b + 1 < len(segment.blocks):
+                    advance(hidden, len(self.batches), b, block, rest)
+
+    def _block(
+        self, names: list[str], b: int, block: nn.Module, rest: Rest, hidden: Hidden, exact: Hidden | None
+    ) -> dict[str, Seen]:
+        gather = _Gather(self._of(names), self.single, self.paired)
+        if self.known.issuperset(names):
+            if exact is not None:
+                advance(exact, len(self.batches), b, block, rest)
+            return gather.finish()
+        for i, batch in enumerate(self.batches):
+            mask = token_mask(batch)
+            if exact is not None:
+                out = gather.remember(lambda i=i: run_block(block, exact.get(i), rest(i, b)), mask)
+                exact.put(i, out)
+            gather.run(lambda i=i: run_block(block, hidden.get(i), rest(i, b)), mask)
+        return gather.finish()
+
+    def _of(self, names: list[str]) -> dict[int, str]:
+        wanted = set(names)
+        return {i: name for i, name in self.weights.items() if name in wanted}
+
+    def _limit(self, segment: Segment, first: Tensor, stores: tuple[Hidden | None, ...], folder: str) -> None:
+        """Once the first hidden states are known: those of all batches go to disk where memory would not do."""
+        if self.max_ram is None:
+            return
+        held = int(first.nbytes) * len(self.batches) * (2 if self.paired else 1)
+        alive = {name: i for i, name in self.weights.items()}
+        parameters = {id(p): p for p in self.model.parameters()}
+        for (name, _), names in zip(segment.blocks, segment.sites, strict=True):
+            shapes = [parameters[alive[n]].shape for n in names if alive[n] in parameters]
+            # The contracted axis is the last but for transposed linears; the larger of both is safe
+            widths = [(s[0] if len(s) == 3 else 1, max(s[1:]) if len(s) != 4 else s[1:].numel()) for s in shapes]
+            needed = memory_budget.statistics_bytes(widths, (*self.single, *self.paired))
+            if memory_budget.must_spill(held, needed, self.max_ram, name):
+                for store in stores:
+                    if store is not None:
+                        store.folder = Path(folder)
+
+
+class _Gather:
+    """Statistics of some weights while they are run."""
+
+    def __init__(self, weights: dict[int, str], single: Sequence[Statistic], paired: Sequence[Statistic] = ()) -> None:
+        self.weights, self.single, self.paired = weights, single, paired
+        self.states: dict[tuple[str, str], State] = {}
+        self.tokens = dict.fromkeys(weights.values(), 0)
+        self.exact: dict[str, list[Tensor]] = {}
+
+    def remember(self, run: Callable[[], Any], mask: Tensor | None) -> Any:
+        """Run on the float model's inputs, of one batch, for paired statistics. Returns what it returns."""
+        self.exact = {}
+        with Watch(self.weights, lambda name, x: self.exact.setdefault(name, []).append(x), mask):
+            return run()
+
+    def run(self, run: Callable[[], Any], mask: Tensor | None) -> None:
+        with Watch(self.weights, self._see, mask):
+            run()
+
+    def _see(self, name: str, x: Tensor) -> None:
+        if not x.shape[1]:
+            return
+        if not bool(x.isfinite().all()):
+            raise ValueError(
+                f"{name}: its inputs on the calibration data have {int((~x.isfinite()).sum())} NaN or infinite values"
+            )
+        self.tokens[name] += x.shape[1]
+        for statistic in self.single:
+            self._update(statistic, name, x)
+        if self.paired:
+            queue = self.exact.get(name)
+            twin = queue.pop(0) if queue else None
+            if twin is None or twin.shape != x.shape:
+                return  # routed otherwise than in the float model: paired statistics are of the tokens that both have
+            for statistic in self.paired:
+                self._update(statistic, name, x, twin)
+
+    def _update(self, statistic: Statistic, name: str, *x: Tensor) -> None:
+        key = (statistic.name, name)
+        state = self.states.get(key)
+        if state is None:
+            total, count = statistic.init(x[0].shape[0], x[0].shape[2])
+            state = total.to(x[0].device), count
+        self.states[key] = statistic.update(state, *x)
+
+    def finish(self) -> dict[str, Seen]:
+        if all_reduce.several():
+            self._share()
+        found = {name: Seen({}, n) for name, n in self.tokens.items()}
+        for (statistic, name), state in self.states.items():
+            found[name].stats[statistic] = STATISTICS[statistic].finish(state)
+        return found
+
+    def _share(self) -> None:
+        """What all ranks saw in place of what this one saw; one statistic of one weight at a time."""
+        for name in self.weights.values():
+            self.tokens[name] = sum(all_reduce.of_all(self.tokens[name]))
+            for statistic in (*self.single, *self.paired):
+                state = all_reduce.merged(statistic, self.states.pop((statistic.name, name), None))
+                if state is not None:
+                    self.states[statistic.name, name] = state

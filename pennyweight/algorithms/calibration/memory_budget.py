@@ -1,0 +1,39 @@
+"""Amounts of memory: what people write, and what a calibration is going to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ...quantize.config_resolution import PlanError
+from ...quantize.report import nbytes_of, size
+from .statistics import Statistic
+
+
+def amount(text: str | float) -> int:
+    """Bytes of "4 GB", or a number of them. Raises PlanError for anything else."""
+    try:
+        return nbytes_of(text)
+    except ValueError as error:
+        raise PlanError(f'an amount of memory is a size such as "4 GB", or a number of bytes: {error}') from None
+
+
+def statistics_bytes(widths: Iterable[tuple[int, int]], statistics: Sequence[Statistic]) -> int:
+    """Bytes of the statistics of layers with those (groups, width) of inputs."""
+    total = 0
+    for groups, width in widths:
+        with torch.device("meta"):
+            total += sum(int(s.init(groups, width)[0].nbytes) for s in statistics)
+    return total
+
+
+def must_spill(hidden: int, statistics: int, limit: float, block: str) -> bool:
+    """Whether hidden states have to go to disk, so that they and a block's statistics keep within ``limit``. Raises
+    PlanError where the statistics alone do not."""
+    if statistics > limit:
+        raise PlanError(
+            f"{block}: the statistics of its inputs take {size(statistics)}, max_ram is {size(limit)}; raise it, "
+            "or take an algorithm that needs less of them, such as 'imatrix' or 'nearest'"
+        )
+    return hidden + statistics > limit

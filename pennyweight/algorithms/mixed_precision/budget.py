@@ -1,0 +1,195 @@
+"""Budgets of bytes and of time, and the mixture that loses least within them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isinf
+
+from ...quantize.config_resolution import PlanError
+from ...quantize.configs import AOBaseConfig
+from ...quantize.report import size
+from ..calibration import memory_budget
+
+Budget = str | Sequence[str]
+_BITS = re.compile(r"\s*([0-9]+\.?[0-9]*)\s*bpw\s*")
+_SPEED = re.compile(r"\s*([0-9]+\.?[0-9]*)\s*x\s+latency\s*")
+_TIME = re.compile(r"\s*([0-9]+\.?[0-9]*)\s*([mu]?)s\s*")
+_SECONDS = {"": 1.0, "m": 1e-3, "u": 1e-6}
+_KNOWN = '"4.25 bpw", "600 MB", "1.3x latency" or "20 ms"'
+
+
+@dataclass(frozen=True)
+class Option:
+    """One config for one weight: its bytes, and what the model loses when this weight alone is quantized so.
+
+    config    None: as it is
+    seconds   of its layers in one call of the model; None where nothing was timed
+    """
+
+    config: AOBaseConfig | None
+    scheme: str
+    nbytes: int
+    loss: float
+    seconds: float | None = None
+
+
+Table = dict[str, list[Option]]  # by parameter
+
+
+@dataclass(frozen=True)
+class Base:
+    """What budgets are relative to.
+
+    numel, rest_bytes    weights that are chosen for; bytes of all else in the model
+    seconds, rest_seconds  of one call of the float model, and of all in it but the layers of these weights; None where
+                         nothing was timed
+    """
+
+    numel: int
+    rest_bytes: int
+    seconds: float | None = None
+    rest_seconds: float = 0.0
+
+    def told(self, seconds: float) -> str:
+        """Seconds of the layers of a mixture, as those of a call of the model."""
+        whole = seconds + self.rest_seconds
+        return f"{duration(whole)} a call, {(self.seconds or 0) / whole:.2f}x the speed of float" if whole else "0 s"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the weights that are chosen for may take: bytes, and seconds of their layers in a call."""
+
+    nbytes: float = inf
+    seconds: float = inf
+
+
+def parts(budget: Budget) -> tuple[str, ...]:
+    """The budgets that one argument holds. Raises PlanError for one that means nothing."""
+    some = (budget,) if isinstance(budget, str) else tuple(budget) if isinstance(budget, (list, tuple)) else ()
+    if not some:
+        raise PlanError(f"budget is {_KNOWN}, or a list of such, got {budget!r}")
+    for one in some:
+        known = isinstance(one, str) and (is_latency(one) or _BITS.fullmatch(one) or one.rstrip().endswith("B"))
+        if not known:
+            raise PlanError(f"budget is {_KNOWN}, got {one!r}")
+    return some
+
+
+def is_latency(budget: str) -> bool:
+    """Whether it is about time."""
+    return bool(_SPEED.fullmatch(budget) or _TIME.fullmatch(budget))
+
+
+def limits(budget: Budget, base: Base) -> Limits:
+    """What budgets leave for the weights that are chosen for; the tightest counts. Raises PlanError for a budget that
+    means nothing, and for one of time where nothing was timed."""
+    nbytes = seconds = inf
+    for one in parts(budget):
+        if is_latency(one):
+            seconds = min(seconds, _seconds(one, base))
+        else:
+            bits = _BITS.fullmatch(one)
+            nbytes = min(
+                nbytes, float(bits[1]) * base.numel / 8 if bits else memory_budget.amount(one) - base.rest_bytes
+            )
+    return Limits(nbytes, seconds)
+
+
+def _seconds(budget: str, base: Base) -> float:
+    if base.seconds is None:
+        raise PlanError(f"{budget!r}: no layer was timed; pass a budget of time to search() itself")
+    speed, time = _SPEED.fullmatch(budget), _TIME.fullmatch(budget)
+    amount = float((speed or time)[1])  # type: ignore[index]
+    if not amount > 0:
+        raise PlanError(f"a budget of time is positive, got {budget!r}")
+    whole = base.seconds / amount if speed else amount * _SECONDS[time[2]]  # type: ignore[index]
+    return whole - base.rest_seconds
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 1.5 s, 20 ms, 800 µs."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def check(table: Table, limit: Limits, base: Base) -> None:
+    """Raise PlanError, with the best there is, where no mixture keeps within one of the limits or within both."""
+    least = sum(min(o.nbytes for o in options) for options in table.values())
+    if least > limit.nbytes:
+        raise PlanError(
+            f"the budget leaves {size(max(limit.nbytes, 0))} for these weights; the candidates need {size(least)}"
+        )
+    if isinf(limit.seconds):
+        return
+    fastest = sum(min(o.seconds or 0.0 for o in options) for options in table.values())
+    if fastest > limit.seconds:
+        raise PlanError(
+            f"the budget leaves {_allowed(limit, base)}; the fastest mixture of the candidates takes "
+            f"{base.told(fastest)}, of which {duration(base.rest_seconds)} are in none of these layers"
+        )
+    if not isinf(limit.nbytes):
+        best = _solve(table, limit.nbytes, inf, by_time=True)
+        within = sum(table[name][i].seconds or 0.0 for name, i in best.items())
+        if within > limit.seconds * (1 + 1e-9):
+            raise PlanError(
+                f"the budget leaves {_allowed(limit, base)}; the fastest mixture within {size(limit.nbytes)} for "
+                f"these weights takes {base.told(within)}"
+            )
+
+
+def _allowed(limit: Limits, base: Base) -> str:
+    return f"{duration(max(limit.seconds + base.rest_seconds, 0))} a call"
+
+
+def allocate(table: Table, limit: float | Limits) -> dict[str, int]:
+    """The option of each weight that minimises the sum of losses within the limits (a number: of bytes). Raises
+    PlanError where none keeps within the bytes; see :func:`check`."""
+    limit = limit if isinstance(limit, Limits) else Limits(limit)
+    check(table, Limits(limit.nbytes), Base(0, 0))
+    return _solve(table, limit.nbytes, limit.seconds)
+
+
+def _solve(table: Table, nbytes: float, seconds: float, by_time: bool = False) -> dict[str, int]:
+    """By HiGHS: one option for each weight, minimising the losses (``by_time``: the seconds)."""
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    flat = [o for options in table.values() for o in options]
+    taken = np.array([o.seconds or 0.0 for o in flat])
+    cost = taken if by_time else np.array([o.loss for o in flat])
+    one_each = np.zeros((len(table), len(flat)))
+    at = 0
+    for i, options in enumerate(table.values()):
+        one_each[i, at : at + len(options)] = 1
+        at += len(options)
+    # HiGHS's tolerances are absolute, so all is brought to the size of 1
+    constraints = [LinearConstraint(one_each, 1, 1)]
+    for amounts, limit in ((np.array([o.nbytes for o in flat]), nbytes), (taken, seconds)):
+        if not isinf(limit):
+            constraints.append(LinearConstraint(amounts[None] / (limit or 1.0), ub=1.0 if limit else 0.0))
+    found = milp(
+        cost / (cost.max() or 1.0),
+        constraints=constraints,
+        integrality=np.ones(len(flat)),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 1e-4},
+    )
+    if found.x is None:
+        raise RuntimeError(f"the allocation could not be solved: {found.message}")
+    chosen, at = {}, 0
+    for name, options in table.items():
+        chosen[name] = int(np.argmax(found.x[at : at + len(options)]))
+        at += len(options)
+    return chosen
+
+
+def totals(table: Table, chosen: dict[str, int]) -> tuple[int, float, float | None]:
+    """Bytes, loss and seconds of a mixture."""
+    picked = [table[name][i] for name, i in chosen.items()]
+    timed = [o.seconds for o in picked if o.seconds is not None]
+    return sum(o.nbytes for o in picked), sum(o.loss for o in picked), sum(timed) if timed else None

@@ -1,0 +1,90 @@
+"""How long a call of a model takes, and how much of it each linear layer has, float and under each of several plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...quantize.layer_timing import COUNTS, Call, TimeLayer, counts_of, layer_calls, least, measure_, wait_for
+from ...quantize.pipeline import solve
+from ...quantize.plan import Plan
+from ...quantize.run_batch import call
+from ..calibration.block_order import quiet
+
+SECONDS = 0.5  # of timing the whole model, before the layers and again after those of each plan
+
+
+def time_call(run: Call, device: torch.device) -> float:
+    """Seconds of one call on this machine."""
+    return least([run], SECONDS, wait_for(device))[0]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How long things take: measured on this machine. Another one stands for another machine, or for a model of one.
+
+    call    (run, device) -> seconds of one ``run()``
+    layer   (row of the plan, quantized weight, numbers of rows, bytes of copies) -> a Latency for each number; None:
+            :func:`pennyweight.quantize.layer_timing.time_layer`
+    """
+
+    call: Callable[[Call, torch.device], float] = time_call
+    layer: TimeLayer | None = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one call of a model.
+
+    whole    the float model
+    rest     of that what is not in the layers that were timed
+    floats   by weight: its layers, float
+    options  by weight: its layers under each plan, in their order
+    """
+
+    whole: float
+    rest: float
+    floats: dict[str, float]
+    options: dict[str, list[float]]
+
+
+def times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Clock) -> Times:
+    """Times of the float model on ``example``, and of its linear layers under each plan at the numbers of rows that
+    they get there.
+
+    Each layer is timed beside its float twin; what counts is the ratio of both times the least time of the float one,
+    so that a machine that is busy while one plan is timed does not favour another. The whole call is timed between the
+    plans, and the least counts too. What is no linear layer, or is not called, counts as it is: under "rest".
+    """
+    with quiet(model):
+        seen, _ = layer_calls(model, lambda: call(model, example))
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def time_whole() -> float:
+        with quiet(model):
+            return clock.call(lambda: call(model, example), device)
+
+    whole = time_whole()
+    floats: dict[str, float] = {}
+    ratios: dict[str, list[float]] = {}
+    for one in plans:
+        measure_(
+            one,
+            lambda row: [m for m, _ in counts_of(row, seen).most_common(COUNTS)],
+            lambda row: solve(row)[0],
+            clock.layer,
+        )
+        for row in one.active:
+            counts = counts_of(row, seen)
+            took = sum(counts[t.rows] * t.float_us for t in row.latency) / 1e6
+            quantized = sum(counts[t.rows] * t.quantized_us for t in row.latency) / 1e6
+            floats[row.name] = min(floats.get(row.name, took), took)
+            ratios.setdefault(row.name, []).append(quantized / took if took else 0.0)
+        whole = min(whole, time_whole())
+    layers = sum(floats.values())
+    options = {name: [floats[name] * r for r in some] for name, some in ratios.items()}
+    return Times(max(whole, layers), max(whole - layers, 0.0), floats, options)

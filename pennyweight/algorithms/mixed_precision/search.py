@@ -1,0 +1,335 @@
+"""search(): which layer gets how many bits, so that the model loses least within a budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
+from ...core.layouts import portable_layout
+from ...core.spec import QuantSpec
+from ...core.tensor import AffineQuantizedTensor
+from ...quantize.config_resolution import Filter, PlanError
+from ...quantize.configs import AOBaseConfig, FqnToConfig, SpecConfig
+from ...quantize.configs.serialize import config_to_data
+from ...quantize.plan import Plan, PlanRow, plan
+from ...quantize.recommend import CANDIDATES as FAST
+from ...quantize.report import size
+from ...quantize.run_batch import call
+from .. import recipe as recipes
+from ..calibration.batches import read
+from ..calibration.block_order import quiet
+from ..calibration.loop import Collector, Seen
+from ..pipeline import solve_row
+from ..tuners import losses
+from .budget import Base, Budget, Option, Table, allocate, check, duration, is_latency, limits, parts, totals
+from .latency import Clock, Times, times
+
+__all__ = ["CANDIDATES", "Clock", "Option", "Search", "allocate", "search"]
+
+CANDIDATES: tuple[AOBaseConfig, ...] = tuple(
+    SpecConfig(QuantSpec(fmt, (group,), torch.float16, zero_point=fmt))
+    for fmt, group in ((UINT2, 64), (UINT3, 128), (UINT4, 128), (UINT5, 128), (UINT6, 128))
+)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What :func:`search` found.
+
+    config      ready for ``quantize_``; a plain FqnToConfig, to be read, saved (:meth:`to_json`) and edited
+    predicted   loss of the model under it: the sum of its layers' times ``interaction``
+    interaction measured loss by the sum, of the chosen mixture: how far layers' losses are from adding up
+    bits        per weight of the quantized layers, metadata included
+    table       by parameter: its options
+    uniform     (config, bits per weight, sum of losses) of each candidate everywhere
+    base        what budgets are relative to
+    seconds     of one call of the model under it, where a budget of time was given; else None
+    """
+
+    config: FqnToConfig
+    predicted: float
+    interaction: float
+    bits: float
+    nbytes: int
+    chosen: dict[str, int]
+    table: Table = field(repr=False)
+    uniform: list[tuple[str, float, float]] = field(default_factory=list)
+    metric: str = "kl"
+    base: Base = field(default_factory=lambda: Base(0, 0))
+    seconds: float | None = None
+
+    @property
+    def speed(self) -> float | None:
+        """Of the model under it relative to the float model, where a budget of time was given."""
+        return None if self.seconds is None or self.base.seconds is None else self.base.seconds / self.seconds
+
+    def within(self, budget: Budget) -> Search:
+        """The best mixture within another budget, from the same measurements: nothing is run again. Its ``interaction``
+        is that of the first. Raises PlanError as :func:`search` does, and for a budget of time where the first had
+        none: nothing was timed then."""
+        limit = limits(budget, self.base)
+        check(self.table, limit, self.base)
+        chosen = allocate(self.table, limit)
+        nbytes, total, seconds = totals(self.table, chosen)
+        return replace(
+            self, config=_config(self.table, chosen), predicted=total * self.interaction,
+            bits=8 * nbytes / self.base.numel, nbytes=nbytes, chosen=chosen, seconds=_whole(self.base, seconds),
+        )  # fmt: skip
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The config as data (see PennyweightConfig), and the table behind it."""
+        table = {
+            name: [{"scheme": o.scheme, "nbytes": o.nbytes, "loss": o.loss, "seconds": o.seconds,
+                    "chosen": i == self.chosen[name]} for i, o in enumerate(options)]
+            for name, options in self.table.items()
+        }  # fmt: skip
+        data = {
+            "version": 1, "config": config_to_data(self.config), "bits": self.bits, "nbytes": self.nbytes,
+            "metric": self.metric, "predicted": self.predicted, "interaction": self.interaction,
+            "seconds": self.seconds, "float_seconds": self.base.seconds, "table": table,
+        }  # fmt: skip
+        return json.dumps(data, indent=indent)
+
+    def front(self, points: int = 12) -> list[tuple[float, float]]:
+        """(bits per weight, predicted loss) of the best mixtures from the smallest to the largest, however fast."""
+        least = sum(min(o.nbytes for o in options) for options in self.table.values())
+        most = sum(max(o.nbytes for o in options) for options in self.table.values())
+        found = []
+        for i in range(points):
+            limit = least + (most - least) * i / max(1, points - 1)
+            chosen = allocate(self.table, limit)
+            nbytes, loss, _ = totals(self.table, chosen)
+            found.append((8 * nbytes / self.base.numel, loss * self.interaction))
+        return found
+
+    def __str__(self) -> str:
+        from io import StringIO
+
+        from rich.console import Console
+        from rich.table import Table as Drawn
+        from rich.text import Text
+
+        told = f"{self.bits:.3f} bits a weight, {size(self.nbytes)}; predicted {self.metric} {self.predicted:.3g}"
+        if self.seconds is not None:
+            told += f"; {duration(self.seconds)} a call, {self.speed:.2f}x the speed of float"
+        timed = ("time",) if self.seconds is not None else ()
+        table = Drawn(title=told, title_justify="left")
+        for name in ("parameter", "chosen", "bytes", *timed, self.metric, "others"):
+            left = name in ("parameter", "chosen", "others")
+            table.add_column(name, justify="left" if left else "right", overflow="fold")
+        for name, options in self.table.items():
+            one = options[self.chosen[name]]
+            rest = ", ".join(f"{o.scheme.split('[')[0]} {o.loss:.2g}" for o in options if o is not one)
+            took = [duration(one.seconds or 0.0)] if timed else []
+            table.add_row(*map(Text, (name, one.scheme, size(one.nbytes), *took, f"{one.loss:.2g}", rest)))
+        out = StringIO()
+        Console(file=out, width=120).print(table)
+        return out.getvalue()
+
+
+def search(
+    model: nn.Module,
+    batches: Sequence[Any],
+    budget: Budget,
+    *,
+    metric: str | losses.Divergence | None = None,
+    candidates: Sequence[AOBaseConfig] | None = None,
+    algorithm: Any = "gptq",
+    filter_fn: Filter | None = None,
+    held_out: float = 0.25,
+    example: Any = None,
+    clock: Clock | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Search:
+    """The mixture of configs, one for each weight, under which the model loses least within a budget.
+
+    batches     calibration data: a share of ``held_out`` measures, the rest is what weights are solved on
+    budget      one, or a list of which each must be kept:
+                "4.25 bpw"      bits per weight of the quantized layers, scales and all
+                "600 MB"        of the whole model's parameters and buffers (kB, MB, GB: powers of 1000)
+                "1.3x latency"  a call of the model at least 1.3 times as fast as the float model's, here
+                "20 ms"         that call at most so long (s, ms, us)
+    metric      "kl" of the logits, "error" of the output, or a function (reference, output, batch) -> number
+    candidates  configs to choose from; default: 2 to 6 bits with zero points and float16 scales, and under a budget of
+                time those of :func:`recommend` too
+    algorithm   a solver for the weights
+    example     the call whose time counts, as one of ``batches``: a single token, or a whole prompt. Default: the last
+                of ``batches``
+    clock       how long things take; default: as measured on this machine
+
+    Each weight is solved under each candidate on the float model's inputs, and the loss is measured of the model with
+    that weight alone replaced. Then scipy's MILP solver (HiGHS) picks one option for each weight:
+
+        minimise sum loss[w, option]  subject to  sum bytes[w, option] <= budget
+                                                  rest + sum seconds[w, option] <= budget
+
+    Under a budget of time each linear layer is timed under each candidate at the numbers of rows that it gets in the
+    example's call, beside its float twin, and leaving a weight as it is is an option too; "rest" is the float model's
+    call without those layers, and stays as it is.
+
+    The model is not changed; it is run in eval mode. Losses are of small errors, so they nearly add up; by how much
+    they do not is measured once on the mixture (``interaction``) and belongs to the prediction. Needs scipy. Memory:
+    beside the model the statistics of one block and all solved weights, packed. Raises PlanError for a budget that
+    means nothing, or that no mixture meets; bytes and time are known, and checked, before anything is solved.
+    """
+    batches = read(batches, "batches", together=True)
+    if len(batches) < 2:
+        raise PlanError("search needs two batches or more: some to solve with, some to measure with")
+    solver, timed = _solver(algorithm), any(map(is_latency, parts(budget)))
+    configs = list(candidates if candidates is not None else (*CANDIDATES, *FAST) if timed else CANDIDATES)
+    solving, measuring = losses.split(batches, held_out)
+    with torch.inference_mode(False), torch.no_grad():
+        plans = [plan(model, config, filter_fn) for config in configs]
+        names = [row.name for row in plans[0].active]
+        if any([row.name for row in p.active] != names for p in plans):
+            raise PlanError("search: the candidates apply to different weights; give a filter_fn under which all apply")
+        with quiet(model):
+            first = call(model, measuring[0])
+        measure = losses.divergence(metric, first)
+        took = times(model, batches[-1] if example is None else example, plans, clock or Clock()) if timed else None
+        base = _base(model, plans[0], took)
+        limit = limits(budget, base)
+        rows = {name: [row for p in plans for row in p.active if row.name == name] for name in names}
+        check(_known(rows, configs, took), limit, base)
+        solved = _solve(model, rows, solver, solving, progress)
+        table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, progress)
+        chosen = allocate(table, limit)
+        nbytes, total, seconds = totals(table, chosen)
+        places = {name: rows[name][0].places for name in names}
+        put = {name: _runnable(rows[name][i], solved[name][i]) for name, i in chosen.items() if i < len(configs)}
+        expected = losses.references(model, measuring)
+        whole = _replaced(model, places, put, lambda: losses.mean(model, measuring, expected, measure))
+    interaction = whole / total if total > 0 else 1.0
+    uniform = [
+        (str(rows[names[0]][i].scheme), 8 * sum(t[i].nbytes for t in table.values()) / base.numel,
+         sum(t[i].loss for t in table.values()))
+        for i in range(len(configs))
+    ]  # fmt: skip
+    told = metric if isinstance(metric, str) else "loss" if metric is not None else _named(measure)
+    return Search(
+        _config(table, chosen), total * interaction, interaction, 8 * nbytes / base.numel, nbytes, chosen, table,
+        uniform, told, base, _whole(base, seconds),
+    )  # fmt: skip
+
+
+def _base(model: nn.Module, whole: Plan, took: Times | None) -> Base:
+    weights = [row for row in whole.active if row.tensor is not None]
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    rest = sum(int(t.nbytes) for t in tensors.values()) - sum(row.bytes_before for row in weights)
+    numel = sum(row.tensor.numel() for row in weights if row.tensor is not None)
+    return Base(numel, rest) if took is None else Base(numel, rest, took.whole, took.rest)
+
+
+def _whole(base: Base, seconds: float | None) -> float | None:
+    return None if seconds is None else seconds + base.rest_seconds
+
+
+def _known(rows: dict[str, list[PlanRow]], configs: list[AOBaseConfig], took: Times | None) -> Table:
+    """The options of each weight with all that is known before it is solved; where layers were timed the last is to
+    leave it as it is."""
+    table: Table = {}
+    for name, some in rows.items():
+        table[name] = [
+            Option(config, str(row.scheme), _nbytes(row), 0.0, None if took is None else took.options[name][i])
+            for i, (row, config) in enumerate(zip(some, configs, strict=True))
+        ]
+        if took is not None:
+            table[name].append(Option(None, "as it is", some[0].bytes_before, 0.0, took.floats[name]))
+    return table
+
+
+def _nbytes(row: PlanRow) -> int:
+    assert row.scheme is not None
+    assert row.site is not None
+    return row.scheme.nbytes(row.site.shape, _packed(row))
+
+
+def _config(table: Table, chosen: dict[str, int]) -> FqnToConfig:
+    return FqnToConfig({name: table[name][i].config for name, i in chosen.items()})
+
+
+def _named(measure: losses.Divergence) -> str:
+    return next((name for name, fn in losses.NAMED.items() if fn is measure), "loss")
+
+
+def _solver(algorithm: Any) -> Any:
+    recipe = recipes.read(algorithm)
+    if recipe.rewrites or recipe.tuners:
+        raise PlanError(f"search compares weights one by one and takes a solver; got {recipe}. Rewrite the model first")
+    return recipe.solver
+
+
+def _solve(
+    model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], progress: Any
+) -> dict[str, list[AffineQuantizedTensor]]:
+    """Each weight under each candidate, from the float model's inputs."""
+    solved: dict[str, list[AffineQuantizedTensor]] = {}
+
+    def solve(name: str, seen: Seen | None) -> None:
+        solved[name] = [solve_row(row, solver, seen)[0].to_layout(_packed(row)) for row in rows[name]]
+        if progress is not None:
+            progress(len(solved), len(rows), f"solving {name}")
+
+    if solver.needs:
+        weights = {id(row[0].tensor): name for name, row in rows.items()}
+        for names, seen in Collector(model, weights, batches, solver.needs).stages():
+            for name in names:
+                solve(name, seen.get(name))
+    for name in rows.keys() - solved.keys():
+        solve(name, Seen())
+    return {name: solved[name] for name in rows}
+
+
+def _packed(row: PlanRow) -> str:
+    assert row.scheme is not None
+    return portable_layout(row.scheme.weight)
+
+
+def _runnable(row: PlanRow, w: AffineQuantizedTensor) -> AffineQuantizedTensor:
+    """Itself, which is dequantized when it is called; where inputs are quantized too, in the layout of its kernel."""
+    return w if _weight_only(row) else w.to_layout(row.layout)
+
+
+def _weight_only(row: PlanRow) -> bool:
+    return row.scheme is not None and row.scheme.act is None
+
+
+def _losses(
+    model: nn.Module, rows: dict[str, list[PlanRow]], solved: dict[str, list[AffineQuantizedTensor]], known: Table,
+    batches: list[Any], measure: losses.Divergence, progress: Any,
+) -> Table:  # fmt: skip
+    """The options with the loss of the model with one weight replaced, for each and each option."""
+    expected = losses.references(model, batches)
+    table: Table = {}
+    for name, options in rows.items():
+        table[name] = []
+        for row, w, option in zip(options, solved[name], known[name], strict=False):  # what is left alone loses nothing
+            x = w.dequantize() if _weight_only(row) else _runnable(row, w)
+            loss = _replaced(
+                model, {name: row.places}, {name: x}, lambda: losses.mean(model, batches, expected, measure)
+            )
+            table[name].append(replace(option, nbytes=w.nbytes, loss=max(loss, 0.0)))
+        table[name] += known[name][len(options) :]
+        if progress is not None:
+            progress(len(table), len(rows), f"measuring {name}")
+    return table
+
+
+def _replaced(model: nn.Module, places: dict[str, Any], weights: dict[str, Tensor], run: Callable[[], float]) -> float:
+    """run() with some weights in the model's places, which get theirs back."""
+    before = {name: places[name][0].get() for name in weights}
+    try:
+        for name, w in weights.items():
+            for place in places[name]:
+                place.set(nn.Parameter(w, requires_grad=False))
+        return run()
+    finally:
+        for name, w in before.items():
+            for place in places[name]:
+                place.set(w)

@@ -1,0 +1,41 @@
+"""AWQ: weights that meet large inputs get more of the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..base import register
+from .equalization import Couple
+from .scale_search import Inputs, Scales, Scaling
+
+
+@register("awq")
+@dataclass(frozen=True)
+class AWQ(Scaling):
+    """Multiplies the columns of weights by s and divides their inputs (Lin et al. 2024).
+
+        s_j = (E|x_j|)^alpha / sqrt(max_j min_j),  alpha in 0, 1/grid, .. (grid - 1)/grid
+
+    alpha is the one with the least error of the outputs of all layers that read the input, weights rounded to nearest
+    in their own scheme. Ranges are left to the solver's grids (``{"gptq": {"grids": [...]}}``).
+
+    grid    candidates for alpha
+    """
+
+    grid: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grid < 1:
+            raise ValueError(f"awq: grid must be at least 1, got {self.grid}")
+
+    def candidates(self, couple: Couple, seen: Inputs, weights: Tensor) -> Iterator[Scales]:
+        x = couple.gather(seen.mean)
+        yield "", torch.ones_like(x)
+        for i in range(1, self.grid):
+            s = x ** (i / self.grid)
+            yield f"alpha={i / self.grid:g}", torch.where(x > 0, s, torch.nan)

@@ -1,0 +1,318 @@
+"""Couples: a norm or linear layer whose output channels can be divided by numbers that the linear layers that read it
+take up in their columns, the model computing the same.
+
+    writer / s,  reader * s
+
+The trace of one run proposes couples; each is then tried with random powers of two, which change no rounding. It is one
+if the model's outputs stay, and if they change when only the readers are scaled. No table of model classes: a norm that
+also feeds the residual stream (BERT), a gelu between two layers, or a query for a value all fail the trial.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..calibration.block_order import quiet
+from .graph import Matrix, Node, Trace, norm_width, ops_between, sources, trace
+from .verify_rewrite import Kept, apart, outputs, probe, tolerance
+
+MIXES = frozenset(("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm", "einsum"))
+
+
+# -- both halves of a couple -------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Gain:
+    """The vector of a norm: its output is n(x) * (weight + shift) + bias. shift is 1 where Gemma's are meant."""
+
+    name: str
+    module: nn.Module
+    shift: float = 0.0
+
+    @property
+    def width(self) -> int:
+        return norm_width(self.module)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.module._parameters.get("bias")
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.module._parameters["weight"]  # type: ignore[return-value]
+
+    def tensors(self) -> list[Tensor]:
+        return [p for p in (self._weight, self.bias) if p is not None]
+
+    def value(self) -> Tensor:
+        """float64 [width]."""
+        return self._weight.data.double() + self.shift
+
+    def put(self, value: Tensor) -> None:
+        self._weight.data.copy_(value - self.shift)
+
+    def divide(self, s: Tensor) -> None:
+        self.put(self.value() / s)
+        if self.bias is not None:
+            self.bias.data.copy_(self.bias.data.double() / s)
+
+
+@dataclass(eq=False)
+class Rows:
+    """Outputs [start, start + width) of a linear layer."""
+
+    matrix: Matrix
+    start: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        return self.matrix.name.removesuffix(".weight")
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.matrix.weight, self.matrix.bias) if t is not None]
+
+    def divide(self, s: Tensor) -> None:
+        view = self.matrix.view[self.start : self.start + self.width]
+        view.copy_(view.double() / s.unsqueeze(1))
+        if self.matrix.bias is not None:
+            bias = self.matrix.bias.data[self.start : self.start + self.width]
+            bias.copy_(bias.double() / s)
+
+
+@dataclass(eq=False)
+class Couple:
+    """index [width of the readers]: the writer's channel that each column reads; None: its own number. head: width of
+    an attention head, where attention is between."""
+
+    writer: Gain | Rows
+    readers: tuple[Matrix, ...]
+    index: Tensor | None = None
+    head: int = 0
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.writer.tensors(), *(r.weight for r in self.readers)]
+
+    def spread(self, s: Tensor) -> Tensor:
+        return s if self.index is None else s[self.index.to(s.device)]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The largest entry of x [width of the readers] for each channel of the writer."""
+        if self.index is None:
+            return x
+        found = torch.zeros(self.writer.width, dtype=x.dtype, device=x.device)
+        return found.scatter_reduce(0, self.index.to(x.device), x, "amax")
+
+    def scale_readers(self, s: Tensor) -> None:
+        for r in self.readers:
+            r.view.copy_(r.view.double() * self.spread(s))
+
+    def apply(self, s: Tensor) -> None:
+        """Divide the writer by s, float64 [its width], and multiply the readers' columns."""
+        s = s.double().to(self.readers[0].weight.device)
+        self.writer.divide(s)
+        self.scale_readers(s)
+
+
+# -- finding them ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """couples, and of linear layers that have none: parameter name -> why."""
+
+    couples: list[Couple]
+    without: dict[str, str]
+
+
+def find(model: nn.Module, batch: Any, wanted: Iterable[str] | None = None) -> Found:
+    """Couples with a reader among ``wanted`` (names of weights; None: any), tried on two samples of a batch. The model
+    ends with the same bits.
+
+    Raises ValueError where its output has nothing to compare.
+    """
+    with torch.no_grad():
+        return _find(model, probe(batch), None if wanted is None else set(wanted))
+
+
+def _find(model: nn.Module, batch: Any, wanted: set[str] | None) -> Found:
+    seen = trace(model, batch)
+    reference, limit = outputs(model, batch), tolerance(model)
+    groups: dict[str, list[list[Couple]]] = {}  # by pattern: of each reader's candidates, variants
+    without: dict[str, str] = {}
+    for node, readers in read_together(seen):
+        if wanted is not None and not wanted.intersection(r.name for r in readers):
+            continue
+        if not all(r.plain and r.bias is not r.weight for r in readers):
+            without |= dict.fromkeys((r.name for r in readers), "a layer that reads the same is quantized already")
+            continue
+        candidates = list(_candidates(model, node, readers))
+        for variants in candidates:
+            key = re.sub(r"\d+", "*", " ".join([variants[0].writer.name, *(r.name for r in readers)]))
+            groups.setdefault(f"{key} {variants[0].writer.width}", []).append(variants)
+        why = "the model's outputs change when it is folded into what it reads"
+        without |= dict.fromkeys((r.name for r in readers), why if candidates else _nothing(node))
+    couples: list[Couple] = []
+    for group in groups.values():
+        for couple in _tried(model, batch, reference, limit, group):
+            names = [r.name for r in couple.readers]
+            if all(n in without for n in names):  # the first that holds; two at once would divide twice
+                couples.append(couple)
+                for n in names:
+                    del without[n]
+    return Found(couples, {n: w for n, w in without.items() if wanted is None or n in wanted})
+
+
+def read_together(seen: Trace) -> list[tuple[Node, tuple[Matrix, ...]]]:
+    """(what made it, the linear layers that multiply it), in the order of calls."""
+    nodes: dict[int, tuple[Node, dict[int, Matrix]]] = {}
+    for matrix, source in seen.uses:
+        node = source.resolved()
+        # A norm that is called twice is one writer
+        nodes.setdefault(id(node.what) if node.kind == "norm" else id(node), (node, {}))[1][id(matrix)] = matrix
+    return [(node, tuple(found.values())) for node, found in nodes.values()]
+
+
+def _nothing(node: Node) -> str:
+    if node.kind == "norm":
+        return f"the gain of {node.name} is not understood"
+    return "it reads the model's input" if node.kind == "unknown" else "nothing before it can take its scale"
+
+
+def _candidates(model: nn.Module, node: Node, readers: tuple[Matrix, ...]) -> Iterator[list[Couple]]:
+    """Variants of each couple that the graph allows."""
+    width = readers[0].width
+    if node.kind == "norm":
+        gain = gain_of(node.name, node.what, readers[0].weight)
+        if gain is not None and gain.width == width:
+            yield [Couple(gain, readers)]
+        return
+    for source in sources(node):
+        matrix = source.what
+        if source.kind != "matrix" or matrix.kind != "linear" or not matrix.plain:
+            continue
+        between = ops_between(node, source)
+        if not between & MIXES:
+            if matrix.height in (width, 2 * width):  # of [gate; up] as one, up comes second
+                yield [Couple(Rows(matrix, matrix.height - width, width), readers)]
+            continue
+        heads = head_widths(model, readers[0])
+        variants = []
+        for rows in _value_rows(matrix.height, width, heads):
+            if rows == width:
+                head = next((h for h in heads if width % h == 0), 0)
+                variants.append(Couple(Rows(matrix, matrix.height - rows, rows), readers, None, head))
+            else:
+                for head in heads:
+                    if rows % head == 0:
+                        index = repeated(rows, head, width // rows)
+                        variants.append(Couple(Rows(matrix, matrix.height - rows, rows), readers, index, head))
+        if variants:
+            yield variants
+
+
+def _value_rows(height: int, width: int, heads: list[int]) -> list[int]:
+    """How many of a layer's outputs may be values, for ``width`` inputs of the output projection; values come last."""
+    if height <= width:
+        return [height] if width % height == 0 else []
+    rest = height - width  # queries first: keys and values share the rest
+    shared = [rest // 2] if rest % 2 == 0 and width % (rest // 2) == 0 else []
+    return [rows for rows in shared if rows == width or any(rows % h == 0 for h in heads)]
+
+
+def repeated(rows: int, head: int, times: int) -> Tensor:
+    """Channels of grouped-query attention: each head of ``rows`` values is read ``times`` times in a row."""
+    return torch.arange(rows, dtype=torch.int64, device="cpu").view(-1, head).repeat_interleave(times, 0).flatten()
+
+
+def head_widths(model: nn.Module, matrix: Matrix) -> list[int]:
+    """What a head's width may be: as modules around it say, then as the model's config does, then powers of two."""
+    around = [model]
+    *path, _ = matrix.name.split(".")
+    for part in path:
+        around.append(getattr(around[-1], part))
+    said: list[int] = []
+    for owner in [*reversed(around), *(getattr(m, "config", None) for m in reversed(around))]:
+        for name in ("head_dim", "attention_head_size"):
+            said.append(getattr(owner, name, None))  # type: ignore[arg-type]
+        for name in ("num_heads", "num_attention_heads"):
+            count = getattr(owner, name, None)
+            if isinstance(count, int) and count > 0 and matrix.width % count == 0:
+                said.append(matrix.width // count)
+    known = [h for h in dict.fromkeys(said) if isinstance(h, int) and h > 0 and matrix.width % h == 0]
+    return known or [h for h in (128, 64, 32, 256, 96, 80, 16, 8) if matrix.width % h == 0]
+
+
+def gain_of(name: str, module: nn.Module, like: Tensor) -> Gain | None:
+    """How a norm uses its weight, tried on random inputs; None where its output is not n(x) (weight + shift) + bias."""
+    weight, bias = module.weight, module._parameters.get("bias")
+    assert isinstance(weight, Tensor)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu").to(
+        like.device, like.dtype
+    )
+    kept = Kept([weight])
+
+    def at(value: float) -> Tensor:
+        weight.data.fill_(value)
+        out = module(x).double()
+        return out if bias is None else out - bias.data.double()
+
+    try:
+        with quiet(module):
+            zero, one, two = at(0.0), at(1.0), at(2.0)
+    finally:
+        kept.restore()
+    near = 1e-5 if weight.dtype is torch.float32 else 0.05
+    if apart([one - zero], [two - one]) > near or not bool((one - zero).any()):
+        return None
+    for shift in (0.0, 1.0):
+        if torch.linalg.vector_norm(zero - shift * (one - zero)) <= near * torch.linalg.vector_norm(one - zero):
+            return Gain(name, module, shift)
+    return None
+
+
+# -- trying them -------------------------------------------------------------------------------------------------------
+
+
+def _tried(
+    model: nn.Module, batch: Any, reference: list[Tensor], limit: float, group: list[list[Couple]]
+) -> list[Couple]:
+    """Of couples that are alike in all layers, those that hold: the first is tried alone, then the others at once."""
+
+    def holds(couples: list[Couple]) -> bool:
+        return _holds(model, batch, reference, limit, couples)
+
+    variant = next((i for i, couple in enumerate(group[0]) if holds([couple])), None)
+    if variant is None:
+        return []
+    rest = [variants[variant] for variants in group[1:] if variant < len(variants)]
+    good = not rest or holds(rest)
+    return [group[0][variant], *(rest if good else [c for c in rest if holds([c])])]
+
+
+def _holds(model: nn.Module, batch: Any, reference: list[Tensor], limit: float, couples: list[Couple]) -> bool:
+    kept = Kept(t for c in couples for t in c.tensors())
+    generator = torch.Generator().manual_seed(0)
+    try:
+        scales = []
+        for c in couples:
+            powers = torch.randint(
+                -1, 3, (c.writer.width,), generator=generator, dtype=torch.int64, device="cpu"
+            ).double()
+            scales.append(torch.exp2(powers).to(c.readers[0].weight.device))
+            c.scale_readers(scales[-1])
+        if apart(reference, outputs(model, batch)) <= 10 * limit:
+            return False  # nothing comes of them here, so that nothing would show
+        for c, s in zip(couples, scales, strict=True):
+            c.writer.divide(s)
+        return apart(reference, outputs(model, batch)) <= limit
+    finally:
+        kept.restore()

@@ -1,0 +1,285 @@
+"""QuaRot: the residual stream, and what attention passes on, in a rotated basis where no channel stands out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...quantize.config_resolution import PlanError
+from ...quantize.scheme import Scheme
+from ..base import Rewrite, register
+from ..calibration import all_reduce
+from ..calibration.batches import Batches, held_out, read
+from .equalization import Couple, Gain, Rows, find, read_together
+from .graph import Matrix, trace
+from .hadamard import fixing_ones, rotation
+from .held_out import Trial
+from .online_hadamard import RotatedLinear, rotate_inputs_, undo_
+from .residual_stream import Stream, find_stream
+from .spinquant import learned
+from .verify_rewrite import Kept, apart, outputs, probe, tolerance
+
+
+@register("rotate")
+@dataclass(frozen=True)
+class Rotate(Rewrite):
+    """Rotates the residual stream of a pre-norm transformer, and the values of attention (Ashkboos et al. 2024).
+
+        x -> x Q;  W_read -> W_read diag(gain) Q;  W_write -> Q^T W_write;  gain -> 1
+        v -> v R per head;  W_o -> W_o R per head
+
+    Q and R are Hadamard matrices with random signs (:func:`pennyweight.algorithms.rewrites.hadamard.rotation`). Under
+    LayerNorm Q is a random rotation that keeps (1, .. 1), so that the mean is taken out as before. Runs at no cost.
+
+    stream  rotate the residual stream
+    values  rotate the values of attention
+    online  the inputs that neither of these reaches (of down_proj; with stream=False, values=False of every layer that
+            is going to be quantized, in any model) are rotated at run time, by layers that are
+            :class:`pennyweight.algorithms.rewrites.online_hadamard.RotatedLinear` then
+    untie   a table that is both embedding and output is made two, where the last norm's gain is folded into the output.
+            The state dict keeps its names; the config's tie_word_embeddings becomes False
+    learn   steps in which the stream's rotation is learned from all of the calibration data, from this one on, at
+            ``rate`` (SpinQuant); 0: it stays. See :func:`pennyweight.algorithms.rewrites.spinquant.learned`
+    create_bias     the output gets a bias where a LayerNorm's must be folded into it and it has none
+    held_out        share of the data that decides: where the model, rounded to nearest, is no nearer to itself there,
+                    all of it is put back. Of a single row of data that row. 0: it is rotated whatever comes of it
+    """
+
+    seed: int = 0
+    stream: bool = True
+    values: bool = True
+    online: bool = False
+    untie: bool = True
+    create_bias: bool = True
+    learn: int = 0
+    rate: float = 0.01
+    held_out: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"rotate: held_out is a share of the data from 0 to below 1, got {self.held_out}")
+        if self.learn < 0 or not self.rate > 0:
+            raise ValueError(f"rotate: learn is a number of steps at a positive rate, got {self.learn} at {self.rate}")
+        if self.learn and not self.stream:
+            raise ValueError("rotate: what is learned is the rotation of the residual stream; learn needs stream=True")
+
+    @torch.no_grad()
+    def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
+        """Raises PlanError where the model has no residual stream that can be rotated."""
+        self._stream(model, self._probe(read(batches)))
+
+    def _probe(self, batches: Batches) -> Any:
+        if not batches:
+            raise PlanError("rotate runs the model to see what it is made of; pass calibration=batches")
+        if not (self.stream or self.values or self.online):
+            raise PlanError("rotate: with stream, values and online all False nothing is rotated")
+        return all_reduce.first(probe(batches[0]))
+
+    def _stream(self, model: nn.Module, batch: Any) -> Stream:
+        return find_stream(model, batch) if self.stream else Stream(0, [], False, [], [])
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
+        """See :class:`Rewrite`. batches: the first, the held-out ones, and all of them where it learns are run. Raises
+        PlanError, the model as it was, where it has no residual stream that can be rotated, and where its outputs
+        change after all."""
+        batches = read(batches)
+        batch = self._probe(batches)
+        stream = self._stream(model, batch)
+        heads = []
+        if self.values:
+            mixed = [r.name for node, found in read_together(trace(model, batch)) if node.kind == "op" for r in found]
+            heads = [c for c in find(model, batch, mixed).couples if c.head > 1 and isinstance(c.writer, Rows)]
+        learned_on, guard = held_out(batches, self.held_out)
+        reference = outputs(model, batch)
+        judged = self.held_out and any(s is not None for s in target.values())
+        trial = Trial(model, target, guard or batches) if judged else None
+        before = 0.0 if trial is None else trial.divergence()
+        change = _Change(model, stream, heads)
+        try:
+            notes = change.make(self, target, learned_on)
+            off = all_reduce.largest_number(apart(reference, outputs(model, batch)))
+            if off > tolerance(model):
+                raise PlanError(
+                    f"rotate: the model's outputs moved by {off:.1e} of their size, more than {tolerance(model):.1e}; "
+                    "something else than its norms reads the residual stream"
+                )
+            if trial is not None:
+                trial.forget_all()
+                after = trial.divergence()
+                told = f"held-out divergence of rounding to nearest {before:.3g} -> {after:.3g}"
+                if not after < before:
+                    change.undo()
+                    return {"": f"rotation undone: {told}", **dict.fromkeys(target, "not rotated: it did not help")}
+                notes[""] = "; ".join(filter(None, (notes.get(""), f"rotated: {told}")))
+        except BaseException:
+            change.undo()
+            raise
+        return notes
+
+
+@dataclass
+class _Change:
+    """The rotation of one model, and how to take it back."""
+
+    model: nn.Module
+    stream: Stream
+    heads: list[Couple]
+    kept: Kept | None = None
+    replaced: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    config: tuple[Any, Any] | None = None
+    online: list[nn.Module] = field(default_factory=list)
+
+    def make(self, options: Rotate, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
+        s = self.stream
+        notes: dict[str, str] = {}
+        tensors = [t for gain, readers in s.norms for t in (*gain.tensors(), *_of(readers))]
+        tensors += [*_of(s.writers), *(module._parameters[p] for _, module, p in s.parameters)]  # type: ignore[list-item]
+        tensors += [t for c in self.heads for t in c.tensors()]
+        reached = {r.name for _, readers in s.norms for r in readers} | {r.name for c in self.heads for r in c.readers}
+        left = [n for n in target if options.online and n not in reached and n.endswith("weight")]
+        tensors += [self.model.get_parameter(n) for n in left]
+        self.kept = Kept(tensors)
+        more = self._untie(options)
+        for gain, readers in s.norms:
+            self._fold(gain, readers, options.create_bias, notes)
+        for couple in self.heads:
+            _turn_heads(couple, options.seed + 1)
+            for r in couple.readers:
+                notes[r.name] = f"rotated; {couple.writer.name} in heads of {couple.head}"
+        for name in left:
+            layer = name.rpartition(".")[0]
+            text = rotate_inputs_(self.model, [layer])[name]
+            if isinstance(self.model.get_submodule(layer), RotatedLinear):
+                self.online.append(self.model.get_submodule(layer))
+            notes[name] = "; ".join(filter(None, (notes.get(name), text)))
+        q = (
+            torch.empty(0, dtype=torch.float32, device="cpu")
+            if not s.width
+            else (fixing_ones if s.centred else rotation)(s.width, options.seed)
+        )
+        if options.learn:
+            q, notes[""] = learned(self.model, s, q, target, batches, options.learn, options.rate)
+        done: set[int] = set()
+        for r in (r for _, readers in s.norms for r in readers):
+            if id(r.weight) not in done:
+                done.add(id(r.weight))
+                r.view.copy_(r.view.double() @ q.to(r.weight.device))
+            notes[r.name] = "; ".join(filter(None, ("rotated", notes.get(r.name), more.get(r.name))))
+        for w in s.writers:
+            if id(w.weight) not in done:
+                done.add(id(w.weight))
+                _write(w, q.to(w.weight.device))
+            known = notes.get(w.name, "")
+            notes[w.name] = known if known.startswith("rotated") else "; ".join(filter(None, ("rotated", known)))
+        for _, module, name in s.parameters:
+            p = module._parameters[name]
+            assert p is not None
+            if id(p) not in done:
+                done.add(id(p))
+                p.data.copy_(p.data.double() @ q.to(p.device))
+        return notes
+
+    def undo(self) -> None:
+        for layer in self.online:
+            undo_(layer)
+        for module, name, was in reversed(self.replaced):
+            module._parameters[name] = was
+        if self.config is not None:
+            self.config[0].tie_word_embeddings = self.config[1]
+        if self.kept is not None:
+            self.kept.restore()
+
+    def _untie(self, options: Rotate) -> dict[str, str]:
+        """Make a table that is read and written two, where a gain comes between. Returns notes."""
+        written, notes = {id(w.weight): w for w in self.stream.writers}, {}
+        for gain, readers in self.stream.norms:
+            for r in readers:
+                twin = written.get(id(r.weight))
+                if twin is None or (_flat(gain) and gain.bias is None):
+                    continue
+                if not options.untie:
+                    raise PlanError(
+                        f"rotate: {r.name} is embedding and output at once, and the gain of {gain.name} must be folded "
+                        "into the output alone; rotate with untie=True, which makes them two"
+                    )
+                place = self._second_place(r)
+                self.replaced.append((place[0], place[1], r.weight))
+                place[0]._parameters[place[1]] = nn.Parameter(r.weight.detach().clone(), r.weight.requires_grad)
+                r.name, r.module, r.param = place[2], place[0], place[1]
+                config = getattr(self.model, "config", None)
+                if getattr(config, "tie_word_embeddings", None):
+                    self.config = (config, config.tie_word_embeddings)  # type: ignore[union-attr]
+                    config.tie_word_embeddings = False  # type: ignore[union-attr]
+                notes[r.name] = f"untied from {twin.name}: a model to load this into must not tie them"
+                notes[twin.name] = f"untied from {r.name}"
+        return notes
+
+    def _second_place(self, r: Matrix) -> tuple[nn.Module, str, str]:
+        """Where else a table hangs: the output that reads it."""
+        for prefix, module in self.model.named_modules():
+            for name, p in module._parameters.items():
+                if p is r.weight and not isinstance(module, nn.Embedding):
+                    return module, name, f"{prefix}.{name}" if prefix else name
+        raise PlanError(f"rotate: {r.name} is read and written by one module, which cannot be made two")
+
+    def _fold(self, gain: Gain, readers: tuple[Matrix, ...], create: bool, notes: dict[str, str]) -> None:
+        value, shift = gain.value(), gain.bias
+        for r in readers:
+            if shift is not None and bool(shift.any()):
+                if r.bias is None:
+                    if not create or type(r.module).forward is not nn.Linear.forward:
+                        raise PlanError(
+                            f"rotate: {r.name} has no bias to take up that of {gain.name}"
+                            + ("; rotate with create_bias=True" if not create else "")
+                        )
+                    self.replaced.append((r.module, "bias", None))
+                    zeros = torch.zeros(r.height, dtype=r.weight.dtype, device=r.weight.device)
+                    r.module._parameters["bias"] = nn.Parameter(zeros, r.weight.requires_grad)
+                    notes[r.name] = "it has a bias now"
+                bias = r.bias
+                assert bias is not None
+                bias.data.copy_(bias.data.double() + r.view.double() @ shift.data.double())
+            r.view.copy_(r.view.double() * value)
+        gain.put(torch.ones_like(value))
+        if shift is not None:
+            shift.data.zero_()
+
+
+def _of(matrices: Any) -> list[Tensor]:
+    return [t for m in matrices for t in (m.weight, m.bias) if t is not None]
+
+
+def _flat(gain: Gain) -> bool:
+    value = gain.value()
+    return bool((value == 1).all())
+
+
+def _write(w: Matrix, q: Tensor) -> None:
+    """Outputs of a layer, or rows of a table, in the basis of q."""
+    if w.kind == "embedding":
+        w.weight.data.copy_(w.weight.data.double() @ q)
+        return
+    view = w.view  # convolutions: [out, in, ..]
+    view.copy_(torch.tensordot(q.t(), view.double(), 1))
+    if w.bias is not None:
+        w.bias.data.copy_(w.bias.data.double() @ q)
+
+
+def _turn_heads(couple: Couple, seed: int) -> None:
+    """v -> v R in each head of the writer, and the readers' columns with it. R is orthogonal, so R^-T is R."""
+    assert isinstance(couple.writer, Rows)
+    rows, head = couple.writer, couple.head
+    q = rotation(head, seed).to(rows.matrix.weight.device)
+    view = rows.matrix.view[rows.start : rows.start + rows.width]
+    heads = view.double().unflatten(0, (-1, head))  # [heads, head, in]
+    view.copy_(torch.einsum("hdi,de->hei", heads, q).flatten(0, 1))
+    if rows.matrix.bias is not None:
+        bias = rows.matrix.bias.data[rows.start : rows.start + rows.width]
+        bias.copy_((bias.double().view(-1, head) @ q).flatten())
+    for r in couple.readers:
+        r.view.copy_((r.view.double().unflatten(1, (-1, head)) @ q).flatten(1))

@@ -1,0 +1,127 @@
+"""The residual stream of a pre-norm transformer: who writes to it, and who reads it through which norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...quantize.config_resolution import PlanError
+from ..calibration.block_order import quiet
+from .equalization import Gain, gain_of, read_together
+from .graph import ADDS, SCALES, TRANSPARENT, Matrix, Node, norm_width, trace
+from .hadamard import fixing_ones, rotation
+from .verify_rewrite import Kept, apart
+
+
+@dataclass
+class Stream:
+    """What the residual stream is made of.
+
+    norms       (gain, the layers that read what it puts out)
+    centred     whether one of them takes out the mean
+    writers     layers and tables that add to it; parameters: names and places of tensors that are added as they are
+    """
+
+    width: int
+    norms: list[tuple[Gain, tuple[Matrix, ...]]]
+    centred: bool
+    writers: list[Matrix]
+    parameters: list[tuple[str, nn.Module, str]]
+
+
+def find_stream(model: nn.Module, batch: Any) -> Stream:
+    """The residual stream of a pre-norm transformer. Raises PlanError that says why there is none to rotate."""
+    seen = trace(model, batch)
+    readers = {id(node.what): found for node, found in read_together(seen) if node.kind == "norm"}
+    first = next((n for n in seen.norms if id(n.what) in readers), None)
+    if first is None:
+        raise PlanError(
+            f"rotate: {type(model).__name__} has no linear layer that reads a norm, so no residual stream to rotate"
+        )
+    width = norm_width(first.what)
+    on_stream = {id(n.what): (n.what, n) for n in seen.norms if norm_width(n.what) == width}
+    made_of = list(_made_of([n.parents[0] for n in seen.norms if id(n.what) in on_stream]))
+    norms, centred = [], False
+    for module, node in on_stream.values():
+        gain, turned = gain_of(node.name, module, module.weight), _turned(module)
+        if id(module) not in readers:
+            raise PlanError(
+                f"rotate: no linear layer reads {node.name}, so that its gain can be folded into none; rotate "
+                "the whole model with its head, not the part below it"
+            )
+        if gain is None or turned is None:
+            raise PlanError(f"rotate: {node.name} ({type(module).__name__}) does not commute with a rotation")
+        for r in readers[id(module)]:
+            if not r.plain:
+                raise PlanError(f"rotate: {r.name} is quantized already; rotate before quantizing")
+        centred = centred or turned == "centred"
+        norms.append((gain, readers[id(module)]))
+    writers: dict[int, Matrix] = {}
+    parameters: dict[str, tuple[str, nn.Module, str]] = {}
+    for node in made_of:
+        if node.kind == "matrix":
+            if not node.what.plain:
+                raise PlanError(f"rotate: {node.name} is quantized already; rotate before quantizing")
+            writers[id(node.what)] = node.what
+        else:
+            parameters[node.name] = node.what
+    return Stream(width, norms, centred, list(writers.values()), list(parameters.values()))
+
+
+def _made_of(begins: list[Node]) -> Iterator[Node]:
+    """Matrices and parameters whose sum the residual stream is. Raises PlanError for anything else in it."""
+    visited = {id(n) for n in begins}
+    todo = list(reversed(begins))
+    while todo:
+        node = todo.pop()
+        if node.kind in ("matrix", "parameter"):
+            yield node
+            continue
+        if node.kind == "norm":
+            raise PlanError(
+                f"rotate: {node.name} normalises what is added to the residual stream, or the stream itself "
+                "(post-norm, as in BERT and Gemma 2); its gain stays between and does not commute with a rotation"
+            )
+        if node.kind == "unknown":
+            raise PlanError(
+                f"rotate: a tensor of shape {list(node.what)} that is no parameter enters the residual stream (an "
+                "input, a buffer); it would have to be rotated at run time"
+            )
+        if not (node.name in TRANSPARENT or node.name in ADDS or (node.name in SCALES and len(node.parents) == 1)):
+            raise PlanError(f"rotate: the residual stream goes through {node.name!r}, which mixes or scales channels")
+        for parent in reversed(node.parents):
+            if id(parent) not in visited:
+                visited.add(id(parent))
+                todo.append(parent)
+
+
+def _turned(norm: nn.Module) -> str | None:
+    """What rotations go through a norm: "plain", any; "centred", those that keep the mean, which it takes out."""
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    gain = gain_of("", norm, weight)
+    if gain is None:
+        return None
+    kept = Kept(gain.tensors())
+    width, generator = weight.shape[0], torch.Generator().manual_seed(0)
+    x = torch.randn(8, width, generator=generator, dtype=torch.float64, device="cpu")
+    near = 1e-4 if weight.dtype is torch.float32 else 0.05
+
+    def run(x: Tensor) -> Tensor:
+        return norm(x.to(weight.device, weight.dtype)).double().cpu()
+
+    try:
+        gain.put(torch.ones(width, dtype=torch.float64, device=weight.device))
+        if gain.bias is not None:
+            gain.bias.data.zero_()
+        with quiet(norm):
+            for name, q in (("plain", rotation(width, 1)), ("centred", fixing_ones(width, 1))):
+                if apart([run(x) @ q], [run(x @ q)]) <= near:
+                    return name
+    finally:
+        kept.restore()
+    return None

@@ -1,0 +1,1 @@
+"""Solvers: each chooses the codes and quantization parameters of one weight."""

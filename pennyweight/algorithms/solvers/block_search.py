@@ -1,0 +1,140 @@
+"""Parameters of blocks by trying: what the solvers without second-order feedback have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core import blocks
+from ...core.numerics import Parts, dequantize, encode, quantize, store, stored_value
+from ...core.qparams import Params
+from ...core.rows import rows_independent
+from ..base import Solution, Task
+from .kquant_search import stack
+from .qparam_grid import candidates, pick
+
+_CHUNK = 1 << 23  # elements searched in one go: some six arrays of that size are worked on
+Cost = Callable[[Tensor], Tensor]  # of differences, element by element
+
+
+class Search:
+    """The cheapest parameters of each block among those offered; the first are the scheme's own.
+
+    task    its weight is [N, K]; its spec has a scale
+    cost    of the differences, such as ``torch.square``
+    weight  [K] or [N, K], what each element's cost counts; None: all the same
+    """
+
+    def __init__(self, task: Task, cost: Cost = torch.square, weight: Tensor | None = None) -> None:
+        self.task, self.cost, self.spec = task, cost, task.spec
+        n, k = task.weight.shape
+        self.weight = (
+            torch.ones(n, k, device=task.weight.device, dtype=torch.float32) if weight is None else weight.expand(n, k)
+        )
+        padded = blocks.pad(task.weight, self.spec.block)
+        self.shape = blocks.counts(self.spec.block, padded.shape)
+        self.view = blocks.split(padded, self.shape)
+        added = (0, padded.shape[1] - k, 0, padded.shape[0] - n)
+        self.counts = blocks.split(F.pad(self.weight, added), self.shape)  # what pads a block counts nothing
+        _, self.first = next(candidates(task, ("scheme",), None))
+        self.best, self.least = self.first, self._costs(self.first)
+
+    def codes(self, params: Params) -> tuple[Tensor, Params]:
+        """Nearest codes of the blocks under parameters, and the parameters as stored."""
+        seen = store(params, self.spec)[1]
+        return encode(self.view, self.spec, seen), seen
+
+    def _costs(self, params: Params) -> Tensor:
+        codes, seen = self.codes(params)
+        found = self.cost(stored_value(codes, self.spec, seen) - self.view) * self.counts
+        return found.sum(blocks.inner_axes(2))
+
+    def offer(self, params: Params) -> None:
+        found = self._costs(params)
+        better = found < self.least  # False for NaN
+        self.least = torch.where(better, found, self.least)
+        self.best = pick(better, params, self.best)
+
+    def fitted(self) -> Params:
+        """Scales (and offsets) of least weighted squares for the codes of the best: each block's own optimum.
+
+            sum_j h_j u_j (s u_j + o - w_j) = 0  and  sum_j h_j (s u_j + o - w_j) = 0,  u = codes - mid - zero point
+
+        Blocks whose system has no positive scale keep theirs.
+        """
+        codes, seen = self.codes(self.best)
+        u = self.spec.format.decode(codes, torch.float32) - self.spec.mid
+        if seen.zero_point is not None:
+            u = u - blocks.spread(seen.zero_point).float()
+        inner, h = blocks.inner_axes(2), self.counts
+        hu, uw, uu = (h * u).sum(inner), (h * u * self.view).sum(inner), (h * u * u).sum(inner)
+        if self.best.offset is None:
+            scale, offset = uw / uu, None
+        else:
+            total, hw = h.sum(inner), (h * self.view).sum(inner)
+            below = total * uu - hu * hu
+            scale = (total * uw - hu * hw) / below
+            offset = (hw - scale * hu) / total
+            offset = torch.where(offset.isfinite(), offset, self.best.offset.float())
+        assert self.best.scale is not None
+        good = scale.isfinite() & (scale > 0)
+        return Params(
+            torch.where(good, scale, self.best.scale.float()),
+            self.best.zero_point,
+            None if offset is None or self.best.offset is None else torch.where(good, offset, self.best.offset.float()),
+        )
+
+    def row_costs(self, values: Tensor) -> Tensor:
+        """Cost of each row of the matrix that was found."""
+        return (self.cost(values - self.task.weight) * self.weight).sum(1)
+
+    def finish(self, *others: Parts, note: str = "") -> Solution:
+        """The best found, never worse than round-to-nearest: a scale that is quantized itself is stored in blocks of
+        its own, where one block's choice moves the others, so rows (or the whole) are compared once more as stored.
+
+        others: further parts of the whole weight, taken where they are better.
+        """
+        shape, weight = self.task.weight.shape, self.task.weight
+        by_row = rows_independent(self.spec, shape)
+        chosen = self.first
+        parts = quantize(weight, self.spec, params=chosen)
+        least = self.row_costs(dequantize(parts, self.spec, shape))
+        found = quantize(weight, self.spec, params=self.best)
+        costs = self.row_costs(dequantize(found, self.spec, shape))
+        for these, cost in [(found, costs), *((p, self.row_costs(dequantize(p, self.spec, shape))) for p in others)]:
+            if by_row:
+                better = cost < least
+                parts, least = _rows(better, these, parts), torch.where(better, cost, least)
+            elif cost.sum() < least.sum():
+                parts, least = these, cost
+        return Solution(parts, note=note)
+
+
+def in_pieces(task: Task, solve: Callable[[Task, slice], Solution]) -> Solution:
+    """solve(a run of rows, which they are) for one run after another, where rows share nothing; else all at once."""
+    n, k = task.weight.shape
+    step = max(1, _CHUNK // max(1, k))
+    if n <= step or not rows_independent(task.spec, task.weight.shape):
+        return solve(task, slice(0, n))
+    runs = [slice(start, min(start + step, n)) for start in range(0, n, step)]
+    found = [solve(replace(task, weight=task.weight[rows]), rows) for rows in runs]
+    return Solution(stack([s.parts for s in found]), note=next((s.note for s in found if s.note), ""))
+
+
+def _rows(which: Tensor, a: Parts, b: Parts) -> Parts:
+    """Rows of a where ``which``, else of b; no part is shared by rows."""
+
+    def join(x: object, y: object) -> object:
+        if isinstance(x, Parts) and isinstance(y, Parts):
+            return _rows(which, x, y)
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            return None
+        if x.dtype.is_floating_point and x.dtype.itemsize == 1:  # torch.where knows no float8
+            return torch.where(which.unsqueeze(1), x.view(torch.uint8), y.view(torch.uint8)).view(x.dtype)
+        return torch.where(which.unsqueeze(1), x, y)
+
+    return Parts(*(join(x, y) for x, y in zip(a, b, strict=True)))

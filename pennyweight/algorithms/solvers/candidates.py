@@ -1,0 +1,55 @@
+"""Several solutions of one matrix, of which the best is kept; and refining it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Size, Tensor
+
+from ...core.rows import rows_independent
+from .gptq_core import descend
+from .qparam_grid import Grid, grid, pick
+from .rtn import output_error
+from .scale_refit import refit
+
+
+class Best:
+    """The best of what is offered: row by row where rows share no scale, else as a whole.
+
+    codes, values [N, K] on ``grid``; error [N]
+    """
+
+    def __init__(self, g: Grid, codes: Tensor, values: Tensor, error: Tensor, shape: Size) -> None:
+        self.grid, self.codes, self.values, self.error = g, codes, values, error
+        self.shape, self.by_row = shape, rows_independent(g.spec, shape)
+
+    def offer(self, g: Grid, codes: Tensor, values: Tensor, error: Tensor) -> None:
+        """Take what is better than all before; errors that are not finite never are."""
+        error = torch.where(error.isfinite(), error, torch.inf)
+        better = error < self.error if self.by_row else (error.sum() < self.error.sum()).expand(error.shape)
+        if not better.any():
+            return
+        which = better.unsqueeze(1)
+        if g is not self.grid:
+            chosen = pick(which, g.chosen, self.grid.chosen) if self.by_row else g.chosen
+            self.grid = grid(chosen, g.spec, self.shape)
+        self.codes = torch.where(which, codes, self.codes)
+        self.values = torch.where(which, values, self.values)
+        self.error = torch.where(better, error, self.error)
+
+
+def refine(
+    best: Best, target: Tensor, hessian: Tensor, sweeps: int, scales: bool = True, keep: Tensor | None = None
+) -> None:
+    """Scales refitted to the codes, then coordinate descent on the codes; so many times. Never worse.
+
+    scales  whether they may move
+    keep    [N, K] elements that may change; None: all
+    """
+    h = hessian.unsqueeze(0)
+    for _ in range(sweeps):
+        again = refit(target, best.codes, best.grid, hessian) if scales else None
+        if again is not None:
+            values = again.values(best.codes)
+            best.offer(again, best.codes, values, output_error(values - target, h))
+        codes, values = descend(target, best.codes, best.values, best.grid, hessian, keep)
+        best.offer(best.grid, codes, values, output_error(values - target, h))

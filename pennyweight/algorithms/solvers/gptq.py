@@ -1,0 +1,157 @@
+"""GPTQ with grids fixed before, and what makes it better at no cost in bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.numerics import Parts, dequantize
+from ...core.rows import rows_independent
+from ..base import Solution, Solver, Task, register
+from .candidates import Best, refine
+from .gptq_core import Factor, carry, factor
+from .qparam_grid import SHRINKS, candidates, grid
+from .rtn import Nearest, nearest_parts, output_error, total_error
+
+LEAST, MOST = 0.01, 0.3  # damping by the number of tokens
+AUTO = ("scheme", *SHRINKS[1:], "extreme", "mse", "weighted")
+
+
+@register("gptq")
+@dataclass(frozen=True)
+class GPTQ(Solver):
+    """Second-order rounding: each column's error is made up for by the columns after it (Frantar et al. 2022).
+
+        minimise tr((Wq - W) H (Wq - W)^T),  H = E[x x^T] + damping mean(diag H) I
+
+    damping     grows tenfold, for that layer alone, until H is positive definite. None: inputs / (2 tokens seen), at
+                least 0.01 and at most 0.3; what few tokens say of many inputs holds for those tokens only
+                (docs/log.md), and where they are fewer than the inputs that is the least, whatever is given
+    activation_order    columns with the largest inputs first; grids are fixed before, so files need no permutation
+    grids       what the ranges of blocks may be; each row takes the one with the least error of its output.
+                "scheme": the config's own rule; "mse"; "weighted"; a share of the range such as 0.9
+    asymmetric  0 to 1: how far the target is moved towards what the float model puts out at the same token, so that
+                errors of earlier layers are made up for (Li et al. 2025, GPTAQ; here in closed form:
+                W + asymmetric W E[(x_float - x) x^T] H^-1). Where a layer has no float twin beside it, its own output
+    sweeps      of scale refitting and coordinate descent afterwards; each row keeps what is better
+    keep_zeros  what is exactly 0 in the weight (see :func:`sparsify_`) makes up for nothing: it becomes the number
+                nearest to 0
+
+    Cost: O(N K^2 + K^3) a layer, N K^2 again for each further grid. Over the calibration inputs no row's output is
+    further from its target (the weight's own output, where asymmetric is 0) than round-to-nearest's.
+    """
+
+    damping: float | None = 0.01
+    activation_order: bool = True
+    grids: tuple[str | float, ...] = ("scheme",)
+    asymmetric: float = 0.0
+    sweeps: int = 0
+    keep_zeros: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grids", (self.grids,) if isinstance(self.grids, str) else tuple(self.grids))
+        if not self.grids:
+            raise ValueError("gptq: grids must name at least one, such as ('scheme',)")
+        if self.damping is not None and not 0 <= self.damping <= 1:
+            raise ValueError(f"gptq: damping must be between 0 and 1, got {self.damping}")
+        if not 0 <= self.asymmetric <= 1:
+            raise ValueError(f"gptq: asymmetric must be between 0 and 1, got {self.asymmetric}")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("hessian",)
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        return ("drift",) if self.asymmetric else ()
+
+    def damping_of(self, inputs: int, tokens: int) -> float:
+        """Before it grows. Fewer tokens than inputs leave directions that none of them shows, and in which errors seem
+        to cost nothing: then what is given may be too little."""
+        suited = min(max(LEAST, inputs / max(1, 2 * tokens)), MOST)
+        if self.damping is None:
+            return suited
+        return max(self.damping, suited) if 0 < tokens < inputs else self.damping
+
+    def solve(self, task: Task) -> Solution:
+        hessians, drifts = task.stats["hessian"], task.stats.get("drift") if self.asymmetric else None
+        if hessians.shape[0] == 1:
+            return self._solve(task, hessians[0], None if drifts is None else drifts[0])
+        if not rows_independent(task.spec, task.weight.shape):
+            return (
+                Nearest().solve(task)._replace(note="rounded to nearest: blocks reach over groups of the convolution")
+            )
+        # A grouped convolution: each group of outputs has inputs of its own
+        solved = []
+        for g, rows in enumerate(task.weight.chunk(hessians.shape[0])):
+            part = Task(task.name, rows, task.spec, task.rule, task.eps, tokens=task.tokens)
+            solved.append(self._solve(part, hessians[g], None if drifts is None else drifts[g]))
+        parts = Parts(*(None if p[0] is None else torch.cat(p) for p in zip(*(s.parts for s in solved), strict=True)))
+        note = next((s.note for s in solved if s.note), "")
+        return Solution(parts, sum(s.error or 0.0 for s in solved), sum(s.nearest or 0.0 for s in solved), note)
+
+    def _solve(self, task: Task, hessian: Tensor, drift: Tensor | None) -> Solution:
+        h = hessian.unsqueeze(0)
+        parts, values = nearest_parts(task)
+        nearest = total_error(values - task.weight, h)
+        damping = self.damping_of(hessian.shape[0], task.tokens)
+        f = factor(hessian, damping, self.activation_order)
+        if f is None:
+            why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
+            return Solution(parts, nearest, nearest, f"rounded to nearest: {why}")
+        target = task.weight if drift is None else moved(task.weight, drift, f, self.asymmetric)
+        keep = task.weight != 0 if self.keep_zeros else None
+        keep = None if keep is None or bool(keep.all()) else keep
+        n, k = task.weight.shape
+        first = grid(next(candidates(task, ("scheme",), None))[1], task.spec, task.weight.shape)
+        damped = hessian.clone()  # what all is judged by: with few tokens it holds for others than those, too
+        damped.diagonal().add_(f.damping * hessian.diagonal().mean())
+        d = damped.unsqueeze(0)
+        best = Best(first, parts.codes[:n, :k], values, output_error(values - target, d), task.weight.shape)
+        for _, params in candidates(task, self.grids, hessian.diagonal()):
+            g = grid(params, task.spec, task.weight.shape)
+            codes, made = carry(target, g, f, keep)
+            best.offer(g, codes, made, output_error(made - target, d))
+        refine(best, target, damped, self.sweeps, keep=keep)
+        found = best
+        best = Best(first, parts.codes[:n, :k], values, output_error(values - target, h), task.weight.shape)
+        best.offer(found.grid, found.codes, found.values, output_error(found.values - target, h))
+        asked = damping if self.damping is None else self.damping
+        note = "" if f.damping == asked else f"damping raised to {f.damping:g}"
+        if self.asymmetric and drift is None and self.name == GPTAQ.name:  # "auto" takes what there is
+            note = "; ".join(filter(None, (note, "aimed at its own output: no float twin beside it")))
+        solved = best.grid.parts(task.weight, best.codes)
+        error = total_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h)
+        return Solution(solved, error, nearest, note)
+
+
+def moved(weight: Tensor, drift: Tensor, f: Factor, share: float) -> Tensor:
+    """W + share W E[(x_float - x) x^T] H^-1, with the damped H: at share 1 and without damping its output on the inputs
+    at hand is nearest to W x_float."""
+    back = torch.argsort(f.order)
+    upper = f.upper.double()
+    inverse = (upper.t() @ upper)[back][:, back]
+    return (weight.double() + share * weight.double() @ drift.double() @ inverse).float()
+
+
+@register("auto")
+@dataclass(frozen=True)
+class Auto(GPTQ):
+    """GPTQ that tries every grid and refines: each row of each layer takes the range rule whose rounding has the least
+    output error over the calibration inputs, because no fixed rule wins on all models; errors of earlier layers are
+    made up for by half (docs/algorithms/auto.md)."""
+
+    damping: float | None = None
+    grids: tuple[str | float, ...] = AUTO
+    asymmetric: float = 0.5
+    sweeps: int = 2
+
+
+@register("gptaq")
+@dataclass(frozen=True)
+class GPTAQ(GPTQ):
+    """GPTQ whose target is what the float model puts out, on the inputs that the quantized layers before give."""
+
+    asymmetric: float = 0.5

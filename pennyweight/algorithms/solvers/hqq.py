@@ -1,0 +1,107 @@
+"""Half-quadratic quantization: zero points for a norm that forgives outliers. No data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core import blocks
+from ...core.numerics import quantize, store
+from ...core.qparams import Params
+from ..base import Solution, Solver, Task, register
+from .block_search import Search, in_pieces
+from .rtn import Nearest
+
+UNMOVED = (
+    "rounded to nearest: no integer zero point of this scheme gains by moving, which shifts the same numbers by whole "
+    "steps; take 'mse' or data, or a scheme with an offset"
+)
+
+
+@register("hqq")
+@dataclass(frozen=True)
+class HQQ(Solver):
+    """Moves the zero point or offset of each block so that sum |Wq - W|^norm is small (Badri and Shaji 2023).
+
+    Split by halves: with e the outlying part of the error, in units of the step,
+
+        e <- shrink(W - Wq),  shrink(x) = sign(x) max(0, |x| - |x|^(norm-1) / beta)
+        zero <- mean(codes - (W - e) / s)
+
+    and beta grows by ``growth`` each time. Scales stay. Of all steps each block keeps the best, so it is never worse
+    than round-to-nearest in that norm. An integer zero point is rounded each time, and gains next to nothing: moved by
+    whole steps, a grid has the same numbers but at its ends. Where none moved, and for schemes that store neither a
+    zero point nor an offset, the weight is rounded to nearest and its note says so.
+    """
+
+    norm: float = 0.7
+    beta: float = 10.0
+    growth: float = 1.01
+    steps: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.norm <= 2:
+            raise ValueError(f"hqq: norm must be above 0 and at most 2, got {self.norm}")
+        if not (self.beta > 0 and self.growth >= 1 and self.steps >= 1):
+            raise ValueError("hqq: beta must be positive, growth at least 1, steps at least 1")
+
+    def solve(self, task: Task) -> Solution:
+        spec = task.spec
+        if not spec.zero_point and spec.offset is None:
+            note = "rounded to nearest: hqq moves zero points and offsets, and this scheme stores none"
+            return Nearest().solve(task)._replace(note=note)
+        found = in_pieces(task, self._solve)
+        if spec.offset is None and not found.note:
+            zero, nearest = found.parts.zero_point, quantize(task.weight, spec, task.rule, task.eps).zero_point
+            if isinstance(zero, Tensor) and isinstance(nearest, Tensor) and torch.equal(zero, nearest):
+                return found._replace(note=UNMOVED)
+        return found
+
+    def _solve(self, task: Task, rows: slice) -> Solution:
+        spec = task.spec
+        found = Search(task, lambda d: d.abs().pow(self.norm))
+        params, beta, inner = found.first, self.beta, blocks.inner_axes(2)
+        for _ in range(self.steps):
+            codes, seen = found.codes(params)
+            assert seen.scale is not None
+            scale = blocks.spread(seen.scale).float()
+            step = torch.where(scale == 0, torch.inf, scale)
+            units = spec.format.decode(codes, torch.float32) - spec.mid
+            zero = _zero(seen)
+            error = found.view / step - (units - zero)
+            outlying = error.sign() * (error.abs() - error.abs().pow(self.norm - 1) / beta).clamp(min=0)
+            moved = _mean(units - found.view / step + outlying, found.counts, inner)
+            params = self._with(task, params, moved)
+            found.offer(params)
+            beta *= self.growth
+        return found.finish()
+
+    def _with(self, task: Task, params: Params, zero: Tensor) -> Params:
+        """Those parameters with zero points [N / b0, K / b1] in units of the step."""
+        if params.zero_point is not None:
+            f = task.spec.format
+            return params._replace(zero_point=zero.round().clamp(f.lo, f.hi))
+        seen = store(params, task.spec)[1]
+        assert seen.scale is not None
+        offset = -zero * seen.scale.float()
+        kind = task.spec.offset
+        if getattr(kind, "one_sided", False):  # offsets that are minus a number that is not negative
+            offset = offset.clamp(max=0)
+        assert params.offset is not None
+        return params._replace(offset=torch.where(offset.isfinite(), offset, params.offset.float()))
+
+
+def _zero(seen: Params) -> Tensor | float:
+    """The number of steps that stands for zero."""
+    if seen.zero_point is not None:
+        return blocks.spread(seen.zero_point).float()
+    assert seen.offset is not None
+    assert seen.scale is not None
+    scale = blocks.spread(seen.scale).float()
+    return -blocks.spread(seen.offset).float() / torch.where(scale == 0, torch.inf, scale)
+
+
+def _mean(x: Tensor, counts: Tensor, inner: tuple[int, ...]) -> Tensor:
+    return (x * counts).sum(inner) / counts.sum(inner).clamp(min=1)

@@ -1,0 +1,296 @@
+"""Scales by search for ggml's K-quants and IQ4 types; the GGUF writer's, and a candidate of the solver "imatrix".
+
+Each sub-block tries some scales around that of its range; the codes that one gives have a best scale (and offset), by
+weighted least squares, and the candidate of least weighted error is kept. The scales of a super-block are then rounded
+to multiples of one float16, and the codes are taken anew, the nearest under the scales as stored. The idea is that of
+ggml's make_qkx2_quants and make_qx_quants (ggml-quants.c, Kawrakow 2023); so are the weights.
+
+Sub-blocks lie in columns: x is [elements of a sub-block, sub-blocks].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import spec as specs
+from ...core.formats import IQ4_NL
+from ...core.numerics import Parts
+from ...core.spec import QuantSpec
+
+_TINY = 1e-30  # squares below it are those of zeros
+_CHUNK = 1 << 17  # elements searched for in one go: some tens of arrays of that size are worked on
+
+
+def half(d: Tensor) -> Tensor:
+    """d as float16. Raises ValueError where it is beyond."""
+    if d.numel() and float(d.abs().max()) > 65504:
+        raise ValueError(f"a block needs a scale or offset of {float(d.abs().max()):.4g}; float16 holds 65504 at most")
+    return d.to(torch.float16)
+
+
+def fold(x: Tensor) -> Tensor:
+    """Sum over the first axis, a power of two, by halves: the same bits everywhere."""
+    while x.shape[0] > 1:
+        n = x.shape[0] // 2
+        x = x[:n] + x[n:]
+    return x[0]
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b > _TINY, a / b, 0)
+
+
+def _columns(x: Tensor, size: int) -> Tensor:
+    """[super-blocks, elements] as [size, sub-blocks]."""
+    return x.reshape(-1, size).t().contiguous()
+
+
+def _rms(x: Tensor, size: int) -> Tensor:
+    """Root mean square of each super-block of columns, for each of its sub-blocks."""
+    squares = fold(x.square()).view(-1, size // x.shape[0])
+    total = fold(squares.t()) / size
+    return total.sqrt().repeat_interleave(size // x.shape[0])
+
+
+# -- scale and offset --------------------------------------------------------------------------------------------------
+
+
+def _affine(x: Tensor, w: Tensor, top: int, start: float, step: float, tries: int) -> tuple[Tensor, Tensor]:
+    """Scale and least value (at most 0) of each column: sum of w * (scale * code + least - x)**2 is small."""
+    lo = x.amin(0).clamp(max=0)
+    span = x.amax(0) - lo
+    above, wx = x - lo, w * x
+    sw, swx = fold(w), fold(wx)
+
+    def fit(codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Least squares for given codes, and the error without its constant part."""
+        wl = w * codes
+        sl, sll, sxl = fold(wl), fold(wl * codes), fold(wx * codes)
+        det = sw * sll - sl * sl
+        scale = _ratio(sw * sxl - swx * sl, det)
+        least = _ratio(sll * swx - sl * sxl, det)
+        free = (det > _TINY) & (least <= 0)
+        scale = torch.where(free, scale, _ratio(sxl, sll))
+        least = torch.where(free, least, 0)
+        return scale, least, _error(scale, least, sl, sll, sxl)
+
+    def _error(scale: Tensor, least: Tensor, sl: Tensor, sll: Tensor, sxl: Tensor) -> Tensor:
+        return scale * scale * sll + 2 * scale * (least * sl - sxl) + least * (least * sw - 2 * swx)
+
+    best_scale, best_least = span / top, lo
+    codes = (above * _ratio(torch.full_like(span, top), span)).round_().clamp_(0, top)
+    wl = w * codes
+    best = _error(best_scale, best_least, fold(wl), fold(wl * codes), fold(wx * codes))
+    for i in range(tries + 1):
+        if i < tries:
+            codes = (above * _ratio(torch.full_like(span, top + start + step * i), span)).round_().clamp_(0, top)
+        else:  # once more from the best: its codes may have changed with its offset
+            codes = ((x - best_least) * _ratio(torch.ones_like(span), best_scale)).round_().clamp_(0, top)
+        scale, least, error = fit(codes)
+        better = (error < best) & (scale > 0)
+        best_scale = torch.where(better, scale, best_scale)
+        best_least = torch.where(better, least, best_least)
+        best = torch.where(better, error, best)
+    return best_scale, best_least
+
+
+def _multiples(values: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Values that are not negative, [super-blocks, k], as codes 0 .. top of one float16. Codes are float32."""
+    d = half(values.amax(1, keepdim=True) / top)
+    return (values * _ratio(torch.ones_like(d, dtype=torch.float32), d.float())).round().clamp(0, top), d
+
+
+def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
+    cols = _columns(x, way.size)
+    sigma = _rms(cols, 256)
+    if importance is None:
+        w = sigma + cols.abs()
+    else:
+        w = _columns(importance, way.size) * (2 * sigma * sigma + cols * cols).sqrt()
+    scale, least = _affine(cols, w, way.top, way.start, way.step, way.tries)
+    per = 256 // way.size
+    sc, d = _multiples(scale.view(-1, per), way.scale_top)
+    mn, dmin = _multiples(-least.view(-1, per), way.scale_top)
+
+    def codes_of(sc: Tensor, mn: Tensor) -> tuple[Tensor, Tensor]:
+        scale, minus = (d.float() * sc).view(-1), (dmin.float() * mn).view(-1)
+        codes = ((cols + minus) * _ratio(torch.ones_like(scale), scale)).round().clamp(0, way.top)
+        return codes, fold(w * (codes * scale - minus - cols).square())
+
+    # rounding one of the two is made up for by the other, and by codes that are chosen anew
+    codes, least = codes_of(sc, mn)
+    first, second = sc, mn
+    for up, down in ((a, b) for a in (-1, 0, 1) for b in (-1, 0, 1) if (a, b) != (0, 0)):
+        tried = (first + up).clamp(0, way.scale_top), (second + down).clamp(0, way.scale_top)
+        found, error = codes_of(*tried)
+        better = error < least
+        codes, least = torch.where(better, found, codes), torch.where(better, error, least)
+        sc = torch.where(better.view(-1, per), tried[0], sc)
+        mn = torch.where(better.view(-1, per), tried[1], mn)
+    return Parts(
+        codes.to(torch.uint8).t().reshape(-1, 256),
+        Parts(sc.to(torch.uint8), d),
+        offset=Parts(mn.to(torch.uint8), -dmin),
+    )
+
+
+# -- scale alone -------------------------------------------------------------------------------------------------------
+
+
+def _numbers(x: Tensor, way: _Way) -> tuple[Tensor, Tensor]:
+    """Codes of the nearest numbers and the numbers themselves."""
+    if way.table:
+        codes = torch.bucketize(x, _levels().to(x.device))
+        return codes, torch.tensor(IQ4_NL.values, device=x.device, dtype=torch.float32)[codes]
+    codes = x.round().clamp(-way.top - 1, way.top)
+    return codes, codes
+
+
+def _levels() -> Tensor:
+    values = torch.tensor(IQ4_NL.values, dtype=torch.float32, device="cpu")
+    return (values[1:] + values[:-1]) / 2
+
+
+def _centred(x: Tensor, w: Tensor, way: _Way) -> Tensor:
+    """Scale of each column: sum of w * (scale * number - x)**2 is small. It has the sign that gives the element of
+    largest magnitude the longer side of the numbers."""
+    largest = x.gather(0, x.abs().argmax(0, keepdim=True))[0]
+    wx = w * x
+    reach = way.start
+    best_scale, best = torch.zeros_like(largest), torch.zeros_like(largest)
+    for i in range(-way.tries, way.tries + 2):
+        if i <= way.tries:
+            inverse = _signed_ratio(torch.full_like(largest, -(reach + way.step * i)), largest)
+        else:
+            inverse = _signed_ratio(torch.ones_like(largest), best_scale)
+        q = _numbers(x * inverse, way)[1]
+        sxq, sqq = fold(wx * q), fold(w * q * q)
+        scale = _ratio(sxq, sqq)
+        gain = sxq * scale  # by how much the error is less than with a scale of zero
+        better = gain > best
+        best_scale = torch.where(better, scale, best_scale)
+        best = torch.where(better, gain, best)
+    return best_scale
+
+
+def _signed_ratio(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b.abs() > _TINY, a / b, 0)
+
+
+def _about_zero(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
+    size = x.shape[1]
+    cols = _columns(x, way.size)
+    if importance is None:
+        w = cols.abs() + _rms(cols, size)
+    else:
+        w = _columns(importance, way.size) * (2 * _rms(cols, size).square() + cols * cols).sqrt()
+    scale = _centred(cols, w, way).view(-1, size // way.size)
+
+    def codes_of(scale: Tensor) -> tuple[Tensor, Tensor]:
+        scale = scale.view(-1)
+        codes, numbers = _numbers(cols * _signed_ratio(torch.ones_like(scale), scale), way)
+        return codes, fold(w * (numbers * scale - cols).square())
+
+    if way.scale_top == 0:
+        stored: Any = half(scale)
+        codes = codes_of(stored.float())[0]
+    else:
+        largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))
+        d = half(largest / -(way.scale_top + 1))
+        sc = (
+            (scale * _signed_ratio(torch.ones_like(d, dtype=torch.float32), d.float()))
+            .round()
+            .clamp(-way.scale_top - 1, way.scale_top)
+        )
+        codes, least = codes_of(d.float() * sc)
+        for tried in ((sc + step).clamp(-way.scale_top - 1, way.scale_top) for step in (-1, 1)):
+            found, error = codes_of(d.float() * tried)
+            better = error < least
+            codes, least = torch.where(better, found, codes), torch.where(better, error, least)
+            sc = torch.where(better.view(sc.shape), tried, sc)
+        stored = Parts(sc.to(torch.int8), d)
+    dtype = torch.uint8 if way.table else torch.int8
+    return Parts(codes.to(dtype).t().reshape(-1, size), stored)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a type is searched for.
+
+    size          elements of a sub-block
+    top           the largest code; -top - 1 is the least where there is no offset
+    scale_top     the largest code of a scale; 0: scales are float16
+    start, step   the candidates reach for codes of ``start + step * i``: beside ``top``, or (no offset) by themselves
+    tries         candidates; on each side where there is no offset
+    """
+
+    size: int
+    top: int
+    scale_top: int
+    start: float
+    step: float
+    tries: int
+    table: bool = False
+
+
+_WITH_OFFSET = {
+    "Q2_K": _Way(16, 3, 15, -0.5, 0.1, 16),
+    "Q4_K": _Way(32, 15, 63, -1.0, 0.1, 21),
+    "Q5_K": _Way(32, 31, 63, -0.5, 0.1, 16),
+}
+_ABOUT_ZERO = {
+    "Q3_K": _Way(16, 3, 31, 4.0, 0.1, 9),
+    "Q6_K": _Way(16, 31, 127, 32.0, 0.1, 9),
+    "IQ4_NL": _Way(32, 15, 0, 120.0, 4.0, 9, table=True),
+    "IQ4_XS": _Way(32, 15, 31, 120.0, 4.0, 9, table=True),
+}
+
+
+def _rule(search: Callable[[Tensor, Tensor | None, _Way], Parts], way: _Way) -> Callable[..., Parts]:
+    return lambda x, importance: search(x, importance, way)
+
+
+def chosen() -> dict[str, Callable[..., Parts]]:
+    """The rules of this file by type: [blocks, elements] and importance of the same shape, or None, to parts."""
+    return {
+        **{name: _rule(_with_offset, way) for name, way in _WITH_OFFSET.items()},
+        **{name: _rule(_about_zero, way) for name, way in _ABOUT_ZERO.items()},
+    }
+
+
+_SPECS: dict[QuantSpec, str] = {getattr(specs, name): name for name in (*_WITH_OFFSET, *_ABOUT_ZERO)}
+
+
+def search(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[Parts]:
+    """What the rule of that type finds for a matrix [N, K] with the importance of each element [N, K]; nothing where
+    the spec is not of these types, a row is no whole number of super-blocks, or numbers are beyond float16's."""
+    name = _SPECS.get(spec.with_(layout="plain"))
+    n, k = weight.shape
+    if name is None or k % _elements(name) or not n or float(weight.abs().max()) > 65504:
+        return []
+    rule, per_row = chosen()[name], k // _elements(name)
+    step = max(1, _CHUNK // k)
+    pieces: list[Parts] = []
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        blocks = (t[rows].float().reshape(-1, _elements(name)) for t in (weight, importance))
+        pieces.append(rule(*blocks))
+    return [stack(pieces).map(lambda t: t.reshape(n, per_row * t.shape[1]).contiguous())]
+
+
+def _elements(name: str) -> int:
+    return 32 if name == "IQ4_NL" else 256
+
+
+def stack(pieces: list[Parts]) -> Parts:
+    """Parts of rows as parts of all of them."""
+    out: list[Any] = []
+    for parts in zip(*pieces, strict=True):
+        first = parts[0]
+        out.append(stack(list(parts)) if isinstance(first, Parts) else None if first is None else torch.cat(parts))
+    return Parts(*out)

@@ -1,0 +1,155 @@
+"""A grid: for each element of a matrix, the numbers that it may become. Candidates for it, and rounding onto it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core import blocks
+from ...core.numerics import Parts, encode, quantize, store, stored_value
+from ...core.qparams import Params, choose, default_rule
+from ...core.spec import QuantSpec
+from ..base import Task
+
+
+class Grid(NamedTuple):
+    """Parameters of blocks as chosen, and as stored, spread over the elements and transposed: [K, N] or None."""
+
+    spec: QuantSpec
+    chosen: Params
+    columns: Params
+
+    def nearest(self, w: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """(codes, values) of w [k, N], the columns from ``start`` on, each with its own numbers."""
+        view = w.unsqueeze(-1)
+        part = Params(*(None if p is None else p[start : start + w.shape[0]] for p in self.columns))
+        flat = Params(*(None if p is None else p.flatten() for p in part))
+        view = view.reshape(-1, 1)
+        codes = encode(view, self.spec, flat)
+        return codes.view(w.shape), stored_value(codes, self.spec, flat).view(w.shape)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """The matrix [N, K] that codes stand for."""
+        turned = codes.t().contiguous()
+        flat = Params(*(None if p is None else p.flatten() for p in self.columns))
+        return stored_value(turned.view(-1, 1), self.spec, flat).view(turned.shape).t().contiguous()
+
+    def parts(self, weight: Tensor, codes: Tensor) -> Parts:
+        """Plain parts with codes [N, K]; what pads the weight to whole blocks is rounded to nearest."""
+        parts = quantize(weight, self.spec, params=self.chosen)
+        parts.codes[: codes.shape[0], : codes.shape[1]] = codes
+        return parts
+
+
+def grid(chosen: Params, spec: QuantSpec, shape: torch.Size) -> Grid:
+    """The grid of parameters [N / b0, K / b1] for a matrix of that shape."""
+    seen = store(chosen, spec)[1]
+    return Grid(spec, chosen, Params(*(spread(part, spec, shape) for part in seen)))
+
+
+def spread(part: Tensor | None, spec: QuantSpec, shape: torch.Size) -> Tensor | None:
+    """A part of blocks as one number for each element, transposed: [K, N]."""
+    if part is None:
+        return None
+    sizes = blocks.resolve(spec.block, shape)
+    rows = part.repeat_interleave(sizes[0], 0)[: shape[0]]
+    return rows.t().repeat_interleave(sizes[1], 0)[: shape[1]].contiguous()
+
+
+# Of the range: below these clipping costs more than finer steps bring, at any number of bits tried (docs/log.md)
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
+
+
+def candidates(task: Task, names: tuple[str | float, ...], importance: Tensor | None) -> Iterator[tuple[str, Params]]:
+    """Parameters by what they are called: "scheme" is the scheme's own rule, a number a range shrunk by that much,
+    "mse" the least squared error of each block, "weighted" the same with each column weighed by ``importance`` [K],
+    "extreme" the largest element of each block on the end that has one number more, so that scales have a sign.
+    """
+    w = blocks.pad(task.weight, task.spec.block)
+    base = task.rule or default_rule(task.spec)
+    for name in names:
+        if task.spec.scale is None:
+            yield "none", Params()
+            return
+        if name == "scheme":
+            yield "scheme", choose(w, task.spec, base, task.eps)
+        elif name == "mse":
+            yield "mse", choose(w, task.spec, "mse", task.eps)
+        elif name == "weighted":
+            if importance is not None:
+                yield "weighted", weighted(task, importance)
+        elif name == "extreme":
+            if _has_spare_end(task.spec):
+                yield "extreme", extreme(w, task.spec)
+        elif isinstance(name, float):
+            yield f"{name:g}", choose(shrunk(w, task.spec, name), task.spec, base, task.eps)
+        else:
+            known = "'scheme', 'mse', 'weighted', 'extreme', or a share of the range"
+            raise ValueError(f"unknown grid {name!r}; known: {known}")
+
+
+def shrunk(w: Tensor, spec: QuantSpec, share: float) -> Tensor:
+    """w with its blocks drawn together: about zero, or about the middle of a block that stores an offset."""
+    if spec.offset is None:
+        return w * share
+    view = blocks.split(w, blocks.counts(spec.block, w.shape))
+    inner = blocks.inner_axes(w.ndim)
+    middle = view.amin(inner, keepdim=True) / 2 + view.amax(inner, keepdim=True) / 2
+    return (middle + (view - middle) * share).reshape(w.shape)
+
+
+def narrowed(w: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) -> Iterator[Params]:
+    """The shares 1, 0.98 .. 0.5 of each block's range."""
+    for step in range(26):
+        yield choose(shrunk(w, spec, 1 - step / 50), spec, rule or default_rule(spec), eps)
+
+
+def _has_spare_end(spec: QuantSpec) -> bool:
+    """Whether codes are centred on zero and reach further on the one side, as -8 to 7 do."""
+    f = spec.format
+    return f.kind == "int" and f.lo - spec.mid < -(f.hi - spec.mid) and isinstance(spec.scale, torch.dtype) and not (
+        spec.zero_point or spec.offset is not None
+    )  # fmt: skip
+
+
+def extreme(w: Tensor, spec: QuantSpec) -> Params:
+    """scale = (the element of largest absolute value) / lo, with its sign (ggml's Q4_0)."""
+    view = blocks.split(w, blocks.counts(spec.block, w.shape))
+    inner = blocks.inner_axes(w.ndim)
+    lo, hi = view.amin(inner), view.amax(inner)
+    end = torch.where(hi > -lo, hi, lo)
+    scale = end / (spec.format.lo - spec.mid)
+    return Params(torch.where(scale == 0, torch.finfo(scale.dtype).tiny, scale))
+
+
+def weighted(task: Task, importance: Tensor) -> Params:
+    """The share of the range 1, 0.98 .. 0.5 that minimises sum_j h_j (w_j - q_j)^2 in each block (llama.cpp's imatrix
+    search, over ranges)."""
+    spec, shape = task.spec, task.weight.shape
+    w = blocks.pad(task.weight, spec.block)
+    h = blocks.pad(importance.expand(shape), spec.block)
+    part_shape = blocks.counts(spec.block, w.shape)
+    view, weight = blocks.split(w, part_shape), blocks.split(h, part_shape)
+    inner = blocks.inner_axes(2)
+    best: Params | None = None
+    least = torch.zeros((), device=w.device, dtype=torch.float32)
+    for p in narrowed(w, spec, task.rule, task.eps):
+        seen = store(p, spec)[1]
+        error = ((stored_value(encode(view, spec, seen), spec, seen) - view).square() * weight).sum(inner)
+        if best is None:
+            best, least = p, error
+            continue
+        better = error < least
+        least = torch.where(better, error, least)
+        best = pick(better, p, best)
+    assert best is not None
+    return best
+
+
+def pick(which: Tensor, a: Params, b: Params) -> Params:
+    """Entries of a where ``which``, else of b."""
+    pairs = zip(a, b, strict=True)
+    return Params(*(None if x is None or y is None else torch.where(which, x, y) for x, y in pairs))

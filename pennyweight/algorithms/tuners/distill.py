@@ -1,0 +1,202 @@
+"""Tuning what a quantized model has already: scales, offsets, norms and biases move until its outputs are nearer to the
+float model's. No bit is added and nothing is done at run time that was not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...quantize.run_batch import call
+from ...quantize.scheme import Scheme
+from ..base import Tuner, register
+from ..calibration.batches import read
+from ..calibration.block_order import quiet
+from . import losses
+from .trainable_qparams import Lever, levers
+
+
+@dataclass(frozen=True)
+class Learner(Tuner):
+    """Adam over what of a quantized model may move: the part of "tune", "distill" and "reconstruct" that is the same.
+
+    steps, rate     of Adam on scales, offsets, norms and biases; the rate falls to zero as a cosine
+    batch           batches of calibration data in a step
+    codes           rate of the codes, in steps between numbers of the format; 0: they stay. See :class:`Distill`
+    held_out        share of them that is not trained on but decides: where it got no better, all is put back
+    norms           whether vectors (norm weights and biases) take part
+    """
+
+    steps: int = 80
+    rate: float = 2e-3
+    batch: int = 1
+    codes: float = 0.0
+    held_out: float = 0.25
+    norms: bool = True
+
+    def fit(
+        self, moved: Sequence[Lever], count: int, loss: Callable[[int, dict[str, Tensor]], Tensor],
+        held_out: Callable[[], float],
+    ) -> tuple[bool, float, float]:  # fmt: skip
+        """(whether it helped, held-out loss before, after); as it was where it did not.
+
+        loss    of (which of so many batches, what the levers stand for by name)
+        """
+        before = held_out()
+        knobs = [k for lever in moved for k in lever.knobs]
+        rounding = [k for lever in moved for k in lever.codes]
+        groups = [{"params": k, "full": r} for k, r in ((knobs, self.rate), (rounding, self.codes)) if k]
+        optimizer = torch.optim.Adam(groups, lr=0.0)
+        knobs, order = knobs + rounding, turns(count)
+        for step in range(self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
+            for i in islice(order, self.batch):
+                state = {name: x for lever in moved for x in (lever.value(),) for name in lever.names}
+                found = loss(i, state) / self.batch
+                for knob, grad in zip(knobs, torch.autograd.grad(found, knobs, allow_unused=True), strict=True):
+                    if grad is not None:
+                        knob.grad = grad if knob.grad is None else knob.grad + grad
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for lever in moved:
+                lever.store()
+            after = held_out()
+            if not after < before:
+                for lever in moved:
+                    lever.restore()
+        return after < before, before, after
+
+
+@register("tune")
+@dataclass(frozen=True)
+class Tune(Learner):
+    """Distillation into the numbers that are stored beside the codes (after Hinton et al. 2015; scales only: 0 bits).
+
+        minimise mean KL(float || quantized) over s = s0 exp(a), offset o0 + b s0, gamma = g0 (1 + c), bias = b0 + d
+
+    metric          see :mod:`pennyweight.algorithms.tuners.losses`; the other options are those of :class:`Learner`
+
+    Scales that are quantized themselves stay. Inputs are not quantized meanwhile, also where the scheme
+    does so; what decides is measured as the model runs. Memory: the model in float32 with gradients, so for models
+    that fit, and up to 256 MiB of the float model's outputs. Cost of a step: a forward pass and a backward one of the
+    quantized model, and a forward pass of the float model the first time that a batch is seen.
+    """
+
+    metric: str | None = None
+
+    def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
+        """Raises ValueError for a metric that is not known or does not fit what the model puts out."""
+        super().check(model, target, batches)
+        losses.divergence(self.metric, example(model, read(batches)[0]))
+
+    def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
+        return {"": self._run(model, teacher, batches)[1]}
+
+    def _run(self, model: nn.Module, teacher: nn.Module, batches: Any) -> tuple[bool, str]:
+        """(whether it helped, what is to be told)."""
+        batches = read(batches)
+        trained, guard = losses.split(batches, self.held_out) if len(batches) > 1 else (batches, batches)
+        with torch.inference_mode(False), torch.enable_grad():
+            expected = losses.references(teacher, guard)
+            measure = losses.divergence(self.metric, example(teacher, guard[0]))
+            moved = list(levers(model, self.norms, teacher if self.codes else None))
+            if not any(lever.knobs or lever.codes for lever in moved):
+                raise ValueError(
+                    f"{self.name}: the model has no quantized weight with something to tune: scales that are plain "
+                    "numbers"
+                )
+            known = _Known(teacher, trained)
+
+            def loss(i: int, state: dict[str, Tensor]) -> Tensor:
+                output = torch.func.functional_call(model, state, *arguments(trained[i]), tie_weights=False)
+                return measure(known(i), losses.kept(output), trained[i])
+
+            with grading(model):
+                helped, before, after = self.fit(
+                    moved, len(trained), loss, lambda: losses.mean(model, guard, expected, measure)
+                )
+        if not helped:
+            return False, f"tuning undone: held-out divergence {before:.3g} became {after:.3g}"
+        return True, f"tuned: held-out divergence {before:.3g} -> {after:.3g}"
+
+
+KEPT = 2**28  # bytes of the float model's outputs
+
+
+class _Known:
+    """Outputs of the float model by batch, kept between epochs as long as they are few bytes."""
+
+    def __init__(self, teacher: nn.Module, batches: Sequence[Any]) -> None:
+        self.teacher, self.batches, self.room = teacher, batches, KEPT
+        self.outputs: dict[int, Tensor] = {}
+
+    def __call__(self, i: int) -> Tensor:
+        if i in self.outputs:
+            return self.outputs[i]
+        with quiet(self.teacher):
+            output = losses.kept(call(self.teacher, self.batches[i]))
+        output = losses.finite(output, self.teacher, self.batches[i])
+        if output.nbytes <= self.room:
+            self.room -= output.nbytes
+            self.outputs[i] = output
+        return output
+
+
+def turns(n: int) -> Iterator[int]:
+    """0 .. n-1 in another order each time round, for ever."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield from torch.randperm(n, generator=generator, dtype=torch.int64, device="cpu").tolist()
+
+
+def arguments(batch: Any) -> tuple[Any, dict[str, Any]]:
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def example(model: nn.Module, batch: Any) -> Any:
+    """What a model puts out, whole: what its divergence is by default depends on it."""
+    with quiet(model):
+        return call(model, batch)
+
+
+@contextmanager
+def grading(model: nn.Module) -> Iterator[None]:
+    """Eval mode with gradients, and no cache of keys and values."""
+    with quiet(model), torch.enable_grad():
+        yield
+
+
+@register("distill")
+@dataclass(frozen=True)
+class Distill(Tune):
+    """Learned rounding: codes move too, against the divergence of the whole model's outputs.
+
+        code = nearest number to (v + c step),  dL/dc through the rounding unchanged
+
+    v is where the float weight lies between the numbers (after GPTQ: at the border of the cell it was moved to), and a
+    code changes when c has carried it over. As in AutoRound (Cheng et al. 2023) rounding is learned by its gradient;
+    here from the codes of a solver before it, by Adam, and on the model's own outputs instead of a block's.
+    Where that is undone, because there was too little data to learn codes from, scales are tuned alone.
+    Cost of a step: as :class:`Tune`; memory: five float32 copies of the weights.
+    """
+
+    steps: int = 300
+    rate: float = 5e-4
+    codes: float = 3e-3
+
+    def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
+        helped, told = self._run(model, teacher, batches)
+        if helped:
+            return {"": told}
+        scales = Tune(rate=self.rate, batch=self.batch, held_out=self.held_out, norms=self.norms, metric=self.metric)
+        return {"": f"with codes {told}; scales alone {scales._run(model, teacher, batches)[1]}"}

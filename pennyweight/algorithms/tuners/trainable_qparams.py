@@ -1,0 +1,175 @@
+"""What of a quantized model may move without a bit being added: as functions of knobs that start at zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ...core import blocks
+from ...core.numerics import ordered, part_value, stored_value, unordered
+from ...core.qparams import Params
+from ...core.rounding_interval import into_cells
+from ...core.tensor import AffineQuantizedTensor
+from ...quantize.parameters import Place, places
+
+
+class Weight:
+    """A quantized weight as a function of what its scales, offsets and codes are moved by.
+
+    scale s exp(a), offset o + b s, codes those nearest to v + c step: v is where the float weight lies, in units of the
+    numbers of the format, drawn into the cell of the code that it has; step the mean distance of numbers. The gradient
+    passes through the rounding unchanged (straight-through, Bengio et al. 2013).
+
+    weight  the float weight; None: codes stay. What is exactly 0 there keeps its code
+
+    Scales and offsets that are quantized themselves stay, and so do codes that stand for learned numbers.
+    """
+
+    def __init__(self, where: list[Place], w: AffineQuantizedTensor, weight: Tensor | None = None) -> None:
+        self.where, self.w = where, w
+        self.names = [p.name for p in where]
+        self.plain: AffineQuantizedTensor = w.to_layout("plain")
+        self.parts = self.plain.plain_parts()
+        self.spec = self.plain.spec
+        shape = blocks.counts(self.spec.block, self.plain.stored_shape)
+        self.scale, self.offset = (
+            None if part is None else part_value(part, kind, shape, torch.float32)
+            for part, kind in ((self.parts.scale, self.spec.scale), (self.parts.offset, self.spec.offset))
+        )
+        self.scale_by, self.move_by = _knob(self.parts.scale), _knob(self.parts.offset)
+        self.knobs = [k for k in (self.scale_by, self.move_by) if k is not None]
+        self.codes: list[Tensor] = []  # the knob of the codes, where they may move
+        if weight is not None and self.parts.table is None:
+            self._loosen(weight)
+
+    def _view(self, x: Tensor) -> Tensor:
+        return blocks.split(x, blocks.counts(self.spec.block, self.plain.stored_shape))
+
+    @torch.no_grad()
+    def _loosen(self, weight: Tensor) -> None:
+        f, axes = self.spec.format, self.plain.axes
+        weight = weight.detach().float()
+        weight = weight if axes is None else weight.permute(sorted(range(weight.ndim), key=axes.__getitem__))
+        weight = blocks.pad(ordered(weight, self.parts.perm), self.spec.block)
+        codes, params = self._view(self.parts.codes), self._params()
+        self.was = f.decode(codes, torch.float32)
+        off = self._view(weight) - stored_value(codes, self.spec, params)
+        off = off if params.scale is None else off / blocks.spread(params.scale)
+        off = torch.where(off.isfinite(), off, 0.0)
+        numbers = f.decode(torch.unique(codes), torch.float32)
+        self.step = float((numbers.max() - numbers.min()) / max(1, len(numbers) - 1)) or 1.0
+        self.start = into_cells(self.was + off, self.was, self.step, lambda x: f.encode(x) == codes)
+        self.free = (self._view(weight) != 0).float()
+        self.codes = [torch.zeros_like(self.start).requires_grad_()]
+
+    def _latent(self) -> Tensor:
+        return self.start + self.step * self.free * self.codes[0]
+
+    def value(self) -> Tensor:
+        codes, params, shape = self._view(self.parts.codes), self._params(), self.plain.stored_shape
+        x = stored_value(codes, self.spec, params)
+        if self.codes:
+            latent, f = self._latent(), self.spec.format
+            now = latent + (f.decode(f.encode(latent.detach()), torch.float32) - latent).detach()
+            x = x + (now - self.was) * (1.0 if params.scale is None else blocks.spread(params.scale))
+        x = x.reshape(*self.parts.codes.shape[:-1], self.parts.codes.shape[-1] * self.spec.format.dim)
+        for axis, n in enumerate(shape):
+            x = x.narrow(axis, 0, n)
+        if self.parts.perm is not None:
+            x = unordered(x, self.parts.perm)
+        return (x if self.plain.axes is None else x.permute(self.plain.axes)).to(self.w.dtype)
+
+    def _params(self) -> Params:
+        scale, offset = self.scale, self.offset
+        if scale is not None and offset is not None and self.move_by is not None:
+            offset = offset + self.move_by * scale
+        if scale is not None and self.scale_by is not None:
+            scale = scale * self.scale_by.exp()
+        return Params(scale, self.parts.zero_point, offset, self.parts.table)
+
+    def store(self) -> None:
+        params = self._params()
+        parts = self.parts
+        if params.scale is not None and self.scale_by is not None:
+            parts = parts._replace(scale=params.scale.to(parts.scale.dtype))
+        if params.offset is not None and self.move_by is not None:
+            parts = parts._replace(offset=params.offset.to(parts.offset.dtype))
+        if self.codes:
+            parts = parts._replace(codes=self.spec.format.encode(self._latent()).reshape(parts.codes.shape))
+        self._put(self.plain.with_(parts=parts).to_layout(self.w.spec.layout))
+
+    def restore(self) -> None:
+        self._put(self.w)
+
+    def _put(self, w: AffineQuantizedTensor) -> None:
+        value = nn.Parameter(w, requires_grad=False)
+        for place in self.where:
+            place.set(value)
+
+
+def _knob(part: object) -> Tensor | None:
+    """Zeros to learn for a part that is plain numbers."""
+    return torch.zeros_like(part, dtype=torch.float32).requires_grad_() if isinstance(part, Tensor) else None
+
+
+class Vector:
+    """A norm's weight g (1 + c), or a bias b + c."""
+
+    codes: tuple[Tensor, ...] = ()
+
+    def __init__(self, where: list[Place], x: Tensor, scaled: bool) -> None:
+        self.where, self.x, self.scaled = where, x, scaled
+        self.names = [p.name for p in where]
+        self.was = x.detach().clone()
+        self.by = torch.zeros_like(self.was, dtype=torch.float32).requires_grad_()
+        self.knobs = [self.by]
+
+    def value(self) -> Tensor:
+        was = self.was.float()
+        return (was * (1 + self.by) if self.scaled else was + self.by).to(self.was.dtype)
+
+    def store(self) -> None:
+        self.x.data.copy_(self.value())
+
+    def restore(self) -> None:
+        self.x.data.copy_(self.was)
+
+
+Lever = Weight | Vector
+
+
+def levers(model: nn.Module, norms: bool, teacher: nn.Module | None) -> Iterator[Lever]:
+    """Quantized weights that have knobs; with ``norms`` vectors too; codes have some where there is a teacher."""
+    floats = {} if teacher is None else dict(teacher.named_parameters())
+    for where in places(model):
+        x = where[0].get()
+        if isinstance(x, AffineQuantizedTensor):
+            weight = floats.get(where[0].name)
+            found = Weight(where, x, None if weight is None or weight.shape != x.shape else weight)
+            if found.knobs or found.codes:
+                yield found
+        elif norms and x.ndim == 1 and x.is_floating_point():
+            yield Vector(where, x, where[0].param == "weight")
+
+
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """A function that puts back what levers move, as it is now. Quantized weights are not copied: levers put others in
+    their place."""
+    weights, vectors = [], []
+    for where in places(model):
+        x = where[0].get()
+        if isinstance(x, AffineQuantizedTensor):
+            weights.append((where, x))
+        elif x.ndim == 1 and x.is_floating_point():
+            vectors.append((x, x.detach().clone()))
+
+    def restore() -> None:
+        for where, w in weights:
+            for place in where:
+                place.set(w)
+        for x, was in vectors:
+            x.data.copy_(was)
+
+    return restore

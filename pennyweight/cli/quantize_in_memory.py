@@ -1,0 +1,102 @@
+"""``pennyweight quantize --algorithm``: the model in memory, run on text, quantized, written with all that it needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..quantize.configs import AOBaseConfig
+    from ..quantize.report import Report
+
+JOURNAL = ".calibration"  # in OUT_DIR while a job is under way: the weights that are finished
+SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published figures of GPTQ use 128 sequences of 2048
+
+
+def write_calibrated(
+    model_dir: str, out_dir: str, config: AOBaseConfig | None, budget: tuple[list[str], int | None], algorithm: Any,
+    texts: list[str], skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, dry_run: bool = False,
+    resume: bool | None = None, progress: Any = None,
+) -> Report:  # fmt: skip
+    """Quantize the model of a Hugging Face folder by an algorithm, and write it. Returns the report.
+
+    config   None: searched for within ``budget``: amounts, and tokens of the call whose time counts
+    resume   True: go on with an interrupted job in out_dir; False: begin it anew; None: keep nothing to go on with
+
+    Files are written beside out_dir and put there in one step when all are complete. Raises ValueError for texts or a
+    folder that cannot be read, PlanError, CheckpointError, OSError; then out_dir is as it was, but for what is solved.
+    """
+    from ..algorithms import quantize_
+    from ..algorithms.mixed_precision import search
+    from ..io import save
+    from ..io.config_files import copy_side_files, quantization_config
+    from ..io.quantize_files import without
+    from ..io.replace_folder import replacing
+    from ..report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
+
+    model = load_folder(model_dir)
+    batches = None
+    if texts:
+        tokenizer, read = load_tokenizer(model_dir), read_texts(texts)
+        batches = text_batches(model, tokenizer, read, batch=BATCH, length=LENGTH, limit=SEQUENCES)
+        if len(batches) < FEW:  # search and tune set some aside
+            batches = text_batches(model, tokenizer, read, batch=1, length=LENGTH, limit=SEQUENCES)
+    if config is None:
+        _, pick = without(model, None, None, skip)
+        found = search(
+            model, batches or [], budget[0], filter_fn=pick, example=_example(model, batches or [], budget[1]),
+            progress=progress,
+        )  # fmt: skip
+        typer.echo(str(found), err=True)
+        chosen, pick = found.config, None
+    else:
+        chosen, pick = without(model, config, None, skip)
+    with _journal(out_dir, None if dry_run else resume) as journal:
+        report = quantize_(
+            model, chosen, pick, calibration=batches, algorithm=algorithm, resume=journal,
+            on_indivisible=on_indivisible, dry_run=dry_run, progress=progress,
+        )  # fmt: skip
+        if not dry_run:
+            with replacing(out_dir) as folder:
+                save(model, folder, max_shard_bytes=max_shard_bytes)
+                copy_side_files(model_dir, folder, quantization_config(chosen, skip or None))
+    return report
+
+
+@contextmanager
+def _journal(out_dir: str, resume: bool | None) -> Iterator[str | None]:
+    """Where finished weights are kept until all are; an error before the first of them leaves nothing."""
+    if resume is None:
+        yield None
+        return
+    folder, made = os.path.join(out_dir, JOURNAL), not os.path.isdir(out_dir)
+    if not resume and os.path.isdir(folder):
+        shutil.rmtree(folder)
+    try:
+        yield folder
+    except BaseException:
+        finished = os.path.isdir(folder) and any(name.startswith("solved-") for name in os.listdir(folder))
+        if os.path.isdir(folder) and not finished:
+            shutil.rmtree(folder)
+            if made:
+                os.rmdir(out_dir)
+        raise
+    if os.path.isdir(folder):
+        shutil.rmtree(folder)
+
+
+def _example(model: Any, batches: list[Any], tokens: int | None) -> Any:
+    """One sequence of so many tokens; None: 1 for models that write text, else the longest of the text."""
+    from ..report.load_inputs import is_causal
+
+    longest = max(batches, key=lambda b: b["attention_mask"][0].sum())
+    count = tokens or (1 if is_causal(model) else int(longest["attention_mask"][0].sum()))
+    there = int(longest["attention_mask"][0].sum())
+    if count > there:
+        raise ValueError(f"--latency-tokens {count}: the longest sequence of --calibration has {there}")
+    return {name: t[:1, :count] for name, t in longest.items()}

@@ -1,0 +1,294 @@
+"""AffineQuantizedTensor of torchao 0.8 to 0.17 and what made it, as views of ours."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.formats import E2M1, E2M3, E3M2, INT8
+from ...core.spec import ActivationSpec, QuantSpec
+from ...core.tensor import AffineQuantizedTensor as QT
+from ...quantize.configs.integer import INT8_EPS
+from ...quantize.granularity import MappingType
+from .class_view import View
+from .enums import ZeroPointDomain
+from .int4_views import packed_by_aten
+from .integer_ranges import _get_and_check_qmin_qmax
+from .part_conversion import FLOAT8, float_codes, int_codes
+from .primitives import (
+    _choose_qparams_affine_dont_preserve_zero,
+    _choose_qparams_affine_tinygemm,
+    _quantize_affine_no_zero_point,
+    _quantize_affine_tinygemm,
+    choose_qparams_affine,
+    quantize_affine,
+)
+from .v0_8_layouts import (
+    Layout,
+    Pieces,
+    PlainLayout,
+    TensorCoreTiledAQTTensorImpl,
+    UintxTensor,
+    get_tensor_impl_constructor,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "AffineQuantizedTensor",
+    "LinearActivationQuantizedTensor",
+    "to_affine_quantized_floatx",
+    "to_affine_quantized_floatx_static",
+    "to_affine_quantized_fpx",
+    "to_affine_quantized_intx",
+    "to_affine_quantized_intx_static",
+    "to_linear_activation_quantized",
+]  # fmt: skip
+
+_SMALL = {(3, 2): E3M2, (2, 3): E2M3, (2, 1): E2M1}
+
+
+class AffineQuantizedTensor(View):
+    """Any quantized weight of ours whose input is not quantized."""
+
+    tensor_data_names = ["tensor_impl"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        return w.act is None
+
+    @classmethod
+    def build(
+        cls, tensor_impl: Any, block_size: Any, shape: Any, quant_min: float | None = None,
+        quant_max: float | None = None, zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
+        dtype: torch.dtype | None = None, strides: Any = None,
+    ) -> QT:  # fmt: skip
+        if zero_point_domain is None:
+            raise ValueError("please use ZeroPointDomain.NONE instead of None")
+        data, scale, zero = tensor_impl.get_plain()
+        dtype = dtype or scale.dtype
+        if data.dtype in FLOAT8:
+            return float_codes(data, _full_rank(scale, data), FLOAT8[data.dtype], tuple(block_size), dtype)
+        lo, hi = _get_and_check_qmin_qmax(data.dtype, quant_min, quant_max)
+        zero = None if zero_point_domain is ZeroPointDomain.NONE else zero
+        real = zero_point_domain is ZeroPointDomain.FLOAT
+        w = int_codes(data, scale, zero, block_size, dtype, lo, hi, real=real)
+        return w.with_(shape=tuple(shape))  # which a layout may have padded
+
+    @classmethod
+    def restore(cls, state: dict[str, Any], shell: Tensor) -> QT:
+        impl, dtype = state["tensor_impl"], shell.dtype
+        held, shape = impl.__dict__, tuple(shell.shape)
+        if held.get("transposed"):
+            raise ValueError(f"a transposed {type(impl).__name__} of shape {shape} is not read; save the weight itself")
+        if type(impl) is TensorCoreTiledAQTTensorImpl:
+            raise ValueError(
+                f"int4 weight {shape} packed for NVIDIA's tensor cores: load it with torchao on such a GPU, save its "
+                "dequantized weights, and quantize those"
+            )
+        if "packed_weight" in held:
+            return packed_by_aten(held["packed_weight"], held["scale_and_zero"], state["block_size"], shape, dtype)
+        data = held.get("float8_data", held.get("int_data"))
+        lo, hi, domain = state["quant_min"], state["quant_max"], state["zero_point_domain"]
+        if type(data) is UintxTensor:
+            lo, hi = (0, (1 << data.__dict__["bit_width"]) - 1) if hi is None else (lo, hi)
+            data = data.codes()
+        pieces = Pieces(data, held["scale"], held.get("zero_point"), held["_layout"])
+        return cls.build(pieces, state["block_size"], shape, lo, hi, domain, dtype)
+
+    @classmethod
+    def from_hp_to_intx(
+        cls, input_float: Tensor, mapping_type: MappingType, block_size: tuple[int, ...], target_dtype: torch.dtype,
+        quant_min: int | None = None, quant_max: int | None = None, eps: float | None = None,
+        scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None, preserve_zero: bool = True,
+        zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, _layout: Layout | None = None, use_hqq: bool = False,
+    ) -> QT:  # fmt: skip
+        """Round-to-nearest under scales of each block; ``use_hqq``: half-quadratic quantization, for uint4 codes."""
+        layout = _layout or PlainLayout()
+        x, shape = layout.pre_process(input_float), input_float.shape
+        eps = torch.finfo(x.dtype).eps if eps is None else eps  # these releases' default
+        lo, hi = _get_and_check_qmin_qmax(target_dtype, quant_min, quant_max)
+        args = (block_size, target_dtype, lo, hi)
+        if use_hqq:
+            data, scale, zero = _hqq(x, mapping_type, block_size, lo, hi, zero_point_dtype, zero_point_domain)
+            return cls.build(_stored(layout, data.to(torch.uint8), scale, zero, block_size), block_size, shape, lo, hi,
+                             zero_point_domain, input_float.dtype)  # fmt: skip
+        choose: Any = choose_qparams_affine
+        if not preserve_zero:
+            tinygemm = zero_point_domain is ZeroPointDomain.FLOAT
+            choose = _choose_qparams_affine_tinygemm if tinygemm else _choose_qparams_affine_dont_preserve_zero
+        scale, zero = choose(x, mapping_type, *args, eps, scale_dtype, zero_point_dtype)
+        return cls.from_hp_to_intx_static(
+            x, scale, None if zero_point_domain is ZeroPointDomain.NONE else zero, block_size, target_dtype, lo, hi,
+            zero_point_domain, layout,
+        )  # fmt: skip
+
+    @classmethod
+    def from_hp_to_intx_static(
+        cls, input_float: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: tuple[int, ...],
+        target_dtype: torch.dtype, quant_min: int | None = None, quant_max: int | None = None,
+        zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, _layout: Layout | None = None,
+    ) -> QT:  # fmt: skip
+        """Codes of the nearest values under the scales and zero points given."""
+        if zero_point_domain is None:
+            raise ValueError("please use ZeroPointDomain.NONE instead of None")
+        if zero_point_domain is ZeroPointDomain.NONE and zero_point is not None:
+            raise ValueError("zero_point should be None when zero_point_domain is NONE")
+        layout, shape = _layout or PlainLayout(), input_float.shape
+        x, scale, zero_point = layout.pre_process_static(input_float, scale, zero_point, block_size)
+        lo, hi = _get_and_check_qmin_qmax(target_dtype, quant_min, quant_max)
+        quantize: Any = {
+            ZeroPointDomain.NONE: _quantize_affine_no_zero_point, ZeroPointDomain.FLOAT: _quantize_affine_tinygemm,
+        }.get(zero_point_domain, quantize_affine)  # fmt: skip
+        data = quantize(x, block_size, scale, zero_point, target_dtype, lo, hi)
+        pieces = _stored(layout, data, scale, zero_point, block_size)
+        return cls.build(pieces, block_size, shape, lo, hi, zero_point_domain, input_float.dtype)
+
+    @classmethod
+    def from_hp_to_floatx(
+        cls, input_float: Tensor, block_size: tuple[int, ...], target_dtype: torch.dtype, _layout: Layout | None = None,
+        scale_dtype: torch.dtype | None = None,
+    ) -> QT:  # fmt: skip
+        """float8 under scale = absmax / greatest float8 of each block."""
+        from .float8_primitives import _choose_scale_float8
+
+        scale = _choose_scale_float8(input_float, block_size, target_dtype, scale_dtype or torch.float32)
+        return cls.from_hp_to_floatx_static(input_float, scale, block_size, target_dtype, _layout)
+
+    @classmethod
+    def from_hp_to_floatx_static(
+        cls, input_float: Tensor, scale: Tensor, block_size: tuple[int, ...], target_dtype: torch.dtype,
+        _layout: Layout | None = None, scale_dtype: torch.dtype | None = None,
+    ) -> QT:  # fmt: skip
+        """float8 under the scales given."""
+        from .float8_primitives import _quantize_affine_float8
+
+        if target_dtype not in FLOAT8:
+            raise NotImplementedError(f"to_affine_quantized_floatx: {target_dtype} is none of {[*map(str, FLOAT8)]}")
+        scale = _full_rank(scale, input_float)
+        data = _quantize_affine_float8(input_float, scale, target_dtype)
+        return float_codes(data, scale.float(), FLOAT8[target_dtype], tuple(block_size), input_float.dtype)
+
+    @classmethod
+    def from_hp_to_fpx(cls, input_float: Tensor, _layout: Any) -> QT:
+        """A small float of ``ebits`` and ``mbits`` under scale = absmax of the row / greatest of them."""
+        fmt = _SMALL.get((_layout.ebits, _layout.mbits))
+        if fmt is None:
+            raise NotImplementedError(f"floats of {_layout.ebits} and {_layout.mbits} bits; there are {sorted(_SMALL)}")
+        return QT.from_float(input_float, QuantSpec(fmt, (-1,)))
+
+
+def _stored(layout: Layout, data: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int, ...]) -> Any:
+    data, scale, zero = layout.post_process(data, scale, zero, block)
+    return (
+        get_tensor_impl_constructor(type(layout))(data, scale, zero, layout)
+        if _own(layout)
+        else Pieces(data, scale, zero, layout)
+    )
+
+
+def _own(layout: Layout) -> bool:
+    """Whether a layout is the user's."""
+    return type(layout).__module__ != Layout.__module__
+
+
+def _full_rank(scale: Tensor, x: Tensor) -> Tensor:
+    """A scale with axes left out at its end, as these releases stored them, with one for each axis of x."""
+    return (
+        scale
+        if scale.ndim == x.ndim or scale.numel() == 1
+        else scale.reshape(*scale.shape, *(1,) * (x.ndim - scale.ndim))
+    )
+
+
+def _hqq(
+    x: Tensor, mapping: MappingType, block: tuple[int, ...], lo: int, hi: int, dtype: torch.dtype | None,
+    domain: ZeroPointDomain,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from .hqq import _choose_qparams_and_quantize_affine_hqq
+
+    if domain is not ZeroPointDomain.FLOAT or mapping is not MappingType.ASYMMETRIC or lo != 0:
+        raise AssertionError("use_hqq needs ZeroPointDomain.FLOAT, MappingType.ASYMMETRIC and quant_min 0")
+    data, scale, zero, _ = _choose_qparams_and_quantize_affine_hqq(
+        x, nbits=int(math.log2(hi + 1)), group_size=max(block), axis=1 if block[0] == 1 else 0,
+        compute_dtype=dtype or x.dtype, device=x.device, raw_output=False,
+    )  # fmt: skip
+    return data, scale, zero
+
+
+to_affine_quantized_intx = AffineQuantizedTensor.from_hp_to_intx
+to_affine_quantized_intx_static = AffineQuantizedTensor.from_hp_to_intx_static
+to_affine_quantized_floatx = AffineQuantizedTensor.from_hp_to_floatx
+to_affine_quantized_floatx_static = AffineQuantizedTensor.from_hp_to_floatx_static
+to_affine_quantized_fpx = AffineQuantizedTensor.from_hp_to_fpx
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+
+
+def _per_token(x: Tensor) -> tuple[int, ...]:
+    return (1,) * (x.ndim - 1) + (x.shape[-1],)
+
+
+def _int8_asymm_per_token_quant(x: Tensor) -> QT:
+    """x in int8, asymmetric, one scale a token."""
+    return to_affine_quantized_intx(
+        x, MappingType.ASYMMETRIC, _per_token(x), torch.int8, eps=INT8_EPS, scale_dtype=torch.float32,
+        zero_point_dtype=torch.int8,
+    )  # fmt: skip
+
+
+def _int8_symm_per_token_reduced_range_quant(x: Tensor) -> QT:
+    """x in -127..127, one scale a token."""
+    return to_affine_quantized_intx(
+        x, MappingType.SYMMETRIC, _per_token(x), torch.int8, -127, 127, 1e-5,
+        torch.float32 if x.dtype == torch.float16 else None,
+    )  # fmt: skip
+
+
+_SYMMETRIC = ActivationSpec(QuantSpec(INT8, (-1,)), "dynamic", "absmax", 1e-5)
+ACTIVATIONS: dict[Any, ActivationSpec] = {
+    _int8_asymm_per_token_quant: ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True), "dynamic", None, INT8_EPS),
+    _int8_symm_per_token_reduced_range_quant: _SYMMETRIC,
+}
+
+
+class LinearActivationQuantizedTensor(View):
+    """A quantized weight whose input is quantized at each call."""
+
+    tensor_data_names = ["original_weight_tensor"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        return w.act is not None
+
+    @classmethod
+    def build(
+        cls, original_weight_tensor: Tensor, input_quant_func: Any, quant_kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """linear(x) = F.linear(input_quant_func(x, **quant_kwargs), original_weight_tensor).
+
+        torchao's own functions become the activation of the weight; others are called.
+        """
+        act = None if quant_kwargs else ACTIVATIONS.get(input_quant_func)
+        if act is None or not isinstance(original_weight_tensor, QT):
+            from .v0_8_wrappers import CallsBefore
+
+            return CallsBefore(original_weight_tensor, input_quant_func, quant_kwargs or {})
+        return original_weight_tensor.with_(act=act)
+
+    @classmethod
+    def restore(cls, state: dict[str, Any], shell: Tensor) -> QT:
+        func, kwargs = state["input_quant_func"], state.get("quant_kwargs")
+        if kwargs or func not in ACTIVATIONS:
+            raise ValueError(f"a weight whose input is quantized by {func} with {kwargs} is not read from files")
+        return state["original_weight_tensor"].with_(act=ACTIVATIONS[func])
+
+    @classmethod
+    def from_float(cls, input_float: Tensor, input_quant_func: Any, quant_kwargs: dict[str, Any] | None = None) -> Any:
+        return cls.build(input_float, input_quant_func, quant_kwargs)
+
+
+to_linear_activation_quantized = LinearActivationQuantizedTensor.from_float

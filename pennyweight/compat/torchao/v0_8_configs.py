@@ -1,0 +1,201 @@
+"""Configs with the fields that both eras of torchao gave them: ours, and what is taken besides.
+
+A ``layout`` says which kernel somebody hoped for. Here the kernel table chooses, so a layout is taken if dense weights
+of this kind can be had at all, and refused if it means other numbers (sparse ones). ``use_hqq`` is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from ...core.formats import INT4, INT8, UINT4
+from ...core.spec import QuantSpec
+from ...quantize import configs as ours
+from ...quantize.configs.base import activation, as_format
+from ...quantize.configs.integer import INT8_EPS
+from ...quantize.granularity import Granularity, MappingType, PerGroup, PerRow, PerToken
+from ...quantize.parameters import Site
+from ...quantize.scheme import Scheme
+from .enums import ZeroPointDomain
+from .v0_8_layouts import Layout, _Sparse
+
+__all__ = [
+    "Float8DynamicActivationFloat8SemiSparseWeightConfig",
+    "GemliteUIntXWeightOnlyConfig",
+    "Int4DynamicActivationInt4WeightConfig",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "IntxWeightOnlyConfig",
+    "PrototypeInt4WeightOnlyConfig",
+    "gemlite_uintx_weight_only",
+    "int4_dynamic_activation_int4_weight",
+    "int4_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_semi_sparse_weight",
+    "int8_dynamic_activation_int8_weight",
+    "intx_weight_only",
+]
+
+
+def _dense(owner: Any, layout: Any) -> None:
+    if layout is None:
+        return
+    if not isinstance(layout, Layout):
+        raise ValueError(f"{type(owner).__name__}: layout must be a Layout such as PlainLayout(), got {layout!r}")
+    if isinstance(layout, _Sparse):
+        raise NotImplementedError(
+            f"{type(owner).__name__}: sparse weights ({layout}) are not offered; leave layout out"
+        )
+
+
+@dataclass(frozen=True)
+class _WithLayout:
+    """A config with a layout besides; stands before ours among the bases."""
+
+    _: KW_ONLY
+    layout: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        _dense(self, self.layout)
+
+
+@dataclass(frozen=True)
+class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
+    """4-bit weights in groups. ``zero_point_domain``: FLOAT (tinygemm's numbers; also what None and NONE mean), or INT:
+    integer zero points, with ``preserve_zero`` as is usual for those."""
+
+    _: KW_ONLY
+    layout: Any = None
+    use_hqq: bool = False
+    zero_point_domain: Any = None
+    preserve_zero: bool | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.set_inductor_config, Layout):  # the founding era's second argument
+            object.__setattr__(self, "layout", self.set_inductor_config)
+            object.__setattr__(self, "set_inductor_config", True)
+        super().__post_init__()
+        _dense(self, self.layout)
+        if self.use_hqq:
+            raise NotImplementedError(
+                "Int4WeightOnlyConfig: use_hqq=True is said to quantize_ here: leave it False and use "
+                "pennyweight.quantize_(model, config, algorithm='hqq')"
+            )
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        if self.zero_point_domain is not ZeroPointDomain.INT:
+            return super().scheme(site, on_indivisible)
+        spec = QuantSpec(UINT4, site.block(PerGroup(self.group_size), on_indivisible), site.dtype, True)
+        return Scheme(spec, rule="asymmetric", eps=1e-6)
+
+
+@dataclass(frozen=True)
+class Int8DynamicActivationInt8WeightConfig(_WithLayout, ours.Int8DynamicActivationInt8WeightConfig):
+    """As ours, with ``layout``."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.act_mapping_type, Layout):  # the founding era's first argument
+            object.__setattr__(self, "layout", self.act_mapping_type)
+            object.__setattr__(self, "act_mapping_type", MappingType.SYMMETRIC)
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class Int8DynamicActivationInt4WeightConfig(ours.Int8DynamicActivationInt4WeightConfig):
+    """As ours; the layout is checked."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _dense(self, self.layout)
+
+
+@dataclass(frozen=True)
+class IntxWeightOnlyConfig(_WithLayout, ours.IntxWeightOnlyConfig):
+    """As ours, with ``layout`` (0.11 and 0.12)."""
+
+
+@dataclass(frozen=True)
+class Int8DynamicActivationIntxWeightConfig(_WithLayout, ours.Int8DynamicActivationIntxWeightConfig):
+    """As ours, with ``layout`` (0.11 and 0.12)."""
+
+
+@dataclass(frozen=True)
+class Int4DynamicActivationInt4WeightConfig(ours.AOBaseConfig):
+    """int4 weights a row under int4 activations a token, both symmetric. Computed by dequantizing, and counted."""
+
+    layout: Any = None
+    mapping_type: MappingType = MappingType.SYMMETRIC
+    act_mapping_type: MappingType = MappingType.SYMMETRIC
+    set_inductor_config: bool = True
+
+    def __post_init__(self) -> None:
+        _dense(self, self.layout)
+        if {self.mapping_type, self.act_mapping_type} != {MappingType.SYMMETRIC}:
+            raise NotImplementedError("Only mapping_type=SYMMETRIC and act_mapping_type=SYMMETRIC are supported")
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        act = activation(INT4, site, PerToken(), eps=INT8_EPS)
+        return Scheme(QuantSpec(INT4, site.block(PerRow())), act, "symmetric", INT8_EPS)
+
+
+@dataclass(frozen=True)
+class GemliteUIntXWeightOnlyConfig(ours.AOBaseConfig):
+    """4- or 8-bit weights in groups with integer zero points; ``mode`` "dynamic" quantizes activations to int8."""
+
+    group_size: int | None = 128
+    bit_width: int = 4
+    packing_bitwidth: int | None = None
+    mode: str | None = "weight_only"
+    set_inductor_config: bool = True
+    contiguous: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.bit_width not in (4, 8) or self.mode not in ("weight_only", "dynamic"):
+            raise ValueError(f"gemlite has 4 and 8 bits, weight_only and dynamic, got {self.bit_width}, {self.mode!r}")
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        granularity: Granularity = PerRow() if self.group_size is None else PerGroup(self.group_size)
+        block = site.block(granularity, on_indivisible)
+        spec = QuantSpec(as_format(f"uint{self.bit_width}"), block, site.dtype, True)
+        act = None if self.mode == "weight_only" else activation(INT8, site, PerToken(), eps=INT8_EPS)
+        return Scheme(spec, act, "asymmetric", INT8_EPS)
+
+
+@dataclass(frozen=True)
+class PrototypeInt4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
+    """torchao's int4 weights for CPUs: the numbers of Int4WeightOnlyConfig."""
+
+    version: int = 1
+
+
+@dataclass(frozen=True)
+class Float8DynamicActivationFloat8SemiSparseWeightConfig(ours.AOBaseConfig):
+    """2:4 sparse float8 weights; refused."""
+
+    layout: Any = None
+    activation_dtype: Any = torch.float8_e5m2
+    weight_dtype: Any = torch.float8_e4m3fn
+
+    def __post_init__(self) -> None:
+        raise NotImplementedError(
+            "sparse float8 weights are not offered; use Float8DynamicActivationFloat8WeightConfig"
+        )
+
+
+def int8_dynamic_activation_int8_semi_sparse_weight() -> Any:
+    """Sparse weights; refused."""
+    raise NotImplementedError("2:4 sparse int8 weights are not offered; use int8_dynamic_activation_int8_weight()")
+
+
+int4_weight_only = Int4WeightOnlyConfig
+int8_dynamic_activation_int8_weight = Int8DynamicActivationInt8WeightConfig
+int8_dynamic_activation_int4_weight = Int8DynamicActivationInt4WeightConfig
+int4_dynamic_activation_int4_weight = Int4DynamicActivationInt4WeightConfig
+intx_weight_only = IntxWeightOnlyConfig
+gemlite_uintx_weight_only = GemliteUIntXWeightOnlyConfig

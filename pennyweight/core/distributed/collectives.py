@@ -1,0 +1,165 @@
+"""torch.distributed's collectives on quantized tensors: each part travels as it is, nothing is dequantized.
+
+What travels is in a portable layout; packings are made anew where they arrive. Before parts are sent the ranks compare
+what is static about them (:func:`agree`): int8 codes received as float8 codes would look right. Reductions have no
+meaning on codes and are refused. All of them wait, also where the caller asked for an asynchronous one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from ..ops.inplace import _check_writable, copy_parts_
+from ..ops.parts import aliased
+from ..tensor import AffineQuantizedTensor
+from .ddp import differs, digest, portable, tensors_of
+
+QT = AffineQuantizedTensor
+
+
+def agree(group: Any, w: QT) -> None:
+    """Raise ValueError on every rank of a group where not all bring a tensor of one kind and size."""
+    mine = digest(w)
+    theirs = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([theirs], [mine]).wait()
+    if any(not torch.equal(one, mine) for one in theirs):
+        raise differs(w)
+
+
+def each(fn: Callable[..., Any], mine: QT, *sent: QT) -> Any:
+    """fn over the plain tensors of some of one kind, one after another; what fn gives for the last. All that fn gets is
+    contiguous, and what it writes to the first reaches ``mine``."""
+    done = None
+    for first, *rest in zip(*map(tensors_of, (mine, *sent)), strict=True):
+        room = first.contiguous()
+        done = fn(room, *(p.contiguous() for p in rest))
+        dist.Work.unbox(done[-1]).wait()
+        if room.data_ptr() != first.data_ptr():
+            first.copy_(room)
+    return done
+
+
+def _received(targets: list[QT], rooms: list[QT]) -> None:
+    for target, room in zip(targets, rooms, strict=True):
+        if room is not target:
+            copy_parts_(target, room.to_layout(target.spec.layout))
+
+
+def _group(so: Any) -> Any:
+    return dist.ProcessGroup.unbox(so)
+
+
+def _broadcast_(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors, so, *rest = args
+    done: Any = None
+    for t in tensors:
+        if not isinstance(t, QT):
+            done = func([t], so, *rest)
+            dist.Work.unbox(done[1]).wait()
+            continue
+        if _group(so).rank() != rest[0]:
+            _check_writable(t)
+        room = portable(t)
+        agree(_group(so), room)
+        done = each(lambda p: func([p], so, *rest), room)
+        if _group(so).rank() != rest[0]:
+            _received([t], [room])
+    return tensors, done[1]
+
+
+def _scatter_(func: Any, args: Any, kwargs: Any) -> Any:
+    outputs, inputs, so, *rest = args
+    (output,), pieces = outputs, inputs[0] if inputs else []
+    if not isinstance(output, QT) or not all(isinstance(p, QT) for p in pieces):
+        raise TypeError(
+            f"scatter of {[type(p).__name__ for p in pieces]} into {type(output).__name__}: either all pieces are "
+            "quantized tensors, or none"
+        )
+    room, sent = portable(output), [portable(p) for p in pieces]
+    agree(_group(so), room)
+    for piece in sent:
+        if piece.spec != room.spec or piece.shape != room.shape:
+            raise ValueError(
+                f"scatter: pieces {tuple(piece.shape)} ({piece.spec}) for {tuple(room.shape)} ({room.spec})"
+            )
+    done = each(lambda mine, *theirs: func([mine], [list(theirs)] if theirs else [], so, *rest), room, *sent)
+    _received([output], [room])
+    return outputs, done[1]
+
+
+def _allgather_(func: Any, args: Any, kwargs: Any) -> Any:
+    outputs, (given,), so, *rest = args
+    sent, rooms = portable(given), [portable(t) for t in outputs[0]]
+    agree(_group(so), sent)
+    done: Any = None
+    for p, *into in zip(*map(tensors_of, (sent, *rooms)), strict=True):
+        got = [torch.empty_like(q, memory_format=torch.contiguous_format) for q in into]
+        done = func([got], [p.contiguous()], so, *rest)
+        dist.Work.unbox(done[-1]).wait()
+        for q, one in zip(into, got, strict=True):
+            q.copy_(one)
+    _received(outputs[0], rooms)
+    return outputs, done[1]
+
+
+def _all_gather_into_tensor(func: Any, args: Any, kwargs: Any) -> Any:
+    """DTensor's: the pieces one after another along axis 0, as a quantized tensor."""
+    given, count, group = args
+    sent = portable(given)
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    process_group = resolve(group) if isinstance(group, str) else group
+    agree(process_group, sent)
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    got = iter([wait(func(p.contiguous(), count, group)) for p in tensors_of(sent)])
+
+    def each_rank(w: QT) -> list[QT]:
+        slots: list[dict[str, Any]] = [{} for _ in range(count)]
+        for name, p in w.parts._asdict().items():
+            if p is None:
+                continue
+            of_ranks = each_rank(p) if isinstance(p, QT) else next(got).view(p.dtype).unflatten(0, (count, p.shape[0]))
+            if name in ("scale", "zero_point", "offset") and _covers(w):  # a rank without rows has none
+                of_ranks = [of_ranks[0]] * count
+            for slot, one in zip(slots, of_ranks, strict=True):
+                slot[name] = one
+        return [w.with_(readonly=False, **slot) for slot in slots]
+
+    return torch.ops.aten.cat.default(each_rank(sent), 0)
+
+
+def _covers(w: QT) -> bool:
+    """Whether one block covers the first axis on all ranks: one that did not would have been cut finer."""
+    block = w.spec.block
+    return block is None or (len(block) == w.ndim and not 0 < block[0] <= w.shape[0])
+
+
+def _arrived(func: Any, args: Any, kwargs: Any) -> Any:
+    """What we gathered has arrived."""
+    return aliased(args[0])
+
+
+_HANDLERS = {
+    "c10d::broadcast_": _broadcast_,
+    "c10d::scatter_": _scatter_,
+    "c10d::allgather_": _allgather_,
+    "_c10d_functional::all_gather_into_tensor": _all_gather_into_tensor,
+    "_c10d_functional::wait_tensor": _arrived,
+    "_c10d_functional::_wrap_tensor_autograd": _arrived,
+}
+
+
+def collective(func: Any, args: Any, kwargs: Any) -> Any:
+    """Any op of c10d, by name."""
+    handler = _HANDLERS.get(func.name().partition(".")[0])
+    if handler is not None:
+        return handler(func, args, kwargs)
+    w = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QT))
+    raise TypeError(
+        f"{func} of a quantized tensor {tuple(w.shape)} ({w.spec}): numbers are not reduced or sent as codes; exchange "
+        "w.dequantize(), or the gradients"
+    )

@@ -1,0 +1,101 @@
+"""Quantized tensors in DDP's buckets: their bytes, in the place of as many numbers.
+
+DDP broadcasts a model's parameters in buckets that C++ joins from ``view(-1)`` of each and copies back with ``copy_``.
+As numbers, codes would be chosen anew on each rank. The bytes of the parts fit in the room of the numbers, with what is
+static about the tensor before them, so that ranks that differ in it are found out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..layouts import READABLE, portable_layout
+from ..tensor import AffineQuantizedTensor, static_json
+
+QT = AffineQuantizedTensor
+
+
+def portable(w: QT) -> QT:
+    """w in a layout that any op reads and that means the same on every machine; it may be written to if w may."""
+    return w if w.spec.layout in READABLE else w.to_layout(portable_layout(w.spec))
+
+
+def tensors_of(w: QT) -> Iterator[Tensor]:
+    """The plain tensors that w is stored in, nested ones too, in a fixed order; narrow numbers as bytes, which is all
+    that gloo knows of some."""
+    for p in w.parts:
+        if isinstance(p, QT):
+            yield from tensors_of(p)
+        elif p is not None:
+            yield as_bytes(p)
+
+
+def as_bytes(p: Tensor) -> Tensor:
+    return p.view(torch.uint8) if p.dtype.itemsize == 1 and p.dtype is not torch.bool else p
+
+
+def digest(w: QT) -> Tensor:
+    """32 bytes that are equal for tensors of one kind: all that is static about w, and the sizes of its parts."""
+    text = f"{static_json(w.with_(readonly=False))} {[(str(p.dtype), *p.shape) for p in tensors_of(w)]}"
+    return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=w.device)
+
+
+def kind(w: QT) -> list[int]:
+    """Four integers that are equal for shards of one tensor along its first axis: a digest of its spec, input, dtype,
+    other sizes, and of what every rank has whole (tables, orders of channels, scales of inputs)."""
+    slots = [slot for slot, p in w.parts._asdict().items() if p is not None]
+    act = None if w.act is None else w.act.to_dict()
+    what = (w.spec.with_(layout="plain").to_dict(), act, str(w.dtype), tuple(w.shape[1:]), w.axes, slots)
+    found = hashlib.sha256(repr(what).encode())
+    for p in (w._table, w._perm, w._act_scale, w._act_zero_point):
+        if isinstance(p, Tensor) and not p.is_meta:
+            found.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return [int.from_bytes(found.digest()[i : i + 8], "little", signed=True) for i in range(0, 32, 8)]
+
+
+def told(w: QT) -> str:
+    """What a rank says of its tensor where ranks differ."""
+    inputs = "" if w.act is None else f", input {w.act}"
+    return f"{tuple(w.shape)} {w.spec.with_(layout='plain')}{inputs}, {w.dtype}"
+
+
+def differs(w: QT, ranks: Mapping[int, str] | None = None) -> ValueError:
+    """ranks: what each of them has, where they told one another."""
+    have = f"this one has {told(w)}" if ranks is None else "; ".join(f"rank {i} has {t}" for i, t in ranks.items())
+    return ValueError(
+        f"ranks differ in a quantized tensor that they exchange: {have}. Quantize the same model with the same config "
+        "on each rank"
+    )
+
+
+def to_numbers(w: QT) -> Tensor:
+    """As many numbers of w's dtype as w has, with the bytes of its parts. Raises ValueError where those are more."""
+    w = portable(w)
+    raw = torch.cat([digest(w), *(p.contiguous().view(-1).view(torch.uint8) for p in tensors_of(w))])
+    room = torch.zeros(w.numel() * w.dtype.itemsize, dtype=torch.uint8, device=w.device)
+    if raw.numel() > room.numel():
+        raise ValueError(
+            f"a quantized tensor {tuple(w.shape)} ({w.spec}) takes {raw.numel()} bytes, more than as {w.dtype}, and "
+            "does not fit into a bucket of DDP; pass init_sync=False, after pennyweight.distributed.broadcast_(model)"
+        )
+    room[: raw.numel()] = raw
+    return room.view(w.dtype)
+
+
+def take_numbers_(w: QT, numbers: Tensor) -> QT:
+    """Take over what :func:`to_numbers` made of a tensor of the same kind. ValueError where it was of another."""
+    room = portable(w)
+    raw = numbers.contiguous().view(-1).view(torch.uint8)
+    mine = digest(room)
+    if not torch.equal(mine, raw[: mine.numel()]):
+        raise differs(w)
+    at = mine.numel()
+    for p in tensors_of(room):
+        size = p.numel() * p.element_size()
+        p.copy_(raw[at : at + size].clone().view(p.dtype).view(p.shape))
+        at += size
+    return room

@@ -1,0 +1,135 @@
+"""FSDP2's all-gather of a quantized parameter: its parts travel as they are, and are whole again when they arrive.
+
+A parameter is cut along its first axis, and so are parts with an entry for each of its blocks there. Of what there is
+one for that axis (the scale of a whole tensor) every rank sends its own and takes that of the first, because ranks
+without rows have none; tables and orders of channels are on every rank and do not travel. Whole, the parameter is
+packed for its kernel. Before the first exchange the ranks compare what is static about their shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..spec import QuantSpec
+from ..tensor import AffineQuantizedTensor
+from .ddp import as_bytes, differs, kind, portable, told
+from .dtensor import packed
+from .rank_check import meet
+
+QT = AffineQuantizedTensor
+PARAMETERS = ("scale", "zero_point", "offset")
+
+
+class Rows(NamedTuple):
+    """Entries of the first axis: of the largest shard, which all others are padded to, and in all; ranks."""
+
+    shard: int
+    total: int
+    ranks: int
+
+
+def _rows(w: QT, mesh: Any) -> Rows:
+    """FSDP2 tells a hook that takes any shards of them nothing but the mesh, so the ranks ask each other, once: how
+    many rows they have, and whether their shards are of one kind. Raises ValueError on every rank where they are not.
+    """
+    if "rows" not in w._bound:
+        group = mesh.get_group()
+        if mesh.size() > 1:
+            meet(group, w)
+        mine = torch.tensor([w.shape[0], *kind(w)], dtype=torch.int64, device=w.device)
+        theirs = [torch.empty_like(mine) for _ in range(mesh.size())]
+        dist.all_gather(theirs, mine, group=group)
+        if any(not torch.equal(one[1:], mine[1:]) for one in theirs):
+            said: list[Any] = [None] * mesh.size()
+            dist.all_gather_object(said, told(w), group=group)
+            raise differs(w, dict(zip(dist.get_process_group_ranks(group), said, strict=True)))
+        counts = [int(one[0]) for one in theirs]
+        w._bound["rows"] = Rows(max(counts), sum(counts), len(counts))
+    return w._bound["rows"]
+
+
+def _block(spec: QuantSpec, ndim: int, rows: int) -> int:
+    """Entries of the first axis in a block of a shard of ``rows``; 0 where one block covers it on all ranks: a block
+    that covers a shard and not all of them would have been cut finer."""
+    if spec.block is None:
+        return 0
+    block = spec.block[0] if len(spec.block) == ndim else 1
+    return 0 if block == -1 or block > rows else block
+
+
+def _layout(w: QT, rows: int) -> Iterator[tuple[QT, str, int]]:
+    """(quantized tensor, slot, entries of the slot's first axis) of what is cut of w, nested tensors entered; rows: of
+    w's own first axis."""
+    block = _block(w.spec, w.ndim, rows)
+    yield w, "codes", -(-rows // block) * block if block else rows
+    for slot in PARAMETERS:
+        p = getattr(w, f"_{slot}")
+        if p is None:
+            continue
+        count = -(-rows // block) if block else 1
+        if isinstance(p, QT):
+            yield from _layout(p, count)
+        else:
+            yield w, slot, count
+
+
+def sent(w: QT, mesh: Any) -> tuple[tuple[Tensor, ...], Rows]:
+    """(plain tensors that this shard sends, each padded to the largest shard's; rows)."""
+    rows, w = _rows(w, mesh), portable(w)
+    if rows.ranks == 1:  # torch 2.13 then takes over the first tensor alone
+        return (as_bytes(w._codes.new_zeros(1)),), rows
+    out = []
+    for owner, slot, count in _layout(w, rows.shard):
+        p = getattr(owner, f"_{slot}")
+        if p.shape[0] < count:
+            p = torch.cat([p, p.new_zeros((count - p.shape[0], *p.shape[1:]))])
+        out.append(as_bytes(p.contiguous()))
+    return tuple(out), rows
+
+
+def arrived(w: QT, gathered: tuple[Tensor, ...], rows: Rows, dtype: torch.dtype, out: Tensor | None = None) -> Any:
+    """The whole parameter of what all shards sent, and the tensors of it that are memory of its own; into ``out`` where
+    that is given."""
+    parts = iter(gathered)
+    shard = portable(w)
+
+    def whole(w: QT, mine: int, total: int) -> QT:
+        block = _block(w.spec, w.ndim, mine)
+        count = -(-total // block) if block else 1
+        slots: dict[str, Any] = {"codes": next(parts).view(w._codes.dtype)[: count * block if block else total]}
+        for slot in PARAMETERS:
+            p = getattr(w, f"_{slot}")
+            if p is None:
+                continue
+            if isinstance(p, QT):
+                slots[slot] = whole(p, -(-mine // block) if block else 1, count)
+            else:
+                slots[slot] = next(parts).view(p.dtype)[:count]
+        return w.with_(shape=(total, *w.shape[1:]), readonly=False, **slots)
+
+    value = packed((shard if rows.ranks == 1 else whole(shard, rows.shard, rows.total)).with_(dtype=dtype))
+    if out is not None:
+        assert isinstance(out, QT)
+        _refill(out, value)
+        return None
+    theirs = {t.untyped_storage().data_ptr() for t in (*gathered, *_plain(w))}
+    return value, [t for t in _plain(value) if t.untyped_storage().data_ptr() not in theirs]
+
+
+def _plain(w: QT) -> Iterator[Tensor]:
+    for p in w.parts:
+        if isinstance(p, QT):
+            yield from _plain(p)
+        elif p is not None:
+            yield p
+
+
+def _refill(out: QT, value: QT) -> None:
+    for mine, theirs in zip(_plain(out), _plain(value), strict=True):
+        if mine.data_ptr() != theirs.data_ptr():
+            mine.copy_(theirs)

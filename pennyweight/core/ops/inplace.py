@@ -1,0 +1,351 @@
+"""What changes a quantized tensor, and what computes on a dequantized copy of it.
+
+A write requantizes the new value into the same storages, so that every alias, view and optimizer sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .. import blocks, fallback, stochastic_rounding
+from ..distributed.dispatch import broadcasts_buckets, refuse_disk_offload
+from ..formats import E8M0
+from ..layouts import get_layout
+from ..load_state_dict import tell_of_copy
+from ..numerics import ordered, part_value, quantize
+from ..qparams import Params, choose
+from ..spec import QuantSpec
+from ..tensor import ATEN, FUNCTIONS, AffineQuantizedTensor, check_finite, implements
+
+aten = torch.ops.aten
+QT = AffineQuantizedTensor
+
+
+class _Chance:
+    """Random words of one write after another."""
+
+    def __init__(self, step: int, *key: int) -> None:
+        self.step, self.key, self.writes = step, key, 0
+
+    def words(self, shape: torch.Size, device: torch.device) -> Tensor:
+        self.writes += 1
+        return stochastic_rounding.words(
+            shape, stochastic_rounding.key(*self.key, self.writes), device
+        ) + stochastic_rounding.signed(stochastic_rounding.turn(self.step))
+
+
+_CHANCE: ContextVar[_Chance | None] = ContextVar("pennyweight_rounding_by_chance", default=None)
+
+
+@contextmanager
+def rounding_by_chance(step: int, *key: int) -> Iterator[None]:
+    """Within it, codes that are written are rounded by chance, so that the mean of many writes is the value: changes
+    smaller than a step of the codes are not lost. Random numbers are a function of the key, of how many writes came
+    before in this block, of the element, and of the step, over whose course they are spread evenly."""
+    token = _CHANCE.set(_Chance(step, *key))
+    try:
+        yield
+    finally:
+        _CHANCE.reset(token)
+
+
+def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
+    """Requantize ``value`` into the storages of ``target``. value: anything that broadcasts to its shape.
+
+    Writing the value that stands there changes no bit, though quantizing it anew might. update: it is the present value
+    somewhat changed, and blocks keep the scale that still suits them. Raises RuntimeError where the target is a copy,
+    or shares a block's scale with elements outside it. Within :func:`rounding_by_chance` codes are rounded by chance.
+    """
+    _check_writable(target)
+    by_chance = _CHANCE.get()
+    if by_chance is None:
+        value = value.to(dtype=target.dtype)
+    value = value.to(device=target.device).expand(target.shape)
+    check_finite(value, f"value written to a quantized tensor {tuple(target.shape)}")
+    if type(value) is Tensor and not value.is_meta and torch.equal(value, target._dequantize(value.dtype)):
+        return target
+    if target.axes is not None:
+        value = value.permute([target.axes.index(i) for i in range(len(target.axes))])
+    value = ordered(value, target._perm)
+    spec = target.spec.with_(layout="plain")
+    if by_chance is None:
+        plain = quantize(value, spec, params=_kept(target, value, spec, update))
+    else:
+        rule = "mx_rceil" if isinstance(spec.scale, QuantSpec) and spec.scale.format is E8M0 else None
+        words = by_chance.words(value.shape, value.device)
+        plain = quantize(value, spec, rule, params=_steady_scales(target, value, spec), words=words)
+    parts = get_layout(target.spec.layout).pack(plain, target.spec, target.stored_shape)
+    copy_parts_(target, QT(parts, target.spec, target.stored_shape, target.dtype))
+    return target
+
+
+def _kept(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Params | None:
+    """What stays of the parameters: a learned table always, a scale where that keeps updates from drifting."""
+    if spec.format.kind == "learned":
+        return _under_table(target, value, spec, update)
+    return _kept_scales(target, value, spec) if update else None
+
+
+def _under_table(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Params:
+    """Parameters under the table that there is: the largest element of a block becomes its largest number. In an update
+    blocks that still reach over a half of that keep their scale, whose numbers they have."""
+    assert target._table is not None
+    x = blocks.pad(value, spec.block)
+    fresh, reach = choose(x, spec), target._table.abs().max().float().clamp(min=2.0**-14)
+    if spec.scale is None or not x.numel():
+        return fresh._replace(table=target._table)
+    assert fresh.scale is not None
+    scale = fresh.scale.float() / reach
+    if update and fresh.offset is None:
+        old = part_value(target.plain_parts().scale, spec.scale, fresh.scale.shape, torch.float32)
+        scale = torch.where((scale <= old * 1.01) & (2 * scale >= old), old, scale)
+    return fresh._replace(scale=scale, table=target._table)
+
+
+def _kept_scales(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
+    """Parameters of an update in stored order: the scale of a block stays where the value fits it and comes within
+    a quarter of a step of an end of the codes. None: choose anew, as for formats that find their own scale again.
+
+    Symmetric integers do not: scale = absmax / 127.5, and a block whose greatest code is 127 or -128 asks for 127/127.5
+    or 128/127.5 of the scale that it has (at 4 bits for 7/7.5 or 8/7.5). Small updates, one after another, would
+    shrink the one and blow up the other without end.
+    """
+    if (
+        spec.format.kind != "int" or spec.zero_point or spec.offset is not None
+        or not isinstance(spec.scale, torch.dtype) or value.numel() == 0
+    ):  # fmt: skip
+        return None
+    x = blocks.pad(value, spec.block)
+    fresh = choose(x, spec).scale
+    assert fresh is not None
+    scale = target.plain_parts().scale.to(fresh.dtype)
+    view, inner = blocks.split(x, blocks.counts(spec.block, x.shape)), blocks.inner_axes(x.ndim)
+    low, high = view.amin(inner) / scale, view.amax(inner) / scale
+    bottom, top = spec.format.lo - spec.mid, spec.format.hi - spec.mid
+    fits = (low >= bottom - 0.5) & (high <= top + 0.5)
+    full = torch.maximum(-low, high) >= min(end for end in (-bottom, top) if end > 0) - 0.25
+    return Params(torch.where(fits & full, scale, fresh))
+
+
+# Under chance a new scale rounds all codes of its block anew, which adds noise; so scales change seldom: where a value
+# would saturate, with room to grow, or where a quarter of the codes is no longer used.
+_LEAST_USED, _ROOM = 0.75, 1 + 1 / 16
+
+
+def _steady_scales(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
+    """Parameters under which nothing saturates, which would not be right in the mean. None: by the rule."""
+    f = spec.format
+    bottom, top = f.lo - spec.mid, f.hi - spec.mid
+    if (
+        f.kind == "learned" or spec.zero_point or spec.offset is not None or not isinstance(spec.scale, torch.dtype)
+        or not bottom < 0 < top or value.numel() == 0
+    ):  # fmt: skip
+        return None
+    x = blocks.pad(value, spec.block)
+    inner, reach = blocks.inner_axes(x.ndim), min(top, -bottom)
+    absmax = blocks.split(x, blocks.counts(spec.block, x.shape)).abs().amax(inner).float()
+    scale = target.plain_parts().scale.float()
+    used = absmax / (scale * reach)
+    fresh = absmax / reach * torch.where(used > 1, _ROOM, 1.0)
+    fresh = fresh.clamp(torch.finfo(torch.float32).smallest_normal)
+    return Params(torch.where((used <= 1) & (used >= _LEAST_USED), scale, fresh))
+
+
+def _check_writable(target: QT) -> None:
+    if target.readonly:
+        raise RuntimeError(
+            f"in-place change of a part of a quantized tensor {tuple(target.shape)} ({target.spec}): it is a copy or "
+            "shares scales, or the order of its channels, with elements outside it; dequantize the whole weight, "
+            "change that, and copy_ it back"
+        )
+
+
+def copy_parts_(target: QT, source: QT) -> None:
+    """Copy parts bit for bit; both under the same spec and layout. An order of channels that source has not is left."""
+    for mine, theirs in zip(target.parts, source.parts, strict=True):
+        if isinstance(mine, QT):
+            copy_parts_(mine, theirs)
+        elif mine is not None and theirs is not None:
+            mine.copy_(theirs)
+
+
+@implements(aten.copy_.default)
+def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
+    target, source = args[:2]
+    if not isinstance(target, QT):
+        tell_of_copy(target, source)
+        fallback.count("copy_/dequantize")
+        return func(target, source._dequantize(target.dtype), *args[2:], **kwargs)
+    if not isinstance(source, QT) and broadcasts_buckets():
+        from ..distributed.ddp import take_numbers_
+
+        _check_writable(target)
+        copy_parts_(target, take_numbers_(target, source).to_layout(target.spec.layout))
+        return return_and_correct_aliasing(func, args, kwargs, target)
+    if (
+        isinstance(source, QT)
+        and source.spec.with_(layout="plain") == target.spec.with_(layout="plain")
+        and (source.shape, source.axes) == (target.shape, target.axes)
+        and (source._perm is None) == (target._perm is None)
+    ):
+        _check_writable(target)
+        if source.act != target.act:
+            tell_of_copy(target, source)
+        moved: Any = source.to(target.device)
+        copy_parts_(target, moved.to_layout(target.spec.layout))
+    elif isinstance(source, QT):
+        tell_of_copy(target, source)
+        write_(target, source._dequantize(target.dtype))
+    else:
+        write_(target, source)
+    return return_and_correct_aliasing(func, args, kwargs, target)
+
+
+@implements(
+    aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.add_.Scalar, aten.sub_.Scalar,
+    aten.mul_.Scalar, aten.div_.Scalar, aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar,
+)  # fmt: skip
+def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Arithmetic in float32 on the value, requantized into the same storages. PEFT merges and optimizers step so."""
+    target, *rest = args
+    rest = [_float(r) if isinstance(r, Tensor) else r for r in rest]
+    if not isinstance(target, QT):
+        return func(target, *rest, **kwargs)
+    _check_writable(target)
+    write_(target, func(target._dequantize(torch.float32).clone(), *rest, **kwargs), update=True)
+    return return_and_correct_aliasing(func, args, kwargs, target)
+
+
+def _float(x: Tensor) -> Tensor:
+    """x in float32 where it is of less, so that operands of one function agree."""
+    if isinstance(x, QT):
+        return x._dequantize(torch.float32)
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@implements(aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
+def _fill(func: Any, args: Any, kwargs: Any) -> Any:
+    target, *value = args
+    if not isinstance(target, QT):
+        return func(target, *(v._dequantize(v.dtype) if isinstance(v, QT) else v for v in value))
+    write_(target, func(torch.empty(target.shape, dtype=target.dtype, device=target.device), *value))
+    return return_and_correct_aliasing(func, args, kwargs, target)
+
+
+@implements(aten.resize_.default, aten.resize_as_.default)
+def _resize_(func: Any, args: Any, kwargs: Any) -> Any:
+    target, size = args[:2]
+    shape = tuple(size.shape if isinstance(size, Tensor) else size)
+    if not isinstance(target, QT):
+        return target.resize_(shape)
+    if shape != tuple(target.shape):
+        raise RuntimeError(f"a quantized tensor {tuple(target.shape)} cannot be resized to {shape}; make a new one")
+    return return_and_correct_aliasing(func, args, kwargs, target)
+
+
+@implements(None)
+def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute on dequantized copies; write mutated arguments back by requantizing them in place."""
+    family = ATEN.get(func.namespace)
+    if family is not None:
+        return family(func, args, kwargs)
+    if func._can_decompose():
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Autograd)):
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+    schema = func._schema
+    writes = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
+    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    first = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QT))
+    fallback.note(str(func), first, returns_view=aliases)
+    targets: list[tuple[QT, Tensor]] = []
+
+    def plain(value: Any, write: bool) -> Any:
+        if isinstance(value, QT):
+            if write:
+                _check_writable(value)
+            x = value._dequantize(value.dtype)
+            if write:
+                x = x.clone()
+                targets.append((value, x))
+            return x
+        return type(value)(plain(v, write) for v in value) if isinstance(value, (list, tuple)) else value
+
+    names = [a.name for a in schema.arguments]
+    new_args = [plain(a, writes[n]) for a, n in zip(args, names, strict=False)]
+    out = func(*new_args, **{n: plain(a, writes[n]) for n, a in kwargs.items()})
+    for target, value in targets:
+        if value.shape != target.shape:
+            raise RuntimeError(f"{func} cannot change the shape of a quantized tensor in place: {tuple(target.shape)}")
+        write_(target, value)
+    back = {id(value): target for target, value in targets}
+    return tree_map(lambda o: back.get(id(o), o), out) if back else out
+
+
+# -- functions that reach into storage without dispatching -----------------------------------------------------------
+
+
+@implements(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, table=FUNCTIONS)
+def _export(func: Any, args: Any, kwargs: Any) -> Any:
+    refuse_disk_offload(args[0])
+    fallback.note(f"Tensor.{func.__name__}", args[0])
+    return func(args[0].dequantize(), *args[1:], **kwargs)
+
+
+@implements(aten.is_set_to.default)
+def _is_set_to(func: Any, args: Any, kwargs: Any) -> Any:
+    a, b = args
+    if not isinstance(a, QT) or not isinstance(b, QT):
+        return False
+    return a.data_ptr() == b.data_ptr() and (a.spec, a.axes, a.shape) == (b.spec, b.axes, b.shape)
+
+
+@implements(
+    torch.Tensor.data_ptr, torch.Tensor.const_data_ptr,  # type: ignore[attr-defined]  # not in torch's stubs
+    torch.Tensor.untyped_storage, torch.Tensor.share_memory_, torch.Tensor.is_shared, table=FUNCTIONS,
+)  # fmt: skip
+def _own_storage(func: Any, args: Any, kwargs: Any) -> Any:
+    """Called through the class of torch, past the methods that know of the parts."""
+    return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+
+
+@implements(
+    torch.matrix_power, torch.linalg.matrix_power, torch.Tensor.matrix_power, F.gaussian_nll_loss, torch.stft,
+    torch.Tensor.stft, table=FUNCTIONS,
+)  # fmt: skip
+def _dense(func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions that write their result into a clone of an operand, which would round it, or that need strides."""
+    operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, QT)]
+    fallback.note(func.__name__, operands[0])
+    args, kwargs = tree_map(lambda a: a.dequantize() if isinstance(a, QT) else a, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+@implements(torch.Tensor.__setitem__, table=FUNCTIONS)
+def _setitem(func: Any, args: Any, kwargs: Any) -> None:
+    """w[index] = value changes elements that share scales with others, so the whole tensor is requantized."""
+    w, index, value = args
+    if isinstance(value, QT):
+        value = value.dequantize()
+    if not isinstance(w, QT):
+        func(w, index, value)
+        return
+    fallback.note("Tensor.__setitem__", w)
+    _check_writable(w)
+    x = w.dequantize()
+    x[index] = value
+    with torch.no_grad():
+        write_(w, x)
+
+
+__all__ = ["copy_parts_", "rounding_by_chance", "write_"]

@@ -1,0 +1,168 @@
+"""Operations of the quantized tensor, written once on its parts: what they share, and copies.
+
+They work on stored axes; a logical axis becomes a stored one through ``w.axes``. An op that would cut through a block,
+or needs what a part cannot do, returns NotImplemented and thereby becomes a counted fallback. See view.py, slice.py and
+inplace.py for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing as _view
+
+from .. import blocks
+from ..layouts import READABLE, get_layout, portable_layout
+from ..spec import DTYPES
+from ..tensor import FUNCTIONS, AffineQuantizedTensor, each_part, implements
+
+aten = torch.ops.aten
+QT = AffineQuantizedTensor
+VALUE_SLOTS = ("codes", "scale", "zero_point", "offset")
+
+
+def map_parts(w: QT, fn: Callable[[Any], Any], **changes: Any) -> QT:
+    """The same function over all stored parts, static activation parameters too."""
+    return w.with_(parts=each_part(w.parts, fn), **changes)
+
+
+def map_value(w: QT, fn: Callable[[Any, str], Any], **changes: Any) -> Any:
+    """``fn(part, slot)`` over the parts of the value. NotImplemented where it is so for a part.
+
+    The spec follows its quantized parts, whose own block may have lost an axis.
+    """
+    parts = {slot: fn(p, slot) for slot in VALUE_SLOTS if (p := getattr(w, f"_{slot}")) is not None}
+    if any(p is NotImplemented for p in parts.values()):
+        return NotImplemented
+    nested = {slot: p.spec for slot, p in parts.items() if isinstance(p, QT)}
+    if nested:
+        changes["spec"] = changes.get("spec", w.spec).with_(**nested)
+    return w.with_(parts=w.parts._replace(**parts), **changes)
+
+
+def sliceable(w: QT) -> QT:
+    """w in a layout whose parts keep the order of axes: itself, or a read-only unpacked copy."""
+    return w if w.spec.layout in READABLE else w.to_layout(portable_layout(w.spec)).with_(readonly=True)
+
+
+def unpacked(w: QT) -> QT:
+    """w with one code an element; a read-only copy where it was packed."""
+    return w if w.spec.layout == "plain" else w.to_layout("plain").with_(readonly=True)
+
+
+def streamed(w: QT, slot: str) -> bool:
+    """Whether the last axis of a part beside the codes is a bit stream."""
+    return slot == "zero_point" and w.spec.layout == "bits" and w.spec.zero_point_bits < 8 and w.ndim > 0
+
+
+def joined(w: QT, axis: int) -> bool:
+    """Whether neighbours on a stored axis share a code, so that it can be cut only between those."""
+    return w.spec.format.dim > 1 and axis == w.ndim - 1
+
+
+def axes_of(w: QT) -> tuple[int, ...]:
+    return tuple(range(w.ndim)) if w.axes is None else w.axes
+
+
+def stored_axis(w: QT, dim: int) -> int:
+    """Stored axis of a logical one. Raises IndexError out of range."""
+    if not -w.ndim <= dim < w.ndim:
+        raise IndexError(f"dimension {dim} is out of range for a quantized tensor of shape {tuple(w.shape)}")
+    return axes_of(w)[dim]
+
+
+def resized(shape: Sequence[int], dim: int, n: int) -> tuple[int, ...]:
+    return (*shape[:dim], n, *shape[dim + 1 :])
+
+
+def aliased(w: QT, **changes: Any) -> QT:
+    return map_parts(w, aten.alias.default, **changes)
+
+
+def consistent(w: Any) -> Any:
+    """w if its parts have the sizes that its spec says for its shape, else NotImplemented."""
+    if w is NotImplemented:
+        return w
+    shape = w.stored_shape
+    ok = w._scale is None or tuple(w._scale.shape) == blocks.counts(w.spec.block, shape)
+    ok = ok and (w._perm is None or tuple(w._perm.shape) == tuple(shape[-1:]))
+    if w.spec.layout == "plain":
+        ok = ok and tuple(w._codes.shape) == w.spec.codes_shape(shape)
+    return w if ok else NotImplemented
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+@implements(aten.detach.default, aten.alias.default)
+def _detach(func: Any, args: Any, kwargs: Any) -> Any:
+    return _view(func, args, kwargs, map_parts(args[0], func))
+
+
+@implements(aten.clone.default)
+def _clone(func: Any, args: Any, kwargs: Any) -> Any:
+    return map_parts(args[0], torch.clone, readonly=False)
+
+
+@implements(aten._to_copy.default)
+def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    w: QT = args[0]
+    dtype = kwargs.get("dtype") or w.dtype
+    if dtype not in DTYPES.values():
+        return NotImplemented
+    device = torch.device(kwargs.get("device") or w.device)
+    devices = get_layout(w.spec.layout).devices
+    if devices is not None and device.type not in (*devices, "meta"):  # one device's packing cannot travel
+        w = w.to_layout(portable_layout(w.spec))
+    non_blocking = bool(kwargs.get("non_blocking"))
+    out = map_parts(w, lambda p: p.to(device, copy=True, non_blocking=non_blocking), dtype=dtype, readonly=False)
+    return out.pin_memory() if kwargs.get("pin_memory") else out
+
+
+@implements(aten._pin_memory.default)
+def _pin(func: Any, args: Any, kwargs: Any) -> Any:
+    return map_parts(args[0], lambda p: p.pin_memory())
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
+    return all(p.is_pinned() for p in args[0].parts if p is not None)
+
+
+@implements(aten._has_compatible_shallow_copy_type.default)
+def _compatible(func: Any, args: Any, kwargs: Any) -> bool:
+    return isinstance(args[0], QT) and isinstance(args[1], QT)
+
+
+@implements(torch.empty_like, table=FUNCTIONS)
+def _empty_like(func: Any, args: Any, kwargs: Any) -> Any:
+    """Quantized as well, so that ``Module.to_empty`` gives a model that a checkpoint can be copied into.
+
+    Only where it is called by name: torch's own composite functions write their float results into such a tensor.
+    """
+    w = args[0]
+    dtype = kwargs.get("dtype") or w.dtype
+    if dtype not in DTYPES.values() or kwargs.get("requires_grad"):
+        return NotImplemented
+    device = kwargs.get("device") or w.device
+    out = map_parts(w, lambda p: torch.empty_like(p, device=device), dtype=dtype, readonly=False)
+    if w._perm is None:
+        return out
+    # Whatever the codes are, an order must be one: it is memory that others are addressed by.
+    return out.with_(perm=torch.arange(w._perm.shape[0], dtype=w._perm.dtype, device=device))
+
+
+@implements(
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty_strided.default,
+)  # fmt: skip
+def _factory(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Fresh float tensors of the logical shape, as optimizer states are: nothing of the weight's value is needed."""
+    w = args[0]
+    like = torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device="meta")
+    return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or w.device})

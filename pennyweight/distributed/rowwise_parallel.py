@@ -1,0 +1,69 @@
+"""Row-wise tensor parallel with the activation scales of whole rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
+
+from ..core.distributed.full_tensor import here, reduced
+from ..core.numerics import dequantize, quantize
+from ..core.qparams import BY_RANGE, choose, default_rule
+from ..core.spec import ActivationSpec
+from ..core.tensor import AffineQuantizedTensor
+from ..kernels.repack import prepare
+
+ACT = "_input_over_ranks"  # on a module: how its input is quantized before it is cut
+
+
+class RowwiseParallel(TorchRowwise):
+    """torch's RowwiseParallel, whose dynamically quantized inputs have one scale per token over all ranks.
+
+    torch's own gives each rank the scale of its part of a token: somewhat finer, and not what one device computes. Here
+    ranks exchange the smallest and the largest number of each token (8 bytes), quantize the input with that, and
+    multiply by the weight alone, which then counts as weight-only. Layers without dynamic activations, or with groups
+    of inputs that lie within a rank, are left to torch's.
+    """
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        super()._partition_linear_fn(name, module, device_mesh)
+        local: Any = here(module.weight)
+        act = local.act if isinstance(local, AffineQuantizedTensor) else None
+        if act is None or act.mode != "dynamic" or (act.spec.block or (-1,)) != (-1,):
+            return
+        if (act.rule or default_rule(act.spec)) not in BY_RANGE or not isinstance(act.spec.scale, torch.dtype):
+            raise ValueError(
+                f"{name}: the input {act} is not quantized by the ends of its range alone, which is all that ranks "
+                "exchange; use torch's RowwiseParallel, which quantizes each rank's part by itself"
+            )
+        local.data = prepare(local.with_(act=None))
+        setattr(module, ACT, act)
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        x = TorchRowwise._prepare_input_fn(input_layouts, desired, mod, inputs, device_mesh)
+        act = getattr(mod, ACT, None)
+        if act is None:
+            return x
+        seen = over_ranks(x.to_local(), act, device_mesh)
+        return DTensor.from_local(seen, device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def over_ranks(x: Tensor, act: ActivationSpec, mesh: DeviceMesh) -> Tensor:
+    """x [.., part of K], as it is in a whole row that was quantized under ``act``; the gradient passes straight."""
+    given = x.detach()
+    ends = torch.stack([-given.amin(-1), given.amax(-1)], -1)
+    if act.spec.block is None:
+        ends = ends.reshape(-1, 2).amax(0).expand(*x.shape[:-1], 2)
+    ends = reduced(ends, "max", (mesh.get_group(0).group_name,))
+    ends = torch.stack([-ends[..., 0], ends[..., 1]], -1)
+    spec = act.spec
+    params = choose(ends.to(x.dtype), spec, act.rule, act.eps)
+    seen = dequantize(quantize(given, spec, act.rule, act.eps, params), spec, x.shape, x.dtype)
+    return x + (seen - given).detach() if x.requires_grad else seen

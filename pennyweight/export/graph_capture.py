@@ -1,0 +1,232 @@
+"""A model as a graph of torch's, with a marker wherever a quantized weight is used."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
+
+from ..core.tensor import AffineQuantizedTensor
+from ..kernels.linear import _flatten, _weight
+from .placeholder_ops import ops
+
+QT = AffineQuantizedTensor
+aten = torch.ops.aten
+_CONVOLUTIONS = (
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+    aten.conv3d.padding, aten.convolution.default,
+)  # fmt: skip
+# Ops of one weight that give a weight again: done here, on the weight itself
+_VIEWS = (
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.detach.default,
+    aten.alias.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
+    aten.chunk.default, aten.unsqueeze.default, aten.contiguous.default, aten.to.dtype,
+)  # fmt: skip
+
+
+@dataclass
+class Weight:
+    """A quantized weight in use, in stored order, and the ops that use it.
+
+    name  of its own; ``parameter``'s, unless that is used in several pieces
+    """
+
+    name: str
+    parameter: str
+    tensor: QT
+    uses: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Captured:
+    """A program of torch's, the weights that its markers number, and the parameters that it holds as they are."""
+
+    program: torch.export.ExportedProgram
+    weights: list[Weight]
+    floats: dict[str, Tensor]
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> Captured:
+    """Export with markers. Raises ValueError that names the weight where its use is none that a marker stands for."""
+    with torch.no_grad():
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    first = {id(p): name for name, p in model.named_parameters()}
+    return _Marking(program, first).run()
+
+
+class _Marking:
+    def __init__(self, program: torch.export.ExportedProgram, first: dict[int, str]) -> None:
+        self.program, self.graph = program, program.graph_module.graph
+        self.weights: list[Weight] = []
+        self.known: dict[tuple[Any, ...], int] = {}
+        held = {**program.constants, **program.state_dict}
+        targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.target}
+        vals = [node.meta.get("val") for node in self.graph.nodes]
+        self.fake = next((v.fake_mode for v in vals if isinstance(v, FakeTensor)), contextlib.nullcontext())
+        self.value: dict[fx.Node, Any] = {}  # placeholders and what is computed from weights alone
+        self.name: dict[fx.Node, str] = {}
+        for node in self.graph.nodes:
+            target = targets.get(node.name) if node.op == "placeholder" else None
+            if target is not None and isinstance(held.get(target), Tensor):
+                value = held[target]
+                self.value[node], self.name[node] = value, first.get(id(value), target)  # a tie under its first name
+
+    def run(self) -> Captured:
+        uses: dict[Any, Callable[[fx.Node], None]] = {
+            torch.ops.pennyweight.linear.default: self._linear, aten.embedding.default: self._embedding,
+            aten.addmm.default: self._addmm, aten.mm.default: self._product, aten.matmul.default: self._product,
+            **dict.fromkeys(_CONVOLUTIONS, self._convolution),
+        }  # fmt: skip
+        self.graph.eliminate_dead_code()  # what no output needs is in no file
+        for node in list(self.graph.nodes):
+            if node.op != "call_function":
+                continue
+            if node.target is torch.ops.export.access_subclass_inner_tensor.default:
+                if node.args[0] in self.value:
+                    self._follow(node, node.args[0], getattr(self.value[node.args[0]], node.args[1]))
+                continue
+            if not any(isinstance(self.value.get(n), QT) for n in node.all_input_nodes):
+                if node.target is torch.ops.pennyweight.linear.default:
+                    self._linear(node)
+                continue
+            if node.target in _VIEWS or getattr(node.target, "__name__", "") == "getitem":
+                made = self._evaluated(node)
+                if made is not None:
+                    self._follow(node, node.args[0], made)
+                    continue
+            uses.get(node.target, self._other)(node)
+        self._clean()
+        left = [spec.target for spec in self.program.graph_signature.input_specs if spec.target]
+        return Captured(self.program, self.weights, {n: p for n, p in self.program.state_dict.items() if n in left})
+
+    def _follow(self, node: fx.Node, source: fx.Node, value: Any) -> None:
+        self.value[node], self.name[node] = value, self.name[source]
+
+    def _evaluated(self, node: fx.Node) -> Any:
+        """A view of a weight, where it is a quantized tensor again; None where it is not."""
+        plain = [a for a in node.args[1:] if isinstance(a, fx.Node)]
+        if plain or node.kwargs.get("memory_format"):
+            return None
+        with torch.no_grad():
+            source: Any = node.args[0]
+            made = node.target(self.value[source], *node.args[1:], **node.kwargs)  # type: ignore[operator]
+        first = made[0] if isinstance(made, (list, tuple)) else made
+        return made if isinstance(first, QT) and first.dtype is torch.float32 else None
+
+    def _number(self, w: QT, name: str, use: str) -> int:
+        """The number of a weight in stored order; equal for uses that share their parts."""
+        parts = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in _flatten(w)[0]]
+        key = (*parts, w.stored_shape)
+        if key not in self.known:
+            self.known[key] = len(self.weights)
+            pieces = sum(other.parameter == name for other in self.weights)
+            own = f"{name}.piece{pieces}" if pieces else name
+            # it keeps its parts alive, so that no other gets their addresses
+            self.weights.append(Weight(own, name, w.with_(axes=None, shape=w.stored_shape)))
+        weight = self.weights[self.known[key]]
+        weight.uses.append(use)
+        return self.known[key]
+
+    def _replace(self, node: fx.Node, op: Any, *args: Any) -> None:
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(op, args)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    def _linear(self, node: fx.Node) -> None:
+        x, parts, bias, key = node.args
+        tensors = [self.value.get(p) for p in parts]  # type: ignore[union-attr,arg-type]
+        if not all(isinstance(t, Tensor) for t in tensors):
+            raise ValueError(f"{node.name}: a part of its quantized weight is computed by the model; it has no bytes")
+        w = _weight(key, tensors)[1]  # type: ignore[arg-type]
+        name = self.name[parts[0]]  # type: ignore[index]
+        self._replace(node, ops.linear.default, x, bias, self._number(w, name, "linear"), int(w.shape[0]))
+
+    def _embedding(self, node: fx.Node) -> None:
+        w, index = self.value.get(node.args[0]), node.args[1]  # type: ignore[arg-type]
+        if not isinstance(w, QT) or w.axes is not None:
+            self._other(node)
+            return
+        number = self._number(w, self.name[node.args[0]], "embedding")  # type: ignore[index]
+        self._replace(node, ops.embedding.default, index, number, int(w.shape[1]))
+
+    def _addmm(self, node: fx.Node) -> None:
+        bias, x, w = node.args
+        if any(v != 1 for v in node.kwargs.values()):  # beta * bias + alpha * (x @ w)
+            self._other(node)
+        else:
+            self._matrix(node, x, w, bias)
+
+    def _product(self, node: fx.Node) -> None:
+        x, w = node.args
+        self._matrix(node, x, w, None)
+
+    def _matrix(self, node: fx.Node, x: Any, w: Any, bias: Any) -> None:
+        """x @ w for a weight [K, N] whose blocks run along K."""
+        value = self.value.get(w)
+        if x in self.value or not isinstance(value, QT) or value.axes != (1, 0):
+            self._other(node)
+            return
+        self._replace(
+            node, ops.linear.default, x, bias, self._number(value, self.name[w], "linear"), int(value.shape[1])
+        )
+
+    def _convolution(self, node: fx.Node) -> None:
+        x, w = node.args[:2]
+        value = self.value.get(w)  # type: ignore[arg-type]
+        if isinstance(value, QT) and value.act is not None and x not in self.value:
+            number = self._number(value, self.name[w], "convolution")  # type: ignore[index]
+            with self.graph.inserting_before(node):
+                put = self.graph.call_function(ops.input.default, (x, number))
+            put.meta = dict(x.meta)  # type: ignore[union-attr]
+            node.update_arg(0, put)
+        self._floats(node)
+
+    def _other(self, node: fx.Node) -> None:
+        for n in node.all_input_nodes:
+            w = self.value.get(n)
+            if isinstance(w, QT) and w.act is not None:
+                raise ValueError(
+                    f"{self.name[n]}: {node.target} uses this weight, whose input is to be quantized ({w.act}); "
+                    "only linear layers and convolutions can be exported so. Quantize it weight-only, or skip it"
+                )
+        self._floats(node)
+
+    def _floats(self, node: fx.Node) -> None:
+        """Give an op the floats that its weights stand for."""
+        for n in node.all_input_nodes:
+            w = self.value.get(n)
+            if not isinstance(w, QT):
+                continue
+            if isinstance(w, (list, tuple)) or "val" not in n.meta:
+                raise ValueError(f"{self.name[n]}: {node.target} uses several pieces of this weight at once")
+            number = self._number(w, self.name[n], "values")
+            with self.graph.inserting_before(node):
+                new = self.graph.call_function(ops.values.default, (number, list(w.stored_shape)))
+                with self.fake:
+                    new.meta["val"] = torch.empty(w.stored_shape, dtype=torch.float32, device="cpu")
+                if w.axes is not None:
+                    stored, new = new, self.graph.call_function(aten.permute.default, (new, list(w.axes)))
+                    new.meta["val"] = stored.meta["val"].permute(w.axes)
+            node.replace_input_with(n, new)
+
+    def _clean(self) -> None:
+        """Leave nothing of the weights themselves in the program."""
+        self.graph.eliminate_dead_code()
+        gone = {n.name: n for n in self.value if n.op == "placeholder" and not n.users}
+        specs = self.program.graph_signature.input_specs
+        for spec in [s for s in specs if s.arg.name in gone]:
+            specs.remove(spec)
+            self.graph.erase_node(gone[spec.arg.name])
+        left = {spec.target for spec in specs}
+        for table in (self.program.state_dict, self.program.constants):
+            for name in [n for n in table if n not in left]:
+                del table[name]
+        self.graph.lint()
+        self.program.graph_module.recompile()

@@ -1,0 +1,259 @@
+"""What a quantized weight becomes in ONNX: tables of forms, the first that accepts wins.
+
+A form computes what ``dequantize``, then float32, computes; or, where inputs are quantized to integers, the same
+integer sums. None depends on what a session of onnxruntime is set to: a bare DequantizeLinear before a MatMul does
+(default sessions turn the pair into a product with 8-bit inputs), so only ``style="qdq"`` makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.tensor import AffineQuantizedTensor
+from . import dequantize_ops, quantize_ops
+from .codes_2d import Rows, packed, pad_columns
+from .graph import Nodes
+
+STYLES = ("auto", "matmulnbits", "qdq")
+NBITS_BLOCKS = (16, 32, 64, 128, 256)  # what onnxruntime's MatMulNBits takes
+# Two products of a uint8 and an int8 up to this add up within 16 bits, which is how x86 without VNNI adds them.
+SAFE_INT8 = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A weight and what was asked for.
+
+    rows     None where it has none, for the reason ``refused``
+    shared   whether something else than linear layers uses it too
+    """
+
+    name: str
+    tensor: AffineQuantizedTensor
+    rows: Any
+    style: str = "auto"
+    accuracy_level: int = 1
+    shared: bool = False
+    refused: str = ""
+
+    @property
+    def act(self) -> Any:
+        return self.tensor.act
+
+
+@dataclass(frozen=True)
+class Form:
+    """One row.
+
+    accepts    case -> True, or the sentence that refuses it
+    build      (nodes, case, x) -> y: x the input of the op, None for a weight alone
+    tolerance  how near its result is to the reference's
+    """
+
+    name: str
+    styles: tuple[str, ...]
+    accepts: Callable[[Case], bool | str]
+    build: Callable[[Nodes, Case, Any], Any]
+    tolerance: str = "float32"
+
+
+def _input(case: Case) -> bool | str:
+    """Whether the input's quantization can be written."""
+    return True if case.act is None else quantize_ops.refusal(case.act, case.rows.width) or True
+
+
+# -- integer products ------------------------------------------------------------------------------------------------
+
+
+def _accepts_integer(case: Case) -> bool | str:
+    r, act = case.rows, case.act
+    if act is None:
+        return "its input is not quantized"
+    if r.format.kind != "int" or not r.format.signed or r.offset is not None or isinstance(r.zero, torch.Tensor):
+        return "MatMulInteger takes symmetric signed integer weights here"
+    if r.zero or r.n_blocks > 1:
+        return "MatMulInteger needs one scale a row of the weight"
+    if act.spec.format.kind != "int" or (act.mode == "dynamic" and act.spec.block not in (None, (-1,))):
+        return "MatMulInteger needs integer inputs with a scale per token, or one"
+    return _input(case)
+
+
+def _integer(n: Nodes, case: Case, x: Any) -> Any:
+    """((qx - zx) @ qw.T) * sx * sw, with exact sums.
+
+    Inputs are stored from 0 to 255, which onnxruntime's kernels are written for. Weights too, unless they are small:
+    a product of uint8 and int8 saturates on CPUs without VNNI.
+    """
+    import onnx_ir as ir
+
+    r = case.rows
+    codes = r.codes.numpy()
+    small = int(np.abs(codes.astype(np.int16)).max()) <= SAFE_INT8
+    q = quantize_ops.quantized(n, x, case.tensor)
+    a = n.cast(n.op("Add", q.codes, np.float32(128)), ir.DataType.UINT8)
+    if case.shared or r.storage_bits < 8:
+        b = n.op("Transpose", dequantize_ops.unsigned_codes(n, r), perm=[1, 0])
+        zero: Any = np.uint8(dequantize_ops.unsigned_shift(r))
+    elif small:
+        b, zero = n.stored(f"{r.name}.codes", lambda: codes.T), np.int8(0)
+    else:
+        b, zero = n.stored(f"{r.name}.codes", lambda: (codes.astype(np.int16) + 128).astype(np.uint8).T), np.uint8(128)
+    y = n.op("MatMulInteger", a, b, np.uint8(128), zero)
+    if q.zero is not None:
+        sums = codes.sum(1, dtype=np.int32)
+        z = n.cast(q.zero, ir.DataType.INT32) if not isinstance(q.zero, np.generic) else q.zero.astype(np.int32)
+        y = n.op("Sub", y, n.op("Mul", z, n.stored(f"{r.name}.sums", lambda: sums)))
+    return n.op("Mul", n.op("Mul", n.floats(y), q.scale), _row_scale(n, r))
+
+
+def _row_scale(n: Nodes, r: Rows) -> Any:
+    """The scale of each output, [N] or one number."""
+    return dequantize_ops.scales(n, r) if r.one_scale else n.reshape(dequantize_ops.scales(n, r), -1)
+
+
+# -- weight only -----------------------------------------------------------------------------------------------------
+
+
+def nbits_block(r: Rows) -> int | None:
+    """The block under which MatMulNBits can hold these rows; None where there is none."""
+    if r.n_blocks == 1:
+        return next((b for b in NBITS_BLOCKS if b >= r.width), NBITS_BLOCKS[-1])
+    return next((b for b in reversed(NBITS_BLOCKS) if r.block % b == 0), None)
+
+
+def _accepts_nbits(case: Case) -> bool | str:
+    r = case.rows
+    if r.format.kind != "int":
+        return f"MatMulNBits holds integers, not {r.format}"
+    if r.block not in NBITS_BLOCKS:
+        return f"MatMulNBits needs blocks of {NBITS_BLOCKS} along a row, the weight has {r.block}"
+    if case.style == "auto" and r.storage_bits != 4:
+        return f"MatMulNBits has no fast path for {r.storage_bits} bits in float32"
+    if r.storage_bits == 1:
+        return "MatMulNBits takes 2, 4 or 8 bits"
+    return _input(case)
+
+
+def _nbits(n: Nodes, case: Case, x: Any) -> Any:
+    r, bits = case.rows, case.rows.storage_bits
+    rank, x = len(x.shape), quantize_ops.rounded(n, x, case.tensor)
+    shift = dequantize_ops.unsigned_shift(r)
+    zero: Any = None
+    if isinstance(r.zero, torch.Tensor) or r.zero + shift != 1 << (bits - 1):  # its own default is the middle
+        zeros = (r.zeros() + shift).to(torch.uint8).expand(r.height, r.n_blocks).numpy()
+        zero = n.stored(f"{r.name}.zero_points", lambda: packed(pad_columns(zeros, 8 // bits), bits))
+    y = n.op(
+        "MatMulNBits", x, dequantize_ops.code_bytes(n, r), dequantize_ops.scales(n, r),
+        *([] if zero is None else [zero]),
+        domain="com.microsoft", K=r.width, N=r.height, bits=bits, block_size=r.block,
+        accuracy_level=case.accuracy_level,
+    )  # fmt: skip
+    return y if r.offset is None else n.op("Add", y, _offset_product(n, r, x, rank))
+
+
+def _offset_product(n: Nodes, r: Rows, x: Any, rank: int) -> Any:
+    """What real offsets add: (sum of x over each block) @ offset.T."""
+    more = r.n_blocks * r.block - r.width
+    if more:
+        ends, axes = np.array([0, more], np.int64), np.array([-1], np.int64)
+        x = n.op("Pad", x, ends, np.float32(0), axes)
+    sums = n.op("ReduceSum", n.reshape(x, *[0] * (rank - 1), r.n_blocks, r.block), np.array([-1], np.int64), keepdims=0)
+    return n.op("MatMul", sums, n.op("Transpose", dequantize_ops.offsets(n, r), perm=[1, 0]))
+
+
+def _decodable(case: Case) -> bool | str:
+    return _input(case)
+
+
+def _product(n: Nodes, x: Any, w: Any) -> Any:
+    return n.op("MatMul", x, n.op("Transpose", w, perm=[1, 0]))
+
+
+def _decoded(n: Nodes, case: Case, x: Any) -> Any:
+    return _product(n, quantize_ops.rounded(n, x, case.tensor), dequantize_ops.values(n, case.rows))
+
+
+def _float32(n: Nodes, case: Case) -> Any:
+    return n.stored(f"{case.name}.float32", lambda: case.tensor.dequantize(torch.float32).numpy())
+
+
+def _accepts_dq(case: Case) -> bool | str:
+    r = case.rows
+    if r.format.kind != "int" and not r.format.native_float:
+        return f"DequantizeLinear takes integers and float8, not {r.format}"
+    return _input(case)
+
+
+def _accepts_dq_alone(case: Case) -> bool | str:
+    return _accepts_dq(replace(case, tensor=case.tensor.with_(act=None)))
+
+
+def _dq(n: Nodes, case: Case, x: Any) -> Any:
+    return _product(n, quantize_ops.rounded(n, x, case.tensor), dequantize_ops.dequantize_linear(n, case.rows))
+
+
+def _accepts_qdq(case: Case) -> bool | str:
+    act = case.act
+    if act is None or act.mode != "static" or act.spec.format.bits != 8 or act.spec.format.kind != "int":
+        return "QuantizeLinear is for inputs of static int8"
+    return _accepts_dq(case)
+
+
+def _qdq(n: Nodes, case: Case, x: Any) -> Any:
+    w = case.tensor
+    assert w.act_scale is not None
+    zero = np.int8(0 if w.act_zero_point is None else w.act_zero_point.item())
+    how = np.float32(w.act_scale.item()), zero
+    x = n.op("DequantizeLinear", n.op("QuantizeLinear", x, *how), *how)
+    return _product(n, x, dequantize_ops.dequantize_linear(n, case.rows))
+
+
+ANY = STYLES
+NEVER_QDQ = ("auto", "matmulnbits")
+LINEAR = (
+    Form("QuantizeLinear + MatMul", ("qdq",), _accepts_qdq, _qdq, "one step of an input's code, at ties"),
+    Form("MatMulInteger", ANY, _accepts_integer, _integer, "equal integers"),
+    Form("MatMulNBits", NEVER_QDQ, _accepts_nbits, _nbits),
+    Form("DequantizeLinear + MatMul", ("qdq",), _accepts_dq, _dq, "float32, with graph optimizations off"),
+    Form("decode + MatMul", ANY, _decodable, _decoded),
+)
+VALUES = (
+    Form(
+        "DequantizeLinear", ("qdq",), _accepts_dq_alone, lambda n, c, x: dequantize_ops.dequantize_linear(n, c.rows),
+        "exact",
+    ),
+    Form("decode", ANY, lambda c: True, lambda n, c, x: dequantize_ops.values(n, c.rows), "exact"),
+)  # fmt: skip
+INPUT = (Form("quantized input", ANY, _input, lambda n, c, x: quantize_ops.rounded(n, x, c.tensor)),)
+EMBEDDING = (
+    Form("Gather + decode", ANY, lambda c: True, lambda n, c, x: dequantize_ops.lookup(n, c.rows, x), "exact"),
+)
+TABLES = {"linear": LINEAR, "values": VALUES, "convolution": INPUT, "embedding": EMBEDDING}
+
+
+# What allow_float permits: float32 numbers, and inputs as they come.
+FLOAT = {
+    use: Form("float32", ANY, lambda c: True, build, "exact")
+    for use, build in {
+        "linear": lambda n, c, x: _product(n, x, _float32(n, c)),
+        "values": lambda n, c, x: _float32(n, c),
+        "convolution": lambda n, c, x: x,
+        "embedding": lambda n, c, x: n.op("Gather", _float32(n, c), x, axis=0),
+    }.items()
+}
+
+
+def choose(case: Case, use: str) -> Form | list[str]:
+    """The form of a use, or why none would do: a sentence for each."""
+    said = [case.refused] if case.refused else []
+    for form in () if said else TABLES[use]:
+        verdict = form.accepts(case) if case.style in form.styles else f'is for style="{form.styles[0]}"'
+        if verdict is True:
+            return form
+        said.append(f"{form.name}: {verdict}")
+    return said

@@ -1,0 +1,203 @@
+"""Writing: a safetensors file piece by piece, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .locks import hold, let_go, open_folder, still_there
+from .safetensors_file import Entry, header_bytes
+
+_STAGING = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial")
+_MAX_NAME = 200  # bytes; a file name has 255 at most
+
+
+class Writer:
+    """One safetensors file of known entries: header first, then each tensor in any order, at its place.
+
+    Raises CheckpointError where a tensor is not what the header says, and OSError where the disk refuses.
+    """
+
+    def __init__(self, path: str, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+        if sys.byteorder != "little":
+            raise CheckpointError(path, None, "safetensors is little-endian; this machine is not")
+        self.path, self.entries = path, entries
+        self._left = {name: e.numel for name, e in entries.items()}
+        try:
+            header = header_bytes(entries, metadata)
+        except ValueError as e:
+            raise CheckpointError(path, None, str(e)) from e
+        self._start = len(header)
+        self._file = open_new(path)
+        try:
+            self._write(memoryview(header))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def put(self, name: str, tensor: Tensor, start: int = 0) -> None:
+        """Write a tensor, or some of its elements, in order, from element ``start`` on."""
+        e = self.entries[name]
+        whole = start == 0 and tensor.numel() == e.numel
+        fits = start + tensor.numel() <= e.numel and (not whole or tuple(tensor.shape) == e.shape)
+        if tensor.dtype != e.dtype or not fits:
+            raise CheckpointError(
+                self.path, name, f"is {tensor.dtype} {list(tensor.shape)}, was announced as {e.dtype} {list(e.shape)}"
+            )
+        self._left[name] -= tensor.numel()
+        if tensor.numel() == 0:
+            return
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._file.seek(self._start + e.begin + start * e.dtype.itemsize)
+        self._write(memoryview(raw.numpy()))  # type: ignore[arg-type]
+
+    def _write(self, view: memoryview) -> None:
+        while view:  # a disk that is nearly full takes less than it is given, and says so at the next write
+            view = view[self._file.write(view) :]
+
+    def finish(self) -> None:
+        """Flush to disk and close. Raises CheckpointError where a tensor was not put, or not all of it."""
+        left = [name for name, count in self._left.items() if count]
+        if left:
+            raise CheckpointError(self.path, left[0], f"was not written as announced, nor {len(left) - 1} others")
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        """Close without claiming to be complete."""
+        self._file.close()
+
+
+def open_new(path: str) -> Any:
+    """A file that must not exist yet, unbuffered; a link in its place is refused."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    return os.fdopen(os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o666), "r+b", buffering=0)
+
+
+@contextmanager
+def staging(folder: str, name: str) -> Iterator[str]:
+    """A new folder inside ``folder`` for files that are not finished; what is in it at the end is removed.
+
+    What writers that died have left of the same name is removed first. One that lives holds the lock of its staging
+    folder: its files stay.
+    """
+    name = os.fsdecode(os.fsencode(name)[:_MAX_NAME])
+    remove_left_over(folder, name)
+    while True:
+        path = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.partial")
+        os.mkdir(path)
+        try:
+            fd = open_folder(path)
+        except FileNotFoundError:  # another writer took it for a left-over one before it was locked
+            continue
+        if fd is None or (hold(fd) is not False and still_there(fd, path)):
+            break
+        os.close(fd)
+    try:
+        yield path
+    finally:
+        try:
+            shutil.rmtree(path)
+        finally:
+            if fd is not None:
+                let_go(fd)
+                os.close(fd)
+
+
+def remove_left_over(folder: str, name: str | None = None) -> None:
+    """Remove staging folders of writers that are no more: those for ``name``, or all. Without locks they cannot be told
+    from those of writers that live, and stay."""
+    for found in os.listdir(folder):
+        match = _STAGING.fullmatch(found)
+        if match is None or name not in (None, match[1]):
+            continue
+        path = os.path.join(folder, found)
+        try:
+            fd = None if os.path.islink(path) else open_folder(path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if fd is None:
+            continue
+        try:
+            if hold(fd) and still_there(fd, path):
+                shutil.rmtree(path)
+        finally:
+            let_go(fd)
+            os.close(fd)
+
+
+def is_staging(name: str) -> bool:
+    """Whether a folder's name is one that :func:`staging` gives."""
+    return _STAGING.fullmatch(name) is not None
+
+
+def publish(temp: str, final: str) -> None:
+    """Put a finished file in its place in one step; what was there, were it a link, is replaced, not followed."""
+    os.replace(temp, final)
+    sync_folder(os.path.dirname(final))
+
+
+def sync_folder(folder: str) -> None:
+    """Make renames in a folder last. Windows has no such call."""
+    if os.name == "posix":
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def made(folder: str) -> Iterator[None]:
+    """Within: the folder is there. Those that had to be made are unmade on an error, if nothing was put there."""
+    new = []
+    at = folder
+    while not os.path.isdir(at):
+        new.append(at)
+        at = os.path.dirname(at)
+    if new:
+        os.makedirs(folder, exist_ok=True)
+    for path in new:
+        sync_folder(os.path.dirname(path))
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for path in new:
+                os.rmdir(path)
+        raise
+
+
+def write_file(path: str, data: bytes) -> None:
+    """A new file, on disk when this returns."""
+    with open_new(path) as f:
+        view = memoryview(data)
+        while view:
+            view = view[f.write(view) :]
+        os.fsync(f.fileno())
+
+
+def write_bytes(path: str, data: bytes) -> None:
+    """A small file, whole or not at all."""
+    folder, name = os.path.split(os.path.abspath(path))
+    with staging(folder, name) as stage:
+        temp = os.path.join(stage, name)
+        write_file(temp, data)
+        publish(temp, os.path.join(folder, name))
+
+
+def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """The index of a sharded checkpoint, as the Hub's readers know it."""
+    data = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,126 @@
+"""The small files beside a checkpoint's weights: its configs and tokenizer, taken along as data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.spec import dtype_name
+from ..quantize.configs import AOBaseConfig
+from ..quantize.configs.serialize import config_to_data
+from .atomic_write import write_bytes
+from .checkpoint import inside
+from .errors import CheckpointError
+from .manifest import Manifest, version_of
+from .meta_model import read_config
+
+# Data only: a .py beside a checkpoint is code that nobody asked to have carried along
+ENDINGS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".md")
+NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
+MAX_BYTES = 64 << 20
+_LEFT = (".index.json", ".progress.json")  # of the old weights, and of a job
+METHOD = "pennyweight"
+# A key of config.json that names the file of the weights, and a file that is never there. transformers opens it
+# before it fills the model, so that a process that does not know METHOD, and would initialize every quantized weight
+# at random, stops with an error that quotes this. Where METHOD is known, the adapter removes the key from the config.
+WEIGHTS_KEY = "transformers_weights"
+NO_SUCH_FILE = "quantized by Pennyweight, import pennyweight before from_pretrained.safetensors"
+
+
+def quantization_config(config: AOBaseConfig | None, left_out: Sequence[str] | None = None) -> dict[str, Any]:
+    """The "quantization_config" of config.json: whose files these are, and by which config they were made.
+
+    config None, or not one of the library's: null. left_out: modules that were not to be quantized.
+    """
+    try:
+        data = None if config is None else config_to_data(config)
+    except ValueError:  # a config of somebody's own; the weights say themselves what they are
+        data = None
+    names = None if left_out is None else list(left_out)
+    return {"quant_method": METHOD, "version": version_of(Manifest()), "config": data, "modules_to_not_convert": names}
+
+
+def folder_of(path: str) -> str:
+    """The folder of a checkpoint that is given by its own path, or by that of a file."""
+    return path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+
+
+def method_files(folder: str) -> list[str]:
+    """Paths of the small files in a folder that say how its weights are to be read."""
+    paths = [os.path.join(folder, name) for name in ("config.json", "quantize_config.json")]
+    return [path for path in paths if os.path.isfile(path)]
+
+
+def copy_side_files(
+    src: str, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
+) -> list[str]:
+    """Copy them from a source folder; config.json as :func:`config_bytes` has it. Returns names.
+
+    Raises CheckpointError for a link that leads out of the folder.
+    """
+    folder = os.path.realpath(src)
+    if not os.path.isdir(folder):
+        return []
+    found = [name for name in sorted(os.listdir(folder)) if _wanted(name)]
+    for module in sorted(os.listdir(folder)):  # sentence-transformers keeps each module's config in a folder
+        if module[:1].isdigit() and os.path.isdir(os.path.join(folder, module)):
+            names = sorted(os.listdir(inside(folder, module)))
+            found += [os.path.join(module, name) for name in names if name.endswith(".json") and _wanted(name)]
+    copied = []
+    for name in found:
+        path = inside(folder, name)
+        if not os.path.isfile(path) or os.path.getsize(path) > MAX_BYTES:
+            continue
+        data = _read(path)
+        if name == "config.json":
+            data = config_bytes(read_config(src) or {}, quantization_config, dtype)
+        os.makedirs(os.path.dirname(os.path.join(dst, name)), exist_ok=True)
+        write_bytes(os.path.join(dst, name), data)
+        copied.append(name)
+    return copied
+
+
+def _wanted(name: str) -> bool:
+    known = name.endswith(ENDINGS) or name.partition(".")[0] in NAMES
+    return known and not name.startswith(".") and not name.endswith(_LEFT) and name != "quantize_config.json"
+
+
+def config_bytes(
+    config: Mapping[str, Any], quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
+) -> bytes:
+    """config.json with that "quantization_config" in place of its own, or none; ``dtype``: what its floats are now."""
+    kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config", WEIGHTS_KEY)}
+    if quantization_config is not None:
+        kept["quantization_config"] = quantization_config
+        if quantization_config.get("quant_method") == METHOD and "model_type" in config:
+            kept[WEIGHTS_KEY] = NO_SUCH_FILE
+    if dtype is not None:
+        kept["dtype" if "dtype" in kept else "torch_dtype"] = dtype_name(dtype)  # new releases read both
+    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def marked_config(folder: str) -> bytes | None:
+    """config.json of a transformers model in a folder that is to hold quantized weights of ours, saying so.
+
+    None where there is none, or where it says already how its weights are quantized.
+    """
+    path = os.path.join(folder, "config.json")
+    try:
+        config = json.loads(_read(path)) if os.path.isfile(path) else None
+    except ValueError:  # no file of transformers
+        return None
+    if not isinstance(config, dict) or "model_type" not in config or "quantization_config" in config:
+        return None
+    return config_bytes(config, quantization_config(None))
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as f:
+            return f.read(MAX_BYTES)
+    except OSError as e:
+        raise CheckpointError(path, None, f"cannot be read: {e.strerror}") from e

@@ -1,0 +1,206 @@
+"""pw.convert: a checkpoint of any format to one of another, tensor by tensor, with what was exact and what was not."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..core.spec import DTYPES
+from ..quantize.report import Report, Row
+from . import output_formats
+from .atomic_write import write_bytes
+from .codecs import CODECS
+from .config_files import METHOD, config_bytes, copy_side_files, folder_of, method_files, quantization_config
+from .detect_format import open as open_any
+from .errors import CheckpointError
+from .lazy_checkpoint import Held, Opened
+from .manifest import Meta
+from .meta_model import looks_linear
+from .output_formats import COPIED, EXACT, FLOAT, FLOATS, QUANTIZED, REQUANTIZED, Choice, Target
+from .resumable_write import Job, Told, carry_out, check_places
+from .safetensors_file import Entry
+from .shard_plan import MAX_SHARD_BYTES, divide
+from .streaming import Noise
+
+
+def formats() -> tuple[str, ...]:
+    """What ``convert`` writes."""
+    return ("pennyweight", "float", "gguf", *(codec.name for codec in CODECS if codec.writing is not None))
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str = "pennyweight",
+    dtype: torch.dtype | None = None,
+    gguf_type: str | None = None,
+    names: str | os.PathLike[str] | None = None,
+    allow_pickle: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    resume: bool = True,
+    dry_run: bool = False,
+    progress: Told | None = None,
+) -> Report:
+    """Write a checkpoint of any readable format in another, and say what is exact and what was requantized.
+
+    src        what :func:`open` takes
+    dst        a folder; a file for "gguf"
+    to         "pennyweight", "float", "gguf", or another library's format: see :func:`formats`
+    dtype      of the floats of "float": default what each tensor stands for (float32 for GGUF)
+    gguf_type  type of the matrices in a GGUF file ("Q4_K"); default: the one that has their numbers, Q8_0 for quantized
+               ones that none has, floats as they are
+    names      a TOML file with names of tensors, for GGUF of an architecture that is not known: see docs/formats.md
+    allow_pickle   see :func:`open`
+    resume     go on with a job that was stopped here; the result is the same, byte for byte
+    dry_run    only plan and check
+
+    A tensor whose numbers the format has keeps them. Where only its scales must be rounded to another dtype, its codes
+    stay; else it is quantized anew from its values. ``report.rows`` give SQNR against what was read (inf: exact).
+    Memory stays near the largest tensor's, below it where rows can be had by themselves. Raises CheckpointError for a
+    bad source or a folder that holds something else, ValueError for unknown words, OSError where the disk refuses.
+    """
+    to = {"native": "pennyweight", "safetensors": "float"}.get(to, to)
+    if to not in formats():
+        raise ValueError(f"cannot write {to!r}; formats that can be written: {', '.join(formats())}")
+    if dtype is not None and (to != "float" or dtype not in DTYPES.values()):
+        raise ValueError(f"dtype={dtype} is for to='float', and one of {', '.join(DTYPES)}")
+    if gguf_type is not None and to != "gguf":
+        raise ValueError(f"gguf_type={gguf_type!r} is for to='gguf', not {to!r}")
+    dst = os.path.abspath(os.fspath(dst))
+    with open_any(src, allow_pickle=allow_pickle) as found:
+        source = _named(found, names)
+        if to == "gguf":
+            from .gguf.export import write_gguf
+
+            return write_gguf(source, dst, gguf_type, names, resume, dry_run, progress)
+        check_places(source.files, source.path, dst)
+        target = _target(to, dtype)
+        job, report, chosen = _decide(source, target, max_shard_bytes)
+        if not dry_run:
+            fill(report, chosen, carry_out(job, dst, resume, progress))
+    return report
+
+
+def _named(source: Opened, names: Any) -> Opened:
+    """Under Hugging Face's names."""
+    if source.format != "gguf":
+        return source
+    from .gguf.reader import under_hf_names
+
+    return under_hf_names(source, names)
+
+
+def _target(to: str, dtype: torch.dtype | None) -> Target:
+    if to == "pennyweight":
+        return output_formats.native(quantization_config(None))
+    if to == "float":
+        return output_formats.floats(dtype)
+    codec = next(codec for codec in CODECS if codec.name == to)
+    assert codec.writing is not None
+    return output_formats.foreign(to, codec.writing)
+
+
+def _decide(source: Opened, target: Target, size: int) -> tuple[Job, Report, dict[str, Choice]]:
+    aliases = source.aliases
+    held = dict(source.held)
+    if not target.aliases:
+        if not _ties(source):
+            held |= {alias: source.held[name] for alias, name in aliases.items()}
+        aliases = {}
+    chosen = {name: target.choose(name, h) for name, h in held.items()}
+    metas = {name: c.kind for name, c in chosen.items() if isinstance(c.kind, Meta)}
+    if not metas and target.holds == QUANTIZED:
+        lost = next(((n, c.why) for n, c in chosen.items() if c.how == FLOAT), None)
+        if lost is None:
+            raise CheckpointError(
+                source.path, None, f"holds nothing quantized to write as {target.name}; quantize it first"
+            )
+        raise CheckpointError(
+            source.path, lost[0], f"nothing can be kept quantized as {target.name}: {lost[1]}; "
+            "write to='float', and quantize that"
+        )  # fmt: skip
+    plain = tuple(n for n, c in chosen.items() if isinstance(c.kind, Entry) and looks_linear(n, c.kind))
+    method = target.method(metas, plain) if metas else None
+    also: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        also.setdefault(name, []).append(alias)
+    noise = Noise({}, {})
+    items = [
+        output_formats.item(target, name, held[name], choice, tuple(also.get(name, ())), noise)
+        for name, choice in chosen.items()
+    ]
+    job = Job(
+        (*source.files, *method_files(folder_of(source.path))),
+        [target.name, *(f"{name}: {choice}" for name, choice in chosen.items())],
+        divide(items, size),
+        side_files(source, method, _told_dtype(chosen) if target.holds == FLOATS else None),
+        target.metadata,
+        noise,
+    )
+    after = {item.name: item.nbytes for item in items}
+    rows = [_row(name, held[name], choice, after[name]) for name, choice in chosen.items()]
+    return job, Report(f"{source.format} to {target.name}", rows, "converted"), chosen
+
+
+def _ties(source: Opened) -> bool:
+    """Whether readers of the wider world tie by themselves what this file holds under two names: by config.json."""
+    return source.config is not None and source.config.get("tie_word_embeddings") is not False
+
+
+def _told_dtype(chosen: Mapping[str, Choice]) -> torch.dtype | None:
+    """The dtype of most numbers of a float checkpoint; None where they stay as they were."""
+    if all(c.how == COPIED and not c.why for c in chosen.values()):
+        return None
+    size = Counter[torch.dtype]()
+    for choice in chosen.values():
+        size[choice.kind.dtype] += math.prod(choice.kind.shape)
+    return max(size.keys() & set(DTYPES.values()), key=lambda dtype: size[dtype], default=None)
+
+
+def side_files(source: Opened, method: dict[str, Any] | None, dtype: torch.dtype | None) -> Callable[[str], object]:
+    """Writes config.json, tokenizer and the like into a folder. dtype: what all floats are; None: as before."""
+    folder = folder_of(source.path)
+
+    def write(dst: str) -> None:
+        if source.format == "gguf":
+            from .gguf.reader import write_side_files
+
+            copied = write_side_files(source, dst, method, dtype)
+        else:
+            copied = copy_side_files(folder, dst, method, dtype)
+        if method is not None and method["quant_method"] != METHOD and "config.json" not in copied:
+            # without it nobody would know the format
+            write_bytes(os.path.join(dst, "config.json"), config_bytes({}, method))
+
+    return write
+
+
+def _row(name: str, held: Held, choice: Choice, after: int) -> Row:
+    kind = choice.kind
+    scheme = str(kind.spec) if isinstance(kind, Meta) else _word(kind) if choice.how == FLOAT else ""
+    note = {EXACT: "exact", COPIED: f"{_word(kind)}, as it is" if not choice.why else choice.why}
+    was = "" if held.meta is None else held.word or str(held.meta.spec)
+    text = note.get(choice.how, f"{choice.how} from {was}: {choice.why}" if choice.how != FLOAT else choice.why)
+    return Row(name, "Tensor", held.kind.shape, scheme, "", held.nbytes, after, note=text)
+
+
+def fill(report: Report, chosen: Mapping[str, Choice], sqnr: Mapping[str, float]) -> None:
+    """What became of each row, now that it is known."""
+    for row in report.rows:
+        choice = chosen[row.name]
+        if choice.how == EXACT:
+            row.sqnr = float("inf")
+        elif row.name in sqnr:
+            row.sqnr = sqnr[row.name]
+            if choice.how == REQUANTIZED and row.sqnr == float("inf"):
+                row.note = "exact"
+
+
+def _word(kind: Any) -> str:
+    return str(kind.dtype).removeprefix("torch.")

@@ -1,0 +1,162 @@
+"""Floats to ggml's block types. The types with one scale a block are bit for bit what the ``gguf`` package makes; the
+others are searched for (algorithms/solvers/kquant_search.py). All arithmetic is float32, element by element or in a
+fixed order of sums, so the result does not depend on threads or on the width of the vector registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...algorithms.solvers import kquant_search
+from ...algorithms.solvers.kquant_search import chosen, half
+from ...core.numerics import Parts
+from .blocks import TYPES
+
+_CHUNK = 1 << 17  # elements quantized in one go: some tens of arrays of that size are worked on
+
+Rule = Callable[[Tensor, "Tensor | None"], Parts]
+
+
+def quantize(x: Tensor, name: str, importance: Tensor | None = None) -> Parts:
+    """Plain parts of x as a type of ggml's stores it; for plain types ``codes`` is the tensor itself.
+
+    x: float [.., n], finite. importance: [n], the weight of the squared error of each column, such as the mean square
+    of the input (llama.cpp's imatrix); used by the K-quants and IQ4 types, ignored by the others. Raises ValueError for
+    types that are read only, rows that are no whole blocks, numbers that are not finite or beyond float16's scales.
+    """
+    if name not in FROM_FLOATS:
+        raise ValueError(f"{name!r} is no type that floats are quantized to; known: {', '.join(FROM_FLOATS)}")
+    kind = TYPES[name]
+    kind.row_bytes(x.shape)
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"{name}: {int((~x.isfinite()).sum())} of {x.numel()} values are NaN or infinite")
+    if isinstance(kind.spec, torch.dtype):
+        codes = x.to(kind.spec).contiguous()
+        if not bool(codes.isfinite().all()):
+            raise ValueError(f"{name} cannot hold {float(x.abs().max()):.4g}; take BF16 or F32")
+        return Parts(codes)
+    if importance is not None and tuple(importance.shape) != (x.shape[-1],):
+        raise ValueError(f"importance of shape {[*importance.shape]}; one number for each of {x.shape[-1]} columns")
+    n = x.shape[-1]
+    flat = x.detach().reshape(-1, n) if n else x.detach().new_zeros((0, kind.elements))
+    step = max(1, _CHUNK // max(1, n))
+    weights = None if importance is None else importance.float().view(-1, kind.elements)
+    pieces = []
+    for start in range(0, max(1, flat.shape[0]), step):
+        blocks = flat[start : start + step].float().reshape(-1, kind.elements)
+        spread = None if weights is None else weights.repeat(blocks.shape[0] // len(weights), 1)
+        pieces.append(RULES[name](blocks, spread))
+    per_row = n // kind.elements
+    lead = x.shape[:-1]
+    return _cat(pieces).map(lambda t: t.reshape(*lead, per_row * t.shape[1]).contiguous())
+
+
+def _cat(pieces: list[Parts]) -> Parts:
+    out: list[Any] = []
+    for parts in zip(*pieces, strict=True):
+        first = parts[0]
+        joined = _cat(list(parts)) if isinstance(first, Parts) else None if first is None else torch.cat(parts)
+        out.append(joined)
+    return Parts(*out)
+
+
+# -- one scale a block: x is [blocks, elements] ------------------------------------------------------------------------
+
+
+def _reciprocal(d: Tensor) -> Tensor:
+    """1 / d, and 0 where that is not finite."""
+    return torch.where((1 / d).isfinite(), 1 / d, 0)
+
+
+def _round_away(x: Tensor) -> Tensor:
+    """To the nearest whole number, halves away from zero, as C's roundf."""
+    size = x.abs()
+    whole = size.floor()
+    return x.sign() * (whole + (2 * (size - whole)).floor())
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The element of largest magnitude of each block, with its sign; the first of equal ones. [blocks, 1]"""
+    return x.gather(1, x.abs().argmax(1, keepdim=True))
+
+
+def _centred(x: Tensor, mid: int) -> Parts:
+    """Codes 0 .. 2 * mid - 1 about mid; the element of largest magnitude gets code 0."""
+    d = _largest(x) / -mid
+    codes = (x * _reciprocal(d) + (mid + 0.5)).trunc().clamp(0, 2 * mid - 1)
+    return Parts(codes.to(torch.uint8), half(d))
+
+
+def _between(x: Tensor, top: int) -> Parts:
+    """Codes 0 .. top from the least element to the greatest."""
+    lo = x.amin(1, keepdim=True)
+    d = (x.amax(1, keepdim=True) - lo) / top
+    codes = ((x - lo) * _reciprocal(d) + 0.5).trunc().clamp(0, top)
+    return Parts(codes.to(torch.uint8), half(d), offset=half(lo))
+
+
+def _symmetric(x: Tensor, top: int) -> Parts:
+    d = x.abs().amax(1, keepdim=True) / top
+    return Parts(_round_away(x * _reciprocal(d)).to(torch.int8), half(d))
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _nearest_e2m1(x: Tensor, scale: Tensor) -> Tensor:
+    """Codes of the least |code * scale - x|, the first of equal ones: 0 is positive, ties go to the smaller code."""
+    best = torch.zeros(x.shape, dtype=torch.uint8, device="cpu")
+    least = x.abs()
+    for code in (*range(1, 8), *range(9, 16)):
+        error = (scale * (_E2M1[code & 7] * (-1 if code > 7 else 1)) - x).abs()
+        best = torch.where(error < least, code, best)
+        least = torch.minimum(least, error)
+    return best.to(torch.uint8)
+
+
+def _mxfp4(x: Tensor) -> Parts:
+    """Power of two of the largest magnitude, less that of e2m1's largest: floor(log2 amax) - 2."""
+    amax = x.abs().amax(1, keepdim=True)
+    power = torch.where(amax > 0, amax.double().log2().float().floor() - 2 + 127, 0).clamp(0, 254).to(torch.uint8)
+    scale = torch.ldexp(torch.ones(power.shape, dtype=torch.float32, device="cpu"), power.to(torch.int32) - 127)
+    return Parts(_nearest_e2m1(x, scale), Parts(power))
+
+
+def _nvfp4(x: Tensor) -> Parts:
+    """The better of two scales for each 16 elements: the largest magnitude as 6, or as 4."""
+    sub = x.view(-1, 16)
+    amax = sub.abs().amax(1, keepdim=True)
+    found = []
+    for reach in (6.0, 4.0):
+        scale = (amax / reach).clamp(max=448).to(torch.float8_e4m3fn)
+        codes = _nearest_e2m1(sub, scale.float())
+        value = (
+            torch.tensor((*_E2M1, *(-v for v in _E2M1)), dtype=torch.float32, device="cpu")[codes.long()]
+            * scale.float()
+        )
+        found.append((kquant_search.fold((value - sub).square().t()), scale, codes))
+    (error6, scale6, codes6), (error4, scale4, codes4) = found
+    better = (error4 < error6)[:, None]
+    scale = torch.where(better, scale4.view(torch.uint8), scale6.view(torch.uint8)).view(-1, 4)
+    return Parts(torch.where(better, codes4, codes6).view(-1, 64), Parts(scale.view(torch.float8_e4m3fn)))
+
+
+_PLAIN = ("F32", "F16", "F64", "BF16")
+RULES: dict[str, Rule] = {
+    "Q4_0": lambda x, w: _centred(x, 8),
+    "Q4_1": lambda x, w: _between(x, 15),
+    "Q5_0": lambda x, w: _centred(x, 16),
+    "Q5_1": lambda x, w: _between(x, 31),
+    "Q8_0": lambda x, w: _symmetric(x, 127),
+    "TQ1_0": lambda x, w: _symmetric(x, 1),
+    "TQ2_0": lambda x, w: _symmetric(x, 1),
+    "MXFP4": lambda x, w: _mxfp4(x),
+    "NVFP4": lambda x, w: _nvfp4(x),
+    **chosen(),
+}
+# Types that floats can become; those of whole numbers would round them
+FROM_FLOATS = tuple(name for name in TYPES if name in _PLAIN or name in RULES)

@@ -1,0 +1,206 @@
+"""A GGUF file, or the parts of a split one, as a mapping of tensors; under its own names or those of Hugging Face."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.rows import rows_independent
+from ..atomic_write import write_bytes
+from ..checkpoint import inside
+from ..config_files import config_bytes
+from ..errors import CheckpointError
+from ..lazy_checkpoint import Held, Opened
+from ..manifest import KeyedError, Meta
+from ..safetensors_file import Entry as Plain
+from ..state_dict import from_parts
+from .config import config_from_kv
+from .gguf_file import File
+from .names import Patterns, read_patterns, to_hf
+from .pooling import pooling_files
+from .rope import ROPE_TENSORS
+from .tensor_transforms import Transform
+from .tokenizer_files import tokenizer_files
+
+MAX_SPLITS = 4096
+
+
+def open_gguf(path: str, first: str, mmap: bool = True) -> Opened:
+    """``path`` as it was given, ``first`` the file that it means. mmap: see RawFile. Raises CheckpointError."""
+    files: list[File] = []
+
+    def close() -> None:
+        for file in files:
+            file.close()
+
+    try:
+        files.append(File(os.path.realpath(first), mmap))
+        files += _others(files[0])
+        held: dict[str, Held] = {}
+        for file in files:
+            for name in file.entries:
+                if name in held:
+                    raise CheckpointError(file.path, name, "is in another part of the model as well")
+                held[name] = _held(file, name)
+        count = _split(files[0], "split.tensors.count")
+        if len(files) > 1 and count not in (None, len(held)):
+            raise CheckpointError(files[0].path, None, f"announces {count} tensors in all parts, there are {len(held)}")
+    except BaseException:
+        close()
+        raise
+    metadata = {key: value for key, value in files[0].metadata.items() if not key.startswith("split.")}
+    return Opened(path, "gguf", held, tuple(file.path for file in files), close, {}, metadata)
+
+
+def _others(first: File) -> list[File]:
+    """The other parts of a split model; ``first`` may be any of them."""
+    count = _split(first, "split.count")
+    if count in (None, 0, 1):
+        return []
+    number = _split(first, "split.no")
+    folder, name = os.path.split(first.path)
+    stem, ending = name.removesuffix(".gguf")[:-15], f"-of-{count:05d}"
+    if not 1 < count <= MAX_SPLITS or number is None or not 0 <= number < count:
+        raise CheckpointError(first.path, None, f"is part {number} of {count}; at most {MAX_SPLITS} parts are read")
+    if name != f"{stem}-{number + 1:05d}{ending}.gguf":
+        raise CheckpointError(
+            first.path, None, f"is part {number} of {count}, its name must end in -{number + 1:05d}{ending}"
+        )
+    files: list[File] = []
+    try:
+        for i in range(count):
+            if i == number:
+                continue
+            file = File(inside(folder, f"{stem}-{i + 1:05d}{ending}.gguf"), first.mmap)
+            files.append(file)
+            if (_split(file, "split.no"), _split(file, "split.count")) != (i, count):
+                raise CheckpointError(file.path, None, f"does not say that it is part {i} of {count}")
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return files
+
+
+def _split(file: File, key: str) -> int | None:
+    value = file.metadata.get(key)
+    if value is None:
+        return None
+    if type(value.data) is not int or value.data < 0:
+        raise CheckpointError(file.path, None, f"{key} must be a whole number, is {str(value.data)[:40]!r}")
+    return value.data
+
+
+def _held(file: File, name: str) -> Held:
+    e = file.entries[name]
+    spec, shape = e.type.spec, e.shape
+    kind: Meta | Plain
+    if isinstance(spec, torch.dtype):
+        kind = Plain(spec, shape, 0, e.end - e.begin)
+    else:
+        kind = Meta(spec, shape, torch.float32, signed_scale=True)
+
+    def decoded(raw: Tensor, shape: tuple[int, ...]) -> Tensor:
+        try:
+            parts = e.type.decode(raw, shape)
+            return parts.codes if e.type.plain else from_parts(name, parts, replace(kind, shape=shape))
+        except KeyedError as err:
+            raise CheckpointError(file.path, err.name, str(err)) from err
+        except (ValueError, ImportError) as err:  # ImportError: a codebook that the gguf package has
+            raise CheckpointError(file.path, name, str(err)) from err
+
+    def rows(start: int, stop: int) -> Tensor:
+        each = e.rows // shape[0]
+        return decoded(file.rows(name, start * each, stop * each), (stop - start, *shape[1:]))
+
+    by_rows = len(shape) > 1 and shape[0] > 0 and (e.type.plain or rows_independent(spec, shape))
+    return Held(
+        kind, e.end - e.begin, lambda: decoded(file.mapped(name), shape), rows if by_rows else None, e.type.name
+    )
+
+
+# -- under Hugging Face's names ----------------------------------------------------------------------------------------
+
+
+def under_hf_names(source: Opened, pattern_file: Any = None) -> Opened:
+    """The same tensors as Hugging Face's model of the architecture has them: names, order of rows, config.
+
+    pattern_file: see :func:`.names.read_patterns`. Raises CheckpointError for an architecture or a name that neither
+    the tables nor the file know.
+    """
+    kv = values(source)
+    arch = str(kv.get("general.architecture"))
+    patterns = None if pattern_file is None else read_patterns(pattern_file)
+    try:
+        mapped = to_hf(source.held, arch, kv, patterns)
+        held = {
+            m.name: moved(source.held[name], m.transform, m.name, to_gguf=False)
+            for name, m in mapped.items()
+            if m.name is not None
+        }
+        config = _config(source, kv, patterns)
+    except ValueError as e:
+        raise CheckpointError(source.path, None, str(e)) from e
+    return replace(source, held=held, config=config)
+
+
+def values(source: Opened) -> dict[str, Any]:
+    """The metadata as plain values: numbers, strings, lists."""
+    plain = {key: value.data for key, value in source.metadata.items()}
+    return {key: v if isinstance(v, (int, float, str, list)) else v.tolist() for key, v in plain.items()}
+
+
+def _config(source: Opened, kv: Mapping[str, Any], patterns: Patterns | None) -> dict[str, Any] | None:
+    from .architectures import BY_GGUF
+
+    if patterns is not None and kv.get("general.architecture") not in BY_GGUF:
+        return None  # the pattern file gives names; of the config of such a model nothing is known
+    tensors = {name: source[name] for name in ROPE_TENSORS if name in source}
+    return config_from_kv(kv, set(source.held), tensors)
+
+
+def moved(held: Held, transform: Transform, name: str, to_gguf: bool) -> Held:
+    """A tensor with its rows in the order of the other side. Raises ValueError where they are not what it takes."""
+    if transform.name == "same":
+        return held
+
+    def change(x: Tensor) -> Tensor:
+        try:
+            return transform.to_gguf(x, name) if to_gguf else transform.from_gguf(x, name)
+        except ValueError as e:
+            raise CheckpointError(None, name, str(e).removeprefix(f"{name}: ")) from e
+
+    if not transform.moves_rows_only:
+        if held.meta is not None:
+            raise ValueError(f"{name}: is stored as weight + 1, and quantized: nothing can be taken from its codes")
+        return replace(held, kind=Plain(torch.float32, held.kind.shape), read=lambda: change(held.read()), rows=None)
+    order = transform.row_order(held.kind.shape[0], to_gguf, name)
+    plain_rows = held.rows
+    if order is None or plain_rows is None:
+        return replace(held, read=lambda: change(held.read()), rows=None)
+
+    def rows(start: int, stop: int) -> Tensor:
+        wanted = order[start:stop]
+        first, last = int(wanted.min()), int(wanted.max())
+        return plain_rows(first, last + 1).index_select(0, wanted - first)
+
+    return replace(held, read=lambda: change(held.read()), rows=rows)
+
+
+def write_side_files(
+    source: Opened, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
+) -> list[str]:
+    """config.json and the tokenizer's files, from the metadata. Returns names."""
+    kv = values(source)
+    files = tokenizer_files(kv)[0] | pooling_files(kv)
+    if source.config is not None:
+        files["config.json"] = config_bytes(source.config, quantization_config, dtype)
+    for name, data in files.items():
+        os.makedirs(os.path.dirname(os.path.join(dst, name)), exist_ok=True)
+        write_bytes(os.path.join(dst, name), data)
+    return list(files)

@@ -1,0 +1,219 @@
+"""Opened: the tensors of a checkpoint of any format, by name. Nothing is read until one is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..core.rows import rows_independent
+from .checkpoint import Checkpoint
+from .codecs import CODECS, Codec, Found
+from .errors import CheckpointError
+from .manifest import KEY, KeyedError, Meta, stored_parts
+from .safetensors_file import Entry, File
+from .state_dict import build, from_parts
+from .validate import check_data, check_plain
+
+Rows = Callable[[int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor as a checkpoint holds it.
+
+    kind    Meta of a quantized one; else dtype and shape
+    nbytes  of all that is stored for it
+    read    the tensor: quantized, over mapped memory where the format allows, or plain. Raises CheckpointError.
+    rows    some rows [start, stop) of axis 0, in memory of their own; None where they cannot be had by themselves
+    word    the format's own name for how it is stored ("Q4_K"), where it has one
+    """
+
+    kind: Meta | Entry
+    nbytes: int
+    read: Callable[[], Tensor]
+    rows: Rows | None = None
+    word: str = ""
+
+    @property
+    def meta(self) -> Meta | None:
+        return self.kind if isinstance(self.kind, Meta) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Opened(Mapping[str, Tensor]):
+    """A checkpoint: a mapping from names to tensors, read when asked for. Use as a context manager.
+
+    path      as it was given
+    format    "pennyweight", "safetensors" (floats), "gguf", "gptq", ...
+    held      what is stored under each name: shape, dtype, spec, bytes
+    aliases   other names of stored tensors
+    files     paths of all files, an index included
+    metadata  what the file says beside its tensors, opaque
+    config    config.json, or what says as much; None where there is none
+    """
+
+    path: str
+    format: str
+    held: Mapping[str, Held]
+    files: tuple[str, ...]
+    close: Callable[[], None]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.held[self.aliases.get(name, name)].read()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.held
+        yield from self.aliases
+
+    def __len__(self) -> int:
+        return len(self.held) + len(self.aliases)
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+        return name in self.held or name in self.aliases
+
+    def __repr__(self) -> str:
+        return f"Opened({self.path!r}, {self.format}, {len(self.held)} tensors)"
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    __hash__ = object.__hash__  # Mapping compares by reading everything
+    __eq__ = object.__eq__
+
+    @property
+    def quantized(self) -> dict[str, Meta]:
+        """What the quantized tensors are."""
+        return {name: held.meta for name, held in self.held.items() if held.meta is not None}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All tensors; names of one tensor share the object."""
+        out = {name: held.read() for name, held in self.held.items()}
+        return out | {alias: out[name] for alias, name in self.aliases.items()}
+
+
+def opened(c: Checkpoint, codec: Codec | None, method: Mapping[str, Any], config: Mapping[str, Any] | None) -> Opened:
+    """Safetensors as ``codec`` reads them; without one, as the native format or floats. Raises CheckpointError."""
+    found = {} if codec is None else _find(c, codec, method)
+    held = {name: _found(c, name, f) for name, f in found.items()}
+    owned = {stored for f in found.values() for stored in f.stored}
+    for manifest in c.manifests:
+        for name, meta in manifest.tensors.items():
+            stored = stored_parts(name, meta)
+            owned |= stored.keys()
+            held[name] = _native(c, name, meta)
+    for stored, i in c.where.items():
+        if stored not in owned:
+            held[stored] = _plain(c.files[i], stored)
+    native = any(KEY in file.metadata for file in c.files)
+    metadata: dict[str, str] = {}
+    for file in c.files:
+        metadata |= {k: v for k, v in file.metadata.items() if k != KEY}
+    return Opened(
+        c.path,
+        codec.name if codec is not None else "pennyweight" if native else "safetensors",
+        held,
+        c.paths,
+        c.close,
+        c.manifest.aliases,
+        metadata,
+        config,
+    )
+
+
+def _find(c: Checkpoint, codec: Codec, method: Mapping[str, Any]) -> dict[str, Found]:
+    entries = {name: c.entry(name) for name in c.where}
+    if c.manifest.tensors:
+        raise CheckpointError(c.path, None, f"its config says {codec.name}, its tensors are in Pennyweight's format")
+    try:
+        found = codec.find(entries, method, c.tensor)
+    except KeyedError as e:
+        raise CheckpointError(c.path, e.name, f"{codec.name}: {e}") from e
+    except ValueError as e:
+        raise CheckpointError(c.path, None, f"{codec.name}: {e}") from e
+    for name, f in found.items():
+        if name in entries and name not in f.stored:
+            raise CheckpointError(c.path, name, f"is stored beside {', '.join(f.stored)}: one layer has one weight")
+    used = {part for f in found.values() for part in f.stored}
+    left = {name: entry for name, entry in entries.items() if name not in used}
+    other = next((o for o in CODECS if o is not codec and o.claims({}, left)), None)
+    if other is not None:
+        raise CheckpointError(c.path, None, f"holds tensors of two formats, {codec.name} and {other.name}")
+    return found
+
+
+def _found(c: Checkpoint, name: str, found: Found) -> Held:
+    # Scales of other libraries may be negative; the header of a file that we write is made before they are seen
+    meta = replace(found.meta, signed_scale=True)
+
+    def read() -> Tensor:
+        try:
+            return from_parts(name, found.parts(c.tensor), meta)
+        except KeyedError as e:
+            raise CheckpointError(c.path, e.name, str(e)) from e
+        except ValueError as e:
+            raise CheckpointError(c.path, name, str(e).removeprefix(f"{name}: ")) from e
+
+    return Held(meta, sum(_size(c.entry(s)) for s in found.stored), read)
+
+
+def _native(c: Checkpoint, name: str, meta: Meta) -> Held:
+    stored = stored_parts(name, meta)
+    path = c.files[c.where[next(iter(stored))]].path
+    shared = shared_parts(name)  # by all rows
+
+    def checked(meta: Meta, get: Callable[[str], Tensor]) -> Tensor:
+        try:
+            check_data(name, meta, get)
+        except KeyedError as e:
+            raise CheckpointError(path, e.name, str(e)) from e
+        return build(name, meta, get)
+
+    def rows(start: int, stop: int) -> Tensor:
+        def get(part: str) -> Tensor:
+            shape, file = stored[part][1], c.files[c.where[part]]
+            if part in shared:
+                return file.read(part, 0, shape[0])
+            width = math.prod(shape[1:])
+            return file.read(part, start * width, stop * width).reshape(stop - start, *shape[1:])
+
+        return checked(replace(meta, shape=(stop - start, *meta.shape[1:])), get)
+
+    by_rows = len(meta.shape) > 1 and meta.axes is None and rows_independent(meta.spec, meta.shape)
+    nbytes = sum(_size(c.entry(part)) for part in stored)
+    return Held(meta, nbytes, lambda: checked(meta, c.tensor), rows if by_rows else None)
+
+
+def shared_parts(name: str) -> tuple[str, ...]:
+    """Stored parts of a tensor that are not cut into rows."""
+    return tuple(f"{name}.{slot}" for slot in ("act_scale", "act_zero_point", "perm"))
+
+
+def _plain(file: File, name: str) -> Held:
+    e = file.entries[name]
+    width = math.prod(e.shape[1:])
+
+    def checked(tensor: Tensor) -> Tensor:
+        try:
+            check_plain(name, tensor)
+        except KeyedError as err:
+            raise CheckpointError(file.path, name, str(err)) from err
+        return tensor
+
+    def rows(start: int, stop: int) -> Tensor:
+        return checked(file.read(name, start * width, stop * width).reshape(stop - start, *e.shape[1:]))
+
+    return Held(e, _size(e), lambda: checked(file.tensor(name)), rows if len(e.shape) > 1 else None)
+
+
+def _size(e: Entry) -> int:
+    return e.end - e.begin

@@ -1,0 +1,194 @@
+"""A model without values for a checkpoint on disk, so that planning sees layers and not only names.
+
+From config.json where transformers knows the architecture; else from the names and shapes of the tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.spec import DTYPES
+from .checkpoint import Checkpoint, inside, open_checkpoint
+from .errors import CheckpointError
+from .safetensors_file import Entry
+from .state_dict_slots import slots_of
+from .strict_json import parse
+
+MAX_CONFIG_BYTES = 4 << 20
+# Parts of a module's name that say its 2-d weight is a table to look up, or scales channels, and is no matrix
+_TABLES = ("embed", "wte", "wpe", "position", "token_type", "relative_attention_bias")
+_SCALES = ("norm", "ln_", "layer_norm", "layernorm")
+_CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+
+
+def outline(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
+    """(model on the meta device, with the checkpoint's dtypes and shapes; a sentence that says where it comes from)."""
+    entries = {name: checkpoint.entry(name) for name in checkpoint.where}
+    aliases = {alias: name for alias, name in checkpoint.manifest.aliases.items() if name in entries}
+    entries |= {alias: entries[name] for alias, name in aliases.items()}
+    built = from_config(checkpoint.path, entries)
+    if isinstance(built, nn.Module):
+        return built, f"layers from config.json: {type(built).__name__}"
+    model = from_names(entries)
+    slots = slots_of(model)
+    for alias, name in aliases.items():
+        if slots[alias].is_param:
+            slots[alias].module._parameters[slots[alias].attr] = slots[name].module._parameters[slots[name].attr]
+    return model, f"layers guessed from names ({built})"
+
+
+def read_config(folder: str) -> dict[str, Any] | None:
+    """config.json of a folder, None where there is none. Raises CheckpointError for a bad one."""
+    return read_json(folder, "config.json")
+
+
+def read_json(folder: str, name: str) -> dict[str, Any] | None:
+    """A JSON object beside the weights, None where there is none. Raises CheckpointError for a bad one."""
+    real = os.path.realpath(folder)
+    path = os.path.join(real, name)
+    if not os.path.isdir(real) or not os.path.lexists(path):
+        return None
+    path = inside(real, name)
+    try:
+        # a pipe must not block the open
+        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as f:
+            if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+                raise ValueError("is not a regular file")
+            config = parse(f.read(MAX_CONFIG_BYTES + 1), max_bytes=MAX_CONFIG_BYTES, max_depth=32, floats=True)
+    except (OSError, ValueError) as e:
+        raise CheckpointError(path, None, str(e)) from e
+    if not isinstance(config, dict):
+        raise CheckpointError(path, None, "must hold an object")
+    return config
+
+
+def from_config(folder: str, entries: Mapping[str, Entry]) -> nn.Module | str:
+    """The architecture that config.json names, built by transformers without values; or why it cannot be."""
+    config = read_config(folder)
+    if config is None:
+        return "there is no config.json"
+    try:
+        built = _build(config)
+    except Exception as e:  # whatever transformers makes of a strange config, names are left to go by
+        return f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
+    return built if isinstance(built, str) else _fitted(built, entries) or built
+
+
+def fresh_model(folder: str) -> nn.Module:
+    """The architecture that config.json names, on the CPU with whatever values: :func:`load` fills it.
+
+    Buffers that no checkpoint holds have theirs; one that this checkpoint does hold, as those of older releases of
+    transformers do, becomes persistent. Raises CheckpointError where transformers cannot build it.
+    """
+    config = read_config(folder)
+    try:
+        built = "there is no config.json" if config is None else _build(config, "cpu")
+    except Exception as e:  # whatever transformers makes of a strange config
+        built = f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
+    if isinstance(built, str):
+        raise CheckpointError(folder, None, f"{built}; the layers of a model are not known without")
+    with open_checkpoint(folder) as checkpoint:
+        held = set(checkpoint.where)
+    for prefix, module in built.named_modules():
+        here = {n for n in module._non_persistent_buffers_set if (f"{prefix}.{n}" if prefix else n) in held}
+        module._non_persistent_buffers_set.difference_update(here)
+    return built.eval()
+
+
+def _build(config: dict[str, Any], device: str = "meta") -> nn.Module | str:
+    """The model of a config, on the meta device without values; or why there is none."""
+    try:
+        from transformers.models.auto import modeling_auto
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError:
+        return "transformers is not installed"
+    kind, wanted = config.get("model_type"), config.get("architectures")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING or not (isinstance(wanted, list) and wanted):
+        return f"transformers has no model of type {str(kind)[:60]!r}"
+    # Only what says shapes: names of code, of dtypes and private keys of a file are not for transformers to follow
+    drop = ("auto_map", "architectures", "quantization_config", "torch_dtype", "dtype", "transformers_version")
+    plain = {k: v for k, v in config.items() if k not in drop and not k.startswith("_")}
+    settings = CONFIG_MAPPING[kind].from_dict(plain)
+    autos = (getattr(modeling_auto, n) for n in dir(modeling_auto) if n.startswith("AutoModel"))
+    found = [auto._model_mapping[type(settings)] for auto in autos if type(settings) in (auto._model_mapping or ())]
+    classes = [c for f in found for c in (f if isinstance(f, (tuple, list)) else [f])]
+    cls = next((c for c in classes if c.__name__ == wanted[0]), None)  # compared with its name, never looked up by it
+    if cls is None:
+        return f"transformers has no {str(wanted[0])[:60]} for {kind}"
+    with torch.device(device):
+        return cls(settings)
+
+
+def _fitted(model: nn.Module, entries: Mapping[str, Entry]) -> str | None:
+    """Give parameters the checkpoint's dtypes; or say which tensor of the checkpoint is none of the model's."""
+    slots = slots_of(model)
+    for name, e in entries.items():
+        if name not in slots or tuple(slots[name].tensor.shape) != e.shape:
+            return f"{name} {list(e.shape)} is not a tensor of {type(model).__name__}"
+    new: dict[int, nn.Parameter] = {}
+    for name, slot in slots.items():
+        if slot.is_param and name in entries and id(slot.tensor) not in new:
+            new[id(slot.tensor)] = _empty(entries[name])
+    for slot in slots.values():
+        if id(slot.tensor) in new:
+            slot.module._parameters[slot.attr] = new[id(slot.tensor)]
+    return None
+
+
+def from_names(entries: Mapping[str, Entry]) -> nn.Module:
+    """Modules as the names say: a 2-d ``weight`` is a linear layer, unless its name speaks of a table or a norm."""
+    held: dict[str, dict[str, Entry]] = {}
+    for name, e in entries.items():
+        module, _, attr = name.rpartition(".")
+        held.setdefault(module, {})[attr] = e
+    root = _module("", held.get("", {}))
+    made = {"": root}
+    for path in sorted(held):
+        for end in [i for i, c in enumerate(path) if c == "."] + [len(path)]:
+            here = path[:end]
+            if here in made:
+                continue
+            parent, _, child = here.rpartition(".")
+            made[here] = made[parent]._modules[child] = _module(here, held.get(here, {}))
+    return root
+
+
+def _module(path: str, attrs: Mapping[str, Entry]) -> nn.Module:
+    module = _layer(path, attrs.get("weight"))
+    module._parameters.update(dict.fromkeys(module._parameters))  # all None: what is not stored is not there
+    for attr, e in attrs.items():
+        table: dict[str, Any] = module._parameters if e.dtype.is_floating_point else module._buffers
+        table[attr] = _empty(e) if e.dtype.is_floating_point else torch.empty(e.shape, dtype=e.dtype, device="meta")
+        if getattr(module, attr) is not table[attr]:
+            raise CheckpointError(None, f"{path}.{attr}", "its name is an attribute of every module")
+    return module
+
+
+def looks_linear(name: str, e: Entry) -> bool:
+    """Whether a float tensor is the weight of a linear layer, by its name and shape."""
+    module, _, attr = name.rpartition(".")
+    return attr == "weight" and isinstance(_layer(module, e), nn.Linear)
+
+
+def _layer(path: str, weight: Entry | None) -> nn.Module:
+    """A layer whose weight has that shape; what else it would hold is cleared."""
+    if weight is None or weight.dtype not in DTYPES.values() or 0 in weight.shape:
+        return nn.Module()
+    shape, words = weight.shape, path.lower()
+    if len(shape) == 2 and not any(w in words.rpartition(".")[2] for w in _SCALES):
+        if any(w in words for w in _TABLES):
+            return nn.Embedding(*shape, device="meta")
+        return nn.Linear(shape[1], shape[0], bias=False, device="meta")
+    if len(shape) in _CONVOLUTIONS and "expert" not in words:
+        return _CONVOLUTIONS[len(shape)](shape[1], shape[0], shape[2:], bias=False, device="meta")  # type: ignore[arg-type]
+    return nn.Module()
+
+
+def _empty(e: Entry) -> nn.Parameter:
+    return nn.Parameter(torch.empty(e.shape, dtype=e.dtype, device="meta"), requires_grad=False)

@@ -1,0 +1,202 @@
+"""What a tensor becomes in a safetensors format, and the pieces that are written for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.convert_spec import respell
+from ..core.numerics import Parts, dequantize, quantize, sqnr
+from ..core.spec import DTYPES, QuantSpec
+from ..core.tensor import AffineQuantizedTensor
+from .codecs import Writing
+from .config_files import METHOD
+from .errors import CheckpointError
+from .lazy_checkpoint import Held, shared_parts
+from .manifest import Meta, Stored, clean, stored_parts
+from .safetensors_file import DTYPE_NAMES, Entry
+from .state_dict import Item, metadata_of, pack
+from .streaming import COPY_BYTES, ROWS_NUMEL, Noise
+
+EXACT, REQUANTIZED, FLOAT, COPIED = "exact", "requantized", "float", "copied"
+QUANTIZED, FLOATS, ANY = "quantized", "floats", "any"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of one tensor.
+
+    kind  Meta of a quantized one, else dtype and shape
+    how   "exact", "requantized" (the same codes under rounded scales where that can be), "float" (was quantized),
+          "copied" (is float)
+    why   in words, where it is not exact
+    """
+
+    kind: Meta | Entry
+    how: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A format to write.
+
+    choose    what a held tensor becomes
+    stored    names, dtypes and shapes of what that stores
+    pack      the stored tensors of plain parts
+    by_rows   whether ``pack`` takes some rows of a tensor, so that it can be written piece by piece
+    method    ``quantization_config`` for the quantized tensors and the linear weights that stay float
+    holds     "quantized" tensors (one at least), "floats" only, or "any"
+    aliases   whether other names of a tensor are kept; where not, what config.json does not tie is stored twice
+    metadata  ``__metadata__`` of a file that holds these
+    """
+
+    name: str
+    choose: Callable[[str, Held], Choice]
+    stored: Callable[[str, Choice], Stored]
+    pack: Callable[[str, Parts, Meta], dict[str, Tensor]]
+    by_rows: bool
+    method: Callable[[Mapping[str, Meta], tuple[str, ...]], dict[str, Any] | None]
+    holds: str
+    aliases: bool = False
+    metadata: Callable[[list[Item]], dict[str, str]] = lambda shard: {"format": "pt"}
+
+
+def native(method: dict[str, Any]) -> Target:
+    """Pennyweight's own format, which holds whatever can be read."""
+
+    def choose(name: str, held: Held) -> Choice:
+        return Choice(held.kind, COPIED if held.meta is None else EXACT)
+
+    def stored(name: str, choice: Choice) -> Stored:
+        return stored_parts(name, choice.kind) if isinstance(choice.kind, Meta) else _plain(name, choice.kind)
+
+    def put(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
+        w = AffineQuantizedTensor(parts, meta.spec, meta.shape, meta.dtype, meta.act, meta.axes)
+        return pack(name, w, meta)
+
+    return Target(METHOD, choose, stored, put, True, lambda metas, plain: method, ANY, True, metadata_of)
+
+
+def floats(dtype: torch.dtype | None) -> Target:
+    """Plain tensors: quantized ones dequantized, as ``dtype`` or the one that they stand for."""
+
+    def choose(name: str, held: Held) -> Choice:
+        kind = held.kind
+        if isinstance(kind, Meta):
+            return Choice(Entry(dtype or kind.dtype, kind.shape), FLOAT, f"dequantized from {held.word or kind.spec}")
+        return _copied(kind, dtype)
+
+    def none(*args: Any) -> dict[str, Tensor]:
+        raise AssertionError("a float checkpoint holds no quantized tensor")
+
+    return Target("float", choose, lambda name, c: _plain(name, c.kind), none, True, lambda metas, plain: None, FLOATS)
+
+
+def foreign(format: str, writing: Writing) -> Target:
+    """A format of another library: exact where it has the numbers, else the nearest spec that it has, or float."""
+
+    def choose(name: str, held: Held) -> Choice:
+        kind = held.kind
+        if not isinstance(kind, Meta):
+            return Choice(kind, COPIED)
+        why = writing.refuses(name, kind)
+        near = kind.spec if why is None else writing.nearest(name, kind)
+        if why is None and kind.perm and not writing.perm:
+            why = f"its channels lie in another order, of which {format} keeps nothing"
+        if why is None:
+            return Choice(kind, EXACT)
+        if near is None:
+            return Choice(Entry(kind.dtype, kind.shape), FLOAT, why)
+        same = kind.act is not None and near.format.kind == kind.spec.format.kind
+        new = replace(kind, spec=near, act=kind.act if same else None, signed_scale=True, perm=False)
+        refused = writing.refuses(name, new)
+        if refused is not None and new.act is not None:
+            new = replace(new, act=None)
+            refused = writing.refuses(name, new)
+        if refused is not None:
+            return Choice(Entry(kind.dtype, kind.shape), FLOAT, refused)
+        return Choice(new, REQUANTIZED, why)
+
+    def stored(name: str, choice: Choice) -> Stored:
+        return writing.stored(name, choice.kind) if isinstance(choice.kind, Meta) else _plain(name, choice.kind)
+
+    return Target(format, choose, stored, writing.pack, False, writing.method, QUANTIZED)
+
+
+def item(target: Target, name: str, held: Held, choice: Choice, aliases: tuple[str, ...], noise: Noise) -> Item:
+    """What will be written for a tensor. The noise of what is not exact is noted when it is made."""
+
+    def make() -> Iterator[tuple[str, int, Tensor]]:
+        meta = choice.kind if isinstance(choice.kind, Meta) else None
+        by_rows = target.by_rows or meta is None
+        for start, w in pieces(held, by_rows):
+            if meta is None:
+                out = {name: as_float(name, w, choice.kind.dtype, noise if choice.how == FLOAT else None)}
+            else:
+                assert isinstance(w, AffineQuantizedTensor)
+                part = meta if tuple(w.shape) == meta.shape else replace(meta, shape=tuple(w.shape))
+                out = target.pack(name, spelt(name, w, choice, part.spec, noise), part)
+            for stored, tensor in out.items():
+                if start == 0 or stored not in shared_parts(name):
+                    yield stored, start * (tensor.numel() // max(1, tensor.shape[0])) if start else 0, tensor
+
+    meta = choice.kind if isinstance(choice.kind, Meta) else None
+    return Item(name, target.stored(name, choice), make, meta, aliases)
+
+
+def pieces(held: Held, by_rows: bool) -> Iterator[tuple[int, Tensor]]:
+    """(first row, some rows) of a tensor, a few million elements at a time where it can be read so; else all of it."""
+    shape = held.kind.shape
+    width = max(1, torch.Size(shape[1:]).numel()) if shape else 1
+    if held.rows is None or not by_rows or shape[0] == 0:
+        yield 0, held.read()
+        return
+    bytes_each = max(1, held.nbytes // max(1, torch.Size(shape).numel()))
+    step = max(1, ROWS_NUMEL // width if held.meta is not None else COPY_BYTES // (bytes_each * width))
+    for start in range(0, shape[0], step):
+        yield start, held.rows(start, min(start + step, shape[0]))
+
+
+def spelt(name: str, w: AffineQuantizedTensor, choice: Choice, spec: QuantSpec, noise: Noise) -> Parts:
+    """Plain parts of w under ``spec``: its own, or respelt, or quantized anew; with what was lost."""
+    parts = w.plain_parts()
+    if choice.how == EXACT:
+        return parts
+    shape, mine = w.stored_shape, clean(w.spec)
+    assert isinstance(choice.kind, Meta)
+    was = dequantize(parts, mine, shape)
+    moved = parts.perm is not None and not choice.kind.perm  # channels in their own order have other blocks
+    new = None if moved else respell(parts, mine, shape, spec)
+    if new is None:
+        new = quantize(was, spec)._replace(act_scale=parts.act_scale, act_zero_point=parts.act_zero_point)
+    noise.add(name, was, sqnr(was, dequantize(new, spec, shape)))
+    return new
+
+
+def as_float(name: str, w: Tensor, dtype: torch.dtype, noise: Noise | None) -> Tensor:
+    """w as a plain tensor of ``dtype``. Raises CheckpointError where its values do not fit."""
+    if isinstance(w, AffineQuantizedTensor):
+        exact = w.dequantize(torch.float32)
+        out = exact.to(dtype)
+        if noise is not None:
+            noise.add(name, exact, sqnr(exact, out))
+    else:
+        exact, out = w, w.to(dtype)
+    if out.dtype != exact.dtype and out.is_floating_point() and not torch.equal(out.isfinite(), exact.isfinite()):
+        raise CheckpointError(None, name, f"has values beyond {dtype}; choose another dtype")
+    return out.contiguous()
+
+
+def _copied(kind: Entry, dtype: torch.dtype | None) -> Choice:
+    if dtype is None or dtype == kind.dtype or kind.dtype not in DTYPES.values():
+        return Choice(kind, COPIED)
+    return Choice(Entry(dtype, kind.shape), COPIED, f"was {DTYPE_NAMES[kind.dtype]}")
+
+
+def _plain(name: str, kind: Meta | Entry) -> Stored:
+    return {name: (kind.dtype, kind.shape)}

@@ -1,0 +1,95 @@
+"""A finished checkpoint in the place of an older one, in one step for whoever reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from .atomic_write import index_bytes, sync_folder, write_file
+from .checkpoint import INDEX, SINGLE, read_index
+from .errors import CheckpointError
+from .job_progress import NAME
+from .locks import locked
+from .shard_plan import is_ours, new_token, shard_names
+
+
+def replace_checkpoint(
+    folder: str, stage: str, files: Sequence[str], holds: Sequence[Iterable[str]], total: int
+) -> None:
+    """Put finished files into a folder as its checkpoint; docs/format.md gives the order of the steps.
+
+    stage   a folder on the same disk for the index, until it is put in its place
+    files   paths of the finished safetensors files, on the same disk; they are renamed
+    holds   names of the tensors stored in each
+    total   bytes of all tensors
+
+    Shards take names that no file in the folder has, so that the old ones stay until the new index is on disk. What an
+    older checkpoint, or a writer that died, has left is removed last. An error before the one step leaves the old one.
+    """
+    with locked(folder) as alone:
+        put_checkpoint(folder, stage, files, holds, total, alone)
+
+
+def put_checkpoint(
+    folder: str, stage: str, files: Sequence[str], holds: Sequence[Iterable[str]], total: int, alone: bool
+) -> None:
+    """:func:`replace_checkpoint` in a folder that the caller has locked. alone: whether it could be."""
+    found = os.listdir(folder)
+    there = {name for name in found if is_ours(name)}
+    named = _named(folder)
+    names = shard_names(len(files), "" if alone and not there else new_token(), SINGLE in named)
+    shards = dict(zip(files, names, strict=True)) if names != [SINGLE] else {}
+    head, other = (INDEX, SINGLE) if shards else (SINGLE, INDEX)
+    temp = os.path.join(stage, INDEX) if shards else files[0]
+    # Where writers cannot be kept apart, what no index names may be another's, who is about to name it
+    stale = (there if alone else there & named) - {head, other}
+    if alone:  # nor is a job at work, which would hold the lock
+        stale |= {name for name in found if of_a_job(name)}
+    if shards:
+        weight_map = {s: name for name, stored in zip(names, holds, strict=True) for s in stored}
+        write_file(temp, index_bytes(weight_map, total))
+    try:
+        for file, name in shards.items():
+            os.replace(file, os.path.join(folder, name))
+        if shards:
+            sync_folder(folder)
+        os.replace(temp, os.path.join(folder, head))
+    except BaseException:
+        if os.path.lexists(temp):
+            _remove(folder, [name for file, name in shards.items() if not os.path.lexists(file)])
+        raise
+    sync_folder(folder)
+    if other in there:
+        try:
+            os.unlink(os.path.join(folder, other))
+        except OSError:
+            if other == INDEX and head not in there:  # the old index counts as long as it is there
+                _remove(folder, [head])
+            raise
+        sync_folder(folder)
+    for name in sorted(stale):
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))
+    if stale:
+        sync_folder(folder)
+
+
+def of_a_job(name: str) -> bool:
+    """Whether a name is one that a job which can be gone on with gives a file until it is done."""
+    return name == NAME or (name.endswith(".partial") and is_ours(name.removesuffix(".partial")))
+
+
+def _remove(folder: str, names: Iterable[str]) -> None:
+    """Undo, as far as it goes: an error is under way already."""
+    for name in names:
+        with suppress(OSError):
+            os.unlink(os.path.join(folder, name))
+
+
+def _named(folder: str) -> set[str]:
+    """Shards of the index in a folder; none where there is no readable one."""
+    try:
+        return set(read_index(os.path.join(folder, INDEX)).values())
+    except CheckpointError:
+        return set()

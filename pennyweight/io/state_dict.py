@@ -1,0 +1,284 @@
+"""Between state dicts of quantized tensors and plain stored tensors with metadata: pw.flatten and pw.unflatten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..core import blocks
+from ..core.layouts import pack_zero_point
+from ..core.numerics import Parts
+from ..core.packing import pack_bits
+from ..core.spec import QuantSpec
+from ..core.tensor import AffineQuantizedTensor, each_part
+from .errors import CheckpointError
+from .manifest import KEY, KeyedError, Manifest, Meta, Stored, check_parts, clean, dump, read, stored_parts
+from .safetensors_file import DTYPE_NAMES, check_name
+from .validate import check_data, check_plain, check_range, is_signed, read_parts
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor to be written: what it will store, and a function that makes that when its turn comes.
+
+    make gives (stored name, first element, tensor): each stored tensor whole, or piece by piece.
+    """
+
+    name: str
+    stored: Stored
+    make: Callable[[], Iterable[tuple[str, int, Tensor]]]
+    meta: Meta | None = None  # of a quantized tensor
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        total = 0
+        for dtype, shape in self.stored.values():
+            total += dtype.itemsize * torch.Size(shape).numel()
+        return total
+
+
+def items(state_dict: Mapping[str, Any]) -> list[Item]:
+    """What a state dict will store, nothing packed yet; tied tensors once, under their first name.
+
+    Raises CheckpointError naming a value that cannot be stored: no tensor, on meta, of a foreign tensor class.
+    """
+    first: dict[Any, str] = {}
+    ties: dict[str, list[str]] = {}
+    kept: dict[str, Tensor] = {}
+    for name, value in state_dict.items():
+        _storable(name, value)
+        key = identity(value)
+        if key is not None and key in first:
+            ties[first[key]].append(name)
+            continue
+        if key is not None:
+            first[key] = name
+        kept[name], ties[name] = value, []
+    out = [_item(name, value, tuple(ties[name])) for name, value in kept.items()]
+    manifest = manifest_of(out)
+    stored: Stored = {}
+    for item in out:
+        twice = stored.keys() & item.stored.keys()
+        if twice:
+            raise CheckpointError(None, item.name, f"stored name {min(twice)} is taken by another tensor; rename one")
+        stored |= item.stored
+    try:
+        check_parts(manifest, stored)
+    except KeyedError as e:
+        raise CheckpointError(None, e.name, str(e)) from e
+    return out
+
+
+def manifest_of(some: list[Item]) -> Manifest:
+    """The manifest of a file that holds these."""
+    tensors = {i.name: i.meta for i in some if i.meta is not None}
+    return Manifest(tensors, {alias: i.name for i in some for alias in i.aliases})
+
+
+def metadata_of(some: list[Item], extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A file's __metadata__. "format": "pt" is what readers of the wider world look for."""
+    extra = dict(extra or {})
+    for key, value in extra.items():
+        if key in (KEY, "format") or not isinstance(key, str) or not isinstance(value, str):
+            raise CheckpointError(
+                None, None, f"metadata {key!r}: keys and values are strings, {KEY!r} and 'format' are taken"
+            )
+    return {**extra, "format": "pt", KEY: dump(manifest_of(some))}
+
+
+def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Plain tensors under stored names, and metadata: what any safetensors writer can write.
+
+    Inverse of :func:`unflatten`. Raises CheckpointError naming a value that cannot be stored.
+    """
+    some = items(state_dict)
+    tensors: dict[str, Tensor] = {}
+    for item in some:
+        tensors.update((stored, tensor) for stored, _, tensor in item.make())
+    return tensors, metadata_of(some)
+
+
+def unflatten(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
+    """The state dict that :func:`flatten` was given, tied names sharing one tensor. Validates all; CheckpointError."""
+    try:
+        manifest = read(metadata)
+        check_parts(manifest, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+        return assemble(manifest, list(tensors), tensors.__getitem__)
+    except KeyedError as e:
+        raise CheckpointError(None, e.name, str(e)) from e
+    except ValueError as e:
+        raise CheckpointError(None, None, str(e)) from e
+
+
+def assemble(manifest: Manifest, stored: list[str], get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Check the data and build every tensor; parts were checked. Raises KeyedError."""
+    part_names = {p for name, meta in manifest.tensors.items() for p in stored_parts(name, meta)}
+    out: dict[str, Tensor] = {}
+    for name in stored:
+        if name not in part_names:
+            out[name] = get(name)
+            check_plain(name, out[name])
+    for name, meta in manifest.tensors.items():
+        check_data(name, meta, get)
+        out[name] = build(name, meta, get)
+    for alias, target in manifest.aliases.items():
+        out[alias] = out[target]
+    return out
+
+
+def build(name: str, meta: Meta, get: Callable[[str], Tensor]) -> AffineQuantizedTensor:
+    """The quantized tensor over its stored parts: codes below 8 bits stay a bit stream, so nothing large is copied."""
+    shape, spec = meta.stored_shape, meta.spec
+    as_bits = spec.format.bits < 8 and len(shape) > 0
+    if as_bits:
+        part_shape = blocks.counts(spec.block, shape)
+        parts: dict[str, Any] = {
+            s: read_parts(f"{name}.{s}", k, part_shape, get) if isinstance(k, QuantSpec) else get(f"{name}.{s}")
+            for s, k in spec.part_specs().items()
+        }
+        if spec.table_shape is not None:
+            parts["table"] = get(f"{name}.table")
+        value = Parts(get(f"{name}.codes"))._replace(**parts)
+    else:
+        value = read_parts(name, spec, shape, get)
+    if meta.act is not None and meta.act.mode == "static":
+        value = value._replace(act_scale=get(f"{name}.act_scale"))
+        if meta.act.spec.zero_point:
+            value = value._replace(act_zero_point=get(f"{name}.act_zero_point"))
+    if meta.perm:
+        value = value._replace(perm=get(f"{name}.perm"))
+    spec = spec.with_(layout="bits") if as_bits else spec
+    return AffineQuantizedTensor(value, spec, meta.shape, meta.dtype, meta.act, meta.axes)
+
+
+def identity(value: Tensor) -> Any:
+    """Equal for tensors that are the same memory seen the same way; None where that cannot be told."""
+    if isinstance(value, AffineQuantizedTensor):
+        keys = [identity(p) for p in value.parts if p is not None]
+        static = (value.spec, value.act, value.axes, tuple(value.shape), value.dtype)
+        return None if None in keys else (static, *keys)
+    if value.device.type == "meta" or value.numel() == 0:
+        return None
+    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device
+
+
+def _storable(name: str, value: Any) -> None:
+    try:
+        check_name(name)
+    except ValueError as e:
+        raise CheckpointError(None, str(name), str(e)) from e
+    if not isinstance(value, Tensor):
+        raise CheckpointError(None, name, f"is a {type(value).__name__}; only tensors can be stored, leave it out")
+    if is_lazy(value) or value.device.type == "meta":
+        raise CheckpointError(None, name, "has no data (it is on the meta device, or lazy); materialize it first")
+    if isinstance(value, AffineQuantizedTensor):
+        return
+    if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
+        raise CheckpointError(
+            None, name, f"is a {type(value).__name__} ({value.layout}); turn it into a dense tensor first"
+        )
+    if value.dtype not in DTYPE_NAMES:
+        raise CheckpointError(None, name, f"safetensors has no dtype for {value.dtype}")
+
+
+def _item(name: str, value: Tensor, aliases: tuple[str, ...]) -> Item:
+    if not isinstance(value, AffineQuantizedTensor):
+        stored: Stored = {name: (value.dtype, tuple(value.shape))}
+        return Item(name, stored, lambda: [(name, 0, value.detach().contiguous())], None, aliases)
+    meta = describe(name, value)
+
+    def make() -> Iterable[tuple[str, int, Tensor]]:
+        return [(part, 0, tensor) for part, tensor in pack(name, value, meta).items()]
+
+    return Item(name, stored_parts(name, meta), make, meta, aliases)
+
+
+def describe(name: str, w: AffineQuantizedTensor) -> Meta:
+    """What a file says about w. Raises CheckpointError for a static activation that was never calibrated."""
+    act = None if w.act is None else type(w.act)(clean(w.act.spec), w.act.mode, w.act.rule, w.act.eps)
+    if act is not None and act.mode == "static" and (
+        w.act_scale is None or (w.act_zero_point is None) == act.spec.zero_point
+    ):  # fmt: skip
+        raise CheckpointError(None, name, f"its activation ({act}) has no stored parameters; calibrate it first")
+    scale = w.scale
+    scale = scale.plain_parts() if isinstance(scale, AffineQuantizedTensor) else scale
+    spec = clean(w.spec)
+    signed = is_signed(scale, spec, blocks.counts(spec.block, w.stored_shape))
+    return Meta(spec, tuple(w.shape), w.dtype, act, w.axes, signed, w.perm is not None)
+
+
+def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
+    """Stored tensors of w, checked as a reader would, so that what is written can be read. Raises CheckpointError."""
+    packed = w.spec.layout == "bits" and w.spec.format.bits < 8  # the bit stream is what a file holds
+    if packed:
+        parts = each_part(w.parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
+    else:
+        parts = w.plain_parts()
+    try:
+        return pack_parts(name, parts, meta, packed)
+    except KeyedError as e:
+        raise CheckpointError(None, e.name, f"cannot be stored: {e}") from e
+
+
+def from_parts(name: str, parts: Parts, meta: Meta) -> AffineQuantizedTensor:
+    """The quantized tensor of plain parts that came out of a file of any format. KeyedError where they mean nothing."""
+    return build(name, meta, pack_parts(name, parts, meta).__getitem__)
+
+
+def pack_parts(name: str, parts: Parts, meta: Meta, packed: bool = False) -> dict[str, Tensor]:
+    """Stored tensors of parts, checked as a reader would. packed: codes are a bit stream already.
+
+    Raises KeyedError where they are not what ``meta`` says, or mean nothing.
+    """
+    out: dict[str, Tensor] = {}
+    _put(out, name, parts, meta.spec, packed)
+    if meta.act is not None and meta.act.mode == "static":
+        out[f"{name}.act_scale"] = _number(name, parts.act_scale).float()
+        if parts.act_zero_point is not None:
+            out[f"{name}.act_zero_point"] = _number(name, parts.act_zero_point).to(meta.act.spec.zero_point_dtype)
+    if parts.perm is not None:
+        out[f"{name}.perm"] = parts.perm.to(torch.int32)
+    out = {k: t.detach().contiguous() for k, t in out.items()}
+    check_parts(Manifest({name: meta}), {k: (t.dtype, tuple(t.shape)) for k, t in out.items()})
+    on_cpu = {k: t.cpu() for k, t in out.items()}
+    check_data(name, meta, on_cpu.__getitem__)
+    return out
+
+
+def _number(name: str, value: Tensor | None) -> Tensor:
+    if value is None or value.numel() != 1:
+        raise CheckpointError(None, name, "a static activation has one scale and one zero point for the whole input")
+    return value.reshape(1)
+
+
+def _check_zero_point(name: str, part: Tensor, spec: QuantSpec) -> None:
+    """Before they become a stream, in which numbers that are too large would run into others."""
+    try:
+        check_range(part, spec.zero_point_format, f"{name}.zero_point")
+    except ValueError as e:
+        raise KeyedError(name, str(e)) from e
+
+
+def _put(out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packed: bool = False) -> None:
+    f, codes = spec.format, parts.codes
+    if f.bits < 8 and not packed:
+        codes = pack_bits(f.to_unsigned(codes), f.bits)
+    out[f"{name}.codes"] = codes
+    if spec.table_shape is not None:
+        out[f"{name}.table"] = parts.table
+    for slot, kind in spec.part_specs().items():
+        part = getattr(parts, slot)
+        if isinstance(part, Parts) and isinstance(kind, QuantSpec):
+            _put(out, f"{name}.{slot}", part, kind)
+        else:
+            if slot == "zero_point" and spec.zero_point_bits < 8 and not packed:
+                _check_zero_point(name, part, spec)
+                part = pack_zero_point(part, spec)
+            out[f"{name}.{slot}"] = part

@@ -1,0 +1,61 @@
+"""The places of a model that hold a tensor, by name: what its state dict lists, and weights it does not list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..quantize.parameters import kind_of, places
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a model that holds a tensor."""
+
+    module: nn.Module
+    attr: str
+    tensor: Tensor
+    is_param: bool
+
+    @property
+    def op(self) -> str:
+        """The op that reads a weight there, which decides the layout it is kept in."""
+        kind = kind_of(self.module)
+        if kind is not None and self.attr in kind.params:
+            return kind.op
+        return "bmm" if self.tensor.ndim == 3 else "linear"
+
+    def put_back(self) -> None:
+        """Undo an assignment, whatever the module's own ``__setattr__`` thinks of it."""
+        m = self.module
+        for table in (m._parameters, m._buffers, m.__dict__):
+            if self.attr in table:
+                table[self.attr] = self.tensor
+                return
+
+
+def slots_of(model: nn.Module) -> dict[str, Slot]:
+    """Every parameter and persistent buffer under every name it has, and weights left as plain tensors (by PEFT)."""
+    out: dict[str, Slot] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        out |= {dot + n: Slot(module, n, p, True) for n, p in module._parameters.items() if p is not None}
+        for n, b in module._buffers.items():
+            if b is not None and n not in module._non_persistent_buffers_set:
+                out[dot + n] = Slot(module, n, b, False)
+    for where in places(model):
+        for p in where:
+            if p.name not in out:
+                out[p.name] = Slot(p.module, p.param, p.get(), False)
+    return out
+
+
+def stranded(model: nn.Module) -> list[str]:
+    """Buffers on the meta device that no checkpoint holds, for they are not persistent."""
+    return [
+        f"{prefix}.{n}" if prefix else n
+        for prefix, module in model.named_modules()
+        for n in sorted(module._non_persistent_buffers_set)
+        if (b := module._buffers.get(n)) is not None and b.device.type == "meta"
+    ]

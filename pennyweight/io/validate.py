@@ -1,0 +1,104 @@
+"""The meaning of stored bytes: what a reader must find in the parts of a quantized tensor before it believes them.
+
+scale       finite; not negative unless the file says ``signed_scale``; zero is allowed, for a scale rounds to zero
+            where a block is (almost) all zero and scales are float16. The numbers of a scale that is itself quantized
+            are not negative either, unless its own spec has an offset, around which rounding may pass zero.
+offset      finite, quantized or not
+zero_point  within the range of the codes, or of a format of their own; unused bits of a row's last byte are zero
+table       finite; each code has its row
+codes       numbers of the format: no NaN or infinity, no index past a table; unused bits of a row's last byte are zero
+perm        each of the places of the contracted axis once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import blocks
+from ..core.layouts import unpack_zero_point
+from ..core.numerics import Parts, dequantize, is_order
+from ..core.packing import unpack_bits
+from ..core.spec import QuantSpec
+from ..core.value_checks import around_offset, check_codes, check_range, check_real
+from .manifest import KeyedError, Meta
+
+Get = Callable[[str], Tensor]
+
+
+def check_data(name: str, meta: Meta, get: Get) -> None:
+    """Raise KeyedError where stored parts ``get(stored name)`` mean nothing. dtypes and shapes are right already."""
+    try:
+        _check_value(name, meta.spec, meta.stored_shape, get, meta.signed_scale)
+        if meta.act is not None and meta.act.mode == "static":
+            scale = get(f"{name}.act_scale")
+            check_real(scale, f"{name}.act_scale", signed=False)
+            if not float(scale) > 0:
+                raise ValueError(f"{name}.act_scale is zero: no activation has that scale")
+            if meta.act.spec.zero_point:
+                check_range(get(f"{name}.act_zero_point"), meta.act.spec.format, f"{name}.act_zero_point")
+        if meta.perm and not is_order(get(f"{name}.perm")):
+            raise ValueError(f"{name}.perm: not the numbers 0 to {meta.stored_shape[-1] - 1}, each once")
+    except ValueError as e:
+        raise KeyedError(name, str(e)) from e
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Raise KeyedError for bytes that are no value of a plain dtype: a bool is 0 or 1."""
+    if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+        raise KeyedError(name, "a bool that is neither 0 nor 1")
+
+
+def is_signed(scale: Tensor | Parts | None, spec: QuantSpec, part_shape: tuple[int, ...]) -> bool:
+    """Whether a file must say ``signed_scale``: some scale is negative where none is expected to be."""
+    if scale is None or around_offset(spec):
+        return False
+    value = nested_value(scale, spec.scale, part_shape)
+    return bool(value.numel()) and float(value.amin()) < 0
+
+
+def nested_value(part: Tensor | Parts, kind: QuantSpec | torch.dtype | None, shape: tuple[int, ...]) -> Tensor:
+    """Numbers of a part that may be quantized itself."""
+    return dequantize(part, kind, shape) if isinstance(part, Parts) and isinstance(kind, QuantSpec) else part  # type: ignore[return-value]
+
+
+def read_parts(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get) -> Parts:
+    """Plain, unpacked parts of a value from its stored tensors."""
+    codes = get(f"{name}.codes")
+    if spec.format.bits < 8:
+        n = spec.codes_shape(shape)[-1] if shape else 1
+        codes = spec.format.from_unsigned(unpack_bits(codes, spec.format.bits, n))
+    part_shape = blocks.counts(spec.block, shape)
+    parts: dict[str, Any] = {}
+    for slot, kind in spec.part_specs().items():
+        full = f"{name}.{slot}"
+        parts[slot] = read_parts(full, kind, part_shape, get) if isinstance(kind, QuantSpec) else get(full)
+    if spec.zero_point:
+        parts["zero_point"] = unpack_zero_point(parts["zero_point"], spec, shape)
+    if spec.table_shape is not None:
+        parts["table"] = get(f"{name}.table")
+    return Parts(codes, **parts)
+
+
+def _check_value(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get, signed: bool) -> None:
+    n = spec.codes_shape(shape)[-1] if shape else 1
+    if spec.table_shape is not None:
+        check_real(get(f"{name}.table"), f"{name}.table", signed=True)
+    check_codes(get(f"{name}.codes"), spec.format, n, f"{name}.codes")
+    part_shape = blocks.counts(spec.block, shape)
+    for slot, kind in spec.part_specs().items():
+        full = f"{name}.{slot}"
+        any_sign = slot == "offset" or signed
+        if isinstance(kind, QuantSpec):
+            _check_value(full, kind, part_shape, get, any_sign)
+            value = dequantize(read_parts(full, kind, part_shape, get), kind, part_shape)
+            check_real(value, full, any_sign or kind.offset is not None)
+        elif slot == "zero_point" and spec.zero_point_bits < 8:
+            check_codes(get(full), spec.zero_point_format, part_shape[-1] if part_shape else 1, full)
+        elif slot == "zero_point":
+            check_range(get(full), spec.zero_point_format, full)
+        else:
+            check_real(get(full), full, any_sign)

@@ -1,0 +1,37 @@
+"""Embedding lookup: gather the codes and parts of the rows asked for, dequantize only those."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core import blocks, fallback
+from ..core.numerics import Parts
+from ..core.ops.parts import sliceable
+from ..core.tensor import AffineQuantizedTensor, each_part
+from .table import Case, Kernel, register_kernel
+
+
+def _by_row(case: Case) -> bool | str:
+    if isinstance(case.spec.scale, type(case.spec)) or isinstance(case.spec.offset, type(case.spec)):
+        return "its scale is itself quantized"
+    return blocks.resolve(case.spec.block, case.shape)[0] == 1 or "rows share scales, so they cannot be gathered alone"
+
+
+def gather(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
+    """w[index] as floats of w's dtype. index: int32 or int64, any shape, 0 to V - 1; w: [V, D] with parts per row."""
+    w = sliceable(w)
+    flat = index.reshape(-1)
+    rows = each_part(Parts(*w.parts[:4]), lambda p: p.index_select(0, flat))._replace(table=w.table)
+    picked = AffineQuantizedTensor(rows, w.spec, (flat.numel(), *w.shape[1:]), w.dtype)
+    return picked._dequantize(w.dtype).reshape(*index.shape, *w.shape[1:])
+
+
+def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
+    """The reference: dequantize the table, then look up."""
+    fallback.count("embedding/dequantize")
+    return F.embedding(index, w._dequantize(w.dtype))
+
+
+register_kernel(Kernel("embedding", "gather_rows", gather, _by_row, rank=10, tolerance="exact"))
+register_kernel(Kernel("embedding", "dequantize", lookup, lambda case: True, rank=-1, tolerance="exact"))

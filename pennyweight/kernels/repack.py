@@ -1,0 +1,50 @@
+"""Packing a quantized weight for the kernel that will run it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..core.distributed.dispatch import PACK
+from ..core.layouts import READABLE, get_layout, portable_layout
+from ..core.tensor import AffineQuantizedTensor
+from .table import Case, Kernel, case_of, select
+
+
+def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kernel, str]:
+    """The kernel of the first op and the layout to store the weight in, given every op that reads it.
+
+    A tied weight has several ops: a packing that one of them could only read by unpacking everything is not taken.
+    """
+
+    def kernels_in(layout: str) -> list[Kernel]:
+        stored = replace(case, spec=case.spec.with_(layout=layout))
+        return [select(op, stored) for op in ops]
+
+    case = replace(case, spec=case.spec.with_(layout="plain"))
+    wanted = (select(op, case, any_layout=True).layout for op in ops)
+    for layout in dict.fromkeys(w for w in wanted if w is not None):
+        devices = get_layout(layout).devices
+        chosen = kernels_in(layout)
+        if (devices is None or case.device in devices) and all(
+            k.layout == layout or layout in READABLE for k in chosen
+        ):
+            return chosen[0], layout
+    layout = portable_layout(case.spec)
+    return kernels_in(layout)[0], layout
+
+
+def prepare(
+    w: AffineQuantizedTensor, ops: tuple[str, ...] = ("linear",), dtype: torch.dtype | None = None
+) -> AffineQuantizedTensor:
+    """w in the layout of the kernel that will run ``ops``; the same values. dtype: of the input, default w's own."""
+    return w.to_layout(choose_layout(case_of(w, dtype), ops)[1])
+
+
+def _packed(w: AffineQuantizedTensor) -> AffineQuantizedTensor:
+    """A shard packed for the kernel of its own shape, which need not be that of the whole."""
+    return prepare(w, ("bmm" if w.ndim == 3 else "linear",))
+
+
+PACK.append(_packed)

@@ -1,0 +1,246 @@
+"""Training towards numbers that can be stored: weights are drawn to a grid, or to zeros, around any other optimizer.
+
+After each step of that optimizer a weight w becomes prox_t(u) of a latent one u, which keeps what was learned. t goes
+from 0 (w = u) to 1 (w lies on the grid, or in the pattern), so that nothing is lost in one blow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import blocks
+from ..core.distributed.full_tensor import is_spread
+from ..core.formats import INT8
+from ..core.numerics import encode, fake_quantize, store, stored_value
+from ..core.qparams import choose
+from ..core.spec import QuantSpec
+from ..core.tensor import AffineQuantizedTensor
+from ..quantize.config_resolution import Filter, PlanError
+from ..quantize.configs import AOBaseConfig, SpecConfig
+from ..quantize.pipeline import quantize_
+from ..quantize.plan import Plan, PlanRow, plan
+from ..quantize.report import Report
+from ..quantize.sparsity_mask import Pattern
+
+Prox = Callable[[Tensor, float], Tensor]
+
+
+def towards(x: Tensor, spec: QuantSpec, t: float, rule: str | None = None, eps: float | None = None) -> Tensor:
+    """x drawn to the numbers of a spec: between two of them, a < b with middle m and half distance h,
+
+        m + h clip((x - m) / (h (1 - t)), -1, 1)
+
+    the proximal map of a piecewise affine regularizer (Jin et al. 2025, PARQ): the identity at t = 0, rounding to the
+    nearest at t = 1, bit for bit as :func:`pennyweight.quantize_` rounds. rule, eps: as for quantizing. Raises
+    ValueError for formats whose numbers are learned.
+    """
+    if spec.format.kind == "learned":
+        raise ValueError(f"{spec}: its numbers are found with the codes, so there is no grid to draw weights to")
+    if t >= 1 or not x.numel():
+        return fake_quantize(x, spec, rule, eps)
+    if t <= 0:
+        return x
+    padded = blocks.pad(x, spec.block)
+    _, seen = store(choose(padded, spec, rule, eps), spec)
+    view = blocks.split(padded, blocks.counts(spec.block, padded.shape))
+    codes = encode(view, spec, seen)
+    here = stored_value(codes, spec, seen, torch.float32)
+    numbers = spec.format.numbers(x.device)
+    at = torch.searchsorted(numbers, spec.format.decode(codes, torch.float32))
+    scale = None if seen.scale is None else blocks.spread(seen.scale).float()
+    up = view.float() >= here
+    up = up if scale is None else up == (scale >= 0)
+    next_to = numbers[(at + torch.where(up, 1, -1)).clamp(0, len(numbers) - 1)] - numbers[at]
+    half = (next_to if scale is None else next_to * scale) / 2  # 0 beyond the last number
+    # The same formula from the number it is rounded to, which a coarse scale may make the second nearest.
+    far = torch.minimum((view.float() - here).abs(), half.abs())
+    out = (here + half.sign() * ((far - half.abs() * t) / (1 - t)).clamp(min=0)).reshape(padded.shape)
+    for axis, n in enumerate(x.shape):
+        out = out.narrow(axis, 0, n)
+    return out.to(x.dtype)
+
+
+class ProximalOptimizer(torch.optim.Optimizer):
+    """``base`` with weights drawn somewhere after each of its steps. See :class:`QuantOptimizer`, which says to where.
+
+    base        any optimizer that has these weights among its parameters; its groups, states and schedules are shared
+    proxes      weight -> function of (latent weight, t)
+    start, end  steps between which t goes from 0 to 1, in a straight line
+
+    A latent weight takes the memory of the weight. ``state_dict`` holds the base's, and beside it latents and steps.
+    """
+
+    def __init__(
+        self, base: torch.optim.Optimizer, proxes: Mapping[Tensor, tuple[str, Prox]], start: int, end: int
+    ) -> None:
+        if not 0 <= start < end:
+            raise ValueError(f"weights are drawn between steps start and end, 0 <= start < end; got {start}, {end}")
+        groups = base.param_groups
+        known = {id(p) for group in groups for p in group["params"]}
+        absent = [name for p, (name, _) in proxes.items() if id(p) not in known]
+        if absent:
+            raise ValueError(
+                f"{', '.join(absent[:3])}: not among the parameters of {type(base).__name__}, {len(absent)} in all; "
+                "give it them, or leave them out with filter_fn"
+            )
+        super().__init__([{"params": list(proxes)}], base.defaults)
+        self.base, self.start, self.end, self.steps = base, start, end, 0
+        self._proxes = dict(proxes)
+        self._share()
+        with torch.no_grad():
+            self.latents = {p: p.detach().clone() for p in proxes}
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+    @property
+    def t(self) -> float:
+        """How far weights are drawn, 0 to 1."""
+        return min(1.0, max(0.0, (self.steps - self.start) / (self.end - self.start)))
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The base's step on the latent weights, then the weights anew. closure: computes the loss, with the weights as
+        they stand; it is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for p, latent in self.latents.items():
+            p.copy_(latent)
+        self.base.step()
+        self.steps += 1
+        for p, latent in self.latents.items():
+            latent.copy_(p)
+        self._draw()
+        return loss
+
+    def _draw(self) -> None:
+        for p, latent in self.latents.items():
+            p.copy_(self._proxes[p][1](latent, self.t))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Of the base. Its weights are not drawn."""
+        if not hasattr(self, "base"):  # torch's own constructor
+            super().add_param_group(param_group)
+        else:
+            self.base.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.base.state_dict(), "steps": self.steps, "latents": [*self.latents.values()]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`; weights are those after that step. Raises ValueError where shapes differ."""
+        rest = dict(state_dict)
+        steps, latents = rest.pop("steps", None), rest.pop("latents", None)
+        shapes = [list(p.shape) for p in self.latents]
+        found = None if latents is None else [list(x.shape) for x in latents]
+        if type(steps) is not int or found != shapes:
+            raise ValueError(f"a state of {type(self).__name__} has steps and latents {shapes}, got {steps}, {found}")
+        self.base.load_state_dict(rest)
+        self._share()
+        self.steps = steps
+        for mine, latent in zip(self.latents.values(), latents, strict=True):
+            mine.copy_(latent)
+        self._draw()
+
+
+class QuantOptimizer(ProximalOptimizer):
+    """Weights drawn to the numbers that ``quantize_(model, config, filter_fn)`` would give them; afterwards
+    :meth:`quantize_` gives exactly those. Inputs stay float meanwhile, also where the config quantizes them.
+
+    optimizer = QuantOptimizer(torch.optim.AdamW(model.parameters()), model, config, start=100, end=900)
+    """
+
+    def __init__(
+        self, base: torch.optim.Optimizer, model: nn.Module, config: AOBaseConfig, *, start: int = 0, end: int,
+        filter_fn: Filter | None = None,
+    ) -> None:  # fmt: skip
+        self._what = model, config, filter_fn
+        proxes = {}
+        for row in _floats(plan(model, config, filter_fn)):
+            assert row.tensor is not None
+            proxes[row.tensor] = (row.name, _to_grid(row))
+        super().__init__(base, proxes, start, end)
+
+    def quantize_(self) -> Report:
+        """The model's weights as quantized tensors: from step ``end`` on, of the values that they have. What was
+        learned stays in ``latents``. Raises ValueError before that step."""
+        if self.t < 1:
+            raise ValueError(f"weights lie on the grid from step {self.end} on, and this is step {self.steps}")
+        with torch.no_grad():
+            for p, latent in self.latents.items():  # a number of the grid may have another one as its nearest
+                p.copy_(latent)
+        return quantize_(*self._what)
+
+
+class PruneOptimizer(ProximalOptimizer):
+    """Weights drawn to zero, all but the largest latent ones of each run of ``pattern`` ("2:4": 2 of each 4 are kept; a
+    number: the share of zeros in each row): w = (1 - t) u where u is not kept. Which are kept may change until the end.
+
+    optimizer = PruneOptimizer(torch.optim.AdamW(model.parameters()), model, "2:4", start=100, end=900)
+    """
+
+    def __init__(
+        self, base: torch.optim.Optimizer, model: nn.Module, pattern: str | float = "2:4", *, start: int = 0, end: int,
+        filter_fn: Filter | None = None,
+    ) -> None:  # fmt: skip
+        wanted, proxes = Pattern.read(pattern), {}
+        for row in _floats(plan(model, SpecConfig(QuantSpec(INT8, (-1,))), filter_fn)):
+            assert row.tensor is not None
+            wanted.check(row)
+            proxes[row.tensor] = (row.name, _to_zero(row, wanted))
+        super().__init__(base, proxes, start, end)
+
+
+def _floats(todo: Plan) -> list[PlanRow]:
+    """The rows that are meant. Raises PlanError where one is no float weight of its own."""
+    rows = [row for row in todo.rows if row.active or row.already]
+    for row in rows:
+        if row.tensor is None or row.scheme is None:
+            raise PlanError(f"{row.name} is changed as a module, not as a weight; leave it out with filter_fn")
+        if isinstance(row.tensor, AffineQuantizedTensor):
+            raise PlanError(f"{row.name} is quantized already ({row.tensor.spec}), and has no latent weight")
+        if is_spread(row.tensor):
+            raise PlanError(
+                f"{row.name} is spread over ranks, and so may its blocks be; leave it out with filter_fn, or draw the "
+                "weights of a model that is whole on each rank (DDP)"
+            )
+    return rows
+
+
+def _turned(x: Tensor, row: PlanRow) -> Tensor:
+    """The contracted axis last; its own inverse."""
+    assert row.site is not None
+    return x.transpose(-2, -1) if row.site.transposed else x
+
+
+def _to_grid(row: PlanRow) -> Prox:
+    scheme = row.scheme
+    assert scheme is not None
+
+    def prox(latent: Tensor, t: float) -> Tensor:
+        return _turned(towards(_turned(latent, row), scheme.weight, t, scheme.rule, scheme.eps), row)
+
+    return prox
+
+
+def _to_zero(row: PlanRow, pattern: Pattern) -> Prox:
+    assert row.site is not None
+    unfolded = row.site.op == "convolution"
+
+    def prox(latent: Tensor, t: float) -> Tensor:
+        x = _turned(latent, row)
+        keep = pattern.keep(x.abs().flatten(1) if unfolded else x.abs().reshape(-1, x.shape[-1])).view(x.shape)
+        return _turned(torch.where(keep, x, (1 - t) * x), row)
+
+    return prox

@@ -1,0 +1,109 @@
+"""States as quantized tensors: how each is kept, in which blocks, and how it is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core import blocks, stochastic_rounding
+from ..core.layouts import get_layout
+from ..core.numerics import Parts, quantize
+from ..core.ops.inplace import copy_parts_
+from ..core.qparams import choose
+from ..core.spec import ADAM4, ADAM4_SQUARES, ADAM8, ADAM8_SQUARES, ADAM_FP8, QuantSpec
+from ..core.tensor import AffineQuantizedTensor
+from ..kernels.cpu.optimizer import ufloat
+
+QT = AffineQuantizedTensor
+LEAST = 4096  # elements: smaller parameters keep float32 states, as torchao's and bitsandbytes' do
+
+
+@dataclass(frozen=True)
+class Kept:
+    """spec, whose block is fitted to each parameter; stochastic: rounded by chance, so that its mean is right;
+    power: scales are powers of two, so that only what changes is rounded, not what shares a block with it."""
+
+    spec: QuantSpec
+    stochastic: bool = False
+    power: bool = False
+
+
+# A second moment moves by less than half a step of 8 bits at a time. To the nearest it would stand still, so it is
+# rounded by chance; its maximum (AMSGrad) is not, because by chance it could only grow.
+KEPT: dict[str, dict[str, Kept]] = {
+    "8bit": {"signed": Kept(ADAM8), "squares": Kept(ADAM8_SQUARES, True, True), "peaks": Kept(ADAM8_SQUARES)},
+    "4bit": {"signed": Kept(ADAM4), "squares": Kept(ADAM4_SQUARES, True), "peaks": Kept(ADAM4_SQUARES)},
+    "fp8": {"signed": Kept(ADAM_FP8), "squares": Kept(ADAM8_SQUARES, True, True), "peaks": Kept(ADAM8_SQUARES)},
+}
+
+
+class Geometry(NamedTuple):
+    """Blocks in memory; see src/optim_abi.h."""
+
+    slab: int
+    block: int
+    inner: int
+    row: int
+
+
+def fit(shape: Sequence[int], size: int) -> tuple[int, ...]:
+    """The block of about ``size`` neighbouring elements of a parameter: part of its last axis, or several whole entries
+    of one before. Axes but the first are cut evenly, so that little is padded; the first is not, so that shards of it
+    have the same blocks."""
+    axis, inner = len(shape) - 1, 1
+    while axis > 0 and inner * shape[axis] <= size:
+        inner *= shape[axis]
+        axis -= 1
+    n, entries = shape[axis], max(1, size // max(1, inner))
+    if axis > 0 and n > entries:
+        entries = -(-n // -(-n // entries))
+        entries += entries % 2 if inner == 1 else 0  # a block of 4-bit codes begins on a whole byte
+    return (entries, *[-1] * (len(shape) - 1 - axis))
+
+
+def geometry(shape: Sequence[int], block: tuple[int, ...]) -> Geometry:
+    """Where blocks of :func:`fit` lie."""
+    axis = len(shape) - len(block)
+    inner = math.prod(shape[axis + 1 :])
+    n = shape[axis]
+    held = (n if block[0] == -1 else min(block[0], n)) * inner
+    return Geometry(math.prod(shape[axis:]), held, inner, held if axis == len(shape) - 1 else shape[-1])
+
+
+def zeros(shape: Sequence[int], kept: Kept, size: int, device: torch.device) -> QT:
+    """A state of zeros."""
+    spec = kept.spec.with_(block=fit(shape, size))
+    codes = torch.zeros(blocks.padded(spec.block, shape), dtype=spec.format.code_dtype, device=device)
+    scale = torch.zeros(blocks.counts(spec.block, shape), dtype=torch.float32, device=device)
+    return QT(get_layout(spec.layout).pack(Parts(codes, scale), spec, shape), spec, shape, torch.float32)
+
+
+def write_(state: QT, x: Tensor, kept: Kept, key: tuple[int, int] | None = None, turn: int = 0) -> None:
+    """Requantize float32 x into a state, to the nearest without a key. NaN and inf are not looked for: they spread."""
+    spec, rule = state.spec.with_(layout="plain"), "mx_rceil" if kept.power else "symmetric"
+    if kept.stochastic and key is not None:
+        wide = blocks.pad(x, spec.block)
+        params = choose(wide, spec, rule)
+        assert params.scale is not None
+        y = (blocks.split(wide, params.scale.shape) / blocks.spread(params.scale)).reshape(wide.shape)
+        bits16 = blocks.pad(
+            stochastic_rounding.upper(stochastic_rounding.words(x.shape, key, x.device), turn), spec.block
+        )
+        shift, base, split, low = ufloat(spec.format)
+        fine, coarse = (stochastic_rounding.upper_bits(y, bits16, s) for s in (shift, shift + 1))
+        codes = torch.where(y >= spec.format.values[split], fine - base, coarse - low)
+        parts = Parts(codes.clamp(0, (1 << spec.format.bits) - 1).to(torch.uint8), params.scale)
+    else:
+        parts = quantize(x, spec, rule)
+    packed = get_layout(state.spec.layout).pack(parts, state.spec, x.shape)
+    copy_parts_(state, QT(packed, state.spec, x.shape, torch.float32))
+
+
+def read(state: Tensor) -> Tensor:
+    """A state as floats that may be changed: itself where it is one."""
+    return state.dequantize(torch.float32) if isinstance(state, QT) else state

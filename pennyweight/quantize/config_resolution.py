@@ -1,0 +1,189 @@
+"""Which config a parameter gets: by a filter over modules, or by name."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from .configs import AOBaseConfig, FqnToConfig
+from .name_patterns import Pattern
+from .parameters import Place, is_linear, kind_of
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+class PlanError(ValueError):
+    """A config that cannot be carried out as given; the message names the layer or pattern and the remedy."""
+
+
+class Choice(NamedTuple):
+    """The config of a parameter (None: left alone, ``why``), and the place under which it was chosen."""
+
+    config: AOBaseConfig | None
+    place: Place
+    key: str = ""  # of FqnToConfig
+    named: bool = False  # asked for by the parameter's own name
+    why: str = ""
+
+
+class Rules(Protocol):
+    """choose: for a parameter, given all its places. of_module: the config for a module, for handlers of modules.
+
+    check_keys: raise PlanError for a key that matches nothing, or nothing that its config could do anything with.
+    """
+
+    def choose(self, places: list[Place]) -> Choice: ...
+    def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None: ...
+    def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None: ...
+
+
+def rules(config: AOBaseConfig, filter_fn: Filter | None) -> Rules:
+    """The rules that a config and a filter stand for."""
+    if not isinstance(config, FqnToConfig):
+        return ByFilter(config, filter_fn)
+    if filter_fn not in (None, is_linear):
+        raise PlanError("FqnToConfig names its layers itself; leave filter_fn out, or use a None value to skip")
+    return ByName(config.fqn_to_config)
+
+
+class ByFilter:
+    """One config for the modules that a filter picks; default: linear ones."""
+
+    def __init__(self, config: AOBaseConfig, filter_fn: Filter | None) -> None:
+        self.config, self.filter = config, filter_fn
+        self._picked: dict[str, bool] = {}
+
+    def _picks(self, name: str, module: nn.Module) -> bool:
+        if name not in self._picked:
+            self._picked[name] = bool((self.filter or is_linear)(module, name))
+        return self._picked[name]
+
+    def choose(self, places: list[Place]) -> Choice:
+        picked = [p for p in places if self._picks(p.module_name, p.module)]
+        if picked:
+            return Choice(self.config, next((p for p in picked if p.own), picked[0]))
+        asked = is_linear(places[0].module) and places[0].own
+        return Choice(None, places[0], why="filtered out" if asked else f"{_type(places[0])} is not asked for")
+
+    def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None:
+        if self.filter is None:  # a handler knows plain layers
+            return self.config if isinstance(module, nn.Linear) else None
+        return self.config if self._picks(name, module) else None
+
+    def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None:
+        pass
+
+
+class ByName:
+    """FqnToConfig: exact parameter names, exact module names, patterns in their order, ``_default``."""
+
+    def __init__(self, table: Mapping[str, AOBaseConfig | None]) -> None:
+        self.table = table
+        self.patterns = [k for k in table if _is_pattern(k)]
+
+    def _find(self, places: list[Place]) -> tuple[str, Place, bool] | None:
+        own = [p for p in places if p.own]
+        for p in places:
+            if p.name in self.table:
+                return p.name, p, True
+        for p in own:
+            if p.module_name in self.table:
+                return p.module_name, p, False
+        for key in self.patterns:
+            for p in places:
+                reached = _reaches(key, p)
+                if reached:
+                    return key, p, reached == "parameter"
+        if "_default" in self.table:
+            return next((("_default", p, False) for p in own if is_linear(p.module)), None)
+        return None
+
+    def choose(self, places: list[Place]) -> Choice:
+        found = self._find(places)
+        if found is None:
+            return Choice(None, places[0], why="no key names it")
+        key, place, named = found
+        return Choice(self.table[key], place, key, named, f"skipped by {key!r}")
+
+    def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None:
+        if name in self.table:
+            return self.table[name]
+        if any(p is not None for p in module._parameters.values()):  # patterns do not mean containers
+            for key in self.patterns:
+                if _matches(key, name):
+                    return self.table[key]
+        return self.table.get("_default") if isinstance(module, nn.Linear) else None
+
+    def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None:
+        for key, config in self.table.items():
+            if key == "_default" or (type(config) in handled and any(_matches(key, m) for m in modules)):
+                continue
+            mine = [p for p in places if _matches(key, p.name) or _matches(key, p.module_name)]
+            if not mine:
+                raise PlanError(_nothing(key, places, modules))
+            if config is not None and not any(_reaches(key, p) for p in mine):
+                raise PlanError(f"{key!r} names nothing that can be quantized: {_type(mine[0])} at {mine[0].name}")
+
+
+def _nothing(key: str, places: list[Place], modules: list[str]) -> str:
+    if key in modules:
+        return f"{key!r} holds layers but no weight of its own; write {key + '.*'!r} to reach them"
+    known = {p.name for p in places} | {p.module_name for p in places if p.module_name}
+    close = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    return f"{key!r} matches no module or parameter{hint}"
+
+
+def _type(place: Place) -> str:
+    return type(place.module).__name__
+
+
+def _reaches(key: str, place: Place) -> str:
+    """Whether a key means this place: by the name of the "parameter", of the "module", or "" for not at all.
+
+    A pattern means a bare parameter only if it does not match its module too: ``*.experts.*`` is about what the experts
+    hold, while ``layers.*`` is about layers, not about a position embedding somewhere in them.
+    """
+    if _matches(key, place.name):
+        bare = kind_of(place.module) is None and not _matches(key, place.module_name)
+        if place.own or key == place.name or bare:
+            return "parameter"
+    return "module" if place.own and _matches(key, place.module_name) else ""
+
+
+def _is_pattern(key: str) -> bool:
+    return key.startswith("re:") or any(c in key for c in "*?[")
+
+
+@lru_cache(maxsize=1 << 16)
+def _matches(key: str, name: str) -> bool:
+    """Exact, glob, or ``re:`` over the whole name."""
+    if key.startswith("re:"):
+        try:
+            return _compiled(key[3:])(name)
+        except PlanError:
+            raise
+        except ValueError as error:
+            raise PlanError(f"{key!r}: {error}") from error
+    return key == name or (_is_pattern(key) and fnmatch.fnmatchcase(name, key))
+
+
+@lru_cache(maxsize=1 << 10)
+def _compiled(text: str) -> Callable[[str], bool]:
+    """In time linear in the name where the pattern is one that files may have, see name_patterns; by Python's ``re``
+    for others, which come from code. Raises PlanError for one that is neither's."""
+    try:
+        return Pattern(text, whole=True).matches
+    except ValueError:  # more than is read from files
+        pass
+    try:
+        found = re.compile(text)
+    except re.error as error:
+        raise PlanError(f"{'re:' + text!r} is not a regular expression: {error}") from error
+    return lambda name: found.fullmatch(name) is not None

@@ -1,0 +1,81 @@
+"""Configs under the field's names. Each is a frozen dataclass whose body is the Scheme it stands for.
+
+Fields that torchao has and that mean nothing here (``set_inductor_config``, ``version``, packing formats) are accepted,
+so that code written for it runs; layouts are chosen by the kernel table, and no process-wide setting is ever changed.
+Rounding and scales follow torchao's formulas bit for bit, checked against golden files.
+"""
+
+from .base import AOBaseConfig, SpecConfig, as_format
+from .codebook import CodebookWeightOnlyConfig
+from .floating import (
+    Float8DynamicActivationFloat8WeightConfig,
+    Float8DynamicActivationInt4WeightConfig,
+    Float8StaticActivationFloat8WeightConfig,
+    Float8WeightOnlyConfig,
+    FPXWeightOnlyConfig,
+    MXDynamicActivationMXWeightConfig,
+    MXWeightOnlyConfig,
+    NF4WeightOnlyConfig,
+    NVFP4WeightOnlyConfig,
+    float8_dynamic_activation_float8_weight,
+    float8_static_activation_float8_weight,
+    float8_weight_only,
+    fpx_weight_only,
+)
+from .fqn import AOPerModuleConfig, ContractedAxis, FqnToConfig, ModuleFqnToConfig
+from .integer import (
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt4WeightConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8DynamicActivationIntxWeightConfig,
+    Int8StaticActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    UIntXWeightOnlyConfig,
+    int4_weight_only,
+    int8_dynamic_activation_int4_weight,
+    int8_dynamic_activation_int8_weight,
+    int8_static_activation_int8_weight,
+    int8_weight_only,
+    intx_weight_only,
+    uintx_weight_only,
+)
+
+__all__ = [
+    "AOBaseConfig",
+    "AOPerModuleConfig",
+    "CodebookWeightOnlyConfig",
+    "ContractedAxis",
+    "FPXWeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "Float8DynamicActivationInt4WeightConfig",
+    "Float8StaticActivationFloat8WeightConfig",
+    "Float8WeightOnlyConfig",
+    "FqnToConfig",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Int8StaticActivationInt8WeightConfig",
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "MXDynamicActivationMXWeightConfig",
+    "MXWeightOnlyConfig",
+    "ModuleFqnToConfig",
+    "NF4WeightOnlyConfig",
+    "NVFP4WeightOnlyConfig",
+    "SpecConfig",
+    "UIntXWeightOnlyConfig",
+    "as_format",
+    "float8_dynamic_activation_float8_weight",
+    "float8_static_activation_float8_weight",
+    "float8_weight_only",
+    "fpx_weight_only",
+    "int4_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_weight",
+    "int8_static_activation_int8_weight",
+    "int8_weight_only",
+    "intx_weight_only",
+    "uintx_weight_only",
+]

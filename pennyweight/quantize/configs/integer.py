@@ -1,0 +1,251 @@
+"""Integer configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...core.formats import INT7, INT8, UINT4
+from ...core.spec import QuantSpec
+from ..granularity import Granularity, MappingType, PerAxis, PerGroup, PerRow, PerTensor, PerToken
+from ..parameters import Site
+from ..scheme import Scheme
+from .base import AnyDtype, AOBaseConfig, activation, as_format, intx, number, pair, require_signed_int
+
+# torchao gives its 8-bit integer paths this floor of the scale, whatever the dtype of the weight.
+INT8_EPS = torch.finfo(torch.float32).eps
+TINYGEMM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Int8WeightOnlyConfig(AOBaseConfig):
+    """int8 weights, symmetric, one scale per output channel (or per tensor, or per group)."""
+
+    group_size: int | None = None
+    granularity: Granularity = field(default_factory=PerRow)
+    set_inductor_config: bool = True
+    version: int = 2
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None:
+            PerGroup(self.group_size)
+        pair(self.granularity)
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        granularity = self.granularity if self.group_size is None else PerGroup(self.group_size)
+        return Scheme(QuantSpec(INT8, site.block(granularity, on_indivisible)), rule="symmetric", eps=INT8_EPS)
+
+
+@dataclass(frozen=True)
+class Int8DynamicActivationInt8WeightConfig(AOBaseConfig):
+    """int8 weights and int8 activations whose scale is taken per token at each call. ``reduce_range``: 7 bits each,
+    for CPUs whose int8 products saturate. ``weight_only_decode`` is torchao's and is refused: a batch of one row
+    would be rounded differently from the same row in a batch."""
+
+    act_mapping_type: MappingType = MappingType.SYMMETRIC
+    weight_only_decode: bool = False
+    granularity: Granularity | tuple[Granularity, Granularity] = field(default_factory=PerRow)
+    set_inductor_config: bool = True
+    version: int = 2
+    reduce_range: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weight_only_decode:
+            raise ValueError(
+                "weight_only_decode=True makes results depend on the batch size; use Int8WeightOnlyConfig()"
+            )
+        _settle_granularity(self)
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        fmt = INT7 if self.reduce_range else INT8
+        act_granularity, w_granularity = pair(self.granularity)
+        act = activation(fmt, site, act_granularity, self.act_mapping_type, eps=INT8_EPS)
+        return Scheme(QuantSpec(fmt, site.block(w_granularity, on_indivisible)), act, "symmetric", INT8_EPS)
+
+
+@dataclass(frozen=True)
+class Int8StaticActivationInt8WeightConfig(AOBaseConfig):
+    """int8 weights and int8 activations with a scale fixed in advance: one number for the whole input.
+
+    act_quant_scale, act_quant_zero_point: a number or a tensor of one element.
+    """
+
+    act_quant_scale: Any = None
+    act_quant_zero_point: Any = None
+    granularity: Granularity | tuple[Granularity, Granularity] = field(default_factory=PerRow)
+    act_mapping_type: MappingType = MappingType.SYMMETRIC
+    set_inductor_config: bool = True
+    version: int = 1
+    reduce_range: bool = False
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        object.__setattr__(self, "act_quant_scale", number(owner, "act_quant_scale", self.act_quant_scale))
+        zero = self.act_quant_zero_point
+        if self.act_mapping_type is MappingType.ASYMMETRIC:
+            fmt = INT7 if self.reduce_range else INT8
+            zero = zero.item() if isinstance(zero, torch.Tensor) and zero.numel() == 1 else zero
+            if not isinstance(zero, int) or not fmt.lo <= zero <= fmt.hi:
+                raise ValueError(f"{owner}: an ASYMMETRIC activation needs act_quant_zero_point, one {fmt} number")
+            object.__setattr__(self, "act_quant_zero_point", zero)
+        elif zero is not None and bool(torch.as_tensor(zero).any()):
+            raise ValueError(f"{owner}: act_quant_zero_point needs act_mapping_type=MappingType.ASYMMETRIC")
+        else:
+            object.__setattr__(self, "act_quant_zero_point", None)
+        _settle_granularity(self)
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        fmt = INT7 if self.reduce_range else INT8
+        act = activation(fmt, site, PerTensor(), self.act_mapping_type, mode="static", eps=INT8_EPS)
+        weight = QuantSpec(fmt, site.block(pair(self.granularity)[1], on_indivisible))
+        return Scheme(weight, act, "symmetric", INT8_EPS, float(self.act_quant_scale), self.act_quant_zero_point)
+
+
+@dataclass(frozen=True)
+class Int4WeightOnlyConfig(AOBaseConfig):
+    """4-bit weights in groups, each with a scale and a real offset (tinygemm's numbers), in the weight's dtype."""
+
+    group_size: int = 128
+    set_inductor_config: bool = True
+    int4_packing_format: Any = "plain"
+    int4_choose_qparams_algorithm: Any = "tinygemm"
+    int4_tile_packed_ntile: int = 8
+    version: int = 2
+
+    def __post_init__(self) -> None:
+        PerGroup(self.group_size)
+        name = str(getattr(self.int4_choose_qparams_algorithm, "value", self.int4_choose_qparams_algorithm)).lower()
+        if name != "tinygemm":
+            raise ValueError(_by_algorithm(f"int4_choose_qparams_algorithm {name!r}", "'tinygemm'"))
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        block = site.block(PerGroup(self.group_size), on_indivisible)
+        spec = QuantSpec(UINT4, block, scale=site.dtype, offset=site.dtype, mid=8)
+        return Scheme(spec, rule="minmax", eps=TINYGEMM_EPS)
+
+
+@dataclass(frozen=True)
+class IntxWeightOnlyConfig(AOBaseConfig):
+    """int1 to int8 weights per output channel or per group; scales in the weight's dtype, or rounded to another."""
+
+    weight_dtype: AnyDtype = torch.int8
+    granularity: Granularity = field(default_factory=lambda: PerAxis(0))
+    mapping_type: MappingType = MappingType.SYMMETRIC
+    scale_dtype: torch.dtype | None = None
+    intx_packing_format: Any = "unpacked_to_int8"
+    intx_choose_qparams_algorithm: Any = "affine"
+    version: int = 2
+
+    def __post_init__(self) -> None:
+        require_signed_int(type(self).__name__, self.weight_dtype)
+        _require_affine(self.intx_choose_qparams_algorithm)
+        pair(self.granularity)
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        return Scheme(
+            intx(self.weight_dtype, self.granularity, self.mapping_type, self.scale_dtype, site, on_indivisible),
+            rule=self.mapping_type.value,
+        )
+
+
+@dataclass(frozen=True)
+class Int8DynamicActivationIntxWeightConfig(AOBaseConfig):
+    """int1 to int8 weights in groups under int8 activations quantized per token ("8da4w" with int4); all scales in the
+    weight's dtype."""
+
+    weight_dtype: AnyDtype = torch.int8
+    weight_granularity: Granularity = field(default_factory=lambda: PerGroup(32))
+    weight_mapping_type: MappingType = MappingType.SYMMETRIC
+    weight_scale_dtype: torch.dtype | None = None
+    act_mapping_type: MappingType = MappingType.ASYMMETRIC
+    intx_packing_format: Any = "unpacked_to_int8"
+    intx_choose_qparams_algorithm: Any = "affine"
+    version: int = 2
+
+    def __post_init__(self) -> None:
+        require_signed_int(type(self).__name__, self.weight_dtype)
+        _require_affine(self.intx_choose_qparams_algorithm)
+        pair(self.weight_granularity)
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        act = activation(INT8, site, PerToken(), self.act_mapping_type, scale=site.dtype)
+        weight = intx(
+            self.weight_dtype, self.weight_granularity, self.weight_mapping_type, self.weight_scale_dtype, site,
+            on_indivisible,
+        )  # fmt: skip
+        return Scheme(weight, act, self.weight_mapping_type.value)
+
+
+@dataclass(frozen=True)
+class Int8DynamicActivationInt4WeightConfig(AOBaseConfig):
+    """The founding era's 8da4w: int4 weights in groups of 32 under int8 activations quantized per token."""
+
+    group_size: int = 32
+    layout: Any = None
+    mapping_type: MappingType = MappingType.SYMMETRIC
+    act_mapping_type: MappingType = MappingType.ASYMMETRIC
+    set_inductor_config: bool = True
+
+    def __post_init__(self) -> None:
+        PerGroup(self.group_size)
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        act = activation(INT8, site, PerToken(), self.act_mapping_type, eps=INT8_EPS)
+        weight = intx("int4", PerGroup(self.group_size), self.mapping_type, torch.float32, site, on_indivisible)
+        return Scheme(weight, act, self.mapping_type.value, INT8_EPS)
+
+
+@dataclass(frozen=True)
+class UIntXWeightOnlyConfig(AOBaseConfig):
+    """uint1 to uint8 weights in groups, each with a scale and an integer zero point of as many bits."""
+
+    dtype: AnyDtype = "uint4"
+    group_size: int = 64
+    pack_dim: int = -1
+    use_hqq: bool = False
+    set_inductor_config: bool = True
+
+    def __post_init__(self) -> None:
+        PerGroup(self.group_size)
+        fmt = as_format(self.dtype)
+        if fmt.kind != "int" or fmt.lo != 0:
+            raise ValueError(f"UIntXWeightOnlyConfig: dtype must be uint1 to uint8, got {fmt}")
+        if self.use_hqq:
+            raise ValueError(_by_algorithm("use_hqq=True", "use_hqq=False"))
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        block = site.block(PerGroup(self.group_size), on_indivisible)
+        fmt = as_format(self.dtype)
+        return Scheme(QuantSpec(fmt, block, site.dtype, zero_point=fmt), rule="asymmetric", eps=INT8_EPS)
+
+
+def _settle_granularity(config: Any) -> None:
+    """Check, and make a list a tuple, so that the config can be hashed."""
+    pair(config.granularity)
+    if isinstance(config.granularity, list):
+        object.__setattr__(config, "granularity", tuple(config.granularity))
+
+
+def _require_affine(algorithm: Any) -> None:
+    name = str(getattr(algorithm, "value", algorithm)).lower()
+    if name != "affine":
+        raise ValueError(_by_algorithm(f"intx_choose_qparams_algorithm {name!r}", "'affine'"))
+
+
+def _by_algorithm(asked: str, instead: str) -> str:
+    return (
+        f"{asked}: how numbers are chosen is no part of a config here; use {instead} and "
+        "pw.quantize_(model, config, algorithm='hqq')"
+    )
+
+
+# The founding era's spelling: kept for ever.
+int8_weight_only = Int8WeightOnlyConfig
+int8_dynamic_activation_int8_weight = Int8DynamicActivationInt8WeightConfig
+int8_static_activation_int8_weight = Int8StaticActivationInt8WeightConfig
+int8_dynamic_activation_int4_weight = Int8DynamicActivationInt4WeightConfig
+int4_weight_only = Int4WeightOnlyConfig
+intx_weight_only = IntxWeightOnlyConfig
+uintx_weight_only = UIntXWeightOnlyConfig

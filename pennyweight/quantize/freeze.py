@@ -1,0 +1,141 @@
+"""freeze_(model): for inference, quantized linear layers without the tensor class on the way.
+
+A frozen layer calls the kernel table itself, where ``nn.Linear`` would call ``F.linear`` and meet it through
+``__torch_function__``. Only the class of the module changes, in one assignment: parameters, buffers, hooks, ties and
+the state dict are those of the layer before, so every other library sees what it saw, :func:`thaw_` undoes it exactly,
+and threads that are inside the layer meanwhile finish what they began.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.tensor import AffineQuantizedTensor
+from ..kernels.linear import linear
+from ..kernels.table import case_of, select
+from .parameters import Place, places
+from .report import Report, Row
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer that calls the kernel of its quantized weight directly.
+
+    Made by :func:`freeze_`. Values are those of the layer before, bit for bit, and so is all else: ``weight`` is the
+    same parameter, and may be replaced as in any module. Whatever is not a plain tensor times a quantized weight runs
+    as in ``nn.Linear``.
+    """
+
+    thawed: type[nn.Linear] = nn.Linear  # the class of the layer before
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [.., K] -> [.., N], in input's dtype."""
+        held = self._parameters  # nn.Module's own lookup of an attribute costs 0.3 µs
+        w: Any = held.get("weight")
+        if type(w) is not AffineQuantizedTensor or "bias" not in held or torch.compiler.is_compiling():
+            return F.linear(input, self.weight, self.bias)
+        if type(input) is not Tensor:
+            return F.linear(input, w, held["bias"])
+        with torch._C.DisableTorchFunctionSubclass():  # as F.linear's handler does
+            return linear(input, w, held["bias"])
+
+    def extra_repr(self) -> str:
+        w = self._parameters.get("weight")
+        if not isinstance(w, AffineQuantizedTensor):
+            return super().extra_repr()
+        act = "" if w.act is None else f", activation {w.act}"
+        return f"{super().extra_repr()}, weight={w.spec}{act}"
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As the layer before. What gets a weight that is not quantized (by ``assign=True``) is thawed."""
+        super()._load_from_state_dict(*args, **kwargs)
+        if not isinstance(self._parameters.get("weight"), AffineQuantizedTensor):
+            self.__class__ = type(self).thawed  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, *state = reduced
+        return (_blank, (type(self).thawed,), *state)
+
+
+_FROZEN: dict[type, type[FrozenLinear]] = {nn.Linear: FrozenLinear}
+
+
+def _frozen(kind: type) -> type[FrozenLinear]:
+    """The frozen class of a class of layers: its subclass, so that its own methods and registrations stay."""
+    if kind not in _FROZEN:
+        made = type(f"Frozen{kind.__name__}", (FrozenLinear, kind), {"thawed": kind, "__module__": __name__})
+        _FROZEN.setdefault(kind, made)
+    return _FROZEN[kind]
+
+
+def _blank(kind: type[nn.Linear]) -> FrozenLinear:
+    """Unpickle: a frozen layer without its state."""
+    cls = _frozen(kind)
+    return cls.__new__(cls)
+
+
+def freeze_(model: nn.Module) -> Report:
+    """Turn each linear layer with a quantized weight into a :class:`FrozenLinear`, in place; say what was done.
+
+    The report has a row for each quantized parameter, with the kernel, or with the reason why it was left alone: only
+    ``nn.Linear``'s own forward can be replaced, and a weight that is being trained is none to freeze. Values do not
+    change, nothing is copied, ties are kept. What is not quantized stays as it is. May be called while other threads
+    run the model.
+    """
+    rows = []
+    for where in list(places(model)):
+        w = where[0].get()
+        if not isinstance(w, AffineQuantizedTensor):
+            continue
+        reasons = {place.name: _refusal(place, w) for place in where}
+        again = any(isinstance(place.module, FrozenLinear) for place in where)
+        for place in where:
+            if reasons[place.name] == "" and not isinstance(place.module, FrozenLinear):
+                place.module.__class__ = _frozen(type(place.module))
+        name, kind, size = where[0].name, type(where[0].module).__name__, int(w.nbytes)
+        stays = dict.fromkeys(r for r in reasons.values() if r)
+        notes = ["was frozen already"] if again else []
+        notes += [f"tied: {', '.join(p.name for p in where[1:])}"] if len(where) > 1 else []
+        frozen = "" in reasons.values()
+        kernel = select("linear", case_of(w)).name if frozen else ""
+        rows.append(
+            Row(name, kind, tuple(w.shape), _scheme(w) if frozen else "", kernel, size, size,
+                note="; ".join([*stays, *notes]))
+        )  # fmt: skip
+    return Report("freeze_", rows, verb="frozen")
+
+
+def _refusal(place: Place, w: AffineQuantizedTensor) -> str:
+    """Why a layer cannot be frozen, or ""."""
+    module, kind = place.module, type(place.module).__name__
+    plain = type(module).forward in (nn.Linear.forward, FrozenLinear.forward)
+    if not plain or "forward" in module.__dict__ or place.param != "weight":
+        return f"{kind} at {place.name} does more than F.linear, so its weight stays a tensor"
+    if not {"weight", "bias"} <= module._parameters.keys():
+        return f"{place.name} or its bias is no parameter of its layer"
+    if w.requires_grad:
+        return "is being trained; requires_grad_(False) first"
+    return "" if w.axes is None and w.ndim == 2 else "is stored transposed"
+
+
+def _scheme(w: AffineQuantizedTensor) -> str:
+    return str(w.spec.with_(layout="plain")) + ("" if w.act is None else f" × {w.act}")
+
+
+def thaw_(model: nn.Module) -> Report:
+    """Undo :func:`freeze_`: each frozen layer is again what it was, with the same parameter. Says what was done."""
+    rows = []
+    for name, module in list(model.named_modules()):
+        if isinstance(module, FrozenLinear):
+            module.__class__ = type(module).thawed  # type: ignore[assignment]
+            w: Any = module.weight
+            own, size = f"{name}.weight" if name else "weight", int(w.nbytes)
+            row = Row(own, type(module).__name__, tuple(w.shape), "", "", size, size)
+            if isinstance(w, AffineQuantizedTensor):  # it may have been replaced meanwhile
+                row.scheme, row.kernel = _scheme(w), select("linear", case_of(w)).name
+            rows.append(row)
+    return Report("thaw_", rows, verb="thawed")

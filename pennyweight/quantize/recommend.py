@@ -1,0 +1,238 @@
+"""recommend(): which config makes a model fastest on this machine, within bounds of size and error, by trying them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .config_resolution import PlanError, rules
+from .configs import (
+    AOBaseConfig,
+    FqnToConfig,
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt4WeightConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+)
+from .layer_timing import COUNTS, counts_of, layer_calls, least, measure_, wait_for
+from .module_handlers import HANDLERS
+from .pipeline import quantize_, solve
+from .plan import plan
+from .recommendation import BUSY, Candidate, Recommendation, best, verdict
+from .report import NOISE, size
+from .run_batch import call
+
+CANDIDATES: tuple[AOBaseConfig, ...] = (
+    Int8DynamicActivationInt8WeightConfig(),
+    Int8WeightOnlyConfig(),
+    Int4WeightOnlyConfig(128),
+    Int4WeightOnlyConfig(32),
+    Int8DynamicActivationInt4WeightConfig(),
+)
+SECONDS = 0.5  # of timing one candidate beside float
+TURN = 0.05  # of calls of one model before the other's: one that fits into a cache is found there, as in use
+TRIES = 3  # of timing one candidate on a busy machine
+
+Choices = dict[str, tuple[AOBaseConfig, float | None]]  # by parameter: config, and speed relative to float if measured
+
+
+def recommend(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    max_bytes: int | None = None,
+    max_error: float | None = None,
+    candidates: Sequence[AOBaseConfig] | None = None,
+    seconds: float = SECONDS,
+) -> Recommendation:
+    """The fastest config for this model, these inputs and this machine that keeps within the bounds.
+
+    example_inputs  a tensor, a tuple of arguments, or a mapping of keyword arguments; of the size that matters to you
+    max_bytes       of parameters and buffers
+    max_error       of the outputs, relative to the model as it is: ||y - y_float|| / ||y_float||
+    candidates      configs to try; default: int8 dynamic and weight-only, int4 in groups of 128 and 32, int8 dynamic
+                    on int4. The model as it is takes part always
+    seconds         of timing each candidate
+
+    Then a mixture is tried too: for each linear layer whatever was fastest at the numbers of rows that it has in a
+    call, float included; where that is too large, float excluded. Among those within 5 % of the fastest the most exact
+    wins. The model is run in eval mode and is not changed: copies share its parameters, so memory is needed for one
+    quantized copy at a time (for a whole one where a config has a handler), and for measuring layers. A candidate that
+    does not fit is not timed. Raises ValueError for inputs or bounds that mean nothing; a config that cannot be applied
+    is a row with the reason.
+    """
+    if any(bound is not None and not bound > 0 for bound in (max_bytes, max_error)):
+        raise ValueError(f"max_bytes and max_error must be positive, got {max_bytes} and {max_error}")
+    configs = list(CANDIDATES if candidates is None else candidates)
+    if not all(isinstance(c, AOBaseConfig) for c in configs):
+        raise ValueError(f"candidates are configs such as Int8WeightOnlyConfig(), got {configs!r}")
+    with torch.inference_mode(False), torch.no_grad():
+        trial = _Trial(model, example_inputs, max_bytes, max_error, seconds)
+        found = [trial.floating(), *(trial.run(config) for config in configs)]
+        for config, name in trial.mixtures(found[1:]):
+            found.append(trial.run(config, name))
+            if found[-1].fits:
+                break
+    chosen = best(found)
+    return Recommendation(chosen, found, verdict(chosen, found, max_bytes, max_error), torch.get_num_threads())
+
+
+class _Trial:
+    """One model, its exact outputs, and the bounds."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Any, max_bytes: int | None, max_error: float | None, seconds: float
+    ) -> None:
+        self.model, self.inputs, self.seconds = model, inputs, seconds
+        self.max_bytes, self.max_error = max_bytes, max_error
+        self.base = _copy(model, None)
+        self.rows, output = layer_calls(self.base, lambda: self.call(self.base))
+        self.exact = _floats(output)
+        if not self.exact:
+            raise ValueError(f"the model gives no floating-point tensor for these inputs but {type(output).__name__}")
+        self.wait, self.quickest = wait_for(self.exact[0].device), math.inf
+
+    def call(self, model: nn.Module) -> Any:
+        return call(model, self.inputs)
+
+    def floating(self) -> Candidate:
+        """The model as it is."""
+        out = Candidate("as it is", None, _nbytes(self.base), _error(self.exact, _floats(self.call(self.base))))
+        out.why = self._misfit(out)
+        if out.fits:
+            out.seconds = out.float_seconds = self._timed(self.base)[0]
+        return out
+
+    def run(self, config: AOBaseConfig, name: str = "") -> Candidate:
+        """Try one config on a copy."""
+        out, model = Candidate(name or str(config), config, _nbytes(self.base)), _copy(self.model, config)
+        try:
+            quantize_(model, config)
+        except PlanError as error:
+            out.why = f"cannot be applied: {error}"
+            return out
+        out.nbytes, out.error = _nbytes(model), _error(self.exact, _floats(self.call(model)))
+        out.why = self._misfit(out)
+        if out.fits:
+            out.float_seconds, out.seconds = self._timed(self.base, model)
+        return out
+
+    def _timed(self, *models: nn.Module) -> list[float]:
+        """Seconds of a call of each, the first being the model as it is; measured again, a few times, while that takes
+        much longer than it was seen to take: the machine has other work then."""
+        calls = [partial(self.call, model) for model in models]
+        found = [math.inf]
+        for _ in range(TRIES):
+            took = least(calls, self.seconds, self.wait, TURN)
+            self.quickest = min(self.quickest, took[0])
+            found = min(found, took)
+            if found[0] <= BUSY * self.quickest:
+                break
+        return found
+
+    def _misfit(self, c: Candidate) -> str:
+        too = []
+        if self.max_bytes is not None and c.nbytes > self.max_bytes:
+            too.append(f"{size(c.nbytes)} > {size(self.max_bytes)}")
+        if self.max_error is not None and (c.error is None or not c.error <= self.max_error):
+            too.append(f"error {c.error:.2g} > {self.max_error:.2g}")
+        return "; ".join(too)
+
+    # -- mixtures ----------------------------------------------------------------------------------------------------
+
+    def mixtures(self, tried: list[Candidate]) -> list[tuple[AOBaseConfig, str]]:
+        """Configs of the fastest candidate for each layer, with their names: float included, then excluded.
+
+        Only of candidates that are exact enough by themselves, and only where the mixture is none of them. What is not
+        a linear layer, or is not called, stays as in the fastest of them.
+        """
+        exact = [c for c in tried if c.error is not None and (self.max_error is None or c.error <= self.max_error)]
+        exact.sort(key=lambda c: -(c.speed or 0))
+        choices = [self._choices(c.config) for c in exact if c.config is not None and not _has_handler(c.config)]
+        known = [{}, *({name: config for name, (config, _) in some.items()} for some in choices)]
+        made: list[tuple[AOBaseConfig, str]] = []
+        for least_speed in (NOISE, 0.0) if self.max_bytes is not None else (NOISE,):
+            table = mix(choices, least_speed)
+            if table not in known:
+                known.append(table)
+                counts = Counter(map(str, table.values()))
+                left = len(dict.fromkeys(name for some in choices for name in some)) - len(table)
+                texts = [f"{n} × {text}" for text, n in counts.items()] + [f"{left} × float"] * (left > 0)
+                made.append((FqnToConfig(table), f"mixed: {', '.join(texts)}"))
+        return made
+
+    def _choices(self, config: AOBaseConfig) -> Choices:
+        """What a config makes of each parameter, and how fast that is."""
+        out, chooses = plan(self.base, config), rules(config, None)
+        measure_(
+            out, lambda row: [m for m, _ in counts_of(row, self.rows).most_common(COUNTS)], lambda row: solve(row)[0]
+        )
+        found: Choices = {}
+        for row in out.active:
+            choice, counts = chooses.choose(list(row.places)), counts_of(row, self.rows)
+            floating = sum(counts[t.rows] * t.float_us for t in row.latency)
+            quantized = sum(counts[t.rows] * t.quantized_us for t in row.latency)
+            assert choice.config is not None
+            found[choice.place.name] = (choice.config, floating / quantized if row.latency else None)
+        return found
+
+
+def mix(choices: Sequence[Choices], least_speed: float) -> dict[str, AOBaseConfig]:
+    """The fastest config for each parameter; none where none is faster than ``least_speed`` times float.
+
+    A parameter whose speed is not known stays as in the first of them.
+    """
+    table = {}
+    for name in dict.fromkeys(name for some in choices for name in some):
+        timed = [(speed, config) for some in choices if name in some for config, speed in [some[name]] if speed]
+        if timed:
+            speed, config = max(timed, key=lambda pair: pair[0])
+            if speed > least_speed:
+                table[name] = config
+        elif name in choices[0]:
+            table[name] = choices[0][name][0]
+    return table
+
+
+# -- running models --------------------------------------------------------------------------------------------------
+
+
+def _has_handler(config: AOBaseConfig) -> bool:
+    inner = config.fqn_to_config.values() if isinstance(config, FqnToConfig) else ()
+    return any(type(c) in HANDLERS for c in (config, *inner))
+
+
+def _copy(model: nn.Module, config: AOBaseConfig | None) -> nn.Module:
+    """A copy in eval mode that shares the parameters, which quantize_ replaces; a handler may do anything to them."""
+    shared = {} if config is not None and _has_handler(config) else {id(p): p for p in model.parameters()}
+    return copy.deepcopy(model, shared).eval()
+
+
+def _nbytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers, each once."""
+    return sum(int(t.nbytes) for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+
+
+def _floats(output: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _error(exact: list[Tensor], found: list[Tensor]) -> float:
+    """||found - exact|| / ||exact|| where exact is finite (a mask of -inf is no signal); inf for other shapes."""
+    if [t.shape for t in exact] != [t.shape for t in found]:
+        return math.inf
+    noise = signal = 0.0
+    for a, b in zip(exact, found, strict=True):
+        finite = torch.isfinite(a)
+        a, b = a[finite].double(), b[finite].double()
+        signal += float(a.square().sum())
+        noise += float((b - a).square().sum())
+    return math.sqrt(noise / signal) if signal and math.isfinite(noise) else (math.inf if noise else 0.0)

@@ -1,0 +1,48 @@
+"""Scheme: what a parameter becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..core.layouts import get_layout
+from ..core.spec import ActivationSpec, QuantSpec
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a weight is stored, how its input is quantized, and how the weight's parameters are chosen.
+
+    rule, eps                   see :func:`pennyweight.core.qparams.choose`
+    act_scale, act_zero_point   stored parameters of a static activation, one for the whole input
+    """
+
+    weight: QuantSpec
+    act: ActivationSpec | None = None
+    rule: str | None = None
+    eps: float | None = None
+    act_scale: float | None = None
+    act_zero_point: int | None = None
+
+    def __post_init__(self) -> None:
+        static = self.act is not None and self.act.mode == "static"
+        if static != (self.act_scale is not None):
+            raise ValueError(
+                "a static activation needs act_scale; calibrate for one, or make it dynamic"
+                if static
+                else f"act_scale={self.act_scale} is for a static activation, this one is {self.act}"
+            )
+        asymmetric = static and self.act is not None and self.act.spec.zero_point
+        if asymmetric != (self.act_zero_point is not None):
+            raise ValueError("act_zero_point goes with a static activation whose spec has zero_point=True, and only so")
+
+    def weight_only(self) -> Scheme:
+        """This scheme for an op that has no activation, such as an embedding."""
+        return self if self.act is None else replace(self, act=None, act_scale=None, act_zero_point=None)
+
+    def nbytes(self, shape: tuple[int, ...], layout: str) -> int:
+        """Predicted bytes of a weight of that shape."""
+        parts = get_layout(layout).nbytes(self.weight, shape)
+        return parts + 4 * (self.act_scale is not None) + (self.act_zero_point is not None)
+
+    def __str__(self) -> str:
+        return f"{self.weight}" + ("" if self.act is None else f" × {self.act}")

@@ -1,0 +1,207 @@
+"""pw.compare: a float model and its quantized counterpart on the same batches, as a whole and layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.tensor import AffineQuantizedTensor
+from ..quantize.run_batch import call
+from . import metrics
+from .comparison import Comparison, Layer
+from .layers import Pair, first_tensor, like, model_bytes, pairs, stored_bytes, unwrapped, weight_sqnr
+from .outputs import KINDS, Sums, batches_of, counting, evaluating, kind_of_output, labels_rule
+
+# Bytes of the float model's layer outputs that are held while the quantized one runs the same batch. Where a batch has
+# more, both run it again for the rest.
+HELD = 1 << 30
+
+Hook = Callable[..., None]
+
+
+def compare(
+    float_model: nn.Module,
+    quantized: nn.Module,
+    batches: Any,
+    *,
+    kind: str | None = None,
+    labels: str | None = None,
+    pooling: str = "mean",
+    temperature: float = metrics.TEMPERATURE,
+    layers: bool = True,
+    seed: int = 0,
+    otherwise: str = "tensor",
+) -> Comparison:
+    """What quantization changed in a model's outputs, and which layers did it.
+
+    batches      tensors, tuples of arguments, or mappings of keyword arguments; "attention_mask" says which tokens
+                 count, in the outputs and in those of layers
+    kind         of the outputs: "logits" [.., classes], "embeddings" ([B, D], or hidden states that are pooled) or
+                 "tensor". Default: logits where the output has ``.logits``, else what ``otherwise`` says
+    labels       "next" token, "same" (the batch's "labels") or "none"; default: see outputs.labels_rule
+    pooling      of hidden states: "mean" over the tokens, "first" or "last" one
+    temperature  of the retrieval KL
+    layers       False: outputs only, in one run of each model
+    seed         of the bootstrap
+
+    Both models run each batch in eval mode, one after the other, as they are (a compiled one uncompiled); neither is
+    changed, and each module's mode comes back. Layers are matched by the names of their weights. Memory: the float
+    model's layer outputs of one batch, at most 1 GiB of them at a time. Raises ValueError where outputs cannot be
+    compared, or where nothing was given.
+    """
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, or None to find out, got {kind!r}")
+    if pooling not in metrics.POOLINGS:
+        raise ValueError(f"pooling must be one of {', '.join(metrics.POOLINGS)}, got {pooling!r}")
+    exact, found = unwrapped(float_model), unwrapped(quantized)
+    both, unmatched = pairs(exact, found)
+    probe = _Probe(both if layers else [])
+    sums: Sums | None = None
+    rule = labels_rule(exact, labels)
+    with evaluating(exact, found):
+        for batch in batches_of(batches):
+            y, y_q = probe.run(exact, found, batch)
+            if sums is None:
+                sums = Sums(kind or kind_of_output(y, otherwise), rule, pooling)
+            sums.add(batch, y, y_q)
+    if sums is None or not sums.rows:
+        raise ValueError("there is nothing to compare: no batch was given, or no token of them counts")
+    kl, interval, top1, perplexity = sums.distributions(seed, temperature)
+    cosines = torch.cat(sums.cosines)
+    return Comparison(
+        sums.kind, sums.sequences, sums.rows, kl, interval, top1, perplexity,
+        (float(cosines.mean()), float(cosines.min())), metrics.ratio(sums.signal, sums.noise),
+        metrics.decibels(sums.signal, sums.noise), model_bytes(exact), model_bytes(found), probe.layers(both),
+        unmatched,
+    )  # fmt: skip
+
+
+def compare_weights(float_model: nn.Module, quantized: nn.Module) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
+    """(layers by the error of their weights, worst first; what is not in both): all that is known without inputs."""
+    both, unmatched = pairs(unwrapped(float_model), unwrapped(quantized))
+    return _Probe([]).layers(both), unmatched
+
+
+def assert_kl(float_model: nn.Module, quantized: nn.Module, batches: Any, max_kl: float, **how: Any) -> None:
+    """Raise AssertionError, naming the worst layers, where the mean KL (nats) exceeds ``max_kl``. For tests.
+
+    how: as for :func:`compare`. A tensor as output is taken for logits, unless ``kind`` says otherwise.
+    """
+    __tracebackhide__ = True  # pytest then shows the caller's line
+    result = compare(float_model, quantized, batches, **{"otherwise": "logits", **how})
+    bad = result.beyond(max_kl, None, None)
+    if bad:
+        raise AssertionError(f"{'; '.join(bad)}; {result.blame()}")
+
+
+class _Probe:
+    """Hooks that sum up signal and noise of each layer's output."""
+
+    def __init__(self, both: list[Pair]) -> None:
+        self.pairs = both
+        self.alone: dict[str, list[float]] = {}  # name -> [signal, noise], both layers given the float model's input
+        self.stream: dict[str, list[float]] = {}  # each in its own model
+        self.calls: Counter[str] = Counter()
+        self.busy = False
+        self.batch: Any = None
+
+    def run(self, exact: nn.Module, found: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Outputs of both on a batch."""
+        self.batch = batch
+        outputs: tuple[Any, Any] | None = None
+        done: set[str] = set()
+        while True:
+            held: dict[str, list[Tensor | None]] = {}
+            room = [HELD]
+            before = Counter(self.calls)
+            y = self._hooked(
+                exact, [partial(self._keep, p, held, room, done, outputs is None) for p in self.pairs], batch, 0
+            )
+            y_q = self._hooked(found, [partial(self._meet, p, held, Counter()) for p in self.pairs], batch, 1)
+            if outputs is None:
+                outputs, called = (y, y_q), {name for name in self.calls if self.calls[name] > before[name]}
+            done |= held.keys()
+            if not held or called <= done:
+                return outputs
+
+    def _hooked(self, model: nn.Module, hooks: list[Hook], batch: Any, side: int) -> Any:
+        handles = []
+        try:
+            for pair, hook in zip(self.pairs, hooks, strict=True):
+                module = (pair.exact, pair.found)[side].module
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            return call(model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep(
+        self, pair: Pair, held: Any, room: list[int], done: set[str], first: bool, module: nn.Module, args: Any,
+        kwargs: Any, output: Any,
+    ) -> None:  # fmt: skip
+        y = first_tensor(output)
+        if y is None or self.busy:  # busy: the layer is called by itself; it may be a module of both models
+            return
+        if first:
+            self.calls[pair.name] += 1
+            weight = pair.found.get()
+            if pair.exact.get().dtype != weight.dtype or pair.exact.get().device != weight.device:
+                args, kwargs = like(weight, args), like(weight, kwargs)
+            self.busy = True
+            try:
+                alone = first_tensor(pair.found.module(*args, **kwargs))
+            finally:
+                self.busy = False
+            self._add(self.alone, pair.name, y, alone)
+        if pair.name in held or (pair.name not in done and (room[0] > 0 or not held)):
+            # a copy: what follows may write into the output, as nn.ReLU(inplace=True) does
+            held.setdefault(pair.name, []).append(y.detach().clone())
+            room[0] -= y.nbytes
+
+    def _meet(
+        self, pair: Pair, held: Any, seen: Counter[str], module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        outputs = held.get(pair.name, [])
+        turn = seen[pair.name]
+        seen[pair.name] += 1
+        if turn < len(outputs):
+            self._add(self.stream, pair.name, outputs[turn], first_tensor(output))
+            outputs[turn] = None
+
+    def _add(self, sums: dict[str, list[float]], name: str, exact: Tensor, found: Tensor | None) -> None:
+        here = sums.setdefault(name, [0.0, 0.0])
+        if found is None or found.shape != exact.shape:
+            here[1] = math.inf
+            return
+        signal, noise = metrics.energies(counting(self.batch, exact), counting(self.batch, found))
+        here[0] += signal
+        here[1] += noise
+
+    def layers(self, both: list[Pair]) -> tuple[Layer, ...]:
+        """What is known of each layer: quantized ones first, the worst first."""
+        return tuple(sorted(map(self._layer, both), key=lambda w: (not w.quantized, w.worst)))
+
+    def _layer(self, pair: Pair) -> Layer:
+        exact, found = pair.exact.get(), pair.found.get()
+        return Layer(
+            pair.name, type(pair.found.module).__name__, tuple(found.shape), pair.scheme, found.numel(),
+            stored_bytes(exact), stored_bytes(found), _weight(exact, found), _of(self.alone, pair.name),
+            _of(self.stream, pair.name), self.calls[pair.name], pair.tied,
+        )  # fmt: skip
+
+
+def _weight(exact: Tensor, found: Tensor) -> float:
+    if exact is found and not isinstance(exact, AffineQuantizedTensor):
+        return metrics.decibels(1.0, 0.0)
+    with torch.no_grad():
+        return weight_sqnr(exact, found)
+
+
+def _of(sums: dict[str, list[float]], name: str) -> float | None:
+    return metrics.decibels(*sums[name]) if name in sums else None

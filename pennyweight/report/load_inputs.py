@@ -1,0 +1,149 @@
+"""Models and text from folders and files: what the commands compare."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..io import load
+from ..io.meta_model import fresh_model, read_config, read_json
+
+BATCH, LENGTH, LIMIT = 8, 256, 64
+MAX_TEXT_BYTES = 64 << 20  # of one file; what is evaluated on is a few hundred kilobytes
+
+
+def load_folder(path: str, like: str = "") -> nn.Module:
+    """The model of a checkpoint in any format that pw.load reads, in eval mode. Raises CheckpointError.
+
+    path  a Hugging Face folder; or, if the architecture is told by the folder ``like``, one without config.json, or a
+          file such as model.gguf
+    """
+    alone = not like or (os.path.isdir(path) and read_config(path) is not None)
+    model = fresh_model(path if alone else like)
+    load(path, model)
+    return model.eval()
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer of a folder; no code of the folder's own is run. Raises ValueError where there is none."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ValueError("text needs transformers for its tokenizers; pip install transformers") from None
+    if read_config(folder) is None:
+        raise ValueError(f"{folder} holds no config.json; text needs a model's folder with its tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever transformers makes of the files there
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: {reason}") from error
+    return tokenizer
+
+
+def read_texts(paths: Sequence[str]) -> list[str]:
+    """The text of each file, UTF-8. Raises ValueError for what is not, or is empty, and OSError."""
+    texts = []
+    for path in paths:
+        with open(path, "rb") as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            raise ValueError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MiB; a few hundred kB of it are plenty")
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
+        if not text.strip():
+            raise ValueError(f"{path} holds no text")
+        texts.append(text)
+    return texts
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether it writes text: its text is cut into windows. Others, encoders, take a line at a time."""
+    can_generate = getattr(model, "can_generate", None)
+    return bool(callable(can_generate) and can_generate())
+
+
+def kind_of_model(model: nn.Module) -> str:
+    """ "embeddings" of an encoder without a head, "logits" of any other; see :func:`pennyweight.compare`."""
+    return "logits" if is_causal(model) or _has_head(model) else "embeddings"
+
+
+def _has_head(model: nn.Module) -> bool:
+    return type(model).__name__.partition("For")[2] != ""
+
+
+def pooling_of(folder: str) -> str:
+    """How the folder's sentence embeddings are made of hidden states: "mean" unless sentence-transformers' files say
+    it is the first token's or the last's."""
+    config = read_json(os.path.join(folder, "1_Pooling"), "config.json") if _pools(folder) else None
+    if config is None or config.get("pooling_mode_mean_tokens"):
+        return "mean"
+    if config.get("pooling_mode_cls_token"):
+        return "first"
+    return "last" if config.get("pooling_mode_lasttoken") else "mean"
+
+
+def _pools(folder: str) -> bool:
+    return os.path.isdir(os.path.join(folder, "1_Pooling"))
+
+
+def text_batches(
+    model: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch: int = BATCH, length: int = LENGTH,
+    limit: int | None = LIMIT,
+) -> list[dict[str, Tensor]]:  # fmt: skip
+    """Batches of tokens. Of a model that writes text: windows of ``length`` tokens, the last of a file may be shorter
+    but has at least 2. Of others: lines that are not empty, cut at ``length`` and padded.
+
+    limit: sequences in all, spread evenly over the text; None: all of it. Raises ValueError where none is left.
+    """
+    for name, value in (("batch", batch), ("length", length), ("limit", limit)):
+        if value is not None and value < (2 if name == "length" else 1):
+            raise ValueError(f"{name} must be at least {2 if name == 'length' else 1}, got {value}")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        name = type(model).__name__
+        raise ValueError(f"{name} reads one text and writes another; call pw.compare with inputs of your own")
+    length = min(length, _longest(model))
+    if is_causal(model):
+        sequences = [ids for text in texts for ids in _windows(tokenizer, text, length)]
+    else:
+        lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+        sequences = (
+            [] if not lines else tokenizer(_spread(lines, limit), truncation=True, max_length=length)["input_ids"]
+        )
+    sequences = _spread(sequences, limit)
+    if not sequences:
+        raise ValueError("the text holds not one sequence of two tokens")
+    padding = getattr(tokenizer, "pad_token_id", None) or 0  # any number will do where the mask is 0
+    return [_padded(sequences[i : i + batch], padding) for i in range(0, len(sequences), batch)]
+
+
+def _windows(tokenizer: Any, text: str, length: int) -> list[list[int]]:
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    return [w for i in range(0, len(ids), length) if len(w := ids[i : i + length]) > 1]
+
+
+def _spread(some: list[Any], limit: int | None) -> list[Any]:
+    if limit is None or len(some) <= limit:
+        return some
+    return [some[i * len(some) // limit] for i in range(limit)]
+
+
+def _padded(sequences: list[list[int]], padding: int) -> dict[str, Tensor]:
+    width = max(map(len, sequences))
+    ids = torch.full((len(sequences), width), padding, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, : len(sequence)] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _longest(model: nn.Module) -> int:
+    """Tokens that a model has positions for."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 1 else 1 << 30

@@ -1,0 +1,173 @@
+"""Operands of a training product: a matrix turned, quantized, rounded by chance, and watched for what is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core import stochastic_rounding
+from ...core.distributed.full_tensor import reduced
+from ...core.numerics import Parts, quantize
+from ...core.qparams import BY_RANGE, default_rule
+from ...core.spec import QuantSpec
+from .gemm_table import Quantized, wide
+from .recipes import Operand
+
+_SIGNS = 1 << 16  # tells the random numbers of signs from those of operands
+
+
+def operand(
+    x: Tensor, side: Any, seed: int, salt: int, hadamard: int, over: tuple[str, ...] = ()
+) -> Tensor | Quantized:
+    """A matrix [rows, contracted] as one side of a product: quantized, or as it is where the recipe says None.
+
+    over: groups of ranks that have a part of the matrix each. A scale of the whole matrix is then that of all parts.
+    Raises ValueError where it cannot be made of parts.
+    """
+    if not isinstance(side, Operand):
+        return x
+    rule = rule_of_whole(side.spec, side.rule) if over else None
+    if rule is None:
+        over = ()
+    if x.numel() == 0:
+        if rule is not None:  # the others wait
+            _of_whole(x, rule, torch.zeros((), device=x.device, dtype=torch.float32), over)
+        return x
+    shape = _turned_shape(x, hadamard)
+    plain = isinstance(side.spec.scale, torch.dtype) and side.spec.block in (None, (-1,))
+    if not torch.compiler.is_compiling() or (plain and not side.chance and not hadamard and not over):
+        leaves = _quantized(x, side, seed, salt, hadamard, over)
+    else:
+        # One op in the graph: torch 2.13's inductor gives other numbers than eager mode for padded blocks under e8m0
+        # scales, and for int32 products that wrap. Only what is plain is left to it, to fuse.
+        leaves = torch.ops.pennyweight.training_operand.default(x, side.key, seed, salt, hadamard, not plain, over)
+        if not plain:
+            return Quantized(Parts(leaves[0]), side.spec, shape, dense=True)
+    *parts, nan = leaves
+    return Quantized(_nest(side.spec, list(parts)), side.spec, shape, nan)
+
+
+def turned(x: Tensor, n: int, seed: int) -> Tensor:
+    """x · D H / √n for each n neighbours of the last axis, padded with zeros to whole ones: D random signs, the same
+    everywhere, H Sylvester's Hadamard matrix. Both sides of a product turned so give the same product."""
+    x = F.pad(x, (0, -x.shape[-1] % n))
+    i = torch.arange(n, device=x.device, dtype=torch.int64)
+    ones = i.unsqueeze(0) & i.unsqueeze(1)  # H[i, j] = -1 to the number of ones that i and j share
+    for shift in (16, 8, 4, 2, 1):
+        ones = ones ^ (ones >> shift)
+    signs = stochastic_rounding.words((n,), stochastic_rounding.key(seed, _SIGNS), x.device).to(torch.int64) & 1
+    matrix = (1 - 2 * (ones & 1)) * (1 - 2 * signs).unsqueeze(1)
+    return (x.unflatten(-1, (-1, n)) @ (matrix.to(x.dtype) / n**0.5)).flatten(-2)
+
+
+def _turned_shape(x: Tensor, hadamard: int) -> tuple[int, int]:
+    """Sizes of a matrix after :func:`turned`."""
+    return x.shape[0], x.shape[1] + (-x.shape[1] % hadamard if hadamard else 0)
+
+
+def rule_of_whole(spec: QuantSpec, rule: str | None) -> str | None:
+    """The rule of the scale, or scale of scales, of which a matrix has one in all; None: it has none."""
+    if spec.scale is None:
+        return None
+    if spec.block is not None:
+        return rule_of_whole(spec.scale, None) if isinstance(spec.scale, QuantSpec) else None
+    rule = rule or default_rule(spec)
+    if rule != "absmean" and rule not in BY_RANGE:
+        raise ValueError(
+            f"an operand {spec} whose matrix is cut over ranks has one scale by rule {rule!r}, which cannot be made of "
+            f"what ranks exchange; rules that can: {', '.join(sorted(BY_RANGE | {'absmean'}))}. Or take blocks"
+        )
+    return rule
+
+
+def _of_whole(t: Tensor, rule: str, nan: Tensor, over: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Numbers [1, n] from which a rule chooses as from the parts t of all ranks, and whether any of them has NaN."""
+    bad = nan.isnan().any().double()
+    if rule == "absmean":
+        sums = reduced(
+            torch.stack([t.abs().sum(dtype=torch.float64), t.new_full((), t.numel()).double(), bad]), "sum", over
+        )
+        return (sums[:1] / sums[1:2]).reshape(1, 1), sums[2]
+    ends = torch.stack([-t.amin(), t.amax()]) if t.numel() else t.new_full((2,), -math.inf)
+    low, high, bad = reduced(torch.cat([ends.double().nan_to_num(), bad.reshape(1)]), "max", over).unbind()
+    return torch.stack([-low, high]).to(t.dtype).reshape(1, 2), bad
+
+
+def _quantized(x: Tensor, side: Operand, seed: int, salt: int, hadamard: int, over: Sequence[str] = ()) -> list[Tensor]:
+    """Codes, scales from the outermost in, and nan: see :class:`Quantized`."""
+    floats = x.to(wide(x.dtype))
+    low, high = floats.amin(-1, keepdim=True), floats.amax(-1, keepdim=True)
+    nan = (low - low) + (high - high)
+    if _shares_rows(side.spec):
+        nan = nan.sum().reshape(1, 1)
+    if hadamard:
+        floats = turned(floats, hadamard, seed)
+    words = None
+    if side.chance:
+        one, two = stochastic_rounding.key(seed, salt)
+        words = stochastic_rounding.words(
+            floats.shape, (stochastic_rounding.digest(x) ^ stochastic_rounding.signed(one), two), x.device
+        )
+
+    def of_whole(t: Tensor, rule: str) -> Tensor:
+        nonlocal nan
+        numbers, bad = _of_whole(t, rule, nan, over)
+        nan = torch.where(bad > 0, math.nan, nan)
+        return numbers
+
+    parts = quantize(floats, side.spec, side.rule, words=words, of_whole=of_whole if over else None)
+    return [*_leaves(parts), nan]
+
+
+def _shares_rows(spec: QuantSpec) -> bool:
+    """Whether rows have a scale in common, at any depth."""
+    if spec.block is None or len(spec.block) > 1:
+        return True
+    return isinstance(spec.scale, QuantSpec) and _shares_rows(spec.scale)
+
+
+def _leaves(parts: Any) -> list[Tensor]:
+    if parts.scale is None:
+        return [parts.codes]
+    return [parts.codes, *(_leaves(parts.scale) if isinstance(parts.scale, Parts) else [parts.scale])]
+
+
+def _nest(spec: QuantSpec, leaves: list[Tensor]) -> Parts:
+    codes, *rest = leaves
+    if not rest:
+        return Parts(codes)
+    return Parts(codes, _nest(spec.scale, rest) if isinstance(spec.scale, QuantSpec) else rest[0])
+
+
+# -- the op that graphs hold -------------------------------------------------------------------------------------------
+
+LIBRARY = torch.library.Library("pennyweight", "FRAGMENT")
+LIBRARY.define(
+    "training_operand(Tensor x, str side, int seed, int salt, int hadamard, bool dense, str[] over) -> Tensor[]"
+)
+
+
+@lru_cache(maxsize=1024)
+def _side(key: str) -> Operand:
+    return Operand.from_key(key)
+
+
+def _op(x: Tensor, side: str, seed: int, salt: int, hadamard: int, dense: bool, over: Sequence[str]) -> list[Tensor]:
+    """Codes, scales and nan, or the value alone."""
+    how = _side(side)
+    *parts, nan = _quantized(x, how, seed, salt, hadamard, over)
+    if not dense:
+        return [*parts, nan]
+    return [Quantized(_nest(how.spec, parts), how.spec, _turned_shape(x, hadamard), nan).value(wide(x.dtype))]
+
+
+LIBRARY.impl("training_operand", _op, "CompositeExplicitAutograd")
+torch.library.register_fake("pennyweight::training_operand", _op, lib=LIBRARY)
+
+__all__ = ["operand", "rule_of_whole", "turned"]

@@ -1,0 +1,279 @@
+"""One weight under fake quantization: what it is rounded to, and what gradients come back through the rounding.
+
+The weight that is trained, the latent one, is an ordinary float parameter. Each forward pass quantizes it as
+``quantize_`` would, and runs what would run then. Its gradient is that of the quantized weight (straight-through,
+Bengio et al. 2013). Scales are chosen from the latent weight each time, or are held beside it: chosen once by a solver,
+and learned where that is asked for (LSQ, Esser et al. 2020).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core import blocks, codebook
+from ...core.numerics import Parts, dequantize, encode, quantize
+from ...core.qparams import Params
+from ...core.spec import QuantSpec
+from ...core.tensor import SLOTS, AffineQuantizedTensor, check_finite
+from ...quantize.configs import AOBaseConfig
+from ...quantize.parameters import Site
+from ...quantize.pipeline import quantize_weight, static_parts
+from ...quantize.scheme import Scheme
+from .block_view import Frame
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Fake:
+    """What a parameter will be.
+
+    config   it was prepared with; site, scheme, layout: as the plan has them
+    names    parts that are held beside the parameter: "scale", of a quantized scale "scale_codes", ...; none: all are
+             chosen from the weight at each forward pass
+    learned  those of them that are parameters
+    ends     least and greatest of what a scale multiplies that is not clipped, before a zero point
+    """
+
+    config: AOBaseConfig
+    site: Site
+    scheme: Scheme
+    layout: str
+    names: tuple[str, ...] = ()
+    learned: tuple[str, ...] = ()
+    ends: tuple[float, float] = (-math.inf, math.inf)
+
+    @property
+    def spec(self) -> QuantSpec:
+        """Of the weight, a code an element."""
+        return self.scheme.weight.with_(layout="plain")
+
+    @property
+    def holds(self) -> bool:
+        """Whether the weight's own parts are held: its range no longer follows it."""
+        return any(not name.startswith("act_") for name in self.names)
+
+    @property
+    def weight_learned(self) -> tuple[str, ...]:
+        return tuple(name for name in self.learned if not name.startswith("act_"))
+
+    def frame(self, x: Tensor, tensors: Tensors) -> Frame:
+        return Frame(self.spec, x.shape, self.site.transposed, tensors.get("perm"))
+
+
+def ends(spec: QuantSpec) -> tuple[float, float]:
+    """How far numbers of a spec reach: half a step beyond the last ones, where the nearest is still the last."""
+    f = spec.format
+    if f.kind == "learned":
+        return -math.inf, math.inf
+    if f.kind == "int":
+        return f.lo - spec.mid - 0.5, f.hi - spec.mid + 0.5
+    numbers = f.numbers()
+    low, high = (numbers[1] - numbers[0]) / 2, (numbers[-1] - numbers[-2]) / 2
+    return float(numbers[0] - low), float(numbers[-1] + high)
+
+
+# -- parts that are held ---------------------------------------------------------------------------------------------
+
+
+def flat(parts: Parts, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All parts but the codes, under names; parts of a part that is quantized itself under its name and theirs."""
+    for slot, part in zip(SLOTS, parts, strict=True):
+        if isinstance(part, Parts):
+            yield f"{prefix}{slot}_codes", part.codes
+            yield from flat(part, f"{prefix}{slot}_")
+        elif part is not None and slot != "codes":
+            yield prefix + slot, part
+
+
+def _nested(tensors: Tensors, codes: Tensor | None = None) -> Parts:
+    """Inverse of :func:`flat`."""
+    parts: dict[str, Any] = {"codes": codes}
+    for slot in SLOTS[1:]:
+        inner = {n.removeprefix(f"{slot}_"): t for n, t in tensors.items() if n.startswith(f"{slot}_")}
+        if slot in tensors:
+            parts[slot] = tensors[slot]
+        elif "codes" in inner:
+            parts[slot] = _nested(inner, inner.pop("codes"))
+    return Parts(**parts)
+
+
+def as_stored(fake: Fake, tensors: Tensors) -> dict[str, Tensor]:
+    """Held parts as the quantized weight will store them; learned ones are kept in float32 until then."""
+    spec, out = fake.spec, dict(tensors)
+    for name in fake.learned:
+        x = tensors[name].detach()
+        if name in ("scale", "offset"):
+            kind = getattr(spec, name)
+            limit = torch.finfo(kind).max
+            out[name] = x.clamp(-limit, limit).to(kind)
+        elif name == "zero_point":
+            f = spec.zero_point_format
+            out[name] = x.round().clamp(f.lo, f.hi).to(spec.zero_point_dtype)
+        else:
+            out[name] = codebook.stored(x) if name == "table" else x.float()
+    return out
+
+
+def _held(fake: Fake, frame: Frame, tensors: Tensors) -> tuple[Parts, Params]:
+    """Parts without codes, and the numbers that they stand for."""
+    spec, parts = fake.spec, _nested(as_stored(fake, tensors))
+    scale, offset = (
+        dequantize(part, kind, frame.counts) if isinstance(kind, QuantSpec) else part
+        for part, kind in ((parts.scale, spec.scale), (parts.offset, spec.offset))
+    )
+    return parts, Params(scale, parts.zero_point, offset, parts.table)
+
+
+def held_parts(fake: Fake, x: Tensor, tensors: Tensors) -> Parts:
+    """Plain parts of a latent weight under those that are held."""
+    frame = fake.frame(x, tensors)
+    parts, params = _held(fake, frame, tensors)
+    codes = encode(frame.view(x), fake.spec, params)
+    return parts._replace(codes=codes.reshape(frame.codes_shape).contiguous())
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def weigh(fake: Fake, x: Tensor, tensors: Tensors, act: bool = True) -> AffineQuantizedTensor:
+    """The quantized weight of a latent one, in its kernel's layout: what ``quantize_`` would put in its place.
+
+    act  whether it says how its input is quantized. Raises ValueError where the weight holds NaN or inf.
+    """
+    scheme = fake.scheme if act else fake.scheme.weight_only()
+    x = x.detach()
+    y = x.transpose(-2, -1) if fake.site.transposed else x
+    if fake.holds:
+        check_finite(y, fake.site.name)
+        parts = held_parts(fake, x, tensors)._replace(**static_parts(scheme, y.device))
+        w = AffineQuantizedTensor(parts, fake.spec, y.shape, y.dtype, scheme.act).to_layout(fake.layout)
+    else:
+        w, _ = quantize_weight(y, scheme, fake.site.name, fake.layout)
+    if act and "act_scale" in tensors:
+        w = w.with_(act_scale=tensors["act_scale"].detach().float())
+    return w.transpose(-2, -1) if fake.site.transposed else w  # type: ignore[return-value]
+
+
+def value(fake: Fake, x: Tensor, tensors: Tensors) -> Tensor:
+    """As :func:`weigh`, as a float tensor with a gradient, in operations that a trace can hold.
+
+    What is added to the value is zero; its derivative is that of :class:`Weigh`.
+    """
+    spec, frame = fake.spec, fake.frame(x, tensors)
+    with torch.no_grad():
+        if fake.holds:
+            parts = held_parts(fake, x, tensors)
+            slope = slopes(fake, x, tensors, parts)
+            w = frame.back_flat(_dequantized(parts, spec, frame, x.dtype))
+        else:
+            parts, slope = quantize(frame.flip(x), spec, fake.scheme.rule, fake.scheme.eps), None
+            w = frame.flip(dequantize(parts, spec, frame.shape, x.dtype))
+    if slope is None:
+        return w + (x - x.detach())
+    w = w + (x - x.detach()) * slope.inside.to(x.dtype)
+    for name in fake.weight_learned:
+        part = (tensors[name] - tensors[name].detach()) * slope.factor
+        if name == "table":
+            found = codebook.numbers(parts.codes, part, torch.float32)
+            found = frame.back_flat(found[tuple(slice(n) for n in frame.padded)])
+        else:
+            found = frame.spread(part)
+        w = w + (found * slope.parts[name]).to(w.dtype)
+    return w
+
+
+def _dequantized(parts: Parts, spec: QuantSpec, frame: Frame, dtype: torch.dtype) -> Tensor:
+    """In stored order, padded."""
+    return dequantize(parts._replace(perm=None), spec, frame.padded, dtype)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+class Slopes(NamedTuple):
+    """Derivatives of a fake-quantized weight, an element each, in the order and shape of the latent weight.
+
+    inside  to the latent weight: 1 within the range, 0 where it clips
+    parts   to what an element has of a part, by name; of a table: to the number that its code stands for
+    factor  by which gradients of parts are multiplied: 1 / sqrt(elements of a block * largest number), as in LSQ
+    """
+
+    inside: Tensor
+    parts: dict[str, Tensor]
+    factor: float
+
+
+def slopes(fake: Fake, x: Tensor, tensors: Tensors, parts: Parts) -> Slopes:
+    """With number n, scale s, offset o and u = (x - o) / s the value is n s + o, and
+
+    d/dx = inside,  d/ds = n - inside u,  d/do = 1 - inside,  d/dz = -s (1 - inside),  d/dn = s
+    """
+    spec, frame = fake.spec, fake.frame(x, tensors)
+    f, p = spec.format, _held(fake, frame, tensors)[1]
+    scale, offset, zero = (None if v is None else blocks.spread(v.float()) for v in (p.scale, p.offset, p.zero_point))
+    view = frame.view(x.detach()).float()
+    if p.table is not None:
+        number = codebook.numbers(parts.codes, p.table, torch.float32)[tuple(slice(n) for n in frame.padded)]
+    else:
+        number = f.decode(parts.codes, torch.float32) - spec.mid
+    number = number.reshape(view.shape)
+    u = view if offset is None else view - offset
+    if scale is not None:
+        u = u / torch.where(scale == 0, torch.inf, scale)
+    at = u if zero is None else u + zero
+    inside = ((at >= fake.ends[0]) & (at <= fake.ends[1])).float()
+    number = number if zero is None else number - zero
+    ways = {
+        "scale": number - inside * u,
+        "offset": 1 - inside,
+        "zero_point": (inside - 1) * (1.0 if scale is None else scale),
+        "table": view.new_ones(()) if scale is None else scale,
+    }
+    reach = 1.0 if p.table is not None else float(max(abs(f.lo - spec.mid), abs(f.hi - spec.mid)))
+    count = x.numel() // 2**f.bits if p.table is not None else math.prod(blocks.resolve(spec.block, frame.shape))
+    found = {name: frame.back(ways[name]) for name in fake.weight_learned}
+    return Slopes(frame.back(inside), found, 1 / math.sqrt(max(1.0, count * reach)))
+
+
+class Weigh(torch.autograd.Function):
+    """latent weight, held parts -> quantized weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fake: Fake, fixed: Tensors, act: bool, *learnt: Tensor) -> Tensor:
+        tensors = {**fixed, **dict(zip(fake.weight_learned, learnt, strict=True))}
+        w = weigh(fake, x, tensors, act)
+        ctx.fake, ctx.fixed, ctx.dtype = fake, fixed, x.dtype
+        ctx.save_for_backward(*((x, *learnt) if fake.holds else ()))
+        return w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        fake: Fake = ctx.fake
+        if not fake.holds:
+            return grad.to(ctx.dtype), None, None, None
+        x, *learnt = ctx.saved_tensors
+        grad = grad.to_dense() if grad.is_sparse else grad
+        tensors = {**ctx.fixed, **dict(zip(fake.weight_learned, learnt, strict=True))}
+        parts, frame = held_parts(fake, x, tensors), fake.frame(x, tensors)
+        slope = slopes(fake, x, tensors, parts)
+        grads = []
+        for name, tensor in zip(fake.weight_learned, learnt, strict=True):
+            each = grad.float() * slope.parts[name]
+            found = _by_number(each, parts, frame, tensor) if name == "table" else frame.sums(each)
+            grads.append((found * slope.factor).to(tensor.dtype))
+        return (grad * slope.inside).to(ctx.dtype), None, None, None, *grads
+
+
+def _by_number(grad: Tensor, parts: Parts, frame: Frame, table: Tensor) -> Tensor:
+    """Sums over the elements that have a number, [codes, dim]."""
+    entries, dim = table.shape
+    rows = frame.zero_padded(grad, (*frame.codes_shape[:-1], frame.codes_shape[-1] * dim)).reshape(-1, dim)
+    total = torch.zeros((entries, dim), dtype=torch.float32, device=grad.device)
+    return total.index_add_(0, parts.codes.reshape(-1).long(), rows.float())

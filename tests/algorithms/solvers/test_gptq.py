@@ -1,0 +1,188 @@
+"""GPTQ and its kin against slow formulas: feedback, coordinate descent, refitted scales, moved targets."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import pennyweight as pw
+from pennyweight.algorithms import Task
+from pennyweight.algorithms.solvers.gptq import AUTO, GPTAQ, GPTQ, Auto, moved
+from pennyweight.algorithms.solvers.gptq_core import carry, descend, factor
+from pennyweight.algorithms.solvers.qparam_grid import Grid, candidates, grid
+from pennyweight.algorithms.solvers.rtn import output_error, total_error
+from pennyweight.algorithms.solvers.scale_refit import refit
+from pennyweight.core.formats import INT4, INT8, UINT4
+from pennyweight.core.numerics import dequantize
+from pennyweight.core.spec import QuantSpec
+
+K = 40
+SPECS = {
+    "symmetric": QuantSpec(INT4, (8,)),
+    "zero point": QuantSpec(UINT4, (8,), zero_point=True),
+    "offset": QuantSpec(UINT4, (8,), offset=torch.float32, mid=8),
+}
+
+
+def inputs(k: int = K, tokens: int = 300) -> Tensor:
+    g = torch.Generator().manual_seed(k)
+    return torch.randn(tokens, k, generator=g) @ torch.randn(k, k, generator=g) / k**0.5
+
+
+def setting(spec: QuantSpec, n: int = 6) -> tuple[Task, Tensor, Grid]:
+    x = inputs()
+    h = x.t() @ x / len(x)
+    task = Task("w", torch.randn(n, K) * 0.1, spec, stats={"hessian": h.unsqueeze(0)}, tokens=len(x))
+    _, params = next(candidates(task, ("scheme",), None))
+    return task, h, grid(params, spec, task.weight.shape)
+
+
+def error(task: Task, values: Tensor, h: Tensor) -> float:
+    return float(output_error((values - task.weight).double(), h.double().unsqueeze(0)).sum())
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_feedback_by_hand(spec: QuantSpec, order: bool) -> None:
+    """Each column: round, and solve anew for all that are left (the optimal brain surgeon, without Cholesky)."""
+    task, h, g = setting(spec)
+    f = factor(h, 0.01, order)
+    assert f is not None
+    codes, values = carry(task.weight, g, f)
+    damped = h.double() + 0.01 * h.diagonal().double().mean() * torch.eye(K)
+    w, expected = task.weight.double().clone(), torch.zeros(task.weight.shape)
+    left = f.order.tolist()
+    assert left == (h.diagonal().argsort(descending=True, stable=True).tolist() if order else list(range(K)))
+    while left:
+        j, rest = left[0], left[1:]
+        expected[:, j] = g.nearest(w[:, j].float().unsqueeze(0), j)[1][0]
+        delta = expected[:, j].double() - w[:, j]
+        if rest:  # least squares of the rest given this column's error
+            w[:, rest] -= delta[:, None] * torch.linalg.solve(damped[rest][:, rest], damped[rest, j])[None]
+        left = rest
+    different = (values - expected).abs() > 1e-6
+    assert different.float().mean() < 0.02  # ties, which float32 rounds one way or the other
+    assert error(task, values, h) == pytest.approx(error(task, expected, h), rel=0.05)
+    torch.testing.assert_close(g.values(codes), values)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_descent_ends_where_no_single_code_is_better(spec: QuantSpec) -> None:
+    task, h, g = setting(spec, 3)
+    codes, values = g.nearest(task.weight.t().contiguous(), 0)
+    codes, values = codes.t().contiguous(), values.t().contiguous()
+    least = error(task, values, h)
+    for _ in range(60):
+        new_codes, values = descend(task.weight, codes, values, g, h)
+        found = error(task, values, h)
+        assert found <= least * (1 + 1e-5)
+        least, done, codes = found, torch.equal(new_codes, codes), new_codes
+        if done:
+            break
+    assert done
+    f = spec.format
+    for j in range(0, K, 3):
+        for step in (-1, 1):
+            tried = codes.clone()
+            tried[:, j] = (codes[:, j].int() + step).clamp(int(f.lo), int(f.hi)).to(codes.dtype)
+            assert error(task, g.values(tried), h) >= least * (1 - 1e-4)
+
+
+@pytest.mark.parametrize("spec", [SPECS["symmetric"], SPECS["zero point"], SPECS["offset"]], ids=SPECS)
+def test_refitted_scales_are_least_squares_for_those_codes(spec: QuantSpec) -> None:
+    task, h, g = setting(spec)
+    f = factor(h, 0.01, True)
+    assert f is not None
+    codes, values = carry(task.weight, g, f)
+    again = refit(task.weight, codes, g, h)
+    assert again is not None
+    assert error(task, again.values(codes), h) < 0.99 * error(task, values, h)
+    root = torch.linalg.cholesky(h.double() + 1e-9 * torch.eye(K)).t()  # |root d|^2 = d H d^T
+    for row in range(2):
+        u = spec.format.decode(codes[row], torch.float64) - spec.mid
+        if g.columns.zero_point is not None:
+            u = u - g.columns.zero_point[:, row].double()
+        basis = torch.block_diag(*(part[:, None] for part in u.split(8)))
+        if spec.offset is not None:
+            basis = torch.cat([basis, torch.block_diag(*torch.ones(5, 8, 1).double())], 1)
+        solved = torch.linalg.lstsq(root @ basis, (root @ task.weight[row].double())[:, None]).solution.flatten()
+        if (solved[:5] > 0).all():
+            torch.testing.assert_close(again.chosen.scale[row].double(), solved[:5], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_more_work_is_never_worse(spec: QuantSpec) -> None:
+    task, _, _ = setting(spec, 12)
+    errors = [GPTQ(sweeps=n).solve(task).error for n in (0, 1, 3)]
+    assert errors[0] > errors[1] >= errors[2]
+    alone = [GPTQ(grids=(name,)).solve(task).error for name in AUTO]
+    assert GPTQ(grids=AUTO).solve(task).error <= min(alone) * (1 + 1e-5)
+    assert Auto().solve(task).error <= GPTQ(grids=AUTO).solve(task).error
+
+
+def test_the_moved_target_is_that_of_the_float_inputs() -> None:
+    x = inputs().double()
+    exact = x + 0.3 * x.roll(1, 1) ** 2
+    weight, h, drift = torch.randn(5, K), x.t() @ x / len(x), (exact - x).t() @ x / len(x)
+    f = factor(h.float(), 1e-9, True)
+    assert f is not None
+    target = moved(weight, drift.float(), f, 1.0)
+    best = torch.linalg.lstsq(x, exact @ weight.double().t()).solution.t()
+    torch.testing.assert_close(target.double(), best, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(moved(weight, drift.float(), f, 0.0), weight)
+
+
+def test_without_a_twin_gptaq_is_gptq_and_says_so() -> None:
+    task, _, _ = setting(SPECS["symmetric"])
+    ours, theirs = GPTAQ().solve(task), GPTQ().solve(task)
+    assert torch.equal(ours.parts.codes, theirs.parts.codes)
+    assert ours.note == "aimed at its own output: no float twin beside it"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_error_that_is_told_is_that_of_the_parts(seed: int) -> None:
+    torch.manual_seed(seed)
+    for spec in (QuantSpec(INT8, (-1,)), QuantSpec(UINT4, (8,), offset=torch.float32, mid=8)):
+        task, h, _ = setting(spec, 8)
+        solution = GPTQ().solve(task)
+        values = dequantize(solution.parts, spec, task.weight.shape)
+        assert solution.error == pytest.approx(total_error(values - task.weight, h.unsqueeze(0)))
+        assert 0 < solution.error <= solution.nearest
+
+
+def test_few_tokens_are_damped_more() -> None:
+    """Directions that no token shows: with little damping errors there seem to cost nothing."""
+    for tokens, given, want in ((1, 0.01, 0.3), (16, 0.01, 0.3), (31, 0.02, 0.3), (32, 0.01, 0.01), (0, 0.01, 0.01)):
+        assert GPTQ(damping=given).damping_of(32, tokens) == want
+    assert GPTQ(damping=0.5).damping_of(32, 4) == 0.5
+    assert GPTQ(damping=None).damping_of(32, 160) == 0.1
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    report = pw.quantize_(model, pw.Int4WeightOnlyConfig(16), calibration=[torch.randn(1, 32)], algorithm="gptq")
+    assert report.rows[0].note == "damping raised to 0.3"
+
+
+def test_damping_grows_until_it_works() -> None:
+    x = inputs()[:3]  # of rank 3
+    h = x.t() @ x / 3
+    assert factor(h, 0.01, True).damping == 0.01
+    assert factor(h, 0.0, True).damping > 0
+    assert factor(torch.zeros(4, 4), 0.01, True) is None
+    assert factor(torch.full((4, 4), torch.nan), 0.01, True) is None
+    task = Task("w", torch.randn(4, K), SPECS["symmetric"], stats={"hessian": h.unsqueeze(0)})
+    assert "damping raised to" in GPTQ(damping=0.0).solve(task).note
+
+
+def test_large_weights_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pennyweight.algorithms.solvers.clip import MSE, Importance
+    from pennyweight.algorithms.solvers.hqq import HQQ
+
+    weight = torch.randn(10, 64)
+    stats = {"second_moment": torch.rand(2, 64)}
+    for solver in (MSE(), HQQ(), Importance()):
+        for spec in SPECS.values():
+            task = Task("w", weight, spec, stats=stats)
+            whole = solver.solve(task)
+            with monkeypatch.context() as patch:
+                patch.setattr("pennyweight.algorithms.solvers.block_search._CHUNK", 3 * 64)
+                pieces = solver.solve(task)
+            assert torch.equal(whole.parts.codes, pieces.parts.codes)
+            assert torch.equal(whole.parts.scale, pieces.parts.scale)

@@ -1,0 +1,45 @@
+"""Short names of configs: each builds, none lies about its group size."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import pennyweight as pw
+from pennyweight.cli.aliases import CONFIGS, build
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_name_quantizes_as_its_text_says(name: str) -> None:
+    model = nn.Sequential(nn.Linear(256, 32, dtype=torch.bfloat16))
+    pw.quantize_(model, build(name))
+    weight = model[0].weight
+    assert isinstance(weight, pw.AffineQuantizedTensor)
+    text = CONFIGS[name].text
+    said = re.search(r"(?:groups|blocks) of ([0-9]+)", text)
+    if said:
+        assert weight.spec.block == (int(said[1]),)
+    bits = re.search(r"(?:int|fp|nf)([0-9])", name.removeprefix("8da4w"))
+    assert weight.spec.format.bits == (int(bits[1]) if bits else {"8da4w": 4, "float8": 8}[name.partition("-")[0]])
+    assert (weight.act is not None) == ("inputs" in text)
+
+
+@pytest.mark.parametrize("name", [n for n, e in CONFIGS.items() if e.group])
+def test_group_size_is_what_was_asked(name: str) -> None:
+    model = nn.Sequential(nn.Linear(256, 32))
+    pw.quantize_(model, build(name, 16))
+    assert model[0].weight.spec.block == (16,)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", [n for n, e in CONFIGS.items() if not e.group])
+def test_group_size_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--group-size does not go with {name}: {re.escape(CONFIGS[name].no_group)}"):
+        build(name, 16)
+
+
+def test_wrong_names_and_sizes() -> None:
+    with pytest.raises(ValueError, match=r"unknown config 'int88' \(did you mean int8.*Known: int8, int8-dynamic"):
+        build("int88")
+    with pytest.raises(ValueError, match="--group-size must be positive, got 0"):
+        build("int4", 0)
