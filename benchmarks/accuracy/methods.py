@@ -94,12 +94,12 @@ def _metric(subject: Subject) -> Any:
 def apart(reference: Tensor, output: Tensor, batch: Any) -> Tensor:
     """Mean of 1 - cos between mean-pooled hidden states, and the relative error of the tokens' own: there are more of
     them, so that less is learned by heart."""
-    from pennyweight.algorithms.tuners.losses import error
+    from pennyweight.algorithms.tuners.losses import squared_error
 
     mask = batch["attention_mask"].unsqueeze(-1).float()
     x, y = ((t * mask).sum(1) / mask.sum(1) for t in (reference, output))
     angle = (1 - torch.nn.functional.cosine_similarity(x, y)).mean()
-    return angle + error(reference, output, batch)
+    return angle + squared_error(reference, output, batch)
 
 
 def _mixed(budget: str, *more: Callable[[Subject], Any]) -> Callable[[Subject, nn.Module], Any]:

@@ -92,9 +92,9 @@ def operations(numel: int, names: list[str]) -> dict[str, Operation]:
             return convert(folder / "src", dst, to="float", max_shard_bytes=shards, **how)
 
         out = str(folder / "out")
-        dst = progress.room(out, True, job, resume=False)
+        dst = progress.output_folder(out, True, job, resume=False)
         job(dst, resume=False)
-        progress.settle(dst, out)
+        progress.publish_output(dst, out)
 
     found = {
         "save-one": Operation(lambda d, n: save(state(n, numel), d / "out", max_shard_bytes=one), numbers),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.distributed.full_tensor import is_spread, whole
+from ..core.distributed.full_tensor import full_tensor, is_dtensor
 from ..core.numerics import dequantize
 from ..core.tensor import AffineQuantizedTensor
 from ..quantize import pipeline as plainly
@@ -29,8 +29,8 @@ from .base import Solution, Solver, Task
 from .calibration import memory_budget
 from .calibration.batches import Batches, read
 from .calibration.journal import Journal
-from .calibration.loop import Collector, Seen
-from .rollback import Before
+from .calibration.loop import CalibrationLoop, CollectedStatistics
+from .rollback import ModelSnapshot
 from .solvers.kmeans import learner
 from .solvers.reshape import as_matrix, flat_spec, unflatten
 from .solvers.rtn import Nearest
@@ -120,7 +120,7 @@ def _quantize(
         names = ", ".join(tuner.name for tuner in recipe.tuners)
         raise PlanError(f"{names}: tuners train weights that are quantized for good; leave them out, and train instead")
     batches = _batches(calibration, recipe)
-    limit = None if max_ram is None else memory_budget.amount(max_ram)
+    limit = None if max_ram is None else memory_budget.parse_bytes(max_ram)
     with torch.inference_mode(False), torch.no_grad():
         todo = plainly.checked_plan(
             model, config, filter_fn, device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
@@ -128,7 +128,7 @@ def _quantize(
         )  # fmt: skip
         if dry_run:
             return todo.report()
-        spread = next((row.name for row in todo.active if is_spread(row.tensor)), None)
+        spread = next((row.name for row in todo.active if is_dtensor(row.tensor)), None)
         if spread is not None and (recipe.needs_data or recipe.rewrites or recipe.tuners):
             raise PlanError(
                 f"{spread} is spread over ranks already, and {recipe} runs the whole model on data; quantize_ it first "
@@ -167,7 +167,7 @@ def _target(todo: Plan) -> dict[str, Scheme | None]:
 @contextmanager
 def _undone_on_error(
     model: nn.Module, todo: Plan, recipe: recipes.Recipe, spill: str | Path | None, limit: float | None
-) -> Iterator[Before]:
+) -> Iterator[ModelSnapshot]:
     """Whatever ends a recipe before its end, the model is then what it was."""
     # What only the solver replaces is kept by reference. Rewrites may write into any tensor, tuners into what stays.
     replaced = {id(row.tensor) for row in todo.active if row.call is None}
@@ -176,7 +176,7 @@ def _undone_on_error(
     size = sum(int(p.nbytes) for p in model.parameters())
     on_disk = spill is not None or (limit is not None and size > limit)
     with tempfile.TemporaryDirectory(dir=spill) if on_disk else nullcontext() as folder:
-        before = Before(model, None if folder is None else Path(folder))
+        before = ModelSnapshot(model, None if folder is None else Path(folder))
         for t in before.tensors:
             if recipe.rewrites or id(t) in handled or (recipe.tuners and id(t) not in replaced):
                 before.copy([t])
@@ -227,7 +227,7 @@ def _carry_out(
     pairs = {row.name: (row, out) for row, out in zip(todo.rows, report.rows, strict=True) if row.active}
     total, done = len(pairs), 0
 
-    def finish(name: str, seen: Seen | None, missing: str = "") -> None:
+    def finish(name: str, seen: CollectedStatistics | None, missing: str = "") -> None:
         nonlocal done
         row, out = pairs.pop(name)
         if row.call is not None:
@@ -262,28 +262,30 @@ def _in_order(
         weights = {id(row.tensor): name for name, (row, _) in pairs.items()}
         known = frozenset() if journal is None else journal.names
         wanted = (*solver.needs, *solver.wants)
-        for names, seen in Collector(model, weights, batches, wanted, store[0], known, store[1]).stages():
+        for names, seen in CalibrationLoop(model, weights, batches, wanted, store[0], known, store[1]).stages():
             for name in names:
-                finish(name, seen.get(name, Seen()), "saw no data")
+                finish(name, seen.get(name, CollectedStatistics()), "saw no data")
             if journal is not None:
                 journal.flush()
     for name in list(pairs):
-        finish(name, Seen() if solver.needs else None, "saw no data" if solver.needs else "")
+        finish(name, CollectedStatistics() if solver.needs else None, "saw no data" if solver.needs else "")
 
 
-def solve_row(row: PlanRow, solver: Solver, seen: Seen | None = None, device: Any = None, missing: str = "") -> Solved:
+def solve_row(
+    row: PlanRow, solver: Solver, seen: CollectedStatistics | None = None, device: Any = None, missing: str = ""
+) -> Solved:
     """One planned weight by a solver, in its kernel's layout and logical order; round-to-nearest, with a note that says
     why, where the solver cannot."""
     assert row.scheme is not None
     assert row.site is not None
     assert row.tensor is not None
-    x = whole(row.tensor.detach())
+    x = full_tensor(row.tensor.detach())
     if isinstance(x, AffineQuantizedTensor):
         x = x.dequantize()
     x = x if device is None else x.to(device)
     flip, scheme = row.site.transposed, row.scheme
     x = x.transpose(-2, -1) if flip else x
-    seen = seen or Seen()
+    seen = seen or CollectedStatistics()
     unfolded = row.site.op == "convolution"
     spec = flat_spec(scheme.weight, x.shape, unfolded)
     asked, solver, why = solver, learner(solver, scheme.weight, seen.stats), ""

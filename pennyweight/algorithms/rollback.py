@@ -31,7 +31,7 @@ class _Kept:
         return nn.Parameter(value, self.requires_grad) if self.parameter else value
 
 
-class Before:
+class ModelSnapshot:
     """Remembers a model; :meth:`restore` makes it that again, bit for bit.
 
     folder  keep tensors there instead of in memory

@@ -17,11 +17,11 @@ from ..quantize.configs import SpecConfig
 from ..quantize.pipeline import decibels
 from ..quantize.plan import PlanRow, plan
 from ..quantize.report import Report, Row
-from ..quantize.sparsity_mask import Pattern
+from ..quantize.sparsity_mask import SparsityPattern
 from .calibration.batches import Batches, read
-from .calibration.loop import Collector, Seen
+from .calibration.loop import CalibrationLoop, CollectedStatistics
 from .solvers.clip import by_rows
-from .solvers.gptq_core import WIDTH, factor
+from .solvers.gptq_core import WIDTH, inverse_cholesky
 from .solvers.reshape import as_matrix
 from .solvers.rtn import total_error
 
@@ -53,7 +53,7 @@ def sparsify_(
     """
     if method not in METHODS:
         raise PlanError(f"sparsify_: method must be one of {', '.join(METHODS)}, got {method!r}")
-    wanted, needs = Pattern.read(pattern), METHODS[method]
+    wanted, needs = SparsityPattern.read(pattern), METHODS[method]
     if needs and calibration is None:
         raise PlanError(f"sparsify_: {method} learns from data; pass calibration=batches, or take 'magnitude'")
     batches = read(calibration, together=True) if needs else Batches()
@@ -66,7 +66,7 @@ def sparsify_(
            for name, row in todo.items()}  # fmt: skip
     done = 0
 
-    def finish(name: str, seen: Seen) -> None:
+    def finish(name: str, seen: CollectedStatistics) -> None:
         nonlocal done
         out[name].sqnr, out[name].note = _apply(todo[name], method, wanted, seen, damping)
         done += 1
@@ -77,18 +77,18 @@ def sparsify_(
     with torch.no_grad():
         if needs:
             weights = {id(row.tensor): name for name, row in todo.items()}
-            for names, seen in Collector(model, weights, batches, needs, spill).stages():
+            for names, seen in CalibrationLoop(model, weights, batches, needs, spill).stages():
                 for name in names:
                     del left[name]
-                    finish(name, seen.get(name, Seen()))
+                    finish(name, seen.get(name, CollectedStatistics()))
         for name in left:
-            finish(name, Seen())
+            finish(name, CollectedStatistics())
     report = [out.get(r.name) or Row(r.name, r.type_name, r.shape, "", "", r.bytes_before, r.bytes_before, None, r.note)
               for r in rows]  # fmt: skip
     return Report(f"{method}, {wanted.text}", report, verb="made sparse")
 
 
-def _check(todo: dict[str, PlanRow], pattern: Pattern) -> None:
+def _check(todo: dict[str, PlanRow], pattern: SparsityPattern) -> None:
     for name, row in todo.items():
         x = row.tensor
         assert x is not None
@@ -103,7 +103,9 @@ def _check(todo: dict[str, PlanRow], pattern: Pattern) -> None:
         pattern.check(row)
 
 
-def _apply(row: PlanRow, method: str, pattern: Pattern, seen: Seen, damping: float) -> tuple[float, str]:
+def _apply(
+    row: PlanRow, method: str, pattern: SparsityPattern, seen: CollectedStatistics, damping: float
+) -> tuple[float, str]:
     """(SQNR of the weight in dB, note)."""
     assert row.site is not None
     x = row.tensor
@@ -125,7 +127,7 @@ def _apply(row: PlanRow, method: str, pattern: Pattern, seen: Seen, damping: flo
     return decibels(signal, noise), note
 
 
-def _with_hessian(w: Tensor, hessian: Tensor, pattern: Pattern, damping: float) -> tuple[Tensor, str]:
+def _with_hessian(w: Tensor, hessian: Tensor, pattern: SparsityPattern, damping: float) -> tuple[Tensor, str]:
     """SparseGPT, or Wanda's mask where that has less output error; and how much that is."""
     groups = hessian.shape[0]
     rows = w.chunk(groups)
@@ -140,10 +142,10 @@ def _with_hessian(w: Tensor, hessian: Tensor, pattern: Pattern, damping: float) 
     return found, note + (f"output error {error / magnitude:.3g} of magnitude's" if magnitude > 0 else "no error")
 
 
-def sparse_gpt(w: Tensor, hessian: Tensor, pattern: Pattern, damping: float = 0.01) -> Tensor:
+def sparse_gpt(w: Tensor, hessian: Tensor, pattern: SparsityPattern, damping: float = 0.01) -> Tensor:
     """w [N, K] with zeros in that pattern; columns in their order, each column's error carried to those after it. By
     magnitude where the Hessian [K, K] is all zero."""
-    f = factor(hessian, damping, False)
+    f = inverse_cholesky(hessian, damping, False)
     if f is None:
         return w * pattern.keep(w.abs())
     n, k = w.shape

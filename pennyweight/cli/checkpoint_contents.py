@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredEntry:
     """One tensor as a model sees it. bytes: of all its stored parts. scheme: "" where it is not quantized.
     word: what the file's own format calls it."""
 
@@ -41,14 +41,14 @@ class Contents:
     format: str
     version: int | None
     files: dict[str, int]
-    tensors: list[Held] = field(default_factory=list)
+    tensors: list[StoredEntry] = field(default_factory=list)
 
     @property
-    def quantized(self) -> list[Held]:
+    def quantized(self) -> list[StoredEntry]:
         return [t for t in self.tensors if t.scheme]
 
     @property
-    def plain(self) -> list[Held]:
+    def plain(self) -> list[StoredEntry]:
         return [t for t in self.tensors if not t.scheme]
 
     @property
@@ -80,7 +80,7 @@ class Contents:
         }
 
 
-def _bits(size: int, tensors: list[Held]) -> float | None:
+def _bits(size: int, tensors: list[StoredEntry]) -> float | None:
     numel = sum(t.numel for t in tensors)
     return 8 * size / numel if numel else None
 
@@ -101,7 +101,7 @@ def contents_of(checkpoint: Opened) -> Contents:
     for alias, name in checkpoint.aliases.items():
         tied[name] = (*tied.get(name, ()), alias)
     tensors = [
-        Held(
+        StoredEntry(
             name, h.kind.shape, _dtype(h.kind.dtype), "" if h.meta is None else scheme(h.meta), h.nbytes,
             tied.get(name, ()), h.word,
         )

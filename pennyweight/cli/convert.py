@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import Traceback, clearly
-from .progress import check_report_path, progress_bar, room, settle, stopped, tell
+from .errors import Traceback, report_errors
+from .progress import check_report_path, output_folder, print_report, progress_bar, publish_output, resume_hint
 
 if TYPE_CHECKING:
     from ..quantize.report import Report
 
 
-@clearly
+@report_errors
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder, a file, an index.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="A folder; a file for gguf.")],
@@ -67,14 +67,14 @@ def convert(
     check_report_path(report_path, None if dry_run or to == "gguf" else dst)
     before = contents(src, allow_pickle).file_bytes
     if dry_run:
-        tell(job(dry_run=True), before, None, report_path)
+        print_report(job(dry_run=True), before, None, report_path)
         return
     folder = dst
     if to != "gguf":
-        folder = room(dst, force, job, resume)
+        folder = output_folder(dst, force, job, resume)
     elif os.path.lexists(dst) and not force:
         raise ValueError(f"{dst} is there already; choose another file, or pass --force")
-    with progress_bar() as told, stopped():
+    with progress_bar() as told, resume_hint():
         report = job(folder, resume=resume, progress=told)
-    settle(folder, dst)
-    tell(report, before, contents(dst).file_bytes, report_path)
+    publish_output(folder, dst)
+    print_report(report, before, contents(dst).file_bytes, report_path)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import Traceback, clearly
+from .errors import Traceback, report_errors
 from .printing import table
 
 if TYPE_CHECKING:
-    from .kernel_self_test import Checked
+    from .kernel_self_test import CheckedKernel
 
 EXTRAS = ("transformers", "accelerate", "peft", "diffusers", "triton")
 UNHEALTHY = 1
@@ -27,7 +27,7 @@ class Health:
     accelerators: list[str]
     native_kernels: str
     extras: dict[str, str | None]
-    kernels: list[Checked]
+    kernels: list[CheckedKernel]
     bench: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -35,7 +35,7 @@ class Health:
         return {"version": 1, "healthy": not self.problems, **asdict(self)}
 
 
-@clearly
+@report_errors
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     with_bench: Annotated[bool, typer.Option("--bench", help="Also time int8 and int4 against float here.")] = False,

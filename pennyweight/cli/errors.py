@@ -20,7 +20,7 @@ _SPELLING = {
 _ARGUMENT = re.compile(rf"\b({'|'.join(_SPELLING)})")
 
 
-def clearly(command: Callable[..., None]) -> Callable[..., None]:
+def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose expected errors (ValueError and its kind, OSError) end in one line; with --traceback they pass.
 
     Anything else is a defect of this package and keeps its traceback.

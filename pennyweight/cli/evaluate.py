@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import Traceback, clearly
+from .errors import Traceback, report_errors
 from .progress import check_report_path
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MaxKL = Annotated[
 ]
 
 
-@clearly
+@report_errors
 def evaluate(
     float_dir: Annotated[str, typer.Argument(metavar="FLOAT_DIR", help="The float model's folder.")],
     quantized_dir: Annotated[

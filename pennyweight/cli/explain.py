@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .aliases import close_to
-from .errors import Traceback, clearly
+from .errors import Traceback, report_errors
 
 if TYPE_CHECKING:
     from ..io import Opened
@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _OP_OF_RANK = {2: "linear", 3: "bmm", 4: "convolution", 5: "convolution"}
 
 
-@clearly
+@report_errors
 def explain(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A folder with a quantized checkpoint, or one file of it.")

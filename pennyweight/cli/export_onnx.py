@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from .aliases import CONFIGS, build
-from .errors import Traceback, clearly
+from .errors import Traceback, report_errors
 from .progress import check_report_path
 
 
-@clearly
+@report_errors
 def export_onnx(
     model_dir: Annotated[
         str, typer.Argument(metavar="MODEL_DIR", help="A folder of config.json and safetensors files.")

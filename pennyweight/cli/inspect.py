@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import Traceback, clearly
+from .errors import Traceback, report_errors
 from .printing import table
 
 if TYPE_CHECKING:
     from .checkpoint_contents import Contents
 
 
-@clearly
+@report_errors
 def inspect(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A checkpoint of any format: a folder, a file, or an index.")

@@ -21,7 +21,7 @@ _SHAPES = {"linear": (1024, 1024), "embedding": (64, 128), "bmm": (2, 64, 128), 
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedKernel:
     """One row of the kernel table on this machine."""
 
     op: str
@@ -31,9 +31,9 @@ class Checked:
     broken: bool = False  # it claims a case and then fails or gives other values
 
 
-def check_kernels(devices: set[str]) -> list[Checked]:
+def check_kernels(devices: set[str]) -> list[CheckedKernel]:
     """Try every row of the table with the first config that it accepts, on one of the devices."""
-    return [Checked(kernel.op, kernel.name, *_check(kernel, devices)) for kernel in kernels()]
+    return [CheckedKernel(kernel.op, kernel.name, *_check(kernel, devices)) for kernel in kernels()]
 
 
 def _check(kernel: Kernel, devices: set[str]) -> tuple[bool, str, bool]:

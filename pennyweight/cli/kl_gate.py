@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..quantize.report import Report
 
 
-def gated(
+def run_gated(
     job: Callable[[str], Report], model_dir: str, out_dir: str, force: bool, max_kl: float, text: list[str]
 ) -> Report:
     """The report of ``job(folder)``, which writes a checkpoint; its files are in out_dir when it passed.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
-def tell(report: Report, before: int, after: int | None, report_path: str) -> None:
+def print_report(report: Report, before: int, after: int | None, report_path: str) -> None:
     """Print the report and the files' true sizes, and write it as JSON where asked to. after None: a dry run."""
     files = {"before": before, "after": after}
     data = json.dumps({**report.to_dict(), "dry_run": after is None, "files": files}, indent=2)
@@ -29,11 +29,11 @@ def tell(report: Report, before: int, after: int | None, report_path: str) -> No
         from ..io.atomic_write import write_bytes
 
         write_bytes(report_path, f"{data}\n".encode())
-    typer.echo(f"{report}\n{sizes(report, before, after)}")
+    typer.echo(f"{report}\n{file_sizes(report, before, after)}")
 
 
 @contextmanager
-def stopped() -> Iterator[None]:
+def resume_hint() -> Iterator[None]:
     """Ctrl-C ends in a line that says how to go on."""
     try:
         yield
@@ -42,7 +42,7 @@ def stopped() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def sizes(report: Report, before: int, after: int | None) -> str:
+def file_sizes(report: Report, before: int, after: int | None) -> str:
     """The files' true sizes in a line; of a dry run, what is known of them."""
     from ..quantize.report import size
 
@@ -62,7 +62,7 @@ def check_report_path(path: str, out_dir: str | None) -> None:
         raise ValueError(f"--json {path}: {'is a folder' if os.path.isdir(path) else f'there is no folder {folder}'}")
 
 
-def room(out_dir: str, force: bool, job: Callable[..., Report], resume: bool = True) -> str:
+def output_folder(out_dir: str, force: bool, job: Callable[..., Report], resume: bool = True) -> str:
     """The folder that a job is to write to: OUT_DIR, or one beside it where OUT_DIR holds what is to be replaced. What
     an interrupted job has left in that one stays if ``resume``.
 
@@ -71,7 +71,7 @@ def room(out_dir: str, force: bool, job: Callable[..., Report], resume: bool = T
     from ..io.atomic_write import remove_left_over
     from ..io.checkpoint import INDEX, SINGLE
     from ..io.job_progress import NAME
-    from ..io.replace_folder import home_of
+    from ..io.replace_folder import real_folder
 
     if os.path.isdir(out_dir):
         remove_left_over(out_dir)
@@ -86,7 +86,7 @@ def room(out_dir: str, force: bool, job: Callable[..., Report], resume: bool = T
         raise ValueError(f"{out_dir} is not empty ({some}); choose another folder, or pass --force")
     job(out_dir, dry_run=True)  # what cannot be done must not cost the work of a job that was interrupted
     real = os.path.realpath(out_dir)
-    beside = os.path.join(home_of(real), f".{os.path.basename(real)}.partial")
+    beside = os.path.join(real_folder(real), f".{os.path.basename(real)}.partial")
     names = set(os.listdir(beside)) if os.path.isdir(beside) else set()
     finished = names & {INDEX, SINGLE} and NAME not in names  # and never put in its place
     if names and (finished or not resume):
@@ -94,18 +94,18 @@ def room(out_dir: str, force: bool, job: Callable[..., Report], resume: bool = T
     return beside
 
 
-def settle(folder: str, out_dir: str) -> None:
+def publish_output(folder: str, out_dir: str) -> None:
     """Put what was written in the place of OUT_DIR, in one step; nothing to do where it was written there."""
-    from ..io.atomic_write import staging
-    from ..io.replace_folder import home_of, put_folder
+    from ..io.atomic_write import partial_path
+    from ..io.replace_folder import publish_folder, real_folder
 
     if folder == out_dir:
         return
     real = os.path.realpath(out_dir)
-    with staging(home_of(real), os.path.basename(real)) as stage:
+    with partial_path(real_folder(real), os.path.basename(real)) as stage:
         new = os.path.join(stage, "new")
         os.rename(folder, new)
-        put_folder(new, real, stage)
+        publish_folder(new, real, stage)
 
 
 @contextmanager

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .aliases import CONFIGS, build
-from .errors import Traceback, clearly
+from .errors import Traceback, report_errors
 from .evaluate import MaxKL, Texts, check_bound
-from .progress import check_report_path, progress_bar, room, settle, stopped, tell
-from .torchrun import first, over_ranks, world
+from .progress import check_report_path, output_folder, print_report, progress_bar, publish_output, resume_hint
+from .torchrun import is_first_rank, over_ranks, world
 
 if TYPE_CHECKING:
     from ..quantize.report import Report
 
 
-@clearly
+@report_errors
 def quantize(
     model_dir: Annotated[
         str, typer.Argument(metavar="MODEL_DIR", help="A folder of safetensors files, or one such file.")
@@ -116,7 +116,7 @@ def quantize(
         )
 
     from ..io import quantize_checkpoint
-    from ..io.rank_barrier import Team
+    from ..io.rank_barrier import RankGroup
     from .checkpoint_contents import contents
 
     def learned(folder: str = out_dir, **how: Any) -> Report:
@@ -143,26 +143,26 @@ def quantize(
     if dry_run:
         report, after = job(dry_run=True), None
     elif max_kl is not None:
-        from .kl_gate import gated
+        from .kl_gate import run_gated
 
         with progress_bar() as told:
-            report = gated(lambda folder: job(folder, progress=told), model_dir, out_dir, force, max_kl, text or [])
+            report = run_gated(lambda folder: job(folder, progress=told), model_dir, out_dir, force, max_kl, text or [])
         after = contents(out_dir).file_bytes
     elif algorithm or budget:
         from .kl_gate import check_room
         from .quantize_in_memory import JOURNAL
 
         check_room(out_dir, force, but=JOURNAL)
-        with progress_bar() as told, nullcontext() if budget else stopped():
+        with progress_bar() as told, nullcontext() if budget else resume_hint():
             report = learned(progress=told, resume=None if budget else resume)
         after = contents(out_dir).file_bytes
     else:
         with over_ranks():
-            folder = Team(out_dir, several).first(lambda: room(out_dir, force, job, resume))
-            with progress_bar() if first() else nullcontext() as told, stopped():
+            folder = RankGroup(out_dir, several).first(lambda: output_folder(out_dir, force, job, resume))
+            with progress_bar() if is_first_rank() else nullcontext() as told, resume_hint():
                 report = job(folder, progress=told, resume=resume)
-            if first():
-                settle(folder, out_dir)
+            if is_first_rank():
+                publish_output(folder, out_dir)
         after = contents(out_dir).file_bytes
-    if first():
-        tell(report, before, after, report_path)
+    if is_first_rank():
+        print_report(report, before, after, report_path)

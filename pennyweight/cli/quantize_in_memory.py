@@ -35,7 +35,7 @@ def write_calibrated(
     from ..algorithms.mixed_precision import search
     from ..io import save
     from ..io.config_files import copy_side_files, quantization_config
-    from ..io.quantize_files import without
+    from ..io.quantize_files import layout_free
     from ..io.replace_folder import replacing
     from ..report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
 
@@ -47,7 +47,7 @@ def write_calibrated(
         if len(batches) < FEW:  # search and tune set some aside
             batches = text_batches(model, tokenizer, read, batch=1, length=LENGTH, limit=SEQUENCES)
     if config is None:
-        _, pick = without(model, None, None, skip)
+        _, pick = layout_free(model, None, None, skip)
         found = search(
             model, batches or [], budget[0], filter_fn=pick, example=_example(model, batches or [], budget[1]),
             progress=progress,
@@ -55,7 +55,7 @@ def write_calibrated(
         typer.echo(str(found), err=True)
         chosen, pick = found.config, None
     else:
-        chosen, pick = without(model, config, None, skip)
+        chosen, pick = layout_free(model, config, None, skip)
     with _journal(out_dir, None if dry_run else resume) as journal:
         report = quantize_(
             model, chosen, pick, calibration=batches, algorithm=algorithm, resume=journal,

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import Traceback, clearly
+from .errors import Traceback, report_errors
 from .evaluate import Batch, Length, Limit, Texts
 
 MAX_PARETO_BYTES = 1 << 20
 
 
-@clearly
+@report_errors
 def report(
     quantized_dir: Annotated[
         str, typer.Argument(metavar="QUANTIZED_DIR", help="A quantized checkpoint, of any format that inspect reads.")

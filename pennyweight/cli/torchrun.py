@@ -15,7 +15,7 @@ def world() -> int:
         raise ValueError(f"WORLD_SIZE={os.environ['WORLD_SIZE']!r} is no number; start with torchrun") from None
 
 
-def first() -> bool:
+def is_first_rank() -> bool:
     """Whether this process is the one that speaks."""
     return world() == 1 or os.environ["RANK"] == "0"
 

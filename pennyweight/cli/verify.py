@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from .errors import Traceback, clearly
+from .errors import Traceback, report_errors
 
 SEQUENCES, LENGTH = 4, 64  # a few prompts: a file of some kilobytes
 
 
-@clearly
+@report_errors
 def verify(
     path: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint's folder with golden.safetensors.")],
     like: Annotated[

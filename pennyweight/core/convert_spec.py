@@ -18,7 +18,7 @@ from .numerics import Parts, part_value
 from .spec import QuantSpec
 
 
-def fits(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str | None:
+def conversion_kind(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str | None:
     """Whether numbers under ``spec`` can be said under ``to``: "exact", "rounded" (scales or offsets may lose bits), or
     None. shape: stored shape."""
     shift, times = _shift(spec, to), _repeats(spec, shape, to)
@@ -34,13 +34,13 @@ def fits(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str | None:
     return "exact" if held and not moved else "rounded"
 
 
-def respell(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> Parts | None:
+def convert_parts(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> Parts | None:
     """Plain parts under ``to`` with the numbers of plain ``parts``, or None where ``to`` has not those numbers.
 
     shape: stored shape. Scales and offsets are rounded to the dtypes of ``to``; a scale that is itself quantized goes
     over where both say the same of it, or where ``to`` keeps it as a float. Activations keep their parts.
     """
-    if fits(spec, shape, to) is None:
+    if conversion_kind(spec, shape, to) is None:
         return None
     shift, times = _shift(spec, to), _repeats(spec, shape, to)
     assert shift is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def copied_to_train() -> bool:
+def deepcopy_for_training() -> bool:
     """Whether PEFT is copying a module to train the copy whole (``modules_to_save``).
 
     Codes do not learn: what a step of an optimizer changes is smaller than the distance of two of their numbers, and is

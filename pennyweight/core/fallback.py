@@ -48,7 +48,7 @@ def count(op: str) -> None:
     _COUNTS[op] += 1
 
 
-def note(op: str, tensor: Any, returns_view: bool = False) -> None:
+def record(op: str, tensor: Any, returns_view: bool = False) -> None:
     """Count a fallback; warn once per op, or raise under :func:`strict`."""
     where = f"{op} on a quantized tensor {tuple(tensor.shape)} ({tensor.spec})"
     if _STRICT.get():

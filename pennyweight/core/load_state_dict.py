@@ -74,7 +74,7 @@ def _requires_grad_(func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def tell_of_copy(target: torch.Tensor, source: QT) -> None:
+def warn_of_copy(target: torch.Tensor, source: QT) -> None:
     """Warn where load_state_dict copies a quantized tensor into a parameter of another form, which stays what it is."""
     into = None if torch.compiler.is_compiling() else _load()
     if into is None or target.is_meta:

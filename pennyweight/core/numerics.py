@@ -48,7 +48,7 @@ def quantize(
     """Plain parts of x. x: float, any strides; block sizes that do not divide the shape are padded.
 
     ``params`` given (a static scale, a solver's choice): used as they are; else :func:`choose`. ``words`` given, 32
-    random bits an element: codes are rounded by chance (:func:`~.stochastic_rounding.encode`), not to the nearest.
+    random bits an element: stochastic rounding (:func:`~.stochastic_rounding.encode_stochastic`), not to nearest.
     ``of_whole`` given: x is a part of a tensor. A scale, or scale of scales, of which it has one in all is chosen from
     ``of_whole(part, rule)`` [1, n], which has the range or the mean of all parts.
     Codes are computed from the parameters as stored, so that rounding of the scale is seen by the codes.
@@ -62,18 +62,18 @@ def quantize(
         params = choose(looked_at, spec, rule, eps)
     view = blocks.split(x, blocks.counts(spec.block, x.shape))
     if spec.table_shape is not None and params.table is None:
-        unit = units(view, spec, store(params, spec)[1])
+        unit = table_vectors(view, spec, store_qparams(params, spec)[1])
         params = params._replace(table=codebook.fit(unit.reshape(-1, spec.format.dim), spec.table_shape[0]))
-    parts, seen = store(params, spec, of_whole)
+    parts, seen = store_qparams(params, spec, of_whole)
     if words is None:
         codes = encode(view, spec, seen)
     else:
         view_words = blocks.split(blocks.pad(words, spec.block), blocks.counts(spec.block, x.shape))
-        codes = stochastic_rounding.encode(in_steps(view, spec, seen), spec.format, view_words)
+        codes = stochastic_rounding.encode_stochastic(scaled_values(view, spec, seen), spec.format, view_words)
     return Parts(codes.reshape(codes_shape).contiguous(), *parts, table=seen.table)
 
 
-def store(
+def store_qparams(
     params: Params, spec: QuantSpec, of_whole: Callable[[Tensor, str], Tensor] | None = None
 ) -> tuple[tuple[Any, Tensor | None, Any], Params]:
     """scale, zero_point and offset as ``spec`` stores them, and the numbers that they then stand for."""
@@ -113,20 +113,20 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
             x = x.narrow(axis, 0, n)
     limit = torch.finfo(dtype).max
     x = x.to(dtype).clamp_(-limit, limit)
-    return x.contiguous() if parts.perm is None else unordered(x, parts.perm)
+    return x.contiguous() if parts.perm is None else unpermute_last_axis(x, parts.perm)
 
 
-def ordered(x: Tensor, perm: Tensor | None) -> Tensor:
+def permute_last_axis(x: Tensor, perm: Tensor | None) -> Tensor:
     """x with its last axis in the order in which parts with that ``perm`` are stored."""
     return x if perm is None else x.index_select(-1, perm)
 
 
-def unordered(x: Tensor, perm: Tensor | None) -> Tensor:
-    """Inverse of :func:`ordered`."""
+def unpermute_last_axis(x: Tensor, perm: Tensor | None) -> Tensor:
+    """Inverse of :func:`permute_last_axis`."""
     return x if perm is None else x.index_select(-1, perm.argsort())
 
 
-def is_order(perm: Tensor) -> bool:
+def is_permutation(perm: Tensor) -> bool:
     """Whether these are the numbers 0 .. n-1, each once, in any order."""
     n = perm.shape[0]
     return torch.equal(perm.sort().values, torch.arange(n, dtype=perm.dtype, device=perm.device))
@@ -138,7 +138,7 @@ def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     if f.kind == "learned":
         if p.table is None:
             raise ValueError(f"{spec}: no codes without a table; choose parameters by the default rule, or give one")
-        return codebook.nearest(units(view, spec, p), p.table)
+        return codebook.nearest(table_vectors(view, spec, p), p.table)
     if p.scale is None:
         return f.encode(view)
     scale = blocks.spread(p.scale)
@@ -161,7 +161,7 @@ def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     return (steps + spec.mid if spec.mid else steps).clamp(f.lo, f.hi).to(f.code_dtype)
 
 
-def in_steps(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
+def scaled_values(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     """The real number that a code would have to stand for: (x - offset) / scale + zero_point + mid, of a block view."""
     x = view if view.dtype is torch.float64 else view.float()
     if p.offset is not None:
@@ -174,9 +174,9 @@ def in_steps(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     return x + spec.mid if spec.mid else x
 
 
-def units(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
+def table_vectors(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     """What a learned table is of: (x - offset) / scale of a block view [.., n], as [.., ceil(n / dim), dim]."""
-    x = in_steps(view, spec, p)  # learned numbers have neither zero point nor mid
+    x = scaled_values(view, spec, p)  # learned numbers have neither zero point nor mid
     return codebook.vectors(x, spec.format.dim) if x.ndim else x.reshape(1)
 
 

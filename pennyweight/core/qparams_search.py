@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import blocks
-from .numerics import encode, store, stored_value
+from .numerics import encode, store_qparams, stored_value
 from .qparams import RULES, Params, default_rule, only_stored, rule
 from .spec import QuantSpec
 
@@ -26,7 +26,7 @@ def mse(x: Tensor, spec: QuantSpec, eps: float) -> Params:
         middle = lo / 2 + hi / 2
 
     def error(p: Params) -> Tensor:
-        seen = store(p, spec)[1]
+        seen = store_qparams(p, spec)[1]
         return (stored_value(encode(x, spec, seen), spec, seen) - x).float().square().sum(inner)
 
     def pick(which: Tensor, ours: Params, theirs: Params) -> Params:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .numerics import Parts, unordered
+from .numerics import Parts, unpermute_last_axis
 from .spec import QuantSpec
 
 
-class Quantized(NamedTuple):
+class QuantizeResult(NamedTuple):
     """Parts in the layout of their spec, and the sums of x**2 and (value - x)**2; not finite where x is not."""
 
     parts: Parts
@@ -27,7 +27,7 @@ class Quantized(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Conversion:
+class QuantizeBackend:
     """Of one type of device. Each function may answer NotImplemented.
 
     dequantize  (parts in the layout of spec, without perm; spec, stored shape, dtype) -> the tensor in stored order
@@ -40,7 +40,7 @@ class Conversion:
     finite: Callable[[Tensor], Any]
 
 
-CONVERSIONS: dict[str, Conversion] = {}
+CONVERSIONS: dict[str, QuantizeBackend] = {}
 
 
 def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype) -> Any:
@@ -51,7 +51,7 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
     if way is None:
         return NotImplemented
     x = way.dequantize(parts._replace(perm=None), spec, shape, dtype)
-    return x if x is NotImplemented else unordered(x, parts.perm)
+    return x if x is NotImplemented else unpermute_last_axis(x, parts.perm)
 
 
 def quantize(x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None) -> Any:
@@ -80,11 +80,11 @@ def in_memory(t: Tensor) -> bool:
     return (
         type(t) in (Tensor, torch.nn.Parameter)
         and t.layout is torch.strided
-        and not (t.is_meta or t.is_nested or t.is_neg() or t.is_conj() or watched(t))
+        and not (t.is_meta or t.is_nested or t.is_neg() or t.is_conj() or is_observed(t))
     )
 
 
-def watched(*tensors: Tensor | None) -> bool:
+def is_observed(*tensors: Tensor | None) -> bool:
     """Whether something has to see what is done with these tensors: a dispatch mode, torch.jit.trace, a transform of
     torch.func, or forward-mode differentiation of one of them.
 

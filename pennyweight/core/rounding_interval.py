@@ -10,7 +10,7 @@ from torch import Tensor
 SHARES = (0.45, 0.3, 0.15, 0.0)
 
 
-def into_cells(x: Tensor, value: Tensor, reach: Tensor | float, same: Callable[[Tensor], Tensor]) -> Tensor:
+def clamp_to_interval(x: Tensor, value: Tensor, reach: Tensor | float, same: Callable[[Tensor], Tensor]) -> Tensor:
     """Points on the way from ``value`` to x that have the codes of ``value``, as near to x as may be.
 
     Nine tenths of the way where the code allows it (its nearest number is the one chosen). What was rounded away from

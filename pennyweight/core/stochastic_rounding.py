@@ -21,7 +21,7 @@ _ALL = (1 << 64) - 1
 _GOLDEN = 0x9E3779B9  # 2**32 times the golden ratio's fraction
 
 
-def key(*numbers: int) -> tuple[int, int]:
+def make_key(*numbers: int) -> tuple[int, int]:
     """Two words of 32 bits from integers (splitmix64's mixer, after each)."""
     x = 0x9E3779B97F4A7C15
     for n in numbers:
@@ -31,46 +31,46 @@ def key(*numbers: int) -> tuple[int, int]:
     return x & 0xFFFFFFFF, x >> 32
 
 
-def turn(step: int) -> int:
+def step_mask(step: int) -> int:
     """How far a step turns the numbers: a word of 32 bits."""
     return step * _GOLDEN & 0xFFFFFFFF
 
 
-def words(shape: Sequence[int], key: tuple[int | Tensor, int], device: torch.device | str = "cpu") -> Tensor:
+def random_bits(shape: Sequence[int], key: tuple[int | Tensor, int], device: torch.device | str = "cpu") -> Tensor:
     """int32 of 32 random bits for each element of a tensor, by its index in row-major order.
 
-    The first word of the key may be an int32 tensor of no axes, as :func:`digest` gives.
+    The first word of the key may be an int32 tensor of no axes, as :func:`content_key` gives.
     """
     count = 1
     for n in shape:
         count *= n
     x = torch.arange(count, dtype=torch.int64, device=device).to(torch.int32)
-    one, two = (k if isinstance(k, Tensor) else signed(k) for k in key)
+    one, two = (k if isinstance(k, Tensor) else as_int32(k) for k in key)
     x = x ^ one
-    x = (x ^ _right(x, 16)) * signed(0x21F0AAAD)
+    x = (x ^ _right(x, 16)) * as_int32(0x21F0AAAD)
     x = x ^ two
-    x = (x ^ _right(x, 15)) * signed(0xD35A2D97)
+    x = (x ^ _right(x, 15)) * as_int32(0xD35A2D97)
     return (x ^ _right(x, 15)).reshape(tuple(shape))
 
 
-def upper(word: Tensor, turn: int) -> Tensor:
+def high_bits(word: Tensor, turn: int) -> Tensor:
     """16 bits of each word for a step: for states."""
-    return _right(word + signed(turn), 16)
+    return _right(word + as_int32(turn), 16)
 
 
-def lower(word: Tensor, turn: int) -> Tensor:
+def low_bits(word: Tensor, turn: int) -> Tensor:
     """16 other bits: for parameters."""
-    return _right((word << 16) + signed(turn), 16)
+    return _right((word << 16) + as_int32(turn), 16)
 
 
-def digest(x: Tensor) -> Tensor:
+def content_key(x: Tensor) -> Tensor:
     """int32 of no axes from all bits of x, whatever the order in which they are added."""
     bits = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
     total = bits.sum(dtype=torch.int64)
     return (total ^ total >> 32).to(torch.int32)
 
 
-def encode(unit: Tensor, f: Format, word: Tensor) -> Tensor:
+def encode_stochastic(unit: Tensor, f: Format, word: Tensor) -> Tensor:
     """Codes of x / scale by chance: of the two numbers around it the upper one with the probability that makes the mean
     x / scale, to 2**-16 of a step. What lies beyond the format saturates. word: int32 of 32 random bits an element.
 
@@ -85,7 +85,7 @@ def encode(unit: Tensor, f: Format, word: Tensor) -> Tensor:
     return _encode_float(unit, f, chance) if f.kind == "float" else _encode_table(unit, f, chance)
 
 
-def signed(word: int) -> int:
+def as_int32(word: int) -> int:
     """The int32 of the same 32 bits."""
     return word - (1 << 32) if word >> 31 else word
 
@@ -95,7 +95,7 @@ def _right(x: Tensor, n: int) -> Tensor:
     return (x >> n) & ((1 << (32 - n)) - 1)
 
 
-def to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
+def round_to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
     """float32 as bfloat16, away from zero with the probability of the part that is cut off: its mean is x.
 
     chance: 16 bits for each element. What is not finite is rounded to nearest.
@@ -104,7 +104,7 @@ def to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
     return torch.where(x.isfinite(), moved.view(torch.float32), x).to(torch.bfloat16)
 
 
-def upper_bits(x: Tensor, chance: Tensor, shift: int) -> Tensor:
+def round_high_bits(x: Tensor, chance: Tensor, shift: int) -> Tensor:
     """Bits of float32 x >> shift, up with the probability of the part that is cut off, to 16 bits. x: not negative."""
     return (x.contiguous().view(torch.int32) + (chance << (shift - 16))) >> shift
 

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from . import blocks, codebook, quantize_backends
-from .deepcopy import copied_to_train
+from .deepcopy import deepcopy_for_training
 from .layouts import READABLE, get_layout, portable_layout, unpack_zero_point
-from .numerics import Parts, dequantize, is_order, ordered, quantize, sqnr
+from .numerics import Parts, dequantize, is_permutation, permute_last_axis, quantize, sqnr
 from .packing import stream_shape
 from .qparams import Params
 from .spec import DTYPES, SPEC_VERSION, ActivationSpec, QuantSpec, dtype_name
@@ -263,7 +263,7 @@ class AffineQuantizedTensor(Tensor):
         perm = self._perm
         if perm is not None:
             perm = perm.clone() if blocks.counts(spec.block, shape)[-1] > 1 else None
-        new = AffineQuantizedTensor.from_float(ordered(x, perm), spec, rule)
+        new = AffineQuantizedTensor.from_float(permute_last_axis(x, perm), spec, rule)
         return self.with_(parts=new.parts._replace(perm=perm), spec=spec, readonly=False)
 
     def to_layout(self, name: str) -> AffineQuantizedTensor:
@@ -384,7 +384,7 @@ class AffineQuantizedTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> AffineQuantizedTensor:
         if id(self) in memo:
             return memo[id(self)]
-        if isinstance(self, torch.nn.Parameter) and copied_to_train():
+        if isinstance(self, torch.nn.Parameter) and deepcopy_for_training():
             memo[id(self)] = copied = torch.nn.Parameter(self.dequantize(), requires_grad=True)
             return copied  # type: ignore[return-value]
         parts = each_part(self.parts, lambda p: copy.deepcopy(p, memo))
@@ -655,7 +655,7 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
     perm = parts.get("perm")
     if perm is not None and (
         perm.dtype not in (torch.int32, torch.int64) or tuple(perm.shape) != shape[-1:]
-        or not (perm.is_meta or is_order(perm))
+        or not (perm.is_meta or is_permutation(perm))
     ):  # fmt: skip
         raise ValueError(f"pickled {spec} of {list(shape)}: perm is no order of the {list(shape[-1:])} channels")
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..core.distributed.ddp import tensors_of
+from ..core.distributed.ddp import part_tensors
 from ..core.formats import INT8
 from ..core.layouts import get_layout, portable_layout
 from ..core.numerics import Parts, quantize
@@ -51,7 +51,7 @@ class QuantizedAllGather:
             self.sent += input_tensor.nbytes
             return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         mine = self._quantized(input_tensor)
-        raw = torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in tensors_of(mine)])
+        raw = torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in part_tensors(mine)])
         count = output_tensor.numel() // max(1, input_tensor.numel())
         everyone = torch.empty(count * raw.numel(), dtype=torch.uint8, device=raw.device)
         dist.all_gather_single(everyone, raw, group=group)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..core.distributed.full_tensor import here
+from ..core.distributed.full_tensor import local_tensor
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
 
@@ -21,7 +21,7 @@ from ..kernels.repack import prepare
 def local_weights(model: nn.Module) -> Iterator[tuple[str, AffineQuantizedTensor]]:
     """(name, this rank's part) of every quantized parameter, tied ones once."""
     for name, p in model.named_parameters():
-        local = here(p)
+        local = local_tensor(p)
         if isinstance(local, AffineQuantizedTensor):
             yield name, local
 
@@ -61,7 +61,7 @@ def _managed(model: nn.Module) -> Iterator[int]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for p in module.parameters():
-                yield id(here(p))
+                yield id(local_tensor(p))
 
 
 def load_(model: nn.Module, checkpoint_id: str | os.PathLike[str], prefix: str = "", **options: Any) -> None:

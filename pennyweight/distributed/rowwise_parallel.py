@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
-from ..core.distributed.full_tensor import here, reduced
+from ..core.distributed.full_tensor import all_reduce, local_tensor
 from ..core.numerics import dequantize, quantize
 from ..core.qparams import BY_RANGE, choose, default_rule
 from ..core.spec import ActivationSpec
@@ -31,7 +31,7 @@ class RowwiseParallel(TorchRowwise):
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         super()._partition_linear_fn(name, module, device_mesh)
-        local: Any = here(module.weight)
+        local: Any = local_tensor(module.weight)
         act = local.act if isinstance(local, AffineQuantizedTensor) else None
         if act is None or act.mode != "dynamic" or (act.spec.block or (-1,)) != (-1,):
             return
@@ -61,7 +61,7 @@ def over_ranks(x: Tensor, act: ActivationSpec, mesh: DeviceMesh) -> Tensor:
     ends = torch.stack([-given.amin(-1), given.amax(-1)], -1)
     if act.spec.block is None:
         ends = ends.reshape(-1, 2).amax(0).expand(*x.shape[:-1], 2)
-    ends = reduced(ends, "max", (mesh.get_group(0).group_name,))
+    ends = all_reduce(ends, "max", (mesh.get_group(0).group_name,))
     ends = torch.stack([-ends[..., 0], ends[..., 1]], -1)
     spec = act.spec
     params = choose(ends.to(x.dtype), spec, act.rule, act.eps)

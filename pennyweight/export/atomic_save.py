@@ -8,8 +8,8 @@ import secrets
 from contextlib import suppress
 from typing import Any
 
-from ..io.atomic_write import publish, staging, sync_folder
-from ..io.locks import locked
+from ..io.atomic_write import partial_path, rename_into_place, sync_folder
+from ..io.locks import folder_lock
 
 # protobuf holds 2 GiB at most; the rest is for the graph itself
 INLINE = 1_900_000_000
@@ -26,7 +26,7 @@ def save(model: Any, path: str, max_inline_bytes: int = INLINE) -> list[str]:
 
     folder, name = os.path.split(os.path.abspath(path))
     inside = sum(v.const_value.nbytes for v in model.graph.initializers.values())
-    with locked(folder), staging(folder, name) as stage:
+    with folder_lock(folder), partial_path(folder, name) as stage:
         old = _data_files(folder, name)
         outside = None
         if inside > max_inline_bytes:
@@ -37,7 +37,7 @@ def save(model: Any, path: str, max_inline_bytes: int = INLINE) -> list[str]:
             with open(os.path.join(stage, part), "rb+") as f:
                 os.fsync(f.fileno())
         for part in written:
-            publish(os.path.join(stage, part), os.path.join(folder, part))
+            rename_into_place(os.path.join(stage, part), os.path.join(folder, part))
         for part in old:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(folder, part))

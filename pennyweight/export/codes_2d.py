@@ -24,7 +24,7 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True)
-class Rows:
+class CodeRows:
     """A weight of stored shape ``shape`` as a matrix [R, K].
 
     shape   of the tensor whose elements, in order, are those of the matrix
@@ -71,7 +71,7 @@ class Rows:
             return self.zero.to(torch.int32)
         return torch.full(tuple(self.scale.shape), self.zero, dtype=torch.int32, device="cpu")
 
-    def sub_blocks(self, block: int) -> Rows:
+    def sub_blocks(self, block: int) -> CodeRows:
         """The same numbers with a smaller block that divides this one, or any where a row has one scale."""
         if block == self.block:
             return self
@@ -84,7 +84,7 @@ class Rows:
             wide = wide.repeat_interleave(max(1, self.block // block), 1) if self.n_blocks > 1 else wide.expand(-1, n)
             return wide[:, :n].contiguous()
 
-        return Rows(
+        return CodeRows(
             self.name, self.shape, self.format, self.codes, block, again(self.scale), again(self.zero),
             again(self.offset),
         )  # fmt: skip
@@ -101,7 +101,7 @@ def refusal(w: AffineQuantizedTensor) -> str | None:
     return None if _cut(w) is not None else f"blocks {list(w.spec.block or ())} share scales along several inner axes"
 
 
-def rows_of(w: AffineQuantizedTensor, name: str) -> Rows:
+def rows_of(w: AffineQuantizedTensor, name: str) -> CodeRows:
     """The rows of a weight that :func:`refusal` accepts, in stored order."""
     spec, shape, parts = w.spec, w.stored_shape, w.plain_parts()
     cut = _cut(w)
@@ -123,7 +123,7 @@ def rows_of(w: AffineQuantizedTensor, name: str) -> Rows:
         return None if part is None else flat(part_value(part, kind, counts, torch.float32))
 
     scale = value(parts.scale, spec.scale)
-    return Rows(
+    return CodeRows(
         name, tuple(shape), spec.format, codes.reshape(height, -1).contiguous(), sizes[cut] * inner,
         torch.ones(1, 1, dtype=torch.float32, device="cpu") if scale is None else scale,
         spec.mid if parts.zero_point is None else flat(parts.zero_point.to(torch.int32)),
@@ -143,7 +143,7 @@ def _cut(w: AffineQuantizedTensor) -> int | None:
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def unsigned(r: Rows) -> tuple[Array, int]:
+def unsigned(r: CodeRows) -> tuple[Array, int]:
     """Codes [R, K] as unsigned numbers of ``storage_bits``, and what was added to make them so."""
     codes = r.codes
     if r.format.native_float:

@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from .codes_2d import Rows, packed, pad_columns, unsigned
+from .codes_2d import CodeRows, packed, pad_columns, unsigned
 from .graph import Nodes
 
 
-def _bits(r: Rows) -> int:
+def _bits(r: CodeRows) -> int:
     """Bits of a code in the bytes: 8 where blocks would not end at a byte."""
     bits = r.storage_bits
     return bits if r.n_blocks == 1 or r.block * bits % 8 == 0 else 8
 
 
-def _stride(r: Rows) -> int:
+def _stride(r: CodeRows) -> int:
     """Codes of a block in the bytes, those that only fill it included."""
     per = 8 // _bits(r)
     return r.block if r.n_blocks > 1 else -(-r.block // per) * per
 
 
-def code_bytes(n: Nodes, r: Rows) -> Any:
+def code_bytes(n: Nodes, r: CodeRows) -> Any:
     """uint8 [R, blocks, bytes of a block]."""
     bits, stride = _bits(r), _stride(r)
 
@@ -38,17 +38,17 @@ def code_bytes(n: Nodes, r: Rows) -> Any:
     return n.stored(f"{r.name}.codes", make)
 
 
-def scales(n: Nodes, r: Rows) -> Any:
+def scales(n: Nodes, r: CodeRows) -> Any:
     """float32 [R, blocks] or [1, 1]."""
     return n.stored(f"{r.name}.scale", r.scale.numpy)
 
 
-def offsets(n: Nodes, r: Rows) -> Any:
+def offsets(n: Nodes, r: CodeRows) -> Any:
     assert r.offset is not None
     return n.stored(f"{r.name}.offset", r.offset.numpy)
 
 
-def _number_table(r: Rows) -> np.ndarray | None:
+def _number_table(r: CodeRows) -> np.ndarray | None:
     """Numbers by code, where the code is not the number."""
     if r.format.native_float:
         return (
@@ -57,7 +57,7 @@ def _number_table(r: Rows) -> np.ndarray | None:
     return None if r.format.kind == "int" else np.array(r.format.values, np.float32)
 
 
-def _unpacked(n: Nodes, r: Rows, codes: Any, lead: int) -> Any:
+def _unpacked(n: Nodes, r: CodeRows, codes: Any, lead: int) -> Any:
     """Codes [*lead, blocks, codes of a block] of bytes [*lead, blocks, bytes]: uint8, or uint32 where they were packed.
 
     Shifted in 32 bits: OpenVINO (2026.4) computes shifts of uint8 in a graph like this wrongly, without an error.
@@ -73,7 +73,7 @@ def _unpacked(n: Nodes, r: Rows, codes: Any, lead: int) -> Any:
     return n.reshape(last, *[0] * lead, r.n_blocks, _stride(r))
 
 
-def unsigned_codes(n: Nodes, r: Rows) -> Any:
+def unsigned_codes(n: Nodes, r: CodeRows) -> Any:
     """uint8 [R, K], a code an element."""
     import onnx_ir as ir
 
@@ -81,20 +81,20 @@ def unsigned_codes(n: Nodes, r: Rows) -> Any:
     return x if _bits(r) == 8 else n.cast(x, ir.DataType.UINT8)
 
 
-def _joined(n: Nodes, r: Rows, x: Any, lead: int) -> Any:
+def _joined(n: Nodes, r: CodeRows, x: Any, lead: int) -> Any:
     """[*lead, K] of [*lead, blocks, codes of a block]."""
     x = n.reshape(x, *[0] * lead, r.n_blocks * _stride(r))
     return x if r.n_blocks * _stride(r) == r.width else n.cut_last(x, 0, r.width)
 
 
-def _decoded(n: Nodes, r: Rows, codes: Any, pick: Any, lead: int) -> Any:
+def _decoded(n: Nodes, r: CodeRows, codes: Any, pick: Any, lead: int) -> Any:
     """Floats [*lead, K] of bytes [*lead, blocks, bytes]; pick(part) gives the part [*lead, blocks] of those rows."""
     x = _numbers(n, r, _unpacked(n, r, codes, lead))
     x = _scaled(n, r, x, lambda p: n.op("Unsqueeze", pick(p), np.array([-1], np.int64)))
     return _joined(n, r, x, lead)
 
 
-def _numbers(n: Nodes, r: Rows, codes: Any) -> Any:
+def _numbers(n: Nodes, r: CodeRows, codes: Any) -> Any:
     """Unsigned codes as the numbers they stand for, without zero point where they are integers."""
     import onnx_ir as ir
 
@@ -104,7 +104,7 @@ def _numbers(n: Nodes, r: Rows, codes: Any) -> Any:
     return n.op("Gather", n.stored(f"pennyweight.numbers.{r.format}", lambda: table), n.cast(codes, ir.DataType.INT32))
 
 
-def _scaled(n: Nodes, r: Rows, x: Any, spread: Any) -> Any:
+def _scaled(n: Nodes, r: CodeRows, x: Any, spread: Any) -> Any:
     """(x - zero) * scale + offset, each once and in this order, as the reference has it."""
     shift = unsigned_shift(r)
     if isinstance(r.zero, torch.Tensor):
@@ -116,18 +116,18 @@ def _scaled(n: Nodes, r: Rows, x: Any, spread: Any) -> Any:
     return x if r.offset is None else n.op("Add", x, spread(offsets(n, r)))
 
 
-def unsigned_shift(r: Rows) -> int:
+def unsigned_shift(r: CodeRows) -> int:
     """What :func:`rows.unsigned` adds to codes."""
     return 1 << (r.storage_bits - 1) if r.format.kind == "int" and r.format.signed else 0
 
 
-def values(n: Nodes, r: Rows) -> Any:
+def values(n: Nodes, r: CodeRows) -> Any:
     """All of it, in its shape. A default session of onnxruntime works it out once, when it loads the file."""
     x = _decoded(n, r, code_bytes(n, r), lambda part: part, 1)
     return x if r.shape == (r.height, r.width) else n.reshape(x, *r.shape)
 
 
-def lookup(n: Nodes, r: Rows, index: Any) -> Any:
+def lookup(n: Nodes, r: CodeRows, index: Any) -> Any:
     """Rows of it. Only what the rows asked for have is read."""
     lead = len(index.shape)
 
@@ -140,7 +140,7 @@ def lookup(n: Nodes, r: Rows, index: Any) -> Any:
 # -- DequantizeLinear ------------------------------------------------------------------------------------------------
 
 
-def dequantize_linear(n: Nodes, r: Rows) -> Any:
+def dequantize_linear(n: Nodes, r: CodeRows) -> Any:
     """All of it by DequantizeLinear (opset 21 where a row has several scales or codes are 4 bits)."""
     import onnx_ir as ir
 

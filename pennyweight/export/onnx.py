@@ -204,21 +204,21 @@ def _quietly() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _case(w: Weight, style: str, accuracy_level: int) -> onnx_patterns.Case:
+def _case(w: Weight, style: str, accuracy_level: int) -> onnx_patterns.OnnxCase:
     reason = codes_2d.refusal(w.tensor)
     if reason is not None:
-        return onnx_patterns.Case(w.name, w.tensor, None, style, accuracy_level, refused=reason)
+        return onnx_patterns.OnnxCase(w.name, w.tensor, None, style, accuracy_level, refused=reason)
     r = codes_2d.rows_of(w.tensor, w.name)
     block = onnx_patterns.nbits_block(r)
     packs = style == "matmulnbits" or (style == "auto" and r.storage_bits == 4)
     if packs and block is not None and r.format.kind == "int" and r.storage_bits > 1 and "linear" in w.uses:
         r = r.sub_blocks(block)
-    return onnx_patterns.Case(w.name, w.tensor, r, style, accuracy_level, shared=set(w.uses) != {"linear"})
+    return onnx_patterns.OnnxCase(w.name, w.tensor, r, style, accuracy_level, shared=set(w.uses) != {"linear"})
 
 
-def _forms(w: Weight, case: onnx_patterns.Case, allow_float: bool) -> dict[str, onnx_patterns.Form]:
+def _forms(w: Weight, case: onnx_patterns.OnnxCase, allow_float: bool) -> dict[str, onnx_patterns.OnnxPattern]:
     """Use -> its form. Raises ValueError that names the weight."""
-    found: dict[str, onnx_patterns.Form] = {}
+    found: dict[str, onnx_patterns.OnnxPattern] = {}
     for use in dict.fromkeys(w.uses):
         form = onnx_patterns.choose(case, use)
         if isinstance(form, list) and not allow_float:

@@ -16,7 +16,7 @@ import torch
 
 from ..core.tensor import AffineQuantizedTensor
 from . import dequantize_ops, quantize_ops
-from .codes_2d import Rows, packed, pad_columns
+from .codes_2d import CodeRows, packed, pad_columns
 from .graph import Nodes
 
 STYLES = ("auto", "matmulnbits", "qdq")
@@ -26,7 +26,7 @@ SAFE_INT8 = 64
 
 
 @dataclass(frozen=True)
-class Case:
+class OnnxCase:
     """A weight and what was asked for.
 
     rows     None where it has none, for the reason ``refused``
@@ -47,7 +47,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Form:
+class OnnxPattern:
     """One row.
 
     accepts    case -> True, or the sentence that refuses it
@@ -57,12 +57,12 @@ class Form:
 
     name: str
     styles: tuple[str, ...]
-    accepts: Callable[[Case], bool | str]
-    build: Callable[[Nodes, Case, Any], Any]
+    accepts: Callable[[OnnxCase], bool | str]
+    build: Callable[[Nodes, OnnxCase, Any], Any]
     tolerance: str = "float32"
 
 
-def _input(case: Case) -> bool | str:
+def _input(case: OnnxCase) -> bool | str:
     """Whether the input's quantization can be written."""
     return True if case.act is None else quantize_ops.refusal(case.act, case.rows.width) or True
 
@@ -70,7 +70,7 @@ def _input(case: Case) -> bool | str:
 # -- integer products ------------------------------------------------------------------------------------------------
 
 
-def _accepts_integer(case: Case) -> bool | str:
+def _accepts_integer(case: OnnxCase) -> bool | str:
     r, act = case.rows, case.act
     if act is None:
         return "its input is not quantized"
@@ -83,7 +83,7 @@ def _accepts_integer(case: Case) -> bool | str:
     return _input(case)
 
 
-def _integer(n: Nodes, case: Case, x: Any) -> Any:
+def _integer(n: Nodes, case: OnnxCase, x: Any) -> Any:
     """((qx - zx) @ qw.T) * sx * sw, with exact sums.
 
     Inputs are stored from 0 to 255, which onnxruntime's kernels are written for. Weights too, unless they are small:
@@ -111,7 +111,7 @@ def _integer(n: Nodes, case: Case, x: Any) -> Any:
     return n.op("Mul", n.op("Mul", n.floats(y), q.scale), _row_scale(n, r))
 
 
-def _row_scale(n: Nodes, r: Rows) -> Any:
+def _row_scale(n: Nodes, r: CodeRows) -> Any:
     """The scale of each output, [N] or one number."""
     return dequantize_ops.scales(n, r) if r.one_scale else n.reshape(dequantize_ops.scales(n, r), -1)
 
@@ -119,14 +119,14 @@ def _row_scale(n: Nodes, r: Rows) -> Any:
 # -- weight only -----------------------------------------------------------------------------------------------------
 
 
-def nbits_block(r: Rows) -> int | None:
+def nbits_block(r: CodeRows) -> int | None:
     """The block under which MatMulNBits can hold these rows; None where there is none."""
     if r.n_blocks == 1:
         return next((b for b in NBITS_BLOCKS if b >= r.width), NBITS_BLOCKS[-1])
     return next((b for b in reversed(NBITS_BLOCKS) if r.block % b == 0), None)
 
 
-def _accepts_nbits(case: Case) -> bool | str:
+def _accepts_nbits(case: OnnxCase) -> bool | str:
     r = case.rows
     if r.format.kind != "int":
         return f"MatMulNBits holds integers, not {r.format}"
@@ -139,7 +139,7 @@ def _accepts_nbits(case: Case) -> bool | str:
     return _input(case)
 
 
-def _nbits(n: Nodes, case: Case, x: Any) -> Any:
+def _nbits(n: Nodes, case: OnnxCase, x: Any) -> Any:
     r, bits = case.rows, case.rows.storage_bits
     rank, x = len(x.shape), quantize_ops.rounded(n, x, case.tensor)
     shift = dequantize_ops.unsigned_shift(r)
@@ -156,7 +156,7 @@ def _nbits(n: Nodes, case: Case, x: Any) -> Any:
     return y if r.offset is None else n.op("Add", y, _offset_product(n, r, x, rank))
 
 
-def _offset_product(n: Nodes, r: Rows, x: Any, rank: int) -> Any:
+def _offset_product(n: Nodes, r: CodeRows, x: Any, rank: int) -> Any:
     """What real offsets add: (sum of x over each block) @ offset.T."""
     more = r.n_blocks * r.block - r.width
     if more:
@@ -166,7 +166,7 @@ def _offset_product(n: Nodes, r: Rows, x: Any, rank: int) -> Any:
     return n.op("MatMul", sums, n.op("Transpose", dequantize_ops.offsets(n, r), perm=[1, 0]))
 
 
-def _decodable(case: Case) -> bool | str:
+def _decodable(case: OnnxCase) -> bool | str:
     return _input(case)
 
 
@@ -174,37 +174,37 @@ def _product(n: Nodes, x: Any, w: Any) -> Any:
     return n.op("MatMul", x, n.op("Transpose", w, perm=[1, 0]))
 
 
-def _decoded(n: Nodes, case: Case, x: Any) -> Any:
+def _decoded(n: Nodes, case: OnnxCase, x: Any) -> Any:
     return _product(n, quantize_ops.rounded(n, x, case.tensor), dequantize_ops.values(n, case.rows))
 
 
-def _float32(n: Nodes, case: Case) -> Any:
+def _float32(n: Nodes, case: OnnxCase) -> Any:
     return n.stored(f"{case.name}.float32", lambda: case.tensor.dequantize(torch.float32).numpy())
 
 
-def _accepts_dq(case: Case) -> bool | str:
+def _accepts_dq(case: OnnxCase) -> bool | str:
     r = case.rows
     if r.format.kind != "int" and not r.format.native_float:
         return f"DequantizeLinear takes integers and float8, not {r.format}"
     return _input(case)
 
 
-def _accepts_dq_alone(case: Case) -> bool | str:
+def _accepts_dq_alone(case: OnnxCase) -> bool | str:
     return _accepts_dq(replace(case, tensor=case.tensor.with_(act=None)))
 
 
-def _dq(n: Nodes, case: Case, x: Any) -> Any:
+def _dq(n: Nodes, case: OnnxCase, x: Any) -> Any:
     return _product(n, quantize_ops.rounded(n, x, case.tensor), dequantize_ops.dequantize_linear(n, case.rows))
 
 
-def _accepts_qdq(case: Case) -> bool | str:
+def _accepts_qdq(case: OnnxCase) -> bool | str:
     act = case.act
     if act is None or act.mode != "static" or act.spec.format.bits != 8 or act.spec.format.kind != "int":
         return "QuantizeLinear is for inputs of static int8"
     return _accepts_dq(case)
 
 
-def _qdq(n: Nodes, case: Case, x: Any) -> Any:
+def _qdq(n: Nodes, case: OnnxCase, x: Any) -> Any:
     w = case.tensor
     assert w.act_scale is not None
     zero = np.int8(0 if w.act_zero_point is None else w.act_zero_point.item())
@@ -216,29 +216,29 @@ def _qdq(n: Nodes, case: Case, x: Any) -> Any:
 ANY = STYLES
 NEVER_QDQ = ("auto", "matmulnbits")
 LINEAR = (
-    Form("QuantizeLinear + MatMul", ("qdq",), _accepts_qdq, _qdq, "one step of an input's code, at ties"),
-    Form("MatMulInteger", ANY, _accepts_integer, _integer, "equal integers"),
-    Form("MatMulNBits", NEVER_QDQ, _accepts_nbits, _nbits),
-    Form("DequantizeLinear + MatMul", ("qdq",), _accepts_dq, _dq, "float32, with graph optimizations off"),
-    Form("decode + MatMul", ANY, _decodable, _decoded),
+    OnnxPattern("QuantizeLinear + MatMul", ("qdq",), _accepts_qdq, _qdq, "one step of an input's code, at ties"),
+    OnnxPattern("MatMulInteger", ANY, _accepts_integer, _integer, "equal integers"),
+    OnnxPattern("MatMulNBits", NEVER_QDQ, _accepts_nbits, _nbits),
+    OnnxPattern("DequantizeLinear + MatMul", ("qdq",), _accepts_dq, _dq, "float32, with graph optimizations off"),
+    OnnxPattern("decode + MatMul", ANY, _decodable, _decoded),
 )
 VALUES = (
-    Form(
+    OnnxPattern(
         "DequantizeLinear", ("qdq",), _accepts_dq_alone, lambda n, c, x: dequantize_ops.dequantize_linear(n, c.rows),
         "exact",
     ),
-    Form("decode", ANY, lambda c: True, lambda n, c, x: dequantize_ops.values(n, c.rows), "exact"),
+    OnnxPattern("decode", ANY, lambda c: True, lambda n, c, x: dequantize_ops.values(n, c.rows), "exact"),
 )  # fmt: skip
-INPUT = (Form("quantized input", ANY, _input, lambda n, c, x: quantize_ops.rounded(n, x, c.tensor)),)
+INPUT = (OnnxPattern("quantized input", ANY, _input, lambda n, c, x: quantize_ops.rounded(n, x, c.tensor)),)
 EMBEDDING = (
-    Form("Gather + decode", ANY, lambda c: True, lambda n, c, x: dequantize_ops.lookup(n, c.rows, x), "exact"),
+    OnnxPattern("Gather + decode", ANY, lambda c: True, lambda n, c, x: dequantize_ops.lookup(n, c.rows, x), "exact"),
 )
 TABLES = {"linear": LINEAR, "values": VALUES, "convolution": INPUT, "embedding": EMBEDDING}
 
 
 # What allow_float permits: float32 numbers, and inputs as they come.
 FLOAT = {
-    use: Form("float32", ANY, lambda c: True, build, "exact")
+    use: OnnxPattern("float32", ANY, lambda c: True, build, "exact")
     for use, build in {
         "linear": lambda n, c, x: _product(n, x, _float32(n, c)),
         "values": lambda n, c, x: _float32(n, c),
@@ -248,7 +248,7 @@ FLOAT = {
 }
 
 
-def choose(case: Case, use: str) -> Form | list[str]:
+def choose(case: OnnxCase, use: str) -> OnnxPattern | list[str]:
     """The form of a use, or why none would do: a sentence for each."""
     said = [case.refused] if case.refused else []
     for form in () if said else TABLES[use]:

@@ -19,7 +19,7 @@ from .graph import Nodes
 _RULES = (None, "symmetric", "asymmetric", "absmax")
 
 
-class Quantized(NamedTuple):
+class QuantizedInput(NamedTuple):
     """x ~ (codes - zero) * scale. codes: integers (or float8 numbers) as float32, so is zero; None: 0."""
 
     codes: Any
@@ -48,7 +48,7 @@ def refusal(act: ActivationSpec, width: int) -> str | None:
     return f"its input has blocks {list(block)}, which do not divide a row of {width}"
 
 
-def quantized(n: Nodes, x: Any, w: AffineQuantizedTensor) -> Quantized:
+def quantized(n: Nodes, x: Any, w: AffineQuantizedTensor) -> QuantizedInput:
     """The codes of x. Blocks along its last axis are not taken apart here: see :func:`rounded`."""
     act = w.act
     assert act is not None
@@ -75,9 +75,9 @@ def quantized(n: Nodes, x: Any, w: AffineQuantizedTensor) -> Quantized:
         # and its Reciprocal need not round as a division does.
         up = n.op("Div", n.op("Div", scale, scale), scale)
     if f.native_float:
-        return Quantized(_float8(n, n.op("Clip", n.op("Div", x, scale), lo, hi), f.code_dtype), scale, None)
+        return QuantizedInput(_float8(n, n.op("Clip", n.op("Div", x, scale), lo, hi), f.code_dtype), scale, None)
     steps = n.op("Round", n.op("Mul", x, up))
-    return Quantized(n.op("Clip", steps if zero is None else n.op("Add", steps, zero), lo, hi), scale, zero)
+    return QuantizedInput(n.op("Clip", steps if zero is None else n.op("Add", steps, zero), lo, hi), scale, zero)
 
 
 def _reach(act: ActivationSpec) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..core.tensor import AffineQuantizedTensor
 from ..io.checkpoint import open_files
 from ..io.config_files import METHOD, quantization_config
-from ..io.lazy_checkpoint import opened
+from ..io.lazy_checkpoint import open_safetensors
 from ..io.manifest import VERSION
 from ..io.state_dict import flatten
 from ..io.state_dict_slots import Slot, slots_of
@@ -98,7 +98,7 @@ class DiffusersPennyweightQuantizer(DiffusersQuantizer):
         if not all(p.endswith(".safetensors") for p in paths):
             return loaded_keys  # pickled whole
         with open_files(paths) as checkpoint:
-            self._read = opened(checkpoint, None, {}, None).state_dict()
+            self._read = open_safetensors(checkpoint, None, {}, None).state_dict()
         return list(self._read)
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..core.spec import DTYPES
 from ..io.checkpoint import open_files
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
 from ..io.errors import CheckpointError
-from ..io.foreign_state_dict import exactly
+from ..io.foreign_state_dict import convert_exactly
 from ..io.manifest import KeyedError, Meta, stored_parts
 from ..io.state_dict import build, flatten
 from ..io.state_dict_slots import slots_of
@@ -194,7 +194,7 @@ class PennyweightQuantizer(HfQuantizer):
             asked.written = None
             return flatten(state)
         linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        tensors, asked.written = exactly(state, asked.save_as, linear)
+        tensors, asked.written = convert_exactly(state, asked.save_as, linear)
         return tensors, {}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
-from .locks import hold, let_go, open_folder, still_there
+from .locks import open_folder, same_inode, try_lock, unlock
 from .safetensors_file import Entry, header_bytes
 
 _STAGING = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial")
@@ -86,7 +86,7 @@ def open_new(path: str) -> Any:
 
 
 @contextmanager
-def staging(folder: str, name: str) -> Iterator[str]:
+def partial_path(folder: str, name: str) -> Iterator[str]:
     """A new folder inside ``folder`` for files that are not finished; what is in it at the end is removed.
 
     What writers that died have left of the same name is removed first. One that lives holds the lock of its staging
@@ -101,7 +101,7 @@ def staging(folder: str, name: str) -> Iterator[str]:
             fd = open_folder(path)
         except FileNotFoundError:  # another writer took it for a left-over one before it was locked
             continue
-        if fd is None or (hold(fd) is not False and still_there(fd, path)):
+        if fd is None or (try_lock(fd) is not False and same_inode(fd, path)):
             break
         os.close(fd)
     try:
@@ -111,7 +111,7 @@ def staging(folder: str, name: str) -> Iterator[str]:
             shutil.rmtree(path)
         finally:
             if fd is not None:
-                let_go(fd)
+                unlock(fd)
                 os.close(fd)
 
 
@@ -130,19 +130,19 @@ def remove_left_over(folder: str, name: str | None = None) -> None:
         if fd is None:
             continue
         try:
-            if hold(fd) and still_there(fd, path):
+            if try_lock(fd) and same_inode(fd, path):
                 shutil.rmtree(path)
         finally:
-            let_go(fd)
+            unlock(fd)
             os.close(fd)
 
 
 def is_staging(name: str) -> bool:
-    """Whether a folder's name is one that :func:`staging` gives."""
+    """Whether a folder's name is one that :func:`partial_path` gives."""
     return _STAGING.fullmatch(name) is not None
 
 
-def publish(temp: str, final: str) -> None:
+def rename_into_place(temp: str, final: str) -> None:
     """Put a finished file in its place in one step; what was there, were it a link, is replaced, not followed."""
     os.replace(temp, final)
     sync_folder(os.path.dirname(final))
@@ -159,7 +159,7 @@ def sync_folder(folder: str) -> None:
 
 
 @contextmanager
-def made(folder: str) -> Iterator[None]:
+def make_folders(folder: str) -> Iterator[None]:
     """Within: the folder is there. Those that had to be made are unmade on an error, if nothing was put there."""
     new = []
     at = folder
@@ -191,10 +191,10 @@ def write_file(path: str, data: bytes) -> None:
 def write_bytes(path: str, data: bytes) -> None:
     """A small file, whole or not at all."""
     folder, name = os.path.split(os.path.abspath(path))
-    with staging(folder, name) as stage:
+    with partial_path(folder, name) as stage:
         temp = os.path.join(stage, name)
         write_file(temp, data)
-        publish(temp, os.path.join(folder, name))
+        rename_into_place(temp, os.path.join(folder, name))
 
 
 def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:

@@ -79,10 +79,10 @@ def open_checkpoint(path: str | os.PathLike[str], mmap: bool = True) -> Checkpoi
     checked; raises CheckpointError, and only that.
     """
     path = os.fspath(path)
-    return steady(path, lambda: open_once(path, mmap))
+    return retry_while_replaced(path, lambda: open_once(path, mmap))
 
 
-def steady(path: str, attempt: Callable[[], Opening]) -> Opening:
+def retry_while_replaced(path: str, attempt: Callable[[], Opening]) -> Opening:
     """What ``attempt`` opens at a path, of one checkpoint: tried anew where a writer put another there meanwhile.
 
     Raises CheckpointError, that of the last attempt.
@@ -132,8 +132,8 @@ def open_once(path: str, mmap: bool) -> Checkpoint:
                 raise CheckpointError(
                     path, None, f"holds neither {SINGLE} nor {INDEX}; give the path of a file instead"
                 )
-            return _open(path, [inside(real, SINGLE)], mmap)
-        return _open_index(path, real, inside(real, INDEX), mmap)
+            return _open(path, [resolve_inside(real, SINGLE)], mmap)
+        return _open_index(path, real, resolve_inside(real, INDEX), mmap)
     if path.endswith(".index.json"):
         return _open_index(path, os.path.dirname(os.path.abspath(path)), real, mmap)
     return _open(path, [real], mmap)
@@ -155,7 +155,7 @@ def _open_index(path: str, folder: str, index: str, mmap: bool) -> Checkpoint:
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_SHARDS:
         raise CheckpointError(index, None, f"names {len(names)} shards; at most {MAX_SHARDS} are read")
-    out = _open(path, [inside(folder, name) for name in names], mmap, names, weight_map)
+    out = _open(path, [resolve_inside(folder, name) for name in names], mmap, names, weight_map)
     out.index = index
     return out
 
@@ -268,7 +268,7 @@ def check_file_name(name: Any) -> None:
         raise ValueError(f"shard {str(name)[:100]!r} is not the plain name of a .safetensors file in the same folder")
 
 
-def inside(folder: str, name: str) -> str:
+def resolve_inside(folder: str, name: str) -> str:
     """Real path of a file in ``folder`` (a real path). Raises CheckpointError where a link leads out of it.
 
     The Hub's cache is the one exception: its snapshots/<revision>/ holds links into the blobs/ beside snapshots/.

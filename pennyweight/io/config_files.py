@@ -13,7 +13,7 @@ from ..core.spec import dtype_name
 from ..quantize.configs import AOBaseConfig
 from ..quantize.configs.serialize import config_to_data
 from .atomic_write import write_bytes
-from .checkpoint import inside
+from .checkpoint import resolve_inside
 from .errors import CheckpointError
 from .manifest import Manifest, version_of
 from .meta_model import read_config
@@ -68,11 +68,11 @@ def copy_side_files(
     found = [name for name in sorted(os.listdir(folder)) if _wanted(name)]
     for module in sorted(os.listdir(folder)):  # sentence-transformers keeps each module's config in a folder
         if module[:1].isdigit() and os.path.isdir(os.path.join(folder, module)):
-            names = sorted(os.listdir(inside(folder, module)))
+            names = sorted(os.listdir(resolve_inside(folder, module)))
             found += [os.path.join(module, name) for name in names if name.endswith(".json") and _wanted(name)]
     copied = []
     for name in found:
-        path = inside(folder, name)
+        path = resolve_inside(folder, name)
         if not os.path.isfile(path) or os.path.getsize(path) > MAX_BYTES:
             continue
         data = _read(path)

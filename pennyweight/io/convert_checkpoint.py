@@ -18,14 +18,14 @@ from .codecs import CODECS
 from .config_files import METHOD, config_bytes, copy_side_files, folder_of, method_files, quantization_config
 from .detect_format import open as open_any
 from .errors import CheckpointError
-from .lazy_checkpoint import Held, Opened
+from .lazy_checkpoint import Opened, StoredTensor
 from .manifest import Meta
 from .meta_model import looks_linear
-from .output_formats import COPIED, EXACT, FLOAT, FLOATS, QUANTIZED, REQUANTIZED, Choice, Target
+from .output_formats import COPIED, EXACT, FLOAT, FLOATS, QUANTIZED, REQUANTIZED, OutputChoice, OutputFormat
 from .resumable_write import Job, Told, carry_out, check_places
 from .safetensors_file import Entry
-from .shard_plan import MAX_SHARD_BYTES, divide
-from .streaming import Noise
+from .shard_plan import MAX_SHARD_BYTES, assign_shards
+from .streaming import QuantizationNoise
 
 
 def formats() -> tuple[str, ...]:
@@ -96,17 +96,17 @@ def _named(source: Opened, names: Any) -> Opened:
     return under_hf_names(source, names)
 
 
-def _target(to: str, dtype: torch.dtype | None) -> Target:
+def _target(to: str, dtype: torch.dtype | None) -> OutputFormat:
     if to == "pennyweight":
-        return output_formats.native(quantization_config(None))
+        return output_formats.native_target(quantization_config(None))
     if to == "float":
-        return output_formats.floats(dtype)
+        return output_formats.float_target(dtype)
     codec = next(codec for codec in CODECS if codec.name == to)
     assert codec.writing is not None
-    return output_formats.foreign(to, codec.writing)
+    return output_formats.foreign_target(to, codec.writing)
 
 
-def _decide(source: Opened, target: Target, size: int) -> tuple[Job, Report, dict[str, Choice]]:
+def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Report, dict[str, OutputChoice]]:
     aliases = source.aliases
     held = dict(source.held)
     if not target.aliases:
@@ -130,15 +130,15 @@ def _decide(source: Opened, target: Target, size: int) -> tuple[Job, Report, dic
     also: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         also.setdefault(name, []).append(alias)
-    noise = Noise({}, {})
+    noise = QuantizationNoise({}, {})
     items = [
-        output_formats.item(target, name, held[name], choice, tuple(also.get(name, ())), noise)
+        output_formats.planned_item(target, name, held[name], choice, tuple(also.get(name, ())), noise)
         for name, choice in chosen.items()
     ]
     job = Job(
         (*source.files, *method_files(folder_of(source.path))),
         [target.name, *(f"{name}: {choice}" for name, choice in chosen.items())],
-        divide(items, size),
+        assign_shards(items, size),
         side_files(source, method, _told_dtype(chosen) if target.holds == FLOATS else None),
         target.metadata,
         noise,
@@ -153,7 +153,7 @@ def _ties(source: Opened) -> bool:
     return source.config is not None and source.config.get("tie_word_embeddings") is not False
 
 
-def _told_dtype(chosen: Mapping[str, Choice]) -> torch.dtype | None:
+def _told_dtype(chosen: Mapping[str, OutputChoice]) -> torch.dtype | None:
     """The dtype of most numbers of a float checkpoint; None where they stay as they were."""
     if all(c.how == COPIED and not c.why for c in chosen.values()):
         return None
@@ -181,7 +181,7 @@ def side_files(source: Opened, method: dict[str, Any] | None, dtype: torch.dtype
     return write
 
 
-def _row(name: str, held: Held, choice: Choice, after: int) -> Row:
+def _row(name: str, held: StoredTensor, choice: OutputChoice, after: int) -> Row:
     kind = choice.kind
     scheme = str(kind.spec) if isinstance(kind, Meta) else _word(kind) if choice.how == FLOAT else ""
     note = {EXACT: "exact", COPIED: f"{_word(kind)}, as it is" if not choice.why else choice.why}
@@ -190,7 +190,7 @@ def _row(name: str, held: Held, choice: Choice, after: int) -> Row:
     return Row(name, "Tensor", held.kind.shape, scheme, "", held.nbytes, after, note=text)
 
 
-def fill(report: Report, chosen: Mapping[str, Choice], sqnr: Mapping[str, float]) -> None:
+def fill(report: Report, chosen: Mapping[str, OutputChoice], sqnr: Mapping[str, float]) -> None:
     """What became of each row, now that it is known."""
     for row in report.rows:
         choice = chosen[row.name]

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import external_readers
-from .checkpoint import INDEX, SINGLE, Checkpoint, inside, open_once, steady
+from .checkpoint import INDEX, SINGLE, Checkpoint, open_once, resolve_inside, retry_while_replaced
 from .codecs import CODECS
 from .config_files import METHOD, folder_of
 from .errors import CheckpointError
-from .lazy_checkpoint import Opened, opened
+from .lazy_checkpoint import Opened, open_safetensors
 from .meta_model import read_config, read_json
 
 GGUF_MAGIC = b"GGUF"
@@ -33,7 +33,7 @@ def open(path: str | os.PathLike[str], *, allow_pickle: bool = False, mmap: bool
     a tensor would end the process (SIGBUS) or see other numbers. False reads tensors into memory of their own.
     """
     path = os.fspath(path)
-    return steady(path, lambda: _open(path, allow_pickle, mmap))
+    return retry_while_replaced(path, lambda: _open(path, allow_pickle, mmap))
 
 
 def _open(path: str, allow_pickle: bool, mmap: bool) -> Opened:
@@ -70,7 +70,7 @@ def find_gguf(path: str) -> str | None:
         raise CheckpointError(
             path, None, f"holds {len(firsts)} GGUF models ({', '.join(firsts[:4])}); name one of them"
         )
-    return inside(real, firsts[0]) if firsts else None
+    return resolve_inside(real, firsts[0]) if firsts else None
 
 
 def _magic(path: str) -> bytes:
@@ -99,14 +99,14 @@ def _safetensors(c: Checkpoint) -> Opened:
                 return plugin.open_safetensors(c, config)
         for codec in CODECS:
             if codec.claims(method, entries):
-                return opened(c, codec, method, config)
+                return open_safetensors(c, codec, method, config)
         if named not in (None, METHOD):
             known = ", ".join(codec.name for codec in CODECS)
             raise CheckpointError(
                 c.path, None, f"config.json says quant_method {str(named)[:60]!r}, whose tensors are not found here; "
                 f"read are: {known}"
             )  # fmt: skip
-    return opened(c, None, {}, config)
+    return open_safetensors(c, None, {}, config)
 
 
 def quantization_of(config: Mapping[str, Any] | None, folder: str) -> Mapping[str, Any]:

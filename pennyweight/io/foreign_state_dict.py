@@ -21,7 +21,7 @@ from .state_dict import Item, items
 FORMATS = ("compressed-tensors",)
 
 
-def exactly(
+def convert_exactly(
     state_dict: Mapping[str, Any], format: str, linear: Collection[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Stored tensors and "quantization_config" of config.json, for a reader that does not know this package.

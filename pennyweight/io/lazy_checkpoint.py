@@ -22,7 +22,7 @@ Rows = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredTensor:
     """A tensor as a checkpoint holds it.
 
     kind    Meta of a quantized one; else dtype and shape
@@ -58,7 +58,7 @@ class Opened(Mapping[str, Tensor]):
 
     path: str
     format: str
-    held: Mapping[str, Held]
+    held: Mapping[str, StoredTensor]
     files: tuple[str, ...]
     close: Callable[[], None]
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -101,7 +101,9 @@ class Opened(Mapping[str, Tensor]):
         return out | {alias: out[name] for alias, name in self.aliases.items()}
 
 
-def opened(c: Checkpoint, codec: Codec | None, method: Mapping[str, Any], config: Mapping[str, Any] | None) -> Opened:
+def open_safetensors(
+    c: Checkpoint, codec: Codec | None, method: Mapping[str, Any], config: Mapping[str, Any] | None
+) -> Opened:
     """Safetensors as ``codec`` reads them; without one, as the native format or floats. Raises CheckpointError."""
     found = {} if codec is None else _find(c, codec, method)
     held = {name: _found(c, name, f) for name, f in found.items()}
@@ -151,7 +153,7 @@ def _find(c: Checkpoint, codec: Codec, method: Mapping[str, Any]) -> dict[str, F
     return found
 
 
-def _found(c: Checkpoint, name: str, found: Found) -> Held:
+def _found(c: Checkpoint, name: str, found: Found) -> StoredTensor:
     # Scales of other libraries may be negative; the header of a file that we write is made before they are seen
     meta = replace(found.meta, signed_scale=True)
 
@@ -163,10 +165,10 @@ def _found(c: Checkpoint, name: str, found: Found) -> Held:
         except ValueError as e:
             raise CheckpointError(c.path, name, str(e).removeprefix(f"{name}: ")) from e
 
-    return Held(meta, sum(_size(c.entry(s)) for s in found.stored), read)
+    return StoredTensor(meta, sum(_size(c.entry(s)) for s in found.stored), read)
 
 
-def _native(c: Checkpoint, name: str, meta: Meta) -> Held:
+def _native(c: Checkpoint, name: str, meta: Meta) -> StoredTensor:
     stored = stored_parts(name, meta)
     path = c.files[c.where[next(iter(stored))]].path
     shared = shared_parts(name)  # by all rows
@@ -190,7 +192,7 @@ def _native(c: Checkpoint, name: str, meta: Meta) -> Held:
 
     by_rows = len(meta.shape) > 1 and meta.axes is None and rows_independent(meta.spec, meta.shape)
     nbytes = sum(_size(c.entry(part)) for part in stored)
-    return Held(meta, nbytes, lambda: checked(meta, c.tensor), rows if by_rows else None)
+    return StoredTensor(meta, nbytes, lambda: checked(meta, c.tensor), rows if by_rows else None)
 
 
 def shared_parts(name: str) -> tuple[str, ...]:
@@ -198,7 +200,7 @@ def shared_parts(name: str) -> tuple[str, ...]:
     return tuple(f"{name}.{slot}" for slot in ("act_scale", "act_zero_point", "perm"))
 
 
-def _plain(file: File, name: str) -> Held:
+def _plain(file: File, name: str) -> StoredTensor:
     e = file.entries[name]
     width = math.prod(e.shape[1:])
 
@@ -212,7 +214,7 @@ def _plain(file: File, name: str) -> Held:
     def rows(start: int, stop: int) -> Tensor:
         return checked(file.read(name, start * width, stop * width).reshape(stop - start, *e.shape[1:]))
 
-    return Held(e, _size(e), lambda: checked(file.tensor(name)), rows if len(e.shape) > 1 else None)
+    return StoredTensor(e, _size(e), lambda: checked(file.tensor(name)), rows if len(e.shape) > 1 else None)
 
 
 def _size(e: Entry) -> int:

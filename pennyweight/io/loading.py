@@ -16,7 +16,7 @@ from .errors import CheckpointError
 from .lazy_checkpoint import Opened
 from .manifest import Meta
 from .safetensors_file import Entry
-from .state_dict_slots import Slot, slots_of, stranded
+from .state_dict_slots import Slot, meta_buffers, slots_of
 
 
 def load(
@@ -61,7 +61,7 @@ def load(
             checkpoint = under_hf_names(checkpoint, names)
         model_in = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and puts its own prefix on names
         slots = slots_of(model_in)
-        lost = stranded(model_in) if strict else []
+        lost = meta_buffers(model_in) if strict else []
         if lost:
             raise CheckpointError(
                 checkpoint.path, lost[0],

@@ -24,7 +24,7 @@ _POLL = 0.02
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF, errno.EINVAL}
 
 
-def hold(fd: int) -> bool | None:
+def try_lock(fd: int) -> bool | None:
     """Lock an open file or folder. False: another holds it. None: there are no locks here."""
     if fcntl is None:
         return None
@@ -39,14 +39,14 @@ def hold(fd: int) -> bool | None:
     return True
 
 
-def let_go(fd: int) -> None:
+def unlock(fd: int) -> None:
     """Unlock. Closing alone would not, where a process that was forked meanwhile has the file open too."""
     if fcntl is not None:
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def still_there(fd: int, path: str) -> bool:
+def same_inode(fd: int, path: str) -> bool:
     """Whether a path still leads to the file or folder that was opened."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
@@ -62,7 +62,7 @@ def open_folder(folder: str) -> int | None:
 
 
 @contextmanager
-def locked(folder: str, patience: float = PATIENCE) -> Iterator[bool]:
+def folder_lock(folder: str, patience: float = PATIENCE) -> Iterator[bool]:
     """Within: no other process or thread is in such a section for this folder. False: there are no locks here.
 
     Raises CheckpointError where another has held it for ``patience`` seconds.
@@ -75,12 +75,12 @@ def locked(folder: str, patience: float = PATIENCE) -> Iterator[bool]:
             yield False
             return
         try:
-            got = hold(fd)
-            if got is None or (got and still_there(fd, folder)):
+            got = try_lock(fd)
+            if got is None or (got and same_inode(fd, folder)):
                 yield bool(got)
                 return
         finally:
-            let_go(fd)
+            unlock(fd)
             os.close(fd)
         if time.monotonic() >= end:
             raise CheckpointError(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..core.spec import DTYPES
-from .checkpoint import Checkpoint, inside, open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint, resolve_inside
 from .errors import CheckpointError
 from .safetensors_file import Entry
 from .state_dict_slots import slots_of
@@ -54,7 +54,7 @@ def read_json(folder: str, name: str) -> dict[str, Any] | None:
     path = os.path.join(real, name)
     if not os.path.isdir(real) or not os.path.lexists(path):
         return None
-    path = inside(real, name)
+    path = resolve_inside(real, name)
     try:
         # a pipe must not block the open
         with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as f:

@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.convert_spec import respell
+from ..core.convert_spec import convert_parts
 from ..core.numerics import Parts, dequantize, quantize, sqnr
 from ..core.spec import DTYPES, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
 from .codecs import Writing
 from .config_files import METHOD
 from .errors import CheckpointError
-from .lazy_checkpoint import Held, shared_parts
+from .lazy_checkpoint import StoredTensor, shared_parts
 from .manifest import Meta, Stored, clean, stored_parts
 from .safetensors_file import DTYPE_NAMES, Entry
 from .state_dict import Item, metadata_of, pack
-from .streaming import COPY_BYTES, ROWS_NUMEL, Noise
+from .streaming import COPY_BYTES, ROWS_NUMEL, QuantizationNoise
 
 EXACT, REQUANTIZED, FLOAT, COPIED = "exact", "requantized", "float", "copied"
 QUANTIZED, FLOATS, ANY = "quantized", "floats", "any"
 
 
 @dataclass(frozen=True)
-class Choice:
+class OutputChoice:
     """What becomes of one tensor.
 
     kind  Meta of a quantized one, else dtype and shape
@@ -42,7 +42,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Target:
+class OutputFormat:
     """A format to write.
 
     choose    what a held tensor becomes
@@ -56,8 +56,8 @@ class Target:
     """
 
     name: str
-    choose: Callable[[str, Held], Choice]
-    stored: Callable[[str, Choice], Stored]
+    choose: Callable[[str, StoredTensor], OutputChoice]
+    stored: Callable[[str, OutputChoice], Stored]
     pack: Callable[[str, Parts, Meta], dict[str, Tensor]]
     by_rows: bool
     method: Callable[[Mapping[str, Meta], tuple[str, ...]], dict[str, Any] | None]
@@ -66,52 +66,56 @@ class Target:
     metadata: Callable[[list[Item]], dict[str, str]] = lambda shard: {"format": "pt"}
 
 
-def native(method: dict[str, Any]) -> Target:
+def native_target(method: dict[str, Any]) -> OutputFormat:
     """Pennyweight's own format, which holds whatever can be read."""
 
-    def choose(name: str, held: Held) -> Choice:
-        return Choice(held.kind, COPIED if held.meta is None else EXACT)
+    def choose(name: str, held: StoredTensor) -> OutputChoice:
+        return OutputChoice(held.kind, COPIED if held.meta is None else EXACT)
 
-    def stored(name: str, choice: Choice) -> Stored:
+    def stored(name: str, choice: OutputChoice) -> Stored:
         return stored_parts(name, choice.kind) if isinstance(choice.kind, Meta) else _plain(name, choice.kind)
 
     def put(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
         w = AffineQuantizedTensor(parts, meta.spec, meta.shape, meta.dtype, meta.act, meta.axes)
         return pack(name, w, meta)
 
-    return Target(METHOD, choose, stored, put, True, lambda metas, plain: method, ANY, True, metadata_of)
+    return OutputFormat(METHOD, choose, stored, put, True, lambda metas, plain: method, ANY, True, metadata_of)
 
 
-def floats(dtype: torch.dtype | None) -> Target:
+def float_target(dtype: torch.dtype | None) -> OutputFormat:
     """Plain tensors: quantized ones dequantized, as ``dtype`` or the one that they stand for."""
 
-    def choose(name: str, held: Held) -> Choice:
+    def choose(name: str, held: StoredTensor) -> OutputChoice:
         kind = held.kind
         if isinstance(kind, Meta):
-            return Choice(Entry(dtype or kind.dtype, kind.shape), FLOAT, f"dequantized from {held.word or kind.spec}")
+            return OutputChoice(
+                Entry(dtype or kind.dtype, kind.shape), FLOAT, f"dequantized from {held.word or kind.spec}"
+            )
         return _copied(kind, dtype)
 
     def none(*args: Any) -> dict[str, Tensor]:
         raise AssertionError("a float checkpoint holds no quantized tensor")
 
-    return Target("float", choose, lambda name, c: _plain(name, c.kind), none, True, lambda metas, plain: None, FLOATS)
+    return OutputFormat(
+        "float", choose, lambda name, c: _plain(name, c.kind), none, True, lambda metas, plain: None, FLOATS
+    )
 
 
-def foreign(format: str, writing: Writing) -> Target:
+def foreign_target(format: str, writing: Writing) -> OutputFormat:
     """A format of another library: exact where it has the numbers, else the nearest spec that it has, or float."""
 
-    def choose(name: str, held: Held) -> Choice:
+    def choose(name: str, held: StoredTensor) -> OutputChoice:
         kind = held.kind
         if not isinstance(kind, Meta):
-            return Choice(kind, COPIED)
+            return OutputChoice(kind, COPIED)
         why = writing.refuses(name, kind)
         near = kind.spec if why is None else writing.nearest(name, kind)
         if why is None and kind.perm and not writing.perm:
             why = f"its channels lie in another order, of which {format} keeps nothing"
         if why is None:
-            return Choice(kind, EXACT)
+            return OutputChoice(kind, EXACT)
         if near is None:
-            return Choice(Entry(kind.dtype, kind.shape), FLOAT, why)
+            return OutputChoice(Entry(kind.dtype, kind.shape), FLOAT, why)
         same = kind.act is not None and near.format.kind == kind.spec.format.kind
         new = replace(kind, spec=near, act=kind.act if same else None, signed_scale=True, perm=False)
         refused = writing.refuses(name, new)
@@ -119,28 +123,35 @@ def foreign(format: str, writing: Writing) -> Target:
             new = replace(new, act=None)
             refused = writing.refuses(name, new)
         if refused is not None:
-            return Choice(Entry(kind.dtype, kind.shape), FLOAT, refused)
-        return Choice(new, REQUANTIZED, why)
+            return OutputChoice(Entry(kind.dtype, kind.shape), FLOAT, refused)
+        return OutputChoice(new, REQUANTIZED, why)
 
-    def stored(name: str, choice: Choice) -> Stored:
+    def stored(name: str, choice: OutputChoice) -> Stored:
         return writing.stored(name, choice.kind) if isinstance(choice.kind, Meta) else _plain(name, choice.kind)
 
-    return Target(format, choose, stored, writing.pack, False, writing.method, QUANTIZED)
+    return OutputFormat(format, choose, stored, writing.pack, False, writing.method, QUANTIZED)
 
 
-def item(target: Target, name: str, held: Held, choice: Choice, aliases: tuple[str, ...], noise: Noise) -> Item:
+def planned_item(
+    target: OutputFormat,
+    name: str,
+    held: StoredTensor,
+    choice: OutputChoice,
+    aliases: tuple[str, ...],
+    noise: QuantizationNoise,
+) -> Item:
     """What will be written for a tensor. The noise of what is not exact is noted when it is made."""
 
     def make() -> Iterator[tuple[str, int, Tensor]]:
         meta = choice.kind if isinstance(choice.kind, Meta) else None
         by_rows = target.by_rows or meta is None
-        for start, w in pieces(held, by_rows):
+        for start, w in row_chunks(held, by_rows):
             if meta is None:
                 out = {name: as_float(name, w, choice.kind.dtype, noise if choice.how == FLOAT else None)}
             else:
                 assert isinstance(w, AffineQuantizedTensor)
                 part = meta if tuple(w.shape) == meta.shape else replace(meta, shape=tuple(w.shape))
-                out = target.pack(name, spelt(name, w, choice, part.spec, noise), part)
+                out = target.pack(name, convert_or_requantize(name, w, choice, part.spec, noise), part)
             for stored, tensor in out.items():
                 if start == 0 or stored not in shared_parts(name):
                     yield stored, start * (tensor.numel() // max(1, tensor.shape[0])) if start else 0, tensor
@@ -149,7 +160,7 @@ def item(target: Target, name: str, held: Held, choice: Choice, aliases: tuple[s
     return Item(name, target.stored(name, choice), make, meta, aliases)
 
 
-def pieces(held: Held, by_rows: bool) -> Iterator[tuple[int, Tensor]]:
+def row_chunks(held: StoredTensor, by_rows: bool) -> Iterator[tuple[int, Tensor]]:
     """(first row, some rows) of a tensor, a few million elements at a time where it can be read so; else all of it."""
     shape = held.kind.shape
     width = max(1, torch.Size(shape[1:]).numel()) if shape else 1
@@ -162,7 +173,9 @@ def pieces(held: Held, by_rows: bool) -> Iterator[tuple[int, Tensor]]:
         yield start, held.rows(start, min(start + step, shape[0]))
 
 
-def spelt(name: str, w: AffineQuantizedTensor, choice: Choice, spec: QuantSpec, noise: Noise) -> Parts:
+def convert_or_requantize(
+    name: str, w: AffineQuantizedTensor, choice: OutputChoice, spec: QuantSpec, noise: QuantizationNoise
+) -> Parts:
     """Plain parts of w under ``spec``: its own, or respelt, or quantized anew; with what was lost."""
     parts = w.plain_parts()
     if choice.how == EXACT:
@@ -171,14 +184,14 @@ def spelt(name: str, w: AffineQuantizedTensor, choice: Choice, spec: QuantSpec, 
     assert isinstance(choice.kind, Meta)
     was = dequantize(parts, mine, shape)
     moved = parts.perm is not None and not choice.kind.perm  # channels in their own order have other blocks
-    new = None if moved else respell(parts, mine, shape, spec)
+    new = None if moved else convert_parts(parts, mine, shape, spec)
     if new is None:
         new = quantize(was, spec)._replace(act_scale=parts.act_scale, act_zero_point=parts.act_zero_point)
     noise.add(name, was, sqnr(was, dequantize(new, spec, shape)))
     return new
 
 
-def as_float(name: str, w: Tensor, dtype: torch.dtype, noise: Noise | None) -> Tensor:
+def as_float(name: str, w: Tensor, dtype: torch.dtype, noise: QuantizationNoise | None) -> Tensor:
     """w as a plain tensor of ``dtype``. Raises CheckpointError where its values do not fit."""
     if isinstance(w, AffineQuantizedTensor):
         exact = w.dequantize(torch.float32)
@@ -192,10 +205,10 @@ def as_float(name: str, w: Tensor, dtype: torch.dtype, noise: Noise | None) -> T
     return out.contiguous()
 
 
-def _copied(kind: Entry, dtype: torch.dtype | None) -> Choice:
+def _copied(kind: Entry, dtype: torch.dtype | None) -> OutputChoice:
     if dtype is None or dtype == kind.dtype or kind.dtype not in DTYPES.values():
-        return Choice(kind, COPIED)
-    return Choice(Entry(dtype, kind.shape), COPIED, f"was {DTYPE_NAMES[kind.dtype]}")
+        return OutputChoice(kind, COPIED)
+    return OutputChoice(Entry(dtype, kind.shape), COPIED, f"was {DTYPE_NAMES[kind.dtype]}")
 
 
 def _plain(name: str, kind: Meta | Entry) -> Stored:

@@ -22,13 +22,13 @@ from .config_files import copy_side_files, quantization_config
 from .errors import CheckpointError
 from .meta_model import outline, read_config
 from .resumable_write import Job, Told, carry_out, check_places
-from .shard_plan import MAX_SHARD_BYTES, divide
+from .shard_plan import MAX_SHARD_BYTES, assign_shards
 from .state_dict import Item
-from .streaming import Noise, copied, quantized
+from .streaming import QuantizationNoise, copy_rows, quantize_rows
 
 
 @dataclass
-class Decided:
+class PlannedTensor:
     """All that is decided before a byte is written."""
 
     source: Checkpoint
@@ -85,7 +85,7 @@ def quantize_checkpoint(
 
 def _decide(
     source: Checkpoint, config: AOBaseConfig, filter_fn: Filter | None, skip: tuple[str, ...], policy: str, size: int
-) -> Decided:
+) -> PlannedTensor:
     if source.manifest.tensors:
         name = next(iter(source.manifest.tensors))
         raise CheckpointError(source.path, name, "is quantized already; start from the float checkpoint")
@@ -100,26 +100,26 @@ def _decide(
         raise PlanError(f"{handled.name}: {handled.note}; a handler needs the module: load the model and quantize_ it")
     report = todo.report()
     report.config = f"{report.config}; {how}"
-    noise = Noise({}, {})
+    noise = QuantizationNoise({}, {})
     method = quantization_config(config, skip or None)
     job = Job(
         tuple(file.path for file in source.files),
         [f"{row.name}: {row.scheme!r}" for row in todo.rows],
-        divide(_items(source, todo, noise), size),
+        assign_shards(_items(source, todo, noise), size),
         lambda dst: copy_side_files(source.path, dst, method),
         noise=noise,
     )
-    return Decided(source, todo, report, job)
+    return PlannedTensor(source, todo, report, job)
 
 
 def _plan(model: nn.Module, config: AOBaseConfig, filter_fn: Filter | None, skip: tuple[str, ...], policy: str) -> Plan:
     """The plan, less what is to be skipped."""
     words = _skipped(model, skip)
-    less, pick = without(model, config, filter_fn, skip)
+    less, pick = layout_free(model, config, filter_fn, skip)
     return _noted(Plan(config, plan(model, less, pick, on_indivisible=policy).rows), words)
 
 
-def without(model: nn.Module, config: Any, filter_fn: Filter | None, skip: tuple[str, ...]) -> tuple[Any, Any]:
+def layout_free(model: nn.Module, config: Any, filter_fn: Filter | None, skip: tuple[str, ...]) -> tuple[Any, Any]:
     """(config, filter_fn) that leave alone what ``skip`` names. Raises PlanError for a word that names nothing."""
     words = _skipped(model, skip)
     if not words:
@@ -167,7 +167,7 @@ def _means(word: str, name: str) -> bool:
     return name == word or name.endswith(f".{word}") or fnmatch.fnmatchcase(name, word)
 
 
-def _items(source: Checkpoint, plan: Plan, noise: Noise) -> list[Item]:
+def _items(source: Checkpoint, plan: Plan, noise: QuantizationNoise) -> list[Item]:
     """What will be written, in the order of the source: quantized, or copied as it is."""
     where = source.where
     aliases: dict[str, list[str]] = {}
@@ -187,16 +187,16 @@ def _items(source: Checkpoint, plan: Plan, noise: Noise) -> list[Item]:
             continue
         file, row_, also = source.files[where[name]], rows.get(name), tuple(aliases.get(name, ()))
         if row_ is None or row_.scheme is None:
-            out.append(copied(file, name, also))
+            out.append(copy_rows(file, name, also))
             continue
         dtype = source.entry(name).dtype
         if dtype not in DTYPES.values():
             raise PlanError(f"{name} is {dtype}, whose numbers mean little without scales of their own; skip it")
-        out.append(quantized(file, name, row_, also, noise))
+        out.append(quantize_rows(file, name, row_, also, noise))
     return out
 
 
-def _fill_report(decided: Decided, sqnr: dict[str, float]) -> None:
+def _fill_report(decided: PlannedTensor, sqnr: dict[str, float]) -> None:
     items = {item.name: item for shard in decided.job.shards for item in shard}
     for row, out in zip(decided.plan.rows, decided.report.rows, strict=True):
         name = next(p.name for p in row.places if p.name in decided.source.where)

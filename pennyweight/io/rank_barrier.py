@@ -10,7 +10,7 @@ import torch.distributed as dist
 from .errors import CheckpointError
 
 
-class Team:
+class RankGroup:
     """The ranks of torch.distributed, or this process alone."""
 
     def __init__(self, folder: str, together: bool) -> None:

@@ -10,8 +10,8 @@ from .atomic_write import index_bytes, sync_folder, write_file
 from .checkpoint import INDEX, SINGLE, read_index
 from .errors import CheckpointError
 from .job_progress import NAME
-from .locks import locked
-from .shard_plan import is_ours, new_token, shard_names
+from .locks import folder_lock
+from .shard_plan import is_ours, shard_names, shard_token
 
 
 def replace_checkpoint(
@@ -27,7 +27,7 @@ def replace_checkpoint(
     Shards take names that no file in the folder has, so that the old ones stay until the new index is on disk. What an
     older checkpoint, or a writer that died, has left is removed last. An error before the one step leaves the old one.
     """
-    with locked(folder) as alone:
+    with folder_lock(folder) as alone:
         put_checkpoint(folder, stage, files, holds, total, alone)
 
 
@@ -38,14 +38,14 @@ def put_checkpoint(
     found = os.listdir(folder)
     there = {name for name in found if is_ours(name)}
     named = _named(folder)
-    names = shard_names(len(files), "" if alone and not there else new_token(), SINGLE in named)
+    names = shard_names(len(files), "" if alone and not there else shard_token(), SINGLE in named)
     shards = dict(zip(files, names, strict=True)) if names != [SINGLE] else {}
     head, other = (INDEX, SINGLE) if shards else (SINGLE, INDEX)
     temp = os.path.join(stage, INDEX) if shards else files[0]
     # Where writers cannot be kept apart, what no index names may be another's, who is about to name it
     stale = (there if alone else there & named) - {head, other}
     if alone:  # nor is a job at work, which would hold the lock
-        stale |= {name for name in found if of_a_job(name)}
+        stale |= {name for name in found if is_partial_name(name)}
     if shards:
         weight_map = {s: name for name, stored in zip(names, holds, strict=True) for s in stored}
         write_file(temp, index_bytes(weight_map, total))
@@ -75,7 +75,7 @@ def put_checkpoint(
         sync_folder(folder)
 
 
-def of_a_job(name: str) -> bool:
+def is_partial_name(name: str) -> bool:
     """Whether a name is one that a job which can be gone on with gives a file until it is done."""
     return name == NAME or (name.endswith(".partial") and is_ours(name.removesuffix(".partial")))
 

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from .atomic_write import is_staging, made, staging, sync_folder
+from .atomic_write import is_staging, make_folders, partial_path, sync_folder
 from .checkpoint import INDEX, SINGLE, read_index
-from .locks import locked
-from .replace_checkpoint import of_a_job, put_checkpoint
+from .locks import folder_lock
+from .replace_checkpoint import is_partial_name, put_checkpoint
 from .safetensors_file import File
 from .shard_plan import is_ours
 
@@ -44,14 +44,14 @@ def replacing(folder: str | os.PathLike[str]) -> Iterator[str]:
     """
     folder = os.path.realpath(os.fspath(folder))
     parent, name = os.path.split(folder)
-    with made(parent), staging(home_of(folder), name) as stage:
+    with make_folders(parent), partial_path(real_folder(folder), name) as stage:
         new = os.path.join(stage, name)
         os.mkdir(new)
         yield new
-        put_folder(new, folder, stage)
+        publish_folder(new, folder, stage)
 
 
-def home_of(folder: str) -> str:
+def real_folder(folder: str) -> str:
     """Where to write what will take the place of a folder (a real path): beside it, or in it where its parent is
     another disk or may not be written to."""
     parent = os.path.dirname(folder)
@@ -61,7 +61,7 @@ def home_of(folder: str) -> str:
     return parent
 
 
-def put_folder(new: str, folder: str, stage: str) -> None:
+def publish_folder(new: str, folder: str, stage: str) -> None:
     """Put a finished folder in the place of another, as :func:`replacing` says. What is replaced ends up in ``stage``,
     a folder on the same disk that the caller removes."""
     _sync_tree(new)
@@ -69,12 +69,12 @@ def put_folder(new: str, folder: str, stage: str) -> None:
         os.rename(new, folder)
         sync_folder(os.path.dirname(folder))
         return
-    with locked(folder) as alone:
+    with folder_lock(folder) as alone:
         left = _weights if any(map(is_ours, os.listdir(new))) else _unfinished
         shutil.copystat(folder, new)
         if _take_along(folder, new, left):
             _sync_tree(new, files=False)
-            if exchange(new, folder):
+            if exchange_folders(new, folder):
                 sync_folder(os.path.dirname(folder))
                 _take_along(new, folder, left)  # what came into the old one meanwhile
                 return
@@ -82,14 +82,14 @@ def put_folder(new: str, folder: str, stage: str) -> None:
 
 
 def _unfinished(name: str) -> bool:
-    return is_staging(name) or of_a_job(name)
+    return is_staging(name) or is_partial_name(name)
 
 
 def _weights(name: str) -> bool:
     return is_ours(name) or _unfinished(name)
 
 
-def exchange(a: str, b: str) -> bool:
+def exchange_folders(a: str, b: str) -> bool:
     """Two folders take each other's name, in one step. False where the system or the file system cannot do it."""
     libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
     if sys.platform.startswith("linux") and hasattr(libc, "renameat2"):

@@ -9,16 +9,24 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from .atomic_write import Writer, index_bytes, made, publish, remove_left_over, sync_folder, write_bytes
+from .atomic_write import (
+    Writer,
+    index_bytes,
+    make_folders,
+    remove_left_over,
+    rename_into_place,
+    sync_folder,
+    write_bytes,
+)
 from .checkpoint import INDEX, SINGLE
 from .errors import CheckpointError
 from .job_progress import Progress, fingerprint
-from .locks import locked
-from .rank_barrier import Team
+from .locks import folder_lock
+from .rank_barrier import RankGroup
 from .safetensors_file import place
 from .shard_plan import is_ours, shard_names
 from .state_dict import Item, metadata_of
-from .streaming import Noise
+from .streaming import QuantizationNoise
 
 Told = Callable[[int, int, str], None]
 
@@ -40,7 +48,7 @@ class Job:
     shards: list[list[Item]]
     side: Callable[[str], object]
     metadata: Callable[[list[Item]], dict[str, str]] = metadata_of
-    noise: Noise = field(default_factory=lambda: Noise({}, {}))
+    noise: QuantizationNoise = field(default_factory=lambda: QuantizationNoise({}, {}))
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +77,7 @@ def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool =
     """
     names = shard_names(len(job.shards))
     shards = dict(zip(names, job.shards, strict=True))
-    team = Team(dst, ranks)
+    team = RankGroup(dst, ranks)
     told = told if team.rank == 0 else None
     mark = fingerprint(job.files, job.labels, job.shards, job.metadata)
     team.same("what they are to write", mark)
@@ -116,8 +124,8 @@ def _end(job: Job, dst: str, shards: dict[str, list[Item]], progress: Progress) 
 def _begin(job: Job, dst: str, resume: bool, progress: Progress, stack: ExitStack) -> dict[str, dict[str, float]]:
     """What is done of this job in dst; the folder is locked then, its progress is on disk, and there is room for the
     rest, the small files, and nothing that is not of this job."""
-    stack.enter_context(made(dst))
-    stack.enter_context(locked(dst, patience=0))
+    stack.enter_context(make_folders(dst))
+    stack.enter_context(folder_lock(dst, patience=0))
     found = resume and progress.read()
     there = [n for n in os.listdir(dst) if is_ours(n)]
     whole = [n for n in there if n in (INDEX, SINGLE)]
@@ -165,7 +173,7 @@ def _write_shard(job: Job, path: str, shard: list[Item], count: int, told: Told 
             if told is not None and item.meta is not None:
                 told(count, job.total, item.name)
         writer.finish()
-        publish(temp, path)
+        rename_into_place(temp, path)
     finally:
         writer.close()
         with suppress(FileNotFoundError):

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from .atomic_write import Writer, made, publish, remove_left_over, staging, write_bytes
+from .atomic_write import Writer, make_folders, partial_path, remove_left_over, rename_into_place, write_bytes
 from .config_files import marked_config
 from .errors import CheckpointError
 from .replace_checkpoint import replace_checkpoint
 from .safetensors_file import place
-from .shard_plan import MAX_SHARD_BYTES, divide
+from .shard_plan import MAX_SHARD_BYTES, assign_shards
 from .state_dict import Item, items, metadata_of
 from .state_dict_slots import slots_of
 
@@ -45,14 +45,14 @@ def save(
         some = items(state_dict)
         if path.endswith(".safetensors"):
             folder, name = os.path.split(path)
-            with made(folder), staging(folder, name) as stage:
+            with make_folders(folder), partial_path(folder, name) as stage:
                 temp = os.path.join(stage, name)
                 _write_file(temp, some, metadata)
-                publish(temp, path)
+                rename_into_place(temp, path)
             return
-        shards = divide(some, max_shard_bytes)
+        shards = assign_shards(some, max_shard_bytes)
         config = marked_config(path) if any(item.meta is not None for item in some) else None
-        with made(path), staging(path, "model") as stage:
+        with make_folders(path), partial_path(path, "model") as stage:
             temps = [os.path.join(stage, str(i)) for i in range(len(shards))]
             for temp, shard in zip(temps, shards, strict=True):
                 _write_file(temp, shard, metadata)

@@ -13,7 +13,7 @@ MAX_SHARD_BYTES = 4 * 1000**3  # 4 GB: below the limits of FAT and of most uploa
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
-def divide(some: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
+def assign_shards(some: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
     """Items in order, filled into shards; a tensor larger than a shard gets one of its own, never two."""
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
@@ -37,7 +37,7 @@ def shard_names(count: int, token: str = "", numbered: bool = False) -> list[str
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def new_token() -> str:
+def shard_token() -> str:
     """For the names of the shards of one save."""
     return secrets.token_hex(4)
 

@@ -51,7 +51,7 @@ def slots_of(model: nn.Module) -> dict[str, Slot]:
     return out
 
 
-def stranded(model: nn.Module) -> list[str]:
+def meta_buffers(model: nn.Module) -> list[str]:
     """Buffers on the meta device that no checkpoint holds, for they are not persistent."""
     return [
         f"{prefix}.{n}" if prefix else n

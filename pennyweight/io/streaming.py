@@ -23,7 +23,7 @@ ROWS_NUMEL = 1 << 22  # elements quantized at a time: 16 MiB as float32, of whic
 
 
 @dataclass
-class Noise:
+class QuantizationNoise:
     """Signal and noise of the tensors quantized so far, by name."""
 
     signal: dict[str, float]
@@ -39,7 +39,7 @@ class Noise:
         return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
 
 
-def copied(file: File, name: str, aliases: tuple[str, ...]) -> Item:
+def copy_rows(file: File, name: str, aliases: tuple[str, ...]) -> Item:
     """A tensor that goes over as it is."""
     e = file.entries[name]
     step = COPY_BYTES // e.dtype.itemsize
@@ -52,7 +52,7 @@ def copied(file: File, name: str, aliases: tuple[str, ...]) -> Item:
     return Item(name, {name: (e.dtype, e.shape)}, make, None, aliases)
 
 
-def quantized(file: File, name: str, row: PlanRow, aliases: tuple[str, ...], noise: Noise) -> Item:
+def quantize_rows(file: File, name: str, row: PlanRow, aliases: tuple[str, ...], noise: QuantizationNoise) -> Item:
     """A tensor that a plan's row quantizes. Making it raises CheckpointError where it holds NaN or inf."""
     assert row.scheme is not None
     assert row.site is not None
@@ -68,7 +68,9 @@ def quantized(file: File, name: str, row: PlanRow, aliases: tuple[str, ...], noi
     return Item(name, stored_parts(name, meta), make, meta, aliases)
 
 
-def _by_rows(file: File, name: str, scheme: Scheme, meta: Meta, noise: Noise) -> Iterator[tuple[str, int, Tensor]]:
+def _by_rows(
+    file: File, name: str, scheme: Scheme, meta: Meta, noise: QuantizationNoise
+) -> Iterator[tuple[str, int, Tensor]]:
     rows = meta.shape[0]
     width = math.prod(meta.shape[1:])
     step = max(1, ROWS_NUMEL // width)
@@ -82,13 +84,17 @@ def _by_rows(file: File, name: str, scheme: Scheme, meta: Meta, noise: Noise) ->
                 yield part, 0, tensor
 
 
-def _whole(file: File, name: str, scheme: Scheme, meta: Meta, noise: Noise) -> list[tuple[str, int, Tensor]]:
+def _whole(
+    file: File, name: str, scheme: Scheme, meta: Meta, noise: QuantizationNoise
+) -> list[tuple[str, int, Tensor]]:
     e = file.entries[name]
     x = file.read(name, 0, e.numel).reshape(e.shape)
     return [(part, 0, tensor) for part, tensor in _quantize(file, name, x, scheme, meta, noise).items()]
 
 
-def _quantize(file: File, name: str, x: Tensor, scheme: Scheme, meta: Meta, noise: Noise) -> dict[str, Tensor]:
+def _quantize(
+    file: File, name: str, x: Tensor, scheme: Scheme, meta: Meta, noise: QuantizationNoise
+) -> dict[str, Tensor]:
     """Stored tensors of x. x: in the axes of the file; the contracted axis is last after ``meta.axes``."""
     try:
         w, sqnr = quantize_weight(x if meta.axes is None else x.transpose(-2, -1), scheme, name)

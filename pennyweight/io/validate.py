@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core import blocks
 from ..core.layouts import unpack_zero_point
-from ..core.numerics import Parts, dequantize, is_order
+from ..core.numerics import Parts, dequantize, is_permutation
 from ..core.packing import unpack_bits
 from ..core.spec import QuantSpec
 from ..core.value_checks import around_offset, check_codes, check_range, check_real
@@ -40,7 +40,7 @@ def check_data(name: str, meta: Meta, get: Get) -> None:
                 raise ValueError(f"{name}.act_scale is zero: no activation has that scale")
             if meta.act.spec.zero_point:
                 check_range(get(f"{name}.act_zero_point"), meta.act.spec.format, f"{name}.act_zero_point")
-        if meta.perm and not is_order(get(f"{name}.perm")):
+        if meta.perm and not is_permutation(get(f"{name}.perm")):
             raise ValueError(f"{name}.perm: not the numbers 0 to {meta.stored_shape[-1] - 1}, each once")
     except ValueError as e:
         raise KeyedError(name, str(e)) from e

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..core import blocks, fallback
 from ..core.numerics import Parts
-from ..core.ops.parts import sliceable
+from ..core.ops.parts import to_sliceable
 from ..core.tensor import AffineQuantizedTensor, each_part
 from .table import Case, Kernel, register_kernel
 
@@ -20,7 +20,7 @@ def _by_row(case: Case) -> bool | str:
 
 def gather(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
     """w[index] as floats of w's dtype. index: int32 or int64, any shape, 0 to V - 1; w: [V, D] with parts per row."""
-    w = sliceable(w)
+    w = to_sliceable(w)
     flat = index.reshape(-1)
     rows = each_part(Parts(*w.parts[:4]), lambda p: p.index_select(0, flat))._replace(table=w.table)
     picked = AffineQuantizedTensor(rows, w.spec, (flat.numel(), *w.shape[1:]), w.dtype)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..core.errors import ArgumentError
-from ..core.quantize_backends import in_memory, watched
+from ..core.quantize_backends import in_memory, is_observed
 from .cpu import library
 from .cpu.library import BF16, E4M3, E8M0, F16, F32, I8, KINDS, NONE, U8, FloatLinear, IntLinear, LinearArgs
 
@@ -202,7 +202,7 @@ def product(struct: IntLinear | FloatLinear, dtype: torch.dtype, keep: Any = Non
     def run(x: Tensor, w: Operand, bias: Tensor | None, held: Any = (struct, keep)) -> Tensor | None:
         if (  # every line here costs each layer of each step of a model: 0.05 µs apiece
             type(x) not in plain or not x.is_cpu or x.dtype is not dtype or x.is_neg() or x.layout is not strided
-            or ((stack() or tracing() is not None or transforms() or dual._current_level >= 0) and watched(x, bias))
+            or ((stack() or tracing() is not None or transforms() or dual._current_level >= 0) and is_observed(x, bias))
         ):  # fmt: skip
             return None
         codes, codes_bytes, scale, scale_bytes, more, perm, static = w

@@ -26,7 +26,7 @@ from ..core import fallback
 from ..core.errors import ArgumentError
 from ..core.import_hooks import after_import
 from ..core.numerics import Parts
-from ..core.quantize_backends import in_memory, watched
+from ..core.quantize_backends import in_memory, is_observed
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, foreign, implements, static_json
 from .activation import autocast_dtype
@@ -80,7 +80,7 @@ def _checked(
 
     def checked(x: Tensor, w: Any, bias: Tensor | None) -> Tensor | None:
         if (
-            watched(x, bias) or x.layout is not torch.strided or x.device.type != device or x.shape[-1:] != (k,)
+            is_observed(x, bias) or x.layout is not torch.strided or x.device.type != device or x.shape[-1:] != (k,)
             or (bias is not None and (tuple(bias.shape) != (n,) or not bias.is_floating_point()))
             or (bias is not None and bias.device != x.device)
         ):  # fmt: skip
@@ -174,7 +174,7 @@ def _general(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
         return _broadcast(x, _general(x, w, None), w, bias)
     if compiling:  # the op in the graph has a backward of its own, but none to the weight
         return _Linear.apply(x, w, bias) if w.requires_grad else traced_linear(x, w, bias)
-    if watched(x, bias):
+    if is_observed(x, bias):
         transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
         if transformed and not torch._C._len_torch_dispatch_stack():
             if w.requires_grad:
@@ -254,7 +254,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _below_autograd(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
-    if torch.compiler.is_compiling() or not (in_memory(w._codes) and not watched(x, bias)):
+    if torch.compiler.is_compiling() or not (in_memory(w._codes) and not is_observed(x, bias)):
         return traced_linear(x, w, bias)
     return run_linear(x, w, bias)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core import fallback
 from ..core.errors import ArgumentError
-from ..core.numerics import ordered, unordered
+from ..core.numerics import permute_last_axis, unpermute_last_axis
 from ..core.quantize_backends import in_memory
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
@@ -184,7 +184,7 @@ def _batch(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
     case = case_of(w, x.dtype)
     kernel = select("bmm", case)
     if reorders(kernel, case):
-        x, w = ordered(x, w._perm), w.with_(perm=None)
+        x, w = permute_last_axis(x, w._perm), w.with_(perm=None)
     if kernel.layout is not None and (_traced(w) or not in_memory(x) or not (ends is None or in_memory(ends))):
         tensors, tree = _flatten(w)
         key = json.dumps({"kernel": kernel.name, "tree": tree, "weight": json.loads(static_json(w))})
@@ -261,4 +261,4 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     kernel = select("embedding", case)
     if not reorders(kernel, case):
         return kernel.run(index, w, None)
-    return unordered(kernel.run(index, w.with_(perm=None), None), w._perm)
+    return unpermute_last_axis(kernel.run(index, w.with_(perm=None), None), w._perm)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..core import stochastic_rounding
-from ..core.distributed.full_tensor import as_spread, here, is_spread
-from ..core.ops.inplace import rounding_by_chance
+from ..core.distributed.full_tensor import distribute_like, is_dtensor, local_tensor
+from ..core.ops.inplace import stochastic_writes
 from ..core.ops.inplace import write_ as requantize_
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.cpu import optimizer as native
 from .memory import Memory
-from .quantized_states import KEPT, LEAST, Geometry, Kept, geometry, read, write_, zeros
+from .quantized_states import KEPT, LEAST, StateBlocks, StateFormat, read, state_blocks, write_, zeros
 from .update_rules import Rule
 
 QT = AffineQuantizedTensor
@@ -155,10 +155,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         count = int(state["step"].item())
         c = self.numbers(group, count)
-        held = [here(state[name]) for name in self.names(group)]
+        held = [local_tensor(state[name]) for name in self.names(group)]
         kept = [KEPT[self.BITS][self.STATES[name]] for name in self.names(group)]
-        key, turn = stochastic_rounding.key(group["seed"], ordinal, *_place(p)), stochastic_rounding.turn(count)
-        mine, g = here(p), _gradient(p)
+        key, turn = (
+            stochastic_rounding.make_key(group["seed"], ordinal, *_place(p)),
+            stochastic_rounding.step_mask(count),
+        )
+        mine, g = local_tensor(p), _gradient(p)
         chanced = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
         why = native.accepts(mine, g, held)
         if why is not True:
@@ -171,18 +174,18 @@ class LowBitOptimizer(torch.optim.Optimizer):
         where = (values.data_ptr(), values.numel(), values.dtype, key, *(_address(s) for s in held))
         if made is None or made[0] != where:
             block = next((s.spec.block for s in held if isinstance(s, QT)), None)
-            where_blocks = Geometry(1, 1, 1, 1) if block is None else geometry(mine.shape, block)
+            where_blocks = StateBlocks(1, 1, 1, 1) if block is None else state_blocks(mine.shape, block)
             job = native.job(values, held, [(k.stochastic, k.power) for k in kept], self.RULE[1], where_blocks, key)
             self._jobs[p] = made = (where, job)
         native.set_step(made[1], g, flags + native.STOCHASTIC * chanced, turn, c)
         return made[1], (mine, values, g)
 
     def _plain(
-        self, p: Tensor, g: Tensor, held: Sequence[Tensor], kept: Sequence[Kept], c: Sequence[float],
+        self, p: Tensor, g: Tensor, held: Sequence[Tensor], kept: Sequence[StateFormat], c: Sequence[float],
         key: tuple[int, int], count: int, group: dict[str, Any], chanced: bool,
     ) -> None:  # fmt: skip
         """The reference of a step, and what runs where there is no native one."""
-        turn = stochastic_rounding.turn(count)
+        turn = stochastic_rounding.step_mask(count)
         wide = torch.float64 if p.dtype is torch.float64 else torch.float32
         x = p.dequantize(wide) if isinstance(p, QT) else p.to(wide, copy=True)
         g = g.to(wide)
@@ -194,12 +197,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
             elif state is not value:
                 state.copy_(value)
         if isinstance(p, QT):  # by chance: to the nearest, an update below half a step of its codes would be lost
-            with rounding_by_chance(count, *key):
+            with stochastic_writes(count, *key):
                 requantize_(p, x, update=True)
             return
         p.copy_(
-            stochastic_rounding.to_bfloat16(
-                x, stochastic_rounding.lower(stochastic_rounding.words(x.shape, key, x.device), turn)
+            stochastic_rounding.round_to_bfloat16(
+                x, stochastic_rounding.low_bits(stochastic_rounding.random_bits(x.shape, key, x.device), turn)
             )
             if chanced
             else x
@@ -211,7 +214,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             state[name] = self._fresh(group, p, name)
 
     def _fresh(self, group: dict[str, Any], p: Tensor, name: str) -> Tensor:
-        mine = here(p)
+        mine = local_tensor(p)
         if p.numel() < self.LEAST:
             dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
             return _like(p, torch.zeros(mine.shape, dtype=dtype, device=mine.device))
@@ -225,11 +228,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
         quantized = floats = float32 = 0
         parameters = [0, 0]
         for p, state in self.state.items():
-            tensors = [here(t) for name, t in state.items() if name in self.STATES]
+            tensors = [local_tensor(t) for name, t in state.items() if name in self.STATES]
             parameters[0 if any(isinstance(t, QT) for t in tensors) else 1] += 1
             quantized += sum(t.nbytes for t in tensors if isinstance(t, QT))
             floats += sum(t.nbytes for t in tensors if not isinstance(t, QT))
-            float32 += 4 * len(tensors) * here(p).numel()
+            float32 += 4 * len(tensors) * local_tensor(p).numel()
         return Memory(quantized, floats, float32, (parameters[0], parameters[1]), self._slow)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -287,7 +290,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                     "that of another model"
                 )
             target = self._fresh(group, p, key)
-            mine, theirs = here(target), _shard(source, p)
+            mine, theirs = local_tensor(target), _shard(source, p)
             if isinstance(mine, QT) and isinstance(theirs, QT) and theirs.spec == mine.spec:
                 mine = mine.with_(parts=theirs.to(mine.device).parts).clone()
                 state[key] = _like(p, mine)
@@ -320,20 +323,20 @@ def _address(state: Tensor) -> tuple[int, ...]:
 
 def _place(p: Tensor) -> tuple[int, ...]:
     """What tells this rank's random numbers from those of others."""
-    return tuple(p.device_mesh.get_coordinate() or ()) if is_spread(p) else ()  # type: ignore[attr-defined]
+    return tuple(p.device_mesh.get_coordinate() or ()) if is_dtensor(p) else ()  # type: ignore[attr-defined]
 
 
 def _gradient(p: Tensor) -> Tensor:
     g = p.grad
     assert g is not None
-    if is_spread(p) and is_spread(g) and g.placements != p.placements:  # type: ignore[attr-defined]
+    if is_dtensor(p) and is_dtensor(g) and g.placements != p.placements:  # type: ignore[attr-defined]
         g = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    return here(g)
+    return local_tensor(g)
 
 
 def _like(p: Tensor, mine: Tensor) -> Tensor:
     """This rank's part of a state as the parameter is kept: a shard where that is one."""
-    if not is_spread(p):
+    if not is_dtensor(p):
         return mine
     from torch.distributed.tensor import DTensor
 
@@ -343,4 +346,4 @@ def _like(p: Tensor, mine: Tensor) -> Tensor:
 
 def _shard(source: Tensor, p: Tensor) -> Tensor:
     """This rank's part of a state that is given whole or in shards."""
-    return here(source if not is_spread(p) or is_spread(source) else as_spread(read(source), p))
+    return local_tensor(source if not is_dtensor(p) or is_dtensor(source) else distribute_like(read(source), p))

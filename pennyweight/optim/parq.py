@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core import blocks
-from ..core.distributed.full_tensor import is_spread
+from ..core.distributed.full_tensor import is_dtensor
 from ..core.formats import INT8
-from ..core.numerics import encode, fake_quantize, store, stored_value
+from ..core.numerics import encode, fake_quantize, store_qparams, stored_value
 from ..core.qparams import choose
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor
@@ -24,12 +24,12 @@ from ..quantize.configs import AOBaseConfig, SpecConfig
 from ..quantize.pipeline import quantize_
 from ..quantize.plan import Plan, PlanRow, plan
 from ..quantize.report import Report
-from ..quantize.sparsity_mask import Pattern
+from ..quantize.sparsity_mask import SparsityPattern
 
 Prox = Callable[[Tensor, float], Tensor]
 
 
-def towards(x: Tensor, spec: QuantSpec, t: float, rule: str | None = None, eps: float | None = None) -> Tensor:
+def proximal_map(x: Tensor, spec: QuantSpec, t: float, rule: str | None = None, eps: float | None = None) -> Tensor:
     """x drawn to the numbers of a spec: between two of them, a < b with middle m and half distance h,
 
         m + h clip((x - m) / (h (1 - t)), -1, 1)
@@ -45,7 +45,7 @@ def towards(x: Tensor, spec: QuantSpec, t: float, rule: str | None = None, eps: 
     if t <= 0:
         return x
     padded = blocks.pad(x, spec.block)
-    _, seen = store(choose(padded, spec, rule, eps), spec)
+    _, seen = store_qparams(choose(padded, spec, rule, eps), spec)
     view = blocks.split(padded, blocks.counts(spec.block, padded.shape))
     codes = encode(view, spec, seen)
     here = stored_value(codes, spec, seen, torch.float32)
@@ -194,7 +194,7 @@ class PruneOptimizer(ProximalOptimizer):
         self, base: torch.optim.Optimizer, model: nn.Module, pattern: str | float = "2:4", *, start: int = 0, end: int,
         filter_fn: Filter | None = None,
     ) -> None:  # fmt: skip
-        wanted, proxes = Pattern.read(pattern), {}
+        wanted, proxes = SparsityPattern.read(pattern), {}
         for row in _floats(plan(model, SpecConfig(QuantSpec(INT8, (-1,))), filter_fn)):
             assert row.tensor is not None
             wanted.check(row)
@@ -210,7 +210,7 @@ def _floats(todo: Plan) -> list[PlanRow]:
             raise PlanError(f"{row.name} is changed as a module, not as a weight; leave it out with filter_fn")
         if isinstance(row.tensor, AffineQuantizedTensor):
             raise PlanError(f"{row.name} is quantized already ({row.tensor.spec}), and has no latent weight")
-        if is_spread(row.tensor):
+        if is_dtensor(row.tensor):
             raise PlanError(
                 f"{row.name} is spread over ranks, and so may its blocks be; leave it out with filter_fn, or draw the "
                 "weights of a model that is whole on each rank (DDP)"
@@ -229,12 +229,12 @@ def _to_grid(row: PlanRow) -> Prox:
     assert scheme is not None
 
     def prox(latent: Tensor, t: float) -> Tensor:
-        return _turned(towards(_turned(latent, row), scheme.weight, t, scheme.rule, scheme.eps), row)
+        return _turned(proximal_map(_turned(latent, row), scheme.weight, t, scheme.rule, scheme.eps), row)
 
     return prox
 
 
-def _to_zero(row: PlanRow, pattern: Pattern) -> Prox:
+def _to_zero(row: PlanRow, pattern: SparsityPattern) -> Prox:
     assert row.site is not None
     unfolded = row.site.op == "convolution"
 

@@ -24,7 +24,7 @@ LEAST = 4096  # elements: smaller parameters keep float32 states, as torchao's a
 
 
 @dataclass(frozen=True)
-class Kept:
+class StateFormat:
     """spec, whose block is fitted to each parameter; stochastic: rounded by chance, so that its mean is right;
     power: scales are powers of two, so that only what changes is rounded, not what shares a block with it."""
 
@@ -35,14 +35,26 @@ class Kept:
 
 # A second moment moves by less than half a step of 8 bits at a time. To the nearest it would stand still, so it is
 # rounded by chance; its maximum (AMSGrad) is not, because by chance it could only grow.
-KEPT: dict[str, dict[str, Kept]] = {
-    "8bit": {"signed": Kept(ADAM8), "squares": Kept(ADAM8_SQUARES, True, True), "peaks": Kept(ADAM8_SQUARES)},
-    "4bit": {"signed": Kept(ADAM4), "squares": Kept(ADAM4_SQUARES, True), "peaks": Kept(ADAM4_SQUARES)},
-    "fp8": {"signed": Kept(ADAM_FP8), "squares": Kept(ADAM8_SQUARES, True, True), "peaks": Kept(ADAM8_SQUARES)},
+KEPT: dict[str, dict[str, StateFormat]] = {
+    "8bit": {
+        "signed": StateFormat(ADAM8),
+        "squares": StateFormat(ADAM8_SQUARES, True, True),
+        "peaks": StateFormat(ADAM8_SQUARES),
+    },
+    "4bit": {
+        "signed": StateFormat(ADAM4),
+        "squares": StateFormat(ADAM4_SQUARES, True),
+        "peaks": StateFormat(ADAM4_SQUARES),
+    },
+    "fp8": {
+        "signed": StateFormat(ADAM_FP8),
+        "squares": StateFormat(ADAM8_SQUARES, True, True),
+        "peaks": StateFormat(ADAM8_SQUARES),
+    },
 }
 
 
-class Geometry(NamedTuple):
+class StateBlocks(NamedTuple):
     """Blocks in memory; see src/optim_abi.h."""
 
     slab: int
@@ -51,7 +63,7 @@ class Geometry(NamedTuple):
     row: int
 
 
-def fit(shape: Sequence[int], size: int) -> tuple[int, ...]:
+def state_spec(shape: Sequence[int], size: int) -> tuple[int, ...]:
     """The block of about ``size`` neighbouring elements of a parameter: part of its last axis, or several whole entries
     of one before. Axes but the first are cut evenly, so that little is padded; the first is not, so that shards of it
     have the same blocks."""
@@ -66,24 +78,24 @@ def fit(shape: Sequence[int], size: int) -> tuple[int, ...]:
     return (entries, *[-1] * (len(shape) - 1 - axis))
 
 
-def geometry(shape: Sequence[int], block: tuple[int, ...]) -> Geometry:
-    """Where blocks of :func:`fit` lie."""
+def state_blocks(shape: Sequence[int], block: tuple[int, ...]) -> StateBlocks:
+    """Where blocks of :func:`state_spec` lie."""
     axis = len(shape) - len(block)
     inner = math.prod(shape[axis + 1 :])
     n = shape[axis]
     held = (n if block[0] == -1 else min(block[0], n)) * inner
-    return Geometry(math.prod(shape[axis:]), held, inner, held if axis == len(shape) - 1 else shape[-1])
+    return StateBlocks(math.prod(shape[axis:]), held, inner, held if axis == len(shape) - 1 else shape[-1])
 
 
-def zeros(shape: Sequence[int], kept: Kept, size: int, device: torch.device) -> QT:
+def zeros(shape: Sequence[int], kept: StateFormat, size: int, device: torch.device) -> QT:
     """A state of zeros."""
-    spec = kept.spec.with_(block=fit(shape, size))
+    spec = kept.spec.with_(block=state_spec(shape, size))
     codes = torch.zeros(blocks.padded(spec.block, shape), dtype=spec.format.code_dtype, device=device)
     scale = torch.zeros(blocks.counts(spec.block, shape), dtype=torch.float32, device=device)
     return QT(get_layout(spec.layout).pack(Parts(codes, scale), spec, shape), spec, shape, torch.float32)
 
 
-def write_(state: QT, x: Tensor, kept: Kept, key: tuple[int, int] | None = None, turn: int = 0) -> None:
+def write_(state: QT, x: Tensor, kept: StateFormat, key: tuple[int, int] | None = None, turn: int = 0) -> None:
     """Requantize float32 x into a state, to the nearest without a key. NaN and inf are not looked for: they spread."""
     spec, rule = state.spec.with_(layout="plain"), "mx_rceil" if kept.power else "symmetric"
     if kept.stochastic and key is not None:
@@ -92,10 +104,10 @@ def write_(state: QT, x: Tensor, kept: Kept, key: tuple[int, int] | None = None,
         assert params.scale is not None
         y = (blocks.split(wide, params.scale.shape) / blocks.spread(params.scale)).reshape(wide.shape)
         bits16 = blocks.pad(
-            stochastic_rounding.upper(stochastic_rounding.words(x.shape, key, x.device), turn), spec.block
+            stochastic_rounding.high_bits(stochastic_rounding.random_bits(x.shape, key, x.device), turn), spec.block
         )
         shift, base, split, low = ufloat(spec.format)
-        fine, coarse = (stochastic_rounding.upper_bits(y, bits16, s) for s in (shift, shift + 1))
+        fine, coarse = (stochastic_rounding.round_high_bits(y, bits16, s) for s in (shift, shift + 1))
         codes = torch.where(y >= spec.format.values[split], fine - base, coarse - low)
         parts = Parts(codes.clamp(0, (1 << spec.format.bits) - 1).to(torch.uint8), params.scale)
     else:

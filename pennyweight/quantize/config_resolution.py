@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from .configs import AOBaseConfig, FqnToConfig
-from .name_patterns import Pattern
+from .name_patterns import NamePattern
 from .parameters import Place, is_linear, kind_of
 
 Filter = Callable[[nn.Module, str], bool]
@@ -179,7 +179,7 @@ def _compiled(text: str) -> Callable[[str], bool]:
     """In time linear in the name where the pattern is one that files may have, see name_patterns; by Python's ``re``
     for others, which come from code. Raises PlanError for one that is neither's."""
     try:
-        return Pattern(text, whole=True).matches
+        return NamePattern(text, whole=True).matches
     except ValueError:  # more than is read from files
         pass
     try:

@@ -98,13 +98,13 @@ def layer_calls(model: nn.Module, run: Call) -> tuple[dict[int, Counter[int]], A
             hook.remove()
 
 
-def counts_of(row: PlanRow, seen: dict[int, Counter[int]]) -> Counter[int]:
+def calls_of_weight(row: PlanRow, seen: dict[int, Counter[int]]) -> Counter[int]:
     """How often the layers of a weight were called, by number of rows, from :func:`layer_calls`."""
     modules = {id(p.module) for p in row.places}
     return sum((seen[m] for m in modules if m in seen), Counter())
 
 
-def leave_slower_(plan: Plan) -> None:
+def skip_slower_(plan: Plan) -> None:
     """Take back the scheme of each layer that was measured to be slower, with the reason as its note."""
     for row in plan.active:
         slower = [t for t in row.latency if t.slower]
@@ -169,7 +169,7 @@ def time_layer(
             m, row.site.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
         )
         x = x.to(w.device, row.site.dtype)
-        slow, fast = least([_calls(product, x, side, bias) for side in sides], SECONDS, wait_for(w.device))
+        slow, fast = least_seconds([_calls(product, x, side, bias) for side in sides], SECONDS, wait_for(w.device))
         out.append(Latency(m, slow * 1e6, fast * 1e6))
     return tuple(out)
 
@@ -197,7 +197,9 @@ def wait_for(device: torch.device) -> Call | None:
 # -- the clock -------------------------------------------------------------------------------------------------------
 
 
-def least(calls: Sequence[Call], seconds: float = SECONDS, wait: Call | None = None, turn: float = 0.0) -> list[float]:
+def least_seconds(
+    calls: Sequence[Call], seconds: float = SECONDS, wait: Call | None = None, turn: float = 0.0
+) -> list[float]:
     """Least seconds of one call of each, visited in turn, so that a busy machine slows all of them alike.
 
     seconds  in all, if that gives each three turns

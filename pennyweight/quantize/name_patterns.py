@@ -30,7 +30,7 @@ _CLASSES: dict[str, Test] = {
 }  # fmt: skip
 
 
-class Pattern:
+class NamePattern:
     """A compiled pattern. Raises ValueError for a text that is not read."""
 
     def __init__(self, text: str, whole: bool = False) -> None:
@@ -235,7 +235,7 @@ def check_keys(keys: Iterable[str]) -> None:
     if len(patterns) > MAX_PATTERNS:
         raise ValueError(f"{len(patterns)} patterns; at most {MAX_PATTERNS} are read from files")
     for key in patterns:
-        Pattern(key[3:], whole=True)
+        NamePattern(key[3:], whole=True)
 
 
 def _between(first: str, last: str) -> Test:

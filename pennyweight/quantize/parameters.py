@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.distributed.full_tensor import here
+from ..core.distributed.full_tensor import local_tensor
 from ..core.spec import DTYPES
 from ..core.tensor import AffineQuantizedTensor
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor
@@ -235,7 +235,9 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
         return f"no site for {kind_name}, FqnToConfig reaches it by name" if tensor.ndim > 1 else "vector"
     if tensor.dtype not in DTYPES.values():
         return f"{str(tensor.dtype).removeprefix('torch.')} is none of {', '.join(DTYPES)}"
-    if hasattr(here(tensor), "__tensor_flatten__") and not isinstance(here(tensor), AffineQuantizedTensor):
+    if hasattr(local_tensor(tensor), "__tensor_flatten__") and not isinstance(
+        local_tensor(tensor), AffineQuantizedTensor
+    ):
         return f"{type(tensor).__name__} is a tensor of another library"
     if getattr(place.module, "max_norm", None) is not None:
         return "max_norm writes to the table at each lookup"

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ..core import quantize_backends
-from ..core.distributed.full_tensor import as_spread, here, is_fully_sharded, whole
+from ..core.distributed.full_tensor import distribute_like, full_tensor, is_fully_sharded, local_tensor
 from ..core.numerics import Parts, dequantize, quantize
 from ..core.rows import rows_independent
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from .config_resolution import Filter, PlanError
 from .configs import AOBaseConfig
 from .freeze import thaw_
-from .layer_timing import leave_slower_, measure_, row_counts, warn_slower
+from .layer_timing import measure_, row_counts, skip_slower_, warn_slower
 from .module_handlers import MODEL_HANDLERS, apply_callable, module_nbytes
 from .parameters import places
 from .plan import Plan, PlanRow, plan
@@ -115,7 +115,7 @@ def checked_plan(
         _check_values(todo, meta and not counts)
     if counts:
         measure_(todo, lambda row: counts, lambda row: solve(row, device)[0])
-        (leave_slower_ if on_slower == "skip" else warn_slower)(todo)
+        (skip_slower_ if on_slower == "skip" else warn_slower)(todo)
     return todo
 
 
@@ -130,7 +130,7 @@ def _check_values(todo: Plan, meta: bool) -> None:
         if isinstance(row.tensor, AffineQuantizedTensor):
             continue
         try:
-            check_finite(here(row.tensor.detach()), row.name)
+            check_finite(local_tensor(row.tensor.detach()), row.name)
         except ValueError as error:
             raise PlanError(str(error)) from error
 
@@ -161,7 +161,7 @@ def put_(row: PlanRow, out: Row, w: AffineQuantizedTensor, sqnr: float, device: 
     out.sqnr, out.bytes_after = (None if w.is_meta else sqnr), w.nbytes
     if w.is_meta:
         out.note = "; ".join(filter(None, (out.note, "on the meta device, without values")))
-    replace_(row, as_spread(w, row.tensor))
+    replace_(row, distribute_like(w, row.tensor))
     _move_rest(row, device)
     row.tensor = None
 
@@ -175,7 +175,7 @@ def solve(row: PlanRow, device: torch.device | str | None = None) -> tuple[Affin
     assert row.scheme is not None
     assert row.site is not None
     assert row.tensor is not None
-    x = whole(row.tensor.detach())
+    x = full_tensor(row.tensor.detach())
     if isinstance(x, AffineQuantizedTensor):
         x = x.dequantize()
     if device is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import blocks
-from ..core.distributed.full_tensor import here
+from ..core.distributed.full_tensor import local_tensor
 from ..core.numerics import quantize
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import choose_layout
@@ -205,7 +205,7 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
         notes.append(f"{list(site.shape)} padded to {[*rows, width]}")
     elif width != site.shape[-1]:
         notes.append(f"{site.shape[-1]} inputs padded to {width}")
-    part = here(tensor)
+    part = local_tensor(tensor)
     if part is not tensor:
         notes.append(f"quantized whole on each rank, then cut: {', '.join(map(str, tensor.placements))}")  # type: ignore[attr-defined]
     if isinstance(part, AffineQuantizedTensor):

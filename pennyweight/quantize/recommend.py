@@ -22,13 +22,13 @@ from .configs import (
     Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
 )
-from .layer_timing import COUNTS, counts_of, layer_calls, least, measure_, wait_for
+from .layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
 from .module_handlers import HANDLERS
 from .pipeline import quantize_, solve
 from .plan import plan
 from .recommendation import BUSY, Candidate, Recommendation, best, verdict
 from .report import NOISE, size
-from .run_batch import call
+from .run_batch import run_batch
 
 CANDIDATES: tuple[AOBaseConfig, ...] = (
     Int8DynamicActivationInt8WeightConfig(),
@@ -101,7 +101,7 @@ class _Trial:
         self.wait, self.quickest = wait_for(self.exact[0].device), math.inf
 
     def call(self, model: nn.Module) -> Any:
-        return call(model, self.inputs)
+        return run_batch(model, self.inputs)
 
     def floating(self) -> Candidate:
         """The model as it is."""
@@ -131,7 +131,7 @@ class _Trial:
         calls = [partial(self.call, model) for model in models]
         found = [math.inf]
         for _ in range(TRIES):
-            took = least(calls, self.seconds, self.wait, TURN)
+            took = least_seconds(calls, self.seconds, self.wait, TURN)
             self.quickest = min(self.quickest, took[0])
             found = min(found, took)
             if found[0] <= BUSY * self.quickest:
@@ -160,7 +160,7 @@ class _Trial:
         known = [{}, *({name: config for name, (config, _) in some.items()} for some in choices)]
         made: list[tuple[AOBaseConfig, str]] = []
         for least_speed in (NOISE, 0.0) if self.max_bytes is not None else (NOISE,):
-            table = mix(choices, least_speed)
+            table = fastest_per_layer(choices, least_speed)
             if table not in known:
                 known.append(table)
                 counts = Counter(map(str, table.values()))
@@ -173,11 +173,13 @@ class _Trial:
         """What a config makes of each parameter, and how fast that is."""
         out, chooses = plan(self.base, config), rules(config, None)
         measure_(
-            out, lambda row: [m for m, _ in counts_of(row, self.rows).most_common(COUNTS)], lambda row: solve(row)[0]
+            out,
+            lambda row: [m for m, _ in calls_of_weight(row, self.rows).most_common(COUNTS)],
+            lambda row: solve(row)[0],
         )
         found: Choices = {}
         for row in out.active:
-            choice, counts = chooses.choose(list(row.places)), counts_of(row, self.rows)
+            choice, counts = chooses.choose(list(row.places)), calls_of_weight(row, self.rows)
             floating = sum(counts[t.rows] * t.float_us for t in row.latency)
             quantized = sum(counts[t.rows] * t.quantized_us for t in row.latency)
             assert choice.config is not None
@@ -185,7 +187,7 @@ class _Trial:
         return found
 
 
-def mix(choices: Sequence[Choices], least_speed: float) -> dict[str, AOBaseConfig]:
+def fastest_per_layer(choices: Sequence[Choices], least_speed: float) -> dict[str, AOBaseConfig]:
     """The fastest config for each parameter; none where none is faster than ``least_speed`` times float.
 
     A parameter whose speed is not known stays as in the first of them.

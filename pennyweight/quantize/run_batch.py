@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def run_batch(model: nn.Module, batch: Any) -> Any:
     """model(batch): a mapping gives keyword arguments, a tuple or list arguments, anything else is the one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)

@@ -14,7 +14,7 @@ from .plan import PlanRow
 
 
 @dataclass(frozen=True)
-class Pattern:
+class SparsityPattern:
     """kept of every ``of`` inputs in a row ("2:4"); or a share of zeros, where ``of`` is 0."""
 
     text: str
@@ -23,16 +23,16 @@ class Pattern:
     share: float = 0.0
 
     @staticmethod
-    def read(pattern: str | float) -> Pattern:
+    def read(pattern: str | float) -> SparsityPattern:
         if isinstance(pattern, str):
             found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", pattern)
             kept, of = map(int, found.groups()) if found else (0, 0)
             if not 0 < kept < of:
                 raise PlanError(f"a pattern is such as '2:4' (2 kept of each 4) or a share, got {pattern!r}")
-            return Pattern(pattern, kept, of)
+            return SparsityPattern(pattern, kept, of)
         if isinstance(pattern, bool) or not 0 < pattern < 1:
             raise PlanError(f"a share of zeros is between 0 and 1, got {pattern!r}; or '2:4'")
-        return Pattern(f"{pattern:.0%} zeros", share=float(pattern))
+        return SparsityPattern(f"{pattern:.0%} zeros", share=float(pattern))
 
     def check(self, row: PlanRow) -> None:
         """Raise PlanError where the inputs of a weight are no whole runs."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..quantize.run_batch import call
+from ..quantize.run_batch import run_batch
 from .layers import first_tensor, unwrapped, weights
 from .outputs import batches_of, evaluating
 
@@ -57,7 +57,7 @@ def activations(model: nn.Module, batches: Any) -> list[Inputs]:
                     handles.append(place.module.register_forward_pre_hook(hook, with_kwargs=True))
         with evaluating(model):
             for batch in batches_of(batches):
-                call(model, batch)
+                run_batch(model, batch)
     finally:
         for handle in handles:
             handle.remove()

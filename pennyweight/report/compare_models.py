@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
-from ..quantize.run_batch import call
+from ..quantize.run_batch import run_batch
 from . import metrics
 from .comparison import Comparison, Layer
-from .layers import Pair, first_tensor, like, model_bytes, pairs, stored_bytes, unwrapped, weight_sqnr
+from .layers import Pair, first_tensor, model_bytes, pairs, same_shape, stored_bytes, unwrapped, weight_sqnr
 from .outputs import KINDS, Sums, batches_of, counting, evaluating, kind_of_output, labels_rule
 
 # Bytes of the float model's layer outputs that are held while the quantized one runs the same batch. Where a batch has
@@ -136,7 +136,7 @@ class _Probe:
             for pair, hook in zip(self.pairs, hooks, strict=True):
                 module = (pair.exact, pair.found)[side].module
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
-            return call(model, batch)
+            return run_batch(model, batch)
         finally:
             for handle in handles:
                 handle.remove()
@@ -152,7 +152,7 @@ class _Probe:
             self.calls[pair.name] += 1
             weight = pair.found.get()
             if pair.exact.get().dtype != weight.dtype or pair.exact.get().device != weight.device:
-                args, kwargs = like(weight, args), like(weight, kwargs)
+                args, kwargs = same_shape(weight, args), same_shape(weight, kwargs)
             self.busy = True
             try:
                 alone = first_tensor(pair.found.module(*args, **kwargs))

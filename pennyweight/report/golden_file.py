@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..io.atomic_write import Writer, publish, staging
+from ..io.atomic_write import Writer, partial_path, rename_into_place
 from ..io.errors import CheckpointError
 from ..io.safetensors_file import Entry, File, place
 from ..io.strict_json import parse
@@ -47,7 +47,7 @@ def write(golden: Golden, path: str | os.PathLike[str]) -> str:
     }  # fmt: skip
     entries = place({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     folder, name = os.path.split(path)
-    with staging(folder, name) as stage:
+    with partial_path(folder, name) as stage:
         temp = os.path.join(stage, name)
         writer = Writer(temp, entries, {"format": "pt", KEY: json.dumps(facts, sort_keys=True)})
         try:
@@ -56,7 +56,7 @@ def write(golden: Golden, path: str | os.PathLike[str]) -> str:
             writer.finish()
         finally:
             writer.close()
-        publish(temp, path)
+        rename_into_place(temp, path)
     return path
 
 

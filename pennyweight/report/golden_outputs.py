@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..quantize.run_batch import call
+from ..quantize.run_batch import run_batch
 from .layers import unwrapped
 from .metrics import Spread, ratio, spread
 from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of
@@ -139,7 +139,7 @@ def golden(
     model = unwrapped(model)
     with evaluating(model):
         for batch in some:
-            output = call(model, batch)
+            output = run_batch(model, batch)
             kind = kind or kind_of_output(output)
             table, counts = _table(output, batch, kind)
             at = counts.nonzero().flatten()
@@ -177,7 +177,7 @@ def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: f
         for inputs, rows, values, indices in zip(
             expected.inputs, expected.rows, expected.values, expected.indices, strict=True
         ):
-            table, _ = _table(call(model, _on(inputs, device)), inputs, expected.kind)
+            table, _ = _table(run_batch(model, _on(inputs, device)), inputs, expected.kind)
             if table.shape[-1] != expected.width or (len(rows) and int(rows.max()) >= len(table)):
                 raise ValueError(
                     f"the model gives {len(table)} rows of {table.shape[-1]}, the golden outputs are of a model "

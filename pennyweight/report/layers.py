@@ -115,14 +115,14 @@ def first_tensor(value: Any) -> Tensor | None:
     return None
 
 
-def like(weight: Tensor, value: Any) -> Any:
+def same_shape(weight: Tensor, value: Any) -> Any:
     """Inputs as a layer with that weight wants them: its dtype where they are floats, its device."""
     if isinstance(value, Tensor):
         return value.to(weight.device, weight.dtype if value.is_floating_point() else value.dtype)
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return type(value)(like(weight, v) for v in value)
+        return type(value)(same_shape(weight, v) for v in value)
     if type(value) is dict:
-        return {k: like(weight, v) for k, v in value.items()}
+        return {k: same_shape(weight, v) for k, v in value.items()}
     return value
 
 

@@ -50,7 +50,7 @@ def run(rank: int, folder: str) -> None:
             n: p.dequantize() if hasattr(p, "dequantize") and type(p) is not nn.Parameter else p.detach()
             for n, p in m.named_parameters()
         }
-    assert all_reduce.names(["x", "y", "z"], ["z"] if rank == 0 else ["y", "x"]) == ["z", "x", "y"]
+    assert all_reduce.union_names(["x", "y", "z"], ["z"] if rank == 0 else ["y", "x"]) == ["z", "x", "y"]
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -69,8 +69,8 @@ def test_two_ranks_end_with_the_same_model(tmp_path: Path) -> None:
 
 def test_alone_nothing_is_exchanged() -> None:
     x = torch.randn(3)
-    assert not all_reduce.several()
-    assert all_reduce.largest(x) is x
-    assert all_reduce.total(x) is x
-    assert all_reduce.first(x) is x
-    assert all_reduce.names(["a"], ["b"]) == ["b"]
+    assert not all_reduce.is_distributed()
+    assert all_reduce.reduce_max(x) is x
+    assert all_reduce.reduce_sum(x) is x
+    assert all_reduce.broadcast_batch(x) is x
+    assert all_reduce.union_names(["a"], ["b"]) == ["b"]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.algorithms.sparsify import sparse_gpt
-from pennyweight.quantize.sparsity_mask import Pattern
+from pennyweight.quantize.sparsity_mask import SparsityPattern
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 
@@ -93,7 +93,7 @@ def test_sparsegpt_by_hand() -> None:
             error = torch.where(out[:, i], expected[:, j], 0) / left[i][0, 0]
             expected[:, j:] -= error[:, None] * left[i][0]
             expected[:, j] = torch.where(out[:, i], 0, expected[:, j])
-    got = sparse_gpt(w.float(), hessian.float(), Pattern.read("2:4"))
+    got = sparse_gpt(w.float(), hessian.float(), SparsityPattern.read("2:4"))
     torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-4)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.algorithms.mixed_precision.latency import Clock
+from pennyweight.algorithms.mixed_precision.latency import CallTimer
 from pennyweight.quantize import Latency
 from pennyweight.report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
 from tests.cli.conftest import snapshot
@@ -67,7 +67,7 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
         return tuple(Latency(m, 20_000.0, 20_000.0 / (16 - w.spec.format.bits)) for m in rows)
 
     module = import_module("pennyweight.algorithms.mixed_precision.search")  # its name in the package is the function's
-    monkeypatch.setattr(module, "Clock", lambda: Clock(call, layer))
+    monkeypatch.setattr(module, "Clock", lambda: CallTimer(call, layer))
     for name in ("CANDIDATES", "FAST"):
         monkeypatch.setattr(module, name, getattr(module, name)[2:3])
     monkeypatch.setattr("pennyweight.cli.quantize_in_memory.LENGTH", 32)

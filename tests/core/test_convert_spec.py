@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pennyweight.core import blocks
-from pennyweight.core.convert_spec import fits, respell
+from pennyweight.core.convert_spec import conversion_kind, convert_parts
 from pennyweight.core.formats import E2M1, INT3, INT4, INT8, NF4, TERNARY, UINT3, UINT4, UINT8
 from pennyweight.core.numerics import Parts, dequantize, quantize, sqnr
 from pennyweight.core.spec import MXFP4, NVFP4, SPECS, TINYGEMM, QuantSpec
@@ -37,9 +37,9 @@ def made(spec: QuantSpec) -> tuple[Parts, Tensor]:
 @pytest.mark.parametrize("spec", [*SPECS.values(), *EXTRA.values()], ids=str)
 def test_what_is_respelt_is_the_same_but_for_rounded_scales(spec: QuantSpec) -> None:
     parts, value = made(spec)
-    assert respell(parts, spec, SHAPE, spec) is not None, "a spec can be said in its own words"
+    assert convert_parts(parts, spec, SHAPE, spec) is not None, "a spec can be said in its own words"
     for to in (*SPECS.values(), *EXTRA.values()):
-        new, told = respell(parts, spec, SHAPE, to), fits(spec, SHAPE, to)
+        new, told = convert_parts(parts, spec, SHAPE, to), conversion_kind(spec, SHAPE, to)
         assert (new is None) == (told is None)
         if new is None:
             continue
@@ -62,10 +62,10 @@ def test_known_pairs_in_both_directions() -> None:
     same = [("int4 f16", "q4_0"), ("uint4 zero", "int4 zero")]
     for a, b in [*same, *((b, a) for a, b in same)]:
         parts, value = made(EXTRA[a])
-        new = respell(parts, EXTRA[a], SHAPE, EXTRA[b])
+        new = convert_parts(parts, EXTRA[a], SHAPE, EXTRA[b])
         assert new is not None, (a, b)
         assert torch.equal(dequantize(new, EXTRA[b], SHAPE, torch.float64), value)
-        back = respell(new, EXTRA[b], SHAPE, EXTRA[a])
+        back = convert_parts(new, EXTRA[b], SHAPE, EXTRA[a])
         assert back is not None
         for mine, theirs in zip(back, parts, strict=True):
             assert (mine is None) == (theirs is None)
@@ -92,7 +92,7 @@ def test_known_pairs_in_both_directions() -> None:
 )
 def test_can_be_said(spec: QuantSpec, to: QuantSpec) -> None:
     parts, value = made(spec)
-    new = respell(parts, spec, SHAPE, to)
+    new = convert_parts(parts, spec, SHAPE, to)
     assert new is not None
     assert sqnr(value, dequantize(new, to, SHAPE, torch.float64)) > 45
 
@@ -114,19 +114,19 @@ def test_can_be_said(spec: QuantSpec, to: QuantSpec) -> None:
 def test_cannot_be_said(spec: QuantSpec, to: QuantSpec, why: str) -> None:
     if why == "more axes":
         parts = quantize(torch.randn(SHAPE), QuantSpec(INT4, (32,)))
-        assert respell(parts, spec, SHAPE, to) is None
+        assert convert_parts(parts, spec, SHAPE, to) is None
         return
-    assert respell(made(spec)[0], spec, SHAPE, to) is None, why
+    assert convert_parts(made(spec)[0], spec, SHAPE, to) is None, why
 
 
 def test_padded_rows_keep_their_blocks() -> None:
     x = torch.randn(3, 50)
     a, b = QuantSpec(INT4, (32,), scale=F16), QuantSpec(UINT4, (32,), scale=F16, mid=8)
     parts = quantize(x, a)
-    new = respell(parts, a, x.shape, b)
+    new = convert_parts(parts, a, x.shape, b)
     assert new is not None
     assert torch.equal(dequantize(new, b, x.shape), dequantize(parts, a, x.shape))
-    assert respell(parts, a, x.shape, QuantSpec(INT4, (16,))) is None  # 50 is no whole number of either block
+    assert convert_parts(parts, a, x.shape, QuantSpec(INT4, (16,))) is None  # 50 is no whole number of either block
 
 
 def test_every_pair_terminates_with_parts_or_none() -> None:
@@ -136,4 +136,4 @@ def test_every_pair_terminates_with_parts_or_none() -> None:
         for a, b in itertools.product((*SPECS.values(), *EXTRA.values()), repeat=2):
             if a.block is not None and len(a.block) > len(shape):
                 continue
-            respell(quantize(x, a), a, shape, b)
+            convert_parts(quantize(x, a), a, shape, b)

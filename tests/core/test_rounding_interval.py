@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pennyweight.core.formats import INT4, NF4
-from pennyweight.core.rounding_interval import into_cells
+from pennyweight.core.rounding_interval import clamp_to_interval
 
 
 @pytest.mark.parametrize("fmt", [INT4, NF4], ids=str)
@@ -17,7 +17,7 @@ def test_points_keep_their_codes_and_go_towards_the_float(fmt: object) -> None:
         at = (torch.searchsorted(numbers, fmt.decode(nearest, torch.float32)) + shift).clamp(0, len(numbers) - 1)
         value = numbers[at]
         codes = fmt.encode(value)
-        found = into_cells(x, value, step, lambda y, codes=codes: fmt.encode(y) == codes)
+        found = clamp_to_interval(x, value, step, lambda y, codes=codes: fmt.encode(y) == codes)
         assert torch.equal(fmt.encode(found), codes)
         assert ((found - value) * (x - value) >= 0).all()
         assert ((found - x).abs() <= (value - x).abs()).all()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pennyweight as pw
-from pennyweight.core.distributed.ddp import tensors_of
+from pennyweight.core.distributed.ddp import part_tensors
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from tests.every.test_configs import CASES as ALL
 from tests.every.test_configs import build as built
@@ -70,7 +70,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if not isinstance(a, QT) or not isinstance(b, QT):
         return type(a) is type(b) and torch.equal(a, b)
     a, b = a.to_layout("plain"), b.to_layout("plain")
-    parts = zip(tensors_of(a), tensors_of(b), strict=True)
+    parts = zip(part_tensors(a), part_tensors(b), strict=True)
     return (a.spec, a.act, a.shape) == (b.spec, b.act, b.shape) and all(torch.equal(p, q) for p, q in parts)
 
 

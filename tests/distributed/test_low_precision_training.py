@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import pennyweight as pw
-from pennyweight.core.distributed.full_tensor import whole as gathered
+from pennyweight.core.distributed.full_tensor import full_tensor as gathered
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.training import (
@@ -28,7 +28,7 @@ from pennyweight.training import (
     to_high_precision_,
 )
 from pennyweight.training.low_precision.functional import _GRAD_INPUT, _OUTPUT
-from pennyweight.training.low_precision.quantize_operand import operand
+from pennyweight.training.low_precision.quantize_operand import quantize_operand
 from tests.distributed.group import MLP, refuses, spawn
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
@@ -88,7 +88,7 @@ def gradients(module: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
 
 
 def value(x: Tensor, side: Any, salt: int, hadamard: int = 0) -> Tensor:
-    seen = operand(x, side, 0, salt, hadamard)
+    seen = quantize_operand(x, side, 0, salt, hadamard)
     return (seen if isinstance(seen, Tensor) else seen.value()).double()
 
 

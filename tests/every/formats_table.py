@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pennyweight.core.convert_spec import fits
+from pennyweight.core.convert_spec import conversion_kind
 from pennyweight.core.formats import E2M1, E4M3, INT4, INT8, NF4, UINT4
 from pennyweight.core.spec import (
     FP8_BLOCK,
@@ -28,9 +28,9 @@ from pennyweight.io.codecs import CODECS
 from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.export import planned_as
 from pennyweight.io.gguf.quantize import RULES
-from pennyweight.io.lazy_checkpoint import Held
+from pennyweight.io.lazy_checkpoint import StoredTensor
 from pennyweight.io.manifest import Meta
-from pennyweight.io.output_formats import EXACT, FLOAT, foreign
+from pennyweight.io.output_formats import EXACT, FLOAT, foreign_target
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
 SHAPE = (256, 512)
@@ -79,11 +79,11 @@ def written() -> list[str]:
 
 def becomes() -> str:
     """What each kind of weight becomes in each format."""
-    targets = {c.name: foreign(c.name, c.writing) for c in CODECS if c.writing is not None}
+    targets = {c.name: foreign_target(c.name, c.writing) for c in CODECS if c.writing is not None}
     names = [*targets, "gguf"]
     out = f"| weight [256, 512] | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n"
     for word, spec, act in WEIGHTS:
-        held = Held(Meta(spec, SHAPE, torch.float16, act), 0, lambda: torch.empty(0))
+        held = StoredTensor(Meta(spec, SHAPE, torch.float16, act), 0, lambda: torch.empty(0))
         cells = []
         for target in targets.values():
             choice = target.choose("m.up.weight", held)
@@ -93,7 +93,7 @@ def becomes() -> str:
                 cells.append("–")
             else:
                 assert isinstance(choice.kind, Meta)
-                said = fits(spec, SHAPE, choice.kind.spec)
+                said = conversion_kind(spec, SHAPE, choice.kind.spec)
                 inputs = ", float inputs" if choice.kind.act is None and act is not None else ""
                 cells.append(
                     f"{f'anew: {choice.kind.spec}' if said is None else said.replace('rounded', 'codes')}{inputs}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from pennyweight.algorithms import Solver, Task
 from pennyweight.algorithms.solvers.clip import MSE, Importance
 from pennyweight.algorithms.solvers.gptq import GPTAQ, GPTQ, Auto
-from pennyweight.algorithms.solvers.gptq_core import factor
+from pennyweight.algorithms.solvers.gptq_core import inverse_cholesky
 from pennyweight.algorithms.solvers.hqq import HQQ
 from pennyweight.algorithms.solvers.kmeans import KMeans
 from pennyweight.algorithms.solvers.rtn import Nearest, output_error
@@ -40,7 +40,7 @@ def towards_float(solver: GPTQ, task: Task, difference: Tensor) -> Tensor:
     target = task.weight.double().clone()
     hessians = task.stats["hessian"]
     for rows, hessian, drift in zip(target.chunk(len(hessians)), hessians, task.stats["drift"], strict=True):
-        f = factor(hessian, solver.damping_of(len(hessian), task.tokens), solver.activation_order)
+        f = inverse_cholesky(hessian, solver.damping_of(len(hessian), task.tokens), solver.activation_order)
         if f is not None:
             damped = hessian.double() + f.damping * hessian.diagonal().double().mean() * torch.eye(len(hessian))
             rows += solver.asymmetric * torch.linalg.solve(damped, drift.double().t() @ rows.t()).t()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pennyweight.core import blocks
 from pennyweight.core.formats import E2M1, E4M3, E5M2, E8M0, INT1, INT4, INT8, UINT4, UINT8
-from pennyweight.core.numerics import dequantize, quantize, store
+from pennyweight.core.numerics import dequantize, quantize, store_qparams
 from pennyweight.core.qparams import RULES, Params, choose, default_rule
 from pennyweight.core.spec import MXFP4, MXFP8, NF4_DOUBLE, NVFP4, SPECS, TINYGEMM, QuantSpec
 
@@ -161,7 +161,7 @@ def test_mx_exponents(fmt: object, absmax: float, floor: int, ceil: int, even: i
     for rule, exponent in (("mx_floor", floor), ("mx_ceil", ceil), ("mx_even", even), ("mx_rceil", rceil)):
         p = choose(x, spec, rule)
         assert p.scale.double().log2().item() == exponent, rule
-        (scale, _, _), seen = store(p, spec)
+        (scale, _, _), seen = store_qparams(p, spec)
         assert scale.codes.item() == exponent + 127
         assert torch.equal(seen.scale, p.scale)
 

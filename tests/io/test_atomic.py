@@ -162,9 +162,9 @@ def force(d: Path) -> None:
         return convert(d / "src", folder, to="float", max_shard_bytes=SHARDS, **how)
 
     out = str(d / "out")
-    folder = progress.room(out, True, job)
+    folder = progress.output_folder(out, True, job)
     job(folder)
-    progress.settle(folder, out)
+    progress.publish_output(folder, out)
 
 
 def see_quantized(d: Path) -> set[str]:

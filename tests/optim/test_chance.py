@@ -14,8 +14,8 @@ N = 1 << 20
 
 def test_words_are_uniform_and_bits_are_independent() -> None:
     """Each bit, each pair of neighbouring elements' bits, and each pair of keys: within 5 sigma of a half."""
-    w = stochastic_rounding.words((N,), stochastic_rounding.key(1, 2, 3))
-    other = stochastic_rounding.words((N,), stochastic_rounding.key(1, 2, 4))
+    w = stochastic_rounding.random_bits((N,), stochastic_rounding.make_key(1, 2, 3))
+    other = stochastic_rounding.random_bits((N,), stochastic_rounding.make_key(1, 2, 4))
     near = 5 * 0.5 / math.sqrt(N)
     for bit in range(32):
         b = (w >> bit & 1).double()
@@ -31,10 +31,11 @@ def test_bfloat16_is_unbiased() -> None:
     """The mean over many is the number, within 5 sigma; both neighbours occur and nothing else."""
     for value in (1.0 + 2**-9, -3.14159, 1e-3, 2.0**-130 * 1.3, 65280.0 + 77):
         x = torch.full((N,), value)
-        y = stochastic_rounding.to_bfloat16(
+        y = stochastic_rounding.round_to_bfloat16(
             x,
-            stochastic_rounding.lower(
-                stochastic_rounding.words(x.shape, stochastic_rounding.key(7)), stochastic_rounding.turn(3)
+            stochastic_rounding.low_bits(
+                stochastic_rounding.random_bits(x.shape, stochastic_rounding.make_key(7)),
+                stochastic_rounding.step_mask(3),
             ),
         ).double()
         exact, low, high = x[0].double(), y.min(), y.max()
@@ -43,8 +44,9 @@ def test_bfloat16_is_unbiased() -> None:
         sigma = (high - low) * 0.5 / math.sqrt(N)
         assert abs(y.mean() - exact) < 5 * sigma
     kept = torch.tensor([0.0, -0.0, 1.5, math.inf, -math.inf, math.nan])
-    got = stochastic_rounding.to_bfloat16(
-        kept, stochastic_rounding.lower(stochastic_rounding.words(kept.shape, stochastic_rounding.key(0)), 0)
+    got = stochastic_rounding.round_to_bfloat16(
+        kept,
+        stochastic_rounding.low_bits(stochastic_rounding.random_bits(kept.shape, stochastic_rounding.make_key(0)), 0),
     )
     torch.testing.assert_close(got, kept.bfloat16(), equal_nan=True, rtol=0, atol=0)
 
@@ -58,7 +60,7 @@ def test_second_moments_are_unbiased() -> None:
     fits = x > 4 * UFLOAT8.lo / UFLOAT8.hi
     rounds, total = 400, torch.zeros(x.shape, dtype=torch.float64)
     for i in range(rounds):
-        write_(state, x, KEPT["8bit"]["squares"], stochastic_rounding.key(5), stochastic_rounding.turn(i))
+        write_(state, x, KEPT["8bit"]["squares"], stochastic_rounding.make_key(5), stochastic_rounding.step_mask(i))
         y = state.dequantize().double()
         assert abs((y / x - 1)[fits].mean()) < 5 * 0.5 * 0.125 / math.sqrt(int(fits.sum()))
         total += y

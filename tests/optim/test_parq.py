@@ -11,7 +11,7 @@ import pennyweight as pw
 from pennyweight.core.numerics import fake_quantize
 from pennyweight.core.spec import SPECS
 from pennyweight.optim import AdamW8bit, PruneOptimizer, QuantOptimizer
-from pennyweight.optim.parq import towards
+from pennyweight.optim.parq import proximal_map
 from pennyweight.quantize.config_resolution import PlanError
 from tests.optim.models import Net, losses
 
@@ -35,13 +35,13 @@ def test_weights_go_from_where_they_are_to_the_grid(name: str) -> None:
     spec = GRIDS[name].with_(layout="plain")
     x = torch.randn(6, 512)
     rounded = fake_quantize(x, spec)
-    assert torch.equal(towards(x, spec, 0.0), x)
-    assert torch.equal(towards(x, spec, 1.0), rounded)
+    assert torch.equal(proximal_map(x, spec, 0.0), x)
+    assert torch.equal(proximal_map(x, spec, 1.0), rounded)
     last = (x - rounded).abs()
     slack = 1e-5 * x.abs().max()
     inside = (x >= rounded.amin()) & (x <= rounded.amax())
     for t in (0.25, 0.5, 0.75, 0.99):
-        y = towards(x, spec, t)
+        y = proximal_map(x, spec, t)
         left = (y - rounded).abs()
         assert bool((left <= last + slack).all())
         assert bool((((y - rounded) * (x - rounded) >= -slack) | ~inside).all())
@@ -57,7 +57,7 @@ def test_the_map_of_an_integer_grid_is_the_formula() -> None:
     middle = low + 0.5
     t = 0.4
     expected = scale * (middle + 0.5 * ((x / scale - middle) / (0.5 * (1 - t))).clamp(-1, 1)).clamp(-8, 7)
-    torch.testing.assert_close(towards(x, spec, t), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(proximal_map(x, spec, t), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -176,7 +176,7 @@ def test_what_cannot_be_drawn_is_refused() -> None:
     with pytest.raises(PlanError, match="a pattern is such as '2:4'"):
         PruneOptimizer(base, model, "4:2", end=10)
     with pytest.raises(ValueError, match="numbers are found with the codes"):
-        towards(torch.ones(4, 8), pw.QuantSpec(pw.core.formats.learned(2), (8,)), 0.5)
+        proximal_map(torch.ones(4, 8), pw.QuantSpec(pw.core.formats.learned(2), (8,)), 0.5)
     pw.quantize_(model, pw.Int8WeightOnlyConfig())
     with pytest.raises(PlanError, match="quantized already"):
         PruneOptimizer(base, model, "2:4", end=10)

@@ -228,28 +228,28 @@ class Clock:
 
 def test_the_least_time_of_turns_taken_alternately(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    best = layer_timing.least([clock.takes("a", 9e-3, 5e-3, 4e-3, 3e-3, 8e-3), clock.takes("b", 1e-3)], 0.03)
+    best = layer_timing.least_seconds([clock.takes("a", 9e-3, 5e-3, 4e-3, 3e-3, 8e-3), clock.takes("b", 1e-3)], 0.03)
     assert best == pytest.approx([3e-3, 1e-3])
     assert clock.order == "aabb" + "ab" * 5  # 5, 4, 9, 9 ms leave some of the 30 ms
 
 
 def test_slow_calls_get_three_turns_and_quick_ones_many_calls_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    assert layer_timing.least([clock.takes("a", 10.0), clock.takes("b", 20.0)], 0.01) == pytest.approx([10, 20])
+    assert layer_timing.least_seconds([clock.takes("a", 10.0), clock.takes("b", 20.0)], 0.01) == pytest.approx([10, 20])
     assert clock.order == "aabb" + "ab" * 3
     clock.order = ""
-    layer_timing.least([clock.takes("a", 1e-6), clock.takes("b", 4e-6)], 1e-4)
+    layer_timing.least_seconds([clock.takes("a", 1e-6), clock.takes("b", 4e-6)], 1e-4)
     assert clock.order == "aabb" + ("a" * 20 + "b" * 5) * 3
 
 
 def test_a_turn_is_many_samples_and_a_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    assert layer_timing.least([clock.takes("a", 1e-2, 1e-2, 1e-2, 2e-3, 1e-2)], 0.01, turn=0.05) == pytest.approx(
-        [2e-3]
-    )
+    assert layer_timing.least_seconds(
+        [clock.takes("a", 1e-2, 1e-2, 1e-2, 2e-3, 1e-2)], 0.01, turn=0.05
+    ) == pytest.approx([2e-3])
     assert clock.order == "aa" + "a" * 15
     clock.order = ""
-    best = layer_timing.least([clock.takes("a", 1e-4)], 0.01, wait=clock.takes("w", 9e-4))
+    best = layer_timing.least_seconds([clock.takes("a", 1e-4)], 0.01, wait=clock.takes("w", 9e-4))
     assert clock.order.startswith("awawaw")
     assert best == pytest.approx([1e-3])
 

@@ -12,7 +12,7 @@ from pennyweight.compat.torchao.config_json import config_from_dict, config_to_d
 from pennyweight.io.config_files import quantization_config
 from pennyweight.quantize.config_resolution import PlanError
 from pennyweight.quantize.configs.serialize import config_from_data, config_to_data
-from pennyweight.quantize.name_patterns import MAX_PATTERN, MAX_PATTERNS, Pattern
+from pennyweight.quantize.name_patterns import MAX_PATTERN, MAX_PATTERNS, NamePattern
 
 NAMES = [
     "", "lm_head", "model.layers.0.self_attn.q_proj", "model.layers.12.self_attn.k_proj", "model.layers.3.mlp.gate",
@@ -30,7 +30,7 @@ PATTERNS = [
 
 @pytest.mark.parametrize("text", PATTERNS)
 def test_matches_are_those_of_re(text: str) -> None:
-    got = [name for name in NAMES if Pattern(text).matches(name)]
+    got = [name for name in NAMES if NamePattern(text).matches(name)]
     assert got == [name for name in NAMES if re.match(text, name)]
 
 
@@ -42,18 +42,18 @@ def test_matches_are_those_of_re(text: str) -> None:
 )  # fmt: skip
 def test_others_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="pattern"):
-        Pattern(text)
+        NamePattern(text)
 
 
 @pytest.mark.parametrize("text", [p for p in PATTERNS if not p.endswith("$")])
 def test_whole_names(text: str) -> None:
-    got = [name for name in NAMES if Pattern(text, whole=True).matches(name)]
+    got = [name for name in NAMES if NamePattern(text, whole=True).matches(name)]
     assert got == [name for name in NAMES if re.fullmatch(text, name)]
 
 
 def test_a_pattern_that_stalls_backtracking_is_linear() -> None:
-    assert not Pattern("(a*)*b").matches("a" * 5000)
-    assert not Pattern("(a|a)*(a|aa)*(.*.*.*)*b$").matches("a" * 5000 + "c")
+    assert not NamePattern("(a*)*b").matches("a" * 5000)
+    assert not NamePattern("(a|a)*(a|aa)*(.*.*.*)*b$").matches("a" * 5000 + "c")
 
 
 STALLS = ["(a+)+$", "(a|a)*b", "(.*)*x", ".*.*.*.*.*.*.*.*x", "(a?){30}a{30}", "(a|aa)+$"]
@@ -98,7 +98,7 @@ def test_many_patterns_and_hostile_ones() -> None:
     with pytest.raises(ValueError, match=f"{MAX_PATTERNS + 1} patterns; at most {MAX_PATTERNS}"):
         config_from_data({"type": "FqnToConfig", "fqn_to_config": pairs})
     # its sets of states are 2^60: each sign leads to one that was never seen
-    hostile = Pattern("(a|b)*a(a|b){60}c", whole=True)
+    hostile = NamePattern("(a|b)*a(a|b){60}c", whole=True)
     random.seed(0)
     names = ["".join(random.choices("ab", k=900)) for _ in range(1000)]
     with pytest.raises(ValueError, match="takes too long"):

@@ -17,7 +17,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.quantize import Candidate, Latency, layer_timing, recommend
 from pennyweight.quantize.module_handlers import HANDLERS
 from pennyweight.quantize.plan import PlanRow
-from pennyweight.quantize.recommend import mix
+from pennyweight.quantize.recommend import fastest_per_layer
 from pennyweight.quantize.recommendation import best, verdict
 
 INT8, DYNAMIC, INT4 = pw.Int8WeightOnlyConfig(), pw.Int8DynamicActivationInt8WeightConfig(), pw.Int4WeightOnlyConfig(32)
@@ -43,7 +43,9 @@ NAMES = ("up", "down", "narrow")
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """True times, of few calls."""
-    monkeypatch.setattr(recommend, "least", lambda calls, seconds, wait, turn: layer_timing.least(calls, 0.001, wait))
+    monkeypatch.setattr(
+        recommend, "least", lambda calls, seconds, wait, turn: layer_timing.least_seconds(calls, 0.001, wait)
+    )
     monkeypatch.setattr(layer_timing, "SECONDS", 0.001)
 
 
@@ -219,9 +221,9 @@ def test_a_mixture_that_is_one_of_the_candidates_is_not_tried_again(clock: Clock
 def test_mix() -> None:
     a: Any = {"x": (INT8, 2.0), "y": (INT8, 0.5), "table": (INT8, None)}
     b: Any = {"x": (INT4, 3.0), "y": (INT4, 0.7), "z": (INT4, 1.2), "other": (INT4, None)}
-    assert mix([a, b], 1.05) == {"x": INT4, "table": INT8, "z": INT4}
-    assert mix([b, a], 0.0) == {"x": INT4, "y": INT4, "z": INT4, "other": INT4}
-    assert mix([], 1.05) == {}
+    assert fastest_per_layer([a, b], 1.05) == {"x": INT4, "table": INT8, "z": INT4}
+    assert fastest_per_layer([b, a], 0.0) == {"x": INT4, "y": INT4, "z": INT4, "other": INT4}
+    assert fastest_per_layer([], 1.05) == {}
 
 
 def test_candidates_that_are_not_exact_enough_take_no_part_in_mixtures(clock: Clock) -> None:

@@ -20,7 +20,7 @@ from pennyweight.core.numerics import dequantize, quantize
 from pennyweight.core.spec import MXFP8, QuantSpec
 from pennyweight.training import FORWARD, RECIPES, Gemm, Operand, Recipe, get_recipe, linear
 from pennyweight.training.low_precision import gemm_table
-from pennyweight.training.low_precision.quantize_operand import operand, turned
+from pennyweight.training.low_precision.quantize_operand import hadamard_rotated, quantize_operand
 
 NAMES = pytest.mark.parametrize("name", RECIPES)
 # torch's own: dynamo makes an instance of every autograd.Function that it traces
@@ -67,7 +67,7 @@ def error(x: Tensor, side: Any, seen: Tensor | None = None) -> Tensor:
 def bound(a: Tensor, b: Tensor, gemm: Gemm, seed: int) -> Tensor:
     """|a bᵀ as the recipe computes it - a bᵀ|, element by element: of sums of products, each of two that are off."""
     if gemm.hadamard:
-        a, b = turned(a, gemm.hadamard, seed), turned(b, gemm.hadamard, seed)
+        a, b = hadamard_rotated(a, gemm.hadamard, seed), hadamard_rotated(b, gemm.hadamard, seed)
     da, db = error(a, gemm.a), error(b, gemm.b)
     off = da @ b.abs().t() + a.abs() @ db.t() + da @ db.t()
     sums = (a.abs() + da) @ (b.abs() + db).t() * 2.0**-23 * (a.shape[1] + 4)  # float32 sums, scales and their result
@@ -323,7 +323,7 @@ def operands(a: str, b: str, k: int = 70) -> tuple[Any, Any]:
         "e4m3": Operand(QuantSpec(E4M3, (-1,))), "e5m2": Operand(QuantSpec(E5M2, (-1,))),
         "tensor": Operand(QuantSpec(E4M3, None)), "mx": Operand(MXFP8),
     }  # fmt: skip
-    return operand(x, sides[a], 0, 1, 0), operand(w, sides[b], 0, 2, 0)
+    return quantize_operand(x, sides[a], 0, 1, 0), quantize_operand(w, sides[b], 0, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_single_rows_are_read_rightly(shape: tuple[int, int]) -> None:
     side = Operand(QuantSpec(INT8, (-1,)), "absmax")
     for k in (2, 16):
         a, b = torch.randn(k, shape[0]).t(), torch.randn(k, shape[1]).t()
-        one, two = operand(a, side, 0, 1, 0), operand(b, side, 0, 2, 0)
+        one, two = quantize_operand(a, side, 0, 1, 0), quantize_operand(b, side, 0, 2, 0)
         y = gemm_table.select(gemm_table.case_of(one, two, torch.float32)).run(one, two, torch.float32)
         torch.testing.assert_close(y, gemm_table.by_value(one, two, torch.float32))
 
@@ -391,7 +391,7 @@ def test_int8_sums_beyond_float32_are_exact() -> None:
     a, b = torch.full((1, 4097), 127.0), torch.full((2, 4097), 127.0)
     b[1, 0] = 1.0
     side = Operand(QuantSpec(INT8, (-1,)), "absmax")
-    one, two = operand(a, side, 0, 1, 0), operand(b, side, 0, 2, 0)
+    one, two = quantize_operand(a, side, 0, 1, 0), quantize_operand(b, side, 0, 2, 0)
     row = gemm_table.select(gemm_table.case_of(one, two, torch.float64))
     if row.name != "torch._int_mm":
         pytest.skip("torch._int_mm saturates here")
@@ -404,14 +404,14 @@ def test_int8_sums_beyond_float32_are_exact() -> None:
 @pytest.mark.parametrize("n", [16, 32, 64])
 def test_turning_both_sides_leaves_the_product(n: int) -> None:
     a, b = torch.randn(5, 70, dtype=torch.float64), torch.randn(7, 70, dtype=torch.float64)
-    x, y = turned(a, n, 3), turned(b, n, 3)
+    x, y = hadamard_rotated(a, n, 3), hadamard_rotated(b, n, 3)
     assert x.shape == (5, 70 + -70 % n)
     torch.testing.assert_close(x @ y.t(), a @ b.t(), rtol=1e-12, atol=1e-12)
-    eye = turned(torch.eye(n, dtype=torch.float64), n, 3)
+    eye = hadamard_rotated(torch.eye(n, dtype=torch.float64), n, 3)
     assert torch.equal((eye * n**0.5).round().abs(), torch.ones(n, n, dtype=torch.float64))
     signs = (eye * n**0.5).round()[:, :1]
     assert torch.equal((eye * n**0.5).round() * signs, hadamard(n).double())
-    assert not torch.equal(x, turned(a, n, 4))
+    assert not torch.equal(x, hadamard_rotated(a, n, 4))
 
 
 SPECS = {
@@ -429,7 +429,7 @@ def test_chance_is_unbiased_and_takes_a_neighbour(spec: QuantSpec) -> None:
     rule = "mx_rceil" if spec == MXFP8 else rule
     times = 1000
     many = x.unsqueeze(0).expand(times, -1, -1)
-    words = stochastic_rounding.words(many.shape, stochastic_rounding.key(7))
+    words = stochastic_rounding.random_bits(many.shape, stochastic_rounding.make_key(7))
     draws = torch.stack([
         dequantize(quantize(x, spec, rule, words=w), spec, x.shape, torch.float64) for w in words
     ])  # fmt: skip
@@ -451,7 +451,7 @@ def test_learned_numbers_are_not_rounded_by_chance() -> None:
     from pennyweight.core.formats import learned
 
     with pytest.raises(ValueError, match="its numbers are learned"):
-        stochastic_rounding.encode(torch.ones(4), learned(4), torch.zeros(4, dtype=torch.int32))
+        stochastic_rounding.encode_stochastic(torch.ones(4), learned(4), torch.zeros(4, dtype=torch.int32))
     with pytest.raises(ValueError, match="plain codes of fixed numbers"):
         Operand(QuantSpec(learned(4), (-1,)))
 

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import pennyweight as pw
 from pennyweight.core.formats import E2M1, E4M3, E5M2, INT4, INT8, NF4
-from pennyweight.core.ops.inplace import rounding_by_chance
+from pennyweight.core.ops.inplace import stochastic_writes
 from pennyweight.core.spec import MXFP8, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.optim import AdamW8bit
@@ -251,7 +251,7 @@ def test_many_small_writes_add_up_to_what_they_are(name: str) -> None:
     for seed in range(times):
         w = start.clone()
         for step in range(steps):
-            with rounding_by_chance(step, seed):
+            with stochastic_writes(step, seed):
                 w.add_(update)
         found[seed] = w.dequantize(torch.float64)
     want = start.dequantize(torch.float64) + steps * update.double()
@@ -274,13 +274,13 @@ def test_scales_change_seldom() -> None:
     first, changes = w.scale.clone(), 0
     for step in range(60):
         before = w.scale.clone()
-        with rounding_by_chance(step, 0):
+        with stochastic_writes(step, 0):
             w.mul_(1.002)
         changes += int((w.scale != before).sum())
     assert not torch.equal(w.scale, first)
     assert changes <= 8 * 4  # 12.7 % growth a row: once for the first overflow, then every 6 %
     assert w.codes.abs().max() <= 127
-    with rounding_by_chance(0, 0):
+    with stochastic_writes(0, 0):
         w.zero_()
         w.add_(1.0)
     torch.testing.assert_close(w.dequantize(), torch.ones(8, 64), rtol=0, atol=1.1 / 119)  # a code, with its room

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.run_batch import call
-from .block_order import output_of, stream
+from ...quantize.run_batch import run_batch
+from .block_order import hidden_argument, output_tensor
 
 Rest = Callable[[int, int], tuple[Any, dict[str, Any]]]  # (batch, block) -> further arguments
 _BY_NAME = "pennyweight: hidden states by name"
 
 
-class Hidden:
+class ActivationCache:
     """A tensor for each batch, in memory or in files."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
@@ -34,8 +34,8 @@ class Hidden:
         return torch.load(self.folder / f"{self.name}-{i}.pt", weights_only=True)
 
 
-def capture(
-    model: nn.Module, batches: Sequence[Any], blocks: Sequence[nn.Module], hidden: Hidden,
+def capture_block_inputs(
+    model: nn.Module, batches: Sequence[Any], blocks: Sequence[nn.Module], hidden: ActivationCache,
     first: Callable[[Tensor], None] = lambda x: None,
 ) -> Rest:  # fmt: skip
     """Inputs of the first block for each batch go to ``hidden``. Returns what else each block is called with.
@@ -49,7 +49,7 @@ def capture(
         def before(
             module: nn.Module, args: Any, kwargs: Any, *, i: int = i, calls: list[Any] = calls, alike: bool = alike
         ) -> None:
-            x = stream(args, kwargs)
+            x = hidden_argument(args, kwargs)
             if x is None:
                 raise RuntimeError("a block was called without its hidden states")
             if not calls:
@@ -64,7 +64,7 @@ def capture(
 
         hooks = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
         try:
-            call(model, batch)
+            run_batch(model, batch)
         except _Enough:
             pass
         finally:
@@ -77,7 +77,7 @@ def capture(
     return lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]
 
 
-def advance(states: Hidden, count: int, b: int, block: nn.Module, rest: Rest) -> None:
+def advance_block(states: ActivationCache, count: int, b: int, block: nn.Module, rest: Rest) -> None:
     """Hidden states of so many batches before block b become those after it."""
     for i in range(count):
         states.put(i, run_block(block, states.get(i), rest(i, b)))
@@ -106,8 +106,8 @@ def run_block(
     kwargs = dict(kwargs)
     args, kwargs = ((), kwargs | {"hidden_states": x}) if kwargs.pop(_BY_NAME) else ((x, *args), kwargs)
     if state is None:
-        out = output_of(block(*args, **kwargs))
+        out = output_tensor(block(*args, **kwargs))
     else:
-        out = output_of(torch.func.functional_call(block, state, args, kwargs, tie_weights=False))
+        out = output_tensor(torch.func.functional_call(block, state, args, kwargs, tie_weights=False))
     assert out is not None
     return out

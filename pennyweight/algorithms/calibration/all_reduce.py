@@ -14,21 +14,21 @@ from torch import Tensor
 from .statistics import State, Statistic
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether torch.distributed runs with more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def of_all(mine: Any) -> list[Any]:
+def gather_objects(mine: Any) -> list[Any]:
     """Everyone's, in the order of ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
 
-def merged(statistic: Statistic, state: State | None) -> State | None:
+def merge_states(statistic: Statistic, state: State | None) -> State | None:
     """One state of what all ranks saw, with the same bits on each; None where no rank saw anything."""
-    theirs = [s for s in of_all(None if state is None else (state[0].cpu(), state[1])) if s is not None]
+    theirs = [s for s in gather_objects(None if state is None else (state[0].cpu(), state[1])) if s is not None]
     if not theirs:
         return None
     total: State = theirs[0]
@@ -39,56 +39,56 @@ def merged(statistic: Statistic, state: State | None) -> State | None:
 
 def require_same(what: str, mine: Any) -> None:
     """Raise ValueError on every rank where they differ, before one of them waits for the others."""
-    if any(one != mine for one in of_all(mine)):
+    if any(one != mine for one in gather_objects(mine)):
         raise ValueError(
             f"ranks differ in {what}; give each the same model and config, and a first batch that calls it"
         )
 
 
-def largest(x: Tensor) -> Tensor:
+def reduce_max(x: Tensor) -> Tensor:
     """The largest of all ranks, entry by entry; x itself where there is one rank."""
-    if several():
+    if is_distributed():
         x = x.clone()
         dist.all_reduce(x, dist.ReduceOp.MAX)
     return x
 
 
-def total(x: Tensor) -> Tensor:
+def reduce_sum(x: Tensor) -> Tensor:
     """The sum over all ranks, in the same bits on each; x itself where there is one rank."""
-    if several():
+    if is_distributed():
         x = x.clone()
         dist.all_reduce(x, dist.ReduceOp.SUM)
         dist.broadcast(x, src=0)
     return x
 
 
-def largest_number(x: float) -> float:
-    return float(largest(torch.tensor(x, dtype=torch.float64, device="cpu"))) if several() else x
+def max_number(x: float) -> float:
+    return float(reduce_max(torch.tensor(x, dtype=torch.float64, device="cpu"))) if is_distributed() else x
 
 
 def all_true(mine: bool) -> bool:
     """Whether it holds on every rank."""
-    return all(of_all(mine)) if several() else mine
+    return all(gather_objects(mine)) if is_distributed() else mine
 
 
-def first(batch: Any) -> Any:
+def broadcast_batch(batch: Any) -> Any:
     """Rank 0's batch, for what is tried on one batch: all ranks then find the same."""
-    if not several():
+    if not is_distributed():
         return batch
     box = [batch]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def shape(n: int) -> int:
+def max_shape(n: int) -> int:
     """The largest n of all ranks."""
-    return round(largest_number(float(n)))
+    return round(max_number(float(n)))
 
 
-def names(known: list[str], mine: list[str]) -> list[str]:
+def union_names(known: list[str], mine: list[str]) -> list[str]:
     """``mine`` of all ranks: rank 0's order, then what only others have, in the order of ``known``."""
-    if not several():
+    if not is_distributed():
         return mine
-    everyone = of_all(mine)
+    everyone = gather_objects(mine)
     rest = {name for theirs in everyone for name in theirs}.difference(everyone[0])
     return [*everyone[0], *(name for name in known if name in rest)]

@@ -34,8 +34,8 @@ def read(batches: Any, what: str = "calibration", *, together: bool = False) -> 
         found.extend(each(batches, what))
     except PlanError as error:
         why = str(error)
-    if together and all_reduce.several():
-        said = [f"rank {i}: {text}" for i, text in enumerate(all_reduce.of_all(why)) if text]
+    if together and all_reduce.is_distributed():
+        said = [f"rank {i}: {text}" for i, text in enumerate(all_reduce.gather_objects(why)) if text]
         why = "; ".join(said)
     if why:
         raise PlanError(why)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.run_batch import call, token_mask
-from .input_hooks import Watch
+from ...quantize.run_batch import run_batch, token_mask
+from .input_hooks import InputHooks
 
 
 @dataclass
-class Segment:
+class CalibrationSegment:
     """Weights that are calibrated together, or a chain of blocks that are so one after another.
 
     sites   names of weights, by block (a single entry where it is no chain)
@@ -31,7 +31,7 @@ class Segment:
 
 
 @contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
+def inference_mode(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, without gradients, caches or fused paths that no one can look into."""
     training = {m: m.training for m in model.modules()}
     # A decoder inside may have a config of its own (T5's has); a cache would grow with each run of a block
@@ -53,7 +53,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
             m.training = was
 
 
-def segments(model: nn.Module, weights: dict[int, str], batch: Any) -> list[Segment]:
+def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) -> list[CalibrationSegment]:
     """What to calibrate one after another, in the order in which the model calls it. weights: id -> name.
 
     Weights that the model does not multiply for this batch are in none (they may be for another: experts of a mixture
@@ -64,8 +64,8 @@ def segments(model: nn.Module, weights: dict[int, str], batch: Any) -> list[Segm
     called: dict[str, None] = {}
     hooks = [hook for trial in trials for hook in trial.hooks()]
     try:
-        with Watch(weights, lambda name, x: called.setdefault(name), token_mask(batch)):
-            call(model, batch)
+        with InputHooks(weights, lambda name, x: called.setdefault(name), token_mask(batch)):
+            run_batch(model, batch)
     finally:
         for hook in hooks:
             hook.remove()
@@ -75,17 +75,17 @@ def segments(model: nn.Module, weights: dict[int, str], batch: Any) -> list[Segm
         if trial.holds and not inside:
             chains.append(trial)
     owner = {name: chain for chain in chains for names in chain.sites(weights) for name in names}
-    found: list[Segment] = []
+    found: list[CalibrationSegment] = []
     placed: set[int] = set()
     for name in called:
         chain = owner.get(name)
         if chain is None:
             if not found or found[-1].blocks:
-                found.append(Segment([[]]))
+                found.append(CalibrationSegment([[]]))
             found[-1].sites[0].append(name)
         elif id(chain) not in placed:
             placed.add(id(chain))
-            found.append(Segment(chain.sites(weights), chain.blocks))
+            found.append(CalibrationSegment(chain.sites(weights), chain.blocks))
     return found
 
 
@@ -121,7 +121,7 @@ class _Trial:
 
     def _before(self, i: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = stream(args, kwargs)
+            x = hidden_argument(args, kwargs)
             if i != self.calls or x is None or (i and (self.last is None or not _same(x, self.last))):
                 self.good = False
             self.calls += 1
@@ -129,7 +129,7 @@ class _Trial:
         return hook
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.last = output_of(output)
+        self.last = output_tensor(output)
 
     def sites(self, weights: dict[int, str]) -> list[list[str]]:
         return [[n for n in weights.values() if n.startswith(f"{name}.")] for name, _ in self.blocks]
@@ -140,12 +140,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
-def stream(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+def hidden_argument(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that flows from block to block: the first argument, or Hugging Face's ``hidden_states``."""
     x = args[0] if args else kwargs.get("hidden_states")
     return x if isinstance(x, Tensor) else None
 
 
-def output_of(output: Any) -> Tensor | None:
+def output_tensor(output: Any) -> Tensor | None:
     x = output[0] if isinstance(output, (tuple, list)) and output else output
     return x if isinstance(x, Tensor) else None

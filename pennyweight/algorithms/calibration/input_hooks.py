@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 See = Callable[[str, Tensor], None]  # (parameter name, inputs as float32 [groups, tokens, width])
 
 
-class Watch(TorchFunctionMode):
+class InputHooks(TorchFunctionMode):
     """Calls ``see(name, x)`` for each product with a watched weight.
 
     weights     id of the tensor -> name

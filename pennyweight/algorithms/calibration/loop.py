@@ -10,26 +10,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...quantize.run_batch import call, token_mask
+from ...quantize.run_batch import run_batch, token_mask
 from . import all_reduce, memory_budget
-from .activation_cache import Hidden, Rest, advance, capture, run_block
-from .block_order import Segment, quiet, segments
-from .input_hooks import Watch
+from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
+from .block_order import CalibrationSegment, calibration_segments, inference_mode
+from .input_hooks import InputHooks
 from .statistics import STATISTICS, State, Statistic
 
 
 @dataclass
-class Seen:
+class CollectedStatistics:
     """Finished statistics of one weight's inputs: by name [G, K, K] or [G, K]; tokens seen, of all groups' each."""
 
     stats: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
 
 
-Stage = tuple[list[str], dict[str, Seen]]
+Stage = tuple[list[str], dict[str, CollectedStatistics]]
 
 
-class Collector:
+class CalibrationLoop:
     """Runs batches through a model and yields, for one set of weights after another, what their inputs are like.
 
     After each set the caller replaces those weights; the next set then sees inputs as they will be. Memory: hidden
@@ -54,9 +54,9 @@ class Collector:
 
     def stages(self) -> Iterator[Stage]:
         """(names, what was seen), in the order in which the model calls them. Deterministic."""
-        with quiet(self.model):
-            found = segments(self.model, self.weights, self.batches[0])
-            if all_reduce.several():
+        with inference_mode(self.model):
+            found = calibration_segments(self.model, self.weights, self.batches[0])
+            if all_reduce.is_distributed():
                 all_reduce.require_same("which weights they call, and in which order", [s.sites for s in found])
             for segment in found:
                 if segment.blocks:
@@ -64,19 +64,19 @@ class Collector:
                 else:
                     yield segment.sites[0], self._whole(segment.sites[0])
 
-    def _whole(self, names: list[str]) -> dict[str, Seen]:
+    def _whole(self, names: list[str]) -> dict[str, CollectedStatistics]:
         """Statistics from running the whole model. There is no float model beside it, so paired ones are left out."""
         gather = _Gather(self._of(names), self.single)
         for batch in [] if self.known.issuperset(names) else self.batches:
-            gather.run(lambda batch=batch: call(self.model, batch), token_mask(batch))
+            gather.run(lambda batch=batch: run_batch(self.model, batch), token_mask(batch))
         return gather.finish()
 
-    def _chain(self, segment: Segment) -> Iterator[Stage]:
+    def _chain(self, segment: CalibrationSegment) -> Iterator[Stage]:
         with tempfile.TemporaryDirectory(dir=self.spill) as folder:
             place = None if self.spill is None else Path(folder)
-            hidden = Hidden(place, "quantized")
-            exact = Hidden(place, "float") if self.paired else None
-            rest = capture(
+            hidden = ActivationCache(place, "quantized")
+            exact = ActivationCache(place, "float") if self.paired else None
+            rest = capture_block_inputs(
                 self.model, self.batches, [block for _, block in segment.blocks], hidden,
                 lambda first: self._limit(segment, first, (hidden, exact), folder),
             )  # fmt: skip
@@ -87,17 +87,23 @@ class Collector:
                 if names:
                     yield names, self._block(names, b, block, rest, hidden, exact)
                 elif exact is not None:
-                    advance(exact, len(self.batches), b, block, rest)
+                    advance_block(exact, len(self.batches), b, block, rest)
                 if b + 1 < len(segment.blocks):
-                    advance(hidden, len(self.batches), b, block, rest)
+                    advance_block(hidden, len(self.batches), b, block, rest)
 
     def _block(
-        self, names: list[str], b: int, block: nn.Module, rest: Rest, hidden: Hidden, exact: Hidden | None
-    ) -> dict[str, Seen]:
+        self,
+        names: list[str],
+        b: int,
+        block: nn.Module,
+        rest: Rest,
+        hidden: ActivationCache,
+        exact: ActivationCache | None,
+    ) -> dict[str, CollectedStatistics]:
         gather = _Gather(self._of(names), self.single, self.paired)
         if self.known.issuperset(names):
             if exact is not None:
-                advance(exact, len(self.batches), b, block, rest)
+                advance_block(exact, len(self.batches), b, block, rest)
             return gather.finish()
         for i, batch in enumerate(self.batches):
             mask = token_mask(batch)
@@ -111,7 +117,9 @@ class Collector:
         wanted = set(names)
         return {i: name for i, name in self.weights.items() if name in wanted}
 
-    def _limit(self, segment: Segment, first: Tensor, stores: tuple[Hidden | None, ...], folder: str) -> None:
+    def _limit(
+        self, segment: CalibrationSegment, first: Tensor, stores: tuple[ActivationCache | None, ...], folder: str
+    ) -> None:
         """Once the first hidden states are known: those of all batches go to disk where memory would not do."""
         if self.max_ram is None:
             return
@@ -141,11 +149,11 @@ class _Gather:
     def remember(self, run: Callable[[], Any], mask: Tensor | None) -> Any:
         """Run on the float model's inputs, of one batch, for paired statistics. Returns what it returns."""
         self.exact = {}
-        with Watch(self.weights, lambda name, x: self.exact.setdefault(name, []).append(x), mask):
+        with InputHooks(self.weights, lambda name, x: self.exact.setdefault(name, []).append(x), mask):
             return run()
 
     def run(self, run: Callable[[], Any], mask: Tensor | None) -> None:
-        with Watch(self.weights, self._see, mask):
+        with InputHooks(self.weights, self._see, mask):
             run()
 
     def _see(self, name: str, x: Tensor) -> None:
@@ -174,10 +182,10 @@ class _Gather:
             state = total.to(x[0].device), count
         self.states[key] = statistic.update(state, *x)
 
-    def finish(self) -> dict[str, Seen]:
-        if all_reduce.several():
+    def finish(self) -> dict[str, CollectedStatistics]:
+        if all_reduce.is_distributed():
             self._share()
-        found = {name: Seen({}, n) for name, n in self.tokens.items()}
+        found = {name: CollectedStatistics({}, n) for name, n in self.tokens.items()}
         for (statistic, name), state in self.states.items():
             found[name].stats[statistic] = STATISTICS[statistic].finish(state)
         return found
@@ -185,8 +193,8 @@ class _Gather:
     def _share(self) -> None:
         """What all ranks saw in place of what this one saw; one statistic of one weight at a time."""
         for name in self.weights.values():
-            self.tokens[name] = sum(all_reduce.of_all(self.tokens[name]))
+            self.tokens[name] = sum(all_reduce.gather_objects(self.tokens[name]))
             for statistic in (*self.single, *self.paired):
-                state = all_reduce.merged(statistic, self.states.pop((statistic.name, name), None))
+                state = all_reduce.merge_states(statistic, self.states.pop((statistic.name, name), None))
                 if state is not None:
                     self.states[statistic.name, name] = state

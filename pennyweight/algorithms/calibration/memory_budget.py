@@ -11,7 +11,7 @@ from ...quantize.report import nbytes_of, size
 from .statistics import Statistic
 
 
-def amount(text: str | float) -> int:
+def parse_bytes(text: str | float) -> int:
     """Bytes of "4 GB", or a number of them. Raises PlanError for anything else."""
     try:
         return nbytes_of(text)

@@ -25,11 +25,11 @@ from ...quantize.configs import (
 from ...quantize.granularity import MappingType
 from ...quantize.parameters import kind_of
 from ...quantize.plan import PlanRow, plan
-from ...quantize.run_batch import call, token_mask
+from ...quantize.run_batch import run_batch, token_mask
 from ...quantize.scheme import Scheme
 from .batches import each
-from .block_order import quiet
-from .input_hooks import Watch
+from .block_order import inference_mode
+from .input_hooks import InputHooks
 from .statistics import HISTOGRAM, Bins, State, bins
 
 # Where each static config keeps its scale and zero point, and whether it has one, told from its other fields
@@ -76,19 +76,19 @@ def calibrate(
     make = _maker(config)
     todo = plan(model, make(1.0, 0), filter_fn)
     rows = {row.name: row for row in todo.rows if row.scheme is not None and row.scheme.act is not None}
-    seen = observe(model, {name: row.tensor for name, row in rows.items() if row.tensor is not None}, batches)
+    seen = observe_ranges(model, {name: row.tensor for name, row in rows.items() if row.tensor is not None}, batches)
     table: dict[str, AOBaseConfig | None] = {}
     for name, row in rows.items():
         assert row.scheme is not None
         assert row.scheme.act is not None
         act = row.scheme.act
-        p = parameters(METHODS[method](seen[name], act, percentile), act)
+        p = range_qparams(METHODS[method](seen[name], act, percentile), act)
         assert p.scale is not None
         table[_key(row)] = make(float(p.scale), 0 if p.zero_point is None else int(p.zero_point))
     return FqnToConfig(table)
 
 
-def observe(model: nn.Module, weights: Mapping[str, Tensor], batches: Any) -> dict[str, Bins]:
+def observe_ranges(model: nn.Module, weights: Mapping[str, Tensor], batches: Any) -> dict[str, Bins]:
     """What values the inputs of products with those weights have, by the names given. The model is left as it was.
 
     Raises PlanError for weights that no input reached, ValueError for inputs that are not finite.
@@ -103,17 +103,17 @@ def observe(model: nn.Module, weights: Mapping[str, Tensor], batches: Any) -> di
         states[name] = HISTOGRAM.update(states.get(name) or HISTOGRAM.init(1, 1), flat.cpu())
 
     ids = {id(tensor): name for name, tensor in weights.items()}
-    with quiet(model):
+    with inference_mode(model):
         for batch in each(batches, "batches"):
-            with Watch(ids, see, token_mask(batch), unfold=False):
-                call(model, batch)
+            with InputHooks(ids, see, token_mask(batch), unfold=False):
+                run_batch(model, batch)
     never = [name for name in weights if name not in states or not states[name][1]]
     if never:
         raise PlanError(f"no input reached {', '.join(never)}; calibrate with data that does, or leave them out")
     return {name: bins(HISTOGRAM.finish(state)) for name, state in states.items()}
 
 
-def parameters(ends: tuple[float, float], act: ActivationSpec) -> Params:
+def range_qparams(ends: tuple[float, float], act: ActivationSpec) -> Params:
     """Scale and zero point of a range, by the rule of a dynamic activation whose values span it."""
     return choose(torch.tensor(ends, dtype=torch.float32, device="cpu"), act.spec, act.rule, act.eps)
 
@@ -145,7 +145,7 @@ def _mse(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, float]
     middles, counts = b.middles[where].float(), b.counts[where]
 
     def error(ends: tuple[float, float]) -> float:
-        parts = quantize(middles, act.spec, params=parameters(ends, act))
+        parts = quantize(middles, act.spec, params=range_qparams(ends, act))
         return float((counts * (dequantize(parts, act.spec, middles.shape) - middles).double().square()).sum())
 
     best = (b.least, b.greatest)

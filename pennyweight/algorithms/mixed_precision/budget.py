@@ -93,7 +93,7 @@ def limits(budget: Budget, base: Base) -> Limits:
         else:
             bits = _BITS.fullmatch(one)
             nbytes = min(
-                nbytes, float(bits[1]) * base.numel / 8 if bits else memory_budget.amount(one) - base.rest_bytes
+                nbytes, float(bits[1]) * base.numel / 8 if bits else memory_budget.parse_bytes(one) - base.rest_bytes
             )
     return Limits(nbytes, seconds)
 

@@ -9,22 +9,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...quantize.layer_timing import COUNTS, Call, TimeLayer, counts_of, layer_calls, least, measure_, wait_for
+from ...quantize.layer_timing import (
+    COUNTS,
+    Call,
+    TimeLayer,
+    calls_of_weight,
+    layer_calls,
+    least_seconds,
+    measure_,
+    wait_for,
+)
 from ...quantize.pipeline import solve
 from ...quantize.plan import Plan
-from ...quantize.run_batch import call
-from ..calibration.block_order import quiet
+from ...quantize.run_batch import run_batch
+from ..calibration.block_order import inference_mode
 
 SECONDS = 0.5  # of timing the whole model, before the layers and again after those of each plan
 
 
 def time_call(run: Call, device: torch.device) -> float:
     """Seconds of one call on this machine."""
-    return least([run], SECONDS, wait_for(device))[0]
+    return least_seconds([run], SECONDS, wait_for(device))[0]
 
 
 @dataclass(frozen=True)
-class Clock:
+class CallTimer:
     """How long things take: measured on this machine. Another one stands for another machine, or for a model of one.
 
     call    (run, device) -> seconds of one ``run()``
@@ -37,7 +46,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Times:
+class LayerTimes:
     """Seconds of one call of a model.
 
     whole    the float model
@@ -52,7 +61,7 @@ class Times:
     options: dict[str, list[float]]
 
 
-def times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Clock) -> Times:
+def layer_times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: CallTimer) -> LayerTimes:
     """Times of the float model on ``example``, and of its linear layers under each plan at the numbers of rows that
     they get there.
 
@@ -60,13 +69,13 @@ def times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Clock) -
     so that a machine that is busy while one plan is timed does not favour another. The whole call is timed between the
     plans, and the least counts too. What is no linear layer, or is not called, counts as it is: under "rest".
     """
-    with quiet(model):
-        seen, _ = layer_calls(model, lambda: call(model, example))
+    with inference_mode(model):
+        seen, _ = layer_calls(model, lambda: run_batch(model, example))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def time_whole() -> float:
-        with quiet(model):
-            return clock.call(lambda: call(model, example), device)
+        with inference_mode(model):
+            return clock.call(lambda: run_batch(model, example), device)
 
     whole = time_whole()
     floats: dict[str, float] = {}
@@ -74,12 +83,12 @@ def times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Clock) -
     for one in plans:
         measure_(
             one,
-            lambda row: [m for m, _ in counts_of(row, seen).most_common(COUNTS)],
+            lambda row: [m for m, _ in calls_of_weight(row, seen).most_common(COUNTS)],
             lambda row: solve(row)[0],
             clock.layer,
         )
         for row in one.active:
-            counts = counts_of(row, seen)
+            counts = calls_of_weight(row, seen)
             took = sum(counts[t.rows] * t.float_us for t in row.latency) / 1e6
             quantized = sum(counts[t.rows] * t.quantized_us for t in row.latency) / 1e6
             floats[row.name] = min(floats.get(row.name, took), took)
@@ -87,4 +96,4 @@ def times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Clock) -
         whole = min(whole, time_whole())
     layers = sum(floats.values())
     options = {name: [floats[name] * r for r in some] for name, some in ratios.items()}
-    return Times(max(whole, layers), max(whole - layers, 0.0), floats, options)
+    return LayerTimes(max(whole, layers), max(whole - layers, 0.0), floats, options)

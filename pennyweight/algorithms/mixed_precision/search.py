@@ -20,17 +20,17 @@ from ...quantize.configs.serialize import config_to_data
 from ...quantize.plan import Plan, PlanRow, plan
 from ...quantize.recommend import CANDIDATES as FAST
 from ...quantize.report import size
-from ...quantize.run_batch import call
+from ...quantize.run_batch import run_batch
 from .. import recipe as recipes
 from ..calibration.batches import read
-from ..calibration.block_order import quiet
-from ..calibration.loop import Collector, Seen
+from ..calibration.block_order import inference_mode
+from ..calibration.loop import CalibrationLoop, CollectedStatistics
 from ..pipeline import solve_row
 from ..tuners import losses
 from .budget import Base, Budget, Option, Table, allocate, check, duration, is_latency, limits, parts, totals
-from .latency import Clock, Times, times
+from .latency import CallTimer, LayerTimes, layer_times
 
-__all__ = ["CANDIDATES", "Clock", "Option", "Search", "allocate", "search"]
+__all__ = ["CANDIDATES", "CallTimer", "Option", "Search", "allocate", "search"]
 
 CANDIDATES: tuple[AOBaseConfig, ...] = tuple(
     SpecConfig(QuantSpec(fmt, (group,), torch.float16, zero_point=fmt))
@@ -144,7 +144,7 @@ def search(
     filter_fn: Filter | None = None,
     held_out: float = 0.25,
     example: Any = None,
-    clock: Clock | None = None,
+    clock: CallTimer | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Search:
     """The mixture of configs, one for each weight, under which the model loses least within a budget.
@@ -183,16 +183,20 @@ def search(
         raise PlanError("search needs two batches or more: some to solve with, some to measure with")
     solver, timed = _solver(algorithm), any(map(is_latency, parts(budget)))
     configs = list(candidates if candidates is not None else (*CANDIDATES, *FAST) if timed else CANDIDATES)
-    solving, measuring = losses.split(batches, held_out)
+    solving, measuring = losses.split_batches(batches, held_out)
     with torch.inference_mode(False), torch.no_grad():
         plans = [plan(model, config, filter_fn) for config in configs]
         names = [row.name for row in plans[0].active]
         if any([row.name for row in p.active] != names for p in plans):
             raise PlanError("search: the candidates apply to different weights; give a filter_fn under which all apply")
-        with quiet(model):
-            first = call(model, measuring[0])
+        with inference_mode(model):
+            first = run_batch(model, measuring[0])
         measure = losses.divergence(metric, first)
-        took = times(model, batches[-1] if example is None else example, plans, clock or Clock()) if timed else None
+        took = (
+            layer_times(model, batches[-1] if example is None else example, plans, clock or CallTimer())
+            if timed
+            else None
+        )
         base = _base(model, plans[0], took)
         limit = limits(budget, base)
         rows = {name: [row for p in plans for row in p.active if row.name == name] for name in names}
@@ -204,7 +208,7 @@ def search(
         places = {name: rows[name][0].places for name in names}
         put = {name: _runnable(rows[name][i], solved[name][i]) for name, i in chosen.items() if i < len(configs)}
         expected = losses.references(model, measuring)
-        whole = _replaced(model, places, put, lambda: losses.mean(model, measuring, expected, measure))
+        whole = _replaced(model, places, put, lambda: losses.mean_divergence(model, measuring, expected, measure))
     interaction = whole / total if total > 0 else 1.0
     uniform = [
         (str(rows[names[0]][i].scheme), 8 * sum(t[i].nbytes for t in table.values()) / base.numel,
@@ -218,7 +222,7 @@ def search(
     )  # fmt: skip
 
 
-def _base(model: nn.Module, whole: Plan, took: Times | None) -> Base:
+def _base(model: nn.Module, whole: Plan, took: LayerTimes | None) -> Base:
     weights = [row for row in whole.active if row.tensor is not None]
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     rest = sum(int(t.nbytes) for t in tensors.values()) - sum(row.bytes_before for row in weights)
@@ -230,7 +234,7 @@ def _whole(base: Base, seconds: float | None) -> float | None:
     return None if seconds is None else seconds + base.rest_seconds
 
 
-def _known(rows: dict[str, list[PlanRow]], configs: list[AOBaseConfig], took: Times | None) -> Table:
+def _known(rows: dict[str, list[PlanRow]], configs: list[AOBaseConfig], took: LayerTimes | None) -> Table:
     """The options of each weight with all that is known before it is solved; where layers were timed the last is to
     leave it as it is."""
     table: Table = {}
@@ -271,18 +275,18 @@ def _solve(
     """Each weight under each candidate, from the float model's inputs."""
     solved: dict[str, list[AffineQuantizedTensor]] = {}
 
-    def solve(name: str, seen: Seen | None) -> None:
+    def solve(name: str, seen: CollectedStatistics | None) -> None:
         solved[name] = [solve_row(row, solver, seen)[0].to_layout(_packed(row)) for row in rows[name]]
         if progress is not None:
             progress(len(solved), len(rows), f"solving {name}")
 
     if solver.needs:
         weights = {id(row[0].tensor): name for name, row in rows.items()}
-        for names, seen in Collector(model, weights, batches, solver.needs).stages():
+        for names, seen in CalibrationLoop(model, weights, batches, solver.needs).stages():
             for name in names:
                 solve(name, seen.get(name))
     for name in rows.keys() - solved.keys():
-        solve(name, Seen())
+        solve(name, CollectedStatistics())
     return {name: solved[name] for name in rows}
 
 
@@ -312,7 +316,7 @@ def _losses(
         for row, w, option in zip(options, solved[name], known[name], strict=False):  # what is left alone loses nothing
             x = w.dequantize() if _weight_only(row) else _runnable(row, w)
             loss = _replaced(
-                model, {name: row.places}, {name: x}, lambda: losses.mean(model, batches, expected, measure)
+                model, {name: row.places}, {name: x}, lambda: losses.mean_divergence(model, batches, expected, measure)
             )
             table[name].append(replace(option, nbytes=w.nbytes, loss=max(loss, 0.0)))
         table[name] += known[name][len(options) :]

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..base import register
-from .equalization import Couple
-from .scale_search import Inputs, Scales, Scaling
+from .equalization import EqualizationPair
+from .scale_search import ReaderInputs, Scales, ScaleSearch
 
 
 @register("awq")
 @dataclass(frozen=True)
-class AWQ(Scaling):
+class AWQ(ScaleSearch):
     """Multiplies the columns of weights by s and divides their inputs (Lin et al. 2024).
 
         s_j = (E|x_j|)^alpha / sqrt(max_j min_j),  alpha in 0, 1/grid, .. (grid - 1)/grid
@@ -33,7 +33,7 @@ class AWQ(Scaling):
         if self.grid < 1:
             raise ValueError(f"awq: grid must be at least 1, got {self.grid}")
 
-    def candidates(self, couple: Couple, seen: Inputs, weights: Tensor) -> Iterator[Scales]:
+    def candidates(self, couple: EqualizationPair, seen: ReaderInputs, weights: Tensor) -> Iterator[Scales]:
         x = couple.gather(seen.mean)
         yield "", torch.ones_like(x)
         for i in range(1, self.grid):

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibration.block_order import quiet
+from ..calibration.block_order import inference_mode
 from .graph import Matrix, Node, Trace, norm_width, ops_between, sources, trace
-from .verify_rewrite import Kept, apart, outputs, probe, tolerance
+from .verify_rewrite import SavedTensors, float_outputs, probe_batch, relative_difference, tolerance
 
 MIXES = frozenset(("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm", "einsum"))
 
@@ -29,7 +29,7 @@ MIXES = frozenset(("scaled_dot_product_attention", "matmul", "__matmul__", "bmm"
 
 
 @dataclass(eq=False)
-class Gain:
+class NormWeight:
     """The vector of a norm: its output is n(x) * (weight + shift) + bias. shift is 1 where Gemma's are meant."""
 
     name: str
@@ -65,7 +65,7 @@ class Gain:
 
 
 @dataclass(eq=False)
-class Rows:
+class LinearRows:
     """Outputs [start, start + width) of a linear layer."""
 
     matrix: Matrix
@@ -88,11 +88,11 @@ class Rows:
 
 
 @dataclass(eq=False)
-class Couple:
+class EqualizationPair:
     """index [width of the readers]: the writer's channel that each column reads; None: its own number. head: width of
     an attention head, where attention is between."""
 
-    writer: Gain | Rows
+    writer: NormWeight | LinearRows
     readers: tuple[Matrix, ...]
     index: Tensor | None = None
     head: int = 0
@@ -125,29 +125,29 @@ class Couple:
 
 
 @dataclass
-class Found:
+class FoundPairs:
     """couples, and of linear layers that have none: parameter name -> why."""
 
-    couples: list[Couple]
+    couples: list[EqualizationPair]
     without: dict[str, str]
 
 
-def find(model: nn.Module, batch: Any, wanted: Iterable[str] | None = None) -> Found:
+def find_pairs(model: nn.Module, batch: Any, wanted: Iterable[str] | None = None) -> FoundPairs:
     """Couples with a reader among ``wanted`` (names of weights; None: any), tried on two samples of a batch. The model
     ends with the same bits.
 
     Raises ValueError where its output has nothing to compare.
     """
     with torch.no_grad():
-        return _find(model, probe(batch), None if wanted is None else set(wanted))
+        return _find(model, probe_batch(batch), None if wanted is None else set(wanted))
 
 
-def _find(model: nn.Module, batch: Any, wanted: set[str] | None) -> Found:
+def _find(model: nn.Module, batch: Any, wanted: set[str] | None) -> FoundPairs:
     seen = trace(model, batch)
-    reference, limit = outputs(model, batch), tolerance(model)
-    groups: dict[str, list[list[Couple]]] = {}  # by pattern: of each reader's candidates, variants
+    reference, limit = float_outputs(model, batch), tolerance(model)
+    groups: dict[str, list[list[EqualizationPair]]] = {}  # by pattern: of each reader's candidates, variants
     without: dict[str, str] = {}
-    for node, readers in read_together(seen):
+    for node, readers in shared_readers(seen):
         if wanted is not None and not wanted.intersection(r.name for r in readers):
             continue
         if not all(r.plain and r.bias is not r.weight for r in readers):
@@ -159,7 +159,7 @@ def _find(model: nn.Module, batch: Any, wanted: set[str] | None) -> Found:
             groups.setdefault(f"{key} {variants[0].writer.width}", []).append(variants)
         why = "the model's outputs change when it is folded into what it reads"
         without |= dict.fromkeys((r.name for r in readers), why if candidates else _nothing(node))
-    couples: list[Couple] = []
+    couples: list[EqualizationPair] = []
     for group in groups.values():
         for couple in _tried(model, batch, reference, limit, group):
             names = [r.name for r in couple.readers]
@@ -167,10 +167,10 @@ def _find(model: nn.Module, batch: Any, wanted: set[str] | None) -> Found:
                 couples.append(couple)
                 for n in names:
                     del without[n]
-    return Found(couples, {n: w for n, w in without.items() if wanted is None or n in wanted})
+    return FoundPairs(couples, {n: w for n, w in without.items() if wanted is None or n in wanted})
 
 
-def read_together(seen: Trace) -> list[tuple[Node, tuple[Matrix, ...]]]:
+def shared_readers(seen: Trace) -> list[tuple[Node, tuple[Matrix, ...]]]:
     """(what made it, the linear layers that multiply it), in the order of calls."""
     nodes: dict[int, tuple[Node, dict[int, Matrix]]] = {}
     for matrix, source in seen.uses:
@@ -186,13 +186,13 @@ def _nothing(node: Node) -> str:
     return "it reads the model's input" if node.kind == "unknown" else "nothing before it can take its scale"
 
 
-def _candidates(model: nn.Module, node: Node, readers: tuple[Matrix, ...]) -> Iterator[list[Couple]]:
+def _candidates(model: nn.Module, node: Node, readers: tuple[Matrix, ...]) -> Iterator[list[EqualizationPair]]:
     """Variants of each couple that the graph allows."""
     width = readers[0].width
     if node.kind == "norm":
-        gain = gain_of(node.name, node.what, readers[0].weight)
+        gain = norm_weight_of(node.name, node.what, readers[0].weight)
         if gain is not None and gain.width == width:
-            yield [Couple(gain, readers)]
+            yield [EqualizationPair(gain, readers)]
         return
     for source in sources(node):
         matrix = source.what
@@ -201,19 +201,21 @@ def _candidates(model: nn.Module, node: Node, readers: tuple[Matrix, ...]) -> It
         between = ops_between(node, source)
         if not between & MIXES:
             if matrix.height in (width, 2 * width):  # of [gate; up] as one, up comes second
-                yield [Couple(Rows(matrix, matrix.height - width, width), readers)]
+                yield [EqualizationPair(LinearRows(matrix, matrix.height - width, width), readers)]
             continue
         heads = head_widths(model, readers[0])
         variants = []
         for rows in _value_rows(matrix.height, width, heads):
             if rows == width:
                 head = next((h for h in heads if width % h == 0), 0)
-                variants.append(Couple(Rows(matrix, matrix.height - rows, rows), readers, None, head))
+                variants.append(EqualizationPair(LinearRows(matrix, matrix.height - rows, rows), readers, None, head))
             else:
                 for head in heads:
                     if rows % head == 0:
-                        index = repeated(rows, head, width // rows)
-                        variants.append(Couple(Rows(matrix, matrix.height - rows, rows), readers, index, head))
+                        index = repeat_kv_index(rows, head, width // rows)
+                        variants.append(
+                            EqualizationPair(LinearRows(matrix, matrix.height - rows, rows), readers, index, head)
+                        )
         if variants:
             yield variants
 
@@ -227,7 +229,7 @@ def _value_rows(height: int, width: int, heads: list[int]) -> list[int]:
     return [rows for rows in shared if rows == width or any(rows % h == 0 for h in heads)]
 
 
-def repeated(rows: int, head: int, times: int) -> Tensor:
+def repeat_kv_index(rows: int, head: int, times: int) -> Tensor:
     """Channels of grouped-query attention: each head of ``rows`` values is read ``times`` times in a row."""
     return torch.arange(rows, dtype=torch.int64, device="cpu").view(-1, head).repeat_interleave(times, 0).flatten()
 
@@ -250,7 +252,7 @@ def head_widths(model: nn.Module, matrix: Matrix) -> list[int]:
     return known or [h for h in (128, 64, 32, 256, 96, 80, 16, 8) if matrix.width % h == 0]
 
 
-def gain_of(name: str, module: nn.Module, like: Tensor) -> Gain | None:
+def norm_weight_of(name: str, module: nn.Module, like: Tensor) -> NormWeight | None:
     """How a norm uses its weight, tried on random inputs; None where its output is not n(x) (weight + shift) + bias."""
     weight, bias = module.weight, module._parameters.get("bias")
     assert isinstance(weight, Tensor)
@@ -258,7 +260,7 @@ def gain_of(name: str, module: nn.Module, like: Tensor) -> Gain | None:
     x = torch.randn(8, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu").to(
         like.device, like.dtype
     )
-    kept = Kept([weight])
+    kept = SavedTensors([weight])
 
     def at(value: float) -> Tensor:
         weight.data.fill_(value)
@@ -266,16 +268,16 @@ def gain_of(name: str, module: nn.Module, like: Tensor) -> Gain | None:
         return out if bias is None else out - bias.data.double()
 
     try:
-        with quiet(module):
+        with inference_mode(module):
             zero, one, two = at(0.0), at(1.0), at(2.0)
     finally:
         kept.restore()
     near = 1e-5 if weight.dtype is torch.float32 else 0.05
-    if apart([one - zero], [two - one]) > near or not bool((one - zero).any()):
+    if relative_difference([one - zero], [two - one]) > near or not bool((one - zero).any()):
         return None
     for shift in (0.0, 1.0):
         if torch.linalg.vector_norm(zero - shift * (one - zero)) <= near * torch.linalg.vector_norm(one - zero):
-            return Gain(name, module, shift)
+            return NormWeight(name, module, shift)
     return None
 
 
@@ -283,11 +285,11 @@ def gain_of(name: str, module: nn.Module, like: Tensor) -> Gain | None:
 
 
 def _tried(
-    model: nn.Module, batch: Any, reference: list[Tensor], limit: float, group: list[list[Couple]]
-) -> list[Couple]:
+    model: nn.Module, batch: Any, reference: list[Tensor], limit: float, group: list[list[EqualizationPair]]
+) -> list[EqualizationPair]:
     """Of couples that are alike in all layers, those that hold: the first is tried alone, then the others at once."""
 
-    def holds(couples: list[Couple]) -> bool:
+    def holds(couples: list[EqualizationPair]) -> bool:
         return _holds(model, batch, reference, limit, couples)
 
     variant = next((i for i, couple in enumerate(group[0]) if holds([couple])), None)
@@ -298,8 +300,10 @@ def _tried(
     return [group[0][variant], *(rest if good else [c for c in rest if holds([c])])]
 
 
-def _holds(model: nn.Module, batch: Any, reference: list[Tensor], limit: float, couples: list[Couple]) -> bool:
-    kept = Kept(t for c in couples for t in c.tensors())
+def _holds(
+    model: nn.Module, batch: Any, reference: list[Tensor], limit: float, couples: list[EqualizationPair]
+) -> bool:
+    kept = SavedTensors(t for c in couples for t in c.tensors())
     generator = torch.Generator().manual_seed(0)
     try:
         scales = []
@@ -309,10 +313,10 @@ def _holds(model: nn.Module, batch: Any, reference: list[Tensor], limit: float, 
             ).double()
             scales.append(torch.exp2(powers).to(c.readers[0].weight.device))
             c.scale_readers(scales[-1])
-        if apart(reference, outputs(model, batch)) <= 10 * limit:
+        if relative_difference(reference, float_outputs(model, batch)) <= 10 * limit:
             return False  # nothing comes of them here, so that nothing would show
         for c, s in zip(couples, scales, strict=True):
             c.writer.divide(s)
-        return apart(reference, outputs(model, batch)) <= limit
+        return relative_difference(reference, float_outputs(model, batch)) <= limit
     finally:
         kept.restore()

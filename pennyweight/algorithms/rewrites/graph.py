@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.run_batch import call
-from ..calibration.block_order import quiet
+from ...quantize.run_batch import run_batch
+from ..calibration.block_order import inference_mode
 from ..calibration.input_hooks import COMPOSITE, READERS, read_linear
 
 CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
@@ -114,8 +114,8 @@ def trace(model: nn.Module, batch: Any) -> Trace:
         m.register_forward_hook(recorder.norm_hook(name)) for name, m in model.named_modules() if norm_width(m) > 0
     ]
     try:
-        with quiet(model), recorder:
-            call(model, batch)
+        with inference_mode(model), recorder:
+            run_batch(model, batch)
     finally:
         for hook in hooks:
             hook.remove()

@@ -15,11 +15,11 @@ def hadamard(n: int) -> Tensor | None:
     Sylvester: H(2) x H(n/2). Paley: n = q + 1 for a prime q = 3 mod 4, n = 2 (q + 1) for a prime q = 1 mod 4. Gives all
     n = 4, 8, .. 48 and most multiples of 4 thereafter, all multiples of 16 up to 672; none of odd n above 1.
     """
-    if not exists(n):
+    if not has_hadamard(n):
         return None
     if n in (1, 2):
         return _two()[:n, :n].contiguous()
-    if exists(n // 2):
+    if has_hadamard(n // 2):
         half = hadamard(n // 2)
         assert half is not None
         return torch.kron(_two(), half)
@@ -39,21 +39,21 @@ def hadamard(n: int) -> Tensor | None:
     )
 
 
-def exists(n: int) -> bool:
+def has_hadamard(n: int) -> bool:
     """Whether :func:`hadamard` gives one."""
     if n in (1, 2):
         return True
     if n % 4 or n < 1:
         return False
     q = n // 2 - 1
-    return exists(n // 2) or _is_prime(n - 1) or (q % 4 == 1 and _is_prime(q))
+    return has_hadamard(n // 2) or _is_prime(n - 1) or (q % 4 == 1 and _is_prime(q))
 
 
 @lru_cache(maxsize=1024)
-def factors(n: int) -> tuple[int, int]:
+def hadamard_factors(n: int) -> tuple[int, int]:
     """(a, b) with a b = n, both sizes of Hadamard matrices and as near to each other as can be; (0, 0) if none."""
     found = [(a, n // a) for a in range(1, n + 1) if n % a == 0 and a * a <= n]
-    good = [(a, b) for a, b in found if exists(a) and exists(b)]
+    good = [(a, b) for a, b in found if has_hadamard(a) and has_hadamard(b)]
     return max(good, default=(0, 0))
 
 
@@ -82,7 +82,7 @@ def random_orthogonal(n: int, generator: torch.Generator) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def fixing_ones(n: int, seed: int) -> Tensor:
+def mean_preserving_rotation(n: int, seed: int) -> Tensor:
     """A random orthogonal float64 [n, n] that leaves (1, .. 1) where it is, so that it keeps the mean of a vector and
     the length of what is around it: all that a LayerNorm looks at."""
     if n == 1:
@@ -90,10 +90,10 @@ def fixing_ones(n: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     inner = torch.eye(n, dtype=torch.float64, device="cpu")
     inner[1:, 1:] = random_orthogonal(n - 1, generator)
-    return mirror(n) @ inner @ mirror(n)
+    return householder(n) @ inner @ householder(n)
 
 
-def mirror(n: int) -> Tensor:
+def householder(n: int) -> Tensor:
     """The reflection that takes (1, 0, .. 0) to (1, .. 1) / sqrt(n), and back: float64 [n, n], n > 1."""
     u = torch.full((n,), n**-0.5, dtype=torch.float64, device="cpu")
     u[0] -= 1

@@ -15,16 +15,16 @@ from ...kernels.repack import choose_layout
 from ...kernels.table import Case
 from ...quantize.parameters import Place, Site, make_site, places
 from ...quantize.pipeline import quantize_weight
-from ...quantize.run_batch import call, token_mask
+from ...quantize.run_batch import run_batch, token_mask
 from ...quantize.scheme import Scheme
 from ..calibration import all_reduce
-from ..calibration.block_order import quiet
+from ..calibration.block_order import inference_mode
 from ..tuners import losses
 
 KEPT = 2**28  # bytes of the float model's outputs; of longer outputs evenly spaced tokens are compared
 
 
-class Trial:
+class HeldOutCheck:
     """The divergence (:mod:`~pennyweight.algorithms.tuners.losses`) of a model, rounded to nearest, from its state when
     this was made.
 
@@ -40,15 +40,17 @@ class Trial:
         self.model, self.target, self.guard = model, target, guard
         self.rounded: dict[int, tuple[Tensor, AffineQuantizedTensor]] = {}  # id of a float weight -> itself, rounded
         self.room = KEPT // max(1, len(guard))
-        with quiet(model):
-            first = call(model, guard[0])
+        with inference_mode(model):
+            first = run_batch(model, guard[0])
             self.measure = losses.divergence(None, first)
             del first
-            self.expected = [losses.finite(self._picked(call(model, batch), batch), model, None) for batch in guard]
+            self.expected = [
+                losses.finite(self._picked(run_batch(model, batch), batch), model, None) for batch in guard
+            ]
 
     def _picked(self, output: Any, batch: Any) -> Tensor:
         """The tensor that is compared, of the tokens that count, of so many that they take no more than the room."""
-        x: Tensor = losses.kept(output)
+        x: Tensor = losses.subsample(output)
         mask = token_mask(batch)
         if x.ndim > 2:
             x = x[mask] if mask is not None and mask.shape == x.shape[:2] else x.flatten(0, 1)
@@ -79,15 +81,15 @@ class Trial:
                 for place in where:
                     found.append((place, place.get()))
                     place.set(value)
-            with quiet(self.model):
+            with inference_mode(self.model):
                 total = sum(
-                    float(self.measure(expected, self._picked(call(self.model, batch), batch), None))
+                    float(self.measure(expected, self._picked(run_batch(self.model, batch), batch), None))
                     for batch, expected in zip(self.guard, self.expected, strict=True)
                 )
         finally:
             for place, w in found:
                 place.set(w)
-        total, count = all_reduce.total(
+        total, count = all_reduce.reduce_sum(
             torch.tensor([total, len(self.guard)], dtype=torch.float64, device="cpu")
         ).tolist()
         return total / count if math.isfinite(total) else math.inf

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from .hadamard import factors, hadamard
+from .hadamard import hadamard, hadamard_factors
 
 MARK = "input_rotation"
 
@@ -28,14 +28,16 @@ class RotatedLinear(nn.Linear):
         """input [.., K] -> [.., N]."""
         left, right = self._left, self._right
         if left.device != input.device or left.dtype != input.dtype:
-            a, b = factors(self.in_features)
-            left, right = (signed(n).to(input.device, input.dtype) for n in (a, b))
+            a, b = hadamard_factors(self.in_features)
+            left, right = (signed_hadamard(n).to(input.device, input.dtype) for n in (a, b))
             self._left, self._right = left, right
-        return nn.functional.linear(turned(input * down(self.in_features), left, right), self.weight, self.bias)
+        return nn.functional.linear(
+            rotate_rows(input * power_of_two_norm(self.in_features), left, right), self.weight, self.bias
+        )
 
 
 @lru_cache(maxsize=64)
-def signed(n: int) -> Tensor:
+def signed_hadamard(n: int) -> Tensor:
     """A Hadamard matrix whose rows have random signs, float32 [n, n] of +1 and -1; the same for the same n. Without
     signs the mean of all inputs would all go to one."""
     h = hadamard(n)
@@ -46,12 +48,12 @@ def signed(n: int) -> Tensor:
     return (signs * h).float()
 
 
-def turned(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def rotate_rows(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """x H for x [.., a b], H = left x right."""
     return torch.matmul(left.t(), x.unflatten(-1, (left.shape[0], -1)) @ right).flatten(-2)
 
 
-def down(width: int) -> float:
+def power_of_two_norm(width: int) -> float:
     """The power of two next to 1 / sqrt(width)."""
     return 2.0 ** -round(width.bit_length() / 2 - 0.5)
 
@@ -77,14 +79,14 @@ def rotate_inputs_(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
             continue
         assert isinstance(module, nn.Linear)
         w, k = module.weight, module.in_features
-        left, right = (signed(n) for n in factors(k))
+        left, right = (signed_hadamard(n) for n in hadamard_factors(k))
         if not w.is_meta:
-            exact = turned(w.double(), left.double().to(w.device), right.double().to(w.device))
-            w.data.copy_(exact / (down(k) * k))
+            exact = rotate_rows(w.double(), left.double().to(w.device), right.double().to(w.device))
+            w.data.copy_(exact / (power_of_two_norm(k) * k))
         module.__class__ = RotatedLinear
         module._left, module._right = left.to(w.dtype), right.to(w.dtype)
         device = None if w.is_meta else w.device
-        module.register_buffer(MARK, torch.tensor(factors(k), device=device))
+        module.register_buffer(MARK, torch.tensor(hadamard_factors(k), device=device))
     return notes
 
 
@@ -97,7 +99,9 @@ def _unfit(module: nn.Module, uses: dict[int, int]) -> str:
         return "the weight is quantized already"
     if uses.get(id(module.weight), 0) > 1:
         return "the weight is tied"
-    return "" if factors(module.in_features) != (0, 0) else f"no Hadamard matrix for {module.in_features} inputs"
+    return (
+        "" if hadamard_factors(module.in_features) != (0, 0) else f"no Hadamard matrix for {module.in_features} inputs"
+    )
 
 
 def undo_(module: nn.Module) -> None:

@@ -14,14 +14,14 @@ from ...quantize.scheme import Scheme
 from ..base import Rewrite, register
 from ..calibration import all_reduce
 from ..calibration.batches import Batches, held_out, read
-from .equalization import Couple, Gain, Rows, find, read_together
+from .equalization import EqualizationPair, LinearRows, NormWeight, find_pairs, shared_readers
 from .graph import Matrix, trace
-from .hadamard import fixing_ones, rotation
-from .held_out import Trial
+from .hadamard import mean_preserving_rotation, rotation
+from .held_out import HeldOutCheck
 from .online_hadamard import RotatedLinear, rotate_inputs_, undo_
-from .residual_stream import Stream, find_stream
-from .spinquant import learned
-from .verify_rewrite import Kept, apart, outputs, probe, tolerance
+from .residual_stream import ResidualStream, find_stream
+from .spinquant import learn_rotation
+from .verify_rewrite import SavedTensors, float_outputs, probe_batch, relative_difference, tolerance
 
 
 @register("rotate")
@@ -43,7 +43,7 @@ class Rotate(Rewrite):
     untie   a table that is both embedding and output is made two, where the last norm's gain is folded into the output.
             The state dict keeps its names; the config's tie_word_embeddings becomes False
     learn   steps in which the stream's rotation is learned from all of the calibration data, from this one on, at
-            ``rate`` (SpinQuant); 0: it stays. See :func:`pennyweight.algorithms.rewrites.spinquant.learned`
+            ``rate`` (SpinQuant); 0: it stays. See :func:`pennyweight.algorithms.rewrites.spinquant.learn_rotation`
     create_bias     the output gets a bias where a LayerNorm's must be folded into it and it has none
     held_out        share of the data that decides: where the model, rounded to nearest, is no nearer to itself there,
                     all of it is put back. Of a single row of data that row. 0: it is rotated whatever comes of it
@@ -77,10 +77,10 @@ class Rotate(Rewrite):
             raise PlanError("rotate runs the model to see what it is made of; pass calibration=batches")
         if not (self.stream or self.values or self.online):
             raise PlanError("rotate: with stream, values and online all False nothing is rotated")
-        return all_reduce.first(probe(batches[0]))
+        return all_reduce.broadcast_batch(probe_batch(batches[0]))
 
-    def _stream(self, model: nn.Module, batch: Any) -> Stream:
-        return find_stream(model, batch) if self.stream else Stream(0, [], False, [], [])
+    def _stream(self, model: nn.Module, batch: Any) -> ResidualStream:
+        return find_stream(model, batch) if self.stream else ResidualStream(0, [], False, [], [])
 
     @torch.no_grad()
     def apply(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
@@ -92,17 +92,19 @@ class Rotate(Rewrite):
         stream = self._stream(model, batch)
         heads = []
         if self.values:
-            mixed = [r.name for node, found in read_together(trace(model, batch)) if node.kind == "op" for r in found]
-            heads = [c for c in find(model, batch, mixed).couples if c.head > 1 and isinstance(c.writer, Rows)]
+            mixed = [r.name for node, found in shared_readers(trace(model, batch)) if node.kind == "op" for r in found]
+            heads = [
+                c for c in find_pairs(model, batch, mixed).couples if c.head > 1 and isinstance(c.writer, LinearRows)
+            ]
         learned_on, guard = held_out(batches, self.held_out)
-        reference = outputs(model, batch)
+        reference = float_outputs(model, batch)
         judged = self.held_out and any(s is not None for s in target.values())
-        trial = Trial(model, target, guard or batches) if judged else None
+        trial = HeldOutCheck(model, target, guard or batches) if judged else None
         before = 0.0 if trial is None else trial.divergence()
         change = _Change(model, stream, heads)
         try:
             notes = change.make(self, target, learned_on)
-            off = all_reduce.largest_number(apart(reference, outputs(model, batch)))
+            off = all_reduce.max_number(relative_difference(reference, float_outputs(model, batch)))
             if off > tolerance(model):
                 raise PlanError(
                     f"rotate: the model's outputs moved by {off:.1e} of their size, more than {tolerance(model):.1e}; "
@@ -127,9 +129,9 @@ class _Change:
     """The rotation of one model, and how to take it back."""
 
     model: nn.Module
-    stream: Stream
-    heads: list[Couple]
-    kept: Kept | None = None
+    stream: ResidualStream
+    heads: list[EqualizationPair]
+    kept: SavedTensors | None = None
     replaced: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     config: tuple[Any, Any] | None = None
     online: list[nn.Module] = field(default_factory=list)
@@ -143,7 +145,7 @@ class _Change:
         reached = {r.name for _, readers in s.norms for r in readers} | {r.name for c in self.heads for r in c.readers}
         left = [n for n in target if options.online and n not in reached and n.endswith("weight")]
         tensors += [self.model.get_parameter(n) for n in left]
-        self.kept = Kept(tensors)
+        self.kept = SavedTensors(tensors)
         more = self._untie(options)
         for gain, readers in s.norms:
             self._fold(gain, readers, options.create_bias, notes)
@@ -160,10 +162,10 @@ class _Change:
         q = (
             torch.empty(0, dtype=torch.float32, device="cpu")
             if not s.width
-            else (fixing_ones if s.centred else rotation)(s.width, options.seed)
+            else (mean_preserving_rotation if s.centred else rotation)(s.width, options.seed)
         )
         if options.learn:
-            q, notes[""] = learned(self.model, s, q, target, batches, options.learn, options.rate)
+            q, notes[""] = learn_rotation(self.model, s, q, target, batches, options.learn, options.rate)
         done: set[int] = set()
         for r in (r for _, readers in s.norms for r in readers):
             if id(r.weight) not in done:
@@ -227,7 +229,7 @@ class _Change:
                     return module, name, f"{prefix}.{name}" if prefix else name
         raise PlanError(f"rotate: {r.name} is read and written by one module, which cannot be made two")
 
-    def _fold(self, gain: Gain, readers: tuple[Matrix, ...], create: bool, notes: dict[str, str]) -> None:
+    def _fold(self, gain: NormWeight, readers: tuple[Matrix, ...], create: bool, notes: dict[str, str]) -> None:
         value, shift = gain.value(), gain.bias
         for r in readers:
             if shift is not None and bool(shift.any()):
@@ -254,7 +256,7 @@ def _of(matrices: Any) -> list[Tensor]:
     return [t for m in matrices for t in (m.weight, m.bias) if t is not None]
 
 
-def _flat(gain: Gain) -> bool:
+def _flat(gain: NormWeight) -> bool:
     value = gain.value()
     return bool((value == 1).all())
 
@@ -270,9 +272,9 @@ def _write(w: Matrix, q: Tensor) -> None:
         w.bias.data.copy_(w.bias.data.double() @ q)
 
 
-def _turn_heads(couple: Couple, seed: int) -> None:
+def _turn_heads(couple: EqualizationPair, seed: int) -> None:
     """v -> v R in each head of the writer, and the readers' columns with it. R is orthogonal, so R^-T is R."""
-    assert isinstance(couple.writer, Rows)
+    assert isinstance(couple.writer, LinearRows)
     rows, head = couple.writer, couple.head
     q = rotation(head, seed).to(rows.matrix.weight.device)
     view = rows.matrix.view[rows.start : rows.start + rows.width]

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ...quantize.config_resolution import PlanError
-from ..calibration.block_order import quiet
-from .equalization import Gain, gain_of, read_together
+from ..calibration.block_order import inference_mode
+from .equalization import NormWeight, norm_weight_of, shared_readers
 from .graph import ADDS, SCALES, TRANSPARENT, Matrix, Node, norm_width, trace
-from .hadamard import fixing_ones, rotation
-from .verify_rewrite import Kept, apart
+from .hadamard import mean_preserving_rotation, rotation
+from .verify_rewrite import SavedTensors, relative_difference
 
 
 @dataclass
-class Stream:
+class ResidualStream:
     """What the residual stream is made of.
 
     norms       (gain, the layers that read what it puts out)
@@ -27,16 +27,16 @@ class Stream:
     """
 
     width: int
-    norms: list[tuple[Gain, tuple[Matrix, ...]]]
+    norms: list[tuple[NormWeight, tuple[Matrix, ...]]]
     centred: bool
     writers: list[Matrix]
     parameters: list[tuple[str, nn.Module, str]]
 
 
-def find_stream(model: nn.Module, batch: Any) -> Stream:
+def find_stream(model: nn.Module, batch: Any) -> ResidualStream:
     """The residual stream of a pre-norm transformer. Raises PlanError that says why there is none to rotate."""
     seen = trace(model, batch)
-    readers = {id(node.what): found for node, found in read_together(seen) if node.kind == "norm"}
+    readers = {id(node.what): found for node, found in shared_readers(seen) if node.kind == "norm"}
     first = next((n for n in seen.norms if id(n.what) in readers), None)
     if first is None:
         raise PlanError(
@@ -47,7 +47,7 @@ def find_stream(model: nn.Module, batch: Any) -> Stream:
     made_of = list(_made_of([n.parents[0] for n in seen.norms if id(n.what) in on_stream]))
     norms, centred = [], False
     for module, node in on_stream.values():
-        gain, turned = gain_of(node.name, module, module.weight), _turned(module)
+        gain, turned = norm_weight_of(node.name, module, module.weight), _turned(module)
         if id(module) not in readers:
             raise PlanError(
                 f"rotate: no linear layer reads {node.name}, so that its gain can be folded into none; rotate "
@@ -69,7 +69,7 @@ def find_stream(model: nn.Module, batch: Any) -> Stream:
             writers[id(node.what)] = node.what
         else:
             parameters[node.name] = node.what
-    return Stream(width, norms, centred, list(writers.values()), list(parameters.values()))
+    return ResidualStream(width, norms, centred, list(writers.values()), list(parameters.values()))
 
 
 def _made_of(begins: list[Node]) -> Iterator[Node]:
@@ -103,10 +103,10 @@ def _turned(norm: nn.Module) -> str | None:
     """What rotations go through a norm: "plain", any; "centred", those that keep the mean, which it takes out."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
-    gain = gain_of("", norm, weight)
+    gain = norm_weight_of("", norm, weight)
     if gain is None:
         return None
-    kept = Kept(gain.tensors())
+    kept = SavedTensors(gain.tensors())
     width, generator = weight.shape[0], torch.Generator().manual_seed(0)
     x = torch.randn(8, width, generator=generator, dtype=torch.float64, device="cpu")
     near = 1e-4 if weight.dtype is torch.float32 else 0.05
@@ -118,9 +118,9 @@ def _turned(norm: nn.Module) -> str | None:
         gain.put(torch.ones(width, dtype=torch.float64, device=weight.device))
         if gain.bias is not None:
             gain.bias.data.zero_()
-        with quiet(norm):
-            for name, q in (("plain", rotation(width, 1)), ("centred", fixing_ones(width, 1))):
-                if apart([run(x) @ q], [run(x @ q)]) <= near:
+        with inference_mode(norm):
+            for name, q in (("plain", rotation(width, 1)), ("centred", mean_preserving_rotation(width, 1))):
+                if relative_difference([run(x) @ q], [run(x @ q)]) <= near:
                     return name
     finally:
         kept.restore()

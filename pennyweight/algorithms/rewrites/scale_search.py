@@ -12,24 +12,24 @@ from torch import Tensor, nn
 from ...core.numerics import fake_quantize
 from ...kernels.activation import quantize_activation
 from ...quantize.config_resolution import PlanError
-from ...quantize.run_batch import call, token_mask
+from ...quantize.run_batch import run_batch, token_mask
 from ...quantize.scheme import Scheme
 from ..base import Rewrite
 from ..calibration import all_reduce
 from ..calibration.batches import Batches, held_out, read
-from ..calibration.block_order import quiet
-from ..calibration.input_hooks import Watch
-from .equalization import Couple, find
+from ..calibration.block_order import inference_mode
+from ..calibration.input_hooks import InputHooks
+from .equalization import EqualizationPair, find_pairs
 from .graph import Matrix
-from .held_out import Trial
-from .verify_rewrite import Kept, apart, outputs, probe, tolerance
+from .held_out import HeldOutCheck
+from .verify_rewrite import SavedTensors, float_outputs, probe_batch, relative_difference, tolerance
 
 LEAST, MOST = 1e-4, 1e4  # of a scale, against the geometric mean of all
 TRIALS = 24  # runs over what is held out that decide which couples are scaled
 
 
 @dataclass
-class Inputs:
+class ReaderInputs:
     """Of the readers of a couple: largest and mean magnitude of each channel, and some tokens [T, width]."""
 
     largest: Tensor
@@ -41,7 +41,7 @@ Scales = tuple[str, Tensor]  # (what is said of it, float64 [width of the writer
 
 
 @dataclass(frozen=True)
-class Scaling(Rewrite):
+class ScaleSearch(Rewrite):
     """Divides the writer of each couple by scales and multiplies its readers' columns, where that helps.
 
     samples     calibration tokens on which scales are judged, spread evenly over the batches
@@ -60,7 +60,7 @@ class Scaling(Rewrite):
         if not 0 <= self.held_out < 1:
             raise ValueError(f"{self.name}: held_out is a share of the data from 0 to below 1, got {self.held_out}")
 
-    def candidates(self, couple: Couple, seen: Inputs, weights: Tensor) -> Iterator[Scales]:
+    def candidates(self, couple: EqualizationPair, seen: ReaderInputs, weights: Tensor) -> Iterator[Scales]:
         """Scales to choose from. weights: largest magnitude of each column of the couple's readers, [width]."""
         raise NotImplementedError
 
@@ -75,8 +75,8 @@ class Scaling(Rewrite):
         if self.held_out and not all_reduce.all_true(bool(guard)):
             return dict.fromkeys(target, f"{verb}: one row of data, and none beside it to judge scales by")
         static = {n for n, s in target.items() if s is not None and s.act is not None and s.act.mode == "static"}
-        batch = all_reduce.first(probe(batches[0]))
-        found = find(model, batch, target.keys())
+        batch = all_reduce.broadcast_batch(probe_batch(batches[0]))
+        found = find_pairs(model, batch, target.keys())
         notes = {name: f"{verb}: {why}" for name, why in found.without.items()}
         couples = []
         for couple in found.couples:
@@ -86,8 +86,8 @@ class Scaling(Rewrite):
                 notes |= {r.name: f"{verb}: {why}" for r in couple.readers if r.name in target}
             else:
                 couples.append(couple)
-        seen = inputs(model, couples, chosen_on, self.samples)
-        others = inputs(model, couples, guard, self.samples) if guard else {}
+        seen = collect_inputs(model, couples, chosen_on, self.samples)
+        others = collect_inputs(model, couples, guard, self.samples) if guard else {}
         found_scales: list[_Scaled] = []
         for i, couple in enumerate(couples):
             why = "saw no data"
@@ -98,11 +98,11 @@ class Scaling(Rewrite):
                 notes |= {r.name: f"{verb}: {why}" for r in couple.readers if r.name in target}
             else:
                 found_scales.append(_Scaled(couple, text, s))
-        reference = outputs(model, batch)
-        kept = Kept(t for one in found_scales for t in one.couple.tensors())
+        reference = float_outputs(model, batch)
+        kept = SavedTensors(t for one in found_scales for t in one.couple.tensors())
         try:
             helpful, told = self._helpful(model, target, guard, found_scales, kept)
-            off = all_reduce.largest_number(apart(reference, outputs(model, batch)))
+            off = all_reduce.max_number(relative_difference(reference, float_outputs(model, batch)))
             if off > tolerance(model):
                 raise PlanError(
                     f"{self.name}: the model's outputs moved by {off:.1e} of their size, more than "
@@ -119,7 +119,9 @@ class Scaling(Rewrite):
             notes |= {r.name: text for r in one.couple.readers if r.name in target}
         return notes | ({"": told} if told else {})
 
-    def _why_not(self, couple: Couple, s: Tensor, held: Inputs | None, target: Mapping[str, Scheme | None]) -> str:
+    def _why_not(
+        self, couple: EqualizationPair, s: Tensor, held: ReaderInputs | None, target: Mapping[str, Scheme | None]
+    ) -> str:
         """Why a chosen scale is not to be applied; "" where its readers' error on what was held out falls."""
         if not self.held_out:
             return ""
@@ -127,18 +129,23 @@ class Scaling(Rewrite):
             return "saw no held-out data"
         options = (couple.spread(torch.ones_like(s)), couple.spread(s))
         found = [group_error(couple.readers, held.tokens, one, target) for one in options]
-        before, after = all_reduce.total(torch.tensor(found, dtype=torch.float64, device="cpu")).tolist()
+        before, after = all_reduce.reduce_sum(torch.tensor(found, dtype=torch.float64, device="cpu")).tolist()
         return "" if after < before else f"no scale lowers its error on held-out data: {before:.3g} -> {after:.3g}"
 
     def _helpful(
-        self, model: nn.Module, target: Mapping[str, Scheme | None], guard: Batches, found: list[_Scaled], kept: Kept
+        self,
+        model: nn.Module,
+        target: Mapping[str, Scheme | None],
+        guard: Batches,
+        found: list[_Scaled],
+        kept: SavedTensors,
     ) -> tuple[list[_Scaled], str]:
         """(those under which the model stays nearer to itself on what was held out, what is to be told); they are
         applied, the others are not."""
         if not guard or not found:
             _scale(found, kept)
             return found, ""
-        trial = Trial(model, target, guard)
+        trial = HeldOutCheck(model, target, guard)
         runs, start = 1, trial.divergence()
 
         def keep(some: list[_Scaled], before: list[_Scaled], best: float) -> tuple[list[_Scaled], float]:
@@ -176,13 +183,13 @@ class Scaling(Rewrite):
         told = f"{self.name} kept for {len(good)} of {len(found)} inputs"
         return good, f"{told}: held-out divergence of rounding to nearest {start:.3g} -> {best:.3g}"
 
-    def _choose(self, couple: Couple, seen: Inputs, target: Mapping[str, Scheme | None]) -> Scales:
+    def _choose(self, couple: EqualizationPair, seen: ReaderInputs, target: Mapping[str, Scheme | None]) -> Scales:
         weights = torch.stack([r.view.double().abs().amax(0) for r in couple.readers]).amax(0)
-        options = [(text, tame(s)) for text, s in self.candidates(couple, seen, weights)]
+        options = [(text, normalize_scales(s)) for text, s in self.candidates(couple, seen, weights)]
         if len(options) == 1:
             return options[0]
         found = [group_error(couple.readers, seen.tokens, couple.spread(s), target) for _, s in options]
-        errors = all_reduce.total(torch.tensor(found, dtype=torch.float64, device="cpu")).tolist()
+        errors = all_reduce.reduce_sum(torch.tensor(found, dtype=torch.float64, device="cpu")).tolist()
         return options[min(range(len(errors)), key=errors.__getitem__)]
 
 
@@ -190,19 +197,19 @@ class Scaling(Rewrite):
 class _Scaled:
     """A couple and the scales chosen for it."""
 
-    couple: Couple
+    couple: EqualizationPair
     text: str
     scales: Tensor
 
 
-def _scale(some: Sequence[_Scaled], kept: Kept) -> None:
+def _scale(some: Sequence[_Scaled], kept: SavedTensors) -> None:
     """Those couples scaled, and no others: from the weights as they were, so that no rounding adds up."""
     kept.restore()
     for one in some:
         one.couple.apply(one.scales)
 
 
-def tame(s: Tensor) -> Tensor:
+def normalize_scales(s: Tensor) -> Tensor:
     """Scales with a geometric mean of 1, 1 where nothing is known (dead channels), within [LEAST, MOST]."""
     good = s.isfinite() & (s > 0)
     if not good.any():
@@ -232,7 +239,9 @@ def group_error(readers: Sequence[Matrix], x: Tensor, s: Tensor, target: Mapping
     return total
 
 
-def inputs(model: nn.Module, couples: Sequence[Couple], batches: Sequence[Any], samples: int) -> dict[int, Inputs]:
+def collect_inputs(
+    model: nn.Module, couples: Sequence[EqualizationPair], batches: Sequence[Any], samples: int
+) -> dict[int, ReaderInputs]:
     """What the readers of each couple (by its number) see, in one run over the batches. Of all ranks, but for tokens,
     which are each rank's own. Raises ValueError for inputs that are not finite."""
     first = {id(c.readers[0].weight): str(i) for i, c in enumerate(couples)}
@@ -258,18 +267,18 @@ def inputs(model: nn.Module, couples: Sequence[Couple], batches: Sequence[Any], 
         else:
             found[i] = [largest, total, picked]
 
-    with quiet(model):
+    with inference_mode(model):
         for batch in batches:
             taken.clear()
-            with Watch(first, see, token_mask(batch)):
-                call(model, batch)
+            with InputHooks(first, see, token_mask(batch)):
+                run_batch(model, batch)
     seen = {}
     for i, couple in enumerate(couples):
         weight, width = couple.readers[0].weight, couple.readers[0].width
         empty = torch.zeros(width, device=weight.device, dtype=torch.float32)
         peak, size, *tokens = found.get(i, [empty, empty.double()])
-        count = all_reduce.total(torch.tensor(float(counts.get(i, 0)), device=weight.device, dtype=torch.float32))
-        peak, size = all_reduce.largest(peak.double()), all_reduce.total(size)
+        count = all_reduce.reduce_sum(torch.tensor(float(counts.get(i, 0)), device=weight.device, dtype=torch.float32))
+        peak, size = all_reduce.reduce_max(peak.double()), all_reduce.reduce_sum(size)
         if count > 0:
-            seen[i] = Inputs(peak, size / float(count), torch.cat(tokens) if tokens else empty.unsqueeze(0))
+            seen[i] = ReaderInputs(peak, size / float(count), torch.cat(tokens) if tokens else empty.unsqueeze(0))
     return seen

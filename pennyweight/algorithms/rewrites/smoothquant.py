@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..base import register
-from .equalization import Couple
-from .scale_search import Inputs, Scales, Scaling
+from .equalization import EqualizationPair
+from .scale_search import ReaderInputs, Scales, ScaleSearch
 
 
 @register("smooth")
 @dataclass(frozen=True)
-class Smooth(Scaling):
+class Smooth(ScaleSearch):
     """Divides each channel of an input by s and multiplies the weights' column (Xiao et al. 2023).
 
         s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)
@@ -33,7 +33,7 @@ class Smooth(Scaling):
         if self.alpha != "search" and not (isinstance(self.alpha, (int, float)) and 0 <= self.alpha <= 1):
             raise ValueError(f"smooth: alpha must be 'search' or between 0 and 1, got {self.alpha!r}")
 
-    def candidates(self, couple: Couple, seen: Inputs, weights: Tensor) -> Iterator[Scales]:
+    def candidates(self, couple: EqualizationPair, seen: ReaderInputs, weights: Tensor) -> Iterator[Scales]:
         x, w = couple.gather(seen.largest), couple.gather(weights)
         if self.alpha == "search":
             yield "", torch.ones_like(x)

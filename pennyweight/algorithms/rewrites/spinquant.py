@@ -14,21 +14,21 @@ from torch.overrides import TorchFunctionMode
 from ...core.numerics import fake_quantize
 from ...core.spec import ActivationSpec
 from ...kernels.activation import quantize_activation
-from ...quantize.run_batch import call
+from ...quantize.run_batch import run_batch
 from ...quantize.scheme import Scheme
 from ..calibration import all_reduce
-from ..calibration.block_order import quiet
+from ..calibration.block_order import inference_mode
 from ..tuners import losses
-from ..tuners.distill import arguments, turns
-from .hadamard import mirror
-from .residual_stream import Stream
+from ..tuners.distill import batch_arguments, shuffled_forever
+from .hadamard import householder
+from .residual_stream import ResidualStream
 
 HELD_OUT = 0.25
 
 
-def learned(
-    model: nn.Module, stream: Stream, start: Tensor, target: Mapping[str, Scheme | None], batches: Any, steps: int,
-    rate: float,
+def learn_rotation(
+    model: nn.Module, stream: ResidualStream, start: Tensor, target: Mapping[str, Scheme | None], batches: Any,
+    steps: int, rate: float,
 ) -> tuple[Tensor, str]:  # fmt: skip
     """(float64 rotation of the stream's width, what is to be told). model: gains folded, nothing rotated yet.
 
@@ -39,29 +39,29 @@ def learned(
     choose afterwards. Else weights are, by rounding. What is held out decides; ``start`` stays where it is better.
     """
     batches = list(batches)
-    trained, guard = losses.split(batches, HELD_OUT) if len(batches) > 1 else (batches, batches)
+    trained, guard = losses.split_batches(batches, HELD_OUT) if len(batches) > 1 else (batches, batches)
     student = Student(model, stream, target)
-    with torch.inference_mode(False), quiet(model), torch.enable_grad():
+    with torch.inference_mode(False), inference_mode(model), torch.enable_grad():
         expected = losses.references(model, guard)
-        measure = losses.divergence(None, call(model, guard[0]))
+        measure = losses.divergence(None, run_batch(model, guard[0]))
 
         def apart(q: Tensor) -> float:
             with torch.no_grad():
                 found = [measure(y, student(q, b), b) for b, y in zip(guard, expected, strict=True)]
-            return float(all_reduce.total(torch.stack(found).double().mean()))
+            return float(all_reduce.reduce_sum(torch.stack(found).double().mean()))
 
         n = stream.width - stream.centred
         free = torch.zeros(n, n, dtype=torch.float64, requires_grad=True, device="cpu")
         optimizer = torch.optim.Adam([free], lr=rate)
         before = apart(start)
-        order = turns(len(trained))
+        order = shuffled_forever(len(trained))
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
             batch = trained[next(order)]
             with torch.no_grad():
-                wanted = losses.kept(call(model, batch))
+                wanted = losses.subsample(run_batch(model, batch))
             loss = measure(wanted, student(start @ cayley(free, stream.centred), batch), batch)
-            (free.grad,) = (all_reduce.total(g) for g in torch.autograd.grad(loss, [free]))
+            (free.grad,) = (all_reduce.reduce_sum(g) for g in torch.autograd.grad(loss, [free]))
             optimizer.step()
         q = (start @ cayley(free, stream.centred)).detach()
         after = apart(q)
@@ -76,14 +76,14 @@ def cayley(free: Tensor, centred: bool) -> Tensor:
     q = torch.linalg.solve(eye + a, eye - a)
     if not centred:
         return q
-    swap = mirror(len(free) + 1)
+    swap = householder(len(free) + 1)
     return swap @ torch.block_diag(torch.ones(1, 1, dtype=free.dtype, device="cpu"), q) @ swap
 
 
 class Student:
     """The model as it will be under a rotation: ``student(q, batch)``, with a gradient to q."""
 
-    def __init__(self, model: nn.Module, stream: Stream, target: Mapping[str, Scheme | None]) -> None:
+    def __init__(self, model: nn.Module, stream: ResidualStream, target: Mapping[str, Scheme | None]) -> None:
         self.model, self.target = model, {name: s for name, s in target.items() if s is not None}
         self.inputs = any(map(_dynamic, self.target.values()))
         names: dict[int, list[str]] = {}
@@ -111,8 +111,8 @@ class Student:
         else:
             state = {name: self._rounded(name, value) for name, value in state.items()}
         with _Inputs(acts):
-            output = torch.func.functional_call(self.model, state, *arguments(batch), tie_weights=False)
-        return losses.kept(output)
+            output = torch.func.functional_call(self.model, state, *batch_arguments(batch), tie_weights=False)
+        return losses.subsample(output)
 
     def _weight(self, m: Any, reads: bool, writes: bool) -> Callable[[Tensor], Tensor]:
         def turn(q: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ...quantize.run_batch import call
-from ..calibration.block_order import quiet
+from ...quantize.run_batch import run_batch
+from ..calibration.block_order import inference_mode
 
 TOLERANCE = 1e-5  # |difference| / |outputs| of a model in float32
 
 
-class Kept:
+class SavedTensors:
     """Copies of tensors, to put back bit for bit."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -27,10 +27,10 @@ class Kept:
             t.data.copy_(was)
 
 
-def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
+def float_outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     """The float tensors that the model puts out. Raises ValueError where it puts out none."""
-    with quiet(model):
-        found = [t.detach().clone() for t in tree_leaves(call(model, batch)) if isinstance(t, Tensor)]
+    with inference_mode(model):
+        found = [t.detach().clone() for t in tree_leaves(run_batch(model, batch)) if isinstance(t, Tensor)]
     found = [t for t in found if t.is_floating_point() and t.numel()]
     if not found:
         raise ValueError(
@@ -40,7 +40,7 @@ def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     return found
 
 
-def probe(batch: Any) -> Any:
+def probe_batch(batch: Any) -> Any:
     """The first two samples of a batch, where all its tensors have as many samples; else the whole."""
     leaves, rebuild = tree_flatten(batch)
     counts = {t.shape[0] if isinstance(t, Tensor) and t.ndim > 1 else 0 for t in leaves}
@@ -49,7 +49,7 @@ def probe(batch: Any) -> Any:
     return tree_unflatten([t[:2] for t in leaves], rebuild)
 
 
-def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+def relative_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """The largest |a - b| / |a| over pairs of tensors; inf where shapes differ or numbers stop being finite."""
     worst = 0.0 if len(a) == len(b) else math.inf
     for x, y in zip(a, b, strict=False):

@@ -10,18 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import blocks
-from ...core.numerics import Parts, dequantize, encode, quantize, store, stored_value
+from ...core.numerics import Parts, dequantize, encode, quantize, store_qparams, stored_value
 from ...core.qparams import Params
 from ...core.rows import rows_independent
 from ..base import Solution, Task
-from .kquant_search import stack
-from .qparam_grid import candidates, pick
+from .kquant_search import stack_rows
+from .qparam_grid import grid_candidates, select_blocks
 
 _CHUNK = 1 << 23  # elements searched in one go: some six arrays of that size are worked on
 Cost = Callable[[Tensor], Tensor]  # of differences, element by element
 
 
-class Search:
+class BlockSearch:
     """The cheapest parameters of each block among those offered; the first are the scheme's own.
 
     task    its weight is [N, K]; its spec has a scale
@@ -40,12 +40,12 @@ class Search:
         self.view = blocks.split(padded, self.shape)
         added = (0, padded.shape[1] - k, 0, padded.shape[0] - n)
         self.counts = blocks.split(F.pad(self.weight, added), self.shape)  # what pads a block counts nothing
-        _, self.first = next(candidates(task, ("scheme",), None))
+        _, self.first = next(grid_candidates(task, ("scheme",), None))
         self.best, self.least = self.first, self._costs(self.first)
 
     def codes(self, params: Params) -> tuple[Tensor, Params]:
         """Nearest codes of the blocks under parameters, and the parameters as stored."""
-        seen = store(params, self.spec)[1]
+        seen = store_qparams(params, self.spec)[1]
         return encode(self.view, self.spec, seen), seen
 
     def _costs(self, params: Params) -> Tensor:
@@ -57,7 +57,7 @@ class Search:
         found = self._costs(params)
         better = found < self.least  # False for NaN
         self.least = torch.where(better, found, self.least)
-        self.best = pick(better, params, self.best)
+        self.best = select_blocks(better, params, self.best)
 
     def fitted(self) -> Params:
         """Scales (and offsets) of least weighted squares for the codes of the best: each block's own optimum.
@@ -114,7 +114,7 @@ class Search:
         return Solution(parts, note=note)
 
 
-def in_pieces(task: Task, solve: Callable[[Task, slice], Solution]) -> Solution:
+def solve_in_chunks(task: Task, solve: Callable[[Task, slice], Solution]) -> Solution:
     """solve(a run of rows, which they are) for one run after another, where rows share nothing; else all at once."""
     n, k = task.weight.shape
     step = max(1, _CHUNK // max(1, k))
@@ -122,7 +122,7 @@ def in_pieces(task: Task, solve: Callable[[Task, slice], Solution]) -> Solution:
         return solve(task, slice(0, n))
     runs = [slice(start, min(start + step, n)) for start in range(0, n, step)]
     found = [solve(replace(task, weight=task.weight[rows]), rows) for rows in runs]
-    return Solution(stack([s.parts for s in found]), note=next((s.note for s in found if s.note), ""))
+    return Solution(stack_rows([s.parts for s in found]), note=next((s.note for s in found if s.note), ""))
 
 
 def _rows(which: Tensor, a: Parts, b: Parts) -> Parts:

@@ -6,23 +6,23 @@ import torch
 from torch import Size, Tensor
 
 from ...core.rows import rows_independent
-from .gptq_core import descend
-from .qparam_grid import Grid, grid, pick
+from .gptq_core import coordinate_descent
+from .qparam_grid import QParamGrid, make_grid, select_blocks
 from .rtn import output_error
 from .scale_refit import refit
 
 
-class Best:
+class BestCandidate:
     """The best of what is offered: row by row where rows share no scale, else as a whole.
 
     codes, values [N, K] on ``grid``; error [N]
     """
 
-    def __init__(self, g: Grid, codes: Tensor, values: Tensor, error: Tensor, shape: Size) -> None:
+    def __init__(self, g: QParamGrid, codes: Tensor, values: Tensor, error: Tensor, shape: Size) -> None:
         self.grid, self.codes, self.values, self.error = g, codes, values, error
         self.shape, self.by_row = shape, rows_independent(g.spec, shape)
 
-    def offer(self, g: Grid, codes: Tensor, values: Tensor, error: Tensor) -> None:
+    def offer(self, g: QParamGrid, codes: Tensor, values: Tensor, error: Tensor) -> None:
         """Take what is better than all before; errors that are not finite never are."""
         error = torch.where(error.isfinite(), error, torch.inf)
         better = error < self.error if self.by_row else (error.sum() < self.error.sum()).expand(error.shape)
@@ -30,15 +30,15 @@ class Best:
             return
         which = better.unsqueeze(1)
         if g is not self.grid:
-            chosen = pick(which, g.chosen, self.grid.chosen) if self.by_row else g.chosen
-            self.grid = grid(chosen, g.spec, self.shape)
+            chosen = select_blocks(which, g.chosen, self.grid.chosen) if self.by_row else g.chosen
+            self.grid = make_grid(chosen, g.spec, self.shape)
         self.codes = torch.where(which, codes, self.codes)
         self.values = torch.where(which, values, self.values)
         self.error = torch.where(better, error, self.error)
 
 
-def refine(
-    best: Best, target: Tensor, hessian: Tensor, sweeps: int, scales: bool = True, keep: Tensor | None = None
+def refit_and_descend(
+    best: BestCandidate, target: Tensor, hessian: Tensor, sweeps: int, scales: bool = True, keep: Tensor | None = None
 ) -> None:
     """Scales refitted to the codes, then coordinate descent on the codes; so many times. Never worse.
 
@@ -51,5 +51,5 @@ def refine(
         if again is not None:
             values = again.values(best.codes)
             best.offer(again, best.codes, values, output_error(values - target, h))
-        codes, values = descend(target, best.codes, best.values, best.grid, hessian, keep)
+        codes, values = coordinate_descent(target, best.codes, best.values, best.grid, hessian, keep)
         best.offer(best.grid, codes, values, output_error(values - target, h))

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...core import blocks
 from ...core.qparams import Params, choose, default_rule
 from ..base import Solution, Solver, Task, register
-from .block_search import Search, in_pieces
-from .kquant_search import search as search_superblocks
-from .qparam_grid import candidates, narrowed
+from .block_search import BlockSearch, solve_in_chunks
+from .kquant_search import search_kquant as search_superblocks
+from .qparam_grid import grid_candidates, range_shares
 from .rtn import Nearest
 
 # A block whose largest element is not the largest number: that of e2m1 is 6, its neighbour 4 (Cook et al. 2025, "Four
@@ -42,11 +42,11 @@ class MSE(Solver):
     def solve(self, task: Task) -> Solution:
         if task.spec.scale is None:
             return Nearest().solve(task)
-        return in_pieces(task, self._solve)
+        return solve_in_chunks(task, self._solve)
 
     def _solve(self, task: Task, rows: slice) -> Solution:
-        found = Search(task)
-        for _, params in candidates(task, ("mse",), None):
+        found = BlockSearch(task)
+        for _, params in grid_candidates(task, ("mse",), None):
             found.offer(params)
         for params in _wider(task):
             found.offer(params)
@@ -76,11 +76,11 @@ class Importance(Solver):
         if not bool(moment.any()):
             return Nearest().solve(task)._replace(note="rounded to nearest: inputs are all zero")
         weight = by_rows(moment, task.weight.shape[0])
-        return in_pieces(task, lambda part, rows: self._solve(part, weight[rows]))
+        return solve_in_chunks(task, lambda part, rows: self._solve(part, weight[rows]))
 
     def _solve(self, task: Task, weight: Tensor) -> Solution:
-        found = Search(task, torch.square, weight)
-        for params in narrowed(blocks.pad(task.weight, task.spec.block), task.spec, task.rule, task.eps):
+        found = BlockSearch(task, torch.square, weight)
+        for params in range_shares(blocks.pad(task.weight, task.spec.block), task.spec, task.rule, task.eps):
             found.offer(params)
         for params in _wider(task):
             found.offer(params)

@@ -10,9 +10,9 @@ from torch import Tensor
 from ...core.numerics import Parts, dequantize
 from ...core.rows import rows_independent
 from ..base import Solution, Solver, Task, register
-from .candidates import Best, refine
-from .gptq_core import Factor, carry, factor
-from .qparam_grid import SHRINKS, candidates, grid
+from .candidates import BestCandidate, refit_and_descend
+from .gptq_core import CholeskyFactor, inverse_cholesky, quantize_columns
+from .qparam_grid import SHRINKS, grid_candidates, make_grid
 from .rtn import Nearest, nearest_parts, output_error, total_error
 
 LEAST, MOST = 0.01, 0.3  # damping by the number of tokens
@@ -97,26 +97,26 @@ class GPTQ(Solver):
         parts, values = nearest_parts(task)
         nearest = total_error(values - task.weight, h)
         damping = self.damping_of(hessian.shape[0], task.tokens)
-        f = factor(hessian, damping, self.activation_order)
+        f = inverse_cholesky(hessian, damping, self.activation_order)
         if f is None:
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
             return Solution(parts, nearest, nearest, f"rounded to nearest: {why}")
-        target = task.weight if drift is None else moved(task.weight, drift, f, self.asymmetric)
+        target = task.weight if drift is None else asymmetric_target(task.weight, drift, f, self.asymmetric)
         keep = task.weight != 0 if self.keep_zeros else None
         keep = None if keep is None or bool(keep.all()) else keep
         n, k = task.weight.shape
-        first = grid(next(candidates(task, ("scheme",), None))[1], task.spec, task.weight.shape)
+        first = make_grid(next(grid_candidates(task, ("scheme",), None))[1], task.spec, task.weight.shape)
         damped = hessian.clone()  # what all is judged by: with few tokens it holds for others than those, too
         damped.diagonal().add_(f.damping * hessian.diagonal().mean())
         d = damped.unsqueeze(0)
-        best = Best(first, parts.codes[:n, :k], values, output_error(values - target, d), task.weight.shape)
-        for _, params in candidates(task, self.grids, hessian.diagonal()):
-            g = grid(params, task.spec, task.weight.shape)
-            codes, made = carry(target, g, f, keep)
+        best = BestCandidate(first, parts.codes[:n, :k], values, output_error(values - target, d), task.weight.shape)
+        for _, params in grid_candidates(task, self.grids, hessian.diagonal()):
+            g = make_grid(params, task.spec, task.weight.shape)
+            codes, made = quantize_columns(target, g, f, keep)
             best.offer(g, codes, made, output_error(made - target, d))
-        refine(best, target, damped, self.sweeps, keep=keep)
+        refit_and_descend(best, target, damped, self.sweeps, keep=keep)
         found = best
-        best = Best(first, parts.codes[:n, :k], values, output_error(values - target, h), task.weight.shape)
+        best = BestCandidate(first, parts.codes[:n, :k], values, output_error(values - target, h), task.weight.shape)
         best.offer(found.grid, found.codes, found.values, output_error(found.values - target, h))
         asked = damping if self.damping is None else self.damping
         note = "" if f.damping == asked else f"damping raised to {f.damping:g}"
@@ -127,7 +127,7 @@ class GPTQ(Solver):
         return Solution(solved, error, nearest, note)
 
 
-def moved(weight: Tensor, drift: Tensor, f: Factor, share: float) -> Tensor:
+def asymmetric_target(weight: Tensor, drift: Tensor, f: CholeskyFactor, share: float) -> Tensor:
     """W + share W E[(x_float - x) x^T] H^-1, with the damped H: at share 1 and without damping its output on the inputs
     at hand is nearest to W x_float."""
     back = torch.argsort(f.order)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .qparam_grid import Grid
+from .qparam_grid import QParamGrid
 
 # Columns whose errors are carried to one another at once, and to the rest by one product (GPTQ's lazy batches)
 WIDTH = 128
 
 
-class Factor(NamedTuple):
+class CholeskyFactor(NamedTuple):
     """upper: U of H^-1 = U^T U, H damped and its columns in ``order``; damping: share of the mean diagonal added."""
 
     upper: Tensor
@@ -24,7 +24,7 @@ class Factor(NamedTuple):
     damping: float
 
 
-def factor(hessian: Tensor, damping: float, activation_order: bool) -> Factor | None:
+def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) -> CholeskyFactor | None:
     """Of [K, K]. Damping grows tenfold, up to the mean diagonal, until the matrix is positive definite; else None.
 
     In float64 up to 8192 inputs: float32 loses digits that matter where channels differ by orders of magnitude.
@@ -49,12 +49,14 @@ def factor(hessian: Tensor, damping: float, activation_order: bool) -> Factor | 
             h = torch.cholesky_inverse(h)
             h, info = torch.linalg.cholesky_ex(h, upper=True)
             if not info and bool(h.isfinite().all()):
-                return Factor(h.float(), order, damping)
+                return CholeskyFactor(h.float(), order, damping)
         damping = max(10 * damping, 1e-4)
     return None
 
 
-def carry(weight: Tensor, grid: Grid, f: Factor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_columns(
+    weight: Tensor, grid: QParamGrid, f: CholeskyFactor, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(codes, values) [N, K]: each column becomes the nearest numbers, and its error is taken off the columns after it
     as far as they can make up for it. Frantar et al. 2022 (GPTQ); with grids fixed before, Babai's nearest plane.
 
@@ -84,11 +86,12 @@ def carry(weight: Tensor, grid: Grid, f: Factor, keep: Tensor | None = None) -> 
     return codes[back].t().contiguous(), values[back].t().contiguous()
 
 
-def descend(
-    weight: Tensor, codes: Tensor, values: Tensor, grid: Grid, hessian: Tensor, keep: Tensor | None = None
+def coordinate_descent(
+    weight: Tensor, codes: Tensor, values: Tensor, grid: QParamGrid, hessian: Tensor, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One sweep of coordinate descent on tr(D H D^T): each column in turn becomes the nearest numbers to its optimum
-    given all others. Never worse than where it starts. Behdin et al. 2023 (QuantEase). keep: as for :func:`carry`.
+    given all others. Never worse than where it starts. Behdin et al. 2023 (QuantEase). keep: as for
+    :func:`quantize_columns`.
     """
     w, v = weight.t(), values.t().contiguous()
     codes = codes.t().contiguous()

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.numerics import quantize, store
+from ...core.numerics import quantize, store_qparams
 from ...core.qparams import Params
 from ..base import Solution, Solver, Task, register
-from .block_search import Search, in_pieces
+from .block_search import BlockSearch, solve_in_chunks
 from .rtn import Nearest
 
 UNMOVED = (
@@ -52,7 +52,7 @@ class HQQ(Solver):
         if not spec.zero_point and spec.offset is None:
             note = "rounded to nearest: hqq moves zero points and offsets, and this scheme stores none"
             return Nearest().solve(task)._replace(note=note)
-        found = in_pieces(task, self._solve)
+        found = solve_in_chunks(task, self._solve)
         if spec.offset is None and not found.note:
             zero, nearest = found.parts.zero_point, quantize(task.weight, spec, task.rule, task.eps).zero_point
             if isinstance(zero, Tensor) and isinstance(nearest, Tensor) and torch.equal(zero, nearest):
@@ -61,7 +61,7 @@ class HQQ(Solver):
 
     def _solve(self, task: Task, rows: slice) -> Solution:
         spec = task.spec
-        found = Search(task, lambda d: d.abs().pow(self.norm))
+        found = BlockSearch(task, lambda d: d.abs().pow(self.norm))
         params, beta, inner = found.first, self.beta, blocks.inner_axes(2)
         for _ in range(self.steps):
             codes, seen = found.codes(params)
@@ -83,7 +83,7 @@ class HQQ(Solver):
         if params.zero_point is not None:
             f = task.spec.format
             return params._replace(zero_point=zero.round().clamp(f.lo, f.hi))
-        seen = store(params, task.spec)[1]
+        seen = store_qparams(params, task.spec)[1]
         assert seen.scale is not None
         offset = -zero * seen.scale.float()
         kind = task.spec.offset

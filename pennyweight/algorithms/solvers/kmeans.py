@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ...core import blocks, codebook
-from ...core.numerics import Parts, dequantize, quantize, store
+from ...core.numerics import Parts, dequantize, quantize, store_qparams
 from ...core.qparams import Params, choose
 from ...core.spec import QuantSpec
 from ..base import Solution, Solver, Task, register
-from .gptq_core import WIDTH, factor
+from .gptq_core import WIDTH, inverse_cholesky
 from .rtn import Nearest, nearest_parts, total_error
 
 _STEPS = 12  # of conjugate gradients: later ones change what float16 does not hold
@@ -134,7 +134,7 @@ class Problem:
 
     def _take(self, params: Params) -> None:
         """Scales and offsets, as they are stored."""
-        self.params, seen = params, store(params._replace(table=None), self.spec)[1]
+        self.params, seen = params, store_qparams(params._replace(table=None), self.spec)[1]
 
         def spread(part: Tensor | None, default: float) -> Tensor:
             if part is None:
@@ -213,7 +213,7 @@ class Problem:
             columns = (
                 order.unsqueeze(1) * self.dim + torch.arange(self.dim, device=order.device, dtype=torch.int64)
             ).flatten()
-            f = factor(h[columns][:, columns], damping, False)
+            f = inverse_cholesky(h[columns][:, columns], damping, False)
             if f is None:
                 note = "no feedback: the Hessian is not positive definite at any damping"
                 continue

@@ -33,7 +33,7 @@ def half(d: Tensor) -> Tensor:
     return d.to(torch.float16)
 
 
-def fold(x: Tensor) -> Tensor:
+def pairwise_sum(x: Tensor) -> Tensor:
     """Sum over the first axis, a power of two, by halves: the same bits everywhere."""
     while x.shape[0] > 1:
         n = x.shape[0] // 2
@@ -52,8 +52,8 @@ def _columns(x: Tensor, size: int) -> Tensor:
 
 def _rms(x: Tensor, size: int) -> Tensor:
     """Root mean square of each super-block of columns, for each of its sub-blocks."""
-    squares = fold(x.square()).view(-1, size // x.shape[0])
-    total = fold(squares.t()) / size
+    squares = pairwise_sum(x.square()).view(-1, size // x.shape[0])
+    total = pairwise_sum(squares.t()) / size
     return total.sqrt().repeat_interleave(size // x.shape[0])
 
 
@@ -65,12 +65,12 @@ def _affine(x: Tensor, w: Tensor, top: int, start: float, step: float, tries: in
     lo = x.amin(0).clamp(max=0)
     span = x.amax(0) - lo
     above, wx = x - lo, w * x
-    sw, swx = fold(w), fold(wx)
+    sw, swx = pairwise_sum(w), pairwise_sum(wx)
 
     def fit(codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Least squares for given codes, and the error without its constant part."""
         wl = w * codes
-        sl, sll, sxl = fold(wl), fold(wl * codes), fold(wx * codes)
+        sl, sll, sxl = pairwise_sum(wl), pairwise_sum(wl * codes), pairwise_sum(wx * codes)
         det = sw * sll - sl * sl
         scale = _ratio(sw * sxl - swx * sl, det)
         least = _ratio(sll * swx - sl * sxl, det)
@@ -85,7 +85,7 @@ def _affine(x: Tensor, w: Tensor, top: int, start: float, step: float, tries: in
     best_scale, best_least = span / top, lo
     codes = (above * _ratio(torch.full_like(span, top), span)).round_().clamp_(0, top)
     wl = w * codes
-    best = _error(best_scale, best_least, fold(wl), fold(wl * codes), fold(wx * codes))
+    best = _error(best_scale, best_least, pairwise_sum(wl), pairwise_sum(wl * codes), pairwise_sum(wx * codes))
     for i in range(tries + 1):
         if i < tries:
             codes = (above * _ratio(torch.full_like(span, top + start + step * i), span)).round_().clamp_(0, top)
@@ -120,7 +120,7 @@ def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
     def codes_of(sc: Tensor, mn: Tensor) -> tuple[Tensor, Tensor]:
         scale, minus = (d.float() * sc).view(-1), (dmin.float() * mn).view(-1)
         codes = ((cols + minus) * _ratio(torch.ones_like(scale), scale)).round().clamp(0, way.top)
-        return codes, fold(w * (codes * scale - minus - cols).square())
+        return codes, pairwise_sum(w * (codes * scale - minus - cols).square())
 
     # rounding one of the two is made up for by the other, and by codes that are chosen anew
     codes, least = codes_of(sc, mn)
@@ -169,7 +169,7 @@ def _centred(x: Tensor, w: Tensor, way: _Way) -> Tensor:
         else:
             inverse = _signed_ratio(torch.ones_like(largest), best_scale)
         q = _numbers(x * inverse, way)[1]
-        sxq, sqq = fold(wx * q), fold(w * q * q)
+        sxq, sqq = pairwise_sum(wx * q), pairwise_sum(w * q * q)
         scale = _ratio(sxq, sqq)
         gain = sxq * scale  # by how much the error is less than with a scale of zero
         better = gain > best
@@ -194,7 +194,7 @@ def _about_zero(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
     def codes_of(scale: Tensor) -> tuple[Tensor, Tensor]:
         scale = scale.view(-1)
         codes, numbers = _numbers(cols * _signed_ratio(torch.ones_like(scale), scale), way)
-        return codes, fold(w * (numbers * scale - cols).square())
+        return codes, pairwise_sum(w * (numbers * scale - cols).square())
 
     if way.scale_top == 0:
         stored: Any = half(scale)
@@ -266,7 +266,7 @@ def chosen() -> dict[str, Callable[..., Parts]]:
 _SPECS: dict[QuantSpec, str] = {getattr(specs, name): name for name in (*_WITH_OFFSET, *_ABOUT_ZERO)}
 
 
-def search(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[Parts]:
+def search_kquant(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[Parts]:
     """What the rule of that type finds for a matrix [N, K] with the importance of each element [N, K]; nothing where
     the spec is not of these types, a row is no whole number of super-blocks, or numbers are beyond float16's."""
     name = _SPECS.get(spec.with_(layout="plain"))
@@ -280,17 +280,17 @@ def search(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[Parts]:
         rows = slice(start, min(start + step, n))
         blocks = (t[rows].float().reshape(-1, _elements(name)) for t in (weight, importance))
         pieces.append(rule(*blocks))
-    return [stack(pieces).map(lambda t: t.reshape(n, per_row * t.shape[1]).contiguous())]
+    return [stack_rows(pieces).map(lambda t: t.reshape(n, per_row * t.shape[1]).contiguous())]
 
 
 def _elements(name: str) -> int:
     return 32 if name == "IQ4_NL" else 256
 
 
-def stack(pieces: list[Parts]) -> Parts:
+def stack_rows(pieces: list[Parts]) -> Parts:
     """Parts of rows as parts of all of them."""
     out: list[Any] = []
     for parts in zip(*pieces, strict=True):
         first = parts[0]
-        out.append(stack(list(parts)) if isinstance(first, Parts) else None if first is None else torch.cat(parts))
+        out.append(stack_rows(list(parts)) if isinstance(first, Parts) else None if first is None else torch.cat(parts))
     return Parts(*out)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.numerics import Parts, encode, quantize, store, stored_value
+from ...core.numerics import Parts, encode, quantize, store_qparams, stored_value
 from ...core.qparams import Params, choose, default_rule
 from ...core.spec import QuantSpec
 from ..base import Task
 
 
-class Grid(NamedTuple):
+class QParamGrid(NamedTuple):
     """Parameters of blocks as chosen, and as stored, spread over the elements and transposed: [K, N] or None."""
 
     spec: QuantSpec
@@ -44,13 +44,13 @@ class Grid(NamedTuple):
         return parts
 
 
-def grid(chosen: Params, spec: QuantSpec, shape: torch.Size) -> Grid:
+def make_grid(chosen: Params, spec: QuantSpec, shape: torch.Size) -> QParamGrid:
     """The grid of parameters [N / b0, K / b1] for a matrix of that shape."""
-    seen = store(chosen, spec)[1]
-    return Grid(spec, chosen, Params(*(spread(part, spec, shape) for part in seen)))
+    seen = store_qparams(chosen, spec)[1]
+    return QParamGrid(spec, chosen, Params(*(expand_blocks(part, spec, shape) for part in seen)))
 
 
-def spread(part: Tensor | None, spec: QuantSpec, shape: torch.Size) -> Tensor | None:
+def expand_blocks(part: Tensor | None, spec: QuantSpec, shape: torch.Size) -> Tensor | None:
     """A part of blocks as one number for each element, transposed: [K, N]."""
     if part is None:
         return None
@@ -63,7 +63,9 @@ def spread(part: Tensor | None, spec: QuantSpec, shape: torch.Size) -> Tensor | 
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
-def candidates(task: Task, names: tuple[str | float, ...], importance: Tensor | None) -> Iterator[tuple[str, Params]]:
+def grid_candidates(
+    task: Task, names: tuple[str | float, ...], importance: Tensor | None
+) -> Iterator[tuple[str, Params]]:
     """Parameters by what they are called: "scheme" is the scheme's own rule, a number a range shrunk by that much,
     "mse" the least squared error of each block, "weighted" the same with each column weighed by ``importance`` [K],
     "extreme" the largest element of each block on the end that has one number more, so that scales have a sign.
@@ -80,18 +82,18 @@ def candidates(task: Task, names: tuple[str | float, ...], importance: Tensor | 
             yield "mse", choose(w, task.spec, "mse", task.eps)
         elif name == "weighted":
             if importance is not None:
-                yield "weighted", weighted(task, importance)
+                yield "weighted", weighted_range(task, importance)
         elif name == "extreme":
             if _has_spare_end(task.spec):
-                yield "extreme", extreme(w, task.spec)
+                yield "extreme", extreme_scale(w, task.spec)
         elif isinstance(name, float):
-            yield f"{name:g}", choose(shrunk(w, task.spec, name), task.spec, base, task.eps)
+            yield f"{name:g}", choose(shrink_range(w, task.spec, name), task.spec, base, task.eps)
         else:
             known = "'scheme', 'mse', 'weighted', 'extreme', or a share of the range"
             raise ValueError(f"unknown grid {name!r}; known: {known}")
 
 
-def shrunk(w: Tensor, spec: QuantSpec, share: float) -> Tensor:
+def shrink_range(w: Tensor, spec: QuantSpec, share: float) -> Tensor:
     """w with its blocks drawn together: about zero, or about the middle of a block that stores an offset."""
     if spec.offset is None:
         return w * share
@@ -101,10 +103,10 @@ def shrunk(w: Tensor, spec: QuantSpec, share: float) -> Tensor:
     return (middle + (view - middle) * share).reshape(w.shape)
 
 
-def narrowed(w: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) -> Iterator[Params]:
+def range_shares(w: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) -> Iterator[Params]:
     """The shares 1, 0.98 .. 0.5 of each block's range."""
     for step in range(26):
-        yield choose(shrunk(w, spec, 1 - step / 50), spec, rule or default_rule(spec), eps)
+        yield choose(shrink_range(w, spec, 1 - step / 50), spec, rule or default_rule(spec), eps)
 
 
 def _has_spare_end(spec: QuantSpec) -> bool:
@@ -115,7 +117,7 @@ def _has_spare_end(spec: QuantSpec) -> bool:
     )  # fmt: skip
 
 
-def extreme(w: Tensor, spec: QuantSpec) -> Params:
+def extreme_scale(w: Tensor, spec: QuantSpec) -> Params:
     """scale = (the element of largest absolute value) / lo, with its sign (ggml's Q4_0)."""
     view = blocks.split(w, blocks.counts(spec.block, w.shape))
     inner = blocks.inner_axes(w.ndim)
@@ -125,7 +127,7 @@ def extreme(w: Tensor, spec: QuantSpec) -> Params:
     return Params(torch.where(scale == 0, torch.finfo(scale.dtype).tiny, scale))
 
 
-def weighted(task: Task, importance: Tensor) -> Params:
+def weighted_range(task: Task, importance: Tensor) -> Params:
     """The share of the range 1, 0.98 .. 0.5 that minimises sum_j h_j (w_j - q_j)^2 in each block (llama.cpp's imatrix
     search, over ranges)."""
     spec, shape = task.spec, task.weight.shape
@@ -136,20 +138,20 @@ def weighted(task: Task, importance: Tensor) -> Params:
     inner = blocks.inner_axes(2)
     best: Params | None = None
     least = torch.zeros((), device=w.device, dtype=torch.float32)
-    for p in narrowed(w, spec, task.rule, task.eps):
-        seen = store(p, spec)[1]
+    for p in range_shares(w, spec, task.rule, task.eps):
+        seen = store_qparams(p, spec)[1]
         error = ((stored_value(encode(view, spec, seen), spec, seen) - view).square() * weight).sum(inner)
         if best is None:
             best, least = p, error
             continue
         better = error < least
         least = torch.where(better, error, least)
-        best = pick(better, p, best)
+        best = select_blocks(better, p, best)
     assert best is not None
     return best
 
 
-def pick(which: Tensor, a: Params, b: Params) -> Params:
+def select_blocks(which: Tensor, a: Params, b: Params) -> Params:
     """Entries of a where ``which``, else of b."""
     pairs = zip(a, b, strict=True)
     return Params(*(None if x is None or y is None else torch.where(which, x, y) for x, y in pairs))

@@ -9,12 +9,12 @@ from ...core import blocks
 from ...core.qparams import Params
 from ...core.rows import rows_independent
 from ...core.spec import QuantSpec
-from .qparam_grid import Grid, grid
+from .qparam_grid import QParamGrid, make_grid
 
 _CHUNK = 1 << 24  # elements of a temporary
 
 
-def refit(target: Tensor, codes: Tensor, g: Grid, hessian: Tensor) -> Grid | None:
+def refit(target: Tensor, codes: Tensor, g: QParamGrid, hessian: Tensor) -> QParamGrid | None:
     """The grid whose scales (and offsets) minimise tr(D H D^T) for those codes: for each row with blocks B_i of inputs
     and u = codes - zero point,
 
@@ -52,7 +52,7 @@ def refit(target: Tensor, codes: Tensor, g: Grid, hessian: Tensor) -> Grid | Non
         scale[rows] = torch.where(good, new.to(scale.dtype), scale[rows])
         if offset is not None:
             offset[rows] = torch.where(good, found[:, groups:].to(offset.dtype), offset[rows])
-    return grid(Params(scale, chosen.zero_point, offset), spec, target.shape)
+    return make_grid(Params(scale, chosen.zero_point, offset), spec, target.shape)
 
 
 def _by_group(u: Tensor, groups: int, size: int) -> Tensor:

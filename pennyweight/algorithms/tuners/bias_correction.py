@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ...core.tensor import AffineQuantizedTensor
 from ...quantize.parameters import kind_of
-from ...quantize.run_batch import call, token_mask
+from ...quantize.run_batch import run_batch, token_mask
 from ..base import Tuner, register
 from ..calibration import all_reduce
 from ..calibration.batches import read
-from ..calibration.block_order import quiet
+from ..calibration.block_order import inference_mode
 
 
 @register("bias")
@@ -108,19 +108,21 @@ def mean_errors(
 
     hooks = [module.register_forward_hook(hook(name)) for name, module in layers.items()]
     try:
-        with quiet(model):
+        with inference_mode(model):
             for batch in batches:
                 mask = token_mask(batch)
-                call(model, batch)
+                run_batch(model, batch)
     finally:
         for h in hooks:
             h.remove()
     means = {}
     for name, module in layers.items():
         device = next(module.parameters()).device
-        known = all_reduce.shape(sums[name].shape[0] if name in sums else 0)
-        total = all_reduce.total(sums[name] if name in sums else torch.zeros(known, dtype=torch.float64, device=device))
-        count = all_reduce.total(torch.tensor(float(counts.get(name, 0)), device=device, dtype=torch.float32))
+        known = all_reduce.max_shape(sums[name].shape[0] if name in sums else 0)
+        total = all_reduce.reduce_sum(
+            sums[name] if name in sums else torch.zeros(known, dtype=torch.float64, device=device)
+        )
+        count = all_reduce.reduce_sum(torch.tensor(float(counts.get(name, 0)), device=device, dtype=torch.float32))
         if count > 0:
             means[name] = total / float(count)
     return means
@@ -135,12 +137,12 @@ def _called(model: nn.Module, layers: dict[str, nn.Module], batches: Sequence[An
 
     hooks = [module.register_forward_pre_hook(before(name)) for name, module in layers.items()]
     try:
-        with quiet(model):
+        with inference_mode(model):
             for batch in batches:
-                call(model, batch)
+                run_batch(model, batch)
                 if len(order) == len(layers):
                     break
     finally:
         for h in hooks:
             h.remove()
-    return all_reduce.names(list(layers), list(order))
+    return all_reduce.union_names(list(layers), list(order))

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.run_batch import call
+from ...quantize.run_batch import run_batch
 from ...quantize.scheme import Scheme
 from ..base import Tuner, register
 from ..calibration.batches import read
-from ..calibration.block_order import quiet
+from ..calibration.block_order import inference_mode
 from . import losses
-from .trainable_qparams import Lever, levers
+from .trainable_qparams import Lever, trainable_parameters
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Learner(Tuner):
         rounding = [k for lever in moved for k in lever.codes]
         groups = [{"params": k, "full": r} for k, r in ((knobs, self.rate), (rounding, self.codes)) if k]
         optimizer = torch.optim.Adam(groups, lr=0.0)
-        knobs, order = knobs + rounding, turns(count)
+        knobs, order = knobs + rounding, shuffled_forever(count)
         for step in range(self.steps):
             for group in optimizer.param_groups:
                 group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
@@ -95,7 +95,7 @@ class Tune(Learner):
     def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
         """Raises ValueError for a metric that is not known or does not fit what the model puts out."""
         super().check(model, target, batches)
-        losses.divergence(self.metric, example(model, read(batches)[0]))
+        losses.divergence(self.metric, example_output(model, read(batches)[0]))
 
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
         return {"": self._run(model, teacher, batches)[1]}
@@ -103,11 +103,11 @@ class Tune(Learner):
     def _run(self, model: nn.Module, teacher: nn.Module, batches: Any) -> tuple[bool, str]:
         """(whether it helped, what is to be told)."""
         batches = read(batches)
-        trained, guard = losses.split(batches, self.held_out) if len(batches) > 1 else (batches, batches)
+        trained, guard = losses.split_batches(batches, self.held_out) if len(batches) > 1 else (batches, batches)
         with torch.inference_mode(False), torch.enable_grad():
             expected = losses.references(teacher, guard)
-            measure = losses.divergence(self.metric, example(teacher, guard[0]))
-            moved = list(levers(model, self.norms, teacher if self.codes else None))
+            measure = losses.divergence(self.metric, example_output(teacher, guard[0]))
+            moved = list(trainable_parameters(model, self.norms, teacher if self.codes else None))
             if not any(lever.knobs or lever.codes for lever in moved):
                 raise ValueError(
                     f"{self.name}: the model has no quantized weight with something to tune: scales that are plain "
@@ -116,12 +116,12 @@ class Tune(Learner):
             known = _Known(teacher, trained)
 
             def loss(i: int, state: dict[str, Tensor]) -> Tensor:
-                output = torch.func.functional_call(model, state, *arguments(trained[i]), tie_weights=False)
-                return measure(known(i), losses.kept(output), trained[i])
+                output = torch.func.functional_call(model, state, *batch_arguments(trained[i]), tie_weights=False)
+                return measure(known(i), losses.subsample(output), trained[i])
 
-            with grading(model):
+            with training_mode(model):
                 helped, before, after = self.fit(
-                    moved, len(trained), loss, lambda: losses.mean(model, guard, expected, measure)
+                    moved, len(trained), loss, lambda: losses.mean_divergence(model, guard, expected, measure)
                 )
         if not helped:
             return False, f"tuning undone: held-out divergence {before:.3g} became {after:.3g}"
@@ -141,8 +141,8 @@ class _Known:
     def __call__(self, i: int) -> Tensor:
         if i in self.outputs:
             return self.outputs[i]
-        with quiet(self.teacher):
-            output = losses.kept(call(self.teacher, self.batches[i]))
+        with inference_mode(self.teacher):
+            output = losses.subsample(run_batch(self.teacher, self.batches[i]))
         output = losses.finite(output, self.teacher, self.batches[i])
         if output.nbytes <= self.room:
             self.room -= output.nbytes
@@ -150,29 +150,29 @@ class _Known:
         return output
 
 
-def turns(n: int) -> Iterator[int]:
+def shuffled_forever(n: int) -> Iterator[int]:
     """0 .. n-1 in another order each time round, for ever."""
     generator = torch.Generator().manual_seed(0)
     while True:
         yield from torch.randperm(n, generator=generator, dtype=torch.int64, device="cpu").tolist()
 
 
-def arguments(batch: Any) -> tuple[Any, dict[str, Any]]:
+def batch_arguments(batch: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
-def example(model: nn.Module, batch: Any) -> Any:
+def example_output(model: nn.Module, batch: Any) -> Any:
     """What a model puts out, whole: what its divergence is by default depends on it."""
-    with quiet(model):
-        return call(model, batch)
+    with inference_mode(model):
+        return run_batch(model, batch)
 
 
 @contextmanager
-def grading(model: nn.Module) -> Iterator[None]:
+def training_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode with gradients, and no cache of keys and values."""
-    with quiet(model), torch.enable_grad():
+    with inference_mode(model), torch.enable_grad():
         yield
 
 

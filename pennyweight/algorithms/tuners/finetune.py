@@ -18,10 +18,10 @@ from ...quantize.parameters import Place, places
 from ...quantize.report import Report, Row
 from ..base import Tuner
 from ..calibration.batches import read
-from ..calibration.loop import Collector, Seen
-from ..solvers.candidates import Best, refine
-from ..solvers.gptq_core import carry, factor
-from ..solvers.qparam_grid import Grid, spread
+from ..calibration.loop import CalibrationLoop, CollectedStatistics
+from ..solvers.candidates import BestCandidate, refit_and_descend
+from ..solvers.gptq_core import inverse_cholesky, quantize_columns
+from ..solvers.qparam_grid import QParamGrid, expand_blocks
 from ..solvers.rtn import output_error
 
 
@@ -70,9 +70,9 @@ def improve(
     rows: dict[str, Row] = {}
     with torch.inference_mode(False), torch.no_grad():
         weights = {id(w): name for name, (_, w, _) in found.items()}
-        for names, seen in Collector(model, weights, batches, ("hessian",)).stages():
+        for names, seen in CalibrationLoop(model, weights, batches, ("hessian",)).stages():
             for name in names:
-                rows[name] = _improve(*found[name], seen.get(name, Seen()), sweeps, damping)
+                rows[name] = _improve(*found[name], seen.get(name, CollectedStatistics()), sweeps, damping)
                 if progress is not None:
                     progress(len(rows), len(found), name)
         for name in found.keys() - rows.keys():
@@ -85,7 +85,7 @@ def improve(
 
 
 def _improve(
-    where: list[Place], w: AffineQuantizedTensor, twin: Tensor, seen: Seen, sweeps: int, damping: float
+    where: list[Place], w: AffineQuantizedTensor, twin: Tensor, seen: CollectedStatistics, sweeps: int, damping: float
 ) -> Row:
     hessian = seen.stats.get("hessian")
     why = "saw no data" if hessian is None else "" if w.ndim == 2 else f"has {w.ndim} axes"
@@ -93,7 +93,7 @@ def _improve(
     f = None
     if hessian is not None and not why:
         h = hessian[0] if w.perm is None else hessian[0][w.perm][:, w.perm]
-        f = factor(h, damping, True)
+        f = inverse_cholesky(h, damping, True)
         why = "" if f is not None else "its Hessian is not positive definite at any damping"
     if why or f is None:
         return _row(where, w, None, None, f"{why}; left as it is")
@@ -104,15 +104,15 @@ def _improve(
     stored = Params(
         _stored(parts.scale, spec.scale, part_shape), parts.zero_point, _stored(parts.offset, spec.offset, part_shape)
     )
-    g = Grid(spec, stored, Params(*(spread(p, spec, shape) for p in stored)))
+    g = QParamGrid(spec, stored, Params(*(expand_blocks(p, spec, shape) for p in stored)))
     n, k = shape
     values = dequantize(parts, spec, shape)
     first = output_error(values - x, h.unsqueeze(0))
-    best = Best(g, parts.codes[:n, :k], values, first, shape)
-    codes, values = carry(x, g, f)
+    best = BestCandidate(g, parts.codes[:n, :k], values, first, shape)
+    codes, values = quantize_columns(x, g, f)
     best.offer(g, codes, values, output_error(values - x, h.unsqueeze(0)))
     plain = not any(isinstance(kind, QuantSpec) for kind in (spec.scale, spec.offset))
-    refine(best, x, h, sweeps, scales=plain)
+    refit_and_descend(best, x, h, sweeps, scales=plain)
     all_codes = parts.codes.clone()
     all_codes[:n, :k] = best.codes
     parts = parts._replace(codes=all_codes)

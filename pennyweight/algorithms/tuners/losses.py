@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...quantize.run_batch import call, token_mask
-from ..calibration.block_order import quiet
+from ...quantize.run_batch import run_batch, token_mask
+from ..calibration.block_order import inference_mode
 
 Divergence = Callable[[Any, Any, Any], Tensor]  # (reference output, output, batch) -> scalar
 
@@ -25,7 +25,7 @@ def kl(reference: Any, output: Any, batch: Any) -> Tensor:
     return found[mask].mean() if mask is not None and mask.shape == found.shape else found.mean()
 
 
-def error(reference: Any, output: Any, batch: Any) -> Tensor:
+def squared_error(reference: Any, output: Any, batch: Any) -> Tensor:
     """|y - y_float|^2 / |y_float|^2 over the first floating-point tensor that the model puts out; padding left out."""
     x, y = (first_tensor(out).float() for out in (reference, output))
     mask = token_mask(batch)
@@ -34,7 +34,7 @@ def error(reference: Any, output: Any, batch: Any) -> Tensor:
     return (y - x).square().sum() / x.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-NAMED: dict[str, Divergence] = {"kl": kl, "error": error}
+NAMED: dict[str, Divergence] = {"kl": kl, "error": squared_error}
 
 
 def divergence(metric: str | Divergence | None, example: Any) -> Divergence:
@@ -63,8 +63,8 @@ def first_tensor(output: Any) -> Tensor:
 def references(model: nn.Module, batches: Sequence[Any]) -> list[Any]:
     """What the model puts out for each batch, reduced to the tensor that is compared. Raises ValueError for NaN, inf:
     nothing can be nearer to them."""
-    with quiet(model):
-        return [finite(kept(call(model, batch)), model, batch) for batch in batches]
+    with inference_mode(model):
+        return [finite(subsample(run_batch(model, batch)), model, batch) for batch in batches]
 
 
 def finite(output: Tensor, model: nn.Module, batch: Any) -> Tensor:
@@ -81,19 +81,19 @@ def finite(output: Tensor, model: nn.Module, batch: Any) -> Tensor:
     return output
 
 
-def kept(output: Any) -> Any:
+def subsample(output: Any) -> Any:
     """The part of an output that divergences look at."""
     return output.logits if _has_logits(output) else first_tensor(output)
 
 
-def mean(model: nn.Module, batches: Sequence[Any], reference: Sequence[Any], metric: Divergence) -> float:
+def mean_divergence(model: nn.Module, batches: Sequence[Any], reference: Sequence[Any], metric: Divergence) -> float:
     """Mean divergence over batches from outputs made before."""
-    with quiet(model):
-        found = [float(metric(r, kept(call(model, b)), b)) for b, r in zip(batches, reference, strict=True)]
+    with inference_mode(model):
+        found = [float(metric(r, subsample(run_batch(model, b)), b)) for b, r in zip(batches, reference, strict=True)]
     return sum(found) / len(found)
 
 
-def split(batches: Sequence[Any], share: float) -> tuple[list[Any], list[Any]]:
+def split_batches(batches: Sequence[Any], share: float) -> tuple[list[Any], list[Any]]:
     """(the rest, one in every 1 / share), at least one of each; spread, as batches often lie in order of length."""
     aside = min(max(1, round(share * len(batches))), len(batches) - 1)
     chosen = {(2 * i + 1) * len(batches) // (2 * aside) for i in range(aside)}

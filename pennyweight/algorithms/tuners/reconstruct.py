@@ -14,12 +14,12 @@ from ...core.tensor import AffineQuantizedTensor
 from ...quantize.config_resolution import PlanError
 from ...quantize.scheme import Scheme
 from ..base import register
-from ..calibration.activation_cache import Hidden, Rest, advance, capture, run_block
+from ..calibration.activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
 from ..calibration.batches import Batches, read
-from ..calibration.block_order import Segment, quiet, segments
+from ..calibration.block_order import CalibrationSegment, calibration_segments, inference_mode
 from . import losses
-from .distill import Learner, example, grading
-from .trainable_qparams import Lever, Weight, levers, restorer
+from .distill import Learner, example_output, training_mode
+from .trainable_qparams import Lever, TrainableWeight, make_restore, trainable_parameters
 
 
 @register("reconstruct")
@@ -34,9 +34,10 @@ class Reconstruct(Learner):
     :class:`~.distill.Learner`. A block whose held-out error does not fall stays as it was, and all
     do where the outputs of the whole model did not come nearer.
 
-    Only for weights in a chain of blocks (see :mod:`pennyweight.algorithms.calibration.block_order`); others stay, and
-    so does what two blocks share. Cost: ``steps`` forward and backward passes of each block. Memory: five float32 copies of one block's
-    weights, and two hidden states of every batch. Raises ValueError where the model is no chain.
+    Only for weights in a chain of blocks (see :mod:`pennyweight.algorithms.calibration.block_order`). Other weights,
+    and those that two blocks share, are left as they are. Cost: ``steps`` forward and backward passes of each block.
+    Memory: five float32 copies of one block's weights, and two hidden states of every batch. Raises ValueError where
+    the model is no chain.
     """
 
     steps: int = 200
@@ -47,11 +48,11 @@ class Reconstruct(Learner):
         """Raises ValueError where the model is no chain of blocks with weights that are going to be quantized."""
         super().check(model, target, batches)
         weights = {id(p): name for name, p in model.named_parameters() if name in target or _quantized(p)}
-        with torch.inference_mode(False), quiet(model):
+        with torch.inference_mode(False), inference_mode(model):
             self._chains(model, weights, read(batches))
 
-    def _chains(self, model: nn.Module, weights: dict[int, str], batches: Batches) -> list[Segment]:
-        chains = [segment for segment in segments(model, weights, batches[0]) if segment.blocks]
+    def _chains(self, model: nn.Module, weights: dict[int, str], batches: Batches) -> list[CalibrationSegment]:
+        chains = [segment for segment in calibration_segments(model, weights, batches[0]) if segment.blocks]
         if not chains:
             raise PlanError(
                 f"{self.name}: {type(model).__name__} is no chain of blocks with quantized weights, so none can be "
@@ -62,14 +63,14 @@ class Reconstruct(Learner):
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
         batches = read(batches)
         weights = {id(p): name for name, p in model.named_parameters() if _quantized(p)}
-        with torch.inference_mode(False), quiet(model), quiet(teacher):
+        with torch.inference_mode(False), inference_mode(model), inference_mode(teacher):
             chains = self._chains(model, weights, batches)
-            guard = losses.split(batches, self.held_out)[1] if len(batches) > 1 else batches
+            guard = losses.split_batches(batches, self.held_out)[1] if len(batches) > 1 else batches
             expected = losses.references(teacher, guard)
-            measure = losses.divergence(None, example(teacher, guard[0]))
-            before, restore = losses.mean(model, guard, expected, measure), restorer(model)
+            measure = losses.divergence(None, example_output(teacher, guard[0]))
+            before, restore = losses.mean_divergence(model, guard, expected, measure), make_restore(model)
             done = [helped for segment in chains for helped in self._chain(model, teacher, segment, batches)]
-            after = losses.mean(model, guard, expected, measure)
+            after = losses.mean_divergence(model, guard, expected, measure)
             if not after < before:
                 restore()
                 return {"": f"reconstruction undone: held-out divergence {before:.3g} became {after:.3g}"}
@@ -77,40 +78,42 @@ class Reconstruct(Learner):
         told = f"{sum(done)} of {len(done)} blocks reconstructed: held-out divergence {before:.3g} -> {after:.3g}"
         return {"": told + (f"; weights in no block stay: {outside}" if outside else "")}
 
-    def _chain(self, model: nn.Module, teacher: nn.Module, segment: Segment, batches: Sequence[Any]) -> Iterator[bool]:
+    def _chain(
+        self, model: nn.Module, teacher: nn.Module, segment: CalibrationSegment, batches: Sequence[Any]
+    ) -> Iterator[bool]:
         """For each block with something to move whether that helped."""
-        exact, hidden = Hidden(None, "float"), Hidden(None, "quantized")
+        exact, hidden = ActivationCache(None, "float"), ActivationCache(None, "quantized")
         theirs = [teacher.get_submodule(name) for name, _ in segment.blocks]
-        rest = capture(model, batches, [block for _, block in segment.blocks], hidden)
-        exact_rest = capture(teacher, batches, theirs, exact)
+        rest = capture_block_inputs(model, batches, [block for _, block in segment.blocks], hidden)
+        exact_rest = capture_block_inputs(teacher, batches, theirs, exact)
         owners = Counter(id(p) for _, block in segment.blocks for p in block.parameters())
         for b, ((_, block), float_block) in enumerate(zip(segment.blocks, theirs, strict=True)):
-            advance(exact, len(batches), b, float_block, exact_rest)
+            advance_block(exact, len(batches), b, float_block, exact_rest)
             moved = [
                 lever
-                for lever in levers(block, self.norms, float_block if self.codes else None)
+                for lever in trainable_parameters(block, self.norms, float_block if self.codes else None)
                 if owners[id(lever.where[0].get())] == 1
             ]
-            if any(isinstance(lever, Weight) for lever in moved):
+            if any(isinstance(lever, TrainableWeight) for lever in moved):
                 yield self._block(block, b, moved, batches, rest, hidden, exact)
             if b + 1 < len(theirs):
-                advance(hidden, len(batches), b, block, rest)
+                advance_block(hidden, len(batches), b, block, rest)
 
     def _block(
-        self, block: nn.Module, b: int, moved: list[Lever], batches: Sequence[Any], rest: Rest, hidden: Hidden,
-        exact: Hidden,
+        self, block: nn.Module, b: int, moved: list[Lever], batches: Sequence[Any], rest: Rest, hidden: ActivationCache,
+        exact: ActivationCache,
     ) -> bool:  # fmt: skip
         every = list(range(len(batches)))
-        trained, guard = losses.split(every, self.held_out) if len(every) > 1 else (every, every)
+        trained, guard = losses.split_batches(every, self.held_out) if len(every) > 1 else (every, every)
 
         def error(i: int, state: dict[str, Tensor] | None = None) -> Tensor:
-            return losses.error(exact.get(i), run_block(block, hidden.get(i), rest(i, b), state), batches[i])
+            return losses.squared_error(exact.get(i), run_block(block, hidden.get(i), rest(i, b), state), batches[i])
 
         def held_out() -> float:
             with torch.no_grad():
                 return sum(float(error(i)) for i in guard) / len(guard)
 
-        with grading(block):
+        with training_mode(block):
             return self.fit(moved, len(trained), lambda i, state: error(trained[i], state), held_out)[0]
 
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ...core import blocks
-from ...core.numerics import ordered, part_value, stored_value, unordered
+from ...core.numerics import part_value, permute_last_axis, stored_value, unpermute_last_axis
 from ...core.qparams import Params
-from ...core.rounding_interval import into_cells
+from ...core.rounding_interval import clamp_to_interval
 from ...core.tensor import AffineQuantizedTensor
 from ...quantize.parameters import Place, places
 
 
-class Weight:
+class TrainableWeight:
     """A quantized weight as a function of what its scales, offsets and codes are moved by.
 
     scale s exp(a), offset o + b s, codes those nearest to v + c step: v is where the float weight lies, in units of the
@@ -52,7 +52,7 @@ class Weight:
         f, axes = self.spec.format, self.plain.axes
         weight = weight.detach().float()
         weight = weight if axes is None else weight.permute(sorted(range(weight.ndim), key=axes.__getitem__))
-        weight = blocks.pad(ordered(weight, self.parts.perm), self.spec.block)
+        weight = blocks.pad(permute_last_axis(weight, self.parts.perm), self.spec.block)
         codes, params = self._view(self.parts.codes), self._params()
         self.was = f.decode(codes, torch.float32)
         off = self._view(weight) - stored_value(codes, self.spec, params)
@@ -60,7 +60,7 @@ class Weight:
         off = torch.where(off.isfinite(), off, 0.0)
         numbers = f.decode(torch.unique(codes), torch.float32)
         self.step = float((numbers.max() - numbers.min()) / max(1, len(numbers) - 1)) or 1.0
-        self.start = into_cells(self.was + off, self.was, self.step, lambda x: f.encode(x) == codes)
+        self.start = clamp_to_interval(self.was + off, self.was, self.step, lambda x: f.encode(x) == codes)
         self.free = (self._view(weight) != 0).float()
         self.codes = [torch.zeros_like(self.start).requires_grad_()]
 
@@ -78,7 +78,7 @@ class Weight:
         for axis, n in enumerate(shape):
             x = x.narrow(axis, 0, n)
         if self.parts.perm is not None:
-            x = unordered(x, self.parts.perm)
+            x = unpermute_last_axis(x, self.parts.perm)
         return (x if self.plain.axes is None else x.permute(self.plain.axes)).to(self.w.dtype)
 
     def _params(self) -> Params:
@@ -114,7 +114,7 @@ def _knob(part: object) -> Tensor | None:
     return torch.zeros_like(part, dtype=torch.float32).requires_grad_() if isinstance(part, Tensor) else None
 
 
-class Vector:
+class TrainableVector:
     """A norm's weight g (1 + c), or a bias b + c."""
 
     codes: tuple[Tensor, ...] = ()
@@ -137,24 +137,24 @@ class Vector:
         self.x.data.copy_(self.was)
 
 
-Lever = Weight | Vector
+Lever = TrainableWeight | TrainableVector
 
 
-def levers(model: nn.Module, norms: bool, teacher: nn.Module | None) -> Iterator[Lever]:
+def trainable_parameters(model: nn.Module, norms: bool, teacher: nn.Module | None) -> Iterator[Lever]:
     """Quantized weights that have knobs; with ``norms`` vectors too; codes have some where there is a teacher."""
     floats = {} if teacher is None else dict(teacher.named_parameters())
     for where in places(model):
         x = where[0].get()
         if isinstance(x, AffineQuantizedTensor):
             weight = floats.get(where[0].name)
-            found = Weight(where, x, None if weight is None or weight.shape != x.shape else weight)
+            found = TrainableWeight(where, x, None if weight is None or weight.shape != x.shape else weight)
             if found.knobs or found.codes:
                 yield found
         elif norms and x.ndim == 1 and x.is_floating_point():
-            yield Vector(where, x, where[0].param == "weight")
+            yield TrainableVector(where, x, where[0].param == "weight")
 
 
-def restorer(model: nn.Module) -> Callable[[], None]:
+def make_restore(model: nn.Module) -> Callable[[], None]:
     """A function that puts back what levers move, as it is now. Quantized weights are not copied: levers put others in
     their place."""
     weights, vectors = [], []

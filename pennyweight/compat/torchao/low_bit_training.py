@@ -14,7 +14,7 @@ from ...training import (
     Int8WeightOnlyTrainingConfig,
 )
 from ...training import LowPrecisionLinear as Int8MixedPrecisionTrainingLinear
-from ...training.low_precision.configs import make_trainable, tells_weight
+from ...training.low_precision.configs import make_trainable, names_weight
 
 __all__ = [
     "BitNetTrainingConfig", "Int8MixedPrecisionTrainingConfig", "Int8MixedPrecisionTrainingLinear",
@@ -30,7 +30,7 @@ class Int8WeightOnlyQuantizedTrainingConfig(Int8WeightOnlyTrainingConfig):
     ``torchao.optim`` do, others within ``pennyweight.training.stochastic_rounding(step)``."""
 
 
-register_quantize_module_handler(Int8WeightOnlyQuantizedTrainingConfig, tells=tells_weight)(make_trainable)
+register_quantize_module_handler(Int8WeightOnlyQuantizedTrainingConfig, tells=names_weight)(make_trainable)
 int8_weight_only_quantized_training = Int8WeightOnlyQuantizedTrainingConfig
 int8_mixed_precision_training = Int8MixedPrecisionTrainingConfig
 bitnet_training = BitNetTrainingConfig

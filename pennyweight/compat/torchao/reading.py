@@ -14,7 +14,7 @@ from ...core import blocks
 from ...core.tensor import AffineQuantizedTensor
 from ...io.checkpoint import Checkpoint
 from ...io.errors import CheckpointError
-from ...io.lazy_checkpoint import Held, Opened
+from ...io.lazy_checkpoint import Opened, StoredTensor
 from ...io.safetensors_file import DTYPE_NAMES, Entry
 from ...io.state_dict import describe, identity, pack
 from ...io.strict_json import parse
@@ -69,7 +69,7 @@ def _parts(c: Checkpoint, name: str, text: str) -> tuple[str, ...]:
     return stored
 
 
-def _flattened(c: Checkpoint, name: str, text: str, stored: tuple[str, ...]) -> Held:
+def _flattened(c: Checkpoint, name: str, text: str, stored: tuple[str, ...]) -> StoredTensor:
     def read() -> Tensor:
         metadata = {"tensor_names": json.dumps([name]), name: text}
         pieces = {s: c.tensor(s) for s in stored}
@@ -114,10 +114,10 @@ def _checked(path: str, name: str, w: Tensor) -> Tensor:
     return w
 
 
-def _held(name: str, w: Tensor, nbytes: int, read: Any) -> Held:
+def _held(name: str, w: Tensor, nbytes: int, read: Any) -> StoredTensor:
     if isinstance(w, AffineQuantizedTensor):
-        return Held(describe(name, w), nbytes, read)
-    return Held(Entry(w.dtype, tuple(w.shape), 0, nbytes), nbytes, read)
+        return StoredTensor(describe(name, w), nbytes, read)
+    return StoredTensor(Entry(w.dtype, tuple(w.shape), 0, nbytes), nbytes, read)
 
 
 def open_pickle(path: str, mmap: bool = True) -> Opened:
@@ -133,7 +133,7 @@ def open_pickle(path: str, mmap: bool = True) -> Opened:
         raise CheckpointError(path, None, f"torch.load(weights_only=True): {str(e)[:300]}") from e
     if not isinstance(state, Mapping) or not all(isinstance(k, str) for k in state):
         raise CheckpointError(path, None, f"holds a {type(state).__name__}, not a state dict of tensors")
-    held: dict[str, Held] = {}
+    held: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, w in state.items():

@@ -1,8 +1,8 @@
 """torch.distributed's collectives on quantized tensors: each part travels as it is, nothing is dequantized.
 
 What travels is in a portable layout; packings are made anew where they arrive. Before parts are sent the ranks compare
-what is static about them (:func:`agree`): int8 codes received as float8 codes would look right. Reductions have no
-meaning on codes and are refused. All of them wait, also where the caller asked for an asynchronous one.
+what is static about them (:func:`require_same_kind`): int8 codes received as float8 codes would look right.
+Reductions have no meaning on codes and are refused. All of them wait, also where the caller asked for an asynchronous one.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from ..ops.inplace import _check_writable, copy_parts_
-from ..ops.parts import aliased
+from ..ops.parts import with_alias
 from ..tensor import AffineQuantizedTensor
-from .ddp import differs, digest, portable, tensors_of
+from .ddp import mismatch_error, part_tensors, static_digest, to_portable
 
 QT = AffineQuantizedTensor
 
 
-def agree(group: Any, w: QT) -> None:
+def require_same_kind(group: Any, w: QT) -> None:
     """Raise ValueError on every rank of a group where not all bring a tensor of one kind and size."""
-    mine = digest(w)
+    mine = static_digest(w)
     theirs = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([theirs], [mine]).wait()
     if any(not torch.equal(one, mine) for one in theirs):
-        raise differs(w)
+        raise mismatch_error(w)
 
 
-def each(fn: Callable[..., Any], mine: QT, *sent: QT) -> Any:
+def for_each_part(fn: Callable[..., Any], mine: QT, *sent: QT) -> Any:
     """fn over the plain tensors of some of one kind, one after another; what fn gives for the last. All that fn gets is
     contiguous, and what it writes to the first reaches ``mine``."""
     done = None
-    for first, *rest in zip(*map(tensors_of, (mine, *sent)), strict=True):
+    for first, *rest in zip(*map(part_tensors, (mine, *sent)), strict=True):
         room = first.contiguous()
         done = fn(room, *(p.contiguous() for p in rest))
         dist.Work.unbox(done[-1]).wait()
@@ -64,9 +64,9 @@ def _broadcast_(func: Any, args: Any, kwargs: Any) -> Any:
             continue
         if _group(so).rank() != rest[0]:
             _check_writable(t)
-        room = portable(t)
-        agree(_group(so), room)
-        done = each(lambda p: func([p], so, *rest), room)
+        room = to_portable(t)
+        require_same_kind(_group(so), room)
+        done = for_each_part(lambda p: func([p], so, *rest), room)
         if _group(so).rank() != rest[0]:
             _received([t], [room])
     return tensors, done[1]
@@ -80,24 +80,24 @@ def _scatter_(func: Any, args: Any, kwargs: Any) -> Any:
             f"scatter of {[type(p).__name__ for p in pieces]} into {type(output).__name__}: either all pieces are "
             "quantized tensors, or none"
         )
-    room, sent = portable(output), [portable(p) for p in pieces]
-    agree(_group(so), room)
+    room, sent = to_portable(output), [to_portable(p) for p in pieces]
+    require_same_kind(_group(so), room)
     for piece in sent:
         if piece.spec != room.spec or piece.shape != room.shape:
             raise ValueError(
                 f"scatter: pieces {tuple(piece.shape)} ({piece.spec}) for {tuple(room.shape)} ({room.spec})"
             )
-    done = each(lambda mine, *theirs: func([mine], [list(theirs)] if theirs else [], so, *rest), room, *sent)
+    done = for_each_part(lambda mine, *theirs: func([mine], [list(theirs)] if theirs else [], so, *rest), room, *sent)
     _received([output], [room])
     return outputs, done[1]
 
 
 def _allgather_(func: Any, args: Any, kwargs: Any) -> Any:
     outputs, (given,), so, *rest = args
-    sent, rooms = portable(given), [portable(t) for t in outputs[0]]
-    agree(_group(so), sent)
+    sent, rooms = to_portable(given), [to_portable(t) for t in outputs[0]]
+    require_same_kind(_group(so), sent)
     done: Any = None
-    for p, *into in zip(*map(tensors_of, (sent, *rooms)), strict=True):
+    for p, *into in zip(*map(part_tensors, (sent, *rooms)), strict=True):
         got = [torch.empty_like(q, memory_format=torch.contiguous_format) for q in into]
         done = func([got], [p.contiguous()], so, *rest)
         dist.Work.unbox(done[-1]).wait()
@@ -110,12 +110,12 @@ def _allgather_(func: Any, args: Any, kwargs: Any) -> Any:
 def _all_gather_into_tensor(func: Any, args: Any, kwargs: Any) -> Any:
     """DTensor's: the pieces one after another along axis 0, as a quantized tensor."""
     given, count, group = args
-    sent = portable(given)
+    sent = to_portable(given)
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
     process_group = resolve(group) if isinstance(group, str) else group
-    agree(process_group, sent)
+    require_same_kind(process_group, sent)
     wait = torch.ops._c10d_functional.wait_tensor.default
-    got = iter([wait(func(p.contiguous(), count, group)) for p in tensors_of(sent)])
+    got = iter([wait(func(p.contiguous(), count, group)) for p in part_tensors(sent)])
 
     def each_rank(w: QT) -> list[QT]:
         slots: list[dict[str, Any]] = [{} for _ in range(count)]
@@ -140,7 +140,7 @@ def _covers(w: QT) -> bool:
 
 def _arrived(func: Any, args: Any, kwargs: Any) -> Any:
     """What we gathered has arrived."""
-    return aliased(args[0])
+    return with_alias(args[0])
 
 
 _HANDLERS = {

@@ -19,17 +19,17 @@ from ..tensor import AffineQuantizedTensor, static_json
 QT = AffineQuantizedTensor
 
 
-def portable(w: QT) -> QT:
+def to_portable(w: QT) -> QT:
     """w in a layout that any op reads and that means the same on every machine; it may be written to if w may."""
     return w if w.spec.layout in READABLE else w.to_layout(portable_layout(w.spec))
 
 
-def tensors_of(w: QT) -> Iterator[Tensor]:
+def part_tensors(w: QT) -> Iterator[Tensor]:
     """The plain tensors that w is stored in, nested ones too, in a fixed order; narrow numbers as bytes, which is all
     that gloo knows of some."""
     for p in w.parts:
         if isinstance(p, QT):
-            yield from tensors_of(p)
+            yield from part_tensors(p)
         elif p is not None:
             yield as_bytes(p)
 
@@ -38,13 +38,13 @@ def as_bytes(p: Tensor) -> Tensor:
     return p.view(torch.uint8) if p.dtype.itemsize == 1 and p.dtype is not torch.bool else p
 
 
-def digest(w: QT) -> Tensor:
+def static_digest(w: QT) -> Tensor:
     """32 bytes that are equal for tensors of one kind: all that is static about w, and the sizes of its parts."""
-    text = f"{static_json(w.with_(readonly=False))} {[(str(p.dtype), *p.shape) for p in tensors_of(w)]}"
+    text = f"{static_json(w.with_(readonly=False))} {[(str(p.dtype), *p.shape) for p in part_tensors(w)]}"
     return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=w.device)
 
 
-def kind(w: QT) -> list[int]:
+def kind_code(w: QT) -> list[int]:
     """Four integers that are equal for shards of one tensor along its first axis: a digest of its spec, input, dtype,
     other sizes, and of what every rank has whole (tables, orders of channels, scales of inputs)."""
     slots = [slot for slot, p in w.parts._asdict().items() if p is not None]
@@ -57,25 +57,29 @@ def kind(w: QT) -> list[int]:
     return [int.from_bytes(found.digest()[i : i + 8], "little", signed=True) for i in range(0, 32, 8)]
 
 
-def told(w: QT) -> str:
+def describe_rank(w: QT) -> str:
     """What a rank says of its tensor where ranks differ."""
     inputs = "" if w.act is None else f", input {w.act}"
     return f"{tuple(w.shape)} {w.spec.with_(layout='plain')}{inputs}, {w.dtype}"
 
 
-def differs(w: QT, ranks: Mapping[int, str] | None = None) -> ValueError:
+def mismatch_error(w: QT, ranks: Mapping[int, str] | None = None) -> ValueError:
     """ranks: what each of them has, where they told one another."""
-    have = f"this one has {told(w)}" if ranks is None else "; ".join(f"rank {i} has {t}" for i, t in ranks.items())
+    have = (
+        f"this one has {describe_rank(w)}"
+        if ranks is None
+        else "; ".join(f"rank {i} has {t}" for i, t in ranks.items())
+    )
     return ValueError(
         f"ranks differ in a quantized tensor that they exchange: {have}. Quantize the same model with the same config "
         "on each rank"
     )
 
 
-def to_numbers(w: QT) -> Tensor:
+def pack_into_bucket(w: QT) -> Tensor:
     """As many numbers of w's dtype as w has, with the bytes of its parts. Raises ValueError where those are more."""
-    w = portable(w)
-    raw = torch.cat([digest(w), *(p.contiguous().view(-1).view(torch.uint8) for p in tensors_of(w))])
+    w = to_portable(w)
+    raw = torch.cat([static_digest(w), *(p.contiguous().view(-1).view(torch.uint8) for p in part_tensors(w))])
     room = torch.zeros(w.numel() * w.dtype.itemsize, dtype=torch.uint8, device=w.device)
     if raw.numel() > room.numel():
         raise ValueError(
@@ -86,15 +90,15 @@ def to_numbers(w: QT) -> Tensor:
     return room.view(w.dtype)
 
 
-def take_numbers_(w: QT, numbers: Tensor) -> QT:
-    """Take over what :func:`to_numbers` made of a tensor of the same kind. ValueError where it was of another."""
-    room = portable(w)
+def unpack_from_bucket_(w: QT, numbers: Tensor) -> QT:
+    """Take over what :func:`pack_into_bucket` made of a tensor of the same kind. ValueError where it was of another."""
+    room = to_portable(w)
     raw = numbers.contiguous().view(-1).view(torch.uint8)
-    mine = digest(room)
+    mine = static_digest(room)
     if not torch.equal(mine, raw[: mine.numel()]):
-        raise differs(w)
+        raise mismatch_error(w)
     at = mine.numel()
-    for p in tensors_of(room):
+    for p in part_tensors(room):
         size = p.numel() * p.element_size()
         p.copy_(raw[at : at + size].clone().view(p.dtype).view(p.shape))
         at += size

@@ -88,16 +88,16 @@ def _collective(func: Any, args: Any, kwargs: Any) -> Any:
 
 def fsdp_pre_all_gather(w: QT, mesh: Any) -> Any:
     """FSDP2's hook: what is sent of a shard, and what is known about it."""
-    from .fsdp import sent
+    from .fsdp import all_gather_inputs
 
-    return sent(w, mesh)
+    return all_gather_inputs(w, mesh)
 
 
 def fsdp_post_all_gather(w: QT, gathered: Any, rows: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
     """FSDP2's hook: the whole tensor of what was gathered."""
-    from .fsdp import arrived
+    from .fsdp import all_gather_output
 
-    return arrived(w, gathered, rows, dtype, out)
+    return all_gather_output(w, gathered, rows, dtype, out)
 
 
 # FSDP2 looks for these by name.

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from .. import blocks
 from ..layouts import READABLE, portable_layout
-from ..ops.parts import consistent, resized
-from ..ops.slice import cut
+from ..ops.parts import if_consistent, with_shape
+from ..ops.slice import slice_axis
 from ..spec import QuantSpec
 from ..tensor import AffineQuantizedTensor
-from .ddp import portable
+from .ddp import to_portable
 from .dispatch import PACK
 
 QT = AffineQuantizedTensor
@@ -45,7 +45,7 @@ def for_distributed(*functions: Any) -> Callable[[Callable[..., Any]], Callable[
 # -- pieces ----------------------------------------------------------------------------------------------------------
 
 
-def packed(w: QT) -> QT:
+def pack_for_kernel(w: QT) -> QT:
     """w packed for the kernel that will run it."""
     for pack in PACK:
         w = pack(w)
@@ -63,7 +63,7 @@ def shard_spec(w: QT, dim: int, size: int) -> QuantSpec:
     assert spec.block is not None
     fine = math.gcd(block, size)
     sizes = (1,) * (len(shape) - len(spec.block)) + spec.block
-    finer = resized(sizes, axis, fine)
+    finer = with_shape(sizes, axis, fine)
     numbers = math.prod(n if b == -1 else b for b, n in zip(finer, shape, strict=True))
     parts = [spec.scale, spec.offset]
     if numbers < LEAST_BLOCK or any(isinstance(p, QuantSpec) for p in parts) or fine % spec.format.dim:
@@ -76,7 +76,7 @@ def shard_spec(w: QT, dim: int, size: int) -> QuantSpec:
     return spec.with_(block=finer)
 
 
-def refined(w: QT, spec: QuantSpec) -> QT:
+def refine_blocks(w: QT, spec: QuantSpec) -> QT:
     """w, plain, under a spec of finer blocks: each scale written down for every part of its block."""
     w = w.to_layout("plain")
     shape = w.stored_shape
@@ -96,13 +96,13 @@ def refined(w: QT, spec: QuantSpec) -> QT:
     return w.with_(codes=codes, spec=spec, readonly=True, **slots)
 
 
-def sharded(w: QT, dim: int, size: int) -> QT:
+def prepare_for_shards(w: QT, dim: int, size: int) -> QT:
     """w as it is cut into pieces of ``size``: portable, blocks made finer where that must be."""
     spec = shard_spec(w, dim, size)
-    w = portable(w)
+    w = to_portable(w)
     if spec == w.spec.with_(layout="plain"):
         return w
-    return refined(w, spec).to_layout(portable_layout(spec))
+    return refine_blocks(w, spec).to_layout(portable_layout(spec))
 
 
 @for_distributed(torch.chunk, torch.Tensor.chunk)
@@ -112,8 +112,8 @@ def _chunk(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % w.ndim
     n = w.shape[dim]
     size = max(1, -(-n // count))
-    whole = sharded(w, dim, size)
-    pieces = [cut(whole, dim, start, min(n, start + size)) for start in range(0, max(n, 1), size)]
+    whole = prepare_for_shards(w, dim, size)
+    pieces = [slice_axis(whole, dim, start, min(n, start + size)) for start in range(0, max(n, 1), size)]
     if any(p is NotImplemented for p in pieces):
         raise ValueError(
             f"a quantized weight {tuple(w.shape)} ({w.spec}) cannot be cut into {count} pieces along axis {dim}"
@@ -121,7 +121,7 @@ def _chunk(w: QT, args: Any, kwargs: Any, who: str) -> Any:
             + "; cut another axis, or take another number of ranks"
         )
     repack = w.spec.layout not in READABLE and who.startswith("torch.distributed.tensor")
-    return tuple(packed(p) for p in pieces) if repack else tuple(pieces)
+    return tuple(pack_for_kernel(p) for p in pieces) if repack else tuple(pieces)
 
 
 @for_distributed(torch.Tensor.narrow, torch.narrow)
@@ -132,10 +132,10 @@ def _narrow(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     dim, start, length = given["dim"] % w.ndim, int(given["start"]), int(given["length"])
     if length == w.shape[dim]:
         return NotImplemented
-    source = portable(w)
-    piece = head(source, dim, length) if start == 0 else cut(source, dim, start, start + length)
+    source = to_portable(w)
+    piece = narrow_rows(source, dim, length) if start == 0 else slice_axis(source, dim, start, start + length)
     if piece is NotImplemented and w._perm is None:
-        piece = cut(sharded(w, dim, math.gcd(start, length) or length), dim, start, start + length)
+        piece = slice_axis(prepare_for_shards(w, dim, math.gcd(start, length) or length), dim, start, start + length)
     if piece is NotImplemented:
         raise ValueError(
             f"{length} entries from {start} on of axis {dim} of a quantized tensor {tuple(w.shape)} ({w.spec}) go "
@@ -144,31 +144,31 @@ def _narrow(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     if source is w or not who.startswith("torch.distributed.tensor"):  # what is written to a copy would be lost
         shares = piece._codes.untyped_storage().data_ptr() == w._codes.untyped_storage().data_ptr()
         return piece.with_(readonly=w.readonly or not shares)
-    return packed(piece.with_(readonly=False))
+    return pack_for_kernel(piece.with_(readonly=False))
 
 
-def head(w: QT, dim: int, length: int) -> Any:
+def narrow_rows(w: QT, dim: int, length: int) -> Any:
     """The first entries of a logical axis, padding of their last block included."""
     axis = dim if w.axes is None else w.axes[dim]
     if axis == w.ndim - 1:
-        return cut(w, dim, 0, length)
-    shape = resized(w.shape, dim, length)
-    stored = resized(w.stored_shape, axis, length)
+        return slice_axis(w, dim, 0, length)
+    shape = with_shape(w.shape, dim, length)
+    stored = with_shape(w.stored_shape, axis, length)
     counts = blocks.counts(w.spec.block, stored)[axis]
     slots: dict[str, Any] = {"codes": w._codes.narrow(axis, 0, blocks.padded(w.spec.block, stored)[axis])}
     for slot in ("scale", "zero_point", "offset"):
         p = getattr(w, f"_{slot}")
         if p is not None:
-            slots[slot] = head(p, axis, counts) if isinstance(p, QT) else p.narrow(axis, 0, counts)
+            slots[slot] = narrow_rows(p, axis, counts) if isinstance(p, QT) else p.narrow(axis, 0, counts)
     if any(p is NotImplemented for p in slots.values()):
         return NotImplemented
-    return consistent(w.with_(shape=shape, **slots))
+    return if_consistent(w.with_(shape=shape, **slots))
 
 
 # -- room ------------------------------------------------------------------------------------------------------------
 
 
-def zeros(w: QT, shape: Sequence[int], spec: QuantSpec | None = None) -> QT:
+def zeros_like_spec(w: QT, shape: Sequence[int], spec: QuantSpec | None = None) -> QT:
     """Of the kind of w and of another size: codes and scales of 0; what there is one of in all is w's own."""
     if w.axes is not None:
         raise ValueError(f"a transposed quantized tensor {tuple(w.shape)} cannot be sharded; shard it, then transpose")
@@ -179,17 +179,17 @@ def zeros(w: QT, shape: Sequence[int], spec: QuantSpec | None = None) -> QT:
     for slot in ("scale", "zero_point", "offset"):
         p = getattr(w, f"_{slot}")
         if p is not None:
-            slots[slot] = zeros(p, counts) if isinstance(p, QT) else p.new_zeros(counts)
+            slots[slot] = zeros_like_spec(p, counts) if isinstance(p, QT) else p.new_zeros(counts)
     out = w.with_(shape=tuple(shape), spec=spec, readonly=False, **slots)
     return out.to_layout(portable_layout(spec)).with_(readonly=False)
 
 
-def fill_(target: QT, source: QT) -> None:
+def copy_corner_(target: QT, source: QT) -> None:
     """Write source into the corner of a larger target of its kind; both plain."""
     for slot in ("codes", "scale", "zero_point", "offset"):
         mine, theirs = getattr(target, f"_{slot}"), getattr(source, f"_{slot}")
         if isinstance(mine, QT):
-            fill_(mine, theirs)
+            copy_corner_(mine, theirs)
         elif mine is not None:
             mine[tuple(slice(0, n) for n in theirs.shape)].copy_(theirs)
 
@@ -206,7 +206,7 @@ def _new_zeros(w: QT, args: Any, kwargs: Any, who: str) -> Any:
             f"fully_shard of a quantized weight {tuple(w.shape)} along axis {other[0]}: it is cut along axis 0 only; "
             "leave it out of shard_placement_fn"
         )
-    return zeros(w, size, shard_spec(w, other[0], size[other[0]]) if other else None)
+    return zeros_like_spec(w, size, shard_spec(w, other[0], size[other[0]]) if other else None)
 
 
 @for_distributed(F.pad)
@@ -217,9 +217,9 @@ def _pad(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     if any(pad[:-1]):
         return NotImplemented
     source = w.to_layout("plain")
-    out = zeros(source, resized(w.shape, dim, w.shape[dim] + pad[-1])).to_layout("plain")
-    fill_(out, source)
-    return packed(out) if w.spec.layout not in READABLE else out.to_layout(portable_layout(out.spec))
+    out = zeros_like_spec(source, with_shape(w.shape, dim, w.shape[dim] + pad[-1])).to_layout("plain")
+    copy_corner_(out, source)
+    return pack_for_kernel(out) if w.spec.layout not in READABLE else out.to_layout(portable_layout(out.spec))
 
 
 @for_distributed(torch.Tensor.view)
@@ -237,7 +237,7 @@ def _copy_(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     spec = w.spec.with_(layout="plain")
     same = isinstance(source, QT) and source.spec.with_(layout="plain") == spec
     if isinstance(source, QT) and not same and source.shape == w.shape and _finer(source, spec):
-        return w.copy_(refined(source, spec))
+        return w.copy_(refine_blocks(source, spec))
     if not same or source.shape != w.shape:
         raise ValueError(
             f"{who}: a quantized tensor {tuple(w.shape)} ({w.spec}) is to take over one of {tuple(source.shape)} "

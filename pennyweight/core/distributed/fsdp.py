@@ -17,15 +17,15 @@ from torch import Tensor
 
 from ..spec import QuantSpec
 from ..tensor import AffineQuantizedTensor
-from .ddp import as_bytes, differs, kind, portable, told
-from .dtensor import packed
-from .rank_check import meet
+from .ddp import as_bytes, describe_rank, kind_code, mismatch_error, to_portable
+from .dtensor import pack_for_kernel
+from .rank_check import wait_for_all_ranks
 
 QT = AffineQuantizedTensor
 PARAMETERS = ("scale", "zero_point", "offset")
 
 
-class Rows(NamedTuple):
+class ShardRows(NamedTuple):
     """Entries of the first axis: of the largest shard, which all others are padded to, and in all; ranks."""
 
     shard: int
@@ -33,23 +33,23 @@ class Rows(NamedTuple):
     ranks: int
 
 
-def _rows(w: QT, mesh: Any) -> Rows:
+def _rows(w: QT, mesh: Any) -> ShardRows:
     """FSDP2 tells a hook that takes any shards of them nothing but the mesh, so the ranks ask each other, once: how
     many rows they have, and whether their shards are of one kind. Raises ValueError on every rank where they are not.
     """
     if "rows" not in w._bound:
         group = mesh.get_group()
         if mesh.size() > 1:
-            meet(group, w)
-        mine = torch.tensor([w.shape[0], *kind(w)], dtype=torch.int64, device=w.device)
+            wait_for_all_ranks(group, w)
+        mine = torch.tensor([w.shape[0], *kind_code(w)], dtype=torch.int64, device=w.device)
         theirs = [torch.empty_like(mine) for _ in range(mesh.size())]
         dist.all_gather(theirs, mine, group=group)
         if any(not torch.equal(one[1:], mine[1:]) for one in theirs):
             said: list[Any] = [None] * mesh.size()
-            dist.all_gather_object(said, told(w), group=group)
-            raise differs(w, dict(zip(dist.get_process_group_ranks(group), said, strict=True)))
+            dist.all_gather_object(said, describe_rank(w), group=group)
+            raise mismatch_error(w, dict(zip(dist.get_process_group_ranks(group), said, strict=True)))
         counts = [int(one[0]) for one in theirs]
-        w._bound["rows"] = Rows(max(counts), sum(counts), len(counts))
+        w._bound["rows"] = ShardRows(max(counts), sum(counts), len(counts))
     return w._bound["rows"]
 
 
@@ -78,9 +78,9 @@ def _layout(w: QT, rows: int) -> Iterator[tuple[QT, str, int]]:
             yield w, slot, count
 
 
-def sent(w: QT, mesh: Any) -> tuple[tuple[Tensor, ...], Rows]:
+def all_gather_inputs(w: QT, mesh: Any) -> tuple[tuple[Tensor, ...], ShardRows]:
     """(plain tensors that this shard sends, each padded to the largest shard's; rows)."""
-    rows, w = _rows(w, mesh), portable(w)
+    rows, w = _rows(w, mesh), to_portable(w)
     if rows.ranks == 1:  # torch 2.13 then takes over the first tensor alone
         return (as_bytes(w._codes.new_zeros(1)),), rows
     out = []
@@ -92,11 +92,13 @@ def sent(w: QT, mesh: Any) -> tuple[tuple[Tensor, ...], Rows]:
     return tuple(out), rows
 
 
-def arrived(w: QT, gathered: tuple[Tensor, ...], rows: Rows, dtype: torch.dtype, out: Tensor | None = None) -> Any:
+def all_gather_output(
+    w: QT, gathered: tuple[Tensor, ...], rows: ShardRows, dtype: torch.dtype, out: Tensor | None = None
+) -> Any:
     """The whole parameter of what all shards sent, and the tensors of it that are memory of its own; into ``out`` where
     that is given."""
     parts = iter(gathered)
-    shard = portable(w)
+    shard = to_portable(w)
 
     def whole(w: QT, mine: int, total: int) -> QT:
         block = _block(w.spec, w.ndim, mine)
@@ -112,7 +114,7 @@ def arrived(w: QT, gathered: tuple[Tensor, ...], rows: Rows, dtype: torch.dtype,
                 slots[slot] = next(parts).view(p.dtype)[:count]
         return w.with_(shape=(total, *w.shape[1:]), readonly=False, **slots)
 
-    value = packed((shard if rows.ranks == 1 else whole(shard, rows.shard, rows.total)).with_(dtype=dtype))
+    value = pack_for_kernel((shard if rows.ranks == 1 else whole(shard, rows.shard, rows.total)).with_(dtype=dtype))
     if out is not None:
         assert isinstance(out, QT)
         _refill(out, value)

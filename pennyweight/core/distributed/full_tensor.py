@@ -10,30 +10,30 @@ import torch
 from torch import Tensor
 
 
-def is_spread(t: Any) -> bool:
+def is_dtensor(t: Any) -> bool:
     """Whether t is a DTensor. Nothing is imported: without the module there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
 
-def whole(t: Any) -> Any:
+def full_tensor(t: Any) -> Any:
     """All of a tensor: that of all ranks where it is spread over them, which all must ask for; else itself."""
-    return t.full_tensor() if is_spread(t) else t
+    return t.full_tensor() if is_dtensor(t) else t
 
 
-def here(t: Any) -> Any:
+def local_tensor(t: Any) -> Any:
     """This rank's part of a tensor."""
-    return t._local_tensor if is_spread(t) else t
+    return t._local_tensor if is_dtensor(t) else t
 
 
-def waited(t: Tensor) -> Tensor:
+def wait_tensor(t: Tensor) -> Tensor:
     """t itself, where it is what a collective that may still run will give."""
     module = sys.modules.get("torch.distributed._functional_collectives")
     pending = module is not None and isinstance(t, module.AsyncCollectiveTensor)
     return t.wait() if pending else t  # type: ignore[attr-defined]
 
 
-def reduced(t: Tensor, op: str, groups: Sequence[str]) -> Tensor:
+def all_reduce(t: Tensor, op: str, groups: Sequence[str]) -> Tensor:
     """The "sum", or the "max", of a tensor over all ranks of groups, which are given by name, one after another."""
     for name in groups:
         t = torch.ops._c10d_functional.all_reduce.default(t, op, name)
@@ -41,9 +41,9 @@ def reduced(t: Tensor, op: str, groups: Sequence[str]) -> Tensor:
     return t
 
 
-def as_spread(t: Tensor, like: Any) -> Tensor:
+def distribute_like(t: Tensor, like: Any) -> Tensor:
     """t, which is whole and equal on all ranks, spread over them as ``like`` is; nothing is sent."""
-    if not is_spread(like):
+    if not is_dtensor(like):
         return t
     module = sys.modules["torch.distributed.tensor"]
     return module.distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)

@@ -21,7 +21,7 @@ PATIENCE = 30.0  # seconds of waiting after which it is said what for
 _COUNTS: Counter[str] = Counter()  # meetings of each group so far
 
 
-def meet(group: Any, w: AffineQuantizedTensor) -> None:
+def wait_for_all_ranks(group: Any, w: AffineQuantizedTensor) -> None:
     """Wait for all ranks of a group to call this. Raises ValueError, with the ranks that did not, after the group's
     timeout; warns after :data:`PATIENCE`."""
     store, name = c10d._get_default_store(), str(group.group_name)

@@ -20,8 +20,8 @@ from .. import blocks, fallback, stochastic_rounding
 from ..distributed.dispatch import broadcasts_buckets, refuse_disk_offload
 from ..formats import E8M0
 from ..layouts import get_layout
-from ..load_state_dict import tell_of_copy
-from ..numerics import ordered, part_value, quantize
+from ..load_state_dict import warn_of_copy
+from ..numerics import part_value, permute_last_axis, quantize
 from ..qparams import Params, choose
 from ..spec import QuantSpec
 from ..tensor import ATEN, FUNCTIONS, AffineQuantizedTensor, check_finite, implements
@@ -38,16 +38,16 @@ class _Chance:
 
     def words(self, shape: torch.Size, device: torch.device) -> Tensor:
         self.writes += 1
-        return stochastic_rounding.words(
-            shape, stochastic_rounding.key(*self.key, self.writes), device
-        ) + stochastic_rounding.signed(stochastic_rounding.turn(self.step))
+        return stochastic_rounding.random_bits(
+            shape, stochastic_rounding.make_key(*self.key, self.writes), device
+        ) + stochastic_rounding.as_int32(stochastic_rounding.step_mask(self.step))
 
 
 _CHANCE: ContextVar[_Chance | None] = ContextVar("pennyweight_rounding_by_chance", default=None)
 
 
 @contextmanager
-def rounding_by_chance(step: int, *key: int) -> Iterator[None]:
+def stochastic_writes(step: int, *key: int) -> Iterator[None]:
     """Within it, codes that are written are rounded by chance, so that the mean of many writes is the value: changes
     smaller than a step of the codes are not lost. Random numbers are a function of the key, of how many writes came
     before in this block, of the element, and of the step, over whose course they are spread evenly."""
@@ -63,7 +63,7 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
 
     Writing the value that stands there changes no bit, though quantizing it anew might. update: it is the present value
     somewhat changed, and blocks keep the scale that still suits them. Raises RuntimeError where the target is a copy,
-    or shares a block's scale with elements outside it. Within :func:`rounding_by_chance` codes are rounded by chance.
+    or shares a block's scale with elements outside it. Within :func:`stochastic_writes` codes are rounded by chance.
     """
     _check_writable(target)
     by_chance = _CHANCE.get()
@@ -75,7 +75,7 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
         return target
     if target.axes is not None:
         value = value.permute([target.axes.index(i) for i in range(len(target.axes))])
-    value = ordered(value, target._perm)
+    value = permute_last_axis(value, target._perm)
     spec = target.spec.with_(layout="plain")
     if by_chance is None:
         plain = quantize(value, spec, params=_kept(target, value, spec, update))
@@ -182,14 +182,14 @@ def copy_parts_(target: QT, source: QT) -> None:
 def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[:2]
     if not isinstance(target, QT):
-        tell_of_copy(target, source)
+        warn_of_copy(target, source)
         fallback.count("copy_/dequantize")
         return func(target, source._dequantize(target.dtype), *args[2:], **kwargs)
     if not isinstance(source, QT) and broadcasts_buckets():
-        from ..distributed.ddp import take_numbers_
+        from ..distributed.ddp import unpack_from_bucket_
 
         _check_writable(target)
-        copy_parts_(target, take_numbers_(target, source).to_layout(target.spec.layout))
+        copy_parts_(target, unpack_from_bucket_(target, source).to_layout(target.spec.layout))
         return return_and_correct_aliasing(func, args, kwargs, target)
     if (
         isinstance(source, QT)
@@ -199,11 +199,11 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
     ):
         _check_writable(target)
         if source.act != target.act:
-            tell_of_copy(target, source)
+            warn_of_copy(target, source)
         moved: Any = source.to(target.device)
         copy_parts_(target, moved.to_layout(target.spec.layout))
     elif isinstance(source, QT):
-        tell_of_copy(target, source)
+        warn_of_copy(target, source)
         write_(target, source._dequantize(target.dtype))
     else:
         write_(target, source)
@@ -267,7 +267,7 @@ def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
     writes = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
     aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     first = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QT))
-    fallback.note(str(func), first, returns_view=aliases)
+    fallback.record(str(func), first, returns_view=aliases)
     targets: list[tuple[QT, Tensor]] = []
 
     def plain(value: Any, write: bool) -> Any:
@@ -298,7 +298,7 @@ def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
 @implements(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, table=FUNCTIONS)
 def _export(func: Any, args: Any, kwargs: Any) -> Any:
     refuse_disk_offload(args[0])
-    fallback.note(f"Tensor.{func.__name__}", args[0])
+    fallback.record(f"Tensor.{func.__name__}", args[0])
     return func(args[0].dequantize(), *args[1:], **kwargs)
 
 
@@ -326,7 +326,7 @@ def _own_storage(func: Any, args: Any, kwargs: Any) -> Any:
 def _dense(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions that write their result into a clone of an operand, which would round it, or that need strides."""
     operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, QT)]
-    fallback.note(func.__name__, operands[0])
+    fallback.record(func.__name__, operands[0])
     args, kwargs = tree_map(lambda a: a.dequantize() if isinstance(a, QT) else a, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -340,7 +340,7 @@ def _setitem(func: Any, args: Any, kwargs: Any) -> None:
     if not isinstance(w, QT):
         func(w, index, value)
         return
-    fallback.note("Tensor.__setitem__", w)
+    fallback.record("Tensor.__setitem__", w)
     _check_writable(w)
     x = w.dequantize()
     x[index] = value
@@ -348,4 +348,4 @@ def _setitem(func: Any, args: Any, kwargs: Any) -> None:
         write_(w, x)
 
 
-__all__ = ["copy_parts_", "rounding_by_chance", "write_"]
+__all__ = ["copy_parts_", "stochastic_writes", "write_"]

@@ -43,22 +43,22 @@ def map_value(w: QT, fn: Callable[[Any, str], Any], **changes: Any) -> Any:
     return w.with_(parts=w.parts._replace(**parts), **changes)
 
 
-def sliceable(w: QT) -> QT:
+def to_sliceable(w: QT) -> QT:
     """w in a layout whose parts keep the order of axes: itself, or a read-only unpacked copy."""
     return w if w.spec.layout in READABLE else w.to_layout(portable_layout(w.spec)).with_(readonly=True)
 
 
-def unpacked(w: QT) -> QT:
+def to_unpacked(w: QT) -> QT:
     """w with one code an element; a read-only copy where it was packed."""
     return w if w.spec.layout == "plain" else w.to_layout("plain").with_(readonly=True)
 
 
-def streamed(w: QT, slot: str) -> bool:
+def is_bit_stream(w: QT, slot: str) -> bool:
     """Whether the last axis of a part beside the codes is a bit stream."""
     return slot == "zero_point" and w.spec.layout == "bits" and w.spec.zero_point_bits < 8 and w.ndim > 0
 
 
-def joined(w: QT, axis: int) -> bool:
+def shares_codes(w: QT, axis: int) -> bool:
     """Whether neighbours on a stored axis share a code, so that it can be cut only between those."""
     return w.spec.format.dim > 1 and axis == w.ndim - 1
 
@@ -74,15 +74,15 @@ def stored_axis(w: QT, dim: int) -> int:
     return axes_of(w)[dim]
 
 
-def resized(shape: Sequence[int], dim: int, n: int) -> tuple[int, ...]:
+def with_shape(shape: Sequence[int], dim: int, n: int) -> tuple[int, ...]:
     return (*shape[:dim], n, *shape[dim + 1 :])
 
 
-def aliased(w: QT, **changes: Any) -> QT:
+def with_alias(w: QT, **changes: Any) -> QT:
     return map_parts(w, aten.alias.default, **changes)
 
 
-def consistent(w: Any) -> Any:
+def if_consistent(w: Any) -> Any:
     """w if its parts have the sizes that its spec says for its shape, else NotImplemented."""
     if w is NotImplemented:
         return w

@@ -12,14 +12,23 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 from .. import blocks
 from ..layouts import portable_layout
 from ..tensor import AffineQuantizedTensor, implements, stored_shape
-from .parts import aliased, consistent, joined, map_value, resized, sliceable, stored_axis, unpacked
-from .view import drop_axis, insert_axis, regrouped
+from .parts import (
+    if_consistent,
+    map_value,
+    shares_codes,
+    stored_axis,
+    to_sliceable,
+    to_unpacked,
+    with_alias,
+    with_shape,
+)
+from .view import drop_axis, insert_axis, reshape_leading_axes
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
 
 
-def cut(w: QT, dim: int, start: int, stop: int, step: int = 1) -> Any:
+def slice_axis(w: QT, dim: int, start: int, stop: int, step: int = 1) -> Any:
     """w[.., start:stop:step, ..] along logical ``dim``, quantized; NotImplemented where that cuts through blocks, or
     through an axis that lies in another order.
 
@@ -29,8 +38,8 @@ def cut(w: QT, dim: int, start: int, stop: int, step: int = 1) -> Any:
     start, stop = (max(0, i + n) if i < 0 else min(i, n) for i in (start, stop))
     stop = max(start, stop)
     if (start, stop, step) == (0, n, 1):
-        return aliased(w)
-    return _cut(w, axis, start, stop, step, resized(w.shape, dim % w.ndim, -(-(stop - start) // step)))
+        return with_alias(w)
+    return _cut(w, axis, start, stop, step, with_shape(w.shape, dim % w.ndim, -(-(stop - start) // step)))
 
 
 def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, ...]) -> Any:
@@ -40,7 +49,7 @@ def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, .
         w = w.with_(readonly=True)
     if w._table is not None:  # which elements outside share
         w = w.with_(readonly=True)
-    w = sliceable(w)
+    w = to_sliceable(w)
     size = blocks.resolve(w.spec.block, w.stored_shape)[axis]
     n = w.stored_shape[axis]
     last = -(-stop // size)
@@ -54,18 +63,18 @@ def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, .
     else:
         return NotImplemented
     end = last * size if last - first > 1 else stop  # padding goes with the blocks it completes
-    if joined(w, axis):
+    if shares_codes(w, axis):
         dim = w.spec.format.dim
         if step != 1 or start % dim or (end % dim and stop != n):
             return NotImplemented
         start, end = start // dim, -(-end // dim)
     bits = w.spec.format.bits if w.spec.layout == "bits" and axis == w.ndim - 1 else 8
     if bits < 8 and (step != 1 or start * bits % 8 or end * bits % 8):  # not at bytes of the stream
-        w, bits = unpacked(w), 8
+        w, bits = to_unpacked(w), 8
         readonly = True
     zeros = w.spec.zero_point_bits if bits < 8 else 8
     if zeros < 8 and (first * zeros % 8 or (last * zeros % 8 and stop != n)):
-        w, bits, zeros, readonly = unpacked(w), 8, 8, True
+        w, bits, zeros, readonly = to_unpacked(w), 8, 8, True
 
     def part(p: Any, slot: str) -> Any:
         if slot == "codes":
@@ -76,18 +85,18 @@ def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, .
             return _slice_part(p, axis, start, stop, step)
         return _slice_part(p, axis, first, last, 1)
 
-    return consistent(map_value(w, part, shape=shape, readonly=readonly))
+    return if_consistent(map_value(w, part, shape=shape, readonly=readonly))
 
 
 def _slice_part(p: Any, axis: int, start: int, stop: int, step: int) -> Any:
-    return cut(p, axis, start, stop, step) if isinstance(p, QT) else aten.slice(p, axis, start, stop, step)
+    return slice_axis(p, axis, start, stop, step) if isinstance(p, QT) else aten.slice(p, axis, start, stop, step)
 
 
 @implements(aten.slice.Tensor)
 def _slice(func: Any, args: Any, kwargs: Any) -> Any:
     filled = (*args, *(0, None, None, 1)[len(args) - 1 :])
     w, dim, start, stop, step = filled
-    out = cut(w, dim, 0 if start is None else start, w.shape[dim] if stop is None else stop, step)
+    out = slice_axis(w, dim, 0 if start is None else start, w.shape[dim] if stop is None else stop, step)
     return out if out is NotImplemented else _view(func, args, kwargs, out)
 
 
@@ -99,7 +108,7 @@ def _select(func: Any, args: Any, kwargs: Any) -> Any:
         raise IndexError(f"index {index} is out of range for axis {dim} of a quantized tensor {tuple(w.shape)}")
     if w.ndim == 1:
         return NotImplemented  # a single number: nothing is won by keeping it quantized
-    one = cut(w, dim, index % n, index % n + 1)
+    one = slice_axis(w, dim, index % n, index % n + 1)
     out = one if one is NotImplemented else drop_axis(one, axis)
     return out if out is NotImplemented else _view(func, args, kwargs, out)
 
@@ -114,7 +123,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     if sum(sizes) != n:
         raise RuntimeError(f"split into {sizes} along axis {dim} of a quantized tensor {tuple(w.shape)}: sizes differ")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    outs = [cut(w, dim, start, start + length) for start, length in zip(starts, sizes, strict=True)]
+    outs = [slice_axis(w, dim, start, start + length) for start, length in zip(starts, sizes, strict=True)]
     return NotImplemented if any(o is NotImplemented for o in outs) else _view(func, args, kwargs, outs)
 
 
@@ -124,7 +133,7 @@ def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if w.ndim == 1:
         return NotImplemented
-    ones = [cut(w, dim, i, i + 1) for i in range(w.shape[dim])]
+    ones = [slice_axis(w, dim, i, i + 1) for i in range(w.shape[dim])]
     outs = [o if o is NotImplemented else drop_axis(o, stored_axis(w, dim)) for o in ones]
     return NotImplemented if any(o is NotImplemented for o in outs) else _view(func, args, kwargs, outs)
 
@@ -138,12 +147,12 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     if not all(
         isinstance(t, QT)
         and (t.act, t.axes, t.dtype, t.ndim) == (first.act, first.axes, first.dtype, first.ndim)
-        and resized(t.shape, d, 0) == resized(first.shape, d, 0)
+        and with_shape(t.shape, d, 0) == with_shape(first.shape, d, 0)
         and all(map(_same, t.parts[4:], first.parts[4:]))
         for t in tensors
     ) or (first._perm is not None and axis == first.ndim - 1):  # fmt: skip
         return NotImplemented
-    out = _join(tensors, axis, resized(first.shape, d, sum(t.shape[d] for t in tensors)))
+    out = _join(tensors, axis, with_shape(first.shape, d, sum(t.shape[d] for t in tensors)))
     if out is NotImplemented:
         return out
     if out._perm is not None:
@@ -166,10 +175,10 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
-    whole = [unpacked(t) for t in tensors]
+    whole = [to_unpacked(t) for t in tensors]
     first = whole[0]
     one = _one_block(whole, axis, shape)
-    dim = first.spec.format.dim if joined(first, axis) else 1
+    dim = first.spec.format.dim if shares_codes(first, axis) else 1
     inner = [t._codes.shape[axis] * dim != t.stored_shape[axis] for t in whole[:-1]]
     if any(inner) or any(t.spec != first.spec for t in whole):  # padding would land in the middle
         return NotImplemented
@@ -179,14 +188,14 @@ def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
         if one and slot != "codes":
             return p.clone()
         if isinstance(p, QT):
-            return _join(pieces, axis, resized(p.shape, axis, sum(q.shape[axis] for q in pieces)))
+            return _join(pieces, axis, with_shape(p.shape, axis, sum(q.shape[axis] for q in pieces)))
         return torch.cat(pieces, axis)
 
     out = map_value(first, part, shape=shape, readonly=False)
     if out is NotImplemented:
         return out
     sizes = {blocks.resolve(t.spec.block, t.stored_shape)[axis] for t in (*whole[:-1], out)}
-    return consistent(out) if one or len(sizes) == 1 else NotImplemented
+    return if_consistent(out) if one or len(sizes) == 1 else NotImplemented
 
 
 def _one_block(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> bool:
@@ -241,7 +250,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
         if axis or picks.ndim == 0:
             return NotImplemented
         rows = _pick(w, 0, picks.reshape(-1))
-        return rows if rows is NotImplemented else regrouped(rows, (*picks.shape, *w.shape[1:]))
+        return rows if rows is NotImplemented else reshape_leading_axes(rows, (*picks.shape, *w.shape[1:]))
     return _pick(w, axis, picks)
 
 
@@ -252,11 +261,11 @@ def _pick(w: QT, axis: int, picks: Tensor) -> Any:
         w = w.with_(perm=w._perm.clone())
     if w._table is not None:
         w = w.with_(table=w._table.clone())
-    w = sliceable(w)
-    if joined(w, axis):
+    w = to_sliceable(w)
+    if shares_codes(w, axis):
         return NotImplemented
     if axis == w.ndim - 1:
-        w = unpacked(w)
+        w = to_unpacked(w)
     size = blocks.resolve(w.spec.block, w.stored_shape)[axis]
     one = size > 1 and blocks.counts(w.spec.block, w.stored_shape)[axis] == 1
     if not one and size != 1:
@@ -268,5 +277,5 @@ def _pick(w: QT, axis: int, picks: Tensor) -> Any:
             return p.clone()
         return _pick(p, axis, picks) if isinstance(p, QT) else aten.index(p, where)
 
-    shape = resized(w.shape, axis, picks.shape[0])
-    return consistent(map_value(w, part, shape=shape, readonly=False))
+    shape = with_shape(w.shape, axis, picks.shape[0])
+    return if_consistent(map_value(w, part, shape=shape, readonly=False))

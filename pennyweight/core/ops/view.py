@@ -12,7 +12,17 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 from .. import blocks, fallback
 from ..distributed.dispatch import broadcasts_buckets
 from ..tensor import AffineQuantizedTensor, implements, stored_shape
-from .parts import aliased, axes_of, consistent, joined, map_value, sliceable, stored_axis, streamed, unpacked
+from .parts import (
+    axes_of,
+    if_consistent,
+    is_bit_stream,
+    map_value,
+    shares_codes,
+    stored_axis,
+    to_sliceable,
+    to_unpacked,
+    with_alias,
+)
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
@@ -23,7 +33,7 @@ QT = AffineQuantizedTensor
 
 def _permuted(w: QT, order: Sequence[int]) -> QT:
     axes = axes_of(w)
-    return aliased(w, axes=tuple(axes[d] for d in order), shape=tuple(w.shape[d] for d in order))
+    return with_alias(w, axes=tuple(axes[d] for d in order), shape=tuple(w.shape[d] for d in order))
 
 
 @implements(aten.t.default)
@@ -75,11 +85,11 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
 
 def drop_axis(w: QT, axis: int) -> Any:
     """Remove a stored axis of size one."""
-    w = sliceable(w)
-    if joined(w, axis):
+    w = to_sliceable(w)
+    if shares_codes(w, axis):
         return NotImplemented
     if axis == w.ndim - 1:
-        w = unpacked(w).with_(perm=None)  # of one entry: there is but one order
+        w = to_unpacked(w).with_(perm=None)  # of one entry: there is but one order
     block = w.spec.block
     if block is not None:
         full = (1,) * (w.ndim - len(block)) + block
@@ -91,12 +101,12 @@ def drop_axis(w: QT, axis: int) -> Any:
     def part(p: Any, slot: str) -> Any:
         return drop_axis(p, axis) if isinstance(p, QT) else aten.squeeze.dim(p, axis)
 
-    return consistent(map_value(w, part, spec=w.spec.with_(block=block), axes=left, shape=shape))
+    return if_consistent(map_value(w, part, spec=w.spec.with_(block=block), axes=left, shape=shape))
 
 
 def insert_axis(w: QT, dim: int) -> Any:
     """A new logical axis of size one; it is stored first, so that blocks stay right-aligned."""
-    w = sliceable(w)
+    w = to_sliceable(w)
     axes = tuple(a + 1 for a in axes_of(w))
 
     def part(p: Any, slot: str) -> Any:
@@ -111,7 +121,7 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     w = args[0]
     asked = range(w.ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = {d % w.ndim for d in asked if stored_axis(w, d) >= 0 and w.shape[d] == 1}
-    out = reaxed(w, tuple(n for d, n in enumerate(w.shape) if d not in gone))
+    out = with_unit_axes(w, tuple(n for d, n in enumerate(w.shape) if d not in gone))
     return out if out is NotImplemented else _view(func, args, kwargs, out)
 
 
@@ -133,49 +143,49 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     shape = tuple(n if s == -1 else s for s, n in zip(size, out.shape, strict=True))
     if any(n not in (1, s) for s, n in zip(shape, out.shape, strict=True)):
         raise RuntimeError(f"expand{tuple(size)} of a quantized tensor of shape {tuple(w.shape)}: sizes do not match")
-    out = aliased(out) if shape == tuple(out.shape) else _expanded(sliceable(out), shape)
+    out = with_alias(out) if shape == tuple(out.shape) else _expanded(to_sliceable(out), shape)
     return out if out is NotImplemented else _view(func, args, kwargs, out)
 
 
 def _expanded(w: QT, shape: tuple[int, ...]) -> Any:
     stored = stored_shape(shape, w.axes)
     if stored[-1] != w.stored_shape[-1]:
-        if joined(w, w.ndim - 1):
+        if shares_codes(w, w.ndim - 1):
             return NotImplemented
-        w = unpacked(w).with_(perm=None)
+        w = to_unpacked(w).with_(perm=None)
     part_shape = blocks.counts(w.spec.block, stored)
 
     def part(p: Any, slot: str) -> Any:
         if slot == "codes":
             return p.expand(*(-1 if n == m else n for n, m in zip(stored, w.stored_shape, strict=True)))
-        if streamed(w, slot):
+        if is_bit_stream(w, slot):
             return p.expand(*part_shape[:-1], -1)
         return _expanded(p, part_shape) if isinstance(p, QT) else p.expand(part_shape)
 
-    return consistent(map_value(w, part, shape=shape, readonly=True))
+    return if_consistent(map_value(w, part, shape=shape, readonly=True))
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     w, size = args
     if list(size) == [-1] and broadcasts_buckets():
-        from ..distributed.ddp import to_numbers
+        from ..distributed.ddp import pack_into_bucket
 
-        return to_numbers(w)
+        return pack_into_bucket(w)
     shape = _infer(w, size)
-    out = reaxed(w, shape)
+    out = with_unit_axes(w, shape)
     if out is NotImplemented:
-        out = regrouped(w, shape)
+        out = reshape_leading_axes(w, shape)
     if out is NotImplemented and func is aten._unsafe_view.default:  # reshape has cloned w, in its own order of axes
-        fallback.note(str(func), w)
+        fallback.record(str(func), w)
         return w._dequantize(w.dtype).reshape(shape)
     return out if out is NotImplemented else _view(func, args, kwargs, out)
 
 
-def reaxed(w: QT, shape: tuple[int, ...]) -> Any:
+def with_unit_axes(w: QT, shape: tuple[int, ...]) -> Any:
     """w with its axes of size one dropped and those of ``shape`` put in; the order of the others is kept."""
     if shape == tuple(w.shape):
-        return aliased(w)
+        return with_alias(w)
     if [n for n in shape if n != 1] != [n for n in w.shape if n != 1]:
         return NotImplemented
     out: Any = w
@@ -190,7 +200,7 @@ def reaxed(w: QT, shape: tuple[int, ...]) -> Any:
     return out if tuple(out.shape) == shape else NotImplemented
 
 
-def regrouped(w: QT, shape: tuple[int, ...]) -> Any:
+def reshape_leading_axes(w: QT, shape: tuple[int, ...]) -> Any:
     """Regroup leading axes that have an entry per element; trailing axes stay, or lie in one block before and after."""
     if w.axes is not None or not shape or 0 in shape:
         return NotImplemented
@@ -206,21 +216,21 @@ def regrouped(w: QT, shape: tuple[int, ...]) -> Any:
     else:
         count = math.prod(old[:lead])
         new = next((i for i in range(len(shape) + 1) if math.prod(shape[:i]) == count), -1)
-        if not single or new < 0 or new == len(shape) or w._perm is not None or joined(w, w.ndim - 1):
+        if not single or new < 0 or new == len(shape) or w._perm is not None or shares_codes(w, w.ndim - 1):
             return NotImplemented
         block = None if w.spec.block is None else (-1,) * (len(shape) - new)
-        w = unpacked(w)
-    w = sliceable(w)
+        w = to_unpacked(w)
+    w = to_sliceable(w)
     part_shape = (*shape[:new], *blocks.counts(block, shape)[new:])
 
     def part(p: Any, slot: str) -> Any:
         if slot == "codes":
             return p.reshape(*shape[:new], *(p.shape[lead:] if shape[new:] == tail else shape[new:]))
-        if streamed(w, slot):  # only where the last axis stays
+        if is_bit_stream(w, slot):  # only where the last axis stays
             return p.reshape(*part_shape[:-1], p.shape[-1])
         return _reshape_part(p, part_shape)
 
-    out = consistent(map_value(w, part, shape=shape, spec=w.spec.with_(block=block)))
+    out = if_consistent(map_value(w, part, shape=shape, spec=w.spec.with_(block=block)))
     if out is NotImplemented or out._codes.data_ptr() == w._codes.data_ptr():
         return out
     return out.with_(readonly=True)  # strides that no view can have
@@ -229,8 +239,8 @@ def regrouped(w: QT, shape: tuple[int, ...]) -> Any:
 def _reshape_part(p: Any, shape: tuple[int, ...]) -> Any:
     if not isinstance(p, QT):
         return p.reshape(shape)
-    out = reaxed(p, shape)
-    return regrouped(p, shape) if out is NotImplemented else out
+    out = with_unit_axes(p, shape)
+    return reshape_leading_axes(p, shape) if out is NotImplemented else out
 
 
 def _infer(w: QT, size: Sequence[int]) -> tuple[int, ...]:

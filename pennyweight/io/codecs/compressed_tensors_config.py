@@ -19,7 +19,7 @@ import torch
 
 from ...core.formats import E2M1, E2M3, E4M3, E8M0, Format, get_format
 from ...core.spec import NVFP4, ActivationSpec, QuantSpec
-from ...quantize.name_patterns import Pattern
+from ...quantize.name_patterns import NamePattern
 from .schema import setting
 
 E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
@@ -99,7 +99,7 @@ class Groups:
         self.patterns = sorted(t for t in self.targets if t.startswith("re:"))
         if sum(map(len, self.patterns)) > _MAX_PATTERNS:
             raise ValueError(f"{len(self.patterns)} patterns; at most {_MAX_PATTERNS} signs of them are read")
-        self.compiled: dict[str, Pattern] = {}
+        self.compiled: dict[str, NamePattern] = {}
         self.left = _MAX_WORK + _MORE_WORK * len(known)
         others = [t for t in self.targets if not t.startswith("re:") and "." not in t and t not in known]
         self.classes = {t: self.targets[t] for t in others}
@@ -125,7 +125,7 @@ class Groups:
     def _matches(self, text: str, layer: str) -> bool:
         found = self.compiled.get(text)
         if found is None:
-            found = self.compiled[text] = Pattern(text)
+            found = self.compiled[text] = NamePattern(text)
             self.left -= len(text)
         before = found.work
         matched = found.matches(layer)

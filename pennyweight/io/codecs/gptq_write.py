@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.formats import Format, get_format
-from ...core.numerics import Parts, unordered
+from ...core.numerics import Parts, unpermute_last_axis
 from ...core.spec import QuantSpec
 from ..manifest import Meta, Stored
 from . import int32_pack
@@ -113,7 +113,7 @@ def pack(name: str, parts: Parts, meta: Meta, first: bool) -> dict[str, Tensor]:
     f = spec.format
     groups = parts.scale.shape[1]
     g_idx = torch.arange(inputs, dtype=torch.int32, device="cpu") // (inputs // groups)
-    codes = unordered(f.to_unsigned(parts.codes), parts.perm)
+    codes = unpermute_last_axis(f.to_unsigned(parts.codes), parts.perm)
     if parts.zero_point is None:
         zero = torch.full(parts.scale.shape, _constant_zero(spec), dtype=torch.uint8, device="cpu")
     else:
@@ -122,7 +122,7 @@ def pack(name: str, parts: Parts, meta: Meta, first: bool) -> dict[str, Tensor]:
         f"{layer}.qweight": int32_pack.pack(codes, f.bits).t().contiguous(),
         f"{layer}.qzeros": int32_pack.pack(zero.t() - (1 if first else 0), f.bits),
         f"{layer}.scales": parts.scale.t().contiguous(),
-        f"{layer}.g_idx": g_idx if parts.perm is None else unordered(g_idx, parts.perm),
+        f"{layer}.g_idx": g_idx if parts.perm is None else unpermute_last_axis(g_idx, parts.perm),
     }
 
 

@@ -10,6 +10,7 @@ under a float dtype. Everything else is a number or a text of its own: ``shape``
 A group of axis 1 is a run of elements (see flat_blocks.py). One of axis 0 is every (out / group_size)-th row of a
 column, which is no block: each element gets a scale and an offset of its own, unless a group is the whole column. The
 values are the same, but take more memory than float32 does: quantize them again.
+
 hqq computes in ``compute_dtype``, rounding every step; ours is the formula in float32, where products of float16 or
 bfloat16 are exact. 1.58 bits are packed as 2, and 5 and 6 as 8.
 """

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.convert_spec import fits, respell
+from ...core.convert_spec import conversion_kind, convert_parts
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.tensor import AffineQuantizedTensor
 from ...quantize.report import Report, Row
@@ -20,11 +20,11 @@ from ..atomic_write import remove_left_over, sync_folder
 from ..config_files import folder_of, method_files
 from ..errors import CheckpointError
 from ..job_progress import Progress, fingerprint
-from ..lazy_checkpoint import Held, Opened
+from ..lazy_checkpoint import Opened, StoredTensor
 from ..manifest import clean
-from ..output_formats import pieces
+from ..output_formats import row_chunks
 from ..resumable_write import Told, check_room
-from ..streaming import Noise
+from ..streaming import QuantizationNoise
 from .blocks import TYPES, BlockType
 from .config import kv_from_config, rope_tensors
 from .metadata import Value
@@ -53,7 +53,7 @@ class Planned:
     """One tensor of the file. hf: its name in the source; how: as in :class:`..targets.Choice`."""
 
     hf: str
-    held: Held
+    held: StoredTensor
     type: BlockType
     how: str
     note: str
@@ -126,7 +126,7 @@ def _plan(source: Opened, wanted: BlockType | None, pattern_file: Any) -> tuple[
     return planned, {hf: m.note for hf, m in mapped.items() if m.name is None}
 
 
-def planned_as(name: str, hf: str, held: Held, wanted: BlockType | None) -> Planned:
+def planned_as(name: str, hf: str, held: StoredTensor, wanted: BlockType | None) -> Planned:
     """What becomes of one tensor: the type that was wanted, or that has its numbers, where its rows and use allow it.
 
     name, hf: in the file and in the source. Raises CheckpointError, or ValueError for a dtype without a type.
@@ -153,7 +153,7 @@ def planned_as(name: str, hf: str, held: Held, wanted: BlockType | None) -> Plan
     if wanted is None:
         for ask in ("exact", "rounded") if not meta.perm else ():
             for type_ in (TYPES[t] for t in _IN_ORDER):
-                if n % type_.elements == 0 and fits(meta.spec, meta.shape, type_.spec) == ask:
+                if n % type_.elements == 0 and conversion_kind(meta.spec, meta.shape, type_.spec) == ask:
                     note = "exact" if ask == "exact" else f"the codes of {meta.spec}, scales rounded"
                     return Planned(hf, held, type_, "requantized", note)
         type_, why = _divides(TYPES["Q8_0"], n)
@@ -181,7 +181,7 @@ def _float_type(kind: Any, wanted: BlockType | None) -> BlockType:
     return wanted if wanted is not None else TYPES[_FLOATS[kind.dtype]]
 
 
-def _word(held: Held) -> str:
+def _word(held: StoredTensor) -> str:
     return held.word or (str(held.meta.spec) if held.meta else str(held.kind.dtype).removeprefix("torch."))
 
 
@@ -238,7 +238,7 @@ def _write(
                 progress.add(name, {})
         for done, (name, p) in enumerate(planned.items()):
             if name not in progress.done:
-                noise = Noise({}, {})
+                noise = QuantizationNoise({}, {})
                 for start, raw in _encoded(p, noise):
                     writer.put(name, raw, start)
                 writer.sync()
@@ -257,18 +257,18 @@ def _known(p: Planned) -> dict[str, float]:
     return {p.hf: float("inf")} if p.how == "exact" else {}
 
 
-def _encoded(p: Planned, noise: Noise) -> Iterator[tuple[int, Tensor]]:
+def _encoded(p: Planned, noise: QuantizationNoise) -> Iterator[tuple[int, Tensor]]:
     """(first row of the file, raw rows)."""
     shape = p.held.kind.shape
     inner = torch.Size(shape[1:-1]).numel() if len(shape) > 1 else 1
-    for start, x in pieces(p.held, True):
+    for start, x in row_chunks(p.held, True):
         try:
             yield start * inner, p.type.encode(_parts(p, x, noise), tuple(x.shape))
         except ValueError as e:
             raise CheckpointError(None, p.hf, str(e).removeprefix(f"{p.hf}: ")) from e
 
 
-def _parts(p: Planned, x: Tensor, noise: Noise) -> Parts:
+def _parts(p: Planned, x: Tensor, noise: QuantizationNoise) -> Parts:
     spec = p.type.spec
     if isinstance(x, AffineQuantizedTensor):
         parts, mine, shape = x.plain_parts(), clean(x.spec), x.stored_shape
@@ -276,7 +276,7 @@ def _parts(p: Planned, x: Tensor, noise: Noise) -> Parts:
             return parts
         value = dequantize(parts, mine, shape)
         if not isinstance(spec, torch.dtype):
-            new = None if parts.perm is not None else respell(parts, mine, shape, spec)
+            new = None if parts.perm is not None else convert_parts(parts, mine, shape, spec)
             if new is not None:
                 noise.add(p.hf, value, sqnr(value, dequantize(new, spec, shape)))
                 return new

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..checkpoint import inside
+from ..checkpoint import resolve_inside
 from ..errors import CheckpointError
 from ..strict_json import parse
 from .config import POOLING
@@ -75,7 +75,7 @@ def pooling_files(kv: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _json(folder: str, name: str) -> tuple[str, Any]:
-    path = inside(folder, name)
+    path = resolve_inside(folder, name)
     try:
         return path, parse(read_bytes(path, MAX_BYTES), max_bytes=MAX_BYTES, max_depth=32, floats=True)
     except CheckpointError:

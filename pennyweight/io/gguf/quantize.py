@@ -138,7 +138,7 @@ def _nvfp4(x: Tensor) -> Parts:
             torch.tensor((*_E2M1, *(-v for v in _E2M1)), dtype=torch.float32, device="cpu")[codes.long()]
             * scale.float()
         )
-        found.append((kquant_search.fold((value - sub).square().t()), scale, codes))
+        found.append((kquant_search.pairwise_sum((value - sub).square().t()), scale, codes))
     (error6, scale6, codes6), (error4, scale4, codes4) = found
     better = (error4 < error6)[:, None]
     scale = torch.where(better, scale4.view(torch.uint8), scale6.view(torch.uint8)).view(-1, 4)

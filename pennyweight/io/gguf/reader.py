@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...core.rows import rows_independent
 from ..atomic_write import write_bytes
-from ..checkpoint import inside
+from ..checkpoint import resolve_inside
 from ..config_files import config_bytes
 from ..errors import CheckpointError
-from ..lazy_checkpoint import Held, Opened
+from ..lazy_checkpoint import Opened, StoredTensor
 from ..manifest import KeyedError, Meta
 from ..safetensors_file import Entry as Plain
 from ..state_dict import from_parts
@@ -41,7 +41,7 @@ def open_gguf(path: str, first: str, mmap: bool = True) -> Opened:
     try:
         files.append(File(os.path.realpath(first), mmap))
         files += _others(files[0])
-        held: dict[str, Held] = {}
+        held: dict[str, StoredTensor] = {}
         for file in files:
             for name in file.entries:
                 if name in held:
@@ -76,7 +76,7 @@ def _others(first: File) -> list[File]:
         for i in range(count):
             if i == number:
                 continue
-            file = File(inside(folder, f"{stem}-{i + 1:05d}{ending}.gguf"), first.mmap)
+            file = File(resolve_inside(folder, f"{stem}-{i + 1:05d}{ending}.gguf"), first.mmap)
             files.append(file)
             if (_split(file, "split.no"), _split(file, "split.count")) != (i, count):
                 raise CheckpointError(file.path, None, f"does not say that it is part {i} of {count}")
@@ -96,7 +96,7 @@ def _split(file: File, key: str) -> int | None:
     return value.data
 
 
-def _held(file: File, name: str) -> Held:
+def _held(file: File, name: str) -> StoredTensor:
     e = file.entries[name]
     spec, shape = e.type.spec, e.shape
     kind: Meta | Plain
@@ -119,7 +119,7 @@ def _held(file: File, name: str) -> Held:
         return decoded(file.rows(name, start * each, stop * each), (stop - start, *shape[1:]))
 
     by_rows = len(shape) > 1 and shape[0] > 0 and (e.type.plain or rows_independent(spec, shape))
-    return Held(
+    return StoredTensor(
         kind, e.end - e.begin, lambda: decoded(file.mapped(name), shape), rows if by_rows else None, e.type.name
     )
 
@@ -164,7 +164,7 @@ def _config(source: Opened, kv: Mapping[str, Any], patterns: Patterns | None) ->
     return config_from_kv(kv, set(source.held), tensors)
 
 
-def moved(held: Held, transform: Transform, name: str, to_gguf: bool) -> Held:
+def moved(held: StoredTensor, transform: Transform, name: str, to_gguf: bool) -> StoredTensor:
     """A tensor with its rows in the order of the other side. Raises ValueError where they are not what it takes."""
     if transform.name == "same":
         return held

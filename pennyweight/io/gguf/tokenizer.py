@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..checkpoint import inside
+from ..checkpoint import resolve_inside
 from ..errors import CheckpointError
 from .kv_checks import KV
 from .pre_tokenizers import recognized
@@ -282,7 +282,7 @@ def _templates(folder: str, s: Source) -> KV:
     """Chat templates, copied as text."""
     value: Any = s.settings.get("chat_template")
     if value is None and os.path.lexists(os.path.join(folder, "chat_template.jinja")):
-        path = inside(folder, "chat_template.jinja")
+        path = resolve_inside(folder, "chat_template.jinja")
         try:
             value = read_bytes(path, MAX_SMALL).decode("utf-8")
         except UnicodeDecodeError as e:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checkpoint import inside
+from ..checkpoint import resolve_inside
 from ..errors import CheckpointError
 from ..strict_json import parse
 
@@ -61,7 +61,7 @@ def read_bytes(path: str, limit: int) -> bytes:
 def _object(folder: str, name: str) -> dict[str, Any]:
     if not os.path.lexists(os.path.join(folder, name)):
         return {}
-    path = inside(folder, name)
+    path = resolve_inside(folder, name)
     limit = LIMITS.get(name, MAX_SMALL)
     try:
         data = parse(read_bytes(path, limit), max_bytes=limit, max_depth=32, floats=True, max_digits=40)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ..atomic_write import open_new, publish
+from ..atomic_write import open_new, rename_into_place
 from ..errors import CheckpointError
-from ..locks import hold, let_go, still_there
+from ..locks import same_inode, try_lock, unlock
 from .blocks import BlockType
 from .gguf_file import MAGIC, MAX_TENSORS, Entry, alignment_of, check_tensor_name, padded, size_of
 from .metadata import MAX_HEADER_BYTES, MAX_KEYS, Value, metadata_bytes
@@ -64,11 +64,11 @@ def remove_partial(path: str) -> None:
         os.unlink(path)
         return
     try:
-        if hold(fd) is False:
+        if try_lock(fd) is False:
             raise CheckpointError(path, None, IN_USE)
         os.unlink(path)
     finally:
-        let_go(fd)
+        unlock(fd)
         os.close(fd)
 
 
@@ -121,7 +121,7 @@ class Writer:
     def _claim(self) -> None:
         """Lock the file until it is closed."""
         fd = self._file.fileno()
-        if hold(fd) is False or not still_there(fd, self.path):
+        if try_lock(fd) is False or not same_inode(fd, self.path):
             raise CheckpointError(self.path, None, IN_USE)
 
     def had(self, name: str, rows: Iterable[int] | int) -> None:
@@ -163,11 +163,11 @@ class Writer:
         if os.name != "posix":  # an open file cannot be renamed there
             self.close()
         if final is not None:
-            publish(self.path, final)
+            rename_into_place(self.path, final)
         self.close()
 
     def close(self) -> None:
         """Close, which lets other writers have the file. Without :meth:`finish` it may not be complete."""
         if not self._file.closed:
-            let_go(self._file.fileno())
+            unlock(self._file.fileno())
             self._file.close()

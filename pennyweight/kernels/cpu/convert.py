@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.layouts import READABLE, get_layout, pack_zero_point
-from ...core.numerics import Parts, store
+from ...core.numerics import Parts, store_qparams
 from ...core.qparams import Params, choose, default_rule, scale_floor
-from ...core.quantize_backends import CONVERSIONS, Conversion, Quantized
+from ...core.quantize_backends import CONVERSIONS, QuantizeBackend, QuantizeResult
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from .. import gate
@@ -130,7 +130,7 @@ def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) ->
     gate.quantize(q, flat, (codes, seen.scale, seen.zero_point, seen.offset), sums, threads)
     if spec.layout == "bits":
         parts = parts._replace(zero_point=pack_zero_point(parts.zero_point, spec))
-    return Quantized(parts._replace(codes=codes), float(sums[0]), float(sums[1]))
+    return QuantizeResult(parts._replace(codes=codes), float(sums[0]), float(sums[1]))
 
 
 def _code_dtype(spec: QuantSpec) -> torch.dtype:
@@ -169,7 +169,7 @@ def _chosen(
     params = choose(ends.flatten(1), spec.with_(block=(2,)), rule, eps)
     counts = blocks.counts(spec.block, shape)
     params = Params(*(None if p is None else p.reshape(counts) for p in params))
-    kept, seen = store(params, spec)
+    kept, seen = store_qparams(params, spec)
     parts = Parts(torch.empty(0, dtype=torch.uint8, device="cpu"), *kept)
     return Params(*(None if p is None else p.contiguous() for p in seen)), (
         map_groups(parts, spec, tile_rows) if a.store == TILES else parts
@@ -190,4 +190,4 @@ def finite(x: Tensor) -> Any:
     return gate.finite(x, threads_for(x.numel()))
 
 
-CONVERSIONS["cpu"] = Conversion(dequantize, quantize, finite)
+CONVERSIONS["cpu"] = QuantizeBackend(dequantize, quantize, finite)

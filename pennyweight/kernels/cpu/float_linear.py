@@ -25,7 +25,7 @@ from ...core.tensor import AffineQuantizedTensor
 from .. import gate
 from ..table import Bound, Case, Kernel, case_of, register_kernel
 from . import library
-from .int_linear import coded, coded_fits, tile_rows, untile_rows, up
+from .int_linear import coded_fits, is_coded_scale, padded_columns, tile_rows, untile_rows
 from .library import KINDS, FloatLinear, missing
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
@@ -44,7 +44,7 @@ def _scale(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     kind = spec.scale
     if spec.offset is not None and (spec.block is None or _row_block(spec, shape)):
         return "needs offsets per row or group"
-    if kind is None or kind in _FLOATS or (coded(kind) and not _row_block(spec, shape)):
+    if kind is None or kind in _FLOATS or (is_coded_scale(kind) and not _row_block(spec, shape)):
         return coded_fits(spec, shape)
     plain = isinstance(kind, QuantSpec) and not (kind.zero_point or kind.mid) and kind.layout == "plain"
     if not isinstance(kind, QuantSpec) or kind.format not in _NESTED or not plain:
@@ -87,7 +87,7 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     if (
         spec.format is E8M0
         or spec.format.kind == "learned"
-        or not (spec.offset in (None, *_FLOATS) or coded(spec.offset))
+        or not (spec.offset in (None, *_FLOATS) or is_coded_scale(spec.offset))
     ):
         return "needs a format with a table of numbers, and offsets that are plain or integers under plain ones"
     if spec.block is not None and spec.scale is not None:
@@ -112,11 +112,11 @@ def _row_block(spec: QuantSpec, shape: Sequence[int]) -> int:
     if spec.block is None:
         return 0
     rows = blocks.resolve(spec.block, shape)[0]
-    return 0 if rows == 1 else up(rows, TILE)
+    return 0 if rows == 1 else padded_columns(rows, TILE)
 
 
 def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
-    return max(STEP, up(blocks.padded(spec.block, shape)[-1], STEP))
+    return max(STEP, padded_columns(blocks.padded(spec.block, shape)[-1], STEP))
 
 
 def _scales(scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Tensor], Tensor]) -> Any:
@@ -157,8 +157,8 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     """Bytes of the rows and columns that fill up tiles."""
     n, k = blocks.padded(spec.block, shape)
     bits = spec.format.bits
-    extra = up(n, TILE) * _columns(spec, shape) * bits // 8 - n * -(-k * bits // 8)
-    more = up(shape[0], TILE) - shape[0]
+    extra = padded_columns(n, TILE) * _columns(spec, shape) * bits // 8 - n * -(-k * bits // 8)
+    more = padded_columns(shape[0], TILE) - shape[0]
     if spec.block is None or _row_block(spec, shape):
         return extra
     groups = blocks.counts(spec.block, shape)[-1]
@@ -220,7 +220,7 @@ def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
     group = blocks.resolve(spec.block, shape)[-1]
     if group < shape[1]:
         return group
-    return up(shape[1], HALF) if _row_block(spec, shape) or spec.offset is not None else 0
+    return padded_columns(shape[1], HALF) if _row_block(spec, shape) or spec.offset is not None else 0
 
 
 def describe(case: Case) -> FloatLinear:

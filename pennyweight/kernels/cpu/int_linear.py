@@ -37,7 +37,7 @@ def _scale_dtype(kind: Any) -> bool:
     return kind in _FLOATS or (isinstance(kind, QuantSpec) and kind.format is E8M0 and kind.scale is None)
 
 
-def coded(kind: Any) -> bool:
+def is_coded_scale(kind: Any) -> bool:
     """Whether a scale or offset is an integer code times a plain number, as in ggml's K-quants."""
     return (
         isinstance(kind, QuantSpec) and kind.format.kind == "int" and kind.scale in _FLOATS and kind.layout == "plain"
@@ -48,12 +48,12 @@ def coded(kind: Any) -> bool:
 def outer(spec: QuantSpec, shape: Sequence[int]) -> int:
     """Scales of a row under one outer scale, where they are coded; 0: they are not."""
     kind = spec.scale
-    return blocks.resolve(kind.block, blocks.counts(spec.block, shape))[-1] if coded(kind) else 0  # type: ignore[union-attr]
+    return blocks.resolve(kind.block, blocks.counts(spec.block, shape))[-1] if is_coded_scale(kind) else 0  # type: ignore[union-attr]
 
 
 def coded_fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     """True, or the sentence that says why a coded scale or offset does not do."""
-    kinds = [k for k in (spec.scale, spec.offset) if isinstance(k, QuantSpec) and coded(k)]
+    kinds = [k for k in (spec.scale, spec.offset) if isinstance(k, QuantSpec) and is_coded_scale(k)]
     if not kinds:
         return True
     if spec.zero_point or len(kinds) != len(spec.part_specs()) or len({(k.block, k.scale) for k in kinds}) > 1:
@@ -69,8 +69,8 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
         return "needs a 2-d weight"
     if spec.format.kind != "int":
         return "needs integer codes"
-    if not (_scale_dtype(spec.scale) or coded(spec.scale)) or not (
-        spec.offset in (None, *_FLOATS) or coded(spec.offset)
+    if not (_scale_dtype(spec.scale) or is_coded_scale(spec.scale)) or not (
+        spec.offset in (None, *_FLOATS) or is_coded_scale(spec.offset)
     ):
         return "needs plain scales and offsets, integers under plain ones, or e8m0 scales"
     if spec.zero_point and spec.zero_point_format.bits > spec.format.bits:
@@ -94,21 +94,21 @@ def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
     group = blocks.resolve(spec.block, shape)[-1]
     if group < shape[1]:
         return group
-    return up(shape[1], STEP) if spec.offset is not None or coded(spec.scale) else 0
+    return padded_columns(shape[1], STEP) if spec.offset is not None or is_coded_scale(spec.scale) else 0
 
 
-def up(n: int, step: int) -> int:
+def padded_columns(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
 def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
-    return max(STEP, up(blocks.padded(spec.block, shape)[-1], STEP))
+    return max(STEP, padded_columns(blocks.padded(spec.block, shape)[-1], STEP))
 
 
 def tile_rows(p: Tensor) -> Tensor:
     """[n, groups] -> [ceil(n / 16), groups, 16], zero beyond n."""
     n, groups = p.shape
-    out = p.new_zeros((up(n, TILE), groups))
+    out = p.new_zeros((padded_columns(n, TILE), groups))
     out[:n] = p
     return out.view(-1, TILE, groups).transpose(1, 2).contiguous()
 
@@ -154,7 +154,7 @@ def _flip(spec: QuantSpec) -> int:
 
 def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     """Bytes of the rows and columns that fill up tiles."""
-    n, (rows, columns) = shape[0], (up(shape[0], TILE), _columns(spec, shape))
+    n, (rows, columns) = shape[0], (padded_columns(shape[0], TILE), _columns(spec, shape))
     width = blocks.padded(spec.block, shape)[-1]
     extra = rows * columns * spec.format.bits // 8 - n * -(-width * spec.format.bits // 8)
     if spec.block is not None:

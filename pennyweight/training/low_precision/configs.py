@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.distributed.full_tensor import here
+from ...core.distributed.full_tensor import local_tensor
 from ...core.formats import INT8, Format
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
@@ -134,7 +134,7 @@ def _why_not(module: nn.Module, least: int) -> str:
         return f"only nn.Linear is converted; {type(module).__name__} may have a forward of its own"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (a wrapper?); convert it before"
-    weight = here(module.weight)
+    weight = local_tensor(module.weight)
     if isinstance(weight, AffineQuantizedTensor):
         return f"its weight is quantized already: {weight.spec}"
     assert isinstance(module, nn.Linear)
@@ -182,7 +182,7 @@ def _multiple(side: Operand) -> int:
     return 1 if block is None or block[-1] == -1 else block[-1]
 
 
-def tells_weight(module: nn.Module, config: Int8WeightOnlyTrainingConfig) -> tuple[bool, str]:
+def names_weight(module: nn.Module, config: Int8WeightOnlyTrainingConfig) -> tuple[bool, str]:
     """Whether a module's weight can be made such, and a note, or why not."""
     if type(module) is LowPrecisionLinear:
         return False, f"trains under recipe {module.recipe.name}; to_high_precision_ first"
@@ -212,7 +212,7 @@ for _config in (
     BitNetTrainingConfig,
 ):  # fmt: skip
     register_quantize_module_handler(_config, tells=_tells_recipe)(_convert)
-register_quantize_module_handler(Int8WeightOnlyTrainingConfig, tells=tells_weight)(make_trainable)
+register_quantize_module_handler(Int8WeightOnlyTrainingConfig, tells=names_weight)(make_trainable)
 
 __all__ = [
     "BitNetTrainingConfig", "Float8TrainingConfig", "Int8MixedPrecisionTrainingConfig",

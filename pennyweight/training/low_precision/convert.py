@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from ...core.ops.inplace import rounding_by_chance
+from ...core.ops.inplace import stochastic_writes
 from ...core.tensor import AffineQuantizedTensor
 from ...quantize.pipeline import quantize_
 from ...quantize.report import Report, Row
@@ -65,7 +65,7 @@ def stochastic_rounding(step: int, seed: int = 0) -> Iterator[None]:
     number of this training step: a resumed run that goes on counting repeats them, and there is no state to save.
     A forward and a backward pass may be inside: gradients are recorded as outside.
     """
-    with rounding_by_chance(step, seed):
+    with stochastic_writes(step, seed):
         yield
 
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.distributed.full_tensor import is_spread
+from ...core.distributed.full_tensor import is_dtensor
 
 
-class Cut(NamedTuple):
+class ShardedGroups(NamedTuple):
     """The groups of ranks, by their names, over which input, weight and gradient of the output are cut. terms: how many
     ranks' outputs make up the output."""
 
@@ -32,12 +32,12 @@ class Cut(NamedTuple):
     terms: int = 1
 
 
-WHOLE = Cut()
+WHOLE = ShardedGroups()
 
 
-def parts(
+def local_arguments(
     x: Any, weight: Any, bias: Any
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], Cut, Callable[[Tensor], Tensor]]:
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], ShardedGroups, Callable[[Tensor], Tensor]]:
     """This rank's parts of the arguments of ``linear``, how they are cut, and what makes a DTensor of its output.
 
     Raises ValueError where DTensors and plain tensors are mixed, and where the weight is cut in another way than over
@@ -46,7 +46,7 @@ def parts(
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     for t in (x, weight, bias):
-        if t is not None and not is_spread(t):
+        if t is not None and not is_dtensor(t):
             raise ValueError(_mixed(x, weight, bias))
     mesh, last = weight.device_mesh, x.ndim - 1
     if x.device_mesh != mesh or (bias is not None and bias.device_mesh != mesh):
@@ -99,13 +99,13 @@ def parts(
         part(weight, tuple(weight.placements), grad_w),
         None if bias is None else part(bias, bias_put, grad_bias),
     )
-    return local, Cut(tuple(cut[0]), tuple(cut[1]), tuple(cut[2]), terms), put
+    return local, ShardedGroups(tuple(cut[0]), tuple(cut[1]), tuple(cut[2]), terms), put
 
 
 def is_uneven(*tensors: Any) -> bool:
     """Whether some rank has less than others of one of the DTensors: all ranks answer alike."""
     for t in tensors:
-        shape = list(t.shape) if is_spread(t) else []
+        shape = list(t.shape) if is_dtensor(t) else []
         for axis, placed in enumerate(t.placements if shape else ()):
             if placed.is_shard():
                 size = t.device_mesh.size(axis)
@@ -119,7 +119,7 @@ def _mixed(x: Any, weight: Any, bias: Any) -> str:
     """What is wrong where some are DTensors and some are not."""
     named = {"input": x, "weight": weight, "bias": bias}
     said = [
-        f"{name} {[*t.shape]} " + (f"is spread as {t.placements}" if is_spread(t) else "is a plain tensor")
+        f"{name} {[*t.shape]} " + (f"is spread as {t.placements}" if is_dtensor(t) else "is a plain tensor")
         for name, t in named.items()
         if t is not None
     ]
@@ -130,4 +130,4 @@ def _mixed(x: Any, weight: Any, bias: Any) -> str:
     )
 
 
-__all__ = ["WHOLE", "Cut", "is_uneven", "parts"]
+__all__ = ["WHOLE", "ShardedGroups", "is_uneven", "local_arguments"]

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...core.distributed.full_tensor import is_spread, waited
+from ...core.distributed.full_tensor import is_dtensor, wait_tensor
 from ...core.numerics import Parts
 from ...kernels.activation import autocast_dtype
-from .dtensor import WHOLE, Cut, is_uneven, parts
-from .gemm_table import Quantized, case_of, select, wide
-from .quantize_operand import operand, rule_of_whole
+from .dtensor import WHOLE, ShardedGroups, is_uneven, local_arguments
+from .gemm_table import QuantizedOperand, case_of, select, wide_dtype
+from .quantize_operand import quantize_operand, rule_of_whole
 from .recipes import Operand, Recipe, get_recipe
 
 # What tells apart the random numbers of the operands, as pairs for a and b.
@@ -47,11 +47,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str | 
     if not (x.is_floating_point() and weight.is_floating_point()):
         raise ValueError(f"linear: input and weight must be floating point, not {x.dtype} and {weight.dtype}")
     x = cast(x)
-    if is_spread(weight) or is_spread(x):
+    if is_dtensor(weight) or is_dtensor(x):
         if torch.compiler.is_compiling() and is_uneven(x, weight) and _exchanges(how):
-            from .graph_break import call
+            from .graph_break import call_outside_graph
 
-            return call(_by_parts, x, weight, bias, how)
+            return call_outside_graph(_by_parts, x, weight, bias, how)
         return _by_parts(x, weight, bias, how)
     return _Linear.apply(x, weight, bias, how, WHOLE)
 
@@ -63,17 +63,17 @@ def _exchanges(how: Recipe) -> bool:
 
 
 def _by_parts(x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe) -> Tensor:
-    (x, weight, bias), cut, put = parts(x, weight, bias)
+    (x, weight, bias), cut, put = local_arguments(x, weight, bias)
     return put(_Linear.apply(x, weight, bias, how, cut))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, cut: Cut) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, cut: ShardedGroups) -> Tensor:
         rows = _matrix(x)
         y, seen = output(rows, weight, bias, how, cut)
         # Where the input's codes serve the weight's gradient too they are kept, a byte an element, not the input.
-        kept = seen if isinstance(seen, Quantized) and _serves_twice(how) else None
+        kept = seen if isinstance(seen, QuantizedOperand) and _serves_twice(how) else None
         ctx.how, ctx.cut, ctx.x_shape = how, cut, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.kept = None if kept is None else (kept.spec, kept.shape)
@@ -91,19 +91,19 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, scale, weight = ctx.saved_tensors
         g = _matrix(gradient)
-        seen = x if ctx.kept is None else Quantized(Parts(x, scale), *ctx.kept)
+        seen = x if ctx.kept is None else QuantizedOperand(Parts(x, scale), *ctx.kept)
         grad_x, grad_w, grad_bias = gradients(g, seen, weight, ctx.how, ctx.needs_input_grad[:3], ctx.dtypes, ctx.cut)
         return None if grad_x is None else grad_x.reshape(ctx.x_shape), grad_w, grad_bias, None, None
 
 
 def _matrix(x: Tensor) -> Tensor:
     """x [.., K] as [M, K], K = 0 included."""
-    return waited(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return wait_tensor(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def output(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, cut: Cut = WHOLE
-) -> tuple[Tensor, Tensor | Quantized]:
+    rows: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, cut: ShardedGroups = WHOLE
+) -> tuple[Tensor, Tensor | QuantizedOperand]:
     """rows [M, K] · weightᵀ + bias in the dtype of rows, and rows as the product saw them."""
     with _no_autocast(rows):
         a, b = _operands(rows, weight, how.output, how.seed, _OUTPUT, (cut.input, cut.weight))
@@ -114,8 +114,8 @@ def output(
 
 
 def gradients(
-    g: Tensor, x: Tensor | Quantized, weight: Tensor, how: Recipe, wanted: Sequence[bool],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], cut: Cut = WHOLE,
+    g: Tensor, x: Tensor | QuantizedOperand, weight: Tensor, how: Recipe, wanted: Sequence[bool],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], cut: ShardedGroups = WHOLE,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of input, weight and bias that are wanted, in those dtypes, from the output's, g [M, N].
 
@@ -127,30 +127,32 @@ def gradients(
         if wanted[1]:
             grad_w = _grad_weight(g, x, how, dtypes[1], cut)
         if wanted[2]:
-            grad_bias = g.sum(0, dtype=wide(g.dtype)).to(dtypes[2])
+            grad_bias = g.sum(0, dtype=wide_dtype(g.dtype)).to(dtypes[2])
     return grad_x, grad_w, grad_bias
 
 
-def _grad_input(g: Tensor, weight: Tensor, how: Recipe, cut: Cut) -> Tensor:
+def _grad_input(g: Tensor, weight: Tensor, how: Recipe, cut: ShardedGroups) -> Tensor:
     """g · w, in float32 or g's dtype."""
     gemm = how.grad_input
     if isinstance(gemm.b, str):
-        w = operand(weight, how.output.b, how.seed, _OUTPUT[1], 0, cut.weight)
-        a = operand(g, gemm.a, how.seed, _GRAD_INPUT[0], 0, cut.gradient)
+        w = quantize_operand(weight, how.output.b, how.seed, _OUTPUT[1], 0, cut.weight)
+        a = quantize_operand(g, gemm.a, how.seed, _GRAD_INPUT[0], 0, cut.gradient)
         return matmul(a, _value(w, g.dtype).t(), g.dtype)
     return matmul(*_operands(g, weight.t(), gemm, how.seed, _GRAD_INPUT, (cut.gradient, cut.weight)), g.dtype)
 
 
-def _grad_weight(g: Tensor, x: Tensor | Quantized, how: Recipe, dtype: torch.dtype, cut: Cut) -> Tensor:
+def _grad_weight(
+    g: Tensor, x: Tensor | QuantizedOperand, how: Recipe, dtype: torch.dtype, cut: ShardedGroups
+) -> Tensor:
     """gᵀ · x in ``dtype``. x: the input, or its codes as the output's product saw them."""
     gemm = how.grad_weight
     again = () if _serves_twice(how) else cut.input  # codes that were kept are not chosen anew on any rank
     if isinstance(x, Tensor) and not isinstance(gemm.b, str):
         a, b = _operands(g.t(), x.t(), gemm, how.seed, _GRAD_WEIGHT, (cut.gradient, again))
     else:
-        a, b = operand(g.t(), gemm.a, how.seed, _GRAD_WEIGHT[0], 0, cut.gradient), x
+        a, b = quantize_operand(g.t(), gemm.a, how.seed, _GRAD_WEIGHT[0], 0, cut.gradient), x
         if isinstance(gemm.b, str):
-            seen = operand(x, how.output.a, how.seed, _OUTPUT[0], 0, again) if isinstance(x, Tensor) else x
+            seen = quantize_operand(x, how.output.a, how.seed, _OUTPUT[0], 0, again) if isinstance(x, Tensor) else x
             b = _value(seen, g.dtype)
         b = b.t()
     return matmul(a, b, dtype if gemm.quantized and not isinstance(gemm.b, str) else g.dtype).to(dtype)
@@ -160,7 +162,7 @@ def _operands(a: Tensor, b: Tensor, gemm: Any, seed: int, salts: tuple[int, int]
     """Both sides of a product; as they are where one is empty, because the other might be padded."""
     full = a.numel() and b.numel()
     one, two = (
-        operand(t, side, seed, salt, gemm.hadamard, groups) if full or not t.numel() else t
+        quantize_operand(t, side, seed, salt, gemm.hadamard, groups) if full or not t.numel() else t
         for t, side, salt, groups in zip((a, b), (gemm.a, gemm.b), salts, over, strict=True)
     )
     return one, two
@@ -180,10 +182,10 @@ def _serves_twice(how: Recipe) -> bool:
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def matmul(a: Tensor | Quantized, b: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+def matmul(a: Tensor | QuantizedOperand, b: Tensor | QuantizedOperand, dtype: torch.dtype) -> Tensor:
     """a · bᵀ. Both quantized: by the table of products, in float32, or in ``dtype`` where hardware rounds. One or none:
     in ``dtype``, on the value of the other."""
-    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
+    if not (isinstance(a, QuantizedOperand) and isinstance(b, QuantizedOperand)):
         return F.linear(_value(a, dtype), _value(b, dtype))
     y = select(case_of(a, b, dtype)).run(a, b, dtype)
     for nan in (a.nan, None if b.nan is None else b.nan.t()):
@@ -191,8 +193,8 @@ def matmul(a: Tensor | Quantized, b: Tensor | Quantized, dtype: torch.dtype) -> 
     return y
 
 
-def _value(x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if isinstance(x, Tensor) else x.value(wide(dtype)).to(dtype)
+def _value(x: Tensor | QuantizedOperand, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if isinstance(x, Tensor) else x.value(wide_dtype(dtype)).to(dtype)
 
 
 def cast(x: Tensor) -> Tensor:

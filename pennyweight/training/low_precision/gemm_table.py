@@ -19,7 +19,7 @@ from ...core.spec import QuantSpec
 from ...kernels.torch_int8 import int_mm_saturates
 
 
-class Quantized(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """A matrix [rows, contracted] as parts. nan: [rows, 1] or [1, 1], 0 or NaN for those rows that had NaN or inf.
     dense: the codes are its value already."""
 
@@ -36,10 +36,10 @@ class Quantized(NamedTuple):
         x = dequantize(self.parts, self.spec, self.shape, dtype)
         return x if self.nan is None else x + self.nan.to(dtype)
 
-    def t(self) -> Quantized:
+    def t(self) -> QuantizedOperand:
         """The transposed matrix, of one that has a scale for all."""
         codes, scale = self.parts.codes.t().contiguous(), self.parts.scale.t()
-        return Quantized(Parts(codes, scale), self.spec, (self.shape[1], self.shape[0]), self.nan)
+        return QuantizedOperand(Parts(codes, scale), self.spec, (self.shape[1], self.shape[0]), self.nan)
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Product:
     """
 
     name: str
-    run: Callable[[Quantized, Quantized, torch.dtype], Tensor]
+    run: Callable[[QuantizedOperand, QuantizedOperand, torch.dtype], Tensor]
     accepts: Callable[[Case], bool | str]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """What is computed in."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
@@ -85,7 +85,7 @@ def _both_plain(case: Case) -> bool | str:
     return True
 
 
-def _scaled(y: Tensor, a: Quantized, b: Quantized) -> Tensor:
+def _scaled(y: Tensor, a: QuantizedOperand, b: QuantizedOperand) -> Tensor:
     """Scales [rows, 1] or [1, 1] on the sums of codes."""
     return y * a.parts.scale.to(y.dtype) * b.parts.scale.to(y.dtype).t()
 
@@ -93,15 +93,15 @@ def _scaled(y: Tensor, a: Quantized, b: Quantized) -> Tensor:
 # -- plain rows, on every device ---------------------------------------------------------------------------------------
 
 
-def by_value(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+def by_value(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Tensor:
     """Products of dequantized operands, summed in float32. Those of blocks under powers of two (MX) are exact before
     the sum, up to 24 bits."""
-    return F.linear(a.value(wide(dtype)), b.value(wide(dtype)))
+    return F.linear(a.value(wide_dtype(dtype)), b.value(wide_dtype(dtype)))
 
 
-def by_code(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+def by_code(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Tensor:
     """Products of codes, exact, summed in float32 (of integers exactly up to 2**24); then the scales."""
-    one, two = (q.spec.format.decode(q.parts.codes, wide(dtype)) for q in (a, b))
+    one, two = (q.spec.format.decode(q.parts.codes, wide_dtype(dtype)) for q in (a, b))
     return _scaled(F.linear(one, two), a, b)
 
 
@@ -128,7 +128,7 @@ def _padded(codes: Tensor, rows: int, contracted: int) -> Tensor:
     return F.pad(bytes_, (0, more[0], 0, more[1])).view(codes.dtype)
 
 
-def int_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+def int_mm(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Tensor:
     """``torch._int_mm``: sums exact in int32. On a GPU it wants multiples of 8, and more than 16 rows."""
     one, two = a.parts.codes, b.parts.codes
     if one.device.type != "cpu":
@@ -136,7 +136,7 @@ def int_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     # torch 2.13 misreads strides (1, 1) of a single row; a view of all elements has others
     sums = torch._int_mm(one.reshape(-1).view(one.shape), two.t())
     sums = sums[: a.shape[0], : b.shape[0]]
-    return _scaled(sums.to(wide(dtype)), a, b)
+    return _scaled(sums.to(wide_dtype(dtype)), a, b)
 
 
 def _accepts_int(case: Case) -> bool | str:
@@ -158,7 +158,7 @@ def _accepts_int(case: Case) -> bool | str:
 # -- float8 on GPUs ----------------------------------------------------------------------------------------------------
 
 
-def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+def scaled_mm(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Tensor:
     """``torch._scaled_mm``, on codes padded to multiples of 16. Hopper's units add in fewer bits than float32 has."""
     one, two = _padded(a.parts.codes, 16, 16), _padded(b.parts.codes, 16, 16)
     rows = any(q.parts.scale.numel() > 1 for q in (a, b))
@@ -167,7 +167,7 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     return y[: a.shape[0], : b.shape[0]]
 
 
-def _row_scales(q: Quantized, rows: int) -> Tensor:
+def _row_scales(q: QuantizedOperand, rows: int) -> Tensor:
     scale = q.parts.scale.float().expand(q.shape[0], 1)
     return F.pad(scale, (0, 0, 0, rows - q.shape[0]), value=1.0).contiguous()
 
@@ -206,7 +206,7 @@ PRODUCTS = (
 )
 
 
-def case_of(a: Quantized, b: Quantized, dtype: torch.dtype) -> Case:
+def case_of(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Case:
     """The case that two operands are."""
     shape = (a.shape[0], b.shape[0], a.shape[1])
     return Case(a.spec, b.spec, shape, dtype, a.parts.codes.device.type)
@@ -231,4 +231,15 @@ def explain(case: Case) -> list[tuple[str, str]]:
     return found
 
 
-__all__ = ["PRODUCTS", "Case", "Product", "Quantized", "by_code", "by_value", "case_of", "explain", "select", "wide"]
+__all__ = [
+    "PRODUCTS",
+    "Case",
+    "Product",
+    "QuantizedOperand",
+    "by_code",
+    "by_value",
+    "case_of",
+    "explain",
+    "select",
+    "wide_dtype",
+]

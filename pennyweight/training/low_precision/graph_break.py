@@ -16,9 +16,9 @@ import torch
     reason="ranks have parts of different sizes of a layer, and exchange what the scale of the whole is chosen from; "
     "cut it evenly, or take a recipe whose scales are of rows or blocks"
 )
-def call(run: Callable[..., Any], *args: Any) -> Any:
+def call_outside_graph(run: Callable[..., Any], *args: Any) -> Any:
     """run(*args), in eager mode."""
     return run(*args)
 
 
-__all__ = ["call"]
+__all__ = ["call_outside_graph"]

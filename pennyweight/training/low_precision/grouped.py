@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.distributed.full_tensor import is_spread
+from ...core.distributed.full_tensor import is_dtensor
 from .functional import cast, gradients, linear, output
 from .quantize_operand import LIBRARY
 from .recipes import Recipe, get_recipe
@@ -26,7 +26,7 @@ def grouped_mm(
     in a graph that is inside of one op. Raises ValueError where shapes or ends do not fit, and for DTensors.
     """
     how = get_recipe(recipe)
-    if any(map(is_spread, (x, w, ends, bias))):
+    if any(map(is_dtensor, (x, w, ends, bias))):
         raise ValueError("grouped_mm: multiplies experts that one rank has; hand it x.to_local(), w.to_local()")
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ValueError(f"grouped_mm: x is [T, K] and w [E, K, N], not {[*x.shape]} and {[*w.shape]}")

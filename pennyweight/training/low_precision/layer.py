@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...core.distributed.full_tensor import here
+from ...core.distributed.full_tensor import local_tensor
 from ...core.tensor import AffineQuantizedTensor
 from .functional import linear
 from .recipes import Recipe, get_recipe
@@ -28,7 +28,7 @@ class LowPrecisionLinear(nn.Linear):
         self.recipe = get_recipe(recipe)
 
     def forward(self, input: Tensor) -> Tensor:
-        if isinstance(here(self.weight), AffineQuantizedTensor):
+        if isinstance(local_tensor(self.weight), AffineQuantizedTensor):
             return F.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias, self.recipe)
 

@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import stochastic_rounding
-from ...core.distributed.full_tensor import reduced
+from ...core.distributed.full_tensor import all_reduce
 from ...core.numerics import Parts, quantize
 from ...core.qparams import BY_RANGE, default_rule
 from ...core.spec import QuantSpec
-from .gemm_table import Quantized, wide
+from .gemm_table import QuantizedOperand, wide_dtype
 from .recipes import Operand
 
 _SIGNS = 1 << 16  # tells the random numbers of signs from those of operands
 
 
-def operand(
+def quantize_operand(
     x: Tensor, side: Any, seed: int, salt: int, hadamard: int, over: tuple[str, ...] = ()
-) -> Tensor | Quantized:
+) -> Tensor | QuantizedOperand:
     """A matrix [rows, contracted] as one side of a product: quantized, or as it is where the recipe says None.
 
     over: groups of ranks that have a part of the matrix each. A scale of the whole matrix is then that of all parts.
@@ -48,12 +48,12 @@ def operand(
         # scales, and for int32 products that wrap. Only what is plain is left to it, to fuse.
         leaves = torch.ops.pennyweight.training_operand.default(x, side.key, seed, salt, hadamard, not plain, over)
         if not plain:
-            return Quantized(Parts(leaves[0]), side.spec, shape, dense=True)
+            return QuantizedOperand(Parts(leaves[0]), side.spec, shape, dense=True)
     *parts, nan = leaves
-    return Quantized(_nest(side.spec, list(parts)), side.spec, shape, nan)
+    return QuantizedOperand(_nest(side.spec, list(parts)), side.spec, shape, nan)
 
 
-def turned(x: Tensor, n: int, seed: int) -> Tensor:
+def hadamard_rotated(x: Tensor, n: int, seed: int) -> Tensor:
     """x · D H / √n for each n neighbours of the last axis, padded with zeros to whole ones: D random signs, the same
     everywhere, H Sylvester's Hadamard matrix. Both sides of a product turned so give the same product."""
     x = F.pad(x, (0, -x.shape[-1] % n))
@@ -61,13 +61,15 @@ def turned(x: Tensor, n: int, seed: int) -> Tensor:
     ones = i.unsqueeze(0) & i.unsqueeze(1)  # H[i, j] = -1 to the number of ones that i and j share
     for shift in (16, 8, 4, 2, 1):
         ones = ones ^ (ones >> shift)
-    signs = stochastic_rounding.words((n,), stochastic_rounding.key(seed, _SIGNS), x.device).to(torch.int64) & 1
+    signs = (
+        stochastic_rounding.random_bits((n,), stochastic_rounding.make_key(seed, _SIGNS), x.device).to(torch.int64) & 1
+    )
     matrix = (1 - 2 * (ones & 1)) * (1 - 2 * signs).unsqueeze(1)
     return (x.unflatten(-1, (-1, n)) @ (matrix.to(x.dtype) / n**0.5)).flatten(-2)
 
 
 def _turned_shape(x: Tensor, hadamard: int) -> tuple[int, int]:
-    """Sizes of a matrix after :func:`turned`."""
+    """Sizes of a matrix after :func:`hadamard_rotated`."""
     return x.shape[0], x.shape[1] + (-x.shape[1] % hadamard if hadamard else 0)
 
 
@@ -90,29 +92,29 @@ def _of_whole(t: Tensor, rule: str, nan: Tensor, over: Sequence[str]) -> tuple[T
     """Numbers [1, n] from which a rule chooses as from the parts t of all ranks, and whether any of them has NaN."""
     bad = nan.isnan().any().double()
     if rule == "absmean":
-        sums = reduced(
+        sums = all_reduce(
             torch.stack([t.abs().sum(dtype=torch.float64), t.new_full((), t.numel()).double(), bad]), "sum", over
         )
         return (sums[:1] / sums[1:2]).reshape(1, 1), sums[2]
     ends = torch.stack([-t.amin(), t.amax()]) if t.numel() else t.new_full((2,), -math.inf)
-    low, high, bad = reduced(torch.cat([ends.double().nan_to_num(), bad.reshape(1)]), "max", over).unbind()
+    low, high, bad = all_reduce(torch.cat([ends.double().nan_to_num(), bad.reshape(1)]), "max", over).unbind()
     return torch.stack([-low, high]).to(t.dtype).reshape(1, 2), bad
 
 
 def _quantized(x: Tensor, side: Operand, seed: int, salt: int, hadamard: int, over: Sequence[str] = ()) -> list[Tensor]:
-    """Codes, scales from the outermost in, and nan: see :class:`Quantized`."""
-    floats = x.to(wide(x.dtype))
+    """Codes, scales from the outermost in, and nan: see :class:`QuantizedOperand`."""
+    floats = x.to(wide_dtype(x.dtype))
     low, high = floats.amin(-1, keepdim=True), floats.amax(-1, keepdim=True)
     nan = (low - low) + (high - high)
     if _shares_rows(side.spec):
         nan = nan.sum().reshape(1, 1)
     if hadamard:
-        floats = turned(floats, hadamard, seed)
+        floats = hadamard_rotated(floats, hadamard, seed)
     words = None
     if side.chance:
-        one, two = stochastic_rounding.key(seed, salt)
-        words = stochastic_rounding.words(
-            floats.shape, (stochastic_rounding.digest(x) ^ stochastic_rounding.signed(one), two), x.device
+        one, two = stochastic_rounding.make_key(seed, salt)
+        words = stochastic_rounding.random_bits(
+            floats.shape, (stochastic_rounding.content_key(x) ^ stochastic_rounding.as_int32(one), two), x.device
         )
 
     def of_whole(t: Tensor, rule: str) -> Tensor:
@@ -164,10 +166,12 @@ def _op(x: Tensor, side: str, seed: int, salt: int, hadamard: int, dense: bool, 
     *parts, nan = _quantized(x, how, seed, salt, hadamard, over)
     if not dense:
         return [*parts, nan]
-    return [Quantized(_nest(how.spec, parts), how.spec, _turned_shape(x, hadamard), nan).value(wide(x.dtype))]
+    return [
+        QuantizedOperand(_nest(how.spec, parts), how.spec, _turned_shape(x, hadamard), nan).value(wide_dtype(x.dtype))
+    ]
 
 
 LIBRARY.impl("training_operand", _op, "CompositeExplicitAutograd")
 torch.library.register_fake("pennyweight::training_operand", _op, lib=LIBRARY)
 
-__all__ = ["operand", "rule_of_whole", "turned"]
+__all__ = ["hadamard_rotated", "quantize_operand", "rule_of_whole"]

@@ -13,7 +13,7 @@ from ...core.spec import QuantSpec
 from ...kernels.activation import static_params
 
 
-class Range(torch.autograd.Function):
+class ClampSTE(torch.autograd.Function):
     """x within the range of a static activation.
 
     quantizes  whether the value is quantized; else it is x itself, for a kernel that quantizes it
@@ -35,14 +35,16 @@ class Range(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, scale, zero_point = ctx.saved_tensors
-        inside, slope, factor = slopes(x, scale, zero_point, ctx.spec)
+        inside, slope, factor = clamp_gradients(x, scale, zero_point, ctx.spec)
         found = None
         if ctx.needs_input_grad[1]:
             found = ((grad.float() * slope).sum() * factor).reshape(scale.shape).to(scale.dtype)
         return (grad * inside).to(x.dtype), found, None, None, None
 
 
-def slopes(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> tuple[Tensor, Tensor, float]:
+def clamp_gradients(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec
+) -> tuple[Tensor, Tensor, float]:
     """(d/dx, d/dscale, factor of the scale's gradient) of quantized x."""
     f, s, z = spec.format, scale.float(), 0.0 if zero_point is None else zero_point.float()
     u = x.detach().float() / s
@@ -54,10 +56,10 @@ def slopes(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec)
     return inside.to(x.dtype), number - inside * u, 1 / math.sqrt(x.shape[-1] * max(abs(f.lo), abs(f.hi)))
 
 
-def ranged(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Tensor:
-    """As :class:`Range` with a quantized value, in operations that a trace can hold."""
+def clamp_ste(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Tensor:
+    """As :class:`ClampSTE` with a quantized value, in operations that a trace can hold."""
     with torch.no_grad():
-        inside, slope, factor = slopes(x, scale, zero_point, spec)
+        inside, slope, factor = clamp_gradients(x, scale, zero_point, spec)
         parts = quantize(x, spec, params=static_params(x, scale.detach(), zero_point))
         y = dequantize(parts, spec, x.shape, x.dtype)
     return y + (x - x.detach()) * inside + (slope * ((scale - scale.detach()) * factor)).to(x.dtype)

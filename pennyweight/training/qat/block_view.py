@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import blocks
-from ...core.numerics import ordered, unordered
+from ...core.numerics import permute_last_axis, unpermute_last_axis
 from ...core.spec import QuantSpec
 
 
-class Frame:
+class BlockView:
     """Of weights of one shape.
 
     shape       of the parameter, as its module has it
@@ -34,11 +34,11 @@ class Frame:
 
     def view(self, x: Tensor) -> Tensor:
         """The parameter as [g0, b0, g1, b1, ..]; padding repeats the last entries, as where codes are made."""
-        return blocks.split(blocks.pad(ordered(self.flip(x), self.perm), self.spec.block), self.counts)
+        return blocks.split(blocks.pad(permute_last_axis(self.flip(x), self.perm), self.spec.block), self.counts)
 
     def zero_padded(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """The parameter in stored order, padded with zeros to ``sizes``."""
-        y = ordered(self.flip(x), self.perm)
+        y = permute_last_axis(self.flip(x), self.perm)
         short = [m - n for n, m in zip(y.shape, sizes, strict=True)]
         return F.pad(y, [v for s in reversed(short) for v in (0, s)]) if any(short) else y
 
@@ -55,7 +55,7 @@ class Frame:
         """From the stored axes, padded."""
         for axis, n in enumerate(self.shape):
             x = x.narrow(axis, 0, n)
-        return self.flip(unordered(x, self.perm))
+        return self.flip(unpermute_last_axis(x, self.perm))
 
     def spread(self, part: Tensor) -> Tensor:
         """One number a block as one an element."""

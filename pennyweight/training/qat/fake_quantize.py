@@ -25,13 +25,13 @@ from ...quantize.configs import AOBaseConfig
 from ...quantize.parameters import Site
 from ...quantize.pipeline import quantize_weight, static_parts
 from ...quantize.scheme import Scheme
-from .block_view import Frame
+from .block_view import BlockView
 
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Fake:
+class FakeQuantizer:
     """What a parameter will be.
 
     config   it was prepared with; site, scheme, layout: as the plan has them
@@ -63,11 +63,11 @@ class Fake:
     def weight_learned(self) -> tuple[str, ...]:
         return tuple(name for name in self.learned if not name.startswith("act_"))
 
-    def frame(self, x: Tensor, tensors: Tensors) -> Frame:
-        return Frame(self.spec, x.shape, self.site.transposed, tensors.get("perm"))
+    def frame(self, x: Tensor, tensors: Tensors) -> BlockView:
+        return BlockView(self.spec, x.shape, self.site.transposed, tensors.get("perm"))
 
 
-def ends(spec: QuantSpec) -> tuple[float, float]:
+def format_range(spec: QuantSpec) -> tuple[float, float]:
     """How far numbers of a spec reach: half a step beyond the last ones, where the nearest is still the last."""
     f = spec.format
     if f.kind == "learned":
@@ -82,18 +82,18 @@ def ends(spec: QuantSpec) -> tuple[float, float]:
 # -- parts that are held ---------------------------------------------------------------------------------------------
 
 
-def flat(parts: Parts, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def flatten_parts(parts: Parts, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """All parts but the codes, under names; parts of a part that is quantized itself under its name and theirs."""
     for slot, part in zip(SLOTS, parts, strict=True):
         if isinstance(part, Parts):
             yield f"{prefix}{slot}_codes", part.codes
-            yield from flat(part, f"{prefix}{slot}_")
+            yield from flatten_parts(part, f"{prefix}{slot}_")
         elif part is not None and slot != "codes":
             yield prefix + slot, part
 
 
 def _nested(tensors: Tensors, codes: Tensor | None = None) -> Parts:
-    """Inverse of :func:`flat`."""
+    """Inverse of :func:`flatten_parts`."""
     parts: dict[str, Any] = {"codes": codes}
     for slot in SLOTS[1:]:
         inner = {n.removeprefix(f"{slot}_"): t for n, t in tensors.items() if n.startswith(f"{slot}_")}
@@ -104,7 +104,7 @@ def _nested(tensors: Tensors, codes: Tensor | None = None) -> Parts:
     return Parts(**parts)
 
 
-def as_stored(fake: Fake, tensors: Tensors) -> dict[str, Tensor]:
+def round_as_stored(fake: FakeQuantizer, tensors: Tensors) -> dict[str, Tensor]:
     """Held parts as the quantized weight will store them; learned ones are kept in float32 until then."""
     spec, out = fake.spec, dict(tensors)
     for name in fake.learned:
@@ -121,9 +121,9 @@ def as_stored(fake: Fake, tensors: Tensors) -> dict[str, Tensor]:
     return out
 
 
-def _held(fake: Fake, frame: Frame, tensors: Tensors) -> tuple[Parts, Params]:
+def _held(fake: FakeQuantizer, frame: BlockView, tensors: Tensors) -> tuple[Parts, Params]:
     """Parts without codes, and the numbers that they stand for."""
-    spec, parts = fake.spec, _nested(as_stored(fake, tensors))
+    spec, parts = fake.spec, _nested(round_as_stored(fake, tensors))
     scale, offset = (
         dequantize(part, kind, frame.counts) if isinstance(kind, QuantSpec) else part
         for part, kind in ((parts.scale, spec.scale), (parts.offset, spec.offset))
@@ -131,7 +131,7 @@ def _held(fake: Fake, frame: Frame, tensors: Tensors) -> tuple[Parts, Params]:
     return parts, Params(scale, parts.zero_point, offset, parts.table)
 
 
-def held_parts(fake: Fake, x: Tensor, tensors: Tensors) -> Parts:
+def held_parts(fake: FakeQuantizer, x: Tensor, tensors: Tensors) -> Parts:
     """Plain parts of a latent weight under those that are held."""
     frame = fake.frame(x, tensors)
     parts, params = _held(fake, frame, tensors)
@@ -142,7 +142,7 @@ def held_parts(fake: Fake, x: Tensor, tensors: Tensors) -> Parts:
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
-def weigh(fake: Fake, x: Tensor, tensors: Tensors, act: bool = True) -> AffineQuantizedTensor:
+def quantized_weight(fake: FakeQuantizer, x: Tensor, tensors: Tensors, act: bool = True) -> AffineQuantizedTensor:
     """The quantized weight of a latent one, in its kernel's layout: what ``quantize_`` would put in its place.
 
     act  whether it says how its input is quantized. Raises ValueError where the weight holds NaN or inf.
@@ -161,16 +161,16 @@ def weigh(fake: Fake, x: Tensor, tensors: Tensors, act: bool = True) -> AffineQu
     return w.transpose(-2, -1) if fake.site.transposed else w  # type: ignore[return-value]
 
 
-def value(fake: Fake, x: Tensor, tensors: Tensors) -> Tensor:
-    """As :func:`weigh`, as a float tensor with a gradient, in operations that a trace can hold.
+def fake_quantized_weight(fake: FakeQuantizer, x: Tensor, tensors: Tensors) -> Tensor:
+    """As :func:`quantized_weight`, as a float tensor with a gradient, in operations that a trace can hold.
 
-    What is added to the value is zero; its derivative is that of :class:`Weigh`.
+    What is added to the value is zero; its derivative is that of :class:`QuantizeWeight`.
     """
     spec, frame = fake.spec, fake.frame(x, tensors)
     with torch.no_grad():
         if fake.holds:
             parts = held_parts(fake, x, tensors)
-            slope = slopes(fake, x, tensors, parts)
+            slope = weight_gradients(fake, x, tensors, parts)
             w = frame.back_flat(_dequantized(parts, spec, frame, x.dtype))
         else:
             parts, slope = quantize(frame.flip(x), spec, fake.scheme.rule, fake.scheme.eps), None
@@ -189,7 +189,7 @@ def value(fake: Fake, x: Tensor, tensors: Tensors) -> Tensor:
     return w
 
 
-def _dequantized(parts: Parts, spec: QuantSpec, frame: Frame, dtype: torch.dtype) -> Tensor:
+def _dequantized(parts: Parts, spec: QuantSpec, frame: BlockView, dtype: torch.dtype) -> Tensor:
     """In stored order, padded."""
     return dequantize(parts._replace(perm=None), spec, frame.padded, dtype)
 
@@ -197,7 +197,7 @@ def _dequantized(parts: Parts, spec: QuantSpec, frame: Frame, dtype: torch.dtype
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
-class Slopes(NamedTuple):
+class WeightGradients(NamedTuple):
     """Derivatives of a fake-quantized weight, an element each, in the order and shape of the latent weight.
 
     inside  to the latent weight: 1 within the range, 0 where it clips
@@ -210,7 +210,7 @@ class Slopes(NamedTuple):
     factor: float
 
 
-def slopes(fake: Fake, x: Tensor, tensors: Tensors, parts: Parts) -> Slopes:
+def weight_gradients(fake: FakeQuantizer, x: Tensor, tensors: Tensors, parts: Parts) -> WeightGradients:
     """With number n, scale s, offset o and u = (x - o) / s the value is n s + o, and
 
     d/dx = inside,  d/ds = n - inside u,  d/do = 1 - inside,  d/dz = -s (1 - inside),  d/dn = s
@@ -239,30 +239,30 @@ def slopes(fake: Fake, x: Tensor, tensors: Tensors, parts: Parts) -> Slopes:
     reach = 1.0 if p.table is not None else float(max(abs(f.lo - spec.mid), abs(f.hi - spec.mid)))
     count = x.numel() // 2**f.bits if p.table is not None else math.prod(blocks.resolve(spec.block, frame.shape))
     found = {name: frame.back(ways[name]) for name in fake.weight_learned}
-    return Slopes(frame.back(inside), found, 1 / math.sqrt(max(1.0, count * reach)))
+    return WeightGradients(frame.back(inside), found, 1 / math.sqrt(max(1.0, count * reach)))
 
 
-class Weigh(torch.autograd.Function):
+class QuantizeWeight(torch.autograd.Function):
     """latent weight, held parts -> quantized weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fake: Fake, fixed: Tensors, act: bool, *learnt: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fake: FakeQuantizer, fixed: Tensors, act: bool, *learnt: Tensor) -> Tensor:
         tensors = {**fixed, **dict(zip(fake.weight_learned, learnt, strict=True))}
-        w = weigh(fake, x, tensors, act)
+        w = quantized_weight(fake, x, tensors, act)
         ctx.fake, ctx.fixed, ctx.dtype = fake, fixed, x.dtype
         ctx.save_for_backward(*((x, *learnt) if fake.holds else ()))
         return w
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        fake: Fake = ctx.fake
+        fake: FakeQuantizer = ctx.fake
         if not fake.holds:
             return grad.to(ctx.dtype), None, None, None
         x, *learnt = ctx.saved_tensors
         grad = grad.to_dense() if grad.is_sparse else grad
         tensors = {**ctx.fixed, **dict(zip(fake.weight_learned, learnt, strict=True))}
         parts, frame = held_parts(fake, x, tensors), fake.frame(x, tensors)
-        slope = slopes(fake, x, tensors, parts)
+        slope = weight_gradients(fake, x, tensors, parts)
         grads = []
         for name, tensor in zip(fake.weight_learned, learnt, strict=True):
             each = grad.float() * slope.parts[name]
@@ -271,7 +271,7 @@ class Weigh(torch.autograd.Function):
         return (grad * slope.inside).to(ctx.dtype), None, None, None, *grads
 
 
-def _by_number(grad: Tensor, parts: Parts, frame: Frame, table: Tensor) -> Tensor:
+def _by_number(grad: Tensor, parts: Parts, frame: BlockView, table: Tensor) -> Tensor:
     """Sums over the elements that have a number, [codes, dim]."""
     entries, dim = table.shape
     rows = frame.zero_padded(grad, (*frame.codes_shape[:-1], frame.codes_shape[-1] * dim)).reshape(-1, dim)

@@ -33,7 +33,7 @@ def begin_(model: nn.Module, start: int) -> None:
         _end_delay(model)
         model.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device="cpu"))
         enable_fake_quant(model, False)
-        hook = Delay(start)
+        hook = DelayedStart(start)
         model.__dict__["_fake_quant_delay"] = model.register_forward_pre_hook(hook)
 
 
@@ -58,7 +58,7 @@ def _end_delay(model: nn.Module) -> None:
         del model._buffers[STEP]
 
 
-class Delay:
+class DelayedStart:
     """Counts a model's forward passes in training mode, and switches fake quantization on after ``start`` of them."""
 
     def __init__(self, start: int) -> None:

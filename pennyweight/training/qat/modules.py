@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ...core.numerics import dequantize, fake_quantize, quantize
 from ...kernels.activation import autocast_dtype
-from .act_ste import Range, ranged
-from .fake_quantize import Fake, Weigh, value
+from .act_ste import ClampSTE, clamp_ste
+from .fake_quantize import FakeQuantizer, QuantizeWeight, fake_quantized_weight
 from .linear import Addmm, Linear
 
 
@@ -30,7 +30,7 @@ class FakeQuantized(nn.Module):
     """
 
     plain: type[nn.Module]  # the class before
-    fake_quantized: dict[str, Fake]
+    fake_quantized: dict[str, FakeQuantizer]
     fake_quant_enabled: bool
 
     def held(self, param: str) -> dict[str, Tensor]:
@@ -41,11 +41,11 @@ class FakeQuantized(nn.Module):
         """The quantized weight, which passes its gradient on to the latent one."""
         fake, tensors = self.fake_quantized[param], self.held(param)
         learnt = [tensors.pop(name) for name in fake.weight_learned]
-        return Weigh.apply(getattr(self, param), fake, tensors, act, *learnt)
+        return QuantizeWeight.apply(getattr(self, param), fake, tensors, act, *learnt)
 
     def traced(self, param: str = "weight") -> Tensor:
         """As :meth:`weighed`, as a float tensor."""
-        return value(self.fake_quantized[param], getattr(self, param), self.held(param))
+        return fake_quantized_weight(self.fake_quantized[param], getattr(self, param), self.held(param))
 
     def _static(self, param: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scale and zero point of a static activation."""
@@ -60,7 +60,7 @@ class FakeQuantized(nn.Module):
         act = self.fake_quantized[param].scheme.act
         if act is None or act.mode == "dynamic":
             return x
-        return Range.apply(x, *self._static(param, x), act.spec, False)
+        return ClampSTE.apply(x, *self._static(param, x), act.spec, False)
 
     def input(self, x: Tensor, param: str = "weight") -> Tensor:
         """The input as the op sees it."""
@@ -69,8 +69,8 @@ class FakeQuantized(nn.Module):
             return x
         if act.mode == "static":
             if torch.compiler.is_compiling():
-                return ranged(x, *self._static(param, x), act.spec)
-            return Range.apply(x, *self._static(param, x), act.spec, True)
+                return clamp_ste(x, *self._static(param, x), act.spec)
+            return ClampSTE.apply(x, *self._static(param, x), act.spec, True)
         if torch.compiler.is_compiling():
             with torch.no_grad():
                 y = dequantize(quantize(x, act.spec, act.rule, act.eps), act.spec, x.shape, x.dtype)
@@ -91,7 +91,7 @@ class FakeQuantized(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return blank, (self.plain,), dict(self.__dict__)
+        return unpickle_module, (self.plain,), dict(self.__dict__)
 
     def extra_repr(self) -> str:
         fakes = ", ".join(f"{name}={fake.scheme}" for name, fake in self.fake_quantized.items())
@@ -268,7 +268,7 @@ FORWARDS: dict[str, type[FakeQuantized]] = {
 
 
 @lru_cache(maxsize=1024)
-def faked(kind: type[nn.Module]) -> type[FakeQuantized]:
+def fake_quantized_class(kind: type[nn.Module]) -> type[FakeQuantized]:
     """The class that a module of that one has while it is prepared."""
     over: type[FakeQuantized] = _Shadowed
     for base in kind.__mro__:
@@ -281,17 +281,19 @@ def faked(kind: type[nn.Module]) -> type[FakeQuantized]:
     return type(f"FakeQuantized{kind.__name__}", (over, kind), {"plain": kind, "__module__": __name__})
 
 
-def blank(kind: type[nn.Module]) -> FakeQuantized:
+def unpickle_module(kind: type[nn.Module]) -> FakeQuantized:
     """An instance without state: what pickles begin with."""
-    cls = faked(kind)
+    cls = fake_quantized_class(kind)
     return cls.__new__(cls)
 
 
-def fake_(module: Any, param: str = "", fake: Fake | None = None, tensors: Mapping[str, Tensor] | None = None) -> None:
+def fake_(
+    module: Any, param: str = "", fake: FakeQuantizer | None = None, tensors: Mapping[str, Tensor] | None = None
+) -> None:
     """Prepare one parameter of a module; ``tensors`` are held beside it, those that are learned as parameters. Without
     one: for what it reads off others."""
     if not isinstance(module, FakeQuantized):
-        module.__class__ = faked(type(module))
+        module.__class__ = fake_quantized_class(type(module))
     if "fake_quantized" not in module.__dict__:
         module.fake_quantized, module.fake_quant_enabled = {}, True
     if fake is not None:

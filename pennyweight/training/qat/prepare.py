@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.qparams import default_rule
-from ...core.rounding_interval import into_cells
+from ...core.rounding_interval import clamp_to_interval
 from ...core.spec import QuantSpec
 from ...core.tensor import SLOTS, AffineQuantizedTensor
 from ...kernels.table import case_of, select
@@ -23,9 +23,9 @@ from ...quantize.plan import PlanRow, plan
 from ...quantize.report import Report, Row
 from ...quantize.scheme import Scheme
 from .config import LEARN, QATConfig
-from .fake_quantize import Fake, Tensors, ends, flat, held_parts, weigh
+from .fake_quantize import FakeQuantizer, Tensors, flatten_parts, format_range, held_parts, quantized_weight
 from .module_patches import begin_, end_
-from .modules import FakeQuantized, fake_, fake_modules, faked, unfake_
+from .modules import FakeQuantized, fake_, fake_modules, fake_quantized_class, unfake_
 
 
 class TargetError(PlanError):
@@ -113,7 +113,9 @@ def _put(
     stored: Any = w.transpose(-2, -1) if row.site.transposed else w
     parts = stored.to_layout("plain").plain_parts()
     tensors, learned, notes = _held(row, parts, config.learn, solved)
-    fake = Fake(base, row.site, row.scheme, row.layout, tuple(tensors), tuple(learned), ends(row.scheme.weight))
+    fake = FakeQuantizer(
+        base, row.site, row.scheme, row.layout, tuple(tensors), tuple(learned), format_range(row.scheme.weight)
+    )
     if solved:
         latent.data.copy_(_into_cells(fake, latent.detach(), stored, tensors))
         lost = int((~_same(fake, latent.detach(), tensors, parts)).sum())
@@ -132,7 +134,7 @@ def _held(row: PlanRow, parts: Parts, learn: str, solved: bool) -> tuple[dict[st
     assert row.scheme is not None
     spec, asked = row.scheme.weight, LEARN[learn]
     hold = solved or spec.format.kind == "learned" or any(_learnable(spec, name) for name in asked)
-    tensors = dict(flat(parts._replace(act_scale=None, act_zero_point=None))) if hold else {}
+    tensors = dict(flatten_parts(parts._replace(act_scale=None, act_zero_point=None))) if hold else {}
     learned, notes = [name for name in asked if name in tensors], []
     if "act_scale" in asked and parts.act_scale is not None:
         if all(_plainly_called(place.module) for place in row.places):
@@ -154,10 +156,10 @@ def _learnable(spec: QuantSpec, name: str) -> bool:
 def _plainly_called(module: nn.Module) -> bool:
     """Whether its forward is one that sees the input of its weight."""
     kind = type(module)
-    return hasattr(kind if issubclass(kind, FakeQuantized) else faked(kind), "input_is_seen")
+    return hasattr(kind if issubclass(kind, FakeQuantized) else fake_quantized_class(kind), "input_is_seen")
 
 
-def _same(fake: Fake, x: Tensor, tensors: Tensors, parts: Parts) -> Tensor:
+def _same(fake: FakeQuantizer, x: Tensor, tensors: Tensors, parts: Parts) -> Tensor:
     """Whether codes of a latent weight stand for the numbers of ``parts``; floats have two zeros."""
     codes, f = held_parts(fake, x, tensors).codes, fake.spec.format
     if f.kind == "learned":
@@ -165,7 +167,7 @@ def _same(fake: Fake, x: Tensor, tensors: Tensors, parts: Parts) -> Tensor:
     return f.decode(codes, torch.float32) == f.decode(parts.codes, torch.float32)
 
 
-def _into_cells(fake: Fake, x: Tensor, w: AffineQuantizedTensor, tensors: Tensors) -> Tensor:
+def _into_cells(fake: FakeQuantizer, x: Tensor, w: AffineQuantizedTensor, tensors: Tensors) -> Tensor:
     """The float weight, moved to where each element has the code that w has; within the range of the codes."""
     spec, frame = fake.spec, fake.frame(x, tensors)
     parts = w.to_layout("plain").plain_parts()
@@ -189,7 +191,7 @@ def _into_cells(fake: Fake, x: Tensor, w: AffineQuantizedTensor, tensors: Tensor
     # What lies beyond the range would get no gradient; no element needs to be there.
     near = torch.minimum(torch.maximum(x.float(), exact - 0.45 * step * size), exact + 0.45 * step * size)
     start = torch.where(same(x.float()), near, x.float())
-    return into_cells(start, exact, step * size, same).to(x.dtype)
+    return clamp_to_interval(start, exact, step * size, same).to(x.dtype)
 
 
 # -- convert ---------------------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def _convert(model: nn.Module, config: QATConfig, options: dict[str, Any]) -> Re
                 if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
                     raise PlanError(f"{name}: its {part} is not finite; the training diverged")
             try:
-                w = weigh(fake, latent, module.held(param))
+                w = quantized_weight(fake, latent, module.held(param))
             except ValueError as error:
                 raise PlanError(str(error)) from error
             w = w if device is None else w.to(device)
@@ -258,7 +260,7 @@ def _replace(module: Any, param: str, value: Tensor) -> None:
         setattr(module, param, value.data)
 
 
-def _same_target(name: str, fake: Fake, config: AOBaseConfig | None, policy: str) -> None:
+def _same_target(name: str, fake: FakeQuantizer, config: AOBaseConfig | None, policy: str) -> None:
     """Raise PlanError where a model is to become something else than it was prepared for."""
     if config is None or config == fake.config:
         return

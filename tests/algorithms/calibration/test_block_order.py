@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor, nn
 
-from pennyweight.algorithms.calibration.block_order import Segment, quiet, segments
+from pennyweight.algorithms.calibration.block_order import CalibrationSegment, calibration_segments, inference_mode
 from tests.algorithms.models import bert, linear_weights, t5
 from tests.algorithms.models import deep_mlp as mlp
 from tests.algorithms.models import padded_tokens as tokens
 from tests.algorithms.models import small_llama as llama
 
 
-def found(model: nn.Module, batch: object) -> list[Segment]:
-    with quiet(model):
-        return segments(model, linear_weights(model), batch)
+def found(model: nn.Module, batch: object) -> list[CalibrationSegment]:
+    with inference_mode(model):
+        return calibration_segments(model, linear_weights(model), batch)
 
 
 def chains(model: nn.Module, batch: object) -> list[list[str]]:
@@ -24,7 +24,7 @@ def test_a_decoder() -> None:
     layers, head = found(model, tokens(1)[0])
     assert [name for name, _ in layers.blocks] == ["model.layers.0", "model.layers.1"]
     assert len(layers.sites[0]) == len(layers.sites[1]) == 7
-    assert head == Segment([["lm_head.weight"]])
+    assert head == CalibrationSegment([["lm_head.weight"]])
 
 
 def test_an_encoder() -> None:
@@ -39,7 +39,7 @@ def test_an_encoder_and_a_decoder() -> None:
     encoder, decoder, head = found(model, batch)
     assert [name for name, _ in encoder.blocks] == ["encoder.block.0", "encoder.block.1"]
     assert [name for name, _ in decoder.blocks] == ["decoder.block.0", "decoder.block.1"]
-    assert head == Segment([["lm_head.weight"]])
+    assert head == CalibrationSegment([["lm_head.weight"]])
     named = {n for s in (encoder, decoder, head) for names in s.sites for n in names}
     assert named == set(linear_weights(model).values())
 
@@ -119,7 +119,7 @@ def test_the_model_is_left_as_it_was() -> None:
     model.config.use_cache = True
     modes = {n: m.training for n, m in model.named_modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
-    with quiet(model):
+    with inference_mode(model):
         assert not model.training
         assert not model.config.use_cache
     assert {n: m.training for n, m in model.named_modules()} == modes

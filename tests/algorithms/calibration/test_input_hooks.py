@@ -9,14 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from pennyweight.algorithms.calibration.block_order import quiet
-from pennyweight.algorithms.calibration.input_hooks import Watch
+from pennyweight.algorithms.calibration.block_order import inference_mode
+from pennyweight.algorithms.calibration.input_hooks import InputHooks
 
 
 def watched(weights: dict[str, Tensor], run: Any, mask: Tensor | None = None) -> dict[str, list[Tensor]]:
     """Inputs by name."""
     seen: dict[str, list[Tensor]] = {name: [] for name in weights}
-    with torch.no_grad(), Watch({id(w): name for name, w in weights.items()}, lambda n, x: seen[n].append(x), mask):
+    with (
+        torch.no_grad(),
+        InputHooks({id(w): name for name, w in weights.items()}, lambda n, x: seen[n].append(x), mask),
+    ):
         run()
     return seen
 
@@ -85,7 +88,7 @@ def test_an_input_without_a_batch() -> None:
 def test_attention(batch_first: bool) -> None:
     attention, x = nn.MultiheadAttention(8, 2, batch_first=batch_first), torch.randn(2, 5, 8)
     weights = {"in": attention.in_proj_weight, "out": attention.out_proj.weight}
-    with quiet(attention):
+    with inference_mode(attention):
         seen = watched(weights, lambda: attention(x, x, x))
         plain = attention(x, x, x)[0]
     (given,), (mixed,) = seen["in"], seen["out"]
@@ -99,7 +102,7 @@ def test_attention_is_not_changed_by_being_watched() -> None:
     x = torch.randn(2, 5, 8)
     names = {n: p for n, p in encoder.named_parameters() if p.ndim == 2}
     out: list[Tensor] = []
-    with quiet(encoder):
+    with inference_mode(encoder):
         seen = watched(names, lambda: out.append(encoder(x)))
         assert torch.equal(out[0], encoder(x))
     assert {name: len(xs) for name, xs in seen.items()} == dict.fromkeys(names, 1)
@@ -109,7 +112,7 @@ def test_attention_with_keys_of_another_width() -> None:
     attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True)
     q, k, v = torch.randn(2, 5, 8), torch.randn(2, 7, 6), torch.randn(2, 7, 4)
     weights = {n: getattr(attention, f"{n}_proj_weight") for n in "qkv"}
-    with quiet(attention):
+    with inference_mode(attention):
         seen = watched(weights, lambda: attention(q, k, v))
     assert {n: tuple(x[0].shape) for n, x in seen.items()} == {"q": (1, 10, 8), "k": (1, 14, 6), "v": (1, 14, 4)}
 
@@ -135,6 +138,6 @@ def test_masked_tokens_are_left_out() -> None:
 
 def test_unfolding_can_be_left_to_others() -> None:
     layer, x, seen = nn.Conv2d(3, 5, 3, padding=1), torch.randn(2, 3, 6, 6), []
-    with torch.no_grad(), Watch({id(layer.weight): "w"}, lambda n, x: seen.append(x), unfold=False):
+    with torch.no_grad(), InputHooks({id(layer.weight): "w"}, lambda n, x: seen.append(x), unfold=False):
         layer(x)
     assert torch.equal(seen[0].flatten(), x.flatten())

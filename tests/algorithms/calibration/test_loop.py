@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pennyweight.algorithms.calibration.block_order import quiet
-from pennyweight.algorithms.calibration.input_hooks import Watch
-from pennyweight.algorithms.calibration.loop import Collector, Seen
-from pennyweight.quantize.run_batch import call, token_mask
+from pennyweight.algorithms.calibration.block_order import inference_mode
+from pennyweight.algorithms.calibration.input_hooks import InputHooks
+from pennyweight.algorithms.calibration.loop import CalibrationLoop, CollectedStatistics
+from pennyweight.quantize.run_batch import run_batch, token_mask
 from tests.algorithms.models import bert, linear_weights, t5
 from tests.algorithms.models import deep_mlp as mlp
 from tests.algorithms.models import padded_tokens as tokens
@@ -33,11 +33,13 @@ def spoiled(model: nn.Module, name: str) -> None:
     w.data = (w.data * 8).round() / 8
 
 
-def run(model: nn.Module, batches: Sequence[Any], needs: Sequence[str], **options: Any) -> Iterator[tuple[str, Seen]]:
+def run(
+    model: nn.Module, batches: Sequence[Any], needs: Sequence[str], **options: Any
+) -> Iterator[tuple[str, CollectedStatistics]]:
     """Every weight's statistics, each weight spoiled after its stage."""
-    for names, seen in Collector(model, linear_weights(model), batches, needs, **options).stages():
+    for names, seen in CalibrationLoop(model, linear_weights(model), batches, needs, **options).stages():
         for name in names:
-            yield name, seen.get(name, Seen())
+            yield name, seen.get(name, CollectedStatistics())
         for name in names:
             spoiled(model, name)
 
@@ -46,10 +48,10 @@ def whole(model: nn.Module, batches: Sequence[Any], names: Sequence[str]) -> dic
     """Inputs of some weights in whole runs."""
     ids = {i: n for i, n in linear_weights(model).items() if n in names}
     seen: dict[str, list[Tensor]] = {}
-    with quiet(model):
+    with inference_mode(model):
         for batch in batches:
-            with Watch(ids, lambda n, x: seen.setdefault(n, []).append(x), token_mask(batch)):
-                call(model, batch)
+            with InputHooks(ids, lambda n, x: seen.setdefault(n, []).append(x), token_mask(batch)):
+                run_batch(model, batch)
     return seen
 
 
@@ -59,7 +61,7 @@ def test_block_by_block_equals_whole_runs(kind: str) -> None:
     model, batches = make(), data()
     reference, needs = copy.deepcopy(model), ("hessian", "second_moment", "absmax")
     names: set[str] = set()
-    for stage, seen in Collector(model, linear_weights(model), batches, needs).stages():
+    for stage, seen in CalibrationLoop(model, linear_weights(model), batches, needs).stages():
         inputs = whole(reference, batches, stage)
         for name in stage:
             x = torch.cat(inputs[name], 1)
@@ -96,7 +98,7 @@ def test_paired_statistics_follow_the_float_model() -> None:
     model, batches = mlp(), [torch.randn(40, 32), torch.randn(20, 32)]
     exact = copy.deepcopy(model)
     found = {}
-    for stage, seen in Collector(model, linear_weights(model), batches, ("hessian", "drift")).stages():
+    for stage, seen in CalibrationLoop(model, linear_weights(model), batches, ("hessian", "drift")).stages():
         for name in stage:
             x = torch.cat(whole(model, batches, [name])[name], 1)
             twin = torch.cat(whole(exact, batches, [name])[name], 1)
@@ -110,9 +112,10 @@ def test_weights_that_are_known_are_not_seen_again() -> None:
     model, batches = mlp(), [torch.randn(8, 32)]
     known = frozenset({"0.weight", "2.weight"})
     seen = {
-        name: s for names, found in Collector(model, linear_weights(model), batches, ("hessian",), known=known).stages()
+        name: s
+        for names, found in CalibrationLoop(model, linear_weights(model), batches, ("hessian",), known=known).stages()
         for name, s in found.items()
-    }  # fmt: skip
+    }
     assert seen["0.weight"].stats == {}
     assert seen["4.weight"].stats.keys() == {"hessian"}
 

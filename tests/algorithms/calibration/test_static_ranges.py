@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.algorithms.calibration.static_ranges import METHODS, observe
+from pennyweight.algorithms.calibration.static_ranges import METHODS, observe_ranges
 from pennyweight.algorithms.calibration.statistics import HISTOGRAM, bins
 from pennyweight.core.numerics import dequantize, quantize
 from pennyweight.core.spec import ActivationSpec, QuantSpec
@@ -37,9 +37,9 @@ def ends(x: Tensor, act: ActivationSpec, method: str) -> tuple[float, float]:
 
 
 def error(x: Tensor, act: ActivationSpec, method: str) -> float:
-    from pennyweight.algorithms.calibration.static_ranges import parameters
+    from pennyweight.algorithms.calibration.static_ranges import range_qparams
 
-    parts = quantize(x, act.spec, params=parameters(ends(x, act, method), act))
+    parts = quantize(x, act.spec, params=range_qparams(ends(x, act, method), act))
     return float((dequantize(parts, act.spec, x.shape) - x).double().square().mean())
 
 
@@ -97,14 +97,14 @@ def test_mse_is_least(act: ActivationSpec, shape: str) -> None:
 
 @pytest.mark.parametrize("act", [SYMMETRIC, ASYMMETRIC, FP8], ids=["symmetric", "asymmetric", "float8"])
 def test_mse_against_trying_every_range(act: ActivationSpec) -> None:
-    from pennyweight.algorithms.calibration.static_ranges import parameters
+    from pennyweight.algorithms.calibration.static_ranges import range_qparams
 
     x = torch.randn(4000)
     x[:3] *= 30
     reach = float(x.abs().max())
 
     def by(low: float, high: float) -> float:
-        parts = quantize(x, act.spec, params=parameters((low, high), act))
+        parts = quantize(x, act.spec, params=range_qparams((low, high), act))
         return float((dequantize(parts, act.spec, x.shape) - x).double().square().mean())
 
     tried = min(by(-reach * i / 400, reach * i / 400) for i in range(4, 401))
@@ -204,7 +204,7 @@ def test_filter_attention_and_masks() -> None:
 def test_convolutions_are_seen_as_they_are() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, stride=2))
     x = torch.rand(5, 3, 9, 9) + 1
-    seen = observe(model, {"w": model[0].weight}, [x])["w"]
+    seen = observe_ranges(model, {"w": model[0].weight}, [x])["w"]
     assert seen.least == float(x.min())  # no zero of the padding
     assert seen.counts.sum() == x.numel()
 

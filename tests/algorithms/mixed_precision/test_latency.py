@@ -12,7 +12,7 @@ from torch import nn
 import pennyweight as pw
 from pennyweight.algorithms.mixed_precision import budget
 from pennyweight.algorithms.mixed_precision.budget import Base, Limits, Option
-from pennyweight.algorithms.mixed_precision.latency import Clock, times
+from pennyweight.algorithms.mixed_precision.latency import CallTimer, layer_times
 from pennyweight.algorithms.mixed_precision.search import allocate, search
 from pennyweight.core.spec import QuantSpec
 from pennyweight.quantize import Latency, layer_timing
@@ -58,8 +58,8 @@ class Fake:
         return tuple(Latency(m, 1e3 * m * self.busy, 1e3 * m * ratio * self.busy) for m in rows)
 
     @property
-    def clock(self) -> Clock:
-        return Clock(self.call, self.layer)
+    def clock(self) -> CallTimer:
+        return CallTimer(self.call, self.layer)
 
 
 def found_within(some: Any, fake: Fake, **how: Any) -> Any:
@@ -70,7 +70,7 @@ def found_within(some: Any, fake: Fake, **how: Any) -> Any:
 def test_layers_are_timed_at_the_rows_that_a_call_gives_them() -> None:
     fake = Fake(1.0, int2=0.5, int4=0.5, int8=0.5)
     model = Net().eval()
-    took = times(model, torch.randn(8, 32), [plan(model, c) for c in FEW], fake.clock)
+    took = layer_times(model, torch.randn(8, 32), [plan(model, c) for c in FEW], fake.clock)
     assert fake.timed[:2] == [("up.weight", "int2", (4, 8)), ("down.weight", "int2", (8,))]
     # up: 2 calls of 4 rows and one of 8, down: one of 8, at 1 ms a row, times how busy the machine was when first timed
     assert took.floats == {"up.weight": pytest.approx(0.032), "down.weight": pytest.approx(0.032)}
@@ -80,7 +80,7 @@ def test_layers_are_timed_at_the_rows_that_a_call_gives_them() -> None:
 
 def test_time_that_the_layers_take_beyond_the_whole_is_the_whole() -> None:
     model = Net().eval()
-    took = times(model, torch.randn(8, 32), [plan(model, FEW[0])], Fake(1e-3, int2=0.5).clock)
+    took = layer_times(model, torch.randn(8, 32), [plan(model, FEW[0])], Fake(1e-3, int2=0.5).clock)
     assert took.rest == 0
     assert took.whole == pytest.approx(0.064)
 

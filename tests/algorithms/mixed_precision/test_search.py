@@ -41,9 +41,9 @@ def test_the_budget_is_kept_and_used(found) -> None:
 def test_the_prediction_is_that_of_the_solved_mixture(found) -> None:
     model, batches, result = found
     q = copy.deepcopy(model)
-    solving, measuring = losses.split(batches, 0.25)
+    solving, measuring = losses.split_batches(batches, 0.25)
     pw.quantize_(q, result.config, calibration=solving, algorithm="gptq")
-    measured = losses.mean(q, measuring, losses.references(model, measuring), losses.kl)
+    measured = losses.mean_divergence(q, measuring, losses.references(model, measuring), losses.kl)
     assert result.predicted == pytest.approx(measured, rel=0.25)
     total = sum(result.table[name][i].loss for name, i in result.chosen.items())
     assert result.predicted == pytest.approx(total * result.interaction)

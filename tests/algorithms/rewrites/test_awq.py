@@ -10,9 +10,9 @@ from torch import nn
 import pennyweight as pw
 from pennyweight import QuantSpec, SpecConfig, quantize_
 from pennyweight.algorithms.rewrites.awq import AWQ
-from pennyweight.algorithms.rewrites.equalization import find
-from pennyweight.algorithms.rewrites.scale_search import inputs, tame
-from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, apart, outputs
+from pennyweight.algorithms.rewrites.equalization import find_pairs
+from pennyweight.algorithms.rewrites.scale_search import collect_inputs, normalize_scales
+from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, float_outputs, relative_difference
 from pennyweight.core.formats import INT4
 from pennyweight.quantize.scheme import Scheme
 from tests.algorithms import models
@@ -21,41 +21,41 @@ W4 = QuantSpec(INT4, (16,))
 
 
 def error(model: nn.Module, algorithm: Any, batches: Any) -> float:
-    exact = outputs(model, batches[0])
+    exact = float_outputs(model, batches[0])
     quantized = copy.deepcopy(model)
     quantize_(quantized, SpecConfig(W4), calibration=batches, algorithm=algorithm)
-    return apart(exact, outputs(quantized, batches[0]))
+    return relative_difference(exact, float_outputs(quantized, batches[0]))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
 def test_it_keeps_function_and_names(family: str) -> None:
     model, batches = models.planted(models.decoder(family)), models.ids()
-    reference, names = outputs(model, batches[0]), list(model.state_dict())
+    reference, names = float_outputs(model, batches[0]), list(model.state_dict())
     goal: dict[str, Scheme | None] = {
         n: Scheme(W4) for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n
     }
     notes = AWQ().apply(model, goal, batches)
-    assert 0 < apart(reference, outputs(model, batches[0])) < TOLERANCE
+    assert 0 < relative_difference(reference, float_outputs(model, batches[0])) < TOLERANCE
     assert list(model.state_dict()) == names
     assert any(text.startswith("awq alpha=") for text in notes.values())
 
 
 def test_scales_are_the_papers_up_to_a_factor() -> None:
     model, batches = models.decoder("Llama"), models.ids()
-    couple = find(model, batches[0], ["model.layers.0.mlp.up_proj.weight"]).couples[0]
-    seen = inputs(model, [couple], batches, 8)[0]
+    couple = find_pairs(model, batches[0], ["model.layers.0.mlp.up_proj.weight"]).couples[0]
+    seen = collect_inputs(model, [couple], batches, 8)[0]
     assert seen.tokens.shape == (9, 32)  # 3 batches, 8 / 3 rounded up each
     options = dict(AWQ(grid=4).candidates(couple, seen, torch.empty(0)))
     assert list(options) == ["", "alpha=0.25", "alpha=0.5", "alpha=0.75"]
     x = torch.cat([couple_input(model, b) for b in batches])
-    want = tame(x.abs().double().mean(0) ** 0.5)
-    torch.testing.assert_close(tame(options["alpha=0.5"]), want, rtol=1e-6, atol=0.0)
+    want = normalize_scales(x.abs().double().mean(0) ** 0.5)
+    torch.testing.assert_close(normalize_scales(options["alpha=0.5"]), want, rtol=1e-6, atol=0.0)
 
 
 def couple_input(model: nn.Module, batch: Any) -> torch.Tensor:
     got = []
     hook = model.get_submodule("model.layers.0.mlp.up_proj").register_forward_pre_hook(lambda m, a: got.append(a[0]))
-    outputs(model, batch)
+    float_outputs(model, batch)
     hook.remove()
     return got[0].flatten(0, 1)
 
@@ -71,10 +71,10 @@ def test_dead_inputs_and_one_token() -> None:
     with torch.no_grad():
         model[0].bias[:8] = -1.0  # dead after ReLU
         model[0].bias[8:] = 1.0
-    reference = outputs(model, x)
+    reference = float_outputs(model, x)
     AWQ(samples=1, held_out=0).apply(model, {"2.weight": Scheme(W4)}, [x])
     assert all(bool(p.isfinite().all()) for p in model.parameters())
-    assert apart(reference, outputs(model, x)) < TOLERANCE
+    assert relative_difference(reference, float_outputs(model, x)) < TOLERANCE
 
 
 def test_it_composes_with_gptq_and_loads_into_a_fresh_model(tmp_path: Any) -> None:
@@ -83,7 +83,7 @@ def test_it_composes_with_gptq_and_loads_into_a_fresh_model(tmp_path: Any) -> No
     pw.save(model, tmp_path / "q")
     fresh = models.decoder("Llama")
     pw.load(tmp_path / "q", fresh)
-    assert apart(outputs(model, batches[0]), outputs(fresh, batches[0])) == 0
+    assert relative_difference(float_outputs(model, batches[0]), float_outputs(fresh, batches[0])) == 0
 
 
 def test_an_option_without_meaning_is_refused() -> None:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from pennyweight import Int8WeightOnlyConfig, quantize_
-from pennyweight.algorithms.rewrites.equalization import Gain, find
+from pennyweight.algorithms.rewrites.equalization import NormWeight, find_pairs
 from pennyweight.algorithms.rewrites.graph import sources, trace
-from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, apart, outputs, probe
+from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, float_outputs, probe_batch, relative_difference
 from tests.algorithms import models
 
 
 def pairs(model: nn.Module, batch: Any) -> dict[str, set[str]]:
-    return {c.writer.name: {r.name for r in c.readers} for c in find(model, batch).couples}
+    return {c.writer.name: {r.name for r in c.readers} for c in find_pairs(model, batch).couples}
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
@@ -31,7 +31,7 @@ def test_a_decoder_has_four_couples_a_layer_and_its_head(family: str) -> None:
 
 
 def test_fused_projections_are_seen_by_their_last_rows() -> None:
-    found = {c.writer.name: c for c in find(models.decoder("Phi3"), models.ids()[0]).couples}
+    found = {c.writer.name: c for c in find_pairs(models.decoder("Phi3"), models.ids()[0]).couples}
     values, gated = (found[f"model.layers.0.{n}"].writer for n in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
     assert (values.start, values.width) == (48, 16)  # 32 queries, 16 keys
     assert (gated.start, gated.width) == (48, 48)
@@ -39,14 +39,14 @@ def test_fused_projections_are_seen_by_their_last_rows() -> None:
 
 def test_a_gain_of_one_plus_weight_is_recognised() -> None:
     model = models.decoder("Gemma", head_dim=8)
-    norms = [c.writer for c in find(model, models.ids()[0]).couples if isinstance(c.writer, Gain)]
+    norms = [c.writer for c in find_pairs(model, models.ids()[0]).couples if isinstance(c.writer, NormWeight)]
     assert all(g.shift == 1.0 for g in norms)
     assert len(norms) == 4  # not the last: its reader is the embedding too
 
 
 def test_gpt2_has_no_couple_over_its_gelu_nor_with_its_tied_head() -> None:
     model = models.gpt2()
-    found = find(model, models.ids()[0])
+    found = find_pairs(model, models.ids()[0])
     assert {c.writer.name for c in found.couples} == {
         f"transformer.h.{i}.{n}" for i in (0, 1) for n in ("ln_1", "attn.c_attn", "ln_2")
     }
@@ -70,7 +70,7 @@ def test_vit_and_torch_encoder_layer() -> None:
 def test_bert_folds_into_no_norm_because_the_residual_stream_reads_it_too() -> None:
     model = models.bert()
     before = models.state(model)
-    found = find(model, models.ids()[0])
+    found = find_pairs(model, models.ids()[0])
     assert {c.writer.name for c in found.couples} == {f"encoder.layer.{i}.attention.self.value" for i in (0, 1)}
     why = found.without["encoder.layer.0.attention.self.query.weight"]
     assert why == "the model's outputs change when it is folded into what it reads"
@@ -83,7 +83,7 @@ def test_bert_folds_into_no_norm_because_the_residual_stream_reads_it_too() -> N
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
 )
 def test_only_a_homogeneous_activation_lets_a_scale_through(activation: nn.Module, couples: int) -> None:
-    found = find(models.shaken_mlp(activation), 9 * torch.randn(20, 16))
+    found = find_pairs(models.shaken_mlp(activation), 9 * torch.randn(20, 16))
     assert len(found.couples) == couples
     assert found.without["0.weight"] == "it reads the model's input"
 
@@ -97,7 +97,7 @@ def test_both_halves_of_a_product_take_no_scale_twice() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.c(self.a(x) * self.b(x))
 
-    assert len(find(Bilinear(), torch.randn(5, 8)).couples) == 1
+    assert len(find_pairs(Bilinear(), torch.randn(5, 8)).couples) == 1
 
 
 def test_a_layer_whose_output_no_one_sees_is_no_couple() -> None:
@@ -110,27 +110,27 @@ def test_a_layer_whose_output_no_one_sees_is_no_couple() -> None:
             self.a(self.norm(x))
             return self.b(x)
 
-    assert find(Unused(), torch.randn(3, 8)).couples == []
+    assert find_pairs(Unused(), torch.randn(3, 8)).couples == []
 
 
 def test_a_quantized_reader_takes_no_scale() -> None:
     model = models.decoder("Llama")
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda m, n: n.endswith("layers.0.self_attn.q_proj"))
-    found = find(model, models.ids()[0])
+    found = find_pairs(model, models.ids()[0])
     assert "model.layers.0.input_layernorm" not in {c.writer.name for c in found.couples}
     assert found.without["model.layers.0.self_attn.k_proj.weight"].endswith("is quantized already")
 
 
 def test_any_scales_keep_the_function_to_a_hundred_thousandth() -> None:
     model, batch = models.decoder("Qwen2"), models.ids()[0]
-    reference = outputs(model, batch)
-    for couple in find(model, batch).couples:
+    reference = float_outputs(model, batch)
+    for couple in find_pairs(model, batch).couples:
         couple.apply(torch.rand(couple.writer.width, dtype=torch.float64) * 4 + 0.1)
-    assert 0 < apart(reference, outputs(model, batch)) < TOLERANCE
+    assert 0 < relative_difference(reference, float_outputs(model, batch)) < TOLERANCE
 
 
 def test_grouped_heads_read_their_own_values() -> None:
-    couple = next(c for c in find(models.decoder("Llama"), models.ids()[0]).couples if c.index is not None)
+    couple = next(c for c in find_pairs(models.decoder("Llama"), models.ids()[0]).couples if c.index is not None)
     assert couple.head == 8
     assert couple.index is not None
     assert couple.index.tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
@@ -148,7 +148,7 @@ def test_a_model_without_float_outputs_is_refused() -> None:
             return self.a(self.norm(x)).argmax(-1)
 
     with pytest.raises(ValueError, match="Picks puts out no float tensors"):
-        find(Picks(), torch.randn(3, 8))
+        find_pairs(Picks(), torch.randn(3, 8))
 
 
 def test_trace_names_what_a_tensor_is_made_of() -> None:
@@ -161,19 +161,19 @@ def test_trace_names_what_a_tensor_is_made_of() -> None:
 
 def test_apart() -> None:
     x = torch.tensor([3.0, -4.0])
-    assert apart([x], [x]) == 0
-    assert apart([x], [x + torch.tensor([0.0, 0.5])]) == pytest.approx(0.1)
+    assert relative_difference([x], [x]) == 0
+    assert relative_difference([x], [x + torch.tensor([0.0, 0.5])]) == pytest.approx(0.1)
     low = torch.tensor([1.0, -torch.inf])
-    assert apart([low], [low]) == 0
-    assert apart([x], [torch.tensor([3.0, torch.nan])]) == torch.inf
-    assert apart([x], [x[:1]]) == torch.inf
-    assert apart([x], []) == torch.inf
+    assert relative_difference([low], [low]) == 0
+    assert relative_difference([x], [torch.tensor([3.0, torch.nan])]) == torch.inf
+    assert relative_difference([x], [x[:1]]) == torch.inf
+    assert relative_difference([x], []) == torch.inf
 
 
 def test_probe_takes_two_samples_where_it_can() -> None:
     x = torch.arange(12).view(4, 3)
-    assert torch.equal(probe(x), x[:2])
-    assert probe({"a": x, "b": (x,)})["b"][0].shape == (2, 3)
+    assert torch.equal(probe_batch(x), x[:2])
+    assert probe_batch({"a": x, "b": (x,)})["b"][0].shape == (2, 3)
     flags = (x, torch.ones(3))
-    assert probe(flags) is flags
-    assert probe(x[:2]).shape == (2, 3)
+    assert probe_batch(flags) is flags
+    assert probe_batch(x[:2]).shape == (2, 3)

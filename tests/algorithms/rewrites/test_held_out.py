@@ -11,7 +11,7 @@ import pennyweight as pw
 from pennyweight.algorithms.calibration import batches as entering
 from pennyweight.algorithms.rewrites import scale_search
 from pennyweight.algorithms.rewrites.awq import AWQ
-from pennyweight.algorithms.rewrites.held_out import Trial
+from pennyweight.algorithms.rewrites.held_out import HeldOutCheck
 from pennyweight.algorithms.rewrites.smoothquant import Smooth
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
@@ -61,7 +61,7 @@ def distance(model: nn.Module, other: nn.Module, data: list[Tensor]) -> float:
 def test_a_trial_is_what_quantizing_gives(name: str) -> None:
     model, data = network(), entering.read(rows())
     before = models.state(model)
-    found = Trial(model, target(model, CONFIGS[name]), data).divergence()
+    found = HeldOutCheck(model, target(model, CONFIGS[name]), data).divergence()
     assert models.same_state(model, before)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     quantized = copy.deepcopy(model)
@@ -107,7 +107,7 @@ def test_what_hurts_the_whole_model_is_found_in_halves(monkeypatch: pytest.Monke
         yield "alpha=1", couple.gather(seen.largest) if couple.writer.name == "0" else wild
 
     monkeypatch.setattr(Smooth, "candidates", candidates)
-    monkeypatch.setattr(scale_search.Scaling, "_why_not", lambda *_: "")
+    monkeypatch.setattr(scale_search.ScaleSearch, "_why_not", lambda *_: "")
     data = [torch.randn(16, 32, generator=torch.Generator().manual_seed(i)) for i in range(8)]
     model = two_norms()
     before = models.state(model)

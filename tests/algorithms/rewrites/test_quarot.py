@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight import Int8DynamicActivationInt8WeightConfig, quantize_
-from pennyweight.algorithms.rewrites.hadamard import factors, fixing_ones, hadamard, rotation
+from pennyweight.algorithms.rewrites.hadamard import hadamard, hadamard_factors, mean_preserving_rotation, rotation
 from pennyweight.algorithms.rewrites.online_hadamard import RotatedLinear, rotate_inputs_
 from pennyweight.algorithms.rewrites.quarot import Rotate
-from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, apart, outputs
+from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, float_outputs, relative_difference
 from pennyweight.quantize.config_resolution import PlanError
 from pennyweight.quantize.scheme import Scheme
 from tests.algorithms import models
@@ -33,7 +33,7 @@ def stream_of(model: nn.Module, batch: Tensor) -> Tensor:
     hook = model.get_submodule("model.layers.1.post_attention_layernorm").register_forward_pre_hook(
         lambda m, a: got.append(a[0])
     )
-    outputs(model, batch)
+    float_outputs(model, batch)
     hook.remove()
     return got[0]
 
@@ -59,7 +59,7 @@ def test_other_sizes_have_none_and_a_rotation_all_the_same(n: int) -> None:
 
 def test_usual_widths_have_hadamard_matrices() -> None:
     for n in (256, 576, 768, 896, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864, 5120, 8192, 8960, 14336):
-        a, b = factors(n)
+        a, b = hadamard_factors(n)
         assert a * b == n
         assert a > 1
 
@@ -75,7 +75,7 @@ def test_rotations_are_random_but_by_seed() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 7, 32])
 def test_a_rotation_may_fix_the_mean(n: int) -> None:
-    q = fixing_ones(n, 3)
+    q = mean_preserving_rotation(n, 3)
     torch.testing.assert_close(q @ q.t(), torch.eye(n, dtype=torch.float64))
     torch.testing.assert_close(q.sum(0), torch.ones(n, dtype=torch.float64))
 
@@ -88,9 +88,9 @@ def test_a_rotation_may_fix_the_mean(n: int) -> None:
 def test_decoders_keep_function_and_names(family: str, seed: int) -> None:
     model = models.decoder(family, **({"head_dim": 8} if family == "Gemma" else {}))
     batches = models.ids()
-    before, reference = models.state(model), outputs(model, batches[0])
+    before, reference = models.state(model), float_outputs(model, batches[0])
     notes = Rotate(seed).apply(model, target(model), batches)
-    assert apart(reference, outputs(model, batches[0])) < TOLERANCE
+    assert relative_difference(reference, float_outputs(model, batches[0])) < TOLERANCE
     now = model.state_dict()
     assert list(now) == list(before)
     assert not any(torch.equal(now[n], t) for n, t in before.items() if t.ndim == 2)
@@ -113,16 +113,16 @@ def test_outliers_of_the_stream_are_spread() -> None:
 def test_layer_norms_keep_the_mean_and_the_function(make: Any) -> None:
     model = make()
     batch = models.images()[0] if make is models.vit else models.ids()[0]
-    reference = outputs(model, batch)
+    reference = float_outputs(model, batch)
     Rotate().apply(model, target(model), [batch])
-    assert apart(reference, outputs(model, batch)) < TOLERANCE
+    assert relative_difference(reference, float_outputs(model, batch)) < TOLERANCE
 
 
 def test_a_tied_table_becomes_two() -> None:
     model, batches = models.decoder("Llama", tie_word_embeddings=True), models.ids()
-    names, reference = list(model.state_dict()), outputs(model, batches[0])
+    names, reference = list(model.state_dict()), float_outputs(model, batches[0])
     notes = Rotate().apply(model, target(model), batches)
-    assert apart(reference, outputs(model, batches[0])) < TOLERANCE
+    assert relative_difference(reference, float_outputs(model, batches[0])) < TOLERANCE
     assert list(model.state_dict()) == names
     assert model.lm_head.weight is not model.model.embed_tokens.weight  # type: ignore[union-attr]
     assert model.config.tie_word_embeddings is False  # type: ignore[union-attr]
@@ -133,9 +133,9 @@ def test_a_tied_table_stays_one_where_no_gain_is_between() -> None:
     model, batches = models.decoder("Llama", tie_word_embeddings=True), models.ids()
     with torch.no_grad():
         model.model.norm.weight.fill_(1.0)  # type: ignore[union-attr, operator]
-    reference = outputs(model, batches[0])
+    reference = float_outputs(model, batches[0])
     Rotate(untie=False).apply(model, target(model), batches)
-    assert apart(reference, outputs(model, batches[0])) < TOLERANCE
+    assert relative_difference(reference, float_outputs(model, batches[0])) < TOLERANCE
     assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
 
 
@@ -239,9 +239,9 @@ def test_a_quantized_layer_and_no_data_are_refused() -> None:
 
 def test_online_rotates_what_nothing_else_reaches() -> None:
     model, batches = models.decoder("Llama"), models.ids()
-    reference = outputs(model, batches[0])
+    reference = float_outputs(model, batches[0])
     notes = Rotate(online=True).apply(model, target(model), batches)
-    assert apart(reference, outputs(model, batches[0])) < TOLERANCE
+    assert relative_difference(reference, float_outputs(model, batches[0])) < TOLERANCE
     rotated = [n for n, m in model.named_modules() if isinstance(m, RotatedLinear)]
     assert rotated == [f"model.layers.{i}.mlp.down_proj" for i in (0, 1)]
     assert notes["model.layers.0.mlp.down_proj.weight"] == "rotated; input rotated at run time"
@@ -249,9 +249,9 @@ def test_online_rotates_what_nothing_else_reaches() -> None:
 
 def test_online_alone_works_for_bert_and_spreads_inputs() -> None:
     model, batches = models.bert(), models.ids()
-    reference = outputs(model, batches[0])
+    reference = float_outputs(model, batches[0])
     notes = Rotate(stream=False, values=False, online=True).apply(model, target(model), batches)
-    assert apart(reference, outputs(model, batches[0])) < TOLERANCE
+    assert relative_difference(reference, float_outputs(model, batches[0])) < TOLERANCE
     assert set(notes.values()) == {"input rotated at run time"}
 
 
@@ -264,7 +264,7 @@ def test_a_rotated_layer_computes_the_same(k: int, dtype: torch.dtype) -> None:
         want = layer(x)
         rotate_inputs_(layer, ["0"])
         assert isinstance(layer[0], RotatedLinear)
-        assert apart([want], [layer(x)]) < (1e-6 if dtype is torch.float32 else 0.02)
+        assert relative_difference([want], [layer(x)]) < (1e-6 if dtype is torch.float32 else 0.02)
         assert layer(x).dtype is dtype
         assert torch.equal(copy.deepcopy(layer)(x), layer(x))
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
@@ -293,7 +293,7 @@ def test_saved_rotations_load_only_where_they_are_understood(tmp_path: Any) -> N
         pw.load(tmp_path / "q", fresh)
     rotate_inputs_(fresh, [f"model.layers.{i}.mlp.down_proj" for i in (0, 1)])
     pw.load(tmp_path / "q", fresh)
-    assert apart(outputs(model, batches[0]), outputs(fresh, batches[0])) == 0
+    assert relative_difference(float_outputs(model, batches[0]), float_outputs(fresh, batches[0])) == 0
     config = transformers.LlamaConfig(**models.SIZES, num_key_value_heads=2)
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(config)
@@ -309,27 +309,30 @@ def test_rotation_lowers_the_error_of_int8_inputs_with_outliers() -> None:
     model, batches = models.decoder("Llama"), models.ids()
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 3] *= 100  # type: ignore[union-attr, index, operator]
-    exact = outputs(model, batches[0])
+    exact = float_outputs(model, batches[0])
     errors = {}
     for name, algorithm in (("plain", "nearest"), ("rotated", "rotate"), ("gptq", ["rotate", "gptq"])):
         quantized = copy.deepcopy(model)
         quantize_(quantized, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm=algorithm)
-        errors[name] = apart(exact, outputs(quantized, batches[0]))
+        errors[name] = relative_difference(exact, float_outputs(quantized, batches[0]))
     assert errors["rotated"] < errors["plain"]
     assert errors["gptq"] < errors["plain"]
 
 
 def test_smooth_rotate_and_gptq_in_one_recipe_load_into_a_fresh_model(tmp_path: Any) -> None:
     model, batches = models.planted(models.decoder("Llama"), size=150.0), models.ids()
-    exact, plain = outputs(model, batches[0]), copy.deepcopy(model)
+    exact, plain = float_outputs(model, batches[0]), copy.deepcopy(model)
     config = Int8DynamicActivationInt8WeightConfig()
     quantize_(plain, config, calibration=batches, algorithm="gptq")
     report = quantize_(model, config, calibration=batches, algorithm=["smooth", "rotate", "gptq"])
-    assert apart(exact, outputs(model, batches[0])) < apart(exact, outputs(plain, batches[0])) / 3
+    assert (
+        relative_difference(exact, float_outputs(model, batches[0]))
+        < relative_difference(exact, float_outputs(plain, batches[0])) / 3
+    )
     note = next(r.note for r in report.rows if r.name.endswith("layers.0.mlp.down_proj.weight"))
     assert note.startswith("smooth alpha=")
     assert note.endswith("rotated")
     pw.save(model, tmp_path / "q")
     fresh = models.decoder("Llama")
     pw.load(tmp_path / "q", fresh)
-    assert apart(outputs(model, batches[0]), outputs(fresh, batches[0])) == 0
+    assert relative_difference(float_outputs(model, batches[0]), float_outputs(fresh, batches[0])) == 0

@@ -9,11 +9,11 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight import Int8DynamicActivationInt8WeightConfig, Int8StaticActivationInt8WeightConfig, quantize_
-from pennyweight.algorithms.rewrites.equalization import find
+from pennyweight.algorithms.rewrites.equalization import find_pairs
 from pennyweight.algorithms.rewrites.graph import Matrix
-from pennyweight.algorithms.rewrites.scale_search import group_error, inputs, tame
+from pennyweight.algorithms.rewrites.scale_search import collect_inputs, group_error, normalize_scales
 from pennyweight.algorithms.rewrites.smoothquant import Smooth
-from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, apart, outputs
+from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, float_outputs, relative_difference
 from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.quantize.config_resolution import PlanError
@@ -28,19 +28,19 @@ def target(model: nn.Module, scheme: Scheme | None = W8A8) -> dict[str, Scheme |
 
 
 def error(model: nn.Module, algorithm: Any, batches: Any) -> float:
-    exact = outputs(model, batches[0])
+    exact = float_outputs(model, batches[0])
     quantized = copy.deepcopy(model)
     quantize_(quantized, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm=algorithm)
-    return apart(exact, outputs(quantized, batches[0]))
+    return relative_difference(exact, float_outputs(quantized, batches[0]))
 
 
 @pytest.mark.parametrize("alpha", ["search", 0.0, 0.5, 1.0])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_it_keeps_function_and_names(family: str, alpha: float | str) -> None:
     model, batches = models.decoder(family), models.ids()
-    reference, before = outputs(model, batches[0]), models.state(model)
+    reference, before = float_outputs(model, batches[0]), models.state(model)
     notes = Smooth(alpha=alpha, held_out=0).apply(model, target(model), batches)
-    assert apart(reference, outputs(model, batches[0])) < TOLERANCE
+    assert relative_difference(reference, float_outputs(model, batches[0])) < TOLERANCE
     assert list(model.state_dict()) == list(before)
     assert not models.same_state(model, before)
     assert "with model.layers.0.input_layernorm" in notes["model.layers.0.self_attn.q_proj.weight"]
@@ -51,10 +51,10 @@ def test_it_keeps_function_and_names(family: str, alpha: float | str) -> None:
 def test_other_families_keep_their_function(make: Any) -> None:
     model = make()
     batches = models.images() if make is models.vit else models.ids()
-    reference = outputs(model, batches[0])
+    reference = float_outputs(model, batches[0])
     schemes: dict[str, Scheme | None] = {n: W8A8 for n, p in model.named_parameters() if p.ndim == 2}
     notes = Smooth(alpha=0.5, held_out=0).apply(model, schemes, batches)
-    assert apart(reference, outputs(model, batches[0])) < TOLERANCE
+    assert relative_difference(reference, float_outputs(model, batches[0])) < TOLERANCE
     assert any(text.startswith("smooth alpha=0.5") for text in notes.values())
     assert any("not scaled by smooth" in text for text in notes.values())
 
@@ -78,13 +78,13 @@ def test_outlier_channels_cost_less_than_a_fifth() -> None:
 
 def test_search_is_no_worse_than_any_alpha_nor_than_nothing() -> None:
     model, batches = models.planted(models.decoder("Llama")), models.ids()
-    for couple in find(model, batches[0]).couples:
-        seen = inputs(model, [couple], batches, 64)[0]
+    for couple in find_pairs(model, batches[0]).couples:
+        seen = collect_inputs(model, [couple], batches, 64)[0]
         goal, step = target(model), Smooth()
         weights = torch.stack([r.view.double().abs().amax(0) for r in couple.readers]).amax(0)
 
         def err(s: torch.Tensor, couple: Any = couple, seen: Any = seen, goal: Any = goal) -> float:
-            return group_error(couple.readers, seen.tokens, couple.spread(tame(s)), goal)
+            return group_error(couple.readers, seen.tokens, couple.spread(normalize_scales(s)), goal)
 
         found = err(step._choose(couple, seen, goal)[1])
         assert found <= min(err(s) for _, s in step.candidates(couple, seen, weights))
@@ -114,17 +114,17 @@ def test_dead_channels_and_constant_inputs_stay_finite() -> None:
         model[1].weight[:, 3] = 0.0  # type: ignore[index]
     x = torch.ones(1, 8)  # constant: the norm's output is its bias alone
     x[0, 0] = 1.5
-    reference = outputs(model, x)
+    reference = float_outputs(model, x)
     for alpha in ("search", 0.5):
         Smooth(alpha=alpha, samples=1, held_out=0).apply(model, {"1.weight": W8A8}, [x])
         assert all(bool(p.isfinite().all()) for p in model.parameters())
-        assert apart(reference, outputs(model, x)) < TOLERANCE
+        assert relative_difference(reference, float_outputs(model, x)) < TOLERANCE
 
 
 def test_tame_bounds_scales_and_leaves_unknown_ones() -> None:
-    s = tame(torch.tensor([torch.nan, 0.0, torch.inf, 1e-12, 1.0, 1e12], dtype=torch.float64))
+    s = normalize_scales(torch.tensor([torch.nan, 0.0, torch.inf, 1e-12, 1.0, 1e12], dtype=torch.float64))
     assert s.tolist() == pytest.approx([1.0, 1.0, 1.0, 1e-4, 1.0, 1e4])
-    assert torch.equal(tame(torch.zeros(3)), torch.ones(3))
+    assert torch.equal(normalize_scales(torch.zeros(3)), torch.ones(3))
 
 
 def test_two_runs_are_the_same_bits() -> None:
@@ -167,19 +167,22 @@ def test_what_changes_the_outputs_is_taken_back_bit_for_bit(monkeypatch: pytest.
 
 def test_it_composes_with_gptq_and_loads_into_a_fresh_model(tmp_path: Any) -> None:
     model, batches = models.planted(models.decoder("Llama"), size=150.0), models.ids()
-    exact = outputs(model, batches[0])
+    exact = float_outputs(model, batches[0])
     plain = copy.deepcopy(model)
     quantize_(plain, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="gptq")
     report = quantize_(
         model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm=["smooth", "gptq"]
     )
-    assert apart(exact, outputs(model, batches[0])) < apart(exact, outputs(plain, batches[0])) / 5
+    assert (
+        relative_difference(exact, float_outputs(model, batches[0]))
+        < relative_difference(exact, float_outputs(plain, batches[0])) / 5
+    )
     assert any("smooth alpha=" in row.note for row in report.rows)
     assert str(report.config).endswith("smooth + gptq")
     pw.save(model, tmp_path / "q")
     fresh = models.decoder("Llama")
     pw.load(tmp_path / "q", fresh)
-    assert apart(outputs(model, batches[0]), outputs(fresh, batches[0])) == 0
+    assert relative_difference(float_outputs(model, batches[0]), float_outputs(fresh, batches[0])) == 0
 
 
 @pytest.mark.parametrize("options", [{"alpha": 1.5}, {"alpha": "half"}, {"samples": 0}])

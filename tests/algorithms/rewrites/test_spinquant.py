@@ -9,8 +9,8 @@ from torch import nn
 import pennyweight as pw
 from pennyweight.algorithms.rewrites.quarot import Rotate, _Change
 from pennyweight.algorithms.rewrites.residual_stream import find_stream
-from pennyweight.algorithms.rewrites.spinquant import Student, cayley, learned
-from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, apart, outputs
+from pennyweight.algorithms.rewrites.spinquant import Student, cayley, learn_rotation
+from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, float_outputs, relative_difference
 from pennyweight.quantize.plan import plan
 from pennyweight.quantize.scheme import Scheme
 from tests.algorithms import models
@@ -47,7 +47,7 @@ def test_the_student_without_quantization_is_the_model(family: str) -> None:
     model = with_outliers() if family == "llama" else models.gpt2()
     batch = models.tokens()[0] if family == "llama" else models.ids()[0]
     stream = find_stream(model, batch)
-    expected = outputs(model, batch)
+    expected = float_outputs(model, batch)
     change = _Change(model, stream, [])
     with torch.no_grad():
         change._untie(Rotate())
@@ -57,7 +57,7 @@ def test_the_student_without_quantization_is_the_model(family: str) -> None:
     free = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         got = Student(model, stream, {})(cayley(free, stream.centred), batch)
-    assert apart(expected[:1], [got]) < 10 * TOLERANCE
+    assert relative_difference(expected[:1], [got]) < 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("config", [W4A4, W2], ids=["inputs", "weights"])
@@ -66,7 +66,7 @@ def test_from_no_rotation_it_finds_one_that_helps(config: pw.AOBaseConfig) -> No
     stream = find_stream(model, batches[0])
     start = torch.eye(stream.width, dtype=torch.float64)
     before = copy.deepcopy(model.state_dict())
-    q, told = learned(model, stream, start, target(model, config), batches, 40, 0.1)
+    q, told = learn_rotation(model, stream, start, target(model, config), batches, 40, 0.1)
     torch.testing.assert_close(q @ q.t(), start)
     was, now = (float(x) for x in told.removeprefix("rotation learned: held-out divergence ").split(" -> "))
     assert now < was  # by how much depends on rounding: 0.61 to 0.87 of it on the processors tried
@@ -77,7 +77,7 @@ def test_what_does_not_help_is_undone() -> None:
     model, batches = with_outliers(), models.tokens(4)
     stream = find_stream(model, batches[0])
     start = torch.eye(stream.width, dtype=torch.float64)
-    q, told = learned(model, stream, start, target(model, W2), batches, 1, 1e-12)  # nothing moves at such a rate
+    q, told = learn_rotation(model, stream, start, target(model, W2), batches, 1, 1e-12)  # nothing moves at such a rate
     assert q is start
     assert "learned rotation undone" in told
 
@@ -92,8 +92,8 @@ def test_it_is_a_step_of_a_recipe() -> None:
             algorithm=[{"rotate": {"learn": 5, "rate": 0.05}}],
         )  # fmt: skip
         assert any("rotation" in note and "held-out divergence" in note for note in report.notes)
-        found.append(outputs(model, batches[0]))
-    assert apart(*found) == 0  # the same each time
+        found.append(float_outputs(model, batches[0]))
+    assert relative_difference(*found) == 0  # the same each time
 
 
 def test_options_are_checked() -> None:

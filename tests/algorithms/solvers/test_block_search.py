@@ -8,10 +8,10 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.algorithms import Task
-from pennyweight.algorithms.solvers.block_search import Search
+from pennyweight.algorithms.solvers.block_search import BlockSearch
 from pennyweight.algorithms.solvers.clip import MSE, Importance
 from pennyweight.algorithms.solvers.hqq import HQQ
-from pennyweight.algorithms.solvers.kquant_search import search
+from pennyweight.algorithms.solvers.kquant_search import search_kquant
 from pennyweight.algorithms.solvers.rtn import Nearest
 from pennyweight.core import spec as specs
 from pennyweight.core.formats import INT4, UINT4
@@ -60,7 +60,7 @@ def test_numbers_that_are_not_evenly_spaced_try_wider_ranges() -> None:
 def test_fitted_scales_are_least_squares(offset: bool) -> None:
     spec = QuantSpec(UINT4, (16,), offset=torch.float32 if offset else None, mid=8)
     w, h = heavy(4, 32), torch.rand(32) + 0.1
-    found = Search(task(w, spec), torch.square, h)
+    found = BlockSearch(task(w, spec), torch.square, h)
     codes, fitted = found.codes(found.best)[0], found.fitted()
     u = (codes.float() - 8).permute(0, 2, 1, 3).reshape(8, 16)
     x, weight = w.reshape(8, 16), h.reshape(2, 16).repeat(4, 1)
@@ -92,7 +92,7 @@ def test_importance_is_worth_it(name: str) -> None:
 def test_block_types_of_ggml_have_its_search(name: str) -> None:
     spec, w = getattr(specs, name), heavy(6, 512)
     moment = torch.exp(torch.randn(512))
-    (found,) = search(w, spec, moment.expand(6, 512))
+    (found,) = search_kquant(w, spec, moment.expand(6, 512))
     theirs = gguf_quantize(w, name, moment)
     for a, b in zip(leaves(found), leaves(theirs), strict=True):
         assert torch.equal(a, b)
@@ -110,10 +110,10 @@ def leaves(parts: Parts) -> list[Tensor]:
 
 
 def test_what_has_no_such_search() -> None:
-    assert search(heavy(2, 300), specs.Q4_K, torch.ones(2, 300)) == []  # no whole super-blocks
-    assert search(heavy(2, 256), specs.TINYGEMM, torch.ones(2, 256)) == []
-    assert search(heavy(2, 256) * 1e8, specs.Q4_K, torch.ones(2, 256)) == []  # beyond float16
-    assert search(heavy(0, 256), specs.Q4_K, torch.ones(0, 256)) == []
+    assert search_kquant(heavy(2, 300), specs.Q4_K, torch.ones(2, 300)) == []  # no whole super-blocks
+    assert search_kquant(heavy(2, 256), specs.TINYGEMM, torch.ones(2, 256)) == []
+    assert search_kquant(heavy(2, 256) * 1e8, specs.Q4_K, torch.ones(2, 256)) == []  # beyond float16
+    assert search_kquant(heavy(0, 256), specs.Q4_K, torch.ones(0, 256)) == []
 
 
 def test_hqq_by_hand() -> None:

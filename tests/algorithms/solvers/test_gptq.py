@@ -6,9 +6,9 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.algorithms import Task
-from pennyweight.algorithms.solvers.gptq import AUTO, GPTAQ, GPTQ, Auto, moved
-from pennyweight.algorithms.solvers.gptq_core import carry, descend, factor
-from pennyweight.algorithms.solvers.qparam_grid import Grid, candidates, grid
+from pennyweight.algorithms.solvers.gptq import AUTO, GPTAQ, GPTQ, Auto, asymmetric_target
+from pennyweight.algorithms.solvers.gptq_core import coordinate_descent, inverse_cholesky, quantize_columns
+from pennyweight.algorithms.solvers.qparam_grid import QParamGrid, grid_candidates, make_grid
 from pennyweight.algorithms.solvers.rtn import output_error, total_error
 from pennyweight.algorithms.solvers.scale_refit import refit
 from pennyweight.core.formats import INT4, INT8, UINT4
@@ -28,12 +28,12 @@ def inputs(k: int = K, tokens: int = 300) -> Tensor:
     return torch.randn(tokens, k, generator=g) @ torch.randn(k, k, generator=g) / k**0.5
 
 
-def setting(spec: QuantSpec, n: int = 6) -> tuple[Task, Tensor, Grid]:
+def setting(spec: QuantSpec, n: int = 6) -> tuple[Task, Tensor, QParamGrid]:
     x = inputs()
     h = x.t() @ x / len(x)
     task = Task("w", torch.randn(n, K) * 0.1, spec, stats={"hessian": h.unsqueeze(0)}, tokens=len(x))
-    _, params = next(candidates(task, ("scheme",), None))
-    return task, h, grid(params, spec, task.weight.shape)
+    _, params = next(grid_candidates(task, ("scheme",), None))
+    return task, h, make_grid(params, spec, task.weight.shape)
 
 
 def error(task: Task, values: Tensor, h: Tensor) -> float:
@@ -45,9 +45,9 @@ def error(task: Task, values: Tensor, h: Tensor) -> float:
 def test_feedback_by_hand(spec: QuantSpec, order: bool) -> None:
     """Each column: round, and solve anew for all that are left (the optimal brain surgeon, without Cholesky)."""
     task, h, g = setting(spec)
-    f = factor(h, 0.01, order)
+    f = inverse_cholesky(h, 0.01, order)
     assert f is not None
-    codes, values = carry(task.weight, g, f)
+    codes, values = quantize_columns(task.weight, g, f)
     damped = h.double() + 0.01 * h.diagonal().double().mean() * torch.eye(K)
     w, expected = task.weight.double().clone(), torch.zeros(task.weight.shape)
     left = f.order.tolist()
@@ -72,7 +72,7 @@ def test_descent_ends_where_no_single_code_is_better(spec: QuantSpec) -> None:
     codes, values = codes.t().contiguous(), values.t().contiguous()
     least = error(task, values, h)
     for _ in range(60):
-        new_codes, values = descend(task.weight, codes, values, g, h)
+        new_codes, values = coordinate_descent(task.weight, codes, values, g, h)
         found = error(task, values, h)
         assert found <= least * (1 + 1e-5)
         least, done, codes = found, torch.equal(new_codes, codes), new_codes
@@ -90,9 +90,9 @@ def test_descent_ends_where_no_single_code_is_better(spec: QuantSpec) -> None:
 @pytest.mark.parametrize("spec", [SPECS["symmetric"], SPECS["zero point"], SPECS["offset"]], ids=SPECS)
 def test_refitted_scales_are_least_squares_for_those_codes(spec: QuantSpec) -> None:
     task, h, g = setting(spec)
-    f = factor(h, 0.01, True)
+    f = inverse_cholesky(h, 0.01, True)
     assert f is not None
-    codes, values = carry(task.weight, g, f)
+    codes, values = quantize_columns(task.weight, g, f)
     again = refit(task.weight, codes, g, h)
     assert again is not None
     assert error(task, again.values(codes), h) < 0.99 * error(task, values, h)
@@ -123,12 +123,12 @@ def test_the_moved_target_is_that_of_the_float_inputs() -> None:
     x = inputs().double()
     exact = x + 0.3 * x.roll(1, 1) ** 2
     weight, h, drift = torch.randn(5, K), x.t() @ x / len(x), (exact - x).t() @ x / len(x)
-    f = factor(h.float(), 1e-9, True)
+    f = inverse_cholesky(h.float(), 1e-9, True)
     assert f is not None
-    target = moved(weight, drift.float(), f, 1.0)
+    target = asymmetric_target(weight, drift.float(), f, 1.0)
     best = torch.linalg.lstsq(x, exact @ weight.double().t()).solution.t()
     torch.testing.assert_close(target.double(), best, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(moved(weight, drift.float(), f, 0.0), weight)
+    torch.testing.assert_close(asymmetric_target(weight, drift.float(), f, 0.0), weight)
 
 
 def test_without_a_twin_gptaq_is_gptq_and_says_so() -> None:
@@ -163,10 +163,10 @@ def test_few_tokens_are_damped_more() -> None:
 def test_damping_grows_until_it_works() -> None:
     x = inputs()[:3]  # of rank 3
     h = x.t() @ x / 3
-    assert factor(h, 0.01, True).damping == 0.01
-    assert factor(h, 0.0, True).damping > 0
-    assert factor(torch.zeros(4, 4), 0.01, True) is None
-    assert factor(torch.full((4, 4), torch.nan), 0.01, True) is None
+    assert inverse_cholesky(h, 0.01, True).damping == 0.01
+    assert inverse_cholesky(h, 0.0, True).damping > 0
+    assert inverse_cholesky(torch.zeros(4, 4), 0.01, True) is None
+    assert inverse_cholesky(torch.full((4, 4), torch.nan), 0.01, True) is None
     task = Task("w", torch.randn(4, K), SPECS["symmetric"], stats={"hessian": h.unsqueeze(0)})
     assert "damping raised to" in GPTQ(damping=0.0).solve(task).note
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.algorithms import ALGORITHMS, GPTQ, KMeans, Task
-from pennyweight.algorithms.solvers.gptq_core import factor
+from pennyweight.algorithms.solvers.gptq_core import inverse_cholesky
 from pennyweight.algorithms.solvers.kmeans import Problem
 from pennyweight.cli.spec_prose import describe
 from pennyweight.core.formats import learned
@@ -89,7 +89,7 @@ def test_feedback_of_one_column_codes_is_that_of_gptq() -> None:
     t = task(8, 24, QuantSpec(learned(3), (-1,)))
     problem, h = prepared(t)
     order = h[0].diagonal().argsort(descending=True, stable=True)
-    f = factor(h[0][order][:, order], 0.01, False)
+    f = inverse_cholesky(h[0][order][:, order], 0.01, False)
     w, codes = problem.target[:, order].clone(), torch.empty(8, 24, dtype=torch.int64)
     for j in range(24):
         s = problem.scale[:, order[j]]

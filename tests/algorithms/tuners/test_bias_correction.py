@@ -9,7 +9,7 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight import Int8DynamicActivationInt8WeightConfig, QuantSpec, SpecConfig, quantize_
-from pennyweight.algorithms.rewrites.verify_rewrite import apart, outputs
+from pennyweight.algorithms.rewrites.verify_rewrite import float_outputs, relative_difference
 from pennyweight.algorithms.tuners.bias_correction import Bias, mean_errors
 from pennyweight.core.formats import INT2, INT4
 from tests.algorithms import models
@@ -45,10 +45,12 @@ def _weights(model: nn.Module) -> list[Any]:
 
 def test_outputs_are_nearer_at_two_bits() -> None:
     model, batches = models.shaken_mlp(nn.ReLU()), [torch.rand(64, 16) + 1 for _ in range(2)]  # inputs with a mean
-    exact, plain = outputs(model, batches[0]), copy.deepcopy(model)
+    exact, plain = float_outputs(model, batches[0]), copy.deepcopy(model)
     quantize_(plain, W2)
     quantize_(model, W2, calibration=batches, algorithm="bias")
-    assert apart(exact, outputs(model, batches[0])) < 0.8 * apart(exact, outputs(plain, batches[0]))
+    assert relative_difference(exact, float_outputs(model, batches[0])) < 0.8 * relative_difference(
+        exact, float_outputs(plain, batches[0])
+    )
 
 
 def test_a_correction_is_the_mean_error_of_the_weight() -> None:
@@ -76,11 +78,13 @@ def test_layers_without_a_bias_get_one_only_if_asked() -> None:
 
 def test_after_rewrites_the_teacher_is_the_rewritten_model() -> None:
     model, batches = models.decoder("Qwen2"), models.ids()
-    exact, plain = outputs(model, batches[0]), copy.deepcopy(model)
+    exact, plain = float_outputs(model, batches[0]), copy.deepcopy(model)
     config = Int8DynamicActivationInt8WeightConfig()
     quantize_(plain, config, calibration=batches, algorithm=["smooth", "rotate", "nearest"])
     quantize_(model, config, calibration=batches, algorithm=["smooth", "rotate", "nearest", "bias"])
-    assert apart(exact, outputs(model, batches[0])) < 1.1 * apart(exact, outputs(plain, batches[0]))
+    assert relative_difference(exact, float_outputs(model, batches[0])) < 1.1 * relative_difference(
+        exact, float_outputs(plain, batches[0])
+    )
 
 
 def test_layers_without_data_and_padding() -> None:
@@ -122,7 +126,7 @@ def test_saved_and_loaded(tmp_path: Any) -> None:
     pw.save(model, tmp_path / "q")
     fresh = models.decoder("Qwen2")
     pw.load(tmp_path / "q", fresh)
-    assert apart(outputs(model, batches[0]), outputs(fresh, batches[0])) == 0
+    assert relative_difference(float_outputs(model, batches[0]), float_outputs(fresh, batches[0])) == 0
 
 
 def test_an_option_without_meaning_is_refused() -> None:

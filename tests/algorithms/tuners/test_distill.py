@@ -8,7 +8,7 @@ import torch
 import pennyweight as pw
 from pennyweight.algorithms.tuners import losses
 from pennyweight.algorithms.tuners.distill import Distill, Tune
-from pennyweight.algorithms.tuners.trainable_qparams import levers
+from pennyweight.algorithms.tuners.trainable_qparams import trainable_parameters
 from pennyweight.core.spec import SPECS
 from pennyweight.core.tensor import AffineQuantizedTensor
 from tests.algorithms.models import blocks_only, inputs, llama, mlp, tokens
@@ -26,9 +26,9 @@ def test_it_lowers_the_divergence_and_adds_no_bytes(config) -> None:
     sizes, codes = quantized_bytes(q), {n: p.codes.clone() for n, p in q.named_parameters() if n in quantized_bytes(q)}
     fresh = tokens(3, seed=9)
     reference = losses.references(model, fresh)
-    before = losses.mean(q, fresh, reference, losses.kl)
+    before = losses.mean_divergence(q, fresh, reference, losses.kl)
     notes = Tune(steps=40, rate=5e-3, batch=2).tune(q, model, batches)
-    after = losses.mean(q, fresh, reference, losses.kl)
+    after = losses.mean_divergence(q, fresh, reference, losses.kl)
     assert after < 0.9 * before
     assert "tuned: held-out divergence" in notes[""]
     assert quantized_bytes(q) == sizes
@@ -52,7 +52,7 @@ def test_its_function_of_the_scales_is_what_the_weight_stands_for() -> None:
     teacher = copy.deepcopy(model)
     pw.quantize_(model, pw.Int4WeightOnlyConfig(48), blocks_only)  # 48 does not divide 64: padded
     for floats in (None, teacher):
-        found = list(levers(model, False, floats))
+        found = list(trainable_parameters(model, False, floats))
         assert len(found) == 14
         for lever in found:
             assert torch.equal(lever.value(), lever.w.dequantize())
@@ -82,11 +82,11 @@ def test_codes_are_learned_for_any_numbers(config) -> None:
     changed = [not torch.equal(p.dequantize(), before.get_parameter(n).dequantize()) for n, p in q.named_parameters()
                if isinstance(p, AffineQuantizedTensor)]  # fmt: skip
     assert all(changed)
-    learned, was = (losses.mean(x, fresh, reference, losses.kl) for x in (q, before))
+    learned, was = (losses.mean_divergence(x, fresh, reference, losses.kl) for x in (q, before))
     assert learned < 0.95 * was
     if isinstance(config.weight.scale, torch.dtype):
         Tune(steps=40, rate=5e-3, norms=False).tune(only_scales, model, batches)
-        assert learned < losses.mean(only_scales, fresh, reference, losses.kl)
+        assert learned < losses.mean_divergence(only_scales, fresh, reference, losses.kl)
 
 
 def test_zeros_stay_zeros_while_codes_are_learned() -> None:

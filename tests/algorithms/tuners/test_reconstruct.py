@@ -31,7 +31,7 @@ def test_outputs_come_nearer_and_no_byte_is_added(config) -> None:
     notes = Reconstruct(rate=2e-3, codes=0.01).tune(q, model, batches)
     assert notes[""].startswith("2 of 2 blocks reconstructed: held-out divergence")
     reference = losses.references(model, fresh)
-    before, after = (losses.mean(x, fresh, reference, losses.kl) for x in (gptq, q))
+    before, after = (losses.mean_divergence(x, fresh, reference, losses.kl) for x in (gptq, q))
     assert after < 0.75 * before
     for name, p in q.named_parameters():
         if isinstance(p, AffineQuantizedTensor):
