@@ -31,8 +31,7 @@ def write_calibrated(
     Files are written beside out_dir and put there in one step when all are complete. Raises ValueError for texts or a
     folder that cannot be read, PlanError, CheckpointError, OSError; then out_dir is as it was, but for what is solved.
     """
-    from ..algorithms import quantize_
-    from ..algorithms.mixed_precision import search
+    from ..algorithms import quantize_, search
     from ..io import save
     from ..io.config_files import copy_side_files, quantization_config
     from ..io.quantize_files import layout_free

@@ -8,7 +8,7 @@ from .layer_timing import PerformanceWarning
 from .module_handlers import register_quantize_module_handler
 from .pipeline import dequantize_, quantize_
 from .plan import Plan, plan
-from .recommend import recommend
+from .recommend_config import recommend
 from .recommendation import Candidate, Recommendation
 from .report import Latency, Report, Row
 from .scheme import Scheme

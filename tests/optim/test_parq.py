@@ -158,7 +158,7 @@ def test_schedules_and_groups_are_the_base_s() -> None:
 
 
 def test_weights_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pennyweight.optim.parq.is_spread", lambda t: t.shape == (64, 128))
+    monkeypatch.setattr("pennyweight.optim.parq.is_dtensor", lambda t: t.shape == (64, 128))
     model = Net()
     with pytest.raises(PlanError, match=r"down.weight is spread over ranks"):
         QuantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, INT2, end=10)

@@ -18,7 +18,7 @@ from ...quantize.config_resolution import Filter, PlanError
 from ...quantize.configs import AOBaseConfig, FqnToConfig, SpecConfig
 from ...quantize.configs.serialize import config_to_data
 from ...quantize.plan import Plan, PlanRow, plan
-from ...quantize.recommend import CANDIDATES as FAST
+from ...quantize.recommend_config import CANDIDATES as FAST
 from ...quantize.report import size
 from ...quantize.run_batch import run_batch
 from .. import recipe as recipes

@@ -144,7 +144,7 @@ def autoquant(
     torchao's and change nothing. Raises ValueError without an example input: torchao takes the first call's instead.
     """
     from ...quantize.configs import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
-    from ...quantize.recommend import recommend
+    from ...quantize.recommend_config import recommend
 
     if example_input is None:
         raise ValueError(

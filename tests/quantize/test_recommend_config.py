@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.quantize import Candidate, Latency, layer_timing, recommend
+from pennyweight.quantize import Candidate, Latency, layer_timing, recommend_config
 from pennyweight.quantize.module_handlers import HANDLERS
 from pennyweight.quantize.plan import PlanRow
-from pennyweight.quantize.recommend import fastest_per_layer
+from pennyweight.quantize.recommend_config import fastest_per_layer
 from pennyweight.quantize.recommendation import best, verdict
 
 INT8, DYNAMIC, INT4 = pw.Int8WeightOnlyConfig(), pw.Int8DynamicActivationInt8WeightConfig(), pw.Int4WeightOnlyConfig(32)
@@ -44,7 +44,9 @@ NAMES = ("up", "down", "narrow")
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """True times, of few calls."""
     monkeypatch.setattr(
-        recommend, "least", lambda calls, seconds, wait, turn: layer_timing.least_seconds(calls, 0.001, wait)
+        recommend_config,
+        "least_seconds",
+        lambda calls, seconds, wait, turn: layer_timing.least_seconds(calls, 0.001, wait),
     )
     monkeypatch.setattr(layer_timing, "SECONDS", 0.001)
 
@@ -79,8 +81,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         fake.models["now"] = fake.models.get(",".join(kinds), 8.0)
         return report
 
-    monkeypatch.setattr(recommend, "quantize_", quantized)
-    monkeypatch.setattr(recommend, "least", fake.least)
+    monkeypatch.setattr(recommend_config, "quantize_", quantized)
+    monkeypatch.setattr(recommend_config, "least_seconds", fake.least)
     monkeypatch.setattr(layer_timing, "time_layer", fake.layer)
     return fake
 
@@ -172,8 +174,8 @@ def test_a_busy_machine_is_told() -> None:
 
 def test_a_busy_moment_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([[2.0], [9.0, 9.0], [2.1, 1.0], [8.0, 9.0], [7.0, 6.0], [7.5, 9.0]])
-    monkeypatch.setattr(recommend, "least", lambda *args: next(times))
-    monkeypatch.setattr(recommend._Trial, "mixtures", lambda self, tried: [])
+    monkeypatch.setattr(recommend_config, "least_seconds", lambda *args: next(times))
+    monkeypatch.setattr(recommend_config._Trial, "mixtures", lambda self, tried: [])
     found = pw.recommend(Net(), X, candidates=[INT8, DYNAMIC])
     assert [(c.float_seconds, c.seconds) for c in found.candidates] == [(2.0, 2.0), (2.1, 1.0), (7.0, 6.0)]
     assert "The machine was busy (the same model took 2e+03 ms, then 7e+03 ms): measure again" in found.verdict
@@ -287,7 +289,7 @@ def test_what_cannot_be_applied_is_a_row_with_the_reason(clock: Clock) -> None:
     assert found.candidates[1].why.startswith("cannot be applied: 'upp' matches no module")
     assert found.candidates[1].error is None
     embedding = nn.Sequential(nn.Embedding(8, 8))
-    found = recommend.recommend(Wrapped(embedding), torch.tensor([1]), candidates=[INT8])
+    found = recommend_config.recommend(Wrapped(embedding), torch.tensor([1]), candidates=[INT8])
     assert "nothing would be quantized" in found.candidates[1].why
     assert found.config is None
 
@@ -336,12 +338,12 @@ def test_inputs_and_bounds_that_mean_nothing() -> None:
 
 def test_the_error() -> None:
     a, b = torch.tensor([3.0, 4.0, -math.inf]), torch.tensor([3.0, 4.5, -math.inf])
-    assert recommend._error([a], [b]) == pytest.approx(0.1)
-    assert recommend._error([a], [a]) == 0
-    assert recommend._error([a], [b[:2]]) == math.inf
-    assert recommend._error([a], [b * math.nan]) == math.inf
-    assert recommend._error([torch.zeros(2)], [torch.zeros(2)]) == 0
-    assert recommend._error([torch.zeros(2)], [torch.ones(2)]) == math.inf
+    assert recommend_config._error([a], [b]) == pytest.approx(0.1)
+    assert recommend_config._error([a], [a]) == 0
+    assert recommend_config._error([a], [b[:2]]) == math.inf
+    assert recommend_config._error([a], [b * math.nan]) == math.inf
+    assert recommend_config._error([torch.zeros(2)], [torch.zeros(2)]) == 0
+    assert recommend_config._error([torch.zeros(2)], [torch.ones(2)]) == math.inf
 
 
 def test_rows_that_layers_are_called_with() -> None:
@@ -375,7 +377,7 @@ def test_the_table_and_the_json(clock: Clock) -> None:
 def test_for_real(quick: None) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256, bias=False))
     found = pw.recommend(model, torch.randn(2, 256), max_error=0.05)
-    assert [c.name for c in found.candidates[:6]] == ["as it is", *map(str, recommend.CANDIDATES)]
+    assert [c.name for c in found.candidates[:6]] == ["as it is", *map(str, recommend_config.CANDIDATES)]
     assert found.chosen is not None
     assert found.chosen.error is not None
     assert found.chosen.error <= 0.05
