@@ -1,7 +1,11 @@
 """Loading into models: float, quantized, on meta; ties, dtypes, strictness; all of it or nothing."""
 
 import copy
+import gc
+import os
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pennyweight as pw
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import FP8_ROW, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
@@ -315,3 +320,35 @@ def test_a_compiled_model_has_plain_names(tmp_path: Path) -> None:
     compiled = torch.compile(Model())
     assert load(tmp_path, compiled) is compiled
     assert torch.equal(compiled.int4.weight, model.int4.weight)
+
+
+def test_threads_read_one_checkpoint_without_mapping(tmp_path: Path) -> None:
+    """Reads have no place in the file in common."""
+    state = {f"t{i}": torch.full((1 << 16,), float(i)) for i in range(8)}
+    pw.save(state, tmp_path / "m.safetensors")
+    with pw.open(tmp_path / "m.safetensors", mmap=False) as checkpoint, ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            found = pool.map(checkpoint.__getitem__, state)
+            assert all(torch.equal(a, b) for a, b in zip(found, state.values(), strict=True))
+
+
+def open_descriptors(path: Path) -> int:
+    """How many descriptors of this process lead to a file. 0 where the system does not list them."""
+    folder = Path("/proc/self/fd")
+    return sum(os.path.realpath(fd) == str(path) for fd in folder.iterdir()) if folder.is_dir() else 0
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_checkpoint_that_nobody_closes(mmap: bool, tmp_path: Path) -> None:
+    """The file is closed with the last reference, without a warning (warnings are errors here)."""
+    path = tmp_path / "m.safetensors"
+    pw.save({"t": torch.ones(3)}, path)
+    checkpoint = pw.open(path, mmap=mmap)
+    assert open_descriptors(path) == (1 if sys.platform == "linux" else 0)
+    del checkpoint
+    gc.collect()
+    assert open_descriptors(path) == 0
+    closed = pw.open(path, mmap=mmap)
+    closed.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        closed["t"]
