@@ -43,15 +43,16 @@ HELD = """\
 All libraries are limited to the older instruction set by their own switches; fbgemm has no working one and runs
 on the newest. oneDNN's int8 products without VNNI (`_int_mm`, `quantize_dynamic onednn`) saturate: with all codes 127
 and K = 256, `torch._int_mm` returned 32 640 for 4 129 024. They pass the error check because random codes rarely
-saturate. pennyweight's are exact, and slower than these from 64 rows on; they are faster than every exact operator of torch.
+saturate. pennyweight's are exact, and slower than these from 64 rows on; they are faster than every exact operator of
+torch.
 float8 at one row is slower than bfloat16: decoding 8 numbers takes eleven instructions there."""
 
 SHORT = """\
 Reasons:
 
 - Weight-only at many rows: inputs have 15 bits, so their products cost as much as bfloat16's, and `F.linear` itself
-  reaches 0.93 of that peak. With groups of 32 columns, combining a group costs five operations per 32 products. For such
-  batches use a config with int8 inputs, or `on_slower="skip"`.
+  reaches 0.93 of that peak. With groups of 32 columns, combining a group costs five operations per 32 products. For
+  such batches use a config with int8 inputs, or `on_slower="skip"`.
 - Peers counted at 4 bits for a weight-only config quantize the input to int8 (llama.cpp, OpenVINO,
   onnxruntime at level 4): half the work, and an input error that a weight-only config does not have.
 - At one row memory is the limit, and the fastest peers reach it too; the remaining gains are the bytes of the scales
@@ -61,5 +62,5 @@ Reasons:
 
 LLM_SHORT = """\
 For one token, transformers' own thousand operators (norms, rotary embedding, cache) take as long as the linear layers,
-which run at memory bandwidth. llama.cpp does not have this overhead, so 1.2 times its speed is out of reach in eager mode:
-at the measured bandwidth the weights alone take five sixths of its time per token."""
+which run at memory bandwidth. llama.cpp does not have this overhead, so 1.2 times its speed is out of reach in eager
+mode: at the measured bandwidth the weights alone take five sixths of its time per token."""
