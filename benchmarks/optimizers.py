@@ -225,7 +225,8 @@ def updates(wanted: str) -> list[dict[str, Any]]:
 
 
 def time_table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| optimizer | ms per step | relative to AdamW(foreach=True) | of memory bandwidth | state relative to float32 |"]
+    heads = ("ms per step", "relative to AdamW(foreach=True)", "of memory bandwidth", "state relative to float32")
+    lines = ["| optimizer | " + " | ".join(heads) + " |"]
     lines.append("|---|---:|---:|---:|---:|")
     for r in rows:
         figures = f"{1e3 * r['seconds']:.1f} | {r['ratio']:.2f} | {100 * r['bandwidth']:.0f} % | {r['memory']:.3f}"
