@@ -225,7 +225,8 @@ def updates(wanted: str) -> list[dict[str, Any]]:
 
 
 def time_table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| optimizer | ms a step | of AdamW(foreach=True) | of memory bandwidth | state, of float32 |"]
+    heads = ("ms per step", "relative to AdamW(foreach=True)", "of memory bandwidth", "state relative to float32")
+    lines = ["| optimizer | " + " | ".join(heads) + " |"]
     lines.append("|---|---:|---:|---:|---:|")
     for r in rows:
         figures = f"{1e3 * r['seconds']:.1f} | {r['ratio']:.2f} | {100 * r['bandwidth']:.0f} % | {r['memory']:.3f}"
@@ -238,7 +239,7 @@ def loss_table(rows: list[dict[str, Any]]) -> str:
     from scipy.stats import t
 
     base = next(r["loss"] for r in rows if r["name"] == BASE)
-    lines = ["| optimizer | seeds | loss, mean | less float32's, paired | of it, 95 % interval |"]
+    lines = ["| optimizer | seeds | mean loss | minus float32's, paired | relative, 95 % interval |"]
     lines.append("|---|---:|---:|---:|---:|")
     for r in rows:
         count, mean = len(r["loss"]), statistics.mean(r["loss"])
@@ -251,7 +252,7 @@ def loss_table(rows: list[dict[str, Any]]) -> str:
 
 def update_table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| optimizer | error of an update, mean | median | greatest element, of float32's |",
+        "| optimizer | update error, mean | median | largest element relative to float32's |",
         "|---|---:|---:|---:|",
     ]
     lines += [f"| {r['name']} | {r['error']:.3f} | {r['median']:.3f} | {r['worst']:.3g} |" for r in rows]

@@ -232,7 +232,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"Sizes: {size}; {len(base)} seeds; {BASE}'s loss {statistics.fmean(base.values()):.4f}, spread of seeds "
         f"(standard deviation) {spread:.4f}.",
         "",
-        "| recipe | seeds | loss less bfloat16's, paired, 95 % interval | of the loss | of the spread | target |",
+        "| recipe | seeds | loss minus bfloat16's, paired, 95 % interval | of the loss | of the spread | target |",
         "|---|---:|---:|---:|---:|---|",
     ]
     for name, mine in losses.items():
@@ -255,7 +255,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _cosines(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| recipe | one layer, start: least, mean | one layer, trained | whole model, start | whole model, trained |",
+        "| recipe | one layer, start: min, mean | one layer, trained | whole model, start | whole model, trained |",
         "|---|---:|---:|---:|---:|",
     ]
     for r in rows:

@@ -38,14 +38,14 @@ def check(results: Results) -> list[dict[str, Any]]:
     found = (
         ("KL of round to nearest, 4 bits, symmetric groups of 128", kl["sym4"], 0.003, 0.1),
         (
-            "KL of GPTQ by that of round to nearest, 4 bits, symmetric groups of 128",
+            "KL of GPTQ divided by that of round to nearest, 4 bits, symmetric groups of 128",
             _quotient(kl["gptq"], kl["sym4"]),
             0.2,
             0.7,
         ),
-        ("KL of 8-bit weights and inputs by that of 8-bit weights", _quotient(kl["w8a8"], kl["w8"]), 3.0, None),
-        ("effective rank of the inputs' second moments, of their number", results.rank, None, 0.15),
-        ("KL of 3 bits by that of 4, symmetric groups of 128", _quotient(kl["sym3"], kl["sym4"]), 3.0, 6.0),
+        ("KL of 8-bit weights and inputs divided by that of 8-bit weights", _quotient(kl["w8a8"], kl["w8"]), 3.0, None),
+        ("effective rank of the inputs' second moments divided by their number", results.rank, None, 0.15),
+        ("KL of 3 bits divided by that of 4, symmetric groups of 128", _quotient(kl["sym3"], kl["sym4"]), 3.0, 6.0),
     )
     return [
         {"gate": what, "value": value, "low": low, "high": high,

@@ -1,4 +1,4 @@
-"""The measured section of each page of docs/algorithms: our rows of that algorithm, beside the row without it."""
+"""The measured section of each page of docs/algorithms: our rows with the algorithm and without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INPUTS = ("int8-dynamic", "int8-dynamic-int4 g128", "int4-dynamic-int4 g128")
 
 @dataclass(frozen=True)
 class Pair:
-    """A row of ours, and the row without the algorithm: the same but for it, or what one would take instead."""
+    """One of our rows, and its baseline: the same without the algorithm, or the alternative."""
 
     row: str
     without: str = ""
@@ -65,10 +65,10 @@ PAGES: dict[str, tuple[Pair, ...]] = {
 
 
 def section(results: Results, page: str, source: str = "accuracy.md") -> str:
-    """What stands between the marks, marks included. source: the page that has all of the results."""
+    """The text between the marks, marks included. source: the page with all results."""
     body = [cells for subject in results.subjects() for p in PAGES[page] if (cells := _cells(results, subject, p))]
-    text = f"Measured ([accuracy](../{source}) has the conditions, and what others reach; less is better):\n\n"
-    text += markdown(["", "on", "bits", "loss", "95 %", "without: loss", "ratio", "95 %"], body)
+    text = f"Measured ([accuracy](../{source}) has the conditions and other libraries; lower is better):\n\n"
+    text += markdown(["", "model", "bits", "loss", "95 %", "baseline loss", "ratio", "95 %"], body)
     if not body:
         text = f"Measured: not yet; its rows in [accuracy](../{source}) are " + ", ".join(p.row for p in PAGES[page])
     return f"{BEGIN}\n{text}\n{END}"
@@ -102,8 +102,8 @@ def interval(i: statistics.Interval) -> str:
 
 
 def write(results: Results, folder: Path, source: str = "accuracy.md") -> list[str]:
-    """Put the sections into the pages of a folder, between their marks; a page that shows rows which these results lack
-    stays. Returns the names of the pages written. Raises ValueError for a page without marks."""
+    """Write the sections into the pages of a folder, between their marks. A page with rows missing from these results
+    is not changed. Returns the names of the written pages. Raises ValueError for a page without marks."""
     done = []
     for name in PAGES:
         path = folder / f"{name}.md"

@@ -1,4 +1,4 @@
-"""What we set out to reach, as data: our row, the row that it is held against, and the ratio that is asked."""
+"""The accuracy targets as data: our row, the baseline row, and the target ratio."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ class Target:
 
 
 TARGETS = (
-    *(Target("int4 g128 everywhere, nothing at run time", row, REFERENCE, 0.20, on) for row, on in _UNIFORM),
-    *(Target("the same against the best peer", row, (LLMC, "GPTQ W4A16 g128 asymmetric"), 0.60, on)
+    *(Target("uniform int4 g128, no run-time cost", row, REFERENCE, 0.20, on) for row, on in _UNIFORM),
+    *(Target("the same vs. the best peer", row, (LLMC, "GPTQ W4A16 g128 asymmetric"), 0.60, on)
       for row, on in _UNIFORM),
     *(Target(work, f"mixed {bits} auto {step}", against, most, on)
       for work, bits, against, most in (
           ("mixed, 4.25 bits", "4.25", REFERENCE, 0.06), ("mixed, 3.15 bits", "3.15", REFERENCE, 0.50),
           ("mixed, 2.75 bits", "2.75", REFERENCE, 1.00),
-          ("2.3 bits against torchao's int3", "2.3", (AO, "int3 g128"), 0.60),
+          ("2.3 bits vs. torchao's int3", "2.3", (AO, "int3 g128"), 0.60),
       )
       for step, on in (("tune", SMALL), ("distill", MORE))),
-    Target("MXFP4 against round-to-nearest", "mxfp4 auto", (OURS, "mxfp4"), 0.65),
-    Target("NVFP4 against round-to-nearest", "nvfp4 auto", (OURS, "nvfp4"), 0.65),
-    Target("W8A8 against W8A16", _SMOOTH8, (OURS, "int8"), 1.05, OUT),
-    Target("W8A8 against torchao's SmoothQuant", "int8-dynamic smooth rotate", (AO, "W8A8 SmoothQuant"), 0.25, LM),
-    Target("W4A4 against W4A4 as it is", "int4-dynamic-int4 g128 smooth rotate auto", (OURS, "int4-dynamic-int4 g128"),
+    Target("MXFP4 vs. round-to-nearest", "mxfp4 auto", (OURS, "mxfp4"), 0.65),
+    Target("NVFP4 vs. round-to-nearest", "nvfp4 auto", (OURS, "nvfp4"), 0.65),
+    Target("W8A8 vs. W8A16", _SMOOTH8, (OURS, "int8"), 1.05, OUT),
+    Target("W8A8 vs. torchao's SmoothQuant", "int8-dynamic smooth rotate", (AO, "W8A8 SmoothQuant"), 0.25, LM),
+    Target("W4A4 vs. plain W4A4", "int4-dynamic-int4 g128 smooth rotate auto", (OURS, "int4-dynamic-int4 g128"),
            0.01, OUT),
-    Target("W4A8 against W4A16", "int8-dynamic-int4 g128 smooth rotate auto", (OURS, "int4 g128 auto"), 1.05, LM),
+    Target("W4A8 vs. W4A16", "int8-dynamic-int4 g128 smooth rotate auto", (OURS, "int4 g128 auto"), 1.05, LM),
 )  # fmt: skip
 
 
 def table(results: Results) -> list[list[str]]:
-    """[work, subject, our row, against, asked, measured with interval, verdict] of what was measured on both sides, by
+    """[work, subject, our row, baseline, target, measured with interval, verdict] for rows measured on both sides, by
     each of the subject's measures.
 
-    A target counts as met only where the whole interval does."""
+    A target counts as met only if the whole interval meets it."""
     rows = []
     for t in TARGETS:
         for subject in t.subjects:

@@ -72,7 +72,7 @@ def _compiled(config: object):
 
 
 def _one_shape(n: int, k: int, m: int) -> bool | str:
-    return (n, k) == COMPILED or f"compiled for {COMPILED[0]}x{COMPILED[1]} only, it takes long"
+    return (n, k) == COMPILED or f"compiled for {COMPILED[0]}x{COMPILED[1]} only, compilation is slow"
 
 
 def competitors(threads: int) -> list[Competitor]:

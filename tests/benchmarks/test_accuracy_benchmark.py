@@ -382,7 +382,7 @@ def test_the_page_says_what_was_measured(tmp_path):
 
 def test_a_page_says_which_tools_have_no_row(tmp_path):
     told = "\n".join(page.left_out(_some(), "minilm"))
-    assert "- gptqmodel, auto-round: no row of theirs is for a model of this kind" in told
+    assert "- gptqmodel, auto-round: none of their rows supports this kind of model" in told
     assert "ggml: not run on this model" in told
     assert "torchao" not in told
 

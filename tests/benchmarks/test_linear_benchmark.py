@@ -167,10 +167,10 @@ def test_runs_of_other_shapes_stand_in_one_table_and_held_ones_apart(tmp_path, m
     second["cells"][0]["n"], second["method"]["rotated_mb"] = 2000, 320.0
     report.write(first, second, held)
     text = (tmp_path / "benchmarks.md").read_text()
-    assert "| a | 1 of 2 (rows: least; 1: 0.25) | 1 of 2 (rows: least; 1: 0.50) |" in text
+    assert "| a | 1 of 2 (rows: min; 1: 0.25) | 1 of 2 (rows: min; 1: 0.50) |" in text
     assert "copies of 200 or 320 MB" in text
-    assert "## Held to avx2" in text
-    assert "| pennyweight a | 8 | 8.00 |" in text.split("## Held to avx2")[1]
+    assert "## Limited to avx2" in text
+    assert "| pennyweight a | 8 | 8.00 |" in text.split("## Limited to avx2")[1]
     second["versions"] = {"torch": "2"}
     with pytest.raises(ValueError, match="different machines or versions"):
         report.write(first, second)

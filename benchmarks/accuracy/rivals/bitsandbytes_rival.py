@@ -20,9 +20,9 @@ def _through(table: str, nested: bool) -> Any:
     return each_weight(run)
 
 
-_PLAIN = Bits(4, 64, 32, why="float32 greatest magnitude a block of 64")
+_PLAIN = Bits(4, 64, 32, why="float32 absmax per block of 64")
 _NESTED = Bits(4 + 8 / 64 + 32 / (64 * 256), per_layer=32 + 32 * 256,
-               why="8-bit magnitude a block of 64, float32 scale of 256 of them, mean and table a layer")  # fmt: skip
+               why="8-bit absmax per block of 64, float32 scale of 256 of them, mean and table per layer")  # fmt: skip
 ROWS = (
     Row("NF4", _through("nf4", False), _PLAIN),
     Row("NF4 nested", _through("nf4", True), _NESTED, note="compress_statistics=True"),

@@ -81,7 +81,7 @@ def _run(name: str, important: bool) -> Any:
 
 def _bits(name: str) -> Bits:
     _, block, nbytes = TYPES[name]
-    return Bits(8 * nbytes / block, why=f"{nbytes} bytes a block of {block}")
+    return Bits(8 * nbytes / block, why=f"{nbytes} bytes per block of {block}")
 
 
 ROWS = (

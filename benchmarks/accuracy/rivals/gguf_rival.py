@@ -19,7 +19,7 @@ def _through(name: str):
     return each_weight(run)
 
 
-_SCALE, _BOTH = "float16 scale a block of 32", "float16 scale and minimum a block of 32"
+_SCALE, _BOTH = "float16 scale per block of 32", "float16 scale and minimum per block of 32"
 ROWS = tuple(
     Row(name, _through(name), Bits(bits, why=why))
     for name, bits, why in (
@@ -28,6 +28,6 @@ ROWS = tuple(
         ("Q5_0", 5.5, _SCALE),
         ("Q5_1", 6.0, _BOTH),
         ("Q8_0", 8.5, _SCALE),
-        ("MXFP4", 4.25, "e8m0 scale a block of 32"),
+        ("MXFP4", 4.25, "e8m0 scale per block of 32"),
     )
 )

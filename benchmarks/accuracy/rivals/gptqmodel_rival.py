@@ -34,7 +34,7 @@ def _run(**options: Any) -> Any:
 
 
 def _bits(bits: int, group: int) -> Bits:
-    return Bits(bits, group, 16 + bits, why=f"float16 scale and {bits}-bit zero a group of {group}")
+    return Bits(bits, group, 16 + bits, why=f"float16 scale and {bits}-bit zero per group of {group}")
 
 
 ROWS = (

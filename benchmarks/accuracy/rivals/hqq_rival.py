@@ -27,7 +27,7 @@ def _through(bits: int, group: int) -> Any:
 
 ROWS = tuple(
     Row(f"int{bits} g{group}", _through(bits, group),
-        Bits(bits if bits != 3 else 3.2, group, 32, why="float16 scale and zero a group"
+        Bits(bits if bits != 3 else 3.2, group, 32, why="float16 scale and zero per group"
              + ("; ten codes of 3 bits in 32" if bits == 3 else "")))
     for bits, group in ((8, 64), (4, 64), (4, 128), (3, 64), (2, 64))
 )  # fmt: skip

@@ -97,19 +97,20 @@ def _smooth(subject: Subject) -> list[Any]:
 
 
 def _sym(bits: int, group: int) -> Bits:
-    return Bits(bits, group, 16, why=f"16-bit scale a group of {group}, no zero point")
+    return Bits(bits, group, 16, why=f"16-bit scale per group of {group}, no zero point")
 
 
-INT8 = Bits(8, per_row=16, why="16-bit scale a row")
+INT8 = Bits(8, per_row=16, why="16-bit scale per row")
 ROWS = (
     Row("GPTQ W4A16 g128", _weights(_gptq("W4A16")), _sym(4, 128), subjects=TEXT),
     Row("GPTQ W4A16 g128 asymmetric", _weights(_gptq("W4A16_ASYM")),
-        Bits(4, 128, 20, why="16-bit scale and 4-bit zero a group of 128"), subjects=TEXT, note='scheme="W4A16_ASYM"'),
+        Bits(4, 128, 20, why="16-bit scale and 4-bit zero per group of 128"), subjects=TEXT,
+        note='scheme="W4A16_ASYM"'),
     Row("GPTQ W3A16 g128", _weights(_groups(3, 128)), _sym(3, 128), subjects=TEXT),
     Row("GPTQ W2A16 g64 asymmetric", _weights(_groups(2, 64, False)),
-        Bits(2, 64, 18, why="16-bit scale and 2-bit zero a group of 64"), subjects=TEXT),
-    Row("AWQ W4A16 g128 asymmetric", _weights(_awq), Bits(4, 128, 20, why="16-bit scale and 4-bit zero a group of 128"),
-        subjects=("causal",)),
+        Bits(2, 64, 18, why="16-bit scale and 2-bit zero per group of 64"), subjects=TEXT),
+    Row("AWQ W4A16 g128 asymmetric", _weights(_awq),
+        Bits(4, 128, 20, why="16-bit scale and 4-bit zero per group of 128"), subjects=("causal",)),
     Row("SmoothQuant + GPTQ W8A8", _as_it_stands(_smooth), INT8, "int8", subjects=("causal",),
         note="smoothing_strength=0.8"),
 )  # fmt: skip

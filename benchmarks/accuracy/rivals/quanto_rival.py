@@ -29,9 +29,9 @@ def _run(name: str, dtype: torch.dtype) -> Any:
     return run
 
 
-_GROUPED = "bfloat16 scale and shift a group of 128"
+_GROUPED = "bfloat16 scale and shift per group of 128"
 ROWS = (
-    Row("qint8", _run("qint8", torch.float32), Bits(8, per_row=32, why="float32 scale a row"),
+    Row("qint8", _run("qint8", torch.float32), Bits(8, per_row=32, why="float32 scale per row"),
         subjects=ALL + CONVOLUTIONS),
     Row("qint4", _run("qint4", torch.bfloat16), Bits(4, 128, 32, why=_GROUPED)),
     Row("qint2", _run("qint2", torch.bfloat16), Bits(2, 128, 32, why=_GROUPED)),

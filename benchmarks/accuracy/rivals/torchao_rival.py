@@ -16,7 +16,7 @@ from benchmarks.accuracy.accounting import Bits
 from benchmarks.accuracy.rivals.base import Row, calibrate, layers
 from benchmarks.accuracy.subjects import Subject
 
-TINYGEMM = "bfloat16 scale and zero a group of 128"
+TINYGEMM = "bfloat16 scale and zero per group of 128"
 Make = Callable[[], Any]
 
 
@@ -144,17 +144,17 @@ def _smooth(subject: Subject, model: nn.Module) -> nn.Module:
 
 
 def _sym(bits: int, group: int) -> Bits:
-    return Bits(bits, group, 16, why=f"float16 scale a group of {group}, no zero point")
+    return Bits(bits, group, 16, why=f"float16 scale per group of {group}, no zero point")
 
 
-INT8 = Bits(8, per_row=32, why="float32 scale a row")
+INT8 = Bits(8, per_row=32, why="float32 scale per row")
 _MX = "torchao.prototype.mx_formats.inference_workflow"
 _DYNAMIC8 = _named("Int8DynamicActivationInt8WeightConfig", set_inductor_config=False)
 ROWS = (
     Row("int4 g128 tinygemm (prototype)", _weight_only(_tinygemm(), torch.bfloat16), Bits(4, 128, 32, why=TINYGEMM)),
     Row("int4 g128 tinygemm, HQQ", _weight_only(_tinygemm(hqq=True), torch.bfloat16), Bits(4, 128, 32, why=TINYGEMM)),
     Row("int4 g32 tinygemm", _weight_only(_tinygemm(32), torch.bfloat16),
-        Bits(4, 32, 32, why="bfloat16 scale and zero a group of 32")),
+        Bits(4, 32, 32, why="bfloat16 scale and zero per group of 32")),
     Row("int4 g128", _weight_only(_intx(4, 128)), _sym(4, 128)),
     Row("int4 g128 hqq_scale_only", _weight_only(_intx(4, 128, True)), _sym(4, 128)),
     Row("int3 g128", _weight_only(_intx(3, 128)), _sym(3, 128)),
@@ -164,11 +164,11 @@ ROWS = (
     Row("float8 weight-only", _weight_only(_named("Float8WeightOnlyConfig", set_inductor_config=False)), INT8),
     Row("NVFP4 weight-only",
         _weight_only(_named("NVFP4WeightOnlyConfig", _MX), torch.bfloat16),
-        Bits(4, 16, 8, per_layer=32, why="e4m3 scale a group of 16, float32 scale a layer")),
+        Bits(4, 16, 8, per_layer=32, why="e4m3 scale per group of 16, float32 scale per layer")),
     Row("W8A8 dynamic", _as_it_stands(_DYNAMIC8), INT8, "int8"),
-    Row("W8A8 SmoothQuant", _smooth, Bits(8, per_row=32, per_column=32, why="float32 scale a row and factor a column"),
-        "int8"),
-    Row("W4A8 g32 (8da4w)", _as_it_stands(_da4w), Bits(4, 32, 32, why="float32 scale a group of 32"), "int8"),
-    Row("int4 g128 AWQ", _awq, Bits(4, 128, 32, per_column=16, why=f"{TINYGEMM}, bfloat16 factor a column"),
+    Row("W8A8 SmoothQuant", _smooth,
+        Bits(8, per_row=32, per_column=32, why="float32 scale per row and factor per column"), "int8"),
+    Row("W4A8 g32 (8da4w)", _as_it_stands(_da4w), Bits(4, 32, 32, why="float32 scale per group of 32"), "int8"),
+    Row("int4 g128 AWQ", _awq, Bits(4, 128, 32, per_column=16, why=f"{TINYGEMM}, bfloat16 factor per column"),
         slow=True),
 )  # fmt: skip
