@@ -167,7 +167,7 @@ def test_an_error_of_the_caller_s_own() -> None:
 
     with pytest.raises(KeyboardInterrupt) as error:
         pw.quantize_(model, INT4, calibration=rows(), algorithm="gptq", progress=stop)
-    assert error.value.__notes__ == ["the model is as it was before quantize_"]
+    assert error.value.__notes__ == ["the model was restored to its state before quantize_"]
     held.check()
 
 

@@ -151,7 +151,7 @@ def _find(model: nn.Module, batch: Any, wanted: set[str] | None) -> FoundPairs:
         if wanted is not None and not wanted.intersection(r.name for r in readers):
             continue
         if not all(r.plain and r.bias is not r.weight for r in readers):
-            without |= dict.fromkeys((r.name for r in readers), "a layer that reads the same is quantized already")
+            without |= dict.fromkeys((r.name for r in readers), "a layer with the same input is already quantized")
             continue
         candidates = list(_candidates(model, node, readers))
         for variants in candidates:

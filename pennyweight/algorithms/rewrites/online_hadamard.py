@@ -94,9 +94,9 @@ def _unfit(module: nn.Module, uses: dict[int, int]) -> str:
     if isinstance(module, RotatedLinear):
         return "it is already"
     if type(module) is not nn.Linear:
-        return f"{type(module).__name__} is no plain nn.Linear"
+        return f"{type(module).__name__} is not a plain nn.Linear"
     if type(module.weight) is not nn.Parameter or not module.weight.is_floating_point():
-        return "the weight is quantized already"
+        return "the weight is already quantized"
     if uses.get(id(module.weight), 0) > 1:
         return "the weight is tied"
     return (

@@ -57,7 +57,7 @@ def find_stream(model: nn.Module, batch: Any) -> ResidualStream:
             raise PlanError(f"rotate: {node.name} ({type(module).__name__}) does not commute with a rotation")
         for r in readers[id(module)]:
             if not r.plain:
-                raise PlanError(f"rotate: {r.name} is quantized already; rotate before quantizing")
+                raise PlanError(f"rotate: {r.name} is already quantized; rotate before quantizing")
         centred = centred or turned == "centred"
         norms.append((gain, readers[id(module)]))
     writers: dict[int, Matrix] = {}
@@ -65,7 +65,7 @@ def find_stream(model: nn.Module, batch: Any) -> ResidualStream:
     for node in made_of:
         if node.kind == "matrix":
             if not node.what.plain:
-                raise PlanError(f"rotate: {node.name} is quantized already; rotate before quantizing")
+                raise PlanError(f"rotate: {node.name} is already quantized; rotate before quantizing")
             writers[id(node.what)] = node.what
         else:
             parameters[node.name] = node.what

@@ -70,7 +70,7 @@ class ScaleSearch(Rewrite):
         verb = f"not scaled by {self.name}"
         batches = read(batches)
         if not batches:
-            raise PlanError(f"{self.name} learns from data; pass calibration=batches")
+            raise PlanError(f"{self.name} needs calibration data; pass calibration=batches")
         chosen_on, guard = held_out(batches, self.held_out)
         if self.held_out and not all_reduce.all_true(bool(guard)):
             return dict.fromkeys(target, f"{verb}: one row of data, and none beside it to judge scales by")
@@ -90,7 +90,7 @@ class ScaleSearch(Rewrite):
         others = collect_inputs(model, couples, guard, self.samples) if guard else {}
         found_scales: list[_Scaled] = []
         for i, couple in enumerate(couples):
-            why = "saw no data"
+            why = "no calibration data"
             if i in seen:
                 text, s = self._choose(couple, seen[i], target)
                 why = self._why_not(couple, s, others.get(i), target) if text else "no scale lowers its error"
@@ -126,7 +126,7 @@ class ScaleSearch(Rewrite):
         if not self.held_out:
             return ""
         if held is None:
-            return "saw no held-out data"
+            return "no held-out data"
         options = (couple.spread(torch.ones_like(s)), couple.spread(s))
         found = [group_error(couple.readers, held.tokens, one, target) for one in options]
         before, after = all_reduce.reduce_sum(torch.tensor(found, dtype=torch.float64, device="cpu")).tolist()

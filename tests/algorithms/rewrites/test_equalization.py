@@ -118,7 +118,7 @@ def test_a_quantized_reader_takes_no_scale() -> None:
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda m, n: n.endswith("layers.0.self_attn.q_proj"))
     found = find_pairs(model, models.ids()[0])
     assert "model.layers.0.input_layernorm" not in {c.writer.name for c in found.couples}
-    assert found.without["model.layers.0.self_attn.k_proj.weight"].endswith("is quantized already")
+    assert found.without["model.layers.0.self_attn.k_proj.weight"].endswith("is already quantized")
 
 
 def test_any_scales_keep_the_function_to_a_hundred_thousandth() -> None:

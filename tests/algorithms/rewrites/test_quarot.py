@@ -228,7 +228,7 @@ def test_an_input_that_enters_the_stream_is_refused() -> None:
 def test_a_quantized_layer_and_no_data_are_refused() -> None:
     model = models.decoder("Llama")
     quantize_(model, pw.Int8WeightOnlyConfig(), filter_fn=lambda m, n: n.endswith("1.mlp.down_proj"))
-    with pytest.raises(PlanError, match=r"layers\.1\.mlp\.down_proj\.weight is quantized already; rotate before"):
+    with pytest.raises(PlanError, match=r"layers\.1\.mlp\.down_proj\.weight is already quantized; rotate before"):
         Rotate().apply(model, {}, models.ids())
     with pytest.raises(PlanError, match="pass calibration=batches"):
         Rotate().apply(model, {}, [])
@@ -278,7 +278,7 @@ def test_layers_that_cannot_be_rotated_say_so() -> None:
     notes = rotate_inputs_(model, ["odd", "norm", "a"])
     assert notes == {
         "odd.weight": "input not rotated: no Hadamard matrix for 7 inputs",
-        "norm.weight": "input not rotated: LayerNorm is no plain nn.Linear",
+        "norm.weight": "input not rotated: LayerNorm is not a plain nn.Linear",
         "a.weight": "input not rotated: the weight is tied",
     }
 

@@ -192,5 +192,5 @@ def test_options_without_meaning_are_refused(options: Any) -> None:
 
 
 def test_no_data_is_refused() -> None:
-    with pytest.raises(PlanError, match="smooth learns from data"):
+    with pytest.raises(PlanError, match="smooth needs calibration data"):
         Smooth().apply(models.decoder("Llama"), {}, [])
