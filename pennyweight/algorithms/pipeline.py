@@ -93,9 +93,7 @@ def quantize_(
             on_slower=on_slower, progress=progress,
         )  # fmt: skip
     if not isinstance(config, AOBaseConfig):
-        raise PlanError(
-            "an algorithm needs a config such as Int4WeightOnlyConfig(), not a function over modules"
-        )
+        raise PlanError("an algorithm needs a config such as Int4WeightOnlyConfig(), not a function over modules")
     run = partial(
         _quantize, filter_fn=filter_fn, device=device, calibration=calibration, algorithm=algorithm, resume=resume,
         spill=spill, max_ram=max_ram, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,

@@ -280,7 +280,10 @@ def test_remedies() -> None:
     for options, text in (
         ({"algorithm": "gptq"}, "algorithm gptq needs calibration data; pass calibration=batches"),
         ({"calibration": []}, "calibration has no batches; algorithm auto needs calibration data"),
-        ({"calibration": data[0]}, r"calibration must be a list of batches, got one Tensor; pass calibration=\[batch\]"),
+        (
+            {"calibration": data[0]},
+            r"calibration must be a list of batches, got one Tensor; pass calibration=\[batch\]",
+        ),
         ({"calibration": {"x": data[0]}}, "got one dict"),
         ({"calibration": data, "algorithm": "gptqq"}, "did you mean 'gptq'"),
         ({"calibration": data, "filter_fn": lambda m, n: False}, "nothing would be quantized"),

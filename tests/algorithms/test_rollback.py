@@ -137,7 +137,7 @@ def test_a_step_that_does_not_apply_is_found_before_anything_is_solved() -> None
 
     model, solved = Two(), []
     held = Held(model)
-    with pytest.raises(pw.PlanError, match="reconstruct: Two is no chain of blocks"):
+    with pytest.raises(pw.PlanError, match="reconstruct: Two is not a chain of blocks"):
         pw.quantize_(
             model, INT4, calibration=rows(), algorithm=["gptq", "reconstruct"], progress=lambda *a: solved.append(a)
         )

@@ -147,8 +147,8 @@ def _allowed(limit: Limits, base: Base) -> str:
 
 
 def allocate(table: Table, limit: float | Limits) -> dict[str, int]:
-    """The options that minimise the sum of losses within the limits (a number: bytes). Raises PlanError if no allocation
-    stays within the bytes; see :func:`check`."""
+    """The options that minimise the sum of losses within the limits (a number: bytes). Raises PlanError if no
+    allocation stays within the bytes; see :func:`check`."""
     limit = limit if isinstance(limit, Limits) else Limits(limit)
     check(table, Limits(limit.nbytes), Base(0, 0))
     return _solve(table, limit.nbytes, limit.seconds)

@@ -81,9 +81,7 @@ class GPTQ(Solver):
         if hessians.shape[0] == 1:
             return self._solve(task, hessians[0], None if drifts is None else drifts[0])
         if not rows_independent(task.spec, task.weight.shape):
-            return (
-                Nearest().solve(task)._replace(note="rounded to nearest: blocks span groups of the convolution")
-            )
+            return Nearest().solve(task)._replace(note="rounded to nearest: blocks span groups of the convolution")
         # A grouped convolution: each group of outputs has its own inputs
         solved = []
         for g, rows in enumerate(task.weight.chunk(hessians.shape[0])):

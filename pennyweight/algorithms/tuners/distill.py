@@ -1,4 +1,4 @@
-"""Distillation: trains scales, offsets, norms, biases and codes of a quantized model to match the float model's outputs.
+"""Distillation: trains scales, offsets, norms, biases and codes of a quantized model to match the float outputs.
 Neither the size nor the run-time work changes."""
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_layers_without_a_bias_get_one_only_if_asked() -> None:
     assert all(m.bias is None for m in model.modules() if isinstance(m, nn.Linear))
     teacher = copy.deepcopy(made)
     report = quantize_(made, W4, calibration=batches, algorithm=["nearest", {"bias": {"create": True, "at_once": 1}}])
-    assert "bias made and corrected" in next(r.note for r in report.rows if r.name == "lm_head.weight")
+    assert "bias created and corrected" in next(r.note for r in report.rows if r.name == "lm_head.weight")
     assert max(left(made, teacher, batches).values()) < 1e-4
     assert set(made.state_dict()) - set(model.state_dict()) == {
         f"{n}.bias" for n, m in made.named_modules() if isinstance(m, nn.Linear)
