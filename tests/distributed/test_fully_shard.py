@@ -142,7 +142,7 @@ def gathered(mesh: DeviceMesh) -> None:
     gather = pwd.QuantizedAllGather()
     gather(out, small, group)
     assert torch.equal(out.view(mesh.size(), 8), small.expand(mesh.size(), 8))
-    refuses(ValueError, "blocks of its numbers", lambda: pwd.QuantizedAllGather(pw.QuantSpec(E4M3, None)))
+    refuses(ValueError, "needs a one-dimensional block", lambda: pwd.QuantizedAllGather(pw.QuantSpec(E4M3, None)))
     refuses(ValueError, "call fully_shard(model) first", lambda: pwd.quantized_all_gather_(mlp()))
 
 

@@ -160,15 +160,15 @@ def _find(model: nn.Module, batch: Any, wanted: set[str] | None) -> FoundPairs:
             groups.setdefault(f"{key} {variants[0].writer.width}", []).append(variants)
         why = "the model's outputs change when its scale is folded into the layer before"
         without |= dict.fromkeys((r.name for r in readers), why if candidates else _nothing(node))
-    couples: list[EqualizationPair] = []
+    pairs: list[EqualizationPair] = []
     for group in groups.values():
         for pair in _tried(model, batch, reference, limit, group):
             names = [r.name for r in pair.readers]
             if all(n in without for n in names):  # keep only the first valid pair; two would divide twice
-                couples.append(pair)
+                pairs.append(pair)
                 for n in names:
                     del without[n]
-    return FoundPairs(couples, {n: w for n, w in without.items() if wanted is None or n in wanted})
+    return FoundPairs(pairs, {n: w for n, w in without.items() if wanted is None or n in wanted})
 
 
 def shared_readers(seen: Trace) -> list[tuple[Node, tuple[Matrix, ...]]]:
@@ -290,8 +290,8 @@ def _tried(
 ) -> list[EqualizationPair]:
     """Valid pairs of a group with the same name pattern: the first is tested alone, then the others together."""
 
-    def holds(couples: list[EqualizationPair]) -> bool:
-        return _holds(model, batch, reference, limit, couples)
+    def holds(pairs: list[EqualizationPair]) -> bool:
+        return _holds(model, batch, reference, limit, pairs)
 
     variant = next((i for i, pair in enumerate(group[0]) if holds([pair])), None)
     if variant is None:
@@ -302,13 +302,13 @@ def _tried(
 
 
 def _holds(
-    model: nn.Module, batch: Any, reference: list[Tensor], limit: float, couples: list[EqualizationPair]
+    model: nn.Module, batch: Any, reference: list[Tensor], limit: float, pairs: list[EqualizationPair]
 ) -> bool:
-    kept = SavedTensors(t for c in couples for t in c.tensors())
+    kept = SavedTensors(t for c in pairs for t in c.tensors())
     generator = torch.Generator().manual_seed(0)
     try:
         scales = []
-        for c in couples:
+        for c in pairs:
             powers = torch.randint(
                 -1, 3, (c.writer.width,), generator=generator, dtype=torch.int64, device="cpu"
             ).double()
@@ -316,7 +316,7 @@ def _holds(
             c.scale_readers(scales[-1])
         if relative_difference(reference, float_outputs(model, batch)) <= 10 * limit:
             return False  # the readers do not affect the output, so the test would show nothing
-        for c, s in zip(couples, scales, strict=True):
+        for c, s in zip(pairs, scales, strict=True):
             c.writer.divide(s)
         return relative_difference(reference, float_outputs(model, batch)) <= limit
     finally:

@@ -64,7 +64,8 @@ class Rotate(Rewrite):
             raise ValueError(f"rotate: held_out must be a fraction of the data in [0, 1), got {self.held_out}")
         if self.learn < 0 or not self.rate > 0:
             raise ValueError(
-                f"rotate: learn must not be negative and rate must be positive, got learn={self.learn}, rate={self.rate}"
+                f"rotate: learn must not be negative and rate must be positive, got learn={self.learn}, "
+                f"rate={self.rate}"
             )
         if self.learn and not self.stream:
             raise ValueError("rotate: learn trains the rotation of the residual stream; it needs stream=True")

@@ -78,18 +78,18 @@ class ScaleSearch(Rewrite):
         batch = all_reduce.broadcast_batch(probe_batch(batches[0]))
         found = find_pairs(model, batch, target.keys())
         notes = {name: f"{verb}: {why}" for name, why in found.without.items()}
-        couples = []
+        pairs = []
         for pair in found.couples:
             fixed = sorted(static.intersection(r.name for r in pair.readers))
             if fixed:
                 why = f"the input of {fixed[0]} has a static scale, calibrated without scaling"
                 notes |= {r.name: f"{verb}: {why}" for r in pair.readers if r.name in target}
             else:
-                couples.append(pair)
-        seen = collect_inputs(model, couples, chosen_on, self.samples)
-        others = collect_inputs(model, couples, guard, self.samples) if guard else {}
+                pairs.append(pair)
+        seen = collect_inputs(model, pairs, chosen_on, self.samples)
+        others = collect_inputs(model, pairs, guard, self.samples) if guard else {}
         found_scales: list[_Scaled] = []
-        for i, pair in enumerate(couples):
+        for i, pair in enumerate(pairs):
             why = "no calibration data"
             if i in seen:
                 text, s = self._choose(pair, seen[i], target)
@@ -239,11 +239,11 @@ def group_error(readers: Sequence[Matrix], x: Tensor, s: Tensor, target: Mapping
 
 
 def collect_inputs(
-    model: nn.Module, couples: Sequence[EqualizationPair], batches: Sequence[Any], samples: int
+    model: nn.Module, pairs: Sequence[EqualizationPair], batches: Sequence[Any], samples: int
 ) -> dict[int, ReaderInputs]:
     """Input statistics of each pair's readers, by index of the pair, in one run over the batches. Statistics cover all
     ranks; tokens are per rank. Raises ValueError for inputs that are not finite."""
-    first = {id(c.readers[0].weight): str(i) for i, c in enumerate(couples)}
+    first = {id(c.readers[0].weight): str(i) for i, c in enumerate(pairs)}
     share = -(-samples // max(1, len(batches)))
     found: dict[int, list[Tensor]] = {}
     counts: dict[int, int] = {}
@@ -254,7 +254,7 @@ def collect_inputs(
         if not x.shape[0]:
             return
         if not bool(x.isfinite().all()):
-            raise ValueError(f"{couples[i].readers[0].name}: its inputs on the calibration data are not all finite")
+            raise ValueError(f"{pairs[i].readers[0].name}: its inputs on the calibration data are not all finite")
         largest, total = x.abs().amax(0), x.abs().double().sum(0)
         count = min(x.shape[0], max(0, share - taken.get(i, 0)))
         taken[i] = taken.get(i, 0) + count
@@ -272,7 +272,7 @@ def collect_inputs(
             with InputHooks(first, see, token_mask(batch)):
                 run_batch(model, batch)
     seen = {}
-    for i, pair in enumerate(couples):
+    for i, pair in enumerate(pairs):
         weight, width = pair.readers[0].weight, pair.readers[0].width
         empty = torch.zeros(width, device=weight.device, dtype=torch.float32)
         peak, size, *tokens = found.get(i, [empty, empty.double()])
