@@ -34,9 +34,7 @@ class QuantizedAllGather:
 
     def __init__(self, spec: QuantSpec = INT8_128, least: int = 4096) -> None:
         if spec.block is None or len(spec.block) != 1 or spec.block[0] < 1 or spec.table_shape is not None:
-            raise ValueError(
-                f"{spec}: a flat buffer needs a one-dimensional block, such as QuantSpec(INT8, (128,))"
-            )
+            raise ValueError(f"{spec}: a flat buffer needs a one-dimensional block, such as QuantSpec(INT8, (128,))")
         self.spec, self.least = spec.with_(layout=portable_layout(spec)), least
         self.sent = self.plain = 0
 

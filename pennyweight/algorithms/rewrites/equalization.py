@@ -301,9 +301,7 @@ def _tried(
     return [group[0][variant], *(rest if good else [c for c in rest if holds([c])])]
 
 
-def _holds(
-    model: nn.Module, batch: Any, reference: list[Tensor], limit: float, pairs: list[EqualizationPair]
-) -> bool:
+def _holds(model: nn.Module, batch: Any, reference: list[Tensor], limit: float, pairs: list[EqualizationPair]) -> bool:
     kept = SavedTensors(t for c in pairs for t in c.tensors())
     generator = torch.Generator().manual_seed(0)
     try:

@@ -37,14 +37,14 @@ class FakeQuantized(nn.Module):
         """Held parts of a parameter, by name of the part."""
         return {name: getattr(self, f"{param}_{name}") for name in self.fake_quantized[param].names}
 
-    def weighed(self, param: str = "weight", act: bool = True) -> Tensor:
+    def quantized_param(self, param: str = "weight", act: bool = True) -> Tensor:
         """The quantized weight; its gradient goes to the latent weight."""
         fake, tensors = self.fake_quantized[param], self.held(param)
         learnt = [tensors.pop(name) for name in fake.weight_learned]
         return QuantizeWeight.apply(getattr(self, param), fake, tensors, act, *learnt)
 
-    def traced(self, param: str = "weight") -> Tensor:
-        """Same as :meth:`weighed`, as a float tensor."""
+    def traceable_param(self, param: str = "weight") -> Tensor:
+        """Same as :meth:`quantized_param`, as a float tensor."""
         return fake_quantized_weight(self.fake_quantized[param], getattr(self, param), self.held(param))
 
     def _static(self, param: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -55,7 +55,7 @@ class FakeQuantized(nn.Module):
         zero = scheme.act_zero_point
         return scale, None if zero is None else torch.tensor([zero], device=x.device)
 
-    def ranged(self, x: Tensor, param: str = "weight") -> Tensor:
+    def clamped_input(self, x: Tensor, param: str = "weight") -> Tensor:
         """The float input for a kernel that quantizes it; with the gradients of the quantized input."""
         act = self.fake_quantized[param].scheme.act
         if act is None or act.mode == "dynamic":
@@ -126,10 +126,10 @@ class FakeQuantizedLinear(FakeQuantized, nn.Linear):
         if not self.fake_quant_enabled:
             return super().forward(input)
         if torch.compiler.is_compiling():
-            return F.linear(self.input(_cast(input)), self.traced(), self.bias)
+            return F.linear(self.input(_cast(input)), self.traceable_param(), self.bias)
         if self.fake_quantized["weight"].scheme.act is None:
-            return F.linear(input, self.weighed(), self.bias)
-        return Linear.apply(self.ranged(input), self.weighed(), self.bias)
+            return F.linear(input, self.quantized_param(), self.bias)
+        return Linear.apply(self.clamped_input(input), self.quantized_param(), self.bias)
 
 
 class FakeQuantizedEmbedding(FakeQuantized, nn.Embedding):
@@ -157,7 +157,7 @@ class FakeQuantizedEmbedding(FakeQuantized, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if not self.fake_quant_enabled:
             return super().forward(input)
-        table = self.traced() if torch.compiler.is_compiling() else self.weighed()
+        table = self.traceable_param() if torch.compiler.is_compiling() else self.quantized_param()
         return F.embedding(
             input, table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
@@ -170,7 +170,7 @@ class _Convolution(FakeQuantized):
         if not self.fake_quant_enabled:
             return super().forward(input)  # type: ignore[misc]
         # Convolutions run only in the reference, which quantizes the input and multiplies dequantized values.
-        w = self.traced() if torch.compiler.is_compiling() else self.weighed(act=False)
+        w = self.traceable_param() if torch.compiler.is_compiling() else self.quantized_param(act=False)
         return self._conv_forward(self.input(input), w, self.bias)  # type: ignore[operator]
 
 
@@ -203,8 +203,8 @@ class _Addmm(FakeQuantized):
         shape = (*x.shape[:-1], self.nf)
         x = x.reshape(-1, x.shape[-1])
         if torch.compiler.is_compiling():
-            return torch.addmm(self.bias, self.input(x), self.traced()).view(shape)  # type: ignore[arg-type]
-        return Addmm.apply(self.ranged(x), self.weighed(), self.bias).view(shape)
+            return torch.addmm(self.bias, self.input(x), self.traceable_param()).view(shape)  # type: ignore[arg-type]
+        return Addmm.apply(self.clamped_input(x), self.quantized_param(), self.bias).view(shape)
 
 
 class _Shadowed(FakeQuantized):
@@ -238,7 +238,7 @@ def _shadows(module: Any) -> Iterator[None]:
     read = [(m, name, m.__dict__.get(name)) for m, name in _read(module) if m.fake_quant_enabled]
     try:
         for m, name, _ in read:
-            weight = m.traced(name) if torch.compiler.is_compiling() else m.weighed(name)
+            weight = m.traceable_param(name) if torch.compiler.is_compiling() else m.quantized_param(name)
             m.__dict__[name] = weight
         yield
     finally:

@@ -211,7 +211,10 @@ def _convert(model: nn.Module, config: QATConfig, options: dict[str, Any]) -> Re
     """Replace each prepared parameter by its quantized weight and restore the module's class."""
     given = [n for n in ("calibration", "algorithm", "measure") if options.get(n) not in (None, False)]
     if given:
-        raise PlanError(f"{', '.join(given)}: not valid with step='convert', which keeps the trained values; use it with step='prepare'")
+        raise PlanError(
+            f"{', '.join(given)}: not valid with step='convert', which keeps the trained values; use it with "
+            "step='prepare'"
+        )
     pick, device = options["filter_fn"], options["device"]
     todo = [
         group
