@@ -134,7 +134,7 @@ def _quantize(
         for step in (*recipe.rewrites, *recipe.tuners):
             step.check(model, target, batches)
         notes: dict[str, list[str]] = {}
-        with _undone_on_error(model, todo, recipe, spill, limit) as before:
+        with _restore_on_error(model, todo, recipe, spill, limit) as before:
             for rewrite in recipe.rewrites:
                 _add(notes, rewrite.apply(model, _target(todo), batches))
                 todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
@@ -142,7 +142,7 @@ def _quantize(
             report = todo.report()
             journal = None if resume is None else Journal(resume, model, todo, recipe, batches)
             release = None if teacher is not None else before.release
-            _carry_out(
+            _quantize_rows(
                 model, todo, report, device, recipe.solver, batches, (spill, limit), journal, progress, put, release
             )
             for tuner in recipe.tuners:
@@ -161,7 +161,7 @@ def _target(todo: Plan) -> dict[str, Scheme | None]:
 
 
 @contextmanager
-def _undone_on_error(
+def _restore_on_error(
     model: nn.Module, todo: Plan, recipe: recipes.Recipe, spill: str | Path | None, limit: float | None
 ) -> Iterator[ModelSnapshot]:
     """Restore the model if the recipe does not finish, for any reason."""
@@ -216,7 +216,7 @@ def _batches(calibration: Any, recipe: recipes.Recipe) -> Batches:
     return batches
 
 
-def _carry_out(
+def _quantize_rows(
     model: nn.Module, todo: Plan, report: Report, device: Any, solver: Solver, batches: list[Any],
     store: tuple[str | Path | None, float | None], journal: Journal | None, progress: Any, put: plainly.Put | None,
     release: Callable[[Tensor | None], None] | None,

@@ -162,11 +162,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
             stochastic_rounding.step_mask(count),
         )
         mine, g = local_tensor(p), _gradient(p)
-        chanced = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
+        stochastic = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
         why = native.accepts(mine, g, held)
         if why is not True:
             slow[why] += 1
-            self._plain(mine, g, held, kept, c, key, count, group, chanced)
+            self._plain(mine, g, held, kept, c, key, count, group, stochastic)
             return None, None
         values, g = mine.contiguous(), g.contiguous()
         flags = native.MAXIMIZE * bool(group["maximize"]) + native.NESTEROV * bool(group.get("nesterov"))
@@ -177,12 +177,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
             where_blocks = StateBlocks(1, 1, 1, 1) if block is None else state_blocks(mine.shape, block)
             job = native.job(values, held, [(k.stochastic, k.power) for k in kept], self.RULE[1], where_blocks, key)
             self._jobs[p] = made = (where, job)
-        native.set_step(made[1], g, flags + native.STOCHASTIC * chanced, turn, c)
+        native.set_step(made[1], g, flags + native.STOCHASTIC * stochastic, turn, c)
         return made[1], (mine, values, g)
 
     def _plain(
         self, p: Tensor, g: Tensor, held: Sequence[Tensor], kept: Sequence[StateFormat], c: Sequence[float],
-        key: tuple[int, int], count: int, group: dict[str, Any], chanced: bool,
+        key: tuple[int, int], count: int, group: dict[str, Any], stochastic: bool,
     ) -> None:  # fmt: skip
         """The reference step, used if there is no native one."""
         turn = stochastic_rounding.step_mask(count)
@@ -204,7 +204,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             stochastic_rounding.round_to_bfloat16(
                 x, stochastic_rounding.low_bits(stochastic_rounding.random_bits(x.shape, key, x.device), turn)
             )
-            if chanced
+            if stochastic
             else x
         )
 

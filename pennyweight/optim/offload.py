@@ -79,7 +79,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for event in self._ready.values():
             event.synchronize()
-        self._tell()
+        self._sync_options()
         self.inner.step()
         for p in self._ready:
             with self._streams[p.device]:
@@ -90,7 +90,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._ready.clear()
         return loss
 
-    def _tell(self) -> None:
+    def _sync_options(self) -> None:
         """Pass options changed by a scheduler or the user to the inner optimizer."""
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name not in ("params", "param_names")})
@@ -103,7 +103,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of ``optimizer_class``; interchangeable with it on any device."""
-        self._tell()
+        self._sync_options()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -117,10 +117,10 @@ class ProximalOptimizer(torch.optim.Optimizer):
         self.steps += 1
         for p, latent in self.latents.items():
             latent.copy_(p)
-        self._draw()
+        self._apply_proxes()
         return loss
 
-    def _draw(self) -> None:
+    def _apply_proxes(self) -> None:
         for p, latent in self.latents.items():
             p.copy_(self._proxes[p][1](latent, self.t))
 
@@ -151,7 +151,7 @@ class ProximalOptimizer(torch.optim.Optimizer):
         self.steps = steps
         for mine, latent in zip(self.latents.values(), latents, strict=True):
             mine.copy_(latent)
-        self._draw()
+        self._apply_proxes()
 
 
 class QuantOptimizer(ProximalOptimizer):
@@ -165,7 +165,7 @@ class QuantOptimizer(ProximalOptimizer):
         self, base: torch.optim.Optimizer, model: nn.Module, config: AOBaseConfig, *, start: int = 0, end: int,
         filter_fn: Filter | None = None,
     ) -> None:  # fmt: skip
-        self._what = model, config, filter_fn
+        self._quantize_args = model, config, filter_fn
         proxes = {}
         for row in _floats(plan(model, config, filter_fn)):
             assert row.tensor is not None
@@ -180,7 +180,7 @@ class QuantOptimizer(ProximalOptimizer):
         with torch.no_grad():
             for p, latent in self.latents.items():  # quantizing a grid value again may give another one
                 p.copy_(latent)
-        return quantize_(*self._what)
+        return quantize_(*self._quantize_args)
 
 
 class PruneOptimizer(ProximalOptimizer):
@@ -218,7 +218,7 @@ def _floats(todo: Plan) -> list[PlanRow]:
     return rows
 
 
-def _turned(x: Tensor, row: PlanRow) -> Tensor:
+def _transposed(x: Tensor, row: PlanRow) -> Tensor:
     """Move the contracted axis last; its own inverse."""
     assert row.site is not None
     return x.transpose(-2, -1) if row.site.transposed else x
@@ -229,7 +229,7 @@ def _to_grid(row: PlanRow) -> Prox:
     assert scheme is not None
 
     def prox(latent: Tensor, t: float) -> Tensor:
-        return _turned(proximal_map(_turned(latent, row), scheme.weight, t, scheme.rule, scheme.eps), row)
+        return _transposed(proximal_map(_transposed(latent, row), scheme.weight, t, scheme.rule, scheme.eps), row)
 
     return prox
 
@@ -239,8 +239,8 @@ def _to_zero(row: PlanRow, pattern: SparsityPattern) -> Prox:
     unfolded = row.site.op == "convolution"
 
     def prox(latent: Tensor, t: float) -> Tensor:
-        x = _turned(latent, row)
+        x = _transposed(latent, row)
         keep = pattern.keep(x.abs().flatten(1) if unfolded else x.abs().reshape(-1, x.shape[-1])).view(x.shape)
-        return _turned(torch.where(keep, x, (1 - t) * x), row)
+        return _transposed(torch.where(keep, x, (1 - t) * x), row)
 
     return prox

@@ -152,7 +152,7 @@ class _Change:
         for gain, readers in s.norms:
             self._fold(gain, readers, options.create_bias, notes)
         for pair in self.heads:
-            _turn_heads(pair, options.seed + 1)
+            _rotate_heads(pair, options.seed + 1)
             for r in pair.readers:
                 notes[r.name] = f"rotated; {pair.writer.name} rotated in heads of {pair.head}"
         for name in left:
@@ -274,7 +274,7 @@ def _write(w: Matrix, q: Tensor) -> None:
         w.bias.data.copy_(w.bias.data.double() @ q)
 
 
-def _turn_heads(pair: EqualizationPair, seed: int) -> None:
+def _rotate_heads(pair: EqualizationPair, seed: int) -> None:
     """v -> v R in each head of the writer, and the readers' columns with it. R is orthogonal, so R^-T is R."""
     assert isinstance(pair.writer, LinearRows)
     rows, head = pair.writer, pair.head

@@ -47,18 +47,18 @@ def find_stream(model: nn.Module, batch: Any) -> ResidualStream:
     made_of = list(_made_of([n.parents[0] for n in seen.norms if id(n.what) in on_stream]))
     norms, centred = [], False
     for module, node in on_stream.values():
-        gain, turned = norm_weight_of(node.name, module, module.weight), _turned(module)
+        gain, commutes = norm_weight_of(node.name, module, module.weight), _commuting_rotations(module)
         if id(module) not in readers:
             raise PlanError(
                 f"rotate: no linear layer reads {node.name}, so its gain cannot be folded; rotate the whole model "
                 "including its head"
             )
-        if gain is None or turned is None:
+        if gain is None or commutes is None:
             raise PlanError(f"rotate: {node.name} ({type(module).__name__}) does not commute with a rotation")
         for r in readers[id(module)]:
             if not r.plain:
                 raise PlanError(f"rotate: {r.name} is already quantized; rotate before quantizing")
-        centred = centred or turned == "centred"
+        centred = centred or commutes == "centred"
         norms.append((gain, readers[id(module)]))
     writers: dict[int, Matrix] = {}
     parameters: dict[str, tuple[str, nn.Module, str]] = {}
@@ -99,7 +99,7 @@ def _made_of(begins: list[Node]) -> Iterator[Node]:
                 todo.append(parent)
 
 
-def _turned(norm: nn.Module) -> str | None:
+def _commuting_rotations(norm: nn.Module) -> str | None:
     """Rotations that commute with a norm: "plain", any; "centred", those that preserve the mean; None: none."""
     weight = norm.weight
     assert isinstance(weight, Tensor)

@@ -90,21 +90,21 @@ class Student:
         names: dict[int, list[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(p), []).append(name)
-        self.turned: list[tuple[list[str], Callable[[Tensor], Tensor]]] = []
+        self.rotated: list[tuple[list[str], Callable[[Tensor], Tensor]]] = []
         readers = {id(r.weight): r for _, found in stream.norms for r in found}
         writers = {id(w.weight): w for w in stream.writers}
         for key, m in {**readers, **writers}.items():
-            self.turned.append((names[key], self._weight(m, key in readers, key in writers)))
+            self.rotated.append((names[key], self._weight(m, key in readers, key in writers)))
             if key in writers and m.kind != "embedding" and m.bias is not None:
-                self.turned.append((names[id(m.bias)], _last(m.bias)))
+                self.rotated.append((names[id(m.bias)], _last(m.bias)))
         for _, module, param in stream.parameters:
             p = module._parameters[param]
             assert p is not None
-            self.turned.append((names[id(p)], _last(p)))
+            self.rotated.append((names[id(p)], _last(p)))
 
     def __call__(self, q: Tensor, batch: Any) -> Any:
         q = q.float()
-        state = {name: value for names, turn in self.turned for value in (turn(q),) for name in names}
+        state = {name: value for names, turn in self.rotated for value in (turn(q),) for name in names}
         acts = {}
         if self.inputs:
             weights = {**dict(self.model.named_parameters(remove_duplicate=False)), **state}

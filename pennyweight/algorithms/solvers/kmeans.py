@@ -219,11 +219,11 @@ class Problem:
                 continue
             if f.damping != damping:
                 note = f"damping raised to {f.damping:g}"
-            codes = self._carry(self.target[rows][:, columns], self.safe[rows][:, columns], f.upper)
+            codes = self._quantize_columns(self.target[rows][:, columns], self.safe[rows][:, columns], f.upper)
             self.codes[rows] = codes[:, order.argsort()]
         return note
 
-    def _carry(self, w: Tensor, safe: Tensor, upper: Tensor) -> Tensor:
+    def _quantize_columns(self, w: Tensor, safe: Tensor, upper: Tensor) -> Tensor:
         """As :func:`.gptq_core.quantize_columns`, ``dim`` columns at a time. H^-1 = U^T U: after compensation by later
         columns an error e of columns J costs |e U_JJ^-1|^2; e U_JJ^-1 U_J. is subtracted from the later columns."""
         w, d = w.clone(), self.dim

@@ -105,28 +105,28 @@ def _multiples(values: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return (values * _ratio(torch.ones_like(d, dtype=torch.float32), d.float())).round().clamp(0, top), d
 
 
-def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
-    cols = _columns(x, way.size)
+def _with_offset(x: Tensor, importance: Tensor | None, params: _SearchParams) -> Parts:
+    cols = _columns(x, params.size)
     sigma = _rms(cols, 256)
     if importance is None:
         w = sigma + cols.abs()
     else:
-        w = _columns(importance, way.size) * (2 * sigma * sigma + cols * cols).sqrt()
-    scale, least = _affine(cols, w, way.top, way.start, way.step, way.tries)
-    per = 256 // way.size
-    sc, d = _multiples(scale.view(-1, per), way.scale_top)
-    mn, dmin = _multiples(-least.view(-1, per), way.scale_top)
+        w = _columns(importance, params.size) * (2 * sigma * sigma + cols * cols).sqrt()
+    scale, least = _affine(cols, w, params.top, params.start, params.step, params.tries)
+    per = 256 // params.size
+    sc, d = _multiples(scale.view(-1, per), params.scale_top)
+    mn, dmin = _multiples(-least.view(-1, per), params.scale_top)
 
     def codes_of(sc: Tensor, mn: Tensor) -> tuple[Tensor, Tensor]:
         scale, minus = (d.float() * sc).view(-1), (dmin.float() * mn).view(-1)
-        codes = ((cols + minus) * _ratio(torch.ones_like(scale), scale)).round().clamp(0, way.top)
+        codes = ((cols + minus) * _ratio(torch.ones_like(scale), scale)).round().clamp(0, params.top)
         return codes, pairwise_sum(w * (codes * scale - minus - cols).square())
 
     # try neighbours of both rounded values: scale, minimum and new codes can compensate for each other's rounding
     codes, least = codes_of(sc, mn)
     first, second = sc, mn
     for up, down in ((a, b) for a in (-1, 0, 1) for b in (-1, 0, 1) if (a, b) != (0, 0)):
-        tried = (first + up).clamp(0, way.scale_top), (second + down).clamp(0, way.scale_top)
+        tried = (first + up).clamp(0, params.scale_top), (second + down).clamp(0, params.scale_top)
         found, error = codes_of(*tried)
         better = error < least
         codes, least = torch.where(better, found, codes), torch.where(better, error, least)
@@ -142,12 +142,12 @@ def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
 # -- scale alone -------------------------------------------------------------------------------------------------------
 
 
-def _numbers(x: Tensor, way: _Way) -> tuple[Tensor, Tensor]:
+def _numbers(x: Tensor, params: _SearchParams) -> tuple[Tensor, Tensor]:
     """Codes of the nearest values, and these values."""
-    if way.table:
+    if params.table:
         codes = torch.bucketize(x, _levels().to(x.device))
         return codes, torch.tensor(IQ4_NL.values, device=x.device, dtype=torch.float32)[codes]
-    codes = x.round().clamp(-way.top - 1, way.top)
+    codes = x.round().clamp(-params.top - 1, params.top)
     return codes, codes
 
 
@@ -156,19 +156,19 @@ def _levels() -> Tensor:
     return (values[1:] + values[:-1]) / 2
 
 
-def _centred(x: Tensor, w: Tensor, way: _Way) -> Tensor:
+def _centred(x: Tensor, w: Tensor, params: _SearchParams) -> Tensor:
     """Scale of each column that minimises the sum of w * (scale * value - x)**2. Its sign maps the element with the
     largest magnitude to the end of the grid with the larger magnitude."""
     largest = x.gather(0, x.abs().argmax(0, keepdim=True))[0]
     wx = w * x
-    reach = way.start
+    reach = params.start
     best_scale, best = torch.zeros_like(largest), torch.zeros_like(largest)
-    for i in range(-way.tries, way.tries + 2):
-        if i <= way.tries:
-            inverse = _signed_ratio(torch.full_like(largest, -(reach + way.step * i)), largest)
+    for i in range(-params.tries, params.tries + 2):
+        if i <= params.tries:
+            inverse = _signed_ratio(torch.full_like(largest, -(reach + params.step * i)), largest)
         else:
             inverse = _signed_ratio(torch.ones_like(largest), best_scale)
-        q = _numbers(x * inverse, way)[1]
+        q = _numbers(x * inverse, params)[1]
         sxq, sqq = pairwise_sum(wx * q), pairwise_sum(w * q * q)
         scale = _ratio(sxq, sqq)
         gain = sxq * scale  # error reduction compared to a scale of zero
@@ -182,44 +182,44 @@ def _signed_ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b.abs() > _TINY, a / b, 0)
 
 
-def _about_zero(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
+def _about_zero(x: Tensor, importance: Tensor | None, params: _SearchParams) -> Parts:
     size = x.shape[1]
-    cols = _columns(x, way.size)
+    cols = _columns(x, params.size)
     if importance is None:
         w = cols.abs() + _rms(cols, size)
     else:
-        w = _columns(importance, way.size) * (2 * _rms(cols, size).square() + cols * cols).sqrt()
-    scale = _centred(cols, w, way).view(-1, size // way.size)
+        w = _columns(importance, params.size) * (2 * _rms(cols, size).square() + cols * cols).sqrt()
+    scale = _centred(cols, w, params).view(-1, size // params.size)
 
     def codes_of(scale: Tensor) -> tuple[Tensor, Tensor]:
         scale = scale.view(-1)
-        codes, numbers = _numbers(cols * _signed_ratio(torch.ones_like(scale), scale), way)
+        codes, numbers = _numbers(cols * _signed_ratio(torch.ones_like(scale), scale), params)
         return codes, pairwise_sum(w * (numbers * scale - cols).square())
 
-    if way.scale_top == 0:
+    if params.scale_top == 0:
         stored: Any = half(scale)
         codes = codes_of(stored.float())[0]
     else:
         largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))
-        d = half(largest / -(way.scale_top + 1))
+        d = half(largest / -(params.scale_top + 1))
         sc = (
             (scale * _signed_ratio(torch.ones_like(d, dtype=torch.float32), d.float()))
             .round()
-            .clamp(-way.scale_top - 1, way.scale_top)
+            .clamp(-params.scale_top - 1, params.scale_top)
         )
         codes, least = codes_of(d.float() * sc)
-        for tried in ((sc + step).clamp(-way.scale_top - 1, way.scale_top) for step in (-1, 1)):
+        for tried in ((sc + step).clamp(-params.scale_top - 1, params.scale_top) for step in (-1, 1)):
             found, error = codes_of(d.float() * tried)
             better = error < least
             codes, least = torch.where(better, found, codes), torch.where(better, error, least)
             sc = torch.where(better.view(sc.shape), tried, sc)
         stored = Parts(sc.to(torch.int8), d)
-    dtype = torch.uint8 if way.table else torch.int8
+    dtype = torch.uint8 if params.table else torch.int8
     return Parts(codes.to(dtype).t().reshape(-1, size), stored)
 
 
 @dataclass(frozen=True)
-class _Way:
+class _SearchParams:
     """Search parameters of one type.
 
     size          elements of a sub-block
@@ -239,27 +239,29 @@ class _Way:
 
 
 _WITH_OFFSET = {
-    "Q2_K": _Way(16, 3, 15, -0.5, 0.1, 16),
-    "Q4_K": _Way(32, 15, 63, -1.0, 0.1, 21),
-    "Q5_K": _Way(32, 31, 63, -0.5, 0.1, 16),
+    "Q2_K": _SearchParams(16, 3, 15, -0.5, 0.1, 16),
+    "Q4_K": _SearchParams(32, 15, 63, -1.0, 0.1, 21),
+    "Q5_K": _SearchParams(32, 31, 63, -0.5, 0.1, 16),
 }
 _ABOUT_ZERO = {
-    "Q3_K": _Way(16, 3, 31, 4.0, 0.1, 9),
-    "Q6_K": _Way(16, 31, 127, 32.0, 0.1, 9),
-    "IQ4_NL": _Way(32, 15, 0, 120.0, 4.0, 9, table=True),
-    "IQ4_XS": _Way(32, 15, 31, 120.0, 4.0, 9, table=True),
+    "Q3_K": _SearchParams(16, 3, 31, 4.0, 0.1, 9),
+    "Q6_K": _SearchParams(16, 31, 127, 32.0, 0.1, 9),
+    "IQ4_NL": _SearchParams(32, 15, 0, 120.0, 4.0, 9, table=True),
+    "IQ4_XS": _SearchParams(32, 15, 31, 120.0, 4.0, 9, table=True),
 }
 
 
-def _rule(search: Callable[[Tensor, Tensor | None, _Way], Parts], way: _Way) -> Callable[..., Parts]:
-    return lambda x, importance: search(x, importance, way)
+def _rule(
+    search: Callable[[Tensor, Tensor | None, _SearchParams], Parts], params: _SearchParams
+) -> Callable[..., Parts]:
+    return lambda x, importance: search(x, importance, params)
 
 
 def chosen() -> dict[str, Callable[..., Parts]]:
     """Search functions by type: (values [blocks, elements], importance of the same shape or None) -> parts."""
     return {
-        **{name: _rule(_with_offset, way) for name, way in _WITH_OFFSET.items()},
-        **{name: _rule(_about_zero, way) for name, way in _ABOUT_ZERO.items()},
+        **{name: _rule(_with_offset, params) for name, params in _WITH_OFFSET.items()},
+        **{name: _rule(_about_zero, params) for name, params in _ABOUT_ZERO.items()},
     }
 
 

@@ -113,7 +113,7 @@ class Tune(Learner):
                     f"{self.name}: the model has no quantized weight with trainable scales (scales stored as plain "
                     "numbers)"
                 )
-            known = _Known(teacher, trained)
+            known = _TeacherOutputs(teacher, trained)
 
             def loss(i: int, state: dict[str, Tensor]) -> Tensor:
                 output = torch.func.functional_call(model, state, *batch_arguments(trained[i]), tie_weights=False)
@@ -131,7 +131,7 @@ class Tune(Learner):
 KEPT = 2**28  # bytes of the float model's outputs
 
 
-class _Known:
+class _TeacherOutputs:
     """Outputs of the float model by batch, cached between epochs up to :data:`KEPT` bytes."""
 
     def __init__(self, teacher: nn.Module, batches: Sequence[Any]) -> None:

@@ -38,17 +38,17 @@ class TrainableWeight:
             None if part is None else part_value(part, kind, shape, torch.float32)
             for part, kind in ((self.parts.scale, self.spec.scale), (self.parts.offset, self.spec.offset))
         )
-        self.scale_by, self.move_by = _knob(self.parts.scale), _knob(self.parts.offset)
+        self.scale_by, self.move_by = _delta(self.parts.scale), _delta(self.parts.offset)
         self.knobs = [k for k in (self.scale_by, self.move_by) if k is not None]
         self.codes: list[Tensor] = []  # delta of the codes, if trainable
         if weight is not None and self.parts.table is None:
-            self._loosen(weight)
+            self._init_codes(weight)
 
     def _view(self, x: Tensor) -> Tensor:
         return blocks.split(x, blocks.counts(self.spec.block, self.plain.stored_shape))
 
     @torch.no_grad()
-    def _loosen(self, weight: Tensor) -> None:
+    def _init_codes(self, weight: Tensor) -> None:
         f, axes = self.spec.format, self.plain.axes
         weight = weight.detach().float()
         weight = weight if axes is None else weight.permute(sorted(range(weight.ndim), key=axes.__getitem__))
@@ -109,7 +109,7 @@ class TrainableWeight:
             place.set(value)
 
 
-def _knob(part: object) -> Tensor | None:
+def _delta(part: object) -> Tensor | None:
     """Trainable zeros for a part that is a plain tensor, else None."""
     return torch.zeros_like(part, dtype=torch.float32).requires_grad_() if isinstance(part, Tensor) else None
 

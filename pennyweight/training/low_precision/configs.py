@@ -143,7 +143,7 @@ def _why_not(module: nn.Module, least: int) -> str:
     return ""
 
 
-def _tells_recipe(module: nn.Module, config: LowPrecisionTrainingConfig) -> tuple[bool, str]:
+def _can_convert(module: nn.Module, config: LowPrecisionTrainingConfig) -> tuple[bool, str]:
     why = _why_not(module, config.least)
     if why or not isinstance(module, nn.Linear):
         return False, why
@@ -211,7 +211,7 @@ for _config in (
     LowPrecisionTrainingConfig, Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig,
     BitNetTrainingConfig,
 ):  # fmt: skip
-    register_quantize_module_handler(_config, tells=_tells_recipe)(_convert)
+    register_quantize_module_handler(_config, tells=_can_convert)(_convert)
 register_quantize_module_handler(Int8WeightOnlyTrainingConfig, tells=names_weight)(make_trainable)
 
 __all__ = [

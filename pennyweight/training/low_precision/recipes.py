@@ -45,11 +45,11 @@ class Operand:
 
     @classmethod
     def from_key(cls, key: str) -> Operand:
-        spec, rule, by_chance = json.loads(key)
-        return cls(QuantSpec.from_dict(spec), rule, by_chance)
+        spec, rule, chance = json.loads(key)
+        return cls(QuantSpec.from_dict(spec), rule, chance)
 
     def __str__(self) -> str:
-        return str(self.spec) + (" by chance" if self.chance else "")
+        return str(self.spec) + (" stochastic" if self.chance else "")
 
     def as_format(self, fmt: Format) -> Operand:
         """This operand with another format."""
@@ -172,7 +172,7 @@ def _same(side: Operand, other: Operand | None = None, **more: Any) -> Gemm:
     return Gemm(side, side if other is None else other, **more)
 
 
-def _chance(side: Operand) -> Operand:
+def _stochastic(side: Operand) -> Operand:
     return replace(side, chance=True)
 
 
@@ -195,8 +195,8 @@ _MX8, _MX4 = Operand(MXFP8, "mx_rceil"), Operand(MXFP4, "mx_rceil")
 _LINE, _SQUARE = Operand(QuantSpec(E4M3, (128,)), "mx_rceil"), Operand(QuantSpec(E4M3, (128, 128)), "mx_rceil")
 _NV_SCALE = QuantSpec(E4M3, None)
 _NV, _NV_SQUARE = Operand(QuantSpec(E2M1, (16,), _NV_SCALE)), Operand(QuantSpec(E2M1, (16, 16), _NV_SCALE))
-_MX4_BACK = _same(_chance(_MX4), hadamard=32)
-_INT8_BACK = _same(_chance(_INT8), _INT8, hadamard=32)
+_MX4_BACK = _same(_stochastic(_MX4), hadamard=32)
+_INT8_BACK = _same(_stochastic(_INT8), _INT8, hadamard=32)
 
 _ALL = (
     # torchao's float8 recipes
@@ -218,7 +218,7 @@ _ALL = (
     Recipe("mxfp4", _same(_MX4), _MX4_BACK, _MX4_BACK),
     # NVIDIA 2025: 16 x 16 for weights, stochastic rounding for gradients, Hadamard for the weight's gradient only
     Recipe(
-        "nvfp4", Gemm(_NV, _NV_SQUARE), Gemm(_chance(_NV), _NV_SQUARE), Gemm(_chance(_NV), _NV, hadamard=16)
+        "nvfp4", Gemm(_NV, _NV_SQUARE), Gemm(_stochastic(_NV), _NV_SQUARE), Gemm(_stochastic(_NV), _NV, hadamard=16)
     ),
     # BitNet b1.58 (Ma et al. 2024): straight-through estimator for both quantizers
     Recipe("bitnet", Gemm(_INT8, Operand(TERNARY_TENSOR, "absmean")), Gemm(None, FORWARD), Gemm(None, FORWARD)),

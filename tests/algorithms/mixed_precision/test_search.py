@@ -110,7 +110,7 @@ def test_a_model_that_puts_out_a_tensor_is_measured_by_its_error() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "message"),
-    [("4", "budget is"), ("big", "budget is"), (4.25, "budget is"), ("0.5 bpw", "the candidates need"),
+    [("4", "budget must be"), ("big", "budget must be"), (4.25, "budget must be"), ("0.5 bpw", "the candidates need"),
      ("0 MB", "a memory limit is"), ("1 kB", "the candidates need")],
 )  # fmt: skip
 def test_a_budget_without_meaning_is_refused(budget, message) -> None:
