@@ -85,7 +85,7 @@ def sparsify_(
             finish(name, CollectedStatistics())
     report = [out.get(r.name) or Row(r.name, r.type_name, r.shape, "", "", r.bytes_before, r.bytes_before, None, r.note)
               for r in rows]  # fmt: skip
-    return Report(f"{method}, {wanted.text}", report, verb="made sparse")
+    return Report(f"{method}, {wanted.text}", report, verb="pruned")
 
 
 def _check(todo: dict[str, PlanRow], pattern: SparsityPattern) -> None:

@@ -39,7 +39,7 @@ def test_of_each_run_so_many_are_kept(method: str, pattern: str) -> None:
         assert ((w.unflatten(1, (-1, of)) != 0).sum(-1) == kept).all()
     assert [r.name for r in report.quantized] == ["0.weight", "2.weight", "4.weight"]
     assert all(r.scheme == pattern and 0 < r.sqnr < 30 for r in report.quantized)
-    assert "3 parameters made sparse" in str(report)
+    assert "3 parameters pruned" in str(report)
 
 
 @pytest.mark.parametrize("method", METHODS)

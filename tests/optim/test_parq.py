@@ -158,7 +158,7 @@ def test_schedules_and_groups_are_the_base_s() -> None:
 
 
 def test_weights_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pennyweight.optim.parq.is_spread", lambda t: t.shape == (64, 128))
+    monkeypatch.setattr("pennyweight.optim.parq.is_dtensor", lambda t: t.shape == (64, 128))
     model = Net()
     with pytest.raises(PlanError, match=r"down.weight is sharded over ranks"):
         QuantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, INT2, end=10)
@@ -166,7 +166,7 @@ def test_weights_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_cannot_be_drawn_is_refused() -> None:
     model = Net()
-    with pytest.raises(ValueError, match=r"up.weight.*not among the parameters of SGD, 2 in all"):
+    with pytest.raises(ValueError, match=r"up.weight.*not among the parameters of SGD, 2 in total"):
         QuantOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), model, INT2, end=10)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="0 <= start < end; got 5, 5"):

@@ -148,9 +148,9 @@ def test_configs_are_checked_and_make_recipes() -> None:
     assert (how.grad_weight.quantized, how.output) == (False, RECIPES["int8"].output)
     assert BitNetTrainingConfig().make() is RECIPES["bitnet"]
     for make, text in (
-        (lambda: Float8TrainingConfig("int8"), "recipes are tensorwise, rowwise"),
+        (lambda: Float8TrainingConfig("int8"), "recipe must be one of tensorwise, rowwise"),
         (lambda: Float8TrainingConfig(weight="int8"), "formats are e4m3 and e5m2, got int8"),
-        (lambda: MXTrainingConfig("nvfp4"), "recipes are mxfp8"),
+        (lambda: MXTrainingConfig("nvfp4"), "recipe must be one of mxfp8"),
         (lambda: Int8MixedPrecisionTrainingConfig("int8", 16, False, False, False), "quantizes nothing"),
         (lambda: LowPrecisionTrainingConfig("fp7"), "unknown training recipe 'fp7'"),
         (lambda: Int8WeightOnlyTrainingConfig(group_size=0), "must be positive"),
@@ -490,7 +490,7 @@ def test_experts_of_the_other_order_and_bad_ends() -> None:
     assert torch.equal(y[:2], linear(x[:2], w[0], None, "rowwise"))
     for bad, text in (
         (torch.tensor([4, 2]), "must ascend"), (torch.tensor([2, 7]), "must ascend from 0 to the 6 rows"),
-        (torch.tensor([6]), "ends are 2 integers"), (torch.tensor([2.0, 6.0]), "ends are 2 integers"),
+        (torch.tensor([6]), "ends must be 2 integers"), (torch.tensor([2.0, 6.0]), "ends must be 2 integers"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             grouped_mm(x, w.transpose(-2, -1), bad)

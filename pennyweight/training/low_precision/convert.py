@@ -53,7 +53,7 @@ def to_high_precision_(model: nn.Module) -> Report:
         shape, dtype = tuple(now.shape), str(now.dtype).removeprefix("torch.")
         full = f"{name}.weight".lstrip(".")
         rows.append(Row(full, "Linear", shape, dtype, "", before, int(now.nbytes), None, f"was {was}"))
-    return Report("to_high_precision_", rows, verb="back in high precision")
+    return Report("to_high_precision_", rows, verb="restored to high precision")
 
 
 @contextmanager

@@ -148,5 +148,5 @@ def test_a_rotation_that_does_not_help_is_taken_back() -> None:
     assert report.notes[0].startswith("rotation undone: held-out divergence with RTN ")
     assert all("not rotated: it did not help" in r.note for r in report.quantized)
     goal = {r.name: s for r in plan(model, config, models.blocks_only).active if (s := r.scheme)}
-    pw.algorithms.rotate.Rotate().apply(model, goal, data)
+    pw.algorithms.Rotate().apply(model, goal, data)
     assert models.same_state(model, before)

@@ -82,7 +82,7 @@ def test_all_is_put_back_where_the_whole_got_no_better(monkeypatch) -> None:
     q = copy.deepcopy(model)
     pw.quantize_(q, INT3, blocks_only)
     before, found = state(q), iter((1.0, 2.0))
-    monkeypatch.setattr(losses, "mean", lambda *_: next(found))
+    monkeypatch.setattr(losses, "mean_divergence", lambda *_: next(found))
     note = Reconstruct(steps=5).tune(q, model, batches)[""]
     assert note == "reconstruction undone: held-out divergence 1 -> 2"
     assert all(torch.equal(x, before[n]) for n, x in state(q).items())
