@@ -67,7 +67,7 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
         return tuple(Latency(m, 20_000.0, 20_000.0 / (16 - w.spec.format.bits)) for m in rows)
 
     module = import_module("pennyweight.algorithms.mixed_precision.search")  # its name in the package is the function's
-    monkeypatch.setattr(module, "Clock", lambda: CallTimer(call, layer))
+    monkeypatch.setattr(module, "CallTimer", lambda: CallTimer(call, layer))
     for name in ("CANDIDATES", "FAST"):
         monkeypatch.setattr(module, name, getattr(module, name)[2:3])
     monkeypatch.setattr("pennyweight.cli.quantize_in_memory.LENGTH", 32)

@@ -178,5 +178,5 @@ def test_what_cannot_be_drawn_is_refused() -> None:
     with pytest.raises(ValueError, match="a learned format has no fixed grid"):
         proximal_map(torch.ones(4, 8), pw.QuantSpec(pw.core.formats.learned(2), (8,)), 0.5)
     pw.quantize_(model, pw.Int8WeightOnlyConfig())
-    with pytest.raises(PlanError, match="quantized already"):
+    with pytest.raises(PlanError, match="already quantized"):
         PruneOptimizer(base, model, "2:4", end=10)

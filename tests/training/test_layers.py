@@ -494,7 +494,7 @@ def test_experts_of_the_other_order_and_bad_ends() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             grouped_mm(x, w.transpose(-2, -1), bad)
-    with pytest.raises(ValueError, match=r"x is \[T, K\] and w \[E, K, N\], not \[6, 32\] and \[2, 16, 32\]"):
+    with pytest.raises(ValueError, match=r"expected x \[T, K\] and w \[E, K, N\], got \[6, 32\] and \[2, 16, 32\]"):
         grouped_mm(x, w, ends)
 
 
