@@ -124,7 +124,11 @@ def gathered(mesh: DeviceMesh) -> None:
     group, n = mesh.get_group(), 4096 + 77
     every = [torch.randn(n, generator=torch.Generator().manual_seed(r)) for r in range(mesh.size())]
     every[1][5], every[1][4100] = torch.nan, torch.inf
-    for spec in (pwd.quantized_all_gather.INT8_128, pw.QuantSpec(E4M3, (128,)), pw.QuantSpec(INT4, (64,), zero_point=True)):
+    for spec in (
+        pwd.quantized_all_gather.INT8_128,
+        pw.QuantSpec(E4M3, (128,)),
+        pw.QuantSpec(INT4, (64,), zero_point=True),
+    ):
         gather = pwd.QuantizedAllGather(spec)
         out = gather.allocate((n * mesh.size(),), dtype=torch.float32, device=torch.device("cpu"))
         gather(out, every[mesh.get_local_rank()], group)
