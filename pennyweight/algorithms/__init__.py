@@ -1,4 +1,4 @@
-"""How the numbers of a quantized model are chosen: statistics, solvers, rewrites, tuners, and search over them."""
+"""Quantization algorithms: calibration statistics, solvers, rewrites, tuners, and mixed-precision search."""
 
 from .base import ALGORITHMS, Rewrite, Solution, Solver, Task, Tuner, register
 from .calibration.static_ranges import calibrate

@@ -1,6 +1,7 @@
-"""What an algorithm is: a Solver chooses the numbers of one weight, a Rewrite changes a model but not its function.
+"""Base classes of algorithms: a Solver quantizes one weight, a Rewrite changes the weights of a model but not its
+function, a Tuner trains a quantized model.
 
-Both are frozen dataclasses whose fields are their options, registered by name, so that a recipe can be written as data:
+Each is a frozen dataclass, registered by name, whose fields are its options, so that a recipe can be plain data:
 ``"gptq"``, ``{"gptq": {"damping": 0.05}}``, ``["rotate", "smooth", "gptq"]``.
 """
 
@@ -19,14 +20,14 @@ from ..quantize.scheme import Scheme
 
 @dataclass(frozen=True)
 class Task:
-    """One weight to solve.
+    """One weight to quantize.
 
     weight  float32 [N, K], contracted axis last; convolutions are unfolded
-    spec    its spec, for two axes
+    spec    spec of the two-dimensional weight
     rule, eps   of the scheme, see :func:`pennyweight.core.qparams.choose`
-    stats   what the solver asked for, by name: [G, K, K] or [G, K]; rows of the weight fall into G equal runs. Empty
-            where the layer saw no data
-    tokens  seen
+    stats   requested statistics by name: [G, K, K] or [G, K]; the rows of the weight form G equal groups. Empty if
+            no calibration data reached the layer
+    tokens  number of calibration tokens
     """
 
     name: str
@@ -39,10 +40,10 @@ class Task:
 
 
 class Solution(NamedTuple):
-    """Plain parts of the weight, and what is to be told.
+    """Plain parts of the weight, its error, and a note for the report.
 
-    error, nearest  output error E|(Wq - W) x|^2 of this and of round-to-nearest, where there was data
-    note            a sentence for the report, where something went another way than asked
+    error, nearest  output error E|(Wq - W) x|^2 of this solution and of round-to-nearest; None without data
+    note            a sentence for the report if the solver did something other than requested
     """
 
     parts: Parts
@@ -53,11 +54,11 @@ class Solution(NamedTuple):
 
 @dataclass(frozen=True)
 class Solver:
-    """Chooses parts for a weight: ``solve(task) -> Solution``.
+    """Quantizes one weight: ``solve(task) -> Solution``.
 
-    needs: names of statistics; without any it runs on weights alone. A layer that saw no data is rounded to nearest.
-    wants: names of statistics that it can do without.
-    learns: whether it finds the numbers of formats that have none of their own.
+    needs: required statistics; empty: the solver needs no data. Layers that no data reaches are rounded to nearest.
+    wants: optional statistics.
+    learns: whether it learns the table of values of formats with a learned table.
     """
 
     name: ClassVar[str] = ""
@@ -79,11 +80,11 @@ class Solver:
 class Rewrite:
     """Changes a model in place but not its function (to 1e-5): ``apply(model, target, batches) -> notes``.
 
-    target  the parameters that are going to be quantized: name -> scheme
+    target  the parameters that will be quantized: name -> scheme
     notes   by parameter name, for the report
 
-    ``check(model, target, batches)`` raises ValueError where the step does not apply to the float model; a recipe asks
-    every step before the first changes anything.
+    ``check(model, target, batches)`` raises ValueError if the step does not apply to the float model. A recipe checks
+    every step before the first one changes the model.
     """
 
     name: ClassVar[str] = ""
@@ -101,10 +102,10 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Tuner:
-    """Changes numbers of a model that is quantized already, and no byte count: ``tune(model, teacher, batches)``.
+    """Trains values of a quantized model without changing its size: ``tune(model, teacher, batches)``.
 
-    teacher     the model as it was, after rewrites
-    Returns notes by parameter name; "" is the whole model. ``check`` as that of :class:`Rewrite`.
+    teacher     the float model, after rewrites
+    Returns notes by parameter name; "" is the whole model. ``check`` works as in :class:`Rewrite`.
     """
 
     name: ClassVar[str] = ""
@@ -121,11 +122,11 @@ _T = TypeVar("_T", bound=type)
 
 
 def register(name: str) -> Callable[[_T], _T]:
-    """Make a Solver, Rewrite or Tuner known by a name."""
+    """Class decorator: register a Solver, Rewrite or Tuner under a name. Raises ValueError if the name is taken."""
 
     def add(cls: _T) -> _T:
         if name in ALGORITHMS:
-            raise ValueError(f"algorithm {name!r} is registered already")
+            raise ValueError(f"algorithm {name!r} is already registered")
         cls.name = name
         ALGORITHMS[name] = cls
         return cls

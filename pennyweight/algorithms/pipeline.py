@@ -1,4 +1,4 @@
-"""quantize_(model, config, calibration=..., algorithm=...): numbers chosen with data instead of one by one."""
+"""quantize_(model, config, calibration=..., algorithm=...): quantization with calibration data and a recipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .solvers.kmeans import learner
 from .solvers.reshape import as_matrix, flat_spec, unflatten
 from .solvers.rtn import Nearest
 
-Solved = tuple[AffineQuantizedTensor, float, float | None, str]  # (weight, SQNR in dB, error by nearest's, note)
+Solved = tuple[AffineQuantizedTensor, float, float | None, str]  # (weight, SQNR in dB, error / error of RTN, note)
 
 
 def quantize_(
@@ -55,39 +55,37 @@ def quantize_(
     on_slower: str = "keep",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Quantize the model's parameters in place and say what happened.
+    """Quantize the model's parameters in place and return a report.
 
-    config          what each chosen parameter becomes
+    config          the quantization scheme of the selected parameters
     filter_fn       (module, fqn) -> bool; default: linear modules
-    device          move each chosen module there, its weight before it is quantized
+    device          move each selected module to this device, its weight before quantization
     calibration     batches of inputs: tensors, tuples of arguments, or mappings of keyword arguments. Tokens whose
                     ``attention_mask`` is 0 do not count
-    algorithm       how the numbers are chosen: a name ("gptq"), {name: options}, an algorithm object, a list of
-                    rewrites, a solver and tuners (["smooth", "gptq"]), or a YAML file of such. Default:
-                    round-to-nearest, and "auto" where there is calibration data. See docs/algorithms
-    resume          folder where each finished block is kept; a second run with the same model, data and options goes on
-                    from there. It is refused if any of them differs
-    spill           folder for hidden states between blocks, and for what puts the model back after an error: for data
-                    and models that do not fit into memory
-    max_ram         "4 GB": what hidden states and the statistics of a block may take, and what puts the model back;
-                    they go to a temporary folder where they would not fit, and statistics that do not are an error
-                    before they are made
-    dry_run         only plan, and measure where that is asked for
+    algorithm       a name ("gptq"), {name: options}, an algorithm object, a list of rewrites, one solver and tuners
+                    (["smooth", "gptq"]), or a YAML file with one of these. Default: "auto" with calibration data,
+                    round-to-nearest without. See docs/algorithms
+    resume          folder to save each finished block; a second run with the same model, data and options continues
+                    from there. Raises if any of them differs
+    spill           folder for hidden states between blocks and for the snapshot that restores the model after an error:
+                    for data and models that do not fit into memory
+    max_ram         "4 GB": memory limit for hidden states plus the statistics of a block, and for the snapshot. What
+                    does not fit goes to a temporary folder. Statistics that do not fit raise before they are computed
+    dry_run         only plan, and measure if requested
     on_indivisible  group sizes that do not divide: "pad" (exact), "largest_divisor", "skip", "error"
-    measure         time each shape of linear layer here beside float, with these numbers of rows; True: 1 and 64
-    on_slower       a layer slower than float at one of them: "keep" it and warn, or "skip" it, left as it was
+    measure         time each linear shape against float on this machine, at these row counts; True: 1 and 64
+    on_slower       a layer that is slower than float at one of them: "keep" it and warn, or "skip" it (stays float)
     progress        called with (done, total, name)
 
-    The plan, the data (NaN and inf are refused) and every step of the recipe are checked before anything is changed.
-    Where a step fails after all, or the run is interrupted (KeyboardInterrupt), the model is as it was, bit for bit:
-    float weights stay in memory beside the quantized ones until the end, and rewrites and tuners copy what they write
-    into; with ``spill``, or above ``max_ram``, both are on disk.
+    The plan, the data (NaN and inf raise) and every step of the recipe are checked before the model changes. If a step
+    fails or the run is interrupted (KeyboardInterrupt), the model is restored bit for bit: float weights stay in memory
+    next to the quantized ones until the end, and tensors that rewrites and tuners write into are copied. With
+    ``spill``, or above ``max_ram``, both are on disk.
 
-    Calibration goes block by block in the order in which the model calls them: each sees the outputs of the quantized
-    blocks before it, and one block's statistics are in memory at a time. A weight that saw no data is rounded to
-    nearest, which its row of the report says; so is one whose statistics cannot be used. Tied parameters stay tied.
-    Where torch.distributed runs, each rank passes its own share of the data, and all end with the same model. Raises
-    PlanError (a ValueError).
+    Calibration proceeds block by block in call order. Each block sees the outputs of the quantized blocks before it;
+    only one block's statistics are in memory at a time. A weight that no data reaches, or whose statistics cannot be
+    used, is rounded to nearest with a note in its report row. Tied parameters stay tied. With torch.distributed, each
+    rank passes its own share of the data, and all ranks get the same model. Raises PlanError (a ValueError).
     """
     if calibration is None and algorithm is None:
         return plainly.quantize_(
@@ -95,9 +93,7 @@ def quantize_(
             on_slower=on_slower, progress=progress,
         )  # fmt: skip
     if not isinstance(config, AOBaseConfig):
-        raise PlanError(
-            "an algorithm needs a config such as Int4WeightOnlyConfig(); a function over modules says nothing"
-        )
+        raise PlanError("an algorithm needs a config such as Int4WeightOnlyConfig(), not a function over modules")
     run = partial(
         _quantize, filter_fn=filter_fn, device=device, calibration=calibration, algorithm=algorithm, resume=resume,
         spill=spill, max_ram=max_ram, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
@@ -118,7 +114,7 @@ def _quantize(
     recipe = recipes.read("auto" if algorithm is None else algorithm)
     if put is not None and recipe.tuners:
         names = ", ".join(tuner.name for tuner in recipe.tuners)
-        raise PlanError(f"{names}: tuners train weights that are quantized for good; leave them out, and train instead")
+        raise PlanError(f"{names}: tuners need weights that are really quantized; leave them out and train the model")
     batches = _batches(calibration, recipe)
     limit = None if max_ram is None else memory_budget.parse_bytes(max_ram)
     with torch.inference_mode(False), torch.no_grad():
@@ -131,14 +127,14 @@ def _quantize(
         spread = next((row.name for row in todo.active if is_dtensor(row.tensor)), None)
         if spread is not None and (recipe.needs_data or recipe.rewrites or recipe.tuners):
             raise PlanError(
-                f"{spread} is spread over ranks already, and {recipe} runs the whole model on data; quantize_ it first "
-                "(each rank with its own data), then parallelize_module"
+                f"{spread} is already sharded over ranks, and {recipe} runs the whole model on data; call quantize_ "
+                "first (each rank with its own data), then parallelize_module"
             )
         target = _target(todo)
         for step in (*recipe.rewrites, *recipe.tuners):
             step.check(model, target, batches)
         notes: dict[str, list[str]] = {}
-        with _undone_on_error(model, todo, recipe, spill, limit) as before:
+        with _restore_on_error(model, todo, recipe, spill, limit) as before:
             for rewrite in recipe.rewrites:
                 _add(notes, rewrite.apply(model, _target(todo), batches))
                 todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
@@ -146,7 +142,7 @@ def _quantize(
             report = todo.report()
             journal = None if resume is None else Journal(resume, model, todo, recipe, batches)
             release = None if teacher is not None else before.release
-            _carry_out(
+            _quantize_rows(
                 model, todo, report, device, recipe.solver, batches, (spill, limit), journal, progress, put, release
             )
             for tuner in recipe.tuners:
@@ -165,11 +161,12 @@ def _target(todo: Plan) -> dict[str, Scheme | None]:
 
 
 @contextmanager
-def _undone_on_error(
+def _restore_on_error(
     model: nn.Module, todo: Plan, recipe: recipes.Recipe, spill: str | Path | None, limit: float | None
 ) -> Iterator[ModelSnapshot]:
-    """Whatever ends a recipe before its end, the model is then what it was."""
-    # What only the solver replaces is kept by reference. Rewrites may write into any tensor, tuners into what stays.
+    """Restore the model if the recipe does not finish, for any reason."""
+    # Tensors that only the solver replaces are kept by reference. Rewrites may write into any tensor, tuners into those
+    # that are not replaced.
     replaced = {id(row.tensor) for row in todo.active if row.call is None}
     modules = [m for row in todo.active if row.call is not None for m in _modules(model, row)]
     handled = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
@@ -184,18 +181,18 @@ def _undone_on_error(
             yield before
         except BaseException as error:
             before.restore()
-            error.add_note("the model is as it was before quantize_")
+            error.add_note("the model was restored to its state before quantize_")
             raise
 
 
 def _modules(model: nn.Module, row: PlanRow) -> list[nn.Module]:
-    """The module that a handler is going to transform; the whole model where the row's name is of a parameter."""
+    """The module that a handler will transform; the whole model if the row names a parameter."""
     found = dict(model.named_modules()).get(row.name)
     return [model if found is None else found]
 
 
 def _teacher(model: nn.Module, todo: Plan) -> nn.Module:
-    """A copy of the model that shares the weights that the solver is going to replace, which it does not write to."""
+    """A copy of the model that shares the weights that the solver will replace; the solver does not write into them."""
     shared = [row.tensor for row in todo.active if row.call is None and row.tensor is not None]
     return copy.deepcopy(model, {id(t): t for t in shared})
 
@@ -209,17 +206,17 @@ def _batches(calibration: Any, recipe: recipes.Recipe) -> Batches:
     if calibration is None:
         if recipe.needs_data:
             raise PlanError(
-                f"algorithm {recipe} learns from data; pass calibration=batches (tensors, tuples, or mappings such as "
-                "{'input_ids': ..., 'attention_mask': ...})"
+                f"algorithm {recipe} needs calibration data; pass calibration=batches (tensors, tuples, or mappings "
+                "such as {'input_ids': ..., 'attention_mask': ...})"
             )
         return Batches()
     batches = read(calibration, together=recipe.needs_data)
     if not batches and recipe.needs_data:
-        raise PlanError(f"calibration has no batches, and algorithm {recipe} learns from data")
+        raise PlanError(f"calibration has no batches; algorithm {recipe} needs calibration data")
     return batches
 
 
-def _carry_out(
+def _quantize_rows(
     model: nn.Module, todo: Plan, report: Report, device: Any, solver: Solver, batches: list[Any],
     store: tuple[str | Path | None, float | None], journal: Journal | None, progress: Any, put: plainly.Put | None,
     release: Callable[[Tensor | None], None] | None,
@@ -255,7 +252,7 @@ def _in_order(
     model: nn.Module, pairs: dict[str, Any], solver: Solver, batches: list[Any],
     store: tuple[str | Path | None, float | None], journal: Journal | None, finish: Callable[..., None],
 ) -> None:  # fmt: skip
-    """finish(name, what was seen of its inputs) for each, as the model calls them; what it does not call comes last."""
+    """Call finish(name, input statistics) for each weight in the model's call order; weights never called come last."""
     for name in [name for name, (row, _) in pairs.items() if row.call is not None]:
         finish(name, None)
     if solver.needs:
@@ -264,18 +261,18 @@ def _in_order(
         wanted = (*solver.needs, *solver.wants)
         for names, seen in CalibrationLoop(model, weights, batches, wanted, store[0], known, store[1]).stages():
             for name in names:
-                finish(name, seen.get(name, CollectedStatistics()), "saw no data")
+                finish(name, seen.get(name, CollectedStatistics()), "no calibration data")
             if journal is not None:
                 journal.flush()
     for name in list(pairs):
-        finish(name, CollectedStatistics() if solver.needs else None, "saw no data" if solver.needs else "")
+        finish(name, CollectedStatistics() if solver.needs else None, "no calibration data" if solver.needs else "")
 
 
 def solve_row(
     row: PlanRow, solver: Solver, seen: CollectedStatistics | None = None, device: Any = None, missing: str = ""
 ) -> Solved:
-    """One planned weight by a solver, in its kernel's layout and logical order; round-to-nearest, with a note that says
-    why, where the solver cannot."""
+    """Quantize one planned weight with a solver, in its kernel's layout and logical order. If the solver cannot: RTN,
+    with the reason in the note."""
     assert row.scheme is not None
     assert row.site is not None
     assert row.tensor is not None
@@ -290,12 +287,12 @@ def solve_row(
     spec = flat_spec(scheme.weight, x.shape, unfolded)
     asked, solver, why = solver, learner(solver, scheme.weight, seen.stats), ""
     if spec is None:
-        why = "its blocks are not runs of one axis"
+        why = "its blocks are not contiguous along one axis"
     elif solver.needs and not set(solver.needs) <= seen.stats.keys():
         why = (
             missing
             if not seen.stats
-            else f"no {', '.join(sorted(set(solver.needs) - seen.stats.keys()))} of its inputs"
+            else f"missing statistics: {', '.join(sorted(set(solver.needs) - seen.stats.keys()))}"
         )
     if why or spec is None:
         w, sqnr = plainly.quantize_weight(x, scheme, row.name, row.layout)
@@ -308,7 +305,7 @@ def solve_row(
     parts = unflatten(solution.parts, scheme.weight, x.shape)._replace(**plainly.static_parts(scheme, x.device))
     w = AffineQuantizedTensor(parts, scheme.weight.with_(layout="plain"), x.shape, x.dtype, scheme.act)
     gain = solution.error / solution.nearest if solution.error is not None and solution.nearest else None
-    other = "" if solver is asked else f"{solver.name}: its numbers are learned"
+    other = "" if solver is asked else f"solved by {solver.name}: learned format"
     return _flipped(w.to_layout(row.layout), flip), sqnr, gain, "; ".join(filter(None, (other, solution.note)))
 
 
@@ -317,7 +314,7 @@ def _flipped(w: AffineQuantizedTensor, flip: bool) -> AffineQuantizedTensor:
 
 
 def _solution(solver: Solver, task: Task) -> Solution:
-    """What the solver finds; round-to-nearest where its algebra breaks down or gives numbers that are not finite."""
+    """The solver's solution; round-to-nearest if its linear algebra fails or the result is not finite."""
     try:
         solution = solver.solve(task)
         if bool(dequantize(solution.parts, task.spec, task.weight.shape).isfinite().all()):

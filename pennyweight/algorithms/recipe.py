@@ -1,4 +1,4 @@
-"""Recipes: which algorithms, in which order, from names, data or a YAML file."""
+"""Recipes: an ordered list of algorithms, given by names, as data or in a YAML file."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Recipe:
 
 
 def read(algorithm: Any) -> Recipe:
-    """A recipe from an algorithm, a name, ``{name: {option: value}}``, a list of these, or the path of a YAML file of
-    such. Raises ValueError for a name or option that is not known, two solvers, or steps in an order without meaning.
+    """Parse a recipe: an algorithm object, a name, ``{name: {option: value}}``, a list of these, or the path of a YAML
+    file. Raises ValueError for an unknown name or option, for two solvers, and for steps in the wrong order.
     """
     if isinstance(algorithm, Recipe):
         return algorithm
@@ -41,7 +41,9 @@ def read(algorithm: Any) -> Recipe:
     steps = [_step(item) for item in (algorithm if isinstance(algorithm, (list, tuple)) else [algorithm])]
     order = [_rank(s) for s in steps]
     if order != sorted(order):
-        raise ValueError(f"a recipe is rewrites, then a solver, then tuners; got {', '.join(_text(s) for s in steps)}")
+        raise ValueError(
+            f"the order of a recipe is rewrites, one solver, tuners; got {', '.join(_text(s) for s in steps)}"
+        )
     solvers = [s for s in steps if isinstance(s, Solver)]
     if len(solvers) > 1:
         raise ValueError(f"a recipe has one solver; got {', '.join(_text(s) for s in solvers)}")
@@ -99,5 +101,5 @@ def _from_yaml(path: Path) -> Any:
     if isinstance(data, Mapping) and set(data) == {"algorithm"}:
         data = data["algorithm"]
     if data is None:
-        raise ValueError(f"{path} is empty; it is a list of steps such as [smooth, gptq]")
+        raise ValueError(f"{path} is empty; expected a list of steps such as [smooth, gptq]")
     return data

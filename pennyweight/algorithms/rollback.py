@@ -1,8 +1,8 @@
-"""A model as it was before a recipe: what a step that fails, or is interrupted, has changed is put back.
+"""Snapshot of a model before a recipe, to restore it if a step fails or is interrupted.
 
-Modules, their attributes and the tensors that hang in them are remembered by reference, which takes no memory until a
-tensor is replaced; from then on the float weight stays beside the quantized one until the recipe has finished. Tensors
-that steps write into are copied. With a folder both are kept on disk.
+Modules, their attributes and tensors are kept by reference. This takes no memory until a tensor is replaced; from then
+on the float weight stays in memory next to the quantized one until the recipe has finished. Tensors that steps write
+into are copied. With a folder both are kept on disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Dict = dict[Any, Any]
 
 @dataclass(eq=False)
 class _Kept:
-    """The value of a tensor that hangs in the model no more: in memory, or in a file."""
+    """The value of a tensor that is no longer in the model: in memory or in a file."""
 
     value: Tensor | Path
     parameter: bool
@@ -32,7 +32,7 @@ class _Kept:
 
 
 class ModelSnapshot:
-    """Remembers a model; :meth:`restore` makes it that again, bit for bit.
+    """Snapshot of a model; :meth:`restore` restores it bit for bit.
 
     folder  keep tensors there instead of in memory
     """
@@ -40,7 +40,7 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module, folder: Path | None = None) -> None:
         self.folder, self.files = folder, 0
         self.modules: list[tuple[nn.Module, type[nn.Module], _Dict, list[tuple[_Dict, _Dict]]]] = []
-        self.homes: dict[int, list[tuple[_Dict, Any]]] = {}  # id of a tensor -> where it hangs
+        self.homes: dict[int, list[tuple[_Dict, Any]]] = {}  # id of a tensor -> dicts that hold it
         self.plain: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> tensor, its memory, requires_grad
         self.copies: dict[int, Tensor | Path] = {}
         self.configs: dict[int, tuple[Any, dict[str, Any]]] = {}
@@ -64,13 +64,13 @@ class ModelSnapshot:
         return [t for t, _, _ in self.plain.values()]
 
     def copy(self, tensors: Iterable[Tensor]) -> None:
-        """Copy what is going to be written into."""
+        """Copy tensors that will be written into."""
         for t in tensors:
             if id(t) in self.plain and id(t) not in self.copies and not t.is_meta:
                 self.copies[id(t)] = self._stored(t.detach().clone() if self.folder is None else t.detach())
 
     def release(self, t: Tensor | None) -> None:
-        """A tensor has been replaced in the model: let go of it where its value is kept elsewhere, or can be."""
+        """A tensor has been replaced in the model: drop the reference if its value is saved elsewhere, or can be."""
         key = id(t)
         if t is None or key not in self.plain or t.is_meta or (key not in self.copies and self.folder is None):
             return
@@ -80,7 +80,7 @@ class ModelSnapshot:
             held[name] = kept
 
     def restore(self) -> None:
-        """Make the model what it was. A tensor that was released comes back as another object of the same value."""
+        """Restore the model. A released tensor is restored as a new object with the same value."""
         loaded: dict[int, Tensor] = {}
 
         def back(held: _Dict) -> _Dict:
@@ -90,7 +90,7 @@ class ModelSnapshot:
             module.__class__ = kind
             module.__dict__.clear()
             module.__dict__.update(back(state))
-            for live, copy in inner:  # the same dict: handles of hooks know it
+            for live, copy in inner:  # keep the dict object: hook handles refer to it
                 live.clear()
                 live.update(back(copy))
         with torch.no_grad():
@@ -109,7 +109,7 @@ class ModelSnapshot:
     def _value(self, value: Any, loaded: dict[int, Tensor]) -> Any:
         if not isinstance(value, _Kept):
             return value
-        if id(value) not in loaded:  # once, so that what was tied is tied
+        if id(value) not in loaded:  # load once, so that tied tensors stay tied
             loaded[id(value)] = value.load()
         return loaded[id(value)]
 
@@ -118,5 +118,5 @@ class ModelSnapshot:
             return t
         path = self.folder / f"before-{self.files}.pt"
         self.files += 1
-        torch.save(t.clone(), path)  # a view alone would take its whole storage along
+        torch.save(t.clone(), path)  # saving a view would save its whole storage
         return path

@@ -1,4 +1,4 @@
-"""Weights set to zero: by magnitude, by magnitude times input (Wanda), or the rest making up for it (SparseGPT)."""
+"""Weight pruning: by magnitude, by magnitude times input norm (Wanda), or with error compensation (SparseGPT)."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def sparsify_(
     spill: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Set a part of the weights to zero, in place, and say what happened. The model stays a float model.
+    """Set a part of the weights to zero, in place, and return a report. The model stays a float model.
 
-    method      which: "magnitude", the smallest; "wanda", those of least |w_ij| sqrt(E[x_j^2]) in their row (Sun et al.
-                2023); "sparsegpt", those of least w_ij^2 / U_jj^2, the columns after each making up for its error
-                (Frantar and Alistarh 2023), U the factor of the inverse Hessian. Needs data: the last two
-    pattern     "2:4": 2 kept of every 4 inputs of a row; or the share of zeros, of each row ("sparsegpt": of the layer)
+    method      "magnitude": the smallest weights; "wanda": the smallest |w_ij| sqrt(E[x_j^2]) of each row (Sun et al.
+                2023); "sparsegpt": the smallest w_ij^2 / U_jj^2, with U the Cholesky factor of the inverse Hessian;
+                later columns compensate for each error (Frantar and Alistarh 2023). The last two need data
+    pattern     "2:4": keep 2 of every 4 inputs of a row; or the fraction of zeros, per row ("sparsegpt": per layer)
     filter_fn   (module, fqn) -> bool; default: linear modules
-    calibration, spill, progress    as for :func:`quantize_`; blocks see what the sparse ones before put out
+    calibration, spill, progress    as in :func:`quantize_`; each block sees the outputs of the pruned blocks before it
 
-    A weight that saw no data goes by magnitude, which its row of the report says. Quantize afterwards: schemes about
-    zero keep zeros, and so do the solvers of the GPTQ family. Raises PlanError before anything is changed.
+    A weight that no data reaches is pruned by magnitude, and its report row has a note. Quantize afterwards: symmetric
+    schemes keep zeros, and so do the solvers of the GPTQ family. Raises PlanError before it changes the model.
     """
     if method not in METHODS:
         raise PlanError(f"sparsify_: method must be one of {', '.join(METHODS)}, got {method!r}")
     wanted, needs = SparsityPattern.read(pattern), METHODS[method]
     if needs and calibration is None:
-        raise PlanError(f"sparsify_: {method} learns from data; pass calibration=batches, or take 'magnitude'")
+        raise PlanError(f"sparsify_: {method} needs calibration data; pass calibration=batches, or use 'magnitude'")
     batches = read(calibration, together=True) if needs else Batches()
     if needs and not batches:
-        raise PlanError(f"sparsify_: calibration has no batches, and {method} learns from data")
+        raise PlanError(f"sparsify_: calibration has no batches; {method} needs calibration data")
     rows = plan(model, SpecConfig(QuantSpec(INT8, (-1,))), filter_fn).rows
     todo = {row.name: row for row in rows if row.scheme is not None and row.tensor is not None}
     _check(todo, wanted)
@@ -85,7 +85,7 @@ def sparsify_(
             finish(name, CollectedStatistics())
     report = [out.get(r.name) or Row(r.name, r.type_name, r.shape, "", "", r.bytes_before, r.bytes_before, None, r.note)
               for r in rows]  # fmt: skip
-    return Report(f"{method}, {wanted.text}", report, verb="made sparse")
+    return Report(f"{method}, {wanted.text}", report, verb="pruned")
 
 
 def _check(todo: dict[str, PlanRow], pattern: SparsityPattern) -> None:
@@ -93,7 +93,7 @@ def _check(todo: dict[str, PlanRow], pattern: SparsityPattern) -> None:
         x = row.tensor
         assert x is not None
         if isinstance(x, AffineQuantizedTensor):
-            raise PlanError(f"{name} is quantized already ({x.spec}); sparsify_ first, then quantize_")
+            raise PlanError(f"{name} is already quantized ({x.spec}); sparsify_ first, then quantize_")
         if x.is_meta:
             raise PlanError(f"{name} is on the meta device and has no values; load the weights first")
         try:
@@ -115,7 +115,7 @@ def _apply(
     w = as_matrix(view, unfolded).float()
     note = ""
     if method != "magnitude" and not seen.stats:
-        method, note = "magnitude", "by magnitude: saw no data"
+        method, note = "magnitude", "pruned by magnitude: no calibration data"
     if method == "magnitude":
         new = w * pattern.keep(w.abs())
     elif method == "wanda":
@@ -128,7 +128,7 @@ def _apply(
 
 
 def _with_hessian(w: Tensor, hessian: Tensor, pattern: SparsityPattern, damping: float) -> tuple[Tensor, str]:
-    """SparseGPT, or Wanda's mask where that has less output error; and how much that is."""
+    """(weight, note): SparseGPT, or Wanda's mask if that has a smaller output error."""
     groups = hessian.shape[0]
     rows = w.chunk(groups)
     moment = hessian.diagonal(dim1=1, dim2=2)
@@ -138,13 +138,13 @@ def _with_hessian(w: Tensor, hessian: Tensor, pattern: SparsityPattern, damping:
     magnitude = total_error(w * pattern.keep(w.abs()) - w, hessian)
     note = ""
     if other < error:
-        found, error, note = wanda, other, "by wanda, whose output error is less; "
-    return found, note + (f"output error {error / magnitude:.3g} of magnitude's" if magnitude > 0 else "no error")
+        found, error, note = wanda, other, "wanda mask used: smaller output error; "
+    return found, note + (f"output error {error / magnitude:.3g}x magnitude's" if magnitude > 0 else "no error")
 
 
 def sparse_gpt(w: Tensor, hessian: Tensor, pattern: SparsityPattern, damping: float = 0.01) -> Tensor:
-    """w [N, K] with zeros in that pattern; columns in their order, each column's error carried to those after it. By
-    magnitude where the Hessian [K, K] is all zero."""
+    """w [N, K] pruned to the pattern, column by column; the error of each column is propagated to the later ones. By
+    magnitude if the Hessian [K, K] is all zero."""
     f = inverse_cholesky(hessian, damping, False)
     if f is None:
         return w * pattern.keep(w.abs())
@@ -161,10 +161,10 @@ def sparse_gpt(w: Tensor, hessian: Tensor, pattern: SparsityPattern, damping: fl
         )
         keep = torch.ones(end - begin, n, dtype=torch.bool, device=w.device)
         if not pattern.of:
-            zeros = round(pattern.share * end * n) - round(pattern.share * begin * n)  # as many as of the whole
+            zeros = round(pattern.share * end * n) - round(pattern.share * begin * n)  # the exact count over the layer
             keep = pattern.keep((block / diagonal[begin:end, None]).square().t(), zeros).t()
         for j in range(end - begin):
-            if pattern.of and j % pattern.of == 0:  # what comes before has been carried into these
+            if pattern.of and j % pattern.of == 0:  # earlier errors are already applied here
                 run = slice(j, j + pattern.of)
                 score = block[run] / diagonal[begin + j : begin + j + pattern.of, None]
                 keep[run] = pattern.keep(score.square().t()).t()

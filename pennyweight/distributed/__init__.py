@@ -1,4 +1,4 @@
-"""Quantized models over several processes: what PyTorch's own DTensor, FSDP2, DDP and checkpoints do not have."""
+"""Distributed quantized models: additions to PyTorch's DTensor, FSDP2, DDP and distributed checkpoints."""
 
 from .compile_patch import compile
 from .quantized_all_gather import QuantizedAllGather, quantized_all_gather_

@@ -10,12 +10,12 @@ from torch import nn
 
 
 def compile(model: nn.Module | Callable[..., Any], *, backend: Any = "inductor", **options: Any) -> Any:
-    """torch.compile, less the cache that keeps traced graphs from one process to the next.
+    """torch.compile without the cache of traced graphs that persists between processes.
 
-    torch 2.13 names a graph there by mesh, placement, shape and dtype of a DTensor, and not by the tensor within: two
-    schemes on weights of one shape would share a graph, and the second model would compute with the scheme of the
-    first; so would ranks whose parts of a tensor differ in size, and read past the end. That cache is off only while
-    this model is traced; generated code is still reused. options: torch.compile's.
+    torch 2.13 keys a graph by mesh, placement, shape and dtype of a DTensor, but not by its inner tensor. Two schemes
+    on weights of the same shape would share a graph, and the second model would compute with the scheme of the first;
+    ranks with local tensors of different sizes would share one and read out of bounds. The cache is disabled only while
+    this model is traced; generated code is still reused. options: those of torch.compile.
     """
     mode, settings = options.pop("mode", None), options.pop("options", None)
     if backend == "inductor":

@@ -1,4 +1,4 @@
-"""FSDP2's all-gather of trainable float parameters in low precision: fewer bytes on the wire, floats in the shards."""
+"""Quantized all-gather for FSDP2: float shards, but trainable parameters are communicated in low precision."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ INT8_128 = QuantSpec(INT8, (128,))
 
 
 class QuantizedAllGather:
-    """What ``FSDPModule.set_custom_all_gather`` takes: the flat buffer of a group of parameters travels quantized.
+    """Argument of ``FSDPModule.set_custom_all_gather``: quantizes the flat buffer of a parameter group for all-gather.
 
-    spec    blocks of the flat buffer (default: int8, 128 numbers under a float32 scale, 1.03 bytes a number)
-    least   smaller buffers travel as they are
+    spec    spec of the flat buffer (default: int8, 128 elements per float32 scale, 1.03 bytes per element)
+    least   smaller buffers are not quantized
 
-    Every rank computes with the same rounded parameters, its own shard included; the shards stay as they are, and
-    gradients and optimizer see those. A buffer of bytes (quantized parameters beside floats, see docs/distributed.md)
-    or integers travels as it is. ``sent`` and ``plain`` count the bytes that this rank gave to all-gathers, and what
-    they would have been unquantized. NaN and inf in a block make the whole block NaN, on every rank.
+    Every rank computes with the same rounded parameters, including its own shard; the shards themselves are not
+    rounded, and gradients and optimizer use them. Buffers of bytes (quantized parameters next to floats, see
+    docs/distributed.md) or integers are sent unchanged. ``sent`` and ``plain`` count the bytes that this rank sent, and
+    their unquantized size. NaN or inf in a block makes the whole block NaN on every rank.
     """
 
     def __init__(self, spec: QuantSpec = INT8_128, least: int = 4096) -> None:
         if spec.block is None or len(spec.block) != 1 or spec.block[0] < 1 or spec.table_shape is not None:
-            raise ValueError(
-                f"{spec}: a flat buffer is quantized in blocks of its numbers, such as QuantSpec(INT8, (128,))"
-            )
+            raise ValueError(f"{spec}: a flat buffer needs a one-dimensional block, such as QuantSpec(INT8, (128,))")
         self.spec, self.least = spec.with_(layout=portable_layout(spec)), least
         self.sent = self.plain = 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for the whole buffer, which FSDP2 fills this rank's part of."""
+        """Allocate the whole buffer; FSDP2 fills this rank's part."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """Gather ``input_tensor`` of all ranks into ``output_tensor``. Waits, also where async_op asks not to."""
+        """Gather ``input_tensor`` of all ranks into ``output_tensor``. Blocks, even with async_op."""
         self.plain += input_tensor.nbytes
         if not input_tensor.is_floating_point() or input_tensor.numel() < self.least:
             self.sent += input_tensor.nbytes
@@ -67,7 +65,7 @@ class QuantizedAllGather:
         return AffineQuantizedTensor(parts, self.spec, x.shape, x.dtype)
 
     def _values(self, like: AffineQuantizedTensor, raw: Tensor) -> Tensor:
-        """Floats [ranks, numbers] of the bytes of each."""
+        """Dequantize the bytes of all ranks to floats [ranks, elements]."""
         at = 0
 
         def read(w: AffineQuantizedTensor) -> Parts:
@@ -88,9 +86,9 @@ class QuantizedAllGather:
 
 
 def quantized_all_gather_(model: nn.Module, spec: QuantSpec = INT8_128, least: int = 4096) -> QuantizedAllGather:
-    """Let every fully sharded module of a model gather its float parameters quantized. Returns what counts the bytes.
+    """Quantize the all-gather of float parameters of every fully sharded module. Returns the object that counts bytes.
 
-    Raises ValueError where fully_shard was applied to no module of it.
+    Raises ValueError if fully_shard was not applied to any module.
     """
     gather = QuantizedAllGather(spec, least)
     found = [m for m in model.modules() if isinstance(m, FSDPModule)]

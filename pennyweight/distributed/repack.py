@@ -1,4 +1,4 @@
-"""Quantized weights of a model that is spread over ranks: packed for their kernels or portable, and made equal."""
+"""Quantized weights of a sharded model: packing, unpacking, checkpoint loading and broadcast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..kernels.repack import prepare
 
 
 def local_weights(model: nn.Module) -> Iterator[tuple[str, AffineQuantizedTensor]]:
-    """(name, this rank's part) of every quantized parameter, tied ones once."""
+    """(name, this rank's part) of every quantized parameter; tied ones once."""
     for name, p in model.named_parameters():
         local = local_tensor(p)
         if isinstance(local, AffineQuantizedTensor):
@@ -27,10 +27,10 @@ def local_weights(model: nn.Module) -> Iterator[tuple[str, AffineQuantizedTensor
 
 
 def unpack_(model: nn.Module) -> int:
-    """Put every quantized weight in the layout that has a code an element, in place; how many were in another.
+    """Convert every quantized weight in place to the layout with one code per element; returns how many were converted.
 
-    A distributed checkpoint is loaded into slices of weights, and a packed one has none; see :func:`load_`. Parameters
-    under fully_shard are left alone: rows of theirs are slices as they lie.
+    A distributed checkpoint is loaded into slices of weights, and packed weights cannot be sliced; see :func:`load_`.
+    Parameters under fully_shard are not changed: their rows can be sliced as stored.
     """
     count, theirs = 0, set(_managed(model))
     for _, w in local_weights(model):
@@ -41,9 +41,9 @@ def unpack_(model: nn.Module) -> int:
 
 
 def pack_(model: nn.Module) -> int:
-    """Pack every quantized weight for the kernel of its own shape on this rank, in place; how many were in another.
+    """Pack every quantized weight in place for the kernel of its local shape; returns how many were converted.
 
-    Parameters under fully_shard are left alone: their shards travel, and are packed when they are whole.
+    Parameters under fully_shard are not changed: their shards are all-gathered and packed afterwards.
     """
     count, theirs = 0, set(_managed(model))
     for _, w in local_weights(model):
@@ -57,7 +57,7 @@ def pack_(model: nn.Module) -> int:
 
 
 def _managed(model: nn.Module) -> Iterator[int]:
-    """Which tensors FSDP2 has taken over."""
+    """Ids of the tensors that FSDP2 manages."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for p in module.parameters():
@@ -67,11 +67,11 @@ def _managed(model: nn.Module) -> Iterator[int]:
 def load_(model: nn.Module, checkpoint_id: str | os.PathLike[str], prefix: str = "", **options: Any) -> None:
     """Load what ``dcp.save(model.state_dict(), checkpoint_id=...)`` wrote on any number of ranks into a sharded model.
 
-    prefix   before the names in the checkpoint, such as "model." where {"model": model.state_dict()} was saved
+    prefix   prefix of the names in the checkpoint, such as "model." if {"model": model.state_dict()} was saved
     options  those of torch.distributed.checkpoint.load
 
-    The model is quantized as the saved one was; each rank reads what its shards need, bit for bit, and packs it. Raises
-    CheckpointException (torch's) on every rank where a tensor is missing or of another spec, and names it.
+    The model must be quantized like the saved one; each rank reads the data of its shards, bit for bit, and packs it.
+    Raises torch's CheckpointException on every rank, with the name, if a tensor is missing or has another spec.
     """
     unpack_(model)
     try:
@@ -83,10 +83,10 @@ def load_(model: nn.Module, checkpoint_id: str | os.PathLike[str], prefix: str =
 
 @torch.no_grad()
 def broadcast_(model: nn.Module, src: int = 0, group: Any = None) -> None:
-    """Give every rank of a group the parameters and buffers of rank ``src``, quantized ones bit for bit.
+    """Broadcast parameters and buffers of rank ``src`` to every rank of a group, quantized ones bit for bit.
 
-    For a model that one rank loaded and others only built. Sharded parameters are left alone. Raises ValueError on
-    every rank where they differ in names, shapes or specs.
+    For a model that only one rank loaded. Sharded parameters are not changed. Raises ValueError on every rank if names,
+    shapes or specs differ.
     """
     state = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not isinstance(t, DTensor)}
     names: list[Any] = [None] * dist.get_world_size(group)

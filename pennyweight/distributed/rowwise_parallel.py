@@ -1,4 +1,4 @@
-"""Row-wise tensor parallel with the activation scales of whole rows."""
+"""Row-wise tensor parallelism with activation scales of complete rows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..core.spec import ActivationSpec
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
 
-ACT = "_input_over_ranks"  # on a module: how its input is quantized before it is cut
+ACT = "_input_over_ranks"  # module attribute: activation spec of the unsharded input
 
 
 class RowwiseParallel(TorchRowwise):
-    """torch's RowwiseParallel, whose dynamically quantized inputs have one scale per token over all ranks.
+    """torch's RowwiseParallel with one scale per token over all ranks for dynamically quantized inputs.
 
-    torch's own gives each rank the scale of its part of a token: somewhat finer, and not what one device computes. Here
-    ranks exchange the smallest and the largest number of each token (8 bytes), quantize the input with that, and
-    multiply by the weight alone, which then counts as weight-only. Layers without dynamic activations, or with groups
-    of inputs that lie within a rank, are left to torch's.
+    With torch's own class each rank uses the scale of its part of a token: slightly finer, but not equal to a single
+    device. Here ranks exchange the minimum and maximum of each token (8 bytes), quantize the input with these, and
+    multiply by the weight as weight-only. Layers without dynamic activations, or with input groups within a rank, use
+    torch's implementation.
     """
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -37,8 +37,8 @@ class RowwiseParallel(TorchRowwise):
             return
         if (act.rule or default_rule(act.spec)) not in BY_RANGE or not isinstance(act.spec.scale, torch.dtype):
             raise ValueError(
-                f"{name}: the input {act} is not quantized by the ends of its range alone, which is all that ranks "
-                "exchange; use torch's RowwiseParallel, which quantizes each rank's part by itself"
+                f"{name}: the qparams of input {act} do not depend on minimum and maximum alone, which is all that "
+                "ranks exchange; use torch's RowwiseParallel, which quantizes each rank's part separately"
             )
         local.data = prepare(local.with_(act=None))
         setattr(module, ACT, act)
@@ -56,7 +56,7 @@ class RowwiseParallel(TorchRowwise):
 
 
 def over_ranks(x: Tensor, act: ActivationSpec, mesh: DeviceMesh) -> Tensor:
-    """x [.., part of K], as it is in a whole row that was quantized under ``act``; the gradient passes straight."""
+    """Fake-quantize x [.., part of K] with the qparams of complete rows under ``act``; straight-through gradient."""
     given = x.detach()
     ends = torch.stack([-given.amin(-1), given.amax(-1)], -1)
     if act.spec.block is None:

@@ -1,4 +1,4 @@
-"""Optimizers whose state takes 8 or 4 bits a number: as torch.optim's, a quarter or an eighth of their memory."""
+"""Optimizers with 8-bit or 4-bit states: drop-in for torch.optim's, at a quarter or an eighth of the state memory."""
 
 from .adam import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8
 from .base import LowBitOptimizer

@@ -1,4 +1,4 @@
-"""Adam and AdamW with states of 8 and 4 bits and of float8."""
+"""Adam and AdamW with 8-bit, 4-bit and float8 states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .update_rules import adam
 class _Adam(LowBitOptimizer):
     STATES: ClassVar = {"exp_avg": "signed", "exp_avg_sq": "squares", "max_exp_avg_sq": "peaks"}
     RULE: ClassVar = (adam, native.ADAM)
-    DECOUPLED: ClassVar = False  # weight decay of the parameter, not of the gradient
+    DECOUPLED: ClassVar = False  # decoupled weight decay (on the parameter, not the gradient)
     BLOCK: ClassVar = 256
 
     def __init__(
@@ -55,38 +55,38 @@ class _AdamW(_Adam):
 
 
 class Adam8bit(_Adam):
-    """torch.optim.Adam with both moments in 8 bits, a scale for 256: 0.254 of the memory."""
+    """torch.optim.Adam with 8-bit moments, one scale per 256 elements: 0.254 of the state memory."""
 
     BITS: ClassVar = "8bit"
 
 
 class Adam4bit(_Adam):
-    """torch.optim.Adam with both moments in 4 bits, a scale for 64: 0.141 of the memory."""
+    """torch.optim.Adam with 4-bit moments, one scale per 64 elements: 0.141 of the state memory."""
 
     BITS: ClassVar = "4bit"
     BLOCK: ClassVar = 64
 
 
 class AdamFp8(_Adam):
-    """torch.optim.Adam with moments in floats of 8 bits, a scale for 256: 0.254 of the memory."""
+    """torch.optim.Adam with float8 moments, one scale per 256 elements: 0.254 of the state memory."""
 
     BITS: ClassVar = "fp8"
 
 
 class AdamW8bit(_AdamW):
-    """torch.optim.AdamW with both moments in 8 bits, a scale for 256: 0.254 of the memory."""
+    """torch.optim.AdamW with 8-bit moments, one scale per 256 elements: 0.254 of the state memory."""
 
     BITS: ClassVar = "8bit"
 
 
 class AdamW4bit(_AdamW):
-    """torch.optim.AdamW with both moments in 4 bits, a scale for 64: 0.141 of the memory."""
+    """torch.optim.AdamW with 4-bit moments, one scale per 64 elements: 0.141 of the state memory."""
 
     BITS: ClassVar = "4bit"
     BLOCK: ClassVar = 64
 
 
 class AdamWFp8(_AdamW):
-    """torch.optim.AdamW with moments in floats of 8 bits, a scale for 256: 0.254 of the memory."""
+    """torch.optim.AdamW with float8 moments, one scale per 256 elements: 0.254 of the state memory."""
 
     BITS: ClassVar = "fp8"

@@ -1,4 +1,4 @@
-"""The optimizer that all others here are rows of: states by name and kind, one rule, one step."""
+"""Base class of all optimizers here: named states, an update rule, and the step."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ QT = AffineQuantizedTensor
 
 
 def check_ways(name: str, ways: Mapping[str, Any]) -> None:
-    """The arguments of torch.optim's optimizers that say how a step is carried out. ``foreach`` and ``fused`` are taken
-    and change nothing: all parameters of a CPU are updated in one native call, which is both. Raises ValueError for
-    ``capturable`` and ``differentiable``, TypeError for an argument that torch.optim has not either."""
+    """Check the implementation arguments of torch.optim's optimizers. ``foreach`` and ``fused`` are accepted and have
+    no effect: all CPU parameters are updated in one native call, which is both. Raises ValueError for ``capturable``
+    and ``differentiable``, TypeError for an argument that torch.optim does not have either."""
     for key, value in ways.items():
         if key not in ("foreach", "fused", "capturable", "differentiable"):
-            raise TypeError(f"{name} has no argument {key!r}; docs/optimizers.md lists those that it has")
+            raise TypeError(f"{name} has no argument {key!r}; see docs/optimizers.md for its arguments")
         if value is not None and type(value) is not bool:
-            raise TypeError(f"{name}: {key} is True, False or None, got {value!r}")
+            raise TypeError(f"{name}: {key} must be True, False or None, got {value!r}")
         if value and key == "capturable":
-            raise ValueError(f"{name}: capturable=True, but its step is not captured into CUDA graphs; leave it out")
+            raise ValueError(f"{name}: capturable=True is not supported: CUDA graphs cannot capture the step")
         if value and key == "differentiable":
-            raise ValueError(f"{name}: differentiable=True, but states of few bits have no gradient; leave it out")
+            raise ValueError(f"{name}: differentiable=True is not supported: quantized states have no gradient")
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
-    """An optimizer with quantized states. A subclass is data:
+    """An optimizer with quantized states. Subclasses define:
 
-    STATES  its states, each of a kind of number in :data:`KEPT`
-    BITS    which row of KEPT; ``block_size``, the elements under a scale, is a group's option
-    RULE    the rule, and its number in native code
+    STATES  state name -> kind of state in :data:`KEPT`
+    BITS    the row of KEPT; ``block_size``, the number of elements per scale, is a group option
+    RULE    the update rule, and its number in native code
 
-    Parameters of fewer than 4096 elements keep float32 states. Those on a CPU are updated by one native call; others,
-    and all where the native library is missing, by the plain rule (``memory()`` says which). A step is computed in
-    float32. bf16_stochastic_round: bfloat16 parameters are rounded by chance, so that updates smaller than half their
-    last place are not lost; parameters that are quantized themselves always are. Random numbers are a function of
-    ``seed``, parameter, step and element.
+    Parameters with fewer than 4096 elements have float32 states. CPU parameters are updated by one native call; others,
+    and all if the native library is missing, by the reference rule (``memory()`` reports which). A step is computed in
+    float32. bf16_stochastic_round: bfloat16 parameters are rounded stochastically, so that updates smaller than half a
+    unit in the last place are not lost; quantized parameters always are. Random numbers are a function of ``seed``,
+    parameter, step and element.
     """
 
     STATES: ClassVar[dict[str, str]]
@@ -61,24 +61,24 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._slow: dict[str, int] = {}
         super().__init__(params, defaults)
 
-    # -- what a subclass says ----------------------------------------------------------------------------------------
+    # -- defined by subclasses ---------------------------------------------------------------------------------------
 
     def names(self, group: dict[str, Any]) -> list[str]:
-        """States that a group has."""
+        """Names of the states of a group."""
         return list(self.STATES)
 
     def numbers(self, group: dict[str, Any], step: int) -> list[float]:
-        """The rule's numbers at a step, from 1."""
+        """Coefficients of the rule at a step (counted from 1)."""
         raise NotImplementedError
 
     def check(self, group: dict[str, Any]) -> None:
-        """Raise ValueError where an option makes no sense."""
+        """Raise ValueError for an invalid option."""
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim's. Raises ValueError for an option out of range, and for parameters that cannot be updated:
-        quantized ones that are frozen, and complex ones."""
+        """As in torch.optim. Raises ValueError for an option out of range, and for parameters that cannot be updated:
+        frozen quantized parameters and complex ones."""
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1])
@@ -93,27 +93,27 @@ class LowBitOptimizer(torch.optim.Optimizer):
             raise ValueError(f"weight_decay must not be negative, got {group['weight_decay']}")
         size = group["block_size"]
         if type(size) is not int or size < 16 or size % 2:
-            raise ValueError(f"block_size is the elements under a scale: an even number from 16 on, got {size!r}")
+            raise ValueError(f"block_size (elements per scale) must be an even number of at least 16, got {size!r}")
         if "betas" in group and (len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"])):
             raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}")
         self.check(group)
         for i, p in enumerate(group["params"]):
             if isinstance(p, QT) and not p.requires_grad:
                 raise ValueError(
-                    f"{_name(group, i)} is quantized and frozen: it has no gradient to follow; give the optimizer the "
-                    "parameters that require one, [p for p in model.parameters() if p.requires_grad]"
+                    f"{_name(group, i)} is quantized and frozen, so it has no gradient; pass only trainable parameters "
+                    "to the optimizer: [p for p in model.parameters() if p.requires_grad]"
                 )
             if not p.is_floating_point():
-                raise ValueError(f"{_name(group, i)} is {p.dtype}: only floating-point parameters are optimized")
+                raise ValueError(f"{_name(group, i)} is {p.dtype}: only floating-point parameters can be optimized")
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # a compiled step is this one: its kernel is fused already
+    @torch._disable_dynamo  # not compiled: the native kernel is already fused
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; parameters without a gradient are passed over. closure: computes the loss anew, which is returned.
+        """One step; parameters without a gradient are skipped. closure: recomputes the loss, which is returned.
 
-        Raises RuntimeError for a sparse gradient, before anything is changed.
+        Raises RuntimeError for a sparse gradient before any parameter changes.
         """
         loss = None
         if closure is not None:
@@ -126,7 +126,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 if p.grad is not None:
                     if p.grad.is_sparse:
                         raise RuntimeError(
-                            f"{_name(group, i)} has a sparse gradient, which {type(self).__name__} does not take; "
+                            f"{_name(group, i)} has a sparse gradient, which {type(self).__name__} does not support; "
                             "use nn.Embedding(sparse=False), or torch.optim.SparseAdam for that parameter"
                         )
                     todo.append((group, p, ordinal))
@@ -142,13 +142,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
             for target, value, _ in later:
                 if target is not value:
                     target.copy_(value)
-            # what autograd holds of them is out of date, and a backward pass through it must say so
+            # tensors saved by autograd are stale; a backward pass through them must raise
             torch.autograd.graph.increment_version([target for target, _, _ in later])
         self._slow = dict(slow)
         return loss
 
     def _one(self, group: dict[str, Any], p: Tensor, ordinal: int, slow: Counter[str]) -> tuple[Any, Any]:
-        """Step a parameter by the plain rule, or return its native job and what must live and be copied after it."""
+        """Step by the reference rule, or return the native job and the tensors to keep alive and copy back."""
         state = self.state[p]
         if not state:
             self._init(group, p, state)
@@ -162,11 +162,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
             stochastic_rounding.step_mask(count),
         )
         mine, g = local_tensor(p), _gradient(p)
-        chanced = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
+        stochastic = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
         why = native.accepts(mine, g, held)
         if why is not True:
             slow[why] += 1
-            self._plain(mine, g, held, kept, c, key, count, group, chanced)
+            self._plain(mine, g, held, kept, c, key, count, group, stochastic)
             return None, None
         values, g = mine.contiguous(), g.contiguous()
         flags = native.MAXIMIZE * bool(group["maximize"]) + native.NESTEROV * bool(group.get("nesterov"))
@@ -177,14 +177,14 @@ class LowBitOptimizer(torch.optim.Optimizer):
             where_blocks = StateBlocks(1, 1, 1, 1) if block is None else state_blocks(mine.shape, block)
             job = native.job(values, held, [(k.stochastic, k.power) for k in kept], self.RULE[1], where_blocks, key)
             self._jobs[p] = made = (where, job)
-        native.set_step(made[1], g, flags + native.STOCHASTIC * chanced, turn, c)
+        native.set_step(made[1], g, flags + native.STOCHASTIC * stochastic, turn, c)
         return made[1], (mine, values, g)
 
     def _plain(
         self, p: Tensor, g: Tensor, held: Sequence[Tensor], kept: Sequence[StateFormat], c: Sequence[float],
-        key: tuple[int, int], count: int, group: dict[str, Any], chanced: bool,
+        key: tuple[int, int], count: int, group: dict[str, Any], stochastic: bool,
     ) -> None:  # fmt: skip
-        """The reference of a step, and what runs where there is no native one."""
+        """The reference step, used if there is no native one."""
         turn = stochastic_rounding.step_mask(count)
         wide = torch.float64 if p.dtype is torch.float64 else torch.float32
         x = p.dequantize(wide) if isinstance(p, QT) else p.to(wide, copy=True)
@@ -196,7 +196,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 write_(state, value.float(), how, key, turn)
             elif state is not value:
                 state.copy_(value)
-        if isinstance(p, QT):  # by chance: to the nearest, an update below half a step of its codes would be lost
+        if isinstance(p, QT):  # stochastically: RTN would lose updates below half a step
             with stochastic_writes(count, *key):
                 requantize_(p, x, update=True)
             return
@@ -204,7 +204,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             stochastic_rounding.round_to_bfloat16(
                 x, stochastic_rounding.low_bits(stochastic_rounding.random_bits(x.shape, key, x.device), turn)
             )
-            if chanced
+            if stochastic
             else x
         )
 
@@ -221,10 +221,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
         kept = KEPT[self.BITS][self.STATES[name]]
         return _like(p, zeros(mine.shape, kept, group["block_size"], mine.device))
 
-    # -- reports and files -------------------------------------------------------------------------------------------
+    # -- memory and checkpoints --------------------------------------------------------------------------------------
 
     def memory(self) -> Memory:
-        """Bytes of the states that exist now, on this rank, beside those of float32. Printing it gives a table."""
+        """Bytes of the current states on this rank, compared with float32. Prints as a table."""
         quantized = floats = float32 = 0
         parameters = [0, 0]
         for p, state in self.state.items():
@@ -236,9 +236,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return Memory(quantized, floats, float32, (parameters[0], parameters[1]), self._slow)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch.optim's, with states as they were kept: no dtype of the parameter's. Float states, those of
-        torch.optim's optimizer of the same name too, are quantized. Raises ValueError where a state has another shape
-        than its parameter, or another name than those of this optimizer."""
+        """As in torch.optim, but states keep their own dtype instead of the parameter's. Float states are quantized,
+        also those of torch.optim's optimizer of the same name. Raises ValueError if the shape of a state differs from
+        its parameter, or if its name is not a state of this optimizer."""
         taken: dict[str, Any] = {}
 
         def take(optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for index, saved in taken.items():
             p = ours.get(index)
             if p is None:
-                raise ValueError(f"state of parameter {index}, which is in no group of the state dict")
+                raise ValueError(f"state of parameter {index}, which is not in any group of the state dict")
             group, i = groups[p]
             self.state[p] = self._adopt(group, p, saved, _name(group, i))
 
@@ -277,7 +277,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         wanted = {"step", *self.names(group)}
         saved = {k: v for k, v in saved.items() if v is not None}  # SGD without momentum yet
         if saved and saved.keys() != wanted - ({"step"} if self.STEPLESS else set()) and saved.keys() != wanted:
-            raise ValueError(f"state of {name} has {sorted(saved)}; {type(self).__name__} keeps {sorted(wanted)}")
+            raise ValueError(f"state of {name} has {sorted(saved)}; {type(self).__name__} expects {sorted(wanted)}")
         if not saved:
             return {}
         count = saved.get("step", 1.0)
@@ -286,8 +286,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
             source = saved[key]
             if source.shape != p.shape:
                 raise ValueError(
-                    f"state {key} of {name} has shape {list(source.shape)}, the parameter {list(p.shape)}: it is "
-                    "that of another model"
+                    f"state {key} of {name} has shape {list(source.shape)}, the parameter {list(p.shape)}: it belongs "
+                    "to another model"
                 )
             target = self._fresh(group, p, key)
             mine, theirs = local_tensor(target), _shard(source, p)
@@ -303,7 +303,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             state[key] = target
         return state
 
-    STEPLESS: ClassVar[bool] = False  # torch.optim's optimizer of this name counts no steps
+    STEPLESS: ClassVar[bool] = False  # torch.optim's optimizer of this name has no step count
 
 
 def _name(group: dict[str, Any], i: int) -> str:
@@ -322,7 +322,7 @@ def _address(state: Tensor) -> tuple[int, ...]:
 
 
 def _place(p: Tensor) -> tuple[int, ...]:
-    """What tells this rank's random numbers from those of others."""
+    """Coordinate of this rank in the mesh, which makes its random numbers distinct."""
     return tuple(p.device_mesh.get_coordinate() or ()) if is_dtensor(p) else ()  # type: ignore[attr-defined]
 
 
@@ -335,7 +335,7 @@ def _gradient(p: Tensor) -> Tensor:
 
 
 def _like(p: Tensor, mine: Tensor) -> Tensor:
-    """This rank's part of a state as the parameter is kept: a shard where that is one."""
+    """Wrap this rank's part of a state like the parameter: a DTensor if the parameter is one."""
     if not is_dtensor(p):
         return mine
     from torch.distributed.tensor import DTensor
@@ -345,5 +345,5 @@ def _like(p: Tensor, mine: Tensor) -> Tensor:
 
 
 def _shard(source: Tensor, p: Tensor) -> Tensor:
-    """This rank's part of a state that is given whole or in shards."""
+    """This rank's part of a state, given as a full or a sharded tensor."""
     return local_tensor(source if not is_dtensor(p) or is_dtensor(source) else distribute_like(read(source), p))

@@ -1,4 +1,4 @@
-"""What the states of an optimizer take, as it is."""
+"""Memory report of optimizer states."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the states that exist, on this rank.
+    """Bytes of the current states on this rank.
 
-    quantized, floats  bytes of quantized states and of float ones (small parameters)
-    float32            bytes that the same states would take in float32
-    parameters         parameters with states: (quantized, float)
-    slow               why a parameter does not take the native step -> how many, at the last step
+    quantized, floats  bytes of quantized states and of float states (small parameters)
+    float32            bytes of the same states in float32
+    parameters         number of parameters with states: (quantized, float)
+    slow               reason for not using the native step -> number of parameters, at the last step
     """
 
     quantized: int
@@ -23,7 +23,7 @@ class Memory:
 
     @property
     def ratio(self) -> float:
-        """Of float32."""
+        """State bytes relative to float32."""
         return (self.quantized + self.floats) / self.float32 if self.float32 else 0.0
 
     def __str__(self) -> str:
@@ -36,5 +36,5 @@ class Memory:
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows]
         lines.append(f"{self.ratio:.3f} of float32")
-        lines += [f"by the reference, which is slower: {n} parameter(s), {why}" for why, n in self.slow.items()]
+        lines += [f"slower reference step: {n} parameter(s), {why}" for why, n in self.slow.items()]
         return "\n".join(lines)

@@ -12,7 +12,7 @@ from .update_rules import lion, sgd
 
 
 class Lion8bit(LowBitOptimizer):
-    """Lion (Chen et al. 2023) with its momentum in 8 bits, a scale for 256. Weight decay is decoupled."""
+    """Lion (Chen et al. 2023) with 8-bit momentum, one scale per 256 elements. Weight decay is decoupled."""
 
     STATES: ClassVar = {"exp_avg": "signed"}
     BITS: ClassVar = "8bit"
@@ -36,7 +36,7 @@ class Lion8bit(LowBitOptimizer):
 
 
 class SGD8bit(LowBitOptimizer):
-    """torch.optim.SGD with momentum in 8 bits, a scale for 256. Without momentum there is no state to save on."""
+    """torch.optim.SGD with 8-bit momentum, one scale per 256 elements. Requires momentum."""
 
     STATES: ClassVar = {"momentum_buffer": "signed"}
     BITS: ClassVar = "8bit"

@@ -1,4 +1,4 @@
-"""Optimizer states and steps on the CPU, for parameters that live on a GPU."""
+"""CPU offload: optimizer states and steps on the CPU for parameters on a GPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):
-    """``optimizer_class`` over copies of the parameters in host memory: its states take no memory of the GPU.
+    """``optimizer_class`` on copies of the parameters in host memory, so that its states take no GPU memory.
 
-    params             parameters or groups, as everywhere
-    offload_gradients  free a gradient once it is copied; then gradients of several backward passes do not add up
-    minimal_size       smaller parameters stay where they are
-    kwargs             for ``optimizer_class``; torch.optim.AdamW gets fused=True unless told otherwise
+    params             parameters or groups, as in torch.optim
+    offload_gradients  free each gradient after copying it; gradients then do not accumulate over backward passes
+    minimal_size       smaller parameters are not offloaded
+    kwargs             for ``optimizer_class``; torch.optim.AdamW gets fused=True by default
 
-    Parameters on a CPU are their own copies: for them this is ``optimizer_class`` itself. Gradients are copied on a
-    stream of their own while the backward pass goes on. That part has been written without a GPU and is not tested.
+    CPU parameters are not copied; for them this is ``optimizer_class`` itself. Gradients are copied on a separate
+    stream during the backward pass. That part was written without a GPU and is not tested.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         ]
         self._streams: dict[torch.device, Any] = {}
         self._hosts: dict[Tensor, Tensor] = {}
-        self._ready: dict[Tensor, Any] = {}  # parameters whose gradient has been sent to the host, in that order
+        self._ready: dict[Tensor, Any] = {}  # parameters whose gradient was copied to the host, in order
         for p in (p for group in groups for p in group["params"]):
             if p.device.type != "cpu" and p.numel() >= minimal_size and p.requires_grad:
                 self._offload(p, offload_gradients)
@@ -72,14 +72,14 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As that of ``optimizer_class``; parameters are back on their devices when it returns."""
+        """The step of ``optimizer_class``; when it returns, the parameters on their devices are updated."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for event in self._ready.values():
             event.synchronize()
-        self._tell()
+        self._sync_options()
         self.inner.step()
         for p in self._ready:
             with self._streams[p.device]:
@@ -90,20 +90,20 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._ready.clear()
         return loss
 
-    def _tell(self) -> None:
-        """Options that a scheduler or the user changed."""
+    def _sync_options(self) -> None:
+        """Pass options changed by a scheduler or the user to the inner optimizer."""
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name not in ("params", "param_names")})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are given when it is made: their parameters need copies. Raises ValueError afterwards."""
+        """Only used by the constructor, because parameters need host copies. Raises ValueError afterwards."""
         if len(self.param_groups) == len(self.inner.param_groups):
-            raise ValueError("CPUOffloadOptimizer takes its parameter groups when it is made; make another one")
+            raise ValueError("CPUOffloadOptimizer takes parameter groups only in its constructor; create a new one")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of ``optimizer_class``, wherever the parameters live: the two can be exchanged."""
-        self._tell()
+        """The state dict of ``optimizer_class``; interchangeable with it on any device."""
+        self._sync_options()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""States as quantized tensors: how each is kept, in which blocks, and how it is written."""
+"""Quantized optimizer states: their formats, blocks, and requantization."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ LEAST = 4096  # elements: smaller parameters keep float32 states, as torchao's a
 
 @dataclass(frozen=True)
 class StateFormat:
-    """spec, whose block is fitted to each parameter; stochastic: rounded by chance, so that its mean is right;
-    power: scales are powers of two, so that only what changes is rounded, not what shares a block with it."""
+    """spec: its block is adapted to each parameter; stochastic: rounded stochastically, hence unbiased; power: scales
+    are powers of two, so that unchanged elements of a block are not rounded again."""
 
     spec: QuantSpec
     stochastic: bool = False
     power: bool = False
 
 
-# A second moment moves by less than half a step of 8 bits at a time. To the nearest it would stand still, so it is
-# rounded by chance; its maximum (AMSGrad) is not, because by chance it could only grow.
+# A second moment changes by less than half an 8-bit step at a time; RTN would leave it unchanged, so it is rounded
+# stochastically. Its maximum (AMSGrad) is not, because stochastic rounding would only make it grow.
 KEPT: dict[str, dict[str, StateFormat]] = {
     "8bit": {
         "signed": StateFormat(ADAM8),
@@ -64,8 +64,8 @@ class StateBlocks(NamedTuple):
 
 
 def state_spec(shape: Sequence[int], size: int) -> tuple[int, ...]:
-    """The block of about ``size`` neighbouring elements of a parameter: part of its last axis, or several whole entries
-    of one before. Axes but the first are cut evenly, so that little is padded; the first is not, so that shards of it
+    """A block of about ``size`` neighbouring elements of a parameter: part of its last axis, or several whole entries
+    of an earlier axis. All axes but the first are divided evenly to avoid padding; the first is not, so that its shards
     have the same blocks."""
     axis, inner = len(shape) - 1, 1
     while axis > 0 and inner * shape[axis] <= size:
@@ -74,12 +74,12 @@ def state_spec(shape: Sequence[int], size: int) -> tuple[int, ...]:
     n, entries = shape[axis], max(1, size // max(1, inner))
     if axis > 0 and n > entries:
         entries = -(-n // -(-n // entries))
-        entries += entries % 2 if inner == 1 else 0  # a block of 4-bit codes begins on a whole byte
+        entries += entries % 2 if inner == 1 else 0  # a block of 4-bit codes starts at a byte boundary
     return (entries, *[-1] * (len(shape) - 1 - axis))
 
 
 def state_blocks(shape: Sequence[int], block: tuple[int, ...]) -> StateBlocks:
-    """Where blocks of :func:`state_spec` lie."""
+    """Memory positions of the blocks of :func:`state_spec`."""
     axis = len(shape) - len(block)
     inner = math.prod(shape[axis + 1 :])
     n = shape[axis]
@@ -88,7 +88,7 @@ def state_blocks(shape: Sequence[int], block: tuple[int, ...]) -> StateBlocks:
 
 
 def zeros(shape: Sequence[int], kept: StateFormat, size: int, device: torch.device) -> QT:
-    """A state of zeros."""
+    """A zero-initialized state."""
     spec = kept.spec.with_(block=state_spec(shape, size))
     codes = torch.zeros(blocks.padded(spec.block, shape), dtype=spec.format.code_dtype, device=device)
     scale = torch.zeros(blocks.counts(spec.block, shape), dtype=torch.float32, device=device)
@@ -96,7 +96,7 @@ def zeros(shape: Sequence[int], kept: StateFormat, size: int, device: torch.devi
 
 
 def write_(state: QT, x: Tensor, kept: StateFormat, key: tuple[int, int] | None = None, turn: int = 0) -> None:
-    """Requantize float32 x into a state, to the nearest without a key. NaN and inf are not looked for: they spread."""
+    """Requantize float32 x into a state; RTN without a key. NaN and inf are not checked; they propagate."""
     spec, rule = state.spec.with_(layout="plain"), "mx_rceil" if kept.power else "symmetric"
     if kept.stochastic and key is not None:
         wide = blocks.pad(x, spec.block)
@@ -117,5 +117,5 @@ def write_(state: QT, x: Tensor, kept: StateFormat, key: tuple[int, int] | None 
 
 
 def read(state: Tensor) -> Tensor:
-    """A state as floats that may be changed: itself where it is one."""
+    """A state as a float tensor that may be changed in place: the state itself if it is float."""
     return state.dequantize(torch.float32) if isinstance(state, QT) else state

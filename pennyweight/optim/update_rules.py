@@ -1,8 +1,8 @@
-"""What a step does, on floats: the plain reference of every optimizer here.
+"""Update rules on floats: the reference implementation of every optimizer here.
 
-Each rule changes p and its states in place, with the very operations of torch.optim's loop over single tensors, so that
-float32 states give its numbers bit for bit; native code too, but for :func:`root`. ``c`` are the step's numbers, as the
-class in front of the rule makes them; src/optimizer.h has them in the same order.
+Each rule changes p and its states in place, with the same operations as torch.optim's single-tensor loop, so that
+float32 states give bit-identical results; so does native code, except for :func:`root`. ``c`` are the coefficients of
+the step from ``numbers`` of the optimizer class; src/optimizer.h has them in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def adam(p: Tensor, g: Tensor, states: Sequence[Tensor], c: Sequence[float], nes
 
 
 def root(v: Tensor) -> Tensor:
-    """torch's square root. A vector library of the CPU may be off in its last bit; native code rounds once."""
+    """torch's square root. A CPU vector library may be off by one bit; native code is correctly rounded."""
     return v.sqrt()
 
 

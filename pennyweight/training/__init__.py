@@ -1,4 +1,4 @@
-"""Training: quantization-aware (qat/), and with products in low precision (low_precision/)."""
+"""Training: quantization-aware training (qat/) and low-precision training (low_precision/)."""
 
 from .low_precision.configs import (
     BitNetTrainingConfig,

@@ -87,7 +87,7 @@ def test_what_saw_no_data_is_rounded_and_says_so() -> None:
     report = pw.quantize_(model, INT4, calibration=[correlated()])
     pw.quantize_(plain, INT4)
     rows = {r.name: r for r in report.rows}
-    assert rows["idle.weight"].note == "rounded to nearest: saw no data"
+    assert rows["idle.weight"].note == "rounded to nearest: no calibration data"
     assert rows["used.weight"].note == ""
     assert torch.equal(model.idle.weight.dequantize(), plain.idle.weight.dequantize())
     assert not torch.equal(model.used.weight.dequantize(), plain.used.weight.dequantize())
@@ -102,7 +102,7 @@ def test_ties_stay_ties() -> None:
     assert isinstance(model.lm_head.weight, pw.AffineQuantizedTensor)
     notes = [r.note for r in report.quantized if "tied" in r.note]
     assert len(notes) == 1
-    assert "saw no data" not in notes[0]
+    assert "no calibration data" not in notes[0]
     assert model(**data[0]).logits.isfinite().all()
 
 
@@ -223,7 +223,7 @@ def test_resume_refuses_another_run(tmp_path: Path) -> None:
         m, config, batches, algorithm = args
         m = copy.deepcopy(m)
         before = copy.deepcopy(m)
-        with pytest.raises(pw.PlanError, match=f"is of another run: {what} differ; take another folder"):
+        with pytest.raises(pw.PlanError, match=f"is of another run: {what} differ; use another folder"):
             pw.quantize_(m, config, calibration=batches, algorithm=algorithm, resume=tmp_path)
         assert same(m, before)
 
@@ -278,9 +278,12 @@ def test_remedies() -> None:
     model, data = mlp(), [correlated()]
     before = copy.deepcopy(model)
     for options, text in (
-        ({"algorithm": "gptq"}, "algorithm gptq learns from data; pass calibration=batches"),
-        ({"calibration": []}, "calibration has no batches, and algorithm auto learns from data"),
-        ({"calibration": data[0]}, r"calibration is a list of batches, got one Tensor; write calibration=\[batch\]"),
+        ({"algorithm": "gptq"}, "algorithm gptq needs calibration data; pass calibration=batches"),
+        ({"calibration": []}, "calibration has no batches; algorithm auto needs calibration data"),
+        (
+            {"calibration": data[0]},
+            r"calibration must be a list of batches, got one Tensor; pass calibration=\[batch\]",
+        ),
         ({"calibration": {"x": data[0]}}, "got one dict"),
         ({"calibration": data, "algorithm": "gptqq"}, "did you mean 'gptq'"),
         ({"calibration": data, "filter_fn": lambda m, n: False}, "nothing would be quantized"),
@@ -307,7 +310,7 @@ def test_blocks_that_no_matrix_has() -> None:
     report = pw.quantize_(
         model, odd, lambda m, _: isinstance(m, nn.Conv2d), calibration=[torch.randn(2, 4, 8, 8)], algorithm="gptq"
     )
-    assert report.quantized[0].note == "rounded to nearest: its blocks are not runs of one axis"
+    assert report.quantized[0].note == "rounded to nearest: its blocks are not contiguous along one axis"
 
 
 def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:
@@ -319,7 +322,7 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:
     before, weights = copy.deepcopy(model), list(model.parameters())
     with pytest.raises(ValueError, match=r"2\.weight: its inputs on the calibration data have \d+ NaN") as error:
         pw.quantize_(model, INT4, calibration=[data, 1e4 * data], algorithm="gptq")
-    assert error.value.__notes__ == ["the model is as it was before quantize_"]
+    assert error.value.__notes__ == ["the model was restored to its state before quantize_"]
     assert same(model, before)
     assert all(p is q for p, q in zip(model.parameters(), weights, strict=True))
 
@@ -327,6 +330,6 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:
 def test_a_wrong_amount_is_found_before_anything_is_changed() -> None:
     model = mlp()
     before = copy.deepcopy(model)
-    with pytest.raises(pw.PlanError, match="amount of memory"):
+    with pytest.raises(pw.PlanError, match="a memory limit is"):
         pw.quantize_(model, INT4, calibration=[correlated()], algorithm=["rotate", "gptq"], max_ram="4 gigs")
     assert same(model, before)

@@ -74,7 +74,7 @@ def test_yaml(tmp_path: Path) -> None:
     path.write_text("algorithm:\n  - hqq: {norm: 0.5}\n")
     assert read(path) == read({"hqq": {"norm": 0.5}})
     path.write_text("")
-    with pytest.raises(ValueError, match=r"recipe\.yaml is empty; it is a list of steps"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml is empty; expected a list of steps"):
         read(path)
     with pytest.raises(FileNotFoundError):
         read("nowhere.yml")
@@ -98,8 +98,8 @@ def test_yaml_makes_no_objects(tmp_path: Path) -> None:
         ({"gptq": 3}, "a step of a recipe is a name, "),
         ([3], "a step of a recipe is a name, .* got 3"),
         (["gptq", "mse"], "a recipe has one solver; got gptq, mse"),
-        (["gptq", Turn()], r"a recipe is rewrites, then a solver, then tuners; got gptq, turn"),
-        ([Tune(), "gptq"], r"rewrites, then a solver, then tuners"),
+        (["gptq", Turn()], r"the order of a recipe is rewrites, one solver, tuners; got gptq, turn"),
+        ([Tune(), "gptq"], r"rewrites, one solver, tuners"),
         ({"gptq": {"damping": 2}}, "damping must be between 0 and 1, got 2"),
         ({"gptq": {"grids": []}}, "grids must name at least one"),
         ({"hqq": {"norm": 3}}, "hqq: norm must be above 0 and at most 2"),

@@ -137,7 +137,7 @@ def test_a_step_that_does_not_apply_is_found_before_anything_is_solved() -> None
 
     model, solved = Two(), []
     held = Held(model)
-    with pytest.raises(pw.PlanError, match="reconstruct: Two is no chain of blocks"):
+    with pytest.raises(pw.PlanError, match="reconstruct: Two is not a chain of blocks"):
         pw.quantize_(
             model, INT4, calibration=rows(), algorithm=["gptq", "reconstruct"], progress=lambda *a: solved.append(a)
         )
@@ -167,7 +167,7 @@ def test_an_error_of_the_caller_s_own() -> None:
 
     with pytest.raises(KeyboardInterrupt) as error:
         pw.quantize_(model, INT4, calibration=rows(), algorithm="gptq", progress=stop)
-    assert error.value.__notes__ == ["the model is as it was before quantize_"]
+    assert error.value.__notes__ == ["the model was restored to its state before quantize_"]
     held.check()
 
 

@@ -39,7 +39,7 @@ def test_of_each_run_so_many_are_kept(method: str, pattern: str) -> None:
         assert ((w.unflatten(1, (-1, of)) != 0).sum(-1) == kept).all()
     assert [r.name for r in report.quantized] == ["0.weight", "2.weight", "4.weight"]
     assert all(r.scheme == pattern and 0 < r.sqnr < 30 for r in report.quantized)
-    assert "3 parameters made sparse" in str(report)
+    assert "3 parameters pruned" in str(report)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -133,7 +133,7 @@ def test_what_sees_no_data_goes_by_magnitude() -> None:
     done: list[tuple[int, int, str]] = []
     report = pw.sparsify_(model, "wanda", "2:4", [torch.randn(4, 8)], progress=lambda *a: done.append(a))
     notes = {r.name: r.note for r in report.rows}
-    assert notes["idle.weight"] == "by magnitude: saw no data"
+    assert notes["idle.weight"] == "pruned by magnitude: no calibration data"
     assert notes["used.weight"] == ""
     assert done == [(1, 2, "used.weight"), (2, 2, "idle.weight")]
     assert ((model.idle.weight.unflatten(1, (-1, 4)) != 0).sum(-1) == 2).all()
@@ -155,7 +155,7 @@ def test_bad_requests_change_nothing() -> None:
         (("magnitude", "4:2"), "pattern is such as '2:4'"),
         (("magnitude", 1.5), "between 0 and 1"),
         (("pruning",), "method must be one of magnitude, wanda, sparsegpt"),
-        (("wanda",), "wanda learns from data; pass calibration=batches"),
+        (("wanda",), "wanda needs calibration data; pass calibration=batches"),
         (("wanda", "2:4", []), "calibration has no batches"),
         (("magnitude", "1:5"), r"0\.weight: its 64 inputs are no whole runs of 5; .*share such as 0\.8"),
     ):
@@ -165,5 +165,5 @@ def test_bad_requests_change_nothing() -> None:
         pw.sparsify_(model, "wanda", "2:4", [torch.full((2, 64), torch.nan)])
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     pw.quantize_(model, pw.Int8WeightOnlyConfig())
-    with pytest.raises(pw.PlanError, match="is quantized already"):
+    with pytest.raises(pw.PlanError, match="is already quantized"):
         pw.sparsify_(model, "magnitude")

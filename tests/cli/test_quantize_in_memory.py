@@ -51,7 +51,7 @@ def test_a_budget_and_a_gate(run: Any, writer: Path, text: Path, tmp_path: Path)
     assert not out.exists()
     result = run("quantize", writer, out, *arguments)
     assert result.exit_code == 0, result.stderr
-    assert "bits a weight" in result.stderr
+    assert "bits per weight" in result.stderr
     held = [t for t in pw.load(out).values() if isinstance(t, pw.AffineQuantizedTensor)]
     assert 8 * sum(t.nbytes for t in held) <= 5 * sum(t.numel() for t in held)
 

@@ -124,7 +124,11 @@ def gathered(mesh: DeviceMesh) -> None:
     group, n = mesh.get_group(), 4096 + 77
     every = [torch.randn(n, generator=torch.Generator().manual_seed(r)) for r in range(mesh.size())]
     every[1][5], every[1][4100] = torch.nan, torch.inf
-    for spec in (pwd.quantized_all_gather.INT8_128, pw.QuantSpec(E4M3, (128,)), pw.QuantSpec(INT4, (64,), zero_point=True)):
+    for spec in (
+        pwd.quantized_all_gather.INT8_128,
+        pw.QuantSpec(E4M3, (128,)),
+        pw.QuantSpec(INT4, (64,), zero_point=True),
+    ):
         gather = pwd.QuantizedAllGather(spec)
         out = gather.allocate((n * mesh.size(),), dtype=torch.float32, device=torch.device("cpu"))
         gather(out, every[mesh.get_local_rank()], group)
@@ -142,7 +146,7 @@ def gathered(mesh: DeviceMesh) -> None:
     gather = pwd.QuantizedAllGather()
     gather(out, small, group)
     assert torch.equal(out.view(mesh.size(), 8), small.expand(mesh.size(), 8))
-    refuses(ValueError, "blocks of its numbers", lambda: pwd.QuantizedAllGather(pw.QuantSpec(E4M3, None)))
+    refuses(ValueError, "needs a one-dimensional block", lambda: pwd.QuantizedAllGather(pw.QuantSpec(E4M3, None)))
     refuses(ValueError, "call fully_shard(model) first", lambda: pwd.quantized_all_gather_(mlp()))
 
 

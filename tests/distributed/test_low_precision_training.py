@@ -257,7 +257,7 @@ def uneven_compiled(mesh: DeviceMesh) -> None:
         assert torch.equal(compiled(x), layer(x)), name
     torch._dynamo.reset()
     whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    refuses(torch._dynamo.exc.Unsupported, "ranks have parts of different sizes of a layer", lambda: whole(x))
+    refuses(torch._dynamo.exc.Unsupported, "the layer is sharded unevenly", lambda: whole(x))
     torch._dynamo.reset()
 
 
@@ -275,9 +275,9 @@ def not_finite(mesh: DeviceMesh) -> None:
 def refused(mesh: DeviceMesh) -> None:
     x, w, b = torch.randn(3, 32), torch.randn(16, 32), torch.randn(16)
     by_rows, everywhere = distribute_tensor(w, mesh, [Shard(0)]), distribute_tensor(x, mesh, [Replicate()])
-    refuses(ValueError, "weight [16, 32] is spread as (Shard(dim=0),); either all are DTensors or none is. "
-            "parallelize_module makes all of them such", lambda: linear(x, by_rows))  # fmt: skip
-    refuses(ValueError, "input [3, 32] is spread as (Replicate(),), weight [16, 32] is a plain tensor",
+    refuses(ValueError, "weight [16, 32] is a DTensor with (Shard(dim=0),); either all must be DTensors or none. "
+            "parallelize_module converts all of them", lambda: linear(x, by_rows))  # fmt: skip
+    refuses(ValueError, "input [3, 32] is a DTensor with (Replicate(),), weight [16, 32] is a plain tensor",
             lambda: linear(everywhere, w))  # fmt: skip
     refuses(ValueError, "bias [16] is a plain tensor", lambda: linear(everywhere, by_rows, b))
     pending = DTensor.from_local(w, mesh, [Partial()], run_check=False)
@@ -285,7 +285,7 @@ def refused(mesh: DeviceMesh) -> None:
     refuses(ValueError, "Use ColwiseParallel or RowwiseParallel", lambda: linear(everywhere, pending))
     side = Operand(QuantSpec(pw.get_format("uint4"), None, offset=torch.float32), "own rule")
     how = RECIPES["int8"].with_(output=RECIPES["int8"].output.__class__(None, side))
-    refuses(ValueError, "one scale by rule 'own rule', which cannot be made of what ranks exchange",
+    refuses(ValueError, "one scale by rule 'own rule', which cannot be computed across ranks",
             lambda: linear(everywhere, by_rows, None, how))  # fmt: skip
 
 
@@ -381,7 +381,7 @@ def two_axes() -> None:
         fully_shard(alone, mesh=mesh["data"])
         assert all(map(torch.equal, everything(alone), want))
     x = distribute_tensor(tokens(IN, 0), mesh, [Replicate()] * 2)
-    refuses(ValueError, "a layer under fully_shard is called through its module", lambda: linear(x, both.up.weight))
+    refuses(ValueError, "call a layer under fully_shard through its module", lambda: linear(x, both.up.weight))
 
 
 def four(mesh: DeviceMesh) -> None:

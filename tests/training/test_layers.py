@@ -113,11 +113,11 @@ def test_what_is_not_converted_is_listed_with_its_reason() -> None:
     }
     reasons = {r.name: r.note for r in report.skipped if r.name.endswith("weight")}
     assert reasons["small.weight"] == "fewer than 16 inputs or outputs"
-    assert reasons["own.weight"] == "only nn.Linear is converted; Own may have a forward of its own"
+    assert reasons["own.weight"] == "only nn.Linear is converted; Own may have its own forward"
     assert "replaced on the instance" in reasons["wrapped.weight"]
-    assert reasons["quantized.weight"].startswith("its weight is quantized already: int8")
-    assert "nn.MultiheadAttention multiplies with its parameters itself" in reasons["attention.in_proj_weight"]
-    assert "NonDynamicallyQuantizableLinear may have a forward of its own" in reasons["attention.out_proj.weight"]
+    assert reasons["quantized.weight"].startswith("its weight is already quantized: int8")
+    assert "nn.MultiheadAttention uses its parameters directly" in reasons["attention.in_proj_weight"]
+    assert "NonDynamicallyQuantizableLinear may have its own forward" in reasons["attention.out_proj.weight"]
     assert type(model["own"]) is Own
     assert type(model["attention"].out_proj) is not LowPrecisionLinear
     with pytest.raises(PlanError, match=r"nothing would be quantized.*only nn\.Linear is converted"):
@@ -148,9 +148,9 @@ def test_configs_are_checked_and_make_recipes() -> None:
     assert (how.grad_weight.quantized, how.output) == (False, RECIPES["int8"].output)
     assert BitNetTrainingConfig().make() is RECIPES["bitnet"]
     for make, text in (
-        (lambda: Float8TrainingConfig("int8"), "recipes are tensorwise, rowwise"),
-        (lambda: Float8TrainingConfig(weight="int8"), "numbers are e4m3 or e5m2, got int8"),
-        (lambda: MXTrainingConfig("nvfp4"), "recipes are mxfp8"),
+        (lambda: Float8TrainingConfig("int8"), "recipe must be one of tensorwise, rowwise"),
+        (lambda: Float8TrainingConfig(weight="int8"), "formats are e4m3 and e5m2, got int8"),
+        (lambda: MXTrainingConfig("nvfp4"), "recipe must be one of mxfp8"),
         (lambda: Int8MixedPrecisionTrainingConfig("int8", 16, False, False, False), "quantizes nothing"),
         (lambda: LowPrecisionTrainingConfig("fp7"), "unknown training recipe 'fp7'"),
         (lambda: Int8WeightOnlyTrainingConfig(group_size=0), "must be positive"),
@@ -377,7 +377,7 @@ def test_what_was_trained_is_what_is_deployed(name: str) -> None:
 
 def test_recipes_that_cannot_be_deployed_say_so() -> None:
     how = RECIPES["rowwise"]
-    with pytest.raises(ValueError, match="its output is not made of a weight as it could be stored"):
+    with pytest.raises(ValueError, match="its output does not use a quantized weight that can be stored"):
         how.with_(output=how.grad_weight.__class__()).deployed()
 
 
@@ -490,11 +490,11 @@ def test_experts_of_the_other_order_and_bad_ends() -> None:
     assert torch.equal(y[:2], linear(x[:2], w[0], None, "rowwise"))
     for bad, text in (
         (torch.tensor([4, 2]), "must ascend"), (torch.tensor([2, 7]), "must ascend from 0 to the 6 rows"),
-        (torch.tensor([6]), "ends are 2 integers"), (torch.tensor([2.0, 6.0]), "ends are 2 integers"),
+        (torch.tensor([6]), "ends must be 2 integers"), (torch.tensor([2.0, 6.0]), "ends must be 2 integers"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             grouped_mm(x, w.transpose(-2, -1), bad)
-    with pytest.raises(ValueError, match=r"x is \[T, K\] and w \[E, K, N\], not \[6, 32\] and \[2, 16, 32\]"):
+    with pytest.raises(ValueError, match=r"expected x \[T, K\] and w \[E, K, N\], got \[6, 32\] and \[2, 16, 32\]"):
         grouped_mm(x, w, ends)
 
 

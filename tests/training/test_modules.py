@@ -173,7 +173,7 @@ def test_a_module_of_another_dtype_keeps_what_is_held() -> None:
 def test_switching_off_and_on() -> None:
     model, x = nn.Sequential(nn.Linear(64, 32)), torch.randn(2, 64)
     exact = run(model, x)
-    with pytest.raises(ValueError, match="nothing is prepared"):
+    with pytest.raises(ValueError, match="no prepared module"):
         pw.enable_fake_quant(model)
     pw.quantize_(model, pw.QATConfig(W4))
     rounded = run(model, x)
@@ -186,5 +186,5 @@ def test_switching_off_and_on() -> None:
     remove_fake_quant(model)
     assert torch.equal(run(model, x), exact)
     assert not fake_modules(model)
-    with pytest.raises(ValueError, match="nothing is prepared"):
+    with pytest.raises(ValueError, match="no prepared module"):
         remove_fake_quant(model)

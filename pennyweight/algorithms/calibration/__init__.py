@@ -1,1 +1,1 @@
-"""Calibration: data runs through the model block by block, and statistics of the inputs of its layers are collected."""
+"""Calibration: runs data through the model block by block and collects statistics of the layer inputs."""

@@ -1,4 +1,4 @@
-"""Hidden states between the blocks of a chain: kept for each batch, so that a block can be run alone."""
+"""Cache of the hidden states between the blocks of a chain, one per batch, so that each block can run alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BY_NAME = "pennyweight: hidden states by name"
 
 
 class ActivationCache:
-    """A tensor for each batch, in memory or in files."""
+    """One tensor per batch, in memory or in files."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
         self.folder, self.name, self.kept = folder, name, {}  # type: ignore[var-annotated]
@@ -38,11 +38,11 @@ def capture_block_inputs(
     model: nn.Module, batches: Sequence[Any], blocks: Sequence[nn.Module], hidden: ActivationCache,
     first: Callable[[Tensor], None] = lambda x: None,
 ) -> Rest:  # fmt: skip
-    """Inputs of the first block for each batch go to ``hidden``. Returns what else each block is called with.
+    """Store the inputs of the first block for each batch in ``hidden``. Returns the other arguments of each block.
 
-    ``first`` is told the first of them, before it is kept."""
+    ``first`` is called with the first input before it is stored."""
     kept: list[list[tuple[Any, dict[str, Any]]]] = []
-    alike = True  # whether all blocks are called with the same things: then a batch need not go further than one
+    alike = True  # all blocks get the same other arguments: later batches can stop at the first block
     for i, batch in enumerate(batches):
         calls: list[tuple[Any, dict[str, Any]]] = []
 
@@ -78,17 +78,17 @@ def capture_block_inputs(
 
 
 def advance_block(states: ActivationCache, count: int, b: int, block: nn.Module, rest: Rest) -> None:
-    """Hidden states of so many batches before block b become those after it."""
+    """Replace the hidden states of ``count`` batches before block b by those after it."""
     for i in range(count):
         states.put(i, run_block(block, states.get(i), rest(i, b)))
 
 
 class _Enough(Exception):
-    """All that is wanted of a run has been seen."""
+    """Stops a forward pass once all required inputs are captured."""
 
 
 def _same(a: tuple[Any, dict[str, Any]], b: tuple[Any, dict[str, Any]]) -> bool:
-    """Whether two calls have the very same further arguments, by identity inside of tuples too."""
+    """Whether two calls have identical other arguments, compared by identity, also inside tuples."""
 
     def same(x: Any, y: Any) -> bool:
         if isinstance(x, (tuple, list)) and type(x) is type(y) and len(x) == len(y):
@@ -101,7 +101,7 @@ def _same(a: tuple[Any, dict[str, Any]], b: tuple[Any, dict[str, Any]]) -> bool:
 def run_block(
     block: nn.Module, x: Tensor, rest: tuple[Any, dict[str, Any]], state: dict[str, Tensor] | None = None
 ) -> Tensor:
-    """What a block puts out for hidden states; ``state`` stands in for parameters of these names."""
+    """Output of a block for hidden states; ``state`` replaces the parameters of these names."""
     args, kwargs = rest
     kwargs = dict(kwargs)
     args, kwargs = ((), kwargs | {"hidden_states": x}) if kwargs.pop(_BY_NAME) else ((x, *args), kwargs)

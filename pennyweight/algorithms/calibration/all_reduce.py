@@ -1,6 +1,6 @@
-"""What the ranks of a distributed calibration tell one another, so that all solve the same problem.
+"""Collectives of a distributed calibration, so that all ranks solve the same problem.
 
-Every rank must call these in the same order, whatever its share of the data showed it.
+Every rank must call these in the same order, whatever its share of the data.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def is_distributed() -> bool:
 
 
 def gather_objects(mine: Any) -> list[Any]:
-    """Everyone's, in the order of ranks."""
+    """The objects of all ranks, in rank order."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
 
 def merge_states(statistic: Statistic, state: State | None) -> State | None:
-    """One state of what all ranks saw, with the same bits on each; None where no rank saw anything."""
+    """The merged statistic of all ranks, bit-identical on each; None if no rank has data."""
     theirs = [s for s in gather_objects(None if state is None else (state[0].cpu(), state[1])) if s is not None]
     if not theirs:
         return None
@@ -38,15 +38,15 @@ def merge_states(statistic: Statistic, state: State | None) -> State | None:
 
 
 def require_same(what: str, mine: Any) -> None:
-    """Raise ValueError on every rank where they differ, before one of them waits for the others."""
+    """Raise ValueError on every rank if the values differ, so that no rank waits forever for the others."""
     if any(one != mine for one in gather_objects(mine)):
         raise ValueError(
-            f"ranks differ in {what}; give each the same model and config, and a first batch that calls it"
+            f"ranks differ in {what}; use the same model and config on each rank, and a first batch that reaches it"
         )
 
 
 def reduce_max(x: Tensor) -> Tensor:
-    """The largest of all ranks, entry by entry; x itself where there is one rank."""
+    """Elementwise maximum over all ranks; x itself with one rank."""
     if is_distributed():
         x = x.clone()
         dist.all_reduce(x, dist.ReduceOp.MAX)
@@ -54,7 +54,7 @@ def reduce_max(x: Tensor) -> Tensor:
 
 
 def reduce_sum(x: Tensor) -> Tensor:
-    """The sum over all ranks, in the same bits on each; x itself where there is one rank."""
+    """Sum over all ranks, bit-identical on each; x itself with one rank."""
     if is_distributed():
         x = x.clone()
         dist.all_reduce(x, dist.ReduceOp.SUM)
@@ -67,12 +67,12 @@ def max_number(x: float) -> float:
 
 
 def all_true(mine: bool) -> bool:
-    """Whether it holds on every rank."""
+    """Whether ``mine`` is true on every rank."""
     return all(gather_objects(mine)) if is_distributed() else mine
 
 
 def broadcast_batch(batch: Any) -> Any:
-    """Rank 0's batch, for what is tried on one batch: all ranks then find the same."""
+    """Rank 0's batch, for trials on a single batch, so that all ranks get the same result."""
     if not is_distributed():
         return batch
     box = [batch]
@@ -81,12 +81,12 @@ def broadcast_batch(batch: Any) -> Any:
 
 
 def max_shape(n: int) -> int:
-    """The largest n of all ranks."""
+    """The largest n over all ranks."""
     return round(max_number(float(n)))
 
 
 def union_names(known: list[str], mine: list[str]) -> list[str]:
-    """``mine`` of all ranks: rank 0's order, then what only others have, in the order of ``known``."""
+    """Union of ``mine`` over all ranks: rank 0's order, then names that only other ranks have, in ``known`` order."""
     if not is_distributed():
         return mine
     everyone = gather_objects(mine)

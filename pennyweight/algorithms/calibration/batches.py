@@ -1,4 +1,4 @@
-"""Where calibration data enters: batches are checked once, here, before any algorithm runs on them."""
+"""Reads calibration data: every batch is checked once here, before any algorithm runs on it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from . import all_reduce
 
 
 class Batches(list[Any]):
-    """Batches that were checked; :func:`read` takes them as they are."""
+    """Checked batches; :func:`read` does not check them again."""
 
 
 def read(batches: Any, what: str = "calibration", *, together: bool = False) -> Batches:
-    """The batches as a list. Raises PlanError for a single batch, and for a batch with NaN or infinite values, by its
-    number.
+    """The batches as a list. Raises PlanError for a single batch, and for a batch with NaN or infinite values (names
+    its index).
 
     what        the argument's name, for messages
-    together    every rank of torch.distributed calls this: all raise where the data of one is refused
+    together    every rank of torch.distributed calls this; all raise if the data of one rank is invalid
 
     -inf is allowed in masks: in arguments whose name has "mask" or "bias", and in positional ones after the first.
     """
@@ -43,9 +43,9 @@ def read(batches: Any, what: str = "calibration", *, together: bool = False) -> 
 
 
 def each(batches: Any, what: str = "calibration") -> Iterator[Any]:
-    """One batch after another, each checked as :func:`read` does: for data that is read once and not kept."""
+    """Iterate over the batches with the checks of :func:`read`: for data that is read once and not stored."""
     if isinstance(batches, (Tensor, Mapping, str)):
-        raise PlanError(f"{what} is a list of batches, got one {type(batches).__name__}; write {what}=[batch]")
+        raise PlanError(f"{what} must be a list of batches, got one {type(batches).__name__}; pass {what}=[batch]")
     if isinstance(batches, Batches):
         yield from batches
         return
@@ -66,13 +66,13 @@ def _check(batch: Any, name: str) -> None:
             continue
         where = "".join(map(str, path))
         raise PlanError(
-            f"{name}{where} {tuple(x.shape)} has {nan} NaN and {inf} infinite values of {x.numel()}; nothing can be "
-            "learned from it: leave the batch out, or repair the data"
+            f"{name}{where} {tuple(x.shape)} has {nan} NaN and {inf} infinite values of {x.numel()}; "
+            "remove the batch or fix the data"
         )
 
 
 def _may_mask(path: tuple[KeyEntry, ...]) -> bool:
-    """Whether an argument may be an additive mask, whose -inf is meant."""
+    """Whether an argument may be an additive mask, where -inf is valid."""
     first = path[0] if path else None
     if isinstance(first, MappingKey):
         return any(word in str(first.key) for word in ("mask", "bias"))
@@ -80,14 +80,14 @@ def _may_mask(path: tuple[KeyEntry, ...]) -> bool:
 
 
 def rows_of(batch: Any) -> int:
-    """Samples of a batch: the first size that all its tensors share; 1 where they share none."""
+    """Number of samples of a batch: the first dimension if all its tensors share it, else 1."""
     leaves = [x for _, x in tree_flatten_with_path(dict(batch) if isinstance(batch, Mapping) else batch)[0]]
     counts = {x.shape[0] if isinstance(x, Tensor) and x.ndim else 0 for x in leaves}
     return counts.pop() if len(counts) == 1 and min(counts) > 0 else 1
 
 
 def part(batch: Any, rows: list[int]) -> Any:
-    """Those samples of a batch."""
+    """The samples of a batch with these indices."""
     if isinstance(batch, Mapping):
         return {name: x[rows] for name, x in batch.items()}
     if isinstance(batch, (tuple, list)):
@@ -96,8 +96,8 @@ def part(batch: Any, rows: list[int]) -> Any:
 
 
 def held_out(batches: Batches, share: float) -> tuple[Batches, Batches]:
-    """(what choices are made on, what they are judged by): one in every 1 / share batches aside, or the rows of a
-    single batch. The second is empty where there is a single row, or ``share`` is 0."""
+    """(training part, held-out part): one in every 1 / share batches is held out, or rows of a single batch. The second
+    is empty for a single row, or if ``share`` is 0."""
     if share <= 0 or not batches:
         return batches, Batches()
     if len(batches) == 1:
@@ -113,6 +113,6 @@ def held_out(batches: Batches, share: float) -> tuple[Batches, Batches]:
 
 
 def _aside(n: int, share: float) -> set[int]:
-    """Which of n are put aside, at least one and not all; spread, as data often lies in order of length."""
+    """Held-out indices of n: at least one and not all; evenly spread, because data is often sorted by length."""
     count = min(max(1, round(share * n)), n - 1)
     return {(2 * i + 1) * n // (2 * count) for i in range(count)}

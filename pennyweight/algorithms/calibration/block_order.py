@@ -1,7 +1,8 @@
-"""How a model's blocks follow one another, found by running it once.
+"""Finds the execution order of a model's blocks by running it once.
 
-A chain is a list of modules of which each is called once, in order, its first input being what the one before put out:
-decoder layers, encoder layers, the stages of an nn.Sequential. Only there a block can be run alone on stored inputs.
+A chain is a list of modules that are each called once, in order, where the first input of each is the output of the
+previous one: decoder layers, encoder layers, the stages of an nn.Sequential. Only blocks of a chain can run alone on
+stored inputs.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from .input_hooks import InputHooks
 
 @dataclass
 class CalibrationSegment:
-    """Weights that are calibrated together, or a chain of blocks that are so one after another.
+    """Weights that are calibrated together, or a chain of blocks that are calibrated one after another.
 
-    sites   names of weights, by block (a single entry where it is no chain)
-    blocks  (name, module); empty where it is no chain
+    sites   names of weights, by block (a single entry if not a chain)
+    blocks  (name, module); empty if not a chain
     """
 
     sites: list[list[str]]
@@ -32,9 +33,9 @@ class CalibrationSegment:
 
 @contextmanager
 def inference_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, without gradients, caches or fused paths that no one can look into."""
+    """The model in eval mode, without gradients, KV caches or fused paths that hide layer inputs."""
     training = {m: m.training for m in model.modules()}
-    # A decoder inside may have a config of its own (T5's has); a cache would grow with each run of a block
+    # A decoder may have its own config (as in T5); a cache would grow with each run of a block
     configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", None)}
     caches = [(config, config.use_cache) for config in configs.values()]
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -54,10 +55,10 @@ def inference_mode(model: nn.Module) -> Iterator[None]:
 
 
 def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) -> list[CalibrationSegment]:
-    """What to calibrate one after another, in the order in which the model calls it. weights: id -> name.
+    """Segments to calibrate, in the model's call order. weights: id -> name.
 
-    Weights that the model does not multiply for this batch are in none (they may be for another: experts of a mixture
-    are taken with their block).
+    Weights that the model does not use for this batch are in no segment (another batch may use them: experts of a
+    mixture belong to the segment of their block).
     """
     lists = _lists(model, set(weights.values()))
     trials = [_Trial(name, blocks) for name, blocks in lists]
@@ -102,7 +103,7 @@ def _lists(model: nn.Module, names: set[str]) -> list[tuple[str, list[tuple[str,
 
 
 class _Trial:
-    """A list that may be a chain."""
+    """A module list that may be a chain."""
 
     def __init__(self, name: str, blocks: list[tuple[str, nn.Module]]) -> None:
         self.name, self.blocks, self.calls, self.good = name, blocks, 0, True
@@ -136,12 +137,12 @@ class _Trial:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether they hold the same numbers, NaN being the same as NaN: what the numbers are says nothing of the chain."""
+    """Whether both hold the same values; NaN equals NaN."""
     return a is b or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
 def hidden_argument(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor that flows from block to block: the first argument, or Hugging Face's ``hidden_states``."""
+    """The hidden states passed from block to block: the first argument, or Hugging Face's ``hidden_states``."""
     x = args[0] if args else kwargs.get("hidden_states")
     return x if isinstance(x, Tensor) else None
 

@@ -1,5 +1,4 @@
-"""Seeing what weights are multiplied by, wherever that happens: in a module's forward, or in one that reads the weight
-of another."""
+"""Observes the inputs that weights are multiplied by, in a module's own forward or in code that reads its weight."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ class InputHooks(TorchFunctionMode):
     """Calls ``see(name, x)`` for each product with a watched weight.
 
     weights     id of the tensor -> name
-    mask        bool [batch, length]: tokens that count; inputs of another leading shape are taken whole
-    unfold      whether inputs of a convolution are seen as patches; else as they are, [1, everything else, width]
+    mask        bool [batch, length]: tokens that count; inputs with another leading shape are used whole
+    unfold      pass inputs of a convolution as patches; else unchanged, as [1, everything else, width]
     """
 
     def __init__(self, weights: dict[int, str], see: See, mask: Tensor | None = None, unfold: bool = True) -> None:
@@ -72,7 +71,7 @@ def _addmm(args: Any, kwargs: Any) -> Any:
 
 
 def _product(args: Any, kwargs: Any) -> Any:
-    """x @ w, or x @ w.t() of which this sees only the product; three axes have a matrix for each of the first."""
+    """x @ w, also for w a transposed view; with three axes one matrix per entry of the first."""
     x, w = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "other", "mat2")
     if isinstance(w, Tensor) and w.ndim == 3 and isinstance(x, Tensor) and x.ndim == 3:
         return x, w, lambda x: x.detach().float()
@@ -94,7 +93,7 @@ def _convolution(rank: int) -> Callable[[Any, Any], Any]:
 
 
 def _patches(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, groups: int, rank: int) -> Tensor:
-    """Inputs of a convolution as those of a linear layer: [groups, positions, channels per group * kernel]."""
+    """Inputs of a convolution as linear-layer inputs: [groups, positions, channels per group * kernel]."""
     steps, spread = _tuple(stride, rank, 1), _tuple(dilation, rank, 1)
     reach = [d * (k - 1) for k, d in zip(kernel, spread, strict=True)]
     if padding == "same":
@@ -131,7 +130,7 @@ READERS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 def _inner(function: Any) -> Any:
-    """A function of torch.nn.functional that does not ask again whether some mode wants to be called instead of it."""
+    """A function of torch.nn.functional without its own __torch_function__ check, so that its inner calls dispatch."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     again = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     again.__kwdefaults__ = function.__kwdefaults__

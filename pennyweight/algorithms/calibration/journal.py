@@ -1,4 +1,4 @@
-"""What a calibration has finished, in a folder, so that a run that was interrupted goes on."""
+"""Saves finished weights of a calibration in a folder, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KEY = "calibration.json"
 
 
 class Journal:
-    """Finished weights by name. The folder belongs to one model, plan, recipe and data: raises PlanError for another's.
+    """Finished weights by name. A folder belongs to one model, plan, recipe and data set; others raise PlanError.
 
-    Files are written under another name and renamed, so that an interruption leaves none that is half written.
+    Files are written under a temporary name and renamed, so that an interruption leaves no partial file.
     """
 
     def __init__(self, folder: str | Path, model: nn.Module, todo: Plan, recipe: Any, batches: Sequence[Any]) -> None:
@@ -42,7 +42,7 @@ class Journal:
             differs = [name for name in key if was.get(name) != key[name]]
             if differs:
                 raise PlanError(
-                    f"{path} is of another run: {', '.join(differs)} differ; take another folder, or remove this one"
+                    f"{path} is of another run: {', '.join(differs)} differ; use another folder or delete this one"
                 )
         else:
             _write(path, lambda to: to.write_text(json.dumps(key), encoding="utf-8"))
@@ -63,7 +63,7 @@ class Journal:
         self.fresh[name] = solved
 
     def flush(self) -> None:
-        """Write what was put since the last time."""
+        """Write the weights added since the last flush."""
         if self.fresh:
             _write(self.folder / f"solved-{self.files:05d}.pt", lambda to: torch.save(self.fresh, to))
             self.files += 1
@@ -79,7 +79,7 @@ def _write(path: Path, write: Any) -> None:
 
 
 def _digest(tensors: Sequence[tuple[str, Any]]) -> str:
-    """SHA-256 of names, dtypes, shapes and values; of what is no tensor, of its repr."""
+    """SHA-256 of names, dtypes, shapes and values; of the repr of non-tensors."""
     found = hashlib.sha256()
     for name, value in tensors:
         if not isinstance(value, Tensor):

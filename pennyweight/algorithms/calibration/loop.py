@@ -1,4 +1,4 @@
-"""Calibration data through a model, block by block, each block seeing what the quantized ones before it put out."""
+"""Runs calibration data through a model block by block; each block sees the outputs of the quantized blocks before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .statistics import STATISTICS, State, Statistic
 
 @dataclass
 class CollectedStatistics:
-    """Finished statistics of one weight's inputs: by name [G, K, K] or [G, K]; tokens seen, of all groups' each."""
+    """Finished statistics of one weight's inputs: by name [G, K, K] or [G, K]; and the number of tokens per group."""
 
     stats: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
@@ -30,17 +30,17 @@ Stage = tuple[list[str], dict[str, CollectedStatistics]]
 
 
 class CalibrationLoop:
-    """Runs batches through a model and yields, for one set of weights after another, what their inputs are like.
+    """Runs batches through a model and yields the input statistics of one set of weights after another.
 
-    After each set the caller replaces those weights; the next set then sees inputs as they will be. Memory: hidden
-    states of all batches between two blocks (on disk with ``spill``), the statistics of one block, the model.
+    After each set the caller replaces those weights, so the next set sees the inputs of the quantized model. Memory:
+    hidden states of all batches between two blocks (on disk with ``spill``), the statistics of one block, the model.
 
     weights     id of a parameter -> its name
     needs       names of statistics
     spill       folder for hidden states between blocks; None keeps them in memory
-    known       weights that the caller has already: nothing is collected for sets of such
-    max_ram     bytes that hidden states and a block's statistics may take; hidden states go to a temporary folder where
-                they would not fit
+    known       weights that are already solved: nothing is collected for sets of only these
+    max_ram     memory limit in bytes for hidden states plus a block's statistics; hidden states go to a temporary
+                folder if they do not fit
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class CalibrationLoop:
         self.spill, self.known, self.max_ram = spill, known, max_ram
 
     def stages(self) -> Iterator[Stage]:
-        """(names, what was seen), in the order in which the model calls them. Deterministic."""
+        """(names, statistics) in the model's call order. Deterministic."""
         with inference_mode(self.model):
             found = calibration_segments(self.model, self.weights, self.batches[0])
             if all_reduce.is_distributed():
-                all_reduce.require_same("which weights they call, and in which order", [s.sites for s in found])
+                all_reduce.require_same("which weights they use, and in which order", [s.sites for s in found])
             for segment in found:
                 if segment.blocks:
                     yield from self._chain(segment)
@@ -65,7 +65,7 @@ class CalibrationLoop:
                     yield segment.sites[0], self._whole(segment.sites[0])
 
     def _whole(self, names: list[str]) -> dict[str, CollectedStatistics]:
-        """Statistics from running the whole model. There is no float model beside it, so paired ones are left out."""
+        """Statistics from running the whole model. No float inputs are available here, so paired ones are omitted."""
         gather = _Gather(self._of(names), self.single)
         for batch in [] if self.known.issuperset(names) else self.batches:
             gather.run(lambda batch=batch: run_batch(self.model, batch), token_mask(batch))
@@ -120,7 +120,7 @@ class CalibrationLoop:
     def _limit(
         self, segment: CalibrationSegment, first: Tensor, stores: tuple[ActivationCache | None, ...], folder: str
     ) -> None:
-        """Once the first hidden states are known: those of all batches go to disk where memory would not do."""
+        """Called with the first hidden states: store all hidden states on disk if they exceed ``max_ram``."""
         if self.max_ram is None:
             return
         held = int(first.nbytes) * len(self.batches) * (2 if self.paired else 1)
@@ -128,7 +128,7 @@ class CalibrationLoop:
         parameters = {id(p): p for p in self.model.parameters()}
         for (name, _), names in zip(segment.blocks, segment.sites, strict=True):
             shapes = [parameters[alive[n]].shape for n in names if alive[n] in parameters]
-            # The contracted axis is the last but for transposed linears; the larger of both is safe
+            # The contracted axis is the last except in transposed linears; the larger of both is an upper bound
             widths = [(s[0] if len(s) == 3 else 1, max(s[1:]) if len(s) != 4 else s[1:].numel()) for s in shapes]
             needed = memory_budget.statistics_bytes(widths, (*self.single, *self.paired))
             if memory_budget.must_spill(held, needed, self.max_ram, name):
@@ -138,7 +138,7 @@ class CalibrationLoop:
 
 
 class _Gather:
-    """Statistics of some weights while they are run."""
+    """Collects the statistics of some weights during forward passes."""
 
     def __init__(self, weights: dict[int, str], single: Sequence[Statistic], paired: Sequence[Statistic] = ()) -> None:
         self.weights, self.single, self.paired = weights, single, paired
@@ -147,7 +147,7 @@ class _Gather:
         self.exact: dict[str, list[Tensor]] = {}
 
     def remember(self, run: Callable[[], Any], mask: Tensor | None) -> Any:
-        """Run on the float model's inputs, of one batch, for paired statistics. Returns what it returns."""
+        """Run one batch on the float inputs and keep the layer inputs for paired statistics. Returns the output."""
         self.exact = {}
         with InputHooks(self.weights, lambda name, x: self.exact.setdefault(name, []).append(x), mask):
             return run()
@@ -170,7 +170,7 @@ class _Gather:
             queue = self.exact.get(name)
             twin = queue.pop(0) if queue else None
             if twin is None or twin.shape != x.shape:
-                return  # routed otherwise than in the float model: paired statistics are of the tokens that both have
+                return  # routed differently in the float model: paired statistics use only tokens that both have
             for statistic in self.paired:
                 self._update(statistic, name, x, twin)
 
@@ -191,7 +191,7 @@ class _Gather:
         return found
 
     def _share(self) -> None:
-        """What all ranks saw in place of what this one saw; one statistic of one weight at a time."""
+        """Merge the statistics of all ranks, one statistic of one weight at a time."""
         for name in self.weights.values():
             self.tokens[name] = sum(all_reduce.gather_objects(self.tokens[name]))
             for statistic in (*self.single, *self.paired):

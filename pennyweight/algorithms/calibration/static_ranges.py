@@ -1,4 +1,4 @@
-"""calibrate(): the scales of static activations, from data."""
+"""calibrate(): scales of static activation quantization, from calibration data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .block_order import inference_mode
 from .input_hooks import InputHooks
 from .statistics import HISTOGRAM, Bins, State, bins
 
-# Where each static config keeps its scale and zero point, and whether it has one, told from its other fields
+# Per static config: the fields of scale and zero point, and whether its other fields select a zero point
 _STATIC: dict[type, tuple[str, str | None, Callable[[Mapping[str, Any]], bool]]] = {
     Int8StaticActivationInt8WeightConfig: (
         "act_quant_scale",
@@ -57,17 +57,17 @@ def calibrate(
     filter_fn: Filter | None = None,
     percentile: float = 99.99,
 ) -> FqnToConfig:
-    """A config for each layer with the scale of its input fixed from data, for :func:`quantize_`. Changes nothing.
+    """A config per layer with its static input scale computed from data, for :func:`quantize_`. Changes nothing.
 
-    batches     as for :func:`quantize_`; tokens whose ``attention_mask`` is 0 do not count
-    config      a static config's class, ``functools.partial(class, option=...)``, or one with some scale, which is
+    batches     as in :func:`quantize_`; tokens whose ``attention_mask`` is 0 do not count
+    config      a static config's class, ``functools.partial(class, option=...)``, or an instance, whose scale is
                 replaced; or a Scheme
-    method      how the range is chosen from what was seen, kept as a histogram of 16384 bins (128 KB a layer):
-                "minmax": all of it; "percentile": the part of the magnitudes (of both ends where there is a zero point)
-                that ``percentile`` says; "mse": the range of least squared error of the values; "histogram": that of
-                torch.ao's HistogramObserver, narrowed from the ends as long as the error falls
+    method      how the range is chosen from the histogram of the inputs (16384 bins, 128 KB per layer):
+                "minmax": the full range; "percentile": ``percentile`` of the magnitudes (of both ends if there is a
+                zero point); "mse": the range with the smallest squared error of the values; "histogram": the method of
+                torch.ao's HistogramObserver, which narrows the range from the ends as long as the error decreases
 
-    One run of the float model over the data. Raises PlanError that names the layers that no input reached.
+    Runs the float model once over the data. Raises PlanError with the names of layers that no input reached.
     """
     if method not in METHODS:
         raise PlanError(f"calibrate: method must be one of {', '.join(METHODS)}, got {method!r}")
@@ -89,7 +89,7 @@ def calibrate(
 
 
 def observe_ranges(model: nn.Module, weights: Mapping[str, Tensor], batches: Any) -> dict[str, Bins]:
-    """What values the inputs of products with those weights have, by the names given. The model is left as it was.
+    """Histograms of the inputs multiplied by these weights, by the given names. The model is not changed.
 
     Raises PlanError for weights that no input reached, ValueError for inputs that are not finite.
     """
@@ -109,7 +109,7 @@ def observe_ranges(model: nn.Module, weights: Mapping[str, Tensor], batches: Any
                 run_batch(model, batch)
     never = [name for name in weights if name not in states or not states[name][1]]
     if never:
-        raise PlanError(f"no input reached {', '.join(never)}; calibrate with data that does, or leave them out")
+        raise PlanError(f"no input reached {', '.join(never)}; use calibration data that does, or exclude them")
     return {name: bins(HISTOGRAM.finish(state)) for name, state in states.items()}
 
 
@@ -126,7 +126,7 @@ def _minmax(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, flo
 
 
 def _percentile(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, float]:
-    """Of magnitudes, or with a zero point of both ends at once."""
+    """Percentile of the magnitudes, or with a zero point of both ends."""
     share = percentile / 100
     if not act.spec.zero_point:
         order = b.middles.abs().argsort()
@@ -140,7 +140,7 @@ def _percentile(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float,
 
 
 def _mse(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, float]:
-    """Shares of the range: of both ends at once, then of each by itself."""
+    """Tries fractions of the range: of both ends together, then of each end alone."""
     where = b.counts > 0
     middles, counts = b.middles[where].float(), b.counts[where]
 
@@ -162,13 +162,13 @@ def _mse(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, float]
 
 
 _TRIM_BINS = 2048  # torch.ao's number of bins
-_TRIM = 1e-5  # of the values, by which the ends are drawn in
+_TRIM = 1e-5  # fraction of the values per step of narrowing the range
 
 
 def _histogram(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, float]:
-    """torch.ao's HistogramObserver: draw in the end that has more empty bins to cross, until the error grows.
+    """torch.ao's HistogramObserver: narrow the range at the end that skips more bins, until the error grows.
 
-    The error takes values as spread evenly over their bins, and the numbers as evenly spaced between the ends.
+    The error assumes that values are uniform within their bins and that levels are evenly spaced between the ends.
     """
     edges, counts = _coarse(b)
     width = float(edges[1] - edges[0])
@@ -176,7 +176,7 @@ def _histogram(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, 
     levels = max(2, 2 ** min(8, act.spec.format.bits))
 
     def error(first: int, last: int) -> float:
-        """Sum over bins of the integral of (x - its number)**2, the ends at the edges of those bins."""
+        """Sum over bins of the integral of (x - nearest level)**2, with the ends at the edges of these bins."""
         step = width * (last - first + 1) / (levels - 1)
         if step == 0:
             return 0.0
@@ -200,7 +200,7 @@ def _histogram(b: Bins, act: ActivationSpec, percentile: float) -> tuple[float, 
     steps = torch.arange(round(1 / _TRIM) + 1, dtype=torch.float64, device="cpu") * _TRIM * total[-1]
     lefts, rights = torch.searchsorted(total, steps).tolist(), torch.searchsorted(total, total[-1] - steps).tolist()
     first, last, least = 0, len(counts) - 1, float("inf")
-    low, high = 0, 0  # steps drawn in from each end
+    low, high = 0, 0  # steps narrowed at each end
     while low + high < len(lefts) - 1:
         left, right = max(first, lefts[low + 1]), min(last, rights[high + 1])
         if left - first > last - right:
@@ -224,7 +224,7 @@ def _cube(begin: Tensor, end: Tensor) -> Tensor:
 
 
 def _coarse(b: Bins) -> tuple[Tensor, Tensor]:
-    """Edges and counts of 2048 equal bins from the least value to the greatest."""
+    """Edges and counts of 2048 equal bins from the smallest value to the largest."""
     span = b.greatest - b.least
     if span <= 0:
         return torch.tensor([b.least, b.least], dtype=torch.float32, device="cpu"), b.counts.sum().view(1)
@@ -245,7 +245,7 @@ METHODS: dict[str, Callable[[Bins, ActivationSpec, float], tuple[float, float]]]
 
 
 def _maker(config: Any) -> Callable[[float, int], AOBaseConfig]:
-    """(scale, zero point) -> the config with them."""
+    """A function (scale, zero point) -> config."""
     if isinstance(config, Scheme):
         config = SpecConfig(config.weight, config.act, config.rule, config.eps, config.act_scale, config.act_zero_point)
     given: Mapping[str, Any] = {}
@@ -258,7 +258,9 @@ def _maker(config: Any) -> Callable[[float, int], AOBaseConfig]:
         given = {f.name: getattr(config, f.name) for f in fields(config)} if cls in _STATIC else {}
     if cls not in _STATIC:
         names = ", ".join(c.__name__ for c in _STATIC)
-        raise PlanError(f"calibrate takes a static config, {names}: its class, a partial of it, or one; got {config!r}")
+        raise PlanError(
+            f"calibrate takes a static config ({names}) as class, functools.partial or instance; got {config!r}"
+        )
     scale_field, zero_field, has_zero = _STATIC[cls]
     act = given.get("act")
     if cls is SpecConfig and (not isinstance(act, ActivationSpec) or act.mode != "static"):
@@ -276,7 +278,7 @@ def _maker(config: Any) -> Callable[[float, int], AOBaseConfig]:
 
 
 def _key(row: PlanRow) -> str:
-    """The module's name where it has one weight only, else the parameter's."""
+    """The module's name if the module has a single weight, else the parameter's."""
     assert row.site is not None
     place = next(p for p in row.places if p.name == row.site.name)
     kind = kind_of(place.module)

@@ -1,10 +1,10 @@
-"""What is learned about a layer's inputs: each statistic is four pure functions.
+"""Statistics of layer inputs: each statistic is four pure functions.
 
     state = init(groups, width); state = update(state, x); state = merge(a, b); tensor = finish(state)
 
-x is float32 [groups, tokens, width]: the inputs of a linear layer have one group, those of a grouped convolution one
-for each. ``merge`` is what ranks of a distributed calibration do with theirs; the order of batches does not matter but
-for rounding. A ``paired`` statistic is also given the inputs that the float model has at the same tokens.
+x is float32 [groups, tokens, width]: one group for a linear layer, one per group for a grouped convolution. ``merge``
+combines the states of the ranks of a distributed calibration. The order of batches only affects rounding. A ``paired``
+statistic also gets the inputs of the float model at the same tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = tuple[Tensor, int]  # (sum or maximum, tokens seen)
 
 @dataclass(frozen=True)
 class Statistic:
-    """See the module. ``update(state, x)``, or ``update(state, x, x_float)`` where paired."""
+    """See the module docstring. ``update(state, x)``, or ``update(state, x, x_float)`` if paired."""
 
     name: str
     init: Callable[[int, int], State]
@@ -36,15 +36,15 @@ STATISTICS: dict[str, Statistic] = {}
 
 
 def register_statistic(statistic: Statistic) -> Statistic:
-    """Make it known by its name. Raises ValueError for a name in use."""
+    """Register a statistic under its name. Raises ValueError if the name is taken."""
     if statistic.name in STATISTICS:
-        raise ValueError(f"statistic {statistic.name!r} is registered already")
+        raise ValueError(f"statistic {statistic.name!r} is already registered")
     STATISTICS[statistic.name] = statistic
     return statistic
 
 
 def collect(name: str, batches: Any) -> Tensor:
-    """A statistic of inputs [.., width], all of one width; for trying one by hand. Raises ValueError for NaN, inf."""
+    """Compute one statistic of inputs [.., width], all of the same width, by hand. Raises ValueError for NaN or inf."""
     it = STATISTICS[name]
     state = None
     for i, x in enumerate(batches):
@@ -74,10 +74,10 @@ def _square(groups: int, width: int) -> State:
     return torch.zeros(groups, width, width, dtype=torch.float32, device="cpu"), 0
 
 
-# float32 sums: a layer of 11008 inputs has a matrix of 0.5 GB already
+# float32 sums: the matrix of a layer with 11008 inputs already takes 0.5 GB
 HESSIAN = register_statistic(
     Statistic(
-        "hessian",  # E[x x^T]: the curvature of the squared error of the layer's output in its weight
+        "hessian",  # E[x x^T]: Hessian of the squared output error with respect to the weight
         _square,
         lambda s, x: (s[0].baddbmm_(x.mT, x), s[1] + x.shape[1]),
         _sum,
@@ -86,7 +86,7 @@ HESSIAN = register_statistic(
 )
 DRIFT = register_statistic(
     Statistic(
-        "drift",  # E[(x_float - x) x^T]: what the layer should make up for in inputs that are wrong already
+        "drift",  # E[(x_float - x) x^T]: error of the inputs that the layer should compensate
         _square,
         lambda s, x, x_float: (s[0].baddbmm_((x_float - x).mT, x), s[1] + x.shape[1]),
         _sum,
@@ -129,7 +129,7 @@ def _see_bounds(s: State, x: Tensor) -> State:
 
 MINMAX = register_statistic(
     Statistic(
-        "minmax",  # least and greatest of each input: [G, 2, K]
+        "minmax",  # minimum and maximum of each input channel: [G, 2, K]
         _bounds,
         _see_bounds,
         lambda a, b: (_join_bounds(a[0], b[0]), a[1] + b[1]),
@@ -137,11 +137,11 @@ MINMAX = register_statistic(
     )
 )
 
-# Half of them for numbers below zero. The range is a power of two above every magnitude seen, so at least a quarter of
-# them are in use, and ranges that differ have bins of which some are made of two whole ones of the other.
+# Half of the bins are for negative values. The range is a power of two above every magnitude, so at least a quarter of
+# the bins are in use, and the bins of a wider range are unions of whole bins of a narrower one.
 BINS = 1 << 14
-_HEAD = 3  # exponent of the range, least, greatest
-_LEAST = -140.0  # exponent of a range that nothing has widened yet: float32 has no number below 2**-149
+_HEAD = 3  # exponent of the range, minimum, maximum
+_LEAST = -140.0  # exponent of the initial range: the smallest float32 magnitude is 2**-149
 
 
 def _no_bins(groups: int, width: int) -> State:
@@ -151,7 +151,7 @@ def _no_bins(groups: int, width: int) -> State:
 
 
 def _widen(counts: Tensor, times: int) -> Tensor:
-    """Counts [BINS] in bins of 2**times the width: pairs are added up, about zero."""
+    """Counts [BINS] in bins of 2**times the width: adjacent pairs are summed, centred on zero."""
     for _ in range(min(times, BINS.bit_length())):
         pairs = counts.view(-1, 2).sum(1)
         counts = torch.zeros_like(counts)
@@ -160,7 +160,7 @@ def _widen(counts: Tensor, times: int) -> Tensor:
 
 
 def _add_bins(a: Tensor, b: Tensor) -> Tensor:
-    """Two groups' rows of the state as one."""
+    """Merge the state rows of two groups."""
     exponent = max(float(a[0]), float(b[0]))
     counts = sum(_widen(s[_HEAD:], int(exponent - float(s[0]))) for s in (a, b))
     assert isinstance(counts, Tensor)
@@ -192,8 +192,8 @@ HISTOGRAM = register_statistic(Statistic("histogram", _no_bins, _see_bins, _join
 
 
 class Bins(NamedTuple):
-    """A finished histogram: least and greatest value seen, the middle of each bin, how many values lay in each, and how
-    wide a bin is. Every number is exact in float64 but for where in its bin a value lay."""
+    """A finished histogram: minimum, maximum, bin centres, counts per bin and bin width. All exact in float64, except
+    for the position of a value within its bin."""
 
     least: float
     greatest: float
@@ -203,14 +203,14 @@ class Bins(NamedTuple):
 
 
 def bins(histogram: Tensor) -> Bins:
-    """Of :data:`HISTOGRAM`'s result [G, ..], all groups together; empty ends are left out."""
+    """Bins of a :data:`HISTOGRAM` result [G, ..], all groups merged; empty bins at the ends are dropped."""
     total = histogram[0]
     for row in histogram[1:]:
         total = _add_bins(total, row)
     width = 2.0 ** float(total[0]) / (BINS // 2)
     seen = total[_HEAD:].nonzero().flatten()
     if not len(seen):
-        raise ValueError("a histogram of no values")
+        raise ValueError("the histogram is empty: no value was observed")
     inside = slice(int(seen[0]), int(seen[-1]) + 1)
     middles = (torch.arange(BINS, dtype=torch.float64, device="cpu") - BINS // 2 + 0.5) * width
     return Bins(float(total[1]), float(total[2]), middles[inside], total[_HEAD:][inside], width)

@@ -1,1 +1,1 @@
-"""Mixed precision: which layer gets how many bits, under a budget of bytes or time."""
+"""Mixed precision: assigns a bit width to each layer under a size or latency budget."""

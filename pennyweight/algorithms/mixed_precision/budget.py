@@ -1,4 +1,4 @@
-"""Budgets of bytes and of time, and the mixture that loses least within them."""
+"""Size and latency budgets, and the allocation with the smallest loss within them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _KNOWN = '"4.25 bpw", "600 MB", "1.3x latency" or "20 ms"'
 
 @dataclass(frozen=True)
 class Option:
-    """One config for one weight: its bytes, and what the model loses when this weight alone is quantized so.
+    """One config for one weight: its bytes, and the loss of the model with only this weight quantized.
 
-    config    None: as it is
-    seconds   of its layers in one call of the model; None where nothing was timed
+    config    None: unchanged
+    seconds   of its layers in one model call; None if not timed
     """
 
     config: AOBaseConfig | None
@@ -40,11 +40,11 @@ Table = dict[str, list[Option]]  # by parameter
 
 @dataclass(frozen=True)
 class Base:
-    """What budgets are relative to.
+    """Reference values of budgets.
 
-    numel, rest_bytes    weights that are chosen for; bytes of all else in the model
-    seconds, rest_seconds  of one call of the float model, and of all in it but the layers of these weights; None where
-                         nothing was timed
+    numel, rest_bytes    number of elements of the searched weights; bytes of everything else in the model
+    seconds, rest_seconds  of one call of the float model, and of its part outside the layers of these weights; None if
+                         not timed
     """
 
     numel: int
@@ -53,39 +53,39 @@ class Base:
     rest_seconds: float = 0.0
 
     def told(self, seconds: float) -> str:
-        """Seconds of the layers of a mixture, as those of a call of the model."""
+        """Text: time of a model call whose searched layers take these seconds."""
         whole = seconds + self.rest_seconds
-        return f"{duration(whole)} a call, {(self.seconds or 0) / whole:.2f}x the speed of float" if whole else "0 s"
+        return f"{duration(whole)} per call, {(self.seconds or 0) / whole:.2f}x the speed of float" if whole else "0 s"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the weights that are chosen for may take: bytes, and seconds of their layers in a call."""
+    """Limits for the searched weights: bytes, and seconds of their layers per call."""
 
     nbytes: float = inf
     seconds: float = inf
 
 
 def parts(budget: Budget) -> tuple[str, ...]:
-    """The budgets that one argument holds. Raises PlanError for one that means nothing."""
+    """The budgets in one argument. Raises PlanError for an invalid budget."""
     some = (budget,) if isinstance(budget, str) else tuple(budget) if isinstance(budget, (list, tuple)) else ()
     if not some:
-        raise PlanError(f"budget is {_KNOWN}, or a list of such, got {budget!r}")
+        raise PlanError(f"budget must be {_KNOWN}, or a list of these, got {budget!r}")
     for one in some:
         known = isinstance(one, str) and (is_latency(one) or _BITS.fullmatch(one) or one.rstrip().endswith("B"))
         if not known:
-            raise PlanError(f"budget is {_KNOWN}, got {one!r}")
+            raise PlanError(f"budget must be {_KNOWN}, got {one!r}")
     return some
 
 
 def is_latency(budget: str) -> bool:
-    """Whether it is about time."""
+    """Whether this is a latency budget."""
     return bool(_SPEED.fullmatch(budget) or _TIME.fullmatch(budget))
 
 
 def limits(budget: Budget, base: Base) -> Limits:
-    """What budgets leave for the weights that are chosen for; the tightest counts. Raises PlanError for a budget that
-    means nothing, and for one of time where nothing was timed."""
+    """Limits that the budgets leave for the searched weights; the tightest applies. Raises PlanError for an invalid
+    budget, and for a latency budget without timings."""
     nbytes = seconds = inf
     for one in parts(budget):
         if is_latency(one):
@@ -100,17 +100,17 @@ def limits(budget: Budget, base: Base) -> Limits:
 
 def _seconds(budget: str, base: Base) -> float:
     if base.seconds is None:
-        raise PlanError(f"{budget!r}: no layer was timed; pass a budget of time to search() itself")
+        raise PlanError(f"{budget!r}: no layer was timed; pass a latency budget to search() itself")
     speed, time = _SPEED.fullmatch(budget), _TIME.fullmatch(budget)
     amount = float((speed or time)[1])  # type: ignore[index]
     if not amount > 0:
-        raise PlanError(f"a budget of time is positive, got {budget!r}")
+        raise PlanError(f"a latency budget must be positive, got {budget!r}")
     whole = base.seconds / amount if speed else amount * _SECONDS[time[2]]  # type: ignore[index]
     return whole - base.rest_seconds
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 1.5 s, 20 ms, 800 µs."""
+    """Seconds as text: 1.5 s, 20 ms, 800 µs."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"
@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def check(table: Table, limit: Limits, base: Base) -> None:
-    """Raise PlanError, with the best there is, where no mixture keeps within one of the limits or within both."""
+    """Raise PlanError with the best possible value if no allocation stays within one of the limits or both."""
     least = sum(min(o.nbytes for o in options) for options in table.values())
     if least > limit.nbytes:
         raise PlanError(
@@ -129,33 +129,33 @@ def check(table: Table, limit: Limits, base: Base) -> None:
     fastest = sum(min(o.seconds or 0.0 for o in options) for options in table.values())
     if fastest > limit.seconds:
         raise PlanError(
-            f"the budget leaves {_allowed(limit, base)}; the fastest mixture of the candidates takes "
-            f"{base.told(fastest)}, of which {duration(base.rest_seconds)} are in none of these layers"
+            f"the budget leaves {_allowed(limit, base)}; the fastest allocation of the candidates takes "
+            f"{base.told(fastest)}, of which {duration(base.rest_seconds)} are outside these layers"
         )
     if not isinf(limit.nbytes):
         best = _solve(table, limit.nbytes, inf, by_time=True)
         within = sum(table[name][i].seconds or 0.0 for name, i in best.items())
         if within > limit.seconds * (1 + 1e-9):
             raise PlanError(
-                f"the budget leaves {_allowed(limit, base)}; the fastest mixture within {size(limit.nbytes)} for "
+                f"the budget leaves {_allowed(limit, base)}; the fastest allocation within {size(limit.nbytes)} for "
                 f"these weights takes {base.told(within)}"
             )
 
 
 def _allowed(limit: Limits, base: Base) -> str:
-    return f"{duration(max(limit.seconds + base.rest_seconds, 0))} a call"
+    return f"{duration(max(limit.seconds + base.rest_seconds, 0))} per call"
 
 
 def allocate(table: Table, limit: float | Limits) -> dict[str, int]:
-    """The option of each weight that minimises the sum of losses within the limits (a number: of bytes). Raises
-    PlanError where none keeps within the bytes; see :func:`check`."""
+    """The options that minimise the sum of losses within the limits (a number: bytes). Raises PlanError if no
+    allocation stays within the bytes; see :func:`check`."""
     limit = limit if isinstance(limit, Limits) else Limits(limit)
     check(table, Limits(limit.nbytes), Base(0, 0))
     return _solve(table, limit.nbytes, limit.seconds)
 
 
 def _solve(table: Table, nbytes: float, seconds: float, by_time: bool = False) -> dict[str, int]:
-    """By HiGHS: one option for each weight, minimising the losses (``by_time``: the seconds)."""
+    """One option per weight, minimising the losses (``by_time``: the seconds), with the HiGHS solver."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -167,7 +167,7 @@ def _solve(table: Table, nbytes: float, seconds: float, by_time: bool = False) -
     for i, options in enumerate(table.values()):
         one_each[i, at : at + len(options)] = 1
         at += len(options)
-    # HiGHS's tolerances are absolute, so all is brought to the size of 1
+    # HiGHS's tolerances are absolute, so all values are scaled to about 1
     constraints = [LinearConstraint(one_each, 1, 1)]
     for amounts, limit in ((np.array([o.nbytes for o in flat]), nbytes), (taken, seconds)):
         if not isinf(limit):
@@ -189,7 +189,7 @@ def _solve(table: Table, nbytes: float, seconds: float, by_time: bool = False) -
 
 
 def totals(table: Table, chosen: dict[str, int]) -> tuple[int, float, float | None]:
-    """Bytes, loss and seconds of a mixture."""
+    """Bytes, loss and seconds of an allocation."""
     picked = [table[name][i] for name, i in chosen.items()]
     timed = [o.seconds for o in picked if o.seconds is not None]
     return sum(o.nbytes for o in picked), sum(o.loss for o in picked), sum(timed) if timed else None

@@ -1,4 +1,4 @@
-"""How long a call of a model takes, and how much of it each linear layer has, float and under each of several plans."""
+"""Latency of a model call, and of each linear layer in it, in float and under each of several plans."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ...quantize.plan import Plan
 from ...quantize.run_batch import run_batch
 from ..calibration.block_order import inference_mode
 
-SECONDS = 0.5  # of timing the whole model, before the layers and again after those of each plan
+SECONDS = 0.5  # time limit for timing the whole model, before the layers and again after each plan
 
 
 def time_call(run: Call, device: torch.device) -> float:
-    """Seconds of one call on this machine."""
+    """Seconds per call on this machine."""
     return least_seconds([run], SECONDS, wait_for(device))[0]
 
 
 @dataclass(frozen=True)
 class CallTimer:
-    """How long things take: measured on this machine. Another one stands for another machine, or for a model of one.
+    """Timing functions; default: measure on this machine. Replace them for another machine or a latency model.
 
     call    (run, device) -> seconds of one ``run()``
-    layer   (row of the plan, quantized weight, numbers of rows, bytes of copies) -> a Latency for each number; None:
+    layer   (row of the plan, quantized weight, row counts, bytes of copies) -> a Latency per row count; None:
             :func:`pennyweight.quantize.layer_timing.time_layer`
     """
 
@@ -47,12 +47,12 @@ class CallTimer:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one call of a model.
+    """Seconds of one model call.
 
     whole    the float model
-    rest     of that what is not in the layers that were timed
-    floats   by weight: its layers, float
-    options  by weight: its layers under each plan, in their order
+    rest     the part of ``whole`` outside the timed layers
+    floats   by weight: its layers in float
+    options  by weight: its layers under each plan, in order
     """
 
     whole: float
@@ -62,12 +62,12 @@ class LayerTimes:
 
 
 def layer_times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: CallTimer) -> LayerTimes:
-    """Times of the float model on ``example``, and of its linear layers under each plan at the numbers of rows that
-    they get there.
+    """Times of the float model on ``example``, and of its linear layers under each plan at the row counts that occur
+    there.
 
-    Each layer is timed beside its float twin; what counts is the ratio of both times the least time of the float one,
-    so that a machine that is busy while one plan is timed does not favour another. The whole call is timed between the
-    plans, and the least counts too. What is no linear layer, or is not called, counts as it is: under "rest".
+    Each layer is timed next to its float version. The result is the ratio of the two, multiplied by the minimum float
+    time, so that background load during one plan does not favour another. The whole call is timed between the plans,
+    and its minimum is used. Everything else, including layers that are not called, counts as "rest".
     """
     with inference_mode(model):
         seen, _ = layer_calls(model, lambda: run_batch(model, example))

@@ -1,4 +1,4 @@
-"""search(): which layer gets how many bits, so that the model loses least within a budget."""
+"""search(): mixed-precision search, a config per weight that minimises the loss of the model within a budget."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ CANDIDATES: tuple[AOBaseConfig, ...] = tuple(
 
 @dataclass(frozen=True)
 class Search:
-    """What :func:`search` found.
+    """Result of :func:`search`.
 
-    config      ready for ``quantize_``; a plain FqnToConfig, to be read, saved (:meth:`to_json`) and edited
-    predicted   loss of the model under it: the sum of its layers' times ``interaction``
-    interaction measured loss by the sum, of the chosen mixture: how far layers' losses are from adding up
+    config      ready for ``quantize_``; a plain FqnToConfig that can be read, saved (:meth:`to_json`) and edited
+    predicted   predicted loss of the model: the sum of its layers' losses times ``interaction``
+    interaction measured loss of the chosen allocation divided by the sum of its layers' losses
     bits        per weight of the quantized layers, metadata included
-    table       by parameter: its options
-    uniform     (config, bits per weight, sum of losses) of each candidate everywhere
-    base        what budgets are relative to
-    seconds     of one call of the model under it, where a budget of time was given; else None
+    table       options by parameter
+    uniform     (config, bits per weight, sum of losses) of each candidate applied to all weights
+    base        reference values of budgets
+    seconds     of one call of the quantized model; None without a latency budget
     """
 
     config: FqnToConfig
@@ -66,13 +66,13 @@ class Search:
 
     @property
     def speed(self) -> float | None:
-        """Of the model under it relative to the float model, where a budget of time was given."""
+        """Speed relative to the float model; None without a latency budget."""
         return None if self.seconds is None or self.base.seconds is None else self.base.seconds / self.seconds
 
     def within(self, budget: Budget) -> Search:
-        """The best mixture within another budget, from the same measurements: nothing is run again. Its ``interaction``
-        is that of the first. Raises PlanError as :func:`search` does, and for a budget of time where the first had
-        none: nothing was timed then."""
+        """The best allocation within another budget, from the same measurements, without running the model. Keeps the
+        ``interaction`` of this result. Raises PlanError as :func:`search` does, and for a latency budget if this search
+        had none, because nothing was timed."""
         limit = limits(budget, self.base)
         check(self.table, limit, self.base)
         chosen = allocate(self.table, limit)
@@ -83,7 +83,7 @@ class Search:
         )  # fmt: skip
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The config as data (see PennyweightConfig), and the table behind it."""
+        """The config as JSON (see PennyweightConfig) with the table of options."""
         table = {
             name: [{"scheme": o.scheme, "nbytes": o.nbytes, "loss": o.loss, "seconds": o.seconds,
                     "chosen": i == self.chosen[name]} for i, o in enumerate(options)]
@@ -97,7 +97,8 @@ class Search:
         return json.dumps(data, indent=indent)
 
     def front(self, points: int = 12) -> list[tuple[float, float]]:
-        """(bits per weight, predicted loss) of the best mixtures from the smallest to the largest, however fast."""
+        """(bits per weight, predicted loss) of the best allocations from the smallest to the largest size, ignoring
+        latency."""
         least = sum(min(o.nbytes for o in options) for options in self.table.values())
         most = sum(max(o.nbytes for o in options) for options in self.table.values())
         found = []
@@ -115,9 +116,9 @@ class Search:
         from rich.table import Table as Drawn
         from rich.text import Text
 
-        told = f"{self.bits:.3f} bits a weight, {size(self.nbytes)}; predicted {self.metric} {self.predicted:.3g}"
+        told = f"{self.bits:.3f} bits per weight, {size(self.nbytes)}; predicted {self.metric} {self.predicted:.3g}"
         if self.seconds is not None:
-            told += f"; {duration(self.seconds)} a call, {self.speed:.2f}x the speed of float"
+            told += f"; {duration(self.seconds)} per call, {self.speed:.2f}x the speed of float"
         timed = ("time",) if self.seconds is not None else ()
         table = Drawn(title=told, title_justify="left")
         for name in ("parameter", "chosen", "bytes", *timed, self.metric, "others"):
@@ -147,40 +148,40 @@ def search(
     clock: CallTimer | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Search:
-    """The mixture of configs, one for each weight, under which the model loses least within a budget.
+    """Find a config for each weight that minimises the loss of the model within a budget.
 
-    batches     calibration data: a share of ``held_out`` measures, the rest is what weights are solved on
-    budget      one, or a list of which each must be kept:
-                "4.25 bpw"      bits per weight of the quantized layers, scales and all
-                "600 MB"        of the whole model's parameters and buffers (kB, MB, GB: powers of 1000)
-                "1.3x latency"  a call of the model at least 1.3 times as fast as the float model's, here
-                "20 ms"         that call at most so long (s, ms, us)
+    batches     calibration data: the fraction ``held_out`` measures losses, the rest is used to quantize the weights
+    budget      one budget, or a list that must all be met:
+                "4.25 bpw"      bits per weight of the quantized layers, including scales
+                "600 MB"        size of the whole model's parameters and buffers (kB, MB, GB: powers of 1000)
+                "1.3x latency"  a model call at least 1.3 times as fast as in float, on this machine
+                "20 ms"         maximum time of that call (s, ms, us)
     metric      "kl" of the logits, "error" of the output, or a function (reference, output, batch) -> number
-    candidates  configs to choose from; default: 2 to 6 bits with zero points and float16 scales, and under a budget of
-                time those of :func:`recommend` too
+    candidates  configs to choose from; default: 2 to 6 bits with zero points and float16 scales, and with a latency
+                budget also those of :func:`recommend`
     algorithm   a solver for the weights
-    example     the call whose time counts, as one of ``batches``: a single token, or a whole prompt. Default: the last
+    example     inputs of the timed call, in the form of a batch: a single token, or a whole prompt. Default: the last
                 of ``batches``
-    clock       how long things take; default: as measured on this machine
+    clock       timing functions; default: measure on this machine
 
-    Each weight is solved under each candidate on the float model's inputs, and the loss is measured of the model with
-    that weight alone replaced. Then scipy's MILP solver (HiGHS) picks one option for each weight:
+    Each weight is quantized under each candidate with the float model's inputs, and the loss of the model with only
+    that weight replaced is measured. Then scipy's MILP solver (HiGHS) selects one option per weight:
 
         minimise sum loss[w, option]  subject to  sum bytes[w, option] <= budget
                                                   rest + sum seconds[w, option] <= budget
 
-    Under a budget of time each linear layer is timed under each candidate at the numbers of rows that it gets in the
-    example's call, beside its float twin, and leaving a weight as it is is an option too; "rest" is the float model's
-    call without those layers, and stays as it is.
+    With a latency budget each linear layer is timed under each candidate and in float, at the row counts of the example
+    call; keeping a weight in float is then also an option. "rest" is the time of the float model's call outside these
+    layers; it is constant.
 
-    The model is not changed; it is run in eval mode. Losses are of small errors, so they nearly add up; by how much
-    they do not is measured once on the mixture (``interaction``) and belongs to the prediction. Needs scipy. Memory:
-    beside the model the statistics of one block and all solved weights, packed. Raises PlanError for a budget that
-    means nothing, or that no mixture meets; bytes and time are known, and checked, before anything is solved.
+    The model is not changed; it runs in eval mode. Losses of small errors are nearly additive; the deviation is
+    measured once for the chosen allocation (``interaction``) and included in the prediction. Needs scipy. Memory: the
+    model, the statistics of one block, and all quantized weights, packed. Raises PlanError for an invalid budget or one
+    that no allocation meets; size and time are checked before any weight is quantized.
     """
     batches = read(batches, "batches", together=True)
     if len(batches) < 2:
-        raise PlanError("search needs two batches or more: some to solve with, some to measure with")
+        raise PlanError("search needs at least two batches: some to quantize with, some to measure with")
     solver, timed = _solver(algorithm), any(map(is_latency, parts(budget)))
     configs = list(candidates if candidates is not None else (*CANDIDATES, *FAST) if timed else CANDIDATES)
     solving, measuring = losses.split_batches(batches, held_out)
@@ -188,7 +189,10 @@ def search(
         plans = [plan(model, config, filter_fn) for config in configs]
         names = [row.name for row in plans[0].active]
         if any([row.name for row in p.active] != names for p in plans):
-            raise PlanError("search: the candidates apply to different weights; give a filter_fn under which all apply")
+            raise PlanError(
+                "search: the candidates apply to different weights; pass a filter_fn that selects weights to which all "
+                "apply"
+            )
         with inference_mode(model):
             first = run_batch(model, measuring[0])
         measure = losses.divergence(metric, first)
@@ -235,8 +239,8 @@ def _whole(base: Base, seconds: float | None) -> float | None:
 
 
 def _known(rows: dict[str, list[PlanRow]], configs: list[AOBaseConfig], took: LayerTimes | None) -> Table:
-    """The options of each weight with all that is known before it is solved; where layers were timed the last is to
-    leave it as it is."""
+    """The options of each weight with everything known before solving; with timings the last option keeps the weight in
+    float."""
     table: Table = {}
     for name, some in rows.items():
         table[name] = [
@@ -265,14 +269,16 @@ def _named(measure: losses.Divergence) -> str:
 def _solver(algorithm: Any) -> Any:
     recipe = recipes.read(algorithm)
     if recipe.rewrites or recipe.tuners:
-        raise PlanError(f"search compares weights one by one and takes a solver; got {recipe}. Rewrite the model first")
+        raise PlanError(
+            f"search quantizes weights one by one and accepts only a solver; got {recipe}. Apply rewrites first"
+        )
     return recipe.solver
 
 
 def _solve(
     model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], progress: Any
 ) -> dict[str, list[AffineQuantizedTensor]]:
-    """Each weight under each candidate, from the float model's inputs."""
+    """Quantize each weight under each candidate, with the float model's inputs."""
     solved: dict[str, list[AffineQuantizedTensor]] = {}
 
     def solve(name: str, seen: CollectedStatistics | None) -> None:
@@ -296,7 +302,7 @@ def _packed(row: PlanRow) -> str:
 
 
 def _runnable(row: PlanRow, w: AffineQuantizedTensor) -> AffineQuantizedTensor:
-    """Itself, which is dequantized when it is called; where inputs are quantized too, in the layout of its kernel."""
+    """The weight itself, dequantized when called; in its kernel's layout if activations are quantized too."""
     return w if _weight_only(row) else w.to_layout(row.layout)
 
 
@@ -308,12 +314,12 @@ def _losses(
     model: nn.Module, rows: dict[str, list[PlanRow]], solved: dict[str, list[AffineQuantizedTensor]], known: Table,
     batches: list[Any], measure: losses.Divergence, progress: Any,
 ) -> Table:  # fmt: skip
-    """The options with the loss of the model with one weight replaced, for each and each option."""
+    """Measure the loss of the model with one weight replaced, for each weight and each option."""
     expected = losses.references(model, batches)
     table: Table = {}
     for name, options in rows.items():
         table[name] = []
-        for row, w, option in zip(options, solved[name], known[name], strict=False):  # what is left alone loses nothing
+        for row, w, option in zip(options, solved[name], known[name], strict=False):  # the float option has no loss
             x = w.dequantize() if _weight_only(row) else _runnable(row, w)
             loss = _replaced(
                 model, {name: row.places}, {name: x}, lambda: losses.mean_divergence(model, batches, expected, measure)
@@ -326,7 +332,7 @@ def _losses(
 
 
 def _replaced(model: nn.Module, places: dict[str, Any], weights: dict[str, Tensor], run: Callable[[], float]) -> float:
-    """run() with some weights in the model's places, which get theirs back."""
+    """run() with some weights of the model replaced; restores them afterwards."""
     before = {name: places[name][0].get() for name in weights}
     try:
         for name, w in weights.items():

@@ -1,1 +1,1 @@
-"""Rewrites: each changes the weights of a model, and leaves the function that the float model computes as it is."""
+"""Rewrites: each changes the weights of a model without changing the function that the float model computes."""

@@ -1,4 +1,4 @@
-"""AWQ: weights that meet large inputs get more of the grid."""
+"""AWQ: scales up weight columns with large inputs, so that they are quantized more precisely."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class AWQ(ScaleSearch):
 
         s_j = (E|x_j|)^alpha / sqrt(max_j min_j),  alpha in 0, 1/grid, .. (grid - 1)/grid
 
-    alpha is the one with the least error of the outputs of all layers that read the input, weights rounded to nearest
-    in their own scheme. Ranges are left to the solver's grids (``{"gptq": {"grids": [...]}}``).
+    alpha minimises the output error of all layers that read the input, with weights rounded to nearest in their own
+    scheme. Clipping is done by the solver's grids (``{"gptq": {"grids": [...]}}``).
 
-    grid    candidates for alpha
+    grid    number of candidates for alpha
     """
 
     grid: int = 20
@@ -33,8 +33,8 @@ class AWQ(ScaleSearch):
         if self.grid < 1:
             raise ValueError(f"awq: grid must be at least 1, got {self.grid}")
 
-    def candidates(self, couple: EqualizationPair, seen: ReaderInputs, weights: Tensor) -> Iterator[Scales]:
-        x = couple.gather(seen.mean)
+    def candidates(self, pair: EqualizationPair, seen: ReaderInputs, weights: Tensor) -> Iterator[Scales]:
+        x = pair.gather(seen.mean)
         yield "", torch.ones_like(x)
         for i in range(1, self.grid):
             s = x ** (i / self.grid)

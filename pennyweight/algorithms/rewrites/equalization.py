@@ -1,11 +1,12 @@
-"""Couples: a norm or linear layer whose output channels can be divided by numbers that the linear layers that read it
-take up in their columns, the model computing the same.
+"""Equalization pairs: a writer (norm or linear layer) and the linear layers that read its output. Dividing the writer's
+output channels by scales and multiplying the readers' columns by them leaves the model's function unchanged.
 
     writer / s,  reader * s
 
-The trace of one run proposes couples; each is then tried with random powers of two, which change no rounding. It is one
-if the model's outputs stay, and if they change when only the readers are scaled. No table of model classes: a norm that
-also feeds the residual stream (BERT), a gelu between two layers, or a query for a value all fail the trial.
+The trace of one run proposes pairs; each is tested with random powers of two, which do not change rounding. A pair is
+valid if the model's outputs do not change, and if they do change when only the readers are scaled. There is no table of
+model classes: a norm that also feeds the residual stream (BERT), a gelu between two layers, or a query taken for a
+value all fail this test.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .verify_rewrite import SavedTensors, float_outputs, probe_batch, relative_d
 MIXES = frozenset(("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm", "einsum"))
 
 
-# -- both halves of a couple -------------------------------------------------------------------------------------------
+# -- writers and readers -----------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class NormWeight:
-    """The vector of a norm: its output is n(x) * (weight + shift) + bias. shift is 1 where Gemma's are meant."""
+    """The vector of a norm: its output is n(x) * (weight + shift) + bias. shift is 1 for Gemma's norms."""
 
     name: str
     module: nn.Module
@@ -89,8 +90,8 @@ class LinearRows:
 
 @dataclass(eq=False)
 class EqualizationPair:
-    """index [width of the readers]: the writer's channel that each column reads; None: its own number. head: width of
-    an attention head, where attention is between."""
+    """index [width of the readers]: the writer's channel that each column reads; None: identity. head: width of an
+    attention head, if attention lies in between."""
 
     writer: NormWeight | LinearRows
     readers: tuple[Matrix, ...]
@@ -121,22 +122,22 @@ class EqualizationPair:
         self.scale_readers(s)
 
 
-# -- finding them ------------------------------------------------------------------------------------------------------
+# -- search ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class FoundPairs:
-    """couples, and of linear layers that have none: parameter name -> why."""
+    """couples: the valid pairs. without: linear layers without one, parameter name -> reason."""
 
     couples: list[EqualizationPair]
     without: dict[str, str]
 
 
 def find_pairs(model: nn.Module, batch: Any, wanted: Iterable[str] | None = None) -> FoundPairs:
-    """Couples with a reader among ``wanted`` (names of weights; None: any), tried on two samples of a batch. The model
-    ends with the same bits.
+    """Pairs with a reader among ``wanted`` (names of weights; None: any), tested on two samples of a batch. The model
+    is restored bit for bit.
 
-    Raises ValueError where its output has nothing to compare.
+    Raises ValueError if its output has no tensors to compare.
     """
     with torch.no_grad():
         return _find(model, probe_batch(batch), None if wanted is None else set(wanted))
@@ -145,49 +146,49 @@ def find_pairs(model: nn.Module, batch: Any, wanted: Iterable[str] | None = None
 def _find(model: nn.Module, batch: Any, wanted: set[str] | None) -> FoundPairs:
     seen = trace(model, batch)
     reference, limit = float_outputs(model, batch), tolerance(model)
-    groups: dict[str, list[list[EqualizationPair]]] = {}  # by pattern: of each reader's candidates, variants
+    groups: dict[str, list[list[EqualizationPair]]] = {}  # by name pattern: variants of each candidate
     without: dict[str, str] = {}
     for node, readers in shared_readers(seen):
         if wanted is not None and not wanted.intersection(r.name for r in readers):
             continue
         if not all(r.plain and r.bias is not r.weight for r in readers):
-            without |= dict.fromkeys((r.name for r in readers), "a layer that reads the same is quantized already")
+            without |= dict.fromkeys((r.name for r in readers), "a layer with the same input is already quantized")
             continue
         candidates = list(_candidates(model, node, readers))
         for variants in candidates:
             key = re.sub(r"\d+", "*", " ".join([variants[0].writer.name, *(r.name for r in readers)]))
             groups.setdefault(f"{key} {variants[0].writer.width}", []).append(variants)
-        why = "the model's outputs change when it is folded into what it reads"
+        why = "the model's outputs change when its scale is folded into the layer before"
         without |= dict.fromkeys((r.name for r in readers), why if candidates else _nothing(node))
-    couples: list[EqualizationPair] = []
+    pairs: list[EqualizationPair] = []
     for group in groups.values():
-        for couple in _tried(model, batch, reference, limit, group):
-            names = [r.name for r in couple.readers]
-            if all(n in without for n in names):  # the first that holds; two at once would divide twice
-                couples.append(couple)
+        for pair in _tried(model, batch, reference, limit, group):
+            names = [r.name for r in pair.readers]
+            if all(n in without for n in names):  # keep only the first valid pair; two would divide twice
+                pairs.append(pair)
                 for n in names:
                     del without[n]
-    return FoundPairs(couples, {n: w for n, w in without.items() if wanted is None or n in wanted})
+    return FoundPairs(pairs, {n: w for n, w in without.items() if wanted is None or n in wanted})
 
 
 def shared_readers(seen: Trace) -> list[tuple[Node, tuple[Matrix, ...]]]:
-    """(what made it, the linear layers that multiply it), in the order of calls."""
+    """(node that produced a tensor, linear layers that read it), in call order."""
     nodes: dict[int, tuple[Node, dict[int, Matrix]]] = {}
     for matrix, source in seen.uses:
         node = source.resolved()
-        # A norm that is called twice is one writer
+        # A norm called twice is one writer
         nodes.setdefault(id(node.what) if node.kind == "norm" else id(node), (node, {}))[1][id(matrix)] = matrix
     return [(node, tuple(found.values())) for node, found in nodes.values()]
 
 
 def _nothing(node: Node) -> str:
     if node.kind == "norm":
-        return f"the gain of {node.name} is not understood"
-    return "it reads the model's input" if node.kind == "unknown" else "nothing before it can take its scale"
+        return f"the gain of {node.name} has an unknown form"
+    return "it reads the model's input" if node.kind == "unknown" else "no layer before it can absorb its scale"
 
 
 def _candidates(model: nn.Module, node: Node, readers: tuple[Matrix, ...]) -> Iterator[list[EqualizationPair]]:
-    """Variants of each couple that the graph allows."""
+    """Variants of each pair that the graph allows."""
     width = readers[0].width
     if node.kind == "norm":
         gain = norm_weight_of(node.name, node.what, readers[0].weight)
@@ -200,7 +201,7 @@ def _candidates(model: nn.Module, node: Node, readers: tuple[Matrix, ...]) -> It
             continue
         between = ops_between(node, source)
         if not between & MIXES:
-            if matrix.height in (width, 2 * width):  # of [gate; up] as one, up comes second
+            if matrix.height in (width, 2 * width):  # in a fused [gate; up], up comes second
                 yield [EqualizationPair(LinearRows(matrix, matrix.height - width, width), readers)]
             continue
         heads = head_widths(model, readers[0])
@@ -221,7 +222,7 @@ def _candidates(model: nn.Module, node: Node, readers: tuple[Matrix, ...]) -> It
 
 
 def _value_rows(height: int, width: int, heads: list[int]) -> list[int]:
-    """How many of a layer's outputs may be values, for ``width`` inputs of the output projection; values come last."""
+    """Possible numbers of value outputs of a layer, for ``width`` inputs of the output projection; values come last."""
     if height <= width:
         return [height] if width % height == 0 else []
     rest = height - width  # queries first: keys and values share the rest
@@ -230,12 +231,12 @@ def _value_rows(height: int, width: int, heads: list[int]) -> list[int]:
 
 
 def repeat_kv_index(rows: int, head: int, times: int) -> Tensor:
-    """Channels of grouped-query attention: each head of ``rows`` values is read ``times`` times in a row."""
+    """Channel index for grouped-query attention: each head of ``rows`` values is repeated ``times`` times."""
     return torch.arange(rows, dtype=torch.int64, device="cpu").view(-1, head).repeat_interleave(times, 0).flatten()
 
 
 def head_widths(model: nn.Module, matrix: Matrix) -> list[int]:
-    """What a head's width may be: as modules around it say, then as the model's config does, then powers of two."""
+    """Candidate head widths: from the enclosing modules, then from configs; if there are none, common sizes."""
     around = [model]
     *path, _ = matrix.name.split(".")
     for part in path:
@@ -253,7 +254,7 @@ def head_widths(model: nn.Module, matrix: Matrix) -> list[int]:
 
 
 def norm_weight_of(name: str, module: nn.Module, like: Tensor) -> NormWeight | None:
-    """How a norm uses its weight, tried on random inputs; None where its output is not n(x) (weight + shift) + bias."""
+    """How a norm uses its weight, tested on random inputs; None if its output is not n(x) (weight + shift) + bias."""
     weight, bias = module.weight, module._parameters.get("bias")
     assert isinstance(weight, Tensor)
     generator = torch.Generator().manual_seed(0)
@@ -281,18 +282,18 @@ def norm_weight_of(name: str, module: nn.Module, like: Tensor) -> NormWeight | N
     return None
 
 
-# -- trying them -------------------------------------------------------------------------------------------------------
+# -- tests of candidates -----------------------------------------------------------------------------------------------
 
 
 def _tried(
     model: nn.Module, batch: Any, reference: list[Tensor], limit: float, group: list[list[EqualizationPair]]
 ) -> list[EqualizationPair]:
-    """Of couples that are alike in all layers, those that hold: the first is tried alone, then the others at once."""
+    """Valid pairs of a group with the same name pattern: the first is tested alone, then the others together."""
 
-    def holds(couples: list[EqualizationPair]) -> bool:
-        return _holds(model, batch, reference, limit, couples)
+    def holds(pairs: list[EqualizationPair]) -> bool:
+        return _holds(model, batch, reference, limit, pairs)
 
-    variant = next((i for i, couple in enumerate(group[0]) if holds([couple])), None)
+    variant = next((i for i, pair in enumerate(group[0]) if holds([pair])), None)
     if variant is None:
         return []
     rest = [variants[variant] for variants in group[1:] if variant < len(variants)]
@@ -300,22 +301,20 @@ def _tried(
     return [group[0][variant], *(rest if good else [c for c in rest if holds([c])])]
 
 
-def _holds(
-    model: nn.Module, batch: Any, reference: list[Tensor], limit: float, couples: list[EqualizationPair]
-) -> bool:
-    kept = SavedTensors(t for c in couples for t in c.tensors())
+def _holds(model: nn.Module, batch: Any, reference: list[Tensor], limit: float, pairs: list[EqualizationPair]) -> bool:
+    kept = SavedTensors(t for c in pairs for t in c.tensors())
     generator = torch.Generator().manual_seed(0)
     try:
         scales = []
-        for c in couples:
+        for c in pairs:
             powers = torch.randint(
                 -1, 3, (c.writer.width,), generator=generator, dtype=torch.int64, device="cpu"
             ).double()
             scales.append(torch.exp2(powers).to(c.readers[0].weight.device))
             c.scale_readers(scales[-1])
         if relative_difference(reference, float_outputs(model, batch)) <= 10 * limit:
-            return False  # nothing comes of them here, so that nothing would show
-        for c, s in zip(couples, scales, strict=True):
+            return False  # the readers do not affect the output, so the test would show nothing
+        for c, s in zip(pairs, scales, strict=True):
             c.writer.divide(s)
         return relative_difference(reference, float_outputs(model, batch)) <= limit
     finally:

@@ -1,7 +1,7 @@
-"""Where tensors come from: one run of a model, recorded as a graph of what made what, without keeping the tensors.
+"""Data-flow graph of a model, recorded in one run without keeping the tensors.
 
-Which linear layers read a norm, which linear layers write to the residual stream: rewrites ask this graph instead of a
-table of model classes. It proposes; a run with changed numbers decides (equalization.py, quarot.py).
+Rewrites use it instead of a table of model classes to find the linear layers that read a norm or write to the residual
+stream. The graph proposes candidates; a run with changed weights verifies them (equalization.py, quarot.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..calibration.block_order import inference_mode
 from ..calibration.input_hooks import COMPOSITE, READERS, read_linear
 
 CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
-# Operations that leave each channel where it is and what it is
+# Operations that change neither the position nor the value of a channel
 TRANSPARENT = frozenset(
     {
         "view", "reshape", "transpose", "permute", "contiguous", "clone", "dropout", "to", "float", "half", "bfloat16",
@@ -36,10 +36,10 @@ SCALES = frozenset(("mul", "__mul__", "__rmul__", "__imul__", "mul_", "div", "__
 
 @dataclass(eq=False)
 class Matrix:
-    """A weight that multiplies.
+    """A weight of a matrix product.
 
-    transposed  it is stored [in, out]; ``view`` is [out, in]
-    width       of its input, height of its output
+    transposed  stored as [in, out]; ``view`` is [out, in]
+    width       input size; height: output size
     kind        "linear", "convolution" or "embedding"
     """
 
@@ -72,18 +72,18 @@ class Matrix:
 
     @property
     def plain(self) -> bool:
-        """Whether its numbers can be changed: no quantized tensor, floating point."""
+        """Whether its values can be changed: floating point and not quantized."""
         w = self.weight
         return not isinstance(w, AffineQuantizedTensor) and w.is_floating_point() and w.layout is torch.strided
 
 
 @dataclass(eq=False)
 class Node:
-    """What made a tensor.
+    """The operation that produced a tensor.
 
     kind    "norm", "matrix", "parameter", "op", or "unknown" (an input, a buffer, a constant)
     name    of the op, module or parameter
-    what    the module of a norm, the Matrix
+    what    the module of a norm, or the Matrix
     """
 
     kind: str
@@ -92,7 +92,7 @@ class Node:
     what: Any = None
 
     def resolved(self) -> Node:
-        """The nearest node behind this that is more than another look at one tensor."""
+        """The nearest ancestor that is not just a view or copy of one tensor."""
         node = self
         while node.kind == "op" and node.name in TRANSPARENT and len(node.parents) == 1:
             node = node.parents[0]
@@ -101,14 +101,14 @@ class Node:
 
 @dataclass
 class Trace:
-    """uses: (matrix, what made its input) in the order of calls. norms: in that order, each call of each."""
+    """uses: (matrix, node of its input) in call order. norms: every norm call, in call order."""
 
     uses: list[tuple[Matrix, Node]] = field(default_factory=list)
     norms: list[Node] = field(default_factory=list)
 
 
 def trace(model: nn.Module, batch: Any) -> Trace:
-    """Run the model once, in eval mode, and say what made what."""
+    """Run the model once in eval mode and record its data flow."""
     recorder = _Recorder(model)
     hooks = [
         m.register_forward_hook(recorder.norm_hook(name)) for name, m in model.named_modules() if norm_width(m) > 0
@@ -123,7 +123,7 @@ def trace(model: nn.Module, batch: Any) -> Trace:
 
 
 def norm_width(module: nn.Module) -> int:
-    """Length of the weight of what may be a norm: a module without children, with a vector ``weight``. Else 0."""
+    """Length of the weight of a possible norm: a module without children and with a vector ``weight``. Else 0."""
     w = module._parameters.get("weight")
     if w is None or w.ndim != 1 or any(True for _ in module.children()) or isinstance(w, AffineQuantizedTensor):
         return 0
@@ -131,7 +131,7 @@ def norm_width(module: nn.Module) -> int:
 
 
 def sources(node: Node) -> Iterator[Node]:
-    """Norms, matrices, parameters and unknowns that a tensor is made of, with only ops between; each once."""
+    """Norms, matrices, parameters and unknowns from which a tensor is computed by ops only; each once."""
     seen, todo = {id(node)}, [node]
     while todo:
         at = todo.pop()
@@ -149,7 +149,7 @@ def ops_between(node: Node, source: Node) -> frozenset[str]:
     reach: dict[int, bool] = {}
     names: set[str] = set()
     todo = [(node, False)]
-    while todo:  # after its parents, each node knows whether it leads to the source
+    while todo:  # post-order: parents first, then whether the node reaches the source
         at, done = todo.pop()
         if at is source:
             reach[id(at)] = True
@@ -240,7 +240,7 @@ class _Recorder(TorchFunctionMode):
         kind = "embedding" if func is F.embedding else "convolution" if func in CONVOLUTIONS else "linear"
         if kind != "convolution" and w.ndim != 2:
             return None
-        key = id(w) if kind == "linear" else -id(w)  # a tied table is a matrix for each of its uses
+        key = id(w) if kind == "linear" else -id(w)  # a tied table is a separate matrix per use
         if key not in self.matrices:
             name, module, param = self.parameters[id(w)]
             self.matrices[key] = Matrix(name, module, param, kind == "linear" and func is not F.linear, kind)

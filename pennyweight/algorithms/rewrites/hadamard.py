@@ -1,4 +1,4 @@
-"""Orthogonal matrices that spread one large entry over all: Hadamard matrices of many sizes, with random signs."""
+"""Orthogonal matrices that spread outliers over all channels: Hadamard matrices of many sizes, with random signs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @lru_cache(maxsize=64)
 def hadamard(n: int) -> Tensor | None:
-    """A matrix of +1 and -1, int8 [n, n], with H H^T = n I; None where no construction here gives one.
+    """A matrix of +1 and -1, int8 [n, n], with H H^T = n I; None if no construction here supports n.
 
     Sylvester: H(2) x H(n/2). Paley: n = q + 1 for a prime q = 3 mod 4, n = 2 (q + 1) for a prime q = 1 mod 4. Gives all
     n = 4, 8, .. 48 and most multiples of 4 thereafter, all multiples of 16 up to 672; none of odd n above 1.
@@ -40,7 +40,7 @@ def hadamard(n: int) -> Tensor | None:
 
 
 def has_hadamard(n: int) -> bool:
-    """Whether :func:`hadamard` gives one."""
+    """Whether :func:`hadamard` supports n."""
     if n in (1, 2):
         return True
     if n % 4 or n < 1:
@@ -51,7 +51,7 @@ def has_hadamard(n: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def hadamard_factors(n: int) -> tuple[int, int]:
-    """(a, b) with a b = n, both sizes of Hadamard matrices and as near to each other as can be; (0, 0) if none."""
+    """(a, b) with a b = n, both sizes of Hadamard matrices and as close to each other as possible; (0, 0) if none."""
     found = [(a, n // a) for a in range(1, n + 1) if n % a == 0 and a * a <= n]
     good = [(a, b) for a, b in found if has_hadamard(a) and has_hadamard(b)]
     return max(good, default=(0, 0))
@@ -61,8 +61,8 @@ def hadamard_factors(n: int) -> tuple[int, int]:
 def rotation(n: int, seed: int) -> Tensor:
     """A random orthogonal matrix, float64 [n, n]: a Hadamard matrix whose rows have random signs, over sqrt(n).
 
-    Where there is none, the Kronecker product of one of the largest power of two in n and of a random rotation of the
-    rest. The same for the same n and seed, on every machine where it is a Hadamard matrix. Do not change it in place.
+    If there is none for n: the Kronecker product of one for the largest power of two in n and a random rotation of the
+    rest. Deterministic in n and seed; on every machine if it is a Hadamard matrix. Do not change it in place.
     """
     generator = torch.Generator().manual_seed(seed)
     signs = (torch.randint(0, 2, (n,), generator=generator, dtype=torch.int64, device="cpu") * 2 - 1).double()
@@ -83,8 +83,8 @@ def random_orthogonal(n: int, generator: torch.Generator) -> Tensor:
 
 @lru_cache(maxsize=16)
 def mean_preserving_rotation(n: int, seed: int) -> Tensor:
-    """A random orthogonal float64 [n, n] that leaves (1, .. 1) where it is, so that it keeps the mean of a vector and
-    the length of what is around it: all that a LayerNorm looks at."""
+    """A random orthogonal float64 [n, n] with (1, .. 1) as fixed point. It preserves the mean and the variance of a
+    vector, so it commutes with LayerNorm."""
     if n == 1:
         return torch.ones(1, 1, dtype=torch.float64, device="cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -94,7 +94,7 @@ def mean_preserving_rotation(n: int, seed: int) -> Tensor:
 
 
 def householder(n: int) -> Tensor:
-    """The reflection that takes (1, 0, .. 0) to (1, .. 1) / sqrt(n), and back: float64 [n, n], n > 1."""
+    """The reflection that swaps (1, 0, .. 0) and (1, .. 1) / sqrt(n): float64 [n, n], n > 1."""
     u = torch.full((n,), n**-0.5, dtype=torch.float64, device="cpu")
     u[0] -= 1
     return torch.eye(n, dtype=torch.float64, device="cpu") - 2 * torch.outer(u, u) / u.dot(u)
@@ -119,9 +119,9 @@ def _jacobsthal(q: int) -> Tensor:
 
 def _checked(h: Tensor) -> Tensor:
     n = h.shape[0]
-    if n > 1024:  # the constructions are proven; this is about their spelling
+    if n > 1024:  # the constructions are proven; this checks their implementation
         return h
     wide = h.double()
     if not torch.equal(wide @ wide.t(), n * torch.eye(n, dtype=torch.float64, device="cpu")):
-        raise AssertionError(f"the Hadamard matrix of size {n} is none")
+        raise AssertionError(f"the matrix of size {n} is not a Hadamard matrix")
     return h

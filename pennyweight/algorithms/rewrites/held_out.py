@@ -1,5 +1,5 @@
-"""Whether a rewrite helps: the model's outputs with all its weights rounded to nearest, before and after it, on data
-that the rewrite was not chosen on."""
+"""Checks whether a rewrite helps: divergence of the model with all weights rounded to nearest, before and after the
+rewrite, on held-out data."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from ..calibration import all_reduce
 from ..calibration.block_order import inference_mode
 from ..tuners import losses
 
-KEPT = 2**28  # bytes of the float model's outputs; of longer outputs evenly spaced tokens are compared
+KEPT = 2**28  # limit in bytes of the float model's outputs; of larger outputs evenly spaced tokens are compared
 
 
 class HeldOutCheck:
-    """The divergence (:mod:`~pennyweight.algorithms.tuners.losses`) of a model, rounded to nearest, from its state when
-    this was made.
+    """The divergence (:mod:`~pennyweight.algorithms.tuners.losses`) of a model, rounded to nearest, from its float
+    state at construction.
 
-    target  name of a weight -> its scheme, as a rewrite gets them
-    guard   batches that decide
+    target  name of a weight -> its scheme, as in a rewrite
+    guard   held-out batches
 
-    Rounded weights are kept between trials: :meth:`forget` those whose float weight has changed,
-    or all of them. Memory: the quantized
-    model beside the float one, and at most :data:`KEPT` bytes of outputs.
+    Rounded weights are cached between trials: call :meth:`forget` for those whose float weight has changed, or
+    :meth:`forget_all`. Memory: the quantized model next to the float one, and at most :data:`KEPT` bytes of outputs.
     """
 
     def __init__(self, model: nn.Module, target: Mapping[str, Scheme | None], guard: Sequence[Any]) -> None:
@@ -49,7 +48,7 @@ class HeldOutCheck:
             ]
 
     def _picked(self, output: Any, batch: Any) -> Tensor:
-        """The tensor that is compared, of the tokens that count, of so many that they take no more than the room."""
+        """The compared tensor: valid tokens only, subsampled to the memory limit."""
         x: Tensor = losses.subsample(output)
         mask = token_mask(batch)
         if x.ndim > 2:
@@ -67,8 +66,8 @@ class HeldOutCheck:
         self.rounded.clear()
 
     def divergence(self) -> float:
-        """Of the model as it is now, rounded, from what it was; inf where it is not finite. The same on all ranks. The
-        model ends with its float weights."""
+        """Divergence of the current model, rounded, from the initial one; inf if not finite. The same on all ranks. The
+        float weights are restored."""
         found: list[tuple[Place, Tensor]] = []
         try:
             for where in list(places(self.model)):
@@ -111,6 +110,6 @@ class HeldOutCheck:
 
 
 def _layout(site: Site, scheme: Scheme) -> str:
-    """Of the kernel that is going to run it, so that what is measured is what will be."""
+    """Layout of the kernel that will run the weight, so that the measurement matches deployment."""
     case = Case(scheme.weight, scheme.act, site.shape, site.dtype, site.device)
     return choose_layout(case, (site.op,))[1]

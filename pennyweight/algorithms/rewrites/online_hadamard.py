@@ -1,4 +1,4 @@
-"""Linear layers that rotate their input as they run, where no layer before can do it for them."""
+"""Linear layers that rotate their input at run time, for inputs whose rotation cannot be folded into other layers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class RotatedLinear(nn.Linear):
     """y = (x H 2^-k) (W H 2^k / K)^T + b, with H = L x R of entries +1 and -1, so that H H^T = K I.
 
     Made by :func:`rotate_inputs_`; ``weight`` is the factor with W. H depends on K alone. H's entries and 2^-k are
-    exact in every float dtype; the sums round. Costs K (a + b) multiplications a token, a b = K, next to the N K of the
-    layer. ``input_rotation`` [a, b] is in the state dict so that no other layer takes this weight for its own.
+    exact in every float dtype; the sums round. Costs K (a + b) multiplications per token, a b = K, next to the N K of
+    the layer. ``input_rotation`` [a, b] is in the state dict so that no plain layer loads this weight by mistake.
     """
 
     _left: Tensor
@@ -38,8 +38,8 @@ class RotatedLinear(nn.Linear):
 
 @lru_cache(maxsize=64)
 def signed_hadamard(n: int) -> Tensor:
-    """A Hadamard matrix whose rows have random signs, float32 [n, n] of +1 and -1; the same for the same n. Without
-    signs the mean of all inputs would all go to one."""
+    """A Hadamard matrix whose rows have random signs, float32 [n, n] of +1 and -1; deterministic in n. Without the
+    signs the mean of all inputs would concentrate in one channel."""
     h = hadamard(n)
     assert h is not None
     signs = (
@@ -54,16 +54,16 @@ def rotate_rows(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def power_of_two_norm(width: int) -> float:
-    """The power of two next to 1 / sqrt(width)."""
+    """The power of two nearest to 1 / sqrt(width)."""
     return 2.0 ** -round(width.bit_length() / 2 - 0.5)
 
 
 @torch.no_grad()
 def rotate_inputs_(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Make nn.Linear layers (names of modules) such that rotate their input, in place; the model computes the same.
+    """Convert nn.Linear layers (names of modules) in place to :class:`RotatedLinear`, without changing the function.
 
-    To load what was saved of such a model, do this to the fresh one first. Returns, by parameter name, what was done,
-    or why not: other modules than nn.Linear, tied weights, sizes without a Hadamard matrix stay as they are.
+    To load a checkpoint of such a model, convert the new model first. Returns notes by parameter name: what was done,
+    or why not. Modules other than nn.Linear, tied weights, and sizes without a Hadamard matrix are not changed.
     """
     notes = {}
     uses: dict[int, int] = {}
@@ -92,11 +92,11 @@ def rotate_inputs_(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 def _unfit(module: nn.Module, uses: dict[int, int]) -> str:
     if isinstance(module, RotatedLinear):
-        return "it is already"
+        return "already rotated"
     if type(module) is not nn.Linear:
-        return f"{type(module).__name__} is no plain nn.Linear"
+        return f"{type(module).__name__} is not a plain nn.Linear"
     if type(module.weight) is not nn.Parameter or not module.weight.is_floating_point():
-        return "the weight is quantized already"
+        return "the weight is already quantized"
     if uses.get(id(module.weight), 0) > 1:
         return "the weight is tied"
     return (
@@ -105,6 +105,6 @@ def _unfit(module: nn.Module, uses: dict[int, int]) -> str:
 
 
 def undo_(module: nn.Module) -> None:
-    """The class as it was; the weight is the caller's to put back."""
+    """Restore the class nn.Linear; the caller must restore the weight."""
     module.__class__ = nn.Linear
     del module._left, module._right, module._buffers[MARK]

@@ -1,4 +1,4 @@
-"""QuaRot: the residual stream, and what attention passes on, in a rotated basis where no channel stands out."""
+"""QuaRot: rotates the residual stream and the attention values to a basis without outlier channels."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class Rotate(Rewrite):
         x -> x Q;  W_read -> W_read diag(gain) Q;  W_write -> Q^T W_write;  gain -> 1
         v -> v R per head;  W_o -> W_o R per head
 
-    Q and R are Hadamard matrices with random signs (:func:`pennyweight.algorithms.rewrites.hadamard.rotation`). Under
-    LayerNorm Q is a random rotation that keeps (1, .. 1), so that the mean is taken out as before. Runs at no cost.
+    Q and R are Hadamard matrices with random signs (:func:`pennyweight.algorithms.rewrites.hadamard.rotation`). With
+    LayerNorm Q is a random rotation that preserves (1, .. 1) and thereby the mean. No run-time cost.
 
     stream  rotate the residual stream
     values  rotate the values of attention
-    online  the inputs that neither of these reaches (of down_proj; with stream=False, values=False of every layer that
-            is going to be quantized, in any model) are rotated at run time, by layers that are
-            :class:`pennyweight.algorithms.rewrites.online_hadamard.RotatedLinear` then
-    untie   a table that is both embedding and output is made two, where the last norm's gain is folded into the output.
+    online  rotate inputs that neither of these reaches at run time (down_proj; with stream=False, values=False: every
+            layer that will be quantized, in any model), with
+            :class:`pennyweight.algorithms.rewrites.online_hadamard.RotatedLinear`
+    untie   copy a table shared by embedding and output, so that the last norm's gain can be folded into the output.
             The state dict keeps its names; the config's tie_word_embeddings becomes False
-    learn   steps in which the stream's rotation is learned from all of the calibration data, from this one on, at
-            ``rate`` (SpinQuant); 0: it stays. See :func:`pennyweight.algorithms.rewrites.spinquant.learn_rotation`
-    create_bias     the output gets a bias where a LayerNorm's must be folded into it and it has none
-    held_out        share of the data that decides: where the model, rounded to nearest, is no nearer to itself there,
-                    all of it is put back. Of a single row of data that row. 0: it is rotated whatever comes of it
+    learn   number of steps that train the stream's rotation on all of the calibration data, starting from Q, at
+            ``rate`` (SpinQuant); 0: fixed. See :func:`pennyweight.algorithms.rewrites.spinquant.learn_rotation`
+    create_bias     add a bias to the output if a LayerNorm's bias must be folded into it and it has none
+    held_out        fraction of the data that is held out: if the rotation does not decrease the divergence of the model
+                    rounded to nearest, it is undone. With a single row of data, that row. 0: always rotate
     """
 
     seed: int = 0
@@ -61,22 +61,25 @@ class Rotate(Rewrite):
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:
-            raise ValueError(f"rotate: held_out is a share of the data from 0 to below 1, got {self.held_out}")
+            raise ValueError(f"rotate: held_out must be a fraction of the data in [0, 1), got {self.held_out}")
         if self.learn < 0 or not self.rate > 0:
-            raise ValueError(f"rotate: learn is a number of steps at a positive rate, got {self.learn} at {self.rate}")
+            raise ValueError(
+                f"rotate: learn must not be negative and rate must be positive, got learn={self.learn}, "
+                f"rate={self.rate}"
+            )
         if self.learn and not self.stream:
-            raise ValueError("rotate: what is learned is the rotation of the residual stream; learn needs stream=True")
+            raise ValueError("rotate: learn trains the rotation of the residual stream; it needs stream=True")
 
     @torch.no_grad()
     def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
-        """Raises PlanError where the model has no residual stream that can be rotated."""
+        """Raises PlanError if the model has no residual stream that can be rotated."""
         self._stream(model, self._probe(read(batches)))
 
     def _probe(self, batches: Batches) -> Any:
         if not batches:
-            raise PlanError("rotate runs the model to see what it is made of; pass calibration=batches")
+            raise PlanError("rotate runs the model to find its structure; pass calibration=batches")
         if not (self.stream or self.values or self.online):
-            raise PlanError("rotate: with stream, values and online all False nothing is rotated")
+            raise PlanError("rotate: stream, values and online are all False, so nothing would be rotated")
         return all_reduce.broadcast_batch(probe_batch(batches[0]))
 
     def _stream(self, model: nn.Module, batch: Any) -> ResidualStream:
@@ -84,9 +87,8 @@ class Rotate(Rewrite):
 
     @torch.no_grad()
     def apply(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> dict[str, str]:
-        """See :class:`Rewrite`. batches: the first, the held-out ones, and all of them where it learns are run. Raises
-        PlanError, the model as it was, where it has no residual stream that can be rotated, and where its outputs
-        change after all."""
+        """See :class:`Rewrite`. Runs the first batch, the held-out ones, and with ``learn`` all. Raises PlanError, with
+        the model restored, if there is no residual stream that can be rotated, or if the outputs change."""
         batches = read(batches)
         batch = self._probe(batches)
         stream = self._stream(model, batch)
@@ -107,13 +109,13 @@ class Rotate(Rewrite):
             off = all_reduce.max_number(relative_difference(reference, float_outputs(model, batch)))
             if off > tolerance(model):
                 raise PlanError(
-                    f"rotate: the model's outputs moved by {off:.1e} of their size, more than {tolerance(model):.1e}; "
-                    "something else than its norms reads the residual stream"
+                    f"rotate: the model's outputs changed by {off:.1e} (relative), more than {tolerance(model):.1e}; "
+                    "something other than its norms reads the residual stream"
                 )
             if trial is not None:
                 trial.forget_all()
                 after = trial.divergence()
-                told = f"held-out divergence of rounding to nearest {before:.3g} -> {after:.3g}"
+                told = f"held-out divergence with RTN {before:.3g} -> {after:.3g}"
                 if not after < before:
                     change.undo()
                     return {"": f"rotation undone: {told}", **dict.fromkeys(target, "not rotated: it did not help")}
@@ -126,7 +128,7 @@ class Rotate(Rewrite):
 
 @dataclass
 class _Change:
-    """The rotation of one model, and how to take it back."""
+    """The rotation of one model, and how to undo it."""
 
     model: nn.Module
     stream: ResidualStream
@@ -149,10 +151,10 @@ class _Change:
         more = self._untie(options)
         for gain, readers in s.norms:
             self._fold(gain, readers, options.create_bias, notes)
-        for couple in self.heads:
-            _turn_heads(couple, options.seed + 1)
-            for r in couple.readers:
-                notes[r.name] = f"rotated; {couple.writer.name} in heads of {couple.head}"
+        for pair in self.heads:
+            _rotate_heads(pair, options.seed + 1)
+            for r in pair.readers:
+                notes[r.name] = f"rotated; {pair.writer.name} rotated in heads of {pair.head}"
         for name in left:
             layer = name.rpartition(".")[0]
             text = rotate_inputs_(self.model, [layer])[name]
@@ -197,7 +199,7 @@ class _Change:
             self.kept.restore()
 
     def _untie(self, options: Rotate) -> dict[str, str]:
-        """Make a table that is read and written two, where a gain comes between. Returns notes."""
+        """Copy a table shared by embedding and output if a norm's gain must be folded into one. Returns notes."""
         written, notes = {id(w.weight): w for w in self.stream.writers}, {}
         for gain, readers in self.stream.norms:
             for r in readers:
@@ -206,8 +208,8 @@ class _Change:
                     continue
                 if not options.untie:
                     raise PlanError(
-                        f"rotate: {r.name} is embedding and output at once, and the gain of {gain.name} must be folded "
-                        "into the output alone; rotate with untie=True, which makes them two"
+                        f"rotate: {r.name} is shared by embedding and output, and the gain of {gain.name} must be "
+                        "folded into the output only; rotate with untie=True, which copies the table"
                     )
                 place = self._second_place(r)
                 self.replaced.append((place[0], place[1], r.weight))
@@ -217,17 +219,17 @@ class _Change:
                 if getattr(config, "tie_word_embeddings", None):
                     self.config = (config, config.tie_word_embeddings)  # type: ignore[union-attr]
                     config.tie_word_embeddings = False  # type: ignore[union-attr]
-                notes[r.name] = f"untied from {twin.name}: a model to load this into must not tie them"
+                notes[r.name] = f"untied from {twin.name}: a model that loads this checkpoint must not tie them"
                 notes[twin.name] = f"untied from {r.name}"
         return notes
 
     def _second_place(self, r: Matrix) -> tuple[nn.Module, str, str]:
-        """Where else a table hangs: the output that reads it."""
+        """The other module that holds a shared table: the output layer."""
         for prefix, module in self.model.named_modules():
             for name, p in module._parameters.items():
                 if p is r.weight and not isinstance(module, nn.Embedding):
                     return module, name, f"{prefix}.{name}" if prefix else name
-        raise PlanError(f"rotate: {r.name} is read and written by one module, which cannot be made two")
+        raise PlanError(f"rotate: {r.name} is embedding and output in one module, so it cannot be untied")
 
     def _fold(self, gain: NormWeight, readers: tuple[Matrix, ...], create: bool, notes: dict[str, str]) -> None:
         value, shift = gain.value(), gain.bias
@@ -236,13 +238,13 @@ class _Change:
                 if r.bias is None:
                     if not create or type(r.module).forward is not nn.Linear.forward:
                         raise PlanError(
-                            f"rotate: {r.name} has no bias to take up that of {gain.name}"
+                            f"rotate: {r.name} has no bias to fold that of {gain.name} into"
                             + ("; rotate with create_bias=True" if not create else "")
                         )
                     self.replaced.append((r.module, "bias", None))
                     zeros = torch.zeros(r.height, dtype=r.weight.dtype, device=r.weight.device)
                     r.module._parameters["bias"] = nn.Parameter(zeros, r.weight.requires_grad)
-                    notes[r.name] = "it has a bias now"
+                    notes[r.name] = "bias added"
                 bias = r.bias
                 assert bias is not None
                 bias.data.copy_(bias.data.double() + r.view.double() @ shift.data.double())
@@ -262,7 +264,7 @@ def _flat(gain: NormWeight) -> bool:
 
 
 def _write(w: Matrix, q: Tensor) -> None:
-    """Outputs of a layer, or rows of a table, in the basis of q."""
+    """Rotate the outputs of a layer, or the rows of a table, by q."""
     if w.kind == "embedding":
         w.weight.data.copy_(w.weight.data.double() @ q)
         return
@@ -272,10 +274,10 @@ def _write(w: Matrix, q: Tensor) -> None:
         w.bias.data.copy_(w.bias.data.double() @ q)
 
 
-def _turn_heads(couple: EqualizationPair, seed: int) -> None:
+def _rotate_heads(pair: EqualizationPair, seed: int) -> None:
     """v -> v R in each head of the writer, and the readers' columns with it. R is orthogonal, so R^-T is R."""
-    assert isinstance(couple.writer, LinearRows)
-    rows, head = couple.writer, couple.head
+    assert isinstance(pair.writer, LinearRows)
+    rows, head = pair.writer, pair.head
     q = rotation(head, seed).to(rows.matrix.weight.device)
     view = rows.matrix.view[rows.start : rows.start + rows.width]
     heads = view.double().unflatten(0, (-1, head))  # [heads, head, in]
@@ -283,5 +285,5 @@ def _turn_heads(couple: EqualizationPair, seed: int) -> None:
     if rows.matrix.bias is not None:
         bias = rows.matrix.bias.data[rows.start : rows.start + rows.width]
         bias.copy_((bias.double().view(-1, head) @ q).flatten())
-    for r in couple.readers:
+    for r in pair.readers:
         r.view.copy_((r.view.double().unflatten(1, (-1, head)) @ q).flatten(1))

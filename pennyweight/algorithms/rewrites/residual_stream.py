@@ -1,4 +1,4 @@
-"""The residual stream of a pre-norm transformer: who writes to it, and who reads it through which norms."""
+"""Residual stream of a pre-norm transformer: the layers that write to it, and its norms with their readers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .verify_rewrite import SavedTensors, relative_difference
 
 @dataclass
 class ResidualStream:
-    """What the residual stream is made of.
+    """Components of the residual stream.
 
-    norms       (gain, the layers that read what it puts out)
-    centred     whether one of them takes out the mean
-    writers     layers and tables that add to it; parameters: names and places of tensors that are added as they are
+    norms       (gain, the layers that read its output)
+    centred     whether one of the norms subtracts the mean
+    writers     layers and tables that add to it; parameters: names and places of tensors that are added directly
     """
 
     width: int
@@ -34,38 +34,38 @@ class ResidualStream:
 
 
 def find_stream(model: nn.Module, batch: Any) -> ResidualStream:
-    """The residual stream of a pre-norm transformer. Raises PlanError that says why there is none to rotate."""
+    """Find the residual stream of a pre-norm transformer. Raises PlanError with the reason if it cannot be rotated."""
     seen = trace(model, batch)
     readers = {id(node.what): found for node, found in shared_readers(seen) if node.kind == "norm"}
     first = next((n for n in seen.norms if id(n.what) in readers), None)
     if first is None:
         raise PlanError(
-            f"rotate: {type(model).__name__} has no linear layer that reads a norm, so no residual stream to rotate"
+            f"rotate: {type(model).__name__} has no linear layer that reads a norm, hence no residual stream to rotate"
         )
     width = norm_width(first.what)
     on_stream = {id(n.what): (n.what, n) for n in seen.norms if norm_width(n.what) == width}
     made_of = list(_made_of([n.parents[0] for n in seen.norms if id(n.what) in on_stream]))
     norms, centred = [], False
     for module, node in on_stream.values():
-        gain, turned = norm_weight_of(node.name, module, module.weight), _turned(module)
+        gain, commutes = norm_weight_of(node.name, module, module.weight), _commuting_rotations(module)
         if id(module) not in readers:
             raise PlanError(
-                f"rotate: no linear layer reads {node.name}, so that its gain can be folded into none; rotate "
-                "the whole model with its head, not the part below it"
+                f"rotate: no linear layer reads {node.name}, so its gain cannot be folded; rotate the whole model "
+                "including its head"
             )
-        if gain is None or turned is None:
+        if gain is None or commutes is None:
             raise PlanError(f"rotate: {node.name} ({type(module).__name__}) does not commute with a rotation")
         for r in readers[id(module)]:
             if not r.plain:
-                raise PlanError(f"rotate: {r.name} is quantized already; rotate before quantizing")
-        centred = centred or turned == "centred"
+                raise PlanError(f"rotate: {r.name} is already quantized; rotate before quantizing")
+        centred = centred or commutes == "centred"
         norms.append((gain, readers[id(module)]))
     writers: dict[int, Matrix] = {}
     parameters: dict[str, tuple[str, nn.Module, str]] = {}
     for node in made_of:
         if node.kind == "matrix":
             if not node.what.plain:
-                raise PlanError(f"rotate: {node.name} is quantized already; rotate before quantizing")
+                raise PlanError(f"rotate: {node.name} is already quantized; rotate before quantizing")
             writers[id(node.what)] = node.what
         else:
             parameters[node.name] = node.what
@@ -73,7 +73,7 @@ def find_stream(model: nn.Module, batch: Any) -> ResidualStream:
 
 
 def _made_of(begins: list[Node]) -> Iterator[Node]:
-    """Matrices and parameters whose sum the residual stream is. Raises PlanError for anything else in it."""
+    """Matrices and parameters that add up to the residual stream. Raises PlanError for anything else in it."""
     visited = {id(n) for n in begins}
     todo = list(reversed(begins))
     while todo:
@@ -84,12 +84,12 @@ def _made_of(begins: list[Node]) -> Iterator[Node]:
         if node.kind == "norm":
             raise PlanError(
                 f"rotate: {node.name} normalises what is added to the residual stream, or the stream itself "
-                "(post-norm, as in BERT and Gemma 2); its gain stays between and does not commute with a rotation"
+                "(post-norm, as in BERT and Gemma 2); its gain cannot be folded and does not commute with a rotation"
             )
         if node.kind == "unknown":
             raise PlanError(
-                f"rotate: a tensor of shape {list(node.what)} that is no parameter enters the residual stream (an "
-                "input, a buffer); it would have to be rotated at run time"
+                f"rotate: a tensor of shape {list(node.what)} that is not a parameter is added to the residual stream "
+                "(an input or a buffer); it would have to be rotated at run time"
             )
         if not (node.name in TRANSPARENT or node.name in ADDS or (node.name in SCALES and len(node.parents) == 1)):
             raise PlanError(f"rotate: the residual stream goes through {node.name!r}, which mixes or scales channels")
@@ -99,8 +99,8 @@ def _made_of(begins: list[Node]) -> Iterator[Node]:
                 todo.append(parent)
 
 
-def _turned(norm: nn.Module) -> str | None:
-    """What rotations go through a norm: "plain", any; "centred", those that keep the mean, which it takes out."""
+def _commuting_rotations(norm: nn.Module) -> str | None:
+    """Rotations that commute with a norm: "plain", any; "centred", those that preserve the mean; None: none."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
     gain = norm_weight_of("", norm, weight)

@@ -1,4 +1,4 @@
-"""SmoothQuant: the range of activations moved into the weights."""
+"""SmoothQuant: scales activation outliers into the weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Smooth(ScaleSearch):
 
         s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)
 
-    max|W_j| is over all layers that read the input, so that they agree on s.
+    max|W_j| is taken over all layers that read the input, so that they share s.
 
-    alpha   0 to 1, or "search": for each couple whichever of 0, 0.1, .. 1 and of no smoothing gives the least error of
-            the layers' outputs, weights and inputs quantized as they are going to be
+    alpha   0 to 1, or "search": for each pair the value of 0, 0.1, .. 1 or no smoothing with the smallest error of the
+            layers' outputs, with weights and inputs quantized by their schemes
     """
 
     alpha: float | str = "search"
@@ -33,8 +33,8 @@ class Smooth(ScaleSearch):
         if self.alpha != "search" and not (isinstance(self.alpha, (int, float)) and 0 <= self.alpha <= 1):
             raise ValueError(f"smooth: alpha must be 'search' or between 0 and 1, got {self.alpha!r}")
 
-    def candidates(self, couple: EqualizationPair, seen: ReaderInputs, weights: Tensor) -> Iterator[Scales]:
-        x, w = couple.gather(seen.largest), couple.gather(weights)
+    def candidates(self, pair: EqualizationPair, seen: ReaderInputs, weights: Tensor) -> Iterator[Scales]:
+        x, w = pair.gather(seen.largest), pair.gather(weights)
         if self.alpha == "search":
             yield "", torch.ones_like(x)
         for alpha in [i / 10 for i in range(11)] if self.alpha == "search" else [float(self.alpha)]:

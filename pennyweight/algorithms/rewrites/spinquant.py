@@ -1,4 +1,4 @@
-"""A learned rotation of the residual stream: the one under which a quantized model stays nearest to the float one."""
+"""SpinQuant: a learned rotation of the residual stream that minimises the divergence of the quantized model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def learn_rotation(
     model: nn.Module, stream: ResidualStream, start: Tensor, target: Mapping[str, Scheme | None], batches: Any,
     steps: int, rate: float,
 ) -> tuple[Tensor, str]:  # fmt: skip
-    """(float64 rotation of the stream's width, what is to be told). model: gains folded, nothing rotated yet.
+    """(float64 rotation of the stream's width, note for the report). model: gains folded, nothing rotated yet.
 
         minimise KL(float || quantized) over Q = start (I + a)^-1 (I - a),  a^T = -a
 
-    Adam learns a (the Cayley transform of SpinQuant, Liu et al. 2024, whose descent on the manifold this replaces), its
-    rate falling to zero. Where inputs are quantized they alone are while it learns: codes of weights are a solver's to
-    choose afterwards. Else weights are, by rounding. What is held out decides; ``start`` stays where it is better.
+    Adam trains a through the Cayley transform (instead of descent on the manifold as in SpinQuant, Liu et al. 2024);
+    the rate decays to zero. If the scheme quantizes inputs, only inputs are quantized during training, because a solver
+    chooses the weight codes afterwards; otherwise weights are rounded to nearest. ``start`` is kept if it is better on
+    the held-out data.
     """
     batches = list(batches)
     trained, guard = losses.split_batches(batches, HELD_OUT) if len(batches) > 1 else (batches, batches)
@@ -66,12 +67,12 @@ def learn_rotation(
         q = (start @ cayley(free, stream.centred)).detach()
         after = apart(q)
     if not after < before:
-        return start, f"learned rotation undone: held-out divergence {before:.3g} became {after:.3g}"
+        return start, f"learned rotation undone: held-out divergence {before:.3g} -> {after:.3g}"
     return q, f"rotation learned: held-out divergence {before:.3g} -> {after:.3g}"
 
 
 def cayley(free: Tensor, centred: bool) -> Tensor:
-    """The orthogonal matrix (I + a)^-1 (I - a) of a = free - free^T; centred: of one row more, keeping (1, .. 1)."""
+    """The orthogonal matrix (I + a)^-1 (I - a), a = free - free^T; centred: one row larger, preserving (1, .. 1)."""
     a, eye = free - free.t(), torch.eye(len(free), dtype=free.dtype, device="cpu")
     q = torch.linalg.solve(eye + a, eye - a)
     if not centred:
@@ -81,7 +82,7 @@ def cayley(free: Tensor, centred: bool) -> Tensor:
 
 
 class Student:
-    """The model as it will be under a rotation: ``student(q, batch)``, with a gradient to q."""
+    """The quantized model under a rotation: ``student(q, batch)``, differentiable in q."""
 
     def __init__(self, model: nn.Module, stream: ResidualStream, target: Mapping[str, Scheme | None]) -> None:
         self.model, self.target = model, {name: s for name, s in target.items() if s is not None}
@@ -89,21 +90,21 @@ class Student:
         names: dict[int, list[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(p), []).append(name)
-        self.turned: list[tuple[list[str], Callable[[Tensor], Tensor]]] = []
+        self.rotated: list[tuple[list[str], Callable[[Tensor], Tensor]]] = []
         readers = {id(r.weight): r for _, found in stream.norms for r in found}
         writers = {id(w.weight): w for w in stream.writers}
         for key, m in {**readers, **writers}.items():
-            self.turned.append((names[key], self._weight(m, key in readers, key in writers)))
+            self.rotated.append((names[key], self._weight(m, key in readers, key in writers)))
             if key in writers and m.kind != "embedding" and m.bias is not None:
-                self.turned.append((names[id(m.bias)], _last(m.bias)))
+                self.rotated.append((names[id(m.bias)], _last(m.bias)))
         for _, module, param in stream.parameters:
             p = module._parameters[param]
             assert p is not None
-            self.turned.append((names[id(p)], _last(p)))
+            self.rotated.append((names[id(p)], _last(p)))
 
     def __call__(self, q: Tensor, batch: Any) -> Any:
         q = q.float()
-        state = {name: value for names, turn in self.turned for value in (turn(q),) for name in names}
+        state = {name: value for names, turn in self.rotated for value in (turn(q),) for name in names}
         acts = {}
         if self.inputs:
             weights = {**dict(self.model.named_parameters(remove_duplicate=False)), **state}
@@ -132,8 +133,8 @@ class Student:
 
 
 class _Inputs(TorchFunctionMode):
-    """Quantizes the input of each linear product with one of these weights: where deployment does, after whatever a
-    layer does to its input before."""
+    """Quantizes the input of each linear product with one of these weights, at the same point as in deployment: after
+    any preprocessing in the layer."""
 
     def __init__(self, acts: Mapping[int, ActivationSpec]) -> None:
         super().__init__()
@@ -150,5 +151,5 @@ def _dynamic(scheme: Scheme) -> bool:
 
 
 def _last(p: Tensor) -> Callable[[Tensor], Tensor]:
-    """What is added to the stream as it is."""
+    """Rotates a parameter that is added to the stream directly."""
     return lambda q: (p.detach().float() @ q.to(p.device)).to(p.dtype)

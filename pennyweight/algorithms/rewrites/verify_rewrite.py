@@ -1,4 +1,4 @@
-"""Whether a model computes what it did: its outputs on a few samples, compared, and its parameters, put back."""
+"""Checks that a rewrite preserves a model's function: compares outputs on a few samples and restores parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-5  # |difference| / |outputs| of a model in float32
 
 
 class SavedTensors:
-    """Copies of tensors, to put back bit for bit."""
+    """Copies of tensors, restored bit for bit."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.saved = [(t, t.detach().clone()) for t in {id(t): t for t in tensors}.values()]
@@ -28,20 +28,20 @@ class SavedTensors:
 
 
 def float_outputs(model: nn.Module, batch: Any) -> list[Tensor]:
-    """The float tensors that the model puts out. Raises ValueError where it puts out none."""
+    """The float tensors of the model's output. Raises ValueError if there are none."""
     with inference_mode(model):
         found = [t.detach().clone() for t in tree_leaves(run_batch(model, batch)) if isinstance(t, Tensor)]
     found = [t for t in found if t.is_floating_point() and t.numel()]
     if not found:
         raise ValueError(
-            f"{type(model).__name__} puts out no float tensors, so nothing shows whether a rewrite keeps its function; "
-            "pass calibration batches for which it returns some"
+            f"{type(model).__name__} returns no float tensors, so it cannot be checked that a rewrite preserves its "
+            "function; pass calibration batches for which it returns some"
         )
     return found
 
 
 def probe_batch(batch: Any) -> Any:
-    """The first two samples of a batch, where all its tensors have as many samples; else the whole."""
+    """The first two samples of a batch if all its tensors have the same number of samples; else the whole batch."""
     leaves, rebuild = tree_flatten(batch)
     counts = {t.shape[0] if isinstance(t, Tensor) and t.ndim > 1 else 0 for t in leaves}
     if len(counts) != 1 or min(counts) < 3:
@@ -50,7 +50,7 @@ def probe_batch(batch: Any) -> Any:
 
 
 def relative_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """The largest |a - b| / |a| over pairs of tensors; inf where shapes differ or numbers stop being finite."""
+    """The largest |a - b| / |a| over pairs of tensors; inf if shapes differ or values become non-finite."""
     worst = 0.0 if len(a) == len(b) else math.inf
     for x, y in zip(a, b, strict=False):
         if x.shape != y.shape:
@@ -65,7 +65,7 @@ def relative_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 def tolerance(model: nn.Module) -> float:
-    """:data:`TOLERANCE`; sixteen steps of the coarsest dtype of its float parameters where that is no float32."""
+    """:data:`TOLERANCE`; for other dtypes sixteen steps of the coarsest dtype of its float parameters."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype in (torch.float32, torch.bfloat16, torch.float16)}
     worst = max((torch.finfo(d).eps for d in dtypes), default=0.0)
     return TOLERANCE if worst <= torch.finfo(torch.float32).eps else 16 * worst

@@ -1,1 +1,1 @@
-"""Solvers: each chooses the codes and quantization parameters of one weight."""
+"""Solvers: each computes the codes and quantization parameters of one weight."""

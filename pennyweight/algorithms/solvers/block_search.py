@@ -1,4 +1,4 @@
-"""Parameters of blocks by trying: what the solvers without second-order feedback have in common."""
+"""Search over the quantization parameters of each block, shared by the solvers without error compensation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..base import Solution, Task
 from .kquant_search import stack_rows
 from .qparam_grid import grid_candidates, select_blocks
 
-_CHUNK = 1 << 23  # elements searched in one go: some six arrays of that size are worked on
+_CHUNK = 1 << 23  # elements per chunk: the search needs about six arrays of that size
 Cost = Callable[[Tensor], Tensor]  # of differences, element by element
 
 
 class BlockSearch:
-    """The cheapest parameters of each block among those offered; the first are the scheme's own.
+    """Keeps the parameters with the lowest cost for each block; starts with those of the scheme.
 
     task    its weight is [N, K]; its spec has a scale
-    cost    of the differences, such as ``torch.square``
-    weight  [K] or [N, K], what each element's cost counts; None: all the same
+    cost    elementwise cost of the differences, such as ``torch.square``
+    weight  [K] or [N, K], weight of each element's cost; None: equal weights
     """
 
     def __init__(self, task: Task, cost: Cost = torch.square, weight: Tensor | None = None) -> None:
@@ -39,12 +39,12 @@ class BlockSearch:
         self.shape = blocks.counts(self.spec.block, padded.shape)
         self.view = blocks.split(padded, self.shape)
         added = (0, padded.shape[1] - k, 0, padded.shape[0] - n)
-        self.counts = blocks.split(F.pad(self.weight, added), self.shape)  # what pads a block counts nothing
+        self.counts = blocks.split(F.pad(self.weight, added), self.shape)  # padding has weight 0
         _, self.first = next(grid_candidates(task, ("scheme",), None))
         self.best, self.least = self.first, self._costs(self.first)
 
     def codes(self, params: Params) -> tuple[Tensor, Params]:
-        """Nearest codes of the blocks under parameters, and the parameters as stored."""
+        """Codes of the blocks, rounded to nearest under the parameters, and the parameters as stored."""
         seen = store_qparams(params, self.spec)[1]
         return encode(self.view, self.spec, seen), seen
 
@@ -60,11 +60,11 @@ class BlockSearch:
         self.best = select_blocks(better, params, self.best)
 
     def fitted(self) -> Params:
-        """Scales (and offsets) of least weighted squares for the codes of the best: each block's own optimum.
+        """Weighted least-squares scales (and offsets) for the codes of the best parameters, for each block.
 
             sum_j h_j u_j (s u_j + o - w_j) = 0  and  sum_j h_j (s u_j + o - w_j) = 0,  u = codes - mid - zero point
 
-        Blocks whose system has no positive scale keep theirs.
+        Blocks without a positive solution keep their scale.
         """
         codes, seen = self.codes(self.best)
         u = self.spec.format.decode(codes, torch.float32) - self.spec.mid
@@ -89,14 +89,14 @@ class BlockSearch:
         )
 
     def row_costs(self, values: Tensor) -> Tensor:
-        """Cost of each row of the matrix that was found."""
+        """Cost of each row for the dequantized values [N, K]."""
         return (self.cost(values - self.task.weight) * self.weight).sum(1)
 
     def finish(self, *others: Parts, note: str = "") -> Solution:
-        """The best found, never worse than round-to-nearest: a scale that is quantized itself is stored in blocks of
-        its own, where one block's choice moves the others, so rows (or the whole) are compared once more as stored.
+        """The best solution, never worse than round-to-nearest. Quantized scales are stored in blocks of their own, so
+        one block's choice affects others; therefore rows (or the whole) are compared again as stored.
 
-        others: further parts of the whole weight, taken where they are better.
+        others: further candidate parts of the whole weight, used if better.
         """
         shape, weight = self.task.weight.shape, self.task.weight
         by_row = rows_independent(self.spec, shape)
@@ -115,7 +115,7 @@ class BlockSearch:
 
 
 def solve_in_chunks(task: Task, solve: Callable[[Task, slice], Solution]) -> Solution:
-    """solve(a run of rows, which they are) for one run after another, where rows share nothing; else all at once."""
+    """Call solve(task of some rows, their slice) chunk by chunk if rows are independent; else once for all rows."""
     n, k = task.weight.shape
     step = max(1, _CHUNK // max(1, k))
     if n <= step or not rows_independent(task.spec, task.weight.shape):
@@ -126,14 +126,14 @@ def solve_in_chunks(task: Task, solve: Callable[[Task, slice], Solution]) -> Sol
 
 
 def _rows(which: Tensor, a: Parts, b: Parts) -> Parts:
-    """Rows of a where ``which``, else of b; no part is shared by rows."""
+    """Rows of a where ``which``, else of b; rows must not share parts."""
 
     def join(x: object, y: object) -> object:
         if isinstance(x, Parts) and isinstance(y, Parts):
             return _rows(which, x, y)
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             return None
-        if x.dtype.is_floating_point and x.dtype.itemsize == 1:  # torch.where knows no float8
+        if x.dtype.is_floating_point and x.dtype.itemsize == 1:  # torch.where does not support float8
             return torch.where(which.unsqueeze(1), x.view(torch.uint8), y.view(torch.uint8)).view(x.dtype)
         return torch.where(which.unsqueeze(1), x, y)
 

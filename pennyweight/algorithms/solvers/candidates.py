@@ -1,4 +1,4 @@
-"""Several solutions of one matrix, of which the best is kept; and refining it."""
+"""Selection of the best of several solutions of one matrix, and its refinement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .scale_refit import refit
 
 
 class BestCandidate:
-    """The best of what is offered: row by row where rows share no scale, else as a whole.
+    """The best candidate: per row if rows do not share scales, else for the whole matrix.
 
     codes, values [N, K] on ``grid``; error [N]
     """
@@ -23,7 +23,7 @@ class BestCandidate:
         self.shape, self.by_row = shape, rows_independent(g.spec, shape)
 
     def offer(self, g: QParamGrid, codes: Tensor, values: Tensor, error: Tensor) -> None:
-        """Take what is better than all before; errors that are not finite never are."""
+        """Keep a candidate if it is better than all before; non-finite errors count as infinite."""
         error = torch.where(error.isfinite(), error, torch.inf)
         better = error < self.error if self.by_row else (error.sum() < self.error.sum()).expand(error.shape)
         if not better.any():
@@ -40,9 +40,9 @@ class BestCandidate:
 def refit_and_descend(
     best: BestCandidate, target: Tensor, hessian: Tensor, sweeps: int, scales: bool = True, keep: Tensor | None = None
 ) -> None:
-    """Scales refitted to the codes, then coordinate descent on the codes; so many times. Never worse.
+    """``sweeps`` times: refit the scales to the codes, then coordinate descent on the codes. Never worse.
 
-    scales  whether they may move
+    scales  whether scales may change
     keep    [N, K] elements that may change; None: all
     """
     h = hessian.unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Solvers that search each block's range: by the weight alone, or by how large its inputs are."""
+"""Solvers that search the range of each block, by weight error alone or weighted by the input magnitudes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .kquant_search import search_kquant as search_superblocks
 from .qparam_grid import grid_candidates, range_shares
 from .rtn import Nearest
 
-# A block whose largest element is not the largest number: that of e2m1 is 6, its neighbour 4 (Cook et al. 2025, "Four
-# over six"); one power of two where the scale is one
+# Map the block's largest element below the largest value: in e2m1 to 4 instead of 6 (Cook et al. 2025, "Four over
+# six"); 2.0 is one step of power-of-two scales
 STRETCHES = (1.125, 1.25, 1.5, 2.0)
 
 
 def _wider(task: Task) -> Iterator[Params]:
-    """Ranges beyond the block's own, for formats whose numbers are not evenly spaced."""
+    """Ranges wider than the block's own, for formats with unevenly spaced values."""
     if task.spec.format.kind == "int" or task.spec.offset is not None:
         return
     w = blocks.pad(task.weight, task.spec.block)
@@ -33,10 +33,10 @@ def _wider(task: Task) -> Iterator[Params]:
 @register("mse")
 @dataclass(frozen=True)
 class MSE(Solver):
-    """The share 1, 0.99 .. 0.5 of each block's range whose rounding has the least squared error; no data.
+    """Clips each block's range to the fraction 1, 0.99 .. 0.5 with the smallest squared weight error; needs no data.
 
-    For numbers that are not evenly spaced (e2m1, nf4) also ranges that are wider than the block. Never worse than
-    round-to-nearest in the squared error of the weight. Cost: about 50 times that of rounding.
+    For formats with unevenly spaced values (e2m1, nf4) it also tries ranges wider than the block. Never worse than
+    round-to-nearest in squared weight error. Cost: about 50 times that of rounding.
     """
 
     def solve(self, task: Task) -> Solution:
@@ -58,9 +58,9 @@ class MSE(Solver):
 class Importance(Solver):
     """Scales (and offsets) that minimise sum_j E[x_j^2] (Wq_ij - W_ij)^2 in each block: llama.cpp's importance matrix.
 
-    Tries the shares 1, 0.98 .. 0.5 of the range, then least squares for the codes of the best, ``fits`` times. For
-    ggml's K-quants and IQ4 types also the search of the GGUF writer. Rows are never worse than round-to-nearest in that
-    objective: the output error, had inputs no correlation. Cost: about 30 times that of rounding.
+    Tries the fractions 1, 0.98 .. 0.5 of the range, then least squares for the codes of the best, ``fits`` times. For
+    ggml's K-quants and IQ4 types also the search of the GGUF writer. Rows are never worse than round-to-nearest in this
+    objective, which is the output error for uncorrelated inputs. Cost: about 30 times that of rounding.
     """
 
     fits: int = 3
@@ -91,7 +91,7 @@ class Importance(Solver):
 
 
 def by_rows(moment: Tensor, rows: int) -> Tensor:
-    """[G, K] as [rows, K]: rows fall into G equal runs."""
+    """Expand [G, K] to [rows, K]: the rows form G equal groups."""
     if moment.shape[0] == 1:
         return moment.expand(rows, -1)
     return moment.repeat_interleave(rows // moment.shape[0], 0)

@@ -1,4 +1,4 @@
-"""GPTQ with grids fixed before, and what makes it better at no cost in bits."""
+"""GPTQ with fixed quantization grids, and extensions that improve accuracy at the same number of bits."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ AUTO = ("scheme", *SHRINKS[1:], "extreme", "mse", "weighted")
 @register("gptq")
 @dataclass(frozen=True)
 class GPTQ(Solver):
-    """Second-order rounding: each column's error is made up for by the columns after it (Frantar et al. 2022).
+    """Second-order rounding: later columns compensate for the rounding error of each column (Frantar et al. 2022).
 
         minimise tr((Wq - W) H (Wq - W)^T),  H = E[x x^T] + damping mean(diag H) I
 
-    damping     grows tenfold, for that layer alone, until H is positive definite. None: inputs / (2 tokens seen), at
-                least 0.01 and at most 0.3; what few tokens say of many inputs holds for those tokens only
-                (docs/log.md), and where they are fewer than the inputs that is the least, whatever is given
-    activation_order    columns with the largest inputs first; grids are fixed before, so files need no permutation
-    grids       what the ranges of blocks may be; each row takes the one with the least error of its output.
-                "scheme": the config's own rule; "mse"; "weighted"; a share of the range such as 0.9
-    asymmetric  0 to 1: how far the target is moved towards what the float model puts out at the same token, so that
-                errors of earlier layers are made up for (Li et al. 2025, GPTAQ; here in closed form:
-                W + asymmetric W E[(x_float - x) x^T] H^-1). Where a layer has no float twin beside it, its own output
-    sweeps      of scale refitting and coordinate descent afterwards; each row keeps what is better
-    keep_zeros  what is exactly 0 in the weight (see :func:`sparsify_`) makes up for nothing: it becomes the number
-                nearest to 0
+    damping     grows tenfold, per layer, until H is positive definite. None: inputs / (2 tokens), at least 0.01 and at
+                most 0.3, because statistics of few tokens do not generalize (docs/log.md). With fewer tokens than
+                inputs this value is the minimum, also if damping is given
+    activation_order    quantize columns with the largest inputs first; grids are fixed beforehand, so files need no
+                permutation
+    grids       candidate range rules of blocks; each row uses the one with the smallest output error.
+                "scheme": the config's own rule; "mse"; "weighted"; a fraction of the range such as 0.9
+    asymmetric  0 to 1: how far the target moves towards the float model's output at the same token, to compensate for
+                errors of earlier layers (Li et al. 2025, GPTAQ; here in closed form:
+                W + asymmetric W E[(x_float - x) x^T] H^-1). Without float inputs the target is the layer's own output
+    sweeps      number of sweeps of scale refitting and coordinate descent afterwards; each row keeps the better result
+    keep_zeros  weights that are exactly 0 (see :func:`sparsify_`) do not compensate for errors; they become the
+                representable value nearest to 0
 
-    Cost: O(N K^2 + K^3) a layer, N K^2 again for each further grid. Over the calibration inputs no row's output is
-    further from its target (the weight's own output, where asymmetric is 0) than round-to-nearest's.
+    Cost: O(N K^2 + K^3) per layer, N K^2 more for each further grid. On the calibration inputs no row's output is
+    further from its target (the weight's own output if asymmetric is 0) than with round-to-nearest.
     """
 
     damping: float | None = 0.01
@@ -53,7 +54,7 @@ class GPTQ(Solver):
     def __post_init__(self) -> None:
         object.__setattr__(self, "grids", (self.grids,) if isinstance(self.grids, str) else tuple(self.grids))
         if not self.grids:
-            raise ValueError("gptq: grids must name at least one, such as ('scheme',)")
+            raise ValueError("gptq: grids must name at least one grid, such as ('scheme',)")
         if self.damping is not None and not 0 <= self.damping <= 1:
             raise ValueError(f"gptq: damping must be between 0 and 1, got {self.damping}")
         if not 0 <= self.asymmetric <= 1:
@@ -68,8 +69,8 @@ class GPTQ(Solver):
         return ("drift",) if self.asymmetric else ()
 
     def damping_of(self, inputs: int, tokens: int) -> float:
-        """Before it grows. Fewer tokens than inputs leave directions that none of them shows, and in which errors seem
-        to cost nothing: then what is given may be too little."""
+        """The initial damping. With fewer tokens than inputs, H is singular: errors in unseen directions seem to cost
+        nothing, and the given damping may be too small."""
         suited = min(max(LEAST, inputs / max(1, 2 * tokens)), MOST)
         if self.damping is None:
             return suited
@@ -80,10 +81,8 @@ class GPTQ(Solver):
         if hessians.shape[0] == 1:
             return self._solve(task, hessians[0], None if drifts is None else drifts[0])
         if not rows_independent(task.spec, task.weight.shape):
-            return (
-                Nearest().solve(task)._replace(note="rounded to nearest: blocks reach over groups of the convolution")
-            )
-        # A grouped convolution: each group of outputs has inputs of its own
+            return Nearest().solve(task)._replace(note="rounded to nearest: blocks span groups of the convolution")
+        # A grouped convolution: each group of outputs has its own inputs
         solved = []
         for g, rows in enumerate(task.weight.chunk(hessians.shape[0])):
             part = Task(task.name, rows, task.spec, task.rule, task.eps, tokens=task.tokens)
@@ -106,7 +105,7 @@ class GPTQ(Solver):
         keep = None if keep is None or bool(keep.all()) else keep
         n, k = task.weight.shape
         first = make_grid(next(grid_candidates(task, ("scheme",), None))[1], task.spec, task.weight.shape)
-        damped = hessian.clone()  # what all is judged by: with few tokens it holds for others than those, too
+        damped = hessian.clone()  # candidates are compared under damping, which generalizes better with few tokens
         damped.diagonal().add_(f.damping * hessian.diagonal().mean())
         d = damped.unsqueeze(0)
         best = BestCandidate(first, parts.codes[:n, :k], values, output_error(values - target, d), task.weight.shape)
@@ -120,16 +119,16 @@ class GPTQ(Solver):
         best.offer(found.grid, found.codes, found.values, output_error(found.values - target, h))
         asked = damping if self.damping is None else self.damping
         note = "" if f.damping == asked else f"damping raised to {f.damping:g}"
-        if self.asymmetric and drift is None and self.name == GPTAQ.name:  # "auto" takes what there is
-            note = "; ".join(filter(None, (note, "aimed at its own output: no float twin beside it")))
+        if self.asymmetric and drift is None and self.name == GPTAQ.name:  # "auto" uses drift only if available
+            note = "; ".join(filter(None, (note, "target is its own output: no float inputs")))
         solved = best.grid.parts(task.weight, best.codes)
         error = total_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h)
         return Solution(solved, error, nearest, note)
 
 
 def asymmetric_target(weight: Tensor, drift: Tensor, f: CholeskyFactor, share: float) -> Tensor:
-    """W + share W E[(x_float - x) x^T] H^-1, with the damped H: at share 1 and without damping its output on the inputs
-    at hand is nearest to W x_float."""
+    """W + share W E[(x_float - x) x^T] H^-1, with the damped H. At share 1 and without damping this is the
+    least-squares fit to W x_float on the calibration inputs."""
     back = torch.argsort(f.order)
     upper = f.upper.double()
     inverse = (upper.t() @ upper)[back][:, back]
@@ -139,9 +138,9 @@ def asymmetric_target(weight: Tensor, drift: Tensor, f: CholeskyFactor, share: f
 @register("auto")
 @dataclass(frozen=True)
 class Auto(GPTQ):
-    """GPTQ that tries every grid and refines: each row of each layer takes the range rule whose rounding has the least
-    output error over the calibration inputs, because no fixed rule wins on all models; errors of earlier layers are
-    made up for by half (docs/algorithms/auto.md)."""
+    """GPTQ with all grids and refinement: each row of each layer uses the range rule with the smallest output error on
+    the calibration inputs, because no fixed rule is best on all models. It compensates for half of the errors of
+    earlier layers (docs/algorithms/auto.md)."""
 
     damping: float | None = None
     grids: tuple[str | float, ...] = AUTO
@@ -152,6 +151,6 @@ class Auto(GPTQ):
 @register("gptaq")
 @dataclass(frozen=True)
 class GPTAQ(GPTQ):
-    """GPTQ whose target is what the float model puts out, on the inputs that the quantized layers before give."""
+    """GPTQ whose target is the float model's output, on the inputs from the quantized layers before it."""
 
     asymmetric: float = 0.5

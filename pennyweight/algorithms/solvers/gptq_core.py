@@ -1,4 +1,4 @@
-"""Rounding a matrix so that the errors of its columns make up for one another: what GPTQ and its kin have in common.
+"""Shared core of the GPTQ family: rounding a matrix with error compensation between its columns.
 
 All minimise tr(D H D^T), D = Wq - W: the squared error of the layer's output over the calibration inputs, H = E[x x^T].
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .qparam_grid import QParamGrid
 
-# Columns whose errors are carried to one another at once, and to the rest by one product (GPTQ's lazy batches)
+# Columns per block: errors propagate within a block column by column, to the rest by one product (GPTQ's lazy batches)
 WIDTH = 128
 
 
@@ -25,9 +25,10 @@ class CholeskyFactor(NamedTuple):
 
 
 def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) -> CholeskyFactor | None:
-    """Of [K, K]. Damping grows tenfold, up to the mean diagonal, until the matrix is positive definite; else None.
+    """Factor the inverse of a Hessian [K, K]. Damping grows tenfold, up to the mean diagonal, until the matrix is
+    positive definite; None if it never is.
 
-    In float64 up to 8192 inputs: float32 loses digits that matter where channels differ by orders of magnitude.
+    In float64 up to 8192 inputs: float32 is too inaccurate if channels differ by orders of magnitude.
     """
     k = hessian.shape[0]
     diagonal = hessian.diagonal()
@@ -41,7 +42,7 @@ def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) ->
     )
     dtype = torch.float64 if k <= 8192 else torch.float32
     while damping <= 1.0:
-        # Each matrix is as large as all else that a layer needs, so that none outlives its use
+        # These matrices dominate the memory of a layer, so each is released as soon as possible
         h = hessian[order].index_select(1, order).to(dtype)
         h.diagonal().add_(damping * mean)
         h, info = torch.linalg.cholesky_ex(h)
@@ -57,10 +58,10 @@ def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) ->
 def quantize_columns(
     weight: Tensor, grid: QParamGrid, f: CholeskyFactor, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(codes, values) [N, K]: each column becomes the nearest numbers, and its error is taken off the columns after it
-    as far as they can make up for it. Frantar et al. 2022 (GPTQ); with grids fixed before, Babai's nearest plane.
+    """(codes, values) [N, K]: round each column to nearest, then update the later columns to compensate for its error.
+    Frantar et al. 2022 (GPTQ); with fixed grids this is Babai's nearest plane algorithm.
 
-    keep    bool [N, K]: all others become the number nearest to zero
+    keep    bool [N, K]: all other elements become the representable value nearest to zero
     """
     order, upper = f.order, f.upper
     kept = None if keep is None else keep.t()[order].contiguous()
@@ -89,9 +90,8 @@ def quantize_columns(
 def coordinate_descent(
     weight: Tensor, codes: Tensor, values: Tensor, grid: QParamGrid, hessian: Tensor, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One sweep of coordinate descent on tr(D H D^T): each column in turn becomes the nearest numbers to its optimum
-    given all others. Never worse than where it starts. Behdin et al. 2023 (QuantEase). keep: as for
-    :func:`quantize_columns`.
+    """One sweep of coordinate descent on tr(D H D^T): each column in turn is rounded to its optimum given all others.
+    The objective never increases. Behdin et al. 2023 (QuantEase). keep: as in :func:`quantize_columns`.
     """
     w, v = weight.t(), values.t().contiguous()
     codes = codes.t().contiguous()

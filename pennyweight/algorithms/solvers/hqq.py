@@ -1,4 +1,4 @@
-"""Half-quadratic quantization: zero points for a norm that forgives outliers. No data."""
+"""Half-quadratic quantization (HQQ): zero points that minimise an outlier-robust norm. Needs no data."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .block_search import BlockSearch, solve_in_chunks
 from .rtn import Nearest
 
 UNMOVED = (
-    "rounded to nearest: no integer zero point of this scheme gains by moving, which shifts the same numbers by whole "
-    "steps; take 'mse' or data, or a scheme with an offset"
+    "rounded to nearest: no integer zero point of this scheme can be improved, because it shifts the grid by whole "
+    "steps; use 'mse', calibration data, or a scheme with an offset"
 )
 
 
 @register("hqq")
 @dataclass(frozen=True)
 class HQQ(Solver):
-    """Moves the zero point or offset of each block so that sum |Wq - W|^norm is small (Badri and Shaji 2023).
+    """Optimizes the zero point or offset of each block to minimise sum |Wq - W|^norm (Badri and Shaji 2023).
 
-    Split by halves: with e the outlying part of the error, in units of the step,
+    Half-quadratic splitting: with e the outlier part of the error, in units of the step,
 
         e <- shrink(W - Wq),  shrink(x) = sign(x) max(0, |x| - |x|^(norm-1) / beta)
         zero <- mean(codes - (W - e) / s)
 
-    and beta grows by ``growth`` each time. Scales stay. Of all steps each block keeps the best, so it is never worse
-    than round-to-nearest in that norm. An integer zero point is rounded each time, and gains next to nothing: moved by
-    whole steps, a grid has the same numbers but at its ends. Where none moved, and for schemes that store neither a
-    zero point nor an offset, the weight is rounded to nearest and its note says so.
+    and beta is multiplied by ``growth`` in each step. Scales are fixed. Each block keeps its best step, so it is never
+    worse than round-to-nearest in this norm. An integer zero point is rounded in each step and gains almost nothing: a
+    grid shifted by whole steps has the same values except at its ends. If no zero point changes, and for schemes
+    without zero point and offset, the weight is rounded to nearest with a note.
     """
 
     norm: float = 0.7
@@ -50,7 +50,7 @@ class HQQ(Solver):
     def solve(self, task: Task) -> Solution:
         spec = task.spec
         if not spec.zero_point and spec.offset is None:
-            note = "rounded to nearest: hqq moves zero points and offsets, and this scheme stores none"
+            note = "rounded to nearest: hqq optimizes zero points or offsets, and this scheme has none"
             return Nearest().solve(task)._replace(note=note)
         found = solve_in_chunks(task, self._solve)
         if spec.offset is None and not found.note:
@@ -79,7 +79,7 @@ class HQQ(Solver):
         return found.finish()
 
     def _with(self, task: Task, params: Params, zero: Tensor) -> Params:
-        """Those parameters with zero points [N / b0, K / b1] in units of the step."""
+        """``params`` with new zero points [N / b0, K / b1], given in units of the step."""
         if params.zero_point is not None:
             f = task.spec.format
             return params._replace(zero_point=zero.round().clamp(f.lo, f.hi))
@@ -87,14 +87,14 @@ class HQQ(Solver):
         assert seen.scale is not None
         offset = -zero * seen.scale.float()
         kind = task.spec.offset
-        if getattr(kind, "one_sided", False):  # offsets that are minus a number that is not negative
+        if getattr(kind, "one_sided", False):  # offsets that must not be positive
             offset = offset.clamp(max=0)
         assert params.offset is not None
         return params._replace(offset=torch.where(offset.isfinite(), offset, params.offset.float()))
 
 
 def _zero(seen: Params) -> Tensor | float:
-    """The number of steps that stands for zero."""
+    """Zero point in units of the step."""
     if seen.zero_point is not None:
         return blocks.spread(seen.zero_point).float()
     assert seen.offset is not None

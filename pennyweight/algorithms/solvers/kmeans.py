@@ -1,4 +1,4 @@
-"""Numbers that are learned: a table for a weight, and its codes, by k-means, error feedback and least squares."""
+"""Learned codebooks: the table and codes of a weight by k-means, error compensation and least squares."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ..base import Solution, Solver, Task, register
 from .gptq_core import WIDTH, inverse_cholesky
 from .rtn import Nearest, nearest_parts, total_error
 
-_STEPS = 12  # of conjugate gradients: later ones change what float16 does not hold
+_STEPS = 12  # of conjugate gradients: later steps change less than float16 resolves
 
 
 @register("kmeans")
 @dataclass(frozen=True)
 class KMeans(Solver):
-    """A table of numbers for each weight of a learned format, and codes into it.
+    """A codebook for each weight of a learned format, and codes into it.
 
         minimise tr((Wq - W) H (Wq - W)^T),  Wq[n, d i + j] = table[codes[n, i], j] * scale
 
-    damping     of H, as for "gptq"
-    rounds      of k-means, each number weighed by diag(H) and the square of its scale
+    damping     of H, as in "gptq"
+    rounds      of k-means; each element is weighted by diag(H) and the square of its scale
     sweeps      afterwards, of coordinate descent on the codes and least squares on the table
-    feedback    False: diag(H) alone, which takes no memory of K^2 and no time of N K^2 (the imatrix of llama.cpp)
+    feedback    False: use only diag(H), which needs no K^2 memory and no N K^2 time (the imatrix of llama.cpp)
 
-    Codes are chosen ``dim`` columns at a time, in the metric of what the columns after them cannot make up for, and
-    their errors are taken off those columns. Cost: O(N K (K + 2^bits) + K^3) a layer, N K^2 again for each of a dozen
-    steps of each sweep. Over the calibration inputs the output is no further from the weight's own than under the table
-    of plain k-means. Formats with numbers of their own are rounded to nearest.
+    Codes are chosen ``dim`` columns at a time, in the metric of the error that later columns cannot compensate; later
+    columns are then updated. Cost: O(N K (K + 2^bits) + K^3) per layer, N K^2 more for each of a dozen steps of each
+    sweep. On the calibration inputs the output error is never larger than with the table of plain k-means. Formats with
+    fixed values are rounded to nearest.
     """
 
     learns: ClassVar = True
@@ -57,7 +57,7 @@ class KMeans(Solver):
 
     def solve(self, task: Task) -> Solution:
         if task.spec.format.kind != "learned":
-            note = f"rounded to nearest: {task.spec.format} has numbers of its own"
+            note = f"rounded to nearest: {task.spec.format} has fixed values"
             return Nearest().solve(task)._replace(note=note)
         if 0 in task.weight.shape:
             return Nearest().solve(task)
@@ -84,8 +84,8 @@ class KMeans(Solver):
 
 
 def learner(solver: Solver, spec: QuantSpec, stats: Mapping[str, Tensor]) -> Solver:
-    """The solver itself; for a learned format one that learns from the statistics there are. Round-to-nearest there is
-    k-means of the weight alone."""
+    """The solver itself, or for a learned format one that learns from the available statistics. Round-to-nearest of a
+    learned format is k-means of the weight alone."""
     if spec.format.kind != "learned" or solver.learns:
         return solver
     if "hessian" in stats:
@@ -94,7 +94,7 @@ def learner(solver: Solver, spec: QuantSpec, stats: Mapping[str, Tensor]) -> Sol
 
 
 def _cost(task: Task, hessian: Tensor | None, diagonal: Tensor) -> Callable[[Tensor], float]:
-    """What the solver lowers, of the values of a weight."""
+    """The solver's objective as a function of the dequantized weight."""
 
     def output(values: Tensor) -> float:
         assert hessian is not None
@@ -108,11 +108,11 @@ def _cost(task: Task, hessian: Tensor | None, diagonal: Tensor) -> Callable[[Ten
 
 
 class Problem:
-    """One weight, and what is known of its numbers so far.
+    """One weight and its current solution.
 
-    target  [N, K'] what table * scale is to be: the weight less its offsets, K' in whole blocks and codes
-    scale   [N, K'] as stored; table [E, d], float32 numbers that float16 holds; codes [N, K' / d], int64
-    counts  [N, K'] what the square of an error costs; 0 where the weight is padded
+    target  [N, K'] target of table * scale: the weight minus its offsets, K' padded to whole blocks and codes
+    scale   [N, K'] as stored; table [E, d], float32 values representable in float16; codes [N, K' / d], int64
+    counts  [N, K'] weight of each squared error; 0 for padding
     """
 
     def __init__(self, task: Task, diagonal: Tensor) -> None:
@@ -129,11 +129,11 @@ class Problem:
         self.codes = torch.zeros((self.n, self.target.shape[1] // self.dim), dtype=torch.int64, device=self.wide.device)
 
     def _columns(self, x: Tensor) -> Tensor:
-        """[N', n] in whole blocks as [N, K']; the last column is repeated."""
+        """[N', n] in whole blocks as [N, K'], padded by repeating the last column."""
         return codebook.vectors(x[: self.n], self.dim).flatten(1)
 
     def _take(self, params: Params) -> None:
-        """Scales and offsets, as they are stored."""
+        """Set scales and offsets, rounded as stored."""
         self.params, seen = params, store_qparams(params._replace(table=None), self.spec)[1]
 
         def spread(part: Tensor | None, default: float) -> Tensor:
@@ -151,7 +151,7 @@ class Problem:
         return self.table[self.codes].flatten(1) * self.scale
 
     def parts(self) -> Parts:
-        """Plain parts; rows that pad the weight to whole blocks are rounded to nearest."""
+        """Plain parts; padding rows are rounded to nearest."""
         parts = quantize(self.task.weight, self.spec, params=self.params._replace(table=self.table))
         parts.codes[: self.n] = self.codes.to(torch.uint8)
         return parts
@@ -165,7 +165,7 @@ class Problem:
     # -- k-means -----------------------------------------------------------------------------------------------------
 
     def cluster(self, rounds: int) -> None:
-        """Table and codes of least sum of counts (table * scale - target)^2, and scales refitted to them twice."""
+        """Table and codes that minimise the sum of counts (table * scale - target)^2; scales are refitted twice."""
         shape = (-1, self.dim)
         for again in range(3):
             x = (self.target / self.safe).reshape(shape)
@@ -173,7 +173,7 @@ class Problem:
             top = weight.amax()
             weight = weight / top if float(top) > 0 else torch.ones_like(weight)
             if not again:
-                some = weight.sum(1) > 0  # what pads the weight is no vector to learn from
+                some = weight.sum(1) > 0  # exclude padding
                 self._put(codebook.fit(x[some], self.entries, weight[some], rounds))
             codes = codebook.nearest(x, self.table, weight).long()
             self._put(codebook.means(x, codes, self.table, weight))
@@ -182,7 +182,7 @@ class Problem:
                 self._refit()
 
     def _refit(self) -> None:
-        """Each block's scale of least weighted squares; those without one stay."""
+        """Weighted least-squares scale of each block; blocks without a valid solution keep theirs."""
         assert self.params.scale is not None
         t = self.table[self.codes].flatten(1)
         sums = [self._per_block(self.counts * t * other) for other in (self.target, t)]
@@ -199,16 +199,16 @@ class Problem:
     # -- second order ------------------------------------------------------------------------------------------------
 
     def _runs(self, hessian: Tensor) -> list[tuple[slice, Tensor]]:
-        """Rows that have inputs of their own, and H [K', K'] of those, in whole codes."""
+        """Groups of rows with the same inputs, and their H [K', K'], padded to whole codes."""
         size, more = self.n // hessian.shape[0], self.target.shape[1] - self.k
         wide = torch.nn.functional.pad(hessian, (0, more, 0, more)).float()
         return [(slice(g * size, (g + 1) * size), h) for g, h in enumerate(wide)]
 
     def feed_back(self, hessian: Tensor, damping: float) -> str:
-        """Codes chosen one after another, each making up for the errors of those before. Returns a note."""
+        """Choose codes one after another, each compensating for the errors of those before. Returns a note."""
         note = ""
         for rows, h in self._runs(hessian):
-            # columns of a code stay together; those whose errors cost most come first
+            # columns of a code stay together; columns with the highest error cost come first
             order = h.diagonal().view(-1, self.dim).sum(1).argsort(descending=True, stable=True)
             columns = (
                 order.unsqueeze(1) * self.dim + torch.arange(self.dim, device=order.device, dtype=torch.int64)
@@ -219,13 +219,13 @@ class Problem:
                 continue
             if f.damping != damping:
                 note = f"damping raised to {f.damping:g}"
-            codes = self._carry(self.target[rows][:, columns], self.safe[rows][:, columns], f.upper)
+            codes = self._quantize_columns(self.target[rows][:, columns], self.safe[rows][:, columns], f.upper)
             self.codes[rows] = codes[:, order.argsort()]
         return note
 
-    def _carry(self, w: Tensor, safe: Tensor, upper: Tensor) -> Tensor:
-        """As feedback.carry, ``dim`` columns at a time. H^-1 = U^T U: an error e of columns J costs |e U_JJ^-1|^2 when
-        those after them have made up for it, and e U_JJ^-1 U_J. is taken off them."""
+    def _quantize_columns(self, w: Tensor, safe: Tensor, upper: Tensor) -> Tensor:
+        """As :func:`.gptq_core.quantize_columns`, ``dim`` columns at a time. H^-1 = U^T U: after compensation by later
+        columns an error e of columns J costs |e U_JJ^-1|^2; e U_JJ^-1 U_J. is subtracted from the later columns."""
         w, d = w.clone(), self.dim
         scale = torch.where(safe.isinf(), 0.0, safe)
         codes = torch.empty((w.shape[0], w.shape[1] // d), dtype=torch.int64, device=w.device)
@@ -269,11 +269,11 @@ class Problem:
                 pull.addmm_(moved, h[begin:end], alpha=-1)
 
     def fit_table(self, hessian: Tensor) -> None:
-        """The table of least squares for the codes, by conjugate gradients from the one there is."""
+        """Least-squares table for the codes, by conjugate gradients from the current table."""
         flat, runs = self.codes.flatten(), self._runs(hessian)
 
         def gathered(difference: Tensor) -> Tensor:
-            """The gradient in the table of a matrix of errors [N, K']."""
+            """Gradient with respect to the table for a matrix of errors [N, K']."""
             pulled = torch.empty_like(difference)
             for rows, h in runs:
                 pulled[rows] = difference[rows] @ h
@@ -290,7 +290,7 @@ class Problem:
         for _ in range(_STEPS):
             if not square > 1e-12 * first or not first > 0:
                 break
-            size = float(direction.abs().max())  # gradients may be of any size
+            size = float(direction.abs().max())  # normalize: gradients may have any magnitude
             image = gathered(spread(direction / size)) * size
             curved = float((direction * image).sum())
             if not curved > 0:

@@ -1,9 +1,9 @@
-"""Scales by search for ggml's K-quants and IQ4 types; the GGUF writer's, and a candidate of the solver "imatrix".
+"""Scale search for ggml's K-quants and IQ4 types, for the GGUF writer and as a candidate of the solver "imatrix".
 
-Each sub-block tries some scales around that of its range; the codes that one gives have a best scale (and offset), by
-weighted least squares, and the candidate of least weighted error is kept. The scales of a super-block are then rounded
-to multiples of one float16, and the codes are taken anew, the nearest under the scales as stored. The idea is that of
-ggml's make_qkx2_quants and make_qx_quants (ggml-quants.c, Kawrakow 2023); so are the weights.
+Each sub-block tries several scales around that of its range; weighted least squares then fits the scale (and offset)
+to the resulting codes, and the candidate with the smallest weighted error is kept. The scales of a super-block are then
+rounded to multiples of one float16 number, and the codes are recomputed by rounding to nearest under the stored scales.
+Method and weights follow ggml's make_qkx2_quants and make_qx_quants (ggml-quants.c, Kawrakow 2023).
 
 Sub-blocks lie in columns: x is [elements of a sub-block, sub-blocks].
 """
@@ -22,19 +22,19 @@ from ...core.formats import IQ4_NL
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
 
-_TINY = 1e-30  # squares below it are those of zeros
-_CHUNK = 1 << 17  # elements searched for in one go: some tens of arrays of that size are worked on
+_TINY = 1e-30  # squares below this count as zero
+_CHUNK = 1 << 17  # elements per chunk: the search needs some tens of arrays of that size
 
 
 def half(d: Tensor) -> Tensor:
-    """d as float16. Raises ValueError where it is beyond."""
+    """d as float16. Raises ValueError if it is out of range."""
     if d.numel() and float(d.abs().max()) > 65504:
-        raise ValueError(f"a block needs a scale or offset of {float(d.abs().max()):.4g}; float16 holds 65504 at most")
+        raise ValueError(f"a block needs a scale or offset of {float(d.abs().max()):.4g}; the float16 maximum is 65504")
     return d.to(torch.float16)
 
 
 def pairwise_sum(x: Tensor) -> Tensor:
-    """Sum over the first axis, a power of two, by halves: the same bits everywhere."""
+    """Pairwise sum over the first axis, whose size is a power of two: bit-identical on every machine."""
     while x.shape[0] > 1:
         n = x.shape[0] // 2
         x = x[:n] + x[n:]
@@ -61,14 +61,14 @@ def _rms(x: Tensor, size: int) -> Tensor:
 
 
 def _affine(x: Tensor, w: Tensor, top: int, start: float, step: float, tries: int) -> tuple[Tensor, Tensor]:
-    """Scale and least value (at most 0) of each column: sum of w * (scale * code + least - x)**2 is small."""
+    """Scale and minimum (at most 0) of each column that minimise the sum of w * (scale * code + least - x)**2."""
     lo = x.amin(0).clamp(max=0)
     span = x.amax(0) - lo
     above, wx = x - lo, w * x
     sw, swx = pairwise_sum(w), pairwise_sum(wx)
 
     def fit(codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Least squares for given codes, and the error without its constant part."""
+        """Least squares for given codes, and the error without its constant term."""
         wl = w * codes
         sl, sll, sxl = pairwise_sum(wl), pairwise_sum(wl * codes), pairwise_sum(wx * codes)
         det = sw * sll - sl * sl
@@ -89,7 +89,7 @@ def _affine(x: Tensor, w: Tensor, top: int, start: float, step: float, tries: in
     for i in range(tries + 1):
         if i < tries:
             codes = (above * _ratio(torch.full_like(span, top + start + step * i), span)).round_().clamp_(0, top)
-        else:  # once more from the best: its codes may have changed with its offset
+        else:  # again from the best: its codes may change with the new offset
             codes = ((x - best_least) * _ratio(torch.ones_like(span), best_scale)).round_().clamp_(0, top)
         scale, least, error = fit(codes)
         better = (error < best) & (scale > 0)
@@ -100,33 +100,33 @@ def _affine(x: Tensor, w: Tensor, top: int, start: float, step: float, tries: in
 
 
 def _multiples(values: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Values that are not negative, [super-blocks, k], as codes 0 .. top of one float16. Codes are float32."""
+    """Non-negative values [super-blocks, k] as codes 0 .. top (float32) times one float16 scale per super-block."""
     d = half(values.amax(1, keepdim=True) / top)
     return (values * _ratio(torch.ones_like(d, dtype=torch.float32), d.float())).round().clamp(0, top), d
 
 
-def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
-    cols = _columns(x, way.size)
+def _with_offset(x: Tensor, importance: Tensor | None, params: _SearchParams) -> Parts:
+    cols = _columns(x, params.size)
     sigma = _rms(cols, 256)
     if importance is None:
         w = sigma + cols.abs()
     else:
-        w = _columns(importance, way.size) * (2 * sigma * sigma + cols * cols).sqrt()
-    scale, least = _affine(cols, w, way.top, way.start, way.step, way.tries)
-    per = 256 // way.size
-    sc, d = _multiples(scale.view(-1, per), way.scale_top)
-    mn, dmin = _multiples(-least.view(-1, per), way.scale_top)
+        w = _columns(importance, params.size) * (2 * sigma * sigma + cols * cols).sqrt()
+    scale, least = _affine(cols, w, params.top, params.start, params.step, params.tries)
+    per = 256 // params.size
+    sc, d = _multiples(scale.view(-1, per), params.scale_top)
+    mn, dmin = _multiples(-least.view(-1, per), params.scale_top)
 
     def codes_of(sc: Tensor, mn: Tensor) -> tuple[Tensor, Tensor]:
         scale, minus = (d.float() * sc).view(-1), (dmin.float() * mn).view(-1)
-        codes = ((cols + minus) * _ratio(torch.ones_like(scale), scale)).round().clamp(0, way.top)
+        codes = ((cols + minus) * _ratio(torch.ones_like(scale), scale)).round().clamp(0, params.top)
         return codes, pairwise_sum(w * (codes * scale - minus - cols).square())
 
-    # rounding one of the two is made up for by the other, and by codes that are chosen anew
+    # try neighbours of both rounded values: scale, minimum and new codes can compensate for each other's rounding
     codes, least = codes_of(sc, mn)
     first, second = sc, mn
     for up, down in ((a, b) for a in (-1, 0, 1) for b in (-1, 0, 1) if (a, b) != (0, 0)):
-        tried = (first + up).clamp(0, way.scale_top), (second + down).clamp(0, way.scale_top)
+        tried = (first + up).clamp(0, params.scale_top), (second + down).clamp(0, params.scale_top)
         found, error = codes_of(*tried)
         better = error < least
         codes, least = torch.where(better, found, codes), torch.where(better, error, least)
@@ -142,12 +142,12 @@ def _with_offset(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
 # -- scale alone -------------------------------------------------------------------------------------------------------
 
 
-def _numbers(x: Tensor, way: _Way) -> tuple[Tensor, Tensor]:
-    """Codes of the nearest numbers and the numbers themselves."""
-    if way.table:
+def _numbers(x: Tensor, params: _SearchParams) -> tuple[Tensor, Tensor]:
+    """Codes of the nearest values, and these values."""
+    if params.table:
         codes = torch.bucketize(x, _levels().to(x.device))
         return codes, torch.tensor(IQ4_NL.values, device=x.device, dtype=torch.float32)[codes]
-    codes = x.round().clamp(-way.top - 1, way.top)
+    codes = x.round().clamp(-params.top - 1, params.top)
     return codes, codes
 
 
@@ -156,22 +156,22 @@ def _levels() -> Tensor:
     return (values[1:] + values[:-1]) / 2
 
 
-def _centred(x: Tensor, w: Tensor, way: _Way) -> Tensor:
-    """Scale of each column: sum of w * (scale * number - x)**2 is small. It has the sign that gives the element of
-    largest magnitude the longer side of the numbers."""
+def _centred(x: Tensor, w: Tensor, params: _SearchParams) -> Tensor:
+    """Scale of each column that minimises the sum of w * (scale * value - x)**2. Its sign maps the element with the
+    largest magnitude to the end of the grid with the larger magnitude."""
     largest = x.gather(0, x.abs().argmax(0, keepdim=True))[0]
     wx = w * x
-    reach = way.start
+    reach = params.start
     best_scale, best = torch.zeros_like(largest), torch.zeros_like(largest)
-    for i in range(-way.tries, way.tries + 2):
-        if i <= way.tries:
-            inverse = _signed_ratio(torch.full_like(largest, -(reach + way.step * i)), largest)
+    for i in range(-params.tries, params.tries + 2):
+        if i <= params.tries:
+            inverse = _signed_ratio(torch.full_like(largest, -(reach + params.step * i)), largest)
         else:
             inverse = _signed_ratio(torch.ones_like(largest), best_scale)
-        q = _numbers(x * inverse, way)[1]
+        q = _numbers(x * inverse, params)[1]
         sxq, sqq = pairwise_sum(wx * q), pairwise_sum(w * q * q)
         scale = _ratio(sxq, sqq)
-        gain = sxq * scale  # by how much the error is less than with a scale of zero
+        gain = sxq * scale  # error reduction compared to a scale of zero
         better = gain > best
         best_scale = torch.where(better, scale, best_scale)
         best = torch.where(better, gain, best)
@@ -182,51 +182,51 @@ def _signed_ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b.abs() > _TINY, a / b, 0)
 
 
-def _about_zero(x: Tensor, importance: Tensor | None, way: _Way) -> Parts:
+def _about_zero(x: Tensor, importance: Tensor | None, params: _SearchParams) -> Parts:
     size = x.shape[1]
-    cols = _columns(x, way.size)
+    cols = _columns(x, params.size)
     if importance is None:
         w = cols.abs() + _rms(cols, size)
     else:
-        w = _columns(importance, way.size) * (2 * _rms(cols, size).square() + cols * cols).sqrt()
-    scale = _centred(cols, w, way).view(-1, size // way.size)
+        w = _columns(importance, params.size) * (2 * _rms(cols, size).square() + cols * cols).sqrt()
+    scale = _centred(cols, w, params).view(-1, size // params.size)
 
     def codes_of(scale: Tensor) -> tuple[Tensor, Tensor]:
         scale = scale.view(-1)
-        codes, numbers = _numbers(cols * _signed_ratio(torch.ones_like(scale), scale), way)
+        codes, numbers = _numbers(cols * _signed_ratio(torch.ones_like(scale), scale), params)
         return codes, pairwise_sum(w * (numbers * scale - cols).square())
 
-    if way.scale_top == 0:
+    if params.scale_top == 0:
         stored: Any = half(scale)
         codes = codes_of(stored.float())[0]
     else:
         largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))
-        d = half(largest / -(way.scale_top + 1))
+        d = half(largest / -(params.scale_top + 1))
         sc = (
             (scale * _signed_ratio(torch.ones_like(d, dtype=torch.float32), d.float()))
             .round()
-            .clamp(-way.scale_top - 1, way.scale_top)
+            .clamp(-params.scale_top - 1, params.scale_top)
         )
         codes, least = codes_of(d.float() * sc)
-        for tried in ((sc + step).clamp(-way.scale_top - 1, way.scale_top) for step in (-1, 1)):
+        for tried in ((sc + step).clamp(-params.scale_top - 1, params.scale_top) for step in (-1, 1)):
             found, error = codes_of(d.float() * tried)
             better = error < least
             codes, least = torch.where(better, found, codes), torch.where(better, error, least)
             sc = torch.where(better.view(sc.shape), tried, sc)
         stored = Parts(sc.to(torch.int8), d)
-    dtype = torch.uint8 if way.table else torch.int8
+    dtype = torch.uint8 if params.table else torch.int8
     return Parts(codes.to(dtype).t().reshape(-1, size), stored)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """How a type is searched for.
+class _SearchParams:
+    """Search parameters of one type.
 
     size          elements of a sub-block
-    top           the largest code; -top - 1 is the least where there is no offset
+    top           the largest code; without an offset the smallest is -top - 1
     scale_top     the largest code of a scale; 0: scales are float16
-    start, step   the candidates reach for codes of ``start + step * i``: beside ``top``, or (no offset) by themselves
-    tries         candidates; on each side where there is no offset
+    start, step   candidate i scales the range to ``top + start + step * i``; without an offset to ``start + step * i``
+    tries         number of candidates; without an offset on each side
     """
 
     size: int
@@ -239,27 +239,29 @@ class _Way:
 
 
 _WITH_OFFSET = {
-    "Q2_K": _Way(16, 3, 15, -0.5, 0.1, 16),
-    "Q4_K": _Way(32, 15, 63, -1.0, 0.1, 21),
-    "Q5_K": _Way(32, 31, 63, -0.5, 0.1, 16),
+    "Q2_K": _SearchParams(16, 3, 15, -0.5, 0.1, 16),
+    "Q4_K": _SearchParams(32, 15, 63, -1.0, 0.1, 21),
+    "Q5_K": _SearchParams(32, 31, 63, -0.5, 0.1, 16),
 }
 _ABOUT_ZERO = {
-    "Q3_K": _Way(16, 3, 31, 4.0, 0.1, 9),
-    "Q6_K": _Way(16, 31, 127, 32.0, 0.1, 9),
-    "IQ4_NL": _Way(32, 15, 0, 120.0, 4.0, 9, table=True),
-    "IQ4_XS": _Way(32, 15, 31, 120.0, 4.0, 9, table=True),
+    "Q3_K": _SearchParams(16, 3, 31, 4.0, 0.1, 9),
+    "Q6_K": _SearchParams(16, 31, 127, 32.0, 0.1, 9),
+    "IQ4_NL": _SearchParams(32, 15, 0, 120.0, 4.0, 9, table=True),
+    "IQ4_XS": _SearchParams(32, 15, 31, 120.0, 4.0, 9, table=True),
 }
 
 
-def _rule(search: Callable[[Tensor, Tensor | None, _Way], Parts], way: _Way) -> Callable[..., Parts]:
-    return lambda x, importance: search(x, importance, way)
+def _rule(
+    search: Callable[[Tensor, Tensor | None, _SearchParams], Parts], params: _SearchParams
+) -> Callable[..., Parts]:
+    return lambda x, importance: search(x, importance, params)
 
 
 def chosen() -> dict[str, Callable[..., Parts]]:
-    """The rules of this file by type: [blocks, elements] and importance of the same shape, or None, to parts."""
+    """Search functions by type: (values [blocks, elements], importance of the same shape or None) -> parts."""
     return {
-        **{name: _rule(_with_offset, way) for name, way in _WITH_OFFSET.items()},
-        **{name: _rule(_about_zero, way) for name, way in _ABOUT_ZERO.items()},
+        **{name: _rule(_with_offset, params) for name, params in _WITH_OFFSET.items()},
+        **{name: _rule(_about_zero, params) for name, params in _ABOUT_ZERO.items()},
     }
 
 
@@ -267,8 +269,8 @@ _SPECS: dict[QuantSpec, str] = {getattr(specs, name): name for name in (*_WITH_O
 
 
 def search_kquant(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[Parts]:
-    """What the rule of that type finds for a matrix [N, K] with the importance of each element [N, K]; nothing where
-    the spec is not of these types, a row is no whole number of super-blocks, or numbers are beyond float16's."""
+    """Search result for a matrix [N, K] with the importance of each element [N, K]. Empty if the spec is not one of
+    these types, if rows are not whole super-blocks, or if values exceed the float16 range."""
     name = _SPECS.get(spec.with_(layout="plain"))
     n, k = weight.shape
     if name is None or k % _elements(name) or not n or float(weight.abs().max()) > 65504:
@@ -288,7 +290,7 @@ def _elements(name: str) -> int:
 
 
 def stack_rows(pieces: list[Parts]) -> Parts:
-    """Parts of rows as parts of all of them."""
+    """Concatenate parts along the rows."""
     out: list[Any] = []
     for parts in zip(*pieces, strict=True):
         first = parts[0]

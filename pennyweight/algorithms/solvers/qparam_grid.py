@@ -1,4 +1,4 @@
-"""A grid: for each element of a matrix, the numbers that it may become. Candidates for it, and rounding onto it."""
+"""Quantization grid of a matrix: the representable values of each element, candidate grids, and rounding to a grid."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..base import Task
 
 
 class QParamGrid(NamedTuple):
-    """Parameters of blocks as chosen, and as stored, spread over the elements and transposed: [K, N] or None."""
+    """Block parameters as chosen, and as stored: expanded to the elements and transposed, [K, N] or None."""
 
     spec: QuantSpec
     chosen: Params
     columns: Params
 
     def nearest(self, w: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """(codes, values) of w [k, N], the columns from ``start`` on, each with its own numbers."""
+        """(codes, values) of w [k, N], the columns from ``start`` on, rounded to nearest."""
         view = w.unsqueeze(-1)
         part = Params(*(None if p is None else p[start : start + w.shape[0]] for p in self.columns))
         flat = Params(*(None if p is None else p.flatten() for p in part))
@@ -32,26 +32,26 @@ class QParamGrid(NamedTuple):
         return codes.view(w.shape), stored_value(codes, self.spec, flat).view(w.shape)
 
     def values(self, codes: Tensor) -> Tensor:
-        """The matrix [N, K] that codes stand for."""
+        """Dequantized codes [N, K]."""
         turned = codes.t().contiguous()
         flat = Params(*(None if p is None else p.flatten() for p in self.columns))
         return stored_value(turned.view(-1, 1), self.spec, flat).view(turned.shape).t().contiguous()
 
     def parts(self, weight: Tensor, codes: Tensor) -> Parts:
-        """Plain parts with codes [N, K]; what pads the weight to whole blocks is rounded to nearest."""
+        """Plain parts with codes [N, K]; padding is rounded to nearest."""
         parts = quantize(weight, self.spec, params=self.chosen)
         parts.codes[: codes.shape[0], : codes.shape[1]] = codes
         return parts
 
 
 def make_grid(chosen: Params, spec: QuantSpec, shape: torch.Size) -> QParamGrid:
-    """The grid of parameters [N / b0, K / b1] for a matrix of that shape."""
+    """Grid of block parameters [N / b0, K / b1] for a matrix of this shape."""
     seen = store_qparams(chosen, spec)[1]
     return QParamGrid(spec, chosen, Params(*(expand_blocks(part, spec, shape) for part in seen)))
 
 
 def expand_blocks(part: Tensor | None, spec: QuantSpec, shape: torch.Size) -> Tensor | None:
-    """A part of blocks as one number for each element, transposed: [K, N]."""
+    """Expand a per-block part to one value per element, transposed: [K, N]."""
     if part is None:
         return None
     sizes = blocks.resolve(spec.block, shape)
@@ -59,16 +59,16 @@ def expand_blocks(part: Tensor | None, spec: QuantSpec, shape: torch.Size) -> Te
     return rows.t().repeat_interleave(sizes[1], 0)[: shape[1]].contiguous()
 
 
-# Of the range: below these clipping costs more than finer steps bring, at any number of bits tried (docs/log.md)
+# Fractions of the range: below 0.8 clipping costs more than finer steps gain, at every bit width tried (docs/log.md)
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
 def grid_candidates(
     task: Task, names: tuple[str | float, ...], importance: Tensor | None
 ) -> Iterator[tuple[str, Params]]:
-    """Parameters by what they are called: "scheme" is the scheme's own rule, a number a range shrunk by that much,
-    "mse" the least squared error of each block, "weighted" the same with each column weighed by ``importance`` [K],
-    "extreme" the largest element of each block on the end that has one number more, so that scales have a sign.
+    """(name, parameters) of candidate grids: "scheme" is the scheme's own rule, a number the range times that fraction,
+    "mse" minimises the squared error of each block, "weighted" the same with columns weighted by ``importance`` [K],
+    "extreme" maps the largest element of each block to the end with one more code, so that scales are signed.
     """
     w = blocks.pad(task.weight, task.spec.block)
     base = task.rule or default_rule(task.spec)
@@ -89,12 +89,12 @@ def grid_candidates(
         elif isinstance(name, float):
             yield f"{name:g}", choose(shrink_range(w, task.spec, name), task.spec, base, task.eps)
         else:
-            known = "'scheme', 'mse', 'weighted', 'extreme', or a share of the range"
+            known = "'scheme', 'mse', 'weighted', 'extreme', or a fraction of the range"
             raise ValueError(f"unknown grid {name!r}; known: {known}")
 
 
 def shrink_range(w: Tensor, spec: QuantSpec, share: float) -> Tensor:
-    """w with its blocks drawn together: about zero, or about the middle of a block that stores an offset."""
+    """w with the range of its blocks shrunk: about zero, or about the block's midpoint if it stores an offset."""
     if spec.offset is None:
         return w * share
     view = blocks.split(w, blocks.counts(spec.block, w.shape))
@@ -104,13 +104,13 @@ def shrink_range(w: Tensor, spec: QuantSpec, share: float) -> Tensor:
 
 
 def range_shares(w: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) -> Iterator[Params]:
-    """The shares 1, 0.98 .. 0.5 of each block's range."""
+    """Parameters for the fractions 1, 0.98 .. 0.5 of each block's range."""
     for step in range(26):
         yield choose(shrink_range(w, spec, 1 - step / 50), spec, rule or default_rule(spec), eps)
 
 
 def _has_spare_end(spec: QuantSpec) -> bool:
-    """Whether codes are centred on zero and reach further on the one side, as -8 to 7 do."""
+    """Whether codes are centred on zero with one more code on one side, such as -8 to 7."""
     f = spec.format
     return f.kind == "int" and f.lo - spec.mid < -(f.hi - spec.mid) and isinstance(spec.scale, torch.dtype) and not (
         spec.zero_point or spec.offset is not None
@@ -128,8 +128,8 @@ def extreme_scale(w: Tensor, spec: QuantSpec) -> Params:
 
 
 def weighted_range(task: Task, importance: Tensor) -> Params:
-    """The share of the range 1, 0.98 .. 0.5 that minimises sum_j h_j (w_j - q_j)^2 in each block (llama.cpp's imatrix
-    search, over ranges)."""
+    """The fraction 1, 0.98 .. 0.5 of the range that minimises sum_j h_j (w_j - q_j)^2 in each block (llama.cpp's
+    imatrix search, over ranges)."""
     spec, shape = task.spec, task.weight.shape
     w = blocks.pad(task.weight, spec.block)
     h = blocks.pad(importance.expand(shape), spec.block)

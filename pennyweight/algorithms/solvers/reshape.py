@@ -1,4 +1,4 @@
-"""Weights of any rank as matrices [outputs, inputs], which is what solvers see."""
+"""Reshapes weights of any rank to matrices [outputs, inputs] for the solvers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def as_matrix(x: Tensor, unfolded: bool) -> Tensor:
 
 
 def flat_spec(spec: QuantSpec, shape: Sequence[int], unfolded: bool) -> QuantSpec | None:
-    """The spec of :func:`as_matrix`, or None where its blocks or nested scales have no such view."""
+    """The spec of the matrix from :func:`as_matrix`, or None if its blocks or nested scales cannot be flattened."""
     spec = spec.with_(layout="plain")
     if len(shape) == 2:
         return spec
@@ -32,7 +32,7 @@ def flat_spec(spec: QuantSpec, shape: Sequence[int], unfolded: bool) -> QuantSpe
     if not unfolded:
         return spec.with_(block=(1, sizes[-1])) if set(sizes[:-1]) == {1} else None
     rows, *rest = sizes
-    # A block is a run of the flattened axis where all axes after the one it cuts are whole
+    # A block is contiguous in the flattened axis if it covers all axes after the one it splits
     cut = next((i for i, b in enumerate(rest) if b != 1), len(rest) - 1)
     if any(b != n for b, n in zip(rest[cut + 1 :], shape[2 + cut :], strict=True)) or shape[1 + cut] % rest[cut]:
         return None
@@ -40,7 +40,7 @@ def flat_spec(spec: QuantSpec, shape: Sequence[int], unfolded: bool) -> QuantSpe
 
 
 def unflatten(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
-    """Parts of the matrix as parts of a weight of ``shape`` under its own spec."""
+    """Reshape the parts of the matrix to those of a weight of ``shape`` under its own spec."""
     if len(shape) == 2:
         return parts
     part_shape, stored = blocks.counts(spec.block, shape), spec.codes_shape(shape)

@@ -1,4 +1,4 @@
-"""Round-to-nearest, the solver that all others are measured against, and what they are measured by."""
+"""Round-to-nearest (RTN), the baseline of all solvers, and the output error that solvers minimise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
 
 
 def total_error(difference: Tensor, hessian: Tensor) -> float:
-    """Sum of :func:`output_error` in float64: where inputs are nearly of one direction the products cancel."""
+    """Sum of :func:`output_error` in float64: with nearly collinear inputs the products cancel."""
     rows = difference.unflatten(0, (hessian.shape[0], -1)).double()
     total = 0.0
     for begin in range(0, hessian.shape[-1], 1024):  # no float64 copy of a large Hessian
@@ -29,7 +29,7 @@ def total_error(difference: Tensor, hessian: Tensor) -> float:
 
 
 def nearest_parts(task: Task) -> tuple[Parts, Tensor]:
-    """(plain parts of round-to-nearest under the scheme's own rule, the matrix that they stand for)."""
+    """(plain parts of round-to-nearest under the scheme's own rule, their dequantized matrix)."""
     parts = quantize(task.weight, task.spec, task.rule, task.eps)
     return parts, dequantize(parts, task.spec, task.weight.shape)
 
@@ -37,7 +37,7 @@ def nearest_parts(task: Task) -> tuple[Parts, Tensor]:
 @register("nearest")
 @dataclass(frozen=True)
 class Nearest(Solver):
-    """Each element becomes the nearest number of its block's grid; learned numbers are k-means of the weight alone.
+    """Rounds each element to the nearest value of its block's grid; learned tables are k-means of the weight alone.
     Needs no data."""
 
     learns: ClassVar = True

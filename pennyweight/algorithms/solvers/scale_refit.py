@@ -1,4 +1,4 @@
-"""Scales for codes that are fixed: least squares in the output, in closed form."""
+"""Refits scales for fixed codes: closed-form least squares of the output error."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CHUNK = 1 << 24  # elements of a temporary
 
 
 def refit(target: Tensor, codes: Tensor, g: QParamGrid, hessian: Tensor) -> QParamGrid | None:
-    """The grid whose scales (and offsets) minimise tr(D H D^T) for those codes: for each row with blocks B_i of inputs
-    and u = codes - zero point,
+    """The grid whose scales (and offsets) minimise tr(D H D^T) for the given codes: for each row with blocks B_i of
+    inputs and u = codes - zero point,
 
         (B_i u) H (B_j u)^T s_j = (B_i u) H w^T
 
-    target, codes [N, K]; hessian [K, K]. None where a row's scales are not its own, or are quantized themselves. Scales
-    that come out with another sign, or rows whose system is singular, keep theirs.
+    target, codes [N, K]; hessian [K, K]. None if rows share scales, or if scales are quantized themselves. Scales whose
+    sign would change, and rows with a singular system, keep their values.
     """
     spec, (n, k) = g.spec, target.shape
     if isinstance(spec.scale, QuantSpec) or isinstance(spec.offset, QuantSpec) or spec.scale is None:

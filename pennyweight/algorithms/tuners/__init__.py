@@ -1,1 +1,1 @@
-"""Tuners: each trains parameters of a quantized model so that its outputs match those of the float model."""
+"""Tuners: each trains parameters of a quantized model to match the outputs of the float model."""

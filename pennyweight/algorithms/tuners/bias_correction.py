@@ -1,4 +1,4 @@
-"""Bias correction: the mean error of each layer's output, taken out by its bias."""
+"""Bias correction: compensates for the mean output error of each layer in its bias."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Bias(Tuner):
 
         b += E[(W - Wq) x]
 
-    x are the inputs that the layer has in the quantized model; where these are quantized too, so is the mean of that
-    error. Layers are taken in the order in which the model calls them, each after all before it, ``at_once`` of them in
-    one run over the data: within one run a layer does not yet see what the others' new biases do to its input.
+    x are the layer's inputs in the quantized model; if the layer quantizes its inputs, the error includes that. Layers
+    are corrected in the model's call order, ``at_once`` layers per run over the data: within a run a layer does not see
+    the effect of the other new biases on its input.
 
-    create      give a bias to linear layers that have none; their state dict then has one more name
+    create      add a bias to linear layers that have none; their state dict then has one more name
     """
 
     create: bool = False
@@ -41,7 +41,7 @@ class Bias(Tuner):
 
     @torch.no_grad()
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
-        """See :class:`Tuner`. Layers that the data does not reach stay as they are."""
+        """See :class:`Tuner`. Layers that the data does not reach are not changed."""
         batches, notes = read(batches), {}
         exact = dict(teacher.named_modules())
         layers: dict[str, nn.Module] = {}
@@ -56,13 +56,13 @@ class Bias(Tuner):
             elif not self.create:
                 notes[key] = "no bias to correct"
             elif kind.transposed:
-                notes[key] = f"no bias to correct, and none made: {type(module).__name__} takes none"
+                notes[key] = f"no bias to correct, and none created: {type(module).__name__} does not support one"
             else:
                 layers[name] = module
         order = _called(model, layers, batches)
         for name in layers:
             if name not in order:
-                notes[f"{name}.weight"] = "bias not corrected: saw no data"
+                notes[f"{name}.weight"] = "bias not corrected: no calibration data"
         for start in range(0, len(order), self.at_once):
             part = {name: layers[name] for name in order[start : start + self.at_once]}
             for name, mean in mean_errors(model, part, exact, batches).items():
@@ -78,15 +78,15 @@ class Bias(Tuner):
                     bias = nn.Parameter(torch.zeros(mean.shape, dtype=weight.dtype, device=weight.device), False)
                     module._parameters["bias"] = bias
                 bias.data.copy_(bias.data.double() + mean)
-                notes[f"{name}.weight"] = "bias made and corrected" if made else "bias corrected"
+                notes[f"{name}.weight"] = "bias created and corrected" if made else "bias corrected"
         return notes
 
 
 def mean_errors(
     model: nn.Module, layers: dict[str, nn.Module], exact: dict[str, nn.Module], batches: Sequence[Any]
 ) -> dict[str, Tensor]:
-    """float64 [outputs] for each layer that is called: the mean over tokens of what the exact layer of that name puts
-    out, less what this one does, both on this one's inputs. Tokens whose attention_mask is 0 do not count."""
+    """float64 [outputs] for each called layer: the mean over tokens of the float layer's output minus the quantized
+    layer's, both on the quantized layer's inputs. Tokens whose attention_mask is 0 do not count."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     mask: Tensor | None = None

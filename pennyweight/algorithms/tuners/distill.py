@@ -1,5 +1,5 @@
-"""Tuning what a quantized model has already: scales, offsets, norms and biases move until its outputs are nearer to the
-float model's. No bit is added and nothing is done at run time that was not."""
+"""Distillation: trains scales, offsets, norms, biases and codes of a quantized model to match the float outputs.
+Neither the size nor the run-time work changes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .trainable_qparams import Lever, trainable_parameters
 
 @dataclass(frozen=True)
 class Learner(Tuner):
-    """Adam over what of a quantized model may move: the part of "tune", "distill" and "reconstruct" that is the same.
+    """Adam over the trainable parameters of a quantized model; base class of "tune", "distill" and "reconstruct".
 
-    steps, rate     of Adam on scales, offsets, norms and biases; the rate falls to zero as a cosine
-    batch           batches of calibration data in a step
-    codes           rate of the codes, in steps between numbers of the format; 0: they stay. See :class:`Distill`
-    held_out        share of them that is not trained on but decides: where it got no better, all is put back
-    norms           whether vectors (norm weights and biases) take part
+    steps, rate     of Adam for scales, offsets, norms and biases; cosine decay to zero
+    batch           calibration batches per step
+    codes           learning rate of the codes, in steps between values of the format; 0: fixed. See :class:`Distill`
+    held_out        fraction of the batches that is held out; if their loss does not decrease, everything is restored
+    norms           whether vectors (norm weights and biases) are trained
     """
 
     steps: int = 80
@@ -44,9 +44,9 @@ class Learner(Tuner):
         self, moved: Sequence[Lever], count: int, loss: Callable[[int, dict[str, Tensor]], Tensor],
         held_out: Callable[[], float],
     ) -> tuple[bool, float, float]:  # fmt: skip
-        """(whether it helped, held-out loss before, after); as it was where it did not.
+        """(whether it helped, held-out loss before, after). Restores the parameters if it did not help.
 
-        loss    of (which of so many batches, what the levers stand for by name)
+        loss    (index of the batch, parameter values by name) -> loss
         """
         before = held_out()
         knobs = [k for lever in moved for k in lever.knobs]
@@ -78,22 +78,22 @@ class Learner(Tuner):
 @register("tune")
 @dataclass(frozen=True)
 class Tune(Learner):
-    """Distillation into the numbers that are stored beside the codes (after Hinton et al. 2015; scales only: 0 bits).
+    """Distillation into scales, offsets, norms and biases; codes are fixed (after Hinton et al. 2015).
 
         minimise mean KL(float || quantized) over s = s0 exp(a), offset o0 + b s0, gamma = g0 (1 + c), bias = b0 + d
 
     metric          see :mod:`pennyweight.algorithms.tuners.losses`; the other options are those of :class:`Learner`
 
-    Scales that are quantized themselves stay. Inputs are not quantized meanwhile, also where the scheme
-    does so; what decides is measured as the model runs. Memory: the model in float32 with gradients, so for models
-    that fit, and up to 256 MiB of the float model's outputs. Cost of a step: a forward pass and a backward one of the
-    quantized model, and a forward pass of the float model the first time that a batch is seen.
+    Scales that are quantized themselves are fixed. Activations are not quantized during training, also if the scheme
+    quantizes them; the held-out loss is measured with them. Memory: the model in float32 with gradients, and up to 256
+    MiB of the float model's outputs. Cost of a step: a forward and a backward pass of the quantized model, and a
+    forward pass of the float model the first time a batch is used.
     """
 
     metric: str | None = None
 
     def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
-        """Raises ValueError for a metric that is not known or does not fit what the model puts out."""
+        """Raises ValueError for a metric that is unknown or does not fit the model's output."""
         super().check(model, target, batches)
         losses.divergence(self.metric, example_output(model, read(batches)[0]))
 
@@ -101,7 +101,7 @@ class Tune(Learner):
         return {"": self._run(model, teacher, batches)[1]}
 
     def _run(self, model: nn.Module, teacher: nn.Module, batches: Any) -> tuple[bool, str]:
-        """(whether it helped, what is to be told)."""
+        """(whether it helped, note for the report)."""
         batches = read(batches)
         trained, guard = losses.split_batches(batches, self.held_out) if len(batches) > 1 else (batches, batches)
         with torch.inference_mode(False), torch.enable_grad():
@@ -110,10 +110,10 @@ class Tune(Learner):
             moved = list(trainable_parameters(model, self.norms, teacher if self.codes else None))
             if not any(lever.knobs or lever.codes for lever in moved):
                 raise ValueError(
-                    f"{self.name}: the model has no quantized weight with something to tune: scales that are plain "
-                    "numbers"
+                    f"{self.name}: the model has no quantized weight with trainable scales (scales stored as plain "
+                    "numbers)"
                 )
-            known = _Known(teacher, trained)
+            known = _TeacherOutputs(teacher, trained)
 
             def loss(i: int, state: dict[str, Tensor]) -> Tensor:
                 output = torch.func.functional_call(model, state, *batch_arguments(trained[i]), tie_weights=False)
@@ -124,15 +124,15 @@ class Tune(Learner):
                     moved, len(trained), loss, lambda: losses.mean_divergence(model, guard, expected, measure)
                 )
         if not helped:
-            return False, f"tuning undone: held-out divergence {before:.3g} became {after:.3g}"
+            return False, f"tuning undone: held-out divergence {before:.3g} -> {after:.3g}"
         return True, f"tuned: held-out divergence {before:.3g} -> {after:.3g}"
 
 
 KEPT = 2**28  # bytes of the float model's outputs
 
 
-class _Known:
-    """Outputs of the float model by batch, kept between epochs as long as they are few bytes."""
+class _TeacherOutputs:
+    """Outputs of the float model by batch, cached between epochs up to :data:`KEPT` bytes."""
 
     def __init__(self, teacher: nn.Module, batches: Sequence[Any]) -> None:
         self.teacher, self.batches, self.room = teacher, batches, KEPT
@@ -151,7 +151,7 @@ class _Known:
 
 
 def shuffled_forever(n: int) -> Iterator[int]:
-    """0 .. n-1 in another order each time round, for ever."""
+    """Indices 0 .. n-1, reshuffled for each epoch, endlessly."""
     generator = torch.Generator().manual_seed(0)
     while True:
         yield from torch.randperm(n, generator=generator, dtype=torch.int64, device="cpu").tolist()
@@ -164,14 +164,14 @@ def batch_arguments(batch: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def example_output(model: nn.Module, batch: Any) -> Any:
-    """What a model puts out, whole: what its divergence is by default depends on it."""
+    """The complete output of a model; its type selects the default divergence."""
     with inference_mode(model):
         return run_batch(model, batch)
 
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode with gradients, and no cache of keys and values."""
+    """Eval mode with gradients, without KV cache."""
     with inference_mode(model), torch.enable_grad():
         yield
 
@@ -179,15 +179,15 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 @register("distill")
 @dataclass(frozen=True)
 class Distill(Tune):
-    """Learned rounding: codes move too, against the divergence of the whole model's outputs.
+    """Learned rounding: also trains the codes, to minimise the divergence of the whole model's outputs.
 
-        code = nearest number to (v + c step),  dL/dc through the rounding unchanged
+        code = nearest value to (v + c step),  dL/dc by the straight-through estimator
 
-    v is where the float weight lies between the numbers (after GPTQ: at the border of the cell it was moved to), and a
-    code changes when c has carried it over. As in AutoRound (Cheng et al. 2023) rounding is learned by its gradient;
-    here from the codes of a solver before it, by Adam, and on the model's own outputs instead of a block's.
-    Where that is undone, because there was too little data to learn codes from, scales are tuned alone.
-    Cost of a step: as :class:`Tune`; memory: five float32 copies of the weights.
+    v is the position of the float weight between the values (after GPTQ: at the border of its code's rounding cell); a
+    code changes when c crosses the border. Rounding is learned by gradient as in AutoRound (Cheng et al. 2023), but
+    starts from a solver's codes, uses Adam, and trains on the outputs of the model instead of a block. If this does not
+    help (too little data to train codes) it is undone and only scales are tuned. Cost of a step: as :class:`Tune`;
+    memory: five float32 copies of the weights.
     """
 
     steps: int = 300
@@ -199,4 +199,4 @@ class Distill(Tune):
         if helped:
             return {"": told}
         scales = Tune(rate=self.rate, batch=self.batch, held_out=self.held_out, norms=self.norms, metric=self.metric)
-        return {"": f"with codes {told}; scales alone {scales._run(model, teacher, batches)[1]}"}
+        return {"": f"codes: {told}; scales only: {scales._run(model, teacher, batches)[1]}"}

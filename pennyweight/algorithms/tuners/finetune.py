@@ -1,4 +1,4 @@
-"""improve(): a model that someone quantized, nearer to the float model, in the same format and the same bytes."""
+"""improve(): reduces the error of an already quantized model at the same format and size."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ def improve(
     tuner: Tuner | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Lower the error of a quantized model's layers in place: specs, layouts, bytes and names stay as they are.
+    """Reduce the output error of a quantized model's layers in place; specs, layouts, sizes and names do not change.
 
-    model           with quantized weights, whoever made them: loaded from GPTQ, AWQ, GGUF, ... (``pw.load``)
-    float_model     the model it was made of, with parameters of the same names
+    model           with quantized weights from any tool: loaded from GPTQ, AWQ, GGUF, ... (``pw.load``)
+    float_model     the original float model, with parameters of the same names
     batches         calibration data, see :func:`quantize_`
-    sweeps          of refitting scales (where they are stored as floats) and of coordinate descent
-    tuner           then, such as ``Tune()``; default: none
+    sweeps          of scale refitting (if scales are stored as floats) and of coordinate descent
+    tuner           applied afterwards, such as ``Tune()``; default: none
 
-    For each weight, in the order in which the model calls them: the codes that are there, second-order rounding onto
-    the grid that is there, and refinements of the better; each row keeps the one with the least output error
-    tr(D H D^T), so none gets worse on the calibration data. Returns a report whose "error" is a fraction of the error
-    before.
-    Raises PlanError where a weight has no twin of its shape in ``float_model``, or nothing is quantized.
+    Candidates for each weight, in the model's call order: the existing codes, second-order rounding onto the existing
+    grid, and refinements of the better one. Each row keeps the candidate with the smallest output error tr(D H D^T), so
+    no row gets worse on the calibration data. Returns a report whose "error" is a fraction of the error before.
+    Raises PlanError if a weight has no counterpart of its shape in ``float_model``, or if nothing is quantized.
     """
     found: dict[str, tuple[list[Place], AffineQuantizedTensor, Tensor]] = {}
     originals = dict(float_model.named_parameters(remove_duplicate=False))
@@ -59,14 +58,14 @@ def improve(
         if twin is None or tuple(twin.shape) != tuple(w.shape) or isinstance(twin, AffineQuantizedTensor):
             has = "none" if twin is None else f"{type(twin).__name__} {list(twin.shape)}"
             raise PlanError(
-                f"{where[0].name} {list(w.shape)}: float_model has {has} of that name; pass the float original"
+                f"{where[0].name} {list(w.shape)}: float_model has {has} of that name; pass the original float model"
             )
         found[where[0].name] = where, w, twin.detach()
     if not found:
         raise PlanError("improve: the model has no quantized weight; quantize_ it first")
     batches = read(batches, "batches", together=True)
     if not batches:
-        raise PlanError("improve learns from data; pass batches")
+        raise PlanError("improve needs calibration data; pass batches")
     rows: dict[str, Row] = {}
     with torch.inference_mode(False), torch.no_grad():
         weights = {id(w): name for name, (_, w, _) in found.items()}
@@ -77,7 +76,7 @@ def improve(
                     progress(len(rows), len(found), name)
         for name in found.keys() - rows.keys():
             where, w, _ = found[name]
-            rows[name] = _row(where, w, None, None, "saw no data; left as it is")
+            rows[name] = _row(where, w, None, None, "no calibration data; unchanged")
         report = Report("improve", [rows[name] for name in found], verb="improved")
         if tuner is not None:
             report.notes += list(tuner.tune(model, float_model, batches).values())
@@ -88,15 +87,15 @@ def _improve(
     where: list[Place], w: AffineQuantizedTensor, twin: Tensor, seen: CollectedStatistics, sweeps: int, damping: float
 ) -> Row:
     hessian = seen.stats.get("hessian")
-    why = "saw no data" if hessian is None else "" if w.ndim == 2 else f"has {w.ndim} axes"
-    why = why or ("its numbers are learned" if w.spec.format.kind == "learned" else "")
+    why = "no calibration data" if hessian is None else "" if w.ndim == 2 else f"has {w.ndim} axes"
+    why = why or ("learned format" if w.spec.format.kind == "learned" else "")
     f = None
     if hessian is not None and not why:
         h = hessian[0] if w.perm is None else hessian[0][w.perm][:, w.perm]
         f = inverse_cholesky(h, damping, True)
-        why = "" if f is not None else "its Hessian is not positive definite at any damping"
+        why = "" if f is not None else "the Hessian is not positive definite at any damping"
     if why or f is None:
-        return _row(where, w, None, None, f"{why}; left as it is")
+        return _row(where, w, None, None, f"{why}; unchanged")
     x = twin.float() if w.axes is None else twin.float().t()
     x = x if w.perm is None else x[:, w.perm]
     spec, shape, parts = w.spec.with_(layout="plain"), x.shape, w.plain_parts()._replace(perm=None)
@@ -128,7 +127,7 @@ def _improve(
 
 
 def _stored(part: Any, kind: Any, shape: tuple[int, ...]) -> Tensor | None:
-    """A part in the dtype in which it is stored; in float32 where it is quantized itself."""
+    """A part in its stored dtype; in float32 if it is quantized itself."""
     return part_value(part, kind, shape, torch.float32) if isinstance(part, Parts) else part
 
 

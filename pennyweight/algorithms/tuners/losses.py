@@ -1,4 +1,4 @@
-"""How far two models' outputs are apart: one number, differentiable, for whatever a model puts out."""
+"""Differentiable divergence between the outputs of two models, for any output type."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kl(reference: Any, output: Any, batch: Any) -> Tensor:
 
 
 def squared_error(reference: Any, output: Any, batch: Any) -> Tensor:
-    """|y - y_float|^2 / |y_float|^2 over the first floating-point tensor that the model puts out; padding left out."""
+    """|y - y_float|^2 / |y_float|^2 over the first floating-point tensor of the output, without padding."""
     x, y = (first_tensor(out).float() for out in (reference, output))
     mask = token_mask(batch)
     if mask is not None and mask.shape == x.shape[:2]:
@@ -38,8 +38,8 @@ NAMED: dict[str, Divergence] = {"kl": kl, "error": squared_error}
 
 
 def divergence(metric: str | Divergence | None, example: Any) -> Divergence:
-    """By name; None: "kl" for an output with logits, else "error". Raises ValueError for another name, or "kl" of an
-    output without logits."""
+    """A divergence by name; None: "kl" for an output with logits, else "error". Raises ValueError for an unknown name,
+    or for "kl" if the output has no logits."""
     if callable(metric):
         return metric
     name = metric or ("kl" if _has_logits(example) else "error")
@@ -48,7 +48,7 @@ def divergence(metric: str | Divergence | None, example: Any) -> Divergence:
             f"unknown metric {name!r}; known: {', '.join(NAMED)}, or a function (reference, output, batch)"
         )
     if name == "kl" and not _has_logits(example) and not isinstance(example, Tensor):
-        raise ValueError(f"metric 'kl' needs logits, and the model puts out {type(example).__name__}; take 'error'")
+        raise ValueError(f"metric 'kl' needs logits, but the model returns {type(example).__name__}; use 'error'")
     return NAMED[name]
 
 
@@ -57,44 +57,45 @@ def first_tensor(output: Any) -> Tensor:
     for leaf in tree_leaves(dict(output) if hasattr(output, "keys") else output):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             return leaf
-    raise ValueError(f"the model puts out no floating-point tensor but {type(output).__name__}")
+    raise ValueError(f"the model returns no floating-point tensor, only {type(output).__name__}")
 
 
 def references(model: nn.Module, batches: Sequence[Any]) -> list[Any]:
-    """What the model puts out for each batch, reduced to the tensor that is compared. Raises ValueError for NaN, inf:
-    nothing can be nearer to them."""
+    """The model's output for each batch, reduced to the compared tensor. Raises ValueError for NaN or inf, because no
+    distance to them is defined."""
     with inference_mode(model):
         return [finite(subsample(run_batch(model, batch)), model, batch) for batch in batches]
 
 
 def finite(output: Tensor, model: nn.Module, batch: Any) -> Tensor:
-    """The output of the float model as it is. Raises ValueError where it has NaN or inf; -inf is a logit like another,
-    and padding does not count."""
+    """Check the output of the float model and return it. Raises ValueError for NaN or +inf; -inf is a valid logit, and
+    padding does not count."""
     mask = token_mask(batch)
     seen = output[mask] if mask is not None and mask.shape == output.shape[:2] else output
     bad = int((seen.isnan() | seen.isposinf()).sum())
     if bad:
         raise ValueError(
-            f"{type(model).__name__} puts out {bad} NaN or infinite values of {seen.numel()} on the calibration data "
-            "before it is quantized, so no distance from its outputs can be measured; take data on which it is finite"
+            f"{type(model).__name__} returns {bad} NaN or infinite values of {seen.numel()} on the calibration data "
+            "before quantization, so no distance to its outputs can be measured; use data with finite outputs"
         )
     return output
 
 
 def subsample(output: Any) -> Any:
-    """The part of an output that divergences look at."""
+    """The tensor of an output that divergences compare."""
     return output.logits if _has_logits(output) else first_tensor(output)
 
 
 def mean_divergence(model: nn.Module, batches: Sequence[Any], reference: Sequence[Any], metric: Divergence) -> float:
-    """Mean divergence over batches from outputs made before."""
+    """Mean divergence over batches from precomputed reference outputs."""
     with inference_mode(model):
         found = [float(metric(r, subsample(run_batch(model, b)), b)) for b, r in zip(batches, reference, strict=True)]
     return sum(found) / len(found)
 
 
 def split_batches(batches: Sequence[Any], share: float) -> tuple[list[Any], list[Any]]:
-    """(the rest, one in every 1 / share), at least one of each; spread, as batches often lie in order of length."""
+    """(training batches, one in every 1 / share), at least one of each; evenly spread, because batches are often sorted
+    by length."""
     aside = min(max(1, round(share * len(batches))), len(batches) - 1)
     chosen = {(2 * i + 1) * len(batches) // (2 * aside) for i in range(aside)}
     return [b for i, b in enumerate(batches) if i not in chosen], [batches[i] for i in sorted(chosen)]

@@ -1,4 +1,4 @@
-"""Learned rounding block by block: codes and scales of one block at a time, on what the float block puts out."""
+"""Learned rounding block by block: trains codes and scales of one block at a time to match the float block's output."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Reconstruct(Learner):
 
         minimise mean |B_q(x_q) - B(x)|^2 / |B(x)|^2 over codes, scales, offsets, norms and biases of block B
 
-    x are the float model's hidden states before the block, x_q the quantized model's, so later blocks learn to make up
-    for earlier ones. Codes move as in :class:`~.distill.Distill`; options are those of
-    :class:`~.distill.Learner`. A block whose held-out error does not fall stays as it was, and all
-    do where the outputs of the whole model did not come nearer.
+    x are the float model's hidden states before the block, x_q the quantized model's, so later blocks compensate for
+    earlier ones. Codes are trained as in :class:`~.distill.Distill`; options are those of :class:`~.distill.Learner`.
+    A block whose held-out error does not decrease is restored; all blocks are restored if the held-out divergence of
+    the whole model does not decrease.
 
     Only for weights in a chain of blocks (see :mod:`pennyweight.algorithms.calibration.block_order`). Other weights,
-    and those that two blocks share, are left as they are. Cost: ``steps`` forward and backward passes of each block.
-    Memory: five float32 copies of one block's weights, and two hidden states of every batch. Raises ValueError where
-    the model is no chain.
+    and weights shared by two blocks, are not changed. Cost: ``steps`` forward and backward passes of each block.
+    Memory: five float32 copies of one block's weights, and two hidden states of every batch. Raises ValueError if the
+    model is not a chain.
     """
 
     steps: int = 200
@@ -45,7 +45,7 @@ class Reconstruct(Learner):
     codes: float = 1e-2
 
     def check(self, model: nn.Module, target: Mapping[str, Scheme | None], batches: Any) -> None:
-        """Raises ValueError where the model is no chain of blocks with weights that are going to be quantized."""
+        """Raises ValueError if the model is not a chain of blocks with weights that will be quantized."""
         super().check(model, target, batches)
         weights = {id(p): name for name, p in model.named_parameters() if name in target or _quantized(p)}
         with torch.inference_mode(False), inference_mode(model):
@@ -55,8 +55,8 @@ class Reconstruct(Learner):
         chains = [segment for segment in calibration_segments(model, weights, batches[0]) if segment.blocks]
         if not chains:
             raise PlanError(
-                f"{self.name}: {type(model).__name__} is no chain of blocks with quantized weights, so none can be "
-                "run alone; take distill, which learns on the whole model"
+                f"{self.name}: {type(model).__name__} is not a chain of blocks with quantized weights, so no block can "
+                "run alone; use distill, which trains the whole model"
             )
         return chains
 
@@ -73,15 +73,15 @@ class Reconstruct(Learner):
             after = losses.mean_divergence(model, guard, expected, measure)
             if not after < before:
                 restore()
-                return {"": f"reconstruction undone: held-out divergence {before:.3g} became {after:.3g}"}
+                return {"": f"reconstruction undone: held-out divergence {before:.3g} -> {after:.3g}"}
         outside = len(weights) - sum(len(names) for segment in chains for names in segment.sites)
         told = f"{sum(done)} of {len(done)} blocks reconstructed: held-out divergence {before:.3g} -> {after:.3g}"
-        return {"": told + (f"; weights in no block stay: {outside}" if outside else "")}
+        return {"": told + (f"; weights outside blocks, unchanged: {outside}" if outside else "")}
 
     def _chain(
         self, model: nn.Module, teacher: nn.Module, segment: CalibrationSegment, batches: Sequence[Any]
     ) -> Iterator[bool]:
-        """For each block with something to move whether that helped."""
+        """For each block with trainable weights: whether training helped."""
         exact, hidden = ActivationCache(None, "float"), ActivationCache(None, "quantized")
         theirs = [teacher.get_submodule(name) for name, _ in segment.blocks]
         rest = capture_block_inputs(model, batches, [block for _, block in segment.blocks], hidden)

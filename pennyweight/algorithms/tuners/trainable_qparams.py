@@ -1,4 +1,4 @@
-"""What of a quantized model may move without a bit being added: as functions of knobs that start at zero."""
+"""Trainable parameters of a quantized model, as functions of deltas that start at zero; the size does not change."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ...quantize.parameters import Place, places
 
 
 class TrainableWeight:
-    """A quantized weight as a function of what its scales, offsets and codes are moved by.
+    """A quantized weight as a function of the deltas of its scales, offsets and codes.
 
-    scale s exp(a), offset o + b s, codes those nearest to v + c step: v is where the float weight lies, in units of the
-    numbers of the format, drawn into the cell of the code that it has; step the mean distance of numbers. The gradient
-    passes through the rounding unchanged (straight-through, Bengio et al. 2013).
+    scale s exp(a), offset o + b s, codes nearest to v + c step: v is the float weight in units of the format's values,
+    clamped to the rounding cell of its code; step is the mean distance of values. The gradient of the rounding is the
+    straight-through estimator (Bengio et al. 2013).
 
-    weight  the float weight; None: codes stay. What is exactly 0 there keeps its code
+    weight  the float weight; None: codes are fixed. Weights that are exactly 0 keep their code
 
-    Scales and offsets that are quantized themselves stay, and so do codes that stand for learned numbers.
+    Scales and offsets that are quantized themselves are fixed, and so are codes of learned tables.
     """
 
     def __init__(self, where: list[Place], w: AffineQuantizedTensor, weight: Tensor | None = None) -> None:
@@ -38,17 +38,17 @@ class TrainableWeight:
             None if part is None else part_value(part, kind, shape, torch.float32)
             for part, kind in ((self.parts.scale, self.spec.scale), (self.parts.offset, self.spec.offset))
         )
-        self.scale_by, self.move_by = _knob(self.parts.scale), _knob(self.parts.offset)
+        self.scale_by, self.move_by = _delta(self.parts.scale), _delta(self.parts.offset)
         self.knobs = [k for k in (self.scale_by, self.move_by) if k is not None]
-        self.codes: list[Tensor] = []  # the knob of the codes, where they may move
+        self.codes: list[Tensor] = []  # delta of the codes, if trainable
         if weight is not None and self.parts.table is None:
-            self._loosen(weight)
+            self._init_codes(weight)
 
     def _view(self, x: Tensor) -> Tensor:
         return blocks.split(x, blocks.counts(self.spec.block, self.plain.stored_shape))
 
     @torch.no_grad()
-    def _loosen(self, weight: Tensor) -> None:
+    def _init_codes(self, weight: Tensor) -> None:
         f, axes = self.spec.format, self.plain.axes
         weight = weight.detach().float()
         weight = weight if axes is None else weight.permute(sorted(range(weight.ndim), key=axes.__getitem__))
@@ -109,8 +109,8 @@ class TrainableWeight:
             place.set(value)
 
 
-def _knob(part: object) -> Tensor | None:
-    """Zeros to learn for a part that is plain numbers."""
+def _delta(part: object) -> Tensor | None:
+    """Trainable zeros for a part that is a plain tensor, else None."""
     return torch.zeros_like(part, dtype=torch.float32).requires_grad_() if isinstance(part, Tensor) else None
 
 
@@ -141,7 +141,7 @@ Lever = TrainableWeight | TrainableVector
 
 
 def trainable_parameters(model: nn.Module, norms: bool, teacher: nn.Module | None) -> Iterator[Lever]:
-    """Quantized weights that have knobs; with ``norms`` vectors too; codes have some where there is a teacher."""
+    """Quantized weights with trainable parts; with ``norms`` also vectors; with a teacher also codes."""
     floats = {} if teacher is None else dict(teacher.named_parameters())
     for where in places(model):
         x = where[0].get()
@@ -155,8 +155,8 @@ def trainable_parameters(model: nn.Module, norms: bool, teacher: nn.Module | Non
 
 
 def make_restore(model: nn.Module) -> Callable[[], None]:
-    """A function that puts back what levers move, as it is now. Quantized weights are not copied: levers put others in
-    their place."""
+    """A function that restores the current state of all trainable parameters. Quantized weights are not copied, because
+    training replaces them with new tensors."""
     weights, vectors = [], []
     for where in places(model):
         x = where[0].get()

@@ -1,1 +1,1 @@
-"""Products of quantized operands, forward and backward; weights that are quantized while they are trained."""
+"""Low-precision training: quantized matrix products in forward and backward, and quantized trainable weights."""

@@ -1,4 +1,4 @@
-"""Configs of ``pennyweight.quantize_`` for training: what a linear layer's products become, or its weight."""
+"""Configs of ``pennyweight.quantize_`` for training: quantized products or quantized trainable weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .gemm_table import Case, select
 from .layer import LowPrecisionLinear, convert_
 from .recipes import FLOAT8, HIGH, MX, Operand, Recipe, get_recipe
 
-LEAST = 16  # inputs or outputs: the tile of every matrix unit there is; below it scales outweigh what is saved
+LEAST = 16  # minimum inputs and outputs: the tile size of matrix units; below, scales cost more than is saved
 
 
 @dataclass(frozen=True)
 class LowPrecisionTrainingConfig(AOBaseConfig):
-    """Linear layers train under a recipe, by name or of one's own. Layers of fewer than ``least`` inputs or outputs are
-    left alone, and the report says so."""
+    """Linear layers train under a recipe, given by name or as an object. Layers with fewer than ``least`` inputs or
+    outputs are not converted; the report lists them."""
 
     recipe: str | Recipe = "rowwise"
     least: int = LEAST
@@ -39,7 +39,7 @@ class LowPrecisionTrainingConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Float8TrainingConfig(LowPrecisionTrainingConfig):
-    """Float8: "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", with other numbers for an operand if wanted
+    """Float8: "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", optionally with another format per operand
     (torch.float8_e5m2, "e4m3")."""
 
     recipe: str | Recipe = "tensorwise"
@@ -49,29 +49,29 @@ class Float8TrainingConfig(LowPrecisionTrainingConfig):
 
     def make(self) -> Recipe:
         if isinstance(self.recipe, str) and self.recipe not in FLOAT8:
-            raise ValueError(f"Float8TrainingConfig: recipes are {', '.join(FLOAT8)}, got {self.recipe!r}")
+            raise ValueError(f"Float8TrainingConfig: recipe must be one of {', '.join(FLOAT8)}, got {self.recipe!r}")
         given: list[Format | None] = [
             None if f is None else as_format(f) for f in (self.input, self.weight, self.grad_output)
         ]
         for f in given:
             if f is not None and not (f.native_float and f.bits == 8):
-                raise ValueError(f"Float8TrainingConfig: numbers are e4m3 or e5m2, got {f}")
+                raise ValueError(f"Float8TrainingConfig: formats are e4m3 and e5m2, got {f}")
         how = get_recipe(self.recipe)
         return how if given == [None, None, None] else how.with_formats(*given)
 
 
 @dataclass(frozen=True)
 class Int8MixedPrecisionTrainingConfig(LowPrecisionTrainingConfig):
-    """Each of the three products in int8, a scale a row, or in high precision where its flag is False.
+    """Each of the three products in int8 with one scale per row, or in high precision if its flag is False.
 
-    Recipe "int8" is torchao's. "int8_hadamard" keeps the small gradients that it loses.
+    Recipe "int8" is torchao's. "int8_hadamard" preserves the small gradients that "int8" loses.
     """
 
     recipe: str | Recipe = "int8"
     output: bool = True
     grad_input: bool = True
     grad_weight: bool = True
-    module_swap: bool = True  # torchao's; here there is one way
+    module_swap: bool = True  # for compatibility with torchao; ignored
 
     def make(self) -> Recipe:
         how = get_recipe(self.recipe)
@@ -81,21 +81,21 @@ class Int8MixedPrecisionTrainingConfig(LowPrecisionTrainingConfig):
 
 @dataclass(frozen=True)
 class MXTrainingConfig(LowPrecisionTrainingConfig):
-    """Blocks of 32 under powers of two: "mxfp8", "mxfp8_with_gw_hp", "mxfp8_mxfp4" (gradients in 4 bits), "mxfp4"."""
+    """Blocks of 32 with power-of-two scales: "mxfp8", "mxfp8_with_gw_hp", "mxfp8_mxfp4" (4-bit gradients), "mxfp4"."""
 
     recipe: str | Recipe = "mxfp8"
 
     def make(self) -> Recipe:
         if isinstance(self.recipe, str) and self.recipe not in MX:
-            raise ValueError(f"MXTrainingConfig: recipes are {', '.join(MX)}, got {self.recipe!r}")
+            raise ValueError(f"MXTrainingConfig: recipe must be one of {', '.join(MX)}, got {self.recipe!r}")
         return get_recipe(self.recipe)
 
 
 @dataclass(frozen=True)
 class BitNetTrainingConfig(LowPrecisionTrainingConfig):
-    """Ternary weights under their mean, int8 inputs a token, gradients straight through. BitNet b1.58.
+    """Ternary weights with absmean scale, per-token int8 inputs, straight-through gradients (BitNet b1.58).
 
-    ``pennyweight.quantize_(model, get_recipe("bitnet").deployed())`` then stores what was trained.
+    ``pennyweight.quantize_(model, get_recipe("bitnet").deployed())`` then quantizes the trained weights.
     """
 
     recipe: str | Recipe = "bitnet"
@@ -103,11 +103,11 @@ class BitNetTrainingConfig(LowPrecisionTrainingConfig):
 
 @dataclass(frozen=True)
 class Int8WeightOnlyTrainingConfig(AOBaseConfig):
-    """Weights that are int8 and nothing else while they train: 1 byte instead of 4, and no float copy of them.
+    """Trainable int8 weights without a float copy: 1 byte per weight instead of 4.
 
-    group_size  weights that share a scale; None: a row
-    Steps smaller than a code must be rounded by chance: the optimizers of ``pennyweight.optim`` do, others under
-    :func:`pennyweight.training.stochastic_rounding`.
+    group_size  number of weights per scale; None: one scale per row
+    Updates smaller than one code need stochastic rounding: the optimizers of ``pennyweight.optim`` do this, others
+    under :func:`pennyweight.training.stochastic_rounding`.
     """
 
     group_size: int | None = None
@@ -119,31 +119,31 @@ class Int8WeightOnlyTrainingConfig(AOBaseConfig):
 
     @property
     def spec(self) -> QuantSpec:
-        """Of the weight."""
+        """Spec of the weight."""
         return QuantSpec(INT8, (self.group_size or -1,))
 
 
-# -- what quantize_ does with them -------------------------------------------------------------------------------------
+# -- handlers of quantize_ ---------------------------------------------------------------------------------------------
 
 
 def _why_not(module: nn.Module, least: int) -> str:
-    """The reason why a module is none that can be converted, or ""."""
+    """Reason why a module cannot be converted, or ""."""
     if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention multiplies with its parameters itself, no layer of it is called; use nn.Linear"
+        return "nn.MultiheadAttention uses its parameters directly instead of calling layers; use nn.Linear"
     if type(module) not in (nn.Linear, LowPrecisionLinear):
-        return f"only nn.Linear is converted; {type(module).__name__} may have a forward of its own"
+        return f"only nn.Linear is converted; {type(module).__name__} may have its own forward"
     if "forward" in module.__dict__:
-        return "its forward was replaced on the instance (a wrapper?); convert it before"
+        return "its forward was replaced on the instance (a wrapper?); convert it before wrapping"
     weight = local_tensor(module.weight)
     if isinstance(weight, AffineQuantizedTensor):
-        return f"its weight is quantized already: {weight.spec}"
+        return f"its weight is already quantized: {weight.spec}"
     assert isinstance(module, nn.Linear)
     if min(module.in_features, module.out_features) < least:
         return f"fewer than {least} inputs or outputs"
     return ""
 
 
-def _tells_recipe(module: nn.Module, config: LowPrecisionTrainingConfig) -> tuple[bool, str]:
+def _can_convert(module: nn.Module, config: LowPrecisionTrainingConfig) -> tuple[bool, str]:
     why = _why_not(module, config.least)
     if why or not isinstance(module, nn.Linear):
         return False, why
@@ -159,14 +159,14 @@ def _tells_recipe(module: nn.Module, config: LowPrecisionTrainingConfig) -> tupl
     if padded:
         notes.append(padded)
     if isinstance(module, LowPrecisionLinear):
-        notes.append("already so" if module.recipe == how else f"was {module.recipe.name}")
+        notes.append("already converted" if module.recipe == how else f"was {module.recipe.name}")
     if not module.weight.requires_grad:
         notes.append("its weight is frozen")
     return True, "; ".join(notes)
 
 
 def _padding(how: Recipe, inputs: int, outputs: int) -> str:
-    """What is padded where a size is not whole blocks, or whole tiles of a GPU's units."""
+    """Describes padding of sizes that are not multiples of the block, or of a GPU's tile."""
     found = []
     for what, n, gemm in (("inputs", inputs, how.output), ("outputs", outputs, how.grad_input)):
         whole = max([_multiple(s) for s in (gemm.a, gemm.b) if isinstance(s, Operand)] + [gemm.hadamard, 1])
@@ -183,7 +183,7 @@ def _multiple(side: Operand) -> int:
 
 
 def names_weight(module: nn.Module, config: Int8WeightOnlyTrainingConfig) -> tuple[bool, str]:
-    """Whether a module's weight can be made such, and a note, or why not."""
+    """(whether a module's weight can be converted, note or reason)."""
     if type(module) is LowPrecisionLinear:
         return False, f"trains under recipe {module.recipe.name}; to_high_precision_ first"
     why = _why_not(module, config.least)
@@ -195,7 +195,7 @@ def _convert(module: nn.Module, config: LowPrecisionTrainingConfig) -> nn.Module
 
 
 def make_trainable(module: nn.Module, config: Int8WeightOnlyTrainingConfig) -> nn.Module:
-    """The module with a weight that is quantized and trained."""
+    """Replace the module's weight by a quantized trainable one; returns the module."""
     old: Any = module.weight
     w = trainable(old, config.spec)
     module.weight = nn.Parameter(w, requires_grad=old.requires_grad)
@@ -203,7 +203,7 @@ def make_trainable(module: nn.Module, config: Int8WeightOnlyTrainingConfig) -> n
 
 
 def trainable(x: torch.Tensor, spec: QuantSpec) -> AffineQuantizedTensor:
-    """x as a quantized tensor that can be trained: rounded to the nearest under scales that let nothing saturate."""
+    """x as a trainable quantized tensor: rounded to nearest, with scales that avoid saturation."""
     return AffineQuantizedTensor.from_float(x.detach(), spec, rule="absmax")
 
 
@@ -211,7 +211,7 @@ for _config in (
     LowPrecisionTrainingConfig, Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig,
     BitNetTrainingConfig,
 ):  # fmt: skip
-    register_quantize_module_handler(_config, tells=_tells_recipe)(_convert)
+    register_quantize_module_handler(_config, tells=_can_convert)(_convert)
 register_quantize_module_handler(Int8WeightOnlyTrainingConfig, tells=names_weight)(make_trainable)
 
 __all__ = [

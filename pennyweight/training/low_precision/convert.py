@@ -1,4 +1,4 @@
-"""Into low-precision training and back, and how weights that are quantized themselves are updated."""
+"""Conversion to low-precision training and back, and stochastic rounding of quantized weight updates."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def convert_to_float8_training(
     model: nn.Module, *, module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
     config: str | Recipe | LowPrecisionTrainingConfig | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Make linear layers train in float8, in place, and return the model.
+    """Convert linear layers in place to float8 training, and return the model.
 
-    module_filter_fn(module, name) picks layers. config: the name of a recipe, a recipe, or a config; default
-    "tensorwise". Raises PlanError where no layer can be converted; ``quantize_(model, Float8TrainingConfig(..))`` does
-    the same and returns the report of what was converted and what not.
+    module_filter_fn(module, name) selects layers. config: name of a recipe, a recipe, or a config; default
+    "tensorwise". Raises PlanError if no layer can be converted. ``quantize_(model, Float8TrainingConfig(..))`` does the
+    same and returns a report of the converted and the other layers.
     """
     if not isinstance(config, LowPrecisionTrainingConfig):
         config = Float8TrainingConfig("tensorwise" if config is None else config)
@@ -33,9 +33,9 @@ def convert_to_float8_training(
 
 
 def to_high_precision_(model: nn.Module) -> Report:
-    """The way back, in place: layers become nn.Linear again, trainable quantized weights the floats they stand for.
+    """Undo the conversion in place: layers become nn.Linear again, trainable quantized weights are dequantized.
 
-    Weights that are frozen and quantized are left alone. Parameters that were never quantized stay the same objects.
+    Frozen quantized weights are not changed. Parameters that were never quantized remain the same objects.
     """
     rows = []
     for name, module in model.named_modules():
@@ -53,17 +53,17 @@ def to_high_precision_(model: nn.Module) -> Report:
         shape, dtype = tuple(now.shape), str(now.dtype).removeprefix("torch.")
         full = f"{name}.weight".lstrip(".")
         rows.append(Row(full, "Linear", shape, dtype, "", before, int(now.nbytes), None, f"was {was}"))
-    return Report("to_high_precision_", rows, verb="back in high precision")
+    return Report("to_high_precision_", rows, verb="restored to high precision")
 
 
 @contextmanager
 def stochastic_rounding(step: int, seed: int = 0) -> Iterator[None]:
-    """``with stochastic_rounding(step): optimizer.step()``: quantized parameters are rounded by chance when they are
-    written, so that updates below half a step of their codes are not lost: the mean of many is right.
+    """``with stochastic_rounding(step): optimizer.step()``: writes to quantized parameters are rounded stochastically,
+    which is unbiased, so that updates below half a code step are not lost.
 
-    Random numbers are a function of seed, of which write of the block it is, of the element, and of ``step``, the
-    number of this training step: a resumed run that goes on counting repeats them, and there is no state to save.
-    A forward and a backward pass may be inside: gradients are recorded as outside.
+    Random numbers are a function of ``seed``, ``step`` (the number of the training step), the index of the write within
+    the with block, and the element. A resumed run with the same step count repeats them; there is no state to save.
+    Forward and backward passes may be inside; autograd works as usual.
     """
     with stochastic_writes(step, seed):
         yield

@@ -1,13 +1,13 @@
-"""Linear layers whose parameters are spread over ranks (DTensor): each rank multiplies its parts.
+"""Linear layers with sharded parameters (DTensor): each rank multiplies its local parts.
 
-By outputs (``Shard(0)`` of the weight, ColwiseParallel) the output is cut by features and the input's gradient is a
-sum over ranks; by inputs (``Shard(1)``, RowwiseParallel) the other way round. The weight's gradient is cut as it is.
-Sums over ranks are DTensor's, of results in the dtype of the input, as for float layers: no codes are added.
+Sharded by outputs (``Shard(0)`` of the weight, ColwiseParallel) the output is sharded by features and the input's
+gradient is a sum over ranks; sharded by inputs (``Shard(1)``, RowwiseParallel) vice versa. The weight's gradient is
+sharded like the weight. DTensor sums over ranks in the dtype of the input, as for float layers; codes are not summed.
 
-Each rank quantizes its parts as one device would quantize them if they were all. So scales of rows and blocks are those
-of one device, except along a contracted axis that is cut: there they are those of the part. A scale of which a matrix
-has one in all is that of the whole matrix; ranks exchange what it is made of, three numbers an operand. Numbers of
-rounding by chance follow the bits of a rank's part: equal ones are rounded equally, different ones independently.
+Each rank quantizes its local part like a single device. So scales of rows and blocks equal those of a single device,
+except along a sharded contracted axis, where they are per part. A single scale for the whole matrix is computed over
+all ranks, which exchange three numbers per operand for it. The random numbers of stochastic rounding depend on the bits
+of the local part: equal parts are rounded equally, different parts independently.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...core.distributed.full_tensor import is_dtensor
 
 
 class ShardedGroups(NamedTuple):
-    """The groups of ranks, by their names, over which input, weight and gradient of the output are cut. terms: how many
-    ranks' outputs make up the output."""
+    """Names of the process groups over which input, weight and output gradient are sharded. terms: number of ranks
+    whose outputs are summed."""
 
     input: tuple[str, ...] = ()
     weight: tuple[str, ...] = ()
@@ -38,10 +38,10 @@ WHOLE = ShardedGroups()
 def local_arguments(
     x: Any, weight: Any, bias: Any
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], ShardedGroups, Callable[[Tensor], Tensor]]:
-    """This rank's parts of the arguments of ``linear``, how they are cut, and what makes a DTensor of its output.
+    """(this rank's parts of the arguments of ``linear``, their sharding, a function that makes the output a DTensor).
 
-    Raises ValueError where DTensors and plain tensors are mixed, and where the weight is cut in another way than over
-    outputs or inputs along each axis of its mesh.
+    Raises ValueError if DTensors and plain tensors are mixed, and if the weight is sharded other than by outputs or
+    inputs along each axis of its mesh.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -51,7 +51,7 @@ def local_arguments(
     mesh, last = weight.device_mesh, x.ndim - 1
     if x.device_mesh != mesh or (bias is not None and bias.device_mesh != mesh):
         raise ValueError(
-            f"linear: input and parameters of a layer {[*weight.shape]} are spread over different meshes: "
+            f"linear: input and parameters of a layer {[*weight.shape]} are on different meshes: "
             f"{x.device_mesh} and {mesh}; parallelize the layer on the mesh of its input"
         )
     # Placements along each axis of the mesh: input, bias, output; gradients of input, weight, bias.
@@ -76,8 +76,8 @@ def local_arguments(
         else:
             raise ValueError(
                 f"linear: a weight {[*weight.shape]} is placed as {weight.placements} on {mesh}; each axis of the mesh "
-                "may keep it whole (Replicate), or cut it by outputs (Shard(0)) or by inputs (Shard(1)). Use "
-                "ColwiseParallel or RowwiseParallel; a layer under fully_shard is called through its module"
+                "may replicate it (Replicate), or shard it by outputs (Shard(0)) or by inputs (Shard(1)). Use "
+                "ColwiseParallel or RowwiseParallel; call a layer under fully_shard through its module"
             )
         for names, is_cut in zip(cut, where, strict=True):
             if is_cut:
@@ -103,7 +103,7 @@ def local_arguments(
 
 
 def is_uneven(*tensors: Any) -> bool:
-    """Whether some rank has less than others of one of the DTensors: all ranks answer alike."""
+    """Whether one of the DTensors is sharded unevenly; the same result on all ranks."""
     for t in tensors:
         shape = list(t.shape) if is_dtensor(t) else []
         for axis, placed in enumerate(t.placements if shape else ()):
@@ -116,17 +116,17 @@ def is_uneven(*tensors: Any) -> bool:
 
 
 def _mixed(x: Any, weight: Any, bias: Any) -> str:
-    """What is wrong where some are DTensors and some are not."""
+    """Error message if only some arguments are DTensors."""
     named = {"input": x, "weight": weight, "bias": bias}
     said = [
-        f"{name} {[*t.shape]} " + (f"is spread as {t.placements}" if is_dtensor(t) else "is a plain tensor")
+        f"{name} {[*t.shape]} " + (f"is a DTensor with {t.placements}" if is_dtensor(t) else "is a plain tensor")
         for name, t in named.items()
         if t is not None
     ]
     return (
-        f"linear: {', '.join(said)}; either all are DTensors or none is. parallelize_module makes all of them such; a "
-        "layer under fully_shard is called through its module; DTensor.from_local(x, mesh, placements) makes one of an "
-        "input"
+        f"linear: {', '.join(said)}; either all must be DTensors or none. parallelize_module converts all of them; "
+        "call a layer under fully_shard through its module; convert an input with DTensor.from_local(x, mesh, "
+        "placements)"
     )
 
 

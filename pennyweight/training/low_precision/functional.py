@@ -1,12 +1,11 @@
-"""The one function of low-precision training: a linear layer whose three products are quantized along the axis that
-they contract, each as its recipe says.
+"""Linear layer of low-precision training: its three products are quantized along their contracted axis by a recipe.
 
-Exact emulation: operands are quantized to the codes that hardware would see, their products are exact, and sums are in
-float32. Hardware adds in another order, and Hopper's float8 units in fewer bits; gemm_table.py says which instructions
-run where.
+Exact emulation: operands are quantized to the codes that hardware would use, products of codes are exact, and sums are
+in float32. Hardware sums in another order, and Hopper's float8 units with fewer bits; gemm_table.py lists which
+instructions run where.
 
-What is not a number stays so: a row of an operand that has a NaN or an infinity makes its row of the result NaN, or all
-of the result where rows share a scale. Loss scaling and clipping see it as they do in float.
+NaN and inf propagate: an operand row with NaN or inf makes the result row NaN, or the whole result if rows share a
+scale. Loss scaling and gradient clipping detect it as in float.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from .gemm_table import QuantizedOperand, case_of, select, wide_dtype
 from .quantize_operand import quantize_operand, rule_of_whole
 from .recipes import Operand, Recipe, get_recipe
 
-# What tells apart the random numbers of the operands, as pairs for a and b.
+# Salts of the random numbers of the operands a and b.
 _OUTPUT, _GRAD_INPUT, _GRAD_WEIGHT = (1, 2), (3, 4), (5, 6)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str | Recipe = "rowwise") -> Tensor:
     """x · weightᵀ + bias, its three products quantized. x: [.., K]; weight: [N, K]; returns [.., N] in x's dtype.
 
-    Under autocast x is cast to its dtype, and so is the result; the weight is quantized from what it is kept as, and
-    its gradient has that dtype. DTensors: each rank multiplies its parts, see spread.py; returns a DTensor. Raises
-    ValueError for shapes that do not fit, for what is not floating point, and for weights that are cut otherwise than
+    Under autocast x and the result have the autocast dtype; the weight is quantized from its own dtype, which is also
+    the dtype of its gradient. DTensors: each rank multiplies its parts, see dtensor.py; returns a DTensor. Raises
+    ValueError for mismatched shapes, for other than floating-point dtypes, and for weights that are sharded other than
     by outputs or by inputs.
     """
     how = get_recipe(recipe)
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear: the weight is [N, K] and the input [.., K], not {[*weight.shape]} and {[*x.shape]}")
+        raise ValueError(f"linear: expected weight [N, K] and input [.., K], got {[*weight.shape]} and {[*x.shape]}")
     if not (x.is_floating_point() and weight.is_floating_point()):
-        raise ValueError(f"linear: input and weight must be floating point, not {x.dtype} and {weight.dtype}")
+        raise ValueError(f"linear: input and weight must be floating point, got {x.dtype} and {weight.dtype}")
     x = cast(x)
     if is_dtensor(weight) or is_dtensor(x):
         if torch.compiler.is_compiling() and is_uneven(x, weight) and _exchanges(how):
@@ -57,7 +56,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str | 
 
 
 def _exchanges(how: Recipe) -> bool:
-    """Whether ranks exchange anything to choose scales."""
+    """Whether ranks must communicate to choose scales."""
     sides = [s for gemm in (how.output, how.grad_input, how.grad_weight) for s in (gemm.a, gemm.b)]
     return any(isinstance(s, Operand) and rule_of_whole(s.spec, s.rule) is not None for s in sides)
 
@@ -72,7 +71,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, cut: ShardedGroups) -> Tensor:
         rows = _matrix(x)
         y, seen = output(rows, weight, bias, how, cut)
-        # Where the input's codes serve the weight's gradient too they are kept, a byte an element, not the input.
+        # If the weight's gradient can reuse the input's codes, save these (one byte per element) instead of the input.
         kept = seen if isinstance(seen, QuantizedOperand) and _serves_twice(how) else None
         ctx.how, ctx.cut, ctx.x_shape = how, cut, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -83,7 +82,7 @@ class _Linear(torch.autograd.Function):
             ctx.save_for_backward(rows, None, weight)
         else:
             ctx.save_for_backward(kept.parts.codes, kept.parts.scale + kept.nan, weight)
-        # As torch's own products do: FSDP2 loses its hook where a layer's output is a view that is written to.
+        # As in torch's own products: FSDP2 loses its hook if a layer's output is a view that is written in place.
         return torch.ops.aten._unsafe_view.default(y.contiguous(), (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -104,7 +103,7 @@ def _matrix(x: Tensor) -> Tensor:
 def output(
     rows: Tensor, weight: Tensor, bias: Tensor | None, how: Recipe, cut: ShardedGroups = WHOLE
 ) -> tuple[Tensor, Tensor | QuantizedOperand]:
-    """rows [M, K] · weightᵀ + bias in the dtype of rows, and rows as the product saw them."""
+    """(rows [M, K] · weightᵀ + bias in the dtype of rows, the quantized rows)."""
     with _no_autocast(rows):
         a, b = _operands(rows, weight, how.output, how.seed, _OUTPUT, (cut.input, cut.weight))
         y = matmul(a, b, rows.dtype)
@@ -117,9 +116,9 @@ def gradients(
     g: Tensor, x: Tensor | QuantizedOperand, weight: Tensor, how: Recipe, wanted: Sequence[bool],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], cut: ShardedGroups = WHOLE,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of input, weight and bias that are wanted, in those dtypes, from the output's, g [M, N].
+    """The requested gradients of input, weight and bias, in these dtypes, from the output gradient g [M, N].
 
-    x: the input [M, K], or its codes as the output's product saw them."""
+    x: the input [M, K], or its codes from the output's product."""
     grad_x = grad_w = grad_bias = None
     with _no_autocast(g):
         if wanted[0]:
@@ -144,9 +143,9 @@ def _grad_input(g: Tensor, weight: Tensor, how: Recipe, cut: ShardedGroups) -> T
 def _grad_weight(
     g: Tensor, x: Tensor | QuantizedOperand, how: Recipe, dtype: torch.dtype, cut: ShardedGroups
 ) -> Tensor:
-    """gᵀ · x in ``dtype``. x: the input, or its codes as the output's product saw them."""
+    """gᵀ · x in ``dtype``. x: the input, or its codes from the output's product."""
     gemm = how.grad_weight
-    again = () if _serves_twice(how) else cut.input  # codes that were kept are not chosen anew on any rank
+    again = () if _serves_twice(how) else cut.input  # saved codes are not quantized again on any rank
     if isinstance(x, Tensor) and not isinstance(gemm.b, str):
         a, b = _operands(g.t(), x.t(), gemm, how.seed, _GRAD_WEIGHT, (cut.gradient, again))
     else:
@@ -159,7 +158,7 @@ def _grad_weight(
 
 
 def _operands(a: Tensor, b: Tensor, gemm: Any, seed: int, salts: tuple[int, int], over: Any) -> tuple[Any, Any]:
-    """Both sides of a product; as they are where one is empty, because the other might be padded."""
+    """Both quantized sides of a product; unchanged if one is empty, because the other might be padded."""
     full = a.numel() and b.numel()
     one, two = (
         quantize_operand(t, side, seed, salt, gemm.hadamard, groups) if full or not t.numel() else t
@@ -169,7 +168,7 @@ def _operands(a: Tensor, b: Tensor, gemm: Any, seed: int, salts: tuple[int, int]
 
 
 def _serves_twice(how: Recipe) -> bool:
-    """Whether the codes of the input in the output's product are those in the weight's gradient."""
+    """Whether the output's product and the weight's gradient use the same codes of the input."""
     mine, gemm = how.output.a, how.grad_weight
     if not isinstance(mine, Operand) or not isinstance(mine.spec.scale, torch.dtype):
         return False
@@ -183,8 +182,8 @@ def _serves_twice(how: Recipe) -> bool:
 
 
 def matmul(a: Tensor | QuantizedOperand, b: Tensor | QuantizedOperand, dtype: torch.dtype) -> Tensor:
-    """a · bᵀ. Both quantized: by the table of products, in float32, or in ``dtype`` where hardware rounds. One or none:
-    in ``dtype``, on the value of the other."""
+    """a · bᵀ. Both quantized: by the table of products, in float32, or in ``dtype`` if hardware rounds to it. Otherwise
+    in ``dtype``, with quantized operands dequantized."""
     if not (isinstance(a, QuantizedOperand) and isinstance(b, QuantizedOperand)):
         return F.linear(_value(a, dtype), _value(b, dtype))
     y = select(case_of(a, b, dtype)).run(a, b, dtype)
@@ -198,7 +197,7 @@ def _value(x: Tensor | QuantizedOperand, dtype: torch.dtype) -> Tensor:
 
 
 def cast(x: Tensor) -> Tensor:
-    """x in autocast's dtype."""
+    """x cast to autocast's dtype."""
     return x.to(autocast_dtype(x) or x.dtype)
 
 

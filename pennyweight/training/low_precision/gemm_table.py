@@ -1,6 +1,6 @@
-"""The table of products: which code multiplies two quantized matrices, a · bᵀ, where.
+"""Table of the implementations of a · bᵀ for two quantized matrices.
 
-Both operands are quantized on the spot, so a row is chosen by their specs, the sizes and the device alone.
+Operands are quantized on the fly, so a row is selected by their specs, the sizes and the device alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ...kernels.torch_int8 import int_mm_saturates
 
 
 class QuantizedOperand(NamedTuple):
-    """A matrix [rows, contracted] as parts. nan: [rows, 1] or [1, 1], 0 or NaN for those rows that had NaN or inf.
-    dense: the codes are its value already."""
+    """A matrix [rows, contracted] as parts. nan: [rows, 1] or [1, 1], NaN for rows with NaN or inf, else 0. dense: the
+    codes are already dequantized values."""
 
     parts: Parts
     spec: QuantSpec
@@ -30,21 +30,21 @@ class QuantizedOperand(NamedTuple):
     dense: bool = False
 
     def value(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix that it stands for."""
+        """The dequantized matrix."""
         if self.dense:
             return self.parts.codes.to(dtype)
         x = dequantize(self.parts, self.spec, self.shape, dtype)
         return x if self.nan is None else x + self.nan.to(dtype)
 
     def t(self) -> QuantizedOperand:
-        """The transposed matrix, of one that has a scale for all."""
+        """The transposed matrix; only for a single scale."""
         codes, scale = self.parts.codes.t().contiguous(), self.parts.scale.t()
         return QuantizedOperand(Parts(codes, scale), self.spec, (self.shape[1], self.shape[0]), self.nan)
 
 
 @dataclass(frozen=True)
 class Case:
-    """All that selection may look at. shape: rows of a, rows of b, contracted. dtype: of the result."""
+    """Inputs of the selection. shape: rows of a, rows of b, contracted. dtype: of the result."""
 
     a: QuantSpec
     b: QuantSpec
@@ -55,9 +55,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Product:
-    """One row. run: (a, b, dtype of the result) -> a · bᵀ, in float32 or better where that costs nothing.
+    """One row. run: (a, b, dtype of the result) -> a · bᵀ, in float32, or better at no extra cost.
 
-    accepts  case -> True, or the sentence that refuses it
+    accepts  case -> True, or the reason why not
     """
 
     name: str
@@ -66,14 +66,14 @@ class Product:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in."""
+    """The dtype of computation."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _plain_scale(spec: QuantSpec) -> bool | str:
-    """Whether a scale can be taken out of the sum over the contracted axis."""
+    """Whether the scale is constant along the contracted axis; else the reason."""
     if not isinstance(spec.scale, torch.dtype) or spec.zero_point or spec.offset is not None or spec.mid:
-        return f"{spec} has more than one plain scale a block"
+        return f"{spec} has more than one plain scale per block"
     return spec.block in (None, (-1,)) or f"scales of {spec} change along the contraction"
 
 
@@ -86,7 +86,7 @@ def _both_plain(case: Case) -> bool | str:
 
 
 def _scaled(y: Tensor, a: QuantizedOperand, b: QuantizedOperand) -> Tensor:
-    """Scales [rows, 1] or [1, 1] on the sums of codes."""
+    """Apply scales [rows, 1] or [1, 1] to the sums of codes."""
     return y * a.parts.scale.to(y.dtype) * b.parts.scale.to(y.dtype).t()
 
 
@@ -120,7 +120,7 @@ def _saturates() -> bool:
 
 
 def _padded(codes: Tensor, rows: int, contracted: int) -> Tensor:
-    """Codes with zeros up to multiples of so many rows and contracted elements."""
+    """Codes padded with zeros to multiples of ``rows`` and ``contracted``."""
     more = (-codes.shape[1] % contracted, -codes.shape[0] % rows)
     if more == (0, 0):
         return codes
@@ -129,11 +129,11 @@ def _padded(codes: Tensor, rows: int, contracted: int) -> Tensor:
 
 
 def int_mm(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Tensor:
-    """``torch._int_mm``: sums exact in int32. On a GPU it wants multiples of 8, and more than 16 rows."""
+    """``torch._int_mm``: exact sums in int32. On a GPU it needs multiples of 8, and more than 16 rows."""
     one, two = a.parts.codes, b.parts.codes
     if one.device.type != "cpu":
         one, two = _padded(one, 32, 16), _padded(two, 16, 16)
-    # torch 2.13 misreads strides (1, 1) of a single row; a view of all elements has others
+    # torch 2.13 misreads strides (1, 1) of a single row; a view of all elements has other strides
     sums = torch._int_mm(one.reshape(-1).view(one.shape), two.t())
     sums = sums[: a.shape[0], : b.shape[0]]
     return _scaled(sums.to(wide_dtype(dtype)), a, b)
@@ -149,7 +149,7 @@ def _accepts_int(case: Case) -> bool | str:
     if case.shape[2] < 2:  # torch 2.13 misreads strides (1, 1), on this side too
         return "one contracted element"
     if case.shape[2] * 128 * 128 >= 1 << 31:
-        return f"sums of {case.shape[2]} products may leave int32"
+        return f"sums of {case.shape[2]} products may overflow int32"
     if case.device == "cpu":
         return not _saturates() or "torch._int_mm saturates on this CPU (no VNNI): its sums are wrong"
     return case.device == "cuda" or f"torch._int_mm is not known to run on {case.device}"
@@ -159,7 +159,7 @@ def _accepts_int(case: Case) -> bool | str:
 
 
 def scaled_mm(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Tensor:
-    """``torch._scaled_mm``, on codes padded to multiples of 16. Hopper's units add in fewer bits than float32 has."""
+    """``torch._scaled_mm`` on codes padded to multiples of 16. Hopper accumulates with fewer bits than float32."""
     one, two = _padded(a.parts.codes, 16, 16), _padded(b.parts.codes, 16, 16)
     rows = any(q.parts.scale.numel() > 1 for q in (a, b))
     scales = [_row_scales(q, codes.shape[0]) if rows else q.parts.scale for q, codes in ((a, one), (b, two))]
@@ -186,14 +186,14 @@ def _accepts_scaled(case: Case) -> bool | str:
     if verdict is not True:
         return verdict
     if case.device == "cpu":
-        return "on a CPU it takes longer than the float32 product of the codes, to the same sums"
+        return "on a CPU it is slower than the float32 product of the codes, with the same sums"
     if case.device != "cuda":
         return f"torch._scaled_mm is not known to run on {case.device}"
     if _cuda_capability() < (8, 9):
-        return f"float8 units begin with compute capability 8.9, this GPU has {_cuda_capability()}"
+        return f"float8 needs compute capability 8.9 or higher, this GPU has {_cuda_capability()}"
     rows = case.a.block is not None or case.b.block is not None
     if rows and case.dtype is not torch.bfloat16:
-        return f"scales a row want a bfloat16 result, this is {str(case.dtype).removeprefix('torch.')}"
+        return f"row scales need a bfloat16 result, this is {str(case.dtype).removeprefix('torch.')}"
     return True
 
 
@@ -207,13 +207,13 @@ PRODUCTS = (
 
 
 def case_of(a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype) -> Case:
-    """The case that two operands are."""
+    """The case of two operands."""
     shape = (a.shape[0], b.shape[0], a.shape[1])
     return Case(a.spec, b.spec, shape, dtype, a.parts.codes.device.type)
 
 
 def select(case: Case) -> Product:
-    """The first row that takes a case; the last takes all."""
+    """The first row that accepts a case; the last accepts all."""
     for row in PRODUCTS:
         if row.accepts(case) is True:
             return row
@@ -221,12 +221,12 @@ def select(case: Case) -> Product:
 
 
 def explain(case: Case) -> list[tuple[str, str]]:
-    """Each row's name and what it says of the case; the first that says RUNS does."""
+    """(name, verdict) of each row for a case; the row with verdict RUNS is used."""
     found, chosen = [], False
     for row in PRODUCTS:
         verdict = row.accepts(case)
         if verdict is True:
-            verdict, chosen = "would do, a better one runs" if chosen else "RUNS", True
+            verdict, chosen = "works, but a better one runs" if chosen else "RUNS", True
         found.append((row.name, str(verdict)))
     return found
 

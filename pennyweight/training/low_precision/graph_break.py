@@ -1,7 +1,7 @@
-"""Layers whose ranks have parts of different sizes, and exchange what scales are chosen from: inductor orders what it
-schedules by size, or drops what is empty, and ranks would exchange in different orders.
+"""Graph break for unevenly sharded layers whose ranks communicate to choose scales: inductor orders operations by size
+and drops empty ones, so ranks would communicate in different orders.
 
-Imported while tracing only, because torch.compiler.disable brings the compiler.
+Imported only while tracing, because torch.compiler.disable imports the compiler.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 
 @torch.compiler.disable(
-    reason="ranks have parts of different sizes of a layer, and exchange what the scale of the whole is chosen from; "
-    "cut it evenly, or take a recipe whose scales are of rows or blocks"
+    reason="the layer is sharded unevenly, and its ranks communicate to choose a scale of the whole matrix; "
+    "shard it evenly, or use a recipe with row or block scales"
 )
 def call_outside_graph(run: Callable[..., Any], *args: Any) -> Any:
     """run(*args), in eager mode."""

@@ -1,4 +1,4 @@
-"""Experts: each a product of its own rows with its own weight, under the recipe of a linear layer."""
+"""Grouped matrix products for mixture-of-experts layers, under the recipe of a linear layer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def grouped_mm(
 ) -> Tensor:
     """Rows of x [T, K] times the matrices of w [E, K, N]: rows ends[e - 1] to ends[e] by w[e]. Returns [T, N].
 
-    The arguments are ``torch._grouped_mm``'s (w of [E, N, K] is passed as ``w.transpose(-2, -1)``, which costs
-    nothing). bias: [E, N]. ends: integers [E] that ascend up to T; an expert may have no rows. Rows beyond the last end
-    give zeros. Scales never mix experts: a whole-tensor scale is one of an expert's rows. ``ends`` is read on the host;
-    in a graph that is inside of one op. Raises ValueError where shapes or ends do not fit, and for DTensors.
+    The arguments are those of ``torch._grouped_mm`` (pass w [E, N, K] as ``w.transpose(-2, -1)``, which is free).
+    bias: [E, N]. ends: ascending integers [E] up to T; an expert may have no rows. Rows beyond the last end give zeros.
+    Experts never share scales: a per-tensor scale is per expert. ``ends`` is read on the host; in a graph this happens
+    inside a single op. Raises ValueError for mismatched shapes or ends, and for DTensors.
     """
     how = get_recipe(recipe)
     if any(map(is_dtensor, (x, w, ends, bias))):
-        raise ValueError("grouped_mm: multiplies experts that one rank has; hand it x.to_local(), w.to_local()")
+        raise ValueError("grouped_mm multiplies the experts of one rank; pass x.to_local(), w.to_local()")
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"grouped_mm: x is [T, K] and w [E, K, N], not {[*x.shape]} and {[*w.shape]}")
+        raise ValueError(f"grouped_mm: expected x [T, K] and w [E, K, N], got {[*x.shape]} and {[*w.shape]}")
     if ends.shape != w.shape[:1] or ends.is_floating_point():
-        raise ValueError(f"grouped_mm: ends are {w.shape[0]} integers, not {ends.dtype} {[*ends.shape]}")
+        raise ValueError(f"grouped_mm: ends must be {w.shape[0]} integers, got {ends.dtype} {[*ends.shape]}")
     if bias is not None and bias.shape != (w.shape[0], w.shape[2]):
-        raise ValueError(f"grouped_mm: bias is {[w.shape[0], w.shape[2]]}, not {[*bias.shape]}")
+        raise ValueError(f"grouped_mm: bias must be {[w.shape[0], w.shape[2]]}, got {[*bias.shape]}")
     x = cast(x)
     if torch.compiler.is_compiling():
         return torch.ops.pennyweight.training_grouped_mm.default(x, w, ends, bias, how.key)
@@ -56,7 +56,7 @@ def _runs(ends: Tensor, count: int) -> list[slice]:
     return [slice(a, b) for a, b in zip([0, *stops], stops, strict=False)]
 
 
-# -- the op that graphs hold: the same products ------------------------------------------------------------------------
+# -- custom op for graphs ----------------------------------------------------------------------------------------------
 
 LIBRARY.define("training_grouped_mm(Tensor x, Tensor w, Tensor ends, Tensor? bias, str recipe) -> Tensor")
 LIBRARY.define(
@@ -80,7 +80,7 @@ def _forward(x: Tensor, w: Tensor, ends: Tensor, bias: Tensor | None, recipe: st
 def _backward(
     g: Tensor, x: Tensor, w: Tensor, ends: Tensor, bias: Tensor | None, recipe: str, wanted: Sequence[bool]
 ) -> list[Tensor]:
-    """Those gradients of x, w and bias that are wanted."""
+    """The requested gradients of x, w and bias."""
     dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
     wholes: list[Any] = [
         t.new_zeros(t.shape) for t, yes in zip((x, w, bias), wanted, strict=True) if yes and t is not None

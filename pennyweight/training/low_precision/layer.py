@@ -1,4 +1,4 @@
-"""A linear layer that trains in low precision: nn.Linear with another forward, and nothing else of its own."""
+"""LowPrecisionLinear: nn.Linear with a quantized forward and backward, otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .recipes import Recipe, get_recipe
 class LowPrecisionLinear(nn.Linear):
     """nn.Linear whose three products are quantized. Parameters, their names and its state dict are nn.Linear's.
 
-    Once its weight is quantized itself (``pennyweight.quantize_`` after training) it runs that, as any layer does.
+    After ``pennyweight.quantize_`` it runs the quantized weight like any other layer.
     """
 
     recipe: Recipe
@@ -37,7 +37,7 @@ class LowPrecisionLinear(nn.Linear):
 
 
 def convert_(module: nn.Module, recipe: Recipe) -> nn.Module:
-    """Make an nn.Linear such a layer in place: its class changes, the object, its parameters and its hooks stay."""
+    """Convert an nn.Linear in place: changes its class; the object, its parameters and its hooks stay the same."""
     module.__class__ = LowPrecisionLinear
     module.recipe = recipe  # type: ignore[assignment]
     return module

@@ -1,4 +1,4 @@
-"""Operands of a training product: a matrix turned, quantized, rounded by chance, and watched for what is not finite."""
+"""Operands of a training product: Hadamard rotation, quantization, stochastic rounding, and NaN propagation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ...core.spec import QuantSpec
 from .gemm_table import QuantizedOperand, wide_dtype
 from .recipes import Operand
 
-_SIGNS = 1 << 16  # tells the random numbers of signs from those of operands
+_SIGNS = 1 << 16  # salt of the random signs, distinct from those of operands
 
 
 def quantize_operand(
     x: Tensor, side: Any, seed: int, salt: int, hadamard: int, over: tuple[str, ...] = ()
 ) -> Tensor | QuantizedOperand:
-    """A matrix [rows, contracted] as one side of a product: quantized, or as it is where the recipe says None.
+    """A matrix [rows, contracted] as one side of a product: quantized, or unchanged if the recipe's operand is None.
 
-    over: groups of ranks that have a part of the matrix each. A scale of the whole matrix is then that of all parts.
-    Raises ValueError where it cannot be made of parts.
+    over: process groups over which the matrix is sharded. A single scale is then that of the whole matrix. Raises
+    ValueError if its rule cannot be computed from parts.
     """
     if not isinstance(side, Operand):
         return x
@@ -44,8 +44,8 @@ def quantize_operand(
     if not torch.compiler.is_compiling() or (plain and not side.chance and not hadamard and not over):
         leaves = _quantized(x, side, seed, salt, hadamard, over)
     else:
-        # One op in the graph: torch 2.13's inductor gives other numbers than eager mode for padded blocks under e8m0
-        # scales, and for int32 products that wrap. Only what is plain is left to it, to fuse.
+        # A custom op in the graph: torch 2.13's inductor differs from eager mode for padded blocks with e8m0 scales,
+        # and for int32 products that wrap around. Only plain specs are left to it, for fusion.
         leaves = torch.ops.pennyweight.training_operand.default(x, side.key, seed, salt, hadamard, not plain, over)
         if not plain:
             return QuantizedOperand(Parts(leaves[0]), side.spec, shape, dense=True)
@@ -54,11 +54,11 @@ def quantize_operand(
 
 
 def hadamard_rotated(x: Tensor, n: int, seed: int) -> Tensor:
-    """x · D H / √n for each n neighbours of the last axis, padded with zeros to whole ones: D random signs, the same
-    everywhere, H Sylvester's Hadamard matrix. Both sides of a product turned so give the same product."""
+    """x · D H / √n for every n neighbours of the last axis, zero-padded to a multiple of n: D random signs, the same
+    for all; H Sylvester's Hadamard matrix. Rotating both sides leaves the product unchanged."""
     x = F.pad(x, (0, -x.shape[-1] % n))
     i = torch.arange(n, device=x.device, dtype=torch.int64)
-    ones = i.unsqueeze(0) & i.unsqueeze(1)  # H[i, j] = -1 to the number of ones that i and j share
+    ones = i.unsqueeze(0) & i.unsqueeze(1)  # H[i, j] = (-1)^(number of common one bits of i and j)
     for shift in (16, 8, 4, 2, 1):
         ones = ones ^ (ones >> shift)
     signs = (
@@ -74,7 +74,7 @@ def _turned_shape(x: Tensor, hadamard: int) -> tuple[int, int]:
 
 
 def rule_of_whole(spec: QuantSpec, rule: str | None) -> str | None:
-    """The rule of the scale, or scale of scales, of which a matrix has one in all; None: it has none."""
+    """The rule of the scale, or scale of scales, that is shared by the whole matrix; None if there is none."""
     if spec.scale is None:
         return None
     if spec.block is not None:
@@ -82,14 +82,14 @@ def rule_of_whole(spec: QuantSpec, rule: str | None) -> str | None:
     rule = rule or default_rule(spec)
     if rule != "absmean" and rule not in BY_RANGE:
         raise ValueError(
-            f"an operand {spec} whose matrix is cut over ranks has one scale by rule {rule!r}, which cannot be made of "
-            f"what ranks exchange; rules that can: {', '.join(sorted(BY_RANGE | {'absmean'}))}. Or take blocks"
+            f"operand {spec} of a sharded matrix has one scale by rule {rule!r}, which cannot be computed across "
+            f"ranks; rules that can: {', '.join(sorted(BY_RANGE | {'absmean'}))}. Or use block scales"
         )
     return rule
 
 
 def _of_whole(t: Tensor, rule: str, nan: Tensor, over: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Numbers [1, n] from which a rule chooses as from the parts t of all ranks, and whether any of them has NaN."""
+    """(values [1, n] for which the rule gives the same scale as for the parts t of all ranks, whether any has NaN)."""
     bad = nan.isnan().any().double()
     if rule == "absmean":
         sums = all_reduce(
@@ -102,7 +102,7 @@ def _of_whole(t: Tensor, rule: str, nan: Tensor, over: Sequence[str]) -> tuple[T
 
 
 def _quantized(x: Tensor, side: Operand, seed: int, salt: int, hadamard: int, over: Sequence[str] = ()) -> list[Tensor]:
-    """Codes, scales from the outermost in, and nan: see :class:`QuantizedOperand`."""
+    """Codes, scales from the outermost to the innermost, and nan: see :class:`QuantizedOperand`."""
     floats = x.to(wide_dtype(x.dtype))
     low, high = floats.amin(-1, keepdim=True), floats.amax(-1, keepdim=True)
     nan = (low - low) + (high - high)
@@ -128,7 +128,7 @@ def _quantized(x: Tensor, side: Operand, seed: int, salt: int, hadamard: int, ov
 
 
 def _shares_rows(spec: QuantSpec) -> bool:
-    """Whether rows have a scale in common, at any depth."""
+    """Whether rows share a scale at any level."""
     if spec.block is None or len(spec.block) > 1:
         return True
     return isinstance(spec.scale, QuantSpec) and _shares_rows(spec.scale)
@@ -147,7 +147,7 @@ def _nest(spec: QuantSpec, leaves: list[Tensor]) -> Parts:
     return Parts(codes, _nest(spec.scale, rest) if isinstance(spec.scale, QuantSpec) else rest[0])
 
 
-# -- the op that graphs hold -------------------------------------------------------------------------------------------
+# -- custom op for graphs ----------------------------------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("pennyweight", "FRAGMENT")
 LIBRARY.define(
@@ -161,7 +161,7 @@ def _side(key: str) -> Operand:
 
 
 def _op(x: Tensor, side: str, seed: int, salt: int, hadamard: int, dense: bool, over: Sequence[str]) -> list[Tensor]:
-    """Codes, scales and nan, or the value alone."""
+    """Codes, scales and nan, or only the dequantized value."""
     how = _side(side)
     *parts, nan = _quantized(x, how, seed, salt, hadamard, over)
     if not dense:

@@ -1,11 +1,11 @@
-"""Recipes of low-precision training: how each operand of a linear layer's three products is quantized. Data, no code.
+"""Recipes of low-precision training: the spec of each operand of a linear layer's three products, as data.
 
     output       y  = x · wᵀ    contracts the inputs
     grad_input   gx = g · w     contracts the outputs
     grad_weight  gw = gᵀ · x    contracts the tokens
 
-Each is a · bᵀ of two matrices with the contracted axis last, and so are an operand's blocks laid: ``(-1,)`` is a scale
-a row as that product contracts it, ``(32,)`` one for 32 neighbours along the contraction, None one for the tensor.
+Each is a · bᵀ of two matrices with the contracted axis last. Blocks of an operand refer to this orientation: ``(-1,)``
+is one scale per row of that product, ``(32,)`` one per 32 neighbours along the contracted axis, None one per tensor.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ SEEDS = 1 << 32
 class Operand:
     """One side of a product.
 
-    spec    how it is quantized; rule: how its scales are chosen, see :mod:`pennyweight.core.qparams`
-    chance  whether codes are rounded by chance, so that the product of two is right in the mean
+    spec    quantization spec; rule: how its scales are chosen, see :mod:`pennyweight.core.qparams`
+    chance  whether codes are rounded stochastically, so that the product is unbiased
     """
 
     spec: QuantSpec
     rule: str | None = None
     chance: bool = False
-    key: str = field(init=False, repr=False, compare=False)  # all of it, for graphs
+    key: str = field(init=False, repr=False, compare=False)  # complete serialization, for graphs
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", json.dumps([self.spec.to_dict(), self.rule, self.chance]))
         if self.spec.layout != "plain" or self.spec.format.kind == "learned":
-            raise ValueError(f"an operand is quantized anew each time: plain codes of fixed numbers, not {self.spec}")
+            raise ValueError(f"an operand needs a fixed format in the plain layout, got {self.spec}")
         if self.spec.block is not None and len(self.spec.block) > 2:
-            raise ValueError(f"an operand is a matrix; blocks {list(self.spec.block)} have more axes")
+            raise ValueError(f"an operand is a matrix; block {list(self.spec.block)} has more axes")
 
     @classmethod
     def from_key(cls, key: str) -> Operand:
-        spec, rule, by_chance = json.loads(key)
-        return cls(QuantSpec.from_dict(spec), rule, by_chance)
+        spec, rule, chance = json.loads(key)
+        return cls(QuantSpec.from_dict(spec), rule, chance)
 
     def __str__(self) -> str:
-        return str(self.spec) + (" by chance" if self.chance else "")
+        return str(self.spec) + (" stochastic" if self.chance else "")
 
     def as_format(self, fmt: Format) -> Operand:
-        """The same with other numbers."""
+        """This operand with another format."""
         return replace(self, spec=self.spec.with_(format=fmt))
 
 
@@ -61,10 +61,10 @@ Side = Operand | Literal["forward"] | None
 
 @dataclass(frozen=True)
 class Gemm:
-    """a · bᵀ. A side that is None is not quantized; one that is FORWARD has the value that the output's product saw.
+    """a · bᵀ. A side that is None is not quantized; FORWARD reuses the quantized value from the output's product.
 
-    hadamard  0, or a power of two: so many neighbours along the contraction are turned by a Hadamard matrix with random
-              signs, on both sides, which leaves the product as it is and spreads what is large over its block
+    hadamard  0, or a power of two: size of the groups along the contracted axis that are rotated by a Hadamard matrix
+              with random signs, on both sides; leaves the product unchanged and spreads outliers over their block
     """
 
     a: Side = None
@@ -76,7 +76,7 @@ class Gemm:
         if n < 0 or n & (n - 1):
             raise ValueError(f"hadamard must be 0 or a power of two, got {n}")
         if n and not (isinstance(self.a, Operand) and isinstance(self.b, Operand)):
-            raise ValueError("hadamard turns both sides of a product; one that is not quantized has no use for it")
+            raise ValueError("hadamard rotates both sides of a product; both must be quantized")
 
     @property
     def quantized(self) -> bool:
@@ -96,9 +96,8 @@ HIGH = Gemm()
 class Recipe:
     """The three products of a layer. output: input, weight. grad_input: gradient, weight. grad_weight: gradient, input.
 
-    seed  of what is rounded by chance and of the signs of Hadamard matrices. The random numbers of an operand are a
-          function of it, of all bits of the gradient, and of the element: a resumed run repeats them, and there is no
-          state to save
+    seed  of stochastic rounding and of the signs of Hadamard matrices. The random numbers of an operand are a function
+          of the seed, all bits of the gradient, and the element: a resumed run repeats them; there is no state to save
     """
 
     name: str
@@ -106,7 +105,7 @@ class Recipe:
     grad_input: Gemm = HIGH
     grad_weight: Gemm = HIGH
     seed: int = 0
-    key: str = field(init=False, repr=False, compare=False)  # all of it, for graphs
+    key: str = field(init=False, repr=False, compare=False)  # complete serialization, for graphs
 
     def __post_init__(self) -> None:
         gemms = [
@@ -121,11 +120,11 @@ class Recipe:
         sides = (("grad_input", self.grad_input.b, self.output.b), ("grad_weight", self.grad_weight.b, self.output.a))
         for what, side, seen in sides:
             if side == FORWARD and seen is None:
-                raise ValueError(f"recipe {self.name!r}: {what} wants the forward operand, which is not quantized")
+                raise ValueError(f"recipe {self.name!r}: {what} uses the forward operand, which is not quantized")
         if not any(g.quantized for g in (self.output, self.grad_input, self.grad_weight)):
             raise ValueError(f"recipe {self.name!r} quantizes nothing")
         if not 0 <= self.seed < SEEDS:
-            raise ValueError(f"recipe {self.name!r}: seed is a number of 32 bits, got {self.seed}")
+            raise ValueError(f"recipe {self.name!r}: seed must be a 32-bit number, got {self.seed}")
 
     @classmethod
     def from_key(cls, key: str) -> Recipe:
@@ -141,13 +140,13 @@ class Recipe:
         return f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
 
     def with_(self, **changes: Any) -> Recipe:
-        """This recipe with some fields changed, named so unless a name is given."""
+        """This recipe with some fields changed; the changes are added to its name unless a name is given."""
         return replace(self, **{"name": f"{self.name}*", **changes})
 
     def with_formats(
         self, input: Format | None = None, weight: Format | None = None, grad_output: Format | None = None
     ) -> Recipe:
-        """This recipe with other numbers for an operand, in every product that quantizes it (e5m2 for gradients)."""
+        """This recipe with another format for an operand in every product that quantizes it (e5m2 for gradients)."""
 
         def put(gemm: Gemm, a: Format | None, b: Format | None) -> Gemm:
             sides = [s.as_format(f) if isinstance(s, Operand) and f else s for s, f in ((gemm.a, a), (gemm.b, b))]
@@ -160,11 +159,11 @@ class Recipe:
         )
 
     def deployed(self) -> SpecConfig:
-        """The config under which :func:`pennyweight.quantize_` stores the trained weights as the output's product saw
-        them, inputs quantized as they were. Raises ValueError where it quantizes no weight, or turns it."""
+        """The config for :func:`pennyweight.quantize_` that gives the same weights and activations as the output's
+        product in training. Raises ValueError if the recipe does not quantize the weight, or rotates it."""
         a, b = self.output.a, self.output.b
         if not isinstance(b, Operand) or b.chance or self.output.hadamard:
-            raise ValueError(f"recipe {self.name!r}: its output is not made of a weight as it could be stored")
+            raise ValueError(f"recipe {self.name!r}: its output does not use a quantized weight that can be stored")
         act = ActivationSpec(a.spec, "dynamic", a.rule) if isinstance(a, Operand) else None
         return SpecConfig(b.spec, act, b.rule)
 
@@ -173,7 +172,7 @@ def _same(side: Operand, other: Operand | None = None, **more: Any) -> Gemm:
     return Gemm(side, side if other is None else other, **more)
 
 
-def _chance(side: Operand) -> Operand:
+def _stochastic(side: Operand) -> Operand:
     return replace(side, chance=True)
 
 
@@ -185,19 +184,19 @@ def _tensor(fmt: Format) -> Operand:
     return Operand(QuantSpec(fmt, None))
 
 
-# Powers of two: what one product sees along its rows and another along its columns then differs by what is subnormal
-# alone, not by the last bit of every element, and gradients are those of the function that was computed.
+# Power-of-two scales: quantization along rows and along columns then differs only for subnormal values, not in the last
+# bit of every element, and gradients match the computed function.
 _ROW = Operand(QuantSpec(E4M3, (-1,)), "mx_rceil")
 _INT8 = Operand(INT8_ROW, "absmax")
-# The least power of two under which nothing saturates: saturating would bias what chance rounds. (Scaling by 3/4
-# under the floor rule, as Tseng et al. 2025 do, costs the same on average: a step 4/3 as long, here twice as long in
-# log2(4/3) of the cases.)
+# The smallest power of two without saturation, which would bias stochastic rounding. (Scaling by 3/4 with the floor
+# rule, as in Tseng et al. 2025, costs the same on average: a step 4/3 as large, here twice as large in log2(4/3) of the
+# cases.)
 _MX8, _MX4 = Operand(MXFP8, "mx_rceil"), Operand(MXFP4, "mx_rceil")
 _LINE, _SQUARE = Operand(QuantSpec(E4M3, (128,)), "mx_rceil"), Operand(QuantSpec(E4M3, (128, 128)), "mx_rceil")
 _NV_SCALE = QuantSpec(E4M3, None)
 _NV, _NV_SQUARE = Operand(QuantSpec(E2M1, (16,), _NV_SCALE)), Operand(QuantSpec(E2M1, (16, 16), _NV_SCALE))
-_MX4_BACK = _same(_chance(_MX4), hadamard=32)
-_INT8_BACK = _same(_chance(_INT8), _INT8, hadamard=32)
+_MX4_BACK = _same(_stochastic(_MX4), hadamard=32)
+_INT8_BACK = _same(_stochastic(_INT8), _INT8, hadamard=32)
 
 _ALL = (
     # torchao's float8 recipes
@@ -208,19 +207,20 @@ _ALL = (
     Recipe("blockwise", Gemm(_LINE, _SQUARE), Gemm(_LINE, _SQUARE), _same(_LINE)),
     # torchao's int8 mixed precision
     _three("int8", _INT8),
-    # Rounded to the nearest, what is small in a row of gradients is lost, always: by chance it is right in the mean,
-    # and turned there is little that is small.
+    # RTN always loses the small elements of a gradient row; stochastic rounding is unbiased, and after rotation few
+    # elements are small.
     Recipe("int8_hadamard", _same(_INT8), _INT8_BACK, _INT8_BACK),
-    # OCP MX v1.0; Mishra et al. 2025 (mxfp8), Tseng et al. 2025 (mxfp4 backward: chance and Hadamard on both sides)
+    # OCP MX v1.0; Mishra et al. 2025 (mxfp8), Tseng et al. 2025 (mxfp4 backward: stochastic rounding and Hadamard on
+    # both sides)
     _three("mxfp8", _MX8),
     Recipe("mxfp8_with_gw_hp", _same(_MX8), _same(_MX8)),
     Recipe("mxfp8_mxfp4", _same(_MX8), _MX4_BACK, _MX4_BACK),
     Recipe("mxfp4", _same(_MX4), _MX4_BACK, _MX4_BACK),
-    # NVIDIA 2025: 16 x 16 for weights, chance for gradients, Hadamard for the weight's gradient alone
+    # NVIDIA 2025: 16 x 16 for weights, stochastic rounding for gradients, Hadamard for the weight's gradient only
     Recipe(
-        "nvfp4", Gemm(_NV, _NV_SQUARE), Gemm(_chance(_NV), _NV_SQUARE), Gemm(_chance(_NV), _NV, hadamard=16)
+        "nvfp4", Gemm(_NV, _NV_SQUARE), Gemm(_stochastic(_NV), _NV_SQUARE), Gemm(_stochastic(_NV), _NV, hadamard=16)
     ),
-    # BitNet b1.58 (Ma et al. 2024): straight through both quantizers
+    # BitNet b1.58 (Ma et al. 2024): straight-through estimator for both quantizers
     Recipe("bitnet", Gemm(_INT8, Operand(TERNARY_TENSOR, "absmean")), Gemm(None, FORWARD), Gemm(None, FORWARD)),
 )  # fmt: skip
 RECIPES: Mapping[str, Recipe] = {r.name: r for r in _ALL}
@@ -229,7 +229,7 @@ MX = tuple(name for name in RECIPES if name.startswith("mx"))
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """A recipe by its name, or itself. Raises ValueError that lists the known ones."""
+    """A recipe by name, or the recipe itself. Raises ValueError with the known names."""
     if isinstance(recipe, Recipe):
         return recipe
     if recipe not in RECIPES:

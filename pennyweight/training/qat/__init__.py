@@ -1,1 +1,1 @@
-"""Quantization-aware training: layers that compute as they will when they are quantized, on weights that are float."""
+"""Quantization-aware training (QAT): layers with float weights compute as they will after quantization."""

@@ -1,4 +1,4 @@
-"""The input of an op under a static scale: its gradient, and that of the scale."""
+"""Straight-through estimator for statically quantized activations, including the gradient of the scale."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...kernels.activation import static_params
 
 
 class ClampSTE(torch.autograd.Function):
-    """x within the range of a static activation.
+    """Activation with a static scale.
 
-    quantizes  whether the value is quantized; else it is x itself, for a kernel that quantizes it
+    quantizes  whether to quantize the value; else returns x, for a kernel that quantizes it
 
-    Gradients are those of the quantized x, straight through within the range and zero where it clips; to the scale as
-    in LSQ, times 1 / sqrt(width * largest number).
+    The gradient of x is straight-through within the range and zero where it clips; the gradient of the scale is that of
+    LSQ, times 1 / sqrt(width * largest value).
     """
 
     @staticmethod
@@ -57,7 +57,7 @@ def clamp_gradients(
 
 
 def clamp_ste(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Tensor:
-    """As :class:`ClampSTE` with a quantized value, in operations that a trace can hold."""
+    """Same as :class:`ClampSTE` with ``quantizes``, in traceable operations."""
     with torch.no_grad():
         inside, slope, factor = clamp_gradients(x, scale, zero_point, spec)
         parts = quantize(x, spec, params=static_params(x, scale.detach(), zero_point))

@@ -1,4 +1,4 @@
-"""A latent weight as its spec cuts it: contracted axis last, in stored order, padded, in blocks. And back."""
+"""Block view of a latent weight under its spec (contracted axis last, in stored order, padded) and its inverse."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...core.spec import QuantSpec
 
 
 class BlockView:
-    """Of weights of one shape.
+    """Block view for weights of one shape.
 
-    shape       of the parameter, as its module has it
-    transposed  whether its last two axes are the other way round
-    perm        order in which its contracted axis is stored
+    shape       of the parameter in its module
+    transposed  whether its last two axes are swapped
+    perm        stored order of the contracted axis
     """
 
     def __init__(self, spec: QuantSpec, shape: torch.Size, transposed: bool, perm: Tensor | None) -> None:
@@ -29,11 +29,11 @@ class BlockView:
         self.view_shape = tuple(n for pair in zip(self.counts, sizes, strict=True) for n in pair)
 
     def flip(self, x: Tensor) -> Tensor:
-        """Between the parameter's axes and those that are stored."""
+        """Convert between the axes of the parameter and the stored axes."""
         return x.transpose(-2, -1) if self.transposed else x
 
     def view(self, x: Tensor) -> Tensor:
-        """The parameter as [g0, b0, g1, b1, ..]; padding repeats the last entries, as where codes are made."""
+        """The parameter as [g0, b0, g1, b1, ..]; padding repeats the last entries, as in quantization."""
         return blocks.split(blocks.pad(permute_last_axis(self.flip(x), self.perm), self.spec.block), self.counts)
 
     def zero_padded(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -43,7 +43,7 @@ class BlockView:
         return F.pad(y, [v for s in reversed(short) for v in (0, s)]) if any(short) else y
 
     def sums(self, x: Tensor) -> Tensor:
-        """One number a block: the sum of what lies in it."""
+        """Sum of each block."""
         view = blocks.split(self.zero_padded(x, self.padded), self.counts)
         return view.sum(blocks.inner_axes(len(self.shape)))
 
@@ -52,11 +52,11 @@ class BlockView:
         return self.back_flat(view.expand(self.view_shape).reshape(self.padded))
 
     def back_flat(self, x: Tensor) -> Tensor:
-        """From the stored axes, padded."""
+        """Inverse of padding and axis order, for a tensor in stored axes."""
         for axis, n in enumerate(self.shape):
             x = x.narrow(axis, 0, n)
         return self.flip(unpermute_last_axis(x, self.perm))
 
     def spread(self, part: Tensor) -> Tensor:
-        """One number a block as one an element."""
+        """Expand one value per block to one per element."""
         return self.back(blocks.spread(part))

@@ -1,4 +1,4 @@
-"""QATConfig: what ``quantize_`` is asked for before and after quantization-aware training."""
+"""QATConfig: config of ``quantize_`` before and after quantization-aware training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...quantize.parameters import Site
 from ...quantize.scheme import Scheme
 
 STEPS = ("prepare", "convert")
-# What of the parts that are stored beside codes is trained.
+# Trained parts by value of ``learn``.
 LEARN = {
     "none": (),
     "scale": ("scale", "act_scale"),
@@ -24,19 +24,19 @@ class QATConfig(AOBaseConfig):
     """Quantization-aware training: ``quantize_(model, QATConfig(config, step="prepare"))``, train, then
     ``quantize_(model, QATConfig(config, step="convert"))``.
 
-    base_config   what the model will be: any config. To convert it may be left out, and must fit if it is given
-    weight_config, activation_config   a QuantSpec and an ActivationSpec instead of it
-    step          "prepare": each chosen parameter is quantized at each forward pass, just as ``quantize_`` would, and
-                  run by the kernel that will run it; what is trained are the float parameters under their names.
-                  "convert": each becomes the quantized weight that was seen last
-    learn         "none": scales follow the weights, or stay those of a solver. "scale": scales are trained, and the
-                  range of a static activation (LSQ). "all": offsets, zero points and codebooks too. What is held is in
-                  the state dict beside the weight: ``weight_scale``
-    start         forward passes of the whole model in training mode before quantization begins; they are counted in
-                  the buffer ``fake_quant_step`` of the model
+    base_config   the target config, any. Optional for "convert"; if given, it must match
+    weight_config, activation_config   a QuantSpec and an ActivationSpec instead of base_config
+    step          "prepare": each selected parameter is quantized in each forward pass exactly as by ``quantize_``, and
+                  run by the kernel used in deployment; the float parameters are trained under their own names.
+                  "convert": each parameter becomes the quantized weight of its last value
+    learn         "none": scales are recomputed from the weights, or fixed by a solver. "scale": trains scales, and the
+                  range of a static activation (LSQ). "all": also offsets, zero points and codebooks. Held parts are in
+                  the state dict next to the weight: ``weight_scale``
+    start         number of forward passes of the model in training mode before quantization begins; counted in the
+                  model's buffer ``fake_quant_step``
 
-    ``quantize_``'s ``calibration`` and ``algorithm`` apply to preparing: training then starts at the codes that the
-    solver chose. Scales that are quantized themselves (NF4's, MX's) are not trained.
+    ``calibration`` and ``algorithm`` of ``quantize_`` apply to "prepare": training then starts at the solver's codes.
+    Scales that are quantized themselves (NF4, MX) are not trained.
     """
 
     base_config: AOBaseConfig | None = None
@@ -62,22 +62,22 @@ class QATConfig(AOBaseConfig):
         if learn not in LEARN:
             raise ValueError(f"learn must be one of {', '.join(LEARN)}, got {learn!r}")
         if type(start) is not int or start < 0:
-            raise ValueError(f"start is a number of forward passes, got {start!r}")
+            raise ValueError(f"start must be a number of forward passes, got {start!r}")
         if base_config is not None and not isinstance(base_config, AOBaseConfig):
             raise ValueError(f"base_config must be a config such as Int4WeightOnlyConfig(), got {base_config!r}")
         if isinstance(base_config, QATConfig):
-            raise ValueError("QATConfig goes around another config, not around a QATConfig")
+            raise ValueError("base_config of a QATConfig must not be a QATConfig")
         specs = (activation_config, weight_config)
         if base_config is not None and any(spec is not None for spec in specs):
             raise ValueError("Cannot specify both `base_config` and `activation_config` or `weight_config`")
         if step == "convert" and any(spec is not None for spec in specs):
             raise ValueError("Cannot specify `weight_config` or `activation_config` in the convert step")
         if step == "convert" and (learn != "none" or start):
-            raise ValueError("learn and start are for step='prepare'; converting takes what was learned")
+            raise ValueError("learn and start are only valid with step='prepare'")
         if step == "prepare" and base_config is None and weight_config is None:
             if activation_config is None:
                 raise ValueError("Must specify `base_config`, `activation_config`, or `weight_config` to prepare")
-            raise ValueError("activation_config needs a weight_config beside it")
+            raise ValueError("activation_config needs a weight_config")
         if weight_config is not None:
             self._of_specs()
 
@@ -92,8 +92,8 @@ class QATConfig(AOBaseConfig):
 
     @property
     def target(self) -> AOBaseConfig | None:
-        """What the model will be."""
+        """The target config."""
         return self._of_specs() if self.weight_config is not None else self.base_config
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
-        raise ValueError("QATConfig is for quantize_, and goes around FqnToConfig, not into it; plan its base_config")
+        raise ValueError("QATConfig must be passed to quantize_ itself; wrap it around FqnToConfig, not inside")

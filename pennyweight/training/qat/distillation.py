@@ -1,4 +1,4 @@
-"""Distillation: the float model as the teacher of the one that is trained. Losses, no loop."""
+"""Distillation losses with the float model as teacher; the training loop is the user's."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KINDS = ("kl", "mse")
 def distillation_loss(
     output: Any, reference: Any, *, kind: str = "kl", temperature: float = 1.0, mask: Tensor | None = None
 ) -> Tensor:
-    """How far a model's output is from its teacher's: a scalar with a gradient.
+    """Divergence of a model's output from its teacher's: a differentiable scalar.
 
-    output, reference  logits [.., classes], or what has them as ``.logits``; else the first float tensor in it
+    output, reference  logits [.., classes], or an object with ``.logits``; else its first float tensor is used
     kind               "kl": T^2 mean KL(softmax(reference / T) || softmax(output / T)) over all but the last axis, in
-                       nats (Hinton et al. 2015). "mse": mean square of the difference over that of the reference
-    mask               of the shape without the last axis: which entries count
+                       nats (Hinton et al. 2015). "mse": mean squared difference divided by mean squared reference
+    mask               selects valid entries; shape of the output without the last axis
 
-    Raises ValueError where the shapes differ or the mask does not fit.
+    Raises ValueError if the shapes or the mask do not match.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -31,10 +31,10 @@ def distillation_loss(
         raise ValueError(f"temperature must be positive, got {temperature}")
     x, y = _tensor(output).float(), _tensor(reference).detach().float()
     if x.shape != y.shape:
-        raise ValueError(f"the model puts out {tuple(x.shape)}, its teacher {tuple(y.shape)}")
+        raise ValueError(f"the model's output has shape {tuple(x.shape)}, the teacher's {tuple(y.shape)}")
     if mask is not None:
         if mask.shape != x.shape[:-1]:
-            raise ValueError(f"mask has shape {tuple(mask.shape)}, it must be {tuple(x.shape[:-1])}")
+            raise ValueError(f"mask has shape {tuple(mask.shape)}, expected {tuple(x.shape[:-1])}")
         x, y = x[mask.bool()], y[mask.bool()]
     if kind == "mse":
         return (x - y).square().mean() / y.square().mean().clamp_min(torch.finfo(torch.float32).tiny)
@@ -54,13 +54,13 @@ def _tensor(output: Any) -> Tensor:
 
 
 class Teacher:
-    """A frozen copy of a model, in eval mode, from before it was prepared.
+    """A frozen copy of a model in eval mode, made before the model is prepared.
 
         teacher = Teacher(model)
         quantize_(model, QATConfig(config, step="prepare"))
         loss = teacher.loss(model(x), x)
 
-    ``copies=False`` takes the model itself, one that is not going to be trained.
+    ``copies=False`` uses the model itself, which then must not be trained.
     """
 
     def __init__(self, model: nn.Module, *, copies: bool = True) -> None:
@@ -68,12 +68,12 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the float model puts out."""
+        """Output of the float model."""
         return self.model(*args, **kwargs)
 
     def loss(
         self, output: Any, *args: Any, kind: str = "kl", temperature: float = 1.0, mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """:func:`distillation_loss` of an output from this model's for the same inputs, ``args`` and ``kwargs``."""
+        """:func:`distillation_loss` between an output and the teacher's output for the inputs ``args``, ``kwargs``."""
         return distillation_loss(output, self(*args, **kwargs), kind=kind, temperature=temperature, mask=mask)

@@ -1,9 +1,9 @@
-"""One weight under fake quantization: what it is rounded to, and what gradients come back through the rounding.
+"""Fake quantization of one weight: its quantized value and the gradients through the rounding.
 
-The weight that is trained, the latent one, is an ordinary float parameter. Each forward pass quantizes it as
-``quantize_`` would, and runs what would run then. Its gradient is that of the quantized weight (straight-through,
-Bengio et al. 2013). Scales are chosen from the latent weight each time, or are held beside it: chosen once by a solver,
-and learned where that is asked for (LSQ, Esser et al. 2020).
+The trained (latent) weight is an ordinary float parameter. Each forward pass quantizes it exactly as ``quantize_`` and
+runs the same kernel. Its gradient is that of the quantized weight (straight-through estimator, Bengio et al. 2013).
+Scales are recomputed from the latent weight in each pass, or held next to it: computed once by a solver, and optionally
+trained (LSQ, Esser et al. 2020).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class FakeQuantizer:
-    """What a parameter will be.
+    """The quantization target of a parameter.
 
-    config   it was prepared with; site, scheme, layout: as the plan has them
-    names    parts that are held beside the parameter: "scale", of a quantized scale "scale_codes", ...; none: all are
-             chosen from the weight at each forward pass
-    learned  those of them that are parameters
-    ends     least and greatest of what a scale multiplies that is not clipped, before a zero point
+    config   the config of "prepare"; site, scheme, layout: from the plan
+    names    parts that are held next to the parameter: "scale", "scale_codes" of a quantized scale, ...; empty: all are
+             recomputed from the weight in each forward pass
+    learned  the held parts that are trained
+    ends     minimum and maximum unclipped value before the scale is applied, without zero point
     """
 
     config: AOBaseConfig
@@ -51,12 +51,12 @@ class FakeQuantizer:
 
     @property
     def spec(self) -> QuantSpec:
-        """Of the weight, a code an element."""
+        """Spec of the weight in the plain layout."""
         return self.scheme.weight.with_(layout="plain")
 
     @property
     def holds(self) -> bool:
-        """Whether the weight's own parts are held: its range no longer follows it."""
+        """Whether parts of the weight are held, so that its range does not follow the latent weight."""
         return any(not name.startswith("act_") for name in self.names)
 
     @property
@@ -68,7 +68,7 @@ class FakeQuantizer:
 
 
 def format_range(spec: QuantSpec) -> tuple[float, float]:
-    """How far numbers of a spec reach: half a step beyond the last ones, where the nearest is still the last."""
+    """Unclipped range of a spec: half a step beyond the smallest and the largest value."""
     f = spec.format
     if f.kind == "learned":
         return -math.inf, math.inf
@@ -79,11 +79,11 @@ def format_range(spec: QuantSpec) -> tuple[float, float]:
     return float(numbers[0] - low), float(numbers[-1] + high)
 
 
-# -- parts that are held ---------------------------------------------------------------------------------------------
+# -- held parts ------------------------------------------------------------------------------------------------------
 
 
 def flatten_parts(parts: Parts, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All parts but the codes, under names; parts of a part that is quantized itself under its name and theirs."""
+    """All parts except the codes, by name; parts of a quantized part have its name as prefix."""
     for slot, part in zip(SLOTS, parts, strict=True):
         if isinstance(part, Parts):
             yield f"{prefix}{slot}_codes", part.codes
@@ -105,7 +105,7 @@ def _nested(tensors: Tensors, codes: Tensor | None = None) -> Parts:
 
 
 def round_as_stored(fake: FakeQuantizer, tensors: Tensors) -> dict[str, Tensor]:
-    """Held parts as the quantized weight will store them; learned ones are kept in float32 until then."""
+    """Held parts rounded as in the quantized weight; trained ones are float32 until then."""
     spec, out = fake.spec, dict(tensors)
     for name in fake.learned:
         x = tensors[name].detach()
@@ -122,7 +122,7 @@ def round_as_stored(fake: FakeQuantizer, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _held(fake: FakeQuantizer, frame: BlockView, tensors: Tensors) -> tuple[Parts, Params]:
-    """Parts without codes, and the numbers that they stand for."""
+    """(parts without codes, their dequantized values)."""
     spec, parts = fake.spec, _nested(round_as_stored(fake, tensors))
     scale, offset = (
         dequantize(part, kind, frame.counts) if isinstance(kind, QuantSpec) else part
@@ -132,7 +132,7 @@ def _held(fake: FakeQuantizer, frame: BlockView, tensors: Tensors) -> tuple[Part
 
 
 def held_parts(fake: FakeQuantizer, x: Tensor, tensors: Tensors) -> Parts:
-    """Plain parts of a latent weight under those that are held."""
+    """Plain parts of a latent weight quantized with the held parts."""
     frame = fake.frame(x, tensors)
     parts, params = _held(fake, frame, tensors)
     codes = encode(frame.view(x), fake.spec, params)
@@ -143,9 +143,9 @@ def held_parts(fake: FakeQuantizer, x: Tensor, tensors: Tensors) -> Parts:
 
 
 def quantized_weight(fake: FakeQuantizer, x: Tensor, tensors: Tensors, act: bool = True) -> AffineQuantizedTensor:
-    """The quantized weight of a latent one, in its kernel's layout: what ``quantize_`` would put in its place.
+    """Quantize a latent weight in its kernel's layout; identical to the result of ``quantize_``.
 
-    act  whether it says how its input is quantized. Raises ValueError where the weight holds NaN or inf.
+    act  whether the result includes the activation spec. Raises ValueError if the weight has NaN or inf.
     """
     scheme = fake.scheme if act else fake.scheme.weight_only()
     x = x.detach()
@@ -162,9 +162,9 @@ def quantized_weight(fake: FakeQuantizer, x: Tensor, tensors: Tensors, act: bool
 
 
 def fake_quantized_weight(fake: FakeQuantizer, x: Tensor, tensors: Tensors) -> Tensor:
-    """As :func:`quantized_weight`, as a float tensor with a gradient, in operations that a trace can hold.
+    """Same as :func:`quantized_weight`, as a differentiable float tensor in traceable operations.
 
-    What is added to the value is zero; its derivative is that of :class:`QuantizeWeight`.
+    Adds a term that is zero but has the derivative of :class:`QuantizeWeight`.
     """
     spec, frame = fake.spec, fake.frame(x, tensors)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def fake_quantized_weight(fake: FakeQuantizer, x: Tensor, tensors: Tensors) -> T
 
 
 def _dequantized(parts: Parts, spec: QuantSpec, frame: BlockView, dtype: torch.dtype) -> Tensor:
-    """In stored order, padded."""
+    """Dequantized values in stored order, padded."""
     return dequantize(parts._replace(perm=None), spec, frame.padded, dtype)
 
 
@@ -198,11 +198,11 @@ def _dequantized(parts: Parts, spec: QuantSpec, frame: BlockView, dtype: torch.d
 
 
 class WeightGradients(NamedTuple):
-    """Derivatives of a fake-quantized weight, an element each, in the order and shape of the latent weight.
+    """Elementwise derivatives of a fake-quantized weight, in the order and shape of the latent weight.
 
-    inside  to the latent weight: 1 within the range, 0 where it clips
-    parts   to what an element has of a part, by name; of a table: to the number that its code stands for
-    factor  by which gradients of parts are multiplied: 1 / sqrt(elements of a block * largest number), as in LSQ
+    inside  with respect to the latent weight: 1 within the range, 0 where it clips
+    parts   with respect to each element's value of a part, by name; for a table: the table entry of its code
+    factor  factor of the gradients of parts: 1 / sqrt(elements of a block * largest value), as in LSQ
     """
 
     inside: Tensor
@@ -211,7 +211,7 @@ class WeightGradients(NamedTuple):
 
 
 def weight_gradients(fake: FakeQuantizer, x: Tensor, tensors: Tensors, parts: Parts) -> WeightGradients:
-    """With number n, scale s, offset o and u = (x - o) / s the value is n s + o, and
+    """With grid value n, scale s, offset o and u = (x - o) / s the weight is n s + o, and
 
     d/dx = inside,  d/ds = n - inside u,  d/do = 1 - inside,  d/dz = -s (1 - inside),  d/dn = s
     """
@@ -243,7 +243,7 @@ def weight_gradients(fake: FakeQuantizer, x: Tensor, tensors: Tensors, parts: Pa
 
 
 class QuantizeWeight(torch.autograd.Function):
-    """latent weight, held parts -> quantized weight."""
+    """Autograd function: latent weight, held parts -> quantized weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fake: FakeQuantizer, fixed: Tensors, act: bool, *learnt: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ class QuantizeWeight(torch.autograd.Function):
 
 
 def _by_number(grad: Tensor, parts: Parts, frame: BlockView, table: Tensor) -> Tensor:
-    """Sums over the elements that have a number, [codes, dim]."""
+    """Sums over the elements with the same code, [codes, dim]."""
     entries, dim = table.shape
     rows = frame.zero_padded(grad, (*frame.codes_shape[:-1], frame.codes_shape[-1] * dim)).reshape(-1, dim)
     total = torch.zeros((entries, dim), dtype=torch.float32, device=grad.device)

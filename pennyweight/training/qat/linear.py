@@ -1,4 +1,4 @@
-"""Products with a weight that quantizes its input: the gradient of the weight is that of the quantized input."""
+"""Products with a weight that quantizes its input; the weight gradient uses the quantized input."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...kernels.activation import quantize_activation
 
 
 class Linear(torch.autograd.Function):
-    """F.linear for a weight that quantizes its input: that of the weight is the gradient of the quantized input, where
-    F.linear itself takes the input as it came."""
+    """F.linear for a weight that quantizes its input. The weight gradient uses the quantized input; F.linear itself
+    would use the float input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -40,7 +40,7 @@ class Linear(torch.autograd.Function):
 
 
 class Addmm(torch.autograd.Function):
-    """bias + x @ w for a quantized w; gradients are those of the quantized x."""
+    """bias + x @ w for a quantized w; gradients use the quantized x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: AffineQuantizedTensor, bias: Tensor) -> Tensor:

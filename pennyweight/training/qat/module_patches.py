@@ -1,4 +1,4 @@
-"""What around prepared modules has to know: torch's fused layers, which read weights past them, and a delayed start."""
+"""Patches around prepared modules: torch's fused layers, which bypass their forward, and a delayed start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from .modules import FakeQuantized, enable_fake_quant, fake_, fake_modules, restore_
 
-# Class -> attribute that its fused path asks for, and the value that says no.
+# Class -> attribute that its fused path checks, and the value that disables it.
 FUSED: dict[type[nn.Module], tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
@@ -19,10 +19,10 @@ _KEPT = "_fused_before_fake_quant"
 
 
 def begin_(model: nn.Module, start: int) -> None:
-    """After modules were prepared."""
+    """Patch a model after its modules were prepared."""
     for module in list(model.modules()):
         attends = isinstance(module, nn.MultiheadAttention) and not isinstance(module, FakeQuantized)
-        if attends and isinstance(module.out_proj, FakeQuantized):  # whose weight attention reads itself
+        if attends and isinstance(module.out_proj, FakeQuantized):  # attention reads its weight directly
             fake_(module)
         for kind, (name, no) in FUSED.items():
             holds = isinstance(module, kind) and any(isinstance(m, FakeQuantized) for m in module.modules())
@@ -38,7 +38,7 @@ def begin_(model: nn.Module, start: int) -> None:
 
 
 def end_(model: nn.Module) -> None:
-    """After modules were converted: what was changed for none that is left is as it was."""
+    """After conversion: undo patches that no remaining prepared module needs."""
     for module in list(model.modules()):
         attends = isinstance(module, nn.MultiheadAttention) and isinstance(module, FakeQuantized)
         if attends and not module.fake_quantized and not isinstance(module.out_proj, FakeQuantized):
@@ -59,7 +59,7 @@ def _end_delay(model: nn.Module) -> None:
 
 
 class DelayedStart:
-    """Counts a model's forward passes in training mode, and switches fake quantization on after ``start`` of them."""
+    """Counts a model's forward passes in training mode and enables fake quantization after ``start`` passes."""
 
     def __init__(self, start: int) -> None:
         self.start = start

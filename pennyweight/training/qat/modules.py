@@ -1,7 +1,7 @@
-"""Modules while they are prepared: the same objects under another class, whose forward sees quantized weights.
+"""Prepared modules: the same objects with another class, whose forward uses quantized weights.
 
-Names, parameters and their identity, hooks and ties stay as they are. What is held beside a weight, if anything is, is
-a buffer or a parameter beside it: ``weight_scale``, ``weight_offset``.
+Names, parameters and their identity, hooks and ties do not change. Held parts of a weight are buffers or parameters
+next to it: ``weight_scale``, ``weight_offset``.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from .linear import Addmm, Linear
 
 
 class FakeQuantized(nn.Module):
-    """What is common to them.
+    """Base class of prepared modules.
 
-    fake_quantized      what each of its parameters will be, by name
+    fake_quantized      quantization target of each prepared parameter, by name
     fake_quant_enabled  whether forward quantizes; see :func:`enable_fake_quant`
     """
 
-    plain: type[nn.Module]  # the class before
+    plain: type[nn.Module]  # the original class
     fake_quantized: dict[str, FakeQuantizer]
     fake_quant_enabled: bool
 
     def held(self, param: str) -> dict[str, Tensor]:
-        """What is held beside a parameter, by the name of the part."""
+        """Held parts of a parameter, by name of the part."""
         return {name: getattr(self, f"{param}_{name}") for name in self.fake_quantized[param].names}
 
-    def weighed(self, param: str = "weight", act: bool = True) -> Tensor:
-        """The quantized weight, which passes its gradient on to the latent one."""
+    def quantized_param(self, param: str = "weight", act: bool = True) -> Tensor:
+        """The quantized weight; its gradient goes to the latent weight."""
         fake, tensors = self.fake_quantized[param], self.held(param)
         learnt = [tensors.pop(name) for name in fake.weight_learned]
         return QuantizeWeight.apply(getattr(self, param), fake, tensors, act, *learnt)
 
-    def traced(self, param: str = "weight") -> Tensor:
-        """As :meth:`weighed`, as a float tensor."""
+    def traceable_param(self, param: str = "weight") -> Tensor:
+        """Same as :meth:`quantized_param`, as a float tensor."""
         return fake_quantized_weight(self.fake_quantized[param], getattr(self, param), self.held(param))
 
     def _static(self, param: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -55,15 +55,15 @@ class FakeQuantized(nn.Module):
         zero = scheme.act_zero_point
         return scale, None if zero is None else torch.tensor([zero], device=x.device)
 
-    def ranged(self, x: Tensor, param: str = "weight") -> Tensor:
-        """The input of a kernel that quantizes it: gradients are those of the quantized one."""
+    def clamped_input(self, x: Tensor, param: str = "weight") -> Tensor:
+        """The float input for a kernel that quantizes it; with the gradients of the quantized input."""
         act = self.fake_quantized[param].scheme.act
         if act is None or act.mode == "dynamic":
             return x
         return ClampSTE.apply(x, *self._static(param, x), act.spec, False)
 
     def input(self, x: Tensor, param: str = "weight") -> Tensor:
-        """The input as the op sees it."""
+        """The fake-quantized input."""
         act = self.fake_quantized[param].scheme.act
         if act is None:
             return x
@@ -77,10 +77,10 @@ class FakeQuantized(nn.Module):
             return y + (x - x.detach())
         return fake_quantize(x, act.spec, act.rule, act.eps)
 
-    # -- the class, and what is beside a weight ----------------------------------------------------------------------
+    # -- class and held parts ----------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """.to(), .half() and their kin; what is held keeps its dtype, as scales of a quantized weight do."""
+        """.to(), .half() and the like; held parts keep their dtype, as scales of a quantized weight do."""
         names = [f"{p}_{name}" for p, fake in self.fake_quantized.items() for name in fake.names]
         before = {name: getattr(self, name).data for name in names}
         super()._apply(fn, recurse)
@@ -99,10 +99,10 @@ class FakeQuantized(nn.Module):
 
 
 class FakeQuantizedLinear(FakeQuantized, nn.Linear):
-    """A linear layer whose weight and input are quantized on the way.
+    """A linear layer with fake-quantized weight and input.
 
-    ``quantize_`` makes layers so. The constructor, ``from_linear`` and ``to_linear`` are torchao's; configs are those
-    of :class:`QATConfig`, and a layer that is given is changed itself.
+    Created by ``quantize_``. The constructor, ``from_linear`` and ``to_linear`` follow torchao; configs are those of
+    :class:`QATConfig`, and a given layer is changed in place.
     """
 
     plain, input_is_seen = nn.Linear, True
@@ -126,14 +126,14 @@ class FakeQuantizedLinear(FakeQuantized, nn.Linear):
         if not self.fake_quant_enabled:
             return super().forward(input)
         if torch.compiler.is_compiling():
-            return F.linear(self.input(_cast(input)), self.traced(), self.bias)
+            return F.linear(self.input(_cast(input)), self.traceable_param(), self.bias)
         if self.fake_quantized["weight"].scheme.act is None:
-            return F.linear(input, self.weighed(), self.bias)
-        return Linear.apply(self.ranged(input), self.weighed(), self.bias)
+            return F.linear(input, self.quantized_param(), self.bias)
+        return Linear.apply(self.clamped_input(input), self.quantized_param(), self.bias)
 
 
 class FakeQuantizedEmbedding(FakeQuantized, nn.Embedding):
-    """A table whose rows are quantized on the way; see :class:`FakeQuantizedLinear`."""
+    """An embedding with fake-quantized rows; see :class:`FakeQuantizedLinear`."""
 
     plain = nn.Embedding
 
@@ -157,7 +157,7 @@ class FakeQuantizedEmbedding(FakeQuantized, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if not self.fake_quant_enabled:
             return super().forward(input)
-        table = self.traced() if torch.compiler.is_compiling() else self.weighed()
+        table = self.traceable_param() if torch.compiler.is_compiling() else self.quantized_param()
         return F.embedding(
             input, table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
@@ -169,25 +169,25 @@ class _Convolution(FakeQuantized):
     def forward(self, input: Tensor) -> Tensor:
         if not self.fake_quant_enabled:
             return super().forward(input)  # type: ignore[misc]
-        # Only the reference has convolutions: it quantizes the input, and multiplies what both stand for.
-        w = self.traced() if torch.compiler.is_compiling() else self.weighed(act=False)
+        # Convolutions run only in the reference, which quantizes the input and multiplies dequantized values.
+        w = self.traceable_param() if torch.compiler.is_compiling() else self.quantized_param(act=False)
         return self._conv_forward(self.input(input), w, self.bias)  # type: ignore[operator]
 
 
 class FakeQuantizedConv1d(_Convolution, nn.Conv1d):
-    """A convolution whose weight and input are quantized on the way."""
+    """A convolution with fake-quantized weight and input."""
 
     plain = nn.Conv1d
 
 
 class FakeQuantizedConv2d(_Convolution, nn.Conv2d):
-    """A convolution whose weight and input are quantized on the way."""
+    """A convolution with fake-quantized weight and input."""
 
     plain = nn.Conv2d
 
 
 class FakeQuantizedConv3d(_Convolution, nn.Conv3d):
-    """A convolution whose weight and input are quantized on the way."""
+    """A convolution with fake-quantized weight and input."""
 
     plain = nn.Conv3d
 
@@ -203,15 +203,15 @@ class _Addmm(FakeQuantized):
         shape = (*x.shape[:-1], self.nf)
         x = x.reshape(-1, x.shape[-1])
         if torch.compiler.is_compiling():
-            return torch.addmm(self.bias, self.input(x), self.traced()).view(shape)  # type: ignore[arg-type]
-        return Addmm.apply(self.ranged(x), self.weighed(), self.bias).view(shape)
+            return torch.addmm(self.bias, self.input(x), self.traceable_param()).view(shape)  # type: ignore[arg-type]
+        return Addmm.apply(self.clamped_input(x), self.quantized_param(), self.bias).view(shape)
 
 
 class _Shadowed(FakeQuantized):
-    """Any module: while its own forward runs, its parameters are the quantized ones.
+    """Any other module: during its forward, its parameters are replaced by the quantized ones.
 
-    Also those that it reads off another module, as attention does of its output layer. Gradients of a weight are those
-    of the input as it is, where the op quantizes that.
+    This includes parameters it reads from another module, as attention does with its output layer. If the op quantizes
+    its input, the weight gradient uses the float input.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,13 +220,13 @@ class _Shadowed(FakeQuantized):
 
 
 class FakeQuantizedMultiheadAttention(_Shadowed, nn.MultiheadAttention):
-    """Attention whose projections have weights that are quantized on the way."""
+    """Attention with fake-quantized projection weights."""
 
     plain = nn.MultiheadAttention
 
 
 def _read(module: Any) -> Iterator[tuple[Any, str]]:
-    """Parameters that a module's forward reads: its own, and attention those of its output layer."""
+    """Parameters that a module's forward reads: its own, and for attention those of its output layer."""
     yield from ((module, name) for name in module.fake_quantized)
     if isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, FakeQuantized):
         yield from ((module.out_proj, name) for name in module.out_proj.fake_quantized)
@@ -234,11 +234,11 @@ def _read(module: Any) -> Iterator[tuple[Any, str]]:
 
 @contextmanager
 def _shadows(module: Any) -> Iterator[None]:
-    """Instance attributes come before parameters, so that a module finds these."""
+    """Sets quantized weights as instance attributes, which take precedence over parameters."""
     read = [(m, name, m.__dict__.get(name)) for m, name in _read(module) if m.fake_quant_enabled]
     try:
         for m, name, _ in read:
-            weight = m.traced(name) if torch.compiler.is_compiling() else m.weighed(name)
+            weight = m.traceable_param(name) if torch.compiler.is_compiling() else m.quantized_param(name)
             m.__dict__[name] = weight
         yield
     finally:
@@ -249,13 +249,13 @@ def _shadows(module: Any) -> Iterator[None]:
 
 
 def _cast(x: Tensor) -> Tensor:
-    """x as autocast has it, before it is quantized."""
+    """x cast to the autocast dtype, before quantization."""
     return x.to(autocast_dtype(x) or x.dtype)
 
 
 # -- classes ---------------------------------------------------------------------------------------------------------
 
-# Whose forward is replaced, if a module has that very one: qualified name -> with what.
+# Qualified name of a class -> prepared class, for modules that use exactly the forward of that class.
 FORWARDS: dict[str, type[FakeQuantized]] = {
     "torch.nn.modules.linear.Linear": FakeQuantizedLinear,
     "torch.nn.modules.sparse.Embedding": FakeQuantizedEmbedding,
@@ -269,7 +269,7 @@ FORWARDS: dict[str, type[FakeQuantized]] = {
 
 @lru_cache(maxsize=1024)
 def fake_quantized_class(kind: type[nn.Module]) -> type[FakeQuantized]:
-    """The class that a module of that one has while it is prepared."""
+    """The prepared class of a module class."""
     over: type[FakeQuantized] = _Shadowed
     for base in kind.__mro__:
         found = FORWARDS.get(f"{base.__module__}.{base.__qualname__}")
@@ -282,7 +282,7 @@ def fake_quantized_class(kind: type[nn.Module]) -> type[FakeQuantized]:
 
 
 def unpickle_module(kind: type[nn.Module]) -> FakeQuantized:
-    """An instance without state: what pickles begin with."""
+    """An instance without state, for unpickling."""
     cls = fake_quantized_class(kind)
     return cls.__new__(cls)
 
@@ -290,8 +290,8 @@ def unpickle_module(kind: type[nn.Module]) -> FakeQuantized:
 def fake_(
     module: Any, param: str = "", fake: FakeQuantizer | None = None, tensors: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Prepare one parameter of a module; ``tensors`` are held beside it, those that are learned as parameters. Without
-    one: for what it reads off others."""
+    """Prepare one parameter of a module; ``tensors`` are its held parts, trained ones as nn.Parameter. Without
+    ``param``: prepare a module that only reads parameters of others."""
     if not isinstance(module, FakeQuantized):
         module.__class__ = fake_quantized_class(type(module))
     if "fake_quantized" not in module.__dict__:
@@ -306,7 +306,7 @@ def fake_(
 
 
 def unfake_(module: Any, param: str) -> None:
-    """The module as it was before that parameter was prepared; the parameter is as it is."""
+    """Undo :func:`fake_` for one parameter; its value is not changed."""
     fakes = dict(module.fake_quantized)
     fake = fakes.pop(param)
     for name in fake.names:
@@ -317,25 +317,25 @@ def unfake_(module: Any, param: str) -> None:
 
 
 def restore_(module: Any) -> None:
-    """Its class before."""
+    """Restore the original class."""
     module.__class__ = module.plain
     del module.fake_quantized, module.fake_quant_enabled
 
 
 def _prepare_alone(module: Any, activation_config: Any, weight_config: Any) -> Any:
-    """One layer, by the configs of a QATConfig; none leaves it as it is."""
+    """Prepare one layer with the configs of a QATConfig; without configs it is not changed."""
     if weight_config is not None:
         from ...quantize.pipeline import quantize_
-        from .prepare import QATConfig  # which says what quantize_ does with it
+        from .prepare import QATConfig  # imported to register its handler in quantize_
 
         quantize_(module, QATConfig(None, activation_config, weight_config), lambda m, fqn: m is module)
     elif activation_config is not None:
-        raise ValueError("activation_config needs a weight_config beside it")
+        raise ValueError("activation_config needs a weight_config")
     return module
 
 
 def _bare(module: Any) -> Any:
-    """The layer without all that."""
+    """The layer with fake quantization removed."""
     for param in list(module.fake_quantized):
         unfake_(module, param)
     if isinstance(module, FakeQuantized):
@@ -344,17 +344,19 @@ def _bare(module: Any) -> Any:
 
 
 def fake_modules(model: nn.Module) -> list[tuple[str, FakeQuantized]]:
-    """All that are prepared, with their names."""
+    """(name, module) of all prepared modules."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, FakeQuantized)]
 
 
 def enable_fake_quant(model: nn.Module, enabled: bool = True) -> None:
-    """Switch fake quantization of a prepared model on or off; off, it computes in float what it was.
+    """Enable or disable fake quantization of a prepared model; disabled, it computes in float.
 
-    Raises ValueError where nothing is prepared.
+    Raises ValueError if nothing is prepared.
     """
     found = fake_modules(model)
     if not found:
-        raise ValueError("nothing is prepared in this model; quantize_(model, QATConfig(config, step='prepare')) first")
+        raise ValueError(
+            "the model has no prepared module; call quantize_(model, QATConfig(config, step='prepare')) first"
+        )
     for _, module in found:
         module.fake_quant_enabled = enabled

@@ -1,4 +1,4 @@
-"""Parameters of a prepared model by what they are, for an optimizer."""
+"""Optimizer parameter groups of a prepared model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import nn
 
 from .modules import fake_modules
 
-IN_CODES = ("zero_point", "table")  # parts whose unit is their scale
+IN_CODES = ("zero_point", "table")  # parts in units of their scale
 
 
 def parameter_groups(
     model: nn.Module, lr: float, *, scale_lr: float | None = None, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: matrices, vectors, and what is learned beside weights, which has a rate of its own
-    and no weight decay: that would make ranges shrink. Vectors have no decay either.
+    """Groups for a torch optimizer: matrices, vectors, and trained qparams, which have their own learning rate. Qparams
+    have no weight decay, because it would shrink ranges; neither do vectors.
 
-    scale_lr  of scales, offsets and ranges; default: a tenth of ``lr``. Adam moves each entry by about its rate,
-              whatever its size, and a scale moves all weights of its block, by as many times as their codes are large.
-              Zero points and codebooks count in scales: theirs is ``scale_lr`` over the mean scale of their weight
+    scale_lr  of scales, offsets and ranges; default: a tenth of ``lr``. Adam changes each entry by about its rate,
+              regardless of its magnitude, and a scale changes all weights of its block in proportion to their codes.
+              Zero points and codebooks are in units of the scale: their rate is ``scale_lr`` over the mean scale
     """
     scale_lr = lr / 10 if scale_lr is None else scale_lr
     rates: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""quantize_(model, QATConfig(...)): preparing a model for training, and converting it afterwards."""
+"""quantize_(model, QATConfig(...)): prepares a model for training and converts it afterwards."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .modules import FakeQuantized, fake_, fake_modules, fake_quantized_class, u
 
 
 class TargetError(PlanError):
-    """A model is to become something else than it was trained for."""
+    """The target config differs from the one the model was trained for."""
 
 
 @register_quantize_model_handler(QATConfig)
 def qat(model: nn.Module, config: QATConfig, quantize: Callable[..., Report]) -> Report:
-    """What ``quantize_`` is under a :class:`QATConfig`; the rest of its arguments are in ``quantize``."""
+    """Handler of ``quantize_`` for a :class:`QATConfig`; the other arguments are bound in ``quantize``."""
     options: dict[str, Any] = quantize.keywords  # type: ignore[attr-defined]
     return _prepare(model, config, quantize, options) if config.step == "prepare" else _convert(model, config, options)
 
@@ -71,32 +71,32 @@ def _prepare(model: nn.Module, config: QATConfig, quantize: Callable[..., Report
 
 
 def _check(row: PlanRow) -> None:
-    """Raise PlanError for what cannot be prepared."""
+    """Raise PlanError for a row that cannot be prepared."""
     if row.call is not None:
-        raise PlanError(f"{row.name}: {row.note} transforms modules for good; there is nothing to train before that")
+        raise PlanError(f"{row.name}: {row.note} transforms modules permanently, so it cannot be prepared for QAT")
     if isinstance(row.tensor, AffineQuantizedTensor) and not row.already:
         raise PlanError(
-            f"{row.name} is quantized already, as {row.tensor.spec.with_(layout='plain')}; prepare it for that, or "
-            "dequantize_(model) first"
+            f"{row.name} is already quantized, as {row.tensor.spec.with_(layout='plain')}; prepare with that spec, or "
+            "call dequantize_(model) first"
         )
     for place in row.places:
         module, kind = place.module, type(place.module).__name__
         if "forward" in module.__dict__:
             raise PlanError(
-                f"{place.name}: forward of this {kind} was replaced on the instance, and would go on in float; remove "
-                "that hook, or leave the layer out by filter_fn"
+                f"{place.name}: forward of this {kind} was replaced on the instance and would stay in float; remove "
+                "that wrapper, or exclude the layer with filter_fn"
             )
         if isinstance(module, torch.jit.ScriptModule):
-            raise PlanError(f"{place.name}: a scripted module keeps its forward; prepare before scripting")
+            raise PlanError(f"{place.name}: the forward of a scripted module is fixed; prepare before scripting")
 
 
 def _check_names(row: PlanRow) -> None:
-    """Raise PlanError where what is to be held beside a parameter has no name left."""
+    """Raise PlanError if the name of a held part is already in use."""
     for place in row.places:
         for slot in SLOTS[1:]:
             if hasattr(place.module, f"{place.param}_{slot}"):
                 raise PlanError(
-                    f"{place.name}: its module has a {place.param}_{slot} already; leave the layer out by filter_fn"
+                    f"{place.name}: its module already has a {place.param}_{slot}; exclude the layer with filter_fn"
                 )
 
 
@@ -104,7 +104,7 @@ def _put(
     row: PlanRow, out: Row, w: AffineQuantizedTensor, noise: float, device: Any, *, config: QATConfig,
     base: AOBaseConfig, solved: bool,
 ) -> None:  # fmt: skip
-    """Have a row's modules quantize its parameter at each forward pass, and that start where w is."""
+    """Make a row's modules quantize its parameter in each forward pass, starting from the quantized weight w."""
     assert row.site is not None
     assert row.scheme is not None
     for place in row.places if device is not None else ():
@@ -120,7 +120,7 @@ def _put(
         latent.data.copy_(_into_cells(fake, latent.detach(), stored, tensors))
         lost = int((~_same(fake, latent.detach(), tensors, parts)).sum())
         if lost:
-            notes.append(f"{lost} of {parts.codes.numel()} codes cannot be kept in {latent.dtype}")
+            notes.append(f"{lost} of {parts.codes.numel()} codes cannot be represented in {latent.dtype}")
     held = {n: nn.Parameter(t.clone()) if n in learned else t.clone() for n, t in tensors.items()}
     for module, param in {(id(p.module), p.param): (p.module, p.param) for p in row.places}.values():
         fake_(module, param, fake, held)
@@ -130,7 +130,7 @@ def _put(
 
 
 def _held(row: PlanRow, parts: Parts, learn: str, solved: bool) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """What is held beside a weight, what of it is learned, and what is to be told."""
+    """(held parts of a weight, names of the trained ones, notes)."""
     assert row.scheme is not None
     spec, asked = row.scheme.weight, LEARN[learn]
     hold = solved or spec.format.kind == "learned" or any(_learnable(spec, name) for name in asked)
@@ -140,27 +140,27 @@ def _held(row: PlanRow, parts: Parts, learn: str, solved: bool) -> tuple[dict[st
         if all(_plainly_called(place.module) for place in row.places):
             tensors["act_scale"], learned = parts.act_scale, [*learned, "act_scale"]
         else:
-            notes.append("the range of its input stays")
+            notes.append("its activation range is not trained")
     if asked and not learned:
         notes.append("its scales are quantized themselves and are not trained" if spec.scale else "it has no scales")
     return {n: t.float() if n in learned else t for n, t in tensors.items()}, learned, notes
 
 
 def _learnable(spec: QuantSpec, name: str) -> bool:
-    """Whether that part is stored as plain numbers."""
+    """Whether a part is stored as a plain tensor."""
     if name in ("scale", "offset"):
         return isinstance(getattr(spec, name), torch.dtype)
     return bool(spec.zero_point) if name == "zero_point" else name == "table" and spec.table_shape is not None
 
 
 def _plainly_called(module: nn.Module) -> bool:
-    """Whether its forward is one that sees the input of its weight."""
+    """Whether the prepared forward has access to the input of the weight."""
     kind = type(module)
     return hasattr(kind if issubclass(kind, FakeQuantized) else fake_quantized_class(kind), "input_is_seen")
 
 
 def _same(fake: FakeQuantizer, x: Tensor, tensors: Tensors, parts: Parts) -> Tensor:
-    """Whether codes of a latent weight stand for the numbers of ``parts``; floats have two zeros."""
+    """Elementwise: whether codes of a latent weight equal those of ``parts`` in value (floats have two zeros)."""
     codes, f = held_parts(fake, x, tensors).codes, fake.spec.format
     if f.kind == "learned":
         return codes == parts.codes
@@ -168,7 +168,7 @@ def _same(fake: FakeQuantizer, x: Tensor, tensors: Tensors, parts: Parts) -> Ten
 
 
 def _into_cells(fake: FakeQuantizer, x: Tensor, w: AffineQuantizedTensor, tensors: Tensors) -> Tensor:
-    """The float weight, moved to where each element has the code that w has; within the range of the codes."""
+    """The float weight, clamped so that each element rounds to its code in w and lies within the range."""
     spec, frame = fake.spec, fake.frame(x, tensors)
     parts = w.to_layout("plain").plain_parts()
     exact = frame.flip(dequantize(parts, spec, frame.shape))
@@ -188,7 +188,7 @@ def _into_cells(fake: FakeQuantizer, x: Tensor, w: AffineQuantizedTensor, tensor
         codes = codes.repeat_interleave(f.dim, -1) if f.dim > 1 else codes
         return frame.back_flat(codes)
 
-    # What lies beyond the range would get no gradient; no element needs to be there.
+    # Elements beyond the range would get no gradient, so none is left there.
     near = torch.minimum(torch.maximum(x.float(), exact - 0.45 * step * size), exact + 0.45 * step * size)
     start = torch.where(same(x.float()), near, x.float())
     return clamp_to_interval(start, exact, step * size, same).to(x.dtype)
@@ -198,7 +198,7 @@ def _into_cells(fake: FakeQuantizer, x: Tensor, w: AffineQuantizedTensor, tensor
 
 
 def _groups(model: nn.Module) -> Iterator[list[tuple[str, FakeQuantized, str]]]:
-    """(name, module, parameter) of everything that is prepared; what is tied together."""
+    """(name, module, parameter) of all prepared parameters; tied ones in one group."""
     found: dict[int, list[tuple[str, FakeQuantized, str]]] = {}
     for prefix, module in fake_modules(model):
         for param in module.fake_quantized:
@@ -208,10 +208,13 @@ def _groups(model: nn.Module) -> Iterator[list[tuple[str, FakeQuantized, str]]]:
 
 
 def _convert(model: nn.Module, config: QATConfig, options: dict[str, Any]) -> Report:
-    """Each prepared parameter becomes its quantized weight, and its module what it was."""
+    """Replace each prepared parameter by its quantized weight and restore the module's class."""
     given = [n for n in ("calibration", "algorithm", "measure") if options.get(n) not in (None, False)]
     if given:
-        raise PlanError(f"{', '.join(given)}: converting takes the numbers as they were trained; use it to prepare")
+        raise PlanError(
+            f"{', '.join(given)}: not valid with step='convert', which keeps the trained values; use it with "
+            "step='prepare'"
+        )
     pick, device = options["filter_fn"], options["device"]
     todo = [
         group
@@ -219,10 +222,12 @@ def _convert(model: nn.Module, config: QATConfig, options: dict[str, Any]) -> Re
         if pick is None or any(pick(module, name.rpartition(".")[0]) for name, module, _ in group)
     ]
     if not todo:
-        raise PlanError("nothing is prepared here; quantize_(model, QATConfig(config, step='prepare')) first")
+        raise PlanError(
+            "the model has no prepared module; call quantize_(model, QATConfig(config, step='prepare')) first"
+        )
     rows, weights = [], []
     with torch.inference_mode(False), torch.no_grad():
-        for group in todo:  # everything is checked before anything is changed
+        for group in todo:  # check everything before changing anything
             name, module, param = group[0]
             fake, latent = module.fake_quantized[param], getattr(module, param)
             _same_target(name, fake, config.base_config, options["on_indivisible"])
@@ -261,7 +266,7 @@ def _replace(module: Any, param: str, value: Tensor) -> None:
 
 
 def _same_target(name: str, fake: FakeQuantizer, config: AOBaseConfig | None, policy: str) -> None:
-    """Raise PlanError where a model is to become something else than it was prepared for."""
+    """Raise TargetError if the target config differs from the one of "prepare"."""
     if config is None or config == fake.config:
         return
     try:
@@ -270,25 +275,25 @@ def _same_target(name: str, fake: FakeQuantizer, config: AOBaseConfig | None, po
         raise TargetError(f"{name} was prepared with {fake.config}, not {config}: {error}") from error
     if _numbers(scheme) != _numbers(fake.scheme):
         raise TargetError(
-            f"{name} was trained to be {fake.scheme} and would become {scheme}; leave base_config out, or prepare with "
+            f"{name} was trained for {fake.scheme} but would become {scheme}; omit base_config, or prepare with "
             f"{config}"
         )
 
 
 def _numbers(scheme: Scheme) -> tuple[Any, ...]:
-    """What decides about the numbers; the least scale does not, but for blocks of zeros."""
+    """The part of a scheme that determines the values; eps is excluded, because it only matters for zero blocks."""
     act = None if scheme.act is None else replace(scheme.act, rule=None, eps=None)
     return replace(scheme, act=act, rule=None, eps=None), scheme.rule or default_rule(scheme.weight)
 
 
 def remove_fake_quant(model: nn.Module) -> None:
-    """Undo preparing: modules are what they were, with the float parameters as they are now.
+    """Undo "prepare": restore the modules' classes; float parameters keep their current values.
 
-    What was held beside them, learned scales too, is gone. Raises ValueError where nothing is prepared.
+    Held parts, including trained scales, are discarded. Raises ValueError if nothing is prepared.
     """
     groups = list(_groups(model))
     if not groups:
-        raise ValueError("nothing is prepared in this model")
+        raise ValueError("the model has no prepared module")
     for group in groups:
         for _, module, param in group:
             unfake_(module, param)

@@ -53,4 +53,4 @@ def test_two_ranks_end_with_the_model_of_all_the_data(tmp_path: Path) -> None:
         assert same.float().mean() > 0.97  # sums are rounded in another order
         assert (w - part.weight.dequantize()).abs().max() > 1e-3
     for rank in range(2):
-        assert "ranks differ in which weights they call" in (tmp_path / f"{rank}.txt").read_text()
+        assert "ranks differ in which weights they use" in (tmp_path / f"{rank}.txt").read_text()

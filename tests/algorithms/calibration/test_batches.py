@@ -86,7 +86,7 @@ def test_outputs_that_are_not_finite_are_told_as_what_they_are() -> None:
     for name in ("reconstruct", "tune", "distill"):
         before = models.state(model)
         with pytest.raises(
-            ValueError, match=r"Sequential puts out \d+ NaN or infinite values of \d+ on the calibration"
+            ValueError, match=r"Sequential returns \d+ NaN or infinite values of \d+ on the calibration"
         ):
             pw.quantize_(model, INT4, calibration=data(), algorithm=["nearest", name])
         assert models.same_state(model, before)

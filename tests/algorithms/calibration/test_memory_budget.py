@@ -23,7 +23,7 @@ def test_amounts(text, n) -> None:
 
 @pytest.mark.parametrize("text", ["", "4 XB", "0 GB", "-1 MB", "1e3 MB", True, None, -3])
 def test_no_amounts(text) -> None:
-    with pytest.raises(PlanError, match="an amount of memory is"):
+    with pytest.raises(PlanError, match="a memory limit is"):
         memory_budget.parse_bytes(text)
 
 

@@ -216,12 +216,12 @@ def test_what_is_refused() -> None:
     idle.register_module("never", nn.Linear(2, 2))
     idle.forward = idle[0].forward
     for args, text in (
-        ((model, [], config), "no input reached 0.weight, 2.weight; calibrate with data that does"),
+        ((model, [], config), "no input reached 0.weight, 2.weight; use calibration data that does"),
         ((idle, data, config), "no input reached never.weight"),
-        ((model, data, pw.Int8WeightOnlyConfig()), "calibrate takes a static config, Int8Static"),
+        ((model, data, pw.Int8WeightOnlyConfig()), r"calibrate takes a static config \(Int8Static"),
         ((model, data, pw.SpecConfig(INT8)), "SpecConfig needs act=ActivationSpec"),
         ((model, data, config, "max"), "method must be one of minmax, percentile, mse, histogram"),
-        ((model, data[0], config), r"batches is a list of batches, got one Tensor; write batches=\[batch\]"),
+        ((model, data[0], config), r"batches must be a list of batches, got one Tensor; pass batches=\[batch\]"),
     ):
         with pytest.raises(pw.PlanError, match=text):
             pw.calibrate(*args)

@@ -69,7 +69,7 @@ def test_collect_by_hand() -> None:
 
 
 def test_a_name_is_taken_once() -> None:
-    with pytest.raises(ValueError, match="'hessian' is registered already"):
+    with pytest.raises(ValueError, match="'hessian' is already registered"):
         register_statistic(STATISTICS["hessian"])
 
 
@@ -126,5 +126,5 @@ def test_bins_of_one_value(value: float) -> None:
 
 
 def test_bins_of_nothing() -> None:
-    with pytest.raises(ValueError, match="a histogram of no values"):
+    with pytest.raises(ValueError, match="the histogram is empty"):
         bins(HISTOGRAM.finish(HISTOGRAM.init(1, 3)))

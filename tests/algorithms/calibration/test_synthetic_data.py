@@ -42,7 +42,7 @@ def test_calibration_without_data_beats_none() -> None:
 
 
 def test_what_writes_nothing_is_refused() -> None:
-    with pytest.raises(PlanError, match="Sequential generates no text"):
+    with pytest.raises(PlanError, match="Sequential cannot generate text"):
         pw.sample(mlp())
     with pytest.raises(PlanError, match="length=1"):
         pw.sample(llama(), length=1)

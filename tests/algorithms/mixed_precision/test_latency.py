@@ -130,10 +130,10 @@ def test_budgets_combine() -> None:
 
 
 def test_the_best_there_is_is_told_before_anything_is_solved() -> None:
-    with pytest.raises(PlanError, match=r"leaves 50 ms a call; .* takes 68 ms a call, 1.47x .* of which 36 ms"):
+    with pytest.raises(PlanError, match=r"leaves 50 ms per call; .* takes 68 ms per call, 1.47x .* of which 36 ms"):
         found_within("2x latency", Fake(0.1, int2=0.5, int4=0.6, int8=0.7), algorithm="nearest")
     # 5 bits do for int4, but that is slow; int2 and a mixture are not fast enough within them
-    with pytest.raises(PlanError, match=r"leaves 50 ms a call; the fastest mixture within 2.56 kB .* takes 68 ms"):
+    with pytest.raises(PlanError, match=r"leaves 50 ms per call; the fastest allocation within 2.56 kB .* takes 68 ms"):
         found_within(["5 bpw", "50 ms"], Fake(0.1, int2=0.5, int4=0.5, int8=0.1))
 
 
@@ -214,12 +214,12 @@ def test_what_a_budget_of_time_leaves(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["1.3x", "latency", "1.3x latencies", "-2 ms", "20 min", "", [], ["20 ms", 3], None])
 def test_what_is_no_budget(text: Any) -> None:
-    with pytest.raises(PlanError, match="budget is"):
+    with pytest.raises(PlanError, match="budget must be"):
         budget.limits(text, Base(1, 0, 1.0))
 
 
 def test_no_time_is_no_budget() -> None:
-    with pytest.raises(PlanError, match="is positive"):
+    with pytest.raises(PlanError, match="must be positive"):
         budget.limits("0 ms", Base(1, 0, 1.0))
 
 

@@ -80,7 +80,7 @@ def test_the_config_is_data(found) -> None:
     assert config_from_data(data["config"]) == result.config
     for name, options in data["table"].items():
         assert [o["chosen"] for o in options].index(True) == result.chosen[name]
-    assert "bits a weight" in str(result)
+    assert "bits per weight" in str(result)
 
 
 def test_allocation_is_the_best_of_all() -> None:
@@ -110,8 +110,8 @@ def test_a_model_that_puts_out_a_tensor_is_measured_by_its_error() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "message"),
-    [("4", "budget is"), ("big", "budget is"), (4.25, "budget is"), ("0.5 bpw", "the candidates need"),
-     ("0 MB", "an amount of memory"), ("1 kB", "the candidates need")],
+    [("4", "budget must be"), ("big", "budget must be"), (4.25, "budget must be"), ("0.5 bpw", "the candidates need"),
+     ("0 MB", "a memory limit is"), ("1 kB", "the candidates need")],
 )  # fmt: skip
 def test_a_budget_without_meaning_is_refused(budget, message) -> None:
     with pytest.raises(PlanError, match=message):
@@ -121,7 +121,7 @@ def test_a_budget_without_meaning_is_refused(budget, message) -> None:
 def test_what_search_cannot_do_is_said() -> None:
     with pytest.raises(PlanError, match="two batches"):
         search(mlp(), inputs(batches=1), "4 bpw")
-    with pytest.raises(PlanError, match="takes a solver"):
+    with pytest.raises(PlanError, match="accepts only a solver"):
         search(mlp(), inputs(), "4 bpw", algorithm=["gptq", "tune"])
     with pytest.raises(ValueError, match="unknown metric"):
         search(mlp(), inputs(), "4 bpw", metric="bleu", candidates=FEW)

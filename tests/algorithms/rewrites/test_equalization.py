@@ -73,7 +73,7 @@ def test_bert_folds_into_no_norm_because_the_residual_stream_reads_it_too() -> N
     found = find_pairs(model, models.ids()[0])
     assert {c.writer.name for c in found.couples} == {f"encoder.layer.{i}.attention.self.value" for i in (0, 1)}
     why = found.without["encoder.layer.0.attention.self.query.weight"]
-    assert why == "the model's outputs change when it is folded into what it reads"
+    assert why == "the model's outputs change when its scale is folded into the layer before"
     assert models.same_state(model, before)
 
 
@@ -118,7 +118,7 @@ def test_a_quantized_reader_takes_no_scale() -> None:
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda m, n: n.endswith("layers.0.self_attn.q_proj"))
     found = find_pairs(model, models.ids()[0])
     assert "model.layers.0.input_layernorm" not in {c.writer.name for c in found.couples}
-    assert found.without["model.layers.0.self_attn.k_proj.weight"].endswith("is quantized already")
+    assert found.without["model.layers.0.self_attn.k_proj.weight"].endswith("is already quantized")
 
 
 def test_any_scales_keep_the_function_to_a_hundred_thousandth() -> None:
@@ -147,7 +147,7 @@ def test_a_model_without_float_outputs_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.a(self.norm(x)).argmax(-1)
 
-    with pytest.raises(ValueError, match="Picks puts out no float tensors"):
+    with pytest.raises(ValueError, match="Picks returns no float tensors"):
         find_pairs(Picks(), torch.randn(3, 8))
 
 

@@ -92,8 +92,8 @@ def test_one_couple_is_kept_and_another_undone() -> None:
     report = pw.quantize_(copy.deepcopy(model), W4A8, calibration=data, algorithm=[{"smooth": {"alpha": 1.0}}])
     notes = {row.name: row.note for row in report.rows}
     assert notes["1.weight"] == "smooth alpha=1 with 0"
-    assert "not scaled by smooth: no scale lowers its error on held-out data" in notes["3.weight"]
-    assert report.notes[0].startswith("smooth kept for 1 of 1 inputs: held-out divergence of rounding to nearest")
+    assert "not scaled by smooth: no scale reduces its error on held-out data" in notes["3.weight"]
+    assert report.notes[0].startswith("smooth kept for 1 of 1 inputs: held-out divergence with RTN")
     Smooth(alpha=1.0).apply(model, target(model, W4A8), data)
     now = models.state(model)
     assert [n for n in now if not torch.equal(now[n], before[n])] == ["0.weight", "1.weight"]
@@ -113,7 +113,7 @@ def test_what_hurts_the_whole_model_is_found_in_halves(monkeypatch: pytest.Monke
     before = models.state(model)
     notes = Smooth(alpha=1.0).apply(model, target(model, W4A8), data)
     assert notes["1.weight"] == "smooth alpha=1 with 0"
-    assert notes["3.weight"] == "smooth alpha=1 with 2 undone: the model's held-out divergence did not fall"
+    assert notes["3.weight"] == "smooth alpha=1 with 2 undone: the model's held-out divergence did not decrease"
     assert notes[""].startswith("smooth kept for 1 of 2 inputs")
     now = models.state(model)
     assert [n for n in now if not torch.equal(now[n], before[n])] == ["0.weight", "1.weight"]
@@ -125,7 +125,7 @@ def test_one_row_of_data_scales_nothing_and_says_so(name: str) -> None:
     plain = copy.deepcopy(model)
     pw.quantize_(plain, CONFIGS["uint4"])
     report = pw.quantize_(model, CONFIGS["uint4"], calibration=row, algorithm=name)
-    assert all(f"not scaled by {name}: one row of data" in r.note for r in report.quantized)
+    assert all(f"not scaled by {name}: only one row of data" in r.note for r in report.quantized)
     assert distance(plain, model, rows()) == 0
 
 
@@ -145,8 +145,8 @@ def test_a_rotation_that_does_not_help_is_taken_back() -> None:
     report = pw.quantize_(
         copy.deepcopy(model), config, models.blocks_only, calibration=data, algorithm=["rotate", "nearest"]
     )
-    assert report.notes[0].startswith("rotation undone: held-out divergence of rounding to nearest ")
+    assert report.notes[0].startswith("rotation undone: held-out divergence with RTN ")
     assert all("not rotated: it did not help" in r.note for r in report.quantized)
     goal = {r.name: s for r in plan(model, config, models.blocks_only).active if (s := r.scheme)}
-    pw.algorithms.rewrites.quarot.Rotate().apply(model, goal, data)
+    pw.algorithms.Rotate().apply(model, goal, data)
     assert models.same_state(model, before)

@@ -142,7 +142,7 @@ def test_a_tied_table_stays_one_where_no_gain_is_between() -> None:
 def test_gpt2s_head_gets_a_bias_only_if_it_may() -> None:
     model, batches = models.gpt2(), models.ids()
     with pytest.raises(
-        PlanError, match=r"has no bias to take up that of transformer\.ln_f; rotate with create_bias=True"
+        PlanError, match=r"has no bias to fold that of transformer\.ln_f into; rotate with create_bias=True"
     ):
         Rotate(create_bias=False).apply(model, {}, batches)
     assert model.lm_head.bias is None  # type: ignore[union-attr]
@@ -190,7 +190,7 @@ REFUSED = {
         "post_attention_layernorm normalises what is added",
     ),
     "layer scale": (Scaled, "the residual stream goes through 'mul'"),
-    "stream put out": (Leaks, "outputs moved by"),
+    "stream put out": (Leaks, "outputs changed by"),
     "no head": (llama_body, "no linear layer reads norm"),
     "no norms": (lambda: nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 8)), "has no linear layer that reads a norm"),
 }
@@ -211,7 +211,7 @@ def test_what_fails_at_the_end_is_taken_back_ties_classes_and_config(monkeypatch
     model = models.decoder("Llama", tie_word_embeddings=True)
     before = models.state(model)
     monkeypatch.setattr("pennyweight.algorithms.rewrites.quarot.tolerance", lambda model: 1e-12)
-    with pytest.raises(PlanError, match="outputs moved by"):
+    with pytest.raises(PlanError, match="outputs changed by"):
         Rotate(online=True).apply(model, target(model), models.ids())
     assert models.same_state(model, before)
     assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
@@ -221,14 +221,14 @@ def test_what_fails_at_the_end_is_taken_back_ties_classes_and_config(monkeypatch
 
 def test_an_input_that_enters_the_stream_is_refused() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True).eval()
-    with pytest.raises(PlanError, match=r"a tensor of shape \[2, 5, 32\] that is no parameter"):
+    with pytest.raises(PlanError, match=r"a tensor of shape \[2, 5, 32\] that is not a parameter"):
         Rotate().apply(layer, {}, [torch.randn(2, 5, 32)])
 
 
 def test_a_quantized_layer_and_no_data_are_refused() -> None:
     model = models.decoder("Llama")
     quantize_(model, pw.Int8WeightOnlyConfig(), filter_fn=lambda m, n: n.endswith("1.mlp.down_proj"))
-    with pytest.raises(PlanError, match=r"layers\.1\.mlp\.down_proj\.weight is quantized already; rotate before"):
+    with pytest.raises(PlanError, match=r"layers\.1\.mlp\.down_proj\.weight is already quantized; rotate before"):
         Rotate().apply(model, {}, models.ids())
     with pytest.raises(PlanError, match="pass calibration=batches"):
         Rotate().apply(model, {}, [])
@@ -278,7 +278,7 @@ def test_layers_that_cannot_be_rotated_say_so() -> None:
     notes = rotate_inputs_(model, ["odd", "norm", "a"])
     assert notes == {
         "odd.weight": "input not rotated: no Hadamard matrix for 7 inputs",
-        "norm.weight": "input not rotated: LayerNorm is no plain nn.Linear",
+        "norm.weight": "input not rotated: LayerNorm is not a plain nn.Linear",
         "a.weight": "input not rotated: the weight is tied",
     }
 

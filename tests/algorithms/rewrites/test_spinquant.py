@@ -97,7 +97,7 @@ def test_it_is_a_step_of_a_recipe() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="number of steps at a positive rate, got -1"):
+    with pytest.raises(ValueError, match="learn must not be negative and rate must be positive, got learn=-1"):
         Rotate(learn=-1)
-    with pytest.raises(ValueError, match="learn needs stream=True"):
+    with pytest.raises(ValueError, match="it needs stream=True"):
         Rotate(learn=3, stream=False)

@@ -135,7 +135,7 @@ def test_without_a_twin_gptaq_is_gptq_and_says_so() -> None:
     task, _, _ = setting(SPECS["symmetric"])
     ours, theirs = GPTAQ().solve(task), GPTQ().solve(task)
     assert torch.equal(ours.parts.codes, theirs.parts.codes)
-    assert ours.note == "aimed at its own output: no float twin beside it"
+    assert ours.note == "target is its own output: no float inputs"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -177,19 +177,19 @@ def test_any_solver_leaves_learned_numbers_to_kmeans_and_says_so() -> None:
         model, report = quantized(calibration=batches, algorithm=algorithm)
         assert all(torch.equal(a.dequantize(), b.dequantize()) if isinstance(a, QT) else torch.equal(a, b)
                    for a, b in zip(model.state_dict().values(), want.state_dict().values(), strict=True))  # fmt: skip
-        assert "kmeans: its numbers are learned" in report.rows[0].note
+        assert "solved by kmeans: learned format" in report.rows[0].note
     _, report = quantized(calibration=batches, algorithm="imatrix")
-    assert "kmeans: its numbers are learned" in report.rows[0].note
+    assert "solved by kmeans: learned format" in report.rows[0].note
     _, report = quantized(algorithm="mse")
-    assert "nearest: its numbers are learned" in report.rows[0].note
+    assert "solved by nearest: learned format" in report.rows[0].note
     _, report = quantized(pw.Int8WeightOnlyConfig(), calibration=batches, algorithm="kmeans")
-    assert "int8 has numbers of its own" in report.rows[0].note
+    assert "int8 has fixed values" in report.rows[0].note
 
 
 def test_codes_that_end_with_a_kernel_are_no_matrix() -> None:
     model = nn.Sequential(nn.Conv1d(8, 16, 3))
     report = pw.quantize_(model, CONFIG, lambda m, n: True, calibration=[torch.randn(4, 8, 10)], algorithm="kmeans")
-    assert "its blocks are not runs of one axis" in report.rows[0].note
+    assert "its blocks are not contiguous along one axis" in report.rows[0].note
     assert tuple(model[0].weight.codes.shape) == (16, 8, 1)
 
 
@@ -216,7 +216,7 @@ def test_improving_and_tuning_leave_it_sound() -> None:
     model, _ = quantized(calibration=batches, algorithm=["kmeans", "bias"])
     before = model(batches[0])
     report = pw.improve(model, Small(), batches)
-    assert "its numbers are learned; left as it is" in report.rows[1].note
+    assert "learned format; unchanged" in report.rows[1].note
     assert torch.equal(model(batches[0]), before)
     tuned, report = quantized(calibration=batches, algorithm=["kmeans", "tune"])
     assert any("held-out divergence" in note for note in report.notes), report.notes

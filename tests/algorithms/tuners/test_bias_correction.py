@@ -69,7 +69,7 @@ def test_layers_without_a_bias_get_one_only_if_asked() -> None:
     assert all(m.bias is None for m in model.modules() if isinstance(m, nn.Linear))
     teacher = copy.deepcopy(made)
     report = quantize_(made, W4, calibration=batches, algorithm=["nearest", {"bias": {"create": True, "at_once": 1}}])
-    assert "bias made and corrected" in next(r.note for r in report.rows if r.name == "lm_head.weight")
+    assert "bias created and corrected" in next(r.note for r in report.rows if r.name == "lm_head.weight")
     assert max(left(made, teacher, batches).values()) < 1e-4
     assert set(made.state_dict()) - set(model.state_dict()) == {
         f"{n}.bias" for n, m in made.named_modules() if isinstance(m, nn.Linear)
@@ -104,7 +104,7 @@ def test_layers_without_data_and_padding() -> None:
     for model, data in zip(models, (x, other), strict=True):
         batch = {"x": data, "attention_mask": mask}
         report = quantize_(model, W4, calibration=[batch], algorithm="bias")
-        assert "saw no data" in next(r.note for r in report.rows if r.name == "b.weight")
+        assert "no calibration data" in next(r.note for r in report.rows if r.name == "b.weight")
     assert torch.equal(models[0].a.bias, models[1].a.bias)
 
 

@@ -84,7 +84,7 @@ def test_all_is_put_back_where_the_whole_got_no_better(monkeypatch) -> None:
     before, found = state(q), iter((1.0, 2.0))
     monkeypatch.setattr(losses, "mean_divergence", lambda *_: next(found))
     note = Reconstruct(steps=5).tune(q, model, batches)[""]
-    assert note == "reconstruction undone: held-out divergence 1 became 2"
+    assert note == "reconstruction undone: held-out divergence 1 -> 2"
     assert all(torch.equal(x, before[n]) for n, x in state(q).items())
 
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_no_chain_is_refused() -> None:
     model = Net().eval()
     q = copy.deepcopy(model)
     pw.quantize_(q, INT3)
-    with pytest.raises(ValueError, match=r"Net is no chain of blocks with quantized weights.*take distill"):
+    with pytest.raises(ValueError, match=r"Net is not a chain of blocks with quantized weights.*use distill"):
         Reconstruct().tune(q, model, inputs())
 
 
@@ -123,5 +123,5 @@ def test_weights_outside_of_blocks_are_told() -> None:
     pw.quantize_(q, INT3)
     head = q.lm_head.weight.dequantize()
     note = Reconstruct(steps=60).tune(q, model, batches)[""]
-    assert note.endswith("; weights in no block stay: 1")
+    assert note.endswith("; weights outside blocks, unchanged: 1")
     assert torch.equal(q.lm_head.weight.dequantize(), head)

@@ -112,7 +112,7 @@ def test_the_older_pair_gives_a_float_model_back() -> None:
 def test_another_base_than_was_trained_for_is_told_of() -> None:
     model = Net()
     quantize_(model, QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32)))
-    with pytest.warns(UserWarning, match="was trained to be int4"):
+    with pytest.warns(UserWarning, match="was trained for int4"):
         quantize_(model, QATConfig(Int4WeightOnlyConfig(group_size=32), step="convert"))
     assert "uint4" in str(model.first.weight.spec)
 
