@@ -127,7 +127,7 @@ class Comparison:
         return self
 
     def beyond(self, max_kl: float | None, min_top1: float | None, max_error: float | None) -> list[str]:
-        """A clause for each metric beyond its limit. Raises ValueError for a limit on a metric that is not available."""
+        """A clause for each metric beyond its limit. Raises ValueError for a limit on an unavailable metric."""
         for name, bound, figure in (("max_kl", max_kl, self.kl), ("min_top1", min_top1, self.top1)):
             if bound is not None and figure is None:
                 raise ValueError(

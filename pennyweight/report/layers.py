@@ -51,7 +51,7 @@ def weights(model: nn.Module, every: bool = False) -> Iterator[list[Place]]:
 
 
 def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ...]]:
-    """(weights with equal name and shape in both models; a sentence for each of the others). In the float model's order.
+    """(weights with equal name and shape in both; a sentence for each of the others), in the float model's order.
 
     A module with two names is one layer, under the first of them.
     """

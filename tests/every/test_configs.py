@@ -132,7 +132,7 @@ def test_a_second_time_is_no_change_and_another_config_goes_through_float_once(t
     other = pw.SpecConfig(QuantSpec(INT4, (24,)))
     expected = {name: AffineQuantizedTensor.from_float(w.dequantize(), other.weight) for name, w in first.items()}
     report = pw.quantize_(model, other)
-    assert all("through float once" in r.note for r in report.quantized)
+    assert all("requantized" in r.note for r in report.quantized)
     for name, w in weights(model):
         assert torch.equal(w.dequantize(), expected[name].dequantize())
 

@@ -103,7 +103,7 @@ def test_convolutions_by_filter(make: Callable[[], nn.Module], shape: tuple[int,
 
 def test_a_model_of_convolutions_alone_names_the_remedy() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
-    with pytest.raises(pw.PlanError, match=r"Conv2d is not asked for.*filter_fn"):
+    with pytest.raises(pw.PlanError, match=r"Conv2d: not selected by default.*filter_fn"):
         pw.quantize_(model, INT8)
 
 
@@ -221,7 +221,7 @@ def test_along_the_wrong_axis_scales_would_not_follow_the_outputs() -> None:
 
 
 def test_contracted_axis_does_not_contradict_a_layer() -> None:
-    with pytest.raises(pw.PlanError, match=r"weight: ContractedAxis\(-2\): products of Linear sum over the other axis"):
+    with pytest.raises(pw.PlanError, match=r"weight: ContractedAxis\(-2\): Linear is contracted along the other axis"):
         pw.quantize_(nn.Linear(8, 8), ContractedAxis(INT8))
 
 
@@ -303,7 +303,7 @@ def test_a_tensor_of_another_library_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
     report = pw.quantize_(model, INT8)
-    assert report.rows[0].note == "TwoTensor is a tensor of another library"
+    assert report.rows[0].note == "TwoTensor is a tensor subclass of another library"
     assert [r.name for r in report.quantized] == ["1.weight"]
 
 

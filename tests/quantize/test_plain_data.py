@@ -56,9 +56,9 @@ def test_defaults_are_left_out_and_order_is_kept() -> None:
     [
         (
             {"type": "Int9WeightOnlyConfig"},
-            "config: 'Int9WeightOnlyConfig' is no type that this release knows; upgrade",
+            "config: this release does not know the type 'Int9WeightOnlyConfig'; upgrade",
         ),
-        ({"type": "Int4WeightOnlyConfig", "rounding": 1}, "Int4WeightOnlyConfig.rounding is no field"),
+        ({"type": "Int4WeightOnlyConfig", "rounding": 1}, "Int4WeightOnlyConfig.rounding: this release does not know this field"),
         ({"type": "Int4WeightOnlyConfig", "group_size": "64"}, "Int4WeightOnlyConfig.group_size cannot be 64"),
         ({"type": "Int4WeightOnlyConfig", "group_size": True}, "group_size cannot be True"),
         ({"type": "Int4WeightOnlyConfig", "group_size": 0}, "group_size must be positive"),
@@ -70,7 +70,7 @@ def test_defaults_are_left_out_and_order_is_kept() -> None:
         ({"type": "FqnToConfig", "fqn_to_config": {"a": None}}, "must be a list of pairs"),
         ({"type": "FqnToConfig", "fqn_to_config": [["a", None], ["a", None]]}, "twice"),
         ({"type": "FqnToConfig", "fqn_to_config": [["a", {"type": "PerRow"}]]}, "cannot be"),
-        ({"type": "PerRow"}, "the type of a config"),
+        ({"type": "PerRow"}, "whose type is a config"),
         ({"type": ["x"]}, "is no type"),
         ("int4", "must be an object"),
         (None, "must be an object"),

@@ -255,7 +255,7 @@ def test_forms_of_batches(batches: Any) -> None:
         ({"pooling": "max"}, "pooling must be one of mean, first, last"),
         ({"labels": "all"}, "labels must be one of next, same, none"),
         ({"batches": []}, "there is nothing to compare: no batch was given"),
-        ({"batches": 3}, "batches are tensors, tuples of arguments or mappings, got int"),
+        ({"batches": 3}, "batches must be tensors, tuples of arguments or mappings, got int"),
     ],
 )
 def test_what_means_nothing_is_refused(how: dict, message: str) -> None:
@@ -360,7 +360,7 @@ def test_check_names_figures_and_the_worst_layers() -> None:
     found = pw.compare(model, quantized(model, pw.IntxWeightOnlyConfig(torch.int2, pw.PerGroup(32))), prompts())
     assert found.check(max_kl=100, min_top1=0.0, max_error=100) is found
     with pytest.raises(
-        ValueError, match=r"nats, at most 0.001 asked; top-1 agreement is .* at least 99.90% asked"
+        ValueError, match=r"nats, the limit is 0.001; top-1 agreement is .* the minimum is 99.90%"
     ) as e:
         found.check(max_kl=0.001, min_top1=0.999, max_error=0.01)
     assert "relative error of the outputs is" in str(e.value)
@@ -373,7 +373,7 @@ def test_check_names_figures_and_the_worst_layers() -> None:
 def test_check_refuses_a_bound_on_nothing() -> None:
     model = mlp()
     found = pw.compare(model, quantized(model), [torch.randn(4, 32)])
-    with pytest.raises(ValueError, match="max_kl is about distributions, and the outputs were compared as 'tensor'"):
+    with pytest.raises(ValueError, match="max_kl needs distributions, but the outputs were compared as 'tensor'"):
         found.check(max_kl=1)
     with pytest.raises(ValueError, match=r"relative error of the outputs is .*, at most 1e-06 asked"):
         found.check(max_error=1e-6)

@@ -28,9 +28,7 @@ class CodebookWeightOnlyConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits * self.dim <= 8:
-            raise ValueError(
-                f"CodebookWeightOnlyConfig: bits * dim must be 1 to 8, got {self.bits} * {self.dim}"
-            )
+            raise ValueError(f"CodebookWeightOnlyConfig: bits * dim must be 1 to 8, got {self.bits} * {self.dim}")
         learned(self.bits * self.dim, self.dim)
         if self.group_size is not None:
             PerGroup(self.group_size)

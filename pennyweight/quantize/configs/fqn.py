@@ -33,9 +33,7 @@ class FqnToConfig(AOBaseConfig):
             if not isinstance(key, str) or not (value is None or isinstance(value, AOBaseConfig)):
                 raise ValueError(f"FqnToConfig maps names to configs or None, got {key!r}: {value!r}")
             if isinstance(value, FqnToConfig):
-                raise ValueError(
-                    f"FqnToConfig cannot contain another FqnToConfig ({key!r}); merge the keys into one"
-                )
+                raise ValueError(f"FqnToConfig cannot contain another FqnToConfig ({key!r}); merge the keys into one")
         object.__setattr__(self, "fqn_to_config", table)
         object.__setattr__(self, "module_fqn_to_config", table)
 
