@@ -95,7 +95,7 @@ def test_the_bound(run: Any, writer: Path, small: Path, text: Path) -> None:
         (["--text", "LATIN"], "is not UTF-8 text (byte 0)"),
         (["--text", "TEXT", "--max-kl", "0"], "--max-kl must be positive, got 0.0"),
         (["--text", "TEXT", "--length", "1"], "length must be at least 2, got 1"),
-        (["--text", "TEXT", "--json", "/nowhere/r.json"], "there is no folder /nowhere"),
+        (["--text", "TEXT", "--json", "/nowhere/r.json"], "folder /nowhere does not exist"),
     ],
 )
 def test_errors(run: Any, writer: Path, text: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -77,7 +77,7 @@ def test_refusals(run: Any, plain: Path, llama: Path, tmp_path: Path, monkeypatc
     assert "--group-size needs --config" in refused(run, llama, out, "--group-size", "32")
     assert "unknown config 'int9'" in refused(run, llama, out, "--config", "int9")
     assert f"{llama} is a folder; pass the name of a file" in refused(run, llama, llama, "--config", "int8")
-    assert "there is no folder" in refused(run, llama, tmp_path / "no" / "m.onnx", "--config", "int8")
+    assert "does not exist" in refused(run, llama, tmp_path / "no" / "m.onnx", "--config", "int8")
     assert "style must be one of auto" in refused(run, llama, out, "--config", "int8", "--style", "fast")
     small = tmp_path / "small"
     run("quantize", llama, small, "--config", "int8")

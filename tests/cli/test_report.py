@@ -165,7 +165,7 @@ def test_a_package_that_is_not_there(run: Any, small: Path, monkeypatch: pytest.
     [
         (["--text", "t"], "--text needs --float"),
         (["--measure"], "--measure needs --float"),
-        (["-o", "/nowhere/x.html"], "there is no folder /nowhere"),
+        (["-o", "/nowhere/x.html"], "folder /nowhere does not exist"),
         (["-o", "/"], "is a folder"),
         (["--pareto", "BAD"], "not JSON"),
         (["--pareto", "LIST"], "Pareto points must be a list of objects"),

@@ -292,10 +292,10 @@ def test_an_own_module_type_in_one_line() -> None:
 def test_integer_parameters_are_left_alone() -> None:
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int32), requires_grad=False)
-    with pytest.raises(pw.PlanError, match=r"int32 is none of float32"):
+    with pytest.raises(pw.PlanError, match=r"dtype int32 is not one of float32"):
         pw.quantize_(layer, INT8)
     layer.weight = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(pw.PlanError, match=r"float8_e4m3fn is none of float32"):
+    with pytest.raises(pw.PlanError, match=r"dtype float8_e4m3fn is not one of float32"):
         pw.quantize_(layer, INT8)
 
 

@@ -58,7 +58,7 @@ def test_defaults_are_left_out_and_order_is_kept() -> None:
             {"type": "Int9WeightOnlyConfig"},
             "config: this release does not know the type 'Int9WeightOnlyConfig'; upgrade",
         ),
-        ({"type": "Int4WeightOnlyConfig", "rounding": 1}, "Int4WeightOnlyConfig.rounding: this release does not know this field"),
+        ({"type": "Int4WeightOnlyConfig", "rounding": 1}, "rounding: this release does not know this field"),
         ({"type": "Int4WeightOnlyConfig", "group_size": "64"}, "Int4WeightOnlyConfig.group_size cannot be 64"),
         ({"type": "Int4WeightOnlyConfig", "group_size": True}, "group_size cannot be True"),
         ({"type": "Int4WeightOnlyConfig", "group_size": 0}, "group_size must be positive"),

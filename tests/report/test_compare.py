@@ -359,9 +359,7 @@ def test_check_names_figures_and_the_worst_layers() -> None:
     model = llama()
     found = pw.compare(model, quantized(model, pw.IntxWeightOnlyConfig(torch.int2, pw.PerGroup(32))), prompts())
     assert found.check(max_kl=100, min_top1=0.0, max_error=100) is found
-    with pytest.raises(
-        ValueError, match=r"nats, the limit is 0.001; top-1 agreement is .* the minimum is 99.90%"
-    ) as e:
+    with pytest.raises(ValueError, match=r"nats, the limit is 0.001; top-1 agreement is .* the minimum is 99.90%") as e:
         found.check(max_kl=0.001, min_top1=0.999, max_error=0.01)
     assert "relative error of the outputs is" in str(e.value)
     for w in found.worst():

@@ -205,7 +205,7 @@ BAD = [
     (put("rows.0", torch.zeros(3, dtype=torch.int32)), "do not match"),
     (put("rows.0", torch.zeros(4)), "must be torch.int32 of 1 axes"),
     (put("indices.0", torch.full((4, 10), 10, dtype=torch.int32)), "must be within the output"),
-    (put("values.0", torch.full((4, 10), torch.nan)), "holds NaN or inf"),
+    (put("values.0", torch.full((4, 10), torch.nan)), "contains NaN or inf"),
 ]
 
 
