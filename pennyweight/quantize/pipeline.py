@@ -125,7 +125,7 @@ def _check_values(todo: Plan, meta: bool) -> None:
             continue
         if row.tensor.is_meta:
             raise PlanError(
-                f"{row.name} is on the meta device, so it has no values to measure or calibrate; load the weights first"
+                f"{row.name} is on the meta device and has no values to measure or calibrate; load the weights first"
             )
         if isinstance(row.tensor, AffineQuantizedTensor):
             continue

@@ -83,7 +83,7 @@ def test_the_bound(run: Any, writer: Path, small: Path, text: Path) -> None:
     assert result.exit_code == 2
     assert "KL(float || quantized):" in result.stdout  # the figures are shown all the same
     assert result.stderr.count("\n") == 1
-    assert "at most 1e-09 asked; worst layers: model.layers." in result.stderr
+    assert "the limit is 1e-09; worst layers: model.layers." in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_an_interrupted_job_goes_on(run: Any, writer: Path, text: Path, tmp_path
         solving(patch, until=len(every) - 2)
         stopped = run("quantize", writer, out, *arguments)
     assert stopped.exit_code == 130
-    assert "the same command goes on from there" in stopped.stderr
+    assert "run the same command again to resume" in stopped.stderr
     assert [p.name for p in out.iterdir()] == [".calibration"]
     another = run("quantize", writer, out, *GROUPS, "--algorithm", "nearest")
     assert "is of another run: recipe, data differ" in another.stderr

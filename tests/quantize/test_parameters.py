@@ -206,7 +206,7 @@ def test_bare_expert_parameters_by_name(config: pw.AOBaseConfig) -> None:
     assert torch.equal(one.dequantize(), experts.up.dequantize()[2])
     assert torch.equal(F.linear(x[0], one), F.linear(x[0], one.clone()))
     again = pw.quantize_(model, pw.FqnToConfig(by_name))
-    assert all("already so" in r.note for r in again.quantized)
+    assert all("already quantized" in r.note for r in again.quantized)
 
 
 def test_along_the_wrong_axis_scales_would_not_follow_the_outputs() -> None:

@@ -68,10 +68,10 @@ def test_defaults_are_left_out_and_order_is_kept() -> None:
         ({"type": "SpecConfig", "weight": {"type": "QuantSpec", "format": "int8"}}, "missing"),
         ({"type": "SpecConfig"}, "weight"),
         ({"type": "FqnToConfig", "fqn_to_config": {"a": None}}, "must be a list of pairs"),
-        ({"type": "FqnToConfig", "fqn_to_config": [["a", None], ["a", None]]}, "twice"),
+        ({"type": "FqnToConfig", "fqn_to_config": [["a", None], ["a", None]]}, "has a duplicate key"),
         ({"type": "FqnToConfig", "fqn_to_config": [["a", {"type": "PerRow"}]]}, "cannot be"),
         ({"type": "PerRow"}, "whose type is a config"),
-        ({"type": ["x"]}, "is no type"),
+        ({"type": ["x"]}, "does not know the type"),
         ("int4", "must be an object"),
         (None, "must be an object"),
     ],
@@ -96,5 +96,5 @@ def test_a_config_of_ones_own_is_refused() -> None:
 
     with pytest.raises(ValueError, match="Mine is not one of the library's configs"):
         config_to_data(Mine())
-    with pytest.raises(ValueError, match=r"FqnToConfig.fqn_to_config\['a'\]: a Mine has no form"):
+    with pytest.raises(ValueError, match=r"FqnToConfig.fqn_to_config\['a'\]: a Mine cannot be serialized"):
         config_to_data(pw.FqnToConfig({"a": Mine()}))
