@@ -95,7 +95,7 @@ def test_more_is_for_code_alone(text: str) -> None:
 
 def test_many_patterns_and_hostile_ones() -> None:
     pairs = [[f"re:a{i}", None] for i in range(MAX_PATTERNS + 1)]
-    with pytest.raises(ValueError, match=f"{MAX_PATTERNS + 1} patterns; at most {MAX_PATTERNS}"):
+    with pytest.raises(ValueError, match=f"{MAX_PATTERNS + 1} patterns; a file may contain at most {MAX_PATTERNS}"):
         config_from_data({"type": "FqnToConfig", "fqn_to_config": pairs})
     # its sets of states are 2^60: each sign leads to one that was never seen
     hostile = NamePattern("(a|b)*a(a|b){60}c", whole=True)
