@@ -1,8 +1,8 @@
-"""Builds the native CPU kernels; everything else about the package is in pyproject.toml.
+"""Builds the native CPU kernels; the other package metadata is in pyproject.toml.
 
-Plain C++ without torch headers, so that any torch works with it and an isolated build needs a compiler only. Without
-one, or with PENNYWEIGHT_NATIVE=0, the package installs all the same and runs on torch's own kernels;
-PENNYWEIGHT_NATIVE=1 makes a failed build an error. `pennyweight doctor` says which it is.
+The kernels are plain C++ without torch headers, so they work with any torch and an isolated build needs only a
+compiler. Without a compiler, or with PENNYWEIGHT_NATIVE=0, the package still installs and runs on torch's kernels;
+PENNYWEIGHT_NATIVE=1 makes a failed build an error. `pennyweight doctor` shows whether they were built.
 """
 
 import os
@@ -18,7 +18,7 @@ from setuptools.errors import BaseError, CCompilerError, CompileError, PlatformE
 SOURCE = Path("pennyweight/kernels/cpu/src")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
-# Instruction sets, each a compilation of isa.cpp with its flags. The best that a machine has is chosen when loaded.
+# isa.cpp is compiled once per instruction set with these flags. The best supported one is selected at load time.
 ISAS = {
     "x86_64": {
         "avx2": AVX2,
@@ -32,20 +32,20 @@ ISAS = {
         "neon_i8mm": ["-march=armv8.2-a+dotprod+fp16+i8mm"],
     },
 }
-# No contraction, so that every instruction set rounds alike. Only the symbols that dispatch.cpp exports are visible.
+# No FMA contraction, so that every instruction set rounds alike. Only the symbols exported by dispatch.cpp are visible.
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 FLAGS += ["-fno-trapping-math", "-Wall", "-Wextra"]
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-stringop-overflow"]
-FLAGS += ["-Wno-array-bounds"]  # these four are false with g++ 12
+FLAGS += ["-Wno-array-bounds"]  # these four warnings are false positives of g++ 12
 
-# Those of scripts/sanitize, and the instruction sets that it wants beside plain C++; default: all.
+# Extra flags of scripts/sanitize, and the instruction sets it builds besides plain C++; default: all.
 FLAGS += os.environ.get("PENNYWEIGHT_NATIVE_FLAGS", "").split()
 WANTED = os.environ.get("PENNYWEIGHT_NATIVE_ISAS")
 
 
 class BuildNative(build_ext):
-    """Compiles one object per instruction set and links them without the OpenMP library: its symbols are found, when
-    loaded, in the one that torch brought, so that there is one pool of threads."""
+    """Compiles one object per instruction set and links them without an OpenMP library: at load time the symbols
+    resolve to torch's copy, so that there is one thread pool."""
 
     def build_extension(self, ext):
         wanted = os.environ.get("PENNYWEIGHT_NATIVE", "auto")
@@ -53,14 +53,14 @@ class BuildNative(build_ext):
             return
         try:
             self._build(ext)
-        except (CCompilerError, BaseError) as error:  # no compiler, one that fails, a platform without kernels
+        except (CCompilerError, BaseError) as error:  # no compiler, a failed build, an unsupported platform
             if wanted == "1":
                 raise
-            print(f"pennyweight: native kernels not built, torch's own will run ({error})", file=sys.stderr)
+            print(f"pennyweight: native kernels not built, using torch's kernels ({error})", file=sys.stderr)
 
     def _build(self, ext):
         if sys.platform != "linux":
-            raise PlatformError(f"not offered on {sys.platform} yet")
+            raise PlatformError(f"not supported on {sys.platform} yet")
         objects = self._compile("dispatch.cpp", "dispatch", [])
         isas = {"scalar": ["-O1"], **ISAS.get(platform.machine(), {})}
         if WANTED is not None:
@@ -73,13 +73,13 @@ class BuildNative(build_ext):
         self.compiler.link_shared_object(objects, str(path), target_lang="c++")
 
     def _try(self, isa, flags):
-        """Objects of one instruction set, none where the compiler does not know it; plain C++ must build."""
+        """Objects of one instruction set; empty if the compiler does not support it. Plain C++ must build."""
         try:
             return self._compile("isa.cpp", isa, ["-fopenmp", f"-DPW_ISA={isa}", *flags])
         except CompileError:
             if isa == "scalar":
                 raise
-            print(f"pennyweight: the compiler cannot build {isa}, left out", file=sys.stderr)
+            print(f"pennyweight: skipped {isa}, which the compiler cannot build", file=sys.stderr)
             return []
 
     def _compile(self, name, folder, flags):
@@ -87,7 +87,7 @@ class BuildNative(build_ext):
         return self.compiler.compile([str(SOURCE / name)], output_dir=out, extra_postargs=[*FLAGS, *flags])
 
 
-if __name__ == "__main__":  # tests/kernels/cpu/native reads the flags
+if __name__ == "__main__":  # tests/kernels/cpu/native imports the flags
     native = Extension(
         "pennyweight.kernels.cpu._native",
         sources=[str(SOURCE / "dispatch.cpp"), str(SOURCE / "isa.cpp")],

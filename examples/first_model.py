@@ -1,4 +1,4 @@
-"""Quantize a model, read what happened, save it, load it, and run it without the tensor class.
+"""Quantize a model, read the report, save it, load it, and run it without the tensor subclass.
 
 python examples/first_model.py
 """
@@ -25,13 +25,13 @@ def network() -> nn.Sequential:
 
 
 def points(count: int, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points around 40 centres; centre i belongs to class i % 10, so that no straight line tells the classes apart."""
+    """Points around 40 centres; centre i belongs to class i % 10, so the classes are not linearly separable."""
     which = torch.randint(len(centres), (count,))
     return centres[which] + 0.85 * torch.randn(count, centres.shape[1]), which % 10
 
 
 def trained() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
-    """A small network that classifies such points, and points that it has not seen with their classes."""
+    """A small network trained to classify such points, and test points with their classes."""
     centres = torch.randn(40, 64) / 2
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -61,17 +61,17 @@ def main() -> None:
         print(f"{config}: {100 * got:.1f} % right; {report.summary()}")
         assert report.bytes_after == sum(p.nbytes for p in small.parameters())
         if isinstance(config, pw.IntxWeightOnlyConfig):
-            assert got < full - 0.01  # two bits are too few: measure, on your own task
+            assert got < full - 0.01  # two bits are too few: measure on your own task
         else:
             assert abs(got - full) < 0.01
 
-    # One of them in full: what was quantized, with which kernel, to how many bytes, how near to float.
+    # One full report: what was quantized, with which kernel, bytes and SQNR.
     small = copy.deepcopy(model)
     report = pw.quantize_(small, pw.Int4WeightOnlyConfig(group_size=64))
     print(f"\n{report}\n")
     report.check(min_sqnr=15, min_fraction=0.9)  # raises, naming the layers, where the model is not what you meant
 
-    # A quantized weight behaves like the weight it was.
+    # A quantized weight behaves like a float weight.
     weight = small[2].weight
     print(weight)
     hidden = torch.randn(3, 512)
@@ -81,7 +81,7 @@ def main() -> None:
     assert weight.codes.max() < 16
     assert torch.equal(weight.dequantize(), copy.deepcopy(weight).dequantize())
 
-    # Files: safetensors, no pickle. The model to fill may be on the meta device, where it takes no memory.
+    # Files are safetensors, without pickle. The model to fill may be on the meta device, where it needs no memory.
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         pw.save(small, folder)
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
@@ -91,7 +91,7 @@ def main() -> None:
         assert torch.equal(again(x), small(x))
         print(f"on disk {size} bytes; loaded again, the outputs are bit-equal to those of the saved model")
 
-    # For inference alone, a layer can call its kernel without the tensor class, which saves a little at each call.
+    # For inference, a layer can call its kernel without the tensor subclass, which saves a little at each call.
     before = small(x)
     pw.freeze_(small)
     assert isinstance(small[2], pw.FrozenLinear)
@@ -99,10 +99,10 @@ def main() -> None:
     assert list(small.state_dict()) == list(model.state_dict())
     pw.thaw_(small)
 
-    # And back: plain tensors, holding the numbers that the codes stood for.
+    # Dequantize: plain tensors with the same values.
     pw.dequantize_(small)
     assert type(small[2].weight.data) is torch.Tensor
-    print("frozen, thawed, dequantized: the same values all the way")
+    print("frozen, thawed, dequantized: the same values in each step")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From a GGUF file to torch's own int4 kernel: unpack Q4_0, pack for the CPU, multiply. And the same in one line.
+"""From a GGUF file to torch's int4 kernel: unpack Q4_0, pack for the CPU, multiply. And the same in one line.
 
 python examples/gguf_int4.py
 """
@@ -21,7 +21,7 @@ N, K, GROUP = 512, 1024, 32
 
 
 def write_model(path: Path) -> Tensor:
-    """A GGUF file with one Q4_0 matrix [N, K]; returns what it stands for."""
+    """Write a GGUF file with one Q4_0 matrix [N, K]; returns its dequantized values."""
     q4_0 = TYPES["Q4_0"]
     parts = quantize(torch.randn(N, K) * 0.05, "Q4_0")
     writer = Writer(str(path), {"general.architecture": Value("string", "none")}, {"up.weight": (q4_0, (N, K))})
@@ -31,28 +31,26 @@ def write_model(path: Path) -> Tensor:
 
 
 def by_hand(path: Path, x: Tensor) -> Tensor:
-    """x @ weight.T by torch's int4 kernel, from the bytes of the file."""
+    """x @ weight.T with torch's int4 kernel, from the bytes of the file."""
     with File(str(path)) as file:
         entry = file.entries["up.weight"]
-        print(
-            f"{entry.type.name} {list(entry.shape)}: {entry.row_bytes} bytes a row, {entry.type.nbytes} a block of 32"
-        )
+        print(f"{entry.type.name} {list(entry.shape)}: {entry.row_bytes} bytes per row, {entry.type.nbytes} per block")
         parts: Parts = entry.type.decode(file.mapped("up.weight"), entry.shape)
     codes, scale = parts.codes, parts.scale  # uint8 [N, K] of 0 to 15; float16 [N, K/32]; the zero is 8 for all
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-    # x = (code - 8) * scale + zero in tinygemm's numbers, as [K/32, N, 2]
+    # x = (code - 8) * scale + zero in tinygemm's convention, as [K/32, N, 2]
     pairs = torch.stack([scale, torch.zeros_like(scale)], -1).transpose(0, 1).contiguous().to(x.dtype)
     return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, pairs)
 
 
 def in_one_line(path: Path, x: Tensor) -> Tensor:
-    """The same weight as a layer's, packed for the kernel that is fastest here."""
+    """The same weight loaded into a layer, packed for the fastest kernel of this machine."""
     model = nn.ModuleDict({"up": nn.Linear(K, N, bias=False)})
-    names = path.with_name("names.toml")  # of a model that no table of architectures knows
+    names = path.with_name("names.toml")  # because the architecture is unknown
     names.write_text('[tensors]\n"up.weight" = "up.weight"\n')
     pw.load(path, model, names=names)
     rows = str(pw.explain(x, model["up"].weight)).splitlines()
-    print(model["up"].weight.spec, "by", next(row.split()[0] for row in rows if "RUNS" in row))
+    print(model["up"].weight.spec, "with", next(row.split()[0] for row in rows if "RUNS" in row))
     return model["up"](x)
 
 

@@ -1,11 +1,11 @@
-"""Quantized models in the lm-eval harness (EleutherAI): a task of your own, without a network.
+"""Quantized models in the lm-eval harness (EleutherAI): a custom task, offline.
 
 pip install lm-eval
 python examples/lm_harness.py
 
 A small Llama is trained for some twenty seconds on the sources of Python's standard library, byte by byte, and
-quantized three ways; the harness measures bits per byte on modules that it has not seen. A model from the hub goes the
-same way: HFLM takes any model of transformers, quantized or not.
+quantized with three configs; the harness measures bits per byte on modules that were not in the training data. Models
+from the hub work the same way: HFLM accepts any transformers model, quantized or not.
 """
 
 import copy
@@ -28,7 +28,7 @@ import pennyweight as pw
 
 TRAINED_ON = ("argparse.py", "ast.py", "configparser.py", "dataclasses.py", "inspect.py", "pathlib.py", "typing.py")
 CALIBRATED_ON = ("shutil.py", "statistics.py")
-ASKED = ("csv.py", "heapq.py", "queue.py", "sched.py", "textwrap.py")
+TESTED_ON = ("csv.py", "heapq.py", "queue.py", "sched.py", "textwrap.py")
 LENGTH, STEPS = 128, 400
 
 TASK = """\
@@ -55,7 +55,7 @@ def source(names: tuple[str, ...]) -> list[str]:
 
 
 def byte_tokenizer() -> Any:
-    """A token for each byte, and one that stands before a text."""
+    """One token per byte, and a start token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -70,7 +70,7 @@ def windows(tokenizer: Any, names: tuple[str, ...]) -> Tensor:
 
 
 def trained(tokenizer: Any) -> Any:
-    """A Llama with a quarter of a million weights that knows what Python looks like."""
+    """A Llama with a quarter of a million weights, trained on Python source code."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=96, intermediate_size=288, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=256, eos_token_id=256,
@@ -88,17 +88,17 @@ def trained(tokenizer: Any) -> Any:
 
 
 def task(folder: Path) -> Any:
-    """A task of the harness from files of our own: what it is in YAML, its texts in JSON lines."""
+    """A custom task of the harness: its definition in YAML, its texts in JSON lines."""
     from lm_eval.tasks import TaskManager
 
     data = folder / "texts.jsonl"
-    data.write_text("".join(json.dumps({"text": text[:4000]}) + "\n" for text in source(ASKED)), encoding="utf-8")
+    data.write_text("".join(json.dumps({"text": text[:4000]}) + "\n" for text in source(TESTED_ON)), encoding="utf-8")
     (folder / "standard_library.yaml").write_text(TASK.format(data=data, cache=folder / "cache"), encoding="utf-8")
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
 def bits_per_byte(model: Any, tokenizer: Any, manager: Any) -> float:
-    """By the harness."""
+    """Bits per byte measured by the harness."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -109,17 +109,17 @@ def bits_per_byte(model: Any, tokenizer: Any, manager: Any) -> float:
 
 @torch.no_grad()
 def by_hand(model: Any, tokenizer: Any) -> float:
-    """The same figure: windows that follow one another, each token told from those before it in its window."""
+    """The same metric by hand: consecutive windows, each token predicted from those before it in its window."""
     nats, count = 0.0, 0
-    for text in source(ASKED):
+    for text in source(TESTED_ON):
         ids = torch.tensor(tokenizer(text[:4000])["input_ids"])
         before = torch.cat([torch.tensor([tokenizer.bos_token_id]), ids[:-1]])
         for at in range(0, len(ids), LENGTH):
-            # the last window is filled up with tokens that were told already
+            # the last window is extended to the left with tokens that are already counted
             begin = max(0, min(at, len(ids) - LENGTH))
             logits = model(before[None, begin : begin + LENGTH]).logits[0, at - begin :]
-            told = ids[at : begin + LENGTH]
-            nats -= float(logits.double().log_softmax(-1).gather(1, told[:, None]).sum())
+            labels = ids[at : begin + LENGTH]
+            nats -= float(logits.double().log_softmax(-1).gather(1, labels[:, None]).sum())
             count += len(text[:4000].encode()[at : begin + LENGTH])
     return nats / count / math.log(2)
 
@@ -148,11 +148,11 @@ def main() -> None:
     for way, bits in found.items():
         print(f"{way:<12}{bits:.4f} bits per byte")
 
-    assert abs(found["float"] - by_hand(model, tokenizer)) < 1e-3  # the harness asks what we think it asks
-    assert found["float"] < 3.5  # of 8: it has learned something
+    assert abs(found["float"] - by_hand(model, tokenizer)) < 1e-3  # the harness computes the same metric
+    assert found["float"] < 3.5  # of 8 without training
     assert abs(found["int8"] - found["float"]) < 0.01
     assert found["float"] < found["int3, auto"] < found["int3"]
-    print("int8 costs nothing that the harness sees; of what int3 costs, calibration brings a part back")
+    print("int8 has no measurable loss; calibration recovers part of the loss of int3")
 
 
 if __name__ == "__main__":

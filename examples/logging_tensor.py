@@ -1,4 +1,4 @@
-"""See which operations a model calls, before and after it is quantized.
+"""Log the operations that a model calls, before and after it is quantized.
 
 python examples/logging_tensor.py
 """
@@ -16,7 +16,7 @@ import pennyweight as pw
 
 
 class FunctionLog(TorchFunctionMode):
-    """Notes each public torch function that is called: what the model asks for."""
+    """Logs each public torch function that the model calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class FunctionLog(TorchFunctionMode):
 
 
 class OperatorLog(TorchDispatchMode):
-    """Notes each aten operator that is dispatched: what is run for it, below autograd."""
+    """Logs each aten operator that is dispatched, below autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ class OperatorLog(TorchDispatchMode):
 
 
 class LoggingTensor(Tensor):
-    """A tensor that notes the operators it meets: a mode watches a region of code, this watches one value's way."""
+    """A tensor that logs the operators called on it: a mode covers a region of code, this tensor follows one value."""
 
-    calls: list[str] = []  # noqa: RUF012 - one list for all of them, as they beget each other
+    calls: list[str] = []  # noqa: RUF012 - one list for all instances, because results are instances too
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -92,28 +92,28 @@ def main() -> None:
     torch.manual_seed(0)
     model, x = block(), torch.randn(3, 64)
 
-    with FunctionLog() as asked, OperatorLog() as ran:
+    with FunctionLog() as functions, OperatorLog() as ran:
         y = model(x)
-    show("float: what the model asks for", asked.calls)
-    show("float: what runs", ran.calls)
+    show("float: functions that the model calls", functions.calls)
+    show("float: operators that run", ran.calls)
     assert ran.calls["aten.addmm.default"] == 2
 
     pw.quantize_(model, pw.Int8WeightOnlyConfig())
-    with FunctionLog() as asked_again, OperatorLog() as ran_again:
+    with FunctionLog() as functions_again, OperatorLog() as ran_again:
         z = model(x)
-    assert asked_again.calls == asked.calls  # the model asks for the same: only the weights are others
-    assert "aten.addmm.default" not in ran_again.calls  # a kernel of the table answers F.linear
+    assert functions_again.calls == functions.calls  # the model calls the same functions: only the weights differ
+    assert "aten.addmm.default" not in ran_again.calls  # a kernel of the table runs F.linear
     assert (z - y).norm() < 0.02 * y.norm()
-    show("int8: what runs below the same calls", ran_again.calls)
+    show("int8: operators that run for the same calls", ran_again.calls)
 
-    # The value's own view. A quantized weight leaves the lead to a class that it does not know, so the log is complete.
+    # A quantized weight defers to tensor subclasses that it does not know, so the log of a logging input is complete.
     LoggingTensor.calls.clear()
     logged = model(LoggingTensor(x))
-    show("int8: what a logging input meets", LoggingTensor.calls)
+    show("int8: operators called on a logging input", LoggingTensor.calls)
     assert sum(call.startswith("aten.addmm") and "int8" in call for call in LoggingTensor.calls) == 2
     torch.testing.assert_close(logged.inner, z)
 
-    # An op that has no kernel for codes runs on a dequantized copy. That is counted, and refused if you wish.
+    # An op without a kernel for codes runs on a dequantized copy. The fallback is counted, and an error under strict().
     pw.reset_fallbacks()
     with pw.strict():
         model(x)  # no such op in this model

@@ -1,4 +1,4 @@
-"""A new data type: as one line of data, and, where that is not enough, as a tensor class with operations made for you.
+"""A new data type: as one line of data, or, if that is not enough, as a tensor class with generated operations.
 
 python examples/my_dtype.py
 """
@@ -17,11 +17,11 @@ import pennyweight as pw
 from pennyweight.compat.torchao.utils import TorchAOBaseTensor
 from pennyweight.core.formats import Format, small_float, table
 
-# -- as data: a format is a finite set of numbers, in 1 to 8 bits ----------------------------------------------------
+# -- as data: a format is a finite set of values, in 1 to 8 bits -----------------------------------------------------
 
 POW4 = table("pow4", tuple(sorted([0.0, *(sign * 2.0**-k for k in range(7) for sign in (1, -1))])))  # powers of two
 E3M1 = small_float("e3m1", 3, 1)  # a 5-bit float: a sign, three bits of exponent, one of mantissa
-INT5_EVEN = Format("int5_even", 5, "int", torch.int8, -15, 15)  # 5-bit integers without the lonely -16
+INT5_EVEN = Format("int5_even", 5, "int", torch.int8, -15, 15)  # symmetric 5-bit integers, without -16
 
 
 def network() -> nn.Sequential:
@@ -29,7 +29,7 @@ def network() -> nn.Sequential:
 
 
 def nearest(x: Tensor, numbers: Tensor) -> Tensor:
-    """For each of x the nearest of the numbers."""
+    """Round each element of x to the nearest of the numbers."""
     return numbers[(x.unsqueeze(-1) - numbers).abs().argmin(-1)]
 
 
@@ -41,14 +41,14 @@ def by_data() -> None:
         report = pw.quantize_(model, pw.SpecConfig(pw.QuantSpec(fmt, (32,))))
         weight = model[0].weight
         print(f"{fmt}: {weight.error(reference[0].weight):.1f} dB; {report.summary()}")
-        print(f"  {8 * weight.nbytes / weight.numel():.2f} bits a weight, scales included")
+        print(f"  {8 * weight.nbytes / weight.numel():.2f} bits per weight, scales included")
 
-        # Each value is the nearest of the numbers, times the scale of its block of 32.
+        # Each value is the nearest of the format's values times the scale of its block of 32.
         numbers = fmt.decode(weight.codes.unique())
         scale = weight.scale.repeat_interleave(32, 1)
         torch.testing.assert_close(weight.dequantize(), nearest(reference[0].weight / scale, numbers) * scale)
 
-        # All the rest is there: products, slices, packed bits, files.
+        # Products, slices, packed bits and files work too.
         torch.testing.assert_close(x @ weight.t(), F.linear(x, weight.dequantize()), rtol=1e-4, atol=1e-4)
         assert weight[:64].spec.format is fmt
         with tempfile.TemporaryDirectory() as folder:
@@ -56,11 +56,11 @@ def by_data() -> None:
             assert torch.equal(pw.load(folder, network())(x), model(x))
 
 
-# -- as a class: 16-bit codes, more than a format may have -----------------------------------------------------------
+# -- as a class: 16-bit codes, too many bits for a format ------------------------------------------------------------
 
 
 class Int16Tensor(TorchAOBaseTensor):
-    """int16 codes and a scale a row. The names below are all that the generated operations need to know."""
+    """int16 codes and one scale per row. The generated operations need only the names below."""
 
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012
     tensor_attribute_names = ["dtype"]  # noqa: RUF012
@@ -96,7 +96,7 @@ def int16_slice(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Int16Config(pw.AOBaseConfig):
-    """int16 weights, so that quantize_ knows the class too."""
+    """int16 weights; connects the class to quantize_."""
 
 
 @pw.register_quantize_module_handler(Int16Config)
@@ -117,7 +117,7 @@ def by_class() -> None:
     assert error < 1e-4
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), y)
 
-    # detach, clone, copies and moves came with the base class; slicing was written above.
+    # detach, clone, copies and moves come from the base class; slicing is registered above.
     for same in (weight.detach(), weight.clone(), copy.deepcopy(weight), weight.to("cpu")):
         assert isinstance(same, Int16Tensor)
         assert torch.equal(same.qdata, weight.qdata)
@@ -136,13 +136,13 @@ def by_class() -> None:
     again.load_state_dict(state, assign=True)
     assert torch.equal(again(x), y)
 
-    # What nobody wrote is an error that says so. A format of your own would have had it.
+    # A missing operation raises an error. A format defined as data would support it.
     try:
         weight.softmax(0)
     except NotImplementedError as error:
         print(f"softmax: {str(error).splitlines()[0]}")
     else:
-        raise AssertionError("an operation was answered that nobody wrote")
+        raise AssertionError("an operation that is not registered ran")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Two ways to quantize by hand, a swapped module and a tensor subclass, and the same numbers from Pennyweight.
+"""Two ways to quantize by hand, a module swap and a tensor subclass, and the same result with Pennyweight.
 
 python examples/my_int8_tensor.py
 """
@@ -27,17 +27,17 @@ class ToyModel(nn.Module):
 
 
 def int8_symmetric_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, N] -> int8 codes [M, N], scale [M, 1]: one scale a row, max|x| / 127.5, codes rounded to nearest."""
+    """x [M, N] -> int8 codes [M, N], scale [M, 1]: one scale per row, max|x| / 127.5, codes rounded to nearest."""
     low, high = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
     scale = torch.maximum(-low, high) / ((127 - -128) / 2)
     return torch.clamp(torch.round(x * (1.0 / scale)), -128, 127).to(torch.int8), scale
 
 
-# -- the first way: a module that holds the codes -----------------------------------------------------------------
+# -- the first way: a module with codes ---------------------------------------------------------------------------
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with int8 codes beside its weight. One such class for every kind of module and every scheme."""
+    """A linear layer with int8 codes next to its weight. Each kind of module and each scheme needs such a class."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.int8_weight.t().to(x.dtype) * self.scale.t()
@@ -58,11 +58,11 @@ def swap_linear_(module: nn.Module) -> None:
             swap_linear_(child)
 
 
-# -- the second way: a tensor that holds the codes -----------------------------------------------------------------
+# -- the second way: a tensor with codes ---------------------------------------------------------------------------
 
 
 class Int8SymmetricTensor(Tensor):
-    """What looks like a float matrix and stores int8 codes and a scale a row. Modules stay as they are."""
+    """Looks like a float matrix and stores int8 codes and one scale per row. Modules do not change."""
 
     @staticmethod
     @torch._dynamo.disable
@@ -80,7 +80,7 @@ class Int8SymmetricTensor(Tensor):
         self.int_data, self.scale = int_data, scale
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Names of the tensors inside, and whatever else is needed to put the whole together again: here nothing."""
+        """Names of the inner tensors, and other data needed to rebuild the tensor: here none."""
         return ["int_data", "scale"], None
 
     @staticmethod
@@ -89,7 +89,7 @@ class Int8SymmetricTensor(Tensor):
         return Int8SymmetricTensor(parts["int_data"], parts["scale"])
 
     def _stable_hash_for_caching(self) -> str:
-        """Tells torch.compile's cache all that is static about this tensor beyond its parts: nothing but its class."""
+        """The static data of this tensor, except its parts, for torch.compile's cache: only its class."""
         return type(self).__name__
 
     def __repr__(self) -> str:
@@ -138,7 +138,7 @@ def int8_clone(func: Any, args: Any, kwargs: Any) -> Tensor:
 @register_op([aten.view.default, aten._unsafe_view.default])
 def int8_reshape(func: Any, args: Any, kwargs: Any) -> Tensor:
     w, size = args
-    assert tuple(size) == tuple(w.shape), "a matrix with a scale a row keeps its shape"
+    assert tuple(size) == tuple(w.shape), "a matrix with one scale per row keeps its shape"
     return return_and_correct_aliasing(func, args, kwargs, Int8SymmetricTensor(w.int_data, w.scale))
 
 
@@ -169,7 +169,7 @@ def main() -> None:
     assert torch.allclose(compiled(x), by_module, atol=1e-6)
     print("compiled         equal to eager")
 
-    # The same scheme by name. The codes are the very same; the kernel adds in another order.
+    # The same scheme with a config. The codes are identical; the kernel adds in another order.
     ours = copy.deepcopy(model)
     report = pw.quantize_(ours, pw.Int8WeightOnlyConfig())
     for mine, theirs in (
@@ -181,15 +181,15 @@ def main() -> None:
     torch.testing.assert_close(ours(x), by_module, rtol=1e-5, atol=1e-5)
     print(f"Pennyweight      {report.summary()}: the same codes and scales")
 
-    # What our own class of two ops does not know is an error; ours answers every op.
+    # The handwritten class raises an error for unregistered ops; Pennyweight's supports every op.
     try:
         subclassed.linear1.weight + 1
     except AssertionError as error:
         print(f"by hand, w + 1:  {error}")
     else:
-        raise AssertionError("an op was answered that nobody wrote")
+        raise AssertionError("an op that is not registered ran")
 
-    # Both in one model: the first layer by hand, the second by quantize_.
+    # Both in one model: the first layer by hand, the second with quantize_.
     both = copy.deepcopy(model)
     both.linear1.weight = nn.Parameter(Int8SymmetricTensor.from_float(model.linear1.weight.detach()))
     pw.quantize_(both, pw.Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "linear2")
@@ -204,7 +204,7 @@ def main() -> None:
     fresh = ToyModel()
     fresh.load_state_dict(both.state_dict(), assign=True)
     assert torch.equal(fresh(x), both(x))
-    print(f"side by side     {held}: the same outputs, compiled, copied and loaded too")
+    print(f"both             {held}: the same outputs, also compiled, copied and loaded")
 
 
 if __name__ == "__main__":

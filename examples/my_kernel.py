@@ -1,4 +1,4 @@
-"""A kernel of your own and the layout that it reads, in one file: five ternary weights a byte.
+"""A custom kernel and the layout that it reads, in one file: five ternary weights per byte.
 
 python examples/my_kernel.py
 """
@@ -16,10 +16,10 @@ from pennyweight.core.layouts import Layout, register_layout
 from pennyweight.core.numerics import Parts
 from pennyweight.kernels import Case, Kernel, register_kernel
 
-DIGITS = 5  # 3**5 = 243 fits a byte: 1.6 bits a weight, where the layout "bits" needs 2
-ROW = pw.QuantSpec(TERNARY, (-1,))  # -1, 0 and 1 times a scale a row
+DIGITS = 5  # 3**5 = 243 fits a byte: 1.6 bits per weight; the layout "bits" needs 2
+ROW = pw.QuantSpec(TERNARY, (-1,))  # -1, 0 and 1 times one scale per row
 
-# -- the layout: how the codes lie in memory -----------------------------------------------------------------------
+# -- the layout: the packing of the codes in memory ----------------------------------------------------------------
 
 
 def pack(parts: Parts, spec: pw.QuantSpec, shape: Sequence[int]) -> Parts:
@@ -43,27 +43,27 @@ def digits_of_bytes(device: torch.device) -> Tensor:
 
 
 def fewer_bytes(spec: pw.QuantSpec, shape: Sequence[int]) -> int:
-    """Bytes beyond those that the spec counts, which are two bits a code: here fewer, so negative."""
+    """Difference to the bytes of the spec, which counts two bits per code; negative here."""
     *rows, width = shape
     return math.prod(rows) * (math.ceil(width / DIGITS) - math.ceil(width * spec.format.bits / 8))
 
 
 register_layout(Layout("base3", pack, unpack, examples=((ROW, (3, 130)), (ROW, (2, 5))), extra=fewer_bytes))
 
-# -- the kernel: what reads it -------------------------------------------------------------------------------------
+# -- the kernel that reads it --------------------------------------------------------------------------------------
 
 
 def run(x: Tensor, w: pw.AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
-    """y = (x @ codes.T) * scale + bias. x: [.., K], w: [N, K]. The scale is applied to the result, once a row."""
+    """y = (x @ codes.T) * scale + bias. x: [.., K], w: [N, K]. The scale is applied to the result, once per row."""
     codes = unpack(w.parts, w.spec, w.stored_shape).codes
     y = F.linear(x, codes.to(x.dtype)) * w.scale.to(x.dtype).reshape(-1)
     return y if bias is None else y + bias
 
 
 def accepts(case: Case) -> bool | str:
-    """True, or the sentence that explain() shows to a user who wonders."""
+    """True, or the reason that explain() shows."""
     if case.spec.with_(layout="plain") != ROW:
-        return "reads ternary codes with one float32 scale a row, and no other"
+        return "supports only ternary codes with one float32 scale per row"
     if case.act is not None:
         return "weight-only: the activation is not quantized"
     return len(case.shape) == 2 or "needs a 2-d weight"
@@ -81,27 +81,27 @@ def main() -> None:
     assert weight.spec.layout == "base3"  # quantize_ packs for the kernel that will run
     print(weight)
 
-    # explain() lists every kernel of the table, with the sentence that refuses it.
+    # explain() lists every kernel of the table and why each was rejected.
     explanation = pw.explain(x, weight)
     print(explanation)
     assert {name: verdict for name, _, verdict in explanation.rows}["base3"] == "RUNS"
     assert all(row.kernel == "base3" for row in report.quantized)
     other = pw.AffineQuantizedTensor.from_float(torch.randn(8, 32), pw.QuantSpec(INT4, (32,)))
-    print(next(f"of int4 it says: {verdict}" for name, _, verdict in pw.explain(x, other).rows if name == "base3"))
+    print(next(f"int4 is rejected: {verdict}" for name, _, verdict in pw.explain(x, other).rows if name == "base3"))
 
-    # The bytes are the true ones, and the plan knew them.
+    # The bytes are the true storage, and equal the planned ones.
     bits = weight.to_layout("bits")
     print(f"{weight.nbytes} bytes; {bits.nbytes} in the layout bits, {weight.to_layout('plain').nbytes} in plain")
     assert weight.nbytes == 512 * 200 + 4 * 512 < bits.nbytes
     assert report.bytes_after == sum(p.nbytes for p in model.parameters())
 
-    # Right: to and fro is exact, and the outputs are those of the plain reference, compiled too.
+    # Correctness: packing is exactly invertible, and outputs equal the plain reference, also compiled.
     assert torch.equal(bits.to_layout("base3").parts.codes, weight.parts.codes)
     assert torch.equal(bits.dequantize(), weight.dequantize())
     torch.testing.assert_close(model[0](x), F.linear(x, weight.dequantize(), model[0].bias), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
 
-    # And like any weight: slices, products in both orders, gradients to the input.
+    # Other operations work too: slices, products in both orders, gradients to the input.
     assert torch.equal(weight[:10].dequantize(), weight.dequantize()[:10])
     torch.testing.assert_close(weight @ x.t(), (x @ weight.t()).t())
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""A config of your own: once as a scheme for each layer, once with a handler that may do anything to a module.
+"""Custom configs: one that returns a scheme for each layer, one with a handler that may transform a module.
 
 python examples/my_workflow.py
 """
@@ -18,14 +18,14 @@ from pennyweight.quantize.parameters import Site
 
 @dataclass(frozen=True)
 class BitsBySizeConfig(pw.AOBaseConfig):
-    """int4 in groups for weights of at least ``large`` numbers, int8 by row for smaller ones."""
+    """int4 in groups for weights with at least ``large`` elements, int8 per row for smaller ones."""
 
     large: int = 1 << 16
     group_size: int = 32
 
     def __post_init__(self) -> None:
         if self.large < 0:
-            raise ValueError(f"BitsBySizeConfig: large is a count of numbers, got {self.large}")
+            raise ValueError(f"BitsBySizeConfig: large must be a number of elements, got {self.large}")
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> pw.Scheme:
         if math.prod(site.shape) < self.large:
@@ -35,9 +35,9 @@ class BitsBySizeConfig(pw.AOBaseConfig):
 
 @dataclass(frozen=True)
 class OutlierColumnsConfig(pw.AOBaseConfig):
-    """The ``columns`` inputs with the greatest weights stay in float, the rest becomes what ``base`` says.
+    """The ``columns`` inputs with the largest weights stay float, the rest is quantized with ``base``.
 
-    A few large columns would otherwise set the scale of every row.
+    A few large columns would otherwise determine the scale of every row.
     """
 
     base: pw.AOBaseConfig
@@ -70,7 +70,7 @@ def split_outliers(module: nn.Linear, config: OutlierColumnsConfig) -> nn.Module
 
 
 def network() -> nn.Sequential:
-    """Three layers; the inputs of the middle one have four outliers, as those of large language models do."""
+    """Three layers; four columns of the middle one are outliers, as in large language models."""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16)).eval()
     with torch.no_grad():
         model[2].weight[:, [3, 50, 51, 200]] *= 30
@@ -78,7 +78,7 @@ def network() -> nn.Sequential:
 
 
 def error(model: nn.Module, reference: nn.Module, x: Tensor) -> float:
-    """Of the outputs, relative to those of the reference."""
+    """Relative error of the outputs against the reference."""
     return float((model(x) - reference(x)).norm() / reference(x).norm())
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     formats = [str(mixed[i].weight.spec.format) for i in (0, 2, 4)]
     assert formats == ["int8", "int4", "int8"]
 
-    # It is a config like any other: it goes into FqnToConfig, and is planned without changing anything.
+    # It works like any other config: in FqnToConfig, and in a plan without changes to the model.
     planned = pw.plan(copy.deepcopy(reference), pw.FqnToConfig({"4": None, "_default": BitsBySizeConfig(0)})).report()
     assert [row.name for row in planned.quantized] == ["0.weight", "2.weight"]
 
@@ -107,7 +107,7 @@ def main() -> None:
     print(f"error of the outputs with int4 rows: {before:.3f}; with four columns kept in float: {after:.3f}")
     assert after < before / 2
 
-    # What a handler makes is saved and loaded like anything else: build the modules again, then fill them.
+    # Modules of a handler are saved and loaded like others: build the modules again, then fill them.
     again = network()
     pw.quantize_(again, OutlierColumnsConfig(base))
     with tempfile.TemporaryDirectory() as folder:

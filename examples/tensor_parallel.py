@@ -38,7 +38,7 @@ class MLP(nn.Module):
 
 @torch.no_grad()
 def products(mesh: DeviceMesh) -> None:
-    """The calls that layers are made of, one by one: where a sharded weight leaves its result."""
+    """The products that layers call, one by one, and the placements of their results for a sharded weight."""
     x, w = torch.randn(5, 64), pw.AffineQuantizedTensor.from_float(torch.randn(32, 64), pw.QuantSpec(INT8, (16,)))
     by_rows, by_columns = distribute_tensor(w, mesh, [Shard(0)]), distribute_tensor(w, mesh, [Shard(1)])
     everywhere, bias = (distribute_tensor(t, mesh, [Replicate()]) for t in (x, torch.randn(32)))
@@ -62,7 +62,7 @@ def say(text: str) -> None:
 
 @torch.no_grad()
 def work(rank: int, meeting_place: str) -> None:
-    """What each process does. All have the same seed, so all have the same whole model to cut their part from."""
+    """The work of each process. All have the same seed, so all shard the same model."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=PROCESSES)
@@ -84,7 +84,7 @@ def work(rank: int, meeting_place: str) -> None:
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
         difference = float((eager - y).norm() / y.norm())
         say(f"{config}: {local.nbytes} of {bytes_whole} bytes here; {difference:.1e} from the whole model")
-        assert difference < 1e-6  # the sum over processes is rounded in another order
+        assert difference < 1e-6  # the sum over processes has another rounding order
     dist.destroy_process_group()
 
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 
-SPEC = pw.QuantSpec(pw.get_format("int8"), (-1,))  # int8, a scale a row
+SPEC = pw.QuantSpec(pw.get_format("int8"), (-1,))  # int8, one scale per row
 
 
 class Quantize(torch.autograd.Function):
-    """A constructor that lets gradients through: forward quantizes, backward takes rounding for the identity."""
+    """A differentiable constructor: forward quantizes, backward is the straight-through estimator."""
 
     @staticmethod
     def forward(ctx, x: Tensor, spec: pw.QuantSpec) -> Tensor:
@@ -27,7 +27,7 @@ class Quantize(torch.autograd.Function):
 
 
 class Rounded(nn.Module):
-    """A weight as it is after rounding to SPEC, with the gradient of the one before."""
+    """Quantizes a weight with SPEC; the gradient goes to the float weight."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return Quantize.apply(weight, SPEC)
@@ -38,14 +38,14 @@ def network() -> nn.Sequential:
 
 
 def make_trainable_(model: nn.Module) -> None:
-    """Every linear weight becomes a quantized parameter that wants a gradient."""
+    """Convert every linear weight to a quantized parameter that requires grad."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(Quantize.apply(module.weight.detach(), SPEC), requires_grad=True)
 
 
 def train(model: nn.Module, x: Tensor, label: Tensor, optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """The loss after so many steps over all of x."""
+    """The loss after ``steps`` steps over all of x."""
     for _ in range(steps):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), label).backward()
@@ -57,22 +57,22 @@ def train(model: nn.Module, x: Tensor, label: Tensor, optimizer: torch.optim.Opt
 def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(512, 32)
-    label = network()(x).argmax(1)  # what another network of this shape says
+    label = network()(x).argmax(1)  # labels from another network of this shape
     start = network()
 
-    # The constructor: the float tensor behind a quantized one gets its gradient.
+    # The constructor: the float tensor gets the gradient of the quantized one.
     master = torch.randn(8, 32, requires_grad=True)
     weight = Quantize.apply(master, SPEC)
     assert isinstance(weight, pw.AffineQuantizedTensor)
     nn.functional.linear(x, weight).sum().backward()
     torch.testing.assert_close(master.grad, x.sum(0).expand(8, 32))
 
-    # The quantized weight as the parameter itself: the gradient is a plain tensor, the update goes into the codes.
+    # The quantized weight as the parameter: the gradient is a plain tensor, the update changes the codes.
     model = copy.deepcopy(start)
     make_trainable_(model)
     first = model[0].weight
     address, codes = first.data_ptr(), first.codes.clone()
-    # Weight decay adds the weight to its gradient. That reads a float copy of it, of which a warning tells; we know.
+    # Weight decay adds the weight to its gradient. That dequantizes the weight, which warns; the warning is expected.
     warnings.simplefilter("ignore", pw.FallbackWarning)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-5)
     before = nn.functional.cross_entropy(model(x), label).item()
@@ -90,8 +90,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-5)
     print(f"  the same in float: {train(reference, x, label, optimizer, 100):.3f}")
 
-    # The caveat: a weight that is nothing but codes cannot move by less than a code. An update below half a step of the
-    # scale rounds away, however often it comes.
+    # The limitation: codes change only by integers. An update below half a step of the scale is rounded away, however
+    # often it is repeated.
     stuck = copy.deepcopy(start)
     make_trainable_(stuck)
     codes = stuck[0].weight.codes.clone()
@@ -101,8 +101,8 @@ def main() -> None:
     print(f"small steps on int8 weights: loss {before:.3f} -> {after_stuck:.3f}; {100 * moved:.1f} % of codes changed")
     assert moved < 0.01
 
-    # The way out: a float master behind each weight, which collects the small steps, and the differentiable
-    # constructor in front of it. It costs the memory of the float weights while training.
+    # The solution: a float master weight for each layer, which accumulates the small updates, and the differentiable
+    # constructor applied to it. It needs the memory of the float weights during training.
     aware = copy.deepcopy(start)
     for module in aware.modules():
         if isinstance(module, nn.Linear):
@@ -112,7 +112,7 @@ def main() -> None:
     print(f"small steps with a float master: loss {before:.3f} -> {after_aware:.3f}")
     assert after_aware < after_stuck - 0.03
 
-    # Once trained, the rounded weights stay and the masters go.
+    # After training, replace the master weights by quantized ones.
     for module in aware.modules():
         if isinstance(module, nn.Linear):
             nn.utils.parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)

@@ -1,5 +1,5 @@
 # ruff: noqa: F405
-"""Pennyweight: small weights for PyTorch. Quantized models that behave like the models they were."""
+"""Pennyweight: quantization of PyTorch models."""
 
 from __future__ import annotations
 
@@ -139,20 +139,20 @@ __all__ = [
     "verify",
 ]
 
-# Tensors and kernels are there at once, so that a pickled weight loads and runs; the rest when it is first asked for,
-# because it would more than double the time of the import.
-# Where two have a name, the higher floor's, which knows more, is the one: quantize_, load.
-_HOMES = ("quantize.configs", "quantize.granularity", "algorithms", "training", "quantize", "report", "io")
-# Not in __all__: `from pennyweight import *` must not need the library that they are for
+# Tensors and kernels are imported at once, so that a pickled weight loads and runs. The rest is imported at first use,
+# because it would more than double the import time.
+# If two modules define a name (quantize_, load), the one of the higher layer comes first.
+_MODULES = ("quantize.configs", "quantize.granularity", "algorithms", "training", "quantize", "report", "io")
+# Not in __all__: `from pennyweight import *` must not need their library
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 
 
-def _known_to_transformers() -> None:
+def _register_with_transformers() -> None:
     import_module(".integrations.transformers_entry", __name__).register()
 
 
-# from_pretrained reads our folders wherever this package is imported, before transformers or after it
-after_import("transformers.quantizers.auto", _known_to_transformers)
+# from_pretrained reads quantized folders whether this package is imported before or after transformers
+after_import("transformers.quantizers.auto", _register_with_transformers)
 after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", __name__))
 
 
@@ -161,8 +161,8 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value = getattr(import_module(f".{_ADAPTERS[name]}", __name__), name)
         return value
     if name in __all__:
-        for home in _HOMES:
-            module = import_module(f".{home}", __name__)
+        for path in _MODULES:
+            module = import_module(f".{path}", __name__)
             if hasattr(module, name):
                 globals()[name] = value = getattr(module, name)
                 return value

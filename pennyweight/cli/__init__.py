@@ -1,4 +1,4 @@
-"""The command line: quantize, convert, eval, report and others. Nothing heavy is imported until a command runs."""
+"""The command line: quantize, convert, eval, report and others. Imports torch only when a command runs."""
 
 
 def main() -> None:

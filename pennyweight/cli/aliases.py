@@ -19,13 +19,13 @@ def listing() -> str:
 
 
 def build(name: str, group_size: int | None = None) -> AOBaseConfig:
-    """The config of a short name. Raises ValueError with the remedy."""
+    """The config of a short name. Raises ValueError with a remedy."""
     entry = CONFIGS.get(name)
     if entry is None or group_size is None:
         return by_name(name)
     if entry.group is None:
         grouped = ", ".join(n for n, e in CONFIGS.items() if e.group)
-        raise ValueError(f"--group-size does not go with {name}: {entry.no_group}. It goes with {grouped}")
+        raise ValueError(f"--group-size cannot be used with {name}: {entry.no_group}. Configs with groups: {grouped}")
     if group_size < 1:
         raise ValueError(f"--group-size must be positive, got {group_size}")
     return by_name(name, **{entry.group: group_size})

@@ -1,4 +1,4 @@
-"""The command line's root. Commands import torch only when they run, so that --help is quick."""
+"""The root of the command line. Commands import torch only when they run, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .verify import verify
 
 app = typer.Typer(
     name="pennyweight",
-    help="Small weights for PyTorch: quantize checkpoints, and be told the truth about them.",
+    help="Quantize PyTorch checkpoints, convert and inspect them, and measure the quantization loss.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # its frames print every local, whole tensors included
+    pretty_exceptions_enable=False,  # its frames print all locals, including whole tensors
     rich_markup_mode=None,
     add_completion=False,
 )
@@ -44,7 +44,7 @@ def root(
     pass
 
 
-# \b keeps the lines of the list apart
+# \b prevents rewrapping of the list
 app.command(epilog=f"\b\nConfigs:\n{listing()}")(quantize)
 for _command in (convert, inspect, verify, report, explain, doctor):
     app.command()(_command)

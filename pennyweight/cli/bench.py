@@ -1,4 +1,4 @@
-"""``pennyweight doctor --bench``: is a quantized product faster than float, on this machine, now?"""
+"""``pennyweight doctor --bench``: times quantized matrix products against float on this machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 SIZE = 1024
 ROWS = (1, 128)
 NAMES = ("int8-dynamic", "int8", "int4")
-_ROUNDS = 9  # alternated, so that a slow moment of the machine hits both sides
-_SECONDS = 0.005  # of one sample: long beside the clock, short beside a person
-_NOISE = 2.0  # slowest over fastest sample of one side; a machine to itself stays near 1.1
+_ROUNDS = 9  # alternating, so that a busy moment affects both sides
+_SECONDS = 0.005  # per sample: long relative to the clock's resolution
+_NOISE = 2.0  # slowest over fastest sample of one side; near 1.1 on an idle machine
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One product [rows, 1024] @ [1024, 1024]: microseconds quantized and float, medians of alternated samples."""
+    """One product [rows, 1024] @ [1024, 1024]: microseconds quantized and float, medians of alternating samples."""
 
     config: str
     dtype: str
@@ -27,7 +27,7 @@ class Timing:
     kernel: str
     microseconds: float
     float_microseconds: float
-    noisy: bool  # the samples disagree, so the machine was busy and the ratio means little
+    noisy: bool  # the samples disagree: the machine was busy and the ratio is unreliable
 
     def __str__(self) -> str:
         ratio = self.float_microseconds / self.microseconds
@@ -68,7 +68,7 @@ def measure() -> list[Timing]:
 
 
 def _alternate(a: Callable[[], Any], b: Callable[[], Any]) -> tuple[float, float, bool]:
-    """Median seconds of a call of each, and whether the samples of one of them disagree."""
+    """Median seconds per call of each, and whether the samples of either disagree."""
     counts = [max(1, int(_SECONDS / max(_time(f, 3), 1e-9))) for f in (a, b)]
     samples = [(_time(a, counts[0]), _time(b, counts[1])) for _ in range(_ROUNDS)]
     ours, theirs = (sorted(side) for side in zip(*samples, strict=True))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its headers alone."""
+"""Lists the contents of a checkpoint from its headers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """One tensor as a model sees it. bytes: of all its stored parts. scheme: "" where it is not quantized.
-    word: what the file's own format calls it."""
+    """One logical tensor. bytes: of all its stored parts. scheme: "" if it is not quantized. word: the name of its
+    type in the file's format."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class StoredEntry:
 
 @dataclass(frozen=True)
 class Contents:
-    """version: of Pennyweight's own format. file_bytes: the files' true sizes, headers and index included."""
+    """version: of the Pennyweight format. file_bytes: the files' true sizes, headers and index included."""
 
     path: str
     format: str
@@ -57,12 +57,12 @@ class Contents:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Of quantized tensors, scales and the like included; None where there are none."""
+        """Of quantized tensors, scales and other parts included; None if there are none."""
         return _bits(sum(t.bytes for t in self.quantized), self.quantized)
 
     @property
     def bits_per_parameter(self) -> float | None:
-        """Of the checkpoint: the files' true sizes over every number they stand for; tied ones count once."""
+        """Of the checkpoint: 8 times the files' true sizes over the number of elements; tied tensors count once."""
         return _bits(self.file_bytes, self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _bits(size: int, tensors: list[StoredEntry]) -> float | None:
 
 
 def contents(path: str, allow_pickle: bool = False) -> Contents:
-    """Read headers and metadata, nothing else. Raises CheckpointError."""
+    """Read headers and metadata only. Raises CheckpointError."""
     from ..io import open
 
     with open(path, allow_pickle=allow_pickle) as checkpoint:
@@ -94,7 +94,7 @@ def contents(path: str, allow_pickle: bool = False) -> Contents:
 
 
 def contents_of(checkpoint: Opened) -> Contents:
-    """As :func:`contents`, of an open checkpoint."""
+    """As :func:`contents`, for an open checkpoint."""
     from ..io.manifest import Manifest, version_of
 
     tied: dict[str, tuple[str, ...]] = {}
@@ -113,7 +113,7 @@ def contents_of(checkpoint: Opened) -> Contents:
 
 
 def scheme(meta: Meta) -> str:
-    """As a Scheme prints."""
+    """Formatted like a Scheme."""
     return f"{meta.spec}" + (" perm" if meta.perm else "") + ("" if meta.act is None else f" × {meta.act}")
 
 

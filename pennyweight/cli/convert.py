@@ -1,4 +1,4 @@
-"""``pennyweight convert``: a checkpoint of one format to another, disk to disk."""
+"""``pennyweight convert``: converts a checkpoint to another format, disk to disk."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ if TYPE_CHECKING:
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder, a file, an index.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="A folder; a file for gguf.")],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="Required; docs/formats.md lists them.")] = "",
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of --to float: float32, float16, bfloat16.")] = "",
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="Required; see docs/formats.md for the formats.")] = "",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="For --to float: float32, float16, bfloat16.")] = "",
     gguf_type: Annotated[
-        str, typer.Option("--type", metavar="TYPE", help="Of the matrices in a GGUF file, such as q8_0 or q4_k.")
+        str, typer.Option("--type", metavar="TYPE", help="Type of the matrices in a GGUF file, such as q8_0 or q4_k.")
     ] = "",
     names: Annotated[
-        str, typer.Option(metavar="FILE", help="TOML with names of tensors, for a GGUF architecture not known here.")
+        str, typer.Option(metavar="FILE", help="TOML file with tensor names for an unknown GGUF architecture.")
     ] = "",
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read a file of torch.save; only of people whom you trust.")
+        bool, typer.Option("--allow-pickle", help="Read torch.save files; only from sources you trust.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on with an interrupted job, or begin it anew.")
+        bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run, or start again.")
     ] = True,
     report_path: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write the report there; - for stdout, instead of the table.")
+        str, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - for stdout, without the table.")
     ] = "",
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file, such as 500MB or 2GiB.")] = "4GB",
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Maximum size of a file, such as 500MB or 2GiB.")
+    ] = "4GB",
     force: Annotated[
-        bool, typer.Option("--force", help="Write though DST is there; a checkpoint there is replaced.")
+        bool, typer.Option("--force", help="Write even if DST exists; replaces a checkpoint there.")
     ] = False,
     traceback: Traceback = False,
 ) -> None:
     """Convert a checkpoint, disk to disk.
 
-    Says of each tensor whether it is exact or was requantized, and with what error.
+    Reports for each tensor whether it is exact or was requantized, and the error.
     """
     from ..core.spec import DTYPES
     from ..io import convert as run
@@ -73,7 +75,7 @@ def convert(
     if to != "gguf":
         folder = output_folder(dst, force, job, resume)
     elif os.path.lexists(dst) and not force:
-        raise ValueError(f"{dst} is there already; choose another file, or pass --force")
+        raise ValueError(f"{dst} already exists; choose another file, or pass --force")
     with progress_bar() as told, resume_hint():
         report = job(folder, resume=resume, progress=told)
     publish_output(folder, dst)

@@ -1,4 +1,4 @@
-"""``pennyweight doctor``: what this machine and this installation can do, each kernel tried on a small weight."""
+"""``pennyweight doctor``: checks this installation; runs each kernel on a small weight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNHEALTHY = 1
 
 @dataclass
 class Health:
-    """Everything doctor found; ``problems`` empty means healthy."""
+    """The results of doctor; empty ``problems`` means healthy."""
 
     versions: dict[str, str]
     cpu: dict[str, Any]
@@ -43,7 +43,7 @@ def doctor(
 ) -> None:
     """Check this installation.
 
-    Versions, CPU, and every kernel tried against the reference. Exit code 0 healthy, 1 otherwise.
+    Prints versions and CPU features, and compares every kernel with the reference. Exit code 0 if healthy, else 1.
     """
     health = examine()
     if with_bench:
@@ -56,7 +56,7 @@ def doctor(
 
 
 def examine() -> Health:
-    """Look at everything; nothing is timed."""
+    """Run all checks, without timing."""
     import platform
 
     import torch
@@ -83,7 +83,7 @@ def examine() -> Health:
 
 
 def text(health: Health) -> str:
-    """The findings, for people."""
+    """The results as text."""
     cpu = health.cpu
     products = "saturates: int8 sums can be wrong" if cpu["int_mm_saturates"] else "is exact"
     facts = [
@@ -110,7 +110,7 @@ def _native_kernels() -> str:
     from ..kernels.cpu.library import isas, missing
 
     verdict = missing()
-    return ", ".join(isas()) if verdict is True else f"none, torch's own run: {verdict}"
+    return ", ".join(isas()) if verdict is True else f"none, torch's kernels run instead: {verdict}"
 
 
 def _extras() -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""What went wrong, as one line on stderr and exit code 2."""
+"""Reports expected errors as one line on stderr with exit code 2."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")]
 FAILED = 2
-# Messages name arguments of Python; here they are options
-_SPELLING = {
+# Messages contain Python arguments; the command line shows the options instead
+_OPTIONS = {
     "resume=False": "--no-resume", "skip=": "--skip ", "group_size=": "--group-size ",
     "on_indivisible=": "--on-indivisible ", "allow_pickle=True": "--allow-pickle", "gguf_type=": "--type ",
     "to=": "--to ",
 }  # fmt: skip
-_ARGUMENT = re.compile(rf"\b({'|'.join(_SPELLING)})")
+_ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})")
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose expected errors (ValueError and its kind, OSError) end in one line; with --traceback they pass.
+    """Decorate a command: expected errors (ValueError and subclasses, OSError) print one line, unless --traceback.
 
-    Anything else is a defect of this package and keeps its traceback.
+    Any other exception is a bug of this package and keeps its traceback.
     """
 
     @functools.wraps(command)
@@ -31,7 +31,7 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, traceback=traceback, **kwargs)
         except BrokenPipeError:
-            raise  # the reader of a pipe went away; click ends quietly
+            raise  # the reader closed the pipe; click exits quietly
         except (ValueError, OSError) as error:
             if traceback:
                 raise
@@ -47,4 +47,4 @@ def line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error) or type(error).__name__
-    return _ARGUMENT.sub(lambda found: _SPELLING[found[1]], " ".join(text.split()))
+    return _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], " ".join(text.split()))

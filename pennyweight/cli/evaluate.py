@@ -1,4 +1,4 @@
-"""``pennyweight eval``: what quantization cost on a text, in figures."""
+"""``pennyweight eval``: measures the quantization loss on a text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 Texts = Annotated[
     list[str] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to run both models on. Repeatable.")
 ]
-Batch = Annotated[int, typer.Option(help="Sequences in one call of a model.")]
-Length = Annotated[int, typer.Option(help="Tokens of one sequence, at most.")]
-Limit = Annotated[int, typer.Option(help="Sequences in all, spread evenly over the text; 0 for all of it.")]
+Batch = Annotated[int, typer.Option(help="Sequences per call of a model.")]
+Length = Annotated[int, typer.Option(help="Maximum tokens per sequence.")]
+Limit = Annotated[int, typer.Option(help="Total sequences, spread evenly over the text; 0 for all.")]
 MaxKL = Annotated[
     float | None,
-    typer.Option("--max-kl", metavar="NATS", help="Fail, naming the worst layers, if the mean KL is above."),
+    typer.Option("--max-kl", metavar="NATS", help="Fail and list the worst layers if the mean KL is above this."),
 ]
 
 
@@ -30,7 +30,7 @@ def evaluate(
     quantized_dir: Annotated[
         str,
         typer.Argument(
-            metavar="QUANTIZED_DIR", help="The quantized one's folder or file, of any format that inspect reads."
+            metavar="QUANTIZED_DIR", help="The quantized model's folder or file, of any format that inspect reads."
         ),
     ],
     text: Texts = None,
@@ -38,15 +38,15 @@ def evaluate(
     length: Length = 256,
     limit: Limit = 64,
     report_path: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write the figures there; - for stdout, instead of the table.")
+        str, typer.Option("--json", metavar="FILE", help="Write the results as JSON; - for stdout, without the table.")
     ] = "",
     max_kl: MaxKL = None,
-    full: Annotated[bool, typer.Option("--full", help="List every layer, not only the worst.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="List every layer instead of only the worst.")] = False,
     traceback: Traceback = False,
 ) -> None:
-    """Measure what quantization cost on a text.
+    """Measure the quantization loss on a text.
 
-    KL divergence from float, perplexity, agreement, and each layer's error. Models that write text are compared by
+    KL divergence from float, perplexity, top-1 agreement, and each layer's error. Generative models are compared by
     their logits, encoders by their embeddings. See docs/report.md.
     """
     check_text(text)
@@ -69,13 +69,13 @@ def evaluate(
 
 
 def check_text(text: list[str] | None) -> None:
-    """Raise ValueError where no text is given."""
+    """Raise ValueError if no text is given."""
     if not text:
         raise ValueError("--text is required: a file of text to run both models on")
 
 
 def check_bound(max_kl: float | None) -> None:
-    """Raise ValueError before an hour of work, not after it."""
+    """Raise ValueError before the work starts, not after an hour."""
     if max_kl is not None and not max_kl > 0:
         raise ValueError(f"--max-kl must be positive, got {max_kl}")
 
@@ -83,7 +83,7 @@ def check_bound(max_kl: float | None) -> None:
 def compare_folders(
     exact: Any, found: Any, folder: str, text: list[str] | None, batch: int, length: int, limit: int
 ) -> Comparison:
-    """Both models on a text, by the tokenizer of the float model's folder."""
+    """Compare both models on a text, with the tokenizer of the float model's folder."""
     from ..report import compare
     from ..report.load_inputs import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
 

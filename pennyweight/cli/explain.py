@@ -1,4 +1,4 @@
-"""``pennyweight explain``: one tensor of a checkpoint, in words, and which kernel will run it."""
+"""``pennyweight explain``: describes one tensor of a checkpoint and the kernels that can run it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def explain(
         str, typer.Argument(metavar="PATH", help="A folder with a quantized checkpoint, or one file of it.")
     ],
     layer: Annotated[
-        str, typer.Argument(metavar="LAYER", help="A parameter's name, or a module's whose weight is meant.")
+        str, typer.Argument(metavar="LAYER", help="The name of a parameter, or of a module with a weight.")
     ],
-    dtype: Annotated[str, typer.Option(help=f"Of the input: {', '.join(DTYPES)}. Default: the first two.")] = "",
-    op: Annotated[str, typer.Option(help="What reads the weight; default by its number of axes.")] = "",
+    dtype: Annotated[str, typer.Option(help=f"Input dtype: {', '.join(DTYPES)}. Default: the first two.")] = "",
+    op: Annotated[str, typer.Option(help="The op that reads the weight; default by its number of axes.")] = "",
     traceback: Traceback = False,
 ) -> None:
-    """Explain one tensor and its kernels.
+    """Explain how one tensor is stored and which kernel runs it.
 
-    How it is stored, in words, its bytes, and for each kernel why it does not run, or that it RUNS.
+    Prints the storage in words, its bytes, and for each kernel RUNS or why it was rejected.
     """
     from ..io import open
 
@@ -41,7 +41,7 @@ def explain(
 
 
 def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") -> str:
-    """The explanation. Raises ValueError for a name the checkpoint does not hold, with what is close to it."""
+    """The explanation. Raises ValueError for an unknown name, with similar names."""
     import torch
 
     from ..kernels import Case, explain_case, kernels
@@ -58,23 +58,21 @@ def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") 
     )
     meta = checkpoint.held[held.name].meta
     if meta is None:
-        return "\n".join(
-            [*lines, item("stored as", f"{held.dtype}: not quantized, so torch's own operators run"), size]
-        )
+        return "\n".join([*lines, item("stored as", f"{held.dtype}: not quantized, so torch's operators run"), size])
     lines += [
-        item("stored as", f"{held.scheme}, stands for {held.dtype}"),
+        item("stored as", f"{held.scheme}, dequantizes to {held.dtype}"),
         size,
         describe(meta.spec, meta.stored_shape, meta.act),
     ]
     op = op or _OP_OF_RANK.get(len(meta.shape), "linear")
     known = sorted({k.op for k in kernels()})
     if op not in known:
-        raise ValueError(f"no kernels for op {op!r}{close_to(op, known)}; there are: {', '.join(known)}")
+        raise ValueError(f"no kernels for op {op!r}{close_to(op, known)}; available ops: {', '.join(known)}")
     if meta.axes is not None:
         lines.append(item("axes", f"stored as {list(meta.stored_shape)}, the contracted axis last"))
     for dtype in dtypes:
         case = Case(meta.spec, meta.act, meta.stored_shape, getattr(torch, dtype), "cpu")
-        # any layout: files hold none, a weight is packed for its kernel when it is loaded
+        # any layout: files have none; a weight is packed for its kernel when it is loaded
         lines += ["", str(explain_case(op, case, any_layout=True))]
     return "\n".join(lines)
 
@@ -86,5 +84,5 @@ def _resolve(layer: str, known: set[str]) -> str:
     modules = {name.rpartition(".")[0] for name in known} - {""}
     inside = sorted(n for n in known if n.startswith(f"{layer}."))
     if inside:
-        raise ValueError(f"{layer} holds {len(inside)} tensors; name one: {', '.join(inside[:6])}")
+        raise ValueError(f"{layer} contains {len(inside)} tensors; pass one of them: {', '.join(inside[:6])}")
     raise ValueError(f"the checkpoint has no tensor {layer!r}{close_to(layer, sorted(known | modules))}")

@@ -1,4 +1,4 @@
-"""``pennyweight export-onnx``: a checkpoint of a text model as an ONNX file."""
+"""``pennyweight export-onnx``: writes a checkpoint of a text model as an ONNX file."""
 
 from __future__ import annotations
 
@@ -16,37 +16,35 @@ from .progress import check_report_path
 @report_errors
 def export_onnx(
     model_dir: Annotated[
-        str, typer.Argument(metavar="MODEL_DIR", help="A folder of config.json and safetensors files.")
+        str, typer.Argument(metavar="MODEL_DIR", help="A folder with config.json and safetensors files.")
     ],
-    out: Annotated[str, typer.Argument(metavar="OUT.onnx", help="The file to write; one that is there is replaced.")],
+    out: Annotated[str, typer.Argument(metavar="OUT.onnx", help="The file to write; an existing file is replaced.")],
     config: Annotated[
         str, typer.Option(metavar="NAME", help="Quantize a float checkpoint first; names as for quantize.")
     ] = "",
-    group_size: Annotated[
-        int | None, typer.Option(help="Weights that share a scale, where the config has groups.")
-    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale, for configs with groups.")] = None,
     style: Annotated[str, typer.Option(help="auto, matmulnbits or qdq; see docs/export_onnx.md.")] = "auto",
-    opset: Annotated[int, typer.Option(help="Of the standard operators; 21 or later.")] = 21,
+    opset: Annotated[int, typer.Option(help="Version of the standard operators; 21 or later.")] = 21,
     accuracy_level: Annotated[
         int, typer.Option(help="Of MatMulNBits: 1 computes in float32, 4 lets onnxruntime round inputs to int8.")
     ] = 1,
     allow_float: Annotated[
-        bool, typer.Option("--allow-float", help="Write what has no ONNX form as float32, rather than refuse.")
+        bool, typer.Option("--allow-float", help="Write weights without an ONNX form as float32 instead of failing.")
     ] = False,
     report_path: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write the report there; - for stdout, instead of the table.")
+        str, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - for stdout, without the table.")
     ] = "",
     traceback: Traceback = False,
 ) -> None:
-    """Write a checkpoint as ONNX, for onnxruntime."""
+    """Write a checkpoint as ONNX for onnxruntime."""
     chosen = build(config, group_size) if config else None
     if chosen is None and group_size is not None:
-        raise ValueError(f"--group-size goes with --config, one of {', '.join(CONFIGS)}")
+        raise ValueError(f"--group-size needs --config, one of {', '.join(CONFIGS)}")
     if os.path.isdir(out):
-        raise ValueError(f"{out} is a folder; give the name of a file, such as {os.path.join(out, 'model.onnx')}")
+        raise ValueError(f"{out} is a folder; pass the name of a file, such as {os.path.join(out, 'model.onnx')}")
     folder = os.path.dirname(os.path.abspath(out))
     if not os.path.isdir(folder):
-        raise ValueError(f"{out}: there is no folder {folder}")
+        raise ValueError(f"{out}: folder {folder} does not exist")
     check_report_path(report_path, None)
 
     from ..export.onnx import export_onnx as export
@@ -65,7 +63,7 @@ def export_onnx(
         **text.arguments,
     )  # fmt: skip
     if narrow:
-        typer.echo(f"note: {', '.join(narrow)} is float32 in the file; quantized weights keep their codes", err=True)
+        typer.echo(f"note: {', '.join(narrow)} is written as float32; quantized weights keep their codes", err=True)
     sizes = {path: os.path.getsize(path) for path in report.files}
     data = json.dumps({**report.to_dict(), "file_bytes": sizes}, indent=2)
     if report_path == "-":
@@ -79,7 +77,7 @@ def export_onnx(
 
 
 def _model(model_dir: str, config: Any) -> Any:
-    """The checkpoint's model; quantized under ``config`` where one is given."""
+    """The checkpoint's model, quantized with ``config`` if it is not None."""
     from ..core.tensor import AffineQuantizedTensor
     from ..export.text_models import require_text
     from ..io import load
@@ -92,10 +90,10 @@ def _model(model_dir: str, config: Any) -> Any:
     held = [name for name, p in model.named_parameters() if isinstance(p, AffineQuantizedTensor)]
     if config is None and not held:
         raise ValueError(
-            f"{model_dir} holds float weights; say how to quantize them with --config: {', '.join(CONFIGS)}"
+            f"{model_dir} contains float weights; pass --config to quantize them, one of {', '.join(CONFIGS)}"
         )
     if config is not None and held:
-        raise ValueError(f"{model_dir} is quantized already ({held[0]} and {len(held) - 1} more); leave --config out")
+        raise ValueError(f"{model_dir} is already quantized ({held[0]} and {len(held) - 1} more); leave --config out")
     if config is not None:
         quantize_(model, config)
     return model

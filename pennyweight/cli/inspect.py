@@ -1,4 +1,4 @@
-"""``pennyweight inspect``: what a checkpoint holds, from its headers."""
+"""``pennyweight inspect``: lists the tensors of a checkpoint from its headers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def inspect(
         str, typer.Argument(metavar="PATH", help="A checkpoint of any format: a folder, a file, or an index.")
     ],
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read a file of torch.save; only of people whom you trust.")
+        bool, typer.Option("--allow-pickle", help="Read torch.save files; only from sources you trust.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     traceback: Traceback = False,
 ) -> None:
-    """Show what a checkpoint holds.
+    """List the tensors of a checkpoint.
 
-    Each tensor, how it is stored, its bytes, totals. Only headers are read.
+    Prints how each tensor is stored, its bytes, and totals. Reads headers only.
     """
     from .checkpoint_contents import contents
 

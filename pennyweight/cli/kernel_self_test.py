@@ -1,4 +1,4 @@
-"""Each row of the kernel table, run once on a small weight beside the reference."""
+"""Runs each kernel of the table once on a small weight and compares it with the reference."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..quantize.parameters import Site
 from ..quantize.pipeline import quantize_weight
 from .aliases import CONFIGS, build
 
-# How far a kernel may be from the reference, as a ratio of norms: its declared arithmetic with room for its sums, and
-# for outputs that are themselves rounded to bfloat16 (2**-9 an element).
+# Maximum distance of a kernel from the reference, as a ratio of norms: the error of its declared arithmetic with a
+# margin for its sums, and for outputs rounded to bfloat16 (2**-9 per element).
 _LIMITS = {"exact": 1e-6, "float32": 1e-4, "fixed22": 1e-4, "bfloat16": 2e-2}
 _SHAPES = {"linear": (1024, 1024), "embedding": (64, 128), "bmm": (2, 64, 128), "convolution": (16, 8, 3, 3)}
 
@@ -28,11 +28,11 @@ class CheckedKernel:
     name: str
     usable: bool
     note: str
-    broken: bool = False  # it claims a case and then fails or gives other values
+    broken: bool = False  # it accepts a case and then fails or returns wrong values
 
 
 def check_kernels(devices: set[str]) -> list[CheckedKernel]:
-    """Try every row of the table with the first config that it accepts, on one of the devices."""
+    """Run every kernel with the first config that it accepts, on one of the devices."""
     return [CheckedKernel(kernel.op, kernel.name, *_check(kernel, devices)) for kernel in kernels()]
 
 
@@ -42,7 +42,7 @@ def _check(kernel: Kernel, devices: set[str]) -> tuple[bool, str, bool]:
     if not here:
         return False, f"runs on {', '.join(kernel.devices or ())} only", False
     if kernel.op not in _SHAPES:
-        return True, "not tried: doctor knows no inputs for this op", False
+        return True, "not tested: doctor has no inputs for this op", False
     reasons: list[str] = []
     for name in CONFIGS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -54,19 +54,19 @@ def _check(kernel: Kernel, devices: set[str]) -> tuple[bool, str, bool]:
             if refused is None:
                 return _try(kernel, weight, f"with {name} weights and {str(dtype).removeprefix('torch.')} inputs")
             reasons.append(refused)
-    return False, f"no config reaches it: {'; '.join(dict.fromkeys(reasons))}", False
+    return False, f"no config uses it: {'; '.join(dict.fromkeys(reasons))}", False
 
 
 def _try(kernel: Kernel, weight: AffineQuantizedTensor, how: str) -> tuple[bool, str, bool]:
     if kernel.rank < 0:
-        return True, "the reference: any weight, dequantized at each call", False
+        return True, "the reference: dequantizes any weight at each call", False
     try:
         far = _distance(kernel, get_kernel(kernel.op, "dequantize"), weight)
-    except Exception as error:  # a broken build may raise anything, and saying so is this command's purpose
+    except Exception as error:  # a broken build may raise anything; doctor must report it
         return False, f"{type(error).__name__}: {error}", True
     limit = max(_LIMITS[kernel.tolerance], _LIMITS["bfloat16"] if weight.dtype is torch.bfloat16 else 0.0)
-    if not far <= limit:  # so that NaN is beyond the limit
-        return False, f"off by {far:.1e} from the reference {how}; at most {limit:.0e} is due", True
+    if not far <= limit:  # also true for NaN
+        return False, f"differs by {far:.1e} from the reference {how}; the limit is {limit:.0e}", True
     return True, f"{f'within {far:.0e} of' if far else 'equal to'} the reference {how}", False
 
 

@@ -1,4 +1,4 @@
-"""``pennyweight quantize --max-kl``: a checkpoint is written, loaded, compared, and kept only if it is close enough."""
+"""``pennyweight quantize --max-kl``: writes a checkpoint, loads and compares it, and keeps it only if the KL passes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 def run_gated(
     job: Callable[[str], Report], model_dir: str, out_dir: str, force: bool, max_kl: float, text: list[str]
 ) -> Report:
-    """The report of ``job(folder)``, which writes a checkpoint; its files are in out_dir when it passed.
+    """Run ``job(folder)``, which writes a checkpoint, and return its report; out_dir has the files if it passes.
 
-    Until then they are in a folder beside it, so what is judged are the bytes that will be served. Raises ValueError,
-    naming the worst layers, where the mean KL is above ``max_kl``; then nothing is left behind, and what was in out_dir
-    is as it was.
+    The files are written to a folder next to out_dir and loaded from there, so the check covers the stored bytes.
+    Raises ValueError with the worst layers if the mean KL is above ``max_kl``; then no files remain, and out_dir is
+    unchanged.
     """
     from ..io.replace_folder import replacing
     from ..report.load_inputs import load_folder, load_tokenizer, read_texts
 
     check_room(out_dir, force)
-    read_texts(text)  # what cannot be judged must not cost the work before it
+    read_texts(text)  # fail before the work if the comparison cannot run
     load_tokenizer(model_dir)
     exact = load_folder(model_dir)
     with replacing(out_dir) as folder:
@@ -41,9 +41,9 @@ def run_gated(
 
 
 def check_room(out_dir: str, force: bool, but: str = "") -> None:
-    """Raise ValueError where out_dir holds anything, ``but`` for that name, and may not be replaced."""
+    """Raise ValueError if out_dir contains anything except ``but`` and ``force`` is False."""
     if os.path.lexists(out_dir) and not os.path.isdir(out_dir):
-        raise ValueError(f"{out_dir} is no folder")
+        raise ValueError(f"{out_dir} is not a folder")
     there = sorted(set(os.listdir(out_dir)) - {but}) if os.path.isdir(out_dir) else []
     if there and not force:
         some = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
-_UNBOUNDED = 10_000  # a pipe has no width: nothing is folded, so that grep finds names
+_UNBOUNDED = 10_000  # width for pipes: lines are not folded, so that grep finds names
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
-    """A table; columns in ``right`` are aligned so. As wide as the terminal, or as the text where there is none."""
+    """A table; columns in ``right`` are right-aligned. As wide as the terminal, or as the text if there is none."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -19,7 +19,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence
     for name in columns:
         out.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        out.add_row(*map(Text, row))  # Text, because "[64]" would be read as markup
+        out.add_row(*map(Text, row))  # Text: rich would parse "[64]" as markup
     terminal = sys.stdout.isatty()
     buffer = StringIO()
     Console(file=buffer, width=Console().width if terminal else _UNBOUNDED, force_terminal=terminal).print(out)

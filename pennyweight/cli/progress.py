@@ -1,4 +1,4 @@
-"""What commands share that work from disk to disk: room in the folder, a progress bar, the report at the end."""
+"""Helpers of the disk-to-disk commands: output folder, progress bar, final report."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import typer
 if TYPE_CHECKING:
     from ..quantize.report import Report
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, the shell convention
 
 
 def print_report(report: Report, before: int, after: int | None, report_path: str) -> None:
-    """Print the report and the files' true sizes, and write it as JSON where asked to. after None: a dry run."""
+    """Print the report and the files' true sizes; write JSON to ``report_path`` if given. after None: a dry run."""
     files = {"before": before, "after": after}
     data = json.dumps({**report.to_dict(), "dry_run": after is None, "files": files}, indent=2)
     if report_path == "-":
@@ -34,16 +34,16 @@ def print_report(report: Report, before: int, after: int | None, report_path: st
 
 @contextmanager
 def resume_hint() -> Iterator[None]:
-    """Ctrl-C ends in a line that says how to go on."""
+    """On Ctrl-C print how to resume."""
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("pennyweight: stopped; the same command goes on from there", err=True)
+        typer.echo("pennyweight: interrupted; run the same command again to resume", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
 def file_sizes(report: Report, before: int, after: int | None) -> str:
-    """The files' true sizes in a line; of a dry run, what is known of them."""
+    """One line with the files' true sizes; for a dry run an estimate."""
     from ..quantize.report import size
 
     text = f"files: {before:,} bytes ({size(before)})"
@@ -54,19 +54,20 @@ def file_sizes(report: Report, before: int, after: int | None) -> str:
 
 
 def check_report_path(path: str, out_dir: str | None) -> None:
-    """Raise before an hour of work, not after it. A report inside OUT_DIR is fine, though the folder is yet to come."""
+    """Raise before the work starts, not after an hour. A report in a new OUT_DIR is allowed."""
     if path in ("", "-"):
         return
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not (os.path.isdir(folder) or (out_dir and folder == os.path.abspath(out_dir))):
-        raise ValueError(f"--json {path}: {'is a folder' if os.path.isdir(path) else f'there is no folder {folder}'}")
+        why = "is a folder" if os.path.isdir(path) else f"folder {folder} does not exist"
+        raise ValueError(f"--json {path}: {why}")
 
 
 def output_folder(out_dir: str, force: bool, job: Callable[..., Report], resume: bool = True) -> str:
-    """The folder that a job is to write to: OUT_DIR, or one beside it where OUT_DIR holds what is to be replaced. What
-    an interrupted job has left in that one stays if ``resume``.
+    """The folder that a run writes to: OUT_DIR, or one next to it if it has files to replace. ``resume`` keeps the
+    files of an interrupted run there.
 
-    Raises ValueError where OUT_DIR holds what this command did not put there, unless ``force``.
+    Raises ValueError if OUT_DIR has files that this command did not write, unless ``force``.
     """
     from ..io.atomic_write import remove_left_over
     from ..io.checkpoint import INDEX, SINGLE
@@ -79,23 +80,23 @@ def output_folder(out_dir: str, force: bool, job: Callable[..., Report], resume:
     whole = {INDEX, SINGLE} & {*there}
     if not there or (
         NAME in there and not (force and whole)
-    ):  # the writer itself tells its own interrupted job from another's
+    ):  # the writer checks whether the interrupted run was of the same command
         return out_dir
     if not force:
         some = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
         raise ValueError(f"{out_dir} is not empty ({some}); choose another folder, or pass --force")
-    job(out_dir, dry_run=True)  # what cannot be done must not cost the work of a job that was interrupted
+    job(out_dir, dry_run=True)  # fail before the files of an interrupted run are removed
     real = os.path.realpath(out_dir)
     beside = os.path.join(real_folder(real), f".{os.path.basename(real)}.partial")
     names = set(os.listdir(beside)) if os.path.isdir(beside) else set()
-    finished = names & {INDEX, SINGLE} and NAME not in names  # and never put in its place
+    finished = names & {INDEX, SINGLE} and NAME not in names  # complete, but never renamed to OUT_DIR
     if names and (finished or not resume):
         shutil.rmtree(beside)
     return beside
 
 
 def publish_output(folder: str, out_dir: str) -> None:
-    """Put what was written in the place of OUT_DIR, in one step; nothing to do where it was written there."""
+    """Replace OUT_DIR by the written folder atomically; does nothing if they are the same."""
     from ..io.atomic_write import partial_path
     from ..io.replace_folder import publish_folder, real_folder
 
@@ -110,7 +111,7 @@ def publish_output(folder: str, out_dir: str) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A progress bar on stderr where that is a terminal; None, and silence, where not."""
+    """A progress bar on stderr if that is a terminal, else None."""
     if not sys.stderr.isatty():
         yield None
         return

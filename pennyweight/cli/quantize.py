@@ -1,4 +1,4 @@
-"""``pennyweight quantize``: a checkpoint to a smaller one, disk to disk."""
+"""``pennyweight quantize``: quantizes a checkpoint, disk to disk."""
 
 from __future__ import annotations
 
@@ -24,96 +24,94 @@ def quantize(
         str, typer.Argument(metavar="MODEL_DIR", help="A folder of safetensors files, or one such file.")
     ],
     out_dir: Annotated[
-        str, typer.Argument(metavar="OUT_DIR", help="A folder: new, empty, or of this very job interrupted.")
+        str, typer.Argument(metavar="OUT_DIR", help="A folder: new, empty, or an interrupted run of the same command.")
     ],
-    config: Annotated[str, typer.Option(metavar="NAME", help="Required; the names are listed below.")] = "",
-    group_size: Annotated[
-        int | None, typer.Option(help="Weights that share a scale, where the config has groups.")
-    ] = None,
+    config: Annotated[str, typer.Option(metavar="NAME", help="Required; one of the names listed below.")] = "",
+    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale, for configs with groups.")] = None,
     skip: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Leave alone: a module or parameter, the end of its name, a glob. Repeatable."
+            metavar="NAME", help="Do not quantize: a module or parameter, the end of its name, or a glob. Repeatable."
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write no checkpoint.")] = False,
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume/--no-resume", help="Go on with an interrupted job, or begin it anew; with --budget always anew."
+            "--resume/--no-resume", help="Continue an interrupted run, or start again; --budget always starts again."
         ),
     ] = True,
     report_path: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Write the report there; - for stdout, instead of the table.")
+        str, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - for stdout, without the table.")
     ] = "",
     on_indivisible: Annotated[
-        str, typer.Option(help="Where groups do not divide a row: pad, largest_divisor, skip or error.")
+        str, typer.Option(help="If the group size does not divide a row: pad, largest_divisor, skip or error.")
     ] = "pad",
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file, such as 500MB or 2GiB.")] = "4GB",
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Maximum size of a file, such as 500MB or 2GiB.")
+    ] = "4GB",
     algorithm: Annotated[
-        str, typer.Option(metavar="NAME", help="How numbers are chosen: gptq, auto, smooth+gptq, or a recipe.yaml.")
+        str, typer.Option(metavar="NAME", help="Quantization algorithm: gptq, auto, smooth+gptq, or a recipe.yaml.")
     ] = "",
     calibration: Annotated[
         list[str] | None,
-        typer.Option("--calibration", metavar="FILE", help="UTF-8 text that --algorithm learns from. Repeatable."),
+        typer.Option("--calibration", metavar="FILE", help="UTF-8 calibration text for --algorithm. Repeatable."),
     ] = None,
     budget: Annotated[
         list[str] | None,
         typer.Option(
             metavar="AMOUNT",
-            help='Instead of --config: the best mixture within "4.25 bpw", "600 MB", "1.3x latency" or "20 ms". '
-            "Repeatable.",
+            help="Instead of --config: the best mixed-precision config within "
+            '"4.25 bpw", "600 MB", "1.3x latency" or "20 ms". Repeatable.',
         ),
     ] = None,
     latency_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="The call that a --budget of time is about: one sequence of N tokens; 1 for models that write text, a "
+            help="Sequence length of the call that a --budget of time refers to; default 1 for generative models, a "
             "whole sequence for others.",
         ),
     ] = None,
     max_kl: MaxKL = None,
     text: Texts = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Write though OUT_DIR is not empty; a checkpoint there is replaced.")
+        bool, typer.Option("--force", help="Write even if OUT_DIR is not empty; replaces a checkpoint there.")
     ] = False,
     traceback: Traceback = False,
 ) -> None:
     """Quantize a checkpoint, disk to disk.
 
     With --algorithm or --budget the model is loaded and run on --calibration. With --max-kl both models are loaded and
-    run on --text, and nothing is written unless it passes.
+    run on --text, and nothing is written unless the KL passes.
 
     torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes.
     """
     from ..quantize.report import nbytes_of
 
     if not config and not budget:
-        raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help says what they are")
+        raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help describes them")
     if config and budget:
         raise ValueError("--budget chooses the config; leave out --config")
     if budget and not calibration:
-        raise ValueError("--budget measures what each layer loses; give it text by --calibration")
+        raise ValueError("--budget measures the loss of each layer; pass text with --calibration")
     if calibration and not (algorithm or budget):
         algorithm = "auto"
     if latency_tokens is not None and not (budget and latency_tokens > 0):
-        raise ValueError("--latency-tokens goes with --budget and is positive")
+        raise ValueError("--latency-tokens must be positive and needs --budget")
     if budget and group_size is not None:
-        raise ValueError("--group-size goes with --config; --budget chooses groups too")
+        raise ValueError("--group-size needs --config; --budget chooses the group size too")
     chosen, max_shard_bytes = build(config, group_size) if config else None, nbytes_of(max_shard_size)
     check_report_path(report_path, None if dry_run else out_dir)
     check_bound(max_kl)
     if (max_kl is None) != (not text):
-        raise ValueError("--max-kl and --text go together: a bound, and what it is measured on")
+        raise ValueError("--max-kl and --text must be used together: the limit, and the text to measure on")
     if max_kl is not None and dry_run:
-        raise ValueError("--max-kl judges what was written; leave out --dry-run")
+        raise ValueError("--max-kl checks the written files; leave out --dry-run")
 
     several = world() > 1
     if several and (algorithm or budget or max_kl is not None):
-        raise ValueError(
-            "--algorithm, --budget and --max-kl run the model, in one process; start them without torchrun"
-        )
+        raise ValueError("--algorithm, --budget and --max-kl run the model in one process; start without torchrun")
 
     from ..io import quantize_checkpoint
     from ..io.rank_barrier import RankGroup
@@ -138,7 +136,7 @@ def quantize(
         )  # fmt: skip
 
     if os.path.realpath(model_dir) == os.path.realpath(out_dir):
-        raise ValueError(f"{out_dir} is the model itself; choose another folder to write to")
+        raise ValueError(f"{out_dir} is the input folder; choose another folder to write to")
     before = contents(model_dir).file_bytes
     if dry_run:
         report, after = job(dry_run=True), None

@@ -1,4 +1,4 @@
-"""``pennyweight quantize --algorithm``: the model in memory, run on text, quantized, written with all that it needs."""
+"""``pennyweight quantize --algorithm``: loads the model, calibrates on text, quantizes, writes the folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ..quantize.configs import AOBaseConfig
     from ..quantize.report import Report
 
-JOURNAL = ".calibration"  # in OUT_DIR while a job is under way: the weights that are finished
-SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published figures of GPTQ use 128 sequences of 2048
+JOURNAL = ".calibration"  # in OUT_DIR during a run: the finished weights
+SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published GPTQ results use 128 sequences of 2048
 
 
 def write_calibrated(
@@ -23,13 +23,13 @@ def write_calibrated(
     texts: list[str], skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, dry_run: bool = False,
     resume: bool | None = None, progress: Any = None,
 ) -> Report:  # fmt: skip
-    """Quantize the model of a Hugging Face folder by an algorithm, and write it. Returns the report.
+    """Quantize the model of a Hugging Face folder with an algorithm, and write it. Returns the report.
 
-    config   None: searched for within ``budget``: amounts, and tokens of the call whose time counts
-    resume   True: go on with an interrupted job in out_dir; False: begin it anew; None: keep nothing to go on with
+    config   None: search within ``budget``: amounts, and the sequence length of the timed call
+    resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state to resume from
 
-    Files are written beside out_dir and put there in one step when all are complete. Raises ValueError for texts or a
-    folder that cannot be read, PlanError, CheckpointError, OSError; then out_dir is as it was, but for what is solved.
+    Files are written next to out_dir and moved there atomically when complete. Raises ValueError for unreadable texts
+    or folders, PlanError, CheckpointError, OSError; out_dir is then unchanged except for the state to resume from.
     """
     from ..algorithms import quantize_, search
     from ..io import save
@@ -43,7 +43,7 @@ def write_calibrated(
     if texts:
         tokenizer, read = load_tokenizer(model_dir), read_texts(texts)
         batches = text_batches(model, tokenizer, read, batch=BATCH, length=LENGTH, limit=SEQUENCES)
-        if len(batches) < FEW:  # search and tune set some aside
+        if len(batches) < FEW:  # search and tune hold some batches out
             batches = text_batches(model, tokenizer, read, batch=1, length=LENGTH, limit=SEQUENCES)
     if config is None:
         _, pick = layout_free(model, None, None, skip)
@@ -69,7 +69,7 @@ def write_calibrated(
 
 @contextmanager
 def _journal(out_dir: str, resume: bool | None) -> Iterator[str | None]:
-    """Where finished weights are kept until all are; an error before the first of them leaves nothing."""
+    """The folder of finished weights during a run; an error before the first of them removes it."""
     if resume is None:
         yield None
         return
@@ -90,7 +90,7 @@ def _journal(out_dir: str, resume: bool | None) -> Iterator[str | None]:
 
 
 def _example(model: Any, batches: list[Any], tokens: int | None) -> Any:
-    """One sequence of so many tokens; None: 1 for models that write text, else the longest of the text."""
+    """One sequence of ``tokens`` tokens; None: 1 for generative models, else the longest of the text."""
     from ..report.load_inputs import is_causal
 
     longest = max(batches, key=lambda b: b["attention_mask"][0].sum())

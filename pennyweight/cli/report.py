@@ -1,4 +1,4 @@
-"""``pennyweight report``: a quantized model on one HTML page."""
+"""``pennyweight report``: writes an HTML report of a quantized model."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def report(
         str, typer.Option("--float", metavar="FLOAT_DIR", help="The float model's folder, to measure errors against.")
     ] = "",
     text: Texts = None,
-    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="The page.")] = "report.html",
+    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="The HTML file.")] = "report.html",
     measure: Annotated[
-        bool, typer.Option("--measure", help="Time linear layers beside float on this machine, at 1 and 64 rows.")
+        bool, typer.Option("--measure", help="Time linear layers against float on this machine, at 1 and 64 rows.")
     ] = False,
     pareto: Annotated[
         str,
-        typer.Option(metavar="FILE", help="JSON of other models to show beside: a list of name, bits_per_weight, kl."),
+        typer.Option(metavar="FILE", help="JSON with other models to compare: a list of name, bits_per_weight, kl."),
     ] = "",
     batch: Batch = 8,
     length: Length = 256,
     limit: Limit = 64,
     traceback: Traceback = False,
 ) -> None:
-    """Write a report as one HTML page that needs no network.
+    """Write a report as one self-contained HTML page.
 
-    Sizes and schemes; with --float each weight's error; with --text what the outputs cost, layer by layer.
+    Shows sizes and schemes; with --float the error of each weight; with --text the error of outputs and layers.
     """
     if text and not float_dir:
-        raise ValueError("--text needs --float: the model whose outputs are the right ones")
+        raise ValueError("--text needs --float: the model with the reference outputs")
     if measure and not float_dir:
-        raise ValueError("--measure needs --float: speed is told beside the float model")
+        raise ValueError("--measure needs --float: speed is relative to the float model")
     folder = os.path.dirname(os.path.abspath(out))
     if os.path.isdir(out) or not os.path.isdir(folder):
-        raise ValueError(f"{out}: {'is a folder' if os.path.isdir(out) else f'there is no folder {folder}'}")
+        raise ValueError(f"{out}: {'is a folder' if os.path.isdir(out) else f'folder {folder} does not exist'}")
     points = read_points(pareto) if pareto else None
 
     from ..io.atomic_write import write_bytes
@@ -68,7 +68,7 @@ def report(
 
 
 def read_points(path: str) -> Any:
-    """The JSON of a file of points."""
+    """The JSON of a file with Pareto points."""
     from ..io.strict_json import parse
 
     with open(path, "rb") as file:
@@ -80,7 +80,7 @@ def read_points(path: str) -> Any:
 
 
 def _command(*arguments: Any, **options: Any) -> str:
-    """The command that makes the page again; options that are as they would be are left out."""
+    """The command that reproduces the page, without options at their defaults."""
     words = ["pennyweight", "report", *map(str, arguments)]
     for name, (value, usual) in options.items():
         flag = "-o" if name == "out" else f"--{name}"

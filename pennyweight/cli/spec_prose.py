@@ -1,4 +1,4 @@
-"""A spec in words, for people who do not read specs."""
+"""Describes a QuantSpec in words."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def item(name: str, text: str) -> str:
-    """A line of a list of facts."""
+    """One line of the description."""
     return f"{name:<14}{text}"
 
 
 def describe(spec: QuantSpec, shape: tuple[int, ...], act: ActivationSpec | None = None) -> str:
-    """Lines that say how a tensor of that stored shape is kept and what its numbers mean."""
+    """Lines that describe how a tensor of that stored shape is stored and dequantized."""
     from ..core import blocks
 
     lines = [item("codes", codes(spec.format)), *_parts(spec, shape, "")]
@@ -27,28 +27,28 @@ def describe(spec: QuantSpec, shape: tuple[int, ...], act: ActivationSpec | None
     if padded != n:
         lines.append(item("padding", f"{list(n)} is stored as {list(padded)}, whole blocks"))
     if act is None:
-        lines.append(item("input", "as it comes, not quantized"))
+        lines.append(item("input", "not quantized"))
     else:
-        how = "at each call" if act.mode == "dynamic" else "with a scale stored beside the weight"
+        how = "at each call" if act.mode == "dynamic" else "with a scale stored with the weight"
         part = a_part(act.spec, None, "scale")
         lines.append(item("input", f"quantized {how} to {act.spec.format.name}, {part}"))
     return "\n".join(lines)
 
 
 def codes(fmt: Format) -> str:
-    """The numbers of a format."""
+    """The codes of a format."""
     if fmt.kind == "int":
         return f"{fmt.name}: {fmt.bits}-bit integers {fmt.lo:g} to {fmt.hi:g}"
     if fmt.kind == "learned":
         every = "each" if fmt.dim == 1 else f"for {fmt.dim} neighbours of a row"
-        return f"{fmt.name}: {fmt.bits}-bit indices, one {every}, into a table of {1 << fmt.bits}, the tensor's own"
+        return f"{fmt.name}: {fmt.bits}-bit indices, one {every}, into the tensor's own table of {1 << fmt.bits}"
     if fmt.kind == "table":
         return f"{fmt.name}: {fmt.bits}-bit indices into a table of {len(fmt.values)} numbers"
     return f"{fmt.name}: {fmt.bits}-bit floats, largest {fmt.hi:g}"
 
 
 def formula(spec: QuantSpec) -> str:
-    """The value of an element."""
+    """The formula of a dequantized element."""
     code = "code" if spec.format.kind == "int" else "number(code)"
     terms = [code, *([str(spec.mid)] if spec.mid else []), *(["zero_point"] if spec.zero_point else [])]
     text = terms[0] if len(terms) == 1 else f"({' - '.join(terms)})"
@@ -67,7 +67,7 @@ def _parts(spec: QuantSpec, shape: tuple[int, ...], owner: str) -> Iterator[str]
 
 
 def a_part(spec: QuantSpec, shape: tuple[int, ...] | None, name: str, things: str = "elements") -> str:
-    """One part: what it is stored as, and for which things. shape None: of an input, not known before it comes."""
+    """One part: its storage type and the block it applies to. shape None: of an input, whose shape is unknown."""
     from ..core.spec import QuantSpec
 
     kind = spec.part_specs().get(name)

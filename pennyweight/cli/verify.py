@@ -1,4 +1,4 @@
-"""``pennyweight verify``: does a checkpoint give here what it gave where it was made?"""
+"""``pennyweight verify``: checks that a checkpoint's outputs match its golden outputs on this machine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ def verify(
     path: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint's folder with golden.safetensors.")],
     like: Annotated[
         str,
-        typer.Option("--like", metavar="FLOAT_DIR", help="A folder that tells the architecture, where DIR does not."),
+        typer.Option("--like", metavar="FLOAT_DIR", help="A folder with the architecture, if DIR has no config.json."),
     ] = "",
     bound: Annotated[
         float | None,
         typer.Option(
-            "--bound", metavar="X", help="Of the mean KL in nats (relative error of tensors), not the file's."
+            "--bound",
+            metavar="X",
+            help="Limit of the mean KL in nats (relative error for tensors); default: from the file.",
         ),
     ] = None,
     make: Annotated[
-        bool, typer.Option("--make", help="Write golden.safetensors: what this checkpoint makes of --text, here.")
+        bool, typer.Option("--make", help="Write golden.safetensors: this checkpoint's outputs for --text.")
     ] = False,
     text: Annotated[
         list[str] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text for --make. Repeatable.")
@@ -34,15 +36,15 @@ def verify(
 ) -> None:
     """Check a checkpoint against its golden outputs.
 
-    The model is loaded and run on the few inputs that the file holds. Fails where its outputs are beyond the bound: the
-    files, a kernel or a dtype are not what they were. See docs/report.md.
+    Loads the model and runs it on the stored inputs. Fails if the outputs differ by more than the bound: then the
+    files, a kernel or a dtype have changed. See docs/report.md.
     """
     if make == (not text):
-        raise ValueError("--make and --text go together: what to write is what the model makes of that text")
+        raise ValueError("--make and --text must be used together: the golden outputs are for that text")
     if bound is not None and not bound > 0:
         raise ValueError(f"--bound must be positive, got {bound}")
     if make and bound is not None:
-        raise ValueError("--bound is for verifying; leave it out with --make")
+        raise ValueError("--bound cannot be used with --make")
 
     from ..report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
     from ..report.loading import check, expected_beside

@@ -1,4 +1,4 @@
-"""From configs to quantized models: sites, plans, quantize_, reports."""
+"""Applies configs to models: sites, plans, quantize_, reports."""
 
 from .config_resolution import PlanError
 from .configs import AOBaseConfig, FqnToConfig

@@ -1,4 +1,4 @@
-"""Which config a parameter gets: by a filter over modules, or by name."""
+"""Selects the config of each parameter, by a filter over modules or by name."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Filter = Callable[[nn.Module, str], bool]
 
 
 class PlanError(ValueError):
-    """A config that cannot be carried out as given; the message names the layer or pattern and the remedy."""
+    """A config that cannot be applied as given; the message contains the layer or pattern, and a remedy."""
 
 
 class Choice(NamedTuple):
-    """The config of a parameter (None: left alone, ``why``), and the place under which it was chosen."""
+    """The config of a parameter (None: left alone, reason in ``why``), and the place by which it was selected."""
 
     config: AOBaseConfig | None
     place: Place
     key: str = ""  # of FqnToConfig
-    named: bool = False  # asked for by the parameter's own name
+    named: bool = False  # selected by the parameter's own name
     why: str = ""
 
 
 class Rules(Protocol):
-    """choose: for a parameter, given all its places. of_module: the config for a module, for handlers of modules.
+    """choose: the config of a parameter, given all its places. of_module: the config of a module, for module handlers.
 
-    check_keys: raise PlanError for a key that matches nothing, or nothing that its config could do anything with.
+    check_keys: raise PlanError for a key that matches nothing, or nothing that its config applies to.
     """
 
     def choose(self, places: list[Place]) -> Choice: ...
@@ -44,16 +44,16 @@ class Rules(Protocol):
 
 
 def rules(config: AOBaseConfig, filter_fn: Filter | None) -> Rules:
-    """The rules that a config and a filter stand for."""
+    """The rules of a config and a filter."""
     if not isinstance(config, FqnToConfig):
         return ByFilter(config, filter_fn)
     if filter_fn not in (None, is_linear):
-        raise PlanError("FqnToConfig names its layers itself; leave filter_fn out, or use a None value to skip")
+        raise PlanError("FqnToConfig selects layers by name; leave filter_fn out, or use a None value to skip")
     return ByName(config.fqn_to_config)
 
 
 class ByFilter:
-    """One config for the modules that a filter picks; default: linear ones."""
+    """One config for the modules that a filter selects; default: linear ones."""
 
     def __init__(self, config: AOBaseConfig, filter_fn: Filter | None) -> None:
         self.config, self.filter = config, filter_fn
@@ -68,11 +68,11 @@ class ByFilter:
         picked = [p for p in places if self._picks(p.module_name, p.module)]
         if picked:
             return Choice(self.config, next((p for p in picked if p.own), picked[0]))
-        asked = is_linear(places[0].module) and places[0].own
-        return Choice(None, places[0], why="filtered out" if asked else f"{_type(places[0])} is not asked for")
+        linear = is_linear(places[0].module) and places[0].own
+        return Choice(None, places[0], why="filtered out" if linear else f"{_type(places[0])}: not selected by default")
 
     def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None:
-        if self.filter is None:  # a handler knows plain layers
+        if self.filter is None:  # by default a handler gets nn.Linear only
             return self.config if isinstance(module, nn.Linear) else None
         return self.config if self._picks(name, module) else None
 
@@ -107,14 +107,14 @@ class ByName:
     def choose(self, places: list[Place]) -> Choice:
         found = self._find(places)
         if found is None:
-            return Choice(None, places[0], why="no key names it")
+            return Choice(None, places[0], why="no key matches it")
         key, place, named = found
         return Choice(self.table[key], place, key, named, f"skipped by {key!r}")
 
     def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None:
         if name in self.table:
             return self.table[name]
-        if any(p is not None for p in module._parameters.values()):  # patterns do not mean containers
+        if any(p is not None for p in module._parameters.values()):  # patterns do not match containers
             for key in self.patterns:
                 if _matches(key, name):
                     return self.table[key]
@@ -128,12 +128,12 @@ class ByName:
             if not mine:
                 raise PlanError(_nothing(key, places, modules))
             if config is not None and not any(_reaches(key, p) for p in mine):
-                raise PlanError(f"{key!r} names nothing that can be quantized: {_type(mine[0])} at {mine[0].name}")
+                raise PlanError(f"{key!r} matches nothing that can be quantized: {_type(mine[0])} at {mine[0].name}")
 
 
 def _nothing(key: str, places: list[Place], modules: list[str]) -> str:
     if key in modules:
-        return f"{key!r} holds layers but no weight of its own; write {key + '.*'!r} to reach them"
+        return f"{key!r} is a container without a weight of its own; use {key + '.*'!r} to match its layers"
     known = {p.name for p in places} | {p.module_name for p in places if p.module_name}
     close = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
@@ -145,10 +145,10 @@ def _type(place: Place) -> str:
 
 
 def _reaches(key: str, place: Place) -> str:
-    """Whether a key means this place: by the name of the "parameter", of the "module", or "" for not at all.
+    """How a key selects this place: by the name of the "parameter", of the "module", or "" for not at all.
 
-    A pattern means a bare parameter only if it does not match its module too: ``*.experts.*`` is about what the experts
-    hold, while ``layers.*`` is about layers, not about a position embedding somewhere in them.
+    A pattern selects a bare parameter only if it does not match its module too: ``*.experts.*`` selects the parameters
+    of the experts, while ``layers.*`` selects layers, not a position embedding inside them.
     """
     if _matches(key, place.name):
         bare = kind_of(place.module) is None and not _matches(key, place.module_name)
@@ -176,11 +176,11 @@ def _matches(key: str, name: str) -> bool:
 
 @lru_cache(maxsize=1 << 10)
 def _compiled(text: str) -> Callable[[str], bool]:
-    """In time linear in the name where the pattern is one that files may have, see name_patterns; by Python's ``re``
-    for others, which come from code. Raises PlanError for one that is neither's."""
+    """Match in time linear in the name if NamePattern supports the pattern (all patterns from files, see
+    name_patterns), else with Python's ``re`` (patterns from code). Raises PlanError if neither supports it."""
     try:
         return NamePattern(text, whole=True).matches
-    except ValueError:  # more than is read from files
+    except ValueError:  # a pattern that files may not have
         pass
     try:
         found = re.compile(text)

@@ -1,9 +1,9 @@
-"""freeze_(model): for inference, quantized linear layers without the tensor class on the way.
+"""freeze_(model): for inference, quantized linear layers call their kernels without tensor-subclass dispatch.
 
-A frozen layer calls the kernel table itself, where ``nn.Linear`` would call ``F.linear`` and meet it through
-``__torch_function__``. Only the class of the module changes, in one assignment: parameters, buffers, hooks, ties and
-the state dict are those of the layer before, so every other library sees what it saw, :func:`thaw_` undoes it exactly,
-and threads that are inside the layer meanwhile finish what they began.
+A frozen layer calls the kernel table directly; ``nn.Linear`` calls ``F.linear``, which reaches the table through
+``__torch_function__``. Only the class of the module changes, in one assignment. Parameters, buffers, hooks, ties and
+the state dict stay the same objects, so other libraries see no difference, :func:`thaw_` undoes it exactly, and threads
+inside the layer finish their calls correctly.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .report import Report, Row
 class FrozenLinear(nn.Linear):
     """A linear layer that calls the kernel of its quantized weight directly.
 
-    Made by :func:`freeze_`. Values are those of the layer before, bit for bit, and so is all else: ``weight`` is the
-    same parameter, and may be replaced as in any module. Whatever is not a plain tensor times a quantized weight runs
-    as in ``nn.Linear``.
+    Made by :func:`freeze_`. Outputs are bit-identical to those of the original layer. ``weight`` is the same parameter,
+    and may be replaced as in any module. Anything other than a plain tensor times a quantized weight runs as in
+    ``nn.Linear``.
     """
 
-    thawed: type[nn.Linear] = nn.Linear  # the class of the layer before
+    thawed: type[nn.Linear] = nn.Linear  # the original class
 
     def forward(self, input: Tensor) -> Tensor:
         """input [.., K] -> [.., N], in input's dtype."""
-        held = self._parameters  # nn.Module's own lookup of an attribute costs 0.3 µs
+        held = self._parameters  # an attribute lookup by nn.Module costs 0.3 µs
         w: Any = held.get("weight")
         if type(w) is not AffineQuantizedTensor or "bias" not in held or torch.compiler.is_compiling():
             return F.linear(input, self.weight, self.bias)
@@ -50,7 +50,7 @@ class FrozenLinear(nn.Linear):
         return f"{super().extra_repr()}, weight={w.spec}{act}"
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As the layer before. What gets a weight that is not quantized (by ``assign=True``) is thawed."""
+        """As the original layer. A layer that gets an unquantized weight (by ``assign=True``) is thawed."""
         super()._load_from_state_dict(*args, **kwargs)
         if not isinstance(self._parameters.get("weight"), AffineQuantizedTensor):
             self.__class__ = type(self).thawed  # type: ignore[assignment]
@@ -65,7 +65,7 @@ _FROZEN: dict[type, type[FrozenLinear]] = {nn.Linear: FrozenLinear}
 
 
 def _frozen(kind: type) -> type[FrozenLinear]:
-    """The frozen class of a class of layers: its subclass, so that its own methods and registrations stay."""
+    """The frozen class of a layer class: a subclass of it, so that its methods and registrations still apply."""
     if kind not in _FROZEN:
         made = type(f"Frozen{kind.__name__}", (FrozenLinear, kind), {"thawed": kind, "__module__": __name__})
         _FROZEN.setdefault(kind, made)
@@ -79,12 +79,12 @@ def _blank(kind: type[nn.Linear]) -> FrozenLinear:
 
 
 def freeze_(model: nn.Module) -> Report:
-    """Turn each linear layer with a quantized weight into a :class:`FrozenLinear`, in place; say what was done.
+    """Convert each linear layer with a quantized weight to a :class:`FrozenLinear`, in place. Returns a report.
 
     The report has a row for each quantized parameter, with the kernel, or with the reason why it was left alone: only
-    ``nn.Linear``'s own forward can be replaced, and a weight that is being trained is none to freeze. Values do not
-    change, nothing is copied, ties are kept. What is not quantized stays as it is. May be called while other threads
-    run the model.
+    ``nn.Linear``'s own forward can be replaced, and weights that require grad are not frozen. Outputs do not change,
+    nothing is copied, ties are kept. Unquantized layers are left alone. May be called while other threads run the
+    model.
     """
     rows = []
     for where in list(places(model)):
@@ -98,7 +98,7 @@ def freeze_(model: nn.Module) -> Report:
                 place.module.__class__ = _frozen(type(place.module))
         name, kind, size = where[0].name, type(where[0].module).__name__, int(w.nbytes)
         stays = dict.fromkeys(r for r in reasons.values() if r)
-        notes = ["was frozen already"] if again else []
+        notes = ["already frozen"] if again else []
         notes += [f"tied: {', '.join(p.name for p in where[1:])}"] if len(where) > 1 else []
         frozen = "" in reasons.values()
         kernel = select("linear", case_of(w)).name if frozen else ""
@@ -114,11 +114,11 @@ def _refusal(place: Place, w: AffineQuantizedTensor) -> str:
     module, kind = place.module, type(place.module).__name__
     plain = type(module).forward in (nn.Linear.forward, FrozenLinear.forward)
     if not plain or "forward" in module.__dict__ or place.param != "weight":
-        return f"{kind} at {place.name} does more than F.linear, so its weight stays a tensor"
+        return f"{kind} at {place.name} does more than F.linear, so it cannot be frozen"
     if not {"weight", "bias"} <= module._parameters.keys():
-        return f"{place.name} or its bias is no parameter of its layer"
+        return f"{place.name} or its bias is not a registered parameter of its layer"
     if w.requires_grad:
-        return "is being trained; requires_grad_(False) first"
+        return "requires grad; call requires_grad_(False) first"
     return "" if w.axes is None and w.ndim == 2 else "is stored transposed"
 
 
@@ -127,7 +127,7 @@ def _scheme(w: AffineQuantizedTensor) -> str:
 
 
 def thaw_(model: nn.Module) -> Report:
-    """Undo :func:`freeze_`: each frozen layer is again what it was, with the same parameter. Says what was done."""
+    """Undo :func:`freeze_`: each frozen layer gets its original class back. Returns a report."""
     rows = []
     for name, module in list(model.named_modules()):
         if isinstance(module, FrozenLinear):
@@ -135,7 +135,7 @@ def thaw_(model: nn.Module) -> Report:
             w: Any = module.weight
             own, size = f"{name}.weight" if name else "weight", int(w.nbytes)
             row = Row(own, type(module).__name__, tuple(w.shape), "", "", size, size)
-            if isinstance(w, AffineQuantizedTensor):  # it may have been replaced meanwhile
+            if isinstance(w, AffineQuantizedTensor):  # it may have been replaced since
                 row.scheme, row.kernel = _scheme(w), select("linear", case_of(w)).name
             rows.append(row)
     return Report("thaw_", rows, verb="thawed")

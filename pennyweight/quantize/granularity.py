@@ -1,4 +1,4 @@
-"""Granularity and mapping types, under the field's names: which elements share a scale, and how the range is mapped."""
+"""Granularity and mapping types: which elements share a scale, and how a range maps to codes. Names as in torchao."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PerTensor(Granularity):
 
 @dataclass(frozen=True)
 class PerAxis(Granularity):
-    """One scale per index of an axis; for weights axis 0, the output channel, is the one that makes sense."""
+    """One scale per index of an axis; weights support axis 0, the output channel."""
 
     axis: int = 0
 
@@ -51,7 +51,7 @@ class PerGroup(Granularity):
 
     def __post_init__(self) -> None:
         if isinstance(self.group_size, bool) or not hasattr(type(self.group_size), "__index__"):
-            raise ValueError(f"PerGroup: group_size is a number of elements such as 64, got {self.group_size!r}")
+            raise ValueError(f"PerGroup: group_size must be a number of elements such as 64, got {self.group_size!r}")
         if self.group_size < 1:
             raise ValueError(f"PerGroup: group_size must be positive, got {self.group_size}")
 

@@ -1,4 +1,4 @@
-"""How fast each layer of a plan is on this machine, quantized and float side by side."""
+"""Times each layer of a plan on this machine, quantized against float."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .plan import Plan, PlanRow
 from .report import Latency
 from .run_batch import user_level
 
-ROWS = (1, 64)  # one token, and a short prompt or batch: schemes that win at one may lose at the other
-SECONDS = 0.05  # of one layer shape and number of rows
-COUNTS = 3  # numbers of rows at which a layer is timed where a call decides: those it was called with most often
-ROUNDS = 3  # at least, however slow a call is
-SAMPLE = 20e-6  # seconds of calls between two looks at the clock, which take 0.1 µs
-DEVICE_SAMPLE = 1e-3  # the same where the device must be waited for at the end of a sample
-# Between two calls of a layer a model reads all its other weights, so copies of it are called in turn: as many bytes as
-# the model has, at most this (four times the 32 MB that many CPUs have as last cache), and no more than so many.
+ROWS = (1, 64)  # one token, and a short prompt or batch: a scheme may be faster at one and slower at the other
+SECONDS = 0.05  # per layer shape and number of rows
+COUNTS = 3  # numbers of rows per layer when they come from calls of the model: the most frequent ones
+ROUNDS = 3  # minimum, however slow a call is
+SAMPLE = 20e-6  # seconds of calls between two reads of the clock, which take 0.1 µs
+DEVICE_SAMPLE = 1e-3  # the same if each sample ends with a device synchronization
+# Between two calls of a layer a model reads all its other weights, so the timing rotates through copies of the layer:
+# as many bytes as the model has, at most ROTATED (four times the 32 MB last-level cache of many CPUs), at most COPIES.
 ROTATED, COPIES = 1 << 27, 256
 
 Rows = Callable[[PlanRow], Sequence[int]]
@@ -41,7 +41,7 @@ class PerformanceWarning(UserWarning):
 
 
 def row_counts(measure: bool | Sequence[int]) -> tuple[int, ...]:
-    """What ``measure=`` stands for. Raises PlanError for anything but a bool or positive numbers of rows."""
+    """The numbers of rows of ``measure=``. Raises PlanError for anything but a bool or positive numbers of rows."""
     if isinstance(measure, bool):
         return ROWS if measure else ()
     rows = tuple(measure) if isinstance(measure, (tuple, list, range)) else ()
@@ -56,13 +56,13 @@ def measure_(
     quantized: Callable[[PlanRow], AffineQuantizedTensor],
     timed: TimeLayer | None = None,
 ) -> None:
-    """Fill in ``latency`` of every active row that is a linear layer; layers that are alike are measured once.
+    """Fill in ``latency`` of every active row that is a linear layer; equal layers are measured once.
 
-    rows       of x to measure a layer with
+    rows       numbers of input rows for a layer
     quantized  makes the weight of a row, in the layout of its kernel
-    timed      in place of :func:`time_layer`
+    timed      replaces :func:`time_layer`
 
-    The weights in the model are only read. Memory: beside one quantized weight at most twice 128 MB of copies.
+    The weights in the model are only read. Memory: one quantized weight and at most twice 128 MB of copies.
     """
     found: dict[Hashable, tuple[Latency, ...]] = {}
     limit = min(ROTATED, sum(r.bytes_before for r in plan.rows)), min(ROTATED, sum(r.bytes_after for r in plan.rows))
@@ -105,16 +105,16 @@ def calls_of_weight(row: PlanRow, seen: dict[int, Counter[int]]) -> Counter[int]
 
 
 def skip_slower_(plan: Plan) -> None:
-    """Take back the scheme of each layer that was measured to be slower, with the reason as its note."""
+    """Remove the scheme of each layer that was measured to be slower, with the reason as its note."""
     for row in plan.active:
         slower = [t for t in row.latency if t.slower]
         if slower:
-            row.note = f"left as it is: {row.scheme} by {row.kernel} is slower here, {_text(slower)}"
+            row.note = f"left unquantized: {row.scheme} with {row.kernel} is slower here, {_text(slower)}"
             row.scheme, row.kernel, row.layout, row.bytes_after = None, "", "plain", row.bytes_before
 
 
 def warn_slower(plan: Plan) -> None:
-    """One PerformanceWarning for the layers of one shape that were measured to be slower than float."""
+    """One PerformanceWarning per layer shape that was measured to be slower than float."""
     alike: dict[Hashable, list[PlanRow]] = {}
     for row in plan.active:
         if any(t.slower for t in row.latency):
@@ -123,7 +123,7 @@ def warn_slower(plan: Plan) -> None:
         one = rows[0]
         names = ", ".join(r.name for r in rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
         warnings.warn(
-            f"{names}: {list(one.shape)} as {one.scheme} by {one.kernel} is slower than float here, "
+            f"{names}: {list(one.shape)} as {one.scheme} with {one.kernel} is slower than float here, "
             f"{_text([t for t in one.latency if t.slower])} the speed; on_slower='skip' leaves such layers float",
             PerformanceWarning,
             stacklevel=user_level(),
@@ -138,7 +138,7 @@ def _text(latency: list[Latency]) -> str:
 
 
 def _key(row: PlanRow) -> tuple[Hashable, ...]:
-    """What the speed of a layer depends on."""
+    """Everything that the speed of a layer depends on."""
     assert row.site is not None
     dtype, where = row.site.dtype, (row.site.device, row.layout, row.kernel)
     return row.site.shape, row.site.transposed, row.scheme, dtype, where, _bias(row) is None
@@ -153,7 +153,7 @@ def _bias(row: PlanRow) -> Tensor | None:
 def time_layer(
     row: PlanRow, w: AffineQuantizedTensor, rows: tuple[int, ...], limit: tuple[int, int]
 ) -> tuple[Latency, ...]:
-    """A row's layer with its float weight and with w, at each number of rows. limit: bytes of copies of either."""
+    """Time a row's layer with its float weight and with w, at each number of rows. limit: bytes of copies of each."""
     assert row.tensor is not None
     assert row.site is not None
     plain = row.tensor.detach()
@@ -180,7 +180,7 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _copies(w: Tensor, nbytes: int) -> list[Tensor]:
-    """w and copies of it, of so many bytes together if that takes more than one."""
+    """w and copies of it, ``nbytes`` in total; at least w itself."""
     return [w, *(copy.deepcopy(w) for _ in range(min(COPIES, nbytes // max(1, int(w.nbytes))) - 1))]
 
 
@@ -190,7 +190,7 @@ def _calls(product: Callable[..., Tensor], x: Tensor, weights: list[Tensor], bia
 
 
 def wait_for(device: torch.device) -> Call | None:
-    """Wait for the device's work; None for a CPU, which has none in flight."""
+    """The synchronization function of the device; None for a CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device).synchronize
 
 
@@ -200,11 +200,11 @@ def wait_for(device: torch.device) -> Call | None:
 def least_seconds(
     calls: Sequence[Call], seconds: float = SECONDS, wait: Call | None = None, turn: float = 0.0
 ) -> list[float]:
-    """Least seconds of one call of each, visited in turn, so that a busy machine slows all of them alike.
+    """Minimum seconds of one call of each. They are timed in turns, so that a busy machine slows all of them alike.
 
-    seconds  in all, if that gives each three turns
-    wait     ends each sample, which is then longer: for devices that return before their work is done
-    turn     seconds of samples before the next one's turn; at least one
+    seconds  total, if that gives each call three turns
+    wait     called at the end of each sample, which is then longer: for asynchronous devices
+    turn     seconds of samples per turn; at least one sample
     """
     sample = SAMPLE if wait is None else DEVICE_SAMPLE
     best, counts, turns = [], [], []

@@ -1,4 +1,4 @@
-"""Handlers: functions of the user's own that transform whole modules under a config of the user's own."""
+"""Handlers: user functions that transform whole modules under a user's config class."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TELLS: dict[type, Tells] = {}
 
 
 def register_quantize_module_handler(config_type: type, tells: Tells | None = None) -> Callable[[Handler], Handler]:
-    """Decorate ``handler(module, config) -> module`` to make it run for every module chosen under a config of yours.
+    """Register the decorated ``handler(module, config) -> module`` for all modules selected with your config type.
 
-    A handler that also takes ``parameter_name`` is told which parameter was named. tells(module, config) says
-    beforehand whether it will take a module, and a note for the report, or the reason why not. Raises ValueError for a
-    type that has a handler.
+    A handler that also takes ``parameter_name`` receives the name of the selected parameter. tells(module, config)
+    returns in advance (True, note for the report) or (False, reason) if the handler does not accept a module. Raises
+    ValueError for a type that already has a handler.
     """
 
     def add(handler: Handler) -> Handler:
         if config_type in HANDLERS:
-            raise ValueError(f"{config_type.__name__} has a handler already: {_name(HANDLERS[config_type])}")
+            raise ValueError(f"{config_type.__name__} already has a handler: {_name(HANDLERS[config_type])}")
         HANDLERS[config_type] = handler
         if tells is not None:
             TELLS[config_type] = tells
@@ -40,18 +40,18 @@ def register_quantize_module_handler(config_type: type, tells: Tells | None = No
     return add
 
 
-# For whole models: (model, config, quantize) -> Report, where quantize(model, another config, put=...) is what
-# quantize_ does with the arguments that it was called with; put is called as quantize.put_ is, in place of it.
+# For whole models: (model, config, quantize) -> Report. quantize(model, another config, put=...) runs quantize_ with
+# the caller's other arguments; put replaces pipeline.put_.
 MODEL_HANDLERS: dict[type, Callable[..., Report]] = {}
 
 
 def register_quantize_model_handler(config_type: type) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
-    """Decorate ``handler(model, config, quantize) -> Report`` to make it what ``quantize_`` is under a config of that
-    type. Raises ValueError for a type that has one."""
+    """Register the decorated ``handler(model, config, quantize) -> Report``; ``quantize_`` calls it for configs of that
+    type. Raises ValueError for a type that already has one."""
 
     def add(handler: Callable[..., Report]) -> Callable[..., Report]:
         if config_type in MODEL_HANDLERS:
-            raise ValueError(f"{config_type.__name__} has a handler already: {_name(MODEL_HANDLERS[config_type])}")
+            raise ValueError(f"{config_type.__name__} already has a handler: {_name(MODEL_HANDLERS[config_type])}")
         MODEL_HANDLERS[config_type] = handler
         return handler
 
@@ -65,7 +65,7 @@ def takes_parameter_name(handler: Handler) -> bool:
 def run_handler(
     model: nn.Module, handler: Handler, module_name: str, config: Any, parameter: str | None, device: Any
 ) -> nn.Module:
-    """Transform one module and put what comes back in its place. Returns it."""
+    """Transform one module and replace it by the handler's result. Returns the result."""
     more = {"parameter_name": parameter} if parameter is not None else {}
     return _apply(model, lambda m: handler(m, config, **more), module_name, device, f"handler {_name(handler)}")
 
@@ -73,9 +73,9 @@ def run_handler(
 def apply_callable(
     model: nn.Module, fn: Callable[..., Any], filter_fn: Filter | None, device: torch.device | str | None
 ) -> Report:
-    """``quantize_(model, function over modules)``, torchao's spelling before 0.10."""
+    """``quantize_(model, function over modules)``, torchao's API before 0.10."""
     warnings.warn(
-        "quantize_(model, callable) is the spelling of torchao before 0.10; pass a config such as "
+        "quantize_(model, callable) is the API of torchao before 0.10; pass a config such as "
         "Int8WeightOnlyConfig(), or register a handler with register_quantize_module_handler",
         DeprecationWarning,
         stacklevel=user_level(),

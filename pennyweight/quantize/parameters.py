@@ -1,6 +1,6 @@
-"""Sites: which parameter of a module is quantized, for which op, and along which axis it is contracted.
+"""Sites: which parameters of a module can be quantized, for which op, and along which axis they are contracted.
 
-A new module type is one line: ``site(MyLinear, SiteKind(("weight",), "linear"))``.
+Register a new module type with one line: ``site(MyLinear, SiteKind(("weight",), "linear"))``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTe
 
 @dataclass(frozen=True)
 class SiteKind:
-    """What a module type offers.
+    """The quantizable parameters of a module type.
 
-    params      names of its quantizable parameters
+    params      their names
     op          op of the kernel table that consumes them
     transposed  the parameter is [in, out]; it is stored [out, in] so that the contracted axis is last
-    default     whether ``quantize_`` takes it without being asked by name or filter
-    rank        of the parameters, where others of the same names are none; None: any
+    default     whether ``quantize_`` selects it by default, without a name or filter
+    rank        required rank of the parameters; None: any
     """
 
     params: tuple[str, ...]
@@ -41,7 +41,7 @@ _KINDS: dict[type | str, SiteKind] = {}
 
 
 def site(module_type: type | str, kind: SiteKind) -> SiteKind:
-    """Register a module type (or its qualified name, where importing it is not wanted) as a site."""
+    """Register a module type as a site; a qualified name avoids importing it."""
     _KINDS[module_type] = kind
     return kind
 
@@ -52,20 +52,20 @@ def kinds() -> dict[type | str, SiteKind]:
 
 
 def kind_of(module: nn.Module) -> SiteKind | None:
-    """The kind of a module: of transformers' experts, or by its type or the nearest base type that is registered."""
+    """The SiteKind of a module: that of its type or nearest registered base type, or that of transformers' experts."""
     for cls in type(module).__mro__:
         found = _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found is not None:
             return found
-    if module.__dict__.keys() >= _TOLD_OF_EXPERTS:
+    if module.__dict__.keys() >= _EXPERT_ATTRIBUTES:
         return EXPERTS[bool(module.__dict__["is_transposed"])]
     return None
 
 
-# Experts of a mixture as transformers (5) keeps them: one parameter a layer, [experts, out, in] or transposed.
-# There is a class for each model; they have in common a decorator (use_experts_implementation), which leaves these
-# attributes on each of them and runs their products by torch._grouped_mm, in a loop, or as one batch.
-_TOLD_OF_EXPERTS = {"is_transposed", "is_concatenated", "has_gate", "has_bias"}
+# Mixture-of-experts weights in transformers 5: one parameter per layer, [experts, out, in] or transposed.
+# Each model has its own class. They share a decorator (use_experts_implementation), which sets these attributes and
+# runs the products by torch._grouped_mm, in a loop, or as one batch.
+_EXPERT_ATTRIBUTES = {"is_transposed", "is_concatenated", "has_gate", "has_bias"}
 EXPERTS = tuple(
     SiteKind(("gate_up_proj", "up_proj", "down_proj"), "bmm", transposed, rank=3) for transposed in (False, True)
 )
@@ -80,17 +80,17 @@ for _conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
 
 
 class Indivisible(ValueError):
-    """A group size that does not divide the contracted axis, under a policy that does not pad."""
+    """A group size that does not divide the contracted axis, with an on_indivisible policy that does not pad."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """One parameter of one module, as configs see it.
+    """One parameter of one module, as configs receive it.
 
-    name        parameter FQN; module: its module's FQN; param: its name in there
+    name        parameter FQN; module: its module's FQN; param: its name in the module
     shape       stored shape: contracted axis last (for convolutions [O, I/groups, *kernel])
-    transposed  the parameter has its last two axes the other way round
-    bare        no SiteKind is about it: how it is used is the user's word
+    transposed  the last two axes of the parameter are swapped relative to ``shape``
+    bare        no SiteKind covers it; the user states how it is used
     """
 
     name: str
@@ -107,8 +107,9 @@ class Site:
     def block(self, granularity: Granularity, on_indivisible: str = "pad") -> tuple[int, ...] | None:
         """The block of a weight at this site.
 
-        on_indivisible, for a group size that does not divide the contracted axis: "pad" to whole groups (exact), the
-        "largest_divisor" not above the group size, else Indivisible. Raises ValueError for scales along another axis.
+        on_indivisible applies to a group size that does not divide the contracted axis: "pad" to whole groups (exact),
+        use the "largest_divisor" not above the group size, else raise Indivisible. Raises ValueError for scales along
+        another axis.
         """
         rank = len(self.shape)
         if isinstance(granularity, PerTensor):
@@ -118,18 +119,20 @@ class Site:
         if isinstance(granularity, PerGroup):
             return self._groups(granularity.group_size, on_indivisible)
         if isinstance(granularity, PerAxis) and granularity.axis not in (0, -rank):
-            raise ValueError(f"{self.name}: PerAxis({granularity.axis}) of a weight; output channels are PerAxis(0)")
+            raise ValueError(
+                f"{self.name}: a weight does not support PerAxis({granularity.axis}); use PerAxis(0), output channels"
+            )
         if isinstance(granularity, PerRow) and granularity.dim not in (-1, rank - 1):
-            raise ValueError(f"{self.name}: PerRow(dim={granularity.dim}) of a weight; its rows are PerRow()")
+            raise ValueError(f"{self.name}: a weight does not support PerRow(dim={granularity.dim}); use PerRow()")
         return self._channel
 
     @property
     def _channel(self) -> tuple[int, ...]:
-        """All that makes one number of the output."""
+        """The block of one output channel."""
         return (-1,) * (len(self.shape) - 1) if self.op == "convolution" else (-1,)
 
     def _groups(self, group: int, on_indivisible: str) -> tuple[int, ...]:
-        if self.op == "convolution":  # whole kernels of as many input channels as fill a group
+        if self.op == "convolution":  # whole kernels, for as many input channels as fit into a group
             channels = largest_divisor(self.shape[1], max(1, group // math.prod(self.shape[2:])))
             return (channels, *self._channel[1:])
         k = self.shape[-1]
@@ -145,7 +148,7 @@ class Site:
         )
 
     def activation_block(self, granularity: Granularity) -> tuple[int, ...] | None:
-        """The block of this site's input: per token, or for a convolution per sample."""
+        """The block of this site's input: per token, or per sample for a convolution."""
         if isinstance(granularity, PerTensor):
             return None
         if isinstance(granularity, PerGroup):
@@ -155,7 +158,7 @@ class Site:
         return self._channel
 
 
-# Groups smaller than this are not made to fit a shape: their scales would outweigh their codes.
+# "largest_divisor" does not go below this: the scales of smaller groups would take more bytes than their codes.
 LEAST_GROUP = 8
 
 
@@ -165,7 +168,7 @@ def largest_divisor(n: int, limit: int) -> int:
 
 
 class Place(NamedTuple):
-    """Where a parameter hangs: its own FQN, its module's, the module, and the name in it."""
+    """A module attribute that holds a parameter: its own FQN, its module's, the module, and the attribute's name."""
 
     name: str
     module_name: str
@@ -174,7 +177,7 @@ class Place(NamedTuple):
 
     @property
     def own(self) -> bool:
-        """Whether it is the parameter that the kind of its module is about."""
+        """Whether the SiteKind of its module lists it."""
         kind = kind_of(self.module)
         return kind is not None and self.param in kind.params
 
@@ -182,7 +185,7 @@ class Place(NamedTuple):
         return getattr(self.module, self.param)
 
     def set(self, tensor: Tensor) -> None:
-        """Put a parameter here: as a Parameter, or as a plain tensor where it was one."""
+        """Put a parameter here, as a Parameter, or as a plain tensor if it was one."""
         if self.param in self.module._parameters:
             self.module._parameters[self.param] = tensor  # type: ignore[assignment]
         else:
@@ -192,8 +195,8 @@ class Place(NamedTuple):
 def places(model: nn.Module) -> Iterator[list[Place]]:
     """Every parameter with all its places, in the model's order; tied ones have several.
 
-    Also plain tensors where a site's parameter was replaced by one (PEFT leaves weights so). A module that is used
-    twice has a place under each of its names, as it has in a state dict.
+    Includes plain tensors that replace a site's parameter (PEFT does this). A module that is registered twice has a
+    place under each of its names, as in a state dict.
     """
     found: dict[int, list[Place]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
@@ -210,15 +213,15 @@ def places(model: nn.Module) -> Iterator[list[Place]]:
 
 
 def _recomputed_from(module: nn.Module, name: str) -> str | None:
-    """The parameter that a hook (weight_norm, spectral_norm, pruning) makes ``name`` of before each forward."""
+    """The parameter from which a hook (weight_norm, spectral_norm, pruning) computes ``name`` before each forward."""
     return next((f"{name}_{end}" for end in ("orig", "g") if f"{name}_{end}" in module._parameters), None)
 
 
 def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | str:
-    """The site of a parameter, or the reason why it is none. ``named``: asked for by its own name."""
+    """The site of a parameter, or the reason why it has none. ``named``: selected by its own name."""
     kind, kind_name = kind_of(place.module), type(place.module).__name__
     if place.param in getattr(place.module, "fake_quantized", ()):
-        return "is prepared for quantization-aware training; convert it, quantize_(model, QATConfig(step='convert'))"
+        return "is prepared for quantization-aware training; call quantize_(model, QATConfig(step='convert'))"
     op, transposed = None, False
     if kind is not None and place.own and kind.rank in (None, tensor.ndim):
         op, transposed = kind.op, kind.transposed
@@ -227,18 +230,18 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
     if op is None:
         base = place.param.rpartition("_")[0]
         if kind is not None and base in kind.params and _recomputed_from(place.module, base):
-            return f"{base} is made of it before each forward; remove that parametrization first"
+            return f"{base} is computed from it before each forward; remove that parametrization first"
         if named and tensor.ndim > 1:
             return f"a bare parameter must be 2-d or 3-d to be quantized, this one is {tensor.ndim}-d"
         if kind is not None:
-            return f"{place.param} of {kind_name} stays as it is"
-        return f"no site for {kind_name}, FqnToConfig reaches it by name" if tensor.ndim > 1 else "vector"
+            return f"{place.param} of {kind_name} is not quantized"
+        return f"no site for {kind_name}; select it by name with FqnToConfig" if tensor.ndim > 1 else "vector"
     if tensor.dtype not in DTYPES.values():
-        return f"{str(tensor.dtype).removeprefix('torch.')} is none of {', '.join(DTYPES)}"
+        return f"dtype {str(tensor.dtype).removeprefix('torch.')} is not one of {', '.join(DTYPES)}"
     if hasattr(local_tensor(tensor), "__tensor_flatten__") and not isinstance(
         local_tensor(tensor), AffineQuantizedTensor
     ):
-        return f"{type(tensor).__name__} is a tensor of another library"
+        return f"{type(tensor).__name__} is a tensor subclass of another library"
     if getattr(place.module, "max_norm", None) is not None:
         return "max_norm writes to the table at each lookup"
     shape = tuple(tensor.shape)

@@ -1,16 +1,16 @@
-"""Adapters of PEFT inside a model: what is trained beside a quantized weight is no weight to quantize."""
+"""Finds PEFT adapters in a model: quantize_ leaves them alone, because they are trained."""
 
 from __future__ import annotations
 
 from torch import nn
 
-WHY = "belongs to an adapter of PEFT, which is trained; merge it first, or name it in FqnToConfig"
+WHY = "part of a PEFT adapter, which is trained; merge it first, or name it in FqnToConfig"
 
 
 def adapter_modules(model: nn.Module) -> set[int]:
-    """Ids of the modules that adapters are made of: lora_A, lora_B and the like, and the copies of ``modules_to_save``.
+    """Ids of the adapter modules: lora_A, lora_B and others, and the copies of ``modules_to_save``.
 
-    A layer of PEFT's says in ``adapter_layer_names`` where they are.
+    PEFT layers list them in ``adapter_layer_names``.
     """
     found: set[int] = set()
     for layer in model.modules():

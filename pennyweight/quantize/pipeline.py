@@ -1,4 +1,4 @@
-"""quantize_(model, config): in place, one parameter at a time, and a Report of what happened."""
+"""quantize_(model, config): quantizes a model in place, one parameter at a time, and returns a Report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .scheme import Scheme
 
 ON_SLOWER = ("keep", "skip")
 Put = Callable[[PlanRow, Row, AffineQuantizedTensor, float, Any], None]
-_CHUNK = 1 << 24  # elements quantized at a time, so that float32 temporaries stay small beside the weight
+_CHUNK = 1 << 24  # elements quantized at a time; bounds the float32 temporaries
 
 
 def quantize_(
@@ -43,25 +43,25 @@ def quantize_(
     on_slower: str = "keep",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Quantize the model's parameters in place and say what happened.
+    """Quantize the model's parameters in place and return a report.
 
-    config          what each chosen parameter becomes
+    config          the scheme of each selected parameter
     filter_fn       (module, fqn) -> bool; default: linear modules
-    device          move each chosen module there, its weight before it is quantized
-    dry_run         only plan, and measure where that is asked for
+    device          move each selected module there; its weight is moved before it is quantized
+    dry_run         only plan, and measure if requested
     on_indivisible  group sizes that do not divide: "pad" (exact), "largest_divisor", "skip", "error"
-    measure         time each shape of linear layer here beside float, with these numbers of rows; True: 1 and 64
-    on_slower       a layer slower than float at one of them: "keep" it and warn, or "skip" it, left as it was
+    measure         time each shape of linear layer against float, with these numbers of rows; True: 1 and 64
+    on_slower       a layer slower than float at one of them: "keep" it and warn, or "skip" it, left unquantized
     progress        called with (done, total, name)
 
-    Everything is checked before anything is changed. Each float weight is freed before the next is read; tied
-    parameters stay tied; a parameter that has the scheme already is left as it is. Raises PlanError (a ValueError).
-    Parameters on the meta device become quantized ones there, without values, packed as for a CPU: what a checkpoint
-    is loaded into, by ``load_state_dict(..., assign=True)``, or by ``to_empty`` and ``load_state_dict``.
+    All checks run before any change. Each float weight is freed before the next is read. Tied parameters stay tied.
+    A parameter that already has the scheme is left unchanged. Raises PlanError (a ValueError).
+    Parameters on the meta device are quantized there, without values, packed as for a CPU. Load a checkpoint into them
+    with ``load_state_dict(..., assign=True)``, or with ``to_empty`` and ``load_state_dict``.
     """
     if not isinstance(config, AOBaseConfig) and callable(config):
         if measure or on_slower != "keep":
-            raise PlanError("measure and on_slower need a config; a function over modules says nothing about layers")
+            raise PlanError("measure and on_slower need a config, got a function over modules")
         report = apply_callable(model, config, filter_fn, device)
         settle_saving_(model)
         return report
@@ -80,7 +80,7 @@ def _quantize(
     model: nn.Module, config: AOBaseConfig, *, filter_fn: Filter | None, device: Any, dry_run: bool,
     on_indivisible: str, measure: bool | Sequence[int], on_slower: str, progress: Any, put: Put | None = None,
 ) -> Report:  # fmt: skip
-    # Parameters made in inference mode could never again be part of a graph.
+    # Parameters created in inference mode cannot be used by autograd later.
     with torch.inference_mode(False), torch.no_grad():
         todo = checked_plan(
             model, config, filter_fn, device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
@@ -96,9 +96,9 @@ def checked_plan(
     model: nn.Module, config: AOBaseConfig, filter_fn: Filter | None, device: torch.device | str | None, *,
     dry_run: bool, on_indivisible: str, measure: bool | Sequence[int], on_slower: str, meta: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan of :func:`quantize_`, everything checked, layers timed where that is asked for. Changes nothing.
+    """The plan of :func:`quantize_`, fully checked, with layers timed if requested. Changes nothing.
 
-    meta: whether parameters may be without values.
+    meta: whether parameters may be on the meta device.
     """
     counts = row_counts(measure)
     if on_slower not in ON_SLOWER:
@@ -108,8 +108,8 @@ def checked_plan(
     todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
     if not dry_run and any(map(is_fully_sharded, model.modules())):
         raise PlanError(
-            "fully_shard has taken over parameters of this model, which can no more be replaced; quantize_ it first, "
-            "then fully_shard it"
+            "fully_shard manages parameters of this model, so they cannot be replaced; call quantize_ first, then "
+            "fully_shard"
         )
     if counts or not dry_run:
         _check_values(todo, meta and not counts)
@@ -125,7 +125,7 @@ def _check_values(todo: Plan, meta: bool) -> None:
             continue
         if row.tensor.is_meta:
             raise PlanError(
-                f"{row.name} is on the meta device and has no values to measure or to choose by; load the weights first"
+                f"{row.name} is on the meta device and has no values to measure or calibrate; load the weights first"
             )
         if isinstance(row.tensor, AffineQuantizedTensor):
             continue
@@ -143,7 +143,7 @@ def _carry_out(model: nn.Module, todo: Plan, report: Report, device: Any, progre
         elif row.active:
             w, sqnr = solve(row, device)
             put(row, out, w, sqnr, device)
-        row.tensor = None  # the float weight is free before the next is read
+        row.tensor = None  # frees the float weight before the next is read
         if row.active:
             done += 1
             if progress is not None:
@@ -157,7 +157,7 @@ def run_handler_row(model: nn.Module, row: PlanRow, out: Row, device: Any) -> No
 
 
 def put_(row: PlanRow, out: Row, w: AffineQuantizedTensor, sqnr: float, device: Any) -> None:
-    """Put a solved weight in its places and say so; the float weight is let go."""
+    """Replace the parameter by its quantized weight in every place, fill in the report row, free the float weight."""
     out.sqnr, out.bytes_after = (None if w.is_meta else sqnr), w.nbytes
     if w.is_meta:
         out.note = "; ".join(filter(None, (out.note, "on the meta device, without values")))
@@ -188,9 +188,9 @@ def solve(row: PlanRow, device: torch.device | str | None = None) -> tuple[Affin
 def quantize_weight(
     x: Tensor, scheme: Scheme, name: str = "weight", layout: str = "plain"
 ) -> tuple[AffineQuantizedTensor, float]:
-    """x [.., contracted] under a scheme: (tensor in ``layout``, SQNR in dB). Raises ValueError for NaN or inf.
+    """Quantize x [.., contracted] under a scheme: (tensor in ``layout``, SQNR in dB). Raises ValueError for NaN or inf.
 
-    Where the device has no fast way: in rows, so that temporaries stay small.
+    Without a fast kernel for the device it works on chunks of rows, so that temporaries stay small.
     """
     spec = scheme.weight.with_(layout=layout)
     fast = quantize_backends.quantize(x, spec, scheme.rule, scheme.eps)
@@ -240,14 +240,14 @@ def static_parts(scheme: Scheme, device: torch.device) -> dict[str, Tensor]:
 
 
 def replace_(row: PlanRow, tensor: Tensor) -> None:
-    """Put one tensor in all places of a row: as one Parameter, or as a plain tensor where it was one."""
+    """Put one tensor in all places of a row, as one Parameter, or as a plain tensor if a place held one."""
     value = nn.Parameter(tensor, requires_grad=False)
     for place in row.places:
         place.set(value)
 
 
 def _move_rest(row: PlanRow, device: Any) -> None:
-    """What else the modules of a row hold themselves (a bias) follows its weight."""
+    """Move the other tensors of a row's modules (a bias) to the device of the weight."""
     for place in row.places if device is not None else ():
         for p in place.module._parameters.values():
             if p is not None and not isinstance(p, AffineQuantizedTensor):
@@ -257,9 +257,9 @@ def _move_rest(row: PlanRow, device: Any) -> None:
 
 
 def dequantize_(model: nn.Module) -> Report:
-    """Undo: every quantized parameter becomes the float tensor it stands for; ties are kept. Returns what was done.
+    """Dequantize every quantized parameter in place; ties are kept. Returns a report.
 
-    A frozen model is thawed first. requires_grad stays as it is on the quantized parameter (quantize_ leaves it False).
+    A frozen model is thawed first. requires_grad is copied from the quantized parameter (quantize_ leaves it False).
     """
     rows = []
     thaw_(model)

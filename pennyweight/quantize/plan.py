@@ -1,4 +1,4 @@
-"""plan(): what quantize_ would do to every parameter, without doing it."""
+"""plan(): lists what quantize_ would do to every parameter. Changes nothing."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ON_INDIVISIBLE = ("pad", "largest_divisor", "skip", "error")
 
 @dataclass
 class PlanRow:
-    """One parameter and what it becomes (scheme None: left alone, ``note`` says why), or a module with its handler.
+    """One parameter and its scheme (scheme None: left alone, ``note`` gives the reason), or a module with its handler.
 
     tensor   the parameter; None for a handler's row
-    places   every place where it hangs, the first being the row's name; several where it is tied
-    ops      of the kernel table, by which it is read
-    already  whether it carries this very scheme
+    places   every module attribute that holds it; the first gives the row's name; several if it is tied
+    ops      kernel-table ops that read it
+    already  True if it already has this scheme
     latency  of its layer, once measured
-    call     a handler, ready to run: (model, device=...) -> the new module; handled: the config it runs under
+    call     the bound handler: (model, device=...) -> the new module; handled: its config
     """
 
     name: str
@@ -62,18 +62,18 @@ class PlanRow:
 
     @property
     def tied(self) -> tuple[str, ...]:
-        """Its further names."""
+        """Its other names."""
         return tuple(p.name for p in self.places[1:])
 
     @property
     def active(self) -> bool:
-        """Whether it will be changed."""
+        """True if quantize_ will change it."""
         return self.call is not None or (self.scheme is not None and not self.already)
 
 
 @dataclass
 class Plan:
-    """Rows of every parameter, in the model's order; a tied parameter appears once."""
+    """One row per parameter, in the model's order; a tied parameter appears once."""
 
     config: Any
     rows: list[PlanRow]
@@ -84,7 +84,7 @@ class Plan:
         return [r for r in self.rows if r.active]
 
     def report(self) -> Report:
-        """What the plan promises, as a report without SQNR."""
+        """The plan as a report without SQNR."""
         rows = []
         for r in self.rows:
             scheme = type(r.handled).__name__ if r.call is not None else "" if r.scheme is None else str(r.scheme)
@@ -105,21 +105,21 @@ def plan(
     handlers: Mapping[type, Handler] | None = None,
     device: torch.device | str | None = None,
 ) -> Plan:
-    """List every parameter with its site, scheme, kernel, bytes, and the reason where it is left alone. Pure.
+    """List every parameter with its site, scheme, kernel, bytes, and the reason if it is left alone. Changes nothing.
 
-    filter_fn(module, fqn) picks modules; default: linear ones. handlers: default those that are registered. Works on
-    the meta device. Raises PlanError where the plan quantizes nothing, a key matches nothing, the config does not fit a
-    layer, or the model is frozen.
+    filter_fn(module, fqn) selects modules; default: linear ones. handlers: default: the registered ones. Works on the
+    meta device. Raises PlanError if the plan quantizes nothing, a key matches nothing, the config does not fit a layer,
+    or the model is frozen.
     """
     if not isinstance(config, AOBaseConfig):
         raise PlanError(f"config must be an AOBaseConfig such as Int8WeightOnlyConfig(), got {config!r}")
     if on_indivisible not in ON_INDIVISIBLE:
         raise PlanError(f"on_indivisible must be one of {ON_INDIVISIBLE}, got {on_indivisible!r}")
     if device is not None and torch.device(device).type == "meta":
-        raise PlanError("device='meta' would throw the weights away; leave device out")
+        raise PlanError("device='meta' would discard the weights; leave device out")
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
     if frozen:
-        raise PlanError(f"{frozen[0] or 'model'} is frozen ({len(frozen)} layers are); thaw_(model) first")
+        raise PlanError(f"{frozen[0] or 'model'} is frozen ({len(frozen)} layers in all); call thaw_(model) first")
     chosen = rules(config, filter_fn)
     everywhere = list(places(model))
     handlers = HANDLERS if handlers is None else handlers
@@ -137,10 +137,10 @@ def plan(
         if handler is not None and choice.named:
             rows.append(_handled_parameter(choice, tensor, handler))
             continue
-        if handler is not None:  # a handler for whole modules, and this one is none of those it was asked for
+        if handler is not None:  # a handler for whole modules that was not selected for this module
             module, tells = choice.place.module, TELLS.get(type(choice.config))
             why = refused.get(id(tensor)) or (tells(module, choice.config)[1] if tells is not None else "")
-            choice = choice._replace(config=None, why=why or f"{type(module).__name__} is not asked for")
+            choice = choice._replace(config=None, why=why or f"{type(module).__name__}: not selected by default")
         rows.append(_row(where, tensor, choice, on_indivisible, device))
     _check(rows)
     return Plan(config, rows)
@@ -152,7 +152,7 @@ def plan(
 def _row(where: list[Place], tensor: Tensor, choice: Choice, on_indivisible: str, device: Any) -> PlanRow:
     name, kind = where[0].name, type(where[0].module).__name__
     if nn.parameter.is_lazy(tensor):
-        raise PlanError(f"{name} is not initialised yet; run the model on one batch first")
+        raise PlanError(f"{name} is a lazy parameter without values; run the model on one batch first")
     size = int(tensor.nbytes)
     row = PlanRow(name, kind, tuple(tensor.shape), size, size, tensor, tuple(where), key=choice.key)
     site = make_site(choice.place, tensor, named=choice.named)
@@ -178,10 +178,10 @@ def _row(where: list[Place], tensor: Tensor, choice: Choice, on_indivisible: str
 
 
 def _check_batched(row: PlanRow) -> None:
-    """Raise ValueError for experts that only a dequantized copy of all of them would multiply."""
+    """Raise ValueError for experts that could only run through a dequantized copy of all of them."""
     if get_kernel(row.ops[0], row.kernel).rank < 0:
         raise ValueError(
-            f"no kernel multiplies a batch of them stored so; FqnToConfig({{{row.name!r}: config}}) insists"
+            f"no batched kernel supports this scheme; FqnToConfig({{{row.name!r}: config}}) quantizes them anyway"
         )
 
 
@@ -207,10 +207,10 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
         notes.append(f"{site.shape[-1]} inputs padded to {width}")
     part = local_tensor(tensor)
     if part is not tensor:
-        notes.append(f"quantized whole on each rank, then cut: {', '.join(map(str, tensor.placements))}")  # type: ignore[attr-defined]
+        notes.append(f"quantized in full on each rank, then sharded: {', '.join(map(str, tensor.placements))}")  # type: ignore[attr-defined]
     if isinstance(part, AffineQuantizedTensor):
-        row.already = _carries(part, scheme)
-        notes.append("already so" if row.already else f"was {part.spec.with_(layout='plain')}, through float once")
+        row.already = _has_scheme(part, scheme)
+        notes.append("already quantized" if row.already else f"was {part.spec.with_(layout='plain')}, requantized")
     if row.already and isinstance(part, AffineQuantizedTensor):
         row.layout, row.kernel = part.spec.layout, select(row.ops[0], case_of(part)).name
     else:
@@ -225,14 +225,14 @@ def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any
 
 @lru_cache(maxsize=4096)
 def _try(scheme: Scheme, rank: int, dtype: torch.dtype) -> None:
-    """Raise ValueError where the scheme cannot hold a weight of that rank, by quantizing a single zero.
+    """Raise ValueError if the scheme does not support a weight of that rank. Quantizes a single zero to find out.
 
-    Not a weight on the meta device: its first operation imports a second's worth of torch.
+    Does not use the meta device: its first operation makes torch import modules for a second.
     """
     quantize(torch.zeros((1,) * rank, dtype=dtype, device="cpu"), scheme.weight, scheme.rule, scheme.eps)
 
 
-def _carries(w: AffineQuantizedTensor, scheme: Scheme) -> bool:
+def _has_scheme(w: AffineQuantizedTensor, scheme: Scheme) -> bool:
     same = w.spec.with_(layout="plain") == scheme.weight.with_(layout="plain") and w.act == scheme.act
     if not same or scheme.act_scale is None or w.act_scale is None or w.act_scale.is_meta:
         return same
@@ -249,8 +249,8 @@ def _carries(w: AffineQuantizedTensor, scheme: Scheme) -> bool:
 def _handled(
     model: nn.Module, chosen: Rules, handlers: Mapping[type, Handler], adapters: set[int]
 ) -> tuple[list[PlanRow], set[int], dict[int, str]]:
-    """Rows of the modules that a handler will transform, the ids of the parameters that go with them, and those of the
-    modules that it will not, with the reason."""
+    """(rows of the modules that a handler will transform, ids of their parameters, {id: reason} for the parameters of
+    modules that the handler rejects)."""
     rows: list[PlanRow] = []
     taken: set[int] = set()
     refused: dict[int, str] = {}
@@ -276,12 +276,12 @@ def _handled(
 
 
 def _handled_parameter(choice: Choice, tensor: Tensor, handler: Handler) -> PlanRow:
-    """A handler asked for by a parameter's own name."""
+    """The row of a handler selected by a parameter's own name."""
     place = choice.place
     if not takes_parameter_name(handler):
         raise PlanError(
-            f"{place.name}: the handler of {type(choice.config).__name__} must take parameter_name to be used with the "
-            "name of a parameter; name the module instead"
+            f"{place.name}: the handler of {type(choice.config).__name__} takes no parameter_name, so the key must "
+            "name a module, not a parameter"
         )
     size = int(tensor.nbytes)
     row = _call_row(place.name, place.module_name, place.module, choice.config, handler, place.param, size)
@@ -302,15 +302,15 @@ def _call_row(
 
 
 def _check(rows: list[PlanRow]) -> None:
-    """Raise PlanError for a key under which nothing is quantized, and for a plan that does nothing."""
+    """Raise PlanError for a key that quantizes nothing, and for a plan that does nothing."""
     for key in dict.fromkeys(r.key for r in rows if r.key not in ("", "_default")):
         mine = [r for r in rows if r.key == key]
         if not any(r.site is not None or r.call is not None or r.note.startswith("skipped by") for r in mine):
-            raise PlanError(f"{key!r} names nothing that can be quantized: {mine[0].name}: {mine[0].note}")
+            raise PlanError(f"{key!r} matches nothing that can be quantized: {mine[0].name}: {mine[0].note}")
     if not any(r.scheme is not None or r.call is not None for r in rows):
         reasons = sorted({f"{r.type_name}: {r.note}" for r in rows if r.note and len(r.shape) > 1})
         raise PlanError(
             "nothing would be quantized; "
             + ("; ".join(reasons[:6]) if reasons else "the model has no parameters with two or more axes")
-            + ". Choose modules with filter_fn=lambda module, fqn: ..., or parameters by name with FqnToConfig"
+            + ". Select modules with filter_fn=lambda module, fqn: ..., or parameters by name with FqnToConfig"
         )

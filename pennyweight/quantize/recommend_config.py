@@ -1,4 +1,4 @@
-"""recommend(): which config makes a model fastest on this machine, within bounds of size and error, by trying them."""
+"""recommend(): tries configs to find the fastest for a model on this machine, within size and error bounds."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ CANDIDATES: tuple[AOBaseConfig, ...] = (
     Int4WeightOnlyConfig(32),
     Int8DynamicActivationInt4WeightConfig(),
 )
-SECONDS = 0.5  # of timing one candidate beside float
-TURN = 0.05  # of calls of one model before the other's: one that fits into a cache is found there, as in use
-TRIES = 3  # of timing one candidate on a busy machine
+SECONDS = 0.5  # to time one candidate against float
+TURN = 0.05  # seconds of consecutive calls of one model, so that a model that fits into a cache stays there, as in use
+TRIES = 3  # repeated timings of one candidate on a busy machine
 
 Choices = dict[str, tuple[AOBaseConfig, float | None]]  # by parameter: config, and speed relative to float if measured
 
@@ -53,21 +53,21 @@ def recommend(
     candidates: Sequence[AOBaseConfig] | None = None,
     seconds: float = SECONDS,
 ) -> Recommendation:
-    """The fastest config for this model, these inputs and this machine that keeps within the bounds.
+    """The fastest config for this model, these inputs and this machine within the bounds.
 
-    example_inputs  a tensor, a tuple of arguments, or a mapping of keyword arguments; of the size that matters to you
+    example_inputs  a tensor, a tuple of arguments, or a mapping of keyword arguments; use a realistic size
     max_bytes       of parameters and buffers
-    max_error       of the outputs, relative to the model as it is: ||y - y_float|| / ||y_float||
+    max_error       of the outputs, relative to the unchanged model: ||y - y_float|| / ||y_float||
     candidates      configs to try; default: int8 dynamic and weight-only, int4 in groups of 128 and 32, int8 dynamic
-                    on int4. The model as it is takes part always
-    seconds         of timing each candidate
+                    on int4. The unchanged model is always a candidate
+    seconds         to time each candidate
 
-    Then a mixture is tried too: for each linear layer whatever was fastest at the numbers of rows that it has in a
-    call, float included; where that is too large, float excluded. Among those within 5 % of the fastest the most exact
-    wins. The model is run in eval mode and is not changed: copies share its parameters, so memory is needed for one
-    quantized copy at a time (for a whole one where a config has a handler), and for measuring layers. A candidate that
-    does not fit is not timed. Raises ValueError for inputs or bounds that mean nothing; a config that cannot be applied
-    is a row with the reason.
+    A mixed-precision config is tried last: each linear layer gets the fastest config at the numbers of rows of its
+    calls, float included; if the result is too large, float is excluded. Among the candidates within 5 % of the fastest
+    the most accurate one is chosen. The model runs in eval mode and is not changed. Copies share its parameters, so
+    memory is needed for one quantized copy at a time (a full copy if a config has a handler), and to measure layers. A
+    candidate outside the bounds is not timed. Raises ValueError for invalid inputs or bounds; a config that cannot be
+    applied gets a row with the reason.
     """
     if any(bound is not None and not bound > 0 for bound in (max_bytes, max_error)):
         raise ValueError(f"max_bytes and max_error must be positive, got {max_bytes} and {max_error}")
@@ -86,7 +86,7 @@ def recommend(
 
 
 class _Trial:
-    """One model, its exact outputs, and the bounds."""
+    """One model, its reference outputs, and the bounds."""
 
     def __init__(
         self, model: nn.Module, inputs: Any, max_bytes: int | None, max_error: float | None, seconds: float
@@ -97,14 +97,16 @@ class _Trial:
         self.rows, output = layer_calls(self.base, lambda: self.call(self.base))
         self.exact = _floats(output)
         if not self.exact:
-            raise ValueError(f"the model gives no floating-point tensor for these inputs but {type(output).__name__}")
+            raise ValueError(
+                f"the model returns no floating-point tensor for these inputs, got {type(output).__name__}"
+            )
         self.wait, self.quickest = wait_for(self.exact[0].device), math.inf
 
     def call(self, model: nn.Module) -> Any:
         return run_batch(model, self.inputs)
 
     def floating(self) -> Candidate:
-        """The model as it is."""
+        """The unchanged model."""
         out = Candidate("as it is", None, _nbytes(self.base), _error(self.exact, _floats(self.call(self.base))))
         out.why = self._misfit(out)
         if out.fits:
@@ -126,8 +128,8 @@ class _Trial:
         return out
 
     def _timed(self, *models: nn.Module) -> list[float]:
-        """Seconds of a call of each, the first being the model as it is; measured again, a few times, while that takes
-        much longer than it was seen to take: the machine has other work then."""
+        """Seconds of a call of each; the first is the unchanged model. Repeats the measurement a few times while the
+        first takes much longer than its best time so far, because the machine is then busy."""
         calls = [partial(self.call, model) for model in models]
         found = [math.inf]
         for _ in range(TRIES):
@@ -149,10 +151,10 @@ class _Trial:
     # -- mixtures ----------------------------------------------------------------------------------------------------
 
     def mixtures(self, tried: list[Candidate]) -> list[tuple[AOBaseConfig, str]]:
-        """Configs of the fastest candidate for each layer, with their names: float included, then excluded.
+        """(config, name) of the fastest candidate for each layer: float included, then excluded.
 
-        Only of candidates that are exact enough by themselves, and only where the mixture is none of them. What is not
-        a linear layer, or is not called, stays as in the fastest of them.
+        Only candidates within the error bound take part, and a mixture equal to one of them is dropped. Layers that are
+        not linear or are not called keep the scheme of the fastest candidate.
         """
         exact = [c for c in tried if c.error is not None and (self.max_error is None or c.error <= self.max_error)]
         exact.sort(key=lambda c: -(c.speed or 0))
@@ -170,7 +172,7 @@ class _Trial:
         return made
 
     def _choices(self, config: AOBaseConfig) -> Choices:
-        """What a config makes of each parameter, and how fast that is."""
+        """The config of each parameter, and its speed."""
         out, chooses = plan(self.base, config), rules(config, None)
         measure_(
             out,
@@ -188,9 +190,9 @@ class _Trial:
 
 
 def fastest_per_layer(choices: Sequence[Choices], least_speed: float) -> dict[str, AOBaseConfig]:
-    """The fastest config for each parameter; none where none is faster than ``least_speed`` times float.
+    """The fastest config for each parameter; no entry if none is faster than ``least_speed`` times float.
 
-    A parameter whose speed is not known stays as in the first of them.
+    A parameter that was not timed keeps its config from the first of ``choices``.
     """
     table = {}
     for name in dict.fromkeys(name for some in choices for name in some):
@@ -213,7 +215,8 @@ def _has_handler(config: AOBaseConfig) -> bool:
 
 
 def _copy(model: nn.Module, config: AOBaseConfig | None) -> nn.Module:
-    """A copy in eval mode that shares the parameters, which quantize_ replaces; a handler may do anything to them."""
+    """A copy in eval mode that shares the parameters (quantize_ replaces them); a full copy if a config has a handler,
+    which may change them in place."""
     shared = {} if config is not None and _has_handler(config) else {id(p): p for p in model.parameters()}
     return copy.deepcopy(model, shared).eval()
 
@@ -228,7 +231,7 @@ def _floats(output: Any) -> list[Tensor]:
 
 
 def _error(exact: list[Tensor], found: list[Tensor]) -> float:
-    """||found - exact|| / ||exact|| where exact is finite (a mask of -inf is no signal); inf for other shapes."""
+    """||found - exact|| / ||exact|| over the finite elements of exact (masks hold -inf); inf if the shapes differ."""
     if [t.shape for t in exact] != [t.shape for t in found]:
         return math.inf
     noise = signal = 0.0

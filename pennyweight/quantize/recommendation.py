@@ -1,4 +1,4 @@
-"""What recommend() returns: candidates with their figures, which one is best, and why."""
+"""The result of recommend(): candidates with their measurements, the best one, and the reason."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from .configs import AOBaseConfig
 from .report import NOISE, size
 
-# The float model is timed beside each candidate; where its times differ by more, the machine had other work.
+# The float model is timed with each candidate; if its times differ by more than this ratio, the machine was busy.
 BUSY = 1.5
 
 
 @dataclass
 class Candidate:
-    """One config, tried on the whole model. config None: the model as it is.
+    """One config, tried on the whole model. config None: the unchanged model.
 
     nbytes         of parameters and buffers
     error          ||y - y_float|| / ||y_float|| over all floating-point outputs for the example; None: not tried
-    seconds        of one call, the least of many, and float_seconds of the model as it is in the same rounds;
-                   None: not timed, because it does not fit
-    why            it does not fit, or could not be tried
+    seconds        minimum time of one call; float_seconds: that of the unchanged model in the same rounds;
+                   None: not timed, because it is outside the bounds
+    why            the reason if it is outside the bounds or could not be tried
     """
 
     name: str
@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def speed(self) -> float | None:
-        """Relative to the model as it is: above 1 is faster."""
+        """Relative to the unchanged model: above 1 is faster."""
         return self.float_seconds / self.seconds if self.seconds and self.float_seconds else None
 
     @property
@@ -53,11 +53,11 @@ class Candidate:
 
 @dataclass
 class Recommendation:
-    """What :func:`recommend` found; printing it is the point. ``config`` goes to ``quantize_`` as it is.
+    """The result of :func:`recommend`; print() shows a table. Pass ``config`` to ``quantize_``.
 
-    chosen      None where nothing fits
-    candidates  all that were tried, the model as it is first
-    verdict     in one sentence
+    chosen      None if no candidate is within the bounds
+    candidates  all that were tried, the unchanged model first
+    verdict     one sentence
     """
 
     chosen: Candidate | None
@@ -67,7 +67,7 @@ class Recommendation:
 
     @property
     def config(self) -> AOBaseConfig | None:
-        """For ``quantize_``; None: leave the model as it is, or nothing fits, see ``verdict``."""
+        """For ``quantize_``; None: leave the model unchanged, or nothing fits, see ``verdict``."""
         return None if self.chosen is None else self.chosen.config
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Recommendation:
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Of those that fit and are within 5 % of the fastest, the most exact. None where none fits."""
+    """The most accurate candidate within the bounds and within 5 % of the fastest. None if none fits."""
     fitting = [c for c in candidates if c.fits]
     fastest = max((c.speed or 0 for c in fitting), default=0)
     near = [c for c in fitting if (c.speed or 0) * NOISE >= fastest]
@@ -113,7 +113,7 @@ def best(candidates: Sequence[Candidate]) -> Candidate | None:
 def verdict(
     chosen: Candidate | None, found: Sequence[Candidate], max_bytes: int | None, max_error: float | None
 ) -> str:
-    """What to do, in one sentence, and whether the times can be trusted."""
+    """The recommendation in one sentence, with a warning if the machine was busy."""
     if chosen is None:
         bounds = {"max_bytes": max_bytes, "max_error": max_error}
         asked = " and ".join(f"{name}={value}" for name, value in bounds.items() if value is not None)

@@ -1,4 +1,4 @@
-"""Report: what happened to every parameter. Printing it is the point; to_json keeps it; check() gates on it."""
+"""Report: what happened to every parameter. print() shows a table, to_json() serializes it, check() enforces limits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# A layer counts as slower than float from this ratio of its times on: what two measurements of one thing differ by.
+# A layer counts as slower than float above this ratio of times: the noise between two measurements of one thing.
 NOISE = 1.05
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Microseconds of one call of a linear layer with so many rows, float and quantized, measured side by side."""
+    """Microseconds of one call of a linear layer with ``rows`` rows of input, float and quantized, timed in turns."""
 
     rows: int
     float_us: float
@@ -29,20 +29,20 @@ class Latency:
 
     @property
     def slower(self) -> bool:
-        """Whether it is slower than float by more than measurements differ."""
+        """True if it is slower than float by more than the measurement noise."""
         return self.quantized_us > NOISE * self.float_us
 
 
 @dataclass
 class Row:
-    """One parameter. bytes_* are true storage; sqnr is that of the weight, in dB; note says what is worth saying;
-    latency is there where it was asked for and the layer is linear; error is that of the layer's output on the
-    calibration data, E|(Wq - W) x|^2, as a fraction of round-to-nearest's."""
+    """One parameter. bytes_* are true storage; sqnr is the weight's, in dB; note is a remark for the user; latency is
+    present if it was requested and the layer is linear; error is the error of the layer's output on the calibration
+    data, E|(Wq - W) x|^2, as a fraction of round-to-nearest's."""
 
     name: str
     type: str
     shape: tuple[int, ...]
-    scheme: str  # "" where the parameter was left alone
+    scheme: str  # "" if the parameter was left alone
     kernel: str
     bytes_before: int
     bytes_after: int
@@ -58,8 +58,8 @@ class Row:
 
 @dataclass
 class Report:
-    """Rows of every parameter in the model's order; ties appear once, under their first name. notes: what is to be said
-    of the model as a whole."""
+    """One row per parameter in the model's order; tied parameters appear once, under their first name. notes: remarks
+    about the whole model."""
 
     config: str
     rows: list[Row] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def slower(self) -> list[Row]:
-        """Quantized, and measured to be slower than float at one of the numbers of rows."""
+        """Quantized layers measured slower than float at one of the numbers of rows."""
         return [r for r in self.quantized if any(t.slower for t in r.latency)]
 
     @property
@@ -94,7 +94,7 @@ class Report:
         return sum(r.bytes_before for r in self.quantized) / max(1, self.bytes_before)
 
     def check(self, *, min_sqnr: float | None = None, min_fraction: float | None = None) -> Report:
-        """Raise ValueError that names the rows where a weight's SQNR is below ``min_sqnr`` dB, or where less than
+        """Raise ValueError, with the layers' names, if the SQNR of a weight is below ``min_sqnr`` dB, or if less than
         ``min_fraction`` of the bytes was quantized. Returns itself."""
         if min_sqnr is not None:
             bad = [r for r in self.quantized if r.sqnr is not None and r.sqnr < min_sqnr]
@@ -106,7 +106,8 @@ class Report:
         if min_fraction is not None and self.fraction < min_fraction:
             left = ", ".join(r.name for r in sorted(self.skipped, key=lambda r: -r.bytes_before)[:5])
             raise ValueError(
-                f"only {self.fraction:.0%} of the bytes were quantized, {min_fraction:.0%} asked; largest left: {left}"
+                f"only {self.fraction:.0%} of the bytes were quantized, {min_fraction:.0%} required; largest left "
+                f"unquantized: {left}"
             )
         return self
 
@@ -122,7 +123,7 @@ class Report:
         rows = [{**asdict(r), "shape": list(r.shape), "latency": [asdict(t) for t in r.latency]} for r in self.rows]
         for row in rows:
             if row["sqnr"] is not None and not math.isfinite(row["sqnr"]):
-                row["sqnr"] = "inf"  # JSON has no infinity; exact weights are real
+                row["sqnr"] = "inf"  # JSON has no infinity; weights quantized without error have it
         return {
             "version": 1, "config": self.config, "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after, "notes": self.notes, "rows": rows,
@@ -135,18 +136,18 @@ class Report:
         return self.table(full=len(self.quantized) <= FOLD_ABOVE)
 
     def table(self, *, full: bool = True) -> str:
-        """The report as text. Not ``full``: layers that differ in a number of their name alone share a line, which
-        shows their count, their bytes together, and the least and greatest SQNR. "speed" is float's time by the
-        layer's, for each number of rows that was measured; it is there where something was. "error/nearest" is the
-        squared error of the layer's output on the calibration data by that of round-to-nearest."""
+        """The report as text. With ``full=False``, layers whose names differ only in a number share a line, which shows
+        their count, their total bytes, and the minimum and maximum SQNR. "speed" is the float time divided by the
+        layer's, for each measured number of rows; the column is absent if nothing was measured. "error/nearest" is the
+        squared error of the layer's output on the calibration data divided by that of round-to-nearest."""
         from io import StringIO
 
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        told = "\n".join((self.summary(), *self.notes))
-        table = Table(title=Text(self.config), title_justify="left", caption=Text(told), caption_justify="left")
+        caption = "\n".join((self.summary(), *self.notes))
+        table = Table(title=Text(self.config), title_justify="left", caption=Text(caption), caption_justify="left")
         speed = ("speed",) if any(r.latency for r in self.rows) else ()
         error = ("error/nearest",) if any(r.error is not None for r in self.rows) else ()
         for name in ("parameter", "shape", "scheme", "kernel", "before", "after", "SQNR dB", *error, *speed, "note"):
@@ -158,7 +159,7 @@ class Report:
             times = [_range(rows, "error", 2)] if error else []
             times += [_speed(one)] if speed else []
             cells = (name, shape, one.scheme, one.kernel, *_sizes(rows), _range(rows, "sqnr", 1), *times, one.note)
-            table.add_row(*map(Text, cells))  # Text, because "[64]" would be read as markup
+            table.add_row(*map(Text, cells))  # Text: rich would parse "[64]" as markup
         for note, rows in _groups(self.skipped, lambda r: r.note).items():
             name = rows[0].name if len(rows) == 1 else f"{rows[0].name} and {len(rows) - 1} more"
             times = ["" for _ in (*error, *speed)]
@@ -178,7 +179,7 @@ def _numberless(row: Row) -> tuple[Any, ...]:
 
 
 def _groups(rows: list[Row], key: Callable[[Row], Any]) -> dict[str, list[Row]]:
-    """Rows of equal key, in the order of their first, under what to call them."""
+    """Rows grouped by key, in order of first appearance, under a label."""
     found: dict[Any, list[Row]] = {}
     for r in rows:
         found.setdefault(key(r), []).append(r)
@@ -207,7 +208,7 @@ def _speed(row: Row) -> str:
 
 
 def size(n: float) -> str:
-    """Bytes for people: 1.5 kB, 22.7 MB; powers of 1000."""
+    """Bytes as text: 1.5 kB, 22.7 MB; powers of 1000."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if n < 1000 or unit == "TB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
@@ -220,10 +221,10 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 
 def nbytes_of(text: str | float) -> int:
-    """The other way round: bytes of "4GB", "1.5 GiB", "500_000", or of a number of them. Raises ValueError."""
+    """Parse a size: "4GB", "1.5 GiB", "500_000", or a number of bytes. Raises ValueError."""
     match = _AMOUNT.fullmatch(str(text).strip()) if type(text) in (str, int, float) else None
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{text!r} is no size; write 4GB, 500MB or 2GiB")
+        raise ValueError(f"{text!r} is not a size; write for example 4GB, 500MB or 2GiB")
     found = int(float(match[1]) * _UNITS[match[2].upper()])
     if found < 1:
         raise ValueError(f"a size must be at least one byte, got {text!r}")

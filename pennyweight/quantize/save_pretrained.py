@@ -1,8 +1,8 @@
-"""Models that save themselves, by ``save_pretrained``: their library is told how, once they hold quantized weights.
+"""Makes ``save_pretrained`` of transformers and diffusers work for models that were quantized in place.
 
-These libraries ask an object on the model, its quantizer, what to write. ``from_pretrained`` puts it there; for a model
-that is quantized in place somebody has to. Adapters live on a floor above, so they are named here and imported when a
-model of their library comes by; a library that nobody imported is not imported.
+These libraries call a quantizer object on the model to learn what to write. ``from_pretrained`` attaches it; for a
+model quantized in place this module does. The adapters are in a higher layer of the package, so they are listed here by
+name and imported only for a model of their library; a library that was not imported stays so.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..core.tensor import AffineQuantizedTensor
 
 
 class Library(NamedTuple):
-    """A library whose models save themselves.
+    """A library whose models have ``save_pretrained``.
 
-    module, base  where its class of models is defined, and its name
-    adapter       module of ours with ``settle_(model, quantized, config)``
+    module, base  the module that defines its model base class, and the name of the class
+    adapter       module of this package with ``settle_(model, quantized, config)``
     """
 
     module: str
@@ -37,10 +37,10 @@ LIBRARIES = (
 
 
 def settle_saving_(model: nn.Module, config: Any = None) -> None:
-    """Make ``save_pretrained`` of ``model``, and of models within it, fit the weights that they hold now.
+    """Attach or remove the quantizer of ``model``, and of models within it, to match their current weights.
 
-    config: by which they were quantized, where that is known. Only the outermost model of a library within ``model``
-    gets its quantizer: what holds a part of it cannot be found from there.
+    config: the config of the quantized weights, if known. Only the outermost model of a library within ``model`` gets a
+    quantizer.
     """
     for library in LIBRARIES:
         base = getattr(sys.modules.get(library.module), library.base, None)
@@ -53,11 +53,11 @@ def settle_saving_(model: nn.Module, config: Any = None) -> None:
 def _settle(owner: nn.Module, quantized: bool, config: Any, library: Library) -> None:
     try:
         adapter = import_module(library.adapter)
-    except ImportError as e:  # a release that the adapter does not know; the weights are quantized all the same
+    except ImportError as e:  # a release that the adapter does not support; the weights are quantized all the same
         warnings.warn(
-            f"save_pretrained of {type(owner).__name__} will not be able to write its quantized weights, because "
-            f"{library.adapter} does not fit this release of {library.module.partition('.')[0]} ({e}); save it with "
-            "pennyweight.save(model, folder)",
+            f"save_pretrained of {type(owner).__name__} cannot write its quantized weights, because "
+            f"{library.adapter} does not support this release of {library.module.partition('.')[0]} ({e}); save it "
+            "with pennyweight.save(model, folder)",
             stacklevel=4,
         )
         return

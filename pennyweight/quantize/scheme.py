@@ -1,4 +1,4 @@
-"""Scheme: what a parameter becomes."""
+"""Scheme: how one parameter is quantized."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..core.spec import ActivationSpec, QuantSpec
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a weight is stored, how its input is quantized, and how the weight's parameters are chosen.
+    """How a weight is stored, how its input is quantized, and how the weight's qparams are chosen.
 
     rule, eps                   see :func:`pennyweight.core.qparams.choose`
-    act_scale, act_zero_point   stored parameters of a static activation, one for the whole input
+    act_scale, act_zero_point   qparams of a static activation, one for the whole input
     """
 
     weight: QuantSpec
@@ -27,16 +27,16 @@ class Scheme:
         static = self.act is not None and self.act.mode == "static"
         if static != (self.act_scale is not None):
             raise ValueError(
-                "a static activation needs act_scale; calibrate for one, or make it dynamic"
+                "a static activation needs act_scale; calibrate to get one, or use a dynamic activation"
                 if static
-                else f"act_scale={self.act_scale} is for a static activation, this one is {self.act}"
+                else f"act_scale={self.act_scale} needs a static activation, got {self.act}"
             )
         asymmetric = static and self.act is not None and self.act.spec.zero_point
         if asymmetric != (self.act_zero_point is not None):
-            raise ValueError("act_zero_point goes with a static activation whose spec has zero_point=True, and only so")
+            raise ValueError("act_zero_point must be given exactly if a static activation's spec has zero_point=True")
 
     def weight_only(self) -> Scheme:
-        """This scheme for an op that has no activation, such as an embedding."""
+        """This scheme without the activation, for ops that have none, such as an embedding."""
         return self if self.act is None else replace(self, act=None, act_scale=None, act_zero_point=None)
 
     def nbytes(self, shape: tuple[int, ...], layout: str) -> int:

@@ -1,4 +1,4 @@
-"""Which weights are zero: N of every M inputs, or a share."""
+"""Selects which weights a sparsity pattern sets to zero: N:M, or a share of all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .plan import PlanRow
 
 @dataclass(frozen=True)
 class SparsityPattern:
-    """kept of every ``of`` inputs in a row ("2:4"); or a share of zeros, where ``of`` is 0."""
+    """Keeps ``kept`` of every ``of`` consecutive inputs ("2:4"); if ``of`` is 0, ``share`` of the weights are zero."""
 
     text: str
     kept: int = 0
@@ -28,26 +28,26 @@ class SparsityPattern:
             found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", pattern)
             kept, of = map(int, found.groups()) if found else (0, 0)
             if not 0 < kept < of:
-                raise PlanError(f"a pattern is such as '2:4' (2 kept of each 4) or a share, got {pattern!r}")
+                raise PlanError(f"a pattern must be like '2:4' (2 kept of each 4) or a share of zeros, got {pattern!r}")
             return SparsityPattern(pattern, kept, of)
         if isinstance(pattern, bool) or not 0 < pattern < 1:
-            raise PlanError(f"a share of zeros is between 0 and 1, got {pattern!r}; or '2:4'")
+            raise PlanError(f"a share of zeros must be between 0 and 1, got {pattern!r}; or use a pattern like '2:4'")
         return SparsityPattern(f"{pattern:.0%} zeros", share=float(pattern))
 
     def check(self, row: PlanRow) -> None:
-        """Raise PlanError where the inputs of a weight are no whole runs."""
+        """Raise PlanError if ``of`` does not divide the number of inputs."""
         assert row.site is not None
         width = math.prod(row.shape[1:]) if row.site.op == "convolution" else row.site.shape[-1]
         if self.of and width % self.of:
             raise PlanError(
-                f"{row.name}: its {width} inputs are no whole runs of {self.of}; leave it out with filter_fn, or "
-                f"take a share such as {1 - self.kept / self.of:g}"
+                f"{row.name}: its {width} inputs are not divisible by {self.of}; leave it out with filter_fn, or "
+                f"use a share of zeros such as {1 - self.kept / self.of:g}"
             )
 
     def keep(self, score: Tensor, zeros: int | None = None) -> Tensor:
-        """bool like score [N, K]: which elements are kept, those of higher scores; the later of equal ones.
+        """bool like score [N, K]: True for kept elements, those with higher scores; among equal ones the later.
 
-        zeros   of the whole, for a share: chosen among all elements. None: each row has the same
+        zeros   for a share: total number of zeros, chosen among all elements. None: the same number in each row
         """
         if self.of:
             runs = score.unflatten(1, (-1, self.of))

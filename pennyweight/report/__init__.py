@@ -1,4 +1,4 @@
-"""What quantization cost: figures of outputs and layers, golden outputs, and pages that show them."""
+"""Measures quantization loss: metrics of outputs and layers, golden outputs, HTML reports."""
 
 from .compare_models import assert_kl, compare
 from .comparison import Comparison, Layer, Perplexity

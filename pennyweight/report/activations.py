@@ -1,4 +1,4 @@
-"""What the inputs of linear layers look like: how large their numbers are, and which channels stand out."""
+"""Statistics of the inputs of linear layers: magnitudes and outlier channels."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..quantize.run_batch import run_batch
 from .layers import first_tensor, unwrapped, weights
 from .outputs import batches_of, evaluating
 
-# A channel stands out where its largest number is so many times that of the median channel
+# A channel is an outlier if its largest |x| exceeds this multiple of the median channel's
 OUTLIER = 6.0
-# Bins of log2 |x|: half an octave each; what is smaller or larger goes into the first and last
+# Bins of log2 |x|: half an octave each; smaller and larger values go into the first and last
 LOW, HIGH, BINS = -16, 16, 64
 
 
 @dataclass
 class Inputs:
-    """Of one layer's inputs over all tokens: the largest |x| of each channel [K], and how many |x| fall into each bin
-    of log2 |x| (zeros into the first)."""
+    """One layer's inputs over all tokens: the largest |x| of each channel [K], and a histogram of log2 |x| (zeros go
+    into the first bin)."""
 
     name: str
     channels: Tensor
@@ -30,21 +30,21 @@ class Inputs:
 
     @property
     def ratio(self) -> float:
-        """The largest channel over the median one; 1 where all are zero."""
+        """The largest channel over the median one; 1 if all are zero."""
         median = float(self.channels.median())
         return float(self.channels.max()) / median if median > 0 else 1.0
 
     @property
     def outliers(self) -> list[int]:
-        """Channels that stand out, largest first."""
+        """Outlier channels, largest first."""
         order = self.channels.argsort(descending=True, stable=True).tolist()
         limit = OUTLIER * float(self.channels.median())
         return [c for c in order if float(self.channels[c]) > limit]
 
 
 def activations(model: nn.Module, batches: Any) -> list[Inputs]:
-    """Statistics of the inputs of each linear layer, those with the strongest outliers first. Padding is included: it
-    is quantized too."""
+    """Statistics of the inputs of each linear layer, strongest outliers first. Padding tokens are included, because
+    they are quantized too."""
     model = unwrapped(model)
     found: dict[str, Inputs] = {}
     handles = []

@@ -1,4 +1,4 @@
-"""pw.compare: a float model and its quantized counterpart on the same batches, as a whole and layer by layer."""
+"""pw.compare: compares a float model with its quantized version on the same batches, in total and per layer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .comparison import Comparison, Layer
 from .layers import Pair, first_tensor, model_bytes, pairs, same_shape, stored_bytes, unwrapped, weight_sqnr
 from .outputs import KINDS, Sums, batches_of, counting, evaluating, kind_of_output, labels_rule
 
-# Bytes of the float model's layer outputs that are held while the quantized one runs the same batch. Where a batch has
-# more, both run it again for the rest.
+# Limit in bytes of the float model's layer outputs kept while the quantized one runs the same batch. If a batch has
+# more, both models run it again for the rest.
 HELD = 1 << 30
 
 Hook = Callable[..., None]
@@ -38,25 +38,25 @@ def compare(
     seed: int = 0,
     otherwise: str = "tensor",
 ) -> Comparison:
-    """What quantization changed in a model's outputs, and which layers did it.
+    """Measure how quantization changed a model's outputs, in total and per layer.
 
-    batches      tensors, tuples of arguments, or mappings of keyword arguments; "attention_mask" says which tokens
-                 count, in the outputs and in those of layers
-    kind         of the outputs: "logits" [.., classes], "embeddings" ([B, D], or hidden states that are pooled) or
-                 "tensor". Default: logits where the output has ``.logits``, else what ``otherwise`` says
+    batches      tensors, tuples of arguments, or mappings of keyword arguments; "attention_mask" selects the tokens
+                 that count, in the model's and in the layers' outputs
+    kind         of the outputs: "logits" [.., classes], "embeddings" ([B, D], or hidden states to pool) or "tensor".
+                 Default: logits if the output has ``.logits``, else the value of ``otherwise``
     labels       "next" token, "same" (the batch's "labels") or "none"; default: see outputs.labels_rule
     pooling      of hidden states: "mean" over the tokens, "first" or "last" one
     temperature  of the retrieval KL
     layers       False: outputs only, in one run of each model
     seed         of the bootstrap
 
-    Both models run each batch in eval mode, one after the other, as they are (a compiled one uncompiled); neither is
-    changed, and each module's mode comes back. Layers are matched by the names of their weights. Memory: the float
-    model's layer outputs of one batch, at most 1 GiB of them at a time. Raises ValueError where outputs cannot be
-    compared, or where nothing was given.
+    Both models run each batch in eval mode, one after the other (a compiled model runs uncompiled). Neither is changed,
+    and each module's training mode is restored. Layers are matched by the names of their weights. Memory: the float
+    model's layer outputs of one batch, at most 1 GiB at a time. Raises ValueError if the outputs cannot be compared, or
+    if there are no batches.
     """
     if kind is not None and kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, or None to find out, got {kind!r}")
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, or None to detect it, got {kind!r}")
     if pooling not in metrics.POOLINGS:
         raise ValueError(f"pooling must be one of {', '.join(metrics.POOLINGS)}, got {pooling!r}")
     exact, found = unwrapped(float_model), unwrapped(quantized)
@@ -71,7 +71,7 @@ def compare(
                 sums = Sums(kind or kind_of_output(y, otherwise), rule, pooling)
             sums.add(batch, y, y_q)
     if sums is None or not sums.rows:
-        raise ValueError("there is nothing to compare: no batch was given, or no token of them counts")
+        raise ValueError("there is nothing to compare: no batch was given, or the masks exclude all tokens")
     kl, interval, top1, perplexity = sums.distributions(seed, temperature)
     cosines = torch.cat(sums.cosines)
     return Comparison(
@@ -83,15 +83,15 @@ def compare(
 
 
 def compare_weights(float_model: nn.Module, quantized: nn.Module) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
-    """(layers by the error of their weights, worst first; what is not in both): all that is known without inputs."""
+    """(layers by the error of their weights, worst first; weights that are not in both). Needs no inputs."""
     both, unmatched = pairs(unwrapped(float_model), unwrapped(quantized))
     return _Probe([]).layers(both), unmatched
 
 
 def assert_kl(float_model: nn.Module, quantized: nn.Module, batches: Any, max_kl: float, **how: Any) -> None:
-    """Raise AssertionError, naming the worst layers, where the mean KL (nats) exceeds ``max_kl``. For tests.
+    """Raise AssertionError with the worst layers if the mean KL (nats) exceeds ``max_kl``. For tests.
 
-    how: as for :func:`compare`. A tensor as output is taken for logits, unless ``kind`` says otherwise.
+    how: arguments of :func:`compare`. A tensor output counts as logits unless ``kind`` is given.
     """
     __tracebackhide__ = True  # pytest then shows the caller's line
     result = compare(float_model, quantized, batches, **{"otherwise": "logits", **how})
@@ -101,18 +101,18 @@ def assert_kl(float_model: nn.Module, quantized: nn.Module, batches: Any, max_kl
 
 
 class _Probe:
-    """Hooks that sum up signal and noise of each layer's output."""
+    """Hooks that sum signal and noise of each layer's output."""
 
     def __init__(self, both: list[Pair]) -> None:
         self.pairs = both
-        self.alone: dict[str, list[float]] = {}  # name -> [signal, noise], both layers given the float model's input
+        self.alone: dict[str, list[float]] = {}  # name -> [signal, noise], both layers with the float model's input
         self.stream: dict[str, list[float]] = {}  # each in its own model
         self.calls: Counter[str] = Counter()
         self.busy = False
         self.batch: Any = None
 
     def run(self, exact: nn.Module, found: nn.Module, batch: Any) -> tuple[Any, Any]:
-        """Outputs of both on a batch."""
+        """Outputs of both models on a batch."""
         self.batch = batch
         outputs: tuple[Any, Any] | None = None
         done: set[str] = set()
@@ -146,7 +146,7 @@ class _Probe:
         kwargs: Any, output: Any,
     ) -> None:  # fmt: skip
         y = first_tensor(output)
-        if y is None or self.busy:  # busy: the layer is called by itself; it may be a module of both models
+        if y is None or self.busy:  # busy: this hook is calling the layer; it may be a module of both models
             return
         if first:
             self.calls[pair.name] += 1
@@ -160,7 +160,7 @@ class _Probe:
                 self.busy = False
             self._add(self.alone, pair.name, y, alone)
         if pair.name in held or (pair.name not in done and (room[0] > 0 or not held)):
-            # a copy: what follows may write into the output, as nn.ReLU(inplace=True) does
+            # a copy: the next module may write into the output, as nn.ReLU(inplace=True) does
             held.setdefault(pair.name, []).append(y.detach().clone())
             room[0] -= y.nbytes
 
@@ -184,7 +184,7 @@ class _Probe:
         here[1] += noise
 
     def layers(self, both: list[Pair]) -> tuple[Layer, ...]:
-        """What is known of each layer: quantized ones first, the worst first."""
+        """The results per layer: quantized ones first, the worst first."""
         return tuple(sorted(map(self._layer, both), key=lambda w: (not w.quantized, w.worst)))
 
     def _layer(self, pair: Pair) -> Layer:

@@ -1,4 +1,4 @@
-"""What pw.compare found: figures of the whole model, and of each layer, worst first."""
+"""The result of pw.compare: metrics of the whole model and of each layer, worst first."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 from ..quantize.report import size
 from .metrics import Spread
 
-# What the figures of each kind of output are called
+# The name of the KL of each kind of output
 KL_OF = {"logits": "KL(float || quantized)", "embeddings": "retrieval KL"}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight and the layer it is in: the module that holds it.
+    """One weight and its layer (the module that holds it).
 
-    weights       elements; bytes: as stored in a file, codes, padding, scales and every other part included
+    weights       number of elements; bytes: as stored in a file, including codes, padding, scales and other parts
     weight_sqnr   of the weight itself, in dB
-    layer_sqnr    of the layer's output where both layers get the float model's input: what this layer costs by itself
-    stream_sqnr   of the layer's output where each runs in its own model: with all that the layers before it cost
-    calls         in all batches; 0: never called as a module, so its outputs are not known
-    tied          another name of the same tensor, under which its bytes are counted; "" for most
+    layer_sqnr    of the layer's output if both layers get the float model's input: the loss of this layer alone
+    stream_sqnr   of the layer's output if each runs in its own model: includes the loss of the layers before it
+    calls         in all batches; 0: never called as a module, so its outputs are unknown
+    tied          the name of the same tensor under which its bytes are counted; "" if not tied
     """
 
     name: str
     type: str
     shape: tuple[int, ...]
-    scheme: str  # "" where it was left alone
+    scheme: str  # "" if it was left alone
     weights: int
     bytes_float: int
     bytes: int
@@ -51,14 +51,14 @@ class Layer:
 
     @property
     def worst(self) -> float:
-        """By which layers are ordered, in dB: layer_sqnr, where it is not known weight_sqnr."""
+        """The sort key of layers, in dB: layer_sqnr, or weight_sqnr if that is unknown."""
         return self.weight_sqnr if self.layer_sqnr is None else self.layer_sqnr
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp of the mean -log of the probability of the labels: of the float model (reference), of the quantized one,
-    their ratio and its 95 % interval."""
+    """exp of the mean -log probability of the labels: of the float model (reference), of the quantized one, their ratio
+    and its 95 % interval."""
 
     reference: float
     quantized: float
@@ -69,16 +69,16 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Figures of the outputs of two models on the same inputs; see :func:`pennyweight.compare`.
+    """Metrics of the outputs of two models on the same inputs; see :func:`pennyweight.compare`.
 
     kind         "logits", "embeddings" or "tensor"
-    kl           in nats: of each token's (row's) distribution, or of embeddings the retrieval KL of each query. None
-                 for tensors, which are no distributions
+    kl           in nats: of each token's (row's) distribution, or for embeddings the retrieval KL of each query. None
+                 for tensors, which are not distributions
     kl_interval  of the mean: paired bootstrap over sequences, 95 %; None for a single sequence
-    top1         share of tokens where both models prefer the same; of embeddings: whose nearest neighbour is the same
-    cosine       of rows: mean and least
+    top1         share of tokens with the same top-1 prediction; for embeddings: with the same nearest neighbour
+    cosine       of rows: mean and minimum
     error        |y_q - y| / |y| of all outputs; sqnr: the same in dB
-    unmatched    weights that only one model has, or in other shapes: a sentence each
+    unmatched    weights that only one model has, or with different shapes: one sentence each
     """
 
     kind: str
@@ -103,23 +103,23 @@ class Comparison:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Of all quantized weights together, each once: 8 · stored bytes of all parts / weights."""
+        """Over all quantized weights, each once: 8 · stored bytes of all parts / weights."""
         once = [layer for layer in self.quantized if not layer.tied]
         weights = sum(layer.weights for layer in once)
         return 8 * sum(layer.bytes for layer in once) / weights if weights else None
 
     def worst(self, count: int = 5) -> tuple[Layer, ...]:
-        """Quantized layers that differ most from float, those first."""
+        """The quantized layers that differ most from float, worst first."""
         return tuple(layer for layer in self.quantized if layer.worst < math.inf)[:count]
 
-    # -- the gate --------------------------------------------------------------------------------------------------
+    # -- limits ----------------------------------------------------------------------------------------------------
 
     def check(
         self, *, max_kl: float | None = None, min_top1: float | None = None, max_error: float | None = None
     ) -> Comparison:
-        """Raise ValueError that names each figure beyond its bound, and the worst layers. Returns itself.
+        """Raise ValueError with each metric beyond its limit and the worst layers. Returns itself.
 
-        max_kl: of the mean, in nats; min_top1: a share between 0 and 1; max_error: of ``error``. NaN is beyond any.
+        max_kl: of the mean, in nats; min_top1: a share between 0 and 1; max_error: of ``error``. NaN fails any limit.
         """
         bad = self.beyond(max_kl, min_top1, max_error)
         if bad:
@@ -127,27 +127,27 @@ class Comparison:
         return self
 
     def beyond(self, max_kl: float | None, min_top1: float | None, max_error: float | None) -> list[str]:
-        """A clause for each figure beyond its bound. Raises ValueError for a bound on a figure there is none of."""
+        """A clause for each metric beyond its limit. Raises ValueError for a limit on an unavailable metric."""
         for name, bound, figure in (("max_kl", max_kl, self.kl), ("min_top1", min_top1, self.top1)):
             if bound is not None and figure is None:
                 raise ValueError(
-                    f"{name} is about distributions, and the outputs were compared as {self.kind!r}: pass "
-                    "kind='logits' or kind='embeddings' to compare, or bound max_error"
+                    f"{name} needs distributions, but the outputs were compared as {self.kind!r}: pass "
+                    "kind='logits' or kind='embeddings' to compare, or use max_error"
                 )
         bad = []
         if max_kl is not None and self.kl is not None and not self.kl.mean <= max_kl:
-            bad.append(f"mean {KL_OF[self.kind]} is {self.kl.mean:.3g} nats, at most {max_kl:g} asked")
+            bad.append(f"mean {KL_OF[self.kind]} is {self.kl.mean:.3g} nats, the limit is {max_kl:g}")
         if min_top1 is not None and self.top1 is not None and not self.top1 >= min_top1:
-            bad.append(f"top-1 agreement is {self.top1:.2%}, at least {min_top1:.2%} asked")
+            bad.append(f"top-1 agreement is {self.top1:.2%}, the minimum is {min_top1:.2%}")
         if max_error is not None and not self.error <= max_error:
-            bad.append(f"relative error of the outputs is {self.error:.3g}, at most {max_error:g} asked")
+            bad.append(f"relative error of the outputs is {self.error:.3g}, the limit is {max_error:g}")
         return bad
 
     def blame(self, count: int = 5) -> str:
-        """The worst layers, and what to do."""
+        """The worst layers, and a remedy."""
         some = ", ".join(f"{w.name} ({_db(w.worst)} dB as {w.scheme})" for w in self.worst(count))
         if not some:
-            return "no quantized layer differs from float; do both models hold the same weights?"
+            return "no quantized layer differs from float; do both models have the same weights?"
         return f"worst layers: {some}; give them more bits or skip them"
 
     # -- data and text -----------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Comparison:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def summary(self) -> list[tuple[str, str]]:
-        """(what, figure) of the model as a whole, as people read them."""
+        """(name, text) of each metric of the whole model."""
         out = [("compared", f"{self.rows:,} {_THINGS[self.kind]} of {self.sequences:,} sequences")]
         if self.kl is not None:
             interval = f" (95 %: {_range(self.kl_interval)})" if self.kl_interval else ""
@@ -190,7 +190,7 @@ class Comparison:
         return self.table(full=len(self.layers) <= SHOWN)
 
     def table(self, *, full: bool = True) -> str:
-        """Figures, then layers, worst first; not ``full``: as many as fit a screen."""
+        """Metrics, then layers, worst first; with ``full=False`` only as many as fit on a screen."""
         from io import StringIO
 
         from rich.console import Console
@@ -223,7 +223,7 @@ _THINGS = {"logits": "distributions", "embeddings": "embeddings", "tensor": "row
 def _caption(left: int) -> str:
     more = f"{left} better layers are not shown; .table() prints all.\n" if left else ""
     return more + (
-        "SQNR in dB, higher is better. weight: of the weight. layer: of the layer's output, both given the float "
+        "SQNR in dB, higher is better. weight: of the weight. layer: of the layer's output, both with the float "
         "model's input. stream: of its output, each in its own model."
     )
 

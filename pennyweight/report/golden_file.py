@@ -1,7 +1,7 @@
-"""golden.safetensors, read and written.
+"""Reads and writes golden.safetensors.
 
 __metadata__        {"format": "pt", "pennyweight_golden": JSON {"version": 1, "kind", "bound", "width", "batches"}}
-input.<i>.<name>    tensor, keyword argument of batch i;  input.<i>.<j>, j a number: its j-th argument
+input.<i>.<name>    tensor, keyword argument of batch i;  input.<i>.<j>, j a number: its j-th positional argument
 rows.<i>            int32 [rows];  values.<i> float32 [rows, k];  indices.<i> int32 [rows, k]
 """
 
@@ -34,7 +34,7 @@ def _path(path: str | os.PathLike[str]) -> str:
 
 
 def write(golden: Golden, path: str | os.PathLike[str]) -> str:
-    """Whole or not at all. Raises CheckpointError for inputs that safetensors cannot hold, OSError for the disk's."""
+    """Write atomically. Raises CheckpointError for inputs that safetensors cannot store, OSError for disk errors."""
     path = _path(path)
     tensors: dict[str, Tensor] = {}
     for i, inputs in enumerate(golden.inputs):
@@ -61,7 +61,7 @@ def write(golden: Golden, path: str | os.PathLike[str]) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> Golden:
-    """Checked whole. Raises CheckpointError."""
+    """Read and check everything. Raises CheckpointError."""
     path = _path(path)
     with File(os.path.realpath(path)) as file:
         if file.size > MAX_BYTES:
@@ -77,7 +77,7 @@ def _whole(file: File, name: str) -> Tensor:
 
 def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, Any]:
     if KEY not in metadata:
-        raise CheckpointError(path, None, f"holds no golden outputs: its metadata has no {KEY!r}")
+        raise CheckpointError(path, None, f"contains no golden outputs: its metadata has no {KEY!r}")
     try:
         facts = parse(metadata[KEY].encode(), max_bytes=4096, max_depth=4, floats=True)
     except ValueError as e:
@@ -87,7 +87,7 @@ def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, Any]:
     if facts.keys() != _KEYS:
         raise CheckpointError(path, None, f"{KEY} must have exactly {', '.join(sorted(_KEYS))}")
     if facts["kind"] not in SLACK or not finite_bound(facts["bound"]):
-        raise CheckpointError(path, None, f"{KEY}: kind is one of {', '.join(SLACK)}, and bound a positive number")
+        raise CheckpointError(path, None, f"{KEY}: kind must be one of {', '.join(SLACK)}, bound a positive number")
     for name, most in (("width", 1 << 31), ("batches", MAX_BATCHES)):
         if type(facts[name]) is not int or not 0 < facts[name] <= most:
             raise CheckpointError(path, None, f"{KEY}: {name} must be a whole number from 1 to {most}")
@@ -108,12 +108,12 @@ def _golden(path: str, facts: dict[str, Any], entries: Mapping[str, Entry], tens
         rows, values, indices = (outputs[name][i] for name in _OUTPUTS)
         if values.shape != indices.shape or len(rows) != len(values) or not 1 <= values.shape[1] <= width:
             shapes = f"{list(rows.shape)}, {list(values.shape)}, {list(indices.shape)}"
-            raise CheckpointError(path, f"values.{i}", f"rows, values and indices do not fit together: {shapes}")
+            raise CheckpointError(path, f"values.{i}", f"shapes of rows, values and indices do not match: {shapes}")
         if not bool(torch.isfinite(values).all()):
-            raise CheckpointError(path, f"values.{i}", "holds NaN or inf")
+            raise CheckpointError(path, f"values.{i}", "contains NaN or inf")
         if bool((rows < 0).any()) or bool(((indices < 0) | (indices >= width)).any()):
             raise CheckpointError(
-                path, f"indices.{i}", f"rows and indices must lie in the output; its width is {width}"
+                path, f"indices.{i}", f"rows and indices must be within the output; its width is {width}"
             )
     if not any(len(rows) for rows in outputs["rows"]):
         raise CheckpointError(path, "rows.0", "no row of outputs is stored")
@@ -123,14 +123,14 @@ def _golden(path: str, facts: dict[str, Any], entries: Mapping[str, Entry], tens
 
 
 def _inputs(path: str, count: int, tensors: dict[str, Tensor]) -> tuple[Any, ...]:
-    """What is left are inputs, by batch."""
+    """The inputs of each batch: all remaining tensors."""
     found: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for key, tensor in tensors.items():
         kind, _, rest = key.partition(".")
         number, _, name = rest.partition(".")
         known = kind == "input" and number in {str(i) for i in range(count)}
         if not known or not (name.isidentifier() or (name.isascii() and name.isdecimal())):
-            raise CheckpointError(path, key, f"is no input of one of {count} batches")
+            raise CheckpointError(path, key, f"is not an input of one of the {count} batches")
         found[int(number)][name] = tensor
     out: list[Any] = []
     for i, named in enumerate(found):

@@ -1,7 +1,7 @@
-"""Golden outputs: a few inputs and what the float model made of them, kept beside a checkpoint as golden.safetensors.
+"""Golden outputs: a few inputs and the float model's outputs, stored next to a checkpoint as golden.safetensors.
 
-Whoever loads the checkpoint can then tell in a moment whether this machine, this kernel and this release give what was
-meant. A wrong packing, a broken kernel and a cast to fewer bits all move the figures far beyond the bound.
+After loading the checkpoint they show within moments whether this machine, kernel and release compute the expected
+outputs. Wrong packing, a broken kernel or a cast to fewer bits all exceed the bound by far.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .layers import unwrapped
 from .metrics import Spread, ratio, spread
 from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of
 
-FILE = "golden.safetensors"  # its name beside a checkpoint
+FILE = "golden.safetensors"  # its name in a checkpoint's folder
 ROWS, TOP = 64, 16
-# Running the same weights in bfloat16 costs 5e-5 nats of mean KL in the language model of benchmarks/accuracy, and
-# 0.7 to 0.9 % of the output of all-MiniLM-L6-v2; five times the one and twice the other is no rounding any more.
+# Running the same weights in bfloat16 causes a mean KL of 5e-5 nats in the language model of benchmarks/accuracy, and
+# an error of 0.7 to 0.9 % in the output of all-MiniLM-L6-v2; the bounds are five times the one and twice the other.
 SLACK = {"logits": 2.5e-4, "tensor": 0.02}
-# A quantized model is allowed twice what it was measured to cost when the golden outputs were made
+# A quantized model may have twice the error that was measured when the golden outputs were made
 TIMES = 2.0
-# The mass beside the k stored classes is known to float32 only
+# The mass outside the k stored classes has float32 precision only
 _LEAST_REST = 1e-6
 MAX_INPUT_BYTES = 1 << 20
 
@@ -37,11 +37,11 @@ class Golden:
     """A few inputs and outputs of a model.
 
     kind     "logits": values are log-probabilities of the k likeliest classes; "tensor": the k largest elements
-    inputs   of each batch: a mapping of keyword arguments, or a tuple of arguments; tensors all
-    rows     of each batch: which rows of the output, numbered through all but its last axis, int32 [rows]
-    values   of each batch: float32 [rows, k]; indices: which entries of the last axis they are, int32 [rows, k]
+    inputs   of each batch: a mapping of keyword arguments, or a tuple of arguments; tensors only
+    rows     of each batch: row indices into the output flattened over all but its last axis, int32 [rows]
+    values   of each batch: float32 [rows, k]; indices: their positions in the last axis, int32 [rows, k]
     width    size of the output's last axis
-    bound    of :func:`verify`: of the mean KL in nats, or of the relative error
+    bound    limit of :func:`verify`: mean KL in nats, or relative error
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Golden:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Golden:
-        """Read a file, or the golden.safetensors of a folder. Raises CheckpointError for one that is none."""
+        """Read a file, or the golden.safetensors of a folder. Raises CheckpointError for an invalid file."""
         from .golden_file import read
 
         return read(path)
@@ -68,7 +68,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class Verification:
-    """What :func:`verify` found. kl: of each stored row, in nats (None for tensors); error: relative, of the stored
+    """The result of :func:`verify`. kl: of each stored row, in nats (None for tensors); error: relative, of the stored
     values; bound: of the mean KL, or of the error."""
 
     kind: str
@@ -80,7 +80,7 @@ class Verification:
 
     @property
     def figure(self) -> float:
-        """What the bound is about."""
+        """The value that the bound limits."""
         return self.error if self.kl is None else self.kl.mean
 
     @property
@@ -95,11 +95,11 @@ class Verification:
         return f"{'as expected' if self.ok else 'NOT as expected'}: {figure}"
 
     def check(self) -> Verification:
-        """Raise ValueError where the model does not give what the golden outputs say. Returns itself."""
+        """Raise ValueError if the outputs differ from the golden ones by more than the bound. Returns itself."""
         if not self.ok:
             raise ValueError(
-                f"{self}; the weights, a kernel (see pennyweight doctor) or a dtype are not those that the golden "
-                "outputs were made with. Of a quantized model: make them with golden(..., quantized=model), or give "
+                f"{self}; the weights, a kernel (see pennyweight doctor) or a dtype differ from those that the golden "
+                "outputs were made with. For a quantized model make them with golden(..., quantized=model), or pass "
                 "verify a bound"
             )
         return self
@@ -114,18 +114,18 @@ def golden(
     kind: str | None = None,
     quantized: nn.Module | None = None,
 ) -> Golden:
-    """What a model makes of a few inputs.
+    """Record a model's outputs for a few inputs.
 
     batches    a few prompts, as for :func:`compare`; tensors only
-    k          classes kept of each row; rows: rows kept in all, evenly spread over those that the masks let count
-    kind       "logits" or "tensor"; default: logits where the output has ``.logits``
-    quantized  the model that will be verified, where it is another one: its own distance is then measured here, and
-               twice that is allowed. Without, the bound is for the same weights, run anywhere
+    k          classes stored per row; rows: total rows stored, evenly spread over the unmasked ones
+    kind       "logits" or "tensor"; default: logits if the output has ``.logits``
+    quantized  the model that will be verified, if it is not ``model``: its distance is measured now, and the bound
+               allows twice that. Without it, the bound is for the same weights on any machine
 
-    Raises ValueError for inputs that are no tensors, or larger than 1 MiB in all.
+    Raises ValueError for inputs that are not tensors, or larger than 1 MiB in all.
     """
     if kind not in (None, *SLACK):
-        raise ValueError(f"kind must be one of {', '.join(SLACK)}, or None to find out, got {kind!r}")
+        raise ValueError(f"kind must be one of {', '.join(SLACK)}, or None to detect it, got {kind!r}")
     if k < 1 or rows < 1:
         raise ValueError(f"k and rows must be positive, got {k} and {rows}")
     some = [_inputs(batch) for batch in batches_of(batches)]
@@ -133,7 +133,7 @@ def golden(
         raise ValueError("golden outputs need at least one batch")
     nbytes = sum(t.nbytes for batch in some for t in (batch.values() if isinstance(batch, Mapping) else batch))
     if nbytes > MAX_INPUT_BYTES:
-        raise ValueError(f"inputs of {nbytes:,} bytes; golden outputs are for a few prompts, {MAX_INPUT_BYTES:,} bytes")
+        raise ValueError(f"inputs of {nbytes:,} bytes; golden outputs allow a few prompts, {MAX_INPUT_BYTES:,} bytes")
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     width = 0
     model = unwrapped(model)
@@ -152,7 +152,7 @@ def golden(
             found.append((at.int(), values.cpu(), top.int().cpu()))
     assert kind is not None
     if not any(len(at) for at, _, _ in found):
-        raise ValueError("no row of the outputs counts: the masks are all zero")
+        raise ValueError("there are no rows to store: the masks are all zero")
     at_rows, values_of, indices_of = zip(*found, strict=True)
     made = Golden(kind, tuple(some), at_rows, values_of, indices_of, width, SLACK[kind])
     if quantized is None:
@@ -161,13 +161,13 @@ def golden(
 
 
 def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: float | None = None) -> Verification:
-    """Run a model on golden inputs and compare.
+    """Run a model on golden inputs and compare its outputs.
 
-    expected  golden outputs, or where they are: a file, or a checkpoint's folder
-    bound     of the mean KL in nats (of the relative error for tensors), instead of theirs
+    expected  golden outputs, or their path: a file, or a checkpoint's folder
+    bound     of the mean KL in nats (of the relative error for tensors), instead of the stored one
 
-    The KL is that of the k stored classes and the rest as one: at most the whole KL, and close to it where the rest has
-    little mass. Raises ValueError where the model gives outputs of another shape.
+    The KL is over the k stored classes and one class for the rest. It is at most the full KL, and close to it if the
+    rest has little mass. Raises ValueError if the model's outputs have another shape.
     """
     expected = expected if isinstance(expected, Golden) else Golden.load(expected)
     model = unwrapped(model)
@@ -180,8 +180,8 @@ def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: f
             table, _ = _table(run_batch(model, _on(inputs, device)), inputs, expected.kind)
             if table.shape[-1] != expected.width or (len(rows) and int(rows.max()) >= len(table)):
                 raise ValueError(
-                    f"the model gives {len(table)} rows of {table.shape[-1]}, the golden outputs are of a model "
-                    f"that gives rows of {expected.width}, {int(rows.max()) + 1} at least: another architecture"
+                    f"the model returns {len(table)} rows of {table.shape[-1]}, the golden outputs need rows of "
+                    f"{expected.width}, at least {int(rows.max()) + 1}: they belong to another architecture"
                 )
             mine = _scores(table[rows.to(table.device).long()], expected.kind).cpu()
             ours = mine.gather(-1, indices.long())
@@ -190,7 +190,7 @@ def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: f
                 same.append(mine.argmax(-1) == indices[:, 0])
             else:
                 same.append(mine.abs().argmax(-1) == indices[:, 0])
-            # of probabilities, which are bounded, where they are logits
+            # for logits the error of the probabilities, which are bounded
             a, b = (x.exp() if expected.kind == "logits" else x for x in (values.double(), ours))
             signal, noise = signal + float(a.square().sum()), noise + float((b - a).square().sum())
     top1 = torch.cat(same).double()
@@ -202,7 +202,7 @@ def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: f
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL of distributions over k classes and the rest."""
+    """KL of distributions over k classes and one class for the rest."""
     p = log_p.exp()
     rest_p, rest_q = ((1 - x.exp().sum(-1)).clamp(min=_LEAST_REST) for x in (log_p, log_q))
     terms = torch.where(p == 0, torch.zeros_like(p), p * (log_p - log_q)).sum(-1)
@@ -214,10 +214,10 @@ def _scores(rows: Tensor, kind: str) -> Tensor:
 
 
 def _table(output: Any, batch: Any, kind: str) -> tuple[Tensor, Tensor]:
-    """(output as rows, which of them count)."""
+    """(output as rows, mask of the rows that count)."""
     tensors = [logits_of(output)] if kind == "logits" else floats(output)[:1]
     if not tensors or not tensors[0].ndim:
-        raise ValueError(f"the model gives no floating-point tensor but {type(output).__name__}")
+        raise ValueError(f"the model returns no floating-point tensor, got {type(output).__name__}")
     table = tensors[0]
     mask = mask_of(batch, table.shape[:2]) if table.ndim > 2 else None
     lead = table.shape[:-1]
@@ -234,7 +234,7 @@ def _inputs(batch: Any) -> Mapping[str, Tensor] | tuple[Tensor, ...]:
         values = dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {0: batch}
     bad = next((name for name, v in values.items() if type(v) is not Tensor), None)
     if bad is not None:
-        raise ValueError(f"golden outputs keep plain tensors; input {bad!r} is {type(values[bad]).__name__}")
+        raise ValueError(f"golden outputs need plain tensors; input {bad!r} is {type(values[bad]).__name__}")
     kept = {name: v.detach().cpu().clone() for name, v in values.items()}
     return kept if isinstance(batch, Mapping) else tuple(kept.values())
 
@@ -246,5 +246,5 @@ def _on(inputs: Mapping[str, Tensor] | tuple[Tensor, ...], device: torch.device)
 
 
 def finite_bound(value: Any) -> bool:
-    """Whether it can be a bound: a positive number."""
+    """Whether it is a valid bound: a positive number."""
     return type(value) in (int, float) and math.isfinite(value) and value > 0

@@ -1,4 +1,4 @@
-"""The weights of two models, one beside the other: which belong together, what they store, how far they differ."""
+"""Matches the weights of two models, and computes their stored bytes and differences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PART = 1 << 24  # elements of a weight in float64 at a time
 
 @dataclass(frozen=True)
 class Pair:
-    """One weight of both models. tied: the first name of the same tensor in the quantized model, "" for that itself."""
+    """One weight of both models. tied: the first name of the same tensor in the quantized model, "" if this is it."""
 
     name: str
     exact: Place
@@ -28,7 +28,7 @@ class Pair:
 
     @property
     def scheme(self) -> str:
-        """How it is stored, "" where it is not quantized."""
+        """How it is stored, "" if it is not quantized."""
         w = self.found.get()
         if not isinstance(w, AffineQuantizedTensor):
             return ""
@@ -37,12 +37,12 @@ class Pair:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What torch.compile wraps: it runs other code than the layers' own, and puts its own prefix on their names."""
+    """The model inside a torch.compile wrapper, which bypasses the layers' hooks and prefixes their names."""
     return getattr(model, "_orig_mod", model)
 
 
 def weights(model: nn.Module, every: bool = False) -> Iterator[list[Place]]:
-    """Every weight that a layer is about, and every quantized parameter, with all its places. every: all matrices."""
+    """Every weight of a registered layer type and every quantized parameter, with all places. every: all matrices."""
     for where in places(model):
         quantized = every or isinstance(where[0].get(), AffineQuantizedTensor)
         kept = [p for p in where if p.get().ndim > 1 and (p.own or quantized)]
@@ -51,9 +51,9 @@ def weights(model: nn.Module, every: bool = False) -> Iterator[list[Place]]:
 
 
 def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ...]]:
-    """(weights of one name and shape in both; a sentence for each of the others). In the float model's order.
+    """(weights with equal name and shape in both; a sentence for each of the others), in the float model's order.
 
-    A module that has two names is one layer, under the first of them.
+    A module with two names is one layer, under the first of them.
     """
     theirs = {p.name: p for where in weights(exact, every=True) for p in _once(where)}
     ours = {p.name: (p, where[0].name) for where in weights(found) for p in _once(where)}
@@ -75,19 +75,19 @@ def pairs(exact: nn.Module, found: nn.Module) -> tuple[list[Pair], tuple[str, ..
 
 
 def _once(where: list[Place]) -> list[Place]:
-    """Places of different modules or names in them."""
+    """The places without duplicates of one attribute of one module."""
     return list({(id(p.module), p.param): p for p in reversed(where)}.values())[::-1]
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Bytes in a file, as pw.save writes it: codes as bit streams, padding, scales and every other part included."""
+    """Bytes in a file written by pw.save, including bit-packed codes, padding, scales and other parts."""
     if isinstance(tensor, AffineQuantizedTensor):
         return sum(item.nbytes for item in items({"w": tensor}))
     return int(tensor.nbytes)
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Stored bytes of a model's state dict, ties once."""
+    """Stored bytes of a model's state dict; tied weights count once."""
     held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
     for module in model.modules():
         lasting = module._buffers.keys() - module._non_persistent_buffers_set
@@ -96,7 +96,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def weight_sqnr(exact: Tensor, found: Tensor) -> float:
-    """Of a weight against the float one, in dB; in pieces, so that float64 copies stay small."""
+    """SQNR of a weight against the float one, in dB; computed in pieces, so that float64 copies stay small."""
     a, b = (w.dequantize() if isinstance(w, AffineQuantizedTensor) else w.detach() for w in (exact, found))
     signal = noise = 0.0
     step = max(1, _PART // max(1, a[0].numel() if len(a) else 1))
@@ -107,7 +107,7 @@ def weight_sqnr(exact: Tensor, found: Tensor) -> float:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor of what a layer returns."""
+    """The first floating-point tensor of a layer's output."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() else None
     if isinstance(value, (tuple, list)):
@@ -116,7 +116,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def same_shape(weight: Tensor, value: Any) -> Any:
-    """Inputs as a layer with that weight wants them: its dtype where they are floats, its device."""
+    """Inputs converted for a layer with that weight: its dtype for floating-point tensors, its device."""
     if isinstance(value, Tensor):
         return value.to(weight.device, weight.dtype if value.is_floating_point() else value.dtype)
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
@@ -127,6 +127,6 @@ def same_shape(weight: Tensor, value: Any) -> Any:
 
 
 def flat_values(weight: Tensor) -> Tensor:
-    """What a weight stands for, flat, float32."""
+    """The dequantized weight, flat, float32."""
     w = weight.dequantize() if isinstance(weight, AffineQuantizedTensor) else weight.detach()
     return w.to(torch.float32).flatten()

@@ -1,4 +1,4 @@
-"""Models and text from folders and files: what the commands compare."""
+"""Loads models, tokenizers and text from folders and files for the commands."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..io import load
 from ..io.meta_model import fresh_model, read_config, read_json
 
 BATCH, LENGTH, LIMIT = 8, 256, 64
-MAX_TEXT_BYTES = 64 << 20  # of one file; what is evaluated on is a few hundred kilobytes
+MAX_TEXT_BYTES = 64 << 20  # per file; evaluation uses a few hundred kilobytes
 
 
 def load_folder(path: str, like: str = "") -> nn.Module:
     """The model of a checkpoint in any format that pw.load reads, in eval mode. Raises CheckpointError.
 
-    path  a Hugging Face folder; or, if the architecture is told by the folder ``like``, one without config.json, or a
+    path  a Hugging Face folder; or, if the folder ``like`` defines the architecture, a folder without config.json or a
           file such as model.gguf
     """
     alone = not like or (os.path.isdir(path) and read_config(path) is not None)
@@ -29,47 +29,47 @@ def load_folder(path: str, like: str = "") -> nn.Module:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The tokenizer of a folder; no code of the folder's own is run. Raises ValueError where there is none."""
+    """The tokenizer of a folder. Runs no code from the folder. Raises ValueError if there is none."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise ValueError("text needs transformers for its tokenizers; pip install transformers") from None
+        raise ValueError("--text needs transformers for its tokenizers; pip install transformers") from None
     if read_config(folder) is None:
-        raise ValueError(f"{folder} holds no config.json; text needs a model's folder with its tokenizer")
+        raise ValueError(f"{folder} has no config.json; --text needs a model folder with a tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever transformers makes of the files there
+    except Exception as error:  # transformers may raise anything for invalid files
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: {reason}") from error
     return tokenizer
 
 
 def read_texts(paths: Sequence[str]) -> list[str]:
-    """The text of each file, UTF-8. Raises ValueError for what is not, or is empty, and OSError."""
+    """The text of each UTF-8 file. Raises ValueError for other encodings and empty files, and OSError."""
     texts = []
     for path in paths:
         with open(path, "rb") as file:
             data = file.read(MAX_TEXT_BYTES + 1)
         if len(data) > MAX_TEXT_BYTES:
-            raise ValueError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MiB; a few hundred kB of it are plenty")
+            raise ValueError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MiB; a few hundred kB are enough")
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
         if not text.strip():
-            raise ValueError(f"{path} holds no text")
+            raise ValueError(f"{path} contains no text")
         texts.append(text)
     return texts
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether it writes text: its text is cut into windows. Others, encoders, take a line at a time."""
+    """Whether the model generates text. Its text is split into windows; an encoder gets one line per sequence."""
     can_generate = getattr(model, "can_generate", None)
     return bool(callable(can_generate) and can_generate())
 
 
 def kind_of_model(model: nn.Module) -> str:
-    """ "embeddings" of an encoder without a head, "logits" of any other; see :func:`pennyweight.compare`."""
+    """ "embeddings" for an encoder without a head, else "logits"; see :func:`pennyweight.compare`."""
     return "logits" if is_causal(model) or _has_head(model) else "embeddings"
 
 
@@ -78,8 +78,8 @@ def _has_head(model: nn.Module) -> bool:
 
 
 def pooling_of(folder: str) -> str:
-    """How the folder's sentence embeddings are made of hidden states: "mean" unless sentence-transformers' files say
-    it is the first token's or the last's."""
+    """The pooling of the folder's sentence embeddings: "mean" unless its sentence-transformers files specify the first
+    or the last token."""
     config = read_json(os.path.join(folder, "1_Pooling"), "config.json") if _pools(folder) else None
     if config is None or config.get("pooling_mode_mean_tokens"):
         return "mean"
@@ -96,17 +96,17 @@ def text_batches(
     model: nn.Module, tokenizer: Any, texts: Sequence[str], *, batch: int = BATCH, length: int = LENGTH,
     limit: int | None = LIMIT,
 ) -> list[dict[str, Tensor]]:  # fmt: skip
-    """Batches of tokens. Of a model that writes text: windows of ``length`` tokens, the last of a file may be shorter
-    but has at least 2. Of others: lines that are not empty, cut at ``length`` and padded.
+    """Batches of tokens. For a generative model: windows of ``length`` tokens; the last window of a file may be shorter
+    but has at least 2. For others: non-empty lines, truncated to ``length`` and padded.
 
-    limit: sequences in all, spread evenly over the text; None: all of it. Raises ValueError where none is left.
+    limit: total sequences, spread evenly over the text; None: all. Raises ValueError if none is left.
     """
     for name, value in (("batch", batch), ("length", length), ("limit", limit)):
         if value is not None and value < (2 if name == "length" else 1):
             raise ValueError(f"{name} must be at least {2 if name == 'length' else 1}, got {value}")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         name = type(model).__name__
-        raise ValueError(f"{name} reads one text and writes another; call pw.compare with inputs of your own")
+        raise ValueError(f"{name} is an encoder-decoder model; call pw.compare with inputs of your own")
     length = min(length, _longest(model))
     if is_causal(model):
         sequences = [ids for text in texts for ids in _windows(tokenizer, text, length)]
@@ -117,8 +117,8 @@ def text_batches(
         )
     sequences = _spread(sequences, limit)
     if not sequences:
-        raise ValueError("the text holds not one sequence of two tokens")
-    padding = getattr(tokenizer, "pad_token_id", None) or 0  # any number will do where the mask is 0
+        raise ValueError("the text contains no sequence of at least two tokens")
+    padding = getattr(tokenizer, "pad_token_id", None) or 0  # any number works where the mask is 0
     return [_padded(sequences[i : i + batch], padding) for i in range(0, len(sequences), batch)]
 
 
@@ -144,6 +144,6 @@ def _padded(sequences: list[list[int]], padding: int) -> dict[str, Tensor]:
 
 
 def _longest(model: nn.Module) -> int:
-    """Tokens that a model has positions for."""
+    """The maximum sequence length of a model."""
     found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 1 else 1 << 30

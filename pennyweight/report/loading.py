@@ -1,4 +1,4 @@
-"""pw.load: as io.load, and able to tell whether what was loaded gives what it gave."""
+"""pw.load: io.load with optional verification against golden outputs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def load(
     mmap: bool = True,
     verify: bool = False,
 ) -> Any:
-    """Read a checkpoint of any format; return the model, or without one the state dict. What the arguments mean says
-    :func:`pennyweight.io.load`, which this calls; there is one more:
+    """Read a checkpoint of any format; return the model, or the state dict if no model is passed. The other arguments
+    are those of :func:`pennyweight.io.load`, which this calls:
 
-    verify   run the filled model on the golden outputs beside the checkpoint (see :func:`golden`), and raise
-             CheckpointError, with the figure and its bound, where it gives something else. The model is filled then
+    verify   run the loaded model on the golden outputs next to the checkpoint (see :func:`golden`), and raise
+             CheckpointError, with the value and its bound, if the outputs differ. The model is already filled then
 
-    Raises CheckpointError; all but that last one before anything in the model has changed.
+    Raises CheckpointError; all others are raised before anything in the model has changed.
     """
     if verify and model is None:
         raise ValueError("load(verify=True) runs the model; pass one, or leave verify out")
-    expected = expected_beside(path) if verify else None  # a missing file costs no loading
+    expected = expected_beside(path) if verify else None  # fail before loading if the file is missing
     loaded = loading.load(
         path, model, strict=strict, device=device, dtype=dtype, names=names, allow_pickle=allow_pickle, mmap=mmap
     )
@@ -46,12 +46,12 @@ def load(
 
 
 def expected_beside(path: str | os.PathLike[str]) -> Golden:
-    """The golden outputs in a checkpoint's folder. Raises CheckpointError, with the remedy, where there are none."""
+    """The golden outputs in a checkpoint's folder. Raises CheckpointError with a remedy if there are none."""
     folder = folder_of(os.fspath(path))
     if not os.path.isfile(os.path.join(folder, FILE)):
         raise CheckpointError(
-            folder, None, f"holds no {FILE} to verify with; pw.golden(model, batches).save(folder) makes one, and so "
-            "does pennyweight verify --make"
+            folder, None, f"has no {FILE} to verify with; create one with pw.golden(model, batches).save(folder) or "
+            "pennyweight verify --make"
         )  # fmt: skip
     return Golden.load(folder)
 
@@ -59,8 +59,8 @@ def expected_beside(path: str | os.PathLike[str]) -> Golden:
 def check(
     model: nn.Module, path: str | os.PathLike[str], expected: Golden | None = None, bound: float | None = None
 ) -> Verification:
-    """What :func:`verify` finds of a loaded model and the golden outputs beside its checkpoint. Raises CheckpointError
-    where it is beyond the bound, or the outputs have another shape."""
+    """:func:`verify` a loaded model with the golden outputs next to its checkpoint. Raises CheckpointError if the
+    result exceeds the bound, or the outputs have another shape."""
     try:
         return verify(model, expected or expected_beside(path), bound).check()
     except CheckpointError:
@@ -70,5 +70,5 @@ def check(
 
 
 def make(model: nn.Module, folder: str | os.PathLike[str], batches: Any) -> str:
-    """Write the golden outputs of a checkpoint's own model beside it. Returns the path."""
+    """Write the golden outputs of a checkpoint's model into its folder. Returns the path."""
     return golden(model, batches).save(folder_of(os.fspath(folder)))

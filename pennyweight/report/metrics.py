@@ -1,7 +1,7 @@
-"""How far one model's outputs are from another's: pure functions on tensors, computed in float64.
+"""Distances between the outputs of two models: pure functions on tensors, computed in float64.
 
-p is the float model's distribution, q the quantized one's. Logarithms are natural: nats. A mask is True where a row
-counts. Nothing here needs more than torch.
+p is the float model's distribution, q the quantized one's. Logarithms are natural (nats). A mask is True for rows that
+count. Depends on torch only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TEMPERATURE = 0.05  # of softmax over cosine similarities, as contrastive training of sentence embedders has it
+TEMPERATURE = 0.05  # of the softmax over cosine similarities, as in contrastive training of sentence embedders
 RESAMPLES = 2000
 POOLINGS = ("mean", "first", "last")
 _CHUNK = 1 << 22  # logits in float64 at a time
 
 
 class Spread(NamedTuple):
-    """Of a number of values: mean, median, 99th percentile (linear between neighbours, as numpy's), largest."""
+    """Number of values, mean, median, 99th percentile (linear interpolation, as in numpy), maximum."""
 
     number: int
     mean: float
@@ -29,8 +29,8 @@ class Spread(NamedTuple):
 
 
 class TokenFigures(NamedTuple):
-    """Of each row of logits, [rows]: KL(p || q) in nats, whether both have the same largest logit, and where labels are
-    there -log p(label) and -log q(label)."""
+    """Per row of logits, [rows]: KL(p || q) in nats, whether both have the same argmax, and with labels -log p(label)
+    and -log q(label)."""
 
     kl: Tensor
     same_top: Tensor
@@ -39,7 +39,7 @@ class TokenFigures(NamedTuple):
 
 
 def spread(values: Tensor) -> Spread:
-    """The spread of a 1-d tensor; all NaN for an empty one, or where one value is NaN."""
+    """The spread of a 1-d tensor; all NaN if it is empty or contains NaN."""
     values = values.detach().double().reshape(-1).sort().values
     n = values.numel()
     if n == 0 or bool(values.isnan().any()):
@@ -48,7 +48,7 @@ def spread(values: Tensor) -> Spread:
 
 
 def _percentile(ascending: Tensor, q: float) -> float:
-    """torch.quantile takes at most 2**24 values."""
+    """As torch.quantile, which is limited to 2**24 values."""
     at = q * (ascending.numel() - 1)
     low = math.floor(at)
     a, b = float(ascending[low]), float(ascending[min(low + 1, ascending.numel() - 1)])
@@ -61,16 +61,16 @@ def _percentile(ascending: Tensor, q: float) -> float:
 def kl_divergence(logits: Tensor, quantized: Tensor) -> Tensor:
     """KL(p || q) = sum_v p_v (log p_v - log q_v) in nats, p = softmax(logits), q = softmax(quantized): [.., V] -> [..].
 
-    Classes that p rules out (-inf) add nothing; those that q alone rules out make it inf.
+    Classes with p = 0 (-inf) add nothing; classes with q = 0 and p > 0 make it inf.
     """
     if logits.shape != quantized.shape:
-        raise ValueError(f"logits of both must have one shape, got {list(logits.shape)} and {list(quantized.shape)}")
+        raise ValueError(f"both logits must have the same shape, got {list(logits.shape)} and {list(quantized.shape)}")
     width = logits.shape[-1]
     return token_figures(logits.reshape(-1, width), quantized.reshape(-1, width)).kl.reshape(logits.shape[:-1])
 
 
 def token_figures(logits: Tensor, quantized: Tensor, labels: Tensor | None = None) -> TokenFigures:
-    """Figures of each row in one pass: logits [rows, V] of both models, labels [rows] or None."""
+    """Metrics of each row in one pass: logits [rows, V] of both models, labels [rows] or None."""
     kl, top, nll, nll_q = [], [], [], []
     step = max(1, _CHUNK // max(1, logits.shape[-1]))
     for start in range(0, logits.shape[0], step):
@@ -79,7 +79,7 @@ def token_figures(logits: Tensor, quantized: Tensor, labels: Tensor | None = Non
         log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
         p = log_p.exp()
         terms = torch.where(p == 0, torch.zeros_like(p), p * (log_p - log_q))
-        kl.append(terms.sum(-1).clamp(min=0))  # rounding leaves -1e-17 where both are equal; NaN passes
+        kl.append(terms.sum(-1).clamp(min=0))  # equal rows give -1e-17 by rounding; NaN is kept
         top.append(log_p.argmax(-1) == log_q.argmax(-1))
         if labels is not None:
             at = labels[part].to(log_p.device).long().unsqueeze(-1)
@@ -96,19 +96,19 @@ def _joined(pieces: list[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def top1_agreement(logits: Tensor, quantized: Tensor, mask: Tensor | None = None) -> float:
-    """Share of rows [.., V] whose largest logit is at the same place in both; NaN where there is no row."""
+    """Share of rows [.., V] with the same argmax in both; NaN without rows."""
     same = (logits.argmax(-1) == quantized.argmax(-1)).double()
     same = same if mask is None else same[mask.bool()]
     return float(same.mean()) if same.numel() else math.nan
 
 
 def perplexity(nll: Tensor) -> float:
-    """exp(mean(-log p(label))) of the rows that count."""
+    """exp(mean(-log p(label))) over the rows."""
     return float(nll.double().mean().exp()) if nll.numel() else math.nan
 
 
 def next_tokens(ids: Tensor, mask: Tensor | None = None, ignored: int = -100) -> tuple[Tensor, Tensor]:
-    """(labels [B, T], mask [B, T]) of a causal model: position t is to tell ids[t + 1], where both are no padding."""
+    """(labels [B, T], mask [B, T]) of a causal model: position t predicts ids[t + 1]; padding is masked."""
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     real = real & (ids != ignored)
     labels, counts = torch.zeros_like(ids), torch.zeros_like(real)
@@ -121,7 +121,7 @@ def next_tokens(ids: Tensor, mask: Tensor | None = None, ignored: int = -100) ->
 
 
 def cosine(reference: Tensor, quantized: Tensor) -> Tensor:
-    """a·b / (|a| |b|) of each row: [.., D] -> [..]. 1 where both are zero, 0 where one is."""
+    """a·b / (|a| |b|) per row: [.., D] -> [..]. 1 if both are zero, 0 if one is."""
     a, b = reference.double(), quantized.to(reference.device).double()
     na, nb = a.norm(dim=-1), b.norm(dim=-1)
     value = (a * b).sum(-1) / (na * nb).clamp(min=torch.finfo(torch.float64).tiny)
@@ -129,17 +129,17 @@ def cosine(reference: Tensor, quantized: Tensor) -> Tensor:
 
 
 def relative_error(reference: Tensor, quantized: Tensor) -> float:
-    """|b - a| / |a|, Euclidean norms of all elements; inf for another shape, 0 where both are zero."""
+    """|b - a| / |a|, Euclidean norms over all elements; inf if the shapes differ, 0 if both are zero."""
     return ratio(*energies(reference, quantized))
 
 
 def sqnr(reference: Tensor, quantized: Tensor) -> float:
-    """Signal to quantization noise, 10 log10(|a|² / |b - a|²) in dB; inf where equal."""
+    """Signal-to-quantization-noise ratio, 10 log10(|a|² / |b - a|²) in dB; inf if equal."""
     return decibels(*energies(reference, quantized))
 
 
 def energies(reference: Tensor, quantized: Tensor) -> tuple[float, float]:
-    """(|a|², |b - a|²) where a is finite: what sums over batches. Noise is inf for another shape."""
+    """(|a|², |b - a|²) over the finite elements of a; additive over batches. Noise is inf if the shapes differ."""
     if reference.shape != quantized.shape:
         return _square(reference), math.inf
     wide = torch.promote_types(torch.promote_types(reference.dtype, quantized.dtype), torch.float32)
@@ -158,21 +158,21 @@ def _square(x: Tensor) -> float:
 
 
 def ratio(signal: float, noise: float) -> float:
-    """sqrt(noise / signal): the relative error of these energies."""
+    """The relative error sqrt(noise / signal)."""
     if math.isnan(noise):
         return math.nan
     return math.sqrt(noise / signal) if signal > 0 else (math.inf if noise > 0 else 0.0)
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise); inf without noise, -inf where there is nothing but noise, or it is not finite."""
+    """10 log10(signal / noise); inf without noise, -inf without signal or if the noise is not finite."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
 
 
 def pooled(hidden: Tensor, mask: Tensor | None = None, how: str = "mean") -> Tensor:
-    """Hidden states [B, T, D] as one vector a sequence [B, D]: the mean over its tokens, or its first or last one."""
+    """Hidden states [B, T, D] pooled to [B, D]: the mean over the tokens, or the first or last token."""
     if how not in POOLINGS:
         raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {how!r}")
     real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if mask is None else mask.bool()
@@ -185,16 +185,16 @@ def pooled(hidden: Tensor, mask: Tensor | None = None, how: str = "mean") -> Ten
 
 
 def retrieval_kl(reference: Tensor, quantized: Tensor, temperature: float = TEMPERATURE) -> Tensor:
-    """What quantization did to neighbours, per query, in nats: embeddings [N, D] of both models -> [N].
+    """KL of the similarity distributions, per query, in nats: embeddings [N, D] of both models -> [N].
 
         KL(softmax(S / temperature) || softmax(S_q / temperature)),  S_ij = cos(x_i, x_j), j != i
 
-    It plays the part for embedders that the KL of next tokens plays for language models. Needs N >= 3: over one
-    neighbour both distributions are 1.
+    The equivalent for embedding models of the next-token KL of language models. Needs N >= 3: over a single neighbour
+    both distributions are 1.
     """
     if reference.ndim != 2 or reference.shape[0] != quantized.shape[0]:
         shapes = f"{list(reference.shape)} and {list(quantized.shape)}"
-        raise ValueError(f"retrieval_kl takes one embedding a row of both models, [N, D], got {shapes}")
+        raise ValueError(f"retrieval_kl needs embeddings [N, D] of both models with equal N, got {shapes}")
     n = reference.shape[0]
     if n < 3:
         raise ValueError(f"retrieval_kl needs at least 3 embeddings, got {n}: with fewer there is nothing to rank")
@@ -210,7 +210,7 @@ def retrieval_kl(reference: Tensor, quantized: Tensor, temperature: float = TEMP
 
 
 def same_nearest(reference: Tensor, quantized: Tensor) -> float:
-    """Share of embeddings [N, D] whose nearest other one, by cosine, is the same in both models."""
+    """Share of embeddings [N, D] with the same nearest neighbour, by cosine, in both models."""
     nearest = []
     for x in (reference, quantized):
         unit = x.cpu().double() / x.cpu().double().norm(dim=-1, keepdim=True)
@@ -223,7 +223,7 @@ def same_nearest(reference: Tensor, quantized: Tensor) -> float:
     return float((nearest[0] == nearest[1]).double().mean())
 
 
-# -- how sure it is --------------------------------------------------------------------------------------------------
+# -- confidence intervals --------------------------------------------------------------------------------------------
 
 
 def bootstrap(
@@ -234,14 +234,14 @@ def bootstrap(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The interval that holds ``level`` of the means over resampled sequences: (low, high).
+    """Percentile bootstrap interval of a mean over sequences: (low, high) contains ``level`` of the resampled means.
 
-    sums    [sequences]: of a figure over each sequence's tokens; counts: its tokens, default one each
-    seed    of the resampling: same figures, same interval
+    sums    [sequences]: of a metric over each sequence's tokens; counts: its tokens, default one each
+    seed    of the resampling; the result is deterministic
 
-    Sequences are drawn with replacement, whole, since tokens of one sequence are no independent samples; the figure is
-    sum(sums) / sum(counts). Paired: each sequence brings what both models made of it, so pass differences
-    (nll_q - nll, or kl_a - kl_b of two quantized models) and see whether the interval excludes 0.
+    Whole sequences are drawn with replacement, because tokens of one sequence are not independent samples. The
+    statistic is sum(sums) / sum(counts). For a paired test pass differences (nll_q - nll, or kl_a - kl_b of two
+    quantized models) and check whether the interval excludes 0.
     """
     sums = sums.detach().cpu().double().reshape(-1)
     counts = torch.ones_like(sums) if counts is None else counts.detach().cpu().double().reshape(-1)

@@ -1,4 +1,4 @@
-"""What a model is given and what it gives: batches, the outputs that are compared, and sums over them."""
+"""Batches of inputs, the outputs that are compared, and sums over them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ MASKS = ("decoder_attention_mask", "attention_mask")
 
 
 def batches_of(batches: Any) -> Iterable[Any]:
-    """Batches to go through; one tensor or mapping alone is one batch. Raises ValueError for what cannot be batches."""
+    """An iterable of batches; a single tensor or mapping is one batch. Raises ValueError for other types."""
     if isinstance(batches, (Tensor, Mapping)):
         return [batches]
     if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
-        raise ValueError(f"batches are tensors, tuples of arguments or mappings, got {type(batches).__name__}")
+        raise ValueError(f"batches must be tensors, tuples of arguments or mappings, got {type(batches).__name__}")
     return batches
 
 
 def mask_of(batch: Any, shape: torch.Size) -> Tensor | None:
-    """Which of [B, T] tokens count, where the batch says so."""
+    """The mask [B, T] of the tokens that count, if the batch has one."""
     for name in MASKS:
         mask = batch.get(name) if isinstance(batch, Mapping) else None
         if isinstance(mask, Tensor) and mask.shape == shape:
@@ -42,7 +42,7 @@ def mask_of(batch: Any, shape: torch.Size) -> Tensor | None:
 
 
 def counting(batch: Any, output: Tensor) -> Tensor:
-    """The rows of a layer's output [B, T, ..] or [B · T, ..] whose tokens count; all, where the batch does not say."""
+    """The rows of a layer's output [B, T, ..] or [B · T, ..] whose tokens count; all if the batch has no mask."""
     masks = [m for n in MASKS if isinstance(batch, Mapping) and isinstance(m := batch.get(n), Tensor) and m.ndim == 2]
     if output.ndim > 2:
         masks = [m for m in masks if m.shape == output.shape[:2]]
@@ -53,7 +53,7 @@ def counting(batch: Any, output: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """The models in eval mode, without gradients; each module's own mode comes back."""
+    """The models in eval mode, without gradients; restores each module's training mode."""
     was = [(m, m.training) for model in models for m in model.modules()]
     try:
         for model in models:
@@ -69,12 +69,12 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 def kind_of_output(output: Any, otherwise: str = "tensor") -> str:
-    """An object with ``logits`` gives logits; anything else is a tensor, until the caller says what it means."""
+    """ "logits" for an object with ``logits``; else ``otherwise``."""
     return "logits" if _field(output, "logits") is not None else otherwise
 
 
 def logits_of(output: Any) -> Tensor:
-    """[.., V] of an output. Raises ValueError where there is none."""
+    """The logits [.., V] of an output. Raises ValueError if there are none."""
     found = _field(output, "logits")
     tensors = floats(output) if found is None else [found]
     if not tensors or tensors[0].ndim < 2:
@@ -83,7 +83,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def embeddings_of(output: Any, batch: Any, pooling: str) -> Tensor:
-    """[B, D]: a tensor of that shape as it is, hidden states [B, T, D] pooled. Raises ValueError for anything else."""
+    """[B, D]: a tensor of that shape unchanged, hidden states [B, T, D] pooled. Raises ValueError for anything else."""
     found = next((t for n in ("sentence_embedding", "last_hidden_state") if (t := _field(output, n)) is not None), None)
     if found is None and _field(output, "logits") is None:
         found = next(iter(floats(output)), None)
@@ -114,14 +114,13 @@ def _say(output: Any) -> str:
 
 
 def labels_rule(model: nn.Module, labels: str | None) -> str:
-    """ "next": position t tells the token after it; "same": the batch's "labels" are those of the rows; "none".
+    """ "next": position t predicts the next token; "same": the batch's "labels" are aligned with the rows; "none".
 
-    None: "next" of a model of transformers that can generate from its own tokens, "same" of other models, whose
-    labels count where a batch has some.
+    None: "next" for a decoder-only model of transformers, else "same", which uses labels if a batch has them.
     """
     if labels is not None:
         if labels not in LABELS:
-            raise ValueError(f"labels must be one of {', '.join(LABELS)}, or None to find out, got {labels!r}")
+            raise ValueError(f"labels must be one of {', '.join(LABELS)}, or None to detect it, got {labels!r}")
         return labels
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     can_generate = getattr(model, "can_generate", None)
@@ -129,7 +128,7 @@ def labels_rule(model: nn.Module, labels: str | None) -> str:
 
 
 def labels_of(batch: Any, rule: str, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-    """(labels, mask) of rows of logits of that shape; None where the batch has none."""
+    """(labels, mask) for rows of logits of that shape; None if the batch has none."""
     mapping = batch if isinstance(batch, Mapping) else {}
     found = mapping.get("labels")
     if rule == "next":
@@ -141,7 +140,7 @@ def labels_of(batch: Any, rule: str, shape: torch.Size) -> tuple[Tensor, Tensor]
         return None
     if rule == "none" or not isinstance(found, Tensor) or found.shape != shape or found.is_floating_point():
         return None
-    counts = found >= 0  # -100 is torch's word for a label that does not count
+    counts = found >= 0  # -100 is torch's ignore_index
     return found.masked_fill(~counts, 0), counts
 
 
@@ -150,7 +149,7 @@ def labels_of(batch: Any, rule: str, shape: torch.Size) -> tuple[Tensor, Tensor]
 
 @dataclass
 class Sums:
-    """What both models gave, batch by batch: a number a token, no activations."""
+    """Accumulated metrics of both models' outputs: numbers per token, no activations."""
 
     kind: str
     rule: str
@@ -166,7 +165,7 @@ class Sums:
     embeddings: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
 
     def add(self, batch: Any, exact: Any, found: Any) -> None:
-        """Take the outputs of one batch. Raises ValueError where they cannot be compared."""
+        """Add the outputs of one batch. Raises ValueError if they cannot be compared."""
         take: dict[str, Callable[[Any], list[Tensor]]] = {
             "logits": lambda o: [logits_of(o)],
             "embeddings": lambda o: [embeddings_of(o, batch, self.pooling)],
@@ -210,10 +209,10 @@ class Sums:
         columns = torch.stack([found.kl, torch.ones_like(none), nll, nll_q, here], 1)
         self.by_sequence.append(columns.new_zeros(mask.shape[0], 5).index_add_(0, of, columns))
 
-    # -- figures -----------------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------------
 
     def distributions(self, seed: int, temperature: float) -> tuple[Any, ...]:
-        """(kl, its interval, top1, perplexity), None where the outputs have no such thing."""
+        """(kl, its interval, top1, perplexity); None for metrics that the outputs do not have."""
         if self.kind == "logits":
             table = torch.cat(self.by_sequence)
             several = bool((table[:, 1] > 0).sum() > 1)
@@ -242,5 +241,5 @@ def _perplexity(table: Tensor, seed: int) -> Perplexity | None:
 
 
 def exp(x: float) -> float:
-    """e to the x; inf where that is too large for a float."""
+    """e to the x; inf on overflow."""
     return math.inf if x > 709 else math.exp(x)

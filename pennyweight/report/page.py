@@ -1,4 +1,4 @@
-"""The report of a quantized model as one HTML page that needs nothing else: what it shows, and its parts as data."""
+"""The report of a quantized model as one self-contained HTML page: its data and its rendering."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HISTOGRAMS, ACTIVATIONS = 6, 3  # layers shown
 
 @dataclass
 class Page:
-    """All that a page is made of.
+    """The data of a page.
 
-    title       the model; command: what makes this page again; versions: of whatever matters
-    layers      all of them, worst first; of a page without a float model with NaN as errors
-    bytes_*     of the weights as stored, float (None: not known) and quantized
-    comparison  where text was given; latency by layer where it was measured
+    title       the model; command: reproduces this page; versions: of the software
+    layers      all layers, worst first; without a float model their errors are NaN
+    bytes_*     of the weights as stored, float (None: unknown) and quantized
+    comparison  if text was given; latency by layer if measured
     histograms  (name, SVG, note) of the worst layers; inputs: with their SVGs; pareto: an SVG or ""
     """
 
@@ -44,16 +44,16 @@ class Page:
 
 
 def require_packages() -> None:
-    """Raise ValueError where what pages are made with is not installed."""
+    """Raise ValueError if a package that renders pages is not installed."""
     for name in ("jinja2", "matplotlib"):
         try:
             import_module(name)
         except ImportError:
-            raise ValueError(f"a page needs {name}; pip install 'pennyweight[report]'") from None
+            raise ValueError(f"the HTML report needs {name}; pip install 'pennyweight[report]'") from None
 
 
 def html(page: Page) -> str:
-    """The page, by jinja2."""
+    """Render the page with jinja2."""
     import jinja2
     from markupsafe import Markup
 
@@ -77,7 +77,7 @@ def _lead(page: Page) -> str:
     schemes = list(dict.fromkeys(w.scheme for w in quantized))
     named = ", ".join(schemes[:3]) + (f" and {len(schemes) - 3} more" if len(schemes) > 3 else "")
     left = len(page.layers) - len(quantized)
-    kept = f"; {left} more matrices left as they were" if left else ""
+    kept = f"; {left} more matrices not quantized" if left else ""
     return f"{len(quantized)} layers quantized as {named}{kept}." if quantized else "No layer is quantized."
 
 
@@ -93,7 +93,7 @@ def _tiles(page: Page) -> list[dict[str, str]]:
     out = [_size_tile(page)]
     bits = _bits(page.layers)
     if bits is not None:
-        out.append(_tile("Bits per weight", f"{bits:.3f}", "where quantized; scales, padding and all"))
+        out.append(_tile("Bits per weight", f"{bits:.3f}", "of quantized weights, scales and padding included"))
     c = page.comparison
     if c is not None and c.kl is not None:
         interval = "" if c.kl_interval is None else f"95 %: {c.kl_interval[0]:.3g} to {c.kl_interval[1]:.3g}; "
@@ -105,10 +105,10 @@ def _tiles(page: Page) -> list[dict[str, str]]:
         what = {"embeddings": "same nearest neighbour", "logits": "same likeliest token"}.get(c.kind, "")
         out.append(_tile("Top-1 agreement", f"{c.top1:.1%}", what))
     if c is not None and c.kind != "logits":
-        out.append(_tile("Cosine to float", f"{c.cosine[0]:.5f}", f"mean; least {c.cosine[1]:.5f}"))
+        out.append(_tile("Cosine to float", f"{c.cosine[0]:.5f}", f"mean; minimum {c.cosine[1]:.5f}"))
     for rows, speed in overall(dict(page.latency)).items():
         note = f"linear layers, {rows} row{'s' * (rows > 1)} at a time"
-        out.append(_tile("Speed beside float", f"{speed:.2f}×", note))
+        out.append(_tile("Speed vs float", f"{speed:.2f}×", note))
     return out
 
 
@@ -134,16 +134,16 @@ def _channels(inputs: Inputs) -> str:
     largest, median = float(inputs.channels.max()), float(inputs.channels.median())
     text = f"Largest {largest:.3g}, median channel {median:.3g}: {inputs.ratio:.1f} times. "
     if not out:
-        return text + "No channel stands out."
+        return text + "No outlier channels."
     named = ", ".join(map(str, out[:8])) + (f" and {len(out) - 8} more" if len(out) > 8 else "")
-    return text + f"{len(out)} of {len(inputs.channels)} channels stand out: {named}."
+    return text + f"{len(out)} of {len(inputs.channels)} channels are outliers: {named}."
 
 
 # -- the heat map ----------------------------------------------------------------------------------------------------
 
 
 def place_of(name: str) -> tuple[str, int] | None:
-    """(kind, depth) of a layer: its name with its first number cut out, and that number; None without a number."""
+    """(kind, depth) of a layer: its name without its first number, and that number; None without a number."""
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     if at is None:
@@ -172,12 +172,12 @@ def _heat(layers: Sequence[Layer]) -> dict[str, Any] | None:
             v = 0.0 if here is None or high == low else (high - here.worst) / (high - low)
             cells.append(None if here is None else {"v": f"{v:.3f}", "text": f"{here.worst:.1f}", "name": here.name})
         rows.append({"kind": kind, "cells": cells})
-    what = "SQNR of each layer's output, given the float model's input," if measured else "SQNR of each weight"
+    what = "SQNR of each layer's output, with the float model's input," if measured else "SQNR of each weight"
     return {"depths": depths, "rows": rows, "what": what}
 
 
 def _order(kind: str, row: Mapping[int, Layer]) -> tuple[bool, str]:
-    """Attention before what follows it, as in the model."""
+    """Attention layers first, as in the model."""
     return not re.search(r"att", kind), kind
 
 
@@ -192,9 +192,9 @@ def _table(page: Page) -> dict[str, Any]:
     if errors:
         columns.append(("weight dB", False, "SQNR of the weight"))
     if page.comparison is not None:
-        columns.append(("layer dB", False, "SQNR of the output, both layers given the float model's input"))
+        columns.append(("layer dB", False, "SQNR of the output, both layers with the float model's input"))
         columns.append(("stream dB", False, "SQNR of the output, each layer in its own model"))
-    columns += [(f"speed at {n}", False, f"float's time over the layer's, {n} rows") for n in counts]
+    columns += [(f"speed at {n}", False, f"float time divided by the layer's time, {n} rows") for n in counts]
     rows = []
     for w in page.layers:
         name = f"{w.name} (tied to {w.tied})" if w.tied else w.name
@@ -214,9 +214,9 @@ def _table(page: Page) -> dict[str, Any]:
     note = "Click a heading to sort."
     if page.comparison is not None:
         note += (
-            " SQNR in dB, higher is better: of the weight; of the layer's output where both layers get the float "
-            "model's input (what this layer costs by itself); and of its output where each runs in its own model "
-            "(with all that came before)."
+            " SQNR in dB, higher is better: of the weight; of the layer's output if both layers get the float "
+            "model's input (the loss of this layer alone); and of its output if each runs in its own model "
+            "(including the loss of the layers before it)."
         )
     return {"columns": [{"name": n, "left": left, "help": h} for n, left, h in columns], "rows": rows, "note": note}
 

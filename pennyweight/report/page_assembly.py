@@ -1,4 +1,4 @@
-"""From folders to a page: loading, running, timing and drawing what the page shows."""
+"""Collects the data of an HTML report from folders: loads, runs and times the models, draws the figures."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def gather(
     """The page of a quantized checkpoint.
 
     float_dir  the float model's folder; "": sizes and schemes only
-    texts      files of text to run both models on; none: weights only
-    measure    time each kind of linear layer beside float
-    pareto     points of other ways to quantize, see figures.check_points
-    told       is told what is being done
+    texts      text files to run both models on; none: weights only
+    measure    time each kind of linear layer against float
+    pareto     points of other models, see svg_figures.check_points
+    told       called with each progress message
 
     Raises ValueError (CheckpointError for files) and OSError.
     """
@@ -96,7 +96,7 @@ def _stored(folder: str) -> tuple[list[Layer], int]:
                 scheme = f"{meta.spec.with_(layout='plain')}{' perm' if meta.perm else ''}"
                 scheme += "" if meta.act is None else f" × {meta.act}"
             count = math.prod(shape)
-            unknown = count * held.kind.dtype.itemsize  # what it would take as it was
+            unknown = count * held.kind.dtype.itemsize  # its size before quantization
             layers.append(Layer(name, "", shape, scheme, count, unknown, held.nbytes, math.nan))
     return layers, total
 
@@ -112,7 +112,7 @@ def _histograms(exact: nn.Module, found: nn.Module, layers: Sequence[Layer]) -> 
 
 
 def _inputs(exact: nn.Module, batches: Any) -> list[Any]:
-    """Those with the strongest outliers, layers that read the very same input once."""
+    """The layers with the strongest outliers; layers that share an input appear once."""
     seen: set[object] = set()
     out: list[Any] = []
     for one in activations(exact, batches):

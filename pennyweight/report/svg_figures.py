@@ -1,7 +1,7 @@
-"""Figures as SVG that goes into a page: no fixed colours, no fonts, no addresses.
+"""Figures as inline SVG for a page, without fixed colours, fonts or external references.
 
-Colours are those of the page's style sheet, so that figures follow light and dark. Drawn by matplotlib, whose SVG
-backend writes colours as numbers: each stands in for a variable of the style sheet.
+Colours come from the page's style sheet, so that figures follow light and dark mode. matplotlib writes colours as hex
+codes; each placeholder is replaced by a variable of the style sheet.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from .activations import BINS, HIGH, LOW, OUTLIER, Inputs
 
-# variable of the style sheet -> the colour that stands in for it
+# variable of the style sheet -> its placeholder colour
 COLOURS = {
     "ink": "#010203", "muted": "#040506", "line": "#070809", "float": "#0a0b0c", "quantized": "#0d0e0f",
     "worst": "#101112",
 }  # fmt: skip
 _HISTOGRAM_BINS = 81
-_COLUMNS = 400  # of one panel: neighbouring channels share one where there are more
+_COLUMNS = 400  # per panel; with more channels, neighbours share a column
 
 
 def weight_histogram(exact: Tensor, found: Tensor, label: str) -> str:
-    """Values of a weight, float and quantized; counts on a logarithmic axis, so that what is rare is seen."""
+    """Histogram of a weight, float and quantized; counts on a logarithmic axis, so that rare values are visible."""
     a, b = exact.cpu(), found.cpu()
     reach = max(float(a.abs().max()) if a.numel() else 0.0, float(b.abs().max()) if b.numel() else 0.0) or 1.0
     edges = torch.linspace(-reach, reach, _HISTOGRAM_BINS + 1).tolist()
@@ -46,7 +46,7 @@ def weight_histogram(exact: Tensor, found: Tensor, label: str) -> str:
 
 
 def activation_figure(inputs: Inputs, label: str) -> str:
-    """Of a layer's inputs: how many of each size, and the largest of each channel."""
+    """A layer's inputs: histogram of magnitudes, and the maximum of each channel."""
     fig, (left, right) = _figure(7.2, 2.1, 2)
     edges = [2.0 ** (LOW + i * (HIGH - LOW) / BINS) for i in range(BINS + 1)]
     counts = inputs.bins.tolist()
@@ -68,7 +68,7 @@ def activation_figure(inputs: Inputs, label: str) -> str:
     right.axhline(limit, color=COLOURS["muted"], linewidth=0.7, linestyle=(0, (3, 3)))
     right.set_ylim(bottom=0)
     right.set_xlim(0, len(channels))
-    right.set_xlabel("channel: its largest |input|")
+    right.set_xlabel("channel: largest |input|")
     return _svg(fig, label)
 
 
@@ -98,11 +98,11 @@ def pareto_figure(points: Sequence[dict[str, Any]], here: tuple[float, float] | 
 
 
 def check_points(data: Any) -> list[dict[str, Any]]:
-    """Points of :func:`pareto_figure` as JSON gives them: [{"name", "bits_per_weight", "kl", "interval": [low, high]}].
+    """Check points of :func:`pareto_figure` from JSON: [{"name", "bits_per_weight", "kl", "interval": [low, high]}].
     Raises ValueError."""
     if not isinstance(data, list) or not data:
         raise ValueError(
-            'Pareto points are a list of objects such as {"name": "int4", "bits_per_weight": 4.25, "kl": 0.01}'
+            'Pareto points must be a list of objects such as {"name": "int4", "bits_per_weight": 4.25, "kl": 0.01}'
         )
     out = []
     for i, point in enumerate(data):
@@ -113,7 +113,7 @@ def check_points(data: Any) -> list[dict[str, Any]]:
         if interval is not None:
             fits = isinstance(interval, list) and len(interval) == 2 and all(map(_positive, interval))
             if not fits:
-                raise ValueError(f"Pareto point {i}: interval is [low, high], both above 0, got {str(interval)[:80]}")
+                raise ValueError(f"Pareto point {i}: interval must be [low, high] above 0, got {str(interval)[:80]}")
         out.append({k: point.get(k) for k in ("name", "bits_per_weight", "kl", "interval")})
     return out
 
@@ -126,7 +126,7 @@ def _positive(value: Any) -> bool:
 
 
 def _figure(width: float, height: float, columns: int = 1, right: float = 0.08) -> tuple[Any, Sequence[Any]]:
-    """Margins in inches are fixed: to fit them to the text takes matplotlib longer than all the drawing."""
+    """A figure with fixed margins in inches; fitting them to the text would take matplotlib longer than the drawing."""
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(width, height))
@@ -148,7 +148,7 @@ def _figure(width: float, height: float, columns: int = 1, right: float = 0.08) 
 
 
 def _svg(fig: Any, label: str) -> str:
-    """The figure as an element of a page. Its ids depend on the label, which no two figures may share."""
+    """The figure as an SVG element. Its ids depend on the label, so each figure needs a different one."""
     import matplotlib
 
     out = io.StringIO()
@@ -158,10 +158,10 @@ def _svg(fig: Any, label: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'\s(?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
-    # sizes in points become those of the page; the viewBox keeps the shape
+    # the page sets the size; the viewBox keeps the aspect ratio
     text = re.sub(r'\swidth="[\d.]+pt"|\sheight="[\d.]+pt"', "", text)
     text = re.sub(r" font-family: [^;\"]*;", "", text)
-    text = re.sub(r"<style.*?</style>", "", text, flags=re.S)  # it would be about the whole page
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.S)  # it would apply to the whole page
     for name, colour in COLOURS.items():
         text = text.replace(colour, f"var(--{name})")
     # ids of groups (axes_1, patch_2) are the same in every figure, and nothing refers to them

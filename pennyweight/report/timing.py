@@ -1,4 +1,4 @@
-"""How fast each kind of quantized linear layer is beside the float one, on this machine."""
+"""Times each kind of quantized linear layer against its float version on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layers import model_bytes, pairs, unwrapped
 def time_layers(
     exact: nn.Module, found: nn.Module, rows: Sequence[int] = ROWS, progress: Callable[[str], None] | None = None
 ) -> dict[str, tuple[Latency, ...]]:
-    """Latency of each quantized linear layer by the name of its weight; layers that are alike are timed once."""
+    """Latency of each quantized linear layer by the name of its weight; equal layers are timed once."""
     exact, found = unwrapped(exact), unwrapped(found)
     limit = min(ROTATED, model_bytes(exact)), min(ROTATED, model_bytes(found))
     known: dict[object, tuple[Latency, ...]] = {}
@@ -41,7 +41,7 @@ def time_layers(
 
 
 def overall(latency: dict[str, tuple[Latency, ...]]) -> dict[int, float]:
-    """Speed of all these layers together relative to float, by number of rows: the ratio of the sums of their times."""
+    """Overall speed of the layers relative to float, by number of rows: the ratio of the total times."""
     sums: dict[int, tuple[float, float]] = {}
     for times in latency.values():
         for t in times:

@@ -152,12 +152,12 @@ def test_bad_requests_change_nothing() -> None:
     model = network()
     before = copy.deepcopy(model.state_dict())
     for args, text in (
-        (("magnitude", "4:2"), "pattern is such as '2:4'"),
+        (("magnitude", "4:2"), "pattern must be like '2:4'"),
         (("magnitude", 1.5), "between 0 and 1"),
         (("pruning",), "method must be one of magnitude, wanda, sparsegpt"),
         (("wanda",), "wanda needs calibration data; pass calibration=batches"),
         (("wanda", "2:4", []), "calibration has no batches"),
-        (("magnitude", "1:5"), r"0\.weight: its 64 inputs are no whole runs of 5; .*share such as 0\.8"),
+        (("magnitude", "1:5"), r"0\.weight: its 64 inputs are not divisible by 5; .*share of zeros such as 0\.8"),
     ):
         with pytest.raises(pw.PlanError, match=text):
             pw.sparsify_(model, *args)

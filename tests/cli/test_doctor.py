@@ -44,10 +44,10 @@ def crash(x: Any, w: Any, bias: Any) -> Any:
 @pytest.mark.parametrize(
     ("run_kernel", "tolerance", "usable", "note"),
     [
-        (wrong(1.01), "float32", False, "off by 1.0e-02 from the reference"),
+        (wrong(1.01), "float32", False, "differs by 1.0e-02 from the reference"),
         (wrong(1.01), "bfloat16", True, "within 1e-02 of the reference"),
         (crash, "float32", False, "RuntimeError: illegal instruction, say"),
-        (wrong(float("nan")), "bfloat16", False, "off by nan"),
+        (wrong(float("nan")), "bfloat16", False, "differs by nan"),
     ],
 )
 def test_doctor_finds_a_kernel_that_lies(

@@ -74,7 +74,7 @@ def test_two_texts_in_one_model_are_refused(run: Any, text: Path, tmp_path: Path
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "t5")
     add_tokenizer(tmp_path / "t5")
     result = run("eval", tmp_path / "t5", tmp_path / "t5", "--text", text)
-    assert "T5ForConditionalGeneration reads one text and writes another" in result.stderr
+    assert "T5ForConditionalGeneration is an encoder-decoder model" in result.stderr
 
 
 def test_the_bound(run: Any, writer: Path, small: Path, text: Path) -> None:
@@ -83,7 +83,7 @@ def test_the_bound(run: Any, writer: Path, small: Path, text: Path) -> None:
     assert result.exit_code == 2
     assert "KL(float || quantized):" in result.stdout  # the figures are shown all the same
     assert result.stderr.count("\n") == 1
-    assert "at most 1e-09 asked; worst layers: model.layers." in result.stderr
+    assert "the limit is 1e-09; worst layers: model.layers." in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_the_bound(run: Any, writer: Path, small: Path, text: Path) -> None:
     [
         ([], "--text is required"),
         (["--text", "/nowhere/x.txt"], "/nowhere/x.txt: No such file or directory"),
-        (["--text", "EMPTY"], "holds no text"),
+        (["--text", "EMPTY"], "contains no text"),
         (["--text", "LATIN"], "is not UTF-8 text (byte 0)"),
         (["--text", "TEXT", "--max-kl", "0"], "--max-kl must be positive, got 0.0"),
         (["--text", "TEXT", "--length", "1"], "length must be at least 2, got 1"),
-        (["--text", "TEXT", "--json", "/nowhere/r.json"], "there is no folder /nowhere"),
+        (["--text", "TEXT", "--json", "/nowhere/r.json"], "folder /nowhere does not exist"),
     ],
 )
 def test_errors(run: Any, writer: Path, text: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -125,7 +125,7 @@ def test_windows_and_lines(writer: Path, encoder: Path, tmp_path: Path) -> None:
     batches = text_batches(AutoModel.from_pretrained(encoder), tokenizer, [lines], batch=8, length=7, limit=20)
     assert [len(b["input_ids"]) for b in batches] == [8, 8, 4]
     assert all(b["input_ids"].shape[1] <= 7 for b in batches)
-    with pytest.raises(ValueError, match="not one sequence"):
+    with pytest.raises(ValueError, match="no sequence of at least two tokens"):
         text_batches(model, tokenizer, ["cat"])
 
 

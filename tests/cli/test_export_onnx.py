@@ -41,7 +41,7 @@ def test_a_quantized_checkpoint(run: Any, llama: Path, tmp_path: Path, style: st
     assert run("quantize", llama, small, "--config", "int4", "--group-size", "32").exit_code == 0
     result = run("export-onnx", small, out, "--style", style, "--json", report_file)
     assert result.exit_code == 0
-    assert result.stderr.startswith("note: bfloat16 is float32 in the file")
+    assert result.stderr.startswith("note: bfloat16 is written as float32")
     assert f"{out}: {out.stat().st_size:,} bytes" in result.stdout
     report = json.loads(report_file.read_text())
     assert report["file_bytes"] == {str(out): out.stat().st_size}
@@ -73,15 +73,15 @@ def refused(run: Any, *arguments: Any) -> str:
 def test_refusals(run: Any, plain: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "model.onnx"
     assert "there is no config.json; the layers of a model are not known without" in refused(run, plain, out)
-    assert "holds float weights; say how to quantize them with --config: int8" in refused(run, llama, out)
-    assert "--group-size goes with --config" in refused(run, llama, out, "--group-size", "32")
+    assert "contains float weights; pass --config to quantize them, one of int8" in refused(run, llama, out)
+    assert "--group-size needs --config" in refused(run, llama, out, "--group-size", "32")
     assert "unknown config 'int9'" in refused(run, llama, out, "--config", "int9")
-    assert f"{llama} is a folder; give the name of a file" in refused(run, llama, llama, "--config", "int8")
-    assert "there is no folder" in refused(run, llama, tmp_path / "no" / "m.onnx", "--config", "int8")
+    assert f"{llama} is a folder; pass the name of a file" in refused(run, llama, llama, "--config", "int8")
+    assert "does not exist" in refused(run, llama, tmp_path / "no" / "m.onnx", "--config", "int8")
     assert "style must be one of auto" in refused(run, llama, out, "--config", "int8", "--style", "fast")
     small = tmp_path / "small"
     run("quantize", llama, small, "--config", "int8")
-    assert "is quantized already (model.layers.0" in refused(run, small, out, "--config", "int8")
+    assert "is already quantized (model.layers.0" in refused(run, small, out, "--config", "int8")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx_ir" else object())
     assert refused(run, small, out) == "export to ONNX needs onnx_ir: pip install 'pennyweight[onnx]'"
     assert not os.path.exists(out)

@@ -33,7 +33,7 @@ def test_what_fails_leaves_nothing(run: Any, writer: Path, text: Path, tmp_path:
     arguments = ("--config", "int4", "--max-kl", "1e-7", "--text", text, "--json", tmp_path / "r.json")
     result = run("quantize", writer, tmp_path / "sub" / "out", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "nats, at most 1e-07 asked; worst layers: model.layers." in result.stderr
+    assert "nats, the limit is 1e-07; worst layers: model.layers." in result.stderr
     assert result.stderr.count("\n") == 1
     assert listing(tmp_path) == before
 
@@ -57,8 +57,8 @@ def test_an_old_checkpoint_stays_until_the_new_one_passes(run: Any, writer: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-kl", "0.1"], "--max-kl and --text go together"),
-        (["--text", "TEXT"], "--max-kl and --text go together"),
+        (["--max-kl", "0.1"], "--max-kl and --text must be used together"),
+        (["--text", "TEXT"], "--max-kl and --text must be used together"),
         (["--max-kl", "-1", "--text", "TEXT"], "--max-kl must be positive, got -1.0"),
         (["--max-kl", "1", "--text", "TEXT", "--dry-run"], "leave out --dry-run"),
         (["--max-kl", "1", "--text", "/nowhere/t"], "/nowhere/t: No such file"),

@@ -129,8 +129,8 @@ def test_skip_leaves_alone(run: Any, plain: Path, tmp_path: Path, skip: list[str
     [
         ([], "--config is required: one of int8, int8-dynamic, int4,"),
         (["--config", "int44"], "unknown config 'int44' (did you mean int4"),
-        (["--config", "int8-dynamic", "--group-size", "32"], "--group-size does not go with int8-dynamic: it has one"),
-        (["--config", "mxfp4", "--group-size", "32"], "--group-size does not go with mxfp4: the OCP MX standard fixes"),
+        (["--config", "int8-dynamic", "--group-size", "32"], "--group-size cannot be used with int8-dynamic: it has"),
+        (["--config", "mxfp4", "--group-size", "32"], "--group-size cannot be used with mxfp4: the OCP MX standard"),
         (["--config", "int4", "--skip", "haed"], "--skip 'haed' matches no module or parameter; close: ['head'"),
         (["--config", "int4", "--skip", "*"], "nothing would be quantized"),
         (
@@ -138,8 +138,8 @@ def test_skip_leaves_alone(run: Any, plain: Path, tmp_path: Path, skip: list[str
             "group size 48 does not divide its 64 inputs; use --group-size 32, or --on-indivisible 'pad'",
         ),
         (["--config", "int4", "--on-indivisible", "bend"], "on_indivisible must be one of ('pad', 'largest_divisor'"),
-        (["--config", "int4", "--max-shard-size", "4 apples"], "'4 apples' is no size; write 4GB"),
-        (["--config", "int4", "--json", "/nowhere/r.json"], "--json /nowhere/r.json: there is no folder /nowhere"),
+        (["--config", "int4", "--max-shard-size", "4 apples"], "'4 apples' is not a size; write for example 4GB"),
+        (["--config", "int4", "--json", "/nowhere/r.json"], "--json /nowhere/r.json: folder /nowhere does not exist"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(
@@ -217,7 +217,7 @@ def test_the_source_is_never_the_target(run: Any, plain: Path, tmp_path: Path, f
     for target in (plain, link):
         result = run("quantize", plain, target, "--config", "int8", *force)
         assert result.exit_code == 2
-        assert "is the model itself" in result.stderr
+        assert "is the input folder" in result.stderr
     inner = run("quantize", plain / "model.safetensors", plain, "--config", "int8", *force)
     assert inner.exit_code == 2
     assert snapshot(plain) == source
@@ -249,7 +249,7 @@ def stopped(run: Any, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         patch.setattr(importlib.import_module("pennyweight.cli.quantize"), "progress_bar", interrupts)
         result = run("quantize", plain, out, "--config", "int4", "--max-shard-size", "8kB")
     assert result.exit_code == 130
-    assert result.stderr == "pennyweight: stopped; the same command goes on from there\n"
+    assert result.stderr == "pennyweight: interrupted; run the same command again to resume\n"
     assert list(out.glob("*.safetensors"))
     assert run("inspect", out).exit_code == 2  # nobody takes it for a checkpoint
     return out
@@ -288,7 +288,7 @@ def test_a_llama_by_its_config(run: Any, llama: Path, tmp_path: Path) -> None:
     assert len([s for s in schemes.values() if s]) == 14
     notes = {r["name"]: r["note"] for r in data["rows"]}
     assert notes["lm_head.weight"] == "skipped by 'lm_head'"
-    assert notes["model.embed_tokens.weight"] == "Embedding is not asked for"
+    assert notes["model.embed_tokens.weight"] == "Embedding: not selected by default"
     assert (out / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
     config = json.loads((out / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "pennyweight"

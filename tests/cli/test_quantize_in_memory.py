@@ -107,7 +107,7 @@ def test_an_interrupted_job_goes_on(run: Any, writer: Path, text: Path, tmp_path
         solving(patch, until=len(every) - 2)
         stopped = run("quantize", writer, out, *arguments)
     assert stopped.exit_code == 130
-    assert "the same command goes on from there" in stopped.stderr
+    assert "run the same command again to resume" in stopped.stderr
     assert [p.name for p in out.iterdir()] == [".calibration"]
     another = run("quantize", writer, out, *GROUPS, "--algorithm", "nearest")
     assert "is of another run: recipe, data differ" in another.stderr
@@ -170,11 +170,11 @@ def test_a_recipe_in_a_file_and_a_dry_run(run: Any, writer: Path, text: Path, tm
     ("arguments", "message"),
     [
         (["--config", "int4", "--budget", "4 bpw"], "--budget chooses the config"),
-        (["--budget", "4 bpw"], "give it text by --calibration"),
+        (["--budget", "4 bpw"], "pass text with --calibration"),
         (["--config", "int4", "--algorithm", "gptq"], "pass calibration="),
         (["--config", "int4", "--algorithm", "gtpq"], "did you mean 'gptq'"),
         ([], "--config is required"),
-        (["--config", "int4", "--latency-tokens", "1"], "--latency-tokens goes with --budget"),
+        (["--config", "int4", "--latency-tokens", "1"], "--latency-tokens must be positive and needs --budget"),
     ],
 )
 def test_what_does_not_fit_is_refused(run: Any, writer: Path, tmp_path: Path, arguments: Any, message: str) -> None:

@@ -157,7 +157,7 @@ def test_a_package_that_is_not_there(run: Any, small: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, name, None)
     result = run("report", small)
     assert result.exit_code == 2
-    assert f"a page needs {name}; pip install 'pennyweight[report]'" in result.stderr
+    assert f"the HTML report needs {name}; pip install 'pennyweight[report]'" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_a_package_that_is_not_there(run: Any, small: Path, monkeypatch: pytest.
     [
         (["--text", "t"], "--text needs --float"),
         (["--measure"], "--measure needs --float"),
-        (["-o", "/nowhere/x.html"], "there is no folder /nowhere"),
+        (["-o", "/nowhere/x.html"], "folder /nowhere does not exist"),
         (["-o", "/"], "is a folder"),
         (["--pareto", "BAD"], "not JSON"),
-        (["--pareto", "LIST"], "Pareto points are a list of objects"),
+        (["--pareto", "LIST"], "Pareto points must be a list of objects"),
         (["--pareto", "POINT"], "Pareto point 0 needs a name, and bits_per_weight and kl above 0"),
     ],
 )

@@ -45,11 +45,11 @@ def test_it_does_not(run: Any, small: Path, writer: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "holds no golden.safetensors"),
-        (["--make"], "--make and --text go together"),
-        (["--text", "a.txt"], "--make and --text go together"),
+        ([], "has no golden.safetensors"),
+        (["--make"], "--make and --text must be used together"),
+        (["--text", "a.txt"], "--make and --text must be used together"),
         (["--bound", "0"], "--bound must be positive"),
-        (["--make", "--text", "a.txt", "--bound", "1"], "--bound is for verifying"),
+        (["--make", "--text", "a.txt", "--bound", "1"], "--bound cannot be used with --make"),
     ],
 )
 def test_what_does_not_fit(run: Any, writer: Path, arguments: list[str], message: str) -> None:

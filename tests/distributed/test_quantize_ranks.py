@@ -159,4 +159,4 @@ def test_what_runs_a_model_is_refused_under_torchrun(tmp_path: Path, monkeypatch
     arguments = ["quantize", str(tmp_path), str(tmp_path / "out"), "--config", "int8", "--algorithm", "gptq"]
     run = CliRunner().invoke(app, arguments)
     assert run.exit_code == 2
-    assert "start them without torchrun" in run.stderr
+    assert "start without torchrun" in run.stderr

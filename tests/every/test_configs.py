@@ -128,11 +128,11 @@ def test_a_second_time_is_no_change_and_another_config_goes_through_float_once(t
     first = dict(weights(model))
     report = pw.quantize_(model, build(text))
     assert all(w is first[name] for name, w in weights(model))
-    assert all("already so" in r.note and r.bytes_after == first[r.name].nbytes for r in report.quantized)
+    assert all("already quantized" in r.note and r.bytes_after == first[r.name].nbytes for r in report.quantized)
     other = pw.SpecConfig(QuantSpec(INT4, (24,)))
     expected = {name: AffineQuantizedTensor.from_float(w.dequantize(), other.weight) for name, w in first.items()}
     report = pw.quantize_(model, other)
-    assert all("through float once" in r.note for r in report.quantized)
+    assert all("requantized" in r.note for r in report.quantized)
     for name, w in weights(model):
         assert torch.equal(w.dequantize(), expected[name].dequantize())
 

@@ -111,7 +111,7 @@ def test_what_no_kernel_multiplies_stays_float_and_the_report_says_how_to_ask() 
     names = list(experts(model))
     notes = {row.name: row.note for row in report.rows}
     assert not any(isinstance(w, QT) for w in experts(model).values())
-    told = f"experts stay float: no kernel multiplies a batch of them stored so; FqnToConfig({{{names[0]!r}: config}})"
+    told = f"experts stay float: no batched kernel supports this scheme; FqnToConfig({{{names[0]!r}: config}})"
     assert notes[names[0]].startswith(told)
     pw.quantize_(model, pw.FqnToConfig(dict.fromkeys(names, config)))
     assert all(isinstance(w, QT) for w in experts(model).values())
@@ -125,7 +125,7 @@ def test_filters_and_names_choose_as_ever() -> None:
     table = {"*.experts.gate_up_proj": pw.ContractedAxis(CONFIGS["int4"]), "*.experts.down_proj": None}
     pw.quantize_(named, pw.FqnToConfig(table))
     assert [isinstance(w, QT) for w in experts(named).values()] == [True, False] * 2
-    with pytest.raises(pw.PlanError, match=r"ContractedAxis\(-1\): products of GptOssExperts sum over the other axis"):
+    with pytest.raises(pw.PlanError, match=r"ContractedAxis\(-1\): GptOssExperts is contracted along the other axis"):
         pw.quantize_(mixture("GptOss"), pw.FqnToConfig({"*.experts.*_proj": pw.ContractedAxis(CONFIGS["int4"], -1)}))
 
 

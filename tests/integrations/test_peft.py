@@ -278,8 +278,8 @@ def test_adapters_are_not_quantized() -> None:
         "base_model.model.up.base_layer.weight", "base_model.model.head.original_module.weight",
     }  # fmt: skip
     notes = {r.name: r.note for r in report.skipped}
-    assert "belongs to an adapter of PEFT" in notes["base_model.model.up.lora_A.default.weight"]
-    assert "belongs to an adapter of PEFT" in notes["base_model.model.head.modules_to_save.default.weight"]
+    assert "part of a PEFT adapter" in notes["base_model.model.up.lora_A.default.weight"]
+    assert "part of a PEFT adapter" in notes["base_model.model.head.modules_to_save.default.weight"]
     key = "base_model.model.up.lora_A.default.weight"
     named = pw.quantize_(lora, pw.FqnToConfig({key: CONFIGS["int8"]}))  # asked for by name
     assert [r.name for r in named.quantized] == [key]

@@ -368,7 +368,7 @@ def test_folders_that_are_not_what_is_said(folder: Path, tmp_path: Path) -> None
     for change, says in [
         ({"version": VERSION + 1}, f"version {VERSION + 1}; this release reads {VERSION}"),
         ({"codec": "x"}, r"\['codec'\], which this release does not know"),
-        ({"config": {"type": "Int1WeightOnlyConfig"}}, "is no type that this release knows"),
+        ({"config": {"type": "Int1WeightOnlyConfig"}}, "this release does not know the type"),
     ]:
         (liar / "config.json").write_text(json.dumps({**config, "quantization_config": {**entry, **change}}))
         with pytest.raises(ValueError, match=says):

@@ -41,11 +41,11 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: pw.MXWeightOnlyConfig("int8"), "MX elements"),
     (lambda: pw.MXWeightOnlyConfig(scaling_mode="up"), "rceil"),
     (lambda: pw.NF4WeightOnlyConfig(block_size=0), "positive"),
-    (lambda: pw.SpecConfig("int4"), "takes a QuantSpec"),
+    (lambda: pw.SpecConfig("int4"), "needs a QuantSpec"),
     (lambda: pw.SpecConfig(QuantSpec(INT4, None), STATIC), "calibrate"),
     (lambda: pw.SpecConfig(QuantSpec(INT4, None), act_scale=1.0), "static"),
     (lambda: pw.FqnToConfig({"a": 3}), "names to configs or None"),
-    (lambda: pw.FqnToConfig({"a": pw.FqnToConfig({})}), "beside the others"),
+    (lambda: pw.FqnToConfig({"a": pw.FqnToConfig({})}), "merge the keys into one"),
     (lambda: pw.FqnToConfig({"a": None}, {"b": None}), "not both"),
     (lambda: configs.ContractedAxis(pw.Int8WeightOnlyConfig(), 0), "-1 or -2"),
     (lambda: configs.ContractedAxis(-2), "wraps a config"),
@@ -115,8 +115,8 @@ def test_scales_along_another_axis_are_refused() -> None:
 @pytest.mark.parametrize("size", ["64", "e4m3", 64.0, True, None])
 def test_a_size_that_is_no_number_is_named(size: Any) -> None:
     with pytest.raises(
-        ValueError, match="MXDynamicActivationMXWeightConfig: block_size is a positive number of elements"
+        ValueError, match="MXDynamicActivationMXWeightConfig: block_size must be a positive number of elements"
     ):
         pw.MXDynamicActivationMXWeightConfig(size)
-    with pytest.raises(ValueError, match="group_size is a number of elements such as 64"):
+    with pytest.raises(ValueError, match="group_size must be a number of elements such as 64"):
         pw.Int4WeightOnlyConfig(group_size=size)

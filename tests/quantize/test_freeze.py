@@ -184,7 +184,7 @@ def test_thaw_undoes_it_exactly(scheme: str) -> None:
     before = [(n, id(p)) for n, p in model.named_parameters()]
     dicts = [set(m.__dict__) for m in model]
     assert pw.freeze_(model).summary().startswith("2 parameters frozen, 0 left alone")
-    assert [r.note for r in pw.freeze_(model).rows] == ["was frozen already"] * 2
+    assert [r.note for r in pw.freeze_(model).rows] == ["already frozen"] * 2
     assert pw.thaw_(model).summary().startswith("2 parameters thawed")
     assert [(n, id(p)) for n, p in model.named_parameters()] == before
     assert [set(m.__dict__) for m in model] == dicts
@@ -235,8 +235,8 @@ def test_what_is_left_alone_and_why() -> None:
     report = pw.freeze_(model)
     assert [r.name for r in report.quantized] == ["renamed.weight", "attention.out_proj.weight"]
     notes = {r.name: r.note for r in report.skipped}
-    assert notes["own.weight"] == "Own at own.weight does more than F.linear, so its weight stays a tensor"
-    assert notes["trained.weight"] == "is being trained; requires_grad_(False) first"
+    assert notes["own.weight"] == "Own at own.weight does more than F.linear, so it cannot be frozen"
+    assert notes["trained.weight"] == "requires grad; call requires_grad_(False) first"
     assert notes.keys() == {
         "own.weight", "patched.weight", "trained.weight", "table.weight", "attention.in_proj_weight",
     }  # fmt: skip
@@ -251,7 +251,7 @@ def test_what_is_left_alone_and_why() -> None:
 
 def test_a_frozen_model_is_thawed_before_it_is_quantized_and_dequantized_as_it_is() -> None:
     model, ice = frozen("int8_row")
-    with pytest.raises(pw.PlanError, match=r"0 is frozen \(2 layers are\); thaw_\(model\) first"):
+    with pytest.raises(pw.PlanError, match=r"0 is frozen \(2 layers in all\); call thaw_\(model\) first"):
         pw.quantize_(ice, pw.Int8WeightOnlyConfig())
     values = [m.weight.dequantize() for m in (model[0], model[2])]
     report = pw.dequantize_(ice)

@@ -114,7 +114,7 @@ def test_one_warning_for_each_slow_shape_before_anything_changes(times: Times) -
         report = pw.quantize_(copy.deepcopy(model), INT8, measure=(1, 64))
     assert len(caught) == 2
     text = str(caught[0].message)
-    assert text.startswith("0.weight, 1.weight, 2.weight and 2 more: [32, 32] as int8[*] scale=f32 by ")
+    assert text.startswith("0.weight, 1.weight, 2.weight and 2 more: [32, 32] as int8[*] scale=f32 with ")
     assert "0.25x at 1 row, 0.25x at 64 rows the speed; on_slower='skip'" in text
     assert caught[0].filename == __file__
     assert len(report.slower) == 6
@@ -134,7 +134,7 @@ def test_skip_leaves_slow_layers_as_they_were_and_says_so(times: Times) -> None:
     assert model[1].weight is floats[1]
     assert model[2].weight.requires_grad
     row = next(r for r in report.skipped if r.name == "1.weight")
-    assert row.note.startswith("left as it is: int8[*] scale=f32 by ")
+    assert row.note.startswith("left unquantized: int8[*] scale=f32 with ")
     assert row.note.endswith("is slower here, 0.25x at 1 row, 0.25x at 64 rows")
     assert (row.bytes_after, row.bytes_before, row.kernel) == (32 * 64 * 4, 32 * 64 * 4, "")
     assert row.latency[0].speed == 0.25

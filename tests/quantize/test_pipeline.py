@@ -272,12 +272,12 @@ def test_a_handler_that_takes_the_name_of_a_parameter() -> None:
 
 
 def test_a_handler_for_a_parameter_must_take_its_name(calls: list[tuple[str, Any]]) -> None:
-    with pytest.raises(pw.PlanError, match=r"0\.weight: the handler of Halve must take parameter_name"):
+    with pytest.raises(pw.PlanError, match=r"0\.weight: the handler of Halve takes no parameter_name"):
         pw.quantize_(mlp(1), pw.FqnToConfig({"0.weight": Halve()}))
 
 
 def test_a_second_handler_for_a_config_is_an_error(calls: list[tuple[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="Halve has a handler already: halve"):
+    with pytest.raises(ValueError, match="Halve already has a handler: halve"):
         pw.register_quantize_module_handler(Halve)(lambda module, config: module)
 
 
@@ -305,7 +305,9 @@ def test_check() -> None:
     assert report.check(min_sqnr=15, min_fraction=0.3) is report
     with pytest.raises(ValueError, match=r"1 weights are below 40 dB: 0\.weight \(\d+\.\d dB\); give them more bits"):
         report.check(min_sqnr=40)
-    with pytest.raises(ValueError, match=r"only 3\d% of the bytes were quantized, 90% asked; largest left: 1\.weight"):
+    with pytest.raises(
+        ValueError, match=r"only 3\d% of the bytes were quantized, 90% required; largest left .*: 1\.weight"
+    ):
         report.check(min_fraction=0.9)
 
 
@@ -314,7 +316,7 @@ def test_the_table_keeps_brackets_and_folds_what_was_left_alone() -> None:
     assert "nf4[64]" in text  # rich would take brackets for markup
     assert "int8[256]" in text
     assert "0.bias and 2 more" in text
-    assert "bias of Linear stays as it is" in text
+    assert "bias of Linear is not quantized" in text
 
 
 def test_json_of_an_exact_weight() -> None:

@@ -56,9 +56,9 @@ def test_defaults_are_left_out_and_order_is_kept() -> None:
     [
         (
             {"type": "Int9WeightOnlyConfig"},
-            "config: 'Int9WeightOnlyConfig' is no type that this release knows; upgrade",
+            "config: this release does not know the type 'Int9WeightOnlyConfig'; upgrade",
         ),
-        ({"type": "Int4WeightOnlyConfig", "rounding": 1}, "Int4WeightOnlyConfig.rounding is no field"),
+        ({"type": "Int4WeightOnlyConfig", "rounding": 1}, "rounding: this release does not know this field"),
         ({"type": "Int4WeightOnlyConfig", "group_size": "64"}, "Int4WeightOnlyConfig.group_size cannot be 64"),
         ({"type": "Int4WeightOnlyConfig", "group_size": True}, "group_size cannot be True"),
         ({"type": "Int4WeightOnlyConfig", "group_size": 0}, "group_size must be positive"),
@@ -68,10 +68,10 @@ def test_defaults_are_left_out_and_order_is_kept() -> None:
         ({"type": "SpecConfig", "weight": {"type": "QuantSpec", "format": "int8"}}, "missing"),
         ({"type": "SpecConfig"}, "weight"),
         ({"type": "FqnToConfig", "fqn_to_config": {"a": None}}, "must be a list of pairs"),
-        ({"type": "FqnToConfig", "fqn_to_config": [["a", None], ["a", None]]}, "twice"),
+        ({"type": "FqnToConfig", "fqn_to_config": [["a", None], ["a", None]]}, "has a duplicate key"),
         ({"type": "FqnToConfig", "fqn_to_config": [["a", {"type": "PerRow"}]]}, "cannot be"),
-        ({"type": "PerRow"}, "the type of a config"),
-        ({"type": ["x"]}, "is no type"),
+        ({"type": "PerRow"}, "whose type is a config"),
+        ({"type": ["x"]}, "does not know the type"),
         ("int4", "must be an object"),
         (None, "must be an object"),
     ],
@@ -96,5 +96,5 @@ def test_a_config_of_ones_own_is_refused() -> None:
 
     with pytest.raises(ValueError, match="Mine is not one of the library's configs"):
         config_to_data(Mine())
-    with pytest.raises(ValueError, match=r"FqnToConfig.fqn_to_config\['a'\]: a Mine has no form"):
+    with pytest.raises(ValueError, match=r"FqnToConfig.fqn_to_config\['a'\]: a Mine cannot be serialized"):
         config_to_data(pw.FqnToConfig({"a": Mine()}))

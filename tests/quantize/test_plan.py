@@ -107,12 +107,12 @@ def test_a_skip_says_by_which_key() -> None:
     [
         ({"haed": INT8}, "'haed' matches no module or parameter; did you mean 'head'"),
         ({"layers.0.upp": INT8, "head": INT8}, r"did you mean 'layers\.0\.up'"),
-        ({"layers": INT8}, r"'layers' holds layers but no weight of its own; write 'layers\.\*'"),
-        ({"layers.0": None, "head": INT8}, r"write 'layers\.0\.\*'"),
+        ({"layers": INT8}, r"'layers' is a container without a weight of its own; use 'layers\.\*'"),
+        ({"layers.0": None, "head": INT8}, r"use 'layers\.0\.\*'"),
         ({"re:(": INT8}, "not a regular expression"),
-        ({"layers.0.norm": INT8, "head": INT8}, "'layers.0.norm' names nothing that can be quantized: LayerNorm"),
-        ({"*.norm*": INT8, "head": INT8}, "names nothing that can be quantized: LayerNorm"),
-        ({"layers.0.up.bias": INT8, "head": INT8}, "names nothing that can be quantized: .*bias of Linear stays"),
+        ({"layers.0.norm": INT8, "head": INT8}, "'layers.0.norm' matches nothing that can be quantized: LayerNorm"),
+        ({"*.norm*": INT8, "head": INT8}, "matches nothing that can be quantized: LayerNorm"),
+        ({"layers.0.up.bias": INT8, "head": INT8}, "matches nothing that can be .*bias of Linear is not quantized"),
         ({"head": None}, "nothing would be quantized"),
         ({}, "nothing would be quantized"),
     ],
@@ -154,7 +154,7 @@ def test_a_tied_weight_is_quantized_once_and_stays_tied(config: pw.AOBaseConfig,
     assert torch.equal(model.embed(INDEX), w.dequantize()[INDEX])
     with pw.strict():
         assert pw.core.numerics.sqnr(exact, model(INDEX).detach()) > 14
-    assert "already so" in next(r.note for r in pw.quantize_(model, config).rows if r.name == row.name)
+    assert "already quantized" in next(r.note for r in pw.quantize_(model, config).rows if r.name == row.name)
     pw.dequantize_(model)
     assert model.head.weight is model.embed.weight
     assert type(model.head.weight) is nn.Parameter
@@ -290,7 +290,7 @@ def test_what_is_no_config() -> None:
         pw.quantize_(nn.Linear(4, 4), "int8")
     with pytest.raises(pw.PlanError, match="no parameters with two or more axes"):
         pw.quantize_(nn.Sequential(nn.ReLU()), INT8)
-    with pytest.raises(pw.PlanError, match=r"nothing would be quantized; Linear: filtered out\. Choose"):
+    with pytest.raises(pw.PlanError, match=r"nothing would be quantized; Linear: filtered out\. Select"):
         pw.quantize_(nn.Linear(4, 4), INT8, lambda m, fqn: False)
 
 

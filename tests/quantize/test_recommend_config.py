@@ -327,7 +327,7 @@ def test_inputs_of_every_form_and_outputs_in_a_tree(inputs: Any, quick: None) ->
 
 
 def test_inputs_and_bounds_that_mean_nothing() -> None:
-    with pytest.raises(ValueError, match="gives no floating-point tensor for these inputs but Tensor"):
+    with pytest.raises(ValueError, match="returns no floating-point tensor for these inputs, got Tensor"):
         pw.recommend(nn.Identity(), torch.tensor([1]))
     for bounds in ({"max_bytes": 0}, {"max_error": -1.0}, {"max_error": math.nan}):
         with pytest.raises(ValueError, match="must be positive"):

@@ -131,7 +131,7 @@ def test_tensors() -> None:
     [
         ([], {}, "at least one batch"),
         ([{"input_ids": torch.zeros(1, 2, dtype=torch.long), "use_cache": False}], {}, "input 'use_cache' is bool"),
-        ([torch.zeros(1, 1 << 18)], {}, "1,048,576 bytes; golden|for a few prompts"),
+        ([torch.zeros(1, 1 << 18)], {}, "1,048,576 bytes; golden|allow a few prompts"),
         ([torch.zeros(1, 32)], {"k": 0}, "k and rows must be positive, got 0 and 64"),
         ([torch.zeros(1, 32)], {"kind": "embeddings"}, "kind must be one of logits, tensor"),
     ],
@@ -146,14 +146,14 @@ def test_golden_refuses(batches: Any, how: dict, message: str) -> None:
 def test_another_architecture_is_told() -> None:
     made = pw.golden(mlp(), [torch.ones(4, 32)], kind="logits")
     other = nn.Sequential(nn.Linear(32, 7))
-    with pytest.raises(ValueError, match="rows of 7, the golden outputs are of a model that gives rows of 10"):
+    with pytest.raises(ValueError, match="rows of 7, the golden outputs need rows of 10"):
         pw.verify(other, made)
 
 
 def test_masks_of_zeros() -> None:
     batch = prompts(1)[0]
     batch["attention_mask"].zero_()
-    with pytest.raises(ValueError, match="no row of the outputs counts"):
+    with pytest.raises(ValueError, match="there are no rows to store"):
         pw.golden(llama(), [batch])
 
 
@@ -187,10 +187,10 @@ def fact(**values: Any) -> Any:
 
 
 BAD = [
-    (lambda t, f, m: m.pop("pennyweight_golden"), "holds no golden outputs"),
+    (lambda t, f, m: m.pop("pennyweight_golden"), "contains no golden outputs"),
     (fact(version=2), "this release reads version 1"),
     (fact(more=1), "must have exactly"),
-    (fact(kind="pickle"), "kind is one of logits, tensor"),
+    (fact(kind="pickle"), "kind must be one of logits, tensor"),
     (fact(bound=0), "bound a positive number"),
     (fact(bound=True), "bound a positive number"),
     (fact(width=-1), "width must be a whole number from 1"),
@@ -198,14 +198,14 @@ BAD = [
     (fact(batches=2), "rows.1: is missing"),
     (lambda t, f, m: t.pop("input.0.0"), "input.0: is missing"),
     (put("input.0.2", torch.ones(1)), "arguments must be numbered 0 to 1, or be named"),
-    (put("input.1.0", torch.ones(1)), "is no input of one of 1 batches"),
-    (put("input.0.a b", torch.ones(1)), "is no input of one of 1 batches"),
-    (put("other", torch.ones(1)), "is no input of one of 1 batches"),
-    (put("rows.0", torch.tensor([-1, 0, 0, 0], dtype=torch.int32)), "must lie in the output"),
-    (put("rows.0", torch.zeros(3, dtype=torch.int32)), "do not fit together"),
+    (put("input.1.0", torch.ones(1)), "is not an input of one of the 1 batches"),
+    (put("input.0.a b", torch.ones(1)), "is not an input of one of the 1 batches"),
+    (put("other", torch.ones(1)), "is not an input of one of the 1 batches"),
+    (put("rows.0", torch.tensor([-1, 0, 0, 0], dtype=torch.int32)), "must be within the output"),
+    (put("rows.0", torch.zeros(3, dtype=torch.int32)), "do not match"),
     (put("rows.0", torch.zeros(4)), "must be torch.int32 of 1 axes"),
-    (put("indices.0", torch.full((4, 10), 10, dtype=torch.int32)), "must lie in the output"),
-    (put("values.0", torch.full((4, 10), torch.nan)), "holds NaN or inf"),
+    (put("indices.0", torch.full((4, 10), 10, dtype=torch.int32)), "must be within the output"),
+    (put("values.0", torch.full((4, 10), torch.nan)), "contains NaN or inf"),
 ]
 
 
@@ -227,5 +227,5 @@ def test_what_is_no_safetensors_file(tmp_path: Path) -> None:
 def test_rows_beyond_the_output(good: Path) -> None:
     made = pw.Golden.load(good)
     wrong = dataclasses.replace(made, rows=(made.rows[0] + 1,))
-    with pytest.raises(ValueError, match="the model gives 4 rows of 10"):
+    with pytest.raises(ValueError, match="the model returns 4 rows of 10"):
         pw.verify(mlp(), wrong)

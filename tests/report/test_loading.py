@@ -53,7 +53,7 @@ def test_a_missing_file_costs_no_loading(tmp_path: Path) -> None:
     pw.save(quantized(llama()), tmp_path)
     model = llama()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(pw.CheckpointError, match=r"holds no golden.safetensors .* pw.golden"):
+    with pytest.raises(pw.CheckpointError, match=r"has no golden.safetensors .* pw.golden"):
         pw.load(tmp_path, model, verify=True)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 

@@ -41,7 +41,7 @@ def test_kl_of_what_is_ruled_out() -> None:
 
 
 def test_kl_refuses_other_shapes() -> None:
-    with pytest.raises(ValueError, match=r"one shape, got \[2, 3\] and \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"the same shape, got \[2, 3\] and \[2, 4\]"):
         metrics.kl_divergence(torch.zeros(2, 3), torch.zeros(2, 4))
 
 

@@ -251,7 +251,7 @@ def test_training_may_start_from_a_quantized_model(transposed: bool) -> None:
     pw.quantize_(model, W4, calibration=data, algorithm="gptq")
     before = model(data[0])
     report = pw.quantize_(model, pw.QATConfig(W4, learn="scale"))
-    assert all("already so" in row.note for row in report.quantized)
+    assert all("already quantized" in row.note for row in report.quantized)
     assert torch.equal(model(data[0]), before)
     optimizer = torch.optim.Adam(parameter_groups(model, 1e-3))
     (model(data[0]) - 1).square().mean().backward()

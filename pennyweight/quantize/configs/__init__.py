@@ -1,8 +1,8 @@
-"""Configs under the field's names. Each is a frozen dataclass whose body is the Scheme it stands for.
+"""Configs with torchao's names. Each is a frozen dataclass that returns a Scheme.
 
-Fields that torchao has and that mean nothing here (``set_inductor_config``, ``version``, packing formats) are accepted,
-so that code written for it runs; layouts are chosen by the kernel table, and no process-wide setting is ever changed.
-Rounding and scales follow torchao's formulas bit for bit, checked against golden files.
+torchao's fields without a meaning here (``set_inductor_config``, ``version``, packing formats) are accepted, so that
+code written for torchao runs. The kernel table chooses layouts, and no process-wide setting is ever changed. Rounding
+and scales are bit-identical to torchao's formulas, checked against golden files.
 """
 
 from .base import AOBaseConfig, SpecConfig, as_format

@@ -1,4 +1,4 @@
-"""Short names of configs, as the command line and model folders spell them ("int4", "int8-dynamic")."""
+"""Short names of configs for the command line and model folders ("int4", "int8-dynamic")."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Name:
     """A config by its class name and arguments.
 
     group     the argument that a group size sets: the name of an integer field, or of a granularity ("...granularity")
-    no_group  where there is none: why
+    no_group  the reason if there is none
     """
 
     text: str
@@ -30,9 +30,9 @@ _PER_ROW = "it has one scale per output channel"
 _MX = "the OCP MX standard fixes blocks of 32"
 
 CONFIGS = {
-    "int8": Name("int8 weights, a scale per output channel", "Int8WeightOnlyConfig", group="group_size"),
+    "int8": Name("int8 weights, one scale per output channel", "Int8WeightOnlyConfig", group="group_size"),
     "int8-dynamic": Name(
-        "int8 weights and inputs, a scale per channel and per token", "Int8DynamicActivationInt8WeightConfig",
+        "int8 weights and inputs, one scale per channel and per token", "Int8DynamicActivationInt8WeightConfig",
         no_group=_PER_ROW,
     ),
     "int4": Name("4-bit weights in groups of 128", "Int4WeightOnlyConfig", group="group_size"),
@@ -54,17 +54,17 @@ CONFIGS = {
         )
         for n in (2, 3, 4)
     },
-    "float8": Name("e4m3 weights, a scale per output channel", "Float8WeightOnlyConfig", no_group=_PER_ROW),
+    "float8": Name("e4m3 weights, one scale per output channel", "Float8WeightOnlyConfig", no_group=_PER_ROW),
     "float8-dynamic": Name(
-        "e4m3 weights and inputs, a scale per tensor", "Float8DynamicActivationFloat8WeightConfig",
+        "e4m3 weights and inputs, one scale per tensor", "Float8DynamicActivationFloat8WeightConfig",
         no_group="it has one scale per tensor",
     ),
     "float8-int4": Name(
         "int4 weights in groups of 128, e4m3 inputs per row", "Float8DynamicActivationInt4WeightConfig",
         group="group_size",
     ),
-    "fp6": Name("e3m2 weights, a scale per output channel", "FPXWeightOnlyConfig", no_group=_PER_ROW),
-    "nf4": Name("QLoRA's 4-bit normal floats in blocks of 64", "NF4WeightOnlyConfig", group="block_size"),
+    "fp6": Name("e3m2 weights, one scale per output channel", "FPXWeightOnlyConfig", no_group=_PER_ROW),
+    "nf4": Name("NF4 (QLoRA's 4-bit NormalFloat) in blocks of 64", "NF4WeightOnlyConfig", group="block_size"),
     "mxfp8": Name("OCP MX e4m3 weights", "MXWeightOnlyConfig", {"weight_dtype": "e4m3"}, no_group=_MX),
     "mxfp6": Name("OCP MX e3m2 weights", "MXWeightOnlyConfig", {"weight_dtype": "e3m2"}, no_group=_MX),
     "mxfp4": Name("OCP MX e2m1 weights", "MXWeightOnlyConfig", {"weight_dtype": "e2m1"}, no_group=_MX),
@@ -77,7 +77,7 @@ CONFIGS = {
         {"weight_dtype": "e2m1", "activation_dtype": "e2m1"}, no_group=_MX,
     ),
     "nvfp4": Name(
-        "e2m1 weights in blocks of 16 under e4m3 scales", "NVFP4WeightOnlyConfig",
+        "e2m1 weights in blocks of 16 with e4m3 scales", "NVFP4WeightOnlyConfig",
         no_group="the format fixes blocks of 16",
     ),
 }  # fmt: skip
@@ -90,12 +90,12 @@ def close_to(wrong: str, known: list[str]) -> str:
 
 
 def by_name(name: str, **changes: Any) -> AOBaseConfig:
-    """The config of a short name, with some arguments changed. Raises ValueError that lists the names."""
+    """The config of a short name, with some arguments changed. Raises ValueError with the list of names."""
     entry = CONFIGS.get(name)
     if entry is None:
         raise ValueError(f"unknown config {name!r}{close_to(name, list(CONFIGS))}. Known: {', '.join(CONFIGS)}")
     args = {**entry.args, **changes}
     if isinstance(args.get("granularity"), int):
         args["granularity"] = PerGroup(args["granularity"])
-    home = integer if hasattr(integer, entry.config) else floating  # a name of the table above, never of a file
+    home = integer if hasattr(integer, entry.config) else floating  # names come from the table above, never from a file
     return getattr(home, entry.config)(**args)

@@ -1,4 +1,4 @@
-"""What every config is, and the pieces that the built-in ones share."""
+"""Base class of configs, and helpers shared by the built-in ones."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ AnyDtype = torch.dtype | Format | str
 
 
 def as_format(dtype: AnyDtype) -> Format:
-    """A number format from torch's dtype (torch.int4, torch.float8_e4m3fn), a name, or itself.
+    """A Format from a torch dtype (torch.int4, torch.float8_e4m3fn), a name, or a Format.
 
-    Raises ValueError that lists the known ones.
+    Raises ValueError with the list of known formats.
     """
     if isinstance(dtype, Format):
         return dtype
@@ -32,12 +32,12 @@ def as_format(dtype: AnyDtype) -> Format:
 
 
 class AOBaseConfig:
-    """Base of configs: frozen dataclasses that say what a site becomes (:meth:`scheme`).
+    """Base of configs: frozen dataclasses that map a site to its scheme (:meth:`scheme`).
 
-    One of your own may instead have a handler, see :func:`pennyweight.register_quantize_module_handler`.
+    A config of your own may have a handler instead, see :func:`pennyweight.register_quantize_module_handler`.
     """
 
-    # of the fields, in files: a config that changes them has a field ``version`` of its own (torchao once: ``VERSION``)
+    # Version of the fields in files; a config that changes its fields has a field ``version`` (older torchao: VERSION)
     version = 1
     VERSION = 1
 
@@ -52,11 +52,11 @@ class AOBaseConfig:
         return f"{type(self).__name__}({', '.join(given)})"
 
     def site(self, site: Site) -> Site:
-        """The site as this config sees it; a config may know another contracted axis."""
+        """The site, possibly with another contracted axis (see ContractedAxis)."""
         return site
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
-        """The scheme of a site. Raises ValueError, naming it, where it cannot be."""
+        """The scheme of a site. Raises ValueError with the site's name if the config does not fit it."""
         raise ValueError(
             f"{type(self).__name__} has neither scheme() nor a handler; "
             "register one with @register_quantize_module_handler"
@@ -65,7 +65,7 @@ class AOBaseConfig:
 
 @dataclass(frozen=True)
 class SpecConfig(AOBaseConfig):
-    """Any scheme at all, as data: ``SpecConfig(QuantSpec(INT4, (32,)))``. The spec is used as it stands."""
+    """A custom scheme: ``SpecConfig(QuantSpec(INT4, (32,)))``. The spec is used unchanged."""
 
     weight: QuantSpec
     act: ActivationSpec | None = None
@@ -76,7 +76,7 @@ class SpecConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight, QuantSpec):
-            raise ValueError(f"SpecConfig takes a QuantSpec such as QuantSpec(INT4, (32,)), got {self.weight!r}")
+            raise ValueError(f"SpecConfig needs a QuantSpec such as QuantSpec(INT4, (32,)), got {self.weight!r}")
         self._scheme()
 
     def _scheme(self) -> Scheme:
@@ -92,7 +92,7 @@ def activation(
 ) -> ActivationSpec:  # fmt: skip
     """Integer activations in blocks of that granularity."""
     if mapping is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
-        raise ValueError("activations map SYMMETRIC or ASYMMETRIC")
+        raise ValueError("the mapping type of activations must be SYMMETRIC or ASYMMETRIC")
     spec = QuantSpec(fmt, site.activation_block(granularity), scale, zero_point=mapping is MappingType.ASYMMETRIC)
     return ActivationSpec(spec, mode, None, eps)
 
@@ -101,7 +101,7 @@ def pair(granularity: Any) -> tuple[Granularity, Granularity]:
     """(activation, weight) granularity from one or two."""
     both = tuple(granularity) if isinstance(granularity, (tuple, list)) else (granularity, granularity)
     if len(both) != 2 or not all(isinstance(g, Granularity) for g in both):
-        raise ValueError(f"granularity must be one, or (activation's, weight's), of PerRow() and its kin: {both}")
+        raise ValueError(f"granularity must be one Granularity such as PerRow(), or (activation, weight), got {both}")
     return both
 
 
@@ -111,11 +111,11 @@ def number(owner: str, name: str, value: Any) -> Any:
         if value.numel() != 1:
             raise ValueError(
                 f"{owner}: {name} must be one number for the whole input, got shape {tuple(value.shape)}; "
-                "a scale per row would bind the layer to one batch, so take the largest, or a dynamic config"
+                "a scale per row would fit only one batch size; use the largest scale, or a dynamic config"
             )
         value = value.item()
     if value is None or not 0 < value < float("inf"):
-        raise ValueError(f"{owner}: {name} must be a positive number, got {value}; calibrate for one")
+        raise ValueError(f"{owner}: {name} must be a positive number, got {value}; calibrate to get one")
     return value
 
 

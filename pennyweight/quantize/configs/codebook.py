@@ -1,4 +1,4 @@
-"""Configs whose numbers are learned from each weight."""
+"""Configs with a codebook that is learned from each weight."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from .base import AOBaseConfig
 
 @dataclass(frozen=True)
 class CodebookWeightOnlyConfig(AOBaseConfig):
-    """Codes into a table that each weight has of its own, one for ``dim`` neighbours of a row: ``bits`` bits a weight.
+    """Vector quantization: one codebook per weight tensor, one code per ``dim`` neighbours of a row, ``bits`` bits per
+    weight.
 
-    bits, dim   a code has bits * dim bits, 8 at most: 2 bits of 4 neighbours, 3 or 4 of 2, 1 to 8 of 1
+    bits, dim   a code has bits * dim bits, 8 at most: 2 bits with dim 4, 3 or 4 with dim 2, 1 to 8 with dim 1
     group_size  weights that share a scale; None: a row
-    The table takes 2 * dim * 2**(bits * dim) bytes a weight. With calibration its numbers are found by "kmeans".
+    The codebook takes 2 * dim * 2**(bits * dim) bytes per weight tensor. With calibration "kmeans" finds its entries.
     """
 
     bits: int = 2
@@ -27,15 +28,13 @@ class CodebookWeightOnlyConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits * self.dim <= 8:
-            raise ValueError(
-                f"CodebookWeightOnlyConfig: a code of bits * dim bits has 1 to 8, got {self.bits} * {self.dim}"
-            )
+            raise ValueError(f"CodebookWeightOnlyConfig: bits * dim must be 1 to 8, got {self.bits} * {self.dim}")
         learned(self.bits * self.dim, self.dim)
         if self.group_size is not None:
             PerGroup(self.group_size)
             if self.group_size % self.dim:
                 raise ValueError(
-                    f"CodebookWeightOnlyConfig: groups of {self.group_size} are not whole runs of {self.dim}"
+                    f"CodebookWeightOnlyConfig: group_size {self.group_size} is not divisible by dim {self.dim}"
                 )
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:

@@ -1,4 +1,4 @@
-"""Configs with floating-point and table formats."""
+"""Configs with floating-point and lookup-table formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MX_SCALE = QuantSpec(E8M0, (1,), scale=None)
 
 @dataclass(frozen=True)
 class FPXWeightOnlyConfig(AOBaseConfig):
-    """Small floats of ``ebits`` exponent and ``mbits`` mantissa bits (3,2 and 2,3 and 2,1), a scale per channel."""
+    """Small floats with ``ebits`` exponent and ``mbits`` mantissa bits (3,2 or 2,3 or 2,1), one scale per channel."""
 
     ebits: int = 3
     mbits: int = 2
@@ -53,7 +53,7 @@ class Float8WeightOnlyConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Float8DynamicActivationFloat8WeightConfig(AOBaseConfig):
-    """float8 weights and activations, scaled per tensor (default) or per row at each call; exact emulation on a CPU."""
+    """float8 weights and activations, dynamically scaled per tensor (default) or per row; exact emulation on a CPU."""
 
     activation_dtype: AnyDtype = torch.float8_e4m3fn
     weight_dtype: AnyDtype = torch.float8_e4m3fn
@@ -72,7 +72,7 @@ class Float8DynamicActivationFloat8WeightConfig(AOBaseConfig):
         if isinstance(self.granularity, list):
             object.__setattr__(self, "granularity", tuple(self.granularity))
         if self.activation_value_lb is not None or self.activation_value_ub is not None:
-            raise ValueError("activation_value_lb and activation_value_ub are not offered; leave them None")
+            raise ValueError("activation_value_lb and activation_value_ub are not supported; leave them None")
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         act_granularity, w_granularity = pair(self.granularity or PerTensor())
@@ -82,7 +82,7 @@ class Float8DynamicActivationFloat8WeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Float8StaticActivationFloat8WeightConfig(AOBaseConfig):
-    """float8 weights and activations with one activation scale fixed in advance (a number or a one-element tensor)."""
+    """float8 weights and activations with one static activation scale (a number or a one-element tensor)."""
 
     scale: Any = None
     activation_dtype: AnyDtype = torch.float8_e4m3fn
@@ -104,7 +104,7 @@ class Float8StaticActivationFloat8WeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Float8DynamicActivationInt4WeightConfig(AOBaseConfig):
-    """int4 weights in groups of 128 under float8 activations scaled per row at each call."""
+    """int4 weights in groups of 128, float8 activations dynamically scaled per row."""
 
     int4_packing_format: Any = "preshuffled"
     group_size: int = 128
@@ -122,12 +122,12 @@ def _settle_mx(config: Any, *dtypes: AnyDtype) -> None:
     owner = type(config).__name__
     for dtype in dtypes:
         if as_format(dtype).kind != "float" or as_format(dtype) is E8M0:
-            raise ValueError(f"{owner}: MX elements are e4m3, e5m2, e3m2, e2m3 or e2m1, got {dtype}")
+            raise ValueError(f"{owner}: MX elements must be e4m3, e5m2, e3m2, e2m3 or e2m1, got {dtype}")
     try:
         PerGroup(config.block_size)
     except ValueError as error:
         raise ValueError(
-            f"{owner}: block_size is a positive number of elements, got {config.block_size!r}; formats go to "
+            f"{owner}: block_size must be a positive number of elements, got {config.block_size!r}; pass formats as "
             + " and ".join(("weight_dtype", "activation_dtype")[: len(dtypes)])
         ) from error
     mode = str(getattr(config.scaling_mode, "value", config.scaling_mode)).lower()
@@ -138,7 +138,7 @@ def _settle_mx(config: Any, *dtypes: AnyDtype) -> None:
 
 @dataclass(frozen=True)
 class MXWeightOnlyConfig(AOBaseConfig):
-    """OCP MX weights: blocks of 32 under a power-of-two scale; e4m3, e5m2, e3m2, e2m3 or e2m1 elements."""
+    """OCP MX weights: blocks of 32 with a power-of-two scale; e4m3, e5m2, e3m2, e2m3 or e2m1 elements."""
 
     weight_dtype: AnyDtype = torch.float8_e4m3fn
     block_size: int = 32
@@ -174,7 +174,7 @@ class MXDynamicActivationMXWeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class NVFP4WeightOnlyConfig(AOBaseConfig):
-    """e2m1 weights in blocks of 16 under e4m3 scales, under one float32 scale unless that is switched off."""
+    """e2m1 weights in blocks of 16 with e4m3 scales and, unless disabled, one float32 scale per tensor."""
 
     use_dynamic_per_tensor_scale: bool = True
 
@@ -186,7 +186,7 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class NF4WeightOnlyConfig(AOBaseConfig):
-    """QLoRA's 4-bit normal floats in blocks; ``double_quant`` stores the scales in 8 bits, in blocks of their own."""
+    """NF4 (QLoRA) in blocks; ``double_quant`` stores the scales in 8 bits, in blocks of ``scaler_block_size``."""
 
     block_size: int = 64
     scaler_block_size: int = 256
@@ -205,7 +205,7 @@ class NF4WeightOnlyConfig(AOBaseConfig):
         return Scheme(NF4_DOUBLE.with_(block=block, scale=scale.with_(block=(self.scaler_block_size,))))
 
 
-# The founding era's spelling: kept for ever.
+# Names of torchao before 0.10; kept for compatibility.
 fpx_weight_only = FPXWeightOnlyConfig
 float8_weight_only = Float8WeightOnlyConfig
 float8_dynamic_activation_float8_weight = Float8DynamicActivationFloat8WeightConfig

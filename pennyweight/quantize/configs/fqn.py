@@ -1,4 +1,4 @@
-"""Configs that say where another config applies: by name, or along another axis."""
+"""Configs that wrap other configs: by layer name, or for another contracted axis."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .base import AOBaseConfig
 
 @dataclass(frozen=True, eq=False)
 class FqnToConfig(AOBaseConfig):
-    """Which config for which parameter: exact parameter names first, then exact module names, then patterns in their
+    """Maps names to configs. Exact parameter names are tried first, then exact module names, then patterns in their
     order; the first match wins.
 
-    Keys name a module or a parameter: exact, a glob (``layers.*.mlp``), or ``re:`` and a regular expression that must
-    match the whole name; in configs out of files one without look-arounds and back references. Parameters of a module
-    without a site of its own (experts) are reached by their own names, as by ``*.experts.*``. A value of None leaves it
-    alone. ``_default`` is for the modules that no key names.
+    Keys match a module or a parameter: an exact name, a glob (``layers.*.mlp``), or ``re:`` and a regular expression
+    that must match the whole name; in configs from files without look-arounds and back references. Parameters of a
+    module that is no registered site (experts) are selected by their own names, such as ``*.experts.*``. A value of
+    None leaves the match unquantized. ``_default`` applies to modules that no key matches.
     """
 
     fqn_to_config: Mapping[str, AOBaseConfig | None] = field(default_factory=dict)
@@ -33,9 +33,7 @@ class FqnToConfig(AOBaseConfig):
             if not isinstance(key, str) or not (value is None or isinstance(value, AOBaseConfig)):
                 raise ValueError(f"FqnToConfig maps names to configs or None, got {key!r}: {value!r}")
             if isinstance(value, FqnToConfig):
-                raise ValueError(
-                    f"FqnToConfig cannot hold another one, as {key!r} does; put its keys beside the others"
-                )
+                raise ValueError(f"FqnToConfig cannot contain another FqnToConfig ({key!r}); merge the keys into one")
         object.__setattr__(self, "fqn_to_config", table)
         object.__setattr__(self, "module_fqn_to_config", table)
 
@@ -55,10 +53,10 @@ AOPerModuleConfig = FqnToConfig
 
 @dataclass(frozen=True)
 class ContractedAxis(AOBaseConfig):
-    """``config`` for a bare parameter whose products sum over ``axis``, -1 or -2.
+    """``config`` for a bare parameter that is contracted along ``axis``, -1 or -2.
 
-    Experts used as ``torch.bmm(x, w)`` with w [E, K, N] sum over axis -2: without this, blocks would run along the
-    outputs and no kernel could take them.
+    Experts used as ``torch.bmm(x, w)`` with w [E, K, N] are contracted along axis -2: without this, blocks would run
+    along the outputs and no kernel would support them.
     """
 
     config: AOBaseConfig
@@ -75,7 +73,8 @@ class ContractedAxis(AOBaseConfig):
             return site
         if not site.bare:
             raise ValueError(
-                f"ContractedAxis({self.axis}): products of {site.type_name} sum over the other axis; give its config"
+                f"ContractedAxis({self.axis}): {site.type_name} is contracted along the other axis; pass the inner "
+                "config directly"
             )
         return replace(site, transposed=not site.transposed, shape=(*site.shape[:-2], site.shape[-1], site.shape[-2]))
 

@@ -14,7 +14,7 @@ from ..parameters import Site
 from ..scheme import Scheme
 from .base import AnyDtype, AOBaseConfig, activation, as_format, intx, number, pair, require_signed_int
 
-# torchao gives its 8-bit integer paths this floor of the scale, whatever the dtype of the weight.
+# torchao's minimum scale for 8-bit integer paths, whatever the dtype of the weight.
 INT8_EPS = torch.finfo(torch.float32).eps
 TINYGEMM_EPS = 1e-6
 
@@ -40,9 +40,9 @@ class Int8WeightOnlyConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Int8DynamicActivationInt8WeightConfig(AOBaseConfig):
-    """int8 weights and int8 activations whose scale is taken per token at each call. ``reduce_range``: 7 bits each,
-    for CPUs whose int8 products saturate. ``weight_only_decode`` is torchao's and is refused: a batch of one row
-    would be rounded differently from the same row in a batch."""
+    """int8 weights and int8 activations dynamically quantized per token. ``reduce_range``: 7 bits each, for CPUs whose
+    int8 products saturate. torchao's ``weight_only_decode`` is rejected: a single row would be rounded differently from
+    the same row in a batch."""
 
     act_mapping_type: MappingType = MappingType.SYMMETRIC
     weight_only_decode: bool = False
@@ -67,7 +67,7 @@ class Int8DynamicActivationInt8WeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Int8StaticActivationInt8WeightConfig(AOBaseConfig):
-    """int8 weights and int8 activations with a scale fixed in advance: one number for the whole input.
+    """int8 weights and int8 activations with a static scale: one number for the whole input.
 
     act_quant_scale, act_quant_zero_point: a number or a tensor of one element.
     """
@@ -88,7 +88,7 @@ class Int8StaticActivationInt8WeightConfig(AOBaseConfig):
             fmt = INT7 if self.reduce_range else INT8
             zero = zero.item() if isinstance(zero, torch.Tensor) and zero.numel() == 1 else zero
             if not isinstance(zero, int) or not fmt.lo <= zero <= fmt.hi:
-                raise ValueError(f"{owner}: an ASYMMETRIC activation needs act_quant_zero_point, one {fmt} number")
+                raise ValueError(f"{owner}: an ASYMMETRIC activation needs act_quant_zero_point, one {fmt} value")
             object.__setattr__(self, "act_quant_zero_point", zero)
         elif zero is not None and bool(torch.as_tensor(zero).any()):
             raise ValueError(f"{owner}: act_quant_zero_point needs act_mapping_type=MappingType.ASYMMETRIC")
@@ -105,7 +105,7 @@ class Int8StaticActivationInt8WeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Int4WeightOnlyConfig(AOBaseConfig):
-    """4-bit weights in groups, each with a scale and a real offset (tinygemm's numbers), in the weight's dtype."""
+    """4-bit weights in groups, each with a scale and a float offset in the weight's dtype (tinygemm's formula)."""
 
     group_size: int = 128
     set_inductor_config: bool = True
@@ -128,7 +128,7 @@ class Int4WeightOnlyConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class IntxWeightOnlyConfig(AOBaseConfig):
-    """int1 to int8 weights per output channel or per group; scales in the weight's dtype, or rounded to another."""
+    """int1 to int8 weights per output channel or per group; scales in the weight's dtype or in ``scale_dtype``."""
 
     weight_dtype: AnyDtype = torch.int8
     granularity: Granularity = field(default_factory=lambda: PerAxis(0))
@@ -152,8 +152,8 @@ class IntxWeightOnlyConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Int8DynamicActivationIntxWeightConfig(AOBaseConfig):
-    """int1 to int8 weights in groups under int8 activations quantized per token ("8da4w" with int4); all scales in the
-    weight's dtype."""
+    """int1 to int8 weights in groups, int8 activations dynamically quantized per token ("8da4w" with int4); all scales
+    in the weight's dtype."""
 
     weight_dtype: AnyDtype = torch.int8
     weight_granularity: Granularity = field(default_factory=lambda: PerGroup(32))
@@ -180,7 +180,7 @@ class Int8DynamicActivationIntxWeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Int8DynamicActivationInt4WeightConfig(AOBaseConfig):
-    """The founding era's 8da4w: int4 weights in groups of 32 under int8 activations quantized per token."""
+    """torchao's older 8da4w: int4 weights in groups of 32, int8 activations dynamically quantized per token."""
 
     group_size: int = 32
     layout: Any = None
@@ -199,7 +199,7 @@ class Int8DynamicActivationInt4WeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class UIntXWeightOnlyConfig(AOBaseConfig):
-    """uint1 to uint8 weights in groups, each with a scale and an integer zero point of as many bits."""
+    """uint1 to uint8 weights in groups, each with a scale and an integer zero point of the same format."""
 
     dtype: AnyDtype = "uint4"
     group_size: int = 64
@@ -222,7 +222,7 @@ class UIntXWeightOnlyConfig(AOBaseConfig):
 
 
 def _settle_granularity(config: Any) -> None:
-    """Check, and make a list a tuple, so that the config can be hashed."""
+    """Check the granularity, and convert a list to a tuple so that the config is hashable."""
     pair(config.granularity)
     if isinstance(config.granularity, list):
         object.__setattr__(config, "granularity", tuple(config.granularity))
@@ -234,14 +234,14 @@ def _require_affine(algorithm: Any) -> None:
         raise ValueError(_by_algorithm(f"intx_choose_qparams_algorithm {name!r}", "'affine'"))
 
 
-def _by_algorithm(asked: str, instead: str) -> str:
+def _by_algorithm(setting: str, instead: str) -> str:
     return (
-        f"{asked}: how numbers are chosen is no part of a config here; use {instead} and "
+        f"{setting}: a config does not select the algorithm; use {instead} and "
         "pw.quantize_(model, config, algorithm='hqq')"
     )
 
 
-# The founding era's spelling: kept for ever.
+# Names of torchao before 0.10; kept for compatibility.
 int8_weight_only = Int8WeightOnlyConfig
 int8_dynamic_activation_int8_weight = Int8DynamicActivationInt8WeightConfig
 int8_static_activation_int8_weight = Int8StaticActivationInt8WeightConfig

@@ -2,10 +2,10 @@
 
     {"type": "Int4WeightOnlyConfig", "group_size": 64}
 
-Fields at their defaults are left out, so that a field that a later release adds does not shut out this one.
-Granularities, mapping types, dtypes, formats and specs are objects with a "type" as well; a mapping of names is a list
-of pairs, for its order counts and writers of JSON may sort keys. Types are looked up in ``TYPES`` and nowhere else, and
-a field takes only values of its declared type. Patterns of names are those that can be matched in linear time.
+Fields at their defaults are omitted, so that this release can read files of a later release that adds a field.
+Granularities, mapping types, dtypes, formats and specs are objects with a "type" too. A mapping of names is a list of
+pairs, because its order matters and JSON writers may sort keys. Types are looked up only in ``TYPES``, and a field
+accepts only values of its declared type. Name patterns must be matchable in linear time.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ _GRANULARITIES = (
     granularity.PerToken,
 )
 TYPES: dict[str, type] = {cls.__name__: cls for cls in (*_CONFIGS, *_GRANULARITIES)}
-# torch has dtypes of every name that a config may be given (torch.int4, torch.float8_e4m3fn); named once, here
+# All torch dtypes by name (int4, float8_e4m3fn)
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-_OLDER_NAMES = {"module_fqn_to_config"}  # of a field that holds the same
-_DEPTH = 4  # a config by name, within it one for an axis, within that a granularity
+_OLDER_NAMES = {"module_fqn_to_config"}  # aliases of other fields
+_DEPTH = 4  # FqnToConfig > ContractedAxis > config > granularity
 
 
 def config_to_data(config: AOBaseConfig) -> dict[str, Any]:
-    """A config as dicts, lists, strings and numbers. Raises ValueError for a class or value that has no such form, and
-    for patterns that :func:`config_from_data` would not read."""
+    """A config as dicts, lists, strings and numbers. Raises ValueError for a class or value that cannot be serialized,
+    and for patterns that :func:`config_from_data` does not support."""
     if TYPES.get(type(config).__name__) is not type(config):
-        raise ValueError(f"{type(config).__name__} is not one of the library's configs and has no form as plain data")
+        raise ValueError(f"{type(config).__name__} is not one of the library's configs and cannot be serialized")
     if isinstance(config, fqn.FqnToConfig):
         check_keys(config.fqn_to_config)
     return _to_data(config, type(config).__name__)
 
 
 def config_from_data(data: Any) -> AOBaseConfig:
-    """Inverse of :func:`config_to_data`. Raises ValueError, naming what is unknown, of a wrong type or out of range."""
+    """Inverse of :func:`config_to_data`. Raises ValueError for anything unknown, of a wrong type or out of range."""
     out = _from_data(data, "config", 0)
     if not isinstance(out, AOBaseConfig):
-        raise ValueError(f"config must be an object with the type of a config, got {str(data)[:100]}")
+        raise ValueError(f"config must be an object whose type is a config, got {str(data)[:100]}")
     return out
 
 
@@ -98,10 +98,10 @@ def _to_data(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         return [[k, _to_data(v, f"{where}[{k!r}]")] for k, v in value.items()]
     if TYPES.get(type(value).__name__) is not type(value):
-        plain = getattr(value, "value", None)  # an enum of another library, where ours takes a string
+        plain = getattr(value, "value", None)  # an enum of another library; this one takes a string
         if isinstance(plain, str):
             return plain
-        raise ValueError(f"{where}: a {type(value).__name__} has no form as plain data")
+        raise ValueError(f"{where}: a {type(value).__name__} cannot be serialized")
     out: dict[str, Any] = {"type": type(value).__name__}
     for f in fields(value):  # type: ignore[arg-type]
         held = getattr(value, f.name)
@@ -131,14 +131,14 @@ def _from_data(data: Any, where: str, depth: int) -> Any:
         raise ValueError(f"{where}: {e}") from e
     cls = TYPES.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise ValueError(f"{where}: {str(kind)[:60]!r} is no type that this release knows; upgrade pennyweight")
+        raise ValueError(f"{where}: this release does not know the type {str(kind)[:60]!r}; upgrade pennyweight")
     return _build(cls, rest, where, depth)
 
 
 def _named(kind: Any, rest: dict[str, Any], where: str) -> Any:
     name = rest.get("name")
     if rest.keys() != {"name"} or not isinstance(name, str):
-        raise ValueError(f"{where}: a {kind} has a name and nothing else, got {str(rest)[:100]}")
+        raise ValueError(f"{where}: a {kind} must have a name and nothing else, got {str(rest)[:100]}")
     if kind == "Format":
         return get_format(name)
     known: Mapping[str, Any] = _DTYPES if kind == "dtype" else {m.value: m for m in MappingType}
@@ -152,7 +152,7 @@ def _build(cls: Any, rest: dict[str, Any], where: str, depth: int) -> Any:
     for name, raw in rest.items():
         at = f"{where}: {cls.__name__}.{str(name)[:60]}"
         if name not in hints:
-            raise ValueError(f"{at} is no field that this release knows; upgrade pennyweight")
+            raise ValueError(f"{at}: this release does not know this field; upgrade pennyweight")
         value = _pairs(raw, at, depth) if name == "fqn_to_config" else _from_data(raw, at, depth + 1)
         if not _fits(value, hints[name]):
             raise ValueError(f"{at} cannot be {str(raw)[:100]}")
@@ -168,7 +168,7 @@ def _pairs(raw: Any, where: str, depth: int) -> dict[str, Any]:
         raise ValueError(f"{where} must be a list of pairs of a name and a config or null")
     out = {key: _from_data(value, f"{where}[{key[:100]!r}]", depth + 1) for key, value in raw}
     if len(out) != len(raw):
-        raise ValueError(f"{where} names something twice")
+        raise ValueError(f"{where} has a duplicate key")
     try:
         check_keys(out)
     except ValueError as e:
@@ -196,7 +196,7 @@ def _fits(value: Any, hint: Any) -> bool:
         if len(inner) == 2 and inner[1] is Ellipsis:
             return all(_fits(v, inner[0]) for v in value)
         return len(value) == len(inner) and all(map(_fits, value, inner))
-    if origin is not None:  # the table of a config by name
+    if origin is not None:  # the mapping of FqnToConfig
         return isinstance(value, dict) and all(_fits(v, get_args(hint)[1]) for v in value.values())
     if hint in (bool, int):
         return type(value) is hint

@@ -205,7 +205,7 @@ def test_configs() -> None:
     for arguments, words in (
         ((4, 4), "bits .* 1 to 8"),
         ((2, 3), "1, 2, 4 or 8 numbers"),
-        ((2, 4, 10), "whole runs of 4"),
+        ((2, 4, 10), "not divisible by dim 4"),
     ):
         with pytest.raises(ValueError, match=words):
             pw.CodebookWeightOnlyConfig(*arguments)
@@ -237,4 +237,4 @@ def test_other_formats_take_it_anew_or_refuse(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="its numbers are those of its own table"):
         export_onnx(model.float().eval(), args, tmp_path / "m.onnx")
     words = describe(model[0].weight.spec, (128, 64))
-    assert "learned8x4: 8-bit indices, one for 4 neighbours of a row, into a table of 256, the tensor's own" in words
+    assert "learned8x4: 8-bit indices, one for 4 neighbours of a row, into the tensor's own table of 256" in words

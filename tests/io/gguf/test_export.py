@@ -284,7 +284,7 @@ def test_the_command(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "r.json").read_text())
     assert data["files"]["after"] == size
     assert {row["scheme"] for row in data["rows"]} == {"", "Q8_0"}
-    assert "is there already" in run(source, tmp_path / "m.gguf", "--to", "gguf").stderr
+    assert "already exists" in run(source, tmp_path / "m.gguf", "--to", "gguf").stderr
     assert run(source, tmp_path / "m.gguf", "--to", "gguf", "--force").exit_code == 0
     assert "--to is required: one of pennyweight, float, gguf" in run(source, tmp_path / "x").stderr
     assert "--type 'q3' cannot" in run(source, tmp_path / "x.gguf", "--to", "gguf", "--type", "q3").stderr.replace(
