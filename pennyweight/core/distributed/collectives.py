@@ -1,8 +1,8 @@
-"""torch.distributed's collectives on quantized tensors: each part travels as it is, nothing is dequantized.
+"""torch.distributed collectives on quantized tensors: each part is sent as stored, nothing is dequantized.
 
-What travels is in a portable layout; packings are made anew where they arrive. Before parts are sent the ranks compare
-what is static about them (:func:`require_same_kind`): int8 codes received as float8 codes would look right.
-Reductions have no meaning on codes and are refused. All of them wait, also where the caller asked for an asynchronous one.
+Parts are sent in a portable layout and repacked by the receiver. Before parts are sent, the ranks compare their static
+properties (:func:`require_same_kind`), because int8 codes received as float8 codes would go unnoticed. Reductions are
+undefined on codes and raise an error. All collectives are synchronous, even if called with async_op=True.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QT = AffineQuantizedTensor
 
 
 def require_same_kind(group: Any, w: QT) -> None:
-    """Raise ValueError on every rank of a group where not all bring a tensor of one kind and size."""
+    """Raise ValueError on every rank of a group unless all ranks have a tensor of the same kind and size."""
     mine = static_digest(w)
     theirs = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([theirs], [mine]).wait()
@@ -32,8 +32,9 @@ def require_same_kind(group: Any, w: QT) -> None:
 
 
 def for_each_part(fn: Callable[..., Any], mine: QT, *sent: QT) -> Any:
-    """fn over the plain tensors of some of one kind, one after another; what fn gives for the last. All that fn gets is
-    contiguous, and what it writes to the first reaches ``mine``."""
+    """Call fn on the corresponding plain tensors of quantized tensors of one kind; returns the result of the last call.
+
+    fn gets contiguous tensors; what it writes to the first is copied back to ``mine``."""
     done = None
     for first, *rest in zip(*map(part_tensors, (mine, *sent)), strict=True):
         room = first.contiguous()
@@ -77,7 +78,7 @@ def _scatter_(func: Any, args: Any, kwargs: Any) -> Any:
     (output,), pieces = outputs, inputs[0] if inputs else []
     if not isinstance(output, QT) or not all(isinstance(p, QT) for p in pieces):
         raise TypeError(
-            f"scatter of {[type(p).__name__ for p in pieces]} into {type(output).__name__}: either all pieces are "
+            f"scatter of {[type(p).__name__ for p in pieces]} into {type(output).__name__}: either all pieces must be "
             "quantized tensors, or none"
         )
     room, sent = to_portable(output), [to_portable(p) for p in pieces]
@@ -108,7 +109,7 @@ def _allgather_(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _all_gather_into_tensor(func: Any, args: Any, kwargs: Any) -> Any:
-    """DTensor's: the pieces one after another along axis 0, as a quantized tensor."""
+    """Used by DTensor: the pieces concatenated along axis 0, as a quantized tensor."""
     given, count, group = args
     sent = to_portable(given)
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
@@ -133,13 +134,13 @@ def _all_gather_into_tensor(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _covers(w: QT) -> bool:
-    """Whether one block covers the first axis on all ranks: one that did not would have been cut finer."""
+    """Whether one block covers the first axis on all ranks; otherwise sharding would have made blocks finer."""
     block = w.spec.block
     return block is None or (len(block) == w.ndim and not 0 < block[0] <= w.shape[0])
 
 
 def _arrived(func: Any, args: Any, kwargs: Any) -> Any:
-    """What we gathered has arrived."""
+    """Nothing to wait for: gathered quantized tensors are complete."""
     return with_alias(args[0])
 
 
@@ -154,12 +155,12 @@ _HANDLERS = {
 
 
 def collective(func: Any, args: Any, kwargs: Any) -> Any:
-    """Any op of c10d, by name."""
+    """Handles every c10d op, by name."""
     handler = _HANDLERS.get(func.name().partition(".")[0])
     if handler is not None:
         return handler(func, args, kwargs)
     w = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QT))
     raise TypeError(
-        f"{func} of a quantized tensor {tuple(w.shape)} ({w.spec}): numbers are not reduced or sent as codes; exchange "
-        "w.dequantize(), or the gradients"
+        f"{func} of a quantized tensor {tuple(w.shape)} ({w.spec}): not supported on codes; exchange w.dequantize(), "
+        "or the gradients"
     )

@@ -1,7 +1,7 @@
-"""Native embedding lookup: only the rows asked for are read and become floats.
+"""Native embedding lookup: reads and dequantizes only the requested rows.
 
-One row for tables whose rows lie together, which planning prefers, and one for each packing of ``linear``, so that a
-table that is also a linear layer's weight keeps it.
+One kernel for tables with contiguous rows, which planning prefers, and one for each packed layout of ``linear``, for
+tables that are also the weight of a linear layer.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .pack_ops import TILE
 
 
 def _nested(kind: Any) -> bool:
-    """Whether a scale or offset is quantized in a way that native lookups do not read."""
+    """Whether a scale or offset is quantized in a way that the native lookup does not support."""
     return isinstance(kind, QuantSpec) and part_kind(kind) != E8M0
 
 
 def _seen(spec: QuantSpec) -> QuantSpec:
-    """A spec as native code gets it: what is nested is float32 there."""
+    """The spec that native code gets: nested scales and offsets as float32."""
     nested = {name: torch.float32 for name in ("scale", "offset") if _nested(getattr(spec, name))}
     return spec.with_(**nested) if nested else spec
 
 
 def _own(kind: QuantSpec, spec: QuantSpec, shape: tuple[int, ...]) -> bool:
-    """Whether each row of a table has nested numbers of its own."""
+    """Whether nested scales are not shared between rows of a table."""
     if spec.block is None or blocks.resolve(spec.block, shape)[0] != 1 or kind.layout != "plain":
         return False
     return kind.block is None or blocks.resolve(kind.block, blocks.counts(spec.block, shape))[0] == 1
@@ -52,11 +52,11 @@ def _accepts(case: Case) -> bool | str:
     if verdict is not True:
         return verdict
     if len(case.shape) != 2 or affine(_seen(case.spec), case.shape, case.dtype, by_row=True) is None:
-        return f"reads tables of float32, bfloat16 or float16, not {list(case.shape)} {case.dtype}"
+        return f"supports 2-d tables of float32, bfloat16 or float16, not {list(case.shape)} {case.dtype}"
     if _seen(case.spec) is not case.spec:
         kinds = [k for k in (case.spec.scale, case.spec.offset) if isinstance(k, QuantSpec)]
         if not all(_nested(k) and _own(k, case.spec, case.shape) for k in kinds):
-            return "its scale is itself quantized, in blocks that rows share"
+            return "its scale is itself quantized, in blocks shared by rows"
     return True
 
 
@@ -73,7 +73,7 @@ def _accepts_packed(layout: Any) -> Callable[[Case], bool | str]:
 
 
 def rows(index: Tensor, w: Any, spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """w[index] as floats. index: int32 or int64, any shape; w: what has the parts of a table [V, D] as attributes."""
+    """w[index] as floats. index: int32 or int64, any shape; w: any object with the parts of a table as attributes."""
     if index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"embedding: indices must be int32 or int64, got {index.dtype}")
     out = torch.empty((*index.shape, shape[1]), dtype=dtype, device="cpu")
@@ -88,8 +88,8 @@ def rows(index: Tensor, w: Any, spec: QuantSpec, shape: tuple[int, ...], dtype: 
 
 
 def _picked(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[Parts, Tensor, tuple[int, ...]]:
-    """A table of the rows asked for (packed: of the tiles that hold them) with nested numbers as float32, where the
-    rows are in it, and its shape. Raises IndexError out of range."""
+    """A table of the requested rows (packed: of the tiles that contain them) with nested scales as float32, the indices
+    of the rows in it, and its shape. Raises IndexError if out of range."""
     if index.amin() < 0 or index.amax() >= shape[0]:
         raise IndexError(f"index out of range: a quantized table has rows 0 to {shape[0] - 1}")
     count, height = index.numel(), 1 if spec.layout in READABLE else TILE
@@ -113,7 +113,7 @@ def _picked(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) -> t
 
 
 def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
-    """w[index] as floats of w's dtype. Raises IndexError out of range, as torch does."""
+    """w[index] as floats of w's dtype. Raises IndexError if out of range, as torch does."""
     if not torch.compiler.is_compiling():
         if quantize_backends.in_memory(w._codes) and quantize_backends.in_memory(index):
             return rows(index, w.parts, w.spec, tuple(w.shape), w.dtype)
@@ -123,7 +123,7 @@ def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor
     return torch.ops.pennyweight.embedding.default(index, _flatten(w)[0], key)
 
 
-# -- the op that graphs hold -----------------------------------------------------------------------------------------
+# -- the op used in graphs -------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
