@@ -203,7 +203,7 @@ class Explanation:
         if self.op in ("linear", "bmm"):
             kept = self.row_independent
             lines.append(
-                "  each row of the output depends only on its row of the input"
+                "  each row of the output depends on its row of the input alone"
                 if kept is True
                 else f"  a row of the output may change with the batch and the threads: {kept}"
             )
