@@ -64,13 +64,13 @@ def quantize(
     if spec.table_shape is not None and params.table is None:
         unit = table_vectors(view, spec, store_qparams(params, spec)[1])
         params = params._replace(table=codebook.fit(unit.reshape(-1, spec.format.dim), spec.table_shape[0]))
-    parts, seen = store_qparams(params, spec, of_whole)
+    parts, decoded = store_qparams(params, spec, of_whole)
     if words is None:
-        codes = encode(view, spec, seen)
+        codes = encode(view, spec, decoded)
     else:
         view_words = blocks.split(blocks.pad(words, spec.block), blocks.counts(spec.block, x.shape))
-        codes = stochastic_rounding.encode_stochastic(scaled_values(view, spec, seen), spec.format, view_words)
-    return Parts(codes.reshape(codes_shape).contiguous(), *parts, table=seen.table)
+        codes = stochastic_rounding.encode_stochastic(scaled_values(view, spec, decoded), spec.format, view_words)
+    return Parts(codes.reshape(codes_shape).contiguous(), *parts, table=decoded.table)
 
 
 def store_qparams(
@@ -84,10 +84,10 @@ def store_qparams(
     offset = _store_offset(params.offset, spec.offset)
     zero_point = None if params.zero_point is None else params.zero_point.to(spec.zero_point_dtype).contiguous()
     table = None if params.table is None else codebook.stored(params.table)
-    seen = Params(
+    decoded = Params(
         _value(scale, spec.scale, params.scale), zero_point, _value(offset, spec.offset, params.offset), table
     )
-    return (scale, zero_point, offset), seen
+    return (scale, zero_point, offset), decoded
 
 
 def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -98,14 +98,14 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
     """
     compute = torch.float64 if torch.float64 in (dtype, spec.scale) else torch.float32
     part_shape = blocks.counts(spec.block, shape)
-    seen = Params(
+    decoded = Params(
         None if parts.scale is None else part_value(parts.scale, spec.scale, part_shape, compute),
         parts.zero_point,
         None if parts.offset is None else part_value(parts.offset, spec.offset, part_shape, compute),
         parts.table,
     )
     view = blocks.split(parts.codes, part_shape) if parts.codes.ndim else parts.codes
-    x = stored_value(view, spec, seen, compute)
+    x = stored_value(view, spec, decoded, compute)
     if shape:
         x = x.reshape(*parts.codes.shape[:-1], parts.codes.shape[-1] * spec.format.dim)
     for axis, n in enumerate(shape):

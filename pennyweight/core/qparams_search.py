@@ -26,8 +26,8 @@ def mse(x: Tensor, spec: QuantSpec, eps: float) -> Params:
         middle = lo / 2 + hi / 2
 
     def error(p: Params) -> Tensor:
-        seen = store_qparams(p, spec)[1]
-        return (stored_value(encode(x, spec, seen), spec, seen) - x).float().square().sum(inner)
+        decoded = store_qparams(p, spec)[1]
+        return (stored_value(encode(x, spec, decoded), spec, decoded) - x).float().square().sum(inner)
 
     def pick(which: Tensor, ours: Params, theirs: Params) -> Params:
         pairs = zip(ours, theirs, strict=True)

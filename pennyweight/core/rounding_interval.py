@@ -19,9 +19,9 @@ def clamp_to_interval(x: Tensor, value: Tensor, reach: Tensor | float, same: Cal
     reach  upper bound of the distance to x if x is outside the interval: the step between neighbouring numbers
     same   points -> bool, whether they round to those codes
     """
-    way = x - value
-    near = torch.minimum(torch.maximum(way, -torch.as_tensor(reach)), torch.as_tensor(reach))
-    found = value + 0.9 * way
+    delta = x - value
+    clamped = torch.minimum(torch.maximum(delta, -torch.as_tensor(reach)), torch.as_tensor(reach))
+    found = value + 0.9 * delta
     for share in SHARES:
-        found = torch.where(same(found), found, value + share * near)
+        found = torch.where(same(found), found, value + share * clamped)
     return found

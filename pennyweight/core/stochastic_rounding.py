@@ -53,14 +53,14 @@ def random_bits(shape: Sequence[int], key: tuple[int | Tensor, int], device: tor
     return (x ^ _right(x, 15)).reshape(tuple(shape))
 
 
-def high_bits(word: Tensor, turn: int) -> Tensor:
-    """The high 16 bits of each word at a step; used for optimizer states. turn: from :func:`step_mask`."""
-    return _right(word + as_int32(turn), 16)
+def high_bits(word: Tensor, offset: int) -> Tensor:
+    """The high 16 bits of each word at a step; used for optimizer states. offset: from :func:`step_mask`."""
+    return _right(word + as_int32(offset), 16)
 
 
-def low_bits(word: Tensor, turn: int) -> Tensor:
+def low_bits(word: Tensor, offset: int) -> Tensor:
     """The low 16 bits of each word at a step; used for parameters."""
-    return _right((word << 16) + as_int32(turn), 16)
+    return _right((word << 16) + as_int32(offset), 16)
 
 
 def content_key(x: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ def encode_stochastic(unit: Tensor, f: Format, word: Tensor) -> Tensor:
     if f.kind == "learned":
         raise ValueError(f"{f}: stochastic rounding needs a fixed format, and the numbers of this one are learned")
     unit = unit if unit.dtype is torch.float64 else unit.float()
-    chance = _right(word, 8).to(unit.dtype) * 2.0**-24
+    rand = _right(word, 8).to(unit.dtype) * 2.0**-24
     if f.kind == "int":
-        return (unit + chance).floor().clamp(f.lo, f.hi).to(f.code_dtype)
-    return _encode_float(unit, f, chance) if f.kind == "float" else _encode_table(unit, f, chance)
+        return (unit + rand).floor().clamp(f.lo, f.hi).to(f.code_dtype)
+    return _encode_float(unit, f, rand) if f.kind == "float" else _encode_table(unit, f, rand)
 
 
 def as_int32(word: int) -> int:
@@ -95,21 +95,21 @@ def _right(x: Tensor, n: int) -> Tensor:
     return (x >> n) & ((1 << (32 - n)) - 1)
 
 
-def round_to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
+def round_to_bfloat16(x: Tensor, rand: Tensor) -> Tensor:
     """Stochastically round float32 to bfloat16; the mean of the result is x.
 
-    chance: 16 random bits per element. NaN and inf are rounded to nearest.
+    rand: 16 random bits per element. NaN and inf are rounded to nearest.
     """
-    moved = (x.contiguous().view(torch.int32) + chance) & -0x10000
-    return torch.where(x.isfinite(), moved.view(torch.float32), x).to(torch.bfloat16)
+    rounded = (x.contiguous().view(torch.int32) + rand) & -0x10000
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x).to(torch.bfloat16)
 
 
-def round_high_bits(x: Tensor, chance: Tensor, shift: int) -> Tensor:
+def round_high_bits(x: Tensor, rand: Tensor, shift: int) -> Tensor:
     """Bits of float32 x >> shift, rounded stochastically with 16-bit resolution. x: not negative."""
-    return (x.contiguous().view(torch.int32) + (chance << (shift - 16))) >> shift
+    return (x.contiguous().view(torch.int32) + (rand << (shift - 16))) >> shift
 
 
-def _encode_float(unit: Tensor, f: Format, chance: Tensor) -> Tensor:
+def _encode_float(unit: Tensor, f: Format, rand: Tensor) -> Tensor:
     """For float formats, whose step is a power of two: that of the octave, or of the smallest normal octave."""
     if not (f.native_float or f.values):
         raise ValueError(f"{f} supports round-to-nearest only")
@@ -117,7 +117,7 @@ def _encode_float(unit: Tensor, f: Format, chance: Tensor) -> Tensor:
     mantissa, least = _steps(f)
     octave = ((x.contiguous().view(torch.int32) >> 23) & 255).clamp(min=127 + least)  # as float32 has it
     step = ((octave - mantissa) << 23).view(torch.float32)
-    magnitude = (x.abs() / step + chance).floor() * step
+    magnitude = (x.abs() / step + rand).floor() * step
     return f.encode(torch.copysign(magnitude, x))
 
 
@@ -130,11 +130,11 @@ def _steps(f: Format) -> tuple[int, int]:
     return mantissa, round(math.log2(min(v for v in f.values if v > 0))) + mantissa
 
 
-def _encode_table(unit: Tensor, f: Format, chance: Tensor) -> Tensor:
+def _encode_table(unit: Tensor, f: Format, rand: Tensor) -> Tensor:
     """For table formats: finds the neighbours by binary search."""
     values = torch.tensor(f.values, dtype=torch.float32, device=unit.device)
     x = unit.float().clamp(f.lo, f.hi).contiguous()
     above = torch.searchsorted(values, x).clamp(1, len(f.values) - 1)
     low, high = values[above - 1], values[above]
-    up = (x - low) > chance * (high - low)
+    up = (x - low) > rand * (high - low)
     return torch.where(up, above, above - 1).to(f.code_dtype)

@@ -37,18 +37,18 @@ def for_each_part(fn: Callable[..., Any], mine: QT, *sent: QT) -> Any:
     fn gets contiguous tensors; what it writes to the first is copied back to ``mine``."""
     done = None
     for first, *rest in zip(*map(part_tensors, (mine, *sent)), strict=True):
-        room = first.contiguous()
-        done = fn(room, *(p.contiguous() for p in rest))
+        buffer = first.contiguous()
+        done = fn(buffer, *(p.contiguous() for p in rest))
         dist.Work.unbox(done[-1]).wait()
-        if room.data_ptr() != first.data_ptr():
-            first.copy_(room)
+        if buffer.data_ptr() != first.data_ptr():
+            first.copy_(buffer)
     return done
 
 
-def _received(targets: list[QT], rooms: list[QT]) -> None:
-    for target, room in zip(targets, rooms, strict=True):
-        if room is not target:
-            copy_parts_(target, room.to_layout(target.spec.layout))
+def _received(targets: list[QT], buffers: list[QT]) -> None:
+    for target, buffer in zip(targets, buffers, strict=True):
+        if buffer is not target:
+            copy_parts_(target, buffer.to_layout(target.spec.layout))
 
 
 def _group(so: Any) -> Any:
@@ -65,11 +65,11 @@ def _broadcast_(func: Any, args: Any, kwargs: Any) -> Any:
             continue
         if _group(so).rank() != rest[0]:
             _check_writable(t)
-        room = to_portable(t)
-        require_same_kind(_group(so), room)
-        done = for_each_part(lambda p: func([p], so, *rest), room)
+        buffer = to_portable(t)
+        require_same_kind(_group(so), buffer)
+        done = for_each_part(lambda p: func([p], so, *rest), buffer)
         if _group(so).rank() != rest[0]:
-            _received([t], [room])
+            _received([t], [buffer])
     return tensors, done[1]
 
 
@@ -81,30 +81,30 @@ def _scatter_(func: Any, args: Any, kwargs: Any) -> Any:
             f"scatter of {[type(p).__name__ for p in pieces]} into {type(output).__name__}: either all pieces must be "
             "quantized tensors, or none"
         )
-    room, sent = to_portable(output), [to_portable(p) for p in pieces]
-    require_same_kind(_group(so), room)
+    buffer, sent = to_portable(output), [to_portable(p) for p in pieces]
+    require_same_kind(_group(so), buffer)
     for piece in sent:
-        if piece.spec != room.spec or piece.shape != room.shape:
+        if piece.spec != buffer.spec or piece.shape != buffer.shape:
             raise ValueError(
-                f"scatter: pieces {tuple(piece.shape)} ({piece.spec}) for {tuple(room.shape)} ({room.spec})"
+                f"scatter: pieces {tuple(piece.shape)} ({piece.spec}) for {tuple(buffer.shape)} ({buffer.spec})"
             )
-    done = for_each_part(lambda mine, *theirs: func([mine], [list(theirs)] if theirs else [], so, *rest), room, *sent)
-    _received([output], [room])
+    done = for_each_part(lambda mine, *theirs: func([mine], [list(theirs)] if theirs else [], so, *rest), buffer, *sent)
+    _received([output], [buffer])
     return outputs, done[1]
 
 
 def _allgather_(func: Any, args: Any, kwargs: Any) -> Any:
     outputs, (given,), so, *rest = args
-    sent, rooms = to_portable(given), [to_portable(t) for t in outputs[0]]
+    sent, buffers = to_portable(given), [to_portable(t) for t in outputs[0]]
     require_same_kind(_group(so), sent)
     done: Any = None
-    for p, *into in zip(*map(part_tensors, (sent, *rooms)), strict=True):
-        got = [torch.empty_like(q, memory_format=torch.contiguous_format) for q in into]
-        done = func([got], [p.contiguous()], so, *rest)
+    for p, *into in zip(*map(part_tensors, (sent, *buffers)), strict=True):
+        gathered = [torch.empty_like(q, memory_format=torch.contiguous_format) for q in into]
+        done = func([gathered], [p.contiguous()], so, *rest)
         dist.Work.unbox(done[-1]).wait()
-        for q, one in zip(into, got, strict=True):
+        for q, one in zip(into, gathered, strict=True):
             q.copy_(one)
-    _received(outputs[0], rooms)
+    _received(outputs[0], buffers)
     return outputs, done[1]
 
 
@@ -116,14 +116,16 @@ def _all_gather_into_tensor(func: Any, args: Any, kwargs: Any) -> Any:
     process_group = resolve(group) if isinstance(group, str) else group
     require_same_kind(process_group, sent)
     wait = torch.ops._c10d_functional.wait_tensor.default
-    got = iter([wait(func(p.contiguous(), count, group)) for p in part_tensors(sent)])
+    gathered = iter([wait(func(p.contiguous(), count, group)) for p in part_tensors(sent)])
 
     def each_rank(w: QT) -> list[QT]:
         slots: list[dict[str, Any]] = [{} for _ in range(count)]
         for name, p in w.parts._asdict().items():
             if p is None:
                 continue
-            of_ranks = each_rank(p) if isinstance(p, QT) else next(got).view(p.dtype).unflatten(0, (count, p.shape[0]))
+            of_ranks = (
+                each_rank(p) if isinstance(p, QT) else next(gathered).view(p.dtype).unflatten(0, (count, p.shape[0]))
+            )
             if name in ("scale", "zero_point", "offset") and _covers(w):  # a rank without rows has none
                 of_ranks = [of_ranks[0]] * count
             for slot, one in zip(slots, of_ranks, strict=True):
@@ -139,7 +141,7 @@ def _covers(w: QT) -> bool:
     return block is None or (len(block) == w.ndim and not 0 < block[0] <= w.shape[0])
 
 
-def _arrived(func: Any, args: Any, kwargs: Any) -> Any:
+def _already_complete(func: Any, args: Any, kwargs: Any) -> Any:
     """Nothing to wait for: gathered quantized tensors are complete."""
     return with_alias(args[0])
 
@@ -149,8 +151,8 @@ _HANDLERS = {
     "c10d::scatter_": _scatter_,
     "c10d::allgather_": _allgather_,
     "_c10d_functional::all_gather_into_tensor": _all_gather_into_tensor,
-    "_c10d_functional::wait_tensor": _arrived,
-    "_c10d_functional::_wrap_tensor_autograd": _arrived,
+    "_c10d_functional::wait_tensor": _already_complete,
+    "_c10d_functional::_wrap_tensor_autograd": _already_complete,
 }
 
 

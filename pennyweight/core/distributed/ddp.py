@@ -80,26 +80,26 @@ def pack_into_bucket(w: QT) -> Tensor:
     """A tensor with dtype and numel of w that holds the bytes of its parts. Raises ValueError if they do not fit."""
     w = to_portable(w)
     raw = torch.cat([static_digest(w), *(p.contiguous().view(-1).view(torch.uint8) for p in part_tensors(w))])
-    room = torch.zeros(w.numel() * w.dtype.itemsize, dtype=torch.uint8, device=w.device)
-    if raw.numel() > room.numel():
+    buffer = torch.zeros(w.numel() * w.dtype.itemsize, dtype=torch.uint8, device=w.device)
+    if raw.numel() > buffer.numel():
         raise ValueError(
             f"a quantized tensor {tuple(w.shape)} ({w.spec}) takes {raw.numel()} bytes, more than as {w.dtype}, so it "
             "does not fit into a DDP bucket; call pennyweight.distributed.broadcast_(model) and pass init_sync=False"
         )
-    room[: raw.numel()] = raw
-    return room.view(w.dtype)
+    buffer[: raw.numel()] = raw
+    return buffer.view(w.dtype)
 
 
 def unpack_from_bucket_(w: QT, numbers: Tensor) -> QT:
     """Inverse of :func:`pack_into_bucket`, for a tensor of the same kind as w. Raises ValueError for another kind."""
-    room = to_portable(w)
+    buffer = to_portable(w)
     raw = numbers.contiguous().view(-1).view(torch.uint8)
-    mine = static_digest(room)
+    mine = static_digest(buffer)
     if not torch.equal(mine, raw[: mine.numel()]):
         raise mismatch_error(w)
     at = mine.numel()
-    for p in part_tensors(room):
+    for p in part_tensors(buffer):
         size = p.numel() * p.element_size()
         p.copy_(raw[at : at + size].clone().view(p.dtype).view(p.shape))
         at += size
-    return room
+    return buffer

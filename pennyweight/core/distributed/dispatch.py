@@ -21,9 +21,9 @@ from ..tensor import FUNCTIONS, AffineQuantizedTensor, implements
 QT = AffineQuantizedTensor
 PACK: list[Callable[[QT], QT]] = []  # packs a weight for the kernel of its shape; registered by the kernels
 
-_THEIRS = ("torch.distributed.", "torch.nn.parallel.distributed")
-_NEAR = 6  # maximum number of frames between a function of this package and its caller
-_BETWEEN = (__name__.partition(".")[0] + ".", "torch.overrides", "torch.nn.functional", "torch._tensor")
+_CALLERS = ("torch.distributed.", "torch.nn.parallel.distributed")
+_MAX_FRAMES = 6  # maximum number of frames between a function of this package and its caller
+_SKIPPED = (__name__.partition(".")[0] + ".", "torch.overrides", "torch.nn.functional", "torch._tensor")
 
 
 def caller() -> str:
@@ -31,8 +31,8 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not f"{name}.".startswith(_BETWEEN):
-            return name if name.startswith(_THEIRS) else ""
+        if not f"{name}.".startswith(_SKIPPED):
+            return name if name.startswith(_CALLERS) else ""
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 
@@ -44,7 +44,7 @@ def refuse_disk_offload(w: QT) -> None:
     are quantized.
     """
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_NEAR):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             return
         if frame.f_globals.get("__name__") == "accelerate.utils.offload":
@@ -65,7 +65,7 @@ def broadcasts_buckets() -> bool:
     torch.chunk, torch.Tensor.chunk, torch.narrow, torch.Tensor.narrow, torch.Tensor.new_zeros, F.pad,
     torch.Tensor.view, torch.Tensor.copy_, table=FUNCTIONS,
 )  # fmt: skip
-def _asked(func: Any, args: Any, kwargs: Any) -> Any:
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or not args or not isinstance(args[0], QT):
         return NotImplemented
     if func is torch.Tensor.view:

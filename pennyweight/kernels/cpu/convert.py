@@ -127,8 +127,8 @@ def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) ->
     given, parts = (None, _room(spec, shape)) if direct else _chosen(flat, spec, shape, name, eps, a, threads)
     codes = torch.empty(_codes_shape(spec, shape, a), dtype=_code_dtype(spec), device="cpu")
     sums = torch.empty(2 + 2 * a.n, dtype=torch.float64, device="cpu")
-    seen = parts if given is None else given
-    gate.quantize(q, flat, (codes, seen.scale, seen.zero_point, seen.offset), sums, threads)
+    qparams = parts if given is None else given
+    gate.quantize(q, flat, (codes, qparams.scale, qparams.zero_point, qparams.offset), sums, threads)
     if spec.layout == "bits":
         parts = parts._replace(zero_point=pack_zero_point(parts.zero_point, spec))
     return QuantizeResult(parts._replace(codes=codes), float(sums[0]), float(sums[1]))
@@ -170,9 +170,9 @@ def _chosen(
     params = choose(ends.flatten(1), spec.with_(block=(2,)), rule, eps)
     counts = blocks.counts(spec.block, shape)
     params = Params(*(None if p is None else p.reshape(counts) for p in params))
-    kept, seen = store_qparams(params, spec)
+    kept, qparams = store_qparams(params, spec)
     parts = Parts(torch.empty(0, dtype=torch.uint8, device="cpu"), *kept)
-    return Params(*(None if p is None else p.contiguous() for p in seen)), (
+    return Params(*(None if p is None else p.contiguous() for p in qparams)), (
         map_groups(parts, spec, tile_rows) if a.store == TILES else parts
     )
 
