@@ -3,7 +3,7 @@
 Integers with groups too small for int_linear.py are also treated as tables.
 
 One kernel serves all formats, through their table of numbers. See src/float_linear.h for the arithmetic, src/pack.h for
-the packing. Quantized scales are stored as they are and decoded in the kernel.
+the packing. Quantized scales stay quantized and are decoded in the kernel.
 """
 
 from __future__ import annotations
