@@ -252,7 +252,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     w, index = args[:2]
     if isinstance(w, QT) and (index.device != w.device or index.dtype not in (torch.int32, torch.int64) or w.ndim != 2):
-        raise _misfit("embedding", index, w, "indices must be int32 or int64 and the table [rows, width], on one device")
+        raise _misfit("embedding", index, w, "indices must be int32 or int64, the table [rows, width], on one device")
     if not isinstance(w, QT) or w.axes is not None:
         return _plain(func, args, kwargs)
     case = case_of(w)
