@@ -98,7 +98,7 @@ def wire(mesh: DeviceMesh) -> None:
         fully_shard(model, mesh=mesh)
         assert bytes_of(model, x) < most * floats, text
     # trainable parameters
-    for spec in (pwd.all_gather.INT8_128, pw.QuantSpec(E4M3, (128,)), pw.QuantSpec(INT4, (64,))):
+    for spec in (pwd.quantized_all_gather.INT8_128, pw.QuantSpec(E4M3, (128,)), pw.QuantSpec(INT4, (64,))):
         model = mlp(inputs=512, hidden=512)
         fully_shard(model, mesh=mesh)
         gather = pwd.quantized_all_gather_(model, spec)
@@ -124,7 +124,8 @@ def gathered(mesh: DeviceMesh) -> None:
     group, n = mesh.get_group(), 4096 + 77
     every = [torch.randn(n, generator=torch.Generator().manual_seed(r)) for r in range(mesh.size())]
     every[1][5], every[1][4100] = torch.nan, torch.inf
-    for spec in (pwd.all_gather.INT8_128, pw.QuantSpec(E4M3, (128,)), pw.QuantSpec(INT4, (64,), zero_point=True)):
+    specs = (pwd.quantized_all_gather.INT8_128, pw.QuantSpec(E4M3, (128,)), pw.QuantSpec(INT4, (64,), zero_point=True))
+    for spec in specs:
         gather = pwd.QuantizedAllGather(spec)
         out = gather.allocate((n * mesh.size(),), dtype=torch.float32, device=torch.device("cpu"))
         gather(out, every[mesh.get_local_rank()], group)
@@ -161,7 +162,7 @@ def apart(mesh: DeviceMesh) -> None:
         model = mlp(pair[rank])
         fully_shard(model, mesh=mesh)
         with pytest.raises(
-            ValueError, match="ranks differ in a quantized tensor that they exchange: rank 0 has"
+            ValueError, match="ranks have different quantized tensors in one exchange: rank 0 has"
         ) as told:
             model(inputs())
         assert "; rank 1 has " in str(told.value)
