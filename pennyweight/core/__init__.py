@@ -1,6 +1,6 @@
-"""Number formats, specs and the tensor. Imports torch only; knows nothing of kernels, models or files."""
+"""Number formats, specs and the quantized tensor. Imports torch only: independent of kernels, models and files."""
 
-from . import load_state_dict, qparams_search  # registers functions of the tensor, and a rule
+from . import load_state_dict, qparams_search  # imported to register handlers and a rule
 from .distributed import dispatch
 from .ops import inplace, parts, slice, view
 

@@ -1,8 +1,8 @@
-"""Block algebra: which elements share a scale.
+"""Block arithmetic: which elements share a scale.
 
 A block is right-aligned to the shape: missing leading axes have block 1, -1 is the whole axis, ``None`` the whole
-tensor. A block larger than its axis is the whole axis. Where a block does not divide an axis, codes are padded to
-whole blocks; parts (scales and the like) have one entry per block on every axis.
+tensor. A block larger than its axis is the whole axis. If a block does not divide an axis, codes are padded to whole
+blocks; scale, zero_point and offset have one entry per block on every axis.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Block = tuple[int, ...] | None
 
 
 def normalize(block: Sequence[int] | None) -> Block:
-    """The one way to write a block: without leading ones, so that equal meaning is equal data."""
+    """Canonical form of a block: without leading ones, so that equivalent blocks compare equal."""
     if block is None:
         return None
     sizes = tuple(int(b) for b in block)
@@ -28,7 +28,7 @@ def normalize(block: Sequence[int] | None) -> Block:
 
 
 def resolve(block: Block, shape: Sequence[int]) -> tuple[int, ...]:
-    """Block size on each axis of ``shape``. Raises ValueError where the block has more axes than the shape."""
+    """Block size on each axis of ``shape``. Raises ValueError if the block has more axes than the shape."""
     if block is None:
         return tuple(max(1, n) for n in shape)
     if len(block) > len(shape):

@@ -1,8 +1,8 @@
-"""Tables of numbers that are learned from a tensor: one code stands for ``dim`` neighbours of a row.
+"""Codebooks learned from a tensor: one code represents ``dim`` neighbours of a row.
 
     x[.., dim * i + j] = table[codes[.., i], j] * scale + offset
 
-Nothing here is random: the same tensor gives the same table on every machine with the same arithmetic.
+Fitting is deterministic: the same tensor gives the same table on every machine with the same arithmetic.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-SAMPLE = 1 << 15  # vectors that a table is fitted to, at most; the rest of a large tensor says the same
-SEEDED = 1 << 13  # of which the first entries are picked
+SAMPLE = 1 << 15  # maximum number of vectors that a table is fitted to
+SEEDED = 1 << 13  # maximum number of vectors used for seeding
 _CHUNK = 1 << 22  # distances in memory at once
-DTYPE = torch.float16  # of a table: its numbers are of the order of 1, and are known no better than to 2**-11
+DTYPE = torch.float16  # of a table: its numbers are of the order of 1, precise to 2**-11
 LIMIT = 65504.0  # the largest number of that dtype
 
 
@@ -28,15 +28,16 @@ def vectors(x: Tensor, dim: int) -> Tensor:
 
 
 def numbers(codes: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """[.., m] -> [.., m * dim]: what codes stand for."""
+    """[.., m] -> [.., m * dim]: the numbers of the codes."""
     dim = table.shape[1]
     found = table.to(dtype)[codes.to(torch.int32)]
     return found.flatten(-2) if codes.ndim else found.reshape(()) if dim == 1 else found
 
 
 def nearest(x: Tensor, table: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Index of the entry with the least sum_j weight_j (x_j - entry_j)^2, the first of equals. x, weight: [.., dim];
-    table: [entries, dim]. Returns uint8 [..]."""
+    """Index of the entry with the least sum_j weight_j (x_j - entry_j)^2, the first one in case of ties.
+
+    x, weight: [.., dim]; table: [entries, dim]. Returns uint8 [..]."""
     table = table.to(x.dtype)
     if table.shape[1] == 1 and x.dtype is not torch.float64:
         return _nearest_number(x.squeeze(-1), table.squeeze(-1))
@@ -62,10 +63,11 @@ def _nearest_number(x: Tensor, table: Tensor) -> Tensor:
 
 
 def fit(x: Tensor, entries: int, weight: Tensor | None = None, rounds: int = 12) -> Tensor:
-    """A table [entries, dim] of small sum over all vectors of sum_j weight_j (x_j - nearest entry_j)^2.
+    """Weighted k-means: a table [entries, dim] that minimises the sum of weight_j (x_j - nearest entry_j)^2.
 
-    x, weight: [m, dim], not negative. k-means++ (Arthur and Vassilvitskii 2007) from a fixed seed, then Lloyd's rounds;
-    an entry that nothing falls to takes the vector that costs most. Vectors beyond :data:`SAMPLE` are left out evenly.
+    x, weight: [m, dim], weights not negative. k-means++ (Arthur and Vassilvitskii 2007) from a fixed seed, then Lloyd
+    iterations; unused entries are replaced by the vectors with the largest error. If there are more than
+    :data:`SAMPLE` vectors, an evenly spaced subset is used.
     """
     if x.is_meta or not len(x):
         return x.new_zeros((entries, x.shape[-1]))
@@ -95,7 +97,7 @@ def fit(x: Tensor, entries: int, weight: Tensor | None = None, rounds: int = 12)
 
 
 def means(x: Tensor, codes: Tensor, table: Tensor, weight: Tensor | None = None) -> Tensor:
-    """The weighted mean of the vectors of each code; entries without any stay. x: [m, dim], codes: int64 [m]."""
+    """The weighted mean of the vectors of each code; unused entries are kept. x: [m, dim], codes: int64 [m]."""
     counts = torch.ones_like(x) if weight is None else weight
     total = torch.zeros(table.shape, dtype=torch.float64, device=x.device)
     mass = torch.zeros_like(total)
@@ -105,7 +107,7 @@ def means(x: Tensor, codes: Tensor, table: Tensor, weight: Tensor | None = None)
 
 
 def _seed(x: Tensor, entries: int, weight: Tensor | None) -> Tensor:
-    """First entries: one vector after another, drawn in proportion to what it costs under those before."""
+    """k-means++ seeding: draws vectors one by one in proportion to their error under the entries so far."""
     step = math.ceil(len(x) / SEEDED)
     x = x[::step]
     weight = None if weight is None else weight[::step]
@@ -127,5 +129,5 @@ def _seed(x: Tensor, entries: int, weight: Tensor | None) -> Tensor:
 
 
 def stored(table: Tensor) -> Tensor:
-    """A table as it is stored."""
+    """The table in its stored dtype."""
     return table.clamp(-LIMIT, LIMIT).to(DTYPE).contiguous()

@@ -1,4 +1,4 @@
-"""Tensors that are computed once and kept: the same whatever the state of the process was at that moment."""
+"""Cached constant tensors, independent of the modes and transforms active when they are computed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """Tensors made here are plain memory: no mode, transform of torch.func or inference mode has a part in them.
+    """Tensors created within this context are plain: not affected by modes, torch.func transforms or inference mode.
 
-    A table that was made under ``torch.func.grad`` would be a tensor of that transform, and kept beyond its end. Their
-    dtype and device have to be named: default ones hold here as well.
+    Otherwise a cached table created under ``torch.func.grad`` would be a tensor of that transform and outlive it.
+    Specify dtype and device explicitly: changed defaults apply here too.
     """
     with (
         _disable_current_modes(), torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(),

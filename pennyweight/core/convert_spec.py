@@ -1,8 +1,8 @@
-"""The same codes under another spec: what can be said in two ways is not quantized anew.
+"""Conversion between equivalent specs without requantizing.
 
-int4 and uint4 with ``mid`` 8 are the same numbers, a scale per row is a scale per group that repeats, and
-(q - z) s is q s + (-z s). Quantizing such a weight anew would change its codes; respelling it changes none, and rounds
-at most its scales and offsets, to the dtypes of the other spec.
+int4 and uint4 with ``mid`` 8 have the same numbers, a scale per row equals repeated scales per group, and
+(q - z) s = q s + (-z s). Requantizing such a weight would change its codes. Conversion keeps the codes and at most
+rounds scales and offsets to the dtypes of the other spec.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .spec import QuantSpec
 
 
 def conversion_kind(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str | None:
-    """Whether numbers under ``spec`` can be said under ``to``: "exact", "rounded" (scales or offsets may lose bits), or
-    None. shape: stored shape."""
+    """How values under ``spec`` can be represented under ``to``: "exact", "rounded" (scales or offsets may lose bits),
+    or None. shape: stored shape."""
     shift, times = _shift(spec, to), _repeats(spec, shape, to)
     if shift is None or times is None or not _zeros_fit(spec, to, shift):
         return None
@@ -29,16 +29,16 @@ def conversion_kind(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> str
     if any(isinstance(kind, QuantSpec) for kind in (to.scale, to.offset)):
         alike = (spec.scale, spec.offset, spec.mid + shift) == (to.scale, to.offset, to.mid)
         return "exact" if alike and max(times, default=1) == 1 else None
-    moved = to.offset is not None and (spec.zero_point or to.mid - shift - spec.mid != 0)
+    shifted = to.offset is not None and (spec.zero_point or to.mid - shift - spec.mid != 0)
     held = _holds(to.scale, spec.scale) and _holds(to.offset, spec.offset)
-    return "exact" if held and not moved else "rounded"
+    return "exact" if held and not shifted else "rounded"
 
 
 def convert_parts(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> Parts | None:
-    """Plain parts under ``to`` with the numbers of plain ``parts``, or None where ``to`` has not those numbers.
+    """Plain parts under ``to`` with the values of plain ``parts``, or None if ``to`` cannot represent them.
 
-    shape: stored shape. Scales and offsets are rounded to the dtypes of ``to``; a scale that is itself quantized goes
-    over where both say the same of it, or where ``to`` keeps it as a float. Activations keep their parts.
+    shape: stored shape. Scales and offsets are rounded to the dtypes of ``to``. A quantized scale is converted if both
+    specs quantize it equally, or if ``to`` stores it as float. Activation parameters are kept.
     """
     if conversion_kind(spec, shape, to) is None:
         return None
@@ -68,13 +68,13 @@ def convert_parts(parts: Parts, spec: QuantSpec, shape: Sequence[int], to: Quant
         return out
     # (c - zero) s + o with c = c' - shift
     was: Any = spec.mid if parts.zero_point is None else _repeat(parts.zero_point, times).float()
-    moved = (to.mid - shift - was) * scale
-    offset = moved if parts.offset is None else real(parts.offset, spec.offset) + moved
+    shifted = (to.mid - shift - was) * scale
+    offset = shifted if parts.offset is None else real(parts.offset, spec.offset) + shifted
     return out._replace(offset=_as(offset, to.offset))
 
 
 def _holds(wide: Any, narrow: Any) -> bool:
-    """Whether a dtype has all numbers of a part kept as ``narrow``; a quantized part is seen as float32."""
+    """Whether dtype ``wide`` represents all values of a part stored as ``narrow``; quantized parts count as float32."""
     if narrow is None:
         return True
     narrow = torch.float32 if isinstance(narrow, QuantSpec) else narrow
@@ -82,14 +82,14 @@ def _holds(wide: Any, narrow: Any) -> bool:
 
 
 def _shift(spec: QuantSpec, to: QuantSpec) -> int | None:
-    """What is added to codes; None where the formats have other numbers."""
+    """The constant to add to codes; None if the formats have different numbers."""
     f, g = spec.format, to.format
     if f.kind != "int" or g.kind != "int":
         same = f is g and (spec.mid, bool(spec.zero_point)) == (to.mid, bool(to.zero_point))
         return 0 if same else None
     if spec.zero_point and not to.zero_point and not isinstance(to.offset, torch.dtype):
         return None
-    # A zero point or offset moves along with the codes; where it need not, it is not rounded either
+    # A zero point or offset can absorb a shift of the codes; without a shift it is not rounded
     moves = (to.mid - spec.mid, int(g.lo - f.lo)) if to.offset is not None else (int(g.lo - f.lo),)
     for shift in moves if to.zero_point or to.offset is not None else (to.mid - spec.mid,):
         fits = f.lo + shift >= g.lo and f.hi + shift <= g.hi
@@ -99,13 +99,13 @@ def _shift(spec: QuantSpec, to: QuantSpec) -> int | None:
 
 
 def _zeros_fit(spec: QuantSpec, to: QuantSpec, shift: int) -> bool:
-    """Whether ``to`` has all zero points that ``spec`` may have, where it keeps them as such."""
+    """Whether ``to`` can represent all zero points of ``spec``, if both store zero points."""
     z, y = spec.zero_point_format, to.zero_point_format
     return not (spec.zero_point and to.zero_point) or (z.lo + shift >= y.lo and z.hi + shift <= y.hi)
 
 
 def _repeats(spec: QuantSpec, shape: Sequence[int], to: QuantSpec) -> list[int] | None:
-    """How often each part repeats on each axis; None where blocks of ``to`` do not divide those of ``spec``."""
+    """Repeats of each part on each axis; None if blocks of ``to`` do not divide those of ``spec``."""
     try:
         mine, theirs = blocks.resolve(spec.block, shape), blocks.resolve(to.block, shape)
     except ValueError:

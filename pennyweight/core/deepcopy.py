@@ -1,4 +1,4 @@
-"""What a deep copy of a quantized parameter is for, where that decides what it has to be."""
+"""Detects deep copies of quantized parameters that must become float because they will be trained."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 
 
 def deepcopy_for_training() -> bool:
-    """Whether PEFT is copying a module to train the copy whole (``modules_to_save``).
+    """Whether PEFT is copying a module to train the whole copy (``modules_to_save``).
 
-    Codes do not learn: what a step of an optimizer changes is smaller than the distance of two of their numbers, and is
-    rounded off. So that copy is float. Nothing about the call tells it but the code that it comes from.
+    Codes cannot be trained directly: an optimizer step is smaller than the distance between two codes and is rounded
+    away. So that copy is float. The call can be recognized only by its caller.
     """
     frame = sys._getframe(2)
     while frame is not None:

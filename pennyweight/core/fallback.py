@@ -1,4 +1,4 @@
-"""Operations a quantized tensor has no way of its own for: dequantize, compute, count, warn once, or refuse."""
+"""Fallback for operations without a quantized implementation: dequantize, compute, count, warn once, or raise."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class FallbackWarning(UserWarning):
 
 
 class FallbackError(RuntimeError):
-    """As :class:`FallbackWarning`, under :func:`strict`."""
+    """Raised instead of :class:`FallbackWarning` under :func:`strict`."""
 
 
 @contextlib.contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
-    """Within this context every fallback to a dequantized copy is a :class:`FallbackError`."""
+    """Within this context every fallback to a dequantized copy raises :class:`FallbackError`."""
     token = _STRICT.set(enabled)
     try:
         yield
@@ -38,13 +38,13 @@ def fallbacks() -> dict[str, int]:
 
 
 def reset_fallbacks() -> None:
-    """Forget the counts and which operations were warned about."""
+    """Reset the counts and the record of operations already warned about."""
     _COUNTS.clear()
     _WARNED.clear()
 
 
 def count(op: str) -> None:
-    """Count a fallback that is a row of the kernel table: chosen in the open, so it does not warn."""
+    """Count a fallback that is a row of the kernel table. It does not warn, because ``explain`` shows it."""
     _COUNTS[op] += 1
 
 
@@ -53,7 +53,7 @@ def record(op: str, tensor: Any, returns_view: bool = False) -> None:
     where = f"{op} on a quantized tensor {tuple(tensor.shape)} ({tensor.spec})"
     if _STRICT.get():
         raise FallbackError(
-            f"{where} has no quantized way and strict() is on; call .dequantize() first if a float copy is meant"
+            f"{where} has no quantized implementation and strict() is on; call .dequantize() first to use a float copy"
         )
     _COUNTS[op] += 1
     if op not in _WARNED:

@@ -1,9 +1,9 @@
-"""Number formats: each is a finite set of numbers, one line of data.
+"""Number formats: finite sets of numbers with their codes, each defined in one line.
 
-A code is what is stored; ``decode`` gives the number it stands for, ``encode`` the code of the nearest number.
+A code is the stored value; ``decode`` returns the number of a code, ``encode`` the code of the nearest number.
 Sources: OCP OFP8 (2023) for e4m3/e5m2; OCP MX v1.0 for e3m2, e2m3, e2m1, e8m0; QLoRA (Dettmers et al. 2023,
 appendix E) for nf4; Dettmers et al. 2022 (8-bit optimizers) for the dynamic maps; ggml's block types for iq1 to iq4;
-our own for the unsigned floats without zero, which hold second moments (docs/optimizers.md).
+Pennyweight's own: the unsigned floats without zero, for second moments (docs/optimizers.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Format:
     kind "int":   the code is the number, an integer in [lo, hi].
     kind "float": small IEEE-like floats; 8-bit ones use torch's dtype, the others are stored sign-magnitude in a byte.
     kind "table": the code is an index into ``values`` (ascending).
-    kind "learned": the code is an index into a table that each tensor has of its own, of ``dim`` numbers in a row.
+    kind "learned": the code is an index into the tensor's own table, with ``dim`` numbers per row.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Format:
         cls, name: str, bits: int, kind: str, code_dtype: torch.dtype, lo: float, hi: float,
         values: tuple[float, ...] = (), dim: int = 1,
     ) -> Format:  # fmt: skip
-        """The interned one where it is the same: torch.compile makes frozen dataclasses anew from their fields."""
+        """Returns the interned format if equal: torch.compile recreates frozen dataclasses from their fields."""
         held = _BY_NAME.get(name)
         if held is None:
             return super().__new__(cls)
@@ -69,7 +69,7 @@ class Format:
 
     @property
     def native_float(self) -> bool:
-        """Whether torch itself converts to and from this format."""
+        """Whether torch has a dtype for this format."""
         return self.code_dtype.is_floating_point
 
     def encode(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Format:
         if self is E8M0:
             return _encode_e8m0(x)
         if self.kind == "learned":
-            raise ValueError(f"{self}: the numbers of its codes are those of a tensor's own table")
+            raise ValueError(f"{self} is a learned format: its numbers are in each tensor's own table")
         if self.kind == "float":  # sign-magnitude: the positive half of the table is ascending in its code
             half = 1 << (self.bits - 1)
             x = x.float().contiguous()  # bucketize copies, and warns, otherwise
@@ -100,11 +100,11 @@ class Format:
             power = torch.ldexp(torch.ones_like(codes, dtype=torch.float64), codes.to(torch.int32) - 127)
             return torch.where(codes == 255, torch.nan, power).to(dtype)
         if self.kind == "learned":
-            raise ValueError(f"{self}: the numbers of its codes are those of a tensor's own table")
+            raise ValueError(f"{self} is a learned format: its numbers are in each tensor's own table")
         return torch.tensor(self.values, dtype=dtype, device=codes.device)[codes.to(torch.int32)]
 
     def numbers(self, device: torch.device | str = "cpu") -> Tensor:
-        """All its finite numbers, ascending, float32. Raises ValueError where each tensor has its own."""
+        """All finite numbers, ascending, float32. Raises ValueError for learned formats."""
         if self.kind == "int":
             return torch.arange(int(self.lo), int(self.hi) + 1, dtype=torch.float32, device=device)
         codes = torch.arange(len(self.values) or 256, dtype=torch.int64, device=device).to(torch.uint8)
@@ -129,9 +129,9 @@ class Format:
 
 
 def decision_levels(values: tuple[float, ...], device: torch.device, *, even: bool) -> Tensor:
-    """Decision levels between neighbours for ``torch.bucketize(x, levels)``, which sends x == level down.
+    """Decision levels between neighbours for ``torch.bucketize(x, levels)``, which rounds x == level down.
 
-    With ``even`` a tie above an odd code must go up, so its level is moved just below the midpoint.
+    With ``even`` a tie above an odd code must round up, so its level is just below the midpoint.
     """
     mids = [(a + b) / 2 for a, b in pairwise(values)]
     levels = torch.tensor(mids, dtype=torch.float32, device=device)
@@ -150,7 +150,7 @@ def _encode_e8m0(x: Tensor) -> Tensor:
 
 
 def get_format(name: str) -> Format:
-    """The format of that name. Raises ValueError that lists the known ones."""
+    """The format with that name. Raises ValueError listing the known formats."""
     try:
         return _BY_NAME[name]
     except KeyError:
@@ -158,23 +158,23 @@ def get_format(name: str) -> Format:
 
 
 def all_formats() -> list[Format]:
-    """Every registered format that has numbers of its own, in order of registration."""
+    """Every registered format except learned ones, in order of registration."""
     return [f for f in _BY_NAME.values() if f.kind != "learned"]
 
 
 def learned_formats() -> list[Format]:
-    """Every format whose numbers each tensor brings itself."""
+    """Every learned format."""
     return [f for f in _BY_NAME.values() if f.kind == "learned"]
 
 
 def learned(bits: int, dim: int = 1) -> Format:
-    """Codes of ``bits`` bits, each an index into a tensor's own table of rows of ``dim`` numbers: bits / dim a weight.
+    """Learned format: ``bits``-bit indices into a table with rows of ``dim`` numbers, bits / dim bits per weight.
 
-    Raises ValueError for other than 1 to 8 bits and 1, 2, 4 or 8 numbers. Under a scale that is the largest magnitude
-    of a block, numbers are in -1 to 1.
+    Raises ValueError unless bits is 1 to 8 and dim is 1, 2, 4 or 8. The scale is the largest magnitude of a block, so
+    the numbers are in -1 to 1.
     """
     if dim not in (1, 2, 4, 8):
-        raise ValueError(f"a code stands for 1, 2, 4 or 8 numbers, got {dim}")
+        raise ValueError(f"a code represents 1, 2, 4 or 8 numbers, got {dim}")
     name = f"learned{bits}" + (f"x{dim}" if dim > 1 else "")
     return Format(name, bits, "learned", torch.uint8, -1.0, 1.0, (), dim)
 
@@ -202,7 +202,7 @@ def small_float(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
 def table(name: str, values: tuple[float, ...]) -> Format:
     """A format from ascending numbers; the code is the index."""
     if list(values) != sorted(values):
-        raise ValueError(f"number format {name!r}: values must ascend")
+        raise ValueError(f"number format {name!r}: values must be in ascending order")
     bits = max(1, (len(values) - 1).bit_length())
     return Format(name, bits, "table", torch.uint8, values[0], values[-1], values)
 
@@ -210,8 +210,8 @@ def table(name: str, values: tuple[float, ...]) -> Format:
 def _dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
     """2**bits numbers, dense near zero: bits - 1 decades, each with twice the numbers of the one below, plus 0 and 1.
 
-    The numbers of a decade are the midpoints of equal steps over [0.1, 1], times the decade's power of ten. In Python's
-    own floats, because ``torch.linspace`` gives other last bits on other CPUs.
+    The numbers of a decade are the midpoints of equal steps over [0.1, 1], times the decade's power of ten. Computed
+    with Python floats, because the last bits of ``torch.linspace`` differ between CPUs.
     """
     decades = bits - 1
     positive: list[float] = []
@@ -222,10 +222,10 @@ def _dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
 
 
 def _dynamic8_float32() -> tuple[float, ...]:
-    """The numbers of ``_dynamic_map(8, signed=True)`` as bitsandbytes gets them: some are one last place off.
+    """The numbers of ``_dynamic_map(8, signed=True)`` as bitsandbytes computes them: some differ in the last place.
 
-    It takes the edges of the steps from ``torch.linspace`` in float32, here as CPUs with fused multiply-add round it:
-    upwards in the lower half, downwards from 1 in the upper one.
+    bitsandbytes takes the step edges from ``torch.linspace`` in float32. This reproduces CPUs with fused multiply-add:
+    counting up from the start in the lower half, down from 1 in the upper half.
     """
     low = _float32(0.1)
     positive: list[float] = []
@@ -262,7 +262,7 @@ NF4 = table(
         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ),
 )  # fmt: skip
-# torchao's normal floats: four digits, rounded to the dtype of the tensor that they were made for.
+# torchao's normal floats: four decimal digits, rounded to the dtype of the quantized tensor.
 _NF4_DIGITS = (
     -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
     0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
@@ -292,7 +292,7 @@ def _both_signs(*magnitudes: float) -> tuple[float, ...]:
     return (*(-m for m in reversed(magnitudes)), *magnitudes)
 
 
-# What the elements of ggml's I-quants can be, whichever codebook they come from (ggml-common.h). None holds zero.
+# Possible element values of ggml's I-quants, over all codebooks (ggml-common.h). None contains zero.
 IQ4_NL = table("iq4_nl", (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 IQ1 = table("iq1", _both_signs(0.125, 0.875, 1.125))
 IQ2 = table("iq2", _both_signs(8, 25, 43))

@@ -1,4 +1,4 @@
-"""after_import: run code when somebody else's module has been imported, without importing it."""
+"""after_import: run code after another package's module has been imported, without importing it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def after_import(name: str, call: Callable[[], object]) -> None:
-    """Call ``call`` each time that the module ``name`` has been executed; at once if it is imported already.
+    """Call ``call`` each time the module ``name`` has been executed; immediately if it is already imported.
 
-    Costs one comparison of strings for every import that follows. An exception of ``call`` is one of the import.
+    Costs one string comparison per later import. An exception in ``call`` propagates from the import.
     """
     sys.meta_path.insert(0, _Watch(name, call))
     if name in sys.modules:
@@ -22,7 +22,7 @@ def after_import(name: str, call: Callable[[], object]) -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, and wraps its loader. Keeps no state: threads and reloads are safe."""
+    """Finds one module through the other finders and wraps its loader. Stateless, so safe with threads and reloads."""
 
     def __init__(self, name: str, call: Callable[[], object]) -> None:
         self.name, self.call = name, call
@@ -33,7 +33,7 @@ class _Watch(importlib.abc.MetaPathFinder):
         if fullname != self.name:
             return None
         finders = iter(list(sys.meta_path))
-        if self not in finders:  # takes all up to this one: those before it have been asked, those behind it come now
+        if self not in finders:  # consumes finders up to this one: the earlier ones have run already
             return None
         for finder in finders:
             find = getattr(finder, "find_spec", None)
@@ -46,7 +46,7 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """The module's own loader, and a call after it. The module keeps the loader that it would have had."""
+    """Runs the module's own loader, then the call. The module keeps its original loader."""
 
     def __init__(self, loader: Any, call: Callable[[], object]) -> None:
         self.loader, self.call = loader, call
@@ -61,5 +61,5 @@ class _Loader(importlib.abc.Loader):
         self.loader.exec_module(module)
         self.call()
 
-    def __getattr__(self, name: str) -> Any:  # get_source, is_package: for those who look at the spec only
+    def __getattr__(self, name: str) -> Any:  # get_source, is_package: for code that reads only the spec
         return getattr(self.loader, name)

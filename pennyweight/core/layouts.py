@@ -1,7 +1,7 @@
-"""Layouts: how parts lie in memory. A layout read by one kernel is declared in that kernel's file.
+"""Layouts: how parts are stored in memory. A layout read by one kernel is declared in that kernel's file.
 
-Layout "bits" packs codes, and zero points that have a format of their own. A kernel's own layout holds those as "plain"
-does, a byte each.
+Layout "bits" packs codes, and zero points that have their own format. Kernel layouts store such zero points as "plain"
+does, one byte each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .spec import SPECS, QuantSpec
 class Layout:
     """name; pack(plain parts, spec, shape) -> parts; unpack is its inverse, bit for bit.
 
-    shape is the stored shape of the tensor. ``devices`` None: any. A layout never reaches a file: files hold "bits".
-    ``extra`` gives the bytes that it stores beyond the spec's own. ``examples`` are specs and shapes that it takes;
+    shape is the stored shape of the tensor. ``devices`` None: any. Files use "bits", never a kernel layout.
+    ``extra`` returns the bytes stored in addition to ``spec.nbytes``. ``examples`` are supported specs and shapes;
     tests/every/test_layouts.py runs each.
     """
 
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, Layout] = {}
 
 
 def register_layout(layout: Layout) -> Layout:
-    """Make a layout known by its name. Raises ValueError for a name in use."""
+    """Register a layout. Raises ValueError if the name is in use."""
     if layout.name in LAYOUTS:
         raise ValueError(f"layout {layout.name!r} is registered already")
     LAYOUTS[layout.name] = layout
@@ -49,22 +49,22 @@ def register_layout(layout: Layout) -> Layout:
 
 
 def get_layout(name: str) -> Layout:
-    """The layout of that name. Raises ValueError that lists the known ones."""
+    """The layout with that name. Raises ValueError listing the known layouts."""
     if name not in LAYOUTS:
         raise ValueError(f"unknown layout {name!r}; known: {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
 
 
-READABLE = ("plain", "bits")  # every op reads these row by row; any other layout is one kernel's own
+READABLE = ("plain", "bits")  # every op reads these row by row; any other layout belongs to one kernel
 
 
 def portable_layout(spec: QuantSpec) -> str:
-    """The smallest layout that any op reads row by row and that means the same on every machine."""
+    """The smallest layout that every op reads row by row and that is the same on every machine."""
     return "bits" if spec.format.bits < 8 else "plain"
 
 
 def pack_zero_point(part: Any, spec: QuantSpec) -> Any:
-    """Zero points as layout "bits" and files hold them: under a format of their own, a stream along the last axis."""
+    """Zero points as stored in layout "bits" and in files: with their own format, a bit stream along the last axis."""
     bits = spec.zero_point_bits
     return part if part is None or bits == 8 else pack_bits(spec.zero_point_format.to_unsigned(part), bits)
 

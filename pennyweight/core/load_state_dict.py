@@ -1,12 +1,11 @@
-"""``Module.load_state_dict`` where quantized tensors are on either side: the ``assign`` of a call alone decides.
+"""``Module.load_state_dict`` with quantized tensors in the module or the state dict: only ``assign`` matters.
 
-assign=False writes numbers into the parameters that the module has; what they are (float, or quantized under a spec)
-stays. assign=True makes the parameters what the state dict holds.
+assign=False writes values into the existing parameters, which keep their kind (float, or quantized under their spec).
+assign=True replaces the parameters with the tensors of the state dict.
 
-torch (2.13 and before) keeps assign=True of a call in the metadata of the state dict (``state_dict._metadata``, which
-torch.save stores as well), where every later call with the same state dict finds it. So the mark is taken away again as
-soon as a quantized tensor is seen in a load; a call with assign=False that would obey a mark of an earlier one, made by
-a load of floats only, is refused.
+torch (2.13 and earlier) stores assign=True in the metadata of the state dict (``state_dict._metadata``, which
+torch.save also saves), and every later call with the same state dict uses it. So this module removes the mark as soon
+as a load involves a quantized tensor. If an earlier load of only floats left a mark, a call with assign=False raises.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from .tensor import FUNCTIONS, AffineQuantizedTensor, implements
 QT = AffineQuantizedTensor
 _MARK = "assign_to_params_buffers"  # as torch names it
 _INTO = nn.Module._load_from_state_dict.__code__
-_DEPTH = 12  # frames looked at: torch.overrides and hooks of subclasses lie between
+_DEPTH = 12  # frames searched: torch.overrides and hooks of subclasses can be in between
 
 
 def _load() -> tuple[FrameType, FrameType] | None:
-    """Frames of ``Module._load_from_state_dict`` and of ``load`` in ``Module.load_state_dict``, where the call being
-    handled comes from there; what calls the former by itself has its own meaning of the mark."""
+    """Frames of ``Module._load_from_state_dict`` and of ``load`` in ``Module.load_state_dict``, if the current call
+    comes from there. Code that calls the former directly uses the mark in its own way."""
     frame, into = sys._getframe(2), None
     for _ in range(_DEPTH):
         if frame.f_code is _INTO:
@@ -43,7 +42,7 @@ def _load() -> tuple[FrameType, FrameType] | None:
 
 
 def _unmark(frames: tuple[FrameType, FrameType] | None) -> None:
-    """Take the mark away. Raises RuntimeError where this call has not made it, and would obey it."""
+    """Remove the mark. Raises RuntimeError if an earlier call made it and this call would follow it."""
     if frames is None:
         return
     into, load = (frame.f_locals for frame in frames)
@@ -53,14 +52,14 @@ def _unmark(frames: tuple[FrameType, FrameType] | None) -> None:
         metadata.pop(_MARK, None)
     raise RuntimeError(
         "load_state_dict(assign=False): an earlier call with assign=True left a mark in this state dict (its _metadata "
-        f"at {into['prefix'].rstrip('.') or 'the model'}), which PyTorch would obey and assign. The marks are removed "
-        "now: call load_state_dict again, with assign=True if its tensors are to become the parameters"
+        f"at {into['prefix'].rstrip('.') or 'the model'}), so PyTorch would assign. The marks are now removed: call "
+        "load_state_dict again, with assign=True if the tensors should become the parameters"
     )
 
 
 @implements(torch.Tensor.is_meta.__get__, table=FUNCTIONS)  # type: ignore[attr-defined]
 def _is_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Asked of each parameter before something is loaded into it."""
+    """torch reads ``is_meta`` of each parameter before loading into it."""
     if not torch.compiler.is_compiling() and sys._getframe(2).f_code is _INTO:
         _unmark(_load())
     return NotImplemented
@@ -68,21 +67,21 @@ def _is_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(torch.Tensor.requires_grad_, table=FUNCTIONS)
 def _requires_grad_(func: Any, args: Any, kwargs: Any) -> Any:
-    """Asked of what becomes a parameter."""
+    """torch calls ``requires_grad_`` on tensors that become parameters."""
     if not torch.compiler.is_compiling():
         _unmark(_load())
     return NotImplemented
 
 
 def warn_of_copy(target: torch.Tensor, source: QT) -> None:
-    """Warn where load_state_dict copies a quantized tensor into a parameter of another form, which stays what it is."""
+    """Warn if load_state_dict copies a quantized tensor into a parameter of another kind, which keeps its kind."""
     into = None if torch.compiler.is_compiling() else _load()
     if into is None or target.is_meta:
         return
     here = f"{_named(target)} parameters" if isinstance(target, QT) else "float parameters"
     warnings.warn(
-        f"load_state_dict(assign=False) writes the numbers of quantized tensors ({_named(source)}) into {here}, which "
-        "stay what they are; load_state_dict(state_dict, assign=True) takes the quantized tensors as they are",
+        f"load_state_dict(assign=False) writes the values of quantized tensors ({_named(source)}) into {here}, which "
+        "keep their kind; use load_state_dict(state_dict, assign=True) to load the quantized tensors unchanged",
         UserWarning,
         stacklevel=2,
     )

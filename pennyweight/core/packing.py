@@ -22,7 +22,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def stream_shape(shape: Sequence[int], bits: int) -> tuple[int, ...]:
-    """Sizes of the bytes that codes of that shape are packed into."""
+    """Shape of the bytes that codes of that shape are packed into."""
     return (*shape[:-1], -(-shape[-1] * bits // 8)) if shape else ()
 
 
@@ -34,11 +34,11 @@ def unpack_bits(stream: Tensor, bits: int, n: int) -> Tensor:
 
 
 def _regroup(words: Tensor, old: int, new: int) -> Tensor:
-    """A stream of words of ``old`` bits as words of ``new`` bits, one word a byte, padded with zeros to whole groups.
+    """Convert a stream of ``old``-bit words to ``new``-bit words, one word per byte, zero-padded to whole groups.
 
-    In bytes throughout, because wider integers would take 8 times the memory of the codes.
+    Uses bytes throughout, because wider integers would take 8 times the memory of the codes.
     """
-    period = math.lcm(old, new)  # bits after which words of both widths begin together
+    period = math.lcm(old, new)  # bits after which the word boundaries of both widths coincide
     groups = F.pad(words, (0, -words.shape[-1] % (period // old)))
     groups = groups.unflatten(-1, (groups.shape[-1] * old // period, period // old))
     out = []

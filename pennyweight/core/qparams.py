@@ -1,8 +1,8 @@
-"""Choosing quantization parameters from data: pure functions, one per rule, found by name.
+"""Quantization parameters from data: pure functions, one per rule, registered by name.
 
-Every rule sees the blocks of x as a view [g0, b0, g1, b1, ..] and returns scale, zero_point and offset of shape
-[g0, g1, ..]. Arithmetic stays in the dtype of x (as torchao's does, bit for bit, for the rules it has), and in float32
-where the scale is itself quantized; a block that is all zero gets a positive scale (``eps``), so no value is ever NaN.
+Every rule gets the blocks of x as a view [g0, b0, g1, b1, ..] and returns scale, zero_point and offset of shape
+[g0, g1, ..]. Arithmetic is in the dtype of x (bit-identical to torchao for the rules that it has), or in float32 if the
+scale is itself quantized. An all-zero block gets a positive scale (``eps``), so no value is NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .spec import QuantSpec
 
 
 class Params(NamedTuple):
-    """Chosen real numbers, before they are stored: each of the part shape, or None."""
+    """Chosen parameters before storage: each has the part shape, or is None."""
 
     scale: Tensor | None = None
     zero_point: Tensor | None = None
@@ -42,40 +42,40 @@ def rule(name: str) -> Callable[[Rule], Rule]:
     return add
 
 
-# What looks at nothing but the least and the greatest element of a block.
+# Rules that depend only on the minimum and maximum of each block.
 BY_RANGE = frozenset((
     "symmetric", "absmax", "symmetric_no_clip", "asymmetric", "minmax", "mx_floor", "mx_ceil", "mx_even", "mx_rceil",
 ))  # fmt: skip
 
 
 def default_rule(spec: QuantSpec) -> str:
-    """The rule used where none is named: what the parts of the spec call for."""
+    """The default rule for the parts of the spec."""
     if isinstance(spec.scale, QuantSpec) and spec.scale.format is E8M0:
         return "mx_floor"
     return "minmax" if spec.offset is not None else "asymmetric" if spec.zero_point else "symmetric"
 
 
 def choose(x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None) -> Params:
-    """Parameters for x under ``spec``: those that it stores, and no others.
+    """Parameters for x: exactly those that ``spec`` stores.
 
-    x: float tensor, already padded to whole blocks. rule: a name in :data:`RULES`, default by the spec's parts.
+    x: float tensor, already padded to whole blocks. rule: a name in :data:`RULES`, default :func:`default_rule`.
     eps: floor of the scale, default the smallest normal number of the dtype in which it is chosen (of float32 for
-    formats other than integers). Raises ValueError for an unknown rule, for one whose zero point or offset the spec
-    does not store, and for an eps that is not positive.
+    formats other than integers). Raises ValueError if the rule is unknown or chooses a zero point or offset that the
+    spec does not store, or if eps is not positive.
     """
     if spec.scale is None:
         return Params()
     name = rule or default_rule(spec)
     if name not in RULES:
-        raise ValueError(f"unknown rule {name!r} for choosing parameters; known: {', '.join(sorted(RULES))}")
+        raise ValueError(f"unknown rule {name!r} for quantization parameters; known: {', '.join(sorted(RULES))}")
     if eps is not None and not eps > 0:
-        raise ValueError(f"eps is the least scale and must be positive, got {eps}")
+        raise ValueError(f"eps is the minimum scale and must be positive, got {eps}")
     view = blocks.split(x, blocks.counts(spec.block, x.shape))
     return only_stored(RULES[name](view, spec, scale_floor(x.dtype, spec, eps)), spec, name)
 
 
 def only_stored(p: Params, spec: QuantSpec, name: str) -> Params:
-    """Zeros for a zero point or offset that the spec stores and the rule has no use for."""
+    """Fill in zeros for a zero point or offset that the spec stores but the rule does not choose."""
     assert p.scale is not None
     if p.zero_point is not None and not spec.zero_point:
         raise ValueError(f"rule {name!r} chooses a zero point, which {spec} does not store; give it zero_point=True")
@@ -88,19 +88,19 @@ def only_stored(p: Params, spec: QuantSpec, name: str) -> Params:
 
 
 def scale_floor(dtype: torch.dtype, spec: QuantSpec, eps: float | None) -> float:
-    """The least scale: not below what the dtype holds, nor, for float64, below what a narrower scale holds."""
+    """The minimum scale: representable in the dtype, and for float64 also in a narrower dtype of the scale."""
     if isinstance(spec.scale, QuantSpec) or (dtype is torch.float64 and spec.scale is not torch.float64):
         dtype = torch.float32
     info = torch.finfo(dtype)
     least = info.smallest_normal * info.eps
     if eps is not None:
         return max(eps, least)
-    # torchao's floor for integers; its floats have none, and in float16 their scales are often subnormal.
+    # torchao's floor for integers. Its float formats have none, and in float16 their scales are often subnormal.
     return info.smallest_normal if spec.format.kind == "int" else max(least, torch.finfo(torch.float32).smallest_normal)
 
 
 def _range(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Least and greatest element of each block, in the dtype in which the scale is chosen."""
+    """Minimum and maximum of each block, in the dtype in which the scale is chosen."""
     if x.numel() == 0:
         lo = hi = x.new_zeros(x.shape[::2])
     else:
@@ -108,7 +108,7 @@ def _range(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         lo, hi = x.amin(inner), x.amax(inner)
     if not isinstance(spec.scale, QuantSpec):
         return lo, hi
-    limit = torch.finfo(torch.float32).max  # float64 reaches further
+    limit = torch.finfo(torch.float32).max  # float64 has a larger range
     return lo.float().clamp(-limit, limit), hi.float().clamp(-limit, limit)
 
 
@@ -118,18 +118,18 @@ def _absmax(x: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _at_least(scale: Tensor, eps: float) -> Tensor:
-    """scale, positive and finite."""
+    """scale, clamped to be positive and finite."""
     return scale.clamp(eps, torch.finfo(scale.dtype).max)
 
 
 def _span(lo: Tensor, hi: Tensor, steps: float) -> Tensor:
-    """(hi - lo) / steps, dividing first only where the difference overflows."""
+    """(hi - lo) / steps; divides first only if the difference overflows."""
     narrow = (hi - lo) / steps
     return torch.where(narrow.isfinite(), narrow, hi / steps - lo / steps)
 
 
 def _ends(spec: QuantSpec) -> tuple[float, float]:
-    """Least and greatest number that a scale multiplies."""
+    """Smallest and largest number that a scale multiplies."""
     return spec.format.lo - spec.mid, spec.format.hi - spec.mid
 
 
@@ -141,7 +141,7 @@ def _reach(spec: QuantSpec) -> float:
 @rule("symmetric")
 def symmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """scale = absmax / ((hi - lo) / 2) for integers, so that the positive end may clip by half a step;
-    absmax / max(hi, -lo) for floats and tables; max / hi for formats without negative numbers, which clip those of x.
+    absmax / max(hi, -lo) for floats and tables; max / hi for formats without negative numbers, which clip negative x.
     torchao: MappingType.SYMMETRIC."""
     f = spec.format
     bottom, top = _ends(spec)
@@ -152,8 +152,8 @@ def symmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 
 @rule("absmax")
 def absmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
-    """scale = absmax / min(hi, -lo), so that nothing clips and codes are symmetric (-127 to 127 for int8); with
-    numbers of one sign only, as symmetric_no_clip. LLM.int8(), ggml's Q8_0, torchao before 0.13."""
+    """scale = absmax / min(hi, -lo), so that nothing clips and codes are symmetric (-127 to 127 for int8);
+    symmetric_no_clip for one-sided formats. LLM.int8(), ggml's Q8_0, torchao before 0.13."""
     bottom, top = _ends(spec)
     if bottom >= 0 or top <= 0:
         return symmetric_no_clip(x, spec, eps)
@@ -162,17 +162,17 @@ def absmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 
 @rule("absmean")
 def absmean(x: Tensor, spec: QuantSpec, eps: float) -> Params:
-    """scale = mean |x|, under which ternary weights lose least. BitNet b1.58 (Ma et al. 2024)."""
+    """scale = mean |x|, for ternary weights. BitNet b1.58 (Ma et al. 2024)."""
     if x.numel() == 0:
         return Params(_at_least(x.new_zeros(x.shape[::2]), eps))
-    mean = x.abs().mean(blocks.inner_axes(x.ndim // 2), dtype=torch.float64)  # so that no order of sums is seen
+    mean = x.abs().mean(blocks.inner_axes(x.ndim // 2), dtype=torch.float64)  # independent of summation order
     return Params(_at_least(mean.to(torch.float32 if isinstance(spec.scale, QuantSpec) else x.dtype), eps))
 
 
 @rule("symmetric_no_clip")
 def symmetric_no_clip(x: Tensor, spec: QuantSpec, eps: float) -> Params:
-    """scale = max(min / lo, max / hi), so that nothing clips; an end without numbers (int1 has no positive one) is left
-    out. torchao: SYMMETRIC_NO_CLIPPING_ERR."""
+    """scale = max(min / lo, max / hi), so that nothing clips; an end without numbers (int1 has no positive ones) is
+    ignored. torchao: SYMMETRIC_NO_CLIPPING_ERR."""
     lo, hi = _range(x, spec)
     bottom, top = _ends(spec)
     sides = [end / value for end, value in ((lo, bottom), (hi, top)) if value]
@@ -193,33 +193,34 @@ def asymmetric(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 @rule("minmax")
 def minmax(x: Tensor, spec: QuantSpec, eps: float) -> Params:
     """scale = (max - min) / (hi - lo); offset = min + scale * (mid - lo), real. Zero need not be representable.
-    With uint4 and mid 8 these are tinygemm's numbers. Where the offset is kept in numbers of one sign, min is
-    at most 0 (ggml's K-quants)."""
+    With uint4 and mid 8 this is the tinygemm scheme. If the offset has a one-sided format, min is clamped to at most 0
+    (ggml's K-quants)."""
     lo, hi = _range(x, spec)
     if isinstance(spec.offset, QuantSpec) and spec.offset.one_sided:
         lo = lo.clamp(max=0)
     f = spec.format
     scale = _at_least(_span(lo, hi, f.hi - f.lo), eps)
     offset = lo + scale * (spec.mid - f.lo)
-    part = (spec.mid - f.lo) / (f.hi - f.lo)  # where the product overflows: the same point, as a mean of the ends
-    limit = torch.finfo(offset.dtype).max  # a format whose least number is above zero asks for less than the minimum
+    part = (spec.mid - f.lo) / (f.hi - f.lo)  # if the product overflows: the same point, as a mean of the ends
+    limit = torch.finfo(offset.dtype).max  # for formats with lo > 0 the offset is below the minimum of x
     return Params(scale, None, torch.where(offset.isfinite(), offset, lo * (1 - part) + hi * part).clamp(-limit, limit))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2**exponent, clamped to what e8m0 holds; float32 (2**-127 is a subnormal there)."""
+    """2**exponent, clamped to the range of e8m0; float32 (in which 2**-127 is subnormal)."""
     e = exponent.clamp(-127, 127)
     return torch.ldexp(torch.ones_like(e, dtype=torch.float64), e).float()
 
 
 def _exponent(x: Tensor) -> tuple[Tensor, Tensor]:
-    """floor(log2 x) and whether x is above that power of two; x > 0 (0 gives the least exponent)."""
+    """floor(log2 x) and whether x is above that power of two; x > 0 (0 gives the minimum exponent)."""
     mantissa, exponent = torch.frexp(x.float())
     return torch.where(x > 0, exponent - 1, -127), mantissa != 0.5
 
 
 def _largest(spec: QuantSpec) -> float:
-    """The largest positive number of the elements, on which the MX rules are defined; of the other sign if none is."""
+    """The largest positive number of the element format, which the MX rules use; if there is none, the largest
+    magnitude of the negative ones."""
     bottom, top = _ends(spec)
     return top if top > 0 else -bottom
 
@@ -229,7 +230,7 @@ def _element_exponent(spec: QuantSpec) -> int:
 
 
 def _mantissa_bits(spec: QuantSpec) -> int:
-    """Bits after the leading one of the elements: 2**bits numbers lie in [1, 2). 0 where they are not floats."""
+    """Mantissa bits of the element format: 2**bits numbers are in [1, 2). 0 for formats that are not floats."""
     f = spec.format
     if f.native_float:
         return round(-math.log2(torch.finfo(f.code_dtype).eps))
@@ -253,9 +254,9 @@ def mx_ceil(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 
 @rule("mx_even")
 def mx_even(x: Tensor, spec: QuantSpec, eps: float) -> Params:
-    """As floor, after rounding absmax to the element's mantissa width, so that it does not saturate."""
+    """As mx_floor, after rounding absmax to the element's mantissa width, so that it does not saturate."""
     amax = _absmax(x, spec).float()
-    half = 1 << (23 - _mantissa_bits(spec) - 1)  # half a unit of the last kept bit of a float32
+    half = 1 << (23 - _mantissa_bits(spec) - 1)  # half a unit of the last kept mantissa bit of a float32
     rounded = ((amax.view(torch.int32) + half) & ~((half << 1) - 1)).view(torch.float32)
     exponent, _ = _exponent(rounded)
     return Params(_power_of_two(exponent - _element_exponent(spec)))
@@ -263,7 +264,7 @@ def mx_even(x: Tensor, spec: QuantSpec, eps: float) -> Params:
 
 @rule("mx_rceil")
 def mx_rceil(x: Tensor, spec: QuantSpec, eps: float) -> Params:
-    """2**ceil(log2(absmax / hi)): the least power of two under which nothing saturates."""
+    """2**ceil(log2(absmax / hi)): the smallest power of two under which nothing saturates."""
     ratio = _absmax(x, spec).float() / _largest(spec)
     exponent, above = _exponent(ratio)
     return Params(_power_of_two(exponent + (above & (ratio > 0))))

@@ -1,4 +1,4 @@
-"""Choosing parameters by trying them out. Above numerics.py, because a candidate's error is that of what is stored."""
+"""Qparams by search. Separate from qparams.py because a candidate's error is measured after storage (numerics.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .spec import QuantSpec
 
 @rule("mse")
 def mse(x: Tensor, spec: QuantSpec, eps: float) -> Params:
-    """Search the shrink factor 1, 0.99 .. 0.5 of the default rule's range that minimises each block's squared error.
+    """Shrink the default rule's range by the factor in 1, 0.99 .. 0.5 that minimises the squared error of each block.
 
-    About zero, or about the middle of the block where an offset is stored. Errors are those of the parameters as
-    stored; never worse than the default rule, whose range is the first candidate.
+    The range shrinks towards zero, or towards the middle of the block if an offset is stored. Errors are computed with
+    the parameters as stored. Never worse than the default rule, whose range is the first candidate.
     """
     base = RULES[default_rule(spec)]
     inner = blocks.inner_axes(x.ndim // 2)
@@ -26,8 +26,8 @@ def mse(x: Tensor, spec: QuantSpec, eps: float) -> Params:
         middle = lo / 2 + hi / 2
 
     def error(p: Params) -> Tensor:
-        seen = store_qparams(p, spec)[1]
-        return (stored_value(encode(x, spec, seen), spec, seen) - x).float().square().sum(inner)
+        decoded = store_qparams(p, spec)[1]
+        return (stored_value(encode(x, spec, decoded), spec, decoded) - x).float().square().sum(inner)
 
     def pick(which: Tensor, ours: Params, theirs: Params) -> Params:
         pairs = zip(ours, theirs, strict=True)
@@ -41,5 +41,5 @@ def mse(x: Tensor, spec: QuantSpec, eps: float) -> Params:
         better = found < least
         least = torch.where(better, found, least)
         best = pick(better, p, best)
-    # A quantized scale is stored in blocks of its own, where one block's choice moves the others.
+    # Quantized scales share blocks, so the choice for one block changes the stored scales of others.
     return pick(error(best).sum() <= start.sum(), best, first)

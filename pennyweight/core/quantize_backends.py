@@ -1,7 +1,7 @@
-"""Fast ways between floats and stored parts: an entry for each type of device, put there by the kernels.
+"""Fast conversions between floats and stored parts: one backend per device type, registered by the kernels.
 
-What an entry gives has the bits of numerics.py. It answers NotImplemented where it has no way of its own, and the
-reference runs; so does it where no memory can be read: in a trace, under vmap, on the meta device.
+Backends give the same bits as numerics.py. If a backend returns NotImplemented, the reference runs; likewise if memory
+cannot be read (in a trace, under vmap, on the meta device).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .spec import QuantSpec
 
 
 class QuantizeResult(NamedTuple):
-    """Parts in the layout of their spec, and the sums of x**2 and (value - x)**2; not finite where x is not."""
+    """Parts in the layout of their spec, and the sums of x**2 and (value - x)**2; not finite if x is not finite."""
 
     parts: Parts
     signal: float
@@ -28,11 +28,11 @@ class QuantizeResult(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizeBackend:
-    """Of one type of device. Each function may answer NotImplemented.
+    """Conversions on one device type. Each function may return NotImplemented.
 
     dequantize  (parts in the layout of spec, without perm; spec, stored shape, dtype) -> the tensor in stored order
-    quantize    (x, spec, rule, eps) -> Quantized
-    finite      (x) -> whether x holds neither NaN nor inf
+    quantize    (x, spec, rule, eps) -> QuantizeResult
+    finite      (x) -> whether x is free of NaN and inf
     """
 
     dequantize: Callable[[Parts, QuantSpec, Sequence[int], torch.dtype], Any]
@@ -44,38 +44,37 @@ CONVERSIONS: dict[str, QuantizeBackend] = {}
 
 
 def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """The tensor of ``shape`` by a fast way, or NotImplemented."""
+    """The tensor of ``shape`` from a backend, or NotImplemented."""
     if torch.compiler.is_compiling() or not in_memory(parts.codes):
         return NotImplemented
-    way = CONVERSIONS.get(parts.codes.device.type)
-    if way is None:
+    backend = CONVERSIONS.get(parts.codes.device.type)
+    if backend is None:
         return NotImplemented
-    x = way.dequantize(parts._replace(perm=None), spec, shape, dtype)
+    x = backend.dequantize(parts._replace(perm=None), spec, shape, dtype)
     return x if x is NotImplemented else unpermute_last_axis(x, parts.perm)
 
 
 def quantize(x: Tensor, spec: QuantSpec, rule: str | None = None, eps: float | None = None) -> Any:
-    """Quantized x by a fast way, or NotImplemented."""
+    """Quantized x from a backend, or NotImplemented."""
     if torch.compiler.is_compiling() or not in_memory(x):
         return NotImplemented
-    way = CONVERSIONS.get(x.device.type)
-    return NotImplemented if way is None else way.quantize(x, spec, rule, eps)
+    backend = CONVERSIONS.get(x.device.type)
+    return NotImplemented if backend is None else backend.quantize(x, spec, rule, eps)
 
 
 def finite(x: Tensor) -> Any:
-    """Whether x holds neither NaN nor inf, or NotImplemented."""
+    """Whether x is free of NaN and inf, or NotImplemented."""
     if torch.compiler.is_compiling() or not in_memory(x):
         return NotImplemented
-    way = CONVERSIONS.get(x.device.type)
-    return NotImplemented if way is None else way.finite(x)
+    backend = CONVERSIONS.get(x.device.type)
+    return NotImplemented if backend is None else backend.finite(x)
 
 
 def in_memory(t: Tensor) -> bool:
-    """Whether t is memory that can be read at its address now.
+    """Whether the memory of t can be read directly at its address.
 
-    Not a tensor of a trace, a transform or another class, not on the meta device, not a negated or conjugated view, and
-    no mode, tracer or transform has to see what is done with it. Not to be asked under torch.compile, which cannot
-    trace it.
+    False for tensors of a trace, a transform or another class, on the meta device, for negated or conjugated views, and
+    if a mode, tracer or transform must observe operations on t. Do not call under torch.compile, which cannot trace it.
     """
     return (
         type(t) in (Tensor, torch.nn.Parameter)
@@ -85,10 +84,10 @@ def in_memory(t: Tensor) -> bool:
 
 
 def is_observed(*tensors: Tensor | None) -> bool:
-    """Whether something has to see what is done with these tensors: a dispatch mode, torch.jit.trace, a transform of
-    torch.func, or forward-mode differentiation of one of them.
+    """Whether operations on these tensors must be visible to a dispatch mode, torch.jit.trace, a torch.func transform,
+    or forward-mode differentiation of one of them.
 
-    Where torch itself has called an op below those, they have seen it, and the answer is False.
+    False if torch has called an op below those, because they have already observed it.
     """
     if (
         torch._C._len_torch_dispatch_stack()

@@ -1,4 +1,4 @@
-"""Where a float may start that is to be trained behind a code which something else has chosen."""
+"""Initial values of float weights that are trained behind codes chosen by another algorithm."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ SHARES = (0.45, 0.3, 0.15, 0.0)
 
 
 def clamp_to_interval(x: Tensor, value: Tensor, reach: Tensor | float, same: Callable[[Tensor], Tensor]) -> Tensor:
-    """Points on the way from ``value`` to x that have the codes of ``value``, as near to x as may be.
+    """Points between ``value`` and x that round to the codes of ``value``, as close to x as possible.
 
-    Nine tenths of the way where the code allows it (its nearest number is the one chosen). What was rounded away from
-    its nearest number stops short of the border of its cell, so that a small step carries it over.
+    If x rounds to the chosen code: nine tenths of the way to x. Otherwise a point just inside the rounding interval,
+    so that a small step changes the code.
 
-    reach  what the way is taken to be at most, where x lies outside the cell: the distance between neighbouring numbers
-    same   points -> bool, whether they have those codes
+    reach  upper bound of the distance to x if x is outside the interval: the step between neighbouring numbers
+    same   points -> bool, whether they round to those codes
     """
-    way = x - value
-    near = torch.minimum(torch.maximum(way, -torch.as_tensor(reach)), torch.as_tensor(reach))
-    found = value + 0.9 * way
+    delta = x - value
+    clamped = torch.minimum(torch.maximum(delta, -torch.as_tensor(reach)), torch.as_tensor(reach))
+    found = value + 0.9 * delta
     for share in SHARES:
-        found = torch.where(same(found), found, value + share * near)
+        found = torch.where(same(found), found, value + share * clamped)
     return found

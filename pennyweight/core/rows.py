@@ -1,4 +1,4 @@
-"""Which parts of a tensor its rows have to themselves."""
+"""Whether rows of a tensor can be quantized independently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .spec import QuantSpec
 
 
 def rows_independent(spec: QuantSpec, shape: Sequence[int]) -> bool:
-    """Whether x[a:b] can be quantized by itself: no part is shared by rows, at any depth."""
+    """Whether x[a:b] can be quantized on its own: rows share no part, at any nesting depth."""
     if spec.format.kind == "learned":  # all rows share the table
         return False
     inner = blocks.counts(spec.block, shape)

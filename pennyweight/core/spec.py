@@ -1,4 +1,4 @@
-"""QuantSpec: how a tensor is stored with the numbers of a format. Static, hashable, JSON."""
+"""QuantSpec: how a quantized tensor is stored. Static, hashable, serializable to JSON."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from .formats import (
 from .formats import IQ4_NL as IQ4_NL_VALUES
 from .packing import stream_shape
 
-SPEC_VERSION = 2  # the newest that is read; what is written says the least that it needs, see QuantSpec.version
-# Fixed table: a dtype named in a file is looked up here and nowhere else.
+SPEC_VERSION = 2  # newest version that is read; the oldest sufficient version is written, see QuantSpec.version
+# Dtypes named in files are looked up only in this fixed table.
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -49,18 +49,18 @@ _SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", to
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor is stored. The value of every element, with parts spread over their blocks:
+    """How a tensor is stored. The value of each element, with parts broadcast over their blocks:
 
         x = (decode(codes) - mid - zero_point) * scale + offset
 
-    format      the numbers of the codes; decode() of a learned format looks into the tensor's own part ``table``
-    block       elements that share a scale: right-aligned to the shape; -1 the whole axis; None the whole tensor
-    scale       dtype of the scale, or a QuantSpec: then the scale is itself quantized; None: no scale (1)
-    zero_point  whether an integer zero point, in code units, is stored per block: True, a byte each, within the codes;
-                or the integer format of their numbers, of which they take the bits wherever codes take theirs
+    format      number format of the codes; decode() of a learned format uses the tensor's own part ``table``
+    block       elements that share a scale, right-aligned to the shape; -1: the whole axis; None: the whole tensor
+    scale       dtype of the scale, or a QuantSpec if the scale is itself quantized; None: no scale (1)
+    zero_point  whether an integer zero point, in code units, is stored per block. True: one byte each, in the range of
+                the codes. An integer format: the range of the zero points, which are packed wherever codes are packed
     offset      dtype or QuantSpec of a real offset in value units, per block; None: no offset
-    mid         a constant zero point in code units that needs no storage (8 for a uint4 centred on zero)
-    layout      how the parts lie in memory; "plain" is one code an element
+    mid         a constant zero point in code units that is not stored (8 for a uint4 centred on zero)
+    layout      how the parts are stored in memory; "plain" is one code per element
     """
 
     format: Format
@@ -79,31 +79,36 @@ class QuantSpec:
             if not (value is None or isinstance(value, QuantSpec) or value in _DTYPE_NAMES):
                 raise ValueError(f"QuantSpec.{name} must be a float dtype or a QuantSpec, got {value!r}")
         if self.scale is None and (self.zero_point or self.offset is not None):
-            raise ValueError("QuantSpec without a scale can have neither zero_point nor offset; give scale a dtype")
+            raise ValueError("QuantSpec without a scale cannot have zero_point or offset; give scale a dtype")
         if self.zero_point and self.format.kind != "int":
             raise ValueError(f"zero_point is in code units and needs an integer format, got {self.format}; use offset")
         if self.zero_point and (self.offset is not None or self.mid):
-            raise ValueError("QuantSpec takes one of zero_point, and offset with mid: both say which code means zero")
+            raise ValueError("QuantSpec takes either zero_point, or offset and mid: both define which code means zero")
         for name in ("scale", "offset"):
             value = getattr(self, name)
             if isinstance(value, QuantSpec) and value.format.kind == "learned":
                 raise ValueError(f"QuantSpec.{name}: its numbers cannot be learned, got {value.format}")
         if self.block is not None and self.block[-1] % self.format.dim and self.block[-1] != -1:
-            raise ValueError(f"QuantSpec: blocks of {self.block[-1]} are not whole codes of {self.format}")
+            raise ValueError(
+                f"QuantSpec: block size {self.block[-1]} is not a multiple of {self.format.dim}, the numbers per code "
+                f"of {self.format}"
+            )
         if self.mid and not (self.format.kind == "int" and self.format.lo <= self.mid <= self.format.hi):
             raise ValueError(
                 f"QuantSpec.mid must be one of the codes of an integer format, got {self.mid} for {self.format}"
             )
 
     def _zero_point(self) -> bool | Format:
-        """The one way to say what zero points are. A format that is the codes' own byte says no more than True."""
+        """``zero_point`` in canonical form: a format equal to the 8-bit format of the codes becomes True."""
         zero, f = self.zero_point, self.format
         if not isinstance(zero, Format):
             return bool(zero)
-        if f.kind == "int" and not (  # of other formats zero points are refused altogether
+        if f.kind == "int" and not (  # zero points of other formats are rejected above
             zero.kind == "int" and zero.code_dtype is f.code_dtype and zero.lo <= f.lo <= f.hi <= zero.hi
         ):
-            raise ValueError(f"QuantSpec.zero_point: {zero} has not all codes of {f}; use {f}, a wider one, or True")
+            raise ValueError(
+                f"QuantSpec.zero_point: {zero} does not cover all codes of {f}; use {f}, a wider format, or True"
+            )
         return True if zero is f and f.bits == 8 else zero
 
     def __str__(self) -> str:
@@ -120,11 +125,11 @@ class QuantSpec:
         return text if self.layout == "plain" else f"{text} layout={self.layout}"
 
     def with_(self, **changes: Any) -> QuantSpec:
-        """This spec with some fields changed."""
+        """A copy of this spec with some fields changed."""
         return replace(self, **changes)
 
     def part_specs(self) -> dict[str, QuantSpec | torch.dtype]:
-        """Stored parts other than the codes and what each is stored as."""
+        """Stored parts other than the codes, with the dtype or spec of each."""
         parts: dict[str, QuantSpec | torch.dtype] = {}
         if self.scale is not None:
             parts["scale"] = self.scale
@@ -136,47 +141,47 @@ class QuantSpec:
 
     @property
     def one_sided(self) -> bool:
-        """Whether all numbers of a block have the sign of its scale. The scale of an offset so kept is not positive."""
+        """Whether all numbers of a block have the sign of its scale. For such an offset the scale is not positive."""
         return self.format.lo >= 0 and not (self.mid or self.zero_point or self.offset is not None)
 
     @property
     def zero_point_dtype(self) -> torch.dtype:
-        """What a zero point is unpacked: those within the range of the codes take the codes' own dtype."""
+        """Dtype of unpacked zero points; by default that of the codes."""
         return self.zero_point_format.code_dtype
 
     @property
     def zero_point_format(self) -> Format:
-        """The numbers that zero points can be."""
+        """Number format of the zero points."""
         return self.zero_point if isinstance(self.zero_point, Format) else self.format
 
     @property
     def zero_point_bits(self) -> int:
-        """Bits of a stored zero point in files and in layout "bits"; 8 is a byte in the codes' own dtype."""
+        """Bits of a stored zero point in files and in layout "bits"; 8: one byte in the dtype of the codes."""
         return self.zero_point.bits if isinstance(self.zero_point, Format) else 8
 
     @property
     def version(self) -> int:
-        """The first version of the spec's JSON in which all of it is known."""
+        """The oldest JSON version that can represent this spec."""
         nested = [k.version for k in (self.scale, self.offset) if isinstance(k, QuantSpec)]
         return max([2 if isinstance(self.zero_point, Format) or self.format.kind == "learned" else 1, *nested])
 
     @property
     def table_shape(self) -> tuple[int, int] | None:
-        """Sizes of the part ``table``, [codes, numbers of a code]; None where the format has numbers of its own."""
+        """Shape of the part ``table``, [codes, numbers per code]; None if the format is not learned."""
         return (1 << self.format.bits, self.format.dim) if self.format.kind == "learned" else None
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Sizes of plain codes: whole blocks, and one code for ``format.dim`` neighbours on the last axis."""
+        """Shape of plain codes: padded to whole blocks, one code per ``format.dim`` neighbours on the last axis."""
         whole, dim = blocks.padded(self.block, shape), self.format.dim
         if dim == 1:
             return whole
         if not whole:
-            raise ValueError(f"{self}: a single number has no codes that stand for {dim}")
+            raise ValueError(f"{self}: a 0-d tensor cannot have codes that represent {dim} numbers")
         return (*whole[:-1], -(-whole[-1] // dim))
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of all parts of a tensor of that shape: codes at one byte (layout "plain") or ``bits`` bits each, zero
-        points at a byte, or in layout "bits" at the bits of their format."""
+        """Bytes of all parts of a tensor of that shape. Codes take one byte (layout "plain") or ``bits`` bits each,
+        zero points one byte, or in layout "bits" the bits of their format."""
         total = math.prod(stream_shape(self.codes_shape(shape), 8 if self.layout == "plain" else self.format.bits))
         part_shape = blocks.counts(self.block, shape)
         for slot, kind in self.part_specs().items():
@@ -206,7 +211,7 @@ class QuantSpec:
 
     @classmethod
     def from_dict(cls, data: Any) -> QuantSpec:
-        """Inverse of :meth:`to_dict`. Raises ValueError on anything but exactly known, well-typed keys."""
+        """Inverse of :meth:`to_dict`. Raises ValueError on missing or unknown keys and on wrong types."""
         check_keys("QuantSpec", data, required={"format", "block", "scale"}, optional=_OPTIONAL)
         block = data["block"]
         if block is not None and not (isinstance(block, list) and all(type(b) is int for b in block)):
@@ -239,7 +244,7 @@ class QuantSpec:
             raise ValueError(f"QuantSpec version {version!r}; this release reads 1 to {SPEC_VERSION}")
         spec = cls.from_dict(data)
         if spec.version > version:
-            raise ValueError(f"QuantSpec says version {version}, and all of it is known in version {spec.version}")
+            raise ValueError(f"QuantSpec declares version {version}, but its fields need version {spec.version}")
         return spec
 
 
@@ -248,9 +253,9 @@ _OPTIONAL = {"zero_point", "offset", "mid", "layout"}
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """How the input of an op is quantized before it: per call ("dynamic") or with stored parameters ("static").
+    """How the input of an op is quantized: per call ("dynamic") or with stored parameters ("static").
 
-    rule and eps are those of :func:`pennyweight.core.qparams.choose`; the block is over the input, [-1] is per token.
+    rule and eps: see :func:`pennyweight.core.qparams.choose`. The block applies to the input; [-1] is per token.
     """
 
     spec: QuantSpec
@@ -261,11 +266,9 @@ class ActivationSpec:
     def __post_init__(self) -> None:
         if self.mode not in ("dynamic", "static"):
             raise ValueError(f'ActivationSpec.mode must be "dynamic" or "static", got {self.mode!r}')
-        if isinstance(self.spec.zero_point, Format):  # nothing is won by packing one number
+        if isinstance(self.spec.zero_point, Format):  # packing a single number saves nothing
             if self.spec.zero_point is not self.spec.format:
-                raise ValueError(
-                    f"ActivationSpec: zero points lie within the range of the codes, not as in {self.spec}"
-                )
+                raise ValueError(f"ActivationSpec: zero points must be in the range of the codes, got {self.spec}")
             object.__setattr__(self, "spec", self.spec.with_(zero_point=True))
 
     def __str__(self) -> str:
@@ -311,7 +314,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES[dtype]
 
 
-# Known number schemes: data, a line each.
+# Named quantization schemes, one per line.
 TENSOR = None
 INT8_ROW = QuantSpec(INT8, (-1,))
 INT8_ROW_ASYMMETRIC = QuantSpec(INT8, (-1,), zero_point=True)
@@ -334,7 +337,7 @@ ADAM8_SQUARES = QuantSpec(UFLOAT8, (256,))  # the second moment has no sign, and
 ADAM4 = QuantSpec(NF4, (64,), layout="bits")
 ADAM4_SQUARES = QuantSpec(UFLOAT4, (64,), layout="bits")
 ADAM_FP8 = QuantSpec(E4M3, (256,))
-# ggml's block types; the K-quants keep 256 elements under one float16. Offsets are minus a number that is not negative.
+# ggml's block types; K-quants have one float16 per 256 elements. Offsets are never positive.
 Q4_0 = QuantSpec(UINT4, (32,), scale=torch.float16, mid=8)
 Q4_1 = QuantSpec(UINT4, (32,), scale=torch.float16, offset=torch.float16)
 Q5_0 = QuantSpec(UINT5, (32,), scale=torch.float16, mid=16)

@@ -1,10 +1,10 @@
-"""Rounding by chance, with numbers by counter: those of an element are a function of a key, its index and the step, so
-that a resumed run has the same ones, and so have any number of threads.
+"""Stochastic rounding with a counter-based generator: random bits are a function of a key, the element index and the
+step, so they do not depend on the number of threads and a resumed run draws the same bits.
 
-The mixer "lowbias32" (C. Wellons, hash-prospector, 2018), keyed before each of its products, gives an element two
-halves of 16 bits. A step adds itself times the golden ratio to each (Weyl's sequence): over elements the numbers are
-uniform, and over the steps of an element they are spread more evenly than chance would have them, so that what is
-rounded away comes back sooner. Elements 2**32 apart share their numbers. src/optimizer.h computes the same.
+The mixer "lowbias32" (C. Wellons, hash-prospector, 2018), keyed before each multiplication, gives each element two
+16-bit halves. Each step adds its number times the golden ratio to both (Weyl sequence). The bits are uniform over
+elements. Over the steps of one element they are spread more evenly than independent draws, so rounding errors cancel
+sooner. Elements 2**32 apart share their bits. src/optimizer.h computes the same.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def make_key(*numbers: int) -> tuple[int, int]:
 
 
 def step_mask(step: int) -> int:
-    """How far a step turns the numbers: a word of 32 bits."""
+    """The increment that a step adds to the random words, modulo 2**32."""
     return step * _GOLDEN & 0xFFFFFFFF
 
 
 def random_bits(shape: Sequence[int], key: tuple[int | Tensor, int], device: torch.device | str = "cpu") -> Tensor:
-    """int32 of 32 random bits for each element of a tensor, by its index in row-major order.
+    """int32 with 32 random bits for each element of a tensor, from its row-major index.
 
-    The first word of the key may be an int32 tensor of no axes, as :func:`content_key` gives.
+    The first word of the key may be a 0-d int32 tensor, as returned by :func:`content_key`.
     """
     count = 1
     for n in shape:
@@ -53,36 +53,36 @@ def random_bits(shape: Sequence[int], key: tuple[int | Tensor, int], device: tor
     return (x ^ _right(x, 15)).reshape(tuple(shape))
 
 
-def high_bits(word: Tensor, turn: int) -> Tensor:
-    """16 bits of each word for a step: for states."""
-    return _right(word + as_int32(turn), 16)
+def high_bits(word: Tensor, offset: int) -> Tensor:
+    """The high 16 bits of each word at a step; used for optimizer states. offset: from :func:`step_mask`."""
+    return _right(word + as_int32(offset), 16)
 
 
-def low_bits(word: Tensor, turn: int) -> Tensor:
-    """16 other bits: for parameters."""
-    return _right((word << 16) + as_int32(turn), 16)
+def low_bits(word: Tensor, offset: int) -> Tensor:
+    """The low 16 bits of each word at a step; used for parameters."""
+    return _right((word << 16) + as_int32(offset), 16)
 
 
 def content_key(x: Tensor) -> Tensor:
-    """int32 of no axes from all bits of x, whatever the order in which they are added."""
+    """0-d int32 checksum of all bits of x, independent of the order of addition."""
     bits = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
     total = bits.sum(dtype=torch.int64)
     return (total ^ total >> 32).to(torch.int32)
 
 
 def encode_stochastic(unit: Tensor, f: Format, word: Tensor) -> Tensor:
-    """Codes of x / scale by chance: of the two numbers around it the upper one with the probability that makes the mean
-    x / scale, to 2**-16 of a step. What lies beyond the format saturates. word: int32 of 32 random bits an element.
+    """Stochastically rounded codes of x / scale: the probability of rounding up makes the mean equal x / scale, to
+    2**-16 of a step. Values outside the format saturate. word: int32 with 32 random bits per element.
 
-    Raises ValueError for a format whose numbers each tensor has of its own.
+    Raises ValueError for a learned format.
     """
     if f.kind == "learned":
-        raise ValueError(f"{f}: its numbers are learned, and rounding by chance needs numbers that stay where they are")
+        raise ValueError(f"{f}: stochastic rounding needs a fixed format, and the numbers of this one are learned")
     unit = unit if unit.dtype is torch.float64 else unit.float()
-    chance = _right(word, 8).to(unit.dtype) * 2.0**-24
+    rand = _right(word, 8).to(unit.dtype) * 2.0**-24
     if f.kind == "int":
-        return (unit + chance).floor().clamp(f.lo, f.hi).to(f.code_dtype)
-    return _encode_float(unit, f, chance) if f.kind == "float" else _encode_table(unit, f, chance)
+        return (unit + rand).floor().clamp(f.lo, f.hi).to(f.code_dtype)
+    return _encode_float(unit, f, rand) if f.kind == "float" else _encode_table(unit, f, rand)
 
 
 def as_int32(word: int) -> int:
@@ -91,38 +91,38 @@ def as_int32(word: int) -> int:
 
 
 def _right(x: Tensor, n: int) -> Tensor:
-    """x >> n of unsigned words."""
+    """x >> n, as unsigned words."""
     return (x >> n) & ((1 << (32 - n)) - 1)
 
 
-def round_to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
-    """float32 as bfloat16, away from zero with the probability of the part that is cut off: its mean is x.
+def round_to_bfloat16(x: Tensor, rand: Tensor) -> Tensor:
+    """Stochastically round float32 to bfloat16; the mean of the result is x.
 
-    chance: 16 bits for each element. What is not finite is rounded to nearest.
+    rand: 16 random bits per element. NaN and inf are rounded to nearest.
     """
-    moved = (x.contiguous().view(torch.int32) + chance) & -0x10000
-    return torch.where(x.isfinite(), moved.view(torch.float32), x).to(torch.bfloat16)
+    rounded = (x.contiguous().view(torch.int32) + rand) & -0x10000
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x).to(torch.bfloat16)
 
 
-def round_high_bits(x: Tensor, chance: Tensor, shift: int) -> Tensor:
-    """Bits of float32 x >> shift, up with the probability of the part that is cut off, to 16 bits. x: not negative."""
-    return (x.contiguous().view(torch.int32) + (chance << (shift - 16))) >> shift
+def round_high_bits(x: Tensor, rand: Tensor, shift: int) -> Tensor:
+    """Bits of float32 x >> shift, rounded stochastically with 16-bit resolution. x: not negative."""
+    return (x.contiguous().view(torch.int32) + (rand << (shift - 16))) >> shift
 
 
-def _encode_float(unit: Tensor, f: Format, chance: Tensor) -> Tensor:
-    """Numbers of a float format have steps of a power of two, that of their octave or of the least one."""
+def _encode_float(unit: Tensor, f: Format, rand: Tensor) -> Tensor:
+    """For float formats, whose step is a power of two: that of the octave, or of the smallest normal octave."""
     if not (f.native_float or f.values):
-        raise ValueError(f"{f} is rounded to the nearest only")
+        raise ValueError(f"{f} supports round-to-nearest only")
     x = unit.float().clamp(f.lo, f.hi)
     mantissa, least = _steps(f)
     octave = ((x.contiguous().view(torch.int32) >> 23) & 255).clamp(min=127 + least)  # as float32 has it
     step = ((octave - mantissa) << 23).view(torch.float32)
-    magnitude = (x.abs() / step + chance).floor() * step
+    magnitude = (x.abs() / step + rand).floor() * step
     return f.encode(torch.copysign(magnitude, x))
 
 
 def _steps(f: Format) -> tuple[int, int]:
-    """(bits after the leading one, exponent of the least octave that has all of them)."""
+    """(mantissa bits, exponent of the smallest normal octave)."""
     if f.native_float:
         info = torch.finfo(f.code_dtype)
         return round(-math.log2(info.eps)), round(math.log2(info.smallest_normal))
@@ -130,11 +130,11 @@ def _steps(f: Format) -> tuple[int, int]:
     return mantissa, round(math.log2(min(v for v in f.values if v > 0))) + mantissa
 
 
-def _encode_table(unit: Tensor, f: Format, chance: Tensor) -> Tensor:
-    """Neighbours of a table by search."""
+def _encode_table(unit: Tensor, f: Format, rand: Tensor) -> Tensor:
+    """For table formats: finds the neighbours by binary search."""
     values = torch.tensor(f.values, dtype=torch.float32, device=unit.device)
     x = unit.float().clamp(f.lo, f.hi).contiguous()
     above = torch.searchsorted(values, x).clamp(1, len(f.values) - 1)
     low, high = values[above - 1], values[above]
-    up = (x - low) > chance * (high - low)
+    up = (x - low) > rand * (high - low)
     return torch.where(up, above, above - 1).to(f.code_dtype)

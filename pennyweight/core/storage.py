@@ -1,9 +1,9 @@
-"""What a quantized tensor answers to code that asks for its memory: which memory it is, never a way to read it.
+"""``data_ptr()`` and ``untyped_storage()`` of a quantized tensor: they identify its memory but cannot be read from.
 
-Codes, scales and offsets lie in several places and in formats of their own, while dtype and shape say float. Code that
-reads ``shape`` numbers of ``dtype`` from an address would get other numbers, and bytes past the end. But an address is
-also asked for only to be compared: that is how libraries find tied weights, and weights that they moved before. So
-``data_ptr()`` gives an :class:`Address`, which can be compared and looked up in a table, and refuses to be a number.
+Codes, scales and offsets are separate buffers in their own formats, while dtype and shape are those of a float tensor.
+Code that reads ``shape`` numbers of ``dtype`` from an address would get wrong numbers and read past the end. Libraries
+also compare addresses, to find tied weights or weights they have already handled. So ``data_ptr()`` returns an
+:class:`Address`, which can be compared and hashed but not converted to a number.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 REFUSAL = (
     "the memory of a quantized tensor holds codes and scales, not numbers of its dtype, so it cannot be read or "
-    "written as such. A model is saved by pennyweight.save(model, folder) and filled by pennyweight.load(folder, "
-    "model); a transformers or diffusers model that was quantized as a whole is saved by "
-    "model.save_pretrained(folder), one of transformers that was quantized in part after "
-    "pennyweight.integrations.transformers.attach_quantizer(model). For another writer, "
-    "pennyweight.flatten(model.state_dict()) gives plain tensors and metadata. tensor.dequantize() is a float copy"
+    "written as such. Save a model with pennyweight.save(model, folder) and load it with pennyweight.load(folder, "
+    "model). Save a fully quantized transformers or diffusers model with model.save_pretrained(folder); for a partly "
+    "quantized transformers model call pennyweight.integrations.transformers.attach_quantizer(model) first. For other "
+    "writers, pennyweight.flatten(model.state_dict()) returns plain tensors and metadata. tensor.dequantize() returns "
+    "a float copy"
 )
 
 
@@ -28,13 +28,13 @@ def refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 class Address:
-    """``data_ptr()`` of a quantized tensor: equal for tensors over the same parts, and not a number.
+    """``data_ptr()`` of a quantized tensor: equal for tensors that share the same parts, but not a number.
 
     where    addresses of all parts: tensors that share codes and differ in scales are not equal
-    storage  it is that of the tensor's storage
+    storage  whether it is the address of the tensor's storage
 
-    Raises RuntimeError where it is used as a number: by ctypes, by arithmetic, by order; and where the address of a
-    tensor is compared with that of a storage, to find where in it the tensor begins.
+    Raises RuntimeError if it is used as a number (ctypes, arithmetic, ordering), or if the address of a tensor is
+    compared with that of a storage to find the tensor's offset in it.
     """
 
     __slots__ = ("_storage", "_where")
@@ -43,7 +43,7 @@ class Address:
         self._where, self._storage = where, storage
 
     def of_storage(self) -> Address:
-        """The address of the storage of the tensor that this is the address of."""
+        """The address of this tensor's storage."""
         return Address(self._where, storage=True)
 
     def __eq__(self, other: object) -> bool:
@@ -61,20 +61,20 @@ class Address:
 
     __int__ = __index__ = __float__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __and__ = refuse
-    _as_parameter_ = property(refuse)  # what ctypes asks of an object that is not a number
+    _as_parameter_ = property(refuse)  # ctypes reads this from objects that are not numbers
 
 
 class Storage(torch.UntypedStorage):
-    """``untyped_storage()`` of a quantized tensor: the bytes of all parts are counted, and cannot be reached.
+    """``untyped_storage()`` of a quantized tensor: its size is the bytes of all parts, its content is not accessible.
 
-    It lies on the meta device, so what torch's C++ code would read of it is refused there.
+    It is on the meta device, so torch's C++ code refuses to read it.
     """
 
     _address: Address | int
 
     @classmethod
     def of(cls, nbytes: int, address: Address | int) -> Storage:
-        """address: that of the tensor."""
+        """address: the tensor's address."""
         self: Storage = torch.UntypedStorage.__new__(cls, nbytes, device="meta")  # type: ignore[call-arg]
         self._address = address.of_storage() if isinstance(address, Address) else address
         return self
@@ -83,10 +83,10 @@ class Storage(torch.UntypedStorage):
         pass
 
     def data_ptr(self) -> Any:
-        """Equal for tensors over the same parts."""
+        """Equal for tensors that share the same parts."""
         return self._address
 
-    __new__ = _new_shared = from_buffer = from_file = refuse  # another of the same class, to copy this one to
+    __new__ = _new_shared = from_buffer = from_file = refuse  # would allocate another storage to copy into
     __getitem__ = __setitem__ = __iter__ = __copy__ = __deepcopy__ = __reduce__ = __reduce_ex__ = refuse
     clone = copy_ = cpu = cuda = to = tolist = fill_ = resize_ = byteswap = pin_memory = share_memory_ = refuse
     _write_file = _share_fd_cpu_ = _share_filename_cpu_ = _share_cuda_ = refuse

@@ -1,18 +1,18 @@
-"""AffineQuantizedTensor: the only tensor subclass. Its parts plus a QuantSpec.
+"""AffineQuantizedTensor: the only tensor subclass. It holds parts and a QuantSpec.
 
-Invariants, each a property test:
+Invariants, each covered by a property test:
 1. Every part has the rank of the tensor; its size on each stored axis divides the padded size of that axis.
-2. Where a block does not divide an axis, codes are padded to whole blocks; the tensor keeps its true shape.
+2. If a block does not divide an axis, codes are padded to whole blocks; the tensor keeps its true shape.
 3. Structural ops commute with ``dequantize``, or raise, or are a counted fallback.
-4. ``spec`` and ``act`` are static and hashable; sizes live in the parts, never in the spec.
+4. ``spec`` and ``act`` are static and hashable; sizes are in the parts, never in the spec.
 5. ``unpack(pack(parts)) == parts``, bit for bit.
-6. Nothing falls back silently (see fallback.py).
+6. No fallback is silent (see fallback.py).
 7. A zero or constant block gives finite values; NaN or inf is an error that names the tensor.
 
-Parts are stored with the contracted axis last. ``axes`` says which stored axis each logical axis is (None: the same
-order), so that ``w.t()`` costs nothing under any layout and ``x @ w.t()`` still finds its kernel. The contracted axis
-itself may lie in another order, ``perm``: stored entry j is entry perm[j] of the value. So do weights whose channels
-were sorted before they were grouped (GPTQ's activation order).
+Parts are stored with the contracted axis last. ``axes`` maps each logical axis to its stored axis (None: the same
+order), so that ``w.t()`` is free under any layout and ``x @ w.t()`` still finds its kernel. The contracted axis
+itself may be permuted by ``perm``: stored entry j is entry perm[j] of the value. Weights whose channels were sorted
+before grouping use it (GPTQ's activation order).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .storage import Address, Storage
 from .value_checks import check_range, check_real, check_values
 
 SLOTS = Parts._fields
-_PACKED = ("bits", "zero_point")  # the layout and part, beside the codes, that may be a bit stream
-STORED = tuple(f"_{name}" for name in SLOTS)  # attributes that hold them, as they lie in memory
+_PACKED = ("bits", "zero_point")  # the layout and part, other than the codes, that may be a bit stream
+STORED = tuple(f"_{name}" for name in SLOTS)  # attributes that hold the stored parts
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-ATEN: dict[Any, Handler] = {}  # aten overload, namespace (None: every other) -> what to do under __torch_dispatch__
-FUNCTIONS: dict[Any, Handler] = {}  # public torch function -> what to do under __torch_function__
+ATEN: dict[Any, Handler] = {}  # aten overload or namespace (None: all others) -> __torch_dispatch__ handler
+FUNCTIONS: dict[Any, Handler] = {}  # public torch function -> __torch_function__ handler
 
 
 def implements(*ops: Any, table: dict[Any, Handler] = ATEN) -> Callable[[Handler], Handler]:
@@ -58,9 +58,9 @@ def implements(*ops: Any, table: dict[Any, Handler] = ATEN) -> Callable[[Handler
 class AffineQuantizedTensor(Tensor):
     """A tensor stored as low-precision codes: x = (decode(codes) - mid - zero_point) * scale + offset.
 
-    Built by :meth:`from_float`, by :func:`pennyweight.quantize_`, or from parts:
+    Create it with :meth:`from_float`, :func:`pennyweight.quantize_`, or from parts:
     ``AffineQuantizedTensor(parts, spec, shape, dtype)`` with parts in the layout of the spec. ``shape`` is the logical
-    shape. ``AffineQuantizedTensor(w, requires_grad=...)`` of an own instance is an alias of it.
+    shape. ``AffineQuantizedTensor(w, requires_grad=...)`` of a quantized tensor w is an alias of it.
     """
 
     _codes: Tensor
@@ -74,7 +74,7 @@ class AffineQuantizedTensor(Tensor):
     spec: QuantSpec
     act: ActivationSpec | None
     axes: tuple[int, ...] | None
-    readonly: bool  # shares blocks with elements outside itself, so in-place ops must refuse
+    readonly: bool  # shares blocks with elements outside itself, so in-place ops must raise
     _bound: dict[Any, Any]  # kernels selected for this tensor, by (op, dtype)
 
     @staticmethod
@@ -101,12 +101,12 @@ class AffineQuantizedTensor(Tensor):
         shape = tuple(shape)
         if parts.perm is not None and tuple(parts.perm.shape) != stored_shape(shape, axes)[-1:]:
             raise ValueError(
-                f"perm of a quantized tensor {shape} is {tuple(parts.perm.shape)}; it has one entry for each of the "
-                f"{stored_shape(shape, axes)[-1:]} entries of the axis that is stored last"
+                f"perm of a quantized tensor {shape} has shape {tuple(parts.perm.shape)}; expected "
+                f"{stored_shape(shape, axes)[-1:]}, one entry per entry of the last stored axis"
             )
         if (None if parts.table is None else tuple(parts.table.shape)) != spec.table_shape:
             has = "no table" if parts.table is None else f"a table {list(parts.table.shape)}"
-            raise ValueError(f"a quantized tensor {shape} ({spec}) has {has}, and is due {spec.table_shape or 'none'}")
+            raise ValueError(f"a quantized tensor {shape} ({spec}) has {has}, expected {spec.table_shape or 'none'}")
         self: AffineQuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -115,7 +115,7 @@ class AffineQuantizedTensor(Tensor):
             device=parts.codes.device,
             requires_grad=requires_grad,
         )
-        torch._C._set_throw_on_mutable_data_ptr(self)  # so that C++ code gets an error and not a null pointer
+        torch._C._set_throw_on_mutable_data_ptr(self)  # C++ code gets an error instead of a null pointer
         part_shape: tuple[int, ...] | None = None
         for name, part in zip(SLOTS, parts, strict=True):
             if isinstance(part, Parts):
@@ -143,8 +143,8 @@ class AffineQuantizedTensor(Tensor):
     ) -> AffineQuantizedTensor:
         """Quantize x [.., contracted] by round-to-nearest.
 
-        rule, eps, params: see :mod:`pennyweight.core.qparams`. name: used in errors. Raises ValueError where x is not
-        floating point or holds NaN or inf, naming the tensor.
+        rule, eps, params: see :mod:`pennyweight.core.qparams`. name: used in errors. Raises ValueError, naming the
+        tensor, if x is not floating point or contains NaN or inf.
         """
         if not x.is_floating_point():
             raise ValueError(f"{name}: only floating-point tensors can be quantized, got {x.dtype}")
@@ -160,7 +160,7 @@ class AffineQuantizedTensor(Tensor):
     # -- the value ---------------------------------------------------------------------------------------------------
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The float tensor this one stands for, as ``dtype`` (default: its own). Gradients pass straight through."""
+        """The dequantized tensor, in ``dtype`` (default: its own). The gradient is straight-through."""
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype or self.dtype)
         return self._dequantize(dtype or self.dtype)
@@ -173,14 +173,14 @@ class AffineQuantizedTensor(Tensor):
         return x if self.axes is None else x.permute(self.axes)
 
     def plain_parts(self) -> Parts:
-        """Unpacked parts in stored order, nested ones as Parts."""
+        """Unpacked parts in stored order; nested parts are Parts."""
         parts = get_layout(self.spec.layout).unpack(self.parts._replace(perm=None), self.spec, self.stored_shape)
         plain = each_part(parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
         return plain._replace(perm=self._perm)
 
     @property
     def parts(self) -> Parts:
-        """The stored parts, as they lie in memory."""
+        """The stored parts, in their layout."""
         return Parts(
             self._codes, self._scale, self._zero_point, self._offset, self._act_scale, self._act_zero_point, self._perm,
             self._table,
@@ -204,57 +204,57 @@ class AffineQuantizedTensor(Tensor):
 
     @property
     def codes(self) -> Tensor:
-        """One code an element, in stored order, padded to whole blocks; a copy where the layout packs them."""
+        """One code per element, in stored order, padded to whole blocks; a copy if the layout packs them."""
         return self._plain("codes")
 
     @property
     def scale(self) -> Tensor | None:
-        """One scale a block, of the tensor's rank, in stored order: quantized itself where the spec says so."""
+        """One scale per block, with the tensor's rank, in stored order; itself quantized if the spec has that."""
         return self._plain("scale")
 
     @property
     def zero_point(self) -> Tensor | None:
-        """The stored integer zero points, one a block; None where the spec has none."""
+        """The stored integer zero points, one per block; None if the spec has none."""
         return self._plain("zero_point")
 
     @property
     def offset(self) -> Tensor | None:
-        """The stored real offsets, one a block; None where the spec has none."""
+        """The stored real offsets, one per block; None if the spec has none."""
         return self._plain("offset")
 
     @property
     def act_scale(self) -> Tensor | None:
-        """The scale of a static activation, of one element."""
+        """The scale of a static activation, one element."""
         return self._act_scale
 
     @property
     def act_zero_point(self) -> Tensor | None:
-        """The zero point of a static activation, of one element."""
+        """The zero point of a static activation, one element."""
         return self._act_zero_point
 
     @property
     def perm(self) -> Tensor | None:
-        """Order of the axis that is stored last: stored entry j is entry perm[j] of the value. None: as it is."""
+        """Permutation of the last stored axis: stored entry j is entry perm[j] of the value. None: not permuted."""
         return self._perm
 
     @property
     def table(self) -> Tensor | None:
-        """The numbers of a learned format, [codes, numbers of a code]. None where the format has its own."""
+        """The codebook of a learned format, [codes, numbers per code]. None for other formats."""
         return self._table
 
     @property
     def tensor_impl(self) -> PlainView:
-        """Read-only view of plain, unpacked values whatever the layout: .int_data, .scale, .zero_point."""
+        """Read-only view of the unpacked values, for any layout: .int_data, .scale, .zero_point."""
         return PlainView(self)
 
     def error(self, reference: Tensor) -> float:
-        """Signal to quantization noise against ``reference``, in dB."""
+        """Signal-to-quantization-noise ratio against ``reference``, in dB."""
         return sqnr(reference.detach(), self._dequantize(torch.float32))
 
     def requantize(self, spec: QuantSpec, rule: str | None = None) -> AffineQuantizedTensor:
-        """This tensor under another spec, through float once. A change of layout alone is exact.
+        """This tensor under another spec, via float32. A change of only the layout is exact.
 
-        Blocks that divide the stored axis keep its order (``perm``); others do not need it.
+        ``perm`` is kept if the new spec has several blocks on the last stored axis, else it is dropped.
         """
         if spec.with_(layout="plain") == self.spec.with_(layout="plain"):
             return self.to_layout(spec.layout)
@@ -267,7 +267,7 @@ class AffineQuantizedTensor(Tensor):
         return self.with_(parts=new.parts._replace(perm=perm), spec=spec, readonly=False)
 
     def to_layout(self, name: str) -> AffineQuantizedTensor:
-        """The same values in another layout, exactly."""
+        """The same tensor in another layout; exact."""
         if name == self.spec.layout:
             return self
         spec, shape = self.spec.with_(layout=name), self.stored_shape
@@ -275,7 +275,7 @@ class AffineQuantizedTensor(Tensor):
         return self.with_(parts=get_layout(name).pack(parts, spec, shape)._replace(perm=self._perm), spec=spec)
 
     def with_(self, **changes: Any) -> AffineQuantizedTensor:
-        """A tensor like this one with some of parts, spec, shape, dtype, act, axes, readonly (or slots) changed."""
+        """A copy with some of parts, spec, shape, dtype, act, axes, readonly (or single parts) changed."""
         slots = {k: changes.pop(k) for k in tuple(changes) if k in SLOTS}
         fields: dict[str, Any] = {
             "parts": self.parts, "spec": self.spec, "shape": self.shape, "dtype": self.dtype,
@@ -296,22 +296,22 @@ class AffineQuantizedTensor(Tensor):
         return sum(p.nbytes for p in self.parts if p is not None)
 
     def element_size(self) -> float:  # type: ignore[override]
-        """Bytes per element: nbytes / numel. An int where it is whole, so that numel * element_size is nbytes."""
+        """Bytes per element: nbytes / numel. An int if it is whole, so that numel * element_size is nbytes."""
         n = self.numel()
         if n == 0:
             return 1
         return self.nbytes // n if self.nbytes % n == 0 else self.nbytes / n
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """A stand-in that tells the bytes of all parts and whether they are those of another tensor; it holds none."""
-        if type(self._codes) is not Tensor:  # traced: sizes may be symbols, and torch wants its own storage back
+        """A :class:`Storage` without memory: it reports the bytes of all parts and supports comparison."""
+        if type(self._codes) is not Tensor:  # traced: sizes may be symbolic, and torch needs its own storage
             with torch._C.DisableTorchFunctionSubclass():
                 return super().untyped_storage()
         return Storage.of(self.nbytes, self.data_ptr())
 
     def data_ptr(self) -> Any:
-        """An :class:`Address`, equal for tensors over the same parts, that nothing can be read from; 0 where torch has
-        none: no elements, or on the meta device."""
+        """An :class:`Address`, equal for tensors that share the same parts, that cannot be read from; 0 as in torch for
+        empty tensors and on the meta device."""
         if self.numel() == 0 or self.is_meta:
             return 0
         return Address(tuple(p.data_ptr() for p in self.parts if p is not None))
@@ -330,7 +330,7 @@ class AffineQuantizedTensor(Tensor):
 
     @property
     def data(self) -> AffineQuantizedTensor:
-        """An alias outside autograd. Assigning takes over the parts of a quantized tensor, or quantizes a float one."""
+        """A detached alias. Assigning a quantized tensor adopts its parts; assigning a float tensor quantizes it."""
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
@@ -341,8 +341,8 @@ class AffineQuantizedTensor(Tensor):
             return
         if value.shape != self.shape:
             raise ValueError(
-                f"data of a quantized tensor {tuple(self.shape)} cannot become {tuple(value.shape)}; assign a new "
-                "parameter instead"
+                f"data of a quantized tensor {tuple(self.shape)} cannot be replaced by {tuple(value.shape)}; assign a "
+                "new parameter instead"
             )
         if value.dtype != self.dtype or value.device != self.device:
             torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
@@ -354,7 +354,7 @@ class AffineQuantizedTensor(Tensor):
 
     @staticmethod
     def _quantized_linear_op(input: Tensor, weight: AffineQuantizedTensor, bias: Tensor | None = None) -> Tensor:
-        """input [.., K] @ weight [N, K].T + bias, by the kernel that the table selects."""
+        """input [.., K] @ weight [N, K].T + bias, with the kernel selected from the table."""
         return torch.nn.functional.linear(input, weight, bias)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -378,7 +378,7 @@ class AffineQuantizedTensor(Tensor):
         return AffineQuantizedTensor(parts, spec, outer_size, dtype, act, axes, readonly, requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
-        # A cached graph knows the parts by the names of their attributes; whether there is a perm no spec says.
+        # A cached graph refers to parts by attribute name; the spec does not say whether there is a perm.
         return f"{STORED} {self._perm is not None} {static_json(self)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AffineQuantizedTensor:
@@ -396,7 +396,7 @@ class AffineQuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         w, layout = self, self.spec.layout
-        if get_layout(layout).devices is not None:  # a kernel's packing may mean something else on another machine
+        if get_layout(layout).devices is not None:  # a kernel's packing may differ on another machine
             w = self.to_layout(portable_layout(self.spec))
         parts = {n: p for n, p in zip(SLOTS, w.parts, strict=True) if p is not None}
         if w.spec.format.native_float:
@@ -419,7 +419,7 @@ class AffineQuantizedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if len(types) > 1 and any(map(foreign, types)):
-            return NotImplemented  # the other class decides what it is to meet a quantized tensor
+            return NotImplemented  # the other class handles quantized tensors
         handler = ATEN.get(func)
         out = NotImplemented if handler is None else handler(func, args, kwargs)
         return ATEN[None](func, args, kwargs) if out is NotImplemented else out
@@ -429,14 +429,14 @@ class PlainView:
     """Plain values of a quantized tensor: ``int_data`` (codes), ``scale``, ``zero_point`` (or real ``offset``).
 
     Shapes follow the logical axes; padding is cut off. A symmetric tensor shows its constant zero point (``mid``).
-    Raises AttributeError for a tensor stored in another order of its channels: codes in their own would not fit scales.
+    Raises AttributeError for a tensor with permuted channels, whose logical codes would not match the scales.
     """
 
     def __init__(self, tensor: AffineQuantizedTensor) -> None:
         if tensor._perm is not None:
             raise AttributeError(
-                f"a quantized tensor {tuple(tensor.shape)} ({tensor.spec}) is stored in another order of its channels: "
-                "plain codes and scales would not fit each other; use .codes, .scale and .perm, or dequantize()"
+                f"a quantized tensor {tuple(tensor.shape)} ({tensor.spec}) is stored with permuted channels, so plain "
+                "codes and scales would not match; use .codes, .scale and .perm, or dequantize()"
             )
         self._tensor, self._parts = tensor, tensor.plain_parts()
 
@@ -452,7 +452,7 @@ class PlainView:
 
     @property
     def int_data(self) -> Tensor:
-        """Codes, one an element."""
+        """Codes, one per element."""
         codes, dim = self._parts.codes, self._tensor.spec.format.dim
         for axis, n in enumerate(self._tensor.stored_shape):
             codes = codes.narrow(axis, 0, n if axis < codes.ndim - 1 else -(-n // dim))
@@ -464,7 +464,7 @@ class PlainView:
 
     @property
     def zero_point(self) -> Tensor | None:
-        """Integer zero point in code units; the real offset where the spec has one."""
+        """Integer zero point in code units; the real offset if the spec has one."""
         if self._parts.zero_point is not None:
             return self._logical(self._parts.zero_point)
         if self._tensor.spec.offset is not None:
@@ -488,7 +488,7 @@ class _Dequantize(torch.autograd.Function):
 
 @lru_cache(maxsize=1024)
 def foreign(cls: Any) -> bool:
-    """Whether tensors of a class have a ``__torch_dispatch__`` of their own, and so need not have memory to read."""
+    """Whether a tensor class defines its own ``__torch_dispatch__``, so that its memory may not be readable."""
     ours = (AffineQuantizedTensor, torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
     if not issubclass(cls, Tensor) or issubclass(cls, ours):
         return False
@@ -496,7 +496,7 @@ def foreign(cls: Any) -> bool:
 
 
 def each_part(parts: Parts, fn: Callable[[Any], Any]) -> Parts:
-    """fn over the parts that there are, nested tensors not entered."""
+    """Apply fn to the parts that are present, without descending into nested tensors."""
     changed: list[Any] = [None if p is None else fn(p) for p in parts]
     return Parts(*changed)
 
@@ -522,7 +522,7 @@ def _strides(shape: Sequence[int], axes: tuple[int, ...] | None) -> tuple[int, .
 
 
 def check_finite(x: Tensor, name: str) -> None:
-    """Raise ValueError naming the tensor where it holds NaN or inf."""
+    """Raise ValueError, naming the tensor, if it contains NaN or inf."""
     if (
         x.device.type == "meta"
         or x.numel() == 0
@@ -530,23 +530,23 @@ def check_finite(x: Tensor, name: str) -> None:
         or quantize_backends.finite(x) is True
     ):
         return
-    if isinstance(x, torch._subclasses.FakeTensor):  # has no values to look at
+    if isinstance(x, torch._subclasses.FakeTensor):  # has no values to check
         return
-    # The sum alone is cheap, and may overflow.
+    # The sum is cheap but may overflow, so check elements only if it is not finite.
     if not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all()):
         bad = int((~torch.isfinite(x)).sum())
         raise ValueError(
-            f"{name}: {bad} of {x.numel()} values are NaN or inf (shape {tuple(x.shape)}); mend or skip this tensor"
+            f"{name}: {bad} of {x.numel()} values are NaN or inf (shape {tuple(x.shape)}); fix or skip this tensor"
         )
 
 
 def static_version(w: AffineQuantizedTensor) -> int:
-    """The first version of :func:`static_json` in which all of it is known: that of the specs."""
+    """The oldest version of :func:`static_json` that can represent the tensor: that of its specs."""
     return max(w.spec.version, 1 if w.act is None else w.act.spec.version)
 
 
 def static_json(w: AffineQuantizedTensor) -> str:
-    """All that is static about a tensor, as JSON."""
+    """All static properties of a tensor, as JSON."""
     return json.dumps(
         {
             "version": static_version(w),
@@ -562,8 +562,8 @@ def static_json(w: AffineQuantizedTensor) -> str:
 
 
 def _pickled_json(w: AffineQuantizedTensor) -> str:
-    """Of w in a portable layout: static_json, and whether scales are negative. Raises ValueError for what would not be
-    read."""
+    """static_json of w in a portable layout, and whether scales are negative. Raises ValueError for values that
+    :func:`rebuild` would reject."""
     signed = False
     if _has_values(w):
         scale = w.scale.dequantize() if isinstance(w.scale, AffineQuantizedTensor) else w.scale
@@ -577,7 +577,7 @@ def _has_values(w: AffineQuantizedTensor) -> bool:
 
 
 def _check_values(w: AffineQuantizedTensor, signed: bool) -> None:
-    """Raise ValueError where the parts of w, in a portable layout, mean nothing."""
+    """Raise ValueError if the parts of w, in a portable layout, hold invalid values."""
     plain = {n: p for n, p in zip(SLOTS, w.parts, strict=True) if p is not None}
     plain = {n: p.dequantize() if isinstance(p, AffineQuantizedTensor) else p for n, p in plain.items()}
     try:
@@ -585,20 +585,20 @@ def _check_values(w: AffineQuantizedTensor, signed: bool) -> None:
         if w.act is not None and w.act_scale is not None:
             check_real(w.act_scale, "act_scale", signed=False)
             if not bool((w.act_scale > 0).all()):
-                raise ValueError("act_scale is zero: no activation has that scale")
+                raise ValueError("act_scale is zero; it must be positive")
             if w.act_zero_point is not None:
                 check_range(w.act_zero_point, w.act.spec.format, "act_zero_point")
     except ValueError as e:
-        raise ValueError(f"{w.spec} of {list(w.shape)} is no tensor for a pickle: {e}") from e
+        raise ValueError(f"{w.spec} of {list(w.shape)} cannot be pickled or unpickled: {e}") from e
 
 
 def rebuild(
     static: str, parts: dict[str, Tensor], requires_grad: bool, is_param: bool, layout: str
 ) -> AffineQuantizedTensor:
-    """Unpickle: the only global a pickle of ours names. Raises ValueError where the parts are not those of the spec, or
-    hold values that mean nothing: NaN, inf, negative scales that are not announced, codes of no number.
+    """Unpickle; the only global that pickles of quantized tensors reference. Raises ValueError if the parts do not
+    match the spec or hold invalid values: NaN, inf, negative scales that are not declared, invalid codes.
 
-    ``layout`` is the one it had: it is packed anew, for this machine, where the parts are on a device that has it.
+    ``layout`` is the original layout; the tensor is repacked to it on this machine if its device supports it.
     """
     data = json.loads(static)
     if data.get("version") not in range(1, SPEC_VERSION + 1):
@@ -621,7 +621,7 @@ def rebuild(
         requires_grad,
     )
     if _has_values(w):
-        _check_values(w, bool(data.get("signed_scale", True)))  # releases before this key said nothing about signs
+        _check_values(w, bool(data.get("signed_scale", True)))  # earlier releases did not store this key
     devices = get_layout(layout).devices
     if devices is not None and w.device.type in devices:
         w = w.to_layout(layout).requires_grad_(requires_grad)  # type: ignore[assignment]
@@ -631,7 +631,7 @@ def rebuild(
 
 
 def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the parts have the dtypes and sizes that the spec says, in a portable layout."""
+    """Raise ValueError unless the parts have the dtypes and shapes of the spec, in a portable layout."""
     codes = spec.codes_shape(shape)
     dtype = spec.format.code_dtype
     if spec.layout == "bits" and codes:
@@ -649,15 +649,15 @@ def _check_parts(parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, ..
             raise ValueError(
                 f"pickled {spec} of {list(shape)}: {name} is {held} {list(part.shape)}, expected {kind} {list(size)}"
             )
-    table = parts.get("table")  # its sizes are seen to where the tensor is made
+    table = parts.get("table")  # its shape is checked when the tensor is constructed
     if table is not None and (table.dtype is not codebook.DTYPE or not (table.is_meta or table.isfinite().all())):
-        raise ValueError(f"pickled {spec} of {list(shape)}: its table is no {codebook.DTYPE} of finite numbers")
+        raise ValueError(f"pickled {spec} of {list(shape)}: its table must be {codebook.DTYPE} with finite numbers")
     perm = parts.get("perm")
     if perm is not None and (
         perm.dtype not in (torch.int32, torch.int64) or tuple(perm.shape) != shape[-1:]
         or not (perm.is_meta or is_permutation(perm))
     ):  # fmt: skip
-        raise ValueError(f"pickled {spec} of {list(shape)}: perm is no order of the {list(shape[-1:])} channels")
+        raise ValueError(f"pickled {spec} of {list(shape)}: perm is no permutation of the {list(shape[-1:])} channels")
 
 
 torch.serialization.add_safe_globals([rebuild])

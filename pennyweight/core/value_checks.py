@@ -1,4 +1,4 @@
-"""The values that parts of a quantized tensor may have, wherever they come from: a file, a pickle."""
+"""Checks the values of parts of a quantized tensor that come from a file or a pickle."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .formats import E8M0, Format
 from .packing import unpack_bits
 from .spec import QuantSpec
 
-_CHUNK = 4 << 20  # bytes looked at in one go, so that checking takes little memory
+_CHUNK = 4 << 20  # bytes checked at a time, which limits memory use
 
 
 def check_values(parts: Mapping[str, Tensor], spec: QuantSpec, shape: Sequence[int], signed: bool) -> None:
-    """Raise ValueError where parts in a portable layout mean nothing. Their dtypes and shapes are right already.
+    """Raise ValueError if parts in a portable layout hold invalid values. Dtypes and shapes have been checked before.
 
-    parts   those that are quantized themselves as the numbers that they stand for
-    shape   stored sizes
-    signed  scales may be negative
+    parts   nested quantized parts are given dequantized
+    shape   stored shape
+    signed  whether scales may be negative
     """
     codes, f = parts["codes"], spec.format
     stream = spec.layout == "bits" and len(shape) > 0
@@ -31,7 +31,7 @@ def check_values(parts: Mapping[str, Tensor], spec: QuantSpec, shape: Sequence[i
     elif f.kind == "int":
         check_range(codes, f, "codes")
     elif codes.numel() and (int(codes.max()) >= 1 << f.bits or not _legal(f)[codes.cpu().long().numpy()].all()):
-        raise ValueError(f"codes: a code that is no number of {f}")
+        raise ValueError(f"codes: a code is not valid for {f}")
     for slot in ("scale", "offset"):
         if slot in parts:
             check_real(parts[slot], slot, slot == "offset" or signed or around_offset(spec))
@@ -42,12 +42,12 @@ def check_values(parts: Mapping[str, Tensor], spec: QuantSpec, shape: Sequence[i
 
 
 def around_offset(spec: QuantSpec) -> bool:
-    """Whether scales are stored around an offset, where rounding may pass zero."""
+    """Whether scales are quantized with an offset, in which case rounding may make them negative."""
     return isinstance(spec.scale, QuantSpec) and spec.scale.offset is not None
 
 
 def check_real(values: Tensor, what: str, signed: bool) -> None:
-    """Raise ValueError where numbers are NaN or inf, or negative and may not be."""
+    """Raise ValueError if values are NaN or inf, or negative while ``signed`` is False."""
     if values.numel() == 0:
         return
     lo, hi = (float(v) for v in values.aminmax())  # NaN propagates
@@ -59,13 +59,13 @@ def check_real(values: Tensor, what: str, signed: bool) -> None:
 
 
 def check_range(values: Tensor, f: Format, what: str) -> None:
-    """Raise ValueError where integers lie outside a format."""
+    """Raise ValueError if integers are outside the range of a format."""
     if values.numel() and (int(values.min()) < f.lo or int(values.max()) > f.hi):
-        raise ValueError(f"{what}: values {int(values.min())}..{int(values.max())}, {f} goes from {f.lo} to {f.hi}")
+        raise ValueError(f"{what}: values {int(values.min())}..{int(values.max())} are outside {f} ({f.lo} to {f.hi})")
 
 
 def check_codes(codes: Tensor, f: Format, n: int, what: str) -> None:
-    """Raise ValueError where codes are no numbers of a format. codes: a stream, or of whole bytes, n in a row."""
+    """Raise ValueError if codes are not valid for a format. codes: a bit stream or whole bytes, n per row."""
     raw = codes.reshape(1, 1) if not codes.ndim else codes.reshape(-1, codes.shape[-1]) if codes.numel() else codes
     if raw.numel() == 0:
         return
@@ -80,7 +80,7 @@ def check_codes(codes: Tensor, f: Format, n: int, what: str) -> None:
     for rows in _chunks(raw):
         fine = legal[unpack_bits(rows, f.bits, n).cpu().numpy()] if table is None else table[rows.cpu().numpy()]
         if not fine.all():
-            raise ValueError(f"{what}: a code that is no number of {f}")
+            raise ValueError(f"{what}: a code is not valid for {f}")
 
 
 def _chunks(raw: Tensor) -> Iterator[Tensor]:
@@ -91,7 +91,7 @@ def _chunks(raw: Tensor) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=64)
 def _legal(f: Format) -> np.ndarray:
-    """Which of the 2**bits stored codes are numbers of the format."""
+    """Which of the 2**bits stored codes are valid."""
     codes = np.arange(1 << f.bits)
     if f.kind == "table":
         return codes < len(f.values)
@@ -106,7 +106,7 @@ def _legal(f: Format) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _legal_bytes(f: Format) -> np.ndarray:
-    """Which bytes hold legal codes only, for 1, 2 and 4 bits."""
+    """Which bytes hold only valid codes, for 1, 2 and 4 bits."""
     mask = (1 << f.bits) - 1
     parts = [_legal(f)[(np.arange(256) >> shift) & mask] for shift in range(0, 8, f.bits)]
     return np.logical_and.reduce(parts)

@@ -1,4 +1,4 @@
-"""The kernel table and its rows. One file is one family of kernels, the layout it reads, and when it applies."""
+"""The kernel table and its rows. Each file defines one family of kernels, the layout it reads, and when it applies."""
 
 from . import embedding, linear, ops, reference, repack, torch_int4, torch_int8
 from .cpu import convert as cpu_convert

@@ -1,4 +1,4 @@
-"""Embedding lookup: gather the codes and parts of the rows asked for, dequantize only those."""
+"""Embedding lookup: gather the codes and parts of the requested rows and dequantize only those."""
 
 from __future__ import annotations
 

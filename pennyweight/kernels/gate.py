@@ -1,14 +1,14 @@
-"""The only way from tensors to the native library: nothing else in this package calls it (a test holds that).
+"""The only module that calls the native library (enforced by a test). It checks all arguments.
 
-C++ receives addresses and sizes and believes them. So each function here takes tensors, knows for each of them the
-device, number kinds, element count, contiguity and neighbours that the native code expects, and refuses everything else
-with :class:`~pennyweight.core.errors.ArgumentError` before an address is taken. The extents are those that src/*.h read
-and write; a debug build of the library asserts them once more (src/check.h).
+C++ receives addresses and sizes and trusts them. So each function here takes tensors, checks the device, dtype, element
+count, contiguity and combination that the native code expects, and raises
+:class:`~pennyweight.core.errors.ArgumentError` otherwise, before it takes an address. The extents are those that
+src/*.h read and write; a debug build of the library asserts them again (src/check.h).
 
-A product (``linear``) is called millions of times, so its checks are split. What belongs to the weight is checked once,
-when an :class:`Operand` is made of it, and its byte counts again at each call. What belongs to the call (input, bias,
-who watches) is checked each time, by attributes alone. An input that is no plain CPU memory is no error there: ``run``
-answers None, and the caller takes the way through torch's dispatcher, which modes, tracers and transforms can see.
+``linear`` is called millions of times, so its checks are split. The weight is checked once, when its :class:`Operand`
+is created, and its byte counts again at each call. The input, the bias and active modes or tracers are checked at each
+call, by attributes only. An input that is not plain CPU memory is not an error: ``run`` returns None, and the caller
+goes through torch's dispatcher, where modes, tracers and transforms see the call.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .cpu.library import BF16, E4M3, E8M0, F16, F32, I8, KINDS, NONE, U8, FloatL
 PLAIN = (Tensor, torch.nn.Parameter)
 FLOAT_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 _CPU = torch.device("cpu")
-# Dtypes in which numbers of a kind may be stored.
+# Dtypes that can store each number kind.
 _DTYPES = {
     F32: (torch.float32,), BF16: (torch.bfloat16,), F16: (torch.float16,), I8: (torch.int8,), U8: (torch.uint8,),
     E8M0: (torch.uint8, torch.float8_e8m0fnu), E4M3: (torch.float8_e4m3fn, torch.uint8),
 }  # fmt: skip
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 TILE = 16  # rows of a tile; see src/pack.h
-GIVEN = 0  # rule of a Rounding whose parameters are there already; see src/affine.h
+GIVEN = 0  # rule of a Rounding with given parameters; see src/affine.h
 
 
 def _native(name: str) -> Callable[..., Any]:
@@ -46,14 +46,14 @@ def _native(name: str) -> Callable[..., Any]:
 def address(
     t: Tensor, what: str, dtypes: Sequence[torch.dtype], least: int, *, contiguous: bool = True, exact: bool = False
 ) -> int:
-    """Address of plain CPU memory of one of ``dtypes`` with at least (or exactly) ``least`` elements.
+    """Address of a tensor in plain CPU memory, of one of ``dtypes``, with at least (or exactly) ``least`` elements.
 
-    Raises ArgumentError that names ``what``, what was found and what was expected.
+    Otherwise raises ArgumentError with ``what``, the expected and the actual properties.
     """
     if not in_memory(t) or not t.is_cpu:
         raise ArgumentError(
-            f"{what}: native code needs plain memory of a CPU, got {type(t).__name__} {list(t.shape)} {t.dtype} on "
-            f"{t.device}; .cpu() first, and outside of tracing"
+            f"{what}: native code needs plain CPU memory, got {type(t).__name__} {list(t.shape)} {t.dtype} on "
+            f"{t.device}; call .cpu() first, outside of tracing"
         )
     count = t.numel()
     if t.dtype not in dtypes or count < least or (exact and count != least) or (contiguous and not t.is_contiguous()):
@@ -67,7 +67,7 @@ def address(
 
 
 def _fits(t: Tensor, dtypes: Sequence[torch.dtype], least: int) -> bool:
-    """Whether t is plain, contiguous CPU memory with enough elements, where nobody watches."""
+    """Whether t is plain, contiguous CPU memory with enough elements."""
     return (
         type(t) in PLAIN and t.is_cpu and t.layout is torch.strided and t.dtype in dtypes and t.numel() >= least
         and t.is_contiguous() and not t.is_neg()
@@ -75,32 +75,32 @@ def _fits(t: Tensor, dtypes: Sequence[torch.dtype], least: int) -> bool:
 
 
 def _optional(t: Tensor | None, what: str, kind: int, least: int) -> int | None:
-    """Address of a part of which there is one where its kind is not NONE. Raises ArgumentError where it is missing."""
+    """Address of a part, or None if its kind is NONE. Raises ArgumentError if a required part is missing."""
     if kind == NONE:
         return None
     if t is None:
-        raise ArgumentError(f"{what}: missing, {least} elements are expected")
+        raise ArgumentError(f"{what}: missing, expected {least} elements")
     return address(t, what, _DTYPES[kind], least)
 
 
 def _done(status: int, what: str) -> None:
-    """Raise what a status of the native library stands for; 0 is success."""
+    """Raise the error for a status of the native library; 0 is success."""
     if status == library.INVALID:
         raise ArgumentError(
-            f"{what}: the native library refuses its arguments, which do not fit each other; was a part of a quantized "
-            "tensor resized, or its memory freed?"
+            f"{what}: the native library rejected inconsistent arguments; was a part of a quantized tensor resized, or "
+            "its memory freed?"
         )
     if status:
-        raise MemoryError(f"{what}: no memory")
+        raise MemoryError(f"{what}: out of memory")
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
 class Operand(NamedTuple):
-    """The stored parts of one weight as a native product reads them: checked, and held for as long as it is.
+    """The checked parts of one weight, as native ``linear`` reads them; it keeps references to them.
 
-    more: (part or None, bytes) in the order of the native arguments after the scale; None: codes and scale are all
+    more: (part or None, bytes) in the order of the native arguments after the scale; None: only codes and scale
     """
 
     codes: Tensor
@@ -113,7 +113,7 @@ class Operand(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What native code expects of one part: Kind, and number of elements at least."""
+    """Requirements of native code for one part: Kind, and minimum number of elements."""
 
     name: str
     kind: int
@@ -164,14 +164,14 @@ def operand(
     what: str, expected: Sequence[_Part], parts: Sequence[Tensor | None], perm: Tensor | None, k: int,
     static: tuple[Tensor, torch.dtype, Tensor | None, int] | None = None,
 ) -> Operand:  # fmt: skip
-    """Parts of a weight, checked against what its native product expects. Raises ArgumentError that names the part."""
+    """Check the parts of a weight against the requirements of native ``linear``. ArgumentError names the bad part."""
     held: list[tuple[Tensor | None, int]] = []
     for part, need in zip(parts, expected, strict=True):
         if need.kind == NONE:
             held.append((None, 0))
             continue
         if part is None or not _fits(part, _DTYPES[need.kind], need.least):
-            _optional(part, f"{what}: {need.name}", need.kind, need.least)  # says what is wrong
+            _optional(part, f"{what}: {need.name}", need.kind, need.least)  # raises with the details
             raise AssertionError(need.name)
         held.append((part, part.nbytes))
     if perm is not None:
@@ -188,9 +188,9 @@ Product = Callable[[Tensor, Operand, "Tensor | None"], "Tensor | None"]
 def product(struct: IntLinear | FloatLinear, dtype: torch.dtype, keep: Any = None) -> Product:
     """(x [.., K], operand, bias [N] or None) -> y [.., N] of x's dtype, for weights that ``struct`` describes.
 
-    ``run`` answers None where x or bias is not what native code reads: another dtype or size, no plain CPU memory, or a
-    mode, tracer or transform that has to see the call. Raises ArgumentError where a part lost its memory, MemoryError.
-    keep: what the addresses in ``struct`` point to.
+    ``run`` returns None if native code cannot read x or bias: another dtype or size, not plain CPU memory, or a mode,
+    tracer or transform must see the call. Raises ArgumentError if a part lost its memory, and MemoryError.
+    keep: owners of the memory that the addresses in ``struct`` point to.
     """
     integer = isinstance(struct, IntLinear)
     call = _native("pw_int_linear" if integer else "pw_float_linear")
@@ -200,7 +200,7 @@ def product(struct: IntLinear | FloatLinear, dtype: torch.dtype, keep: Any = Non
     empties, strided, cpu, plain, kinds, dual = torch.empty, torch.strided, _CPU, PLAIN, FLOAT_KINDS, forward_ad
 
     def run(x: Tensor, w: Operand, bias: Tensor | None, held: Any = (struct, keep)) -> Tensor | None:
-        if (  # every line here costs each layer of each step of a model: 0.05 µs apiece
+        if (  # hot path, runs per layer and call: each line costs about 0.05 µs
             type(x) not in plain or not x.is_cpu or x.dtype is not dtype or x.is_neg() or x.layout is not strided
             or ((stack() or tracing() is not None or transforms() or dual._current_level >= 0) and is_observed(x, bias))
         ):  # fmt: skip
@@ -266,9 +266,9 @@ def product(struct: IntLinear | FloatLinear, dtype: torch.dtype, keep: Any = Non
 
 
 def products(weights: Any, dtype: torch.dtype) -> Callable[..., list[Tensor] | None]:
-    """As :func:`product`, for integer weights (an array of IntLinear) with one input: (x, operands, biases) -> ys.
+    """As :func:`product`, for several integer weights (an array of IntLinear) with one input.
 
-    None where x or a bias is not what native code reads. No operand has a static input.
+    (x, operands, biases) -> ys, or None if native code cannot read x or a bias. Operands have no static activation.
     """
     call, threads, count, k = _native("pw_int_linears"), torch.get_num_threads, len(weights), int(weights[0].k)
     sizes, where = [int(w.n) for w in weights], ctypes.addressof(weights)
@@ -356,8 +356,8 @@ def _sizes(t: Tensor, what: str) -> tuple[int, int]:
 def _tile_arguments(what: str, k: int, columns: int, bits: int) -> None:
     if not 1 <= bits <= 8 or columns < k or columns % 32:
         raise ArgumentError(
-            f"{what}: {bits} bits and {columns} columns for codes of {k}; expected 1 to 8 bits, and a multiple of 32 "
-            "that is not smaller"
+            f"{what}: got {bits} bits and {columns} columns for {k} columns of codes; expected 1 to 8 bits, and a "
+            f"multiple of 32 that is at least {k}"
         )
 
 
@@ -367,7 +367,7 @@ def _tile_arguments(what: str, k: int, columns: int, bits: int) -> None:
 def affine_parts(a: Any, *, by_row: bool = False) -> tuple[_Part, ...]:
     """Codes (bytes), scale, zero point, offset of a matrix; see part_index and zero_at in src/dequantize.h.
 
-    by_row: scales, zero points and offsets lie row by row even where codes lie in tiles (GIVEN in src/qparams.h).
+    by_row: scales, zero points and offsets are stored row by row even if codes are in tiles (GIVEN in src/qparams.h).
     """
     tiles = a.store == library.TILES
     codes = (_tiles(a.n) if tiles else a.n) * a.stride
@@ -385,7 +385,7 @@ def _addresses(what: str, a: Any, parts: Sequence[Tensor | None], *, by_row: boo
     codes, *others = parts
     expected = affine_parts(a, by_row=by_row)
     if codes is None or a.n < 1 or a.k < 1 or a.group < 1 or a.groups * a.group < a.k or a.row_block < 1:
-        raise ArgumentError(f"{what}: codes and a matrix that is not empty are needed")
+        raise ArgumentError(f"{what}: needs codes and a non-empty matrix")
     found: list[int | None] = [address(codes, f"{what}: codes", _BYTES, expected[0].least)]
     for part, need in zip(others, expected[1:], strict=True):
         found.append(_optional(part, f"{what}: {need.name}", need.kind, need.least))
@@ -393,9 +393,9 @@ def _addresses(what: str, a: Any, parts: Sequence[Tensor | None], *, by_row: boo
 
 
 def dequantize(a: Any, parts: Sequence[Tensor | None], index: Tensor | None, out: Tensor, threads: int) -> None:
-    """Rows ``index`` (all, where it is None) of a quantized matrix as floats, to ``out``.
+    """Dequantize rows ``index`` (None: all) of a quantized matrix into ``out``.
 
-    parts: codes, scale, zero point, offset. index: int64. Raises IndexError out of range, ArgumentError.
+    parts: codes, scale, zero point, offset. index: int64. Raises IndexError if out of range, and ArgumentError.
     """
     rows = a.n if index is None else index.numel()
     found = _addresses("dequantize", a, parts)
@@ -410,7 +410,7 @@ def dequantize(a: Any, parts: Sequence[Tensor | None], index: Tensor | None, out
 
 
 def quantize(q: Any, x: Tensor, parts: Sequence[Tensor | None], sums: Tensor, threads: int) -> None:
-    """A float matrix [n, k], whose rows may lie apart, to codes; ``parts`` are read or written as ``q.rule`` says.
+    """Quantize a float matrix [n, k] with any row stride; ``q.rule`` decides whether ``parts`` are read or written.
 
     sums: float64 [2 + 2 n]. Raises MemoryError, ArgumentError.
     """
@@ -423,21 +423,21 @@ def quantize(q: Any, x: Tensor, parts: Sequence[Tensor | None], sums: Tensor, th
 
 
 def ranges(a: Any, x: Tensor, ends: Tensor, threads: int) -> None:
-    """Least and greatest element of each group of each row of x [n, k], to ends [n, groups, 2] of x's dtype."""
+    """Minimum and maximum of each group of each row of x [n, k], written to ends [n, groups, 2] of x's dtype."""
     source, step = _rows("ranges", a, x)
     target = address(ends, "ranges: result", _DTYPES[a.x], a.n * a.groups * 2, exact=True)
     _done(_native("pw_ranges")(ctypes.addressof(a), source, step, target, threads), "ranges")
 
 
 def _rows(what: str, a: Any, x: Tensor) -> tuple[int, int]:
-    """Address of x and elements between its rows: [n, k] with contiguous rows, or contiguous with n * k elements."""
+    """Address and row stride (in elements) of x: [n, k] with contiguous rows, or contiguous with n * k elements."""
     if x.ndim == 2 and tuple(x.shape) == (a.n, a.k) and (x.stride(1) == 1 or a.k == 1) and x.stride(0) >= a.k:
         return address(x, f"{what}: input", _DTYPES[a.x], a.n * a.k, contiguous=False, exact=True), x.stride(0)
     return address(x, f"{what}: input", _DTYPES[a.x], a.n * a.k, exact=True), a.k
 
 
 def finite(x: Tensor, threads: int) -> bool:
-    """Whether x, which fills its memory without gaps in any order of axes, holds neither NaN nor inf."""
+    """Whether x is free of NaN and inf. x: dense memory without gaps, contiguous or transposed."""
     dense = x.is_contiguous() or (x.ndim >= 2 and x.mT.is_contiguous())
     if not dense:
         raise ArgumentError(
@@ -457,7 +457,6 @@ def optimizer_steps(jobs: Any, count: int, threads: int) -> None:
 
 
 def probe(what: int, buffer: Tensor | None, count: int, threads: int) -> int:
-    """Bytes or operations done by a loop of src/bandwidth_probe.h, for benchmarks. count: bytes of ``buffer``, or
-    rounds."""
+    """Bytes or operations of a benchmark loop in src/bandwidth_probe.h. count: bytes of ``buffer``, or rounds."""
     at = 0 if buffer is None else address(buffer, "probe: buffer", (torch.float32,), -(-count // 4))
     return int(_native("pw_probe")(what, at, count, threads))

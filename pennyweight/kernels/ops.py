@@ -1,4 +1,4 @@
-"""Matrix products, embedding and convolution, below autograd: where aten ops meet the kernel table."""
+"""Matrix products, embedding and convolution below autograd: aten handlers that select from the kernel table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .table import case_of, reorders, select
 
 aten = torch.ops.aten
 QT = AffineQuantizedTensor
-GROUPED = {"cpu_experts": experts.grouped_mm}  # rows of op "bmm" that also take groups of rows
+GROUPED = {"cpu_experts": experts.grouped_mm}  # kernels of op "bmm" that also support grouped rows
 
 
 def _contracts_last(w: QT, dim: int) -> bool:
@@ -29,9 +29,9 @@ def _contracts_last(w: QT, dim: int) -> bool:
 
 
 def _meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Shapes alone where the first argument is on the meta device and a weight is not, as torch has it for these ops.
+    """Meta result if the first argument is on the meta device and a weight is not, as in torch for these ops.
 
-    For others (bmm, mv, embedding) torch 2.13 answers with memory that was never written, so they are refused.
+    For bmm, mv and embedding torch 2.13 returns uninitialized memory in this case, so they raise an error instead.
     """
     first = args[0]
     if isinstance(first, QT) or not first.is_meta or all(w.is_meta for w in args if isinstance(w, QT)):
@@ -68,7 +68,7 @@ def _check(op: str, a: Any, b: Any, ndim: int) -> None:
 
 
 def _product(w: QT, x: Tensor) -> Tensor:
-    """x [M, K] @ w [N, K].T, where w may stand in a graph being traced."""
+    """x [M, K] @ w [N, K].T, where w may be traced."""
     return traced_linear(x, w, None) if _traced(w) or not in_memory(x) else run_linear(x, w, None)
 
 
@@ -77,7 +77,7 @@ def _traced(w: QT) -> bool:
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """The dequantizing row of an op that has no other: counted, not warned about."""
+    """Dequantizing fallback for ops without other kernels: counted, without a warning."""
     fallback.count(f"{func.overloadpacket.__name__}/dequantize")
     dtype = next(
         (a.dtype for a in args if isinstance(a, Tensor) and not isinstance(a, QT) and a.is_floating_point()), None
@@ -87,7 +87,7 @@ def _plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.mm.default)
 def _mm(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():  # each question put to a weight costs a µs otherwise
+    with torch._C.DisableTorchFunctionSubclass():  # otherwise each attribute access on a weight costs 1 µs
         return _matrix_product(func, args, kwargs)
 
 
@@ -113,7 +113,7 @@ def _aten_linear(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.matmul.default)
 def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
-    """Batches of rows against one matrix are one product; everything else takes torch's own decomposition."""
+    """Batches of rows times one matrix are one product; everything else uses torch's own decomposition."""
     a, b = args
     if isinstance(b, QT) and not isinstance(a, QT) and b.ndim == 2 and a.ndim > 2:
         _check("matmul", a.flatten(0, -2), b, 2)
@@ -146,14 +146,14 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
 def _mv(func: Any, args: Any, kwargs: Any) -> Any:
     a, v = args
     if a.ndim != 2 or v.ndim != 1 or a.shape[1] != v.shape[0]:
-        raise _misfit("mv", a, v, "a matrix [M, K] and a vector [K] are due")
+        raise _misfit("mv", a, v, "expected a matrix [M, K] and a vector [K]")
     if isinstance(a, QT) and not isinstance(v, QT):
         return _mm(aten.mm.default, (a, v.unsqueeze(1)), {}).squeeze(1)
     return _plain(func, args, kwargs)
 
 
 def _only(w: QT) -> QT:
-    """The 2-d weight that an expanded [E, N, K] repeats."""
+    """The 2-d weight that an expanded weight [E, N, K] repeats."""
     return w.with_(
         shape=w.shape[1:], **{slot: p[0] for slot, p in zip(SLOTS[:4], w.parts, strict=False) if p is not None}
     )
@@ -180,7 +180,7 @@ def _bmm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _batch(x: Tensor, w: QT, ends: Tensor | None) -> Tensor:
-    """x [E, M, K] @ w [E, N, K].T per batch, or, with ``ends``, groups of rows of x [T, K] that end there."""
+    """x [E, M, K] @ w [E, N, K].T per batch, or with ``ends`` a grouped product of x [T, K] with those group ends."""
     case = case_of(w, x.dtype)
     kernel = select("bmm", case)
     if reorders(kernel, case):
@@ -219,7 +219,7 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
     ):  # fmt: skip
         return _plain(func, args, kwargs)
     if x.shape[1] != w.shape[1] or x.device != w.device or not x.is_floating_point():
-        raise _misfit("grouped_mm", x, w, "the input must be [rows, K] beside weights [groups, K, N], on one device")
+        raise _misfit("grouped_mm", x, w, "expected an input [rows, K] and weights [groups, K, N] on one device")
     if ends.ndim != 1 or ends.shape[0] != w.shape[0] or ends.dtype is not torch.int32 or ends.device != w.device:
         raise _misfit("grouped_mm", ends, w, f"offs must be int32 [{w.shape[0]}], the end of each group of rows")
     stored = w.with_(axes=None, shape=w.stored_shape)
@@ -252,9 +252,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     w, index = args[:2]
     if isinstance(w, QT) and (index.device != w.device or index.dtype not in (torch.int32, torch.int64) or w.ndim != 2):
-        raise _misfit(
-            "embedding", index, w, "indices must be int32 or int64 beside a table [rows, width], on one device"
-        )
+        raise _misfit("embedding", index, w, "indices must be int32 or int64, the table [rows, width], on one device")
     if not isinstance(w, QT) or w.axes is not None:
         return _plain(func, args, kwargs)
     case = case_of(w)

@@ -1,4 +1,4 @@
-"""The reference rows: dequantize, then compute. Plain, slow, right for every spec; fast rows are tested against it."""
+"""Reference kernels: dequantize, then compute. Slow but valid for every spec; fast kernels are tested against them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing a quantized weight for the kernel that will run it."""
+"""Repacks a quantized weight for the kernel that will run it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .table import Case, Kernel, case_of, select
 
 
 def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kernel, str]:
-    """The kernel of the first op and the layout to store the weight in, given every op that reads it.
+    """The kernel of the first op and the layout to store the weight in, given all ops that read it.
 
-    A tied weight has several ops: a packing that one of them could only read by unpacking everything is not taken.
+    A tied weight has several ops. A layout is not chosen if one of them would have to unpack the whole weight.
     """
 
     def kernels_in(layout: str) -> list[Kernel]:
@@ -38,12 +38,12 @@ def choose_layout(case: Case, ops: tuple[str, ...] = ("linear",)) -> tuple[Kerne
 def prepare(
     w: AffineQuantizedTensor, ops: tuple[str, ...] = ("linear",), dtype: torch.dtype | None = None
 ) -> AffineQuantizedTensor:
-    """w in the layout of the kernel that will run ``ops``; the same values. dtype: of the input, default w's own."""
+    """w in the layout of the kernel that will run ``ops``, with the same values. dtype: of the input, default w's."""
     return w.to_layout(choose_layout(case_of(w, dtype), ops)[1])
 
 
 def _packed(w: AffineQuantizedTensor) -> AffineQuantizedTensor:
-    """A shard packed for the kernel of its own shape, which need not be that of the whole."""
+    """A shard packed for the kernel of its own shape, which may differ from that of the whole weight."""
     return prepare(w, ("bmm" if w.ndim == 3 else "linear",))
 
 

@@ -20,13 +20,13 @@ from ..core.tensor import AffineQuantizedTensor
 
 @dataclass(frozen=True)
 class Case:
-    """All that selection may look at: nothing of the data, nothing of the batch.
+    """The inputs of kernel selection; independent of the data and the batch size.
 
-    spec    the weight's spec; its layout is that of the tensor at hand, "plain" while planning
+    spec    the weight's spec, with its current layout; "plain" while planning
     shape   stored shape of the weight, contracted axis last
-    dtype   dtype of the input, which is also the output's
-    perm    whether the contracted axis lies in another order. Kernels do not see that: the caller puts the input (or
-            for a table, the result) into the order of the weight
+    dtype   dtype of the input and output
+    perm    whether the contracted axis is permuted. Kernels do not handle this: the caller permutes the input (or for
+            an embedding, the result)
     """
 
     spec: QuantSpec
@@ -38,36 +38,36 @@ class Case:
 
     def __str__(self) -> str:
         act = "" if self.act is None else f", activation {self.act}"
-        act = f" in another order of channels{act}" if self.perm else act
+        act = f" with permuted channels{act}" if self.perm else act
         return f"weight {list(self.shape)} {self.spec}{act}, {str(self.dtype).removeprefix('torch.')} on {self.device}"
 
 
 class Bound(NamedTuple):
-    """How weights of one case are run, with all that is static worked out once.
+    """A kernel specialized for one case, with everything static precomputed.
 
-    run      (x, operand, bias) -> y, or None where x or bias is nothing that the kernel reads: see kernels/gate.py
-    operand  parts of a weight -> what ``run`` reads of them, checked
+    run      (x, operand, bias) -> y, or None if the kernel cannot read x or bias: see kernels/gate.py
+    operand  parts of a weight -> the checked operand that ``run`` takes
     """
 
     run: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor | None]
     operand: Callable[[Any], Any]
 
     def run_with(self, x: torch.Tensor, parts: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """y of one call. Raises ArgumentError where x or bias is nothing that the kernel reads."""
+        """y of one call. Raises ArgumentError if the kernel cannot read x or bias."""
         y = self.run(x, self.operand(parts), bias)
         if y is None:
             raise ArgumentError(
-                f"linear: the kernel does not read an input {list(x.shape)} {x.dtype} on {x.device}"
+                f"linear: the kernel cannot read an input {list(x.shape)} {x.dtype} on {x.device}"
                 + ("" if bias is None else f" with a bias {list(bias.shape)} {bias.dtype} on {bias.device}")
             )
         return y
 
 
 class Together(NamedTuple):
-    """How weights that share their input are run in one call.
+    """A kernel call for several weights with the same input.
 
-    run       (x, operands, biases) -> list of y, or None where x or a bias is nothing that the kernel reads
-    operands  for each weight: its parts -> what ``run`` reads of them, checked
+    run       (x, operands, biases) -> list of y, or None if the kernel cannot read x or a bias
+    operands  for each weight: its parts -> the checked operand that ``run`` takes
     """
 
     run: Callable[..., list[torch.Tensor] | None]
@@ -80,15 +80,15 @@ class Kernel:
 
     run        (x, weight, bias) -> y for op "linear"; see kernels/ops.py for the other ops
     layout     layout its weight must be in; None: any
-    accepts    case -> True, or the sentence that refuses it
+    accepts    case -> True, or the reason for rejecting it
     rank       higher wins; -1 dequantizes and computes, and is counted when it runs
     tolerance  how close to the reference: "exact"; "float32", "bfloat16": the relative error of that arithmetic;
-               "fixed22": float32, of inputs rounded at 2**-22 of the greatest of their token
-    bind       case -> :class:`Bound`. Such kernels see to the order of the weight's channels (perm) themselves
-    together   cases of weights that share their input -> :class:`Together`, or None where they cannot be one call; each
-               y has the bits that ``run`` gives
-    row_independent  whether a row of the output has the same bits whatever other rows there are and on any number of
-               threads, as long as its input is not quantized together with theirs: see :func:`row_independent`
+               "fixed22": float32, with inputs rounded to 2**-22 of the largest magnitude of their token
+    bind       case -> :class:`Bound`. Such kernels handle the weight's ``perm`` themselves
+    together   cases of weights with the same input -> :class:`Together`, or None if one call cannot run them; each y is
+               bit-identical to that of ``run``
+    row_independent  whether a row of the output has the same bits for any other rows and any number of threads, if its
+               input is not quantized jointly with other rows: see :func:`row_independent`
     """
 
     op: str
@@ -104,16 +104,16 @@ class Kernel:
     row_independent: bool = False
 
     def refuses(self, case: Case, *, any_layout: bool = False) -> str | None:
-        """The sentence that refuses the case, or None."""
+        """The reason for rejecting the case, or None."""
         if self.devices is not None and case.device not in self.devices:
             return f"runs on {', '.join(self.devices)} only, the weight is on {case.device}"
-        if case.perm and self.rank >= 0:  # the others dequantize, and with that put the channels back
+        if case.perm and self.rank >= 0:  # kernels that dequantize undo perm anyway
             verdict = _takes_reordered(self.op, case)
             if verdict is not True:
-                return verdict or "refused"
+                return verdict or "rejected"
         verdict = self.accepts(case)
         if verdict is not True:
-            return verdict or "refused"
+            return verdict or "rejected"
         if not any_layout and self.layout not in (None, case.spec.layout):
             return f'reads layout "{self.layout}", the weight is in "{case.spec.layout}"'
         return None
@@ -121,31 +121,31 @@ class Kernel:
 
 def _takes_reordered(op: str, case: Case) -> bool | str:
     if op not in ("linear", "bmm", "embedding"):
-        return "the weight's channels lie in another order"
+        return "the weight's channels are permuted"
     if op == "embedding" or case.act is None or not case.shape:
         return True
     groups = blocks.counts(case.act.spec.block, (1,) * (len(case.shape) - 1) + case.shape[-1:])[-1]
-    return groups <= 1 or "the input is quantized in groups of channels, the weight's lie in another order"
+    return groups <= 1 or "the input is quantized in groups of channels, but the weight's channels are permuted"
 
 
 def reorders(kernel: Kernel, case: Case) -> bool:
-    """Whether the caller of a kernel selected for a case has to put channels into the order of the weight."""
+    """Whether the caller must permute channels to the order of the weight before it runs the selected kernel."""
     return case.perm and kernel.rank >= 0
 
 
 def row_independent(kernel: Kernel, case: Case) -> bool | str:
-    """True where a row of the output depends on nothing but its row of the input, bit for bit: neither on the batch nor
-    on the number of threads. Else the reason why it may."""
+    """True if a row of the output depends, bit for bit, only on its row of the input and not on the batch or the number
+    of threads; else the reason."""
     if case.act is not None and case.act.mode == "dynamic" and case.act.spec.block is None:
-        return "the input is quantized under one scale for all its rows"
-    return kernel.row_independent or "its sums are added up in an order that changes with the batch and the threads"
+        return "the input is quantized with one scale for all rows"
+    return kernel.row_independent or "its summation order depends on the batch and the threads"
 
 
 _TABLE: dict[str, list[Kernel]] = {}
 
 
 def register_kernel(kernel: Kernel) -> Kernel:
-    """Add a row. Raises ValueError for a name in use under the same op."""
+    """Add a row. Raises ValueError if the name is in use for the same op."""
     rows = _TABLE.setdefault(kernel.op, [])
     if any(k.name == kernel.name for k in rows):
         raise ValueError(f"kernel {kernel.op}/{kernel.name} is registered already")
@@ -156,12 +156,12 @@ def register_kernel(kernel: Kernel) -> Kernel:
 
 
 def kernels(op: str | None = None) -> list[Kernel]:
-    """Rows of one op, or all, best first."""
+    """Rows of one op, or of all ops, best first."""
     return [k for name, rows in _TABLE.items() if op in (None, name) for k in rows]
 
 
 def get_kernel(op: str, name: str) -> Kernel:
-    """The row of that name. Raises ValueError that lists the known ones."""
+    """The row with that name. Raises ValueError listing the known rows."""
     for k in _TABLE.get(op, []):
         if k.name == name:
             return k
@@ -177,24 +177,24 @@ def _select(op: str, case: Case, any_layout: bool) -> Kernel:
 
 
 def select(op: str, case: Case, *, any_layout: bool = False) -> Kernel:
-    """The best row for a case. ``any_layout``: while planning, when the weight can still be packed."""
+    """The best row for a case. ``any_layout``: for planning, when the weight can still be repacked."""
     return _select(op, case, any_layout)
 
 
 def case_of(w: AffineQuantizedTensor, dtype: torch.dtype | None = None) -> Case:
-    """The case that a weight is. Sizes that a trace holds as symbols become numbers there: a weight's are static."""
+    """The case of a weight. Symbolic sizes of a trace become numbers, because a weight's sizes are static."""
     shape = tuple(int(n) for n in w.stored_shape)
     return Case(w.spec, w.act, shape, dtype or w.dtype, w.device.type, w._perm is not None)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every row of the table for one case, with its verdict; printing it is the point."""
+    """Every row of the table for one case, with its verdict. Meant to be printed."""
 
     op: str
     case: Case
     rows: tuple[tuple[str, int, str], ...]  # name, rank, verdict
-    row_independent: bool | str = True  # of the one that runs; see the function of this name
+    row_independent: bool | str = True  # of the selected kernel; see the function of this name
 
     def __str__(self) -> str:
         width = max((len(name) for name, _, _ in self.rows), default=0)
@@ -205,13 +205,13 @@ class Explanation:
             lines.append(
                 "  each row of the output depends on its row of the input alone"
                 if kept is True
-                else f"  a row of the output may change with its batch and the threads: {kept}"
+                else f"  a row of the output may change with the batch and the threads: {kept}"
             )
         return "\n".join(lines)
 
 
 def explain(x: Any, w: AffineQuantizedTensor, op: str = "linear") -> Explanation:
-    """Which kernel runs ``op(x, w)`` and the sentence that refuses each better one. x: the input, or its dtype."""
+    """Which kernel runs ``op(x, w)``, and why each better one is rejected. x: the input, or its dtype."""
     case = case_of(w, x if isinstance(x, torch.dtype) else x.dtype)
     return explain_case(op, case)
 
@@ -223,6 +223,6 @@ def explain_case(op: str, case: Case, *, any_layout: bool = False) -> Explanatio
     for k in kernels(op):
         reason = k.refuses(case, any_layout=any_layout)
         if reason is None:
-            reason, chosen = ("RUNS", k) if chosen is None else ("would do, a better one runs", chosen)
+            reason, chosen = ("RUNS", k) if chosen is None else ("works, but a better one runs", chosen)
         rows.append((k.name, k.rank, reason))
     return Explanation(op, case, tuple(rows), chosen is None or row_independent(chosen, case))

@@ -1,9 +1,9 @@
-"""int4 weight-only on a CPU by torch's own kernel, with the layout that it reads.
+"""int4 weight-only on a CPU with torch's own kernel, and the layout that it reads.
 
 ``aten._weight_int4pack_mm_for_cpu`` computes x @ ((q - 8) * scale + offset).T for q in 0..15. Its packed bytes depend
-on the instruction set of the CPU, so they live in memory only. It is vectorized in bfloat16 alone (float32 takes a
+on the instruction set of the CPU, so they are never saved to files. It is vectorized only in bfloat16 (float32 takes a
 scalar loop, measured 27x slower at one row and 70x at 128), so float32 and float16 inputs are rounded to bfloat16: an
-error of 2**-9 beside the 2**-4 of the weights; DESIGN decision 9 has the figures.
+error of 2**-9, compared with 2**-4 for the weights; DESIGN decision 9 has the figures.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ..core.tensor import AffineQuantizedTensor
 from .table import Case, Kernel, register_kernel
 
 _MATMUL = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-GROUPS = (32, 64, 128, 256)  # what the aten op takes
+GROUPS = (32, 64, 128, 256)  # supported by the aten op
 
 
 def _to_nibbles(codes: Tensor, spec: QuantSpec) -> Tensor:
-    """Codes as 0..15 with 8 for "mid": int32 [N, K]."""
+    """Codes as 0..15, where 8 means zero: int32 [N, K]."""
     return codes.to(torch.int32) + (8 if spec.format is INT4 else 0)
 
 
 def _fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
-    """True, or the sentence that says why aten cannot pack this."""
+    """True, or the reason why aten cannot pack this."""
     if len(shape) != 2:
         return "needs a 2-d weight"
     if not ((spec.format is UINT4 and spec.mid == 8) or (spec.format is INT4 and spec.mid == 0)) or spec.zero_point:
@@ -53,7 +53,7 @@ def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     verdict = _fits(spec, shape)
     if verdict is not True:
         raise ValueError(f'layout "torch_int4" of {tuple(shape)} {spec}: {verdict}')
-    _byte_order()  # found here, outside any trace, where known codes can be looked at
+    _byte_order()  # cached here, outside any trace, where values can be read
     offset = torch.zeros_like(parts.scale) if parts.offset is None else parts.offset
     both = torch.stack([parts.scale, offset], -1).transpose(0, 1).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_to_nibbles(parts.codes, spec).contiguous(), 1)
@@ -61,10 +61,10 @@ def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
 
 
 def _rows_of_bytes(packed: Tensor, n: int, k: int, block: int, halves: bool) -> Tensor:
-    """Nibbles 0..15 [N, K] under the byte order of one instruction set.
+    """Nibbles 0..15 [N, K], for the byte order of one instruction set.
 
-    Blocks of ``block`` rows, and one of the rows left over, are k-major. A byte holds two neighbouring rows, the even
-    one low; in whole blocks with ``halves`` it holds row d (low) and row d + block/2 (high).
+    Each block of ``block`` rows, and the block of remaining rows, is k-major. A byte holds two neighbouring rows, the
+    even one in the low nibble; in whole blocks with ``halves`` it holds row d (low) and row d + block/2 (high).
     """
     whole = n // block * block
     flat = packed.reshape(-1)
@@ -77,7 +77,7 @@ def _rows_of_bytes(packed: Tensor, n: int, k: int, block: int, halves: bool) -> 
 
 @lru_cache(maxsize=1)
 def _byte_order() -> tuple[int, bool] | None:
-    """(block, halves) of this CPU, found by packing known codes; None where it is none of those known."""
+    """(block, halves) of this CPU, determined by packing known codes; None if the byte order is unknown."""
     known = ((64, True), (32, True), (32, False))  # AVX-512, AVX2, scalar
     with plain_tensors():
         seed = torch.Generator(device="cpu").manual_seed(0)
@@ -87,7 +87,7 @@ def _byte_order() -> tuple[int, bool] | None:
 
 
 def _nibbles(packed: Tensor, n: int, k: int, group: int) -> Tensor:
-    """Nibbles 0..15 [N, K]: by the known byte order, else by multiplying with the identity, which is right but slow."""
+    """Nibbles 0..15 [N, K]: from the known byte order, else by multiplying with the identity, which is slow."""
     order = _byte_order()
     if order is not None:
         return _rows_of_bytes(packed, n, k, *order)
@@ -117,7 +117,7 @@ _EXAMPLES = (
 
 
 def _zero_offsets(spec: QuantSpec, shape: Sequence[int]) -> int:
-    """A symmetric weight has no offsets, but aten reads one for each scale."""
+    """Bytes of the zero offsets that aten needs for symmetric weights, one per scale."""
     scales = math.prod(blocks.counts(spec.block, shape))
     return 0 if spec.offset is not None else scales * spec.scale.itemsize  # type: ignore[union-attr]
 

@@ -1,8 +1,8 @@
-"""8-bit rows that torch itself offers on a CPU.
+"""8-bit kernels based on torch's own CPU ops.
 
-``torch._int_mm`` multiplies int8 by int8 into int32 for every shape, rightly only where oneDNN finds VNNI.
-``aten._weight_int8pack_mm`` is fast in bfloat16 only (float32 and float16 take a scalar loop) and reads past its
-buffers where K is not a multiple of 16, so it is offered for neither.
+``torch._int_mm`` multiplies int8 by int8 into int32 for every shape, but is correct only if oneDNN finds VNNI.
+``aten._weight_int8pack_mm`` is fast only in bfloat16 (float32 and float16 take a scalar loop) and reads past its
+buffers if K is not a multiple of 16, so it is not used in those cases.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..core.tensor import AffineQuantizedTensor
 from .activation import encode_activation
 from .table import Case, Kernel, register_kernel
 
-# From this many rows on, casting the codes and calling the float product is faster (2048x2048, two threads: at 16 rows
-# 0.9x, at 128 rows 2.4x).
+# Above this many rows, casting the codes and calling the float product is faster (2048x2048, two threads: 0.9x at 16
+# rows, 2.4x at 128 rows).
 PACK_ROWS = 15
-ALIGNMENT = 64  # bytes of an AVX-512 register; what torch's own allocator gives
+ALIGNMENT = 64  # bytes of an AVX-512 register; alignment of torch's allocator
 
 
 def _row_int8(spec: QuantSpec, shape: tuple[int, ...]) -> bool | str:
@@ -34,7 +34,7 @@ def _row_int8(spec: QuantSpec, shape: tuple[int, ...]) -> bool | str:
     if not isinstance(spec.scale, torch.dtype):
         return "its scale is itself quantized"
     if spec.block is not None and (len(spec.block) > 1 or 0 < spec.block[0] < shape[-1]):
-        return f"needs one scale per row or for all, the weight has one per block {list(spec.block)}"
+        return f"needs one scale per row or per tensor, the weight has one per block {list(spec.block)}"
     return len(shape) == 2 or "needs a 2-d weight"
 
 
@@ -53,7 +53,7 @@ def _scaled(y: Tensor, scale: Any, bias: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _constant_while_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compiler.assume_constant_result, which would import torch._dynamo."""
+    """Same as torch.compiler.assume_constant_result, without importing torch._dynamo."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
@@ -91,7 +91,7 @@ def _accepts_int_mm(case: Case) -> bool | str:
     verdict = _accepts_both(case)
     if verdict is not True or not int_mm_saturates():
         return verdict
-    return "torch._int_mm saturates on this CPU (no VNNI, or oneDNN held below it): its sums are wrong"
+    return "torch._int_mm saturates on this CPU (no VNNI, or oneDNN restricted to an older ISA): its sums are wrong"
 
 
 def _int8_int8(x: Tensor, w: Any, bias: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -109,16 +109,15 @@ def int8_int8(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tenso
 
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] @ b [K, N] in int32. torch 2.13 gives zeros for one row whose strides are (1, 1), as of a vector
-    unsqueezed and transposed; a view of all elements has strides that it reads. Of one column it gives what lay in
-    memory."""
+    """a [M, K] @ b [K, N] in int32. Works around two bugs of torch 2.13: zeros for a single row with strides (1, 1)
+    (an unsqueezed, transposed vector), avoided by a view; uninitialized memory for K = 1, computed separately."""
     if a.shape[1] == 1:
         return a.to(torch.int32) * b.to(torch.int32)
     return torch._int_mm(a.reshape(-1).view(a.shape), b)
 
 
 def int8_int8_float(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
-    """Sums in float32 of products that are exact there: for where :func:`int8_int8` would be wrong."""
+    """Float32 sums of exact products; used if :func:`int8_int8` would be wrong."""
     return _int8_int8(x, w, bias, lambda a, b: torch.mm(a.float(), b.float()))
 
 
@@ -130,9 +129,9 @@ def _accepts_cast(case: Case) -> bool | str:
 
 
 def int8_cast(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
-    """y = (x @ qw.T) * sw + bias: the codes are cast, the scale is applied to the result. x: [.., K].
+    """y = (x @ qw.T) * sw + bias: casts the codes and applies the scale to the result. x: [.., K].
 
-    In float32 for float16, whose range the sums of unscaled codes leave.
+    float16 inputs are computed in float32, because sums of unscaled codes overflow float16.
     """
     wide = x.float() if x.dtype is torch.float16 else x
     y = F.linear(_flat(wide), w.codes.to(wide.dtype))
@@ -155,9 +154,9 @@ def _ones(n: int) -> Tensor:
 
 
 def int8_pack(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
-    """As :func:`int8_cast`, fused. A float32 scale is applied outside: inside it would be rounded to bfloat16.
+    """As :func:`int8_cast`, fused. The float32 scale is applied afterwards, because the op would round it to bfloat16.
 
-    aten's loads fault on data that is not aligned: a slice of a buffer, codes mapped from a file at an odd offset.
+    The aten op crashes on unaligned data: a slice of a buffer, codes mapped from a file at an odd offset.
     """
     codes = w.codes.contiguous()
     if x.numel() > PACK_ROWS * x.shape[-1] or codes.data_ptr() % ALIGNMENT:
@@ -169,10 +168,11 @@ def int8_pack(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tenso
     return _scaled(y, w.scale, bias, x)
 
 
-# Three balanced digits of base 128 hold 22 bits, about what float32 sums keep: the top one spans a signed byte.
+# Three balanced limbs of base 128 hold 22 bits, about the precision of float32 sums; the top one spans a signed byte.
 DIGIT, TOP = 128.0, 127.0
-# Of fewer weights, casting is faster: 384x384 ran at 0.7x to 1.6x of float against 0.6x to 0.8x, and 1536x384 is even.
-# From 1024x1024 to 4096x4096, 1 to 2048 rows, two threads: 1.1x to 2.7x by digits, 0.6x to 1x by casting for most.
+# Weights below this size are cast: 384x384 ran at 0.7x to 1.6x of float with limbs and at 0.6x to 0.8x with casting,
+# and 1536x384 is even. From 1024x1024 to 4096x4096, 1 to 2048 rows, two threads: limbs run at 1.1x to 2.7x of float,
+# casting mostly at 0.6x to 1x.
 DIGIT_WEIGHTS = 1 << 20
 
 
@@ -181,19 +181,19 @@ def _accepts_digits(case: Case) -> bool | str:
     if verdict is not True:
         return verdict
     if case.dtype not in (torch.float32, torch.float16):
-        return "for float32 and float16 inputs: bfloat16 has faster rows, float64 more bits than three digits"
+        return "for float32 and float16 inputs: bfloat16 has faster kernels, float64 more bits than three limbs"
     if case.shape[0] * case.shape[1] < DIGIT_WEIGHTS:
-        return f"casting so few weights ({case.shape[0] * case.shape[1]}) is faster"
+        return f"casting is faster for a weight of {case.shape[0] * case.shape[1]} elements"
     if case.shape[-1] * 127 * 127 >= 1 << 31:
-        return f"sums of {case.shape[-1]} products may leave int32"
+        return f"sums of {case.shape[-1]} products may overflow int32"
     return not int_mm_saturates() or "torch._int_mm saturates on this CPU: its sums are wrong"
 
 
 def int8_digits(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
     """As :func:`int8_cast`, in integers: x = s * (128**2 * d2 + 128 * d1 + d0) per token, s = absmax / (127 * 128**2).
 
-    The digits are three rows of one product, whose sums are exact in int32, so the codes are read as bytes, and a row
-    never depends on its neighbours. x is rounded at 2**-22 of its token's greatest element.
+    The int8 limbs d2, d1, d0 are three rows of one product, whose sums are exact in int32. So codes are read as bytes
+    and a row never depends on other rows. x is rounded to 2**-22 of the largest magnitude of its token.
     """
     flat, codes = _flat(x).float(), w.codes.t()
     scale = (
@@ -204,11 +204,11 @@ def int8_digits(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None) -> Ten
     rest = rest.sub_(high, alpha=DIGIT * DIGIT)
     middle = (rest / DIGIT).round_()
     rest = rest.sub_(middle, alpha=DIGIT)
-    digits = torch.stack([high, middle, rest]).to(torch.int8)
-    if flat.shape[0] == 1:  # oneDNN has a kernel for one row that is worth three calls
-        sums = [torch._int_mm(d, codes) for d in digits]
+    limbs = torch.stack([high, middle, rest]).to(torch.int8)
+    if flat.shape[0] == 1:  # oneDNN's single-row kernel is fast enough to justify three calls
+        sums = [torch._int_mm(d, codes) for d in limbs]
     else:
-        sums = torch._int_mm(digits.flatten(0, 1), codes).unflatten(0, (3, -1)).unbind()
+        sums = torch._int_mm(limbs.flatten(0, 1), codes).unflatten(0, (3, -1)).unbind()
     y = (sums[0].float() * (DIGIT * DIGIT)).add_(sums[1], alpha=DIGIT).add_(sums[2])
     return _scaled(y.mul_(scale), w.scale, bias, x)
 

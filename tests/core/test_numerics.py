@@ -185,7 +185,7 @@ def test_given_parameters_are_used_as_they_are() -> None:
 
 def test_given_parameters_of_other_parts_are_refused() -> None:
     one = torch.ones(2, 1)
-    with pytest.raises(ValueError, match=r"stores \['scale'\]; the parameters given have other parts"):
+    with pytest.raises(ValueError, match=r"stores \['scale'\]; the given parameters have other parts"):
         quantize(torch.ones(2, 4), INT8_ROW, params=Params(one, one))
     with pytest.raises(ValueError, match=r"stores \['scale', 'zero_point'\]"):
         quantize(torch.ones(2, 4), INT8_ROW.with_(zero_point=True), params=Params(one))

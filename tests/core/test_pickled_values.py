@@ -51,9 +51,9 @@ CASES = {
     "scale negative": (lambda: made(INT8_ROW), put("scale", -0.5), "scale: 1 of 8 values are negative"),
     "offset NaN": (lambda: made(TINYGEMM.with_(block=(32,))), put("offset", float("nan")), "offset: 1 of"),
     "zero point": (lambda: made(POINTS), put("zero_point", 99), "zero_point: values"),
-    "code of no number": (lambda: made(NF4), put("codes", 200), "codes: a code that is no number of nf4"),
+    "code of no number": (lambda: made(NF4), put("codes", 200), "codes: a code is not valid for nf4"),
     "int4 code": (lambda: made(QuantSpec(INT4, (32,))), put("codes", 100), "codes: values"),
-    "float8 NaN": (lambda: made(FP8_ROW), put("codes", 0x7F), "codes: a code that is no number of e4m3"),
+    "float8 NaN": (lambda: made(FP8_ROW), put("codes", 0x7F), "codes: a code is not valid for e4m3"),
     "input's scale": (static, put("act_scale", 0.0), "act_scale is zero"),
     "input's scale NaN": (static, put("act_scale", float("nan")), "act_scale: 1 of 1"),
 }  # fmt: skip

@@ -268,7 +268,7 @@ def test_data_of_another_dtype_is_taken_over() -> None:
     x = torch.randn(2, 64, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None
-    with pytest.raises(ValueError, match=r"cannot become \(4, 64\)"):
+    with pytest.raises(ValueError, match=r"cannot be replaced by \(4, 64\)"):
         param.data = param.data[:4]
 
 

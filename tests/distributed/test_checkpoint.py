@@ -59,7 +59,7 @@ def load(mesh: DeviceMesh, folder: str) -> None:
     pwd.load_(model, f"{folder}/nested", prefix="model.")
     assert torch.equal(model.up.weight.full_tensor().dequantize(), mlp(SOME[2]).up.weight.dequantize())
     other = spread("layers", mlp(SOME[0]), mesh)
-    refuses(CheckpointException, "quantize the model as the one that was saved", lambda: pwd.load_(
+    refuses(CheckpointException, "quantize the model with the same config as the saved one", lambda: pwd.load_(
         other, f"{folder}/layers/{SOME[2]}"
     ))  # fmt: skip
     if mesh.size() == 1:  # two ranks have halves; without room for one a packed weight cannot be written to

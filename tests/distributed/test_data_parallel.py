@@ -45,7 +45,7 @@ def two(mesh: DeviceMesh) -> None:
         pwd.broadcast_(model)
         assert equal(model, mlp(text)), text
     differs: Any = mlp(SOME[rank])
-    refuses(ValueError, "ranks differ", lambda: pwd.broadcast_(differs))
+    refuses(ValueError, "ranks have different", lambda: pwd.broadcast_(differs))
     refuses(ValueError, "ranks differ in the model's state", lambda: pwd.broadcast_(mlp(hidden=32 + rank)))
     calibrated(mesh)
 
@@ -68,7 +68,7 @@ def broken(mesh: DeviceMesh) -> None:
     """Rank 1 has another config: it says so instead of taking over codes of another meaning."""
     model = LoRA(mlp("pw.Int8WeightOnlyConfig()" if mesh.get_local_rank() == 0 else "pw.Float8WeightOnlyConfig()"), 96)
     if mesh.get_local_rank():
-        refuses(ValueError, "ranks differ in a quantized tensor", lambda: DistributedDataParallel(model))
+        refuses(ValueError, "ranks have different quantized tensors", lambda: DistributedDataParallel(model))
     else:
         DistributedDataParallel(model)
 

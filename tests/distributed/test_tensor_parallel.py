@@ -65,10 +65,10 @@ def two(mesh: DeviceMesh) -> None:
     nested = mlp("pw.NF4WeightOnlyConfig()", inputs=192).up.weight.detach()
     refuses(ValueError, "Choose a group size that divides 96", lambda: distribute_tensor(nested, mesh, [Shard(1)]))
     ordered = QT.from_float(torch.randn(8, 64), pw.QuantSpec(INT8, (-1,))).with_(perm=torch.randperm(64))
-    refuses(ValueError, "order of its channels", lambda: distribute_tensor(ordered, mesh, [Shard(1)]))
+    refuses(ValueError, "its channels are permuted", lambda: distribute_tensor(ordered, mesh, [Shard(1)]))
     # Ranks that do not hold the same kind of tensor are told so, all of them.
     other = mlp(SOME[mesh.get_local_rank()]).up.weight.detach()
-    refuses(ValueError, "ranks differ", lambda: distribute_tensor(other, mesh, [Shard(0)]))
+    refuses(ValueError, "ranks have different", lambda: distribute_tensor(other, mesh, [Shard(0)]))
     refuses(TypeError, "exchange w.dequantize()", lambda: dist.all_reduce(other))
     quantize_later(mesh)
     compiled(mesh)

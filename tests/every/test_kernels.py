@@ -254,11 +254,11 @@ def test_refusals_are_sentences() -> None:
 
 def test_explain_says_which_row_runs_and_why_better_ones_do_not() -> None:
     text = str(explain(torch.float32, QT.from_float(torch.randn(32, 100), SPECS["int8_row"])))
-    assert "casting so few weights (3200) is faster" in text
+    assert "casting is faster for a weight of 3200 elements" in text
     assert "torch_int8_cast      rank  10  RUNS" in text
     assert "fast in bfloat16 only" in text
     assert "weight-only: the activation is not quantized" in text
-    assert "would do, a better one runs" in text
+    assert "works, but a better one runs" in text
     assert str(pw.explain(torch.bfloat16, QT.from_float(torch.randn(32, 100), SPECS["int8_row"]))).count("RUNS") == 1
 
 

@@ -63,8 +63,8 @@ def test_what_is_declared_of_a_config_is_true(text: str, dtype: torch.dtype) -> 
         assert not changed(lambda x: torch.nn.functional.linear(x, w), dtype)
         assert str(explain(dtype, w)).endswith("each row of the output depends on its row of the input alone")
     else:
-        assert str(explain(dtype, w)).endswith(f"may change with its batch and the threads: {declared}")
-        if "one scale for all its rows" in declared:  # it does, and not only may
+        assert str(explain(dtype, w)).endswith(f"may change with the batch and the threads: {declared}")
+        if "one scale for all rows" in declared:  # it does, and not only may
             assert "outlier" in changed(lambda x: torch.nn.functional.linear(x, w), dtype)
 
 

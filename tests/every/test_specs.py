@@ -354,16 +354,16 @@ def changed(**changes: object) -> str:
         (changed(zero_point=1), "zero_point must be bool"),
         (changed(zero_point=True), "needs an integer format, got nf4"),
         (changed(zero_point="uint9"), "unknown number format 'uint9'"),
-        (changed(format="uint4", zero_point="uint4"), "says version 1, and all of it is known in version 2"),
+        (changed(format="uint4", zero_point="uint4"), "declares version 1, but its fields need version 2"),
         (
             changed(version=2, format="uint4", zero_point="uint3"),
-            "uint3 has not all codes of uint4; use uint4, a wider",
+            "uint3 does not cover all codes of uint4; use uint4, a wider",
         ),
-        (changed(version=2, format="uint4", zero_point="int4"), "int4 has not all codes of uint4"),
-        (changed(version=2, format="uint4", zero_point="nf4"), "nf4 has not all codes of uint4"),
+        (changed(version=2, format="uint4", zero_point="int4"), "int4 does not cover all codes of uint4"),
+        (changed(version=2, format="uint4", zero_point="nf4"), "nf4 does not cover all codes of uint4"),
         (changed(version=2, zero_point="uint4"), "needs an integer format, got nf4"),
         (changed(mid=8), "mid must be one of the codes"),
-        (changed(scale=None, offset="float32"), "neither zero_point nor offset"),
+        (changed(scale=None, offset="float32"), "cannot have zero_point or offset"),
         ("[]", "version None"),
     ],
 )
@@ -389,13 +389,13 @@ def test_zero_points_are_said_in_one_way() -> None:
 
 def test_a_wrong_spec_cannot_be_built() -> None:
     uint4 = SPECS["tinygemm"]
-    with pytest.raises(ValueError, match="one of zero_point, and offset with mid"):
+    with pytest.raises(ValueError, match="either zero_point, or offset and mid"):
         uint4.with_(zero_point=True)
     with pytest.raises(ValueError, match="mid must be one of the codes of an integer format, got 16 for uint4"):
         uint4.with_(mid=16)
     with pytest.raises(ValueError, match="scale must be a float dtype or a QuantSpec"):
         uint4.with_(scale=torch.int8)
-    with pytest.raises(ValueError, match="zero points lie within the range of the codes"):
+    with pytest.raises(ValueError, match="zero points must be in the range of the codes"):
         ActivationSpec(QuantSpec(UINT4, (-1,), zero_point=UINT5))
     with pytest.raises(ValueError, match='mode must be "dynamic" or "static"'):
         ActivationSpec(uint4, "sometimes")

@@ -54,7 +54,7 @@ def test_offload_to_disk(model: Any, dtype: torch.dtype, tmp_path: Path) -> None
     model.to(dtype)
     expected = logits(model)
     disk = dict.fromkeys(["model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"], "disk")
-    told = r"as float numbers\. Save the model by pw\.save\(model, folder\), and give what is mapped"
+    told = r"as float numbers\. Save the model with pw\.save\(model, folder\) and call"
     with pytest.raises(TypeError, match=told):
         disk_offload(copy.deepcopy(model), tmp_path / "theirs", execution_device=torch.device("cpu"))
     with pytest.raises(TypeError, match=told):

@@ -123,10 +123,10 @@ REASONS = {
         "act_scale negative",
     ],
     "is zero: no activation has that scale": ["act_scale zero"],
-    "values 7..16, uint4 goes from 0 to 15": ["zero point 16 of uint4"],
-    "a code that is no number of ternary": ["ternary code 3", "ternary code 3 at the end"],
-    "a code that is no number of e4m3": ["e4m3 NaN", "e4m3 negative NaN"],
-    "a code that is no number of e8m0": ["e8m0 NaN"],
+    "values 7..16 are outside uint4 (0 to 15)": ["zero point 16 of uint4"],
+    "a code is not valid for ternary": ["ternary code 3", "ternary code 3 at the end"],
+    "a code is not valid for e4m3": ["e4m3 NaN", "e4m3 negative NaN"],
+    "a code is not valid for e8m0": ["e8m0 NaN"],
     "unused bits at the end of a row are not zero": ["unused bits"],
     "holds neither model.safetensors nor": ["no index", "folder empty"],
     "must be an object that maps tensors to files": [
@@ -216,7 +216,7 @@ def test_refusing_takes_little_memory(tmp_path: Path) -> None:
         ("int4.weight.scale", lambda t: t[:1], "needs torch.bfloat16 [8, 2]"),
         ("int4.weight.scale", lambda t: -t, "are negative"),
         ("int4.weight.codes", lambda t: t.float(), "needs torch.uint8"),
-        ("e4m3.weight.codes", lambda t: t.float().fill_(float("nan")).to(t.dtype), "no number of e4m3"),
+        ("e4m3.weight.codes", lambda t: t.float().fill_(float("nan")).to(t.dtype), "not valid for e4m3"),
     ],
 )
 def test_unflatten_checks_as_load_does(name: str, wrong: object, reason: str) -> None:

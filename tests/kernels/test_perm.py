@@ -234,5 +234,5 @@ def test_layers_are_one_call_only_in_one_order(orders: list[Any], together: bool
 
 def test_explain_says_it() -> None:
     w, _ = weights("int4")
-    assert "in another order of channels" in str(explain(torch.float32, w))
+    assert "with permuted channels" in str(explain(torch.float32, w))
     assert select("linear", case_of(prepare(w))).rank == select("linear", case_of(prepare(w.with_(perm=None)))).rank

@@ -19,7 +19,7 @@ FORMS = {
     "int4": pw.Int4WeightOnlyConfig(group_size=32),
 }  # fmt: skip
 SAME = {"int8", "int8 dynamic"}  # weights stored alike
-WARNS = r"load_state_dict\(assign=False\) writes the numbers of quantized tensors"
+WARNS = r"load_state_dict\(assign=False\) writes the values of quantized tensors"
 
 
 class Renaming(nn.Linear):

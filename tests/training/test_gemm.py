@@ -450,7 +450,7 @@ def test_chance_is_unbiased_and_takes_a_neighbour(spec: QuantSpec) -> None:
 def test_learned_numbers_are_not_rounded_by_chance() -> None:
     from pennyweight.core.formats import learned
 
-    with pytest.raises(ValueError, match="its numbers are learned"):
+    with pytest.raises(ValueError, match="the numbers of this one are learned"):
         stochastic_rounding.encode_stochastic(torch.ones(4), learned(4), torch.zeros(4, dtype=torch.int32))
     with pytest.raises(ValueError, match="fixed format in the plain layout"):
         Operand(QuantSpec(learned(4), (-1,)))

@@ -1,1 +1,1 @@
-"""What torch.distributed asks of the quantized tensor: DDP, FSDP2, DTensor, collectives, checkpoints."""
+"""Support for torch.distributed: DDP, FSDP2, DTensor, collectives, checkpoints."""

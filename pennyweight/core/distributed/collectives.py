@@ -1,8 +1,8 @@
-"""torch.distributed's collectives on quantized tensors: each part travels as it is, nothing is dequantized.
+"""torch.distributed collectives on quantized tensors: each part is sent as stored, nothing is dequantized.
 
-What travels is in a portable layout; packings are made anew where they arrive. Before parts are sent the ranks compare
-what is static about them (:func:`require_same_kind`): int8 codes received as float8 codes would look right.
-Reductions have no meaning on codes and are refused. All of them wait, also where the caller asked for an asynchronous one.
+Parts are sent in a portable layout and repacked by the receiver. Before parts are sent, the ranks compare their static
+properties (:func:`require_same_kind`), because int8 codes received as float8 codes would go unnoticed. Reductions are
+undefined on codes and raise an error. All collectives are synchronous, even if called with async_op=True.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QT = AffineQuantizedTensor
 
 
 def require_same_kind(group: Any, w: QT) -> None:
-    """Raise ValueError on every rank of a group where not all bring a tensor of one kind and size."""
+    """Raise ValueError on every rank of a group unless all ranks have a tensor of the same kind and size."""
     mine = static_digest(w)
     theirs = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([theirs], [mine]).wait()
@@ -32,22 +32,23 @@ def require_same_kind(group: Any, w: QT) -> None:
 
 
 def for_each_part(fn: Callable[..., Any], mine: QT, *sent: QT) -> Any:
-    """fn over the plain tensors of some of one kind, one after another; what fn gives for the last. All that fn gets is
-    contiguous, and what it writes to the first reaches ``mine``."""
+    """Call fn on the corresponding plain tensors of quantized tensors of one kind; returns the result of the last call.
+
+    fn gets contiguous tensors; what it writes to the first is copied back to ``mine``."""
     done = None
     for first, *rest in zip(*map(part_tensors, (mine, *sent)), strict=True):
-        room = first.contiguous()
-        done = fn(room, *(p.contiguous() for p in rest))
+        buffer = first.contiguous()
+        done = fn(buffer, *(p.contiguous() for p in rest))
         dist.Work.unbox(done[-1]).wait()
-        if room.data_ptr() != first.data_ptr():
-            first.copy_(room)
+        if buffer.data_ptr() != first.data_ptr():
+            first.copy_(buffer)
     return done
 
 
-def _received(targets: list[QT], rooms: list[QT]) -> None:
-    for target, room in zip(targets, rooms, strict=True):
-        if room is not target:
-            copy_parts_(target, room.to_layout(target.spec.layout))
+def _received(targets: list[QT], buffers: list[QT]) -> None:
+    for target, buffer in zip(targets, buffers, strict=True):
+        if buffer is not target:
+            copy_parts_(target, buffer.to_layout(target.spec.layout))
 
 
 def _group(so: Any) -> Any:
@@ -64,11 +65,11 @@ def _broadcast_(func: Any, args: Any, kwargs: Any) -> Any:
             continue
         if _group(so).rank() != rest[0]:
             _check_writable(t)
-        room = to_portable(t)
-        require_same_kind(_group(so), room)
-        done = for_each_part(lambda p: func([p], so, *rest), room)
+        buffer = to_portable(t)
+        require_same_kind(_group(so), buffer)
+        done = for_each_part(lambda p: func([p], so, *rest), buffer)
         if _group(so).rank() != rest[0]:
-            _received([t], [room])
+            _received([t], [buffer])
     return tensors, done[1]
 
 
@@ -77,52 +78,54 @@ def _scatter_(func: Any, args: Any, kwargs: Any) -> Any:
     (output,), pieces = outputs, inputs[0] if inputs else []
     if not isinstance(output, QT) or not all(isinstance(p, QT) for p in pieces):
         raise TypeError(
-            f"scatter of {[type(p).__name__ for p in pieces]} into {type(output).__name__}: either all pieces are "
+            f"scatter of {[type(p).__name__ for p in pieces]} into {type(output).__name__}: either all pieces must be "
             "quantized tensors, or none"
         )
-    room, sent = to_portable(output), [to_portable(p) for p in pieces]
-    require_same_kind(_group(so), room)
+    buffer, sent = to_portable(output), [to_portable(p) for p in pieces]
+    require_same_kind(_group(so), buffer)
     for piece in sent:
-        if piece.spec != room.spec or piece.shape != room.shape:
+        if piece.spec != buffer.spec or piece.shape != buffer.shape:
             raise ValueError(
-                f"scatter: pieces {tuple(piece.shape)} ({piece.spec}) for {tuple(room.shape)} ({room.spec})"
+                f"scatter: pieces {tuple(piece.shape)} ({piece.spec}) for {tuple(buffer.shape)} ({buffer.spec})"
             )
-    done = for_each_part(lambda mine, *theirs: func([mine], [list(theirs)] if theirs else [], so, *rest), room, *sent)
-    _received([output], [room])
+    done = for_each_part(lambda mine, *theirs: func([mine], [list(theirs)] if theirs else [], so, *rest), buffer, *sent)
+    _received([output], [buffer])
     return outputs, done[1]
 
 
 def _allgather_(func: Any, args: Any, kwargs: Any) -> Any:
     outputs, (given,), so, *rest = args
-    sent, rooms = to_portable(given), [to_portable(t) for t in outputs[0]]
+    sent, buffers = to_portable(given), [to_portable(t) for t in outputs[0]]
     require_same_kind(_group(so), sent)
     done: Any = None
-    for p, *into in zip(*map(part_tensors, (sent, *rooms)), strict=True):
-        got = [torch.empty_like(q, memory_format=torch.contiguous_format) for q in into]
-        done = func([got], [p.contiguous()], so, *rest)
+    for p, *into in zip(*map(part_tensors, (sent, *buffers)), strict=True):
+        gathered = [torch.empty_like(q, memory_format=torch.contiguous_format) for q in into]
+        done = func([gathered], [p.contiguous()], so, *rest)
         dist.Work.unbox(done[-1]).wait()
-        for q, one in zip(into, got, strict=True):
+        for q, one in zip(into, gathered, strict=True):
             q.copy_(one)
-    _received(outputs[0], rooms)
+    _received(outputs[0], buffers)
     return outputs, done[1]
 
 
 def _all_gather_into_tensor(func: Any, args: Any, kwargs: Any) -> Any:
-    """DTensor's: the pieces one after another along axis 0, as a quantized tensor."""
+    """Used by DTensor: the pieces concatenated along axis 0, as a quantized tensor."""
     given, count, group = args
     sent = to_portable(given)
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
     process_group = resolve(group) if isinstance(group, str) else group
     require_same_kind(process_group, sent)
     wait = torch.ops._c10d_functional.wait_tensor.default
-    got = iter([wait(func(p.contiguous(), count, group)) for p in part_tensors(sent)])
+    gathered = iter([wait(func(p.contiguous(), count, group)) for p in part_tensors(sent)])
 
     def each_rank(w: QT) -> list[QT]:
         slots: list[dict[str, Any]] = [{} for _ in range(count)]
         for name, p in w.parts._asdict().items():
             if p is None:
                 continue
-            of_ranks = each_rank(p) if isinstance(p, QT) else next(got).view(p.dtype).unflatten(0, (count, p.shape[0]))
+            of_ranks = (
+                each_rank(p) if isinstance(p, QT) else next(gathered).view(p.dtype).unflatten(0, (count, p.shape[0]))
+            )
             if name in ("scale", "zero_point", "offset") and _covers(w):  # a rank without rows has none
                 of_ranks = [of_ranks[0]] * count
             for slot, one in zip(slots, of_ranks, strict=True):
@@ -133,13 +136,13 @@ def _all_gather_into_tensor(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _covers(w: QT) -> bool:
-    """Whether one block covers the first axis on all ranks: one that did not would have been cut finer."""
+    """Whether one block covers the first axis on all ranks; otherwise sharding would have made blocks finer."""
     block = w.spec.block
     return block is None or (len(block) == w.ndim and not 0 < block[0] <= w.shape[0])
 
 
-def _arrived(func: Any, args: Any, kwargs: Any) -> Any:
-    """What we gathered has arrived."""
+def _already_complete(func: Any, args: Any, kwargs: Any) -> Any:
+    """Nothing to wait for: gathered quantized tensors are complete."""
     return with_alias(args[0])
 
 
@@ -148,18 +151,18 @@ _HANDLERS = {
     "c10d::scatter_": _scatter_,
     "c10d::allgather_": _allgather_,
     "_c10d_functional::all_gather_into_tensor": _all_gather_into_tensor,
-    "_c10d_functional::wait_tensor": _arrived,
-    "_c10d_functional::_wrap_tensor_autograd": _arrived,
+    "_c10d_functional::wait_tensor": _already_complete,
+    "_c10d_functional::_wrap_tensor_autograd": _already_complete,
 }
 
 
 def collective(func: Any, args: Any, kwargs: Any) -> Any:
-    """Any op of c10d, by name."""
+    """Handles every c10d op, by name."""
     handler = _HANDLERS.get(func.name().partition(".")[0])
     if handler is not None:
         return handler(func, args, kwargs)
     w = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QT))
     raise TypeError(
-        f"{func} of a quantized tensor {tuple(w.shape)} ({w.spec}): numbers are not reduced or sent as codes; exchange "
-        "w.dequantize(), or the gradients"
+        f"{func} of a quantized tensor {tuple(w.shape)} ({w.spec}): not supported on codes; exchange w.dequantize(), "
+        "or the gradients"
     )

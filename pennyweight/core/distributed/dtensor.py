@@ -1,11 +1,11 @@
-"""What torch.distributed asks of a quantized tensor when it cuts one into shards: DTensor, FSDP2, checkpoints.
+"""Sharding of quantized tensors for torch.distributed: DTensor, FSDP2, checkpoints.
 
-They call ``chunk``, ``narrow``, ``new_zeros``, ``pad`` and ``view(-1)`` like anybody else and take the results for
-memory of the tensor's own kind: pieces that can be written to, zeros to copy a piece into. For other callers
-these ops mean what they mean for floats (pieces that are read-only, zeros that are float), so the caller is looked at.
+They call ``chunk``, ``narrow``, ``new_zeros``, ``pad`` and ``view(-1)`` and expect quantized results: writable pieces,
+and zeros to copy a piece into. For other callers these ops behave as usual (read-only pieces, float zeros), so the
+handlers depend on the caller.
 
-A piece has the values of the whole, bit for bit. A cut through a block makes the blocks of all pieces finer: the same
-scale, written down more than once.
+A piece has the values of the whole, bit for bit. A cut through a block refines the blocks of all pieces, by repeating
+the scale.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .ddp import to_portable
 from .dispatch import PACK
 
 QT = AffineQuantizedTensor
-LEAST_BLOCK = 8  # elements: with a float32 scale for fewer, 4 bits become more than 8
-ANSWERS: dict[Any, Callable[[QT, Any, Any, str], Any]] = {}  # function of torch -> what it means there
+LEAST_BLOCK = 8  # elements; a float32 scale for fewer would raise 4 bits per weight to more than 8
+ANSWERS: dict[Any, Callable[[QT, Any, Any, str], Any]] = {}  # torch function -> handler for torch.distributed
 
 
 def for_distributed(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register an answer ``(w, arguments after it, kwargs, module that calls)``; dispatch.py must hand it on."""
+    """Register a handler ``(w, other arguments, kwargs, calling module)``; dispatch.py must list the functions."""
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
         ANSWERS.update(dict.fromkeys(functions, fn))
@@ -53,8 +53,8 @@ def pack_for_kernel(w: QT) -> QT:
 
 
 def shard_spec(w: QT, dim: int, size: int) -> QuantSpec:
-    """Spec of pieces of ``size`` entries of a logical axis: that of w, or one of finer blocks where a cut would go
-    through a block. Raises ValueError where that cannot be written down."""
+    """Spec of pieces of ``size`` entries of a logical axis: that of w, or one with finer blocks if a cut would go
+    through a block. Raises ValueError if finer blocks are not possible."""
     axis = dim % w.ndim if w.axes is None else w.axes[dim % w.ndim]
     spec, shape = w.spec.with_(layout="plain"), w.stored_shape
     block, n = blocks.resolve(spec.block, shape)[axis], shape[axis]
@@ -67,17 +67,17 @@ def shard_spec(w: QT, dim: int, size: int) -> QuantSpec:
     numbers = math.prod(n if b == -1 else b for b, n in zip(finer, shape, strict=True))
     parts = [spec.scale, spec.offset]
     if numbers < LEAST_BLOCK or any(isinstance(p, QuantSpec) for p in parts) or fine % spec.format.dim:
-        why = "the scales are quantized themselves" if numbers >= LEAST_BLOCK else f"{numbers} would share a scale"
+        why = "the scales are quantized" if numbers >= LEAST_BLOCK else f"only {numbers} weights would share a scale"
         raise ValueError(
-            f"a quantized weight {tuple(w.shape)} ({spec}) cannot be cut into pieces of {size} along axis {dim}: that "
-            f"goes through blocks of {block}, and {why}. Choose a group size that divides {size}, or another number of "
-            "ranks, or cut another axis"
+            f"a quantized weight {tuple(w.shape)} ({spec}) cannot be cut into pieces of {size} along axis {dim}: this "
+            f"cuts through blocks of {block}, and {why}. Choose a group size that divides {size}, another number of "
+            "ranks, or another axis"
         )
     return spec.with_(block=finer)
 
 
 def refine_blocks(w: QT, spec: QuantSpec) -> QT:
-    """w, plain, under a spec of finer blocks: each scale written down for every part of its block."""
+    """w in layout "plain" under a spec with finer blocks; each scale is repeated for every part of its block."""
     w = w.to_layout("plain")
     shape = w.stored_shape
     old, new = blocks.resolve(w.spec.block, shape), blocks.resolve(spec.block, shape)
@@ -97,7 +97,7 @@ def refine_blocks(w: QT, spec: QuantSpec) -> QT:
 
 
 def prepare_for_shards(w: QT, dim: int, size: int) -> QT:
-    """w as it is cut into pieces of ``size``: portable, blocks made finer where that must be."""
+    """w ready to be cut into pieces of ``size``: in a portable layout, with finer blocks if needed."""
     spec = shard_spec(w, dim, size)
     w = to_portable(w)
     if spec == w.spec.with_(layout="plain"):
@@ -107,7 +107,7 @@ def prepare_for_shards(w: QT, dim: int, size: int) -> QT:
 
 @for_distributed(torch.chunk, torch.Tensor.chunk)
 def _chunk(w: QT, args: Any, kwargs: Any, who: str) -> Any:
-    """DTensor's pieces are packed for their kernels where the whole was; FSDP2's are kept as they travel."""
+    """DTensor's pieces are packed for their kernels if the whole was; FSDP2's stay in the layout that is sent."""
     count = args[0] if args else kwargs["chunks"]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % w.ndim
     n = w.shape[dim]
@@ -117,8 +117,8 @@ def _chunk(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     if any(p is NotImplemented for p in pieces):
         raise ValueError(
             f"a quantized weight {tuple(w.shape)} ({w.spec}) cannot be cut into {count} pieces along axis {dim}"
-            + (": the order of its channels belongs to the whole axis" if w._perm is not None else "")
-            + "; cut another axis, or take another number of ranks"
+            + (": its channels are permuted over the whole axis" if w._perm is not None else "")
+            + "; cut another axis, or use another number of ranks"
         )
     repack = w.spec.layout not in READABLE and who.startswith("torch.distributed.tensor")
     return tuple(pack_for_kernel(p) for p in pieces) if repack else tuple(pieces)
@@ -126,8 +126,8 @@ def _chunk(w: QT, args: Any, kwargs: Any, who: str) -> Any:
 
 @for_distributed(torch.Tensor.narrow, torch.narrow)
 def _narrow(w: QT, args: Any, kwargs: Any, who: str) -> Any:
-    """A piece that shares memory where it can, and may be written to: what else shares its scale is padding, or a part
-    of the same tensor that gets the same scale."""
+    """A writable piece that shares memory if possible: its scale is shared only with padding, or with a part of the
+    same tensor that gets the same scale."""
     given = dict(zip(("dim", "start", "length"), args, strict=False)) | kwargs
     dim, start, length = given["dim"] % w.ndim, int(given["start"]), int(given["length"])
     if length == w.shape[dim]:
@@ -138,17 +138,17 @@ def _narrow(w: QT, args: Any, kwargs: Any, who: str) -> Any:
         piece = slice_axis(prepare_for_shards(w, dim, math.gcd(start, length) or length), dim, start, start + length)
     if piece is NotImplemented:
         raise ValueError(
-            f"{length} entries from {start} on of axis {dim} of a quantized tensor {tuple(w.shape)} ({w.spec}) go "
-            "through a block, or through an axis that lies in an order of its own; use shards of whole blocks"
+            f"{length} entries from {start} on of axis {dim} of a quantized tensor {tuple(w.shape)} ({w.spec}) cut "
+            "through a block or a permuted axis; use shards of whole blocks"
         )
-    if source is w or not who.startswith("torch.distributed.tensor"):  # what is written to a copy would be lost
+    if source is w or not who.startswith("torch.distributed.tensor"):  # writes to a copy would be lost
         shares = piece._codes.untyped_storage().data_ptr() == w._codes.untyped_storage().data_ptr()
         return piece.with_(readonly=w.readonly or not shares)
     return pack_for_kernel(piece.with_(readonly=False))
 
 
 def narrow_rows(w: QT, dim: int, length: int) -> Any:
-    """The first entries of a logical axis, padding of their last block included."""
+    """The first entries of a logical axis, including the padding of their last block."""
     axis = dim if w.axes is None else w.axes[dim]
     if axis == w.ndim - 1:
         return slice_axis(w, dim, 0, length)
@@ -165,11 +165,11 @@ def narrow_rows(w: QT, dim: int, length: int) -> Any:
     return if_consistent(w.with_(shape=shape, **slots))
 
 
-# -- room ------------------------------------------------------------------------------------------------------------
+# -- allocation ------------------------------------------------------------------------------------------------------
 
 
 def zeros_like_spec(w: QT, shape: Sequence[int], spec: QuantSpec | None = None) -> QT:
-    """Of the kind of w and of another size: codes and scales of 0; what there is one of in all is w's own."""
+    """A tensor like w with another shape: codes and scales are 0, per-tensor parts such as tables are those of w."""
     if w.axes is not None:
         raise ValueError(f"a transposed quantized tensor {tuple(w.shape)} cannot be sharded; shard it, then transpose")
     spec = w.spec.with_(layout="plain") if spec is None else spec
@@ -185,7 +185,7 @@ def zeros_like_spec(w: QT, shape: Sequence[int], spec: QuantSpec | None = None) 
 
 
 def copy_corner_(target: QT, source: QT) -> None:
-    """Write source into the corner of a larger target of its kind; both plain."""
+    """Write source into the leading corner of a larger target of its kind; both in layout "plain"."""
     for slot in ("codes", "scale", "zero_point", "offset"):
         mine, theirs = getattr(target, f"_{slot}"), getattr(source, f"_{slot}")
         if isinstance(mine, QT):
@@ -196,22 +196,22 @@ def copy_corner_(target: QT, source: QT) -> None:
 
 @for_distributed(torch.Tensor.new_zeros)
 def _new_zeros(w: QT, args: Any, kwargs: Any, who: str) -> Any:
-    """Room for a shard."""
+    """Allocate a shard."""
     size = kwargs["size"] if "size" in kwargs else args[0] if not isinstance(args[0], int) else args
     other = [d for d, (a, b) in enumerate(zip(w.shape, size, strict=False)) if a != b]
     if len(size) != w.ndim or len(other) > 1:
         return NotImplemented
     if other and other[0] and who.startswith("torch.distributed.fsdp"):
         raise ValueError(
-            f"fully_shard of a quantized weight {tuple(w.shape)} along axis {other[0]}: it is cut along axis 0 only; "
-            "leave it out of shard_placement_fn"
+            f"fully_shard of a quantized weight {tuple(w.shape)} along axis {other[0]}: only axis 0 is supported; "
+            "exclude it from shard_placement_fn"
         )
     return zeros_like_spec(w, size, shard_spec(w, other[0], size[other[0]]) if other else None)
 
 
 @for_distributed(F.pad)
 def _pad(w: QT, args: Any, kwargs: Any, who: str) -> Any:
-    """Room after the last entry of an axis, so that all shards are of one size."""
+    """Pad the end of an axis, so that all shards have one size."""
     pad = list(args[0] if args else kwargs["pad"])
     dim = w.ndim - len(pad) // 2
     if any(pad[:-1]):
@@ -224,13 +224,13 @@ def _pad(w: QT, args: Any, kwargs: Any, who: str) -> Any:
 
 @for_distributed(torch.Tensor.view)
 def _view(w: QT, args: Any, kwargs: Any, who: str) -> Any:
-    """FSDP2 keeps its shard as one row of numbers, and does not look at it where a tensor gathers itself."""
+    """FSDP2 flattens its shard, but does not use the result for tensors with their own all-gather."""
     return w.detach() if args == (-1,) and who.startswith("torch.distributed.fsdp") else NotImplemented
 
 
 @for_distributed(torch.Tensor.copy_)
 def _copy_(w: QT, args: Any, kwargs: Any, who: str) -> Any:
-    """Bit for bit, or not at all: a shard quantized anew by itself would not be a shard of the whole."""
+    """Copies bit for bit or raises: a shard requantized on its own would not be a shard of the whole."""
     source = args[0] if args else kwargs["src"]
     if not isinstance(source, Tensor) or (type(source) is not Tensor and not isinstance(source, QT)):
         return NotImplemented
@@ -240,21 +240,21 @@ def _copy_(w: QT, args: Any, kwargs: Any, who: str) -> Any:
         return w.copy_(refine_blocks(source, spec))
     if not same or source.shape != w.shape:
         raise ValueError(
-            f"{who}: a quantized tensor {tuple(w.shape)} ({w.spec}) is to take over one of {tuple(source.shape)} "
-            f"({source.spec if isinstance(source, QT) else source.dtype}); quantize the model as the one that was "
-            "saved, with the same config"
+            f"{who}: cannot load a tensor {tuple(source.shape)} "
+            f"({source.spec if isinstance(source, QT) else source.dtype}) into a quantized tensor {tuple(w.shape)} "
+            f"({w.spec}); quantize the model with the same config as the saved one"
         )
     if w.readonly:
         raise RuntimeError(
-            f"{who} writes to a part {tuple(w.shape)} ({w.spec}) that is a copy: of a packed weight (then call "
-            "pennyweight.distributed.unpack_(model) before, and pack_(model) after), or cut through a block (then load "
-            "on as many ranks as have saved, or choose groups that divide all shards)"
+            f"{who} writes to a part {tuple(w.shape)} ({w.spec}) that is a copy. If the weight is packed, call "
+            "pennyweight.distributed.unpack_(model) before and pack_(model) after. If a block was cut, load on as many "
+            "ranks as saved, or choose a group size that divides all shards"
         )
     return NotImplemented
 
 
 def _finer(w: QT, spec: QuantSpec) -> bool:
-    """Whether a spec is that of w but for blocks that divide w's."""
+    """Whether a spec equals that of w except for finer blocks that divide w's."""
     block, own = spec.block, w.spec.block
     if block is None or own is None or w.axes is not None or isinstance(spec.scale, QuantSpec):
         return False

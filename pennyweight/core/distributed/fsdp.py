@@ -1,9 +1,9 @@
-"""FSDP2's all-gather of a quantized parameter: its parts travel as they are, and are whole again when they arrive.
+"""FSDP2's all-gather of a quantized parameter: its parts are gathered as stored.
 
-A parameter is cut along its first axis, and so are parts with an entry for each of its blocks there. Of what there is
-one for that axis (the scale of a whole tensor) every rank sends its own and takes that of the first, because ranks
-without rows have none; tables and orders of channels are on every rank and do not travel. Whole, the parameter is
-packed for its kernel. Before the first exchange the ranks compare what is static about their shards.
+A parameter is sharded along its first axis, and so are parts with an entry per block on that axis. For parts with one
+entry on that axis (a per-tensor scale) every rank sends its own and uses that of the first rank, because ranks without
+rows have none. Tables and ``perm`` are on every rank and are not sent. The gathered parameter is packed for its kernel.
+Before the first exchange the ranks compare the static properties of their shards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARAMETERS = ("scale", "zero_point", "offset")
 
 
 class ShardRows(NamedTuple):
-    """Entries of the first axis: of the largest shard, which all others are padded to, and in all; ranks."""
+    """Rows of the largest shard, to which all others are padded; total rows; ranks."""
 
     shard: int
     total: int
@@ -34,8 +34,8 @@ class ShardRows(NamedTuple):
 
 
 def _rows(w: QT, mesh: Any) -> ShardRows:
-    """FSDP2 tells a hook that takes any shards of them nothing but the mesh, so the ranks ask each other, once: how
-    many rows they have, and whether their shards are of one kind. Raises ValueError on every rank where they are not.
+    """FSDP2 passes only the mesh to a hook that accepts uneven shards, so the ranks exchange their number of rows and
+    the kind of their shards, once. Raises ValueError on every rank if the kinds differ.
     """
     if "rows" not in w._bound:
         group = mesh.get_group()
@@ -45,17 +45,17 @@ def _rows(w: QT, mesh: Any) -> ShardRows:
         theirs = [torch.empty_like(mine) for _ in range(mesh.size())]
         dist.all_gather(theirs, mine, group=group)
         if any(not torch.equal(one[1:], mine[1:]) for one in theirs):
-            said: list[Any] = [None] * mesh.size()
-            dist.all_gather_object(said, describe_rank(w), group=group)
-            raise mismatch_error(w, dict(zip(dist.get_process_group_ranks(group), said, strict=True)))
+            kinds: list[Any] = [None] * mesh.size()
+            dist.all_gather_object(kinds, describe_rank(w), group=group)
+            raise mismatch_error(w, dict(zip(dist.get_process_group_ranks(group), kinds, strict=True)))
         counts = [int(one[0]) for one in theirs]
         w._bound["rows"] = ShardRows(max(counts), sum(counts), len(counts))
     return w._bound["rows"]
 
 
 def _block(spec: QuantSpec, ndim: int, rows: int) -> int:
-    """Entries of the first axis in a block of a shard of ``rows``; 0 where one block covers it on all ranks: a block
-    that covers a shard and not all of them would have been cut finer."""
+    """Block size on the first axis of a shard of ``rows``; 0 if one block covers the axis on all ranks. A block that
+    covers one shard but not all would have been refined."""
     if spec.block is None:
         return 0
     block = spec.block[0] if len(spec.block) == ndim else 1
@@ -63,8 +63,8 @@ def _block(spec: QuantSpec, ndim: int, rows: int) -> int:
 
 
 def _layout(w: QT, rows: int) -> Iterator[tuple[QT, str, int]]:
-    """(quantized tensor, slot, entries of the slot's first axis) of what is cut of w, nested tensors entered; rows: of
-    w's own first axis."""
+    """(quantized tensor, slot, entries on the slot's first axis) of each sharded part of w, including nested tensors;
+    rows: entries of w's first axis."""
     block = _block(w.spec, w.ndim, rows)
     yield w, "codes", -(-rows // block) * block if block else rows
     for slot in PARAMETERS:
@@ -81,7 +81,7 @@ def _layout(w: QT, rows: int) -> Iterator[tuple[QT, str, int]]:
 def all_gather_inputs(w: QT, mesh: Any) -> tuple[tuple[Tensor, ...], ShardRows]:
     """(plain tensors that this shard sends, each padded to the largest shard's; rows)."""
     rows, w = _rows(w, mesh), to_portable(w)
-    if rows.ranks == 1:  # torch 2.13 then takes over the first tensor alone
+    if rows.ranks == 1:  # torch 2.13 then uses only the first tensor
         return (as_bytes(w._codes.new_zeros(1)),), rows
     out = []
     for owner, slot, count in _layout(w, rows.shard):
@@ -95,8 +95,8 @@ def all_gather_inputs(w: QT, mesh: Any) -> tuple[tuple[Tensor, ...], ShardRows]:
 def all_gather_output(
     w: QT, gathered: tuple[Tensor, ...], rows: ShardRows, dtype: torch.dtype, out: Tensor | None = None
 ) -> Any:
-    """The whole parameter of what all shards sent, and the tensors of it that are memory of its own; into ``out`` where
-    that is given."""
+    """The full parameter from the gathered shards, and those of its tensors that have their own memory; written into
+    ``out`` if given."""
     parts = iter(gathered)
     shard = to_portable(w)
 

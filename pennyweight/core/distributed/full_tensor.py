@@ -1,4 +1,4 @@
-"""Parameters that torch spreads over ranks (DTensor), for code that works on whole tensors."""
+"""Helpers for code that works on whole tensors when parameters are DTensors."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torch import Tensor
 
 
 def is_dtensor(t: Any) -> bool:
-    """Whether t is a DTensor. Nothing is imported: without the module there are none."""
+    """Whether t is a DTensor. Imports nothing: if torch.distributed.tensor is not loaded, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
 
 def full_tensor(t: Any) -> Any:
-    """All of a tensor: that of all ranks where it is spread over them, which all must ask for; else itself."""
+    """The full tensor of a DTensor (a collective, so all ranks must call it); any other tensor unchanged."""
     return t.full_tensor() if is_dtensor(t) else t
 
 
 def local_tensor(t: Any) -> Any:
-    """This rank's part of a tensor."""
+    """The local shard of a DTensor; any other tensor unchanged."""
     return t._local_tensor if is_dtensor(t) else t
 
 
 def wait_tensor(t: Tensor) -> Tensor:
-    """t itself, where it is what a collective that may still run will give."""
+    """t, after waiting for it if it is the result of an asynchronous collective."""
     module = sys.modules.get("torch.distributed._functional_collectives")
     pending = module is not None and isinstance(t, module.AsyncCollectiveTensor)
     return t.wait() if pending else t  # type: ignore[attr-defined]
 
 
 def all_reduce(t: Tensor, op: str, groups: Sequence[str]) -> Tensor:
-    """The "sum", or the "max", of a tensor over all ranks of groups, which are given by name, one after another."""
+    """Reduce a tensor with op "sum" or "max" over each of the process groups, given by name, in order."""
     for name in groups:
         t = torch.ops._c10d_functional.all_reduce.default(t, op, name)
         t = torch.ops._c10d_functional.wait_tensor.default(t)
@@ -42,7 +42,7 @@ def all_reduce(t: Tensor, op: str, groups: Sequence[str]) -> Tensor:
 
 
 def distribute_like(t: Tensor, like: Any) -> Tensor:
-    """t, which is whole and equal on all ranks, spread over them as ``like`` is; nothing is sent."""
+    """Shard t, which is whole and equal on all ranks, like the DTensor ``like``; without communication."""
     if not is_dtensor(like):
         return t
     module = sys.modules["torch.distributed.tensor"]

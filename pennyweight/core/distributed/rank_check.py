@@ -1,7 +1,7 @@
-"""Whether all ranks of a group bring a quantized tensor, asked through their store before they exchange a byte.
+"""Checks through the process group's store that all ranks have a quantized tensor before they exchange data.
 
-A rank whose model is not quantized sends floats where the others send codes. Backends do not survive that: gloo ends
-the process when sizes differ, and gives garbage where they do not. A store knows who has come and who has not.
+A rank whose model is not quantized would send floats while the others send codes. Backends do not detect this: gloo
+terminates the process if sizes differ and returns garbage if they match. The store shows which ranks are missing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..tensor import AffineQuantizedTensor
 
-PATIENCE = 30.0  # seconds of waiting after which it is said what for
-_COUNTS: Counter[str] = Counter()  # meetings of each group so far
+PATIENCE = 30.0  # seconds of waiting before a warning
+_COUNTS: Counter[str] = Counter()  # number of checks per group so far
 
 
 def wait_for_all_ranks(group: Any, w: AffineQuantizedTensor) -> None:
-    """Wait for all ranks of a group to call this. Raises ValueError, with the ranks that did not, after the group's
-    timeout; warns after :data:`PATIENCE`."""
+    """Wait for all ranks of a group to call this. Warns after :data:`PATIENCE`; after the group's timeout raises
+    ValueError with the missing ranks."""
     store, name = c10d._get_default_store(), str(group.group_name)
     turn = _COUNTS[name]
     _COUNTS[name] += 1
@@ -38,8 +38,8 @@ def wait_for_all_ranks(group: Any, w: AffineQuantizedTensor) -> None:
             return
         waited = time.monotonic() - start
         text = (
-            f"rank {dist.get_rank()} is about to exchange a quantized tensor {tuple(w.shape)} ({w.spec}), and after "
-            f"{waited:.0f} s rank {', '.join(map(str, missing))} has brought none. Quantize the same model with the "
+            f"rank {dist.get_rank()} is about to exchange a quantized tensor {tuple(w.shape)} ({w.spec}), but after "
+            f"{waited:.0f} s rank {', '.join(map(str, missing))} has not sent one. Quantize the same model with the "
             "same config on each rank, before fully_shard"
         )
         if waited > limit:
@@ -51,7 +51,7 @@ def wait_for_all_ranks(group: Any, w: AffineQuantizedTensor) -> None:
 
 
 def _timeout(group: Any, w: AffineQuantizedTensor) -> float:
-    """Seconds after which the group's own collectives would give up."""
+    """Timeout of the group's collectives, in seconds."""
     options = getattr(group._get_backend(w.device), "options", None)
     limit = getattr(options, "_timeout", None) or c10d.default_pg_timeout
     return (limit if isinstance(limit, timedelta) else c10d.default_pg_timeout).total_seconds()

@@ -1,1 +1,1 @@
-"""What aten asks of the quantized tensor: one file for each family of operators."""
+"""aten operators of the quantized tensor, one file per family."""

@@ -1,4 +1,4 @@
-"""What changes a quantized tensor, and what computes on a dequantized copy of it.
+"""In-place operations on quantized tensors, and the fallback to a dequantized copy.
 
 A write requantizes the new value into the same storages, so that every alias, view and optimizer sees it.
 """
@@ -30,8 +30,8 @@ aten = torch.ops.aten
 QT = AffineQuantizedTensor
 
 
-class _Chance:
-    """Random words of one write after another."""
+class _RandomWords:
+    """Random words for a sequence of writes."""
 
     def __init__(self, step: int, *key: int) -> None:
         self.step, self.key, self.writes = step, key, 0
@@ -43,31 +43,31 @@ class _Chance:
         ) + stochastic_rounding.as_int32(stochastic_rounding.step_mask(self.step))
 
 
-_CHANCE: ContextVar[_Chance | None] = ContextVar("pennyweight_rounding_by_chance", default=None)
+_STOCHASTIC: ContextVar[_RandomWords | None] = ContextVar("pennyweight_stochastic_writes", default=None)
 
 
 @contextmanager
 def stochastic_writes(step: int, *key: int) -> Iterator[None]:
-    """Within it, codes that are written are rounded by chance, so that the mean of many writes is the value: changes
-    smaller than a step of the codes are not lost. Random numbers are a function of the key, of how many writes came
-    before in this block, of the element, and of the step, over whose course they are spread evenly."""
-    token = _CHANCE.set(_Chance(step, *key))
+    """Within this context, writes use stochastic rounding, so that the mean of many writes is the value and updates
+    smaller than a step of the codes are not lost. The random bits are a function of the key, the number of earlier
+    writes in this context, the element and the step; over the steps they are spread evenly."""
+    token = _STOCHASTIC.set(_RandomWords(step, *key))
     try:
         yield
     finally:
-        _CHANCE.reset(token)
+        _STOCHASTIC.reset(token)
 
 
 def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
     """Requantize ``value`` into the storages of ``target``. value: anything that broadcasts to its shape.
 
-    Writing the value that stands there changes no bit, though quantizing it anew might. update: it is the present value
-    somewhat changed, and blocks keep the scale that still suits them. Raises RuntimeError where the target is a copy,
-    or shares a block's scale with elements outside it. Within :func:`stochastic_writes` codes are rounded by chance.
+    Writing the current value changes no bit, even if requantizing would. update: ``value`` is a small change of the
+    current value; blocks keep their scale if it still fits. Raises RuntimeError if the target is a copy or shares a
+    block's scale with elements outside it. Within :func:`stochastic_writes`, codes are rounded stochastically.
     """
     _check_writable(target)
-    by_chance = _CHANCE.get()
-    if by_chance is None:
+    stochastic = _STOCHASTIC.get()
+    if stochastic is None:
         value = value.to(dtype=target.dtype)
     value = value.to(device=target.device).expand(target.shape)
     check_finite(value, f"value written to a quantized tensor {tuple(target.shape)}")
@@ -77,11 +77,11 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
         value = value.permute([target.axes.index(i) for i in range(len(target.axes))])
     value = permute_last_axis(value, target._perm)
     spec = target.spec.with_(layout="plain")
-    if by_chance is None:
+    if stochastic is None:
         plain = quantize(value, spec, params=_kept(target, value, spec, update))
     else:
         rule = "mx_rceil" if isinstance(spec.scale, QuantSpec) and spec.scale.format is E8M0 else None
-        words = by_chance.words(value.shape, value.device)
+        words = stochastic.words(value.shape, value.device)
         plain = quantize(value, spec, rule, params=_steady_scales(target, value, spec), words=words)
     parts = get_layout(target.spec.layout).pack(plain, target.spec, target.stored_shape)
     copy_parts_(target, QT(parts, target.spec, target.stored_shape, target.dtype))
@@ -89,15 +89,15 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
 
 
 def _kept(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Params | None:
-    """What stays of the parameters: a learned table always, a scale where that keeps updates from drifting."""
+    """The parameters to keep: a learned table always, scales if that prevents drift under updates."""
     if spec.format.kind == "learned":
         return _under_table(target, value, spec, update)
     return _kept_scales(target, value, spec) if update else None
 
 
 def _under_table(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Params:
-    """Parameters under the table that there is: the largest element of a block becomes its largest number. In an update
-    blocks that still reach over a half of that keep their scale, whose numbers they have."""
+    """Parameters under the existing table: the largest element of a block maps to the table's largest number. In an
+    update, blocks that still use more than half of their range keep their scale."""
     assert target._table is not None
     x = blocks.pad(value, spec.block)
     fresh, reach = choose(x, spec), target._table.abs().max().float().clamp(min=2.0**-14)
@@ -112,12 +112,12 @@ def _under_table(target: QT, value: Tensor, spec: QuantSpec, update: bool) -> Pa
 
 
 def _kept_scales(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
-    """Parameters of an update in stored order: the scale of a block stays where the value fits it and comes within
-    a quarter of a step of an end of the codes. None: choose anew, as for formats that find their own scale again.
+    """Parameters of an update in stored order: a block keeps its scale if the value fits it and reaches within a
+    quarter of a step of an end of the code range. None: choose new ones, for formats where requantizing is stable.
 
-    Symmetric integers do not: scale = absmax / 127.5, and a block whose greatest code is 127 or -128 asks for 127/127.5
-    or 128/127.5 of the scale that it has (at 4 bits for 7/7.5 or 8/7.5). Small updates, one after another, would
-    shrink the one and blow up the other without end.
+    Symmetric integers are not stable: scale = absmax / 127.5, so a block whose largest code is 127 or -128 would get
+    127/127.5 or 128/127.5 of its scale (at 4 bits 7/7.5 or 8/7.5). Repeated small updates would shrink the former and
+    grow the latter without bound.
     """
     if (
         spec.format.kind != "int" or spec.zero_point or spec.offset is not None
@@ -136,13 +136,13 @@ def _kept_scales(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
     return Params(torch.where(fits & full, scale, fresh))
 
 
-# Under chance a new scale rounds all codes of its block anew, which adds noise; so scales change seldom: where a value
-# would saturate, with room to grow, or where a quarter of the codes is no longer used.
+# With stochastic rounding a new scale re-rounds all codes of its block, which adds noise. So scales change rarely: when
+# a value would saturate (then with headroom), or when a quarter of the code range is no longer used.
 _LEAST_USED, _ROOM = 0.75, 1 + 1 / 16
 
 
 def _steady_scales(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
-    """Parameters under which nothing saturates, which would not be right in the mean. None: by the rule."""
+    """Parameters under which nothing saturates, because saturation would bias the mean. None: use the rule."""
     f = spec.format
     bottom, top = f.lo - spec.mid, f.hi - spec.mid
     if (
@@ -163,14 +163,14 @@ def _steady_scales(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
 def _check_writable(target: QT) -> None:
     if target.readonly:
         raise RuntimeError(
-            f"in-place change of a part of a quantized tensor {tuple(target.shape)} ({target.spec}): it is a copy or "
-            "shares scales, or the order of its channels, with elements outside it; dequantize the whole weight, "
-            "change that, and copy_ it back"
+            f"in-place change of a part of a quantized tensor {tuple(target.shape)} ({target.spec}): it is a copy, or "
+            "shares scales or its channel order with elements outside it; dequantize the whole weight, change that, "
+            "and copy_ it back"
         )
 
 
 def copy_parts_(target: QT, source: QT) -> None:
-    """Copy parts bit for bit; both under the same spec and layout. An order of channels that source has not is left."""
+    """Copy parts bit for bit; both have the same spec and layout. A ``perm`` that source lacks is left unchanged."""
     for mine, theirs in zip(target.parts, source.parts, strict=True):
         if isinstance(mine, QT):
             copy_parts_(mine, theirs)
@@ -215,7 +215,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
     aten.mul_.Scalar, aten.div_.Scalar, aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar,
 )  # fmt: skip
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """Arithmetic in float32 on the value, requantized into the same storages. PEFT merges and optimizers step so."""
+    """Arithmetic in float32 on the value, requantized into the same storages. Used by PEFT merges and optimizers."""
     target, *rest = args
     rest = [_float(r) if isinstance(r, Tensor) else r for r in rest]
     if not isinstance(target, QT):
@@ -226,7 +226,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _float(x: Tensor) -> Tensor:
-    """x in float32 where it is of less, so that operands of one function agree."""
+    """x, with 16-bit floats widened to float32, so that the operands have one dtype."""
     if isinstance(x, QT):
         return x._dequantize(torch.float32)
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -254,7 +254,7 @@ def _resize_(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(None)
 def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute on dequantized copies; write mutated arguments back by requantizing them in place."""
+    """Compute on dequantized copies; requantize mutated arguments in place."""
     family = ATEN.get(func.namespace)
     if family is not None:
         return family(func, args, kwargs)
@@ -292,7 +292,7 @@ def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda o: back.get(id(o), o), out) if back else out
 
 
-# -- functions that reach into storage without dispatching -----------------------------------------------------------
+# -- functions that access storage without dispatching ---------------------------------------------------------------
 
 
 @implements(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, table=FUNCTIONS)
@@ -315,7 +315,7 @@ def _is_set_to(func: Any, args: Any, kwargs: Any) -> Any:
     torch.Tensor.untyped_storage, torch.Tensor.share_memory_, torch.Tensor.is_shared, table=FUNCTIONS,
 )  # fmt: skip
 def _own_storage(func: Any, args: Any, kwargs: Any) -> Any:
-    """Called through the class of torch, past the methods that know of the parts."""
+    """Called through ``torch.Tensor``, which bypasses the methods of the subclass."""
     return getattr(args[0], func.__name__)(*args[1:], **kwargs)
 
 
@@ -324,7 +324,7 @@ def _own_storage(func: Any, args: Any, kwargs: Any) -> Any:
     torch.Tensor.stft, table=FUNCTIONS,
 )  # fmt: skip
 def _dense(func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions that write their result into a clone of an operand, which would round it, or that need strides."""
+    """Functions that need strides, or that write their result into a clone of an operand, which would quantize it."""
     operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, QT)]
     fallback.record(func.__name__, operands[0])
     args, kwargs = tree_map(lambda a: a.dequantize() if isinstance(a, QT) else a, (args, kwargs))

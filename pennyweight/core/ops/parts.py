@@ -1,8 +1,8 @@
-"""Operations of the quantized tensor, written once on its parts: what they share, and copies.
+"""Structural operations of the quantized tensor, applied to each part: shared helpers, and copies.
 
-They work on stored axes; a logical axis becomes a stored one through ``w.axes``. An op that would cut through a block,
-or needs what a part cannot do, returns NotImplemented and thereby becomes a counted fallback. See view.py, slice.py and
-inplace.py for the others.
+They work on stored axes; ``w.axes`` maps logical axes to stored ones. An op that would cut through a block, or that a
+part does not support, returns NotImplemented and becomes a counted fallback. See view.py, slice.py and inplace.py for
+the other ops.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ VALUE_SLOTS = ("codes", "scale", "zero_point", "offset")
 
 
 def map_parts(w: QT, fn: Callable[[Any], Any], **changes: Any) -> QT:
-    """The same function over all stored parts, static activation parameters too."""
+    """Apply a function to all stored parts, including static activation parameters."""
     return w.with_(parts=each_part(w.parts, fn), **changes)
 
 
 def map_value(w: QT, fn: Callable[[Any, str], Any], **changes: Any) -> Any:
-    """``fn(part, slot)`` over the parts of the value. NotImplemented where it is so for a part.
+    """Apply ``fn(part, slot)`` to the parts of the value. NotImplemented if ``fn`` returns that for any part.
 
-    The spec follows its quantized parts, whose own block may have lost an axis.
+    The spec is updated with the specs of nested quantized parts, whose block may have lost an axis.
     """
     parts = {slot: fn(p, slot) for slot in VALUE_SLOTS if (p := getattr(w, f"_{slot}")) is not None}
     if any(p is NotImplemented for p in parts.values()):
@@ -44,22 +44,22 @@ def map_value(w: QT, fn: Callable[[Any, str], Any], **changes: Any) -> Any:
 
 
 def to_sliceable(w: QT) -> QT:
-    """w in a layout whose parts keep the order of axes: itself, or a read-only unpacked copy."""
+    """w in a layout whose parts keep the order of axes: w itself, or a read-only unpacked copy."""
     return w if w.spec.layout in READABLE else w.to_layout(portable_layout(w.spec)).with_(readonly=True)
 
 
 def to_unpacked(w: QT) -> QT:
-    """w with one code an element; a read-only copy where it was packed."""
+    """w in layout "plain"; a read-only copy if it was packed."""
     return w if w.spec.layout == "plain" else w.to_layout("plain").with_(readonly=True)
 
 
 def is_bit_stream(w: QT, slot: str) -> bool:
-    """Whether the last axis of a part beside the codes is a bit stream."""
+    """Whether the last axis of a part other than the codes is a bit stream."""
     return slot == "zero_point" and w.spec.layout == "bits" and w.spec.zero_point_bits < 8 and w.ndim > 0
 
 
 def shares_codes(w: QT, axis: int) -> bool:
-    """Whether neighbours on a stored axis share a code, so that it can be cut only between those."""
+    """Whether neighbours on a stored axis share a code, so that the axis can be cut only at multiples of ``dim``."""
     return w.spec.format.dim > 1 and axis == w.ndim - 1
 
 
@@ -68,7 +68,7 @@ def axes_of(w: QT) -> tuple[int, ...]:
 
 
 def stored_axis(w: QT, dim: int) -> int:
-    """Stored axis of a logical one. Raises IndexError out of range."""
+    """Stored axis of a logical axis. Raises IndexError if out of range."""
     if not -w.ndim <= dim < w.ndim:
         raise IndexError(f"dimension {dim} is out of range for a quantized tensor of shape {tuple(w.shape)}")
     return axes_of(w)[dim]
@@ -83,7 +83,7 @@ def with_alias(w: QT, **changes: Any) -> QT:
 
 
 def if_consistent(w: Any) -> Any:
-    """w if its parts have the sizes that its spec says for its shape, else NotImplemented."""
+    """w if the sizes of its parts match its spec and shape, else NotImplemented."""
     if w is NotImplemented:
         return w
     shape = w.stored_shape
@@ -115,7 +115,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     device = torch.device(kwargs.get("device") or w.device)
     devices = get_layout(w.spec.layout).devices
-    if devices is not None and device.type not in (*devices, "meta"):  # one device's packing cannot travel
+    if devices is not None and device.type not in (*devices, "meta"):  # this packing is specific to a device
         w = w.to_layout(portable_layout(w.spec))
     non_blocking = bool(kwargs.get("non_blocking"))
     out = map_parts(w, lambda p: p.to(device, copy=True, non_blocking=non_blocking), dtype=dtype, readonly=False)
@@ -139,9 +139,9 @@ def _compatible(func: Any, args: Any, kwargs: Any) -> bool:
 
 @implements(torch.empty_like, table=FUNCTIONS)
 def _empty_like(func: Any, args: Any, kwargs: Any) -> Any:
-    """Quantized as well, so that ``Module.to_empty`` gives a model that a checkpoint can be copied into.
+    """Returns a quantized tensor, so that a checkpoint can be copied into a model made by ``Module.to_empty``.
 
-    Only where it is called by name: torch's own composite functions write their float results into such a tensor.
+    Only for direct calls: torch's own composite functions write float results into the tensor they get.
     """
     w = args[0]
     dtype = kwargs.get("dtype") or w.dtype
@@ -151,7 +151,7 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> Any:
     out = map_parts(w, lambda p: torch.empty_like(p, device=device), dtype=dtype, readonly=False)
     if w._perm is None:
         return out
-    # Whatever the codes are, an order must be one: it is memory that others are addressed by.
+    # Codes may be uninitialized, but perm is used as an index and must be a valid permutation.
     return out.with_(perm=torch.arange(w._perm.shape[0], dtype=w._perm.dtype, device=device))
 
 
@@ -162,7 +162,7 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> Any:
     aten.new_empty_strided.default,
 )  # fmt: skip
 def _factory(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Fresh float tensors of the logical shape, as optimizer states are: nothing of the weight's value is needed."""
+    """New float tensors of the logical shape, such as optimizer states; the weight's value is not used."""
     w = args[0]
     like = torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device="meta")
     return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or w.device})

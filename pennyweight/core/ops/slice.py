@@ -1,4 +1,4 @@
-"""Parts of an axis: slices, splits, joins and lookups of quantized tensors along whole blocks."""
+"""Slice, select, split, cat, stack and index of quantized tensors, along whole blocks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ QT = AffineQuantizedTensor
 
 
 def slice_axis(w: QT, dim: int, start: int, stop: int, step: int = 1) -> Any:
-    """w[.., start:stop:step, ..] along logical ``dim``, quantized; NotImplemented where that cuts through blocks, or
-    through an axis that lies in another order.
+    """w[.., start:stop:step, ..] along logical ``dim``, quantized; NotImplemented if that cuts through blocks or along
+    an axis reordered by ``perm``.
 
-    A piece that keeps one scale while elements outside it share it is marked read-only; so is one that keeps an order.
+    The result is read-only if it shares a scale with elements outside it, or a ``perm``.
     """
     axis, n = stored_axis(w, dim), w.shape[dim]
     start, stop = (max(0, i + n) if i < 0 else min(i, n) for i in (start, stop))
@@ -47,7 +47,7 @@ def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, .
         if axis == w.ndim - 1:
             return NotImplemented
         w = w.with_(readonly=True)
-    if w._table is not None:  # which elements outside share
+    if w._table is not None:  # shared with elements outside
         w = w.with_(readonly=True)
     w = to_sliceable(w)
     size = blocks.resolve(w.spec.block, w.stored_shape)[axis]
@@ -62,14 +62,14 @@ def _cut(w: QT, axis: int, start: int, stop: int, step: int, shape: tuple[int, .
         first, last, readonly = 0, 0, True
     else:
         return NotImplemented
-    end = last * size if last - first > 1 else stop  # padding goes with the blocks it completes
+    end = last * size if last - first > 1 else stop  # padding stays with the block it completes
     if shares_codes(w, axis):
         dim = w.spec.format.dim
         if step != 1 or start % dim or (end % dim and stop != n):
             return NotImplemented
         start, end = start // dim, -(-end // dim)
     bits = w.spec.format.bits if w.spec.layout == "bits" and axis == w.ndim - 1 else 8
-    if bits < 8 and (step != 1 or start * bits % 8 or end * bits % 8):  # not at bytes of the stream
+    if bits < 8 and (step != 1 or start * bits % 8 or end * bits % 8):  # not on byte boundaries of the stream
         w, bits = to_unpacked(w), 8
         readonly = True
     zeros = w.spec.zero_point_bits if bits < 8 else 8
@@ -107,7 +107,7 @@ def _select(func: Any, args: Any, kwargs: Any) -> Any:
     if not -n <= index < n:
         raise IndexError(f"index {index} is out of range for axis {dim} of a quantized tensor {tuple(w.shape)}")
     if w.ndim == 1:
-        return NotImplemented  # a single number: nothing is won by keeping it quantized
+        return NotImplemented  # a single number: no benefit in keeping it quantized
     one = slice_axis(w, dim, index % n, index % n + 1)
     out = one if one is NotImplemented else drop_axis(one, axis)
     return out if out is NotImplemented else _view(func, args, kwargs, out)
@@ -165,7 +165,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two parts that there is one of in all are equal, as far as that can be told."""
+    """Whether two per-tensor parts are equal; False if their values cannot be read."""
     if a is b or a is None or b is None:
         return a is b
     traced = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
@@ -180,7 +180,7 @@ def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
     one = _one_block(whole, axis, shape)
     dim = first.spec.format.dim if shares_codes(first, axis) else 1
     inner = [t._codes.shape[axis] * dim != t.stored_shape[axis] for t in whole[:-1]]
-    if any(inner) or any(t.spec != first.spec for t in whole):  # padding would land in the middle
+    if any(inner) or any(t.spec != first.spec for t in whole):  # padding would end up in the middle
         return NotImplemented
 
     def part(p: Any, slot: str) -> Any:
@@ -199,7 +199,7 @@ def _join(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> Any:
 
 
 def _one_block(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> bool:
-    """Whether tensors are pieces of one block of an axis and have its scale, as halves of a row have the row's."""
+    """Whether tensors are pieces of one block of an axis and share its scale, such as two halves of a row."""
     first = tensors[0]
     if blocks.resolve(first.spec.block, stored_shape(shape, first.axes))[axis] == 1:
         return False
@@ -209,7 +209,7 @@ def _one_block(tensors: Sequence[QT], axis: int, shape: tuple[int, ...]) -> bool
 
 
 def _equal(a: QT, b: QT) -> bool:
-    """Whether all parts but the codes are equal, in the codes of nested ones too."""
+    """Whether all parts except the codes are equal, including the codes of nested parts."""
     for slot in ("scale", "zero_point", "offset"):
         p, q = getattr(a, f"_{slot}"), getattr(b, f"_{slot}")
         if isinstance(p, QT):
@@ -233,7 +233,7 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.index.Tensor, aten.index_select.default)
 def _index(func: Any, args: Any, kwargs: Any) -> Any:
-    """By one tensor of indices or a mask along an axis: one with an entry per element, or covered by one block."""
+    """Index one axis with a tensor of indices or a mask: an axis of block size 1, or one covered by a single block."""
     w = args[0]
     index = list(args[1]) if func is aten.index.Tensor else [None] * (args[1] % w.ndim) + [args[2]]
     used = [i for i, ix in enumerate(index) if ix is not None]

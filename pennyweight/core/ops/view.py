@@ -1,4 +1,4 @@
-"""Order and number of axes: transposes, squeezes, expands and views of quantized tensors."""
+"""Transpose, permute, squeeze, unsqueeze, expand and view of quantized tensors."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def _permute(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.as_strided.default)
 def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
-    """Another order of axes, which is how compiled functions give back a transposed input; nothing else.
+    """Supports only permutations of axes, which compiled functions use to return a transposed input.
 
-    Raises RuntimeError: strides and offsets are those of elements in a storage, which a quantized tensor has not.
+    Raises RuntimeError otherwise: a quantized tensor has no strided storage.
     """
     w, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
@@ -89,7 +89,7 @@ def drop_axis(w: QT, axis: int) -> Any:
     if shares_codes(w, axis):
         return NotImplemented
     if axis == w.ndim - 1:
-        w = to_unpacked(w).with_(perm=None)  # of one entry: there is but one order
+        w = to_unpacked(w).with_(perm=None)  # a single entry has only one order
     block = w.spec.block
     if block is not None:
         full = (1,) * (w.ndim - len(block)) + block
@@ -105,7 +105,7 @@ def drop_axis(w: QT, axis: int) -> Any:
 
 
 def insert_axis(w: QT, dim: int) -> Any:
-    """A new logical axis of size one; it is stored first, so that blocks stay right-aligned."""
+    """Insert a logical axis of size one. It is stored first, so that blocks stay right-aligned."""
     w = to_sliceable(w)
     axes = tuple(a + 1 for a in axes_of(w))
 
@@ -135,7 +135,7 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.expand.default)
 def _expand(func: Any, args: Any, kwargs: Any) -> Any:
-    """Repeat axes of size one without copying. Products see the stride of zero and use the one weight there is."""
+    """Repeat axes of size one without copying. Matrix products detect the zero stride and use the single weight."""
     w, size = args[:2]
     out: Any = w
     for _ in range(len(size) - w.ndim):
@@ -176,14 +176,14 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     out = with_unit_axes(w, shape)
     if out is NotImplemented:
         out = reshape_leading_axes(w, shape)
-    if out is NotImplemented and func is aten._unsafe_view.default:  # reshape has cloned w, in its own order of axes
+    if out is NotImplemented and func is aten._unsafe_view.default:  # reshape has cloned w in its stored axis order
         fallback.record(str(func), w)
         return w._dequantize(w.dtype).reshape(shape)
     return out if out is NotImplemented else _view(func, args, kwargs, out)
 
 
 def with_unit_axes(w: QT, shape: tuple[int, ...]) -> Any:
-    """w with its axes of size one dropped and those of ``shape`` put in; the order of the others is kept."""
+    """w with its axes of size one dropped and those of ``shape`` inserted; the order of the others is kept."""
     if shape == tuple(w.shape):
         return with_alias(w)
     if [n for n in shape if n != 1] != [n for n in w.shape if n != 1]:
@@ -201,7 +201,7 @@ def with_unit_axes(w: QT, shape: tuple[int, ...]) -> Any:
 
 
 def reshape_leading_axes(w: QT, shape: tuple[int, ...]) -> Any:
-    """Regroup leading axes that have an entry per element; trailing axes stay, or lie in one block before and after."""
+    """Regroup leading axes of block size 1; trailing axes stay unchanged, or are in one block before and after."""
     if w.axes is not None or not shape or 0 in shape:
         return NotImplemented
     old = tuple(w.shape)
@@ -244,7 +244,7 @@ def _reshape_part(p: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _infer(w: QT, size: Sequence[int]) -> tuple[int, ...]:
-    """The shape that view(size) asks for. Raises RuntimeError where the numbers of elements differ."""
+    """The shape of view(size), with -1 resolved. Raises RuntimeError if the number of elements differs."""
     known = math.prod(n for n in size if n != -1)
     missing = w.numel() // known if known else 0
     shape = tuple(missing if n == -1 else n for n in size)

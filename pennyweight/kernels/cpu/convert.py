@@ -1,6 +1,7 @@
 """Native conversions between floats and codes on a CPU; see core/quantize_backends.py.
 
-The arithmetic is in src/dequantize.h and src/quantize.h. Integer formats are quantized here, others by the reference.
+The arithmetic is in src/dequantize.h and src/quantize.h. Only integer formats are quantized here; the reference
+quantizes the others.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from .matrix_view import FLOATS, Affine, affine, part_kind, threads_for
 
 SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(1, 5)  # as in src/affine.h
 _RULES = {"symmetric": SYMMETRIC, "symmetric_no_clip": NO_CLIP, "asymmetric": ASYMMETRIC, "minmax": MINMAX}
-# Rules that look at nothing but the ends of a block, so that they can be asked about those alone.
+# Rules that depend only on the minimum and maximum of a block, so that they can be computed from those.
 _BY_RANGE = (*_RULES, "mx_floor", "mx_ceil", "mx_even", "mx_rceil")
 
 
 class Rounding(ctypes.Structure):
-    """How a float matrix becomes integer codes; see src/affine.h."""
+    """Quantization of a float matrix to integer codes; see src/affine.h."""
 
     _fields_ = (
         ("to", Affine), ("rule", c_int32),
@@ -46,7 +47,7 @@ class Rounding(ctypes.Structure):
 
 
 def _number_part(part: Any, kind: Any) -> Tensor | None:
-    """A scale or offset as native code reads it."""
+    """A scale or offset in the form that native code reads."""
     if part is None:
         return None
     if isinstance(kind, QuantSpec):
@@ -57,7 +58,7 @@ def _number_part(part: Any, kind: Any) -> Tensor | None:
 
 
 def floats_of(parts: Any, spec: QuantSpec, a: Affine, index: Tensor | None, out: Tensor) -> Tensor:
-    """Rows ``index`` (all, where it is None) of a matrix, written to ``out``. Raises IndexError out of range."""
+    """Dequantize rows ``index`` (None: all) of a matrix into ``out``. Raises IndexError if out of range."""
     codes, zero = parts.codes.contiguous(), parts.zero_point
     zero = None if zero is None else zero.contiguous()
     scale, offset = _number_part(parts.scale, spec.scale), _number_part(parts.offset, spec.offset)
@@ -66,12 +67,12 @@ def floats_of(parts: Any, spec: QuantSpec, a: Affine, index: Tensor | None, out:
 
 
 def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """The bits of core.numerics.dequantize, straight from packed codes."""
+    """Bit-identical to core.numerics.dequantize, directly from packed codes."""
     if missing() is not True:
         return NotImplemented
     shape = tuple(map(int, shape))
     a = affine(spec, shape, dtype)
-    if a is None and spec.layout not in READABLE:  # a packing that is read by unpacking it
+    if a is None and spec.layout not in READABLE:  # unpack layouts that cannot be read directly
         plain = get_layout(spec.layout).unpack(parts, spec, shape)
         spec = spec.with_(layout="plain")
         parts, a = AffineQuantizedTensor(plain, spec, shape, dtype).parts, affine(spec, shape, dtype)
@@ -87,7 +88,7 @@ def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch
 def rounding_of(
     spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, rule: str, eps: float | None
 ) -> Rounding | None:
-    """How x of that shape is rounded in one pass, or (rule GIVEN) after its parameters; None: by the reference."""
+    """Parameters for quantizing x in one pass, or (rule GIVEN) with given qparams; None: use the reference."""
     a = affine(spec, shape, dtype)
     f, scale = spec.format, torch.float32 if isinstance(spec.scale, QuantSpec) else spec.scale
     offset = torch.float32 if isinstance(spec.offset, QuantSpec) else spec.offset
@@ -112,9 +113,9 @@ def rounding_of(
 
 
 def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) -> Any:
-    """The bits of core.numerics.quantize, packed as the layout of ``spec`` wants them, in one reading of x.
+    """Bit-identical to core.numerics.quantize, packed in the layout of ``spec``, in one pass over x.
 
-    Where scales are quantized or shared by rows, x is read twice: for the ends of its blocks, and for its codes.
+    If scales are quantized or shared by rows, there are two passes: for the ranges of blocks, and for the codes.
     """
     name, shape = rule or default_rule(spec), tuple(x.shape)
     q = rounding_of(spec, shape, x.dtype, name, eps) if missing() is True else None
@@ -126,8 +127,8 @@ def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) ->
     given, parts = (None, _room(spec, shape)) if direct else _chosen(flat, spec, shape, name, eps, a, threads)
     codes = torch.empty(_codes_shape(spec, shape, a), dtype=_code_dtype(spec), device="cpu")
     sums = torch.empty(2 + 2 * a.n, dtype=torch.float64, device="cpu")
-    seen = parts if given is None else given
-    gate.quantize(q, flat, (codes, seen.scale, seen.zero_point, seen.offset), sums, threads)
+    qparams = parts if given is None else given
+    gate.quantize(q, flat, (codes, qparams.scale, qparams.zero_point, qparams.offset), sums, threads)
     if spec.layout == "bits":
         parts = parts._replace(zero_point=pack_zero_point(parts.zero_point, spec))
     return QuantizeResult(parts._replace(codes=codes), float(sums[0]), float(sums[1]))
@@ -145,7 +146,7 @@ def _codes_shape(spec: QuantSpec, shape: tuple[int, ...], a: Affine) -> tuple[in
 
 
 def _room(spec: QuantSpec, shape: tuple[int, ...]) -> Parts:
-    """Parts without codes, still to be written; in tiles, what lies beyond the rows is zero."""
+    """Allocate the parts except codes; in tiles, padding rows are zero."""
     counts = blocks.counts(spec.block, shape)
     tiled = spec.layout == "cpu" and spec.block is not None
     sizes = (-(-counts[0] // 16), counts[1], 16) if tiled else counts
@@ -160,7 +161,7 @@ def _room(spec: QuantSpec, shape: tuple[int, ...]) -> Parts:
 def _chosen(
     x: Tensor, spec: QuantSpec, shape: tuple[int, ...], rule: str, eps: float | None, a: Affine, threads: int
 ) -> tuple[Params, Parts]:
-    """(parameters as they are seen, parts without codes), chosen from the ends of the blocks of x."""
+    """(dequantized parameters, parts without codes), chosen from the ranges of the blocks of x."""
     ends = torch.empty((a.n, a.groups, 2), dtype=x.dtype, device="cpu")
     gate.ranges(a, x, ends, threads)
     if a.row_block > 1:
@@ -169,9 +170,9 @@ def _chosen(
     params = choose(ends.flatten(1), spec.with_(block=(2,)), rule, eps)
     counts = blocks.counts(spec.block, shape)
     params = Params(*(None if p is None else p.reshape(counts) for p in params))
-    kept, seen = store_qparams(params, spec)
+    kept, qparams = store_qparams(params, spec)
     parts = Parts(torch.empty(0, dtype=torch.uint8, device="cpu"), *kept)
-    return Params(*(None if p is None else p.contiguous() for p in seen)), (
+    return Params(*(None if p is None else p.contiguous() for p in qparams)), (
         map_groups(parts, spec, tile_rows) if a.store == TILES else parts
     )
 
@@ -180,7 +181,7 @@ def _chosen(
 
 
 def finite(x: Tensor) -> Any:
-    """Whether x holds neither NaN nor inf, in one reading."""
+    """Whether x is free of NaN and inf, in one pass."""
     if (
         missing() is not True
         or x.dtype not in FLOATS

@@ -1,7 +1,7 @@
-"""Native embedding lookup: only the rows asked for are read and become floats.
+"""Native embedding lookup: reads and dequantizes only the requested rows.
 
-One row for tables whose rows lie together, which planning prefers, and one for each packing of ``linear``, so that a
-table that is also a linear layer's weight keeps it.
+One kernel for tables with contiguous rows, which planning prefers, and one for each packed layout of ``linear``, for
+tables that are also the weight of a linear layer.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .pack_ops import TILE
 
 
 def _nested(kind: Any) -> bool:
-    """Whether a scale or offset is quantized in a way that native lookups do not read."""
+    """Whether a scale or offset is quantized in a way that the native lookup does not support."""
     return isinstance(kind, QuantSpec) and part_kind(kind) != E8M0
 
 
-def _seen(spec: QuantSpec) -> QuantSpec:
-    """A spec as native code gets it: what is nested is float32 there."""
+def _native_spec(spec: QuantSpec) -> QuantSpec:
+    """The spec that native code gets: nested scales and offsets as float32."""
     nested = {name: torch.float32 for name in ("scale", "offset") if _nested(getattr(spec, name))}
     return spec.with_(**nested) if nested else spec
 
 
-def _own(kind: QuantSpec, spec: QuantSpec, shape: tuple[int, ...]) -> bool:
-    """Whether each row of a table has nested numbers of its own."""
+def _unshared(kind: QuantSpec, spec: QuantSpec, shape: tuple[int, ...]) -> bool:
+    """Whether nested scales are not shared between rows of a table."""
     if spec.block is None or blocks.resolve(spec.block, shape)[0] != 1 or kind.layout != "plain":
         return False
     return kind.block is None or blocks.resolve(kind.block, blocks.counts(spec.block, shape))[0] == 1
@@ -51,12 +51,12 @@ def _accepts(case: Case) -> bool | str:
     verdict = missing()
     if verdict is not True:
         return verdict
-    if len(case.shape) != 2 or affine(_seen(case.spec), case.shape, case.dtype, by_row=True) is None:
-        return f"reads tables of float32, bfloat16 or float16, not {list(case.shape)} {case.dtype}"
-    if _seen(case.spec) is not case.spec:
+    if len(case.shape) != 2 or affine(_native_spec(case.spec), case.shape, case.dtype, by_row=True) is None:
+        return f"supports 2-d tables of float32, bfloat16 or float16, not {list(case.shape)} {case.dtype}"
+    if _native_spec(case.spec) is not case.spec:
         kinds = [k for k in (case.spec.scale, case.spec.offset) if isinstance(k, QuantSpec)]
-        if not all(_nested(k) and _own(k, case.spec, case.shape) for k in kinds):
-            return "its scale is itself quantized, in blocks that rows share"
+        if not all(_nested(k) and _unshared(k, case.spec, case.shape) for k in kinds):
+            return "its scale is itself quantized, in blocks shared by rows"
     return True
 
 
@@ -73,30 +73,30 @@ def _accepts_packed(layout: Any) -> Callable[[Case], bool | str]:
 
 
 def rows(index: Tensor, w: Any, spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """w[index] as floats. index: int32 or int64, any shape; w: what has the parts of a table [V, D] as attributes."""
+    """w[index] as floats. index: int32 or int64, any shape; w: any object with the parts of a table as attributes."""
     if index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"embedding: indices must be int32 or int64, got {index.dtype}")
     out = torch.empty((*index.shape, shape[1]), dtype=dtype, device="cpu")
     if not out.numel():
         return out
     index = index.long().contiguous()
-    if _seen(spec) is not spec:
-        w, index, shape = _picked(w, index.reshape(-1), spec, shape)
-    a = affine(_seen(spec), shape, dtype, by_row=True)
+    if _native_spec(spec) is not spec:
+        w, index, shape = _gathered(w, index.reshape(-1), spec, shape)
+    a = affine(_native_spec(spec), shape, dtype, by_row=True)
     assert a is not None
-    return floats_of(w, _seen(spec), a, index, out)
+    return floats_of(w, _native_spec(spec), a, index, out)
 
 
-def _picked(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[Parts, Tensor, tuple[int, ...]]:
-    """A table of the rows asked for (packed: of the tiles that hold them) with nested numbers as float32, where the
-    rows are in it, and its shape. Raises IndexError out of range."""
+def _gathered(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[Parts, Tensor, tuple[int, ...]]:
+    """A table of the requested rows (packed: of the tiles that contain them) with nested scales as float32, the indices
+    of the rows in it, and its shape. Raises IndexError if out of range."""
     if index.amin() < 0 or index.amax() >= shape[0]:
         raise IndexError(f"index out of range: a quantized table has rows 0 to {shape[0] - 1}")
     count, height = index.numel(), 1 if spec.layout in READABLE else TILE
     unit, row = index // height, index % height
     groups = blocks.counts(spec.block, shape)[-1]
 
-    def picked(part: Any, kind: Any) -> Any:
+    def gathered(part: Any, kind: Any) -> Any:
         if not _nested(kind):
             return None if part is None else part[unit]
         own = (lambda t: t[unit]) if height == 1 else (lambda t: t[unit, :, row])
@@ -107,23 +107,23 @@ def _picked(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) -> t
         return x if height == 1 else x.unsqueeze(-1).expand(-1, -1, TILE).contiguous()  # every row of a tile
 
     parts = Parts(
-        w.codes[unit], picked(w.scale, spec.scale), picked(w.zero_point, None), picked(w.offset, spec.offset)
+        w.codes[unit], gathered(w.scale, spec.scale), gathered(w.zero_point, None), gathered(w.offset, spec.offset)
     )  # fmt: skip
     return parts, torch.arange(count, dtype=torch.int64, device="cpu") * height + row, (count * height, *shape[1:])
 
 
 def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
-    """w[index] as floats of w's dtype. Raises IndexError out of range, as torch does."""
+    """w[index] as floats of w's dtype. Raises IndexError if out of range, as torch does."""
     if not torch.compiler.is_compiling():
         if quantize_backends.in_memory(w._codes) and quantize_backends.in_memory(index):
             return rows(index, w.parts, w.spec, tuple(w.shape), w.dtype)
         if type(w._codes) is Tensor and w.spec.layout in READABLE:
-            return (embedding.gather if _seen(w.spec) is w.spec else embedding.lookup)(index, w)
+            return (embedding.gather if _native_spec(w.spec) is w.spec else embedding.lookup)(index, w)
     key = json.dumps({"tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
     return torch.ops.pennyweight.embedding.default(index, _flatten(w)[0], key)
 
 
-# -- the op that graphs hold -----------------------------------------------------------------------------------------
+# -- the op used in graphs -------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)

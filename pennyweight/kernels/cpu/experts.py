@@ -1,7 +1,7 @@
 """Batched and grouped products with the weights of many experts [E, N, K], and the layout "cpu_experts".
 
-Each expert is packed as a weight of its own, by the layout of the kernel that runs it: "cpu" for integer codes,
-"cpu_float" for the others. Experts without rows cost nothing.
+Each expert is packed separately, in the layout of its kernel: "cpu" for integer codes, "cpu_float" for the others.
+Experts without rows cost nothing.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from . import float_linear, int_linear
 
 
 def _family(spec: QuantSpec) -> ModuleType:
-    """The file whose layout and kernel one expert has."""
+    """The module with the layout and kernel of one expert."""
     return int_linear if spec.format.kind == "int" else float_linear
 
 
 def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
-    """True, or the sentence that says why the layout cannot hold this."""
+    """True, or the reason why the layout does not support this."""
     if len(shape) != 3 or 0 in shape:
-        return "needs a 3-d weight that is not empty"
+        return "needs a non-empty 3-d weight"
     if spec.block is not None:
         parts = blocks.counts(spec.block, shape)
         inner = [(kind, parts) for kind in (spec.scale, spec.offset) if isinstance(kind, QuantSpec)]
         for kind, size in ((spec, tuple(shape)), *inner):
             if kind.block is not None and blocks.counts(kind.block, size)[0] != shape[0]:
-                return "needs experts that share no block"
+                return "needs blocks that do not span experts"
     return _family(spec).fits(spec, tuple(shape[1:]))
 
 
@@ -54,14 +54,14 @@ def _view(part: Any, e: int) -> Any:
 
 
 def expert(w: Any, e: int) -> Parts:
-    """Parts of one expert, as views. What there is one of in all goes to each. w: a weight, or its parts."""
+    """Parts of one expert, as views; parts with a single entry are used for every expert. w: a weight, or its parts."""
     w = _plain(w)
     own = (_view(w.codes, e), _view(w.scale, e), _view(w.zero_point, e), _view(w.offset, e))
     return Parts(*own, *w[4:])
 
 
 def _join(whole: Any, each: list[Any]) -> Any:
-    """The parts of experts beside each other, those that ``whole`` has one of in all once."""
+    """Stack the parts of experts; parts with a single entry in ``whole`` keep a single entry."""
     whole = _plain(whole)
     if whole is None:
         return None
@@ -77,7 +77,7 @@ def _each(parts: Parts, n: int, fn: Callable[[Parts], Parts]) -> Parts:
 
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
-    """As the layout of one expert, with a leading axis of experts."""
+    """The layout of one expert, with a leading axis for experts."""
     verdict = fits(spec, shape)
     if verdict is not True:
         raise ValueError(f'layout "cpu_experts" of {tuple(shape)} {spec}: {verdict}')
@@ -109,11 +109,11 @@ def _accepts(case: Case) -> bool | str:
 
 
 def _products(x: Tensor, w: AffineQuantizedTensor) -> Callable[[Tensor, int], Tensor]:
-    """(rows, e) -> rows @ w[e].T by the kernel of one expert."""
+    """(rows, e) -> rows @ w[e].T, with the kernel of one expert."""
     family = _family(w.spec)
     case = replace(case_of(w, x.dtype), perm=False)
     bound = family.bind(replace(case, shape=case.shape[1:], spec=w.spec.with_(layout=family.LAYOUT.name)))
-    operands: dict[int, Any] = w._bound.setdefault(("bmm", x.dtype), {})  # checked once for each expert
+    operands: dict[int, Any] = w._bound.setdefault(("bmm", x.dtype), {})  # checked once per expert
 
     def product(rows: Tensor, e: int) -> Tensor:
         held = operands.get(e)
@@ -139,7 +139,7 @@ def bmm(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None = None) -> Tens
 
 
 def grouped_mm(x: Tensor, w: AffineQuantizedTensor, ends: Tensor) -> Tensor:
-    """y[ends[e-1]:ends[e]] = x[ends[e-1]:ends[e]] @ w[e].T. x: [T, K], w: [E, N, K]; rows beyond the last end are 0."""
+    """y[ends[e-1]:ends[e]] = x[ends[e-1]:ends[e]] @ w[e].T. x: [T, K], w: [E, N, K]; rows after the last end are 0."""
     product, y, start = _products(x, w), x.new_empty((x.shape[0], w.shape[1])), 0
     for e, end in enumerate(ends.tolist()):
         if end > start:
@@ -149,7 +149,7 @@ def grouped_mm(x: Tensor, w: AffineQuantizedTensor, ends: Tensor) -> Tensor:
     return y
 
 
-# As the kernel of one expert: see int_linear.py and float_linear.py.
+# Tolerance as for the kernel of one expert: see int_linear.py and float_linear.py.
 register_kernel(
     Kernel("bmm", "cpu_experts", bmm, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22",
            row_independent=True)
@@ -160,7 +160,7 @@ _select = ATEN[torch.ops.aten.select.int]
 
 @implements(torch.ops.aten.select.int)
 def _one_expert(func: Any, args: Any, kwargs: Any) -> Any:
-    """w[e] without unpacking: a model that loops over its experts runs the kernel of each."""
+    """w[e] without unpacking, for models that loop over experts."""
     w, dim, e = args
     axes = tuple(range(w.ndim)) if w.axes is None else w.axes
     if w.spec.layout != LAYOUT.name or axes[dim] != 0 or not -w.shape[dim] <= e < w.shape[dim]:

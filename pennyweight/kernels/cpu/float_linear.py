@@ -1,9 +1,9 @@
 """Native ``linear`` for codes that are not integers (small floats, tables) on a CPU, and the layout "cpu_float".
 
-Integers whose groups are too small for int_linear.py are a table as well.
+Integers with groups too small for int_linear.py are also treated as tables.
 
-One kernel for all of them: a format is its table of numbers. See src/float_linear.h for the arithmetic, src/pack.h for
-the bytes. Scales that are themselves quantized stay so, and are decoded on the way.
+One kernel serves all formats, through their table of numbers. See src/float_linear.h for the arithmetic, src/pack.h for
+the packing. Quantized scales stay quantized and are decoded in the kernel.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .int_linear import coded_fits, is_coded_scale, padded_columns, tile_rows, u
 from .library import KINDS, FloatLinear, missing
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
-HALF = 16  # columns that a group is a multiple of
-SUM_BLOCK = 256  # columns of one float32 chain, at most: longer ones lose digits
+HALF = 16  # group sizes are multiples of this
+SUM_BLOCK = 256  # maximum columns of one float32 sum: longer ones lose precision
 TABLE16, SMALL_FLOAT, TABLE256, INTEGER = range(4)  # as in src/float_abi.h
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_NESTED = {E8M0: library.E8M0, E4M3: library.E4M3, INT8: library.I8}  # beside what is coded
+_NESTED = {E8M0: library.E8M0, E4M3: library.E4M3, INT8: library.I8}  # in addition to coded scales
 
 
 # -- the layout ------------------------------------------------------------------------------------------------------
 
 
 def _scale(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
-    """Whether the kernel reads scales stored like this."""
+    """True, or the reason why the kernel does not support these scales and offsets."""
     kind = spec.scale
     if spec.offset is not None and (spec.block is None or _row_block(spec, shape)):
         return "needs offsets per row or group"
@@ -48,24 +48,24 @@ def _scale(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
         return coded_fits(spec, shape)
     plain = isinstance(kind, QuantSpec) and not (kind.zero_point or kind.mid) and kind.layout == "plain"
     if not isinstance(kind, QuantSpec) or kind.format not in _NESTED or not plain:
-        return "needs plain scales, quantized ones in e8m0 or e4m3, or integers under plain ones"
+        return "needs plain scales, scales in e8m0 or e4m3, or integer scales with plain outer scales"
     if spec.block is None or _row_block(spec, shape):
-        return "needs plain scales where rows share them"
+        return "needs plain scales if rows share them"
     if spec.offset is not None:
-        return "needs plain scales beside offsets, or both as integers under plain ones"
+        return "needs scales and offsets that are both plain, or both integers with plain outer scales"
     outer = (kind.scale, kind.offset)
     if outer == (None, None):
         return True
     if kind.scale is torch.float64 and kind.offset is None and kind.block is None:
-        return True  # one number, rounded to float32: scales may differ from the reference in the last bit
+        return True  # a single number, rounded to float32: scales may differ from the reference in the last bit
     if kind.scale is not torch.float32 or kind.offset not in (None, torch.float32):
-        return "needs quantized scales under float32 ones"
+        return "needs quantized scales with float32 outer scales"
     if kind.block is None:
         return True
-    return blocks.resolve(kind.block, blocks.counts(spec.block, shape))[0] == 1 or "needs scales of one row in a block"
+    return blocks.resolve(kind.block, blocks.counts(spec.block, shape))[0] == 1 or "needs outer scales within one row"
 
 
-# What SPECS has no example of.
+# Cases that SPECS does not cover.
 _E8M0_SCALE, _E4M3_SCALE = QuantSpec(E8M0, (1,), scale=None), QuantSpec(E4M3, (1,), scale=None)
 _MORE = (
     QuantSpec(E5M2, (-1,), scale=torch.bfloat16), QuantSpec(E3M2, (32,), scale=_E8M0_SCALE),
@@ -79,17 +79,17 @@ _MORE = (
 
 
 def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
-    """True, or the sentence that says why the layout cannot hold this."""
+    """True, or the reason why the layout does not support this."""
     if len(shape) != 2 or 0 in shape:
-        return "needs a 2-d weight that is not empty"
+        return "needs a non-empty 2-d weight"
     if spec.format.kind == "int" and not _small_groups(spec, shape):
-        return f"is for formats that are not integers, and for integers in groups smaller than {STEP}"
+        return f"is for non-integer formats, and for integers with group sizes that are not multiples of {STEP}"
     if (
         spec.format is E8M0
         or spec.format.kind == "learned"
         or not (spec.offset in (None, *_FLOATS) or is_coded_scale(spec.offset))
     ):
-        return "needs a format with a table of numbers, and offsets that are plain or integers under plain ones"
+        return "needs a format with a fixed table, and offsets that are plain or integers with plain outer scales"
     if spec.block is not None and spec.scale is not None:
         rows, group = blocks.resolve(spec.block, shape)
         if rows != 1 and rows < shape[0] and rows % TILE:
@@ -100,7 +100,7 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
 
 
 def _small_groups(spec: QuantSpec, shape: Sequence[int]) -> bool:
-    """Whether integers lie in groups that int_linear.py does not take: several in its steps of columns."""
+    """Whether integer codes have group sizes that int_linear.py does not support: not a multiple of its STEP."""
     if spec.block is None or spec.scale is None or spec.zero_point:
         return False
     rows, group = blocks.resolve(spec.block, shape)
@@ -108,7 +108,7 @@ def _small_groups(spec: QuantSpec, shape: Sequence[int]) -> bool:
 
 
 def _row_block(spec: QuantSpec, shape: Sequence[int]) -> int:
-    """Rows that share a scale, in whole tiles; 0: each has its own, or there is one in all."""
+    """Rows that share a scale, in whole tiles; 0: one scale per row or per tensor."""
     if spec.block is None:
         return 0
     rows = blocks.resolve(spec.block, shape)[0]
@@ -120,12 +120,12 @@ def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
 
 
 def _scales(scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Tensor], Tensor]) -> Any:
-    """fn over what there is one of per row and group. scale: scale or offset; quantized ones come and go as parts."""
+    """Apply fn to per-row and per-group numbers. scale: a scale or offset; quantized ones are Parts."""
     if isinstance(scale, AffineQuantizedTensor):
         scale = scale.parts
     if scale is None or spec.block is None:
         return scale
-    if _row_block(spec, shape):  # as they are, but in one piece of memory: a slice's need not be
+    if _row_block(spec, shape):  # unchanged, but contiguous: those of a slice may not be
         return scale.map(Tensor.contiguous) if isinstance(scale, Parts) else scale.contiguous()
     if not isinstance(scale, Parts):
         return fn(scale)
@@ -154,7 +154,7 @@ def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
 
 
 def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
-    """Bytes of the rows and columns that fill up tiles."""
+    """Bytes of padding rows and columns in tiles."""
     n, k = blocks.padded(spec.block, shape)
     bits = spec.format.bits
     extra = padded_columns(n, TILE) * _columns(spec, shape) * bits // 8 - n * -(-k * bits // 8)
@@ -188,8 +188,9 @@ def _accepts(case: Case) -> bool | str:
 
 @lru_cache(maxsize=256)
 def numbers(f: Format, mid: int = 0) -> tuple[Tensor, Tensor, int, int]:
-    """The number of each code less ``mid`` (float32 [256]), its bfloat16 bytes (low ones, then high ones), exponent and
-    mantissa bits. Those are 0 where the codes are not sign, exponent and mantissa as in src/float_codes.h."""
+    """The number of each code minus ``mid`` (float32 [256]), its bfloat16 bytes (all low, then all high bytes),
+    exponent and mantissa bits. The latter are 0 unless codes are sign, exponent and mantissa as in src/float_codes.h.
+    """
     with plain_tensors():
         count = len(f.values) or 1 << f.bits
         values = torch.zeros(256, dtype=torch.float32, device="cpu")  # the kernel keeps its address
@@ -214,7 +215,7 @@ def numbers(f: Format, mid: int = 0) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
-    """Columns per scale: 0 for one per row, -1 for one in all, or none. Rows that share one have it inside the sum."""
+    """Columns per scale; 0: one per row; -1: one per tensor, or none. Scales shared by rows are applied in the sum."""
     if spec.block is None or spec.scale is None:
         return -1
     group = blocks.resolve(spec.block, shape)[-1]
@@ -224,7 +225,7 @@ def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
 
 
 def describe(case: Case) -> FloatLinear:
-    """The case as src/float_abi.h has it."""
+    """The case as the struct of src/float_abi.h."""
     spec, (n, k) = case.spec, case.shape
     values, halves, exponent, mantissa = numbers(spec.format, spec.mid)
     integer = spec.format.kind == "int" and spec.format.bits in (5, 6)
@@ -259,7 +260,7 @@ def _number_kind(kind: Any) -> int:
 
 @lru_cache(maxsize=4096)
 def bind(case: Case) -> Bound:
-    """How weights of one case are run; see :class:`pennyweight.kernels.table.Bound`."""
+    """The kernel specialized for one case; see :class:`pennyweight.kernels.table.Bound`."""
     struct, kind = describe(case), case.spec.scale
     outer_offset = isinstance(kind, QuantSpec) and kind.offset is not None
     expected, outer = gate.float_parts(struct, outer_offset), struct.outer != 0
@@ -269,7 +270,7 @@ def bind(case: Case) -> Bound:
     def operand(w: Any) -> gate.Operand:
         scale, offset = w.scale, w.offset
         above: Any = scale.scale if outer else None
-        if above is not None and above.dtype is torch.float64:  # one number, read as float32
+        if above is not None and above.dtype is torch.float64:  # a single number, read as float32
             above = above.float()
         parts = (
             w.codes, scale.codes if nested else scale, above, scale.offset if outer_offset else None,
@@ -285,8 +286,8 @@ def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
     return bind(case_of(w, x.dtype)).run_with(x, w.parts, bias)
 
 
-# Numbers and scales are those of the reference; products and sums are in float32. For bfloat16 inputs, where the
-# machine multiplies bfloat16, a table's numbers are rounded to it, as the reference rounds its weights.
+# Numbers and scales equal those of the reference; products and sums are in float32. For bfloat16 inputs on machines
+# with bfloat16 products, the numbers of a table are rounded to bfloat16, as the reference rounds its weights.
 register_kernel(
     Kernel("linear", "cpu_float", run, _accepts, ("cpu",), LAYOUT.name, rank=30, bind=bind, row_independent=True)
 )

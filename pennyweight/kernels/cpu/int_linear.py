@@ -1,8 +1,8 @@
 """Native ``linear`` for integer codes of 1 to 8 bits on a CPU, and the layout "cpu" that it reads.
 
-One kernel for weight-only and for int8 inputs: a float input is written as two or three int8 digits under a power of
-two per block of columns, so every product is one of integers, and exact. See src/int_linear.h for the arithmetic and
-src/pack.h for the bytes.
+One kernel serves weight-only and int8 inputs: a float input is split into two or three int8 limbs with a power-of-two
+scale per block of columns, so every product is an exact integer product. See src/int_linear.h for the arithmetic and
+src/pack.h for the packing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinea
 from .library import E8M0 as E8M0_KIND
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
-INPUT_BLOCK = 128  # columns of a float input that share a power of two, at most
-SUM_BLOCK = 2048  # columns of one integer sum where nothing asks for fewer; far below the 65793 that fit int32
-ZERO_POINT_BLOCK = 512  # and under a zero point of the input, so that all is exact in float32: 512 * 255 * 128 < 2**24
+INPUT_BLOCK = 128  # maximum columns of a float input that share a power of two
+SUM_BLOCK = 2048  # maximum columns of one integer sum; far below the 65793 that fit int32
+ZERO_POINT_BLOCK = 512  # the same for inputs with a zero point, exact in float32: 512 * 255 * 128 < 2**24
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,7 +38,7 @@ def _scale_dtype(kind: Any) -> bool:
 
 
 def is_coded_scale(kind: Any) -> bool:
-    """Whether a scale or offset is an integer code times a plain number, as in ggml's K-quants."""
+    """Whether a scale or offset is an integer code times a plain outer scale, as in ggml's K-quants."""
     return (
         isinstance(kind, QuantSpec) and kind.format.kind == "int" and kind.scale in _FLOATS and kind.layout == "plain"
         and not (kind.zero_point or kind.mid) and kind.offset is None and kind.block is not None
@@ -46,25 +46,25 @@ def is_coded_scale(kind: Any) -> bool:
 
 
 def outer(spec: QuantSpec, shape: Sequence[int]) -> int:
-    """Scales of a row under one outer scale, where they are coded; 0: they are not."""
+    """Scales per outer scale in a row; 0 if scales are not coded."""
     kind = spec.scale
     return blocks.resolve(kind.block, blocks.counts(spec.block, shape))[-1] if is_coded_scale(kind) else 0  # type: ignore[union-attr]
 
 
 def coded_fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
-    """True, or the sentence that says why a coded scale or offset does not do."""
+    """True, or the reason why a coded scale or offset is not supported."""
     kinds = [k for k in (spec.scale, spec.offset) if isinstance(k, QuantSpec) and is_coded_scale(k)]
     if not kinds:
         return True
     if spec.zero_point or len(kinds) != len(spec.part_specs()) or len({(k.block, k.scale) for k in kinds}) > 1:
-        return "needs offsets that are quantized in the blocks of the scales, and no zero points"
+        return "needs offsets quantized in the same blocks as the scales, and no zero points"
     counts = () if spec.block is None else blocks.counts(spec.block, shape)
     one_row = len(counts) == 2 and blocks.resolve(kinds[0].block, counts)[0] == 1
-    return one_row or "needs quantized scales whose blocks lie in one row"
+    return one_row or "needs quantized scales with blocks within one row"
 
 
 def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
-    """True, or the sentence that says why the layout cannot hold this."""
+    """True, or the reason why the layout does not support this."""
     if len(shape) != 2:
         return "needs a 2-d weight"
     if spec.format.kind != "int":
@@ -72,23 +72,23 @@ def fits(spec: QuantSpec, shape: Sequence[int]) -> bool | str:
     if not (_scale_dtype(spec.scale) or is_coded_scale(spec.scale)) or not (
         spec.offset in (None, *_FLOATS) or is_coded_scale(spec.offset)
     ):
-        return "needs plain scales and offsets, integers under plain ones, or e8m0 scales"
+        return "needs plain scales and offsets, integers with plain outer scales, or e8m0 scales"
     if spec.zero_point and spec.zero_point_format.bits > spec.format.bits:
-        return "needs zero points within the range of the codes"
+        return "needs zero points with no more bits than the codes"
     if coded_fits(spec, shape) is not True:
         return coded_fits(spec, shape)
     if spec.block is None:
         return (spec.offset is None and not spec.zero_point) or "needs zero points and offsets per row or group"
     rows, group = blocks.resolve(spec.block, shape)
     if rows != 1:
-        return f"needs rows that share no scale, the weight has blocks of {[rows, group]}"
+        return f"needs rows that do not share scales, the weight has blocks of {[rows, group]}"
     return (
         group >= shape[1] or group % STEP == 0 or f"needs groups that are multiples of {STEP}, the weight has {group}"
     )
 
 
 def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
-    """Columns per scale: 0 for one per row, -1 for one in all. A row with an offset or a coded scale is one group."""
+    """Columns per scale; 0: one per row; -1: one per tensor. A row with an offset or a coded scale is one group."""
     if spec.block is None:
         return -1
     group = blocks.resolve(spec.block, shape)[-1]
@@ -119,7 +119,7 @@ def untile_rows(p: Tensor, n: int) -> Tensor:
 
 
 def map_groups(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) -> Parts:
-    """fn over the parts that have one number per group; one number in all stays as it is."""
+    """Apply fn to the parts with one number per group; per-tensor numbers are unchanged."""
     if spec.block is None:
         return parts
     changed: dict[str, Any] = {
@@ -148,12 +148,12 @@ def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
 
 
 def _flip(spec: QuantSpec) -> int:
-    """What is added to a code, modulo 256, to make it unsigned."""
+    """The number added to a code, modulo 256, to make it unsigned."""
     return -int(spec.format.lo) & 255
 
 
 def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
-    """Bytes of the rows and columns that fill up tiles."""
+    """Bytes of padding rows and columns in tiles."""
     n, (rows, columns) = shape[0], (padded_columns(shape[0], TILE), _columns(spec, shape))
     width = blocks.padded(spec.block, shape)[-1]
     extra = rows * columns * spec.format.bits // 8 - n * -(-width * spec.format.bits // 8)
@@ -186,7 +186,7 @@ def _activation(act: ActivationSpec | None) -> bool | str:
     if act.mode == "static":
         return True
     if act.rule not in ((None, "asymmetric") if spec.zero_point else (None, "symmetric", "absmax")):
-        return f"needs activations under the rule of their kind, not {act.rule!r}"
+        return f"does not support activations with the rule {act.rule!r}"
     return spec.block == (-1,) or "needs one activation scale per token"
 
 
@@ -198,7 +198,7 @@ def _accepts(case: Case) -> bool | str:
 
 
 def _block(group: int, act: ActivationSpec | None, columns: int) -> int:
-    """Columns of one integer sum: they divide the group, and share one power of two of a float input."""
+    """Columns of one integer sum: a divisor of the group; a float input has one power of two per sum."""
     most = INPUT_BLOCK if act is None else ZERO_POINT_BLOCK if act.spec.zero_point else SUM_BLOCK
     if group <= 0:
         return most
@@ -206,7 +206,7 @@ def _block(group: int, act: ActivationSpec | None, columns: int) -> int:
 
 
 def describe(case: Case) -> IntLinear:
-    """The case as src/abi.h has it."""
+    """The case as the struct of src/abi.h."""
     spec, act, (n, k), kinds = case.spec, case.act, case.shape, cast("dict[Any, int]", KINDS)
     group, columns = _group(spec, case.shape), _columns(spec, case.shape)
 
@@ -225,7 +225,7 @@ def describe(case: Case) -> IntLinear:
     )  # fmt: skip
     if act is not None:
         f = act.spec.format
-        shift = 128 if f.lo == 0 and f.hi > 127 else 0  # digits are signed
+        shift = 128 if f.lo == 0 and f.hi > 127 else 0  # limbs are signed
         w.act_lo, w.act_hi, w.act_scale = int(f.lo) - shift, int(f.hi) - shift, kinds[act.spec.scale]
         w.act = STATIC if act.mode == "static" else ASYMMETRIC if act.spec.zero_point else SYMMETRIC
         w.act_steps = f.hi if act.rule == "absmax" else (f.hi - f.lo) / (1 if act.spec.zero_point else 2)
@@ -239,13 +239,13 @@ def describe(case: Case) -> IntLinear:
 
 @lru_cache(maxsize=4096)
 def bind(case: Case) -> Bound:
-    """How weights of one case are run; see :class:`pennyweight.kernels.table.Bound`."""
+    """The kernel specialized for one case; see :class:`pennyweight.kernels.table.Bound`."""
     struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
     return Bound(gate.product(struct, case.dtype), _operands(case, struct))
 
 
 def _operands(case: Case, struct: IntLinear) -> Callable[[Any], gate.Operand]:
-    """Parts of a weight of this case -> what the native product reads of them."""
+    """Parts of a weight of this case -> operand of the native product."""
     act, expected = case.act, gate.int_parts(struct)
     nested, under = isinstance(case.spec.scale, QuantSpec), struct.outer > 0
     inner = under and case.spec.offset is not None
@@ -276,7 +276,7 @@ def run(x: Tensor, w: Any, bias: Tensor | None) -> Tensor:
 
 
 def together(cases: tuple[Case, ...]) -> Together | None:
-    """Weights that differ in their number of rows only, with the same input: [.., K] -> [.., N] each, in one call."""
+    """Run weights that differ only in their number of rows with the same input [.., K], in one call."""
     first = cases[0]
     alike = all(replace(case, shape=(first.shape[0], case.shape[1])) == first for case in cases)
     if not alike or (first.act is not None and first.act.mode == "static"):
@@ -286,8 +286,8 @@ def together(cases: tuple[Case, ...]) -> Together | None:
     return Together(gate.products(weights, first.dtype), operands)
 
 
-# With one scale per row or group, the sums of products are exact; blocks and scales are in float32. Float inputs are
-# rounded at 2**-15 (two digits) or 2**-23 of the greatest element of their block.
+# The integer sums of products are exact; scales are applied and blocks are added in float32. Float inputs are rounded
+# to 2**-15 (two limbs) or 2**-23 (three limbs) of the largest magnitude of their block.
 register_kernel(
     Kernel("linear", "cpu_int", run, _accepts, ("cpu",), LAYOUT.name, rank=30, tolerance="fixed22", bind=bind,
            together=together, row_independent=True)

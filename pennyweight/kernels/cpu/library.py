@@ -1,7 +1,7 @@
-"""The native library: found, loaded and given an instruction set once.
+"""Loads the native library and selects its instruction set, once.
 
-Loaded through ctypes after torch, whose OpenMP runtime it shares. ``PENNYWEIGHT_CPU_ISA`` names the instruction set to
-use; default: the best of this machine.
+It is loaded through ctypes after torch, whose OpenMP runtime it shares. ``PENNYWEIGHT_CPU_ISA`` names the instruction
+set to use; default: the best of this machine.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ KINDS = {
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
 ABI = 4  # as in src/abi.h
-PLAIN, BITS, TILES = range(3)  # how codes lie, as in src/affine.h
-INVALID = 2  # status of a function whose arguments do not fit each other, as in src/check.h
-FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # treatment of the input, as in src/abi.h
+PLAIN, BITS, TILES = range(3)  # storage of codes, as in src/affine.h
+INVALID = 2  # status for inconsistent arguments, as in src/abi.h
+FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # quantization of the input, as in src/abi.h
 
 
 class IntLinear(ctypes.Structure):
-    """All that is static about a linear layer with integer codes; see src/abi.h."""
+    """Static properties of a linear layer with integer codes; see src/abi.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("n", "k", "kp")),
@@ -39,7 +39,7 @@ class IntLinear(ctypes.Structure):
 
 
 class LinearArgs(ctypes.Structure):
-    """What changes from call to call; see src/abi.h."""
+    """Arguments of one call; see src/abi.h."""
 
     _fields_ = (
         ("x", c_void_p), ("m", c_int64), ("ldx", c_int64),
@@ -50,7 +50,7 @@ class LinearArgs(ctypes.Structure):
 
 
 class FloatLinear(ctypes.Structure):
-    """All that is static about a linear layer with codes of floats and tables; see src/float_abi.h."""
+    """Static properties of a linear layer with float or table codes; see src/float_abi.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("n", "k", "kp", "scale_groups", "outer_groups")),
@@ -89,7 +89,7 @@ _SIGNATURES = {
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | str:
-    """The library with an instruction set chosen, or the sentence that says why there is none."""
+    """The library with an instruction set selected, or the reason why it is missing."""
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     if not found:
         return "not built: no C++ compiler when the package was installed (reinstall with g++, PENNYWEIGHT_NATIVE=1)"
@@ -99,20 +99,20 @@ def load() -> ctypes.CDLL | str:
         return f"built but cannot be loaded: {error}"
     for name, (result, arguments) in _SIGNATURES.items():
         if not hasattr(lib, name):
-            return f"built from older sources, without {name}: build it again (python setup.py build_ext --inplace)"
+            return f"built from older sources, without {name}: rebuild it (python setup.py build_ext --inplace)"
         fn = getattr(lib, name)
         fn.restype, fn.argtypes = result, arguments
     if lib.pw_abi() != ABI:
-        return "built from other sources: build it again (python setup.py build_ext --inplace)"
+        return "built from other sources: rebuild it (python setup.py build_ext --inplace)"
     wanted = os.environ.get("PENNYWEIGHT_CPU_ISA", "")
     if lib.pw_isa_use(wanted.encode()) < 0:
         names = ", ".join(_isas(lib))
-        raise RuntimeError(f"PENNYWEIGHT_CPU_ISA={wanted!r} is not to be had here; this machine has: {names}")
+        raise RuntimeError(f"PENNYWEIGHT_CPU_ISA={wanted!r} is not available; this machine has: {names}")
     return lib
 
 
 def native() -> ctypes.CDLL:
-    """The library. Raises RuntimeError where there is none."""
+    """The library. Raises RuntimeError if it is missing."""
     lib = load()
     if isinstance(lib, str):
         raise RuntimeError(f"native CPU kernels: {lib}")
@@ -124,18 +124,18 @@ def _isas(lib: ctypes.CDLL) -> list[str]:
 
 
 def isas() -> list[str]:
-    """Instruction sets that were built and that this machine has, best last; none without the library."""
+    """Instruction sets that were built and that this machine supports, best last; empty without the library."""
     lib = load()
     return [] if isinstance(lib, str) else _isas(lib)
 
 
 def use_isa(name: str) -> None:
-    """Use another instruction set from now on ("": the best). Raises ValueError for one that is not to be had."""
+    """Switch to another instruction set ("": the best). Raises ValueError if it is not available."""
     if native().pw_isa_use(name.encode()) < 0:
-        raise ValueError(f"instruction set {name!r} is not to be had here; this machine has: {', '.join(isas())}")
+        raise ValueError(f"instruction set {name!r} is not available; this machine has: {', '.join(isas())}")
 
 
 def missing() -> bool | str:
-    """True where the library is there, else the sentence that says why not."""
+    """True if the library is available, else the reason why not."""
     lib = load()
     return lib if isinstance(lib, str) else True

@@ -1,4 +1,4 @@
-"""Quantized tensors as the native conversions see them: a matrix of codes with parts per row and group.
+"""Describes quantized tensors for the native conversions: a matrix of codes with parts per row and group.
 
 Mirrors src/affine.h.
 """
@@ -24,8 +24,8 @@ from .library import E8M0 as E8M0_KIND
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 STORES = {"plain": PLAIN, "bits": BITS, "cpu": TILES, "cpu_float": TILES}
-UNSIGNED, SIGNED, MINIFLOAT, LOOKUP = range(4)  # what a byte stands for
-# Bits of the mantissa, bias of the exponent, least magnitude that is inf or NaN. Other floats are tables.
+UNSIGNED, SIGNED, MINIFLOAT, LOOKUP = range(4)  # interpretation of a byte of codes
+# Mantissa bits, exponent bias, smallest code magnitude that is inf or NaN. Other floats use tables.
 _MINIFLOATS = {E4M3: (3, 7, 0x7F), E5M2: (2, 15, 0x7C), E3M2: (2, 3, 1 << 8), E2M3: (3, 1, 1 << 8)}
 
 
@@ -38,7 +38,7 @@ class Affine(ctypes.Structure):
         *((name, c_int32) for name in ("scale", "zero_point", "offset", "x", "zero_bits", "zero_lo")),
         ("table", c_void_p),
     )
-    kept: Tensor | None = None  # what ``table`` points to
+    kept: Tensor | None = None  # owner of the memory of ``table``
 
     def copy(self) -> Affine:
         new = Affine.from_buffer_copy(self)
@@ -47,7 +47,7 @@ class Affine(ctypes.Structure):
 
 
 class Matrix(NamedTuple):
-    """Rows, columns, columns with padding, columns and rows of a block, blocks in a row."""
+    """Rows, columns, padded columns, columns per block, rows per block, blocks per row."""
 
     n: int
     k: int
@@ -58,9 +58,9 @@ class Matrix(NamedTuple):
 
 
 def matrix(spec: QuantSpec, shape: tuple[int, ...], *, by_row: bool = False) -> Matrix | None:
-    """A tensor of any rank as a matrix with the same memory and the same blocks; None where there is none.
+    """View of a tensor of any rank as a matrix with the same memory and blocks; None if there is none.
 
-    by_row: its rows stay those of the tensor.
+    by_row: the rows of the matrix must be the rows of the tensor.
     """
     if not shape or 0 in shape or (spec.block is not None and len(spec.block) > len(shape)):
         return None
@@ -85,7 +85,7 @@ def matrix(spec: QuantSpec, shape: tuple[int, ...], *, by_row: bool = False) -> 
 
 @lru_cache(maxsize=64)
 def _table(f: Format) -> tuple[Tensor, int]:
-    """float32 [256]: the number of each code, NaN where there is none; and its address."""
+    """float32 [256] with the number of each code, NaN for invalid codes; and its address."""
     with plain_tensors():
         numbers = torch.full((256,), math.nan, dtype=torch.float32, device="cpu")
         count = len(f.values) or 1 << f.bits
@@ -94,7 +94,7 @@ def _table(f: Format) -> tuple[Tensor, int]:
 
 
 def part_kind(kind: Any) -> int:
-    """Number kind in which a scale or offset reaches native code; others are float32 there."""
+    """Number kind in which native code gets a scale or offset; float32 for unsupported kinds."""
     if isinstance(kind, QuantSpec):
         return E8M0_KIND if kind.format is E8M0 and kind.scale is None else KINDS[torch.float32]
     return KINDS.get(kind, KINDS[torch.float32])
@@ -102,9 +102,10 @@ def part_kind(kind: Any) -> int:
 
 @lru_cache(maxsize=4096)
 def affine(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, *, by_row: bool = False) -> Affine | None:
-    """A tensor under a spec, with floats of a dtype beside it; None where native code has no such thing.
+    """Descriptor of a tensor under a spec, converted from or to floats of ``dtype``; None if native code does not
+    support it.
 
-    What it returns is shared: to change it, copy it.
+    The result is cached: copy it before changing it.
     """
     store = STORES.get(spec.layout)
     whole = matrix(spec, shape, by_row=by_row)
@@ -117,7 +118,7 @@ def affine(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, *, by_ro
         or (store == TILES and nested)
     ):
         return None
-    if spec.scale is torch.float64:  # the reference computes in float64 then
+    if spec.scale is torch.float64:  # the reference then computes in float64
         return None
     f, center = spec.format, spec.mid
     a = Affine(
@@ -144,5 +145,5 @@ def affine(spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, *, by_ro
 
 
 def threads_for(elements: int) -> int:
-    """Threads worth waking."""
+    """Number of threads for that much work."""
     return max(1, min(torch.get_num_threads(), elements >> 15))

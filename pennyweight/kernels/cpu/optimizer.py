@@ -1,6 +1,6 @@
-"""Native steps of optimizers whose states are quantized tensors: read, update and requantize each block in the cache.
+"""Native optimizer steps with quantized states: reads, updates and requantizes each block while it is in the cache.
 
-Mirrors src/optim_abi.h; the arithmetic is in src/optimizer.h. The states' numbers are any table or float8 format.
+Mirrors src/optim_abi.h; the arithmetic is in src/optimizer.h. States can use any table format or float8.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT, _TABLE, _UFLOAT = range(3)
 ADAM, LION, SGD = range(3)
 MAXIMIZE, NESTEROV, STOCHASTIC = 1, 2, 4
-# Bits of the mantissa, and the code from which on there are so many: those below have one less.
+# Mantissa bits, and the first code that has them; smaller codes have one bit less.
 UFLOATS = {UFLOAT8: (4, 128), UFLOAT4: (1, 0)}
-_CHUNK = 1024  # elements of a float state that are treated together
+_CHUNK = 1024  # elements of a float state per chunk
 
 
 class CodeTable(ctypes.Structure):
-    """Numbers of a format and how the nearest is found; see src/optim_abi.h."""
+    """Numbers of a format and lookup of the nearest; see src/optim_abi.h."""
 
     _fields_ = (
         ("cells", c_void_p), ("values", c_void_p),
@@ -62,11 +62,11 @@ class Job(ctypes.Structure):
         *((name, c_int32) for name in ("p_kind", "g_kind", "rule", "flags", "states")),
         ("key", c_uint32 * 2), ("turn", c_uint32), ("c", c_float * 8), ("state", State * 3),
     )  # fmt: skip
-    kept: list[Any]  # what the addresses of tables point to
+    kept: list[Any]  # owners of the memory of tables
 
 
 def _cells(levels: list[int], shift: int, first: int, last: int, code: int, step: int) -> list[int] | None:
-    """An entry for each cell of |x|: the code at its lower end and the level within; None where two lie in one.
+    """An entry per cell of |x|: the code at its lower end and the level within; None if a cell has two levels.
 
     levels: decision levels as bits of float32, ascending; ``code`` below the first, ``step`` more above each.
     """
@@ -99,7 +99,7 @@ def code_table(f: Format) -> tuple[CodeTable, tuple[Tensor, Tensor]]:
             numbers[: len(f.values)] = torch.tensor(f.values, dtype=float32, device=cpu)
             levels = decision_levels(f.values, cpu, even=False)
             up, down = levels[levels >= 0], levels[levels < 0].abs().flip(0)
-        # x is above a negative level where |x| is below it, and |x| at the level counts as above
+        # x is above a negative level if |x| is below it, and |x| at the level counts as above
         down = torch.nextafter(down, torch.zeros_like(down))
         ends = _bits(up), _bits(down)
         for shift in range(24, 8, -1):
@@ -111,7 +111,7 @@ def code_table(f: Format) -> tuple[CodeTable, tuple[Tensor, Tensor]]:
             if all(half is not None for half in halves):
                 break
         else:
-            raise ValueError(f"number format {f}: two of its numbers are too near each other for native code")
+            raise ValueError(f"number format {f}: two of its numbers are too close to each other for native code")
         cells = torch.tensor([e for half in halves for e in half or ()], dtype=torch.int64, device=cpu).to(torch.int32)
         negative = last + 1 if ends[1] else 0
         at = (
@@ -123,8 +123,8 @@ def code_table(f: Format) -> tuple[CodeTable, tuple[Tensor, Tensor]]:
 
 
 def ufloat(f: Format) -> tuple[int, int, int, int]:
-    """(shift, base, split, low): a code is the bits of a float32 >> shift, less base, from the code ``split`` on; below
-    it those >> shift + 1, less low."""
+    """(shift, base, split, low): codes >= split are (bits of a float32 >> shift) - base; codes below split are
+    (bits >> (shift + 1)) - low."""
     mantissa, split = UFLOATS[f]
     shift = 23 - mantissa
     first, least = _bits(torch.tensor([f.values[split], f.lo], dtype=torch.float32, device="cpu"))
@@ -144,20 +144,20 @@ def _takes(state: Tensor) -> bool:
 
 
 def accepts(p: Tensor, g: Tensor, states: Sequence[Tensor]) -> bool | str:
-    """True where native code takes this step, else a sentence that says why not."""
+    """True if native code supports this step, else the reason why not."""
     there = missing()
     if there is not True:
         return f"native CPU kernels: {there}"
     if p.device.type != "cpu" or g.device.type != "cpu":
-        return f"on {p.device}: native steps are for CPUs"
+        return f"on {p.device}: native steps run on CPUs only"
     if p.dtype not in FLOATS or g.dtype not in FLOATS:
-        return f"{p.dtype} with a gradient of {g.dtype}: native steps take float32, bfloat16 and float16"
+        return f"{p.dtype} with a gradient of {g.dtype}: native steps support float32, bfloat16 and float16"
     if isinstance(p, AffineQuantizedTensor) or isinstance(g, AffineQuantizedTensor):
         return "the parameter itself is quantized"
     if not (in_memory(p) and in_memory(g)):
-        return f"{type(p).__name__} with a gradient {type(g).__name__} is no plain memory"
+        return f"{type(p).__name__} with a gradient {type(g).__name__} is not plain memory"
     if not all(map(_takes, states)):
-        return "a state under a spec that native steps do not know"
+        return "a state has a spec that native steps do not support"
     return True
 
 
@@ -165,22 +165,22 @@ def job(
     p: Tensor, states: Sequence[Tensor], kept: Sequence[tuple[bool, bool]], rule: int,
     geometry: tuple[int, int, int, int], key: tuple[int, int],
 ) -> Job:  # fmt: skip
-    """What stays the same from step to step. p: contiguous. kept: of each state, whether it is rounded by chance, and
-    whether its scales are powers of two. geometry: slab, block, inner and row of src/optim_abi.h;
-    not looked at where all states are floats."""
+    """The Job fields that are constant over steps. p: contiguous. kept: for each state, whether it uses stochastic
+    rounding, and whether its scales are powers of two. geometry: slab, block, inner and row of src/optim_abi.h;
+    ignored if all states are floats."""
     if not any(isinstance(s, AffineQuantizedTensor) for s in states):
         geometry = (max(1, p.numel()), _CHUNK, 1, _CHUNK)
     at = gate.address(p, "optimizer step: parameter", FLOATS, p.numel(), exact=True)
     j = Job(at, None, p.numel(), *geometry, KINDS[p.dtype], 0, rule, 0, len(states))
     j.key[:], j.kept = key, []
-    for slot, state, (by_chance, power) in zip(j.state, states, kept, strict=False):
+    for slot, state, (stochastic, power) in zip(j.state, states, kept, strict=False):
         if not isinstance(state, AffineQuantizedTensor):
             what = "optimizer step: float state"
             slot.codes, slot.kind = gate.address(state, what, (torch.float32,), p.numel(), exact=True), _FLOAT
             continue
         f, scale, what = state.spec.format, state._scale, f"optimizer step: state {list(state.shape)} {state.spec}"
         if state.shape != p.shape or scale is None:
-            raise ArgumentError(f"{what} is not that of a parameter {list(p.shape)}")
+            raise ArgumentError(f"{what} does not match a parameter {list(p.shape)}")
         stored, dtype = state.spec.codes_shape(tuple(state.shape)), f.code_dtype
         if state.spec.layout == "bits":
             stored, dtype = stream_shape(stored, f.bits), torch.uint8
@@ -188,7 +188,7 @@ def job(
         slot.codes = gate.address(state._codes, f"{what}: codes", (dtype,), math.prod(stored), exact=True)
         slot.scale = gate.address(scale, f"{what}: scale", (torch.float32,), scales, exact=True)
         slot.bits = f.bits
-        slot.hi, slot.stochastic, slot.power = max(f.hi, -f.lo), int(by_chance), int(power)
+        slot.hi, slot.stochastic, slot.power = max(f.hi, -f.lo), int(stochastic), int(power)
         if f in UFLOATS:
             slot.kind, slot.top = _UFLOAT, (1 << f.bits) - 1
             slot.shift, slot.base, slot.split, slot.low = ufloat(f)
@@ -199,7 +199,7 @@ def job(
 
 
 def set_step(j: Job, g: Tensor, flags: int, turn: int, c: Sequence[float]) -> None:
-    """What changes: the gradient (contiguous), flags, the turn of the random numbers, the rule's numbers."""
+    """Set the fields that change per step: gradient (contiguous), flags, step mask of the random bits, coefficients."""
     j.g = gate.address(g, "optimizer step: gradient", FLOATS, j.count, exact=True)
     j.g_kind, j.flags = KINDS[g.dtype], flags
     j.turn = turn
@@ -207,7 +207,7 @@ def set_step(j: Job, g: Tensor, flags: int, turn: int, c: Sequence[float]) -> No
 
 
 def run(jobs: Sequence[Any]) -> None:
-    """All steps, on torch's threads."""
+    """Run all steps, with torch's number of threads."""
     every = (Job * len(jobs))(*jobs)
     elements = sum(j.count for j in jobs)
     threads = max(1, min(torch.get_num_threads(), elements >> 15))

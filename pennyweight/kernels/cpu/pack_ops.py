@@ -1,4 +1,4 @@
-"""Packed codes and plain ones, as ops that a traced graph can hold: the library sees real memory only."""
+"""Pack and unpack codes, as ops that a traced graph can contain: the native library only gets real memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIBRARY.define("cpu_unpack(Tensor packed, int rows, int width, int columns, int 
 
 
 def pack_codes(codes: Tensor, columns: int, bits: int, flip: int) -> Tensor:
-    """uint8 [n, k] -> uint8 [ceil(n / 16), columns / 32 * 64 * bits]. flip: added to each code first."""
+    """uint8 [n, k] -> uint8 [ceil(n / 16), columns / 32 * 64 * bits]. flip: added to each code before packing."""
     return torch.ops.pennyweight.cpu_pack.default(codes, columns, bits, flip)
 
 

@@ -64,7 +64,7 @@ def test_rows_under_a_quantized_scale(layout: str) -> None:
 
 def test_a_quantized_scale_that_rows_share_is_left_to_others() -> None:
     w = QT.from_float(torch.randn(8, 512), SPECS["nf4_double"].with_(scale=QuantSpec(INT8_ROW.format, (2, 4))))
-    reason = "its scale is itself quantized, in blocks that rows share"
+    reason = "its scale is itself quantized, in blocks shared by rows"
     assert get_kernel("embedding", "cpu_rows").refuses(case_of(w)) == reason
     assert select("embedding", case_of(w)).name == "dequantize"
 

@@ -84,4 +84,4 @@ def test_the_table_prefers_it() -> None:
     assert select("bmm", case_of(w)).name == "cpu_experts"
     assert select("bmm", case_of(w.to_layout("plain")), any_layout=True).name == "cpu_experts"
     shared = QuantSpec(INT8, (2, 1, 32))
-    assert cpu_experts.fits(shared, (4, 8, 64)) == "needs experts that share no block"
+    assert cpu_experts.fits(shared, (4, 8, 64)) == "needs blocks that do not span experts"

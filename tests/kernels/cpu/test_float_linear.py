@@ -193,13 +193,13 @@ def test_the_table_prefers_it_and_says_why_not() -> None:
     for name, spec in SPECS.items():
         assert select("linear", case(spec), any_layout=True).name == "cpu_float", name
     for spec, shape, dtype, reason in (
-        (QuantSpec(INT8, (-1,)), (64, 64), torch.float32, "formats that are not integers"),
-        (QuantSpec(E8M0, (-1,)), (64, 64), torch.float32, "a table of numbers"),
+        (QuantSpec(INT8, (-1,)), (64, 64), torch.float32, "is for non-integer formats"),
+        (QuantSpec(E8M0, (-1,)), (64, 64), torch.float32, "a fixed table"),
         (QuantSpec(NF4, (24,)), (64, 64), torch.float32, "multiples of 16"),
         (QuantSpec(E4M3, (8, 16)), (64, 64), torch.float32, "multiples of 16"),
         (QuantSpec(E4M3, (16,), scale=QuantSpec(NF4, (1,))), (64, 64), torch.float32, "e8m0 or e4m3"),
         (FP8_ROW, (2, 64, 64), torch.float32, "2-d"),
-        (FP8_ROW, (0, 64), torch.float32, "not empty"),
+        (FP8_ROW, (0, 64), torch.float32, "non-empty"),
         (FP8_ROW, (64, 64), torch.float64, "float32, bfloat16 and float16"),
     ):
         verdict = cpu_float._accepts(case(spec, shape, dtype))

@@ -162,16 +162,20 @@ def test_what_is_refused_and_why() -> None:
     assert isinstance(k6, QuantSpec)
     shape = (64, 256)
     for fits, spec, reason in (
-        (int_linear.fits, QuantSpec(INT4, (32,), scale=QuantSpec(INT6, (2, 8))), "in one row"),
-        (int_linear.fits, QuantSpec(INT4, (32,), scale=k6, offset=torch.float16), "in the blocks of the scales"),
-        (int_linear.fits, QuantSpec(INT4, (32,), scale=k6, offset=k6.with_(block=(4,))), "in the blocks of the scales"),
+        (int_linear.fits, QuantSpec(INT4, (32,), scale=QuantSpec(INT6, (2, 8))), "within one row"),
+        (int_linear.fits, QuantSpec(INT4, (32,), scale=k6, offset=torch.float16), "blocks as the scales"),
+        (int_linear.fits, QuantSpec(INT4, (32,), scale=k6, offset=k6.with_(block=(4,))), "blocks as the scales"),
         (int_linear.fits, QuantSpec(INT4, (32,), scale=k6, zero_point=True), "no zero points"),
-        (int_linear.fits, QuantSpec(INT4, (32,), scale=QuantSpec(INT8, (8,), offset=torch.float32)), "integers under"),
-        (int_linear.fits, QuantSpec(INT4, (32,), scale=QuantSpec(NF4, (8,))), "integers under"),
-        (float_linear.fits, QuantSpec(NF4, (32,), scale=k6, offset=torch.float16), "in the blocks of the scales"),
-        (float_linear.fits, QuantSpec(NF4, (32,), offset=k6), "in the blocks of the scales"),
+        (
+            int_linear.fits,
+            QuantSpec(INT4, (32,), scale=QuantSpec(INT8, (8,), offset=torch.float32)),
+            "integers with plain outer",
+        ),
+        (int_linear.fits, QuantSpec(INT4, (32,), scale=QuantSpec(NF4, (8,))), "integers with plain outer"),
+        (float_linear.fits, QuantSpec(NF4, (32,), scale=k6, offset=torch.float16), "blocks as the scales"),
+        (float_linear.fits, QuantSpec(NF4, (32,), offset=k6), "blocks as the scales"),
         (float_linear.fits, QuantSpec(NF4, None, offset=torch.float32), "offsets per row or group"),
-        (float_linear.fits, QuantSpec(INT4, (16,), zero_point=True), "groups smaller than 32"),
+        (float_linear.fits, QuantSpec(INT4, (16,), zero_point=True), "not multiples of 32"),
     ):
         verdict = fits(spec, shape)
         assert isinstance(verdict, str), spec

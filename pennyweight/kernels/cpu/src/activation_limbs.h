@@ -1,12 +1,12 @@
-// Inputs as integers: rows of x become digits of 8 bits, so that every product is one of small integers, exact.
+// Inputs as integers: rows of x are split into int8 limbs, so that every product is an exact integer product.
 //
-//   act FLOAT       x is written in blocks of `block` columns as X * 2**e, X of 15 bits and sign (two digits) for
-//                   bfloat16 and float16, of 23 (three) for float32; e is that of the greatest element of the block
-//   act SYMMETRIC, ASYMMETRIC, STATIC   x = (q - zero_point) * scale per token: one digit
+//   act FLOAT       each block of `block` columns of x is X * 2**e, X with 15 bits and sign (two limbs) for bfloat16
+//                   and float16, with 23 bits (three limbs) for float32; e is from the largest element of the block
+//   act SYMMETRIC, ASYMMETRIC, STATIC   x = (q - zero_point) * scale per token: one limb
 //
-// Digits lie in the order in which the kernels read them: [k/4][R][4], row r = token * digits + digit, the top digit
-// first. Two digits may be kept together as a word of 16 bits: [k/4][2][T][2], columns 0 and 2 of four before 1 and 3.
-// The numbers of quantized inputs are those of core/qparams.py and core/numerics.py, bit for bit.
+// Limbs are stored in the order in which the kernels read them: [k/4][R][4], row r = token * limbs + limb, the top limb
+// first. Two limbs may be stored as one 16-bit word: [k/4][2][T][2], columns 0 and 2 of four before 1 and 3.
+// Quantized inputs are bit-identical to core/qparams.py and core/numerics.py. In identifiers, `digits` are limbs.
 #pragma once
 
 #include "abi.h"
@@ -33,7 +33,7 @@ inline void store16(void* p, int kind, int64_t i, F v) {
 }
 inline int64_t size_of(int kind) { return kind == F32 ? 4 : kind == BF16 || kind == F16 ? 2 : kind == NONE ? 0 : 1; }
 
-// A float rounded to what a kind holds.
+// A float rounded to a kind.
 inline float round_to(int kind, float f) {
     if (kind == BF16) {
         uint32_t b = (uint32_t)narrow_bf16(f) << 16;
@@ -66,7 +66,7 @@ void widen_row(const void* x, int kind, int64_t k, int64_t kp, float* out) {
     for (; i < kp; i += 16) fstore(out + i, fset(0));
 }
 
-// Greatest |x| as bits, in which order NaN stands above infinity and that above every number.
+// Largest |x| as bits; in this order NaN is above infinity, and infinity above every number.
 inline uint32_t absmax_bits(const float* x, int64_t n) {
     uint32_t top = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -76,12 +76,12 @@ inline uint32_t absmax_bits(const float* x, int64_t n) {
     return top;
 }
 
-// What the kernels read of a block of T tokens; R = T * digits rows.
+// Kernel input for a block of T tokens; R = T * digits rows.
 struct Tokens {
     int8_t* digits;   // [kp/4][R][4]
-    int32_t* sums;    // [blocks][R] sums of digits
+    int32_t* sums;    // [blocks][R] sums of limbs
     float* scale;     // [blocks][T] act FLOAT: scale of the block
-    float* value;     // [blocks][T] sum of the block as a number, in units of token_scale
+    float* value;     // [blocks][T] sum of the block as a float, in units of token_scale
     float token_scale[12];
     float token_zero[12];
 };
@@ -91,7 +91,7 @@ inline void put(int8_t* digits, int R, int r, const int8_t* row, int64_t kp) {
     for (int64_t q = 0; q < kp / 4; ++q) memcpy(digits + (q * R + r) * 4, row + 4 * q, 4);
 }
 
-// Scale and zero point of a dynamically quantized row; NaN where the row holds NaN or inf.
+// Scale and zero point of a dynamically quantized row; NaN if the row contains NaN or inf.
 void choose_scale(const IntLinear& w, const float* x, float* scale, int32_t* zero) {
     *zero = 0;
     const uint32_t top = absmax_bits(x, w.k);
@@ -100,7 +100,7 @@ void choose_scale(const IntLinear& w, const float* x, float* scale, int32_t* zer
     if (w.act == SYMMETRIC) {
         s = clamp_to(round_to(w.x, float_of(top) / w.act_steps), w.act_floor, LARGEST[w.x]);
     } else {
-        F least = fset(0), most = fset(0);  // what pads the row is zero
+        F least = fset(0), most = fset(0);  // padding is zero
         for (int64_t i = 0; i < w.kp; i += 16) least = fleast(fload(x + i), least), most = fmost(fload(x + i), most);
         const float lo = fleast(least), hi = fmost(most);
         const float span = round_to(w.x, hi - lo);
@@ -115,7 +115,7 @@ void choose_scale(const IntLinear& w, const float* x, float* scale, int32_t* zer
     *scale = w.act_scale == w.x ? s : clamp_to(s, -LARGEST[w.act_scale], LARGEST[w.act_scale]);
 }
 
-// One digit per element, q = round(x * (1 / scale)) + zero_point, clamped, and the sum of each block.
+// One limb per element, q = round(x * (1 / scale)) + zero_point, clamped, and the sum of each block.
 void quantize_row(const IntLinear& w, const float* x, float scale, int32_t zero, int8_t* q, int32_t* sums, int step) {
     float reciprocal = 1.0f / scale;
     if (w.act_scale != F32) {
@@ -150,8 +150,8 @@ void quantize_row(const IntLinear& w, const float* x, float scale, int32_t zero,
     }
 }
 
-// Digits of one block of a float row, the top digit first, and their sums (D = 1: words); returns the scale 2**e, NaN
-// where the block holds NaN or inf.
+// Limbs of one block of a float row, the top limb first, and their sums (D = 1: words); returns the scale 2**e, NaN
+// if the block contains NaN or inf.
 template <int D> float split_block(const float* x, int64_t n, int8_t* const* out, int32_t* sums) {
     constexpr int BITS = D == 3 ? 22 : 14;
     const uint32_t top = absmax_bits(x, n);
@@ -163,13 +163,13 @@ template <int D> float split_block(const float* x, int64_t n, int8_t* const* out
         return top ? float_of(0x7fc00000) : 0;
     }
     const int e = top < 0x00800000 ? -126 : (int)(top >> 23) - 126;  // |x| < 2**e
-    // 2**(BITS - e) in two factors, since it may leave float32
+    // 2**(BITS - e) in two factors, because it may overflow float32
     const int half = (BITS - e) / 2, rest = BITS - e - half;
     const F a = fset(float_of((uint32_t)(half + 127) << 23)), b = fset(float_of((uint32_t)(rest + 127) << 23));
     I sum[3] = {iset(0), iset(0), iset(0)};
     for (int64_t i = 0; i < n; i += 16) {
         I v = iround(fmul(fmul(fload(x + i), a), b));
-        for (int d = D - 1; d > 0; --d) {  // the low byte, signed, and what is left
+        for (int d = D - 1; d > 0; --d) {  // the low byte, signed, and the rest
             const I high = ishr8(iadd(v, iset(128)));
             istore8(out[d] + i, v);
             sum[d] = iadd(sum[d], isub(v, ishl8(high)));
@@ -192,7 +192,7 @@ inline void put_words(int8_t* out, int T, int t, const int16_t* row, int64_t kp)
         }
 }
 
-inline int32_t true_columns(const IntLinear& w, int64_t b) {  // of a block, padding left out
+inline int32_t true_columns(const IntLinear& w, int64_t b) {  // of a block, without padding
     const int64_t left = w.k - b * w.block;
     return (int32_t)(left < 0 ? 0 : left < w.block ? left : w.block);
 }

@@ -1,9 +1,9 @@
-// How an exported function looks at its arguments before it uses them. The rules of each are in check.h.
+// Checks that an exported function applies to its arguments before it uses them. The rules are in check.h.
 //
 // Arguments that break a rule make the function return INVALID. With PENNYWEIGHT_ASSERT=1, as scripts/sanitize builds
-// it, the library prints which rule and aborts, and it counts the calls of each function under each instruction set:
-// where the environment has PENNYWEIGHT_COUNTS=path, the counts are added to that file when the process ends. Under
-// AddressSanitizer every byte of each argument must be addressable besides.
+// it, the library prints the rule and aborts. It also counts the calls of each function per instruction set: if
+// PENNYWEIGHT_COUNTS=path is set in the environment, the counts are appended to that file when the process ends. Under
+// AddressSanitizer every byte of each argument must also be addressable.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ static const char* isa = "none";  // in use
 
 constexpr int64_t TOO_MUCH = INT64_MAX;
 
-// Product of numbers that are not negative, TOO_MUCH where int64 does not hold it.
+// Product of non-negative numbers, TOO_MUCH if it overflows int64.
 inline int64_t times(std::initializer_list<int64_t> factors) {
     int64_t all = 1;
     for (const int64_t f : factors)
@@ -74,9 +74,9 @@ class Arguments {
         counts.add(isa, name);
 #endif
     }
-    // Whether every rule held.
+    // Whether all rules hold.
     bool fit() const { return whole; }
-    // Notes whether a rule holds, and returns it.
+    // Records and returns whether a rule holds.
     bool must(bool holds, const char* rule) {
         if (!holds) {
             whole = false;
@@ -89,7 +89,7 @@ class Arguments {
         }
         return holds;
     }
-    // `count` elements of `size` bytes at p, which may be null where there are none. Numbers lie at multiples of their size.
+    // `count` elements of `size` bytes at p, which may be null if there are none. Addresses are multiples of the size.
     void memory(const char* name, const void* p, int64_t count, int64_t size = 1) {
         const int64_t bytes = times({count, size});
         if (bytes == 0) return;

@@ -1,6 +1,6 @@
-// What this machine can do at most: bytes read from memory, and products of each kind, by all threads together.
+// Peak rates of this machine: bytes read from memory, and products of each kind, over all threads.
 //
-// Only benchmarks call it. A caller times a call of tens of milliseconds and divides what it returns by the time.
+// Used only by benchmarks. A caller times a call of tens of milliseconds and divides the result by the time.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +16,17 @@ namespace {
 
 enum Probe : int32_t { PROBE_READ = 0, PROBE_INT8 = 1, PROBE_BF16 = 2, PROBE_F32 = 3 };
 
-// So many sums are under way at once: 2 units times a latency of 4 to 5 cycles, and a few to spare.
+// Number of independent sums: 2 units times a latency of 4 to 5 cycles, plus a margin.
 constexpr int PROBE_SUMS = 12;
 
-// The compiler must take the value as one it does not know.
+// Makes the value opaque to the compiler.
 #if defined(__AVX2__)
 #define PROBE_OPAQUE(v) asm volatile("" : "+v"(v))
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define PROBE_OPAQUE(v) asm volatile("" : "+w"(v))
 #endif
 
-// Operations of `n` rounds of `sum[i] = step(sum[i], a, b)` with `ops` operations a step; two operations a product.
+// Operations of `n` rounds of `sum[i] = step(sum[i], a, b)` with `ops` operations per step; two per product.
 #define PROBE_LOOP(type, zero, one, ops, step)                      \
     type sums[PROBE_SUMS], a = one, b = one;                        \
     for (int i = 0; i < PROBE_SUMS; ++i) sums[i] = zero;            \
@@ -86,7 +86,7 @@ inline int64_t probe_f32(int64_t n) {
 #endif
 }
 
-// Reads whole lines of 64 bytes in four streams; bytes read.
+// Reads whole 64-byte lines in four streams; returns the bytes read.
 inline int64_t probe_read(const uint8_t* p, int64_t bytes) {
     const int64_t stream = bytes / 4 / 64 * 64;
 #if defined(__AVX512F__)
@@ -127,7 +127,7 @@ inline int64_t probe_read(const uint8_t* p, int64_t bytes) {
 #undef PROBE_OPAQUE
 
 // PROBE_READ: reads `p` [n bytes] once, each thread its own part. The others: n rounds in every thread. Returns the
-// bytes read, or the operations done (two for each product and its addition); 0: this instruction set has none such.
+// bytes read or the number of operations (two per multiply-add); 0 if the instruction set does not support them.
 inline int64_t probe(int32_t what, const void* p, int64_t n, int32_t threads) {
     int64_t done = 0;
 #pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(+ : done)

@@ -1,6 +1,6 @@
-// What each exported function asks of its arguments: sizes that agree with each other, kinds that it knows, and memory as
-// long as the sizes say. Each function here returns whether all of it holds; see arguments.h for what happens if not.
-// Extents are exact: what a function does not read or write it does not ask for.
+// Argument rules of each exported function: consistent sizes, known kinds, and memory of the size that they require.
+// Each function here returns whether all rules hold; see arguments.h for what happens if not. Extents are exact: only
+// memory that a function reads or writes is required.
 #pragma once
 
 #include "abi.h"
@@ -20,7 +20,7 @@ inline int64_t over(int64_t n, int64_t step) { return (n + step - 1) / step; }
 inline bool is_float(int kind) { return within(kind, F32, F16); }
 inline bool is_integer(int kind) { return kind == I8 || kind == U8; }
 inline int64_t bytes_of(int kind) { return kind == NONE ? 0 : kind == F32 ? 4 : kind == BF16 || kind == F16 ? 2 : 1; }
-// Elements from the first to the last of m rows of k, which begin ldx apart. Rows may overlap, as those of expand() do.
+// Elements from the first to the last of m rows of k with stride ldx. Rows may overlap, as after expand().
 inline int64_t span(int64_t m, int64_t k, int64_t ldx) {
     const int64_t before = m > 1 ? times({m - 1, ldx}) : 0;
     return m <= 0 ? 0 : before > TOO_MUCH - MOST ? TOO_MUCH : before + k;
@@ -45,7 +45,7 @@ inline bool same_but_rows(IntLinear a, IntLinear b) {
 
 inline bool int_weight(Arguments& c, const IntLinear& w) {
     const bool outer = w.outer != 0;
-    // Sums of a block are exact: of words in int32, beside a zero point of the input in float32.
+    // Sums of a block are exact: of words in int32, with a zero point of the input in float32.
     const int most = w.act == FLOAT ? 128 : w.act == SYMMETRIC ? 2048 : w.act == ASYMMETRIC ? 512 : 2048;
     return c.must(size(w.n) && size(w.k) && size(w.kp), "n, k and kp from 0 to 2**40") &&
            c.must(w.kp > 0 && w.kp % 32 == 0 && w.kp >= w.k, "kp a multiple of 32 and not below k") &&
@@ -185,7 +185,7 @@ inline void codes(Arguments& c, const Affine& a, const void* p) {
     c.memory("codes", p, a.store == PLAIN ? span(rows, a.width, a.stride) : times({rows, a.stride}));
 }
 
-// Scales, zero points and offsets; `tiled`: those of 16 rows beside each other.
+// Scales, zero points and offsets; `tiled`: interleaved for 16 rows.
 inline void parts(Arguments& c, const Affine& a, const Parts& p, bool tiled) {
     const int64_t rows = over(a.n, a.row_block);
     const int64_t count = a.n == 0 ? 0 : tiled ? times({over(a.n, 16), a.groups, 16}) - (15 - (a.n - 1) % 16) : times({rows, a.groups});

@@ -1,7 +1,7 @@
 // Codes to floats: value = (number - center - zero_point) * scale + offset, each step rounded to float32, the value
-// kept within the output's range and rounded once. The numbers are those of core/numerics.py, bit for bit.
+// clamped to the output's range and rounded once. Bit-identical to core/numerics.py.
 //
-// Whatever the layout, codes first become bytes of one row, at most SPAN of them at a time, and stay in the cache.
+// For all layouts, codes are first expanded to bytes of one row, at most SPAN at a time, which stay in the cache.
 #pragma once
 
 #include <algorithm>
@@ -52,13 +52,13 @@ inline int32_t zero_at(const Affine& a, const void* p, int64_t r, int64_t g) {
     return (int32_t)(word >> from & ((1u << a.zero_bits) - 1)) + a.zero_lo;
 }
 
-// Numbers of 16 bytes, less `less` where they are integers.
+// Numbers of 16 bytes of codes, minus `less` for integers.
 template <int NUMBERS> PW_INLINE F numbers(const Affine& a, const uint8_t* p, I less) {
     if constexpr (NUMBERS == SIGNED) return cvt(isub(iload8s((const int8_t*)p), less));
     const I u = iload8u(p);
     if constexpr (NUMBERS == UNSIGNED) return cvt(isub(u, less));
     if constexpr (NUMBERS == LOOKUP) return a.bits <= 4 ? pick16(a.table, iand(u, iset(15))) : pick(a.table, u);
-    // MINIFLOAT: a subnormal is what lies above the least power of two with the same mantissa.
+    // MINIFLOAT: a subnormal is the smallest normal with the same mantissa, minus the smallest power of two.
     const I size = iand(u, iset((1 << (a.bits - 1)) - 1)), sign = ishl(ishr(u, a.bits - 1), 31);
     const I wide = ishl(size, 23 - a.mantissa), bottom = iset((128 - a.bias) << 23);
     const F low = fsub(bitcast(iadd(wide, bottom)), bitcast(bottom));
@@ -67,7 +67,7 @@ template <int NUMBERS> PW_INLINE F numbers(const Affine& a, const uint8_t* p, I 
     return bitcast(ior(ior(rest, sign), iabove(size, iset(a.special - 1), iset(0x7f800000), iset(0))));
 }
 
-// `count` values under one scale.
+// `count` values with one scale.
 template <int NUMBERS, int KIND>
 void segment(const Affine& a, const uint8_t* p, int64_t count, int32_t less, float scale, float offset, char* out) {
     const I l = iset(less);
@@ -86,7 +86,7 @@ void segment(const Affine& a, const uint8_t* p, int64_t count, int32_t less, flo
     }
 }
 
-// Columns c0..c1 of row r, whose codes lie at p as bytes. -0 is what can be added to anything, 0 is not.
+// Columns c0..c1 of row r, whose codes are bytes at p. The neutral offset is -0, because adding +0 changes -0.
 template <int NUMBERS, int KIND>
 void span_of(const Affine& a, const Parts& w, int64_t r, int64_t c0, int64_t c1, const uint8_t* p, char* out) {
     for (int64_t c = c0, g = c0 / a.group; c < c1; ++g) {
@@ -110,7 +110,7 @@ inline Spanner spanner(const Affine& a) {
     }
 }
 
-// `count` codes of a bit stream whose first code begins a byte; `size` bytes may be read.
+// `count` codes of a bit stream that starts on a byte boundary; `size` bytes may be read.
 void bytes_of_stream(int bits, const uint8_t* p, int64_t size, int64_t count, uint8_t* out) {
     for (int64_t i = 0; i < count; i += 16, p += 2 * bits, size -= 2 * bits) {
         uint8_t edge[16] = {0};
@@ -119,7 +119,7 @@ void bytes_of_stream(int bits, const uint8_t* p, int64_t size, int64_t count, ui
     }
 }
 
-// Codes c0..c1 of row r as bytes; c0 is a multiple of 32. `room`: SPAN + 32 bytes that may be used.
+// Codes c0..c1 of row r as bytes; c0 is a multiple of 32. `room`: scratch of SPAN + 32 bytes.
 inline const uint8_t* bytes_of_row(const Affine& a, const uint8_t* codes, int64_t r, int64_t c0, int64_t c1, uint8_t* room) {
     if (a.store == TILES) {
         const uint8_t* tile = codes + r / 16 * a.stride + c0 / 32 * 64 * a.bits;
@@ -133,7 +133,7 @@ inline const uint8_t* bytes_of_row(const Affine& a, const uint8_t* codes, int64_
     return room;
 }
 
-// Rows index[0..m), or all where there is no index, to out [m, k]. An index must be within 0..n.
+// Rows index[0..m), or all rows if index is null, to out [m, k]. Indices must be in 0..n.
 void dequantize(const Affine* w, const Parts* parts, const int64_t* index, int64_t m, char* out, int threads) {
     const Affine& a = *w;
     const Spanner run = spanner(a);

@@ -1,4 +1,4 @@
-// Chooses the instruction set once and offers plain C functions. Compiled without flags of any instruction set.
+// Selects the instruction set once and exports plain C functions. Compiled without instruction set flags.
 #include <cstdlib>
 #include <cstring>
 
@@ -19,11 +19,11 @@ namespace {
 struct Isa {
     const char* name;
     const Table* (*table)();
-    bool (*has)();  // this machine
+    bool (*has)();  // whether this machine supports it
     bool here() const { return table && has(); }
 };
 
-// Weak: a compiler that does not know an instruction set leaves its object out.
+// Weak: objects of instruction sets that the compiler does not support are missing.
 #define PW_ISA_ROW(name, test)                                       \
     extern "C" __attribute__((weak)) const Table* pw_table_##name(); \
     bool has_##name() { return test; }
@@ -65,15 +65,15 @@ int chosen = -1;
 
 }  // namespace
 
-// Every function with arguments looks at them first: see check.h. Those without a status return 0 for what does not fit.
+// Every function checks its arguments first: see check.h. Functions without a status return 0 for invalid arguments.
 
 PW_EXPORT int pw_abi() { return ABI; }
-// Number of instruction sets that were built; name (null: no such number) and whether this machine has it.
+// Number of instruction sets that were built; name (null if out of range), and whether this machine supports it.
 PW_EXPORT int pw_isa_count() { return COUNT; }
 PW_EXPORT const char* pw_isa_name(int i) { return check::isa_at("pw_isa_name", i, COUNT) ? ISAS[i].name : nullptr; }
 PW_EXPORT int pw_isa_here(int i) { return check::isa_at("pw_isa_here", i, COUNT) && ISAS[i].here(); }
 
-// Uses the named instruction set, the best one for an empty name. Returns its index, -1 where it is not to be had.
+// Uses the named instruction set; the best one for an empty name. Returns its index, or -1 if it is not available.
 PW_EXPORT int pw_isa_use(const char* name) {
     if (!check::isa_named("pw_isa_use", name)) return -1;
     for (int i = COUNT; i-- > 0;)
@@ -89,12 +89,12 @@ PW_EXPORT int pw_isa_use(const char* name) {
 namespace {
 
 const Table& table() {
-    if (chosen < 0) pw_isa_use("");  // there is always plain C++
+    if (chosen < 0) pw_isa_use("");  // plain C++ is always available
     return *ISAS[chosen].table();
 }
 
-// Asks for pages of 2 MB where much is about to be written: taking 4 KB pages from the kernel one by one costs several
-// times the writing itself. Where the memory was in use before, nothing changes.
+// Requests 2 MB pages for large outputs: page faults for 4 KB pages take several times as long as the writes. No effect
+// on memory that is already mapped.
 void huge_pages(void* p, int64_t bytes) {
 #if defined(__linux__)
     constexpr int64_t PAGE = 1 << 21;
@@ -140,7 +140,7 @@ PW_EXPORT int pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64
     table().unpack_codes(packed, n, k, kp, bits, flip, codes, threads);
     return DONE;
 }
-// What this machine can do at most, for benchmarks; see bandwidth_probe.h.
+// Peak rates of this machine, for benchmarks; see bandwidth_probe.h.
 PW_EXPORT int64_t pw_probe(int what, const void* p, int64_t n, int threads) {
     return check::probe("pw_probe", what, p, n, threads) ? table().probe(what, p, n, threads) : 0;
 }

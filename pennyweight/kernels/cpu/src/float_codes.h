@@ -1,8 +1,8 @@
-// Numbers of codes that are not integers: tables of 16, small floats, tables of 256, and scales.
+// Decoding of codes that are not integers: tables of 16, small floats, tables of 256, and scales.
 //
-// A decoder takes a vector of 64 codes (16 rows x 4 columns, a byte or, under `shift`, a nibble each) and gives the
-// numbers in vectors with a lane a row. In float32 there are 4, one a column. In bfloat16 there are 2 with a pair of
-// columns in each lane: (0, 2) and (1, 3), the order in which bytes become words with the fewest instructions.
+// A decoder takes a vector of 64 codes (16 rows x 4 columns, a byte or, with `shift`, a nibble each) and returns the
+// numbers in vectors with one lane per row. In float32 there are 4, one per column. In bfloat16 there are 2 with a pair
+// of columns per lane: (0, 2) and (1, 3), the order in which bytes become words with the fewest instructions.
 #pragma once
 
 #include "float_abi.h"
@@ -11,8 +11,8 @@
 
 namespace {
 
-// Sign, exponent and mantissa of a code of 5 to 8 bits, moved to those of a float32. Subnormals without a comparison:
-// f has the implicit one that they lack, so they are 2f - 2**(1 - bias), which is less than f exactly for them.
+// Shifts sign, exponent and mantissa of a 5 to 8-bit code to those of a float32. Subnormals need no comparison: f has
+// the implicit one that they lack, so they are 2f - 2**(1 - bias), which is less than f only for them.
 struct SmallFloat {
     int left, right;
     I magnitude, bias, sign;
@@ -116,7 +116,7 @@ struct Bfloat16 {  // products of bfloat16, two at a time, sums in float32
             join(_mm512_shuffle_epi8(low, code), _mm512_shuffle_epi8(high, code), out);
         }
     };
-    struct Small {  // 7 bits are looked up, an eighth is the sign
+    struct Small {  // 7 bits are looked up, the eighth is the sign
         __m512i low[2], high[2];
         explicit Small(const FloatLinear& w) {
             for (int i = 0; i < 2; ++i) low[i] = load(w.low + 64 * i), high[i] = load(w.high + 64 * i);
@@ -138,7 +138,7 @@ struct Bfloat16 {  // products of bfloat16, two at a time, sums in float32
         }
         template <int S> PW_INLINE void quad(B v, W* out) const { join(look(low, v.v), look(high, v.v), out); }
     };
-    struct Integer {  // bfloat16 has them: 64 numbers, looked up
+    struct Integer {  // 64 numbers that are exact in bfloat16, looked up
         __m512i low, high;
         explicit Integer(const FloatLinear& w) : low(load(w.low)), high(load(w.high)) {}
         template <int S> PW_INLINE void quad(B v, W* out) const {
@@ -147,7 +147,7 @@ struct Bfloat16 {  // products of bfloat16, two at a time, sums in float32
     };
 };
 
-// Small floats are bfloat16 numbers, so float32 has them by the same bytes.
+// Small floats are exact in bfloat16, so float32 uses the same bytes.
 struct Float32ByBytes : Float32 {
     struct Small {
         Bfloat16::Small f;
@@ -167,8 +167,8 @@ using Single = Float32ByBytes;
 using Single = Float32;
 #endif
 
-// Where decoders find their codes: as packed in 4, 6 or 8 bits, or numbers decoded before. A tile of 32 columns is TILE
-// bytes; quad j of half h is columns 16h + 4j .. 16h + 4j + 3.
+// Sources of codes: packed in 4, 6 or 8 bits, or numbers decoded before. A tile of 32 columns is TILE bytes; quad j of
+// half h is columns 16h + 4j .. 16h + 4j + 3.
 template <class P, class D> struct Nibbles {
     static constexpr int TILE = 256;
     D d;
@@ -205,7 +205,7 @@ template <class P> struct Numbers {
     }
 };
 
-// Scales of the 16 rows of a tile, or what lies as they do.
+// Scales of the 16 rows of a tile, or offsets, which are stored the same way.
 struct Scales {
     const FloatLinear& w;
     const FloatArgs& a;

@@ -1,13 +1,13 @@
-// y = x @ w.T + bias with codes of floats and tables. Sums run over the columns in their order, one chain an output and
-// a block of columns; blocks are added under their scales in float32. Every way of cutting the work keeps that order,
-// so a result depends on nothing but its row of x and its row of w. Products are of float32, or, where the machine has
-// such an instruction and x is bfloat16, of bfloat16.
+// y = x @ w.T + bias with float or table codes. Sums run over the columns in order, one chain per output and block of
+// columns; blocks are scaled and added in float32. Every partition of the work keeps that order, so a result depends
+// only on its row of x and its row of w. Products are in float32, or in bfloat16 if x is bfloat16 and the machine has
+// such an instruction.
 //
 //   y[n] = sum over blocks of scale[n, block] * (sum over k in block of x[k] * values[code[n, k]])
 //                             + offset[n, block] * (sum over k in block of x[k])
 //
-// One or two rows read the codes straight (memory sets the pace); more rows read numbers that were decoded once for a
-// chunk of columns (arithmetic sets it). Both call `sweep`.
+// One or two rows decode the codes directly (memory-bound); more rows read numbers that were decoded once for a chunk
+// of columns (compute-bound). Both call `sweep`.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ struct FloatPanel {
     int64_t stride;          // bytes from tile to tile
     const float* scales;     // [tile][blocks][16], or null: no scale inside the sum
     const float* offsets;    // [tile][blocks][16], or null
-    const float* sums;       // [blocks][T] of x, where there are offsets
+    const float* sums;       // [blocks][T] of x, if there are offsets
     int64_t blocks, block, tail;  // of this chunk; columns of a block and of the last one
 };
 
@@ -108,14 +108,14 @@ template <class P> Sweep find_panel(int rows, bool one) {
     return one ? find_rows<P, Numbers<P>, 1>(rows) : find_rows<P, Numbers<P>, FLOAT_TILES>(rows);
 }
 
-// What one call does, worked out once.
+// Precomputed parameters of one call.
 struct FloatWork {
     const FloatLinear& w;
     const FloatArgs& a;
     int64_t columns, blocks, chunk_blocks, row_blocks;
-    int T;                     // rows of x in a block of rows, at most
-    int tiles;                 // beside each other
-    bool direct, widen;        // widen: codes of odd widths become bytes first
+    int T;                     // maximum rows of x per block of rows
+    int tiles;                 // side by side
+    bool direct, widen;        // widen: codes of odd widths are expanded to bytes first
     int64_t row_bytes;         // of one prepared row of x
     int64_t sums_at;           // where sums of x begin, [rows of a block of rows][blocks], after the rows
     Sweep (*find)(int rows, bool one);
@@ -124,7 +124,7 @@ struct FloatWork {
     int64_t rows_at(int64_t rb) const { return rb * a.m / row_blocks; }
 };
 
-// One row of x as the products want it: row t of a block of T. padded: [columns]. sums: [blocks][T], of its blocks.
+// Converts one row of x to the format of the products: row t of a block of T. padded: [columns]. sums: [blocks][T].
 template <class P>
 void take_floats(const FloatWork& k, int64_t row, int T, int t, float* padded, uint32_t* out, float* sums) {
     const char* x = (const char*)k.a.x + row * k.a.ldx * size_of(k.w.x);
@@ -154,7 +154,7 @@ void take_floats(const FloatWork& k, int64_t row, int T, int t, float* padded, u
     for (int64_t q = 0; q < k.columns / 4; ++q) P::take(from + 4 * q, out + (q * T + t) * P::PER);
 }
 
-// y of one tile: the scale of the row or of all, bias, and one rounding.
+// y of one tile: applies the per-row or per-tensor scale and the bias, and rounds once.
 void finish_floats(const FloatWork& k, const Scales& scales, const float* c, int64_t ldc, int64_t row, int rows, int64_t tile) {
     const FloatLinear& w = k.w;
     const int64_t col = tile * 16, width = std::min<int64_t>(16, w.n - col);
@@ -185,7 +185,7 @@ void finish_floats(const FloatWork& k, const Scales& scales, const float* c, int
 // Tiles [tile, tile + tiles) for row blocks [r0, r1). x: prepared rows.
 void run_float_tiles(const FloatWork& k, const char* x, int64_t tile, int tiles, int64_t r0, int64_t r1, char* scratch) {
     const FloatLinear& w = k.w;
-    FloatLinear offset_as = w;  // offsets lie as scales do
+    FloatLinear offset_as = w;  // offsets are stored like scales
     FloatArgs offset_at = k.a;
     offset_as.scale = w.offset, offset_at.scale = k.a.offset;
     offset_at.outer_scale = k.a.offset_scale, offset_at.outer_offset = nullptr;
@@ -246,7 +246,7 @@ void run_float_tiles(const FloatWork& k, const char* x, int64_t tile, int tiles,
 
 thread_local Workspace float_inputs, float_space;
 
-// Columns decoded at a time: with two tiles they stay in the first or second level cache.
+// Columns decoded at a time: with two tiles they stay in the L1 or L2 cache.
 constexpr int64_t FLOAT_CHUNK = 512;
 
 template <class P> void choose_source(FloatWork& k) {
@@ -283,7 +283,7 @@ template <class P> int run_floats(const FloatLinear& w, const FloatArgs& a) {
     const double products = (double)a.m * (double)w.n * (double)w.kp;
     const int threads = (int)std::min<double>(a.threads, 1 + products / PRODUCTS_PER_THREAD);
 
-    // The input. Of few rows each thread makes its own copy, which costs less than waiting for another.
+    // The input. For few rows each thread makes its own copy, which is cheaper than waiting for another thread.
     auto up = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
     const int copies = k.row_blocks == 1 ? threads : 1;
     const int64_t one_copy = k.sums_at + (w.offset ? up(a.m * k.blocks * 4) : 0), wide = up(k.columns * 4);

@@ -1,11 +1,11 @@
-// What decoding floats needs beyond simd.h, on every instruction set.
+// Helpers for decoding floats in addition to simd.h, for every instruction set.
 #pragma once
 
 #include "simd.h"
 
 namespace {
 
-// Rows of x that run through a tile together, those that read codes straight, and tiles beside each other for both.
+// Rows of x processed per tile, the same for direct decoding, and tiles side by side for both.
 #if defined(__AVX512F__)
 constexpr int FLOAT_ROWS = 6, DIRECT_ROWS = 4, FLOAT_TILES = 2, DIRECT_TILES = 4;
 #else
@@ -26,7 +26,7 @@ inline I ishr(I a, int n) { return {_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(n))}
 inline I imax(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
 template <int N> inline I ishr(I a) { return {_mm512_srli_epi32(a.v, N)}; }
 inline F fmin(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
-// Beyond the greatest finite number of a small float stand its infinity and NaN: the same with a full exponent.
+// Codes above the largest finite number of a small float are infinity and NaN: the same with a full exponent.
 inline F special_above(F a, F limit) {
     const __m512i full = _mm512_set1_epi32(0x7f800000), v = _mm512_castps_si512(a.v);
     return {_mm512_castsi512_ps(_mm512_mask_or_epi32(v, _mm512_cmp_ps_mask(a.v, limit.v, _CMP_GT_OQ), v, full))};

@@ -1,13 +1,13 @@
-// y = x @ w.T + bias with integer codes. All sums over k are of small integers and exact, in blocks of columns; blocks
-// are added in float32 in the order of the columns. So a result depends on nothing but its row of x and its row of w:
-// not on the batch, the threads, or the instruction set.
+// y = x @ w.T + bias with integer codes. Sums over a block of columns are exact integer sums; blocks are added in
+// float32 in the order of the columns. So a result depends only on its row of x and its row of w: not on the batch, the
+// threads, or the instruction set.
 //
 //   I = sum_k X[k] * (u[n,k] - center - zero_point)         int32, one block
 //   y[n] += I * scale[n,block] * 2**e[block] + offset[n,block] * sum_k x[k]
 //
-// One kernel serves one row and thousands: it runs down a tile of 16 columns of y with the codes as they are packed,
-// decoded in registers for a few tokens at a time. For few rows memory sets the pace; for many, the tile
-// stays in a near cache while the rows pass, and arithmetic does.
+// One kernel serves any number of rows: it processes a tile of 16 columns of y with packed codes, decoded in registers
+// for a few tokens at a time. With few rows it is memory-bound. With many rows the tile stays in the cache and it is
+// compute-bound.
 #pragma once
 
 #include <algorithm>
@@ -25,13 +25,13 @@
 
 namespace {
 
-// Loops over registers are unrolled before the compiler decides what lives in memory.
+// Loops over registers must be unrolled before the compiler allocates registers.
 #if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 #define PW_UNROLL _Pragma("GCC unroll 32")
 #else
 #define PW_UNROLL
 #endif
-constexpr int AHEAD = 2304;  // bytes between what is read and what is fetched
+constexpr int AHEAD = 2304;  // prefetch distance in bytes
 
 struct Part {            // scales, zero points or offsets of a tile: 16 numbers per group
     const void* p;
@@ -57,7 +57,7 @@ inline I zero16(const Part& a, int64_t i) {
     return a.kind == U8 ? iload8u((const uint8_t*)a.p + i) : iload8s((const int8_t*)a.p + i);
 }
 
-// The numbers of `count` groups of a tile from group `first` on, whose codes stand under outer numbers.
+// Decodes `count` groups of a tile, from group `first` on, whose scale codes have outer scales.
 inline Part numbers_of(const Part& codes, const Part& outer, int64_t per_outer, int64_t first, int64_t count, float* out) {
     for (int64_t i = 0; i < count; ++i)
         fstore(out + 16 * i, fmul(cvt(zero16(codes, (first + i) * 16)), part16(outer, (first + i) / per_outer * 16)));
@@ -69,11 +69,11 @@ struct Tile {                 // 16 rows of the weight, from one block of column
     Part scale, zero, offset;
     int64_t per_scale;        // blocks that share a scale; 0: no scale inside the sum
     int64_t first, blocks;    // blocks of columns
-    int64_t block, tail;      // columns of a block, and of the last one here
+    int64_t block, tail;      // columns of a block, and of the last block
     int32_t center;
-    int64_t true_columns;     // from here on, padding left out
+    int64_t true_columns;     // from here on, without padding
     const int8_t* ones;       // 1 per true column, for inputs with a zero point; else null
-    float* sums;              // [blocks][16] of the codes less center and zero point, for them
+    float* sums;              // [blocks][16] of the codes minus center and zero point, for such inputs
 };
 
 struct Rows {                 // a block of tokens, from the same column on
@@ -84,8 +84,8 @@ struct Rows {                 // a block of tokens, from the same column on
     const float* token_zero;
 };
 
-// c[t] (+)= the blocks of a tile for T tokens of D digits, or (D = 0) of words. `fresh`: c is not read. Inputs with a
-// zero point need the sums of the codes: SUM makes and keeps them on the way, other calls for the tile read them.
+// c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. `fresh`: c is not read. Inputs with a
+// zero point need the sums of the codes: SUM computes and stores them, other calls for the tile read them.
 template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows& x, float* c, bool fresh) {
     constexpr int R = D ? T * D : T;
     constexpr int CHAINS = R == 1 ? 4 : R <= 3 ? 2 : 1;  // independent sums hide the latency of dot4
@@ -130,7 +130,7 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
                 if constexpr (BITS != 4 && BITS != 8) decode<BITS>(codes, u);
                 PW_UNROLL for (int j = 0; j < 8; ++j) {
                     if constexpr (BITS == 8) u[j] = bload(codes + 64 * j);
-                    if constexpr (BITS == 4) {  // as `decode` does, when it is needed
+                    if constexpr (BITS == 4) {  // as in `decode`, but on demand
                         if (j % 2 == 0) {
                             const B two = bload(codes + 32 * j);
                             u[j] = bmask(two, 15);
@@ -169,7 +169,7 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
             if constexpr (D <= 1) f = cvt(part[0]);
             else if constexpr (D == 2) f = cvt(iadd(ishl8(part[0]), part[1]));
             else f = fma(cvt(part[0]), fset(65536), cvt(iadd(ishl8(part[1]), part[2])));
-            // exact, since with a zero point blocks are short enough for every term to fit a float
+            // exact: with a zero point, blocks are short enough for every term to fit a float
             if (D == 1 && w.ones) f = fma(weight_sum, fset(-x.token_zero[t]), f);
             if (D != 1) {
                 const F e = fset(x.scale[b * T + t]);
@@ -185,16 +185,16 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
 
 using Micro = void (*)(const Tile&, const Rows&, float*, bool);
 
-// Codes of 4 and 8 bits have a kernel for every number of tokens. The others, which fewer use, have two, for one token
-// and for a few, so that the library builds in half the time.
+// 4- and 8-bit codes have a kernel for every number of tokens. Other widths have two, for one token and for a few,
+// which halves the build time.
 constexpr bool every_count(int bits) { return bits == 4 || bits == 8; }
 constexpr int FEW[] = {4, 3, 2};
-constexpr int most_tokens(int bits, int digits) {  // digits 0: words
+constexpr int most_tokens(int bits, int digits) {  // digits: limbs; 0: words
     const int most = TOKENS[digits ? digits - 1 : 3];
     return every_count(bits) || most <= FEW[digits - 1] ? most : FEW[digits - 1];
 }
 
-// The kernel for a number of bits, digits (0: words) and tokens; null where there is none.
+// The kernel for a number of bits, limbs (0: words) and tokens; null if there is none.
 template <int BITS, int D, bool SUM, int T = 1> Micro pick_tokens(int tokens) {
     constexpr int MOST = most_tokens(BITS, D), NEXT = every_count(BITS) || T == MOST ? T + 1 : MOST;
     if constexpr (T > MOST) return nullptr;
@@ -214,7 +214,7 @@ template <int BITS = 1> Micro pick(int bits, int digits, bool sum, int tokens) {
     }
 }
 
-// y of one tile: the scale of the row or of all, that of the token, bias, and one rounding.
+// y of one tile: applies the per-row or per-tensor scale, the token scale and the bias, and rounds once.
 void finish(const IntLinear& w, const LinearArgs& a, const float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) {
     const int64_t width = std::min<int64_t>(16, w.n - col);
     alignas(64) char tail[64] = {0};
@@ -244,7 +244,7 @@ void finish(const IntLinear& w, const LinearArgs& a, const float* c, int64_t m, 
     }
 }
 
-// Memory that a thread keeps from call to call; what is large is given back.
+// Thread-local memory kept between calls; large buffers are freed.
 struct Workspace {
     char* data = nullptr;
     size_t size = 0;
@@ -265,33 +265,33 @@ struct Workspace {
 };
 thread_local Workspace workspace;
 
-// Columns run through at a time where many rows follow: the tile and the rows' digits stay in near caches.
+// Columns processed at a time for many rows: the tile and the limbs of the rows stay in the cache.
 constexpr int64_t CHUNK = 4096;
-// Digits of rows that are taken through a tile together, in bytes: about what the second-level cache keeps.
+// Bytes of limbs of the rows processed together with a tile: about the size of the L2 cache.
 constexpr int64_t INPUT_BYTES = 512 << 10;
-// Fewer products than this are not worth waking a second thread for.
+// Minimum number of products for a second thread.
 constexpr double PRODUCTS_PER_THREAD = 1 << 17;
 
-// What one call works with, whichever of its weights.
+// State of one call, shared by its weights.
 struct Work {
-    const IntLinear& w;          // the first; the others have other rows only
+    const IntLinear& w;          // the first; the others differ only in their rows
     bool words;
-    int digits, most;            // per token; tokens in a block, at most
-    int64_t token_blocks;        // the first `larger` hold `size` tokens, the others `smaller`
+    int digits, most;            // limbs per token; maximum tokens per block
+    int64_t token_blocks;        // the first `larger` have `size` tokens, the others `smaller`
     int64_t larger;
     int size, smaller;
-    int64_t blocks, chunk;       // blocks of columns, and of those how many are run through at a time
-    const int8_t* ones;          // [kp] 1 per true column, where inputs have zero points; else null
+    int64_t blocks, chunk;       // blocks of columns, and how many of them are processed at a time
+    const int8_t* ones;          // [kp] 1 per true column, if inputs have zero points; else null
 
     int64_t first_token(int64_t mb) const { return mb * size - std::max<int64_t>(0, mb - larger) * (size - smaller); }
     int tokens_in(int64_t mb) const { return mb < larger ? size : smaller; }
     int rows(int tokens) const { return words ? tokens : tokens * digits; }
-    int64_t row_bytes(int tokens) const { return rows(tokens) * (words ? 2 : 1); }  // of digits, per column
+    int64_t row_bytes(int tokens) const { return rows(tokens) * (words ? 2 : 1); }  // of limbs, per column
 };
 
 Work plan(const IntLinear& w, const LinearArgs& a) {
     const int digits = digits_of(w);
-    // Words halve the sums to join after each block, at the price of decoding to 16 bits, which many rows share.
+    // Words halve the number of sums to combine after each block, but need decoding to 16 bits, which many rows share.
     const bool words = digits == 2 && every_count(w.bits) && a.m > TOKENS[1];
     Work k{w, words, digits, most_tokens(w.bits, words ? 0 : digits), 0, 0, 0, 0, (w.kp + w.block - 1) / w.block, 0, nullptr};
     if (every_count(w.bits)) {
@@ -309,7 +309,7 @@ Work plan(const IntLinear& w, const LinearArgs& a) {
     return k;
 }
 
-// Tile `tile` of one weight from block b0 on. sums: room for [chunk][16]; nested: for 2 [chunk + 1][16].
+// Tile `tile` of one weight from block b0 on. sums: scratch [chunk][16]; nested: scratch 2 [chunk + 1][16].
 Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float* sums, float* nested) {
     const IntLinear& w = k.w;
     const int64_t at = b0 * w.block, columns = std::min(w.kp - at, k.chunk * w.block);
@@ -332,7 +332,7 @@ Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float
     p.true_columns = w.k - at;
     p.ones = k.ones ? k.ones + at : nullptr;
     p.sums = sums;
-    if (w.outer) {  // micro sees plain numbers, those of these columns only
+    if (w.outer) {  // micro gets decoded numbers of these columns only
         const int64_t first = b0 / p.per_scale, count = (b0 + p.blocks - 1) / p.per_scale - first + 1;
         auto outer = [&](const void* base) {
             return Part{(const char*)base + tile * outers * 16 * size_of(w.outer_kind), w.outer_kind};
@@ -344,7 +344,7 @@ Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float
     return p;
 }
 
-// One tile of a weight for blocks of tokens [mb0, mb1). room: float [chunk][16], [mb1 - mb0][most][16], 2 [chunk + 1][16].
+// One tile of a weight for token blocks [mb0, mb1). room: float [chunk][16], [mb1 - mb0][most][16], 2 [chunk + 1][16].
 void run_tile(const Work& k, const IntLinear& w, const LinearArgs& a, const Tokens* tokens, int64_t tile, int64_t mb0,
               int64_t mb1, float* room) {
     float* c = room + (k.ones ? k.chunk * 16 : 0);
@@ -362,8 +362,8 @@ void run_tile(const Work& k, const IntLinear& w, const LinearArgs& a, const Toke
     }
 }
 
-// Several weights with the same input (x, m, ldx, threads and what treats x are those of the first), which differ in
-// their number of rows only: the input is turned into digits once, and threads meet once.
+// Several weights that differ only in their number of rows, with the same input (x, m, ldx, threads and activation
+// parameters are those of the first): the input is split into limbs once, and threads synchronize once.
 int int_linear(const IntLinear* weights, const LinearArgs* args, int count) {
     const IntLinear& w = *weights;
     const LinearArgs& a = *args;
@@ -374,15 +374,15 @@ int int_linear(const IntLinear* weights, const LinearArgs* args, int count) {
     const double products = (double)a.m * (double)(16 * tiles) * (double)w.kp;
     const int threads = (int)std::min<double>(a.threads, 1 + products / PRODUCTS_PER_THREAD);
 
-    // Units of work: tiles x ranges of blocks of tokens, taken by whoever is free.
+    // Units of work: tiles x ranges of token blocks, scheduled dynamically.
     const int64_t grain = std::max<int64_t>(1, std::min<int64_t>(8, tiles / (threads * 8)));
     const int64_t together = std::max<int64_t>(8, INPUT_BYTES / (k.row_bytes(k.most) * w.kp));
     const int64_t step = std::min(k.token_blocks, together);
     const int64_t row_units = (k.token_blocks + step - 1) / step;
     const int64_t units = (tiles + grain - 1) / grain * row_units;
 
-    // Memory: per copy of the input a table of blocks of tokens and what each of them holds; per thread, room for one row
-    // and for sums. Of one or two tokens each thread makes its own copy: that costs less than waiting for another.
+    // Memory: per copy of the input, a table of token blocks and their buffers; per thread, scratch for one row and for
+    // sums. For one or two tokens each thread makes its own copy, which is cheaper than waiting for another thread.
     auto up = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
     const int copies = a.m <= 2 ? threads : 1;
     const int64_t digits = up(w.kp * k.row_bytes(k.most)), sums = up(k.blocks * k.rows(k.most) * 4);

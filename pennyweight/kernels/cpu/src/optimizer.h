@@ -1,7 +1,7 @@
-// Steps of optimizers whose state is codes: read, update, requantize and write each block while it is in the cache.
+// Optimizer steps with quantized states: read, update, requantize and write each block while it is in the cache.
 //
-// The numbers are those of optim/update_rules.py and optim/quantized_states.py, bit for bit where torch's own kernels use fused
-// multiply-add as these do. Blocks depend on nothing but themselves and a counter, so threads are not seen.
+// Bit-identical to optim/update_rules.py and optim/quantized_states.py if torch's kernels use fused multiply-add like
+// these. A block depends only on itself and a counter, so results do not depend on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace {
 alignas(64) constexpr int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // 32 random bits for each of 16 elements from `at` on: the mixer "lowbias32" (C. Wellons, hash-prospector, 2018), keyed
-// before each of its products. Each half is then turned by the step times the golden ratio, see core/stochastic_rounding.py.
+// before each multiplication. The step times the golden ratio is added to each half, see core/stochastic_rounding.py.
 inline I random16(const OptimJob& j, int64_t at) {
     I x = uadd(iset((int32_t)(uint32_t)at), iload(LANES));
     x = ixor(x, iset((int32_t)j.key[0]));
@@ -56,7 +56,7 @@ template <int KIND> void write_floats(char* p, int64_t n, const float* from) {
     store_kind<KIND>(room, fload(from + i));
     memcpy(p + i * bytes_of(KIND), room, (size_t)((n - i) * bytes_of(KIND)));
 }
-// bfloat16, up with the probability of the part that is cut off. What is not finite is not moved.
+// Stochastic rounding to bfloat16. NaN and inf are not changed.
 inline void write_by_chance(const OptimJob& j, int64_t at, int64_t n, const float* from) {
     for (int64_t i = 0; i < n; i += 16) {
         const I b = bits(fload(from + i)), a = iand(b, iset(0x7fffffff));
@@ -74,7 +74,7 @@ inline void write_by_chance(const OptimJob& j, int64_t at, int64_t n, const floa
 inline int64_t code_bytes(const OptimJob& j, const OptimState& s, int64_t count) {
     return count * (j.block / j.row) * (s.bits == 8 ? j.row : (j.row + 1) / 2);
 }
-// The first n codes of a block, one a byte; and back, all of them.
+// The first n codes of a block, one per byte; and back, all of them.
 inline void unpack4(const uint8_t* __restrict p, int64_t row, int64_t n, uint8_t* __restrict out) {
     for (; n > 0; n -= row, p += (row + 1) / 2, out += row) {
         const int64_t end = std::min(row, n);
@@ -149,8 +149,8 @@ inline F flerp(F a, F b, float w) {
     return w < 0.5f ? fma(fset(w), way, a) : fma(fset(w - 1), way, b);
 }
 
-// c of RULE_ADAM: what p is multiplied by first, weight decay of the gradient, 1 - beta1, beta2, 1 - beta2, root of the
-// second moment's correction, eps, step size. States: first moment, second, and its maximum where there are three.
+// c of RULE_ADAM: the initial factor of p, weight decay of the gradient, 1 - beta1, beta2, 1 - beta2, root of the
+// second moment's correction, eps, step size. States: first moment, second moment, and with three states its maximum.
 // c of RULE_LION: the first two, 1 - beta1, 1 - beta2, learning rate. State: momentum.
 // c of RULE_SGD: the first two, momentum, 1 - dampening, learning rate. State: momentum.
 inline void update(const OptimJob& j, float* p, const float* g, float* const* s, int64_t n) {
@@ -185,12 +185,12 @@ inline void update(const OptimJob& j, float* p, const float* g, float* const* s,
     }
 }
 
-struct OptimRoom {  // of one thread
+struct OptimRoom {  // scratch of one thread
     float *p, *g, *s[3];
     uint8_t* codes;
 };
 
-// The least power of two that is not below a; from 2**-127 to 2**127.
+// The smallest power of two that is at least a; from 2**-127 to 2**127.
 inline float power_above(float a) {
     int exponent;
     const float mantissa = std::frexp(a, &exponent);
@@ -245,7 +245,7 @@ inline void optim_block(const OptimJob& j, int64_t index, const OptimRoom& room)
     }
 }
 
-// Every job, in pieces of about 2**15 elements that threads take in turn. 1: no memory.
+// Runs all jobs, in pieces of about 2**15 elements distributed over threads. Returns 1 if out of memory.
 int optim_steps(const OptimJob* jobs, int64_t count, int threads) {
     int64_t most = 16;
     for (int64_t i = 0; i < count; ++i) most = std::max(most, (jobs[i].block + 31) / 16 * 16);

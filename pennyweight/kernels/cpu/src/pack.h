@@ -1,10 +1,10 @@
 // The layout "cpu": tiles of 16 rows x 32 columns.
 //
-// A tile holds 8 vectors of 64 bytes; vector j has the codes of columns 4j..4j+3, byte 4*row + column%4. Codes of fewer
-// than 8 bits are cut into planes of 4, 2 and 1 bits (3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2, 7 = 4 + 2 + 1), lowest bits in
-// the widest plane; vector j of a plane holds 8/bits vectors of codes, the first in its lowest bits. So bits * 64 bytes
-// are one tile of columns, tiles of the same rows follow each other, and each is decoded by shifts and masks of whole
-// vectors, on every instruction set alike.
+// A tile has 8 vectors of 64 bytes; vector j has the codes of columns 4j..4j+3, byte 4*row + column%4. Codes of fewer
+// than 8 bits are split into planes of 4, 2 and 1 bits (3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2, 7 = 4 + 2 + 1), lowest bits in
+// the widest plane; vector j of a plane has 8/bits vectors of codes, the first in its lowest bits. So a tile takes
+// bits * 64 bytes, tiles of the same rows are consecutive, and each is decoded with shifts and masks of whole vectors
+// on every instruction set.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ template <int BITS> inline void decode(const uint8_t* p, B* out) {
         for (int j = 0; j < 2; ++j) {
             const B v = bload(p + 64 * (FOUR + j));
             for (int i = 0; i < 4; ++i) {
-                const int up = FOUR - 2 * i;  // how far the two bits move to stand above the lower plane
+                const int up = FOUR - 2 * i;  // shift of the two bits to above the lower plane
                 const B part = bmask(up >= 0 ? bleft(v, up) : bright(v, -up), (uint8_t)(3 << FOUR));
                 out[4 * j + i] = FOUR ? bor(out[4 * j + i], part) : part;
             }
@@ -94,7 +94,7 @@ inline void encode_any(int bits, const B* in, uint8_t* out) {
     }
 }
 
-// A tile from 16 rows of 32 bytes, `step` bytes apart, to each of which `add` is added; and back.
+// A tile from 16 rows of 32 bytes with stride `step`, with `add` added to each byte; and back.
 inline void tile_of_rows(int bits, const uint8_t* rows, int64_t step, uint8_t add, uint8_t* tile) {
     B v[8];
     for (int half = 0; half < 2; ++half) {
@@ -136,7 +136,7 @@ inline void row_of_tile(int bits, const uint8_t* tile, int row, uint8_t* out) {
     memcpy(out, q, 32);
 }
 
-// Plain codes [n, k] (bytes, to which flip is added) -> tiles [ceil(n/16), kp/32, 64 * bits]. What pads is code 0.
+// Plain codes [n, k] (bytes, to which flip is added) -> tiles [ceil(n/16), kp/32, 64 * bits]. Padding is code 0.
 void pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
     const int64_t rows = (n + 15) / 16, cols = kp / 32;
 #pragma omp parallel for num_threads(threads) if (threads > 1)

@@ -1,6 +1,6 @@
-// Scales, zero points and offsets of the groups of a row, chosen by a rule from the ends of each group, and what encoding
-// needs of them. The arithmetic is that of core/qparams.py and core/numerics.py, bit for bit: parameters are chosen in the
-// kind of x, each operation rounded to it, and codes come from the parameters as stored.
+// Scales, zero points and offsets of the groups of a row, chosen by a rule from the range of each group, and the values
+// that encoding needs. Bit-identical to core/qparams.py and core/numerics.py: parameters are chosen in the kind of x,
+// each operation rounded to it, and codes are computed from the parameters as stored.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace {
 
-// What one row has per group, in whole vectors of 16.
+// Per-group values of one row, padded to whole vectors of 16.
 struct Groups {
     float *lo, *hi;                  // range
     float *scale, *zero, *offset;    // as stored; 0 and -0 where there are none
-    float *by;                       // what x is multiplied by, or divided by where there is an offset
+    float *by;                       // multiplier of x, or divisor if there is an offset
     float *down, *least;             // offsets only
 };
 constexpr int64_t GROUP_ARRAYS = 8;
@@ -24,14 +24,14 @@ inline Groups groups_at(float* p, int64_t padded) {
     return {p, p + padded, p + 2 * padded, p + 3 * padded, p + 4 * padded, p + 5 * padded, p + 6 * padded, p + 7 * padded};
 }
 
-// 16 elements of x from p on, of which `count` are there; the last is repeated.
+// 16 elements of x from p on, of which only `count` exist; the last one is repeated.
 template <int KIND> inline F load_some(const char* p, int64_t count) {
     alignas(64) char room[64];
     for (int64_t i = 0; i < 16; ++i) memcpy(room + i * bytes_of(KIND), p + std::min(i, count - 1) * bytes_of(KIND), (size_t)bytes_of(KIND));
     return load_kind<KIND>(room);
 }
 
-// Least and greatest element of each group.
+// Minimum and maximum of each group.
 template <int KIND> void ranges_of(const char* x, int64_t k, int64_t group, float* lo, float* hi) {
     for (int64_t c = 0, g = 0; c < k; ++g) {
         const int64_t end = std::min(c + group, k);
@@ -76,7 +76,7 @@ inline F negative(F a) { return fsub(fset(-0.0f), a); }
 // Stores a number of kind `from` in kind `to`, within its range.
 inline F stored(int to, F a) { return within(round_kind(to, a), -LARGEST_OF[to], LARGEST_OF[to]); }
 
-// Scale, zero point and offset of 16 groups from their ranges, before they are stored.
+// Scale, zero point and offset of 16 groups from their ranges, before rounding to the stored kinds.
 inline void choose16(const Rounding& q, F lo, F hi, F* scale, F* zero, F* offset) {
     const int kind = q.to.x;
     const auto round = [&](F a) { return round_kind(kind, a); };
@@ -107,7 +107,7 @@ inline void choose16(const Rounding& q, F lo, F hi, F* scale, F* zero, F* offset
 
 inline int promoted(int a, int b) { return a == b ? a : F32; }
 
-// What encoding needs, from stored parameters.
+// The values that encoding needs, from stored parameters.
 inline void derive16(const Rounding& q, const Groups& w, int64_t g) {
     const int s = q.to.scale, o = q.to.offset;
     const F scale = fload(w.scale + g);

@@ -1,7 +1,7 @@
-// Floats to codes of an integer format: round to nearest under scales that a rule chooses, with what the error is.
+// Floats to codes of an integer format: round-to-nearest with scales chosen by a rule, and the quantization error.
 //
-// The numbers are those of core/numerics.py, bit for bit. A row is read from memory once; it depends on nothing but
-// itself, and its sums of squares are taken in one order, so neither threads nor instruction sets are seen.
+// Bit-identical to core/numerics.py. A row is read from memory once and depends only on itself, and its sums of squares
+// have a fixed order, so results do not depend on threads or instruction sets.
 #pragma once
 
 #include <algorithm>
@@ -21,16 +21,16 @@ namespace {
 
 struct Sums { double signal, noise; };
 
-// round_kind<R>(b / by), `over` being 1 / by. In bfloat16 one correction of b * over is exact: a quotient of two of its
-// numbers is either halfway between two others, and then comes out as such, or 2**-17 of it away. Not beyond 2**60.
+// round_kind<R>(b / by), with `over` = 1 / by. In bfloat16 one correction of b * over is exact: a quotient of two such
+// numbers is either halfway between two others, and is then computed exactly, or 2**-17 of it away. Not beyond 2**60.
 template <int R> inline F quotient(F b, F by, F over, bool usual) {
     if (R != BF16 || !usual) return round_kind<R>(fdiv(b, by));
     const F guess = fmul(b, over);
     return round_kind<R>(fma(fma(negative(guess), by, b), over, guess));
 }
 
-// Codes of one row as bytes, `shift` subtracted, and its sums of squares in float32. P: kind of x * scale; R: of the
-// rest. What a scale multiplies is the code less a constant, so that, n, is what is rounded and clamped.
+// Codes of one row as bytes, with `shift` subtracted, and its sums of squares in float32. P: kind of x * scale; R: kind
+// of the rest. A scale multiplies the code minus a constant; that difference, n, is rounded and clamped.
 template <int KIND, int P, int R, bool OFFSET>
 Sums encode_row(const Rounding& q, const char* x, const Groups& w, int32_t shift, uint8_t* out) {
     const int64_t k = q.to.k, group = q.to.group;
@@ -111,7 +111,7 @@ inline Encoder encoder(const Affine& a) {
     return a.x == BF16 ? encoder_of<BF16>(a) : a.x == F16 ? encoder_of<F16>(a) : encoder_of<F32>(a);
 }
 
-// The sums of a row whose squares leave float32, which NaN and inf do too.
+// The sums of a row whose squares overflow float32, including NaN and inf.
 Sums exact_sums(const Rounding& q, const char* x, const Groups& w, int32_t shift, const uint8_t* codes) {
     Sums sums = {0, 0};
     const bool is_signed = q.to.store == PLAIN && q.lo < 0;
@@ -136,7 +136,7 @@ inline uint64_t eight_codes(int bits, const uint8_t* p) {
     return (v & 0x00000000ffffffffull) | (v & 0xffffffff00000000ull) >> (32 - 4 * bits);
 }
 
-// Rows of bytes (16 of them in TILES, each in whole blocks of 32 and zero beyond a.width) to where codes lie.
+// Writes rows of bytes (16 rows in TILES, each in whole blocks of 32 and zero beyond a.width) to the stored codes.
 void put_rows(const Affine& a, int64_t r0, int64_t rows, const uint8_t* bytes, int64_t step, uint8_t* codes) {
     if (a.store == TILES) {
         for (int64_t c = 0; c < step / 32; ++c) tile_of_rows(a.bits, bytes + 32 * c, step, 0, codes + r0 / 16 * a.stride + c * 64 * a.bits);
@@ -153,7 +153,7 @@ void put_rows(const Affine& a, int64_t r0, int64_t rows, const uint8_t* bytes, i
     }
 }
 
-// x [n, k] of rows ldx elements apart. sums: signal and noise of the whole, and room for 2 n more. 1: no memory.
+// x [n, k] with row stride ldx. sums: signal and noise of the tensor, and scratch for 2 n more. 1: out of memory.
 int quantize(const Rounding* rounding, const char* x, int64_t ldx, const Parts* parts, double* sums, int threads) {
     const Rounding& q = *rounding;
     const Affine& a = q.to;
@@ -199,7 +199,7 @@ int quantize(const Rounding* rounding, const char* x, int64_t ldx, const Parts* 
     return 0;
 }
 
-// Least and greatest element of each group of each row, in the kind of x: out [n, groups, 2].
+// Minimum and maximum of each group of each row, in the kind of x: out [n, groups, 2].
 void ranges(const Affine* w, const char* x, int64_t ldx, char* out, int threads) {
     const Affine& a = *w;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -231,7 +231,7 @@ template <class WORD> bool finite_words(const WORD* p, int64_t count, WORD limit
     return !bad;
 }
 
-// 1 where none of `count` elements is NaN or inf.
+// 1 if none of `count` elements is NaN or inf.
 int finite(const void* x, int kind, int64_t count, int threads) {
     if (kind == F32) return finite_words<uint32_t>((const uint32_t*)x, count, 0x7f800000, threads);
     return finite_words<uint16_t>((const uint16_t*)x, count, kind == BF16 ? 0x7f80 : 0x7c00, threads);

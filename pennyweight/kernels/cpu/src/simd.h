@@ -1,8 +1,8 @@
-// One vector of 16 lanes on every instruction set, so that each kernel is written once.
+// A 16-lane vector abstraction for every instruction set, so that each kernel is written once.
 //
 //   I  16 x int32      F  16 x float32      B  64 bytes: 16 columns x 4 consecutive k
 //
-// A file that includes this one is compiled once per instruction set (see setup.py). Everything lives in an anonymous
+// A file that includes this one is compiled once per instruction set (see setup.py). Everything is in an anonymous
 // namespace: inline functions with external linkage would be merged across translation units, and AVX-512 code would
 // run on a machine without it.
 #pragma once
@@ -17,8 +17,8 @@
 #include <arm_neon.h>
 #endif
 
-// For what runs in inner loops: where vectors are pairs of registers, compilers otherwise call some of it through memory,
-// at ten times its price.
+// For code in inner loops: if vectors are pairs of registers, compilers otherwise pass some of them through memory,
+// which is ten times slower.
 #define PW_INLINE __attribute__((always_inline)) inline
 
 namespace {
@@ -30,7 +30,7 @@ struct F { __m512 v; };
 struct B { __m512i v; };
 using X = __m512i;  // four bytes of one input row, in every lane
 
-// Tokens that run through a tile together: of one, two and three digits, and of 16-bit words.
+// Tokens processed together per tile: with one, two and three limbs, and with 16-bit words.
 constexpr int TOKENS[] = {8, 6, 4, 12};
 
 inline I iset(int32_t a) { return {_mm512_set1_epi32(a)}; }
@@ -67,7 +67,7 @@ inline F fload_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si2
 inline void fstore_f16(uint16_t* p, F a) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
-// To nearest, ties to even; NaN stays NaN, and subnormals stay what they are.
+// To nearest, ties to even; NaN and subnormals are preserved.
 inline void fstore_bf16(uint16_t* p, F a) {
     const __m512i b = _mm512_castps_si512(a.v), odd = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
     const __m512i up = _mm512_add_epi32(b, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -80,7 +80,7 @@ inline B bload(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void bstore(uint8_t* p, B a) { _mm512_storeu_si512(p, a.v); }
 inline B bmask(B a, uint8_t m) { return {_mm512_and_si512(a.v, _mm512_set1_epi8((char)m))}; }
 inline B bor(B a, B b) { return {_mm512_or_si512(a.v, b.v)}; }
-// Shifts of 16-bit lanes: what crosses from byte to byte is masked off by the caller.
+// Shifts of 16-bit lanes: the caller masks off bits that cross bytes.
 inline B bright(B a, int n) { return {_mm512_srl_epi16(a.v, _mm_cvtsi32_si128(n))}; }
 inline B bleft(B a, int n) { return {_mm512_sll_epi16(a.v, _mm_cvtsi32_si128(n))}; }
 inline X xload(const int8_t* p) { int32_t a; memcpy(&a, p, 4); return _mm512_set1_epi32(a); }
@@ -96,7 +96,7 @@ inline I dot2(I acc, B w, X x) { return {_mm512_dpwssd_epi32(acc.v, w.v, x)}; }
 template <bool ALL8> inline I dot4(I acc, B w, X x) { return {_mm512_dpbusd_epi32(acc.v, w.v, x)}; }
 #else
 constexpr bool SIGNED_BYTES = false;
-// acc + a, here and now: left to itself the compiler makes all products of a loop first, and keeps them in memory.
+// acc + a, not reordered: otherwise the compiler computes all products of a loop first and spills them to memory.
 inline void add_now(__m512i& acc, __m512i a) {
     acc = _mm512_add_epi32(acc, a);
     asm("" : "+v"(acc));
@@ -172,7 +172,7 @@ inline void fstore_f16(uint16_t* p, F a) {
     for (int i = 0; i < 2; ++i)
         _mm_storeu_si128((__m128i*)(p + 8 * i), _mm256_cvtps_ph(a.v[i], _MM_FROUND_TO_NEAREST_INT));
 }
-// To nearest, ties to even; NaN stays NaN, and subnormals stay what they are.
+// To nearest, ties to even; NaN and subnormals are preserved.
 inline void fstore_bf16(uint16_t* p, F a) {
     I r;
     for (int i = 0; i < 2; ++i) {
@@ -202,7 +202,7 @@ constexpr bool SIGNED_BYTES = false;
 inline I dot2(I acc, B w, X x) { PW_EACH(I, _mm256_dpwssd_avx_epi32(acc.v[i], w.v[i], x)); }
 template <bool ALL8> inline I dot4(I acc, B w, X x) { PW_EACH(I, _mm256_dpbusd_avx_epi32(acc.v[i], w.v[i], x)); }
 #else
-// acc + a, here and now: left to itself the compiler makes all products of a loop first, and keeps them in memory.
+// acc + a, not reordered: otherwise the compiler computes all products of a loop first and spills them to memory.
 inline void add_now(__m256i& acc, __m256i a) {
     acc = _mm256_add_epi32(acc, a);
     asm("" : "+x"(acc));
@@ -298,7 +298,7 @@ inline I dot2(I acc, B w, X x) {
 constexpr bool SIGNED_BYTES = false;
 template <bool ALL8> inline I dot4(I acc, B w, X x) { PW_EACH(I, vusdotq_s32(acc.v[i], w.v[i], x)); }
 #else
-// Both operands are signed: a full byte u is taken as u - 128, and the caller subtracts 128 less.
+// Both operands are signed: a full byte u is used as u - 128, and the caller subtracts 128 less.
 constexpr bool SIGNED_BYTES = true;
 template <bool ALL8> inline I dot4(I acc, B w, X x) {
     const uint8x16_t top = vdupq_n_u8(ALL8 ? 0x80 : 0);
@@ -309,7 +309,7 @@ template <bool ALL8> inline I dot4(I acc, B w, X x) {
 
 #else
 
-// Plain C++, for any machine; what the others are tested against.
+// Plain C++, for any machine; the reference in tests of the others.
 struct I { int32_t v[16]; };
 struct F { float v[16]; };
 struct B { uint8_t v[64]; };

@@ -1,4 +1,4 @@
-// More of simd.h: what conversions between floats and codes need.
+// Additions to simd.h for conversions between floats and codes.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Where 16 codes of `bits` bits lie in 16 bytes: lane i begins at byte at[4 * i], shift[i] bits up.
+// Positions of 16 codes of `bits` bits in 16 bytes: lane i begins at byte at[4 * i], bit shift[i].
 struct Stream {
     alignas(64) uint8_t at[64];
     alignas(64) int32_t shift[16];
@@ -53,7 +53,7 @@ inline I stream16(const uint8_t* p, int bits) {
                              _mm512_set1_epi32((1 << bits) - 1))};
 }
 
-// Least and greatest of n 16-bit floats as numbers of the same order (see below); n is a multiple of 32.
+// Minimum and maximum of n 16-bit floats as integers in the same order (see below); n is a multiple of 32.
 inline __m512i ordered(__m512i v) { return _mm512_xor_si512(v, _mm512_srli_epi16(_mm512_srai_epi16(v, 15), 1)); }
 inline uint32_t least_word(__m512i v) {
     const __m256i a = _mm256_min_epu16(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
@@ -84,7 +84,7 @@ inline void bstore4(uint8_t* p, int64_t step, B a) {
     _mm_storeu_si128((__m128i*)(p + 2 * step), _mm512_extracti32x4_epi32(a.v, 2));
     _mm_storeu_si128((__m128i*)(p + 3 * step), _mm512_extracti32x4_epi32(a.v, 3));
 }
-// In each quarter, 4 x 4 words of 32 bits change sides.
+// In each quarter, transposes 4 x 4 words of 32 bits.
 inline void transpose4(B* v) {
     const __m512i a = _mm512_unpacklo_epi32(v[0].v, v[1].v), b = _mm512_unpackhi_epi32(v[0].v, v[1].v);
     const __m512i c = _mm512_unpacklo_epi32(v[2].v, v[3].v), d = _mm512_unpackhi_epi32(v[2].v, v[3].v);
@@ -233,7 +233,7 @@ inline void transpose4(B* v) {
 
 #endif
 
-// Rounded to what a kind holds; a NaN may become an infinity.
+// Rounded to a kind; a NaN may become an infinity.
 template <int KIND> inline F round_kind(F a) {
     if constexpr (KIND == BF16) {
         const I b = bits(a), up = iadd(iset(0x7fff), iand(ishr<16>(b), iset(1)));
@@ -255,10 +255,10 @@ template <int KIND> inline void store_kind(void* p, F a) {
     else if constexpr (KIND == F16) fstore_f16((uint16_t*)p, a);
     else fstore((float*)p, a);
 }
-// A 16-bit float as a signed number of the same order, and back; -0 lies below 0.
+// A 16-bit float as a signed integer in the same order, and back; -0 is below 0.
 inline int16_t ordered(uint16_t w) { return (int16_t)(w ^ (uint16_t)((int16_t)w < 0 ? 0x7fff : 0)); }
 #if !defined(__AVX2__)
-// Least and greatest of n 16-bit floats as such numbers; n is a multiple of 32.
+// Minimum and maximum of n 16-bit floats as such integers; n is a multiple of 32.
 inline void ends_of_words(const uint16_t* p, int64_t n, int16_t* lo, int16_t* hi) {
     int16_t least = 0x7fff, most = -0x8000;
     for (int64_t i = 0; i < n; ++i) {
