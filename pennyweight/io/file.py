@@ -1,6 +1,6 @@
-"""A file of some format, open for reading: a regular file and no other, read by plain reads or mapped.
+"""Base class for reading a file of any format: regular files only, with plain reads or memory-mapped.
 
-Every read that fails is a CheckpointError; nothing is allocated but for what is asked for.
+Every failed read raises CheckpointError. Memory is allocated only for the requested data.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .errors import CheckpointError
 
 
 class RawFile:
-    """An open file. A subclass reads its header in ``_read_header``, which may raise CheckpointError, and only that.
+    """An open file. A subclass parses its header in ``_read_header``, which may raise only CheckpointError.
 
-    mmap: whether tensors are mapped; else they are read into memory of their own. A process that touches a mapped file
-    after another has cut it short gets SIGBUS; one that is replaced by a rename stays whole for those who mapped it.
+    mmap: whether tensors are memory-mapped; otherwise each is read into its own memory. Accessing a mapped file after
+    another process truncated it raises SIGBUS. A file replaced by a rename stays intact for processes that mapped it.
     """
 
     def __init__(self, path: str, mmap: bool = True) -> None:
@@ -49,7 +49,7 @@ class RawFile:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the file. Tensors that were mapped stay valid."""
+        """Close the file. Mapped tensors stay valid."""
         self._file.close()
         self._map = None
 
@@ -60,7 +60,7 @@ class RawFile:
         self.close()
 
     def _read_at(self, offset: int, count: int) -> bytes:
-        """count bytes from offset on."""
+        """count bytes starting at offset."""
         try:
             self._file.seek(offset)
             data = self._file.read(count)
@@ -73,20 +73,20 @@ class RawFile:
         return bytes(buffer)
 
     def _fill(self, offset: int, view: memoryview) -> None:
-        """Read from offset on, until the buffer is full."""
+        """Read from offset until the buffer is full."""
         try:
             self._file.seek(offset)
             while len(view):
                 count = self._file.readinto(view)
                 if not count:
-                    raise CheckpointError(self.path, None, "ends early: it shrank while it was read")
+                    raise CheckpointError(self.path, None, "ends early: the file was truncated while it was read")
                 view = view[count:]
         except OSError as e:
             raise CheckpointError(self.path, None, f"cannot be read: {e.strerror}") from e
 
     def _mapped(self, begin: int, end: int) -> Tensor:
-        """uint8 bytes [begin, end) of the mapped file, not none of them; copy-on-write: the file stays as it is.
-        Of a file that is not to be mapped, a copy."""
+        """uint8 bytes [begin, end), not empty, of the mapped file, copy-on-write: the file does not change.
+        With mmap=False, a copy."""
         if not self.mmap:
             out = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
             self._fill(begin, memoryview(out.numpy()))
