@@ -2,7 +2,7 @@
 
     value[o, i] = (q[i, o] - z[g, o]) * s[g, o], g = i // group_size
 
-``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [in / group, out / 8] store eight numbers per word: nibble i of word
+``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [in / group, out / 8] hold eight numbers per word: nibble i of word
 w, from the low end, is output 8 w + [0, 2, 4, 6, 1, 3, 5, 7][i]. ``scales`` [in / group, out]. A weight has the dtype
 of its scales, since the format stores none. Files whose zero points are all 8 (``zero_point`` false) are also read.
 

@@ -173,7 +173,7 @@ def _read_map(
 ) -> Format | None:
     """The format whose values a stored table contains, in the order of the given codes.
 
-    Differences of a few units in the last place are accepted. Returns None or raises KeyedError for other tables.
+    None for a table that differs by a few units in the last place. Raises KeyedError for any other.
     """
     need(f"{owner}.{part}", entries, (torch.float32,), (count,), owner=owner)
     table = get(f"{owner}.{part}")
@@ -221,7 +221,7 @@ def _find_8bit(name: str, dtype: torch.dtype, entries: Mapping[str, Entry], get:
     if f"{prefix}weight_format" in entries:
         need(f"{prefix}weight_format", entries, (torch.uint8,), (), owner=name)
         if int(get(f"{prefix}weight_format")):
-            raise KeyedError(name, "weight_format is not 0: it is tiled for a GPU type; only row-major order is supported")
+            raise KeyedError(name, "weight_format is not 0: it is tiled for a GPU; only row-major order is supported")
         parts.append(f"{prefix}weight_format")
     meta = Meta(INT8_ROW, codes.shape, dtype)
     return Found(meta, tuple(parts), lambda get: Parts(get(name), (get(f"{prefix}SCB") / 127).unsqueeze(1)))

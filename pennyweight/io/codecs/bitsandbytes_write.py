@@ -156,7 +156,7 @@ def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
         inner = parts.scale
         offset = float(inner.offset.flatten()[0])
         if bool((inner.offset != offset).any()):
-            raise ValueError(f"{name}: its nested blocks have separate offsets, but bitsandbytes has only one: requantize")
+            raise ValueError(f"{name}: its nested blocks have separate offsets, bitsandbytes has only one: requantize")
         padded = inner.codes
         for axis, n in enumerate(part_shape):
             padded = padded.narrow(axis, 0, n)
@@ -179,7 +179,7 @@ def _merged(name: str, scale: Tensor, n_blocks: int, size: int, ours: int) -> Te
     each = size // ours
     first = scale[::each].contiguous()
     if not torch.equal(first.repeat_interleave(each)[: len(scale)], scale):
-        raise ValueError(f"{name}: scales differ within {size} elements, but bitsandbytes has one scale for them: requantize")
+        raise ValueError(f"{name}: scales differ within a bitsandbytes block of {size} elements: requantize")
     return first
 
 
@@ -191,7 +191,7 @@ def _row_maximum(scale: Tensor) -> Tensor:
     """
     guess = scale * 127
     if not bool(guess.isfinite().all()):
-        raise ValueError(f"a scale of {float(scale.abs().amax()):g} is too large for int8 in bitsandbytes (limit: float32 maximum / 127)")
+        raise ValueError(f"a scale of {float(scale.abs().amax()):g} is beyond bitsandbytes' int8 limit, float32 / 127")
     near = guess.view(torch.int32).unsqueeze(1) + torch.tensor([0, -1, 1], dtype=torch.int32, device="cpu")
     right = near.view(torch.float32) / 127 == scale.unsqueeze(1)
     score = right * (4 + 2 * (near % 2 == 0)) * 2 + torch.tensor([1, 0, 0], device="cpu")

@@ -43,7 +43,7 @@ from .schema import FLOATS, by_layer, join, model_dtype, need
 NVFP4_SCALE = QuantSpec(E4M3, None, torch.float64)
 _F8 = (torch.float8_e4m3fn,)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-_ZEROS = (torch.int8, torch.int32, torch.int64, *FLOATS, *_F8)  # dtypes in which zero points of symmetric schemes are stored
+_ZEROS = (torch.int8, torch.int32, torch.int64, *FLOATS, *_F8)  # stored zero points of symmetric schemes
 
 # kind -> suffix and dtype of the codes, dtypes of the scale
 _STORED: dict[str, tuple[str, torch.dtype, tuple[torch.dtype, ...]]] = {

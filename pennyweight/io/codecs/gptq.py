@@ -92,7 +92,7 @@ def _version(method: Method) -> str:
         raise ValueError(f"quantization_config names several formats: {', '.join(sorted(said))[:80]}")
     version = next(iter(said), V1)
     if version not in (V1, V2):
-        raise ValueError(f"checkpoint_format {version[:40]!r} is packed for a specific kernel; supported: gptq and gptq_v2")
+        raise ValueError(f"checkpoint_format {version[:40]!r} is packed for one kernel; supported: gptq and gptq_v2")
     return version
 
 
