@@ -151,9 +151,7 @@ def read(metadata: Mapping[str, str]) -> Manifest:
     tensors = {name: _named(name, convert, raw) for name, raw in data["tensors"].items()}
     aliases = {name: _named(name, _alias, raw) for name, raw in data["aliases"].items()}
     manifest = Manifest(tensors, aliases)
-    if version != version_of(
-        manifest
-    ):  # the version distinguishes a plain tensor named "<tensor>.perm" from a part
+    if version != version_of(manifest):  # the version distinguishes a plain tensor named "<tensor>.perm" from a part
         raise ValueError(f"declares format version {version}, but its contents need version {version_of(manifest)}")
     return manifest
 

@@ -62,6 +62,7 @@ class RankGroup:
         """Raise CheckpointError on every rank if a value differs between ranks."""
         if any(theirs != mine for theirs in self.step(lambda: mine)):
             raise CheckpointError(
-                self.folder, None,
+                self.folder,
+                None,
                 f"ranks differ in {what}; use the same source, config and release on all ranks, and a shared disk",
             )

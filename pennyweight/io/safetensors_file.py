@@ -156,9 +156,7 @@ def check_header(header: Any, data_bytes: int, path: str) -> tuple[dict[str, Ent
             raise CheckpointError(path, name, f"data begins at {entry.begin}, expected {at}: a hole or an overlap")
         at = entry.end
     if at != data_bytes:
-        raise CheckpointError(
-            path, None, f"tensors take {at} bytes but the file has {data_bytes}: truncated or padded"
-        )
+        raise CheckpointError(path, None, f"tensors take {at} bytes but the file has {data_bytes}: truncated or padded")
     return entries, metadata
 
 

@@ -33,7 +33,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     stream = pack_bits(codes, bits)
     missing = 4 * dense_words(n, bits) - stream.shape[-1]
     padded = torch.nn.functional.pad(stream, (0, missing))
-    return padded.reshape(-1).view(torch.int32).reshape(*codes.shape[:-1], -1)  # view() checks strides of single rows too
+    return (
+        padded.reshape(-1).view(torch.int32).reshape(*codes.shape[:-1], -1)
+    )  # view() checks strides of single rows too
 
 
 def unpack(words: Tensor, bits: int, n: int, dense: bool) -> Tensor:

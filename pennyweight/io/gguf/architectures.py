@@ -238,7 +238,9 @@ OWN_FILE = (
 def for_gguf(arch: Any) -> Architecture:
     """The architecture of a GGUF file. Raises ValueError if it is not supported."""
     if not isinstance(arch, str) or arch not in BY_GGUF:
-        raise ValueError(f"GGUF architecture {str(arch)[:100]!r} is not supported; known: {', '.join(BY_GGUF)}; {OWN_FILE}")
+        raise ValueError(
+            f"GGUF architecture {str(arch)[:100]!r} is not supported; known: {', '.join(BY_GGUF)}; {OWN_FILE}"
+        )
     return BY_GGUF[arch]
 
 
@@ -246,5 +248,7 @@ def for_config(config: Mapping[str, Any]) -> Architecture:
     """The architecture of a config.json. Raises ValueError if it is not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
-        raise ValueError(f"model_type {str(kind)[:100]!r} is not supported; known: {', '.join(BY_MODEL_TYPE)}; {OWN_FILE}")
+        raise ValueError(
+            f"model_type {str(kind)[:100]!r} is not supported; known: {', '.join(BY_MODEL_TYPE)}; {OWN_FILE}"
+        )
     return BY_MODEL_TYPE[kind]

@@ -139,8 +139,7 @@ def _byte_level(s: Source) -> KV:
     pre = recognized(pre_tokenizer, ignore_merges)
     if pre is None:
         s.notes.append(
-            'the pre-tokenizer has no llama.cpp name: written as "default", which splits some text into '
-            "other words"
+            'the pre-tokenizer has no llama.cpp name: written as "default", which splits some text into other words'
         )
     elif pre.ignore_merges != ignore_merges:
         s.notes.append(f"ignore_merges is {ignore_merges}, but llama.cpp's {pre.name!r} has the opposite")

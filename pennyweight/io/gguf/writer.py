@@ -28,9 +28,7 @@ def lay_out(metadata: Mapping[str, Value], infos: Infos) -> tuple[bytes, dict[st
     or key."""
     alignment = alignment_of(dict(metadata))
     if len(infos) > MAX_TENSORS or len(metadata) > MAX_KEYS:
-        raise ValueError(
-            f"{len(infos)} tensors and {len(metadata)} keys; the maximum is {MAX_TENSORS} and {MAX_KEYS}"
-        )
+        raise ValueError(f"{len(infos)} tensors and {len(metadata)} keys; the maximum is {MAX_TENSORS} and {MAX_KEYS}")
     out = [MAGIC, struct.pack("<IQQ", _VERSION, len(infos), len(metadata)), metadata_bytes(metadata)]
     sizes, at = {}, 0
     for name, (kind, shape) in infos.items():

@@ -62,7 +62,7 @@ def test_a_model_inside_another_one_and_a_bare_one() -> None:
     qwen = {"model_type": "qwen3", "num_attention_heads": 4}
     assert to_gguf(["layers.12.mlp.up_proj.weight"], qwen).popitem()[1].name == "blk.12.ffn_up.weight"
     both = ["encoder.layer.3.output.dense.bias", "bert.encoder.layer.3.output.dense.bias"]
-    with pytest.raises(ValueError, match=r"would both be blk\.3\.ffn_down\.bias"):
+    with pytest.raises(ValueError, match=r"both map to blk\.3\.ffn_down\.bias"):
         to_gguf(both, bert)
 
 
@@ -168,10 +168,10 @@ def test_a_pattern_file_is_enough_for_an_unknown_architecture() -> None:
         ("[tensors]\nx = 1", "no pattern"),
         ('[tensors]\n"" = "y"', "no pattern"),
         ('[tensors]\n"a.{i}" = "b"', "as often"),
-        ('[tensors]\n"a.{j}" = "b.{j}"', "the one placeholder"),
-        ('[tensors]\n"a.x{i}" = "b.x{i}"', "the one placeholder"),
+        ('[tensors]\n"a.{j}" = "b.{j}"', "the only placeholder"),
+        ('[tensors]\n"a.x{i}" = "b.x{i}"', "the only placeholder"),
         ('[tensors]\n"a.{i}.0" = "b.{i}.0"', "write {i} for all"),
-        ('[tensors]\n"a" = "c"\n"b" = "c"', "stands twice"),
+        ('[tensors]\n"a" = "c"\n"b" = "c"', "appears twice"),
         ('[tensors]\n"a" = "c"\n"a" = "d"', "TOML|overwrite"),
         ('[tensors]\n"a\\u0000" = "c"', "no pattern"),
         (f'[tensors]\n"{"a" * 301}" = "c"', "no pattern"),

@@ -133,11 +133,11 @@ def test_wrong_shapes_are_refused() -> None:
     kind = TYPES["Q4_K"]
     with pytest.raises(ValueError, match="whole blocks of 256"):
         kind.decode(torch.zeros(2, 144, dtype=torch.uint8), (2, 128))
-    with pytest.raises(ValueError, match=r"is uint8 \[2, 144\], got torch.uint8 \[3, 144\]"):
+    with pytest.raises(ValueError, match=r"needs uint8 \[2, 144\], got torch.uint8 \[3, 144\]"):
         kind.decode(torch.zeros(3, 144, dtype=torch.uint8), (2, 256))
     read_only = TYPES["IQ2_S"]
     parts = read_only.decode(torch.zeros(1, 82, dtype=torch.uint8), (1, 256))
-    with pytest.raises(ValueError, match="IQ2_S is read only"):
+    with pytest.raises(ValueError, match="IQ2_S is read-only"):
         read_only.encode(parts, (1, 256))
 
 

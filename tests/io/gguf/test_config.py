@@ -189,7 +189,7 @@ def test_the_tensors_that_a_config_depends_on_must_be_given() -> None:
         ("phi3", {"sliding_window": "32"}, "sliding_window must be"),
         ("bert", {"type_vocab_size": "2"}, "type_vocab_size must be"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
-        ("bert", {"model_type": "mamba"}, "model_type 'mamba' is not known"),
+        ("bert", {"model_type": "mamba"}, "model_type 'mamba' is not supported"),
     ],
 )
 def test_a_config_that_llama_cpp_would_compute_otherwise(name: str, change: dict[str, Any], reason: str) -> None:

@@ -139,7 +139,7 @@ def test_small_and_large_numbers(name: str) -> None:
 def test_what_cannot_be_quantized_is_refused() -> None:
     x = torch.randn(2, 256)
     for name in ("IQ2_S", "I8", "Q9"):
-        with pytest.raises(ValueError, match=f"'{name}' is no type that floats .* known: F32, F16, Q4_0"):
+        with pytest.raises(ValueError, match=f"'{name}' is not a type that floats .* known: F32, F16, Q4_0"):
             quantize(x, name)
     with pytest.raises(ValueError, match="whole blocks of 256"):
         quantize(x[:, :128], "Q4_K")

@@ -119,9 +119,9 @@ def test_bad_parts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf"):
         pw.open(first)
     for tensors, kv, reason in (
-        ({"b": one(1)}, part(0, 2), "does not say that it is part 1"),
-        ({"a": one(1)}, part(1, 2), "in another part of the model as well"),
-        ({"b": one(1), "c": one(1)}, part(1, 2), "announces 2 tensors in all parts, there are 3"),
+        ({"b": one(1)}, part(0, 2), "is not declared as part 1"),
+        ({"a": one(1)}, part(1, 2), "is also in another part of the model"),
+        ({"b": one(1), "c": one(1)}, part(1, 2), "declares 2 tensors in all parts, found 3"),
         (
             {"b": one(1)},
             {"split__no": Value("string", "1"), "split__count": Value("uint16", 2)},

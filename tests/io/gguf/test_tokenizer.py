@@ -266,7 +266,7 @@ def test_merges_that_scores_do_not_tell_are_written(folders: dict[str, Path]) ->
     kv, notes = tokenizer_kv(str(folders["llama 2"]))
     merges = json.loads((folders["llama 2"] / "tokenizer.json").read_text())["model"]["merges"]
     assert kv["tokenizer.ggml.merges"] == ("ARRAY[STRING]", [" ".join(m) for m in merges])
-    assert any("splits some text otherwise" in n for n in notes)
+    assert any("splits some text differently" in n for n in notes)
     rank = ranks([(a, b) for a, b in merges])
     scores = dict(zip(kv["tokenizer.ggml.tokens"][1], kv["tokenizer.ggml.scores"][1], strict=True))
     assert all(scores[token] == -r for token, r in rank.items() if token in scores)
@@ -328,10 +328,10 @@ def test_an_unknown_pre_tokenizer_is_noted(tmp_path: Path) -> None:
     )
     kv, notes = tokenizer_kv(str(folder(tmp_path, t, GPT)))
     assert kv["tokenizer.ggml.pre"] == ("STRING", "default")
-    assert any("pre-tokenizer is none" in n for n in notes)
+    assert any("pre-tokenizer has no llama.cpp name" in n for n in notes)
     files, notes = tokenizer_files(values(kv))
     assert files.keys() == {"tokenizer.json", "tokenizer_config.json"}
-    assert any("by default" in n for n in notes)
+    assert any("default is used" in n for n in notes)
 
 
 @pytest.mark.parametrize("change", [{"tokenizer.ggml.model": "rwkv"}, {"tokenizer.ggml.pre": "odd"}])
@@ -380,7 +380,7 @@ FILE: dict[str, Any] = {"model": MODEL, "added_tokens": [], "pre_tokenizer": {"t
         (FILE | {"model": MODEL | {"merges": [["a", "b", "c"]]}}, "not two pieces"),
         (FILE | {"model": MODEL | {"merges": [["a b", "c"]]}}, "has a space"),
         (FILE | {"added_tokens": {}}, '"added_tokens" a list'),
-        (FILE | {"added_tokens": [3]}, "must hold objects"),
+        (FILE | {"added_tokens": [3]}, "must contain objects"),
         (FILE | {"added_tokens": [{"id": 2}]}, "needs an id"),
         ({"model": {"type": "WordPiece", "vocab": {"a": 0}, "continuing_subword_prefix": "@"}}, "prefix '@'"),
         ({"model": {"type": "WordPiece", "vocab": {"##\u2581a": 0}}}, "would be 'a' in GGUF"),
