@@ -53,7 +53,7 @@ class PennyweightConfig(QuantizationConfigMixin):
     ) -> None:
         if quant_method != METHOD:
             raise ValueError(
-                f"quant_method is {quant_method!r}, not {METHOD!r}: another library's files. If their format is supported, "
+                f"quant_method is {quant_method!r}, not {METHOD!r}: another library's files. If they are supported, "
                 "pennyweight.integrations.transformers.load_pretrained(AutoModelForCausalLM, folder) loads them"
             )
         if type(version) is not int or not 1 <= version <= VERSION:

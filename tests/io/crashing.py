@@ -50,7 +50,7 @@ def stopping(how: str, at: int = 1 << 30) -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in STEPS:
             patch.setattr(os, name, step(name, getattr(os, name)))
-        patch.setattr(replace_folder, "exchange", step("exchange", replace_folder.exchange_folders))
+        patch.setattr(replace_folder, "exchange_folders", step("exchange", replace_folder.exchange_folders))
         yield taken
 
 

@@ -446,7 +446,7 @@ def test_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["replacing", "--force"])
 def test_where_folders_cannot_be_exchanged(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are the old or the new ones at every step; only config.json may come before them."""
-    monkeypatch.setattr(replace_folder, "exchange", lambda a, b: False)
+    monkeypatch.setattr(replace_folder, "exchange_folders", lambda a, b: False)
     operation = OPERATIONS[name]
     d = fresh(operation, tmp_path / "d")
     with stopping("before") as steps:

@@ -106,7 +106,7 @@ def _how_int(spec: QuantSpec, strategy: str, size: Any, act: Any) -> _How | str:
     if bits == 1:
         return "compressed-tensors supports only integers of 2 to 8 bits"
     if spec.scale not in FLOATS:
-        return "compressed-tensors needs plain integer scales in float32, bfloat16 or float16"
+        return "compressed-tensors needs integers with plain scales in float32, bfloat16 or float16"
     # int8 bytes if inputs are integers too; otherwise runtimes expect packed weights
     kind = "int" if act is not None and dict(act)["type"] == "int" else "packed"
     if strategy == "block":

@@ -142,7 +142,7 @@ class File(RawFile):
                 name = cursor.string(MAX_NAME_BYTES)
                 check_tensor_name(name)
                 if name in found:
-                    raise ValueError("stands twice")
+                    raise ValueError("appears twice")
                 axes = cursor.number("uint32")
                 if axes > MAX_AXES:
                     raise ValueError(f"{axes} axes; the maximum is {MAX_AXES}")

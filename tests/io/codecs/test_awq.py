@@ -121,9 +121,9 @@ def test_what_cannot_be_written_says_why() -> None:
         (good, (8, 65), {}, "whole groups of inputs"),
         (good.with_(block=(8, 32)), (8, 64), {}, "whole groups of inputs"),
         (good.with_(scale=torch.float32), (8, 64), {}, "float16 scales"),
-        (QuantSpec(UINT8, (32,), scale=torch.float16), (8, 64), {}, "4 bits"),
-        (TINYGEMM.with_(scale=torch.float16), (8, 128), {}, "4 bits"),
-        (FP8_ROW, (8, 128), {}, "4 bits"),
+        (QuantSpec(UINT8, (32,), scale=torch.float16), (8, 64), {}, "4-bit"),
+        (TINYGEMM.with_(scale=torch.float16), (8, 128), {}, "4-bit"),
+        (FP8_ROW, (8, 128), {}, "4-bit"),
     ):
         said = WRITING.refuses("m.weight", Meta(spec, shape, torch.float16, **more))
         assert said is not None

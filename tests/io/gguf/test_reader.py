@@ -125,7 +125,7 @@ def test_bad_parts_are_refused(tmp_path: Path) -> None:
         (
             {"b": one(1)},
             {"split__no": Value("string", "1"), "split__count": Value("uint16", 2)},
-            "must be a whole number",
+            "must be an integer",
         ),
     ):
         second.unlink(missing_ok=True)
@@ -144,7 +144,7 @@ def test_bad_parts_are_refused(tmp_path: Path) -> None:
 def test_a_folder_with_two_models_asks_which(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         write(tmp_path / name, {"a": one(1)})
-    with pytest.raises(CheckpointError, match=r"holds 2 GGUF models \(a.gguf, b.gguf\)"):
+    with pytest.raises(CheckpointError, match=r"contains 2 GGUF models \(a.gguf, b.gguf\)"):
         pw.open(tmp_path)
     (tmp_path / "b.gguf").unlink()
     assert set(pw.load(tmp_path)) == {"a"}

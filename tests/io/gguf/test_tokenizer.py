@@ -279,7 +279,7 @@ def test_metaspace_is_told_as_a_prefix(folders: dict[str, Path], tmp_path: Path)
         t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
         kv, notes = tokenizer_kv(str(folder(tmp_path, t, GPT)))
         assert kv["tokenizer.ggml.add_space_prefix"] == ("BOOL", prefix)
-        assert any("begins with one already" in n for n in notes) is prefix
+        assert any("already begins with one" in n for n in notes) is prefix
         back = Tokenizer.from_str(tokenizer_files(values(kv))[0]["tokenizer.json"].decode())
         text = TEXTS[0].replace("\n", " ")
         assert back.encode(text).ids == t.encode(text).ids
@@ -383,7 +383,7 @@ FILE: dict[str, Any] = {"model": MODEL, "added_tokens": [], "pre_tokenizer": {"t
         (FILE | {"added_tokens": [3]}, "must contain objects"),
         (FILE | {"added_tokens": [{"id": 2}]}, "needs an id"),
         ({"model": {"type": "WordPiece", "vocab": {"a": 0}, "continuing_subword_prefix": "@"}}, "prefix '@'"),
-        ({"model": {"type": "WordPiece", "vocab": {"##\u2581a": 0}}}, "would be 'a' in GGUF"),
+        ({"model": {"type": "WordPiece", "vocab": {"##\u2581a": 0}}}, "would become 'a' in GGUF"),
     ],
 )
 def test_a_bad_tokenizer_json_is_refused(tmp_path: Path, data: Any, reason: str) -> None:
@@ -415,10 +415,10 @@ def test_other_bad_folders(tmp_path: Path, folders: dict[str, Path]) -> None:
         ({"token_type": [1]}, "token_type must be"), ({"token_type": 3}, "token_type must be"),
         ({"scores": [1.0]}, "scores must be"), ({"scores": None}, "scores must be"),
         ({"scores": [float("nan")] * 1000}, "NaN"), ({"merges": ["ab"]}, "not two"), ({"merges": [3]}, "not two"),
-        ({"merges": "a b"}, "not two|no token"), ({"merges": ["zzz yyy"]}, "no token"),
+        ({"merges": "a b"}, "not two|not a token"), ({"merges": ["zzz yyy"]}, "not a token"),
         ({"bos_token_id": -1}, "bos_token_id must be one"), ({"eos_token_id": 10**6}, "eos_token_id must be one"),
         ({"unknown_token_id": "0"}, "unknown_token_id must be"), ({"add_bos_token": 1}, "add_bos_token must be"),
-        ({"add_space_prefix": "no"}, "add_space_prefix must be"), ({"model": 3}, "model must be text"),
+        ({"add_space_prefix": "no"}, "add_space_prefix must be"), ({"model": 3}, "model must be a string"),
     ],
 )  # fmt: skip
 def test_metadata_that_contradict_themselves(
@@ -431,5 +431,5 @@ def test_metadata_that_contradict_themselves(
 def test_word_piece_needs_an_unknown_token(folders: dict[str, Path]) -> None:
     kv = values(tokenizer_kv(str(folders["bert cased"]))[0])
     del kv["tokenizer.ggml.unknown_token_id"]
-    with pytest.raises(ValueError, match="unknown_token_id is needed"):
+    with pytest.raises(ValueError, match="unknown_token_id is required"):
         tokenizer_files(kv)
