@@ -131,7 +131,7 @@ def unimplemented(cls: type, func: Any, types: Any, args: tuple[Any, ...], kwarg
     )
 
 
-# -- the registry of layouts of torchao 0.8 to 0.17 ----------------------------------------------------------------------------
+# -- the registry of layouts of torchao 0.8 to 0.17 --------------------------------------------------------------------
 
 
 def _register_layout(tensor_class: type, layout_class: type) -> Callable[[Any], Any]:

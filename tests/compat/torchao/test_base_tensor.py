@@ -202,7 +202,7 @@ def test_a_dtype_that_cannot_follow_is_said_once() -> None:
             self.scale = scale
 
     w = Deaf(torch.ones(2, 2))
-    with pytest.warns(UserWarning, match="Deaf shows a dtype that its data do not decide"):
+    with pytest.warns(UserWarning, match="Deaf reports a dtype independent of its data"):
         got = w.to(torch.float16)
     assert (got.dtype, got.scale.dtype) == (torch.float32, torch.float32)
     with warnings.catch_warnings():

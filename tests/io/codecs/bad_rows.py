@@ -234,7 +234,7 @@ ROWS: dict[str, tuple[str, Write, str]] = {
     "left over, fp8": ("fp8", add("x.weight_scale_inv", torch.ones(1, 1)), "is unexpected"),
     "left over, mxfp4": ("mxfp4", add("x_scales", torch.ones(1, 1, 1, dtype=torch.uint8)), "x_blocks is missing"),
     "left over, hqq": ("hqq 4 bits", add("x.zero_scale", torch.ones(4)), "is unexpected"),
-    "left over, torchao": ("torchao int8", add("x.weight", torch.ones(4)), "no tensor that the metadata describe"),
+    "left over, torchao": ("torchao int8", add("x.weight", torch.ones(4)), "no tensor described in the metadata"),
     "name reserved": ("gptq", add("__class__.weight", torch.ones(4)), "reserved"),
     "name upward": ("gptq", add("../m.weight", torch.ones(4)), "empty part"),
     "two formats, gptq": ("gptq", beside(FP4), "two formats"),
@@ -271,7 +271,7 @@ ROWS: dict[str, tuple[str, Write, str]] = {
         {**d, "_data": {**d["_data"], "block_size": 2**30}})), "blocks of"),
     "torchao swizzled": ("torchao mxfp4", described(lambda d: json.dumps(
         {**d, "_data": {**d["_data"], "is_swizzled_scales": True}})), "swizzled"),
-    "torchao packed for CPUs": ("torchao int4", opaque, "is no weight of"),
+    "torchao packed for CPUs": ("torchao int4", opaque, "is not a weight of"),
     # texts within files
     "bitsandbytes state cut": (FP4, state(lambda old: old[:-9]), "brackets"),
     "bitsandbytes state twice": (FP4, state(lambda old: old[:-1] + b',"blocksize":64}'), "appears twice"),
@@ -289,7 +289,7 @@ ROWS: dict[str, tuple[str, Write, str]] = {
     "bitsandbytes offset NaN": ("bitsandbytes nf4 nested", state(
         lambda old: json.dumps({**json.loads(old), "nested_offset": float("nan")}).encode()), "not a JSON number"),
     "bitsandbytes offset 1e300": ("bitsandbytes nf4 nested", edit(nested_offset=1e300), "in the range of float32"),
-    "torchao description cut": ("torchao int8", described(lambda d: json.dumps(d)[:-3]), "do not describe"),
+    "torchao description cut": ("torchao int8", described(lambda d: json.dumps(d)[:-3]), "does not describe"),
     "torchao description deep": ("torchao int8", described(lambda d: "[" * 20_000 + "]" * 20_000), "nested deeper"),
     "torchao description twice": ("torchao int8", described(lambda d: json.dumps(d)[:-1] + ',"_type":"x"}'), "twice"),
     "torchao class unknown": ("torchao int8", described(lambda d: json.dumps({**d, "_type": "os.exit"})), "os.exit"),
