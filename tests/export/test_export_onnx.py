@@ -212,7 +212,7 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*paths: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, "publish", full)
+    monkeypatch.setattr(saving, "rename_into_place", full)
     with pytest.raises(OSError, match="No space left"):
         export_onnx(small(), (torch.randn(2, 64),), path)
     assert path.read_bytes() == b"old"

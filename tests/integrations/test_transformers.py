@@ -386,7 +386,7 @@ def test_other_methods_and_bad_settings(folder: Path) -> None:
         PennyweightConfig("int8", "lm_head")
     with pytest.raises(ValueError, match="on_indivisible must be one of"):
         PennyweightConfig("int8", on_indivisible="round")
-    with pytest.raises(ValueError, match="say how to quantize"):
+    with pytest.raises(ValueError, match="specify how to quantize"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=PennyweightConfig())
     with pytest.raises(ValueError, match="cannot be offloaded to disk"):
         AutoModelForCausalLM.from_pretrained(

@@ -67,7 +67,7 @@ REASONS = {
         "regex bomb", "perm not stored", "no perm",
     ],
     "newer than this release supports (3); upgrade": ["newer version", "version 999"],
-    "this release reads 1 to 3": ["version 0", "version true", "version text"],
+    "this release supports 1 to 3": ["version 0", "version true", "version text"],
     "missing ['version']": ["no version"],
     "unknown ['perm']": ["version too low for what is there"],
     "declares format version 2, but its contents need version 1": ["perm not announced"],
@@ -122,7 +122,7 @@ REASONS = {
         "scale negative", "bf16 scale negative", "scale of a scale negative", "nested scale negative",
         "act_scale negative",
     ],
-    "is zero: no activation has that scale": ["act_scale zero"],
+    "is zero; an activation scale must be positive": ["act_scale zero"],
     "values 7..16, uint4 goes from 0 to 15": ["zero point 16 of uint4"],
     "a code that is no number of ternary": ["ternary code 3", "ternary code 3 at the end"],
     "a code that is no number of e4m3": ["e4m3 NaN", "e4m3 negative NaN"],
@@ -142,7 +142,7 @@ REASONS = {
     "is not a regular file": ["shard is a pipe"],
     "listed in the index, but missing from the file": ["shard lacks a tensor"],
     "not in the index": ["shard has one too many"],
-    ".safetensors as well": ["tensor in two shards"],
+    "is also in model-00001": ["tensor in two shards"],
 }  # fmt: skip
 REASON_OF = {case: reason for reason, cases in REASONS.items() for case in cases}
 

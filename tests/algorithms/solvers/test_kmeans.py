@@ -234,7 +234,7 @@ def test_other_formats_take_it_anew_or_refuse(tmp_path: Path) -> None:
     with pytest.raises(pw.CheckpointError, match="compressed-tensors does not support learned8x4"):
         pw.convert(tmp_path / "model.safetensors", tmp_path / "other", to="compressed-tensors")
     args = (torch.randn(2, 64),)
-    with pytest.raises(ValueError, match="its numbers are those of its own table"):
+    with pytest.raises(ValueError, match="its codes index its own table"):
         export_onnx(model.float().eval(), args, tmp_path / "m.onnx")
     words = describe(model[0].weight.spec, (128, 64))
     assert "learned8x4: 8-bit indices, one for 4 neighbours of a row, into a table of 256, the tensor's own" in words
