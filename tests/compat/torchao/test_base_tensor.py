@@ -141,7 +141,7 @@ def test_copy_takes_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (lambda: torch.randn(2, 3), "Tensor is no Plain"),
+        (lambda: torch.randn(2, 3), "Tensor is not a Plain"),
         (lambda: Plain(torch.randn(2, 4), "a"), r"shape \(2, 4\) is not \(2, 3\)"),
         (lambda: Plain(torch.randn(2, 3), "b"), "attr is b, not a"),
         (lambda: Plain(torch.randn(2, 3), "a", None, torch.ones(2, 3)), "it holds .*zero_point"),

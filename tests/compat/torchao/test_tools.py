@@ -31,7 +31,7 @@ def test_benchmark_model_counts_milliseconds_on_a_cpu(monkeypatch: pytest.Monkey
 
 
 def test_benchmark_model_refuses() -> None:
-    with pytest.raises(TypeError, match="give device_type"):
+    with pytest.raises(TypeError, match="pass device_type"):
         tools.benchmark_model(lambda: None, 1)
     assert tools.benchmark_model(lambda: None, 1, device_type="cpu") >= 0
     with pytest.raises(ValueError, match="at least 1"):
