@@ -269,13 +269,13 @@ def test_parts_of_a_file_are_checked() -> None:
     q[2, 3] = 9
     with pytest.raises(ValueError, match=r"codes of \[4, 32\] range from 0 to 9; int4 supports -8 to 7"):
         IntxUnpackedToInt8Tensor(q, s, z, torch.int4, (1, 32), torch.float32, None)
-    with pytest.raises(ValueError, match=r"scale of .* holds NaN or inf"):
+    with pytest.raises(ValueError, match=r"scale of .* contains NaN or inf"):
         Int8Tensor(q, s * float("nan"), [1, 32], torch.float32)
     with pytest.raises(ValueError, match=r"scale is \[3, 1\]; blocks"):
         Int8Tensor(q, s[:3], [1, 32], torch.float32)
     with pytest.raises(ValueError, match="scale must be one of float32"):
         Int8Tensor(q, s.int(), [1, 32], torch.float32)
-    with pytest.raises(ValueError, match=r"scale of .* holds NaN or inf"):
+    with pytest.raises(ValueError, match=r"scale of .* contains NaN or inf"):
         Float8Tensor(q.to(torch.float8_e4m3fn), s / 0)
 
 
