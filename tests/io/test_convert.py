@@ -109,7 +109,7 @@ def test_dry_run_writes_nothing(quantized: Path, tmp_path: Path) -> None:
             {"to": "float", "dtype": torch.int8},
             "dtype=torch.int8 is only valid with to='float'; must be one of float32",
         ),
-        ({"dtype": torch.float16}, "is for to='float'"),
+        ({"dtype": torch.float16}, "is only valid with to='float'"),
         ({"gguf_type": "Q4_K"}, "gguf_type='Q4_K' is only valid with to='gguf', not 'pennyweight'"),
     ],
 )
