@@ -90,7 +90,7 @@ def test_block_of_files_runs(tmp_path, monkeypatch, capsys):
         assert checkpoint.format == "compressed-tensors"
 
 
-@pytest.mark.filterwarnings("ignore:.*imported already")
+@pytest.mark.filterwarnings("ignore:.*already imported")
 def test_torchao_block_runs():
     model = nn.Sequential(nn.Linear(64, 64))
     try:

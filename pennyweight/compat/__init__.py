@@ -1,4 +1,4 @@
-"""Other libraries' names over ours. Nothing below this folder knows of it."""
+"""Compatibility layers: other libraries' names over ours. No other package imports this one."""
 
 from .install import install, uninstall
 

@@ -1,4 +1,4 @@
-"""Serving ``import torchao`` from :mod:`pennyweight.compat.torchao`: virtual modules and their metadata."""
+"""Serves ``import torchao`` from :mod:`pennyweight.compat.torchao`: virtual modules and their metadata."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _IMPORT_FROM = opmap["IMPORT_FROM"]
 
 
 class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and makes the modules of a table, under a prefix.
+    """Finds and creates the modules of a table, under a prefix.
 
-    tree     module path below the prefix ("" is the root) -> files of ``home`` whose names it has
-    missing  (path of a module, name in it or None) -> why there is no such thing and what to use instead, or None
-    version  what ``importlib.metadata.version(prefix)`` says; None: no metadata
+    tree     module path below the prefix ("" is the root) -> files of ``home`` whose names it exposes
+    missing  (path of a module, name in it or None) -> why it is missing and what to use instead, or None
+    version  the result of ``importlib.metadata.version(prefix)``; None: no metadata
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                         setattr(module, name, value)
                         return value
                 path = f"{inner}.{name}" if inner else name
-                if path in self.tree:  # a submodule: what the real one imports along with itself
+                if path in self.tree:  # a submodule that the real package imports itself
                     return importlib.import_module(f"{module.__name__}.{name}")
                 why = self.missing(inner, name)
                 if why is not None:
@@ -96,8 +96,8 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _no_name(text: str) -> Exception:
-    """ImportError where a ``from module import name`` asks, which would throw an AttributeError's text away; else
-    AttributeError, so that hasattr() and getattr() with a default answer as ever."""
+    """ImportError for ``from module import name``, which would discard the text of an AttributeError; else
+    AttributeError, so that hasattr() and getattr() with a default work."""
     frame = sys._getframe(2)
     code = frame.f_code.co_code
     asked = 0 <= frame.f_lasti < len(code) and code[frame.f_lasti] == _IMPORT_FROM
@@ -105,8 +105,8 @@ def _no_name(text: str) -> Exception:
 
 
 class _Virtual(ModuleType):
-    """A module whose own names win over its submodules': ``quantization.quantize_`` is a function and a package, and
-    importing the package must not hide the function."""
+    """A module whose own names take precedence over its submodules: ``quantization.quantize_`` is a function and a
+    package, and importing the package must not hide the function."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, ModuleType) and name in self.__getattr__("__all__"):
@@ -126,28 +126,28 @@ class _Metadata(importlib.metadata.Distribution):
 
 
 _INSTALLED: dict[str, VirtualModules] = {}
-_CLIENTS = ("transformers", "peft", "diffusers", "accelerate")  # look for torchao when they are imported
+_CLIENTS = ("transformers", "peft", "diffusers", "accelerate")  # look for torchao at import
 
 
 def install(name: str = "torchao", version: str | None = None) -> None:
-    """Let ``import torchao`` in this process give :mod:`pennyweight.compat.torchao`, under the version it names.
+    """Make ``import torchao`` in this process load :mod:`pennyweight.compat.torchao`, with its torchao version.
 
-    Names of all releases from 0.8 to 0.18 are there at once. Files that torchao wrote with ``torch.save`` load, with
-    ``weights_only=True`` too. ``version`` is what ``importlib.metadata.version`` then says, default that of the newest
-    torchao release whose API this is. Call it before anything imports the library. Calling it again does nothing.
+    The names of all releases from 0.8 to 0.18 are available at once. Files written by torchao with ``torch.save`` load,
+    also with ``weights_only=True``. ``version`` is the result of ``importlib.metadata.version``, by default that of the
+    newest supported torchao release. Call it before anything imports the library. Repeated calls have no effect.
 
-    Raises ValueError for another library, and RuntimeError where the real one is imported already. Warns where a
-    library that asks for it once, when it is imported, has done so.
+    Raises ValueError for another library, and RuntimeError if the real one is already imported. Warns if a library that
+    checks for it only at import is already imported.
     """
     if name != "torchao":
-        raise ValueError(f"install({name!r}): the only library whose names can be served is 'torchao'")
+        raise ValueError(f"install({name!r}): the only supported library is 'torchao'")
     if name in _INSTALLED:
         return
     if name in sys.modules:
         where = getattr(sys.modules[name], "__file__", None)
         raise RuntimeError(
             f"{name} is already imported from {where}; call pennyweight.compat.install({name!r}) before the first "
-            f"import of it, or of what imports it (transformers, diffusers, peft)"
+            f"import of it, or of a library that imports it (transformers, diffusers, peft)"
         )
     had = importlib.util.find_spec(name) is not None
     from . import torchao
@@ -161,14 +161,14 @@ def install(name: str = "torchao", version: str | None = None) -> None:
     early = [client for client in _CLIENTS if client in sys.modules]
     if early and not had:
         warnings.warn(
-            f"{', '.join(early)} is imported already and has noted that there is no {name}; call "
+            f"{', '.join(early)} is already imported and did not find {name}; call "
             f"pennyweight.compat.install({name!r}) before importing it",
             stacklevel=2,
         )
 
 
 def uninstall(name: str = "torchao") -> None:
-    """Undo :func:`install`. What has been imported stays with who imported it."""
+    """Undo :func:`install`. Names already imported elsewhere stay valid."""
     finder = _INSTALLED.pop(name, None)
     if finder is not None:
         sys.meta_path.remove(finder)

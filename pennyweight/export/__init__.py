@@ -1,1 +1,1 @@
-"""Models for other runtimes: files that run without this package. What is exported is what is stored, or refused."""
+"""Export to other runtimes: files that run without this package. Stored codes are exported exactly, or rejected."""

@@ -1,4 +1,4 @@
-"""ONNX files that appear whole or not at all."""
+"""Atomic writes of ONNX files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from ..io.atomic_write import partial_path, rename_into_place, sync_folder
 from ..io.locks import folder_lock
 
-# protobuf holds 2 GiB at most; the rest is for the graph itself
+# the limit of protobuf is 2 GiB; the rest is for the graph
 INLINE = 1_900_000_000
 
 
 def save(model: Any, path: str, max_inline_bytes: int = INLINE) -> list[str]:
-    """Write a model and return the files: one, or, with more bytes than that in it, a second, ``NAME.data``.
+    """Write a model and return its files: one, or, above that many bytes, a second one, ``NAME.data``.
 
-    Both are written under other names first. The data is put in place before the file that speaks of it, under a name
-    that no file there has, such as ``NAME.0a1b2c3d.data``: so the old model stays whole until the new one is. Data of
+    Both are written under temporary names. The data is renamed before the file that references it, to a name that no
+    file there has, such as ``NAME.0a1b2c3d.data``: so the old model stays intact until the new one is complete. Data of
     the old one is removed last.
     """
     import onnx_ir as ir
@@ -47,6 +47,6 @@ def save(model: Any, path: str, max_inline_bytes: int = INLINE) -> list[str]:
 
 
 def _data_files(folder: str, name: str) -> list[str]:
-    """Files that hold data of the model called ``name``."""
+    """Files with data of the model called ``name``."""
     ours = re.compile(re.escape(name) + r"(\.[0-9a-f]{8})?\.data")
     return [found for found in os.listdir(folder) if ours.fullmatch(found)]

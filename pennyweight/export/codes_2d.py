@@ -1,8 +1,8 @@
-"""A quantized weight as rows of codes: what every ONNX form is made of.
+"""A quantized weight as rows of codes, the common input of all ONNX patterns.
 
     x[r, k] = (decode(codes[r, k]) - zero[r, k // block]) * scale[r, k // block] + offset[r, k // block]
 
-Scales that are themselves quantized are written out as the float32 numbers that they stand for, which changes no value.
+Scales that are themselves quantized are written as the float32 values they represent, which changes no value.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Array = np.ndarray
 class CodeRows:
     """A weight of stored shape ``shape`` as a matrix [R, K].
 
-    shape   of the tensor whose elements, in order, are those of the matrix
+    shape   original shape; same elements in the same order
     codes   [R, K], in the format's own dtype
-    block   columns that share a scale; K where a row has one
+    block   columns that share a scale; K for one scale per row
     scale   [R, ceil(K / block)], or [1, 1]; float32
-    zero    what is subtracted from codes: one number, or integers in the shape of scale
-    offset  what is added to the product, in the shape of scale; None: nothing
+    zero    subtracted from codes: one number, or integers in the shape of scale
+    offset  added to the product, in the shape of scale; None: nothing
     """
 
     name: str
@@ -62,7 +62,7 @@ class CodeRows:
 
     @property
     def storage_bits(self) -> int:
-        """Bits of a code in a byte that holds several: 1, 2, 4; or 8."""
+        """Bits per code in packed bytes: 1, 2, 4; or 8."""
         return next(b for b in (1, 2, 4, 8) if b >= self.format.bits)
 
     def zeros(self) -> Tensor:
@@ -72,7 +72,7 @@ class CodeRows:
         return torch.full(tuple(self.scale.shape), self.zero, dtype=torch.int32, device="cpu")
 
     def sub_blocks(self, block: int) -> CodeRows:
-        """The same numbers with a smaller block that divides this one, or any where a row has one scale."""
+        """The same values with a smaller block that divides this one, or any block if a row has one scale."""
         if block == self.block:
             return self
         n = -(-self.width // block)
@@ -91,18 +91,18 @@ class CodeRows:
 
 
 def refusal(w: AffineQuantizedTensor) -> str | None:
-    """Why a weight cannot be written as rows; None where it can."""
+    """Why a weight cannot be written as rows; None if it can."""
     if w.spec.format is E8M0:
-        return "e8m0 is a format of scales"
+        return "e8m0 is only a scale format"
     if w.spec.format.kind == "learned":
-        return "its numbers are those of its own table"
+        return "its codes index its own table"
     if 0 in w.shape:
         return "it has no elements"
     return None if _cut(w) is not None else f"blocks {list(w.spec.block or ())} share scales along several inner axes"
 
 
 def rows_of(w: AffineQuantizedTensor, name: str) -> CodeRows:
-    """The rows of a weight that :func:`refusal` accepts, in stored order."""
+    """The rows of a weight for which :func:`refusal` is None, in stored order."""
     spec, shape, parts = w.spec, w.stored_shape, w.plain_parts()
     cut = _cut(w)
     assert cut is not None
@@ -132,7 +132,7 @@ def rows_of(w: AffineQuantizedTensor, name: str) -> CodeRows:
 
 
 def _cut(w: AffineQuantizedTensor) -> int | None:
-    """The axis along which blocks run: those before it make rows, those after it lie whole within a block."""
+    """The axis along which blocks run: the axes before it form rows, those after it lie entirely within a block."""
     shape = w.stored_shape
     if len(shape) < 2:
         return None
@@ -144,16 +144,16 @@ def _cut(w: AffineQuantizedTensor) -> int | None:
 
 
 def unsigned(r: CodeRows) -> tuple[Array, int]:
-    """Codes [R, K] as unsigned numbers of ``storage_bits``, and what was added to make them so."""
+    """Codes [R, K] as unsigned numbers of ``storage_bits``, and the shift added to make them unsigned."""
     codes = r.codes
     if r.format.native_float:
-        raise ValueError(f"{r.name}: {r.format} codes are no integers")
+        raise ValueError(f"{r.name}: {r.format} codes are not integers")
     shift = 1 << (r.storage_bits - 1) if r.format.kind == "int" and r.format.signed else 0
     return (codes.to(torch.int16) + shift).to(torch.uint8).numpy(), shift
 
 
 def pad_columns(codes: Array, multiple: int) -> Array:
-    """codes with columns of zeros up to a multiple."""
+    """codes padded with zero columns to a multiple."""
     more = -codes.shape[1] % multiple
     return np.pad(codes, ((0, 0), (0, more))) if more else codes
 

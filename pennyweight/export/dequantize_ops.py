@@ -1,7 +1,7 @@
-"""Stored codes to float32 by standard ONNX ops, with the bits that ``dequantize`` gives.
+"""Dequantizes stored codes to float32 with standard ONNX ops, bit-identical to ``dequantize``.
 
-Codes lie in an initializer of bytes [R, blocks, bytes of a block], unsigned, the first code lowest: what MatMulNBits
-reads too, so that a table that is also a linear layer's weight is in the file once.
+Codes are stored in a byte initializer [R, blocks, bytes of a block], unsigned, the first code lowest: the layout of
+MatMulNBits, so that an embedding tied to a linear layer is stored once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .graph import Nodes
 
 
 def _bits(r: CodeRows) -> int:
-    """Bits of a code in the bytes: 8 where blocks would not end at a byte."""
+    """Bits per stored code: 8 if blocks would not end at a byte boundary."""
     bits = r.storage_bits
     return bits if r.n_blocks == 1 or r.block * bits % 8 == 0 else 8
 
 
 def _stride(r: CodeRows) -> int:
-    """Codes of a block in the bytes, those that only fill it included."""
+    """Stored codes per block, including padding."""
     per = 8 // _bits(r)
     return r.block if r.n_blocks > 1 else -(-r.block // per) * per
 
@@ -49,7 +49,7 @@ def offsets(n: Nodes, r: CodeRows) -> Any:
 
 
 def _number_table(r: CodeRows) -> np.ndarray | None:
-    """Numbers by code, where the code is not the number."""
+    """Values by code, for formats where the code is not the value."""
     if r.format.native_float:
         return (
             torch.arange(256, dtype=torch.int64, device="cpu").to(torch.uint8).view(r.format.code_dtype).float().numpy()
@@ -60,7 +60,7 @@ def _number_table(r: CodeRows) -> np.ndarray | None:
 def _unpacked(n: Nodes, r: CodeRows, codes: Any, lead: int) -> Any:
     """Codes [*lead, blocks, codes of a block] of bytes [*lead, blocks, bytes]: uint8, or uint32 where they were packed.
 
-    Shifted in 32 bits: OpenVINO (2026.4) computes shifts of uint8 in a graph like this wrongly, without an error.
+    Shifted in 32 bits: OpenVINO (2026.4) computes uint8 shifts in such a graph incorrectly, without an error.
     """
     import onnx_ir as ir
 
@@ -74,7 +74,7 @@ def _unpacked(n: Nodes, r: CodeRows, codes: Any, lead: int) -> Any:
 
 
 def unsigned_codes(n: Nodes, r: CodeRows) -> Any:
-    """uint8 [R, K], a code an element."""
+    """uint8 [R, K], one code per element."""
     import onnx_ir as ir
 
     x = _joined(n, r, _unpacked(n, r, code_bytes(n, r), 1), 1)
@@ -95,7 +95,7 @@ def _decoded(n: Nodes, r: CodeRows, codes: Any, pick: Any, lead: int) -> Any:
 
 
 def _numbers(n: Nodes, r: CodeRows, codes: Any) -> Any:
-    """Unsigned codes as the numbers they stand for, without zero point where they are integers."""
+    """Unsigned codes as their values; integer codes without the zero point."""
     import onnx_ir as ir
 
     table = _number_table(r)
@@ -105,7 +105,7 @@ def _numbers(n: Nodes, r: CodeRows, codes: Any) -> Any:
 
 
 def _scaled(n: Nodes, r: CodeRows, x: Any, spread: Any) -> Any:
-    """(x - zero) * scale + offset, each once and in this order, as the reference has it."""
+    """(x - zero) * scale + offset, each once and in this order, as in the reference."""
     shift = unsigned_shift(r)
     if isinstance(r.zero, torch.Tensor):
         zeros = (r.zero + shift).to(torch.uint8).numpy()
@@ -117,18 +117,18 @@ def _scaled(n: Nodes, r: CodeRows, x: Any, spread: Any) -> Any:
 
 
 def unsigned_shift(r: CodeRows) -> int:
-    """What :func:`rows.unsigned` adds to codes."""
+    """The value :func:`rows.unsigned` adds to codes."""
     return 1 << (r.storage_bits - 1) if r.format.kind == "int" and r.format.signed else 0
 
 
 def values(n: Nodes, r: CodeRows) -> Any:
-    """All of it, in its shape. A default session of onnxruntime works it out once, when it loads the file."""
+    """The whole weight, in its shape. By default onnxruntime computes it once, when it loads the file."""
     x = _decoded(n, r, code_bytes(n, r), lambda part: part, 1)
     return x if r.shape == (r.height, r.width) else n.reshape(x, *r.shape)
 
 
 def lookup(n: Nodes, r: CodeRows, index: Any) -> Any:
-    """Rows of it. Only what the rows asked for have is read."""
+    """Rows of the weight. Reads only the data of the requested rows."""
     lead = len(index.shape)
 
     def pick(part: Any) -> Any:
@@ -141,7 +141,7 @@ def lookup(n: Nodes, r: CodeRows, index: Any) -> Any:
 
 
 def dequantize_linear(n: Nodes, r: CodeRows) -> Any:
-    """All of it by DequantizeLinear (opset 21 where a row has several scales or codes are 4 bits)."""
+    """The whole weight by DequantizeLinear (opset 21 if a row has several scales or codes are 4 bits)."""
     import onnx_ir as ir
 
     x, kind, small = r.codes, r.format, r.format.bits <= 4
@@ -181,6 +181,6 @@ def dequantize_linear(n: Nodes, r: CodeRows) -> Any:
 
 
 def _nibbles(numbers: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """4-bit numbers two to a byte, in order over the whole array, and the shape they have."""
+    """4-bit numbers packed two to a byte, in order over the whole array, and their shape."""
     flat = (numbers.astype(np.int16) & 15).astype(np.uint8).reshape(1, -1)
     return packed(pad_columns(flat, 2), 4).reshape(-1), numbers.shape

@@ -1,4 +1,4 @@
-"""A small builder of ONNX nodes: what takes the place of one marker."""
+"""A small builder of ONNX nodes that replace one placeholder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 
 class Nodes:
-    """Nodes that will stand before one place of a graph, and the initializers that they need.
+    """Nodes to be inserted at one place of a graph, and the initializers they need.
 
-    Initializers are shared through ``shared``, by name: uses of one weight that need the same bytes hold them once.
+    Initializers are shared through ``shared``, by name: uses of one weight that need the same bytes store them once.
     """
 
     def __init__(self, graph: Any, shared: dict[str, Any], prefix: str) -> None:
@@ -31,14 +31,14 @@ class Nodes:
         return node.outputs[0]
 
     def constant(self, array: Any) -> Any:
-        """A small number of the form itself, equal ones once."""
+        """A small constant of the pattern; equal ones are shared."""
         array = np.asarray(array)
         return self.stored(f"const.{array.dtype}.{list(array.shape)}.{array.tolist()}", lambda: array, own=False)
 
     def stored(self, name: str, make: Any, dtype: Any = None, *, own: bool = True) -> Any:
-        """The initializer of that name, made on first use. ``dtype``: ONNX's, where numpy has none of its own.
+        """The initializer of that name, created on first use. ``dtype``: the ONNX dtype if numpy has none.
 
-        make() -> array; for 4-bit dtypes of bytes that hold two codes each, and the shape: (array, shape).
+        make() -> array; for 4-bit dtypes, bytes with two codes each, and the shape: (array, shape).
         """
         import onnx_ir as ir
 
@@ -56,7 +56,7 @@ class Nodes:
             self.shared[key] = value
         return self.shared[key]
 
-    # -- short names of what every form needs ------------------------------------------------------------------------
+    # -- short names of common ops ------------------------------------------------------------------------
 
     def cast(self, x: Any, to: Any) -> Any:
         return self.op("Cast", x, to=int(to))
@@ -67,7 +67,7 @@ class Nodes:
         return self.cast(x, ir.DataType.FLOAT)
 
     def reshape(self, x: Any, *shape: int) -> Any:
-        """0 keeps the size of that axis, -1 is what is left."""
+        """0 keeps the size of that axis, -1 is inferred."""
         return self.op("Reshape", x, np.array(shape, np.int64))
 
     def cut_last(self, x: Any, start: int, stop: int) -> Any:

@@ -1,4 +1,4 @@
-"""A model as a graph of torch's, with a marker wherever a quantized weight is used."""
+"""Captures a model as a torch graph, with a placeholder op for each use of a quantized weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONVOLUTIONS = (
     aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
     aten.conv3d.padding, aten.convolution.default,
 )  # fmt: skip
-# Ops of one weight that give a weight again: done here, on the weight itself
+# Ops on a weight that return a weight: evaluated here, on the weight itself
 _VIEWS = (
     aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.detach.default,
     aten.alias.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
@@ -33,7 +33,7 @@ _VIEWS = (
 class Weight:
     """A quantized weight in use, in stored order, and the ops that use it.
 
-    name  of its own; ``parameter``'s, unless that is used in several pieces
+    name  unique; equal to ``parameter``, unless that is used in several pieces
     """
 
     name: str
@@ -44,7 +44,7 @@ class Weight:
 
 @dataclass
 class Captured:
-    """A program of torch's, the weights that its markers number, and the parameters that it holds as they are."""
+    """An exported torch program, the weights that its placeholders index, and its unquantized parameters."""
 
     program: torch.export.ExportedProgram
     weights: list[Weight]
@@ -52,7 +52,7 @@ class Captured:
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> Captured:
-    """Export with markers. Raises ValueError that names the weight where its use is none that a marker stands for."""
+    """Export with placeholders. Raises ValueError naming a weight whose use has no placeholder."""
     with torch.no_grad():
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     first = {id(p): name for name, p in model.named_parameters()}
@@ -68,13 +68,13 @@ class _Marking:
         targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.target}
         vals = [node.meta.get("val") for node in self.graph.nodes]
         self.fake = next((v.fake_mode for v in vals if isinstance(v, FakeTensor)), contextlib.nullcontext())
-        self.value: dict[fx.Node, Any] = {}  # placeholders and what is computed from weights alone
+        self.value: dict[fx.Node, Any] = {}  # graph inputs and values computed only from weights
         self.name: dict[fx.Node, str] = {}
         for node in self.graph.nodes:
             target = targets.get(node.name) if node.op == "placeholder" else None
             if target is not None and isinstance(held.get(target), Tensor):
                 value = held[target]
-                self.value[node], self.name[node] = value, first.get(id(value), target)  # a tie under its first name
+                self.value[node], self.name[node] = value, first.get(id(value), target)  # tied: the first name
 
     def run(self) -> Captured:
         uses: dict[Any, Callable[[fx.Node], None]] = {
@@ -82,7 +82,7 @@ class _Marking:
             aten.addmm.default: self._addmm, aten.mm.default: self._product, aten.matmul.default: self._product,
             **dict.fromkeys(_CONVOLUTIONS, self._convolution),
         }  # fmt: skip
-        self.graph.eliminate_dead_code()  # what no output needs is in no file
+        self.graph.eliminate_dead_code()  # unused parameters are not written
         for node in list(self.graph.nodes):
             if node.op != "call_function":
                 continue
@@ -108,7 +108,7 @@ class _Marking:
         self.value[node], self.name[node] = value, self.name[source]
 
     def _evaluated(self, node: fx.Node) -> Any:
-        """A view of a weight, where it is a quantized tensor again; None where it is not."""
+        """A view of a weight, if it is again a quantized tensor; else None."""
         plain = [a for a in node.args[1:] if isinstance(a, fx.Node)]
         if plain or node.kwargs.get("memory_format"):
             return None
@@ -119,14 +119,14 @@ class _Marking:
         return made if isinstance(first, QT) and first.dtype is torch.float32 else None
 
     def _number(self, w: QT, name: str, use: str) -> int:
-        """The number of a weight in stored order; equal for uses that share their parts."""
+        """The index of a weight in stored order; equal for uses that share their parts."""
         parts = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in _flatten(w)[0]]
         key = (*parts, w.stored_shape)
         if key not in self.known:
             self.known[key] = len(self.weights)
             pieces = sum(other.parameter == name for other in self.weights)
             own = f"{name}.piece{pieces}" if pieces else name
-            # it keeps its parts alive, so that no other gets their addresses
+            # keeps its parts alive, so that their addresses are not reused
             self.weights.append(Weight(own, name, w.with_(axes=None, shape=w.stored_shape)))
         weight = self.weights[self.known[key]]
         weight.uses.append(use)
@@ -143,7 +143,9 @@ class _Marking:
         x, parts, bias, key = node.args
         tensors = [self.value.get(p) for p in parts]  # type: ignore[union-attr,arg-type]
         if not all(isinstance(t, Tensor) for t in tensors):
-            raise ValueError(f"{node.name}: a part of its quantized weight is computed by the model; it has no bytes")
+            raise ValueError(
+                f"{node.name}: a part of its quantized weight is computed by the model; it has no stored data"
+            )
         w = _weight(key, tensors)[1]  # type: ignore[arg-type]
         name = self.name[parts[0]]  # type: ignore[index]
         self._replace(node, ops.linear.default, x, bias, self._number(w, name, "linear"), int(w.shape[0]))
@@ -193,13 +195,13 @@ class _Marking:
             w = self.value.get(n)
             if isinstance(w, QT) and w.act is not None:
                 raise ValueError(
-                    f"{self.name[n]}: {node.target} uses this weight, whose input is to be quantized ({w.act}); "
-                    "only linear layers and convolutions can be exported so. Quantize it weight-only, or skip it"
+                    f"{self.name[n]}: {node.target} uses this weight, which has activation quantization ({w.act}); "
+                    "that can be exported only for linear layers and convolutions. Quantize it weight-only, or skip it"
                 )
         self._floats(node)
 
     def _floats(self, node: fx.Node) -> None:
-        """Give an op the floats that its weights stand for."""
+        """Replace the weights of an op by their float values."""
         for n in node.all_input_nodes:
             w = self.value.get(n)
             if not isinstance(w, QT):
@@ -217,7 +219,7 @@ class _Marking:
             node.replace_input_with(n, new)
 
     def _clean(self) -> None:
-        """Leave nothing of the weights themselves in the program."""
+        """Remove the weights themselves from the program."""
         self.graph.eliminate_dead_code()
         gone = {n.name: n for n in self.value if n.op == "placeholder" and not n.users}
         specs = self.program.graph_signature.input_specs

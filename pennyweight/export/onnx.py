@@ -1,4 +1,4 @@
-"""export_onnx: a quantized model as an ONNX file that holds its stored codes, and that onnxruntime runs."""
+"""export_onnx: exports a quantized model, with its stored codes, as an ONNX file for onnxruntime."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .graph import Nodes
 from .graph_capture import Captured, Weight, capture
 from .placeholder_ops import DOMAIN, translations
 
-OPSET = 21  # the first with 4-bit types and DequantizeLinear in blocks
-# Which engine a file is for, written into its metadata: others may read it, and round where it does not say so
+OPSET = 21  # the first with 4-bit types and blockwise DequantizeLinear
+# Target engine, written into the file's metadata: other engines may read it, but may round differently
 ENGINES = {"auto": "onnxruntime", "matmulnbits": "onnxruntime", "qdq": "any of opset 21; onnxruntime unoptimized"}
 _TABLE = {"linear": "linear", "embedding": "embedding", "values": "values", "input": "convolution"}
 
 
 @dataclass
 class OnnxReport(Report):
-    """Rows of every parameter; ``kernel`` is its form in ONNX, ``bytes_after`` what it takes in the file.
+    """Rows of every parameter; ``kernel`` is its ONNX pattern, ``bytes_after`` its size in the file.
 
     files    paths written, the ONNX file first
-    inputs   names in the order of the arguments; outputs: of what the model returns
+    inputs   names in the order of the arguments; outputs: names of the model's outputs
     """
 
     verb: str = "exported quantized"
@@ -64,21 +64,21 @@ def export_onnx(
     allow_float: bool = False,
     max_inline_bytes: int = INLINE,
 ) -> OnnxReport:
-    """Write ``model`` as ONNX and say what each parameter became. docs/export_onnx.md has the forms and tolerances.
+    """Write ``model`` as ONNX and return a report. docs/export_onnx.md lists the patterns and tolerances.
 
-    args, kwargs    sample inputs on the CPU: their shapes are the file's but for dynamic axes
-    dynamic_batch   whether axis 0 of every input is free; they must agree in it
-    dynamic_shapes  as torch.export takes them, {axis: Dim} for each argument, or {axis: "name"} for an axis as free as
-                    the model lets it be; given, dynamic_batch means nothing
-    style           "auto"; "matmulnbits": weights stay packed in memory wherever that op takes them; "qdq": standard
+    args, kwargs    sample inputs on the CPU: they determine the shapes, except dynamic axes
+    dynamic_batch   whether axis 0 of every input is dynamic; its size must be the same for all inputs
+    dynamic_shapes  as for torch.export: {axis: Dim} for each argument, or {axis: "name"} for an axis as dynamic as the
+                    model allows; overrides dynamic_batch
+    style           "auto"; "matmulnbits": weights stay packed in memory wherever that op supports them; "qdq": standard
                     QuantizeLinear and DequantizeLinear, for other runtimes
     accuracy_level  of MatMulNBits: 1 is float32, 4 lets onnxruntime round inputs to int8, for speed
-    allow_float     write what has no form as float32, rather than refuse
-    max_inline_bytes  weights beyond it go to a second file, PATH.data
+    allow_float     write weights without a pattern as float32 instead of raising
+    max_inline_bytes  above this size weights go to a second file, PATH.data
 
-    The model is not changed, and runs in eval mode here. A file at ``path`` is replaced in one step. Raises ValueError
-    that names the layer for what cannot be exported, and for a model that is not float32: ``model.float()`` makes it
-    so, and keeps the codes and scales of its quantized weights.
+    The model is not modified, and is run in eval mode. A file at ``path`` is replaced atomically. Raises ValueError
+    naming the layer if something cannot be exported, and for a model that is not float32: ``model.float()`` converts it
+    and keeps the codes and scales of its quantized weights.
     """
     require_packages()
     _check(model, style, opset, accuracy_level)
@@ -109,7 +109,7 @@ def export_onnx(
 
 
 def require_packages() -> None:
-    """Raise ImportError, with the remedy, where what torch's exporter stands on is not installed."""
+    """Raise ImportError, with the remedy, if a dependency of torch's exporter is not installed."""
     missing = [name for name in ("onnx", "onnxscript", "onnx_ir") if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
@@ -126,26 +126,26 @@ def _check(model: nn.Module, style: str, opset: int, accuracy_level: int) -> Non
     if opset < OPSET:
         raise ValueError(f"opset must be at least {OPSET}, the first with 4-bit types, got {opset}")
     if accuracy_level not in range(5):
-        raise ValueError(f"accuracy_level must be 0 to 4, as MatMulNBits has it, got {accuracy_level}")
+        raise ValueError(f"accuracy_level must be 0 to 4, as in MatMulNBits, got {accuracy_level}")
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
         if tensor.is_floating_point() and tensor.dtype is not torch.float32:
             raise ValueError(
                 f"{name} is {str(tensor.dtype).removeprefix('torch.')}; onnxruntime's CPU computes in float32. "
-                "model.float() makes it so, and keeps the codes and scales of quantized weights"
+                "model.float() converts it, and keeps the codes and scales of quantized weights"
             )
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; move the model to the CPU first")
 
 
 def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Inputs and shapes with axis 0 of every tensor free. One row is made two: torch takes 1 for a constant."""
+    """Inputs and shapes with axis 0 of every tensor dynamic. A single row is doubled: torch treats 1 as a constant."""
     given = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
     sizes = {name: (a.shape[0] if a.ndim else None) for name, a in given.items() if isinstance(a, Tensor)}
     if len(sizes) != len(given) or len(set(sizes.values())) != 1 or None in sizes.values():
         raise ValueError(
-            f"dynamic_batch=True needs tensors that agree in axis 0, got {sizes or given}; pass dynamic_shapes, "
-            "or dynamic_batch=False for a file of these very shapes"
+            f"dynamic_batch=True needs tensors with equal sizes of axis 0, got {sizes or given}; pass dynamic_shapes, "
+            "or dynamic_batch=False for fixed shapes"
         )
     if set(sizes.values()) == {1}:
         args = tuple(torch.cat([a, a]) for a in args)
@@ -155,7 +155,7 @@ def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 
 
 def _axes(shapes: Any, n_args: int, names: list[str]) -> tuple[Any, list[dict[int, str]]]:
-    """Dynamic shapes as torch.export takes them, and the names of the axes of each input where they are known."""
+    """Dynamic shapes for torch.export, and the names of the axes of each input if known."""
     if shapes is None:
         return None, []
     entries = [shapes[n] for n in names] if isinstance(shapes, Mapping) and n_args == 0 else None
@@ -192,7 +192,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """torch's exporter prints, warns and logs about itself."""
+    """Silences the prints, warnings and logs of torch's exporter."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -217,14 +217,14 @@ def _case(w: Weight, style: str, accuracy_level: int) -> onnx_patterns.OnnxCase:
 
 
 def _forms(w: Weight, case: onnx_patterns.OnnxCase, allow_float: bool) -> dict[str, onnx_patterns.OnnxPattern]:
-    """Use -> its form. Raises ValueError that names the weight."""
+    """Use -> its pattern. Raises ValueError naming the weight."""
     found: dict[str, onnx_patterns.OnnxPattern] = {}
     for use in dict.fromkeys(w.uses):
         form = onnx_patterns.choose(case, use)
         if isinstance(form, list) and not allow_float:
             act = "" if w.tensor.act is None else f", input {w.tensor.act}"
             raise ValueError(
-                f"{w.name} {list(w.tensor.shape)} ({w.tensor.spec.with_(layout='plain')}{act}) has no ONNX form for "
+                f"{w.name} {list(w.tensor.shape)} ({w.tensor.spec.with_(layout='plain')}{act}) has no ONNX pattern for "
                 f"{use}: {'; '.join(form)}. Quantize it another way, skip it, or pass allow_float=True"
             )
         found[use] = onnx_patterns.FLOAT[use] if isinstance(form, list) else form
@@ -237,7 +237,7 @@ def _forms(w: Weight, case: onnx_patterns.OnnxCase, allow_float: bool) -> dict[s
 
 
 def _replace_markers(model: Any, cases: list[Any], chosen: list[dict[str, Any]], style: str) -> dict[str, Any]:
-    """Put forms in the place of markers. Returns the initializers made, by name."""
+    """Replace placeholders by patterns. Returns the initializers created, by name."""
     import onnx_ir as ir
 
     shared: dict[str, Any] = {}
@@ -263,7 +263,7 @@ def _replace_markers(model: Any, cases: list[Any], chosen: list[dict[str, Any]],
 
 
 def _name_axes(model: Any, names: list[dict[int, str]]) -> None:
-    """Names of the caller's for the sizes that torch calls s31 and the like."""
+    """Replace torch's generated size names such as s31 by the caller's names."""
     import onnx_ir as ir
 
     graph = model.graph
@@ -282,7 +282,7 @@ def _name_axes(model: Any, names: list[dict[int, str]]) -> None:
 
 
 def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], model: nn.Module) -> list[Row]:
-    """Of quantized weights, then of what was float."""
+    """Rows of quantized weights, then of float parameters."""
     found = []
     for w, of_use in zip(captured.weights, chosen, strict=True):
         kind = type(model.get_submodule(w.parameter.rpartition(".")[0])).__name__
@@ -291,7 +291,7 @@ def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], mo
         act = "" if w.tensor.act is None else f" × {w.tensor.act}"
         scheme, note = str(w.tensor.spec.with_(layout="plain")) + act, ""
         if any(form in onnx_patterns.FLOAT.values() for form in of_use.values()):
-            scheme, note = "", f"float32: no form for {scheme}"
+            scheme, note = "", f"float32: no pattern for {scheme}"
         found.append(
             Row(w.name, kind, tuple(w.tensor.shape), scheme, ", ".join(names), w.tensor.nbytes, after, None, note)
         )
@@ -303,5 +303,5 @@ def _report_rows(captured: Captured, chosen: list[Any], made: dict[str, Any], mo
     for name, p in model.named_parameters():
         if name not in told:
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            found.append(Row(name, kind, tuple(p.shape), "", "", p.nbytes, 0, note="no output needs it"))
+            found.append(Row(name, kind, tuple(p.shape), "", "", p.nbytes, 0, note="not used by any output"))
     return found

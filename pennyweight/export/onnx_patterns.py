@@ -1,8 +1,8 @@
-"""What a quantized weight becomes in ONNX: tables of forms, the first that accepts wins.
+"""Tables of ONNX patterns for quantized weights; the first that accepts wins.
 
-A form computes what ``dequantize``, then float32, computes; or, where inputs are quantized to integers, the same
-integer sums. None depends on what a session of onnxruntime is set to: a bare DequantizeLinear before a MatMul does
-(default sessions turn the pair into a product with 8-bit inputs), so only ``style="qdq"`` makes it.
+A pattern computes the same as ``dequantize`` followed by float32; or, for inputs quantized to integers, the same
+integer sums. Patterns do not depend on onnxruntime session settings. Exception: a bare DequantizeLinear before a MatMul
+(default sessions fuse the pair into a product with 8-bit inputs), used only by ``style="qdq"``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .codes_2d import CodeRows, packed, pad_columns
 from .graph import Nodes
 
 STYLES = ("auto", "matmulnbits", "qdq")
-NBITS_BLOCKS = (16, 32, 64, 128, 256)  # what onnxruntime's MatMulNBits takes
-# Two products of a uint8 and an int8 up to this add up within 16 bits, which is how x86 without VNNI adds them.
+NBITS_BLOCKS = (16, 32, 64, 128, 256)  # supported by onnxruntime's MatMulNBits
+# Two products of a uint8 and an int8 up to this sum within 16 bits, the accumulator of x86 without VNNI.
 SAFE_INT8 = 64
 
 
 @dataclass(frozen=True)
 class OnnxCase:
-    """A weight and what was asked for.
+    """A weight and the requested options.
 
-    rows     None where it has none, for the reason ``refused``
-    shared   whether something else than linear layers uses it too
+    rows     None if it has none, with the reason in ``refused``
+    shared   whether anything other than linear layers also uses it
     """
 
     name: str
@@ -50,9 +50,9 @@ class OnnxCase:
 class OnnxPattern:
     """One row.
 
-    accepts    case -> True, or the sentence that refuses it
+    accepts    case -> True, or the reason for the rejection
     build      (nodes, case, x) -> y: x the input of the op, None for a weight alone
-    tolerance  how near its result is to the reference's
+    tolerance  how close its result is to the reference's
     """
 
     name: str
@@ -63,7 +63,7 @@ class OnnxPattern:
 
 
 def _input(case: OnnxCase) -> bool | str:
-    """Whether the input's quantization can be written."""
+    """Whether the activation quantization can be written."""
     return True if case.act is None else quantize_ops.refusal(case.act, case.rows.width) or True
 
 
@@ -73,20 +73,20 @@ def _input(case: OnnxCase) -> bool | str:
 def _accepts_integer(case: OnnxCase) -> bool | str:
     r, act = case.rows, case.act
     if act is None:
-        return "its input is not quantized"
+        return "its activation is not quantized"
     if r.format.kind != "int" or not r.format.signed or r.offset is not None or isinstance(r.zero, torch.Tensor):
-        return "MatMulInteger takes symmetric signed integer weights here"
+        return "MatMulInteger needs symmetric signed integer weights"
     if r.zero or r.n_blocks > 1:
-        return "MatMulInteger needs one scale a row of the weight"
+        return "MatMulInteger needs one scale per row of the weight"
     if act.spec.format.kind != "int" or (act.mode == "dynamic" and act.spec.block not in (None, (-1,))):
-        return "MatMulInteger needs integer inputs with a scale per token, or one"
+        return "MatMulInteger needs integer inputs with a scale per token or per tensor"
     return _input(case)
 
 
 def _integer(n: Nodes, case: OnnxCase, x: Any) -> Any:
     """((qx - zx) @ qw.T) * sx * sw, with exact sums.
 
-    Inputs are stored from 0 to 255, which onnxruntime's kernels are written for. Weights too, unless they are small:
+    Inputs are stored as 0 to 255, for which onnxruntime's kernels are optimized. Weights too, unless they are small:
     a product of uint8 and int8 saturates on CPUs without VNNI.
     """
     import onnx_ir as ir
@@ -112,7 +112,7 @@ def _integer(n: Nodes, case: OnnxCase, x: Any) -> Any:
 
 
 def _row_scale(n: Nodes, r: CodeRows) -> Any:
-    """The scale of each output, [N] or one number."""
+    """The scale of each output, [N], or one number."""
     return dequantize_ops.scales(n, r) if r.one_scale else n.reshape(dequantize_ops.scales(n, r), -1)
 
 
@@ -120,7 +120,7 @@ def _row_scale(n: Nodes, r: CodeRows) -> Any:
 
 
 def nbits_block(r: CodeRows) -> int | None:
-    """The block under which MatMulNBits can hold these rows; None where there is none."""
+    """A block size for which MatMulNBits supports these rows; None if there is none."""
     if r.n_blocks == 1:
         return next((b for b in NBITS_BLOCKS if b >= r.width), NBITS_BLOCKS[-1])
     return next((b for b in reversed(NBITS_BLOCKS) if r.block % b == 0), None)
@@ -129,13 +129,13 @@ def nbits_block(r: CodeRows) -> int | None:
 def _accepts_nbits(case: OnnxCase) -> bool | str:
     r = case.rows
     if r.format.kind != "int":
-        return f"MatMulNBits holds integers, not {r.format}"
+        return f"MatMulNBits supports only integers, not {r.format}"
     if r.block not in NBITS_BLOCKS:
-        return f"MatMulNBits needs blocks of {NBITS_BLOCKS} along a row, the weight has {r.block}"
+        return f"MatMulNBits needs blocks of {NBITS_BLOCKS} along a row, but the weight has {r.block}"
     if case.style == "auto" and r.storage_bits != 4:
         return f"MatMulNBits has no fast path for {r.storage_bits} bits in float32"
     if r.storage_bits == 1:
-        return "MatMulNBits takes 2, 4 or 8 bits"
+        return "MatMulNBits supports only 2, 4 or 8 bits"
     return _input(case)
 
 
@@ -144,7 +144,7 @@ def _nbits(n: Nodes, case: OnnxCase, x: Any) -> Any:
     rank, x = len(x.shape), quantize_ops.rounded(n, x, case.tensor)
     shift = dequantize_ops.unsigned_shift(r)
     zero: Any = None
-    if isinstance(r.zero, torch.Tensor) or r.zero + shift != 1 << (bits - 1):  # its own default is the middle
+    if isinstance(r.zero, torch.Tensor) or r.zero + shift != 1 << (bits - 1):  # the default is the middle
         zeros = (r.zeros() + shift).to(torch.uint8).expand(r.height, r.n_blocks).numpy()
         zero = n.stored(f"{r.name}.zero_points", lambda: packed(pad_columns(zeros, 8 // bits), bits))
     y = n.op(
@@ -157,7 +157,7 @@ def _nbits(n: Nodes, case: OnnxCase, x: Any) -> Any:
 
 
 def _offset_product(n: Nodes, r: CodeRows, x: Any, rank: int) -> Any:
-    """What real offsets add: (sum of x over each block) @ offset.T."""
+    """The contribution of real offsets: (sum of x over each block) @ offset.T."""
     more = r.n_blocks * r.block - r.width
     if more:
         ends, axes = np.array([0, more], np.int64), np.array([-1], np.int64)
@@ -185,7 +185,7 @@ def _float32(n: Nodes, case: OnnxCase) -> Any:
 def _accepts_dq(case: OnnxCase) -> bool | str:
     r = case.rows
     if r.format.kind != "int" and not r.format.native_float:
-        return f"DequantizeLinear takes integers and float8, not {r.format}"
+        return f"DequantizeLinear supports only integers and float8, not {r.format}"
     return _input(case)
 
 
@@ -200,7 +200,7 @@ def _dq(n: Nodes, case: OnnxCase, x: Any) -> Any:
 def _accepts_qdq(case: OnnxCase) -> bool | str:
     act = case.act
     if act is None or act.mode != "static" or act.spec.format.bits != 8 or act.spec.format.kind != "int":
-        return "QuantizeLinear is for inputs of static int8"
+        return "QuantizeLinear needs static int8 inputs"
     return _accepts_dq(case)
 
 
@@ -236,7 +236,7 @@ EMBEDDING = (
 TABLES = {"linear": LINEAR, "values": VALUES, "convolution": INPUT, "embedding": EMBEDDING}
 
 
-# What allow_float permits: float32 numbers, and inputs as they come.
+# With allow_float: float32 weights, and unquantized inputs.
 FLOAT = {
     use: OnnxPattern("float32", ANY, lambda c: True, build, "exact")
     for use, build in {
@@ -249,7 +249,7 @@ FLOAT = {
 
 
 def choose(case: OnnxCase, use: str) -> OnnxPattern | list[str]:
-    """The form of a use, or why none would do: a sentence for each."""
+    """The pattern for a use, or the reasons why none applies, a sentence for each."""
     said = [case.refused] if case.refused else []
     for form in () if said else TABLES[use]:
         verdict = form.accepts(case) if case.style in form.styles else f'is for style="{form.styles[0]}"'

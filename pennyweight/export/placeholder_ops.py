@@ -1,7 +1,7 @@
-"""Ops that stand for quantized weights while a graph is on its way to ONNX. Each names its weight by a number.
+"""Placeholder ops for quantized weights during ONNX export. Each refers to its weight by an index.
 
-No values travel through torch's exporter: a marker becomes an ONNX node of a domain of its own, and that node is
-replaced by the true ones, with the stored bytes, at the end. None of them can run.
+No values pass through torch's exporter: a placeholder becomes an ONNX node of a private domain, which is finally
+replaced by the real nodes, with the stored bytes. Placeholders cannot be executed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _INPUTS = {"linear": ("x", "bias"), "embedding": ("index",), "values": (), "inpu
 
 
 def translations() -> dict[Any, Callable[..., Any]]:
-    """For ``torch.onnx.export(custom_translation_table=)``: each marker as one node of :data:`DOMAIN`."""
+    """For ``torch.onnx.export(custom_translation_table=)``: each placeholder as one node of :data:`DOMAIN`."""
     import onnx
     from onnxscript import values
 

@@ -1,7 +1,7 @@
-"""Quantizing an input in the graph: the arithmetic of ``core.qparams`` and ``core.numerics``, op by op, in float32.
+"""Quantizes an activation in the graph: the arithmetic of ``core.qparams`` and ``core.numerics`` as float32 ONNX ops.
 
-No DynamicQuantizeLinear: it rounds x / scale where torchao and this package round x * (1 / scale), and keeps its zero
-point in other codes, so that some codes would differ by one.
+DynamicQuantizeLinear is not used: it rounds x / scale where torchao and this package round x * (1 / scale), and has a
+different code range for its zero point, so some codes would differ by one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RULES = (None, "symmetric", "asymmetric", "absmax")
 
 
 class QuantizedInput(NamedTuple):
-    """x ~ (codes - zero) * scale. codes: integers (or float8 numbers) as float32, so is zero; None: 0."""
+    """x ~ (codes - zero) * scale. codes and zero: integers (or float8 values) as float32; None: 0."""
 
     codes: Any
     scale: Any
@@ -28,28 +28,28 @@ class QuantizedInput(NamedTuple):
 
 
 def refusal(act: ActivationSpec, width: int) -> str | None:
-    """Why an input cannot be quantized so in a graph; None where it can. width: of its last axis."""
+    """Why an activation cannot be quantized in a graph; None if it can. width: size of its last axis."""
     spec = act.spec
     if spec.scale is not torch.float32:
-        return f"the scale of its input is kept as {spec.scale}; only float32 scales are computed in a graph"
+        return f"its activation scale is {spec.scale}; only float32 scales can be computed in a graph"
     if spec.offset is not None or spec.mid:
-        return "its input has a real offset or a constant zero point"
+        return "its activation has a real offset or a constant zero point"
     if not (spec.format.native_float or (spec.format.kind == "int" and spec.format.signed)):
-        return f"its input is {spec.format}; only signed integers and float8 are offered"
+        return f"its activation is {spec.format}; only signed integers and float8 are supported"
     if act.mode == "static":
-        return None if spec.block is None else "the static scale of its input is not one number"
+        return None if spec.block is None else "its static activation scale is not one number"
     if act.rule not in _RULES or (spec.zero_point and act.rule not in (None, "asymmetric")):
-        return f"its input's scale is chosen by rule {act.rule!r}"
+        return f"its activation scale is chosen by rule {act.rule!r}"
     block = spec.block
     if block is None or all(b == -1 for b in block):
         return None
     if len(block) == 1 and width % block[0] == 0:
         return None
-    return f"its input has blocks {list(block)}, which do not divide a row of {width}"
+    return f"its activation has blocks {list(block)}, which do not divide a row of {width}"
 
 
 def quantized(n: Nodes, x: Any, w: AffineQuantizedTensor) -> QuantizedInput:
-    """The codes of x. Blocks along its last axis are not taken apart here: see :func:`rounded`."""
+    """The codes of x. Blocks along its last axis are not split here: see :func:`rounded`."""
     act = w.act
     assert act is not None
     f, spec = act.spec.format, act.spec
@@ -71,8 +71,8 @@ def quantized(n: Nodes, x: Any, w: AffineQuantizedTensor) -> QuantizedInput:
         else:
             largest = n.op("ReduceMax", n.op("Abs", x), axes, keepdims=1)
             scale = n.op("Max", n.op("Div", largest, np.float32(_reach(act))), least)
-        # A true division: onnxruntime makes x * (1 / scale), with a constant 1, into x / scale, and then codes differ;
-        # and its Reciprocal need not round as a division does.
+        # A true division: onnxruntime rewrites x * (1 / scale), with a constant 1, to x / scale, which changes codes;
+        # and its Reciprocal need not round like a division.
         up = n.op("Div", n.op("Div", scale, scale), scale)
     if f.native_float:
         return QuantizedInput(_float8(n, n.op("Clip", n.op("Div", x, scale), lo, hi), f.code_dtype), scale, None)
@@ -81,7 +81,7 @@ def quantized(n: Nodes, x: Any, w: AffineQuantizedTensor) -> QuantizedInput:
 
 
 def _reach(act: ActivationSpec) -> float:
-    """What the largest element is divided by, as the rule has it."""
+    """The divisor of the absolute maximum for this rule."""
     f = act.spec.format
     if act.rule == "absmax":
         return min(f.hi, -f.lo)
@@ -96,7 +96,7 @@ def _float8(n: Nodes, x: Any, dtype: torch.dtype) -> Any:
 
 
 def rounded(n: Nodes, x: Any, w: AffineQuantizedTensor) -> Any:
-    """x as the op sees it: quantized and dequantized. x itself where its input is not quantized."""
+    """x as the op sees it: quantized and dequantized. x unchanged if its activation is not quantized."""
     if w.act is None:
         return x
     block, rank, width = w.act.spec.block, len(x.shape), x.shape[-1]

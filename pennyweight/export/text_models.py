@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 INPUTS = ("input_ids", "attention_mask")
-# What the output is called, by attribute: the first that the model returns
+# Output attribute -> output name; the first that the model returns is used
 OUTPUTS = ("logits", "last_hidden_state")
-SAMPLE = (2, 8)  # rows and tokens; both are free in the file
+SAMPLE = (2, 8)  # rows and tokens; both are dynamic in the file
 
 
 class TextModel(nn.Module):
-    """input_ids, attention_mask [batch, sequence] -> logits, or last_hidden_state where the model has no head."""
+    """input_ids, attention_mask [batch, sequence] -> logits, or last_hidden_state if the model has no head."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -26,30 +26,30 @@ class TextModel(nn.Module):
         out: Any = self.model(input_ids=input_ids, attention_mask=attention_mask)
         self.output = next((name for name in OUTPUTS if name in out), "")
         if not self.output:
-            raise ValueError(f"{type(self.model).__name__} returns {', '.join(out)}; wanted {' or '.join(OUTPUTS)}")
+            raise ValueError(f"{type(self.model).__name__} returns {', '.join(out)}; expected {' or '.join(OUTPUTS)}")
         return out[self.output]
 
 
 @dataclass(frozen=True)
 class TextExport:
-    """What :func:`~pennyweight.export.onnx.export_onnx` takes: ``export_onnx(t.module, (), path, **t.arguments)``."""
+    """Arguments of :func:`~pennyweight.export.onnx.export_onnx`: ``export_onnx(t.module, (), path, **t.arguments)``."""
 
     module: TextModel
     arguments: dict[str, Any]
 
 
 def require_text(model: Any) -> None:
-    """Raise ValueError for a model whose input is not text, or that has a decoder beside its encoder."""
+    """Raise ValueError for a model whose input is not text, or that has an encoder and a decoder."""
     kind = type(model).__name__
     if getattr(model, "main_input_name", "") != "input_ids" or getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{kind}: only models with input_ids and one stack of layers are exported by name; its main input is "
+            f"{kind}: only models with input_ids and one stack of layers can be exported by name; its main input is "
             f"{getattr(model, 'main_input_name', 'unknown')}. Call pennyweight.export.onnx.export_onnx with inputs"
         )
 
 
 def text_model(model: Any) -> TextExport:
-    """A transformers model ready for export, batch and sequence free. Its cache is switched off.
+    """Wrap a transformers model for export, with dynamic batch and sequence. Disables its cache.
 
     Raises ValueError as :func:`require_text` does.
     """

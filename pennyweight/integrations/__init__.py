@@ -1,1 +1,1 @@
-"""Adapters for transformers, PEFT, diffusers and other libraries, each imported by the name of its own module."""
+"""Adapters for transformers, PEFT, diffusers and other libraries, one module each."""

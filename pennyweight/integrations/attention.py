@@ -1,8 +1,8 @@
-"""Attention of one new token over a cache of keys and values, for transformers models on a CPU.
+"""Grouped-query attention of one new token over a KV cache, for transformers models on a CPU.
 
-Once the weights of a model are small, a third of the time of a token goes into attention: torch multiplies one row in
-bfloat16 eight times slower than four of them. Query heads that share their keys (grouped-query attention) can be those
-rows: [B, H, 1, D] and [B, H / G, G, D] are the same memory, and the attention of each row is what it was.
+With small quantized weights, attention takes a third of the time of a token: torch multiplies one row in bfloat16
+eight times slower than four rows. Query heads that share their keys (grouped-query attention) can form these rows:
+[B, H, 1, D] and [B, H / G, G, D] are the same memory, and the attention of each row is unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def grouped_attention(
     """softmax(query @ key.T * scaling + mask) @ value, as transformers' "sdpa" computes it.
 
     query: [B, H, S, D]; key, value: [B, H / G, L, D]; attention_mask: bool or float [B, 1 or H, S, L] or None.
-    Returns [B, S, H, D]. Anything but one token over grouped heads is passed on to "sdpa".
+    Returns [B, S, H, D]. All other cases are passed on to "sdpa".
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -43,9 +43,9 @@ def grouped_attention(
 
 
 def use_grouped_attention(model: Any) -> None:
-    """Let a transformers model use :func:`grouped_attention`. ``model.set_attn_implementation("sdpa")`` undoes it.
+    """Make a transformers model use :func:`grouped_attention`. ``model.set_attn_implementation("sdpa")`` undoes it.
 
-    Raises ValueError where the model does not use "sdpa", whose values these are.
+    Raises ValueError if the model does not use "sdpa", whose results this reproduces.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -53,8 +53,8 @@ def use_grouped_attention(model: Any) -> None:
     now = model.config._attn_implementation
     if now not in ("sdpa", NAME):
         raise ValueError(
-            f'grouped attention computes what "sdpa" does, but {type(model).__name__} uses {now!r}; '
-            'model.set_attn_implementation("sdpa") first, if it may'
+            f'grouped attention replaces only "sdpa", but {type(model).__name__} uses {now!r}; '
+            'model.set_attn_implementation("sdpa") first, if the model supports it'
         )
     AttentionInterface.register(NAME, grouped_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,7 +1,7 @@
-"""diffusers: ``save_pretrained`` of models quantized in place, and ``from_pretrained`` of what it wrote.
+"""diffusers: ``save_pretrained`` of models quantized in place, and ``from_pretrained`` of the saved folders.
 
-Importing this module registers the method "pennyweight" for reading; diffusers finds no third party by itself.
-Quantizing while loading is not offered: call ``pw.quantize_`` after it.
+Importing this module registers the method "pennyweight"; diffusers does not discover third-party methods itself.
+Quantizing while loading is not supported: call ``pw.quantize_`` after loading.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ..quantize.pipeline import dequantize_
 
 
 class Method(StrEnum):
-    """diffusers takes the name of a method as an enum."""
+    """diffusers expects the method name as an enum."""
 
     PENNYWEIGHT = METHOD
 
 
 class DiffusersConfig(QuantizationConfigMixin):
-    """ "quantization_config" of a model's config.json: whose files these are. The weights say themselves what they are.
+    """ "quantization_config" of a model's config.json: identifies the format. The weights describe themselves.
 
-    config: by which they were quantized, one of ours or plain data; None where that is not known.
+    config: the config they were quantized with, one of ours or plain data; None if unknown.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class DiffusersConfig(QuantizationConfigMixin):
         out = quantization_config(ours, self.modules_to_not_convert)
         return out if ours is not None else {**out, "config": self.config}
 
-    to_diff_dict = to_dict  # what its base class prints
+    to_diff_dict = to_dict  # printed by the base class
 
 
 class DiffusersPennyweightQuantizer(DiffusersQuantizer):
-    """Made by diffusers for a folder that says "pennyweight", and by :func:`settle_`."""
+    """Created by diffusers for a folder with method "pennyweight", and by :func:`settle_`."""
 
     def __init__(self, quantization_config: DiffusersConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._read: dict[str, Tensor] | None = None  # None: a pickle, which holds the tensors themselves
+        self._read: dict[str, Tensor] | None = None  # None: a pickle, which contains the tensors directly
         self._slots: dict[str, Slot] = {}
         self._made: dict[Any, nn.Parameter] = {}  # by address, so that tied weights stay tied
 
@@ -90,10 +90,10 @@ class DiffusersPennyweightQuantizer(DiffusersQuantizer):
                 "pennyweight does not quantize diffusers models while they load; call pw.quantize_ after it"
             )
         if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("quantized weights cannot be offloaded to disk; give all modules a device or the CPU")
+            raise ValueError("quantized weights cannot be offloaded to disk; place all modules on a device or the CPU")
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
-        """Names of the weights for those of their parts; all tensors are read and checked here."""
+        """Replace the names of stored parts by weight names; all tensors are read and checked here."""
         paths = [str(p) for p in checkpoint_files]
         if not all(p.endswith(".safetensors") for p in paths):
             return loaded_keys  # pickled whole
@@ -102,8 +102,8 @@ class DiffusersPennyweightQuantizer(DiffusersQuantizer):
         return list(self._read)
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """All tensors in place of the parts in the first file, none for the other files: parts of one weight may lie in
-        several."""
+        """All tensors in place of the parts for the first file, none for the other files: the parts of one weight may
+        be stored in several files."""
         if self._read is None:
             return state_dict
         out, self._read = self._read, {}
@@ -133,10 +133,10 @@ class DiffusersPennyweightQuantizer(DiffusersQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         self._read, self._slots, self._made = None, {}, {}
 
-    # -- what it can do ----------------------------------------------------------------------------------------------
+    # -- capabilities ----------------------------------------------------------------------------------------------
 
     def dequantize(self, model: nn.Module) -> nn.Module:
-        dequantize_(model)  # which ends in settle_
+        dequantize_(model)  # calls settle_ at the end
         return model
 
     @property
@@ -157,9 +157,9 @@ class DiffusersPennyweightQuantizer(DiffusersQuantizer):
 
 
 def settle_(model: Any, quantized: bool, config: Any = None) -> None:
-    """Give the model the quantizer that ``save_pretrained`` asks, or take it away where nothing is quantized any more.
+    """Attach the quantizer that ``save_pretrained`` needs, or remove it if nothing is quantized any more.
 
-    config: by which it was quantized, for config.json. Another library's quantizer stays.
+    config: the config used for quantizing, for config.json. Another library's quantizer is kept.
     """
     held = getattr(model, "hf_quantizer", None)
     if quantized and held is None:
@@ -167,7 +167,7 @@ def settle_(model: Any, quantized: bool, config: Any = None) -> None:
         model.hf_quantizer = DiffusersPennyweightQuantizer(asked)
         model.register_to_config(quantization_config=asked)
     elif quantized and isinstance(held, DiffusersPennyweightQuantizer) and held.quantization_config.config != config:
-        held.quantization_config = DiffusersConfig()  # by several
+        held.quantization_config = DiffusersConfig()  # quantized with several configs
         model.register_to_config(quantization_config=held.quantization_config)
     elif not quantized and isinstance(held, DiffusersPennyweightQuantizer):
         del model.hf_quantizer
@@ -177,7 +177,7 @@ def settle_(model: Any, quantized: bool, config: Any = None) -> None:
 
 
 def register() -> None:
-    """Make the method known to diffusers."""
+    """Register the method with diffusers."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = DiffusersConfig
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = DiffusersPennyweightQuantizer
 

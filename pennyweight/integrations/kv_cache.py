@@ -1,8 +1,8 @@
-"""A cache of keys and values in few bits, for ``model.generate(past_key_values=QuantizedCache(model.config))``.
+"""A quantized KV cache, for ``model.generate(past_key_values=QuantizedCache(model.config))``.
 
-Keys share a scale and an offset along tokens, channel by channel, for a few channels of keys are large at every token;
-values along channels, token by token (KIVI, Liu et al. 2024). Tokens are quantized once, in groups counted from the
-first token, when they are old enough, and never again: adding tokens appends codes. The newest stay as they are.
+Keys share a scale and an offset along tokens, per channel, since a few key channels are large at every token; values
+along channels, per token (KIVI, Liu et al. 2024). Tokens are quantized once, in groups counted from the first token,
+when they are old enough, and never again: adding tokens appends codes. The newest tokens stay float.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _TOKENS = -2  # the axis of tokens in [batch, heads, tokens, channels]
 
 
 class QuantizedCache(Cache):
-    """Keys and values of a decoder, all but the newest tokens in ``bits`` bits.
+    """Keys and values of a decoder, quantized to ``bits`` bits except the newest tokens.
 
-    config    of the model: which layers attend to everything. Those with a sliding window, or without attention, are
-              as in transformers' DynamicCache. Without it: all do
+    config    model config, which shows the layers with full attention. Those with a sliding window, or without
+              attention, are as in transformers' DynamicCache. Without it: all layers
     bits      2 to 8
     group     numbers that share a scale and an offset: tokens for keys, channels for values (all, if there are fewer)
-    residual  at least so many of the newest tokens stay in float; up to ``group`` - 1 more until a group is full
+    residual  at least this many of the newest tokens stay float; up to ``group`` - 1 more until a group is full
 
-    A call computes with the quantized past, and with its own tokens as they are. Beams, ``crop`` and the choosing of
-    sequences work on the codes; a crop into the past turns what is left of a group back into float.
+    A call computes with the quantized past and its own float tokens. Beam search, ``crop`` and the selection of
+    sequences operate on the codes; a crop into the past dequantizes the rest of the last group.
     """
 
     def __init__(self, config: Any = None, *, bits: int = 8, group: int = 32, residual: int = 128) -> None:
         if bits not in BITS:
             raise ValueError(f"bits must be one of {BITS}, got {bits!r}")
         if type(group) is not int or group < 1 or type(residual) is not int or residual < 0:
-            raise ValueError(f"group must be positive and residual not negative, got {group!r} and {residual!r}")
+            raise ValueError(f"group must be positive and residual non-negative, got {group!r} and {residual!r}")
         make = partial(QuantizedLayer, bits=bits, group=group, residual=residual)
         if config is None:
             super().__init__(layer_class_to_replicate=make)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ class QuantizedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is stored, in every layer."""
+        """Total bytes stored in all layers."""
         total = 0
         for layer in self.layers:
             held = layer.stored if isinstance(layer, QuantizedLayer) else (layer.keys, layer.values)
@@ -60,7 +60,8 @@ class QuantizedCache(Cache):
 
 
 class QuantizedLayer(DynamicLayer):
-    """One layer's cache: ``past_keys`` and ``past_values`` quantized, or None; ``keys`` and ``values`` the newest."""
+    """One layer's cache: ``past_keys`` and ``past_values`` quantized, or None; ``keys`` and ``values`` the newest
+    tokens."""
 
     def __init__(self, bits: int = 8, group: int = 32, residual: int = 128) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class QuantizedLayer(DynamicLayer):
         return self.past_keys, self.past_values, self.keys, self.values
 
     def spec(self, keys: bool) -> QuantSpec:
-        """How keys or values are stored."""
+        """The spec of keys or values."""
         block = (self.group, 1) if keys else (self.group,)
         dtype = self.dtype if self.dtype in DTYPES.values() else torch.float32
         spec = QuantSpec(get_format(f"uint{self.bits}"), block, dtype, offset=dtype)
@@ -97,7 +98,7 @@ class QuantizedLayer(DynamicLayer):
         if full:
             self.past_keys = self._append(self.past_keys, self.keys[..., :full, :], keys=True)
             self.past_values = self._append(self.past_values, self.values[..., :full, :], keys=False)
-            # copies, so that what was quantized is freed
+            # copies, so that the float memory of quantized tokens is freed
             self.keys, self.values = self.keys[..., full:, :].clone(), self.values[..., full:, :].clone()
         return out
 
@@ -112,13 +113,13 @@ class QuantizedLayer(DynamicLayer):
         past = 0 if self.past_keys is None else self.past_keys.shape[_TOKENS]
         return past + self.keys.shape[_TOKENS]
 
-    # -- taking tokens and sequences away ------------------------------------------------------------------------------
+    # -- removing tokens and sequences ------------------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; ``tokens_to_remove`` is their number, negative, as transformers has it."""
+        """Remove the last tokens; ``tokens_to_remove`` is their number, negative, as in transformers."""
         length, newest = self.get_seq_length(), 0 if self.keys is None else self.keys.shape[_TOKENS]
         if tokens_to_remove > 0 or (self.is_initialized and -tokens_to_remove > length):
-            raise ValueError(f"crop takes a number from -{length} (all tokens) to 0, got {tokens_to_remove}")
+            raise ValueError(f"crop needs a number from -{length} (all tokens) to 0, got {tokens_to_remove}")
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         kept = length + tokens_to_remove
@@ -142,7 +143,7 @@ class QuantizedLayer(DynamicLayer):
             )
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences, in this order; a mask of sequences too."""
+        """Keep these sequences, in this order; also accepts a mask."""
         if not self.is_initialized:
             return
         indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices

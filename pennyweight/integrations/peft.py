@@ -1,8 +1,8 @@
-"""PEFT: what merging an adapter into quantized weights costs, and merging that can be undone exactly.
+"""PEFT: measures the error of merging an adapter into quantized weights, and merges that can be undone exactly.
 
-Adapters need nothing of this file to train, be saved, loaded and merged: our weights pass gradients on, and PEFT's
-``weight.data += delta`` rounds the sum into them again. That rounding is an error of its own, which PEFT says nothing
-about; and its ``unmerge`` subtracts and rounds once more.
+Training, saving, loading and merging adapters works without this module: quantized weights pass gradients on, and
+PEFT's ``weight.data += delta`` requantizes the sum. PEFT does not report the error of that rounding, and its
+``unmerge`` subtracts and rounds once more.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def merge_and_report(
 ) -> tuple[Any, Report]:
     """``model.merge_and_unload()`` of a PEFT model, and a report with one row for each quantized weight.
 
-    config  what the merged weights become, from the exact sum of base weight and adapter: int8 takes in what NF4 rounds
-            off. Default: each stays what it was
+    config  config for the merged weights, applied to the exact sum of base weight and adapter: int8 preserves changes
+            that NF4 rounds off. Default: each keeps its format
 
-    A row's ``sqnr`` is that of the merged weight against the exact sum; its note says how well the adapter's own change
-    survived: 0 dB and less means that rounding ate it. ``report.check(min_sqnr=...)`` gates on it. Raises ValueError
-    where there are no adapters, and where they are merged already.
+    A row's ``sqnr`` is that of the merged weight against the exact sum; its note gives the SQNR of the adapter's
+    change: at 0 dB or less, rounding destroyed it. ``report.check(min_sqnr=...)`` checks it. Raises ValueError if there
+    are no adapters, or if they are already merged.
     """
-    before: dict[int, tuple[Any, Tensor]] = {}  # base layer -> itself, and the weight that it had
+    before: dict[int, tuple[Any, Tensor]] = {}  # id -> base layer and its original weight
     if config is None:
         report, _ = _merge(model, adapter_names)
     else:
@@ -44,11 +44,11 @@ def merge_and_report(
                 before[id(base)] = base, base.weight.detach()
                 _put(layer, nn.Parameter(base.weight.dequantize(torch.float32), requires_grad=False))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="All adapters are already merged")  # as they are, by the line above
+        warnings.filterwarnings("ignore", message="All adapters are already merged")  # merged by the line above
         model = model.merge_and_unload(adapter_names=adapter_names)
     if config is not None:
         exact = {key: base.weight.detach() for key, (base, _) in before.items()}
-        for base, was in before.values():  # as the model computes, so that the config sees what it would have seen
+        for base, was in before.values():  # in the compute dtype, as the config would see it
             base.weight.data = base.weight.data.to(was.dtype)
         report = quantize_(model, config, lambda module, name: id(module) in before)
         for row in report.quantized:
@@ -64,9 +64,9 @@ def _kept(change: Tensor, rounded: Tensor) -> str:
 
 @contextmanager
 def merged(model: Any, adapter_names: list[str] | None = None) -> Iterator[Report]:
-    """Within: adapters are merged, as for serving. After it the base weights are what they were, bit for bit.
+    """Context manager: adapters are merged inside, as for serving. On exit the base weights are restored bit for bit.
 
-    Gives the report of :func:`merge_and_report`. Keeps the base weights of the adapted layers beside the merged ones.
+    Yields the report of :func:`merge_and_report`. Keeps the base weights of the adapted layers in memory.
     """
     report, before = _merge(model, adapter_names)
     try:
@@ -76,28 +76,28 @@ def merged(model: Any, adapter_names: list[str] | None = None) -> Iterator[Repor
             _put(layer, weight)
             layer.merged_adapters.clear()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Already unmerged")  # the quantized layers, by the line above
+            warnings.filterwarnings("ignore", message="Already unmerged")  # unmerged by the line above
             model.unmerge_adapter()
 
 
 def _unmerged(model: Any) -> list[tuple[str, Any]]:
-    """The layers with adapters, by name. Raises ValueError where one is merged."""
+    """The layers with adapters, by name. Raises ValueError if one is merged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
     if not layers or not hasattr(model, "merge_and_unload"):
         raise ValueError(
-            f"{type(model).__name__} has no adapters to merge: no layer of it is PEFT's; pass what get_peft_model() or "
-            "PeftModel.from_pretrained() returned, before merge_and_unload()"
+            f"{type(model).__name__} has no adapters to merge (no PEFT layers); pass the result of get_peft_model() or "
+            "PeftModel.from_pretrained(), before merge_and_unload()"
         )
     for name, layer in layers:
         if layer.merged:
-            raise ValueError(f"{name} has {layer.merged_adapters} merged already; unmerge_adapter() first")
+            raise ValueError(f"{name} has {layer.merged_adapters} already merged; call unmerge_adapter() first")
     return layers
 
 
 def _merge(model: Any, adapter_names: list[str] | None) -> tuple[Report, list[tuple[Any, Tensor]]]:
-    """Merge all; (report, the quantized base weights that were)."""
+    """Merge all; (report, the original quantized base weights)."""
     rows, before = [], []
     with torch.no_grad():
         for name, layer in _unmerged(model):
@@ -113,7 +113,7 @@ def _merge(model: Any, adapter_names: list[str] | None) -> tuple[Report, list[tu
 
 
 def _merge_layer(name: str, layer: Any, weight: AffineQuantizedTensor, adapter_names: list[str] | None) -> Row | None:
-    """Let PEFT merge into the exact value of the weight, then round that. None where no adapter is meant."""
+    """Let PEFT merge into the dequantized weight, then requantize it. None if no adapter applies."""
     start = weight.dequantize(torch.float32)
     _put(layer, nn.Parameter(start.clone(), requires_grad=False))
     try:
@@ -134,7 +134,7 @@ def _merge_layer(name: str, layer: Any, weight: AffineQuantizedTensor, adapter_n
 
 
 def _put(layer: Any, weight: Tensor) -> None:
-    """Not by assignment: an optimizer's or a hook's idea of the module's parameters is not asked."""
+    """Not an assignment: bypasses optimizers and hooks that watch the module's parameters."""
     base = layer.get_base_layer()
     if "weight" in base._parameters:
         base._parameters["weight"] = weight

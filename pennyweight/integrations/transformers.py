@@ -1,4 +1,4 @@
-"""transformers: ``quantization_config=PennyweightConfig("int4")``, and folders of ours in ``from_pretrained``.
+"""transformers: ``quantization_config=PennyweightConfig("int4")``, and our folders in ``from_pretrained``.
 
 Importing this module registers the method "pennyweight"; so does ``import pennyweight``, see transformers_entry.py.
 """
@@ -28,16 +28,16 @@ __all__ = ["PennyweightConfig", "PennyweightQuantizer", "attach_quantizer", "loa
 class PennyweightConfig(QuantizationConfigMixin):
     """Quantize while loading: ``from_pretrained(folder, quantization_config=PennyweightConfig("int4"))``.
 
-    config                  one of our configs, or its name on the command line ("int4", "int8-dynamic"); FqnToConfig
+    config                  one of our configs, or its command-line name ("int4", "int8-dynamic"); FqnToConfig
                             for layers by name
-    modules_to_not_convert  names (or patterns, as transformers has them) of modules that stay float. Default: the
-                            output layer and tied weights; [] is none. A layer that FqnToConfig names is quantized
+    modules_to_not_convert  names (or patterns, as in transformers) of modules that stay float. Default: the output
+                            layer and tied weights; [] is none. A layer named in FqnToConfig is always quantized
     on_indivisible          as for ``pw.quantize_``
     save_as                 what ``save_pretrained`` writes: "pennyweight", or "compressed-tensors", which transformers
-                            reads without this package; CheckpointError where that has not the same numbers
+                            reads without this package; CheckpointError if that cannot represent the weights exactly
 
-    Also what "quantization_config" of config.json says of files that are quantized already: there the weights speak
-    for themselves, and ``config`` (None for one of somebody's own) only tells how they came about.
+    Also represents "quantization_config" in config.json of quantized files: there the weights describe themselves, and
+    ``config`` (None for a user-defined one) only records how they were quantized.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class PennyweightConfig(QuantizationConfigMixin):
     ) -> None:
         if quant_method != METHOD:
             raise ValueError(
-                f"quant_method is {quant_method!r}, not {METHOD!r}: another library's files. Where we read them, "
-                "pennyweight.integrations.transformers.load_pretrained(AutoModelForCausalLM, folder) loads it"
+                f"quant_method is {quant_method!r}, not {METHOD!r}: another library's files. If they are supported, "
+                "pennyweight.integrations.transformers.load_pretrained(AutoModelForCausalLM, folder) loads them"
             )
         if type(version) is not int or not 1 <= version <= VERSION:
             raise ValueError(f"quantization_config has version {version!r}; this release reads {VERSION}; upgrade it")
@@ -79,7 +79,7 @@ class PennyweightConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.on_indivisible = on_indivisible
         self.save_as = save_as
-        self.written: dict[str, Any] | None = None  # the entry of a save in another library's format
+        self.written: dict[str, Any] | None = None  # the entry when saving in another library's format
 
     def to_dict(self) -> dict[str, Any]:
         """The entry of config.json."""
@@ -93,7 +93,7 @@ class PennyweightConfig(QuantizationConfigMixin):
 
 
 def register() -> None:
-    """Put both classes into transformers' tables. A module that is imported anew takes the place of its older self."""
+    """Register both classes with transformers. A re-imported module replaces its older version."""
     from transformers.quantizers import auto
 
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
@@ -103,10 +103,10 @@ def register() -> None:
 
 
 def _mark_written_configs() -> None:
-    """Let config.json of a model with our weights say so to processes that do not know METHOD: see NO_SUCH_FILE.
+    """Mark config.json of a model with our weights for processes that do not know METHOD: see NO_SUCH_FILE.
 
-    It changes the method by which PreTrainedConfig.save_pretrained makes the file, before weights are written or
-    uploaded: transformers has no hook there.
+    Patches the method with which PreTrainedConfig.save_pretrained creates the file, before weights are written or
+    uploaded: transformers has no hook for it.
     """
     plain: Any = getattr(PreTrainedConfig.to_diff_dict, "__wrapped__", PreTrainedConfig.to_diff_dict)
 

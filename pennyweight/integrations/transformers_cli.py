@@ -1,9 +1,9 @@
-"""The command ``transformers`` with the method "pennyweight" known to it.
+"""The ``transformers`` command with the method "pennyweight" registered.
 
     python -m pennyweight.integrations.transformers_cli serve FOLDER
 
-takes every argument that ``transformers`` takes. The command itself imports no third party, so it serves folders in
-our own format only through this; see docs/integrations.md for those that it reads by itself.
+accepts all arguments of ``transformers``. The command itself imports no third-party packages, so it needs this wrapper
+to serve folders in our own format; see docs/integrations.md for the formats it reads by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 
 
 def main() -> None:
-    """Run the console script of transformers in this process, which has imported pennyweight."""
+    """Run the console script of transformers in this process, with pennyweight imported."""
     found = entry_points(group="console_scripts", name="transformers")
     if not found:
         sys.exit("transformers is not installed: pip install 'pennyweight[hf]' 'transformers[serving]'")

@@ -1,4 +1,4 @@
-"""A transformers model from any folder that ``pw.load`` reads, and models quantized by hand made saveable."""
+"""Loads transformers models from any folder that ``pw.load`` reads, and makes models quantized by hand saveable."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def load_pretrained(
     config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """The model that config.json describes, its weights as ``pw.load`` reads them: quantized ones stay quantized.
+    """The model of config.json, with weights read by ``pw.load``: quantized ones stay quantized.
 
-    model_class     AutoModelForCausalLM and its kin, or a class such as LlamaForCausalLM
-    dtype           of the parameters; default: each as the files hold it
+    model_class     an Auto class such as AutoModelForCausalLM, or a class such as LlamaForCausalLM
+    dtype           of the parameters; default: as stored in the files
     device, strict  as for ``pw.load``
     config          instead of config.json
-    kwargs          for the making of the model: attn_implementation and so on
+    kwargs          passed to the model constructor: attn_implementation etc.
 
-    For files whose "quantization_config" transformers would hand to another library, or not read at all. The model can
-    be saved by ``save_pretrained``, in our format. Raises what ``pw.load`` and AutoConfig raise.
+    For files whose "quantization_config" transformers would pass to another library, or not read at all. The model can
+    be saved by ``save_pretrained``, in our format. Raises the errors of ``pw.load`` and AutoConfig.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -64,9 +64,9 @@ def load_pretrained(
 
 
 def attach_quantizer(model: Any, config: AOBaseConfig | str | None = None, *, save_as: str = "pennyweight") -> Any:
-    """Let ``save_pretrained`` and ``dequantize`` of a transformers model know that ``pw.quantize_`` quantized it.
+    """Enable ``save_pretrained`` and ``dequantize`` of a transformers model quantized with ``pw.quantize_``.
 
-    config: by which, for config.json. save_as: as for PennyweightConfig. Returns the model.
+    config: the config used, for config.json. save_as: as for PennyweightConfig. Returns the model.
     """
     from .transformers import PennyweightConfig, PennyweightQuantizer
 
@@ -78,7 +78,7 @@ def attach_quantizer(model: Any, config: AOBaseConfig | str | None = None, *, sa
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: buffers such as the frequencies of positions are computed in float32 and stay so."""
+    """Parameters only: buffers such as position frequencies are computed in float32 and stay so."""
     new: dict[int, nn.Parameter] = {}
     for slot in slots_of(model).values():
         old = slot.tensor
@@ -90,10 +90,11 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made within have no weights; their buffers are real, for no file holds those that are not persistent."""
+    """Modules created inside have no weights; their buffers are real, since files do not contain non-persistent
+    ones."""
 
     def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        if param is None or param.is_meta:  # as it is: a tied one must stay the same object
+        if param is None or param.is_meta:  # unchanged: a tied one must stay the same object
             return None
         return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 

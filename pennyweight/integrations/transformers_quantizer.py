@@ -1,7 +1,7 @@
-"""The HfQuantizer "pennyweight": quantizes weight by weight while transformers loads; reads and writes our files.
+"""The HfQuantizer "pennyweight": quantizes weight by weight during loading; reads and writes our files.
 
-Quantizing on load plans the model while it is on the meta device, then rounds each weight as it arrives, so that one
-float weight is in memory at a time. Files of ours are assembled from their parts, found by name in the manifest.
+Quantizing on load plans the model on the meta device, then quantizes each weight as it is read, so that one float
+weight is in memory at a time. Files of ours are assembled from their parts, found by name in the manifest.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from ..quantize.report import Report, Row
 
 
 class PennyweightQuantizer(HfQuantizer):
-    """Made by transformers. ``model.hf_quantizer.report`` tells what was quantized on load; None for files of ours."""
+    """Created by transformers. ``model.hf_quantizer.report`` lists what was quantized on load; None for our files."""
 
     report: Report | None = None
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.rows: dict[str, PlanRow] = {}  # quantizing on load: under every name of a parameter
-        self.told: dict[str, Row] = {}  # of the report, by first name
+        self.rows: dict[str, PlanRow] = {}  # quantizing on load: by every name of a parameter
+        self.told: dict[str, Row] = {}  # report rows, by first name
         self.held: dict[str, Meta] = {}  # files of ours: the quantized tensors
-        self.owner: dict[str, str] = {}  # the tensor that a stored part is of
+        self.owner: dict[str, str] = {}  # stored part -> its tensor
         self.dtypes: dict[str, torch.dtype] = {}  # of all stored tensors
         self.path = ""
-        self._model: Any = None  # while it is loaded; transformers before 5.21 does not hand it to all methods
+        self._model: Any = None  # during loading; transformers before 5.21 does not pass it to all methods
 
     # -- before loading ----------------------------------------------------------------------------------------------
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
         if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("quantized weights cannot be offloaded to disk; give all modules a device or the CPU")
+            raise ValueError("quantized weights cannot be offloaded to disk; place all modules on a device or the CPU")
         if not self.pre_quantized and self.quantization_config.config is None:
-            raise ValueError('say how to quantize: PennyweightConfig("int8"), or one of the config objects')
+            raise ValueError('specify how to quantize: PennyweightConfig("int8"), or one of the config objects')
 
     def update_tp_plan(self, config: Any) -> Any:
-        """Called between the reading of config.json and the search for the weights by transformers before 5.21."""
+        """Called by transformers before 5.21 between reading config.json and looking for the weights."""
         return _without_mark(config)
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """As update_tp_plan, by transformers from 5.18 on."""
+        """Like update_tp_plan, called by transformers from 5.18 on."""
         return _without_mark(config)
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
@@ -71,12 +71,12 @@ class PennyweightQuantizer(HfQuantizer):
         self._read(checkpoint_files)
         if self.pre_quantized and not self.held:
             raise ValueError(
-                f"config.json of {self.path} says that it is Pennyweight's, but its files hold no quantized tensors; "
-                'remove "quantization_config" there to load it as a float model'
+                f"config.json of {self.path} declares the Pennyweight format, but the files have no quantized tensors; "
+                'remove "quantization_config" from it to load it as a float model'
             )
         if not self.pre_quantized:
             if self.held:
-                raise ValueError(f"{self.path} is quantized already ({min(self.held)}); leave quantization_config out")
+                raise ValueError(f"{self.path} is already quantized ({min(self.held)}); omit quantization_config")
             with _tied(model):
                 self._plan(model)
 
@@ -99,7 +99,7 @@ class PennyweightQuantizer(HfQuantizer):
                 row.tensor = None
                 self.rows |= dict.fromkeys((p.name for p in row.places), row)
                 self.told[row.name] = out
-        for name in self.rows:  # transformers would cast them to float, whatever they mean
+        for name in self.rows:  # transformers would cast them to float without scales
             if self.dtypes.get(name, torch.float32) not in DTYPES.values():
                 raise ValueError(
                     f"{self.path}: {name} is {self.dtypes[name]}, so another library may have quantized it; load it "
@@ -124,14 +124,14 @@ class PennyweightQuantizer(HfQuantizer):
         return _Quantize(self)
 
     def quantize(self, name: str, x: Tensor) -> nn.Parameter:
-        """A float weight that was read under its final name, as it was planned."""
+        """Quantize a float weight, read under its final name, as planned."""
         row = self.rows[name]
         if tuple(x.shape) != row.shape:
             raise ValueError(f"{name}: the model has shape {list(row.shape)}, the checkpoint {list(x.shape)}")
         assert row.site is not None
         assert row.scheme is not None
         x = x.to(row.site.dtype)
-        if x.device.type != "cpu":  # planned on the meta device, for the CPU
+        if x.device.type != "cpu":  # was planned on the meta device, for the CPU
             case = Case(row.scheme.weight, row.scheme.act, row.site.shape, x.dtype, x.device.type)
             row.layout = choose_layout(case, row.ops)[1]
         row.tensor = x
@@ -161,13 +161,13 @@ class PennyweightQuantizer(HfQuantizer):
         return None if isinstance(converter, _Parts) else super().get_new_dtype(converter, param, dtype)
 
     def _check_names(self, names: Iterable[str], conversions: list[Any], model: Any) -> None:
-        """Raise ValueError for weights that the model merges with others while loading: each has scales of its own."""
+        """Raise ValueError for weights that the model merges during loading: each has its own scales."""
         for name in names:
             for c in conversions:
                 if isinstance(c, WeightConverter) and c.compiled_sources.search(name):
                     raise ValueError(
-                        f"{self.path}: {name} was quantized by itself, but {type(model).__name__} loads it merged with "
-                        "others; quantize the float checkpoint while loading it, and save that"
+                        f"{self.path}: {name} was quantized separately, but {type(model).__name__} loads it merged "
+                        "with others; quantize the float checkpoint while loading it, and save the result"
                     )
 
     def assemble(self, name: str, parts: dict[str, Tensor], target: Tensor, ops: tuple[str, ...]) -> nn.Parameter:
@@ -186,7 +186,7 @@ class PennyweightQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         if getattr(model, "_hf_peft_config_loaded", False):
-            return None, {}  # the adapters alone are saved
+            return None, {}  # only the adapters are saved
         left_out = model._keys_to_ignore_on_save or ()
         state = {name: t for name, t in model.state_dict().items() if name not in left_out}
         asked = self.quantization_config
@@ -198,7 +198,7 @@ class PennyweightQuantizer(HfQuantizer):
         return tensors, {}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        # What turned the files' names and tensors into the model's is not undone on saving: it knows nothing of parts
+        # Conversions of names and tensors on load are not undone on saving: they do not support stored parts
         model._weight_conversions = []
         self.rows, self.told, self.owner, self._model = {}, {}, {}, None
         return model
@@ -207,18 +207,18 @@ class PennyweightQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype  # saving leaves its name in the model's config
+        dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype  # saving stores its name in the model's config
         for row in dequantize_(model).rows:
             w = model.get_parameter(row.name)
             w.data = w.data if dtype is None else w.data.to(dtype)
             w.requires_grad_(True)
         return model
 
-    # -- what it can do ----------------------------------------------------------------------------------------------
+    # -- capabilities ----------------------------------------------------------------------------------------------
 
     @property
     def is_trainable(self) -> bool:
-        return True  # gradients reach the inputs of every kind of weight, so adapters below it learn
+        return True  # all quantized weights pass gradients to their inputs, so adapters can train
 
     @property
     def is_compileable(self) -> bool:
@@ -226,21 +226,21 @@ class PennyweightQuantizer(HfQuantizer):
 
 
 def _without_mark(config: Any) -> Any:
-    """The config of a model without what stops processes that do not know this quantizer."""
+    """The model's config without the key that stops processes without this quantizer."""
     if getattr(config, WEIGHTS_KEY, None) == NO_SUCH_FILE:
         delattr(config, WEIGHTS_KEY)
     return config
 
 
 def _renamed(name: str, renamings: list[Any]) -> str:
-    """A stored name as the model's renamings leave it."""
+    """A stored name after the model's renamings."""
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)
     return name
 
 
 def plan_for_load(model: Any, config: AOBaseConfig, left: list[str], on_indivisible: str = "pad") -> Plan:
-    """The plan of a model on the meta device, less the modules ``left`` that no key of a FqnToConfig spells out."""
+    """The plan of a model on the meta device, without the modules ``left`` that no key of a FqnToConfig names."""
     by_name = isinstance(config, FqnToConfig)
     todo = plan(model, config, None if by_name else _but(left), on_indivisible=on_indivisible)
     for row in todo.rows:
@@ -250,9 +250,9 @@ def plan_for_load(model: Any, config: AOBaseConfig, left: list[str], on_indivisi
         out = not spelled and not all(_wanted(p, left) for p in row.places)
         if out and (row.scheme is not None or row.note == "filtered out"):
             row.scheme, row.kernel, row.bytes_after = None, "", row.bytes_before
-            row.note = "left as transformers does; modules_to_not_convert=[] quantizes it"
+            row.note = "excluded by transformers' defaults; modules_to_not_convert=[] quantizes it"
     if not todo.active:
-        raise PlanError(f"nothing would be quantized: all that the config means is left out by {sorted(left)}")
+        raise PlanError(f"nothing would be quantized: modules_to_not_convert excludes everything: {sorted(left)}")
     return todo
 
 
@@ -266,8 +266,8 @@ def _but(left: list[str]) -> Any:
 
 @contextmanager
 def _tied(model: Any) -> Iterator[None]:
-    """Within: tied weights of a model on meta are one. transformers ties them only after loading, but what a weight is
-    packed for depends on all its names."""
+    """Ties tied weights of a meta model inside the context. transformers ties them only after loading, but the packing
+    of a weight depends on all its names."""
     apart = []
     for target, source in model.all_tied_weights_keys.items():
         module, _, attr = target.rpartition(".")
@@ -283,7 +283,7 @@ def _tied(model: Any) -> Iterator[None]:
 
 
 def _ops_by_name(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Of every parameter: the ops that read it under any of its names."""
+    """For every parameter: the ops that use it under any of its names."""
     with _tied(model):
         slots = slots_of(model)
     ops: dict[int, list[str]] = {}
@@ -293,7 +293,7 @@ def _ops_by_name(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 class _Quantize(ConversionOps):
-    """After what the model's own conversions make of a checkpoint's tensors: experts merged, halves of a weight cut."""
+    """Runs after the model's own conversions of checkpoint tensors: merged experts, split weights."""
 
     def __init__(self, quantizer: PennyweightQuantizer) -> None:
         self.quantizer = quantizer
@@ -307,19 +307,19 @@ class _Quantize(ConversionOps):
 
 
 class _Nothing(ConversionOps):
-    """A converter must have an operation; ours do the work themselves, so that their errors are raised as they are."""
+    """A converter needs an operation; ours do the work themselves, so that their errors are raised unchanged."""
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return input_dict
 
 
 class _ByName(WeightConverter):
-    """Takes the tensors of one weight, found by their names in a table and by no pattern.
+    """Converts the tensors of one weight, found by name in a table instead of by a pattern.
 
-    names  stored name as the model's renamings leave it -> the weight's name, likewise
+    names  stored name after the model's renamings -> the weight's name, also renamed
     """
 
-    pattern = ""  # what transformers finds this converter again by
+    pattern = ""  # the key transformers uses to find this converter
 
     def __init__(self, quantizer: PennyweightQuantizer, names: dict[str, str], ops: dict[str, tuple[str, ...]]) -> None:
         super().__init__([self.pattern], ["weight"], [_Nothing()])
@@ -337,7 +337,7 @@ class _ByName(WeightConverter):
 
 
 class _Float(_ByName):
-    """A float weight that is quantized as it arrives."""
+    """A float weight that is quantized when it is read."""
 
     pattern = "pennyweight-float"
 
@@ -347,7 +347,7 @@ class _Float(_ByName):
 
 
 class _Parts(_ByName):
-    """A weight of our files: its stored parts put together."""
+    """A weight of our files, assembled from its stored parts."""
 
     pattern = "pennyweight-part"
 

@@ -1,4 +1,4 @@
-"""transformers models quantized in place: ``save_pretrained`` writes them as it writes those quantized on load."""
+"""transformers models quantized in place: ``save_pretrained`` writes them like models quantized on load."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .transformers_quantizer import PennyweightQuantizer
 
 
 def settle_(model: Any, quantized: bool, config: Any = None) -> None:
-    """Give the model the quantizer that ``save_pretrained`` asks, or take it away where nothing is quantized any more.
+    """Attach the quantizer that ``save_pretrained`` needs, or remove it if nothing is quantized any more.
 
-    config: by which it was quantized, for config.json. Another library's quantizer stays, and so does one of ours that
-    loaded the model.
+    config: the config used for quantizing, for config.json. Another library's quantizer is kept, and so is one of ours
+    that loaded the model.
     """
     held = getattr(model, "hf_quantizer", None)
     if quantized and held is None:
         model.hf_quantizer = InPlaceQuantizer(PennyweightConfig(config if isinstance(config, AOBaseConfig) else None))
     elif quantized and isinstance(held, InPlaceQuantizer) and held.quantization_config.config != config:
         save_as = held.quantization_config.save_as
-        held.quantization_config = PennyweightConfig(save_as=save_as)  # by several: the weights say what they are
+        held.quantization_config = PennyweightConfig(save_as=save_as)  # quantized with several configs
     elif not quantized and isinstance(held, PennyweightQuantizer):
         held.remove_quantization_config(model)
 
 
 class InPlaceQuantizer(PennyweightQuantizer):
-    """Changes nothing about the model but how it is saved, and that only while it holds quantized weights."""
+    """Affects only how the model is saved, and only while it has quantized weights."""
 
-    conversions: Any = None  # the model's own, which are not undone when quantized weights are saved
+    conversions: Any = None  # the model's own; not undone when quantized weights are saved
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         if getattr(model, "_hf_peft_config_loaded", False):

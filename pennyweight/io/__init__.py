@@ -1,4 +1,4 @@
-"""Files: the native safetensors format, and those of other libraries, read and written whole or not at all."""
+"""File I/O: reads and writes the native safetensors format and those of other libraries. Writes are atomic."""
 
 from .convert_checkpoint import convert
 from .detect_format import open

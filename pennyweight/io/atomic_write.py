@@ -1,4 +1,4 @@
-"""Writing: a safetensors file piece by piece, and files that appear whole or not at all."""
+"""Atomic writes: a safetensors file written piece by piece, and files that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MAX_NAME = 200  # bytes; a file name has 255 at most
 
 
 class Writer:
-    """One safetensors file of known entries: header first, then each tensor in any order, at its place.
+    """Writes one safetensors file with known entries: header first, then the tensors in any order, each at its offset.
 
-    Raises CheckpointError where a tensor is not what the header says, and OSError where the disk refuses.
+    Raises CheckpointError if a tensor does not match the header, and OSError if a write fails.
     """
 
     def __init__(self, path: str, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
         if sys.byteorder != "little":
-            raise CheckpointError(path, None, "safetensors is little-endian; this machine is not")
+            raise CheckpointError(path, None, "safetensors files are little-endian, but this machine is big-endian")
         self.path, self.entries = path, entries
         self._left = {name: e.numel for name, e in entries.items()}
         try:
@@ -47,13 +47,13 @@ class Writer:
             raise
 
     def put(self, name: str, tensor: Tensor, start: int = 0) -> None:
-        """Write a tensor, or some of its elements, in order, from element ``start`` on."""
+        """Write a tensor, or consecutive elements of it, starting at element ``start``."""
         e = self.entries[name]
         whole = start == 0 and tensor.numel() == e.numel
         fits = start + tensor.numel() <= e.numel and (not whole or tuple(tensor.shape) == e.shape)
         if tensor.dtype != e.dtype or not fits:
             raise CheckpointError(
-                self.path, name, f"is {tensor.dtype} {list(tensor.shape)}, was announced as {e.dtype} {list(e.shape)}"
+                self.path, name, f"is {tensor.dtype} {list(tensor.shape)}, the header has {e.dtype} {list(e.shape)}"
             )
         self._left[name] -= tensor.numel()
         if tensor.numel() == 0:
@@ -63,34 +63,34 @@ class Writer:
         self._write(memoryview(raw.numpy()))  # type: ignore[arg-type]
 
     def _write(self, view: memoryview) -> None:
-        while view:  # a disk that is nearly full takes less than it is given, and says so at the next write
+        while view:  # on a nearly full disk a write may be short; the next write then raises the error
             view = view[self._file.write(view) :]
 
     def finish(self) -> None:
-        """Flush to disk and close. Raises CheckpointError where a tensor was not put, or not all of it."""
+        """Flush to disk and close. Raises CheckpointError if a tensor was not written, or only in part."""
         left = [name for name, count in self._left.items() if count]
         if left:
-            raise CheckpointError(self.path, left[0], f"was not written as announced, nor {len(left) - 1} others")
+            raise CheckpointError(self.path, left[0], f"was not written completely, nor were {len(left) - 1} others")
         os.fsync(self._file.fileno())
         self._file.close()
 
     def close(self) -> None:
-        """Close without claiming to be complete."""
+        """Close without marking the file as complete."""
         self._file.close()
 
 
 def open_new(path: str) -> Any:
-    """A file that must not exist yet, unbuffered; a link in its place is refused."""
+    """Open a new unbuffered file. Fails if the path exists, even as a link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     return os.fdopen(os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o666), "r+b", buffering=0)
 
 
 @contextmanager
 def partial_path(folder: str, name: str) -> Iterator[str]:
-    """A new folder inside ``folder`` for files that are not finished; what is in it at the end is removed.
+    """A new folder inside ``folder`` for unfinished files; its remaining contents are removed on exit.
 
-    What writers that died have left of the same name is removed first. One that lives holds the lock of its staging
-    folder: its files stay.
+    First removes staging folders of the same name that dead writers left behind. A live writer holds the lock of its
+    staging folder, so its files stay.
     """
     name = os.fsdecode(os.fsencode(name)[:_MAX_NAME])
     remove_left_over(folder, name)
@@ -99,7 +99,7 @@ def partial_path(folder: str, name: str) -> Iterator[str]:
         os.mkdir(path)
         try:
             fd = open_folder(path)
-        except FileNotFoundError:  # another writer took it for a left-over one before it was locked
+        except FileNotFoundError:  # another writer removed it as a leftover before it was locked
             continue
         if fd is None or (try_lock(fd) is not False and same_inode(fd, path)):
             break
@@ -116,8 +116,8 @@ def partial_path(folder: str, name: str) -> Iterator[str]:
 
 
 def remove_left_over(folder: str, name: str | None = None) -> None:
-    """Remove staging folders of writers that are no more: those for ``name``, or all. Without locks they cannot be told
-    from those of writers that live, and stay."""
+    """Remove staging folders of dead writers: those for ``name``, or all. Without file locks, dead and live writers
+    cannot be distinguished, and all staging folders stay."""
     for found in os.listdir(folder):
         match = _STAGING.fullmatch(found)
         if match is None or name not in (None, match[1]):
@@ -138,18 +138,18 @@ def remove_left_over(folder: str, name: str | None = None) -> None:
 
 
 def is_staging(name: str) -> bool:
-    """Whether a folder's name is one that :func:`partial_path` gives."""
+    """Whether a folder name is one that :func:`partial_path` generates."""
     return _STAGING.fullmatch(name) is not None
 
 
 def rename_into_place(temp: str, final: str) -> None:
-    """Put a finished file in its place in one step; what was there, were it a link, is replaced, not followed."""
+    """Move a finished file to its final path atomically. An existing file or link there is replaced, not followed."""
     os.replace(temp, final)
     sync_folder(os.path.dirname(final))
 
 
 def sync_folder(folder: str) -> None:
-    """Make renames in a folder last. Windows has no such call."""
+    """Flush renames in a folder to disk. Windows has no such call."""
     if os.name == "posix":
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -160,7 +160,7 @@ def sync_folder(folder: str) -> None:
 
 @contextmanager
 def make_folders(folder: str) -> Iterator[None]:
-    """Within: the folder is there. Those that had to be made are unmade on an error, if nothing was put there."""
+    """Make sure the folder exists inside the context. On an error, folders created here are removed if still empty."""
     new = []
     at = folder
     while not os.path.isdir(at):
@@ -180,7 +180,7 @@ def make_folders(folder: str) -> Iterator[None]:
 
 
 def write_file(path: str, data: bytes) -> None:
-    """A new file, on disk when this returns."""
+    """Write a new file; it is on disk on return."""
     with open_new(path) as f:
         view = memoryview(data)
         while view:
@@ -189,7 +189,7 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def write_bytes(path: str, data: bytes) -> None:
-    """A small file, whole or not at all."""
+    """Write a small file atomically."""
     folder, name = os.path.split(os.path.abspath(path))
     with partial_path(folder, name) as stage:
         temp = os.path.join(stage, name)
@@ -198,6 +198,6 @@ def write_bytes(path: str, data: bytes) -> None:
 
 
 def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:
-    """The index of a sharded checkpoint, as the Hub's readers know it."""
+    """The index of a sharded checkpoint, in the Hugging Face format."""
     data = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: one safetensors file, or a folder of shards with an index. Headers only; no tensor is read."""
+"""Opens a checkpoint: one safetensors file, or a folder of shards with an index. Reads headers only, no tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 MAX_SHARDS = 4096
-_ATTEMPTS = 64  # to open what writers replace again and again
+_ATTEMPTS = 64  # to open a checkpoint that writers keep replacing
 
 
 class _Closable(Protocol):
@@ -32,17 +32,17 @@ Opening = TypeVar("Opening", bound=_Closable)
 
 @dataclass
 class Checkpoint:
-    """Open files whose headers agree with each other and with their manifests. Use as a context manager."""
+    """Open files with consistent headers and manifests. Use as a context manager."""
 
     path: str
     files: list[File] = field(default_factory=list)
     manifests: list[Manifest] = field(default_factory=list)
-    where: dict[str, int] = field(default_factory=dict)  # stored name -> number of its file
+    where: dict[str, int] = field(default_factory=dict)  # stored name -> index of its file
     index: str | None = None  # path of the index
 
     @property
     def manifest(self) -> Manifest:
-        """All files' manifests together."""
+        """The manifests of all files, merged."""
         out = Manifest()
         for m in self.manifests:
             out.tensors.update(m.tensors)
@@ -51,14 +51,14 @@ class Checkpoint:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of all files, the index included."""
+        """Paths of all files, including the index."""
         return (*(file.path for file in self.files), *([] if self.index is None else [self.index]))
 
     def entry(self, stored: str) -> Entry:
         return self.files[self.where[stored]].entries[stored]
 
     def tensor(self, stored: str) -> Tensor:
-        """The stored tensor, mapped."""
+        """The stored tensor, memory-mapped."""
         return self.files[self.where[stored]].tensor(stored)
 
     def close(self) -> None:
@@ -75,17 +75,17 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str], mmap: bool = True) -> Checkpoint:
     """Open a .safetensors file, an index, or a folder that holds model.safetensors or its index.
 
-    mmap: whether tensors are mapped, or read into memory of their own. Everything that can be told from headers is
-    checked; raises CheckpointError, and only that.
+    mmap: whether tensors are memory-mapped; otherwise each is read into its own memory. Checks everything that the
+    headers show. Raises only CheckpointError.
     """
     path = os.fspath(path)
     return retry_while_replaced(path, lambda: open_once(path, mmap))
 
 
 def retry_while_replaced(path: str, attempt: Callable[[], Opening]) -> Opening:
-    """What ``attempt`` opens at a path, of one checkpoint: tried anew where a writer put another there meanwhile.
+    """Run ``attempt`` to open a path. Retry if a writer replaced the checkpoint meanwhile.
 
-    Raises CheckpointError, that of the last attempt.
+    Raises the CheckpointError of the last attempt.
     """
     for left in reversed(range(_ATTEMPTS)):
         before = _state(path)
@@ -102,7 +102,7 @@ def retry_while_replaced(path: str, attempt: Callable[[], Opening]) -> Opening:
 
 
 def _state(path: str) -> list[Any]:
-    """What changes when another checkpoint takes the place of one: the files by which a reader begins."""
+    """File metadata that changes when the checkpoint is replaced: of the files a reader opens first."""
     paths = [path]
     if os.path.isdir(path):
         paths += [os.path.join(path, name) for name in (INDEX, SINGLE, "config.json")]
@@ -113,13 +113,13 @@ def _state(path: str) -> list[Any]:
         except (OSError, ValueError):
             out.append(None)
             continue
-        folder = i == 0 and len(paths) > 1  # its own time changes with any file in it
+        folder = i == 0 and len(paths) > 1  # a folder's mtime changes with any file in it
         out.append((info.st_dev, info.st_ino, *(() if folder else (info.st_size, info.st_mtime_ns))))
     return out
 
 
 def open_once(path: str, mmap: bool) -> Checkpoint:
-    """:func:`open_checkpoint` without a second attempt."""
+    """:func:`open_checkpoint` without retries."""
     try:
         real = os.path.realpath(path, strict=True)
         is_dir = os.path.isdir(real)
@@ -130,7 +130,7 @@ def open_once(path: str, mmap: bool) -> Checkpoint:
         if not os.path.lexists(index):
             if not os.path.lexists(os.path.join(real, SINGLE)):
                 raise CheckpointError(
-                    path, None, f"holds neither {SINGLE} nor {INDEX}; give the path of a file instead"
+                    path, None, f"contains neither {SINGLE} nor {INDEX}; pass the path of a file instead"
                 )
             return _open(path, [resolve_inside(real, SINGLE)], mmap)
         return _open_index(path, real, resolve_inside(real, INDEX), mmap)
@@ -140,7 +140,7 @@ def open_once(path: str, mmap: bool) -> Checkpoint:
 
 
 def open_files(paths: Sequence[str]) -> Checkpoint:
-    """Open these safetensors files as one checkpoint, as another library found them. Raises CheckpointError."""
+    """Open the given safetensors files as one checkpoint. Raises CheckpointError."""
     out = _open(os.path.dirname(paths[0]) or ".", list(paths), True)
     held = [name for file in out.files for name in file.entries]
     if len(held) > len(out.where):
@@ -154,7 +154,7 @@ def _open_index(path: str, folder: str, index: str, mmap: bool) -> Checkpoint:
     weight_map = read_index(index)
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_SHARDS:
-        raise CheckpointError(index, None, f"names {len(names)} shards; at most {MAX_SHARDS} are read")
+        raise CheckpointError(index, None, f"lists {len(names)} shards; the maximum is {MAX_SHARDS}")
     out = _open(path, [resolve_inside(folder, name) for name in names], mmap, names, weight_map)
     out.index = index
     return out
@@ -179,7 +179,7 @@ def _open(
             for stored, name in weight_map.items():
                 if stored not in out.where:
                     raise CheckpointError(
-                        os.path.join(path, name), stored, "the index names it, the file does not hold it"
+                        os.path.join(path, name), stored, "listed in the index, but missing from the file"
                     )
         out.manifests = _shared(out) or [_manifest(file) for file in out.files]
         _check_together(out)
@@ -193,11 +193,11 @@ def _check_shard(file: File, name: str, weight_map: dict[str, str]) -> None:
     for stored in file.entries:
         home = weight_map.get(stored)
         if home != name:
-            raise CheckpointError(file.path, stored, "not in the index" if home is None else f"is in {home} as well")
+            raise CheckpointError(file.path, stored, "not in the index" if home is None else f"is also in {home}")
 
 
 def _shared(c: Checkpoint) -> list[Manifest]:
-    """Where all of several files carry the same manifest, it is about all of them: each file's share. Else none."""
+    """Each file's part of the manifest, if several files all contain the same manifest for the whole checkpoint."""
     if len(c.files) < 2 or len({file.metadata.get(KEY) for file in c.files}) > 1 or KEY not in c.files[0].metadata:
         return []
     whole = _manifest(c.files[0], [e for file in c.files for e in file.entries.items()])
@@ -223,13 +223,13 @@ def _manifest(file: File, entries: Iterable[tuple[str, Entry]] | None = None) ->
 
 
 def _check_together(c: Checkpoint) -> None:
-    """No name has two meanings across files."""
+    """Check that no name is defined twice across files."""
     owner: dict[str, int] = dict(c.where)
     for i, manifest in enumerate(c.manifests):
         for name in (*manifest.tensors, *manifest.aliases):
             if name in owner:
                 raise CheckpointError(
-                    c.files[i].path, name, f"is in {os.path.basename(c.files[owner[name]].path)} as well"
+                    c.files[i].path, name, f"is also in {os.path.basename(c.files[owner[name]].path)}"
                 )
             owner[name] = i
 
@@ -241,7 +241,7 @@ def read_index(path: str) -> dict[str, str]:
         with os.fdopen(os.open(path, flags), "rb") as f:
             info = os.fstat(f.fileno())
             if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_INDEX_BYTES:
-                raise CheckpointError(path, None, f"is no regular file of at most {MAX_INDEX_BYTES} bytes")
+                raise CheckpointError(path, None, f"is not a regular file of at most {MAX_INDEX_BYTES} bytes")
             data = f.read(MAX_INDEX_BYTES + 1)
     except OSError as e:
         raise CheckpointError(path, None, f"cannot be read: {e.strerror}") from e
@@ -262,16 +262,16 @@ def read_index(path: str) -> dict[str, str]:
 
 
 def check_file_name(name: Any) -> None:
-    """Raise ValueError unless ``name`` is a plain file name: no folder, drive, address or hidden file."""
+    """Raise ValueError unless ``name`` is a plain file name: no folder, drive, URL or hidden file."""
     plain = isinstance(name, str) and 0 < len(name) <= 255 and name.isprintable() and not set(name) & set('/\\:*?"<>|')
     if not plain or name.startswith(".") or not name.endswith(".safetensors"):
         raise ValueError(f"shard {str(name)[:100]!r} is not the plain name of a .safetensors file in the same folder")
 
 
 def resolve_inside(folder: str, name: str) -> str:
-    """Real path of a file in ``folder`` (a real path). Raises CheckpointError where a link leads out of it.
+    """Real path of a file in ``folder`` (a real path). Raises CheckpointError for a link that points outside of it.
 
-    The Hub's cache is the one exception: its snapshots/<revision>/ holds links into the blobs/ beside snapshots/.
+    Exception: the Hub's cache, where snapshots/<revision>/ contains links into blobs/ beside snapshots/.
     """
     path = os.path.join(folder, name)
     try:
@@ -282,5 +282,5 @@ def resolve_inside(folder: str, name: str) -> str:
     if os.path.basename(os.path.dirname(folder)) == "snapshots":
         roots.append(os.path.join(os.path.dirname(os.path.dirname(folder)), "blobs"))
     if not any(real.startswith(os.path.join(root, "")) for root in roots):
-        raise CheckpointError(path, None, "is a link that leads out of the folder")
+        raise CheckpointError(path, None, "is a link that points outside the folder")
     return real

@@ -1,4 +1,4 @@
-"""The small files beside a checkpoint's weights: its configs and tokenizer, taken along as data."""
+"""Small files next to a checkpoint's weights: configs and tokenizer, copied as data."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from .errors import CheckpointError
 from .manifest import Manifest, version_of
 from .meta_model import read_config
 
-# Data only: a .py beside a checkpoint is code that nobody asked to have carried along
+# Data files only: a .py file beside a checkpoint is code, and is not copied
 ENDINGS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".md")
 NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 MAX_BYTES = 64 << 20
-_LEFT = (".index.json", ".progress.json")  # of the old weights, and of a job
+_LEFT = (".index.json", ".progress.json")  # of the old weights, and of an unfinished run
 METHOD = "pennyweight"
-# A key of config.json that names the file of the weights, and a file that is never there. transformers opens it
-# before it fills the model, so that a process that does not know METHOD, and would initialize every quantized weight
-# at random, stops with an error that quotes this. Where METHOD is known, the adapter removes the key from the config.
+# A key of config.json that names the weights file; here it names a file that never exists. transformers opens it
+# before it fills the model. A process without the METHOD quantizer, which would initialize every quantized weight
+# randomly, thus stops with an error that quotes this name. With METHOD registered, the adapter removes the key.
 WEIGHTS_KEY = "transformers_weights"
 NO_SUCH_FILE = "quantized by Pennyweight, import pennyweight before from_pretrained.safetensors"
 
 
 def quantization_config(config: AOBaseConfig | None, left_out: Sequence[str] | None = None) -> dict[str, Any]:
-    """The "quantization_config" of config.json: whose files these are, and by which config they were made.
+    """The "quantization_config" of config.json: quantization method, format version, and config used.
 
-    config None, or not one of the library's: null. left_out: modules that were not to be quantized.
+    config: null if None or not a config of this library. left_out: modules that were excluded from quantization.
     """
     try:
         data = None if config is None else config_to_data(config)
-    except ValueError:  # a config of somebody's own; the weights say themselves what they are
+    except ValueError:  # a user-defined config; the weights describe themselves
         data = None
     names = None if left_out is None else list(left_out)
     return {"quant_method": METHOD, "version": version_of(Manifest()), "config": data, "modules_to_not_convert": names}
 
 
 def folder_of(path: str) -> str:
-    """The folder of a checkpoint that is given by its own path, or by that of a file."""
+    """The folder of a checkpoint, given the folder path or the path of a file in it."""
     return path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
 
 
 def method_files(folder: str) -> list[str]:
-    """Paths of the small files in a folder that say how its weights are to be read."""
+    """Paths of the small files in a folder that describe the weight format."""
     paths = [os.path.join(folder, name) for name in ("config.json", "quantize_config.json")]
     return [path for path in paths if os.path.isfile(path)]
 
@@ -58,9 +58,9 @@ def method_files(folder: str) -> list[str]:
 def copy_side_files(
     src: str, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
 ) -> list[str]:
-    """Copy them from a source folder; config.json as :func:`config_bytes` has it. Returns names.
+    """Copy the side files of a source folder; config.json is rewritten by :func:`config_bytes`. Returns names.
 
-    Raises CheckpointError for a link that leads out of the folder.
+    Raises CheckpointError for a link that points outside the folder.
     """
     folder = os.path.realpath(src)
     if not os.path.isdir(folder):
@@ -92,26 +92,26 @@ def _wanted(name: str) -> bool:
 def config_bytes(
     config: Mapping[str, Any], quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
 ) -> bytes:
-    """config.json with that "quantization_config" in place of its own, or none; ``dtype``: what its floats are now."""
+    """config.json with this "quantization_config" in place of the old one; ``dtype``: the new dtype of its floats."""
     kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config", WEIGHTS_KEY)}
     if quantization_config is not None:
         kept["quantization_config"] = quantization_config
         if quantization_config.get("quant_method") == METHOD and "model_type" in config:
             kept[WEIGHTS_KEY] = NO_SUCH_FILE
     if dtype is not None:
-        kept["dtype" if "dtype" in kept else "torch_dtype"] = dtype_name(dtype)  # new releases read both
+        kept["dtype" if "dtype" in kept else "torch_dtype"] = dtype_name(dtype)  # new transformers reads both
     return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def marked_config(folder: str) -> bytes | None:
-    """config.json of a transformers model in a folder that is to hold quantized weights of ours, saying so.
+    """config.json of a transformers model in a folder, marked as containing quantized weights of this library.
 
-    None where there is none, or where it says already how its weights are quantized.
+    None if there is no config.json, or if it already has a quantization config.
     """
     path = os.path.join(folder, "config.json")
     try:
         config = json.loads(_read(path)) if os.path.isfile(path) else None
-    except ValueError:  # no file of transformers
+    except ValueError:  # not a transformers file
         return None
     if not isinstance(config, dict) or "model_type" not in config or "quantization_config" in config:
         return None

@@ -1,4 +1,4 @@
-"""pw.convert: a checkpoint of any format to one of another, tensor by tensor, with what was exact and what was not."""
+"""pw.convert: converts a checkpoint between formats, tensor by tensor, and reports which tensors stay exact."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .streaming import QuantizationNoise
 
 
 def formats() -> tuple[str, ...]:
-    """What ``convert`` writes."""
+    """Formats that ``convert`` can write."""
     return ("pennyweight", "float", "gguf", *(codec.name for codec in CODECS if codec.writing is not None))
 
 
@@ -47,31 +47,32 @@ def convert(
     dry_run: bool = False,
     progress: Told | None = None,
 ) -> Report:
-    """Write a checkpoint of any readable format in another, and say what is exact and what was requantized.
+    """Convert a checkpoint of any readable format to another; report which tensors are exact and which requantized.
 
-    src        what :func:`open` takes
+    src        anything :func:`open` accepts
     dst        a folder; a file for "gguf"
     to         "pennyweight", "float", "gguf", or another library's format: see :func:`formats`
-    dtype      of the floats of "float": default what each tensor stands for (float32 for GGUF)
-    gguf_type  type of the matrices in a GGUF file ("Q4_K"); default: the one that has their numbers, Q8_0 for quantized
-               ones that none has, floats as they are
-    names      a TOML file with names of tensors, for GGUF of an architecture that is not known: see docs/formats.md
+    dtype      dtype for to="float"; default: the dtype each tensor represents (float32 for GGUF)
+    gguf_type  type of the matrices in a GGUF file ("Q4_K"); default: the type that represents them exactly,
+               Q8_0 for quantized matrices without one, floats unchanged
+    names      a TOML file with tensor names, for GGUF files of an unknown architecture: see docs/formats.md
     allow_pickle   see :func:`open`
-    resume     go on with a job that was stopped here; the result is the same, byte for byte
-    dry_run    only plan and check
+    resume     continue an interrupted run in dst; the result is byte-identical
+    dry_run    only plan and validate
 
-    A tensor whose numbers the format has keeps them. Where only its scales must be rounded to another dtype, its codes
-    stay; else it is quantized anew from its values. ``report.rows`` give SQNR against what was read (inf: exact).
-    Memory stays near the largest tensor's, below it where rows can be had by themselves. Raises CheckpointError for a
-    bad source or a folder that holds something else, ValueError for unknown words, OSError where the disk refuses.
+    A tensor that the target format can represent exactly keeps its numbers. If only its scales must be rounded to
+    another dtype, the codes stay unchanged; otherwise it is requantized from its values. ``report.rows`` give the SQNR
+    against the source (inf: exact). Peak memory is about the largest tensor, less where it can be read by rows. Raises
+    CheckpointError for a bad source or a folder with other contents, ValueError for unknown options, OSError if a write
+    fails.
     """
     to = {"native": "pennyweight", "safetensors": "float"}.get(to, to)
     if to not in formats():
-        raise ValueError(f"cannot write {to!r}; formats that can be written: {', '.join(formats())}")
+        raise ValueError(f"cannot write {to!r}; writable formats: {', '.join(formats())}")
     if dtype is not None and (to != "float" or dtype not in DTYPES.values()):
-        raise ValueError(f"dtype={dtype} is for to='float', and one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype={dtype} is only valid with to='float'; must be one of {', '.join(DTYPES)}")
     if gguf_type is not None and to != "gguf":
-        raise ValueError(f"gguf_type={gguf_type!r} is for to='gguf', not {to!r}")
+        raise ValueError(f"gguf_type={gguf_type!r} is only valid with to='gguf', not {to!r}")
     dst = os.path.abspath(os.fspath(dst))
     with open_any(src, allow_pickle=allow_pickle) as found:
         source = _named(found, names)
@@ -88,7 +89,7 @@ def convert(
 
 
 def _named(source: Opened, names: Any) -> Opened:
-    """Under Hugging Face's names."""
+    """The source with Hugging Face tensor names."""
     if source.format != "gguf":
         return source
     from .gguf.reader import under_hf_names
@@ -119,11 +120,11 @@ def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Repor
         lost = next(((n, c.why) for n, c in chosen.items() if c.how == FLOAT), None)
         if lost is None:
             raise CheckpointError(
-                source.path, None, f"holds nothing quantized to write as {target.name}; quantize it first"
+                source.path, None, f"contains no quantized tensors to write as {target.name}; quantize it first"
             )
         raise CheckpointError(
-            source.path, lost[0], f"nothing can be kept quantized as {target.name}: {lost[1]}; "
-            "write to='float', and quantize that"
+            source.path, lost[0], f"no tensor can stay quantized as {target.name}: {lost[1]}; "
+            "convert with to='float' and quantize the result"
         )  # fmt: skip
     plain = tuple(n for n, c in chosen.items() if isinstance(c.kind, Entry) and looks_linear(n, c.kind))
     method = target.method(metas, plain) if metas else None
@@ -149,12 +150,12 @@ def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Repor
 
 
 def _ties(source: Opened) -> bool:
-    """Whether readers of the wider world tie by themselves what this file holds under two names: by config.json."""
+    """Whether config.json makes other readers tie the tensors that this file holds under two names."""
     return source.config is not None and source.config.get("tie_word_embeddings") is not False
 
 
 def _told_dtype(chosen: Mapping[str, OutputChoice]) -> torch.dtype | None:
-    """The dtype of most numbers of a float checkpoint; None where they stay as they were."""
+    """The dtype of most elements of a float checkpoint; None if dtypes are unchanged."""
     if all(c.how == COPIED and not c.why for c in chosen.values()):
         return None
     size = Counter[torch.dtype]()
@@ -164,7 +165,7 @@ def _told_dtype(chosen: Mapping[str, OutputChoice]) -> torch.dtype | None:
 
 
 def side_files(source: Opened, method: dict[str, Any] | None, dtype: torch.dtype | None) -> Callable[[str], object]:
-    """Writes config.json, tokenizer and the like into a folder. dtype: what all floats are; None: as before."""
+    """Writes config.json, tokenizer etc. into a folder. dtype: dtype of all floats; None: unchanged."""
     folder = folder_of(source.path)
 
     def write(dst: str) -> None:
@@ -175,7 +176,7 @@ def side_files(source: Opened, method: dict[str, Any] | None, dtype: torch.dtype
         else:
             copied = copy_side_files(folder, dst, method, dtype)
         if method is not None and method["quant_method"] != METHOD and "config.json" not in copied:
-            # without it nobody would know the format
+            # without it a reader cannot tell the format
             write_bytes(os.path.join(dst, "config.json"), config_bytes({}, method))
 
     return write
@@ -191,7 +192,7 @@ def _row(name: str, held: StoredTensor, choice: OutputChoice, after: int) -> Row
 
 
 def fill(report: Report, chosen: Mapping[str, OutputChoice], sqnr: Mapping[str, float]) -> None:
-    """What became of each row, now that it is known."""
+    """Fill in the results of each row after writing."""
     for row in report.rows:
         choice = chosen[row.name]
         if choice.how == EXACT:

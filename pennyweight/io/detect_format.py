@@ -1,4 +1,4 @@
-"""pw.open: which format a path is of, and its tensors."""
+"""pw.open: detects the format of a path and opens its tensors lazily."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def open(path: str | os.PathLike[str], *, allow_pickle: bool = False, mmap: bool = True) -> Opened:
-    """Open a checkpoint of any format that is known: a folder, a file, or an index. Headers only.
+    """Open a checkpoint of any supported format: a folder, a file, or an index. Reads headers only.
 
-    Safetensors: Pennyweight's own, floats, and those of other libraries, told by config.json and the names of the
-    tensors; GGUF files (a folder that holds one and no safetensors will do; of a split one any part). Use the result
-    as a mapping from names to tensors, and as a context manager. Names are those of the file. Raises CheckpointError.
+    Safetensors: Pennyweight's format, floats, and formats of other libraries, detected from config.json and tensor
+    names. GGUF: one file, a folder with one GGUF model and no safetensors, or any part of a split model. The result is
+    a mapping from tensor names (as in the file) to tensors, and a context manager. Raises CheckpointError.
 
-    allow_pickle: also read a file of torch.save, with torch.load(weights_only=True). A pickle is a program; torch lets
-    it call little, and has been wrong about that before. Only for files of people whom you trust.
+    allow_pickle: also read torch.save files, with torch.load(weights_only=True). Unpickling can run code; torch
+    restricts it, but has had security bugs. Use it only with files from sources you trust.
 
-    mmap: tensors are mapped from the files, which costs no memory until they are used. Files may be replaced by a
-    rename or removed then, as all writers of this library do, but not cut short or written to in place: the next use of
-    a tensor would end the process (SIGBUS) or see other numbers. False reads tensors into memory of their own.
+    mmap: tensors are memory-mapped and take no memory until used. Mapped files may be replaced by a rename or removed,
+    as all writers of this library do, but not truncated or written in place: the next access to a tensor would end the
+    process (SIGBUS) or see changed data. False reads tensors into their own memory.
     """
     path = os.fspath(path)
     return retry_while_replaced(path, lambda: _open(path, allow_pickle, mmap))
@@ -45,7 +45,7 @@ def _open(path: str, allow_pickle: bool, mmap: bool) -> Opened:
     if path.endswith(PICKLES) and os.path.isfile(path):
         if not allow_pickle:
             raise CheckpointError(
-                path, None, "is a pickle, which can run code: pass allow_pickle=True if you trust whoever made it"
+                path, None, "is a pickle, which can run code: pass allow_pickle=True if you trust its source"
             )
         return external_readers.reader(external_readers.PICKLES).open_pickle(path, mmap)
     checkpoint = open_once(path, mmap)
@@ -57,18 +57,18 @@ def _open(path: str, allow_pickle: bool, mmap: bool) -> Opened:
 
 
 def find_gguf(path: str) -> str | None:
-    """The GGUF file that a path means, None where it means none. Raises CheckpointError for a folder with several."""
+    """The GGUF file of a path, or None if there is none. Raises CheckpointError for a folder with several models."""
     if os.path.isfile(path):
         return path if path.endswith(".gguf") or _magic(path) == GGUF_MAGIC else None
     if not os.path.isdir(path) or any(os.path.lexists(os.path.join(path, name)) for name in (SINGLE, INDEX)):
         return None
     real = os.path.realpath(path)
-    # of a model in several files the first one stands for all
+    # a split model is represented by its first file
     names = sorted(n for n in os.listdir(real) if n.endswith(".gguf") and not n.startswith("."))
     firsts = [n for n in names if "-of-" not in n or "-00001-of-" in n]
     if len(firsts) > 1:
         raise CheckpointError(
-            path, None, f"holds {len(firsts)} GGUF models ({', '.join(firsts[:4])}); name one of them"
+            path, None, f"contains {len(firsts)} GGUF models ({', '.join(firsts[:4])}); pass the path of one"
         )
     return resolve_inside(real, firsts[0]) if firsts else None
 
@@ -103,15 +103,15 @@ def _safetensors(c: Checkpoint) -> Opened:
         if named not in (None, METHOD):
             known = ", ".join(codec.name for codec in CODECS)
             raise CheckpointError(
-                c.path, None, f"config.json says quant_method {str(named)[:60]!r}, whose tensors are not found here; "
-                f"read are: {known}"
+                c.path, None, f"config.json says quant_method {str(named)[:60]!r}, but its tensors were not found; "
+                f"supported: {known}"
             )  # fmt: skip
     return open_safetensors(c, None, {}, config)
 
 
 def quantization_of(config: Mapping[str, Any] | None, folder: str) -> Mapping[str, Any]:
-    """What a folder says about how its weights are quantized; {} where it says nothing."""
-    for key in ("quantization_config", "compression_config"):  # the second: compressed-tensors before 0.5
+    """The quantization config of a folder; {} if there is none."""
+    for key in ("quantization_config", "compression_config"):  # the second one: compressed-tensors before 0.5
         method = (config or {}).get(key)
         if isinstance(method, dict):
             return method
@@ -119,5 +119,5 @@ def quantization_of(config: Mapping[str, Any] | None, folder: str) -> Mapping[st
             raise CheckpointError(
                 os.path.join(folder, "config.json"), None, f"{key} must be an object, got {str(method)[:60]!r}"
             )
-    older = read_json(folder, "quantize_config.json")  # AutoGPTQ before transformers knew it
+    older = read_json(folder, "quantize_config.json")  # AutoGPTQ before its transformers integration
     return {} if older is None else {"quant_method": "gptq", **older}

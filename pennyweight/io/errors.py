@@ -1,4 +1,4 @@
-"""The one exception of the readers and writers of files."""
+"""The exception of the file readers and writers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be accepted (or written), whole.
+    """A checkpoint is invalid or cannot be written. Nothing is loaded or written in part.
 
-    path: the file; tensor: the tensor at fault, or None where it is the file itself; reason: what is wrong, what was
-    expected. No other exception leaves a reader.
+    path: the file; tensor: the invalid tensor, or None if the file itself is invalid; reason: what is wrong and what
+    was expected. Readers raise no other exception.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, tensor: str | None, reason: str) -> None:
@@ -19,7 +19,7 @@ class CheckpointError(ValueError):
         super().__init__(self.path, tensor, reason)
 
     def __str__(self) -> str:
-        # a name from a file may be long or hold control characters: show it as Python would, cut
+        # a name from a file may be long or hold control characters: escape and truncate it
         name = None if self.tensor is None else self.tensor if self.tensor.isprintable() else ascii(self.tensor)
         name = name if name is None or len(name) <= 200 else f"{name[:200]}..."
         return ": ".join(part for part in (self.path or "checkpoint", name, self.reason) if part)

@@ -1,4 +1,4 @@
-"""Readers that live on a floor above, by name: their modules are imported when a file asks for them, not before."""
+"""Readers in higher-level modules, by name; imported only when a file needs them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import Any
 
 TORCHAO = "pennyweight.compat.torchao.reading"
-# A key that the metadata of safetensors files have -> the module whose ``open_safetensors(checkpoint, config)`` reads
-# them, and its name for the format, ``FORMAT``
+# Key in the safetensors metadata -> the module whose ``open_safetensors(checkpoint, config)`` reads such files;
+# its ``FORMAT`` is the name of the format
 BY_METADATA = {"tensor_names": TORCHAO}
 PICKLES = TORCHAO  # ``open_pickle(path, mmap)``
 
 
 def reader(module: str) -> Any:
-    """A module of these."""
+    """Import one of these modules."""
     return import_module(module)

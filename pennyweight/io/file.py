@@ -1,6 +1,6 @@
-"""A file of some format, open for reading: a regular file and no other, read by plain reads or mapped.
+"""Base class for reading a file of any format: regular files only, with plain reads or memory-mapped.
 
-Every read that fails is a CheckpointError; nothing is allocated but for what is asked for.
+Every failed read raises CheckpointError. Memory is allocated only for the requested data.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _PIECE = 8 << 20  # bytes of a read that copies
 
 
 class RawFile:
-    """An open file. A subclass reads its header in ``_read_header``, which may raise CheckpointError, and only that.
+    """An open file. A subclass parses its header in ``_read_header``, which may raise only CheckpointError.
 
-    Threads may read at once: each read names its offset. The file is closed by :meth:`close`, or with the last
-    reference to it: a checkpoint may be a model's offloaded weights, which nobody closes.
+    Threads may read at the same time: each read has its own offset. The file is closed by :meth:`close`, or with the
+    last reference to it: offloaded weights of a model keep a checkpoint open, and nothing closes it.
 
-    mmap: whether tensors are mapped; else they are read into memory of their own. A process that touches a mapped file
-    after another has cut it short gets SIGBUS; one that is replaced by a rename stays whole for those who mapped it.
+    mmap: whether tensors are memory-mapped; otherwise each is read into its own memory. Accessing a mapped file after
+    another process truncated it raises SIGBUS. A file replaced by a rename stays intact for processes that mapped it.
     """
 
     def __init__(self, path: str, mmap: bool = True) -> None:
@@ -58,7 +58,7 @@ class RawFile:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the file. Tensors that were mapped stay valid."""
+        """Close the file. Mapped tensors stay valid."""
         self._close()
         self._map = None
 
@@ -69,8 +69,8 @@ class RawFile:
         self.close()
 
     def _read_into(self, offset: int, view: memoryview) -> int:
-        """Number of bytes read from offset on, at most those of the view; 0 at the end."""
-        if not self._close.alive:  # the number of the descriptor may be another file's by now
+        """Number of bytes read starting at offset, at most the size of the view; 0 at the end of the file."""
+        if not self._close.alive:  # the descriptor number may belong to another file by now
             raise CheckpointError(self.path, None, "is closed")
         try:
             if hasattr(os, "preadv"):
@@ -84,22 +84,22 @@ class RawFile:
         return len(data)
 
     def _read_at(self, offset: int, count: int) -> bytes:
-        """count bytes from offset on."""
+        """count bytes starting at offset."""
         data = bytearray(count)
         self._fill(offset, memoryview(data))
         return bytes(data)
 
     def _fill(self, offset: int, view: memoryview) -> None:
-        """Read from offset on, until the buffer is full."""
+        """Read from offset until the buffer is full."""
         while len(view):
             count = self._read_into(offset, view)
             if not count:
-                raise CheckpointError(self.path, None, "ends early: it shrank while it was read")
+                raise CheckpointError(self.path, None, "ends early: the file was truncated while it was read")
             view, offset = view[count:], offset + count
 
     def _mapped(self, begin: int, end: int) -> Tensor:
-        """uint8 bytes [begin, end) of the mapped file, not none of them; copy-on-write: the file stays as it is.
-        Of a file that is not to be mapped, a copy."""
+        """uint8 bytes [begin, end), not empty, of the mapped file, copy-on-write: the file does not change.
+        With mmap=False, a copy."""
         if not self.mmap:
             out = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
             self._fill(begin, memoryview(out.numpy()))

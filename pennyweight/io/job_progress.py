@@ -1,4 +1,4 @@
-"""How far a long job has come, on disk, so that a killed one can go on; and whether it is the same job."""
+"""Progress of a long job on disk, so that an interrupted one can resume, and a check that it is the same job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .strict_json import parse
 
 NAME = "quantize.progress.json"
 _MAX_BYTES = 64 << 20
-_HEAD_BYTES = 1 << 20  # what is read of each source file, its header or most of it
+_HEAD_BYTES = 1 << 20  # bytes read from each source file: its header or most of it
 
 
 def fingerprint(
@@ -27,8 +27,8 @@ def fingerprint(
     shards: Iterable[list[Item]],
     metadata: Callable[[list[Item]], dict[str, str]],
 ) -> str:
-    """Equal for jobs that would write the same bytes: release, source files (names, sizes, times, heads), labels,
-    headers of the result."""
+    """Fingerprint, equal for jobs that write the same bytes: release, source files (names, sizes, times, first bytes),
+    labels, headers of the result."""
     digest = hashlib.sha256()
 
     def add(*what: Any) -> None:
@@ -46,16 +46,16 @@ def fingerprint(
 
 
 class Progress:
-    """The progress file of a folder: which shards are done, and the SQNR of what is in them."""
+    """The progress file of a folder: completed shards, and the SQNR of their tensors."""
 
     def __init__(self, folder: str, job: str, name: str = NAME) -> None:
         self.path, self.job = os.path.join(folder, name), job
         self.done: dict[str, dict[str, float]] = {}
 
     def read(self) -> bool:
-        """Take over what a progress file says; False where there is none.
+        """Load the progress file; False if there is none.
 
-        Raises CheckpointError for the file of another job: parts of two would be mixed.
+        Raises CheckpointError if it belongs to another job: the outputs of two jobs would be mixed.
         """
         if not os.path.lexists(self.path):
             return False
@@ -69,7 +69,7 @@ class Progress:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise CheckpointError(self.path, None, f"cannot be read ({e}); {_REMEDY}") from e
         if job != self.job:
-            raise CheckpointError(self.path, None, f"is of another source, config, release or shard size; {_REMEDY}")
+            raise CheckpointError(self.path, None, f"has another source, config, release or shard size; {_REMEDY}")
         return True
 
     def write(self) -> None:
@@ -78,9 +78,9 @@ class Progress:
         write_bytes(self.path, json.dumps(data, indent=1, sort_keys=True).encode())
 
     def add(self, shard: str, sqnr: Mapping[str, float]) -> None:
-        """A shard is in its place."""
+        """Record that a shard is complete."""
         self.done[shard] = dict(sqnr)
         self.write()
 
 
-_REMEDY = "pass resume=False to begin anew, or choose another folder"
+_REMEDY = "pass resume=False to start over, or choose another folder"

@@ -1,4 +1,4 @@
-"""Opened: the tensors of a checkpoint of any format, by name. Nothing is read until one is asked for."""
+"""Opened: a mapping from names to the tensors of a checkpoint of any format. Tensors are read on access."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Rows = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a checkpoint holds it.
+    """A tensor as stored in a checkpoint.
 
-    kind    Meta of a quantized one; else dtype and shape
-    nbytes  of all that is stored for it
-    read    the tensor: quantized, over mapped memory where the format allows, or plain. Raises CheckpointError.
-    rows    some rows [start, stop) of axis 0, in memory of their own; None where they cannot be had by themselves
-    word    the format's own name for how it is stored ("Q4_K"), where it has one
+    kind    Meta if quantized; else dtype and shape
+    nbytes  total bytes stored for it
+    read    reads the tensor: quantized (over mapped memory where the format allows) or plain. Raises CheckpointError.
+    rows    reads rows [start, stop) of axis 0 into their own memory; None if rows cannot be read separately
+    word    the format's name for the storage type ("Q4_K"), if it has one
     """
 
     kind: Meta | Entry
@@ -45,15 +45,15 @@ class StoredTensor:
 
 @dataclass(frozen=True, eq=False)
 class Opened(Mapping[str, Tensor]):
-    """A checkpoint: a mapping from names to tensors, read when asked for. Use as a context manager.
+    """An open checkpoint: a mapping from names to tensors, which are read on access. Use as a context manager.
 
-    path      as it was given
+    path      as given
     format    "pennyweight", "safetensors" (floats), "gguf", "gptq", ...
-    held      what is stored under each name: shape, dtype, spec, bytes
+    held      stored tensors by name: shape, dtype, spec, bytes
     aliases   other names of stored tensors
-    files     paths of all files, an index included
-    metadata  what the file says beside its tensors, opaque
-    config    config.json, or what says as much; None where there is none
+    files     paths of all files, including an index
+    metadata  other metadata of the file, not interpreted
+    config    config.json, or its equivalent; None if there is none
     """
 
     path: str
@@ -75,7 +75,7 @@ class Opened(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.held) + len(self.aliases)
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+    def __contains__(self, name: object) -> bool:  # the default of Mapping would read the tensor
         return name in self.held or name in self.aliases
 
     def __repr__(self) -> str:
@@ -87,16 +87,16 @@ class Opened(Mapping[str, Tensor]):
     def __exit__(self, *exc: Any) -> None:
         self.close()
 
-    __hash__ = object.__hash__  # Mapping compares by reading everything
+    __hash__ = object.__hash__  # the default of Mapping would read every tensor
     __eq__ = object.__eq__
 
     @property
     def quantized(self) -> dict[str, Meta]:
-        """What the quantized tensors are."""
+        """Meta of each quantized tensor, by name."""
         return {name: held.meta for name, held in self.held.items() if held.meta is not None}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All tensors; names of one tensor share the object."""
+        """All tensors; tied names share one object."""
         out = {name: held.read() for name, held in self.held.items()}
         return out | {alias: out[name] for alias, name in self.aliases.items()}
 
@@ -104,7 +104,7 @@ class Opened(Mapping[str, Tensor]):
 def open_safetensors(
     c: Checkpoint, codec: Codec | None, method: Mapping[str, Any], config: Mapping[str, Any] | None
 ) -> Opened:
-    """Safetensors as ``codec`` reads them; without one, as the native format or floats. Raises CheckpointError."""
+    """Open safetensors with ``codec``; without one, as the native format or floats. Raises CheckpointError."""
     found = {} if codec is None else _find(c, codec, method)
     held = {name: _found(c, name, f) for name, f in found.items()}
     owned = {stored for f in found.values() for stored in f.stored}
@@ -135,7 +135,7 @@ def open_safetensors(
 def _find(c: Checkpoint, codec: Codec, method: Mapping[str, Any]) -> dict[str, Found]:
     entries = {name: c.entry(name) for name in c.where}
     if c.manifest.tensors:
-        raise CheckpointError(c.path, None, f"its config says {codec.name}, its tensors are in Pennyweight's format")
+        raise CheckpointError(c.path, None, f"config.json says {codec.name}, but its tensors are Pennyweight's")
     try:
         found = codec.find(entries, method, c.tensor)
     except KeyedError as e:
@@ -144,17 +144,17 @@ def _find(c: Checkpoint, codec: Codec, method: Mapping[str, Any]) -> dict[str, F
         raise CheckpointError(c.path, None, f"{codec.name}: {e}") from e
     for name, f in found.items():
         if name in entries and name not in f.stored:
-            raise CheckpointError(c.path, name, f"is stored beside {', '.join(f.stored)}: one layer has one weight")
+            raise CheckpointError(c.path, name, f"is stored beside {', '.join(f.stored)}: a layer must have one weight")
     used = {part for f in found.values() for part in f.stored}
     left = {name: entry for name, entry in entries.items() if name not in used}
     other = next((o for o in CODECS if o is not codec and o.claims({}, left)), None)
     if other is not None:
-        raise CheckpointError(c.path, None, f"holds tensors of two formats, {codec.name} and {other.name}")
+        raise CheckpointError(c.path, None, f"contains tensors of two formats, {codec.name} and {other.name}")
     return found
 
 
 def _found(c: Checkpoint, name: str, found: Found) -> StoredTensor:
-    # Scales of other libraries may be negative; the header of a file that we write is made before they are seen
+    # Scales of other libraries may be negative; the header of an output file is written before they are read
     meta = replace(found.meta, signed_scale=True)
 
     def read() -> Tensor:
@@ -171,7 +171,7 @@ def _found(c: Checkpoint, name: str, found: Found) -> StoredTensor:
 def _native(c: Checkpoint, name: str, meta: Meta) -> StoredTensor:
     stored = stored_parts(name, meta)
     path = c.files[c.where[next(iter(stored))]].path
-    shared = shared_parts(name)  # by all rows
+    shared = shared_parts(name)  # by all rows of the tensor
 
     def checked(meta: Meta, get: Callable[[str], Tensor]) -> Tensor:
         try:
@@ -196,7 +196,7 @@ def _native(c: Checkpoint, name: str, meta: Meta) -> StoredTensor:
 
 
 def shared_parts(name: str) -> tuple[str, ...]:
-    """Stored parts of a tensor that are not cut into rows."""
+    """Stored parts of a tensor that are not split by rows."""
     return tuple(f"{name}.{slot}" for slot in ("act_scale", "act_zero_point", "perm"))
 
 

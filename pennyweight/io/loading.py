@@ -1,4 +1,4 @@
-"""pw.load: a checkpoint into a model, all of it or nothing."""
+"""pw.load: loads a checkpoint into a model, completely or not at all."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def load(
     allow_pickle: bool = False,
     mmap: bool = True,
 ) -> Any:
-    """Read a checkpoint of any format that :func:`open` knows; return the model, or without one the state dict.
+    """Read a checkpoint of any format :func:`open` supports. Return the model, or the state dict if none is given.
 
-    model    filled in place; may be on the meta device, quantized or not: what the file says replaces what is there,
-             dtypes included. Ties of the file and of the model are kept. Quantized weights do not require grad.
-    strict   refuse names that only the model or only the file has
-    device   put the tensors there; default: where the model's own are (CPU for meta ones)
-    dtype    of floats, and what quantized tensors stand for; default: what the file says, but of a GGUF file, whose
-             floats are of several, what the model has. Codes and scales stay as they are
-    names    a TOML file with names of tensors, for a GGUF file of an architecture that is not known; with a model the
-             tensors of a GGUF file go by Hugging Face's names, without one by their own
+    model    filled in place; may be on the meta device, quantized or not. The file's tensors replace the model's,
+             including dtypes. Ties of the file and of the model are kept. Quantized weights do not require grad.
+    strict   raise an error for names that exist only in the model or only in the file
+    device   target device; default: the device of the model's tensors (CPU for meta tensors)
+    dtype    dtype of floats, and the dtype quantized tensors represent; default: that of the file, or the model's for a
+             GGUF file, whose floats have several dtypes. Codes and scales are unchanged
+    names    a TOML file with tensor names, for a GGUF file of an unknown architecture; with a model, tensors of a GGUF
+             file have Hugging Face names, without one their own
     allow_pickle   see :func:`open`
-    mmap     False: read tensors into memory of their own. A mapped file must not be cut short or written to in place as
-             long as the model is in use: the process would end by SIGBUS. Replacing the file by a rename is fine
+    mmap     False: read tensors into their own memory. A mapped file must not be truncated or written in place while
+             the model is in use: the process would end by SIGBUS. Replacing the file by a rename is safe
 
-    Tensors are mapped from the file, copy-on-write, and copied only where a kernel wants its own packing or the
-    device is not the CPU. Raises CheckpointError before anything in the model has changed.
+    Tensors are memory-mapped copy-on-write, and copied only if a kernel needs its own packing or the device is not the
+    CPU. Raises CheckpointError before anything in the model has changed.
     """
-    # Parameters made in inference mode could never again be part of a graph.
+    # Parameters made in inference mode could never require grad again.
     with (
         open_any(path, allow_pickle=allow_pickle, mmap=mmap) as checkpoint,
         torch.inference_mode(False),
@@ -65,8 +65,8 @@ def load(
         if lost:
             raise CheckpointError(
                 checkpoint.path, lost[0],
-                f"{_some(lost)}: on the meta device and, not being persistent, in no checkpoint; give such buffers "
-                "values first, or load with strict=False and fill them after",
+                f"{_some(lost)}: non-persistent buffers on the meta device, which no checkpoint contains; initialize "
+                "such buffers first, or load with strict=False and fill them after",
             )  # fmt: skip
         source = _match(checkpoint, slots, strict)
         new = _tensors(checkpoint, slots, source, device, dtype)
@@ -76,7 +76,7 @@ def load(
 
 
 def _match(c: Opened, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
-    """Model name -> name in the file that fills it. Raises CheckpointError where they do not fit."""
+    """Model name -> file name of the tensor that fills it. Raises CheckpointError on a mismatch."""
     source = {n: c.aliases.get(n, n) for n in slots if n in c}
     # A float checkpoint of a tied model often holds the tied weight once, under one of its names
     by_tensor: dict[int, str] = {id(slots[n].tensor): held for n, held in source.items()}
@@ -100,10 +100,10 @@ def _match(c: Opened, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
 def _difference(missing: list[str], extra: list[str]) -> str:
     said = []
     if missing:
-        said.append(f"the model has {_some(missing)}, the checkpoint does not")
+        said.append(f"the model has {_some(missing)}, but the checkpoint does not")
     if extra:
-        said.append(f"the checkpoint has {_some(extra)}, the model does not")
-    return "; ".join(said) + "; load with strict=False to take what fits"
+        said.append(f"the checkpoint has {_some(extra)}, but the model does not")
+    return "; ".join(said) + "; load with strict=False to load the matching tensors"
 
 
 def _some(names: list[str]) -> str:
@@ -111,7 +111,7 @@ def _some(names: list[str]) -> str:
 
 
 def _unfit(mine: Tensor, held: Meta | Entry) -> str | None:
-    """Why a stored tensor cannot take the place of ``mine``; None where it can."""
+    """Why a stored tensor cannot replace ``mine``; None if it can."""
     if tuple(mine.shape) != held.shape:
         return f"the model has shape {list(mine.shape)}, the checkpoint {list(held.shape)}"
     kind = (mine.dtype.is_floating_point, mine.dtype.is_complex)
@@ -134,7 +134,7 @@ def _to(t: Tensor, device: Any, dtype: torch.dtype | None) -> Tensor:
 def _tensors(
     c: Opened, slots: dict[str, Slot], source: dict[str, str], device: Any, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """New tensors by model name, checked, moved and packed; names that share one tensor share the object."""
+    """New tensors by model name: checked, on the target device, packed; tied names share one object."""
     users: dict[str, list[str]] = {}
     for name, held in source.items():
         users.setdefault(held, []).append(name)
@@ -164,10 +164,10 @@ def _parameter(tensor: Tensor, slots: list[Slot]) -> nn.Parameter:
 
 
 def _keep_ties(c: Opened, slots: dict[str, Slot], new: dict[str, Tensor]) -> None:
-    """Names that are one tensor in the model and two equal ones in the file stay one tensor.
+    """Keep tied names of the model tied if their tensors in the file are equal.
 
-    Where the file's two differ the file wins and the tie is cut, except in a module that has two names: there is one
-    place for two values.
+    If the tensors in the file differ, they are untied, except for a module shared under two names, which has only one
+    place for both values: CheckpointError.
     """
     first: dict[int, str] = {}
     for name, tensor in list(new.items()):
@@ -188,7 +188,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _assign(slots: dict[str, Slot], new: dict[str, Tensor]) -> None:
-    """Put the tensors into the model. A module's own ``__setattr__`` may object: then all is put back."""
+    """Assign the tensors to the model. If a module's ``__setattr__`` raises, all assignments are undone."""
     done: list[Slot] = []
     try:
         for name, tensor in new.items():

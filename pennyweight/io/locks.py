@@ -1,7 +1,7 @@
-"""Locks of files and folders that end with their holder, however it ends: no file is left behind by one that died.
+"""File and folder locks that are released when their holder exits or dies; no lock file is left behind.
 
-The lock is flock's, on the open file or folder itself. Windows has none, nor have some network file systems; callers
-are told so, and then remove nothing that might be another writer's.
+Uses flock on the open file or folder itself. Windows and some network file systems do not support it; callers are
+notified, and then remove nothing that another writer may own.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PATIENCE = 300.0  # seconds; a folder is locked for some renames, or for a whole job
+PATIENCE = 300.0  # seconds; a folder is locked during a few renames, or during a whole job
 _POLL = 0.02
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF, errno.EINVAL}
 
 
 def try_lock(fd: int) -> bool | None:
-    """Lock an open file or folder. False: another holds it. None: there are no locks here."""
+    """Lock an open file or folder. False: another process holds it. None: locks are not supported here."""
     if fcntl is None:
         return None
     try:
@@ -40,14 +40,14 @@ def try_lock(fd: int) -> bool | None:
 
 
 def unlock(fd: int) -> None:
-    """Unlock. Closing alone would not, where a process that was forked meanwhile has the file open too."""
+    """Unlock explicitly: closing is not enough if a process forked meanwhile also has the file open."""
     if fcntl is not None:
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def same_inode(fd: int, path: str) -> bool:
-    """Whether a path still leads to the file or folder that was opened."""
+    """Whether a path still refers to the opened file or folder."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def same_inode(fd: int, path: str) -> bool:
 
 
 def open_folder(folder: str) -> int | None:
-    """A descriptor of a folder, to be locked; None where the system has none for folders."""
+    """A descriptor of a folder, for locking; None if the system cannot open folders."""
     if os.name != "posix":
         return None
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -63,9 +63,9 @@ def open_folder(folder: str) -> int | None:
 
 @contextmanager
 def folder_lock(folder: str, patience: float = PATIENCE) -> Iterator[bool]:
-    """Within: no other process or thread is in such a section for this folder. False: there are no locks here.
+    """Hold the exclusive lock of this folder, across processes and threads. Yields False if locks are not supported.
 
-    Raises CheckpointError where another has held it for ``patience`` seconds.
+    Raises CheckpointError if another process holds it for ``patience`` seconds.
     """
     folder = os.path.realpath(folder)
     end = time.monotonic() + patience

@@ -1,4 +1,4 @@
-"""What a native file says about its quantized tensors, and which stored tensors follow from it. See docs/format.md."""
+"""Manifest of a native file: its quantized tensors, and the stored tensors they imply. See docs/format.md."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..core.spec import DTYPES, ActivationSpec, QuantSpec, check_keys, dtype_nam
 from .safetensors_file import MAX_AXES, check_name, size_of
 from .strict_json import parse
 
-KEY = "pennyweight"  # the one key of a file's __metadata__ that is ours
-VERSION = 3  # the newest that is read; what is written says the least that it needs, see version_of
+KEY = "pennyweight"  # the one key of a file's __metadata__ used by this library
+VERSION = 3  # newest readable version; files declare the oldest sufficient one, see version_of
 MAX_MANIFEST_BYTES = 32 << 20
-MAX_MANIFEST_DEPTH = 16  # a spec within a spec within a spec takes 6
-# Every name that can follow "<tensor>." in a file. Frozen: readers of version 1 know these and no others.
+MAX_MANIFEST_DEPTH = 16  # three nested specs take 6
+# Every suffix that can follow "<tensor>." in a file. Frozen: readers of version 1 know exactly these.
 PART_NAMES = ("codes", "scale", "zero_point", "offset", "act_scale", "act_zero_point")
 PART_NAMES_2 = (*PART_NAMES, "perm")
 PART_NAMES_3 = (*PART_NAMES_2, "table")
@@ -33,8 +33,8 @@ Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Meta:
-    """One quantized tensor as a file describes it; the spec is without layout. signed_scale: scales may be negative.
-    perm: the contracted axis is stored in another order, which is a stored part.
+    """Description of one quantized tensor in a file; the spec has no layout. signed_scale: scales may be negative.
+    perm: the contracted axis is stored permuted; the permutation is a stored part.
     """
 
     spec: QuantSpec
@@ -47,7 +47,7 @@ class Meta:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Sizes in stored order, the contracted axis last."""
+        """Shape in stored axis order, the contracted axis last."""
         if self.axes is None:
             return self.shape
         return tuple(self.shape[self.axes.index(i)] for i in range(len(self.axes)))
@@ -55,14 +55,14 @@ class Meta:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Quantized tensors of a file by name, and tied names: alias -> the name that is stored."""
+    """Quantized tensors of a file by name, and tied names: alias -> stored name."""
 
     tensors: dict[str, Meta] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
 
 def version_of(manifest: Manifest) -> int:
-    """The version that a file with this manifest says: the first in which all of it is known."""
+    """The version declared for this manifest: the first that supports all of its contents."""
     return max((_version_of(meta) for meta in manifest.tensors.values()), default=1)
 
 
@@ -73,10 +73,10 @@ def _version_of(meta: Meta) -> int:
 
 
 def stored_parts(name: str, meta: Meta) -> Stored:
-    """Stored tensors of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, in order.
+    """Stored parts of a quantized tensor, dtype and shape: codes, scale, zero_point, offset, act_*, perm, in order.
 
-    Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], a row on the last axis ends on a whole byte. So
-    are zero points that have a format of their own.
+    Codes below 8 bits are a bit stream: uint8 [.., ceil(n * bits / 8)], each row of the last axis padded to a whole
+    byte. Zero points with their own format are stored the same way.
     """
     out = _value_parts(name, meta.spec, meta.stored_shape)
     if meta.act is not None and meta.act.mode == "static":
@@ -104,13 +104,13 @@ def _value_parts(name: str, spec: QuantSpec, shape: tuple[int, ...]) -> Stored:
 
 
 def codes_stored(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """dtype and shape of stored codes."""
+    """dtype and shape of the stored codes."""
     padded, bits = spec.codes_shape(shape), spec.format.bits
     return (spec.format.code_dtype, padded) if bits == 8 else (torch.uint8, stream_shape(padded, bits))
 
 
 def dump(manifest: Manifest) -> str:
-    """The manifest as JSON: the same manifest gives the same text."""
+    """The manifest as JSON; deterministic."""
     tensors = {}
     for name, meta in manifest.tensors.items():
         data: dict[str, Any] = {
@@ -132,7 +132,7 @@ def dump(manifest: Manifest) -> str:
 
 
 def read(metadata: Mapping[str, str]) -> Manifest:
-    """The manifest in a file's __metadata__; an empty one where there is none. Raises ValueError, or KeyedError."""
+    """Read the manifest from a file's __metadata__; empty if there is none. Raises ValueError or KeyedError."""
     if KEY not in metadata:
         return Manifest()
     text = metadata[KEY].encode("utf-8", "surrogatepass")
@@ -140,26 +140,24 @@ def read(metadata: Mapping[str, str]) -> Manifest:
     version = data.get("version") if isinstance(data, dict) else None
     if type(version) is int and version > VERSION:
         raise ValueError(
-            f"format version {version} is newer than this release reads ({VERSION}); upgrade pennyweight to open it"
+            f"format version {version} is newer than this release supports ({VERSION}); upgrade pennyweight to open it"
         )
     check_keys("manifest", data, required={"version", "tensors", "aliases"}, optional=set())
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise ValueError(f"format version {str(version)[:40]!r}; this release reads 1 to {VERSION}")
+        raise ValueError(f"format version {str(version)[:40]!r}; this release supports 1 to {VERSION}")
     if not isinstance(data["tensors"], dict) or not isinstance(data["aliases"], dict):
         raise ValueError("manifest: tensors and aliases must be objects")
     convert = partial(_meta, version=version)
     tensors = {name: _named(name, convert, raw) for name, raw in data["tensors"].items()}
     aliases = {name: _named(name, _alias, raw) for name, raw in data["aliases"].items()}
     manifest = Manifest(tensors, aliases)
-    if version != version_of(
-        manifest
-    ):  # by what is written, a stored tensor called "<tensor>.perm" is told from a part
-        raise ValueError(f"says format version {version}, and all of it is known in version {version_of(manifest)}")
+    if version != version_of(manifest):  # the version distinguishes a plain tensor named "<tensor>.perm" from a part
+        raise ValueError(f"declares format version {version}, but its contents need version {version_of(manifest)}")
     return manifest
 
 
 class KeyedError(ValueError):
-    """A ValueError that knows which tensor it is about."""
+    """A ValueError with the name of the tensor it is about."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(reason)
@@ -186,7 +184,7 @@ def _meta(raw: Any, version: int) -> Meta:
     check_keys("quantized tensor", raw, {"spec", "shape", "dtype"}, optional)
     spec, shape, dtype, axes = QuantSpec.from_dict(raw["spec"]), raw["shape"], raw["dtype"], raw.get("axes")
     if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"shape must be a list of at most {MAX_AXES} whole numbers that are not negative")
+        raise ValueError(f"shape must be a list of at most {MAX_AXES} non-negative integers")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"unknown dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
     size_of(DTYPES[dtype], tuple(shape))
@@ -194,12 +192,12 @@ def _meta(raw: Any, version: int) -> Meta:
         if not isinstance(axes, list) or not all(type(a) is int for a in axes) or sorted(axes) != [*range(len(shape))]:
             raise ValueError(f"axes must be a permutation of 0..{len(shape) - 1}")
         if axes == sorted(axes):
-            raise ValueError("axes in stored order are left out")
+            raise ValueError("axes must be omitted if they are in stored order")
     for key in ("signed_scale", "perm"):
         if type(raw.get(key, True)) is not bool:
             raise ValueError(f"{key} must be true or false")
     if raw.get("perm") and (not shape or max(shape) > torch.iinfo(torch.int32).max):
-        raise ValueError("perm is of an axis, of at most 2^31 - 1 entries")
+        raise ValueError("perm needs an axis, with at most 2^31 - 1 entries")
     act = None if raw.get("act") is None else ActivationSpec.from_dict(raw["act"])
     _check_spec(spec)
     if act is not None:
@@ -214,9 +212,9 @@ def _meta(raw: Any, version: int) -> Meta:
 
 
 def _check_spec(spec: QuantSpec) -> None:
-    """What QuantSpec itself leaves open but a file must not say."""
+    """Checks that QuantSpec itself does not make, but a file must satisfy."""
     if spec.layout != "plain":
-        raise ValueError(f"layout {spec.layout[:40]!r}: files hold bit streams and name no layout")
+        raise ValueError(f"layout {spec.layout[:40]!r}: files store bit streams and declare no layout")
     if spec.mid and not (spec.format.kind == "int" and spec.format.lo <= spec.mid <= spec.format.hi):
         raise ValueError(f"mid {spec.mid} is not a code of {spec.format}")
     for kind in (spec.scale, spec.offset):
@@ -225,15 +223,15 @@ def _check_spec(spec: QuantSpec) -> None:
 
 
 def clean(spec: QuantSpec) -> QuantSpec:
-    """The spec as files hold it: no layout, at any depth."""
+    """The spec as stored in files: without layouts, at any depth."""
     parts = {s: clean(k) for s in ("scale", "offset") if isinstance(k := getattr(spec, s), QuantSpec)}
     return spec.with_(layout="plain", **parts)
 
 
 def check_parts(manifest: Manifest, stored: Stored) -> None:
-    """Raise KeyedError unless exactly the parts that the manifest calls for are there, each of its dtype and shape.
+    """Raise KeyedError unless exactly the parts that the manifest implies are stored, with their dtypes and shapes.
 
-    Looks at dtypes and shapes only; ``stored`` maps every name in the file to them.
+    Checks dtypes and shapes only; ``stored`` maps every name in the file to them.
     """
     owned: set[str] = set()
     for name, meta in manifest.tensors.items():
@@ -254,23 +252,23 @@ def check_parts(manifest: Manifest, stored: Stored) -> None:
                 )  # fmt: skip
         owned.update(parts)  # `|=` with the keys of a dict would copy the set each time
         if name in stored:
-            raise KeyedError(name, "is both a stored tensor and a quantized one")
+            raise KeyedError(name, "is both a plain tensor and a quantized one")
     known = (PART_NAMES, PART_NAMES_2, PART_NAMES_3)[version_of(manifest) - 1]
     for name in sorted(stored.keys() - owned):
         for prefix, then in _prefixes(name):
             if then in known and prefix in manifest.tensors:
-                raise KeyedError(prefix, f"left-over part {name}, which {manifest.tensors[prefix].spec} does not have")
+                raise KeyedError(prefix, f"unexpected part {name}, which {manifest.tensors[prefix].spec} does not have")
     for name in manifest.tensors:
         if any(prefix in manifest.tensors for prefix, _ in _prefixes(name)):
-            raise KeyedError(name, "its name lies inside that of another quantized tensor")
+            raise KeyedError(name, "its name is nested in that of another quantized tensor")
     for alias, target in manifest.aliases.items():
         if alias in stored or alias in manifest.tensors or alias in owned:
             raise KeyedError(alias, f"is stored, and is an alias of {target}")
         if target not in manifest.tensors and (target not in stored or target in owned):
-            raise KeyedError(alias, f"is an alias of {target}, which this file does not hold")
+            raise KeyedError(alias, f"is an alias of {target}, which is not in this file")
 
 
 def _prefixes(name: str) -> list[tuple[str, str]]:
-    """Of "a.b.c": ("a", "b") and ("a.b", "c")."""
+    """For "a.b.c": ("a", "b") and ("a.b", "c")."""
     parts = name.split(".")
     return [(".".join(parts[:i]), parts[i]) for i in range(1, len(parts))]

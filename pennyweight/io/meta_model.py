@@ -1,6 +1,6 @@
-"""A model without values for a checkpoint on disk, so that planning sees layers and not only names.
+"""Builds a model without values for a checkpoint on disk, so that planning sees layers and not only names.
 
-From config.json where transformers knows the architecture; else from the names and shapes of the tensors.
+Uses config.json where transformers knows the architecture, otherwise the names and shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .state_dict_slots import slots_of
 from .strict_json import parse
 
 MAX_CONFIG_BYTES = 4 << 20
-# Parts of a module's name that say its 2-d weight is a table to look up, or scales channels, and is no matrix
+# Parts of a module's name which show that its 2-d weight is a lookup table or scales channels, and is not a matrix
 _TABLES = ("embed", "wte", "wpe", "position", "token_type", "relative_attention_bias")
 _SCALES = ("norm", "ln_", "layer_norm", "layernorm")
 _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
 def outline(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
-    """(model on the meta device, with the checkpoint's dtypes and shapes; a sentence that says where it comes from)."""
+    """(model on the meta device, with the checkpoint's dtypes and shapes; a note on how it was built)."""
     entries = {name: checkpoint.entry(name) for name in checkpoint.where}
     aliases = {alias: name for alias, name in checkpoint.manifest.aliases.items() if name in entries}
     entries |= {alias: entries[name] for alias, name in aliases.items()}
@@ -44,12 +44,12 @@ def outline(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
 
 
 def read_config(folder: str) -> dict[str, Any] | None:
-    """config.json of a folder, None where there is none. Raises CheckpointError for a bad one."""
+    """config.json of a folder, None if there is none. Raises CheckpointError for an invalid one."""
     return read_json(folder, "config.json")
 
 
 def read_json(folder: str, name: str) -> dict[str, Any] | None:
-    """A JSON object beside the weights, None where there is none. Raises CheckpointError for a bad one."""
+    """A JSON object beside the weights, None if there is none. Raises CheckpointError for an invalid one."""
     real = os.path.realpath(folder)
     path = os.path.join(real, name)
     if not os.path.isdir(real) or not os.path.lexists(path):
@@ -69,30 +69,30 @@ def read_json(folder: str, name: str) -> dict[str, Any] | None:
 
 
 def from_config(folder: str, entries: Mapping[str, Entry]) -> nn.Module | str:
-    """The architecture that config.json names, built by transformers without values; or why it cannot be."""
+    """The architecture that config.json names, built by transformers without values; or why it cannot be built."""
     config = read_config(folder)
     if config is None:
         return "there is no config.json"
     try:
         built = _build(config)
-    except Exception as e:  # whatever transformers makes of a strange config, names are left to go by
+    except Exception as e:  # any error of transformers: fall back to names
         return f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
     return built if isinstance(built, str) else _fitted(built, entries) or built
 
 
 def fresh_model(folder: str) -> nn.Module:
-    """The architecture that config.json names, on the CPU with whatever values: :func:`load` fills it.
+    """The architecture that config.json names, on the CPU with arbitrary values: :func:`load` fills it.
 
-    Buffers that no checkpoint holds have theirs; one that this checkpoint does hold, as those of older releases of
-    transformers do, becomes persistent. Raises CheckpointError where transformers cannot build it.
+    Buffers that no checkpoint contains keep their values; one that this checkpoint contains, as with older releases of
+    transformers, becomes persistent. Raises CheckpointError if transformers cannot build it.
     """
     config = read_config(folder)
     try:
         built = "there is no config.json" if config is None else _build(config, "cpu")
-    except Exception as e:  # whatever transformers makes of a strange config
+    except Exception as e:  # any error of transformers
         built = f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
     if isinstance(built, str):
-        raise CheckpointError(folder, None, f"{built}; the layers of a model are not known without")
+        raise CheckpointError(folder, None, f"{built}; the layers of the model cannot be determined")
     with open_checkpoint(folder) as checkpoint:
         held = set(checkpoint.where)
     for prefix, module in built.named_modules():
@@ -102,7 +102,7 @@ def fresh_model(folder: str) -> nn.Module:
 
 
 def _build(config: dict[str, Any], device: str = "meta") -> nn.Module | str:
-    """The model of a config, on the meta device without values; or why there is none."""
+    """The model of a config, on the meta device without values; or the reason there is none."""
     try:
         from transformers.models.auto import modeling_auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -111,14 +111,14 @@ def _build(config: dict[str, Any], device: str = "meta") -> nn.Module | str:
     kind, wanted = config.get("model_type"), config.get("architectures")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING or not (isinstance(wanted, list) and wanted):
         return f"transformers has no model of type {str(kind)[:60]!r}"
-    # Only what says shapes: names of code, of dtypes and private keys of a file are not for transformers to follow
+    # Only values that determine shapes: names of code, dtypes and private keys in a file are not passed to transformers
     drop = ("auto_map", "architectures", "quantization_config", "torch_dtype", "dtype", "transformers_version")
     plain = {k: v for k, v in config.items() if k not in drop and not k.startswith("_")}
     settings = CONFIG_MAPPING[kind].from_dict(plain)
     autos = (getattr(modeling_auto, n) for n in dir(modeling_auto) if n.startswith("AutoModel"))
     found = [auto._model_mapping[type(settings)] for auto in autos if type(settings) in (auto._model_mapping or ())]
     classes = [c for f in found for c in (f if isinstance(f, (tuple, list)) else [f])]
-    cls = next((c for c in classes if c.__name__ == wanted[0]), None)  # compared with its name, never looked up by it
+    cls = next((c for c in classes if c.__name__ == wanted[0]), None)  # compared by name, never looked up by name
     if cls is None:
         return f"transformers has no {str(wanted[0])[:60]} for {kind}"
     with torch.device(device):
@@ -126,7 +126,7 @@ def _build(config: dict[str, Any], device: str = "meta") -> nn.Module | str:
 
 
 def _fitted(model: nn.Module, entries: Mapping[str, Entry]) -> str | None:
-    """Give parameters the checkpoint's dtypes; or say which tensor of the checkpoint is none of the model's."""
+    """Give parameters the checkpoint's dtypes; or name a tensor of the checkpoint that the model does not have."""
     slots = slots_of(model)
     for name, e in entries.items():
         if name not in slots or tuple(slots[name].tensor.shape) != e.shape:
@@ -142,7 +142,7 @@ def _fitted(model: nn.Module, entries: Mapping[str, Entry]) -> str | None:
 
 
 def from_names(entries: Mapping[str, Entry]) -> nn.Module:
-    """Modules as the names say: a 2-d ``weight`` is a linear layer, unless its name speaks of a table or a norm."""
+    """Modules derived from names: a 2-d ``weight`` is a linear layer unless its name indicates a table or norm."""
     held: dict[str, dict[str, Entry]] = {}
     for name, e in entries.items():
         module, _, attr = name.rpartition(".")
@@ -161,7 +161,7 @@ def from_names(entries: Mapping[str, Entry]) -> nn.Module:
 
 def _module(path: str, attrs: Mapping[str, Entry]) -> nn.Module:
     module = _layer(path, attrs.get("weight"))
-    module._parameters.update(dict.fromkeys(module._parameters))  # all None: what is not stored is not there
+    module._parameters.update(dict.fromkeys(module._parameters))  # all None: only stored parameters exist
     for attr, e in attrs.items():
         table: dict[str, Any] = module._parameters if e.dtype.is_floating_point else module._buffers
         table[attr] = _empty(e) if e.dtype.is_floating_point else torch.empty(e.shape, dtype=e.dtype, device="meta")
@@ -171,13 +171,13 @@ def _module(path: str, attrs: Mapping[str, Entry]) -> nn.Module:
 
 
 def looks_linear(name: str, e: Entry) -> bool:
-    """Whether a float tensor is the weight of a linear layer, by its name and shape."""
+    """Whether a float tensor is a linear layer's weight, by its name and shape."""
     module, _, attr = name.rpartition(".")
     return attr == "weight" and isinstance(_layer(module, e), nn.Linear)
 
 
 def _layer(path: str, weight: Entry | None) -> nn.Module:
-    """A layer whose weight has that shape; what else it would hold is cleared."""
+    """A layer with that weight shape; its other parameters are cleared."""
     if weight is None or weight.dtype not in DTYPES.values() or 0 in weight.shape:
         return nn.Module()
     shape, words = weight.shape, path.lower()

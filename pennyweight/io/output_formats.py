@@ -1,4 +1,4 @@
-"""What a tensor becomes in a safetensors format, and the pieces that are written for it."""
+"""Output formats of safetensors files: the stored form of each tensor, written in pieces."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ QUANTIZED, FLOATS, ANY = "quantized", "floats", "any"
 
 @dataclass(frozen=True)
 class OutputChoice:
-    """What becomes of one tensor.
+    """How one tensor is written.
 
     kind  Meta of a quantized one, else dtype and shape
-    how   "exact", "requantized" (the same codes under rounded scales where that can be), "float" (was quantized),
+    how   "exact", "requantized" (the same codes with rounded scales where possible), "float" (was quantized),
           "copied" (is float)
-    why   in words, where it is not exact
+    why   the reason, where it is not exact
     """
 
     kind: Meta | Entry
@@ -43,16 +43,16 @@ class OutputChoice:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """A format to write.
+    """An output format.
 
-    choose    what a held tensor becomes
-    stored    names, dtypes and shapes of what that stores
-    pack      the stored tensors of plain parts
-    by_rows   whether ``pack`` takes some rows of a tensor, so that it can be written piece by piece
+    choose    decides how a stored tensor is written
+    stored    names, dtypes and shapes stored for that choice
+    pack      stored tensors from plain parts
+    by_rows   whether ``pack`` accepts some rows of a tensor, so that it can be written piece by piece
     method    ``quantization_config`` for the quantized tensors and the linear weights that stay float
-    holds     "quantized" tensors (one at least), "floats" only, or "any"
-    aliases   whether other names of a tensor are kept; where not, what config.json does not tie is stored twice
-    metadata  ``__metadata__`` of a file that holds these
+    holds     "quantized" tensors (at least one), "floats" only, or "any"
+    aliases   whether tied names are kept; otherwise tensors that config.json does not tie are stored twice
+    metadata  ``__metadata__`` of a file with these tensors
     """
 
     name: str
@@ -67,7 +67,7 @@ class OutputFormat:
 
 
 def native_target(method: dict[str, Any]) -> OutputFormat:
-    """Pennyweight's own format, which holds whatever can be read."""
+    """Pennyweight's own format, which can store every tensor."""
 
     def choose(name: str, held: StoredTensor) -> OutputChoice:
         return OutputChoice(held.kind, COPIED if held.meta is None else EXACT)
@@ -83,7 +83,7 @@ def native_target(method: dict[str, Any]) -> OutputFormat:
 
 
 def float_target(dtype: torch.dtype | None) -> OutputFormat:
-    """Plain tensors: quantized ones dequantized, as ``dtype`` or the one that they stand for."""
+    """Plain tensors: quantized ones are dequantized, to ``dtype`` or the dtype they represent."""
 
     def choose(name: str, held: StoredTensor) -> OutputChoice:
         kind = held.kind
@@ -94,7 +94,7 @@ def float_target(dtype: torch.dtype | None) -> OutputFormat:
         return _copied(kind, dtype)
 
     def none(*args: Any) -> dict[str, Tensor]:
-        raise AssertionError("a float checkpoint holds no quantized tensor")
+        raise AssertionError("a float checkpoint contains no quantized tensors")
 
     return OutputFormat(
         "float", choose, lambda name, c: _plain(name, c.kind), none, True, lambda metas, plain: None, FLOATS
@@ -102,7 +102,7 @@ def float_target(dtype: torch.dtype | None) -> OutputFormat:
 
 
 def foreign_target(format: str, writing: Writing) -> OutputFormat:
-    """A format of another library: exact where it has the numbers, else the nearest spec that it has, or float."""
+    """A format of another library: exact where it can represent the tensor, else its nearest spec, else float."""
 
     def choose(name: str, held: StoredTensor) -> OutputChoice:
         kind = held.kind
@@ -111,7 +111,7 @@ def foreign_target(format: str, writing: Writing) -> OutputFormat:
         why = writing.refuses(name, kind)
         near = kind.spec if why is None else writing.nearest(name, kind)
         if why is None and kind.perm and not writing.perm:
-            why = f"its channels lie in another order, of which {format} keeps nothing"
+            why = f"its channels are permuted, and {format} does not store the permutation"
         if why is None:
             return OutputChoice(kind, EXACT)
         if near is None:
@@ -140,7 +140,7 @@ def planned_item(
     aliases: tuple[str, ...],
     noise: QuantizationNoise,
 ) -> Item:
-    """What will be written for a tensor. The noise of what is not exact is noted when it is made."""
+    """The Item to be written for a tensor. Making it records the quantization noise of tensors that are not exact."""
 
     def make() -> Iterator[tuple[str, int, Tensor]]:
         meta = choice.kind if isinstance(choice.kind, Meta) else None
@@ -161,7 +161,7 @@ def planned_item(
 
 
 def row_chunks(held: StoredTensor, by_rows: bool) -> Iterator[tuple[int, Tensor]]:
-    """(first row, some rows) of a tensor, a few million elements at a time where it can be read so; else all of it."""
+    """(first row, rows) of a tensor, a few million elements at a time if it can be read by rows; else all of it."""
     shape = held.kind.shape
     width = max(1, torch.Size(shape[1:]).numel()) if shape else 1
     if held.rows is None or not by_rows or shape[0] == 0:
@@ -176,15 +176,15 @@ def row_chunks(held: StoredTensor, by_rows: bool) -> Iterator[tuple[int, Tensor]
 def convert_or_requantize(
     name: str, w: AffineQuantizedTensor, choice: OutputChoice, spec: QuantSpec, noise: QuantizationNoise
 ) -> Parts:
-    """Plain parts of w under ``spec``: its own, or respelt, or quantized anew; with what was lost."""
+    """Plain parts of w under ``spec``: unchanged, converted or requantized; records the quantization noise."""
     parts = w.plain_parts()
     if choice.how == EXACT:
         return parts
     shape, mine = w.stored_shape, clean(w.spec)
     assert isinstance(choice.kind, Meta)
     was = dequantize(parts, mine, shape)
-    moved = parts.perm is not None and not choice.kind.perm  # channels in their own order have other blocks
-    new = None if moved else convert_parts(parts, mine, shape, spec)
+    reordered = parts.perm is not None and not choice.kind.perm  # blocks differ in the original channel order
+    new = None if reordered else convert_parts(parts, mine, shape, spec)
     if new is None:
         new = quantize(was, spec)._replace(act_scale=parts.act_scale, act_zero_point=parts.act_zero_point)
     noise.add(name, was, sqnr(was, dequantize(new, spec, shape)))
@@ -192,7 +192,7 @@ def convert_or_requantize(
 
 
 def as_float(name: str, w: Tensor, dtype: torch.dtype, noise: QuantizationNoise | None) -> Tensor:
-    """w as a plain tensor of ``dtype``. Raises CheckpointError where its values do not fit."""
+    """w as a plain tensor of ``dtype``. Raises CheckpointError if its values do not fit."""
     if isinstance(w, AffineQuantizedTensor):
         exact = w.dequantize(torch.float32)
         out = exact.to(dtype)
@@ -201,7 +201,7 @@ def as_float(name: str, w: Tensor, dtype: torch.dtype, noise: QuantizationNoise 
     else:
         exact, out = w, w.to(dtype)
     if out.dtype != exact.dtype and out.is_floating_point() and not torch.equal(out.isfinite(), exact.isfinite()):
-        raise CheckpointError(None, name, f"has values beyond {dtype}; choose another dtype")
+        raise CheckpointError(None, name, f"has values outside the range of {dtype}; choose another dtype")
     return out.contiguous()
 
 

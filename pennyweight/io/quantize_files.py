@@ -1,4 +1,4 @@
-"""pw.quantize_checkpoint: from folder to folder in the memory of one tensor, able to go on where it was stopped."""
+"""pw.quantize_checkpoint: quantizes a checkpoint folder one tensor at a time, and can resume an interrupted run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .streaming import QuantizationNoise, copy_rows, quantize_rows
 
 @dataclass
 class PlannedTensor:
-    """All that is decided before a byte is written."""
+    """Everything decided before writing."""
 
     source: Checkpoint
     plan: Plan
@@ -51,25 +51,25 @@ def quantize_checkpoint(
     progress: Told | None = None,
     ranks: bool = False,
 ) -> Report:
-    """Quantize a float checkpoint on disk into the format of docs/format.md, and say what happened.
+    """Quantize a float checkpoint on disk into the format of docs/format.md, and return a report.
 
     src              a folder with model.safetensors or its index, or one file
-    dst              a folder, made if need be
-    config           as for quantize_; which parameters are linear layers is told by config.json where transformers
-                     knows the architecture, and by the tensors' names where not (the report's title says which)
+    dst              a folder, created if missing
+    config           as for quantize_; linear layers are found from config.json if transformers knows the architecture,
+                     else from tensor names (the report's title says which)
     filter_fn, on_indivisible   as for quantize_
-    skip             modules or parameters to leave alone: names, ends of names ("lm_head"), or globs
-    max_shard_bytes  size of the files written
-    resume           go on with a job that was stopped here; the result is the same, byte for byte
-    dry_run          only plan and check
+    skip             modules or parameters to skip: names, ends of names ("lm_head"), or globs
+    max_shard_bytes  maximum size of the output files
+    resume           continue an interrupted run in dst; the result is byte-identical
+    dry_run          only plan and validate
     progress         called with (done, total, name)
-    ranks            every rank of torch.distributed makes this call, and each writes its share of the files; the result
-                     is that of one process, byte for byte. Where one fails or dies, all raise
+    ranks            called on every rank of torch.distributed; each writes its share of the files. The result is
+                     byte-identical to that of one process. If one rank fails or dies, all raise
 
-    Memory stays near the largest tensor's, below it where rows can be quantized by themselves. Small files beside the
-    weights (configs, tokenizers; no code) are copied, config.json gets a "quantization_config". Raises PlanError for
-    a config that does not fit, CheckpointError for a bad source or a folder that holds something else, OSError where
-    the disk refuses; what is finished by then stays for ``resume``.
+    Peak memory is about the largest tensor, less if it can be quantized by rows. Small files beside the weights
+    (configs, tokenizers; no code) are copied, config.json gets a "quantization_config". Raises PlanError for a config
+    that does not fit, CheckpointError for a bad source or a folder with other contents, OSError if a write fails;
+    completed shards then stay for ``resume``.
     """
     dst = os.path.abspath(os.fspath(dst))
     with open_checkpoint(src) as source:
@@ -80,7 +80,7 @@ def quantize_checkpoint(
     return decided.report
 
 
-# -- deciding --------------------------------------------------------------------------------------------------------
+# -- planning --------------------------------------------------------------------------------------------------------
 
 
 def _decide(
@@ -88,10 +88,10 @@ def _decide(
 ) -> PlannedTensor:
     if source.manifest.tensors:
         name = next(iter(source.manifest.tensors))
-        raise CheckpointError(source.path, name, "is quantized already; start from the float checkpoint")
+        raise CheckpointError(source.path, name, "is already quantized; start from the float checkpoint")
     method = (read_config(source.path) or {}).get("quantization_config")
     if method is not None:
-        raise CheckpointError(source.path, None, f"config.json says it is quantized already: {str(method)[:200]}")
+        raise CheckpointError(source.path, None, f"config.json says it is already quantized: {str(method)[:200]}")
     model, how = outline(source)
     todo = _plan(model, config, filter_fn, skip, policy)
     todo.rows = [r for r in todo.rows if any(p.name in source.where for p in r.places) or r.call is not None]
@@ -113,14 +113,14 @@ def _decide(
 
 
 def _plan(model: nn.Module, config: AOBaseConfig, filter_fn: Filter | None, skip: tuple[str, ...], policy: str) -> Plan:
-    """The plan, less what is to be skipped."""
+    """The plan without the skipped modules."""
     words = _skipped(model, skip)
     less, pick = layout_free(model, config, filter_fn, skip)
     return _noted(Plan(config, plan(model, less, pick, on_indivisible=policy).rows), words)
 
 
 def layout_free(model: nn.Module, config: Any, filter_fn: Filter | None, skip: tuple[str, ...]) -> tuple[Any, Any]:
-    """(config, filter_fn) that leave alone what ``skip`` names. Raises PlanError for a word that names nothing."""
+    """(config, filter_fn) that exclude the modules in ``skip``. Raises PlanError for an entry that matches nothing."""
     words = _skipped(model, skip)
     if not words:
         return config, filter_fn
@@ -145,7 +145,7 @@ def _noted(plan: Plan, words: dict[str, str]) -> Plan:
 
 
 def _skipped(model: nn.Module, skip: tuple[str, ...]) -> dict[str, str]:
-    """Parameter -> the word that skips it, by its own name or that of a module it is in. PlanError for an idle word."""
+    """Parameter -> the skip entry that matches it or its module. Raises PlanError for an entry without a match."""
     out: dict[str, str] = {}
     names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
     for word in skip:
@@ -158,7 +158,7 @@ def _skipped(model: nn.Module, skip: tuple[str, ...]) -> dict[str, str]:
 
 
 def _around(name: str) -> list[str]:
-    """Of "a.b.weight": "a", "a.b", "a.b.weight"."""
+    """For "a.b.weight": "a", "a.b", "a.b.weight"."""
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
@@ -168,7 +168,7 @@ def _means(word: str, name: str) -> bool:
 
 
 def _items(source: Checkpoint, plan: Plan, noise: QuantizationNoise) -> list[Item]:
-    """What will be written, in the order of the source: quantized, or copied as it is."""
+    """The items to write, in the order of the source: quantized, or copied unchanged."""
     where = source.where
     aliases: dict[str, list[str]] = {}
     for alias, name in source.manifest.aliases.items():
@@ -178,7 +178,7 @@ def _items(source: Checkpoint, plan: Plan, noise: QuantizationNoise) -> list[Ite
         held = [p.name for p in row.places if p.name in where]
         rows[held[0]] = row
         if row.scheme is not None:
-            for name in held[1:]:  # the model ties them, so one of them is stored
+            for name in held[1:]:  # tied in the model, so only one is stored
                 aliases.setdefault(held[0], []).extend([name, *aliases.pop(name, [])])
     dropped = {name for names in aliases.values() for name in names}
     out = []
@@ -191,7 +191,7 @@ def _items(source: Checkpoint, plan: Plan, noise: QuantizationNoise) -> list[Ite
             continue
         dtype = source.entry(name).dtype
         if dtype not in DTYPES.values():
-            raise PlanError(f"{name} is {dtype}, whose numbers mean little without scales of their own; skip it")
+            raise PlanError(f"{name} is {dtype}, whose values need separate scales; skip it")
         out.append(quantize_rows(file, name, row_, also, noise))
     return out
 

@@ -1,4 +1,4 @@
-"""A finished checkpoint in the place of an older one, in one step for whoever reads."""
+"""Replaces a checkpoint with a finished one atomically for readers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .shard_plan import is_ours, shard_names, shard_token
 def replace_checkpoint(
     folder: str, stage: str, files: Sequence[str], holds: Sequence[Iterable[str]], total: int
 ) -> None:
-    """Put finished files into a folder as its checkpoint; docs/format.md gives the order of the steps.
+    """Put finished files into a folder as its checkpoint; docs/format.md describes the order of the steps.
 
-    stage   a folder on the same disk for the index, until it is put in its place
+    stage   a folder on the same disk for the index, until it is renamed into place
     files   paths of the finished safetensors files, on the same disk; they are renamed
     holds   names of the tensors stored in each
-    total   bytes of all tensors
+    total   total bytes of all tensors
 
-    Shards take names that no file in the folder has, so that the old ones stay until the new index is on disk. What an
-    older checkpoint, or a writer that died, has left is removed last. An error before the one step leaves the old one.
+    Shards get names that no file in the folder has, so that the old ones stay until the new index is on disk. Leftovers
+    of an older checkpoint or a dead writer are removed last. An error before the atomic step keeps the old checkpoint.
     """
     with folder_lock(folder) as alone:
         put_checkpoint(folder, stage, files, holds, total, alone)
@@ -34,7 +34,7 @@ def replace_checkpoint(
 def put_checkpoint(
     folder: str, stage: str, files: Sequence[str], holds: Sequence[Iterable[str]], total: int, alone: bool
 ) -> None:
-    """:func:`replace_checkpoint` in a folder that the caller has locked. alone: whether it could be."""
+    """:func:`replace_checkpoint` in a locked folder. alone: whether the folder could be locked."""
     found = os.listdir(folder)
     there = {name for name in found if is_ours(name)}
     named = _named(folder)
@@ -42,9 +42,9 @@ def put_checkpoint(
     shards = dict(zip(files, names, strict=True)) if names != [SINGLE] else {}
     head, other = (INDEX, SINGLE) if shards else (SINGLE, INDEX)
     temp = os.path.join(stage, INDEX) if shards else files[0]
-    # Where writers cannot be kept apart, what no index names may be another's, who is about to name it
+    # Without locks, files that no index names may belong to another writer that is about to write its index
     stale = (there if alone else there & named) - {head, other}
-    if alone:  # nor is a job at work, which would hold the lock
+    if alone:  # no other job is running: it would hold the lock
         stale |= {name for name in found if is_partial_name(name)}
     if shards:
         weight_map = {s: name for name, stored in zip(names, holds, strict=True) for s in stored}
@@ -64,7 +64,7 @@ def put_checkpoint(
         try:
             os.unlink(os.path.join(folder, other))
         except OSError:
-            if other == INDEX and head not in there:  # the old index counts as long as it is there
+            if other == INDEX and head not in there:  # the old index is valid until it is replaced
                 _remove(folder, [head])
             raise
         sync_folder(folder)
@@ -76,19 +76,19 @@ def put_checkpoint(
 
 
 def is_partial_name(name: str) -> bool:
-    """Whether a name is one that a job which can be gone on with gives a file until it is done."""
+    """Whether a name is that of an unfinished file of a resumable job."""
     return name == NAME or (name.endswith(".partial") and is_ours(name.removesuffix(".partial")))
 
 
 def _remove(folder: str, names: Iterable[str]) -> None:
-    """Undo, as far as it goes: an error is under way already."""
+    """Best-effort cleanup after an error."""
     for name in names:
         with suppress(OSError):
             os.unlink(os.path.join(folder, name))
 
 
 def _named(folder: str) -> set[str]:
-    """Shards of the index in a folder; none where there is no readable one."""
+    """Shards named by the index in a folder; empty if there is no readable index."""
     try:
         return set(read_index(os.path.join(folder, INDEX)).values())
     except CheckpointError:

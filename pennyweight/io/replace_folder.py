@@ -1,4 +1,4 @@
-"""A whole folder in the place of another: weights, configs and tokenizer in one step, whoever wrote them."""
+"""Replaces a whole folder atomically: weights, configs and tokenizer in one step, whichever library writes them."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _RENAME_EXCHANGE = 2  # linux/fs.h; RENAME_SWAP of macOS has the same number
 
 @contextmanager
 def replacing(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Within: a new folder to write to, which takes the place of ``folder`` at the end, in one step.
+    """Yield a new folder to write to; at the end it replaces ``folder`` in one step.
 
         with replacing("model") as new:
             model.save_pretrained(new)
             tokenizer.save_pretrained(new)
 
-    For writers that are not atomic themselves, and for files that belong together. Whoever opens a file, and whoever
-    comes after a crash, finds the old folder or the new one. An error leaves the old one. Other files of the old folder
-    are taken along, but for the weights of its checkpoint.
+    For writers that are not atomic, and for files that belong together. A reader, also after a crash, finds either the
+    old folder or the new one. An error keeps the old one. Other files of the old folder are kept, except the weights of
+    its checkpoint.
 
-    The exchange needs Linux or macOS and a file system that can do it (ext4, XFS, Btrfs, tmpfs and APFS can). Where it
-    cannot be had (or the folder is where a disk is mounted), files are moved one by one, weights last: those are still
-    the old or the new ones, but a crash between may leave a new config.json beside old weights. Raises OSError where
-    the disk refuses.
+    The atomic exchange needs Linux or macOS and a file system that supports it (ext4, XFS, Btrfs, tmpfs and APFS do).
+    Otherwise (or if the folder is a mount point), files are renamed one by one, weights last: weights are always the
+    old or the new ones, but a crash in between may leave a new config.json with old weights. Raises OSError if a write
+    fails.
     """
     folder = os.path.realpath(os.fspath(folder))
     parent, name = os.path.split(folder)
@@ -52,8 +52,8 @@ def replacing(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def real_folder(folder: str) -> str:
-    """Where to write what will take the place of a folder (a real path): beside it, or in it where its parent is
-    another disk or may not be written to."""
+    """Parent of the staging folder for replacing ``folder`` (a real path): its parent, or ``folder`` itself if the
+    parent is on another disk or not writable."""
     parent = os.path.dirname(folder)
     if os.path.isdir(folder):
         other = os.stat(folder).st_dev != os.stat(parent).st_dev
@@ -62,8 +62,8 @@ def real_folder(folder: str) -> str:
 
 
 def publish_folder(new: str, folder: str, stage: str) -> None:
-    """Put a finished folder in the place of another, as :func:`replacing` says. What is replaced ends up in ``stage``,
-    a folder on the same disk that the caller removes."""
+    """Replace a folder with a finished one, see :func:`replacing`. The replaced contents end up in ``stage``, a folder
+    on the same disk that the caller removes."""
     _sync_tree(new)
     if not os.path.isdir(folder):
         os.rename(new, folder)
@@ -76,7 +76,7 @@ def publish_folder(new: str, folder: str, stage: str) -> None:
             _sync_tree(new, files=False)
             if exchange_folders(new, folder):
                 sync_folder(os.path.dirname(folder))
-                _take_along(new, folder, left)  # what came into the old one meanwhile
+                _take_along(new, folder, left)  # files added to the old folder meanwhile
                 return
         _move_each(new, folder, stage, alone)
 
@@ -90,7 +90,7 @@ def _weights(name: str) -> bool:
 
 
 def exchange_folders(a: str, b: str) -> bool:
-    """Two folders take each other's name, in one step. False where the system or the file system cannot do it."""
+    """Exchange the names of two folders atomically. False if the system or the file system does not support it."""
     libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
     if sys.platform.startswith("linux") and hasattr(libc, "renameat2"):
         failed = libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
@@ -105,8 +105,8 @@ def exchange_folders(a: str, b: str) -> bool:
 
 
 def _take_along(old: str, new: str, left: Callable[[str], bool] = lambda name: False) -> bool:
-    """Give the new folder links to those files of the old one that it has none of, but for names that are ``left``.
-    False where there are no links."""
+    """Hard-link files of the old folder into the new one where missing, except names for which ``left`` is true.
+    False if links are not supported."""
     for name in os.listdir(old):
         from_, to = os.path.join(old, name), os.path.join(new, name)
         if left(name):
@@ -130,7 +130,7 @@ def _take_along(old: str, new: str, left: Callable[[str], bool] = lambda name: F
 
 
 def _move_each(new: str, folder: str, stage: str, alone: bool) -> None:
-    """File by file: the weights last, and in one step."""
+    """Rename file by file: the weights last, and in one step."""
     names = sorted(os.listdir(new))
     for name in names:
         if is_ours(name):
@@ -160,7 +160,7 @@ def _move_each(new: str, folder: str, stage: str, alone: bool) -> None:
 
 
 def _sync_tree(folder: str, files: bool = True) -> None:
-    """Everything in a folder on disk. files=False: the folders alone."""
+    """Flush a folder to disk. files=False: only the folders."""
     for at, _, names in os.walk(folder, topdown=False):
         for name in names if files else ():
             path = os.path.join(at, name)

@@ -1,4 +1,4 @@
-"""A job that writes a checkpoint, shard by shard: it can be stopped, go on, and be told from another job."""
+"""Writes a checkpoint shard by shard as a job that can be interrupted, resumed, and distinguished from others."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Told = Callable[[int, int, str], None]
 
 @dataclass
 class Job:
-    """What is decided before a byte is written.
+    """Everything decided before writing.
 
-    files     those of the source, which must stay as they are
-    labels    whatever else decides what is written
-    shards    what each file of the result holds
-    metadata  of a file that holds these
+    files     source files, which must not change
+    labels    all other inputs that determine the output
+    shards    contents of each output file
+    metadata  ``__metadata__`` of a file with these items
     side      writes the small files into the folder
-    total     tensors that the progress counts: items with a ``meta``
+    total     number of tensors for the progress display: items with a ``meta``
     """
 
     files: tuple[str, ...]
@@ -60,29 +60,29 @@ class Job:
 
 
 def check_places(files: Iterable[str], source: str, dst: str) -> None:
-    """Raise CheckpointError where writing to the folder dst would touch the source."""
+    """Raise CheckpointError if writing to the folder dst would modify the source."""
     real = os.path.realpath(dst)
     if any(os.path.dirname(os.path.realpath(file)) == real for file in files) or real == os.path.realpath(source):
-        raise CheckpointError(dst, None, "is where the source lies; choose another folder")
+        raise CheckpointError(dst, None, "is the folder of the source; choose another folder")
     if os.path.lexists(dst) and not os.path.isdir(dst):
-        raise CheckpointError(dst, None, "is no folder")
+        raise CheckpointError(dst, None, "is not a folder")
 
 
 def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool = False) -> dict[str, float]:
-    """Write it all; SQNR by name of what was quantized. Raises OSError where the disk refuses; what is finished by
-    then stays for ``resume``.
+    """Run the job; returns the SQNR of quantized tensors by name. Raises OSError if a write fails; completed shards
+    then stay for ``resume``.
 
-    ranks: every rank of torch.distributed does this job, and each writes its share of the files; rank 0 keeps the
-    progress, and writes the index when all are in their places.
+    ranks: every rank of torch.distributed runs this job, and each writes its share of the files; rank 0 keeps the
+    progress file, and writes the index when all files are complete.
     """
     names = shard_names(len(job.shards))
     shards = dict(zip(names, job.shards, strict=True))
     team = RankGroup(dst, ranks)
     told = told if team.rank == 0 else None
     mark = fingerprint(job.files, job.labels, job.shards, job.metadata)
-    team.same("what they are to write", mark)
+    team.same("the planned output", mark)
     progress = Progress(dst, mark)
-    with ExitStack() as stack:  # of rank 0: no other job writes there meanwhile
+    with ExitStack() as stack:  # on rank 0: holds the lock against other jobs
         progress.done = team.first(lambda: _begin(job, dst, resume, progress, stack))
         count = 0
         left = [name for name in names if name not in progress.done]
@@ -97,7 +97,7 @@ def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool =
             for name, sqnr in zip(turn, done, strict=False):
                 progress.done[name] = sqnr
                 count += sum(i.meta is not None for i in shards[name])
-            if len(names) > 1:  # a single file is the checkpoint, once it is in its place
+            if len(names) > 1:  # a single file needs no index
                 team.first(progress.write)
         team.first(lambda: _end(job, dst, shards, progress))
     return {n: v for name in names for n, v in progress.done[name].items()}
@@ -106,7 +106,7 @@ def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool =
 def _write_one(
     job: Job, dst: str, name: str | None, shards: dict[str, list[Item]], count: int, told: Told | None
 ) -> dict[str, float]:
-    """Write a file of the result; SQNR of what is in it."""
+    """Write one output file; returns the SQNR of its tensors."""
     if name is None:
         return {}
     _write_shard(job, os.path.join(dst, name), shards[name], count, told)
@@ -122,8 +122,8 @@ def _end(job: Job, dst: str, shards: dict[str, list[Item]], progress: Progress) 
 
 
 def _begin(job: Job, dst: str, resume: bool, progress: Progress, stack: ExitStack) -> dict[str, dict[str, float]]:
-    """What is done of this job in dst; the folder is locked then, its progress is on disk, and there is room for the
-    rest, the small files, and nothing that is not of this job."""
+    """The shards of this job already complete in dst. Locks the folder, writes the progress file, checks the free
+    space, writes the small files and removes everything that is not part of this job."""
     stack.enter_context(make_folders(dst))
     stack.enter_context(folder_lock(dst, patience=0))
     found = resume and progress.read()
@@ -131,14 +131,14 @@ def _begin(job: Job, dst: str, resume: bool, progress: Progress, stack: ExitStac
     whole = [n for n in there if n in (INDEX, SINGLE)]
     if not found and there and (whole or not os.path.lexists(progress.path)):
         name = min(whole or there)
-        raise CheckpointError(dst, None, f"holds a checkpoint ({name}); remove it or choose another folder")
+        raise CheckpointError(dst, None, f"already contains a checkpoint ({name}); remove it or choose another folder")
     if not found:
         for name in there:
             os.unlink(os.path.join(dst, name))
     progress.done = {n: rows for n, rows in progress.done.items() if os.path.isfile(os.path.join(dst, n))}
     names = shard_names(len(job.shards))
-    if INDEX in there and set(names) - progress.done.keys():  # this job writes one when all is done
-        raise CheckpointError(dst, None, f"holds a checkpoint ({INDEX}); remove it or choose another folder")
+    if INDEX in there and set(names) - progress.done.keys():  # this job writes the index last
+        raise CheckpointError(dst, None, f"already contains a checkpoint ({INDEX}); remove it or choose another folder")
     for name in os.listdir(dst):
         if name.endswith(".partial") and is_ours(name.removesuffix(".partial")):
             os.unlink(os.path.join(dst, name))
@@ -156,10 +156,10 @@ def _begin(job: Job, dst: str, resume: bool, progress: Progress, stack: ExitStac
 
 
 def check_room(folder: str, need: int) -> None:
-    """Raise OSError where the disk has no room for so many bytes."""
+    """Raise OSError if the disk has less than this many free bytes."""
     free = shutil.disk_usage(folder).free
     if need > free:
-        raise OSError(28, f"{folder}: {need} bytes are needed, {free} are free")
+        raise OSError(28, f"{folder}: {need} bytes are required, {free} are free")
 
 
 def _write_shard(job: Job, path: str, shard: list[Item], count: int, told: Told | None) -> None:

@@ -1,8 +1,8 @@
-"""The safetensors container: an own header reader that trusts nothing, and the header writer.
+"""The safetensors container: a strict header reader for untrusted files, and the header writer.
 
     8 bytes      n, little-endian
     n bytes      JSON {"__metadata__": {str: str}, name: {"dtype", "shape", "data_offsets": [begin, end]}}
-    the rest     tensor bytes, little-endian; the offsets cover it exactly
+    the rest     tensor bytes, little-endian; the offsets cover them exactly
 
 https://github.com/huggingface/safetensors#format
 """
@@ -21,7 +21,7 @@ from .errors import CheckpointError
 from .file import RawFile
 from .strict_json import parse
 
-MAX_HEADER_BYTES = 32 << 20  # safetensors itself stops at 100 MB; 60 000 quantized tensors need about 27
+MAX_HEADER_BYTES = 32 << 20  # the limit of safetensors itself is 100 MB; 60 000 quantized tensors need about 27
 MAX_TENSORS = 1 << 17
 MAX_DEPTH = 8
 MAX_AXES = 64
@@ -30,7 +30,7 @@ MAX_NAME_PARTS = 64
 _MAX_BYTES = (1 << 63) - 1
 ALIGNMENT = 64  # bytes of a cache line, and of the widest vector register
 
-# Fixed table: a dtype named in a file is looked up here and nowhere else. Sub-byte dtypes are not read.
+# Fixed table: the only lookup for dtype names from files. Sub-byte dtypes are not supported.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -57,7 +57,7 @@ class Entry:
 
 
 def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor. Raises ValueError where the sizes, zeros taken as ones, exceed 63 bits."""
+    """Bytes of a tensor. Raises ValueError if the sizes, zeros counted as ones, exceed 63 bits."""
     bound, exact = dtype.itemsize, dtype.itemsize
     for n in shape:
         bound *= max(n, 1)
@@ -68,7 +68,7 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name that no parameter can have: empty parts, control characters, over-long."""
+    """Raise ValueError for a name that no parameter can have: empty parts, control characters, too long."""
     try:
         size = len(name.encode("utf-8"))
     except UnicodeEncodeError:
@@ -88,10 +88,10 @@ def check_name(name: str) -> None:
 
 
 class File(RawFile):
-    """An open safetensors file whose header was checked. Raises CheckpointError, and only that, on a bad one.
+    """An open safetensors file with a validated header. Raises only CheckpointError on an invalid one.
 
-    ``tensor`` maps (no copy) unless the file was opened with mmap=False, ``read`` copies with plain reads, which leaves
-    nothing of the file in this process.
+    ``tensor`` memory-maps (no copy) unless the file was opened with mmap=False; ``read`` copies with plain reads and
+    keeps nothing of the file in this process.
     """
 
     entries: dict[str, Entry]
@@ -103,10 +103,10 @@ class File(RawFile):
         length = int.from_bytes(self._read_at(0, 8), "little")
         if not 2 <= length <= self.size - 8:
             raise CheckpointError(
-                self.path, None, f"header of {length} bytes in a file of {self.size}: no safetensors file"
+                self.path, None, f"header of {length} bytes in a file of {self.size}: not a safetensors file"
             )
         if length > MAX_HEADER_BYTES:
-            raise CheckpointError(self.path, None, f"header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
+            raise CheckpointError(self.path, None, f"header of {length} bytes; the maximum is {MAX_HEADER_BYTES}")
         data = self._read_at(8, length)
         if data[:1] != b"{":
             raise CheckpointError(self.path, None, 'header does not start with "{"')
@@ -120,17 +120,17 @@ class File(RawFile):
         self._start = 8 + length
 
     def tensor(self, name: str) -> Tensor:
-        """The stored tensor over the mapped file, copy-on-write: changing it does not change the file."""
+        """The stored tensor over the mapped file, copy-on-write: modifying it does not modify the file."""
         e = self.entries[name]
         if e.begin == e.end:
             return torch.zeros(e.shape, dtype=e.dtype, device="cpu")
         flat = self._mapped(self._start + e.begin, self._start + e.end)
         if (self._start + e.begin) % e.dtype.itemsize:
-            flat = flat.clone()  # the format does not promise alignment
+            flat = flat.clone()  # the format does not guarantee alignment
         return flat.view(e.dtype).reshape(e.shape)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """A copy of elements [start, stop) of the stored tensor, flat, in memory of its own."""
+        """A copy of elements [start, stop) of the stored tensor, flat, in its own memory."""
         e = self.entries[name]
         out = torch.zeros((stop - start) * e.dtype.itemsize, dtype=torch.uint8, device="cpu")
         if stop > start:
@@ -156,9 +156,7 @@ def check_header(header: Any, data_bytes: int, path: str) -> tuple[dict[str, Ent
             raise CheckpointError(path, name, f"data begins at {entry.begin}, expected {at}: a hole or an overlap")
         at = entry.end
     if at != data_bytes:
-        raise CheckpointError(
-            path, None, f"tensors take {at} bytes but the file holds {data_bytes}: truncated or padded"
-        )
+        raise CheckpointError(path, None, f"tensors take {at} bytes but the file has {data_bytes}: truncated or padded")
     return entries, metadata
 
 
@@ -168,13 +166,13 @@ def _entry(raw: Any) -> Entry:
     dtype, shape, offsets = raw["dtype"], raw["shape"], raw["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"unknown dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
-    # `type(..) is int`, for True is an int too
+    # `type(..) is int`, because True is also an int
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("shape must be a list of whole numbers that are not negative")
+        raise ValueError("shape must be a list of non-negative integers")
     if len(shape) > MAX_AXES:
-        raise ValueError(f"{len(shape)} axes; at most {MAX_AXES} are read")
+        raise ValueError(f"{len(shape)} axes; the maximum is {MAX_AXES}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
-        raise ValueError("data_offsets must be two whole numbers that are not negative")
+        raise ValueError("data_offsets must be two non-negative integers")
     begin, end = offsets
     size = size_of(DTYPES[dtype], tuple(shape))
     if end - begin != size:
@@ -183,8 +181,8 @@ def _entry(raw: Any) -> Entry:
 
 
 def place(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
-    """Entries with offsets. First those of whole cache lines, so that each begins on one and kernels can read it where
-    it is mapped; then the others, widest dtype first. Otherwise by name: the order is one."""
+    """Entries with offsets. Tensors of whole cache lines come first, so that each is aligned and kernels can read it
+    from the mapped file; then the others, widest dtype first. Otherwise by name: deterministic."""
 
     def order(item: tuple[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bool, int, str]:
         name, (dtype, shape) = item
@@ -199,7 +197,7 @@ def place(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[st
 
 
 def header_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON header, padded with spaces to a whole cache line."""
+    """Length and JSON header, padded with spaces to a multiple of the cache line."""
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     for name, e in entries.items():
         offsets = [e.begin, e.end]

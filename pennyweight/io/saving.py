@@ -1,4 +1,4 @@
-"""pw.save: a model or state dict to safetensors, sharded, each file whole or absent."""
+"""pw.save: writes a model or state dict to safetensors, sharded; writes are atomic."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def save(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a model's state dict (or a state dict) in the format of docs/format.md.
+    """Write a model or a state dict in the format of docs/format.md.
 
-    path             a folder; or one file, where it ends in .safetensors; folders are made if need be
-    max_shard_bytes  a folder gets as many files as this asks for, and an index
-    metadata         strings of your own to keep in each file
+    path             a folder, or one file if it ends in .safetensors; folders are created if missing
+    max_shard_bytes  maximum size of each file in a folder; several files get an index
+    metadata         your own strings, stored in each file
 
-    A reader finds the old checkpoint or the new one, whole, at any moment, and so after a crash: files are written
-    beside their places and renamed when all are complete, to names that no older checkpoint has, the index last; then
-    files of an older checkpoint in the folder are removed. An error leaves what was there before. Of several writers
-    at once the last to finish wins. Raises CheckpointError naming a tensor that cannot be stored, and OSError where
-    the disk refuses. A config.json of transformers in the folder gets a "quantization_config", so that nobody takes
-    quantized weights for missing ones.
+    The write is atomic: readers see either the old or the new checkpoint, also after a crash. Files are written to a
+    staging folder and, when all are complete, renamed to names that no older checkpoint has, the index last; then files
+    of an older checkpoint in the folder are removed. An error keeps the old checkpoint. Of several concurrent writers
+    the last to finish wins. Raises CheckpointError naming a tensor that cannot be stored, and OSError if a write fails.
+    A transformers config.json in the folder gets a "quantization_config", so that quantized weights are not taken for
+    missing ones.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile wraps a module and would put its own prefix on names
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module and adds a prefix to names
     state_dict = _state_dict(model) if isinstance(model, nn.Module) else model
     path = os.path.abspath(os.fspath(path))
     try:
@@ -67,7 +67,7 @@ def save(
 
 
 def _state_dict(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict, and weights that some library left as plain tensors, which it does not list."""
+    """The model's state dict, plus weights that a library keeps as plain tensors, which it does not list."""
     out = model.state_dict()
     return out | {name: slot.tensor for name, slot in slots_of(model).items() if name not in out}
 

@@ -1,4 +1,4 @@
-"""Between state dicts of quantized tensors and plain stored tensors with metadata: pw.flatten and pw.unflatten."""
+"""pw.flatten and pw.unflatten: convert state dicts with quantized tensors to and from plain tensors plus metadata."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .validate import check_data, check_plain, check_range, is_signed, read_part
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor to be written: what it will store, and a function that makes that when its turn comes.
+    """One tensor to write: the parts it stores, and a function that creates them when it is written.
 
     make gives (stored name, first element, tensor): each stored tensor whole, or piece by piece.
     """
@@ -45,9 +45,9 @@ class Item:
 
 
 def items(state_dict: Mapping[str, Any]) -> list[Item]:
-    """What a state dict will store, nothing packed yet; tied tensors once, under their first name.
+    """The items of a state dict, nothing packed yet; tied tensors once, under their first name.
 
-    Raises CheckpointError naming a value that cannot be stored: no tensor, on meta, of a foreign tensor class.
+    Raises CheckpointError for a value that cannot be stored: not a tensor, on meta, of a foreign tensor class.
     """
     first: dict[Any, str] = {}
     ties: dict[str, list[str]] = {}
@@ -67,7 +67,7 @@ def items(state_dict: Mapping[str, Any]) -> list[Item]:
     for item in out:
         twice = stored.keys() & item.stored.keys()
         if twice:
-            raise CheckpointError(None, item.name, f"stored name {min(twice)} is taken by another tensor; rename one")
+            raise CheckpointError(None, item.name, f"stored name {min(twice)} is used by another tensor; rename one")
         stored |= item.stored
     try:
         check_parts(manifest, stored)
@@ -77,26 +77,26 @@ def items(state_dict: Mapping[str, Any]) -> list[Item]:
 
 
 def manifest_of(some: list[Item]) -> Manifest:
-    """The manifest of a file that holds these."""
+    """The manifest of a file with these items."""
     tensors = {i.name: i.meta for i in some if i.meta is not None}
     return Manifest(tensors, {alias: i.name for i in some for alias in i.aliases})
 
 
 def metadata_of(some: list[Item], extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A file's __metadata__. "format": "pt" is what readers of the wider world look for."""
+    """A file's __metadata__. Other readers expect "format": "pt"."""
     extra = dict(extra or {})
     for key, value in extra.items():
         if key in (KEY, "format") or not isinstance(key, str) or not isinstance(value, str):
             raise CheckpointError(
-                None, None, f"metadata {key!r}: keys and values are strings, {KEY!r} and 'format' are taken"
+                None, None, f"metadata {key!r}: keys and values must be strings; {KEY!r} and 'format' are reserved"
             )
     return {**extra, "format": "pt", KEY: dump(manifest_of(some))}
 
 
 def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Plain tensors under stored names, and metadata: what any safetensors writer can write.
+    """Plain tensors under their stored names, and metadata, for any safetensors writer.
 
-    Inverse of :func:`unflatten`. Raises CheckpointError naming a value that cannot be stored.
+    Inverse of :func:`unflatten`. Raises CheckpointError for a value that cannot be stored.
     """
     some = items(state_dict)
     tensors: dict[str, Tensor] = {}
@@ -106,7 +106,7 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def unflatten(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
-    """The state dict that :func:`flatten` was given, tied names sharing one tensor. Validates all; CheckpointError."""
+    """The state dict passed to :func:`flatten`; tied names share one tensor. Validates everything; CheckpointError."""
     try:
         manifest = read(metadata)
         check_parts(manifest, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
@@ -118,7 +118,7 @@ def unflatten(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dic
 
 
 def assemble(manifest: Manifest, stored: list[str], get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Check the data and build every tensor; parts were checked. Raises KeyedError."""
+    """Validate the data and build every tensor; parts are already checked. Raises KeyedError."""
     part_names = {p for name, meta in manifest.tensors.items() for p in stored_parts(name, meta)}
     out: dict[str, Tensor] = {}
     for name in stored:
@@ -134,7 +134,7 @@ def assemble(manifest: Manifest, stored: list[str], get: Callable[[str], Tensor]
 
 
 def build(name: str, meta: Meta, get: Callable[[str], Tensor]) -> AffineQuantizedTensor:
-    """The quantized tensor over its stored parts: codes below 8 bits stay a bit stream, so nothing large is copied."""
+    """The quantized tensor over its stored parts: codes below 8 bits stay a bit stream, so no large copy is made."""
     shape, spec = meta.stored_shape, meta.spec
     as_bits = spec.format.bits < 8 and len(shape) > 0
     if as_bits:
@@ -159,7 +159,7 @@ def build(name: str, meta: Meta, get: Callable[[str], Tensor]) -> AffineQuantize
 
 
 def identity(value: Tensor) -> Any:
-    """Equal for tensors that are the same memory seen the same way; None where that cannot be told."""
+    """A key, equal for tensors that share memory, dtype, shape and strides; None if that cannot be determined."""
     if isinstance(value, AffineQuantizedTensor):
         keys = [identity(p) for p in value.parts if p is not None]
         static = (value.spec, value.act, value.axes, tuple(value.shape), value.dtype)
@@ -182,7 +182,7 @@ def _storable(name: str, value: Any) -> None:
         return
     if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
         raise CheckpointError(
-            None, name, f"is a {type(value).__name__} ({value.layout}); turn it into a dense tensor first"
+            None, name, f"is a {type(value).__name__} ({value.layout}); convert it to a dense tensor first"
         )
     if value.dtype not in DTYPE_NAMES:
         raise CheckpointError(None, name, f"safetensors has no dtype for {value.dtype}")
@@ -201,7 +201,7 @@ def _item(name: str, value: Tensor, aliases: tuple[str, ...]) -> Item:
 
 
 def describe(name: str, w: AffineQuantizedTensor) -> Meta:
-    """What a file says about w. Raises CheckpointError for a static activation that was never calibrated."""
+    """The Meta of w. Raises CheckpointError for a static activation that was not calibrated."""
     act = None if w.act is None else type(w.act)(clean(w.act.spec), w.act.mode, w.act.rule, w.act.eps)
     if act is not None and act.mode == "static" and (
         w.act_scale is None or (w.act_zero_point is None) == act.spec.zero_point
@@ -215,8 +215,8 @@ def describe(name: str, w: AffineQuantizedTensor) -> Meta:
 
 
 def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
-    """Stored tensors of w, checked as a reader would, so that what is written can be read. Raises CheckpointError."""
-    packed = w.spec.layout == "bits" and w.spec.format.bits < 8  # the bit stream is what a file holds
+    """Stored tensors of w, validated as on reading, so that the file can be read back. Raises CheckpointError."""
+    packed = w.spec.layout == "bits" and w.spec.format.bits < 8  # files store the bit stream
     if packed:
         parts = each_part(w.parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
     else:
@@ -228,14 +228,14 @@ def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
 
 
 def from_parts(name: str, parts: Parts, meta: Meta) -> AffineQuantizedTensor:
-    """The quantized tensor of plain parts that came out of a file of any format. KeyedError where they mean nothing."""
+    """The quantized tensor of plain parts read from a file of any format. Raises KeyedError if they are invalid."""
     return build(name, meta, pack_parts(name, parts, meta).__getitem__)
 
 
 def pack_parts(name: str, parts: Parts, meta: Meta, packed: bool = False) -> dict[str, Tensor]:
-    """Stored tensors of parts, checked as a reader would. packed: codes are a bit stream already.
+    """Stored tensors of parts, validated as on reading. packed: codes are already a bit stream.
 
-    Raises KeyedError where they are not what ``meta`` says, or mean nothing.
+    Raises KeyedError if they do not match ``meta`` or are invalid.
     """
     out: dict[str, Tensor] = {}
     _put(out, name, parts, meta.spec, packed)
@@ -254,12 +254,12 @@ def pack_parts(name: str, parts: Parts, meta: Meta, packed: bool = False) -> dic
 
 def _number(name: str, value: Tensor | None) -> Tensor:
     if value is None or value.numel() != 1:
-        raise CheckpointError(None, name, "a static activation has one scale and one zero point for the whole input")
+        raise CheckpointError(None, name, "a static activation must have one scale and one zero point per tensor")
     return value.reshape(1)
 
 
 def _check_zero_point(name: str, part: Tensor, spec: QuantSpec) -> None:
-    """Before they become a stream, in which numbers that are too large would run into others."""
+    """Check the range before packing: values that are too large would overlap their neighbors in the bit stream."""
     try:
         check_range(part, spec.zero_point_format, f"{name}.zero_point")
     except ValueError as e:

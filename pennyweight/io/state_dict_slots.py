@@ -1,4 +1,4 @@
-"""The places of a model that hold a tensor, by name: what its state dict lists, and weights it does not list."""
+"""Tensor slots of a model by name: entries of its state dict, and weights that the state dict does not list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..quantize.parameters import kind_of, places
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a model that holds a tensor."""
+    """A place in a model that stores a tensor."""
 
     module: nn.Module
     attr: str
@@ -20,14 +20,14 @@ class Slot:
 
     @property
     def op(self) -> str:
-        """The op that reads a weight there, which decides the layout it is kept in."""
+        """The op that uses the weight, which determines its layout."""
         kind = kind_of(self.module)
         if kind is not None and self.attr in kind.params:
             return kind.op
         return "bmm" if self.tensor.ndim == 3 else "linear"
 
     def put_back(self) -> None:
-        """Undo an assignment, whatever the module's own ``__setattr__`` thinks of it."""
+        """Undo an assignment, bypassing the module's ``__setattr__``."""
         m = self.module
         for table in (m._parameters, m._buffers, m.__dict__):
             if self.attr in table:
@@ -36,7 +36,7 @@ class Slot:
 
 
 def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Every parameter and persistent buffer under every name it has, and weights left as plain tensors (by PEFT)."""
+    """Every parameter and persistent buffer under all of its names, and weights kept as plain tensors (by PEFT)."""
     out: dict[str, Slot] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -52,7 +52,7 @@ def slots_of(model: nn.Module) -> dict[str, Slot]:
 
 
 def meta_buffers(model: nn.Module) -> list[str]:
-    """Buffers on the meta device that no checkpoint holds, for they are not persistent."""
+    """Non-persistent buffers on the meta device, which no checkpoint contains."""
     return [
         f"{prefix}.{n}" if prefix else n
         for prefix, module in model.named_modules()

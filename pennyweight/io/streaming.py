@@ -1,4 +1,4 @@
-"""From file to file: one tensor, or a few of its rows, in memory at a time."""
+"""Copies and quantizes from file to file with one tensor, or a few of its rows, in memory at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .safetensors_file import File
 from .state_dict import Item, pack
 
 COPY_BYTES = 8 << 20
-ROWS_NUMEL = 1 << 22  # elements quantized at a time: 16 MiB as float32, of which quantizing holds about ten
+ROWS_NUMEL = 1 << 22  # elements quantized at a time: 16 MiB as float32, quantizing needs about ten such buffers
 
 
 @dataclass
@@ -40,7 +40,7 @@ class QuantizationNoise:
 
 
 def copy_rows(file: File, name: str, aliases: tuple[str, ...]) -> Item:
-    """A tensor that goes over as it is."""
+    """A tensor that is copied unchanged."""
     e = file.entries[name]
     step = COPY_BYTES // e.dtype.itemsize
 
@@ -53,7 +53,7 @@ def copy_rows(file: File, name: str, aliases: tuple[str, ...]) -> Item:
 
 
 def quantize_rows(file: File, name: str, row: PlanRow, aliases: tuple[str, ...], noise: QuantizationNoise) -> Item:
-    """A tensor that a plan's row quantizes. Making it raises CheckpointError where it holds NaN or inf."""
+    """A tensor that a plan's row quantizes. Making it raises CheckpointError if it contains NaN or inf."""
     assert row.scheme is not None
     assert row.site is not None
     scheme, e, rank = row.scheme, file.entries[name], len(file.entries[name].shape)
@@ -95,7 +95,7 @@ def _whole(
 def _quantize(
     file: File, name: str, x: Tensor, scheme: Scheme, meta: Meta, noise: QuantizationNoise
 ) -> dict[str, Tensor]:
-    """Stored tensors of x. x: in the axes of the file; the contracted axis is last after ``meta.axes``."""
+    """Stored tensors of x. x: in the file's axis order; the contracted axis is last after ``meta.axes``."""
     try:
         w, sqnr = quantize_weight(x if meta.axes is None else x.transpose(-2, -1), scheme, name)
         noise.add(name, x, sqnr)

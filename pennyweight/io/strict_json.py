@@ -1,4 +1,4 @@
-"""JSON from files nobody vouches for: bounded in size and depth before it is parsed, strict in what it accepts."""
+"""Strict JSON parser for untrusted files: size and depth are bounded before parsing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def parse(
 ) -> Any:
     """The value of a JSON text. Raises ValueError with the reason.
 
-    Refused: more than max_bytes, nested deeper than about max_depth, not UTF-8, a key twice in one object, NaN and
-    infinities, whole numbers of more than ``max_digits`` (20), and fractions unless ``floats``.
+    Rejects: more than max_bytes, nesting deeper than about max_depth, not UTF-8, a duplicate key in one object, NaN and
+    infinities, integers of more than ``max_digits`` (20) digits, and fractions unless ``floats``.
     """
     if len(data) > max_bytes:
-        raise ValueError(f"JSON of {len(data)} bytes; at most {max_bytes} are read")
+        raise ValueError(f"JSON of {len(data)} bytes; the maximum is {max_bytes}")
     if not balanced(data, max_depth):
         raise ValueError(f"JSON nested deeper than {max_depth}, or its brackets do not match")
     try:
@@ -30,7 +30,7 @@ def parse(
             text,
             object_pairs_hook=_unique,
             parse_int=_int(max_digits),
-            parse_float=_float if floats else _refuse("fraction where a whole number is due:"),
+            parse_float=_float if floats else _refuse("expected an integer, got a fraction:"),
             parse_constant=_refuse("not a JSON number:"),
         )
     except UnicodeDecodeError as e:
@@ -40,9 +40,9 @@ def parse(
 
 
 def balanced(data: bytes, max_depth: int) -> bool:
-    """Whether brackets outside strings close within max_depth, found in linear time and without recursion.
+    """Whether brackets outside strings match and nest at most max_depth deep; linear time, no recursion.
 
-    Up to twice max_depth may pass, where [] and {} alternate; what matters is a bound far below the parser's stack.
+    Up to twice max_depth may pass where [] and {} alternate; the bound only needs to be far below the parser's stack.
     """
     data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quote opens or closes a string
     brackets, inside = bytearray(), False

@@ -1,13 +1,13 @@
-"""The meaning of stored bytes: what a reader must find in the parts of a quantized tensor before it believes them.
+"""Validates stored data: checks on the parts of a quantized tensor before it is built.
 
-scale       finite; not negative unless the file says ``signed_scale``; zero is allowed, for a scale rounds to zero
-            where a block is (almost) all zero and scales are float16. The numbers of a scale that is itself quantized
-            are not negative either, unless its own spec has an offset, around which rounding may pass zero.
+scale       finite; not negative unless the file says ``signed_scale``; zero is allowed, since a scale rounds to zero
+            if a block is (almost) all zero and scales are float16. The values of a scale that is itself quantized
+            are not negative either, unless its spec has an offset, where rounding may cross zero.
 offset      finite, quantized or not
-zero_point  within the range of the codes, or of a format of their own; unused bits of a row's last byte are zero
-table       finite; each code has its row
-codes       numbers of the format: no NaN or infinity, no index past a table; unused bits of a row's last byte are zero
-perm        each of the places of the contracted axis once
+zero_point  within the range of the codes, or of its own format; unused bits of a row's last byte are zero
+table       finite; has a row for each code
+codes       valid in the format: no NaN or infinity, no index past a table; unused bits of a row's last byte are zero
+perm        a permutation of the contracted axis
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ Get = Callable[[str], Tensor]
 
 
 def check_data(name: str, meta: Meta, get: Get) -> None:
-    """Raise KeyedError where stored parts ``get(stored name)`` mean nothing. dtypes and shapes are right already."""
+    """Raise KeyedError if stored parts ``get(stored name)`` are invalid. dtypes and shapes are already checked."""
     try:
         _check_value(name, meta.spec, meta.stored_shape, get, meta.signed_scale)
         if meta.act is not None and meta.act.mode == "static":
             scale = get(f"{name}.act_scale")
             check_real(scale, f"{name}.act_scale", signed=False)
             if not float(scale) > 0:
-                raise ValueError(f"{name}.act_scale is zero: no activation has that scale")
+                raise ValueError(f"{name}.act_scale is zero; an activation scale must be positive")
             if meta.act.spec.zero_point:
                 check_range(get(f"{name}.act_zero_point"), meta.act.spec.format, f"{name}.act_zero_point")
         if meta.perm and not is_permutation(get(f"{name}.perm")):
-            raise ValueError(f"{name}.perm: not the numbers 0 to {meta.stored_shape[-1] - 1}, each once")
+            raise ValueError(f"{name}.perm: not a permutation of 0 to {meta.stored_shape[-1] - 1}")
     except ValueError as e:
         raise KeyedError(name, str(e)) from e
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """Raise KeyedError for bytes that are no value of a plain dtype: a bool is 0 or 1."""
+    """Raise KeyedError for bytes that are invalid in a plain dtype: a bool must be 0 or 1."""
     if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
         raise KeyedError(name, "a bool that is neither 0 nor 1")
 
 
 def is_signed(scale: Tensor | Parts | None, spec: QuantSpec, part_shape: tuple[int, ...]) -> bool:
-    """Whether a file must say ``signed_scale``: some scale is negative where none is expected to be."""
+    """Whether a file needs ``signed_scale``: a scale is negative where the spec does not imply it."""
     if scale is None or around_offset(spec):
         return False
     value = nested_value(scale, spec.scale, part_shape)
@@ -61,12 +61,12 @@ def is_signed(scale: Tensor | Parts | None, spec: QuantSpec, part_shape: tuple[i
 
 
 def nested_value(part: Tensor | Parts, kind: QuantSpec | torch.dtype | None, shape: tuple[int, ...]) -> Tensor:
-    """Numbers of a part that may be quantized itself."""
+    """Values of a part, which may itself be quantized."""
     return dequantize(part, kind, shape) if isinstance(part, Parts) and isinstance(kind, QuantSpec) else part  # type: ignore[return-value]
 
 
 def read_parts(name: str, spec: QuantSpec, shape: tuple[int, ...], get: Get) -> Parts:
-    """Plain, unpacked parts of a value from its stored tensors."""
+    """Plain, unpacked parts of a tensor from its stored tensors."""
     codes = get(f"{name}.codes")
     if spec.format.bits < 8:
         n = spec.codes_shape(shape)[-1] if shape else 1

@@ -72,7 +72,7 @@ def refused(run: Any, *arguments: Any) -> str:
 
 def test_refusals(run: Any, plain: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "model.onnx"
-    assert "there is no config.json; the layers of a model are not known without" in refused(run, plain, out)
+    assert "there is no config.json; the layers of the model cannot be determined" in refused(run, plain, out)
     assert "contains float weights; pass --config to quantize them, one of int8" in refused(run, llama, out)
     assert "--group-size needs --config" in refused(run, llama, out, "--group-size", "32")
     assert "unknown config 'int9'" in refused(run, llama, out, "--config", "int9")

@@ -227,7 +227,7 @@ def test_a_quantized_source_is_refused(run: Any, plain: Path, tmp_path: Path) ->
     run("quantize", plain, tmp_path / "a", "--config", "int8")
     result = run("quantize", tmp_path / "a", tmp_path / "b", "--config", "int4")
     assert result.exit_code == 2
-    assert "is quantized already" in result.stderr
+    assert "is already quantized" in result.stderr
     assert not (tmp_path / "b").exists()
 
 
@@ -270,8 +270,8 @@ def test_another_job_is_not_mixed_in(run: Any, plain: Path, tmp_path: Path, stop
     arguments = ("--config", "int8", "--max-shard-size", "8kB")
     result = run("quantize", plain, stopped, *arguments)
     assert result.exit_code == 2
-    assert "is of another source, config" in result.stderr
-    assert "pass --no-resume to begin anew" in result.stderr
+    assert "has another source, config" in result.stderr
+    assert "pass --no-resume to start over" in result.stderr
     assert snapshot(stopped) == held
     assert run("quantize", plain, stopped, *arguments, "--no-resume").exit_code == 0
     run("quantize", plain, tmp_path / "whole", *arguments)

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"part w.zero_point is torch.uint8 \[4, 3\]"):
         unflatten({**tensors, "w.zero_point": torch.zeros(4, 3, dtype=torch.uint8)}, metadata)
     older = {"pennyweight": metadata["pennyweight"].replace('"version":3', '"version":2')}
-    with pytest.raises(CheckpointError, match="says format version 2, and all of it is known in version 3"):
+    with pytest.raises(CheckpointError, match="declares format version 2, but its contents need version 3"):
         unflatten(tensors, older)
 
 

@@ -135,7 +135,7 @@ def test_an_error_on_one_rank_is_everyones(tmp_path: Path) -> None:
 def test_ranks_of_different_jobs(tmp_path: Path) -> None:
     src = source(tmp_path / "src")
     said = on_ranks(2, src, tmp_path / "out", "differs")
-    assert all("ranks differ in what they are to write" in text for text in said)
+    assert all("ranks differ in the planned output" in text for text in said)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="start the program with torchrun"):
         convert(src, tmp_path / "out", ranks=True)

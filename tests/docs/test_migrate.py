@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 import pennyweight.compat
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*imported already")  # transformers, by other tests
+pytestmark = pytest.mark.filterwarnings("ignore:.*already imported")  # transformers, by other tests
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "migrate.md"

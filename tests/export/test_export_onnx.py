@@ -81,8 +81,8 @@ def test_what_no_output_needs_is_not_in_the_file(tmp_path: Path) -> None:
     report = export_onnx(model, (torch.randn(2, 64),), tmp_path / "m.onnx")
     assert [(r.name, r.bytes_after, r.note) for r in report.rows] == [
         ("used.weight", 8 * 64 + 8 * 4, ""),
-        ("spare.weight", 0, "no output needs it"),
-        ("spare.bias", 0, "no output needs it"),
+        ("spare.weight", 0, "not used by any output"),
+        ("spare.bias", 0, "not used by any output"),
     ]
     assert not [t for t in onnx.load(str(tmp_path / "m.onnx")).graph.initializer if "spare" in t.name]
 
@@ -104,7 +104,9 @@ def test_inputs_that_do_not_agree(tmp_path: Path) -> None:
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
             return a + b.sum()
 
-    with pytest.raises(ValueError, match=r"tensors that agree in axis 0, got .*'argument 0': 2.*pass dynamic_shapes"):
+    with pytest.raises(
+        ValueError, match=r"tensors with equal sizes of axis 0, got .*'argument 0': 2.*pass dynamic_shapes"
+    ):
         export_onnx(Two(), (torch.randn(2, 4), torch.randn(3)), tmp_path / "m.onnx")
     export_onnx(Two(), (torch.randn(2, 4), torch.randn(3)), tmp_path / "m.onnx", dynamic_shapes=({0: "rows"}, None))
 
@@ -114,7 +116,7 @@ def test_bfloat16_is_refused_with_the_remedy(tmp_path: Path) -> None:
     model, path = nn.Sequential(nn.Linear(64, 48)).to(torch.bfloat16).eval(), tmp_path / "m.onnx"
     pw.quantize_(model, pw.Int4WeightOnlyConfig(group_size=32))
     codes, scale = model[0].weight.codes.clone(), model[0].weight.scale.clone()
-    with pytest.raises(ValueError, match=r"0.weight is bfloat16; .*model.float\(\) makes it so, and keeps the codes"):
+    with pytest.raises(ValueError, match=r"0.weight is bfloat16; .*model.float\(\) converts it, and keeps the codes"):
         export_onnx(model, (torch.randn(2, 64),), path)
     model.float()
     assert torch.equal(model[0].weight.codes, codes)
@@ -128,10 +130,10 @@ def test_bfloat16_is_refused_with_the_remedy(tmp_path: Path) -> None:
 def test_what_has_no_form_is_named(tmp_path: Path) -> None:
     model, path = small(MX_BOTH), tmp_path / "m.onnx"
     with pytest.raises(
-        ValueError, match=r"0.weight \[48, 64\] \(e4m3.*, input dynamic e4m3.*has no ONNX form for lin"
+        ValueError, match=r"0.weight \[48, 64\] \(e4m3.*, input dynamic e4m3.*has no ONNX pattern for lin"
     ) as e:
         export_onnx(model, (torch.randn(2, 64),), path)
-    assert "decode + MatMul: the scale of its input is kept as" in str(e.value)
+    assert "decode + MatMul: its activation scale is" in str(e.value)
     assert "pass allow_float=True" in str(e.value)
     assert os.listdir(tmp_path) == []
 
@@ -141,7 +143,7 @@ def test_allow_float(tmp_path: Path) -> None:
     model, path = small(MX_BOTH), tmp_path / "m.onnx"
     report = export_onnx(model, (torch.randn(2, 64),), path, allow_float=True)
     assert report.quantized == []
-    assert report.rows[0].note.startswith("float32: no form for e4m3")
+    assert report.rows[0].note.startswith("float32: no pattern for e4m3")
     x = torch.randn(3, 64)
     pw.dequantize_(model)  # inputs are not quantized in the file: it says so
     assert np.abs(run(path, x) - model(x).numpy()).max() < 1e-5
@@ -158,7 +160,9 @@ def test_an_input_that_only_an_unknown_op_would_take(tmp_path: Path) -> None:
 
     model = Odd().eval()
     pw.quantize_(model, pw.Int8DynamicActivationInt8WeightConfig())
-    with pytest.raises(ValueError, match=r"layer.weight: aten.mul.* uses this weight, whose input is to be quantized"):
+    with pytest.raises(
+        ValueError, match=r"layer.weight: aten.mul.* uses this weight, which has activation quantization"
+    ):
         export_onnx(model, (torch.randn(2, 16),), tmp_path / "m.onnx")
 
 

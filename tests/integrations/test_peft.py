@@ -151,7 +151,7 @@ def test_merging_for_a_while_is_undone_exactly(name: str, folder: Path) -> None:
         assert len(report.rows) == 6
         assert distance(logits(lora), said) > 0
         assert any(not torch.equal(a, b) for a, b in zip(codes(lora), before, strict=True))
-        with pytest.raises(ValueError, match=r"\['default'\] merged already; unmerge_adapter"):
+        with pytest.raises(ValueError, match=r"\['default'\] already merged; call unmerge_adapter"):
             merge_and_report(lora)
     assert all(torch.equal(a, b) for a, b in zip(codes(lora), before, strict=True))
     assert torch.equal(logits(lora), said)

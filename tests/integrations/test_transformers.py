@@ -120,7 +120,7 @@ def test_the_report_is_that_of_quantize_(folder: Path) -> None:
         other = expected[row.name.removeprefix("model.")]
         assert (row.sqnr, row.bytes_after, row.kernel) == (other.sqnr, other.bytes_after, other.kernel)
     notes = {r.name: r.note for r in report.skipped}
-    assert notes["lm_head.weight"] == "left as transformers does; modules_to_not_convert=[] quantizes it"
+    assert notes["lm_head.weight"] == "excluded by transformers' defaults; modules_to_not_convert=[] quantizes it"
 
 
 # -- what is quantized -------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_experts_that_transformers_merges_as_it_loads(tmp_path: Path) -> None:
     assert torch.equal(again(ids).logits, model(ids).logits)
 
     pw.quantize_checkpoint(tmp_path / "float", tmp_path / "apart", pw.Int8WeightOnlyConfig())
-    with pytest.raises(ValueError, match="was quantized by itself, but MixtralForCausalLM loads it merged"):
+    with pytest.raises(ValueError, match="was quantized separately, but MixtralForCausalLM loads it merged"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "apart")
 
 
@@ -358,12 +358,12 @@ def test_folders_that_are_not_what_is_said(folder: Path, tmp_path: Path) -> None
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     entry = config.pop("quantization_config")
     (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"is quantized already .*leave quantization_config out"):
+    with pytest.raises(ValueError, match=r"is already quantized .*omit quantization_config"):
         loaded(tmp_path / "saved", "int8")
 
     liar = changed(folder, tmp_path / "liar")
     (liar / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))
-    with pytest.raises(ValueError, match="its files hold no quantized tensors"):
+    with pytest.raises(ValueError, match="the files have no quantized tensors"):
         AutoModelForCausalLM.from_pretrained(liar)
     for change, says in [
         ({"version": VERSION + 1}, f"version {VERSION + 1}; this release reads {VERSION}"),
@@ -386,7 +386,7 @@ def test_other_methods_and_bad_settings(folder: Path) -> None:
         PennyweightConfig("int8", "lm_head")
     with pytest.raises(ValueError, match="on_indivisible must be one of"):
         PennyweightConfig("int8", on_indivisible="round")
-    with pytest.raises(ValueError, match="say how to quantize"):
+    with pytest.raises(ValueError, match="specify how to quantize"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=PennyweightConfig())
     with pytest.raises(ValueError, match="cannot be offloaded to disk"):
         AutoModelForCausalLM.from_pretrained(
@@ -394,7 +394,7 @@ def test_other_methods_and_bad_settings(folder: Path) -> None:
         )
     with pytest.raises(ValueError, match="nothing would be quantized"):
         loaded(folder, "int8", ["model", "lm_head"])
-    with pytest.raises(ValueError, match=r"all that the config means is left out by \['lm_head', 'model'\]"):
+    with pytest.raises(ValueError, match=r"modules_to_not_convert excludes everything: \['lm_head', 'model'\]"):
         loaded(folder, pw.FqnToConfig({"_default": pw.Int8WeightOnlyConfig()}), ["model", "lm_head"])
     with pytest.raises(ValueError, match="matches no module or parameter"):
         loaded(folder, pw.FqnToConfig({"model.layers.9.mlp.up_proj": pw.Int8WeightOnlyConfig()}))

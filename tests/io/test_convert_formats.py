@@ -97,7 +97,7 @@ def test_what_a_format_lacks_is_requantized_or_refused_and_told(to: str, spec: p
     try:
         report = pw.convert(tmp_path / "own", tmp_path / "there", to=to)
     except CheckpointError as e:
-        assert f"nothing can be kept quantized as {to}" in str(e)  # noqa: PT017
+        assert f"no tensor can stay quantized as {to}" in str(e)  # noqa: PT017
         assert not (tmp_path / "there").exists()
         return
     after = pw.load(tmp_path / "there")
@@ -161,7 +161,7 @@ def test_a_converted_model_runs_as_the_one_it_came_from(tmp_path: Path) -> None:
 def test_an_unknown_method_is_told(tmp_path: Path) -> None:
     pw.save({"a.weight": torch.zeros(2, 2)}, tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "quarks"}}))
-    with pytest.raises(CheckpointError, match=r"quant_method 'quarks'.*read are: compressed-tensors, gptq"):
+    with pytest.raises(CheckpointError, match=r"quant_method 'quarks'.*supported: compressed-tensors, gptq"):
         pw.open(tmp_path / "m")
 
 
@@ -197,7 +197,7 @@ def test_a_static_activation_stays_where_the_weight_is_quantized_anew(tmp_path: 
 @pytest.mark.parametrize("to", EXACT)
 def test_a_float_model_is_no_model_of_another_library(to: str, tmp_path: Path) -> None:
     pw.save({"up.weight": torch.randn(64, 128)}, tmp_path / "own")
-    with pytest.raises(CheckpointError, match=f"holds nothing quantized to write as {to}; quantize it first"):
+    with pytest.raises(CheckpointError, match=f"contains no quantized tensors to write as {to}; quantize it first"):
         pw.convert(tmp_path / "own", tmp_path / "there", to=to)
     assert not (tmp_path / "there").exists()
 
@@ -213,5 +213,5 @@ def test_a_job_is_another_one_once_the_config_reads_its_codes_otherwise(tmp_path
         pw.convert(tmp_path / "there", tmp_path / "back", progress=stop)
     text = (tmp_path / "there" / "config.json").read_text()
     (tmp_path / "there" / "config.json").write_text(text.replace('"gptq_v2"', '"gptq"'))
-    with pytest.raises(CheckpointError, match="is of another source, config"):
+    with pytest.raises(CheckpointError, match="has another source, config"):
         pw.convert(tmp_path / "there", tmp_path / "back")

@@ -283,7 +283,7 @@ def test_meta_buffers_that_no_file_holds(tmp_path: Path) -> None:
     save(Rotary(), tmp_path)
     with torch.device("meta"):
         model = Rotary()
-    expect = "freq: on the meta device and, not being persistent, in no checkpoint"
+    expect = "freq: non-persistent buffers on the meta device, which no checkpoint contains"
     with pytest.raises(CheckpointError, match=expect):
         load(tmp_path, model)
     assert model.layer.weight.device.type == "meta"

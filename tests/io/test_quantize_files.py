@@ -118,7 +118,7 @@ def test_small_files_come_along_and_code_does_not(tmp_path: Path) -> None:
         "quant_method": "pennyweight", "version": 1, "config": {"type": "Int4WeightOnlyConfig", "group_size": 32},
         "modules_to_not_convert": None,
     }  # fmt: skip
-    with pytest.raises(CheckpointError, match="quantized already"):
+    with pytest.raises(CheckpointError, match="already quantized"):
         quantize_checkpoint(tmp_path / "dst", tmp_path / "again", CONFIGS["int4"])
 
 
@@ -294,7 +294,7 @@ def test_a_finished_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     quantize_checkpoint(tmp_path / "src", tmp_path / "dst", CONFIGS["int4"])
     before = contents(tmp_path / "dst")
     for resume in (True, False):
-        with pytest.raises(CheckpointError, match="holds a checkpoint"):
+        with pytest.raises(CheckpointError, match="already contains a checkpoint"):
             quantize_checkpoint(tmp_path / "src", tmp_path / "dst", CONFIGS["int8"], resume=resume)
     assert contents(tmp_path / "dst") == before
     original = contents(tmp_path / "src")
@@ -302,7 +302,7 @@ def test_a_finished_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             quantize_checkpoint(tmp_path / "src", dst, CONFIGS["int8"])
     (tmp_path / "link").symlink_to(tmp_path / "src")
-    with pytest.raises(CheckpointError, match="where the source lies"):
+    with pytest.raises(CheckpointError, match="is the folder of the source"):
         quantize_checkpoint(tmp_path / "src", tmp_path / "link", CONFIGS["int8"])
     assert contents(tmp_path / "src") == original
 

@@ -35,7 +35,7 @@ def test_nan_names_the_tensor_and_the_rest_stays_for_resume(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("state", "config", "said"),
     [
-        ({"a.weight": torch.randn(8, 8)}, {"quantization_config": {"quant_method": "gptq"}}, "quantized already.*gptq"),
+        ({"a.weight": torch.randn(8, 8)}, {"quantization_config": {"quant_method": "gptq"}}, "already quantized.*gptq"),
         ({"a.weight": torch.randn(8, 8)}, "[" * 3000, "config.json.*nested"),
         ({"a.weight": torch.randn(8, 8)}, "[]", "config.json.*object"),
         ({"a.forward": torch.randn(8, 8)}, None, "attribute of every module"),
@@ -58,7 +58,7 @@ def test_no_room_on_the_disk_is_told_before_work_begins(tmp_path: Path, monkeypa
     source(tmp_path / "src")
     usage = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match="are needed, 1000 are free"):
+    with pytest.raises(OSError, match="are required, 1000 are free"):
         quantize_checkpoint(tmp_path / "src", tmp_path / "dst", CONFIGS["int8"])
     assert not (tmp_path / "dst").exists()
 

@@ -119,9 +119,9 @@ STATIC = ActivationSpec(QuantSpec(INT8, None), "static")
         ({"a..b": torch.zeros(2)}, "empty part"),
         ({"": torch.zeros(2)}, "1 to 1024"),
         ({"x\n": torch.zeros(2)}, "control characters"),
-        ({"w": SMALL, "w.scale": torch.ones(2, 1)}, "stored name w.scale is taken"),
-        ({"w": SMALL, "w.offset": torch.ones(2, 1)}, "left-over part w.offset"),
-        ({"w": SMALL, "w.b": SMALL.clone()}, "lies inside"),
+        ({"w": SMALL, "w.scale": torch.ones(2, 1)}, "stored name w.scale is used"),
+        ({"w": SMALL, "w.offset": torch.ones(2, 1)}, "unexpected part w.offset"),
+        ({"w": SMALL, "w.b": SMALL.clone()}, "is nested in"),
         ({"w": SMALL.with_(act=STATIC)}, "calibrate it first"),
     ],
 )  # fmt: skip

@@ -220,7 +220,7 @@ def test_what_is_no_safetensors_file(tmp_path: Path) -> None:
     with pytest.raises(pw.CheckpointError, match=r"golden.safetensors: cannot be opened"):
         pw.Golden.load(tmp_path)
     (tmp_path / "golden.safetensors").write_bytes(b"0123456789abcdef")
-    with pytest.raises(pw.CheckpointError, match="no safetensors file"):
+    with pytest.raises(pw.CheckpointError, match="not a safetensors file"):
         pw.verify(mlp(), tmp_path)
 
 

@@ -1,9 +1,8 @@
-"""torchao's module tree, with the public names of its releases 0.8 to 0.18 at once, as thin adapters over ours.
+"""torchao's module tree with the public names of its releases 0.8 to 0.18, as thin adapters over pennyweight.
 
-``from pennyweight.compat.torchao.quantization import quantize_, int8_weight_only`` works as it stands; after
-``pennyweight.compat.install("torchao")`` so does ``from torchao.quantization import ...``. The modules are virtual:
-``module_tree.py`` says which file here has the names of each, ``removed.py`` which names are missing and what to use
-instead.
+``from pennyweight.compat.torchao.quantization import quantize_, int8_weight_only`` works directly; after
+``pennyweight.compat.install("torchao")``, ``from torchao.quantization import ...`` works too. The modules are virtual:
+``module_tree.py`` maps each module to the files with its names, ``removed.py`` lists missing names and replacements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What torchao's tensors are asked for, as read-only attributes of ours: put there when this file is imported.
+"""torchao's tensor attributes as read-only attributes of our tensors; attached when this module is imported.
 
-``w.scale`` and ``w.zero_point`` are the class's own. The rest is worked out when asked, from the spec and the parts.
+``w.scale`` and ``w.zero_point`` are the class's own. The others are computed on access, from the spec and the parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _attribute(fn: Callable[[QT], Any]) -> Callable[[QT], Any]:
 
 @_attribute
 def qdata(w: QT) -> Tensor:
-    """The codes as torchao stores them: one an element, two a byte where its class for them does so."""
+    """The codes as stored by torchao: one per element, or two per byte where torchao's class does so."""
     view = find_view(w)
     return part_conversion.plain_codes(w) if view is None else view.take(w)["qdata"]
 
@@ -46,7 +46,7 @@ def block_size(w: QT) -> Any:
 
 @_attribute
 def act_quant_kwargs(w: QT) -> Any:
-    """How the input is quantized, in torchao's words; None: it is not."""
+    """The activation quantization as torchao's kwargs object; None if there is none."""
     view = find_view(w)
     return None if view is None else view.take(w).get("act_quant_kwargs")
 
@@ -65,7 +65,7 @@ def act_quant_zero_point(w: QT) -> Any:
 
 @_attribute
 def act_pre_scale(w: QT) -> None:
-    """What the input is multiplied by: nothing."""
+    """torchao's pre-scale of the input: always None."""
     return None
 
 
@@ -89,7 +89,7 @@ def activation_quantization(w: QT) -> Any:
 
 @_attribute
 def tensor_data_names(w: QT) -> list[str]:
-    """What a file of torchao's would hold of it."""
+    """Names of the data tensors in a torchao file."""
     return list(view_of(w).tensor_data_names)
 
 
@@ -108,7 +108,7 @@ def optional_tensor_attribute_names(w: QT) -> list[str]:
     return list(view_of(w).optional_tensor_attribute_names)
 
 
-# -- the founding era ------------------------------------------------------------------------------------------------
+# -- torchao 0.8 to 0.17 ---------------------------------------------------------------------------------------------
 
 
 @_attribute
@@ -135,15 +135,15 @@ def _layout(w: QT) -> Layout:
 
 @_attribute
 def original_weight_tensor(w: QT) -> QT:
-    """The weight without what is done to its input."""
+    """The weight without its activation quantization."""
     if w.act is None:
-        raise AttributeError("original_weight_tensor: the input of this weight is not quantized")
+        raise AttributeError("original_weight_tensor: this weight has no activation quantization")
     return w.with_(act=None, act_scale=None, act_zero_point=None)
 
 
 @_attribute
 def input_quant_func(w: QT) -> Any:
-    """torchao's function that quantizes the input so, where it has one."""
+    """torchao's function for this activation quantization, if it has one."""
     for func, act in ACTIVATIONS.items():
         if act == w.act:
             return func
@@ -152,7 +152,7 @@ def input_quant_func(w: QT) -> Any:
 
 @_attribute
 def n_blocks(w: QT) -> int:
-    """How many scales there are."""
+    """Number of scales."""
     return math.prod(blocks.counts(w.spec.block, w.stored_shape))
 
 
@@ -169,7 +169,7 @@ QT.get_original_weight = _get_original_weight  # type: ignore[attr-defined]
 
 
 def _quantization_type(self: QT) -> str:
-    """What torchao prints of a weight in its layer."""
+    """torchao's description of a weight in its layer's repr."""
     return repr(self).partition("(")[2][:-1]
 
 

@@ -1,4 +1,4 @@
-"""TorchAOBaseTensor: the class to derive a tensor of your own from, with the common operations made for you."""
+"""TorchAOBaseTensor: base class for your own tensors, with the common operations implemented."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .dispatch import (
 __all__ = ["TorchAOBaseTensor", "_get_to_kwargs"]
 
 aten = torch.ops.aten
-COMMON_ATEN: dict[Any, Any] = {}  # what a class that names its data has without writing it, under __torch_dispatch__
+COMMON_ATEN: dict[Any, Any] = {}  # handlers that classes with declared data get automatically, under __torch_dispatch__
 COMMON_TORCH_FN: dict[Any, Any] = {}  # the same under __torch_function__
 
 
 class _BaseTensorMeta(torch._C._TensorMeta):  # type: ignore[misc, name-defined]
-    """Makes pennyweight's own tensor class one of the base's: clients ask ``isinstance(w, TorchAOBaseTensor)`` to learn
-    whether a weight is quantized."""
+    """Makes pennyweight's tensor class a virtual subclass: clients test ``isinstance(w, TorchAOBaseTensor)`` to find
+    out whether a weight is quantized."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return super().__instancecheck__(instance) or (
@@ -51,24 +51,24 @@ class _BaseTensorMeta(torch._C._TensorMeta):  # type: ignore[misc, name-defined]
 
 
 class TorchAOBaseTensor(Tensor, metaclass=_BaseTensorMeta):
-    """Base for wrapper tensors of your own.
+    """Base class for your own wrapper tensors.
 
-    A subclass writes ``__new__`` (which makes the wrapper by ``torch.Tensor._make_wrapper_subclass``) and ``__init__``,
-    both with their arguments in the order of these lists, and gives the lists as class attributes:
+    A subclass implements ``__new__`` (which creates the wrapper with ``torch.Tensor._make_wrapper_subclass``) and
+    ``__init__``, both with their arguments in the order of these lists, and has the lists as class attributes:
 
-    - ``tensor_data_names``, ``tensor_attribute_names``: the tensors it holds, and what else it holds;
+    - ``tensor_data_names``, ``tensor_attribute_names``: its tensors, and its other attributes;
     - ``optional_tensor_data_names``, ``optional_tensor_attribute_names``: those that may be None.
 
-    It then has, without writing it: flattening (``torch.compile``, export, ``state_dict``, ``deepcopy``), ``repr``,
-    pickles in which later optional members may be missing, ``_apply_fn_to_data``, ``_same_metadata``, and the ops
-    ``detach``, ``clone``, ``alias``, ``contiguous``, ``copy_`` and ``to``. A subclass without the lists writes them
-    itself. Others are added by ``implements``, which also overrides the common ones; a subclass starts with its
-    parents' handlers. An op that has none raises NotImplementedError naming it.
+    It then gets: flattening (``torch.compile``, export, ``state_dict``, ``deepcopy``), ``repr``, pickles in which new
+    optional members may be missing, ``_apply_fn_to_data``, ``_same_metadata``, and the ops ``detach``, ``clone``,
+    ``alias``, ``contiguous``, ``copy_`` and ``to``. A subclass without the lists implements these itself. Other ops are
+    added by ``implements``, which also overrides the common ones; a subclass inherits its parents' handlers. An op
+    without a handler raises NotImplementedError naming it.
 
-    ``to``: an attribute named ``device`` becomes the new device. A new dtype is the dtype that the tensor shows to the
-    world: an attribute named ``dtype`` takes it, and the data keep theirs; in a class without one, the data whose dtype
-    is that of the wrapper take it. Where the class then still shows its old dtype, ``to`` warns once and changes
-    nothing: give the class a ``dtype`` attribute, or implement ``aten._to_copy.default``.
+    ``to``: an attribute named ``device`` is set to the new device. A new dtype applies to the dtype that the tensor
+    reports: an attribute named ``dtype`` is set, and the data keep theirs; in a class without one, data with the dtype
+    of the wrapper are converted. If the class then still reports its old dtype, ``to`` warns once and changes nothing:
+    add a ``dtype`` attribute to the class, or implement ``aten._to_copy.default``.
     """
 
     tensor_data_names: list[str]
@@ -102,7 +102,7 @@ class TorchAOBaseTensor(Tensor, metaclass=_BaseTensorMeta):
         return _dispatch__torch_dispatch__(cls, func, types, args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Names of the tensors that there are, and the attributes by name. NotImplementedError without the lists."""
+        """Names of the tensors present, and the attributes by name. NotImplementedError without the lists."""
         _require(self, "__tensor_flatten__")
         names = [name for name in _data_names(self) if getattr(self, name, None) is not None]
         return names, {name: getattr(self, name, None) for name in _attribute_names(self)}
@@ -111,12 +111,12 @@ class TorchAOBaseTensor(Tensor, metaclass=_BaseTensorMeta):
     def __tensor_unflatten__(
         cls, tensor_data_dict: dict[str, Tensor], tensor_attributes: Any, outer_size: Any, outer_stride: Any
     ) -> Any:
-        """The inverse of :meth:`__tensor_flatten__`; what is optional may be missing."""
+        """The inverse of :meth:`__tensor_flatten__`; optional members may be missing."""
         _require(cls, "__tensor_unflatten__")
         return _construct(cls, cls, tensor_data_dict, tensor_attributes)
 
     def _apply_fn_to_data(self, fn: Callable[[Tensor], Tensor]) -> Any:
-        """A tensor like this one whose data are ``fn`` of this one's."""
+        """A tensor like this one with ``fn`` applied to its data."""
         _require(self, "_apply_fn_to_data")
         data = {name: fn(part) for name, part in _data(self).items()}
         attributes = {name: getattr(self, name, None) for name in _attribute_names(self)}
@@ -126,7 +126,7 @@ class TorchAOBaseTensor(Tensor, metaclass=_BaseTensorMeta):
         return _construct(type(self), self, data, attributes)
 
     def _same_metadata(self, src: Any) -> bool:
-        """Whether ``src`` differs from this tensor in nothing but the numbers held, so that ``copy_`` may take them."""
+        """Whether ``src`` differs from this tensor only in its values, so that ``copy_`` may copy them."""
         return _difference(self, src) is None
 
     def __setstate__(self, state: Any) -> None:
@@ -136,7 +136,7 @@ class TorchAOBaseTensor(Tensor, metaclass=_BaseTensorMeta):
                 setattr(self, name, None)
 
     def share_memory_(self) -> TorchAOBaseTensor:
-        """Move the data to shared memory. Torch's own method reaches for the wrapper's storage, which there is not."""
+        """Move the data to shared memory. Torch's own method uses the wrapper's storage, which does not exist."""
         for name in self.__tensor_flatten__()[0]:
             getattr(self, name).share_memory_()
         return self
@@ -145,7 +145,7 @@ class TorchAOBaseTensor(Tensor, metaclass=_BaseTensorMeta):
         return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch's compiler caches by, equal in every process: all but the numbers held."""
+        """Cache key for torch's compiler, equal in every process: everything except the values."""
         names, context = self.__tensor_flatten__()
         held = [_hash(getattr(self, name)) for name in names]
         cls = type(self)
@@ -162,13 +162,13 @@ class TorchAOBaseTensor(Tensor, metaclass=_BaseTensorMeta):
         return _get_to_kwargs(self, *args, **kwargs)
 
     def get_layout(self) -> Any:
-        """The ``_layout`` of a class of the founding era, or None."""
+        """The ``_layout`` of classes of older releases, or None."""
         return getattr(self, "_layout", None)
 
 
 class _ToKwargs(dict):  # type: ignore[type-arg]
-    """``device`` and ``dtype``, which classes pass on to their constructors as keywords; ``non_blocking`` only where it
-    is wanted, for no constructor takes it, but as a key it can always be asked for."""
+    """``device`` and ``dtype``, which classes pass on to their constructors as keywords; ``non_blocking`` only if set,
+    since no constructor accepts it, but it can always be read as a key."""
 
     def __missing__(self, key: str) -> Any:
         if key == "non_blocking":
@@ -177,8 +177,8 @@ class _ToKwargs(dict):  # type: ignore[type-arg]
 
 
 def _get_to_kwargs(self: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What arguments of ``Tensor.to`` ask for: ``device``, ``dtype`` (the tensor's own where none is given) and
-    ``non_blocking``. A layout is passed over."""
+    """``device``, ``dtype`` (default: the tensor's own) and ``non_blocking`` from the arguments of ``Tensor.to``. A
+    layout is ignored."""
     args = tuple(arg for arg in args if not isinstance(arg, torch.layout))
     kwargs = {name: value for name, value in kwargs.items() if name != "layout"}
     device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
@@ -199,7 +199,7 @@ def _require(owner: Any, what: str) -> None:
     if not _declares(owner):
         cls = owner if isinstance(owner, type) else type(owner)
         raise NotImplementedError(
-            f"{cls.__name__} must implement {what}, or give tensor_data_names and tensor_attribute_names"
+            f"{cls.__name__} must implement {what}, or define tensor_data_names and tensor_attribute_names"
         )
 
 
@@ -216,7 +216,7 @@ def _attribute_names(owner: Any) -> list[str]:
 
 
 def _data(w: Any) -> dict[str, Tensor]:
-    """The tensors that w holds, by name."""
+    """The data tensors of w, by name."""
     return {name: part for name in _data_names(w) if (part := getattr(w, name, None)) is not None}
 
 
@@ -231,12 +231,12 @@ def _construct(cls: type, owner: Any, data: dict[str, Tensor], attributes: dict[
 
 
 def _difference(dst: Any, src: Any) -> str | None:
-    """The first thing beside the numbers in which two tensors differ, in words; None if there is none.
+    """The first difference of two tensors other than their values, as text; None if there is none.
 
     The device may differ, and so may the dtype of floating-point data: copying converts them.
     """
     if type(dst) is not type(src):
-        return f"{type(src).__name__} is no {type(dst).__name__}"
+        return f"{type(src).__name__} is not a {type(dst).__name__}"
     if dst.shape != src.shape:
         return f"shape {tuple(src.shape)} is not {tuple(dst.shape)}"
     mine, other = _data(dst), _data(src)
@@ -256,12 +256,12 @@ def _difference(dst: Any, src: Any) -> str | None:
 
 
 def _outside(x: Tensor) -> list[Any]:
-    """What a tensor shows to the world."""
+    """The externally visible properties of a tensor."""
     return [tuple(x.shape), tuple(x.stride()), str(x.dtype), str(x.device), x.requires_grad]
 
 
 def _hash(part: Tensor) -> Any:
-    """What tells one held tensor from another to the compiler, nested ones too."""
+    """Compiler cache key of a data tensor, including nested ones."""
     if hasattr(part, "_stable_hash_for_caching"):
         return part._stable_hash_for_caching()
     if is_traceable_wrapper_subclass(part):
@@ -298,7 +298,7 @@ def _map_data(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @_common(Tensor.contiguous, table=COMMON_TORCH_FN)
 def _contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Itself if all it holds is contiguous, else a clone, through autograd. Torch would look at the wrapper only."""
+    """Itself if all its data are contiguous, else a clone, through autograd. Torch would check only the wrapper."""
     w = args[0]
     layout = args[1] if len(args) > 1 else kwargs.get("memory_format", torch.contiguous_format)
     if all(part.is_contiguous(memory_format=layout) for part in _data(w).values()):
@@ -313,7 +313,7 @@ def _copy_(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return dst.copy_(src.dequantize(), *args[2:], **kwargs)
     difference = _difference(dst, src)
     if difference is not None:
-        raise ValueError(f"{type(dst).__name__}.copy_ takes a tensor with the same metadata: {difference}")
+        raise ValueError(f"{type(dst).__name__}.copy_ needs a tensor with the same metadata: {difference}")
     parts = _data(src)
     for name, part in _data(dst).items():
         part.copy_(parts[name], *args[2:], **kwargs)
@@ -353,8 +353,8 @@ def _to_copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 @functools.cache
 def _warn_of_dtype(cls: type) -> None:
     warnings.warn(
-        f"{cls.__name__} shows a dtype that its data do not decide, so .to(dtype) leaves it as it is; "
-        "give the class a 'dtype' attribute that its constructor takes, or implement aten._to_copy.default",
+        f"{cls.__name__} reports a dtype independent of its data, so .to(dtype) does not change it; "
+        "add a 'dtype' attribute and constructor argument to the class, or implement aten._to_copy.default",
         stacklevel=6,
     )
 

@@ -1,6 +1,6 @@
-"""Codes of 1 to 7 bits in shards of 4, 2 and 1 bits, as torchao's UintxTensor holds them.
+"""Codes of 1 to 7 bits in shards of 4, 2 and 1 bits, as in torchao's UintxTensor.
 
-A shard of e bits cuts the packed axis into 8 / e chunks one after the other and lays chunk j at bit e * j of its bytes.
+A shard of e bits splits the packed axis into 8 / e consecutive chunks and stores chunk j at bit e * j of its bytes.
 The lowest bits of the codes are the first shard.
 """
 

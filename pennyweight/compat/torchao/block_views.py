@@ -1,4 +1,4 @@
-"""torchao's weights in small blocks under scales of few bits: NF4Tensor, MXTensor, NVFP4Tensor."""
+"""torchao's block-quantized weights with low-bit scales: NF4Tensor, MXTensor, NVFP4Tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
 
 
 class NF4Tensor(View):
-    """QLoRA's normal floats: blocks of 64 codes of the flattened tensor, their scales less their mean in int8."""
+    """QLoRA's NF4: blocks of 64 codes of the flattened tensor; their scales, minus the mean, in int8."""
 
     tensor_data_names = ["quantized_scalers", "quantization_factor", "scaler_mean", "quantized_data", "nf4"]  # noqa: RUF012
 
@@ -49,14 +49,14 @@ class NF4Tensor(View):
         shape, dtype = tuple(tensor_meta.original_shape), tensor_meta.dtype
         if len(shape) != 2 or shape[-1] % block_size:
             raise NotImplementedError(
-                f"NF4Tensor {list(shape)} in blocks of {block_size}: only 2-d tensors of whole blocks a row are read"
+                f"NF4Tensor {list(shape)} in blocks of {block_size}: only 2-d, with whole blocks per row, is supported"
             )
         known = (fmt for fmt in all_formats() if fmt.kind == "table" and len(fmt.values) == 16)
         fmt = next((f for f in known if torch.equal(torch.tensor(f.values), nf4.float().cpu())), None)
         if fmt is None:
-            raise ValueError(f"NF4Tensor with a table that is none of ours: {nf4.tolist()}")
+            raise ValueError(f"NF4Tensor with an unsupported table: {nf4.tolist()}")
         codes = torch.stack([quantized_data >> 4, quantized_data & 15], -1).reshape(shape)
-        # Not as a quantized scale of ours, whose product with 1 / factor would have other last bits.
+        # Not stored as a nested quantized scale: its product with 1 / factor would differ in the last bits.
         ratio = quantized_scalers.view(-1, scaler_block_size) / quantization_factor.unsqueeze(-1)
         scale = (ratio.flatten().to(dtype) + scaler_mean).to(dtype).view(shape[0], -1)
         spec = QuantSpec(fmt, (block_size,), scale=dtype)
@@ -89,7 +89,8 @@ def to_nf4(tensor: Tensor, block_size: int = 64, scaler_block_size: int = 256) -
 
 
 def nf4_weight_only(block_size: int = 64, scaler_block_size: int = 256) -> Any:
-    """A function that makes a module's weight one, which quantize_ takes as torchao's of these releases did."""
+    """A function that converts a module's weight to NF4, accepted by quantize_ as in torchao's releases of that
+    time."""
 
     def apply(module: Any) -> Any:
         module.weight = torch.nn.Parameter(to_nf4(module.weight.detach(), block_size, scaler_block_size), False)
@@ -111,7 +112,7 @@ _ELEMENTS: dict[Any, Format] = {
 }  # fmt: skip
 
 
-_FP4_BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)  # two numbers a byte
+_FP4_BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)  # two values per byte
 
 
 @dataclass
@@ -145,7 +146,7 @@ def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _need(what: str, part: Tensor, dtypes: tuple[torch.dtype, ...], axes: int = 0) -> None:
-    """Raise ValueError unless the part is of one of the dtypes, with at least so many axes."""
+    """Raise ValueError unless the part has one of the dtypes, and at least this many axes."""
     if part.dtype not in dtypes or part.ndim < axes:
         kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ValueError(f"{what} must be {kinds} of at least {axes} axes, got {part.dtype} {list(part.shape)}")
@@ -209,9 +210,10 @@ class MXTensor(View):
         kernel_preference: Any = KernelPreference.EMULATED,
         act_quant_kwargs: QuantizeTensorToMXKwargs | None = None, is_swizzled_scales: bool = False, **kwargs: Any,
     ) -> QT:  # fmt: skip
-        """Quantize the last axis in blocks. Layout and kernel are chosen by pennyweight, whatever is asked for."""
+        """Quantize the last axis in blocks. Pennyweight chooses layout and kernel; the related arguments are
+        ignored."""
         if data_hp.shape[-1] % block_size:
-            raise AssertionError(f"the last axis of {list(data_hp.shape)} is no multiple of {block_size}")
+            raise AssertionError(f"the last axis of {list(data_hp.shape)} is not a multiple of {block_size}")
         spec = QuantSpec(_ELEMENTS[elem_dtype], (block_size,), _E8M0_SCALE)
         return QT.from_float(data_hp, spec, f"mx_{scaling_mode.name.lower()}", act=_mx_activation(act_quant_kwargs))
 
@@ -248,7 +250,7 @@ def _bytes(codes: Tensor, fmt: Format) -> Tensor:
 
 
 class NVFP4Tensor(View):
-    """e2m1 in blocks of 16 under e4m3 scales, under one float32 scale or none."""
+    """e2m1 in blocks of 16 with e4m3 scales, and optionally one float32 scale."""
 
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012
     tensor_attribute_names = ["block_size", "orig_dtype"]  # noqa: RUF012
@@ -273,7 +275,7 @@ class NVFP4Tensor(View):
     ) -> QT:  # fmt: skip
         if act_quant_kwargs is not None or act_per_tensor_scale is not None:
             raise NotImplementedError(
-                "NVFP4 activations are not offered yet; the weight alone is (act_quant_kwargs=None)"
+                "NVFP4 activations are not supported yet; use weight-only (act_quant_kwargs=None)"
             )
         _need("qdata", qdata, _FP4_BYTES, 1)
         _need("scale", scale, (torch.float8_e4m3fn,))
@@ -287,7 +289,7 @@ class NVFP4Tensor(View):
         if per_tensor_scale is not None:
             _need("per_tensor_scale", per_tensor_scale, (torch.float32, torch.float16, torch.bfloat16))
             if per_tensor_scale.numel() != 1:
-                raise ValueError(f"per_tensor_scale is one number, got {list(per_tensor_scale.shape)}")
+                raise ValueError(f"per_tensor_scale must be one number, got {list(per_tensor_scale.shape)}")
             inner, outer = (
                 inner._replace(scale=per_tensor_scale.float().reshape((1,) * len(shape))),
                 QuantSpec(E4M3, None),

@@ -1,8 +1,8 @@
-"""Views: torchao's tensor classes as ways to build, recognize and take apart the one class of ours.
+"""Views: torchao's tensor classes as constructors, isinstance tests and accessors for our tensor class.
 
-``Int8Tensor(qdata, scale, ...)`` makes a :class:`pennyweight.AffineQuantizedTensor`; ``isinstance(w, Int8Tensor)`` asks
-whether w holds what that class holds; a pickle of torchao's that names the class becomes one of ours when it is loaded.
-No object of a view ever stays around.
+``Int8Tensor(qdata, scale, ...)`` creates a :class:`pennyweight.AffineQuantizedTensor`; ``isinstance(w, Int8Tensor)``
+tests whether that class could represent w; a torchao pickle with this class loads as one of ours. Instances of a view
+exist only during these conversions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Shell", "ShellMeta", "View", "attributes"]
 
 
 class ShellMeta(type(Tensor)):  # type: ignore[misc]
-    """Calls of the class build something else; ``build`` is its signature."""
+    """Calling the class builds another object; ``build`` is its signature."""
 
     def __init__(cls, name: str, bases: Any, namespace: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(name, bases, namespace)
@@ -31,36 +31,36 @@ class ShellMeta(type(Tensor)):  # type: ignore[misc]
 
 
 def attributes(state: Any) -> dict[str, Any]:
-    """What a pickle holds of an object, by name; attributes that are slots come second."""
+    """The attributes of a pickled object by name; slots are the second element."""
     return state if isinstance(state, dict) else {**(state[0] or {}), **(state[1] or {})}
 
 
 class Shell(Tensor, metaclass=ShellMeta):
-    """A class whose objects are there while torch.load puts together what a pickle names, and no longer."""
+    """A class whose instances exist only while torch.load reconstructs a pickled object."""
 
     @classmethod
     def build(cls, *args: Any, **kwargs: Any) -> Any:
-        """What a call gives."""
+        """The result of calling the class."""
         raise NotImplementedError(f"{cls.__name__} cannot be built")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"a {cls.__name__} that is being unpickled met {func}")
+        raise RuntimeError(f"{func} was called on a {cls.__name__} during unpickling")
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(attributes(state))
 
 
 class ViewMeta(ShellMeta):
-    """isinstance() recognizes what a view holds."""
+    """isinstance() tests whether the view can represent a tensor."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, AffineQuantizedTensor) and instance.perm is None and cls.holds(instance)
 
 
 class View(Shell, metaclass=ViewMeta):
-    """Base of the views. A view gives ``holds``, ``build`` and ``take``, and the names of what it is made of, which are
-    torchao's: constructor arguments are data, attributes, optional data, optional attributes, in that order."""
+    """Base of the views. A view defines ``holds``, ``build`` and ``take``, and torchao's names of its members:
+    constructor arguments are data, attributes, optional data, optional attributes, in that order."""
 
     tensor_data_names: ClassVar[list[str]] = []
     tensor_attribute_names: ClassVar[list[str]] = []
@@ -69,17 +69,17 @@ class View(Shell, metaclass=ViewMeta):
 
     @staticmethod
     def holds(w: AffineQuantizedTensor) -> bool:
-        """Whether w is what this class of torchao can hold."""
+        """Whether this class of torchao can represent w."""
         raise NotImplementedError
 
     @staticmethod
     def take(w: AffineQuantizedTensor) -> dict[str, Any]:
-        """torchao's pieces of one of ours, by name. Raises ValueError where it has none for it."""
+        """torchao's members of one of our tensors, by name. Raises ValueError if it cannot represent it."""
         raise NotImplementedError
 
     @classmethod
     def restore(cls, state: dict[str, Any], shell: Tensor) -> AffineQuantizedTensor:
-        """One of ours from the attributes of a pickled one; ``shell`` has its shape and dtype."""
+        """Our tensor from the attributes of a pickled one; ``shell`` has its shape and dtype."""
         names = (*cls.tensor_data_names, *cls.tensor_attribute_names)
         more = (*cls.optional_tensor_data_names, *cls.optional_tensor_attribute_names)
         known = {n: state[n] for n in (*names, *more) if n in state}
@@ -90,7 +90,7 @@ class View(Shell, metaclass=ViewMeta):
         return cls.build(**known)
 
     def __setstate__(self, state: Any) -> None:
-        """torch.load has made an empty tensor of this class: become one of ours."""
+        """torch.load created an empty tensor of this class: convert it to one of ours."""
         state = attributes(state)
         w = ready(type(self).restore(state, self))
         become(self, w)
@@ -99,7 +99,7 @@ class View(Shell, metaclass=ViewMeta):
 
 
 def become(shell: Tensor, w: AffineQuantizedTensor) -> None:
-    """Make an empty wrapper of the same shape and dtype be w."""
+    """Turn an empty wrapper of the same shape and dtype into w."""
     if tuple(shell.shape) != tuple(w.shape) or shell.dtype != w.dtype:
         raise ValueError(f"a pickled {tuple(shell.shape)} {shell.dtype} has parts of a {tuple(w.shape)} {w.dtype}")
     state = dict(w.__dict__)

@@ -1,12 +1,12 @@
-"""Configs as JSON, in torchao's form: ``{"_type": class, "_version": n, "_data": {field: value}}``.
+"""Configs as JSON in torchao's form: ``{"_type": class, "_version": n, "_data": {field: value}}``.
 
-Dtypes and members of enums are ``{"_type": name of the type, "_data": name of the member}``. Reading builds only what
-is known beforehand: the configs, granularities, layouts and enums of this package, what :func:`register_config_type`
-was given, and the configs, enums and dataclasses of the modules in ``ALLOWED_AO_MODULES`` that are already imported.
-Names in a file are looked up in that table, and never imported or asked of a module.
+Dtypes and enum members are ``{"_type": name of the type, "_data": name of the member}``. Reading builds only known
+types: the configs, granularities, layouts and enums of this package, types passed to :func:`register_config_type`, and
+the configs, enums and dataclasses of the modules in ``ALLOWED_AO_MODULES`` that are already imported. Names in a file
+are looked up in that table; they are never imported or looked up in a module.
 
-Ours are written with the fields that torchao has, so that it reads them; what its constructors fill in (the granularity
-of float8 configs) is written as it was given. A tuple in a config of your own is ``{"_type": "tuple", "_data": [..]}``.
+Our configs are written with torchao's fields, so that torchao reads them; fields filled in by torchao's constructors
+(the granularity of float8 configs) are written as given. A tuple in your own config is ``{"_type": "tuple", ..}``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "register_config_type",
 ]
 
-# Later ones count: those of torchao's name that also have the fields of its older releases.
+# Later entries win: those with torchao's name that also have the fields of its older releases.
 _HOMES = (configs, granularity, enums, v0_8_layouts, v0_8_configs)
 _KINDS = (AOBaseConfig, enum.Enum, granularity.Granularity, v0_8_layouts.Layout, enums.Float8MMConfig)
 _OURS = {v for home in _HOMES for v in vars(home).values() if isinstance(v, type) and issubclass(v, _KINDS)}
@@ -51,8 +51,8 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 _REGISTERED: dict[str, type] = {}
 ALLOWED_AO_MODULES = {home.__name__ for home in _HOMES}
 
-# Fields that hold a string here and a member of an enum in torchao, by the name of the class.
-# Float8DynamicActivationInt4WeightConfig holds a string there too.
+# Fields that are a string here and an enum member in torchao, by the name of the class.
+# Float8DynamicActivationInt4WeightConfig has a string there too.
 _INT4 = {
     "int4_packing_format": enums.Int4PackingFormat,
     "int4_choose_qparams_algorithm": enums.Int4ChooseQParamsAlgorithm,
@@ -74,9 +74,9 @@ _ENUM_FIELDS: dict[str, dict[str, Any]] = {
     "PrototypeInt4WeightOnlyConfig": _INT4,
 }  # fmt: skip
 
-# A field of torchao that ours lack, and what it holds where it means nothing.
+# torchao fields that ours lack, and their neutral value.
 _MEANINGLESS = {"alg_id": 0}
-# Fields of ours that a release of torchao lacks and would refuse: not written where they hold this.
+# Fields of ours that some torchao release lacks and would reject: not written at this value.
 _UNWRITTEN = {
     ("Float8DynamicActivationInt4WeightConfig", "group_size", 128),
     ("Int4WeightOnlyConfig", "layout", None),
@@ -94,7 +94,7 @@ _UNWRITTEN = {
 
 
 class VersionMismatchError(ValueError):
-    """A config was stored in a version that this release cannot read."""
+    """A config was stored with a version that this release cannot read."""
 
     def __init__(self, type_path: str, stored_version: Any, current_version: int) -> None:
         self.type_path, self.stored_version, self.current_version = type_path, stored_version, current_version
@@ -104,7 +104,7 @@ class VersionMismatchError(ValueError):
 
 
 def register_config_type(cls: type) -> type:
-    """Class decorator: :func:`config_from_dict` may build this config, enum or dataclass, by the name of its class."""
+    """Class decorator: allows :func:`config_from_dict` to build this config, enum or dataclass, by class name."""
     _REGISTERED[cls.__name__] = cls
     return cls
 
@@ -113,7 +113,7 @@ def register_config_type(cls: type) -> type:
 
 
 class ConfigJSONEncoder(json.JSONEncoder):
-    """``json.dumps(config, cls=ConfigJSONEncoder)``. Raises TypeError naming the field that JSON has no form for."""
+    """``json.dumps(config, cls=ConfigJSONEncoder)``. Raises TypeError naming a field that is not JSON serializable."""
 
     def default(self, o: Any) -> Any:
         return _encode(o, type(o).__name__)
@@ -130,7 +130,7 @@ def config_to_dict(config: AOBaseConfig) -> dict[str, Any]:
 
 
 def _encode(value: Any, where: str) -> Any:
-    """JSON form of a value; ``where`` names it in errors."""
+    """JSON form of a value; ``where`` names it in error messages."""
     if isinstance(value, enum.Enum):
         return {"_type": type(value).__name__, "_data": value.name}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -153,7 +153,7 @@ def _encode(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         return {name: _encode(v, f"{where}[{name!r}]") for name, v in value.items()}
     raise TypeError(
-        f"{where}: Object of type {type(value).__name__} is not JSON serializable; give a number or a string"
+        f"{where}: Object of type {type(value).__name__} is not JSON serializable; use a number or a string"
     )
 
 
@@ -170,7 +170,7 @@ def _encode_object(o: Any, where: str) -> dict[str, Any]:
             if plain and (cls.__name__, name, value) in _UNWRITTEN:
                 continue
             if type(value) is tuple:
-                value = list(value)  # as torchao has it; our constructors make it a tuple again
+                value = list(value)  # as in torchao; our constructors convert it back to a tuple
             elif isinstance(value, str):
                 value = _torchaos(cls, name, value)
         data[name] = _encode(value, f"{where}.{name}")
@@ -178,7 +178,7 @@ def _encode_object(o: Any, where: str) -> dict[str, Any]:
 
 
 def _torchaos(cls: type, name: str, value: str) -> Any:
-    """What torchao holds where our config holds a string: a dtype or a member of an enum."""
+    """torchao's value for a string field of ours: a dtype or an enum member."""
     if name.endswith("dtype"):
         return _DTYPES.get(value, value)
     kind = _ENUM_FIELDS.get(cls.__name__, {}).get(name)
@@ -190,7 +190,8 @@ def _has_version_field(cls: Any) -> bool:
 
 
 def _version(owner: Any) -> int:
-    """Of an instance, or the current one of a class: the field ``version``, else the older ``VERSION`` of the class."""
+    """Of an instance, or the current version of a class: the field ``version``, else the older attribute
+    ``VERSION``."""
     return owner.version if _has_version_field(owner) else getattr(owner, "VERSION", 1)
 
 
@@ -198,11 +199,11 @@ def _version(owner: Any) -> int:
 
 
 def config_from_dict(data: dict[str, Any]) -> Any:
-    """The config that :func:`config_to_dict` made ``data`` of.
+    """The config from the output of :func:`config_to_dict`.
 
     A version older than the current one is read with a warning. Raises TypeError for anything but a dict,
-    VersionMismatchError (a ValueError) for a version that cannot be read, and ValueError for a type, field or value
-    that is not known, naming it.
+    VersionMismatchError (a ValueError) for an unsupported version, and ValueError naming an unknown type, field or
+    value.
     """
     if not isinstance(data, dict):
         raise TypeError(f"expected a dict, got {type(data).__name__}")
@@ -233,7 +234,7 @@ def _decode(value: Any, where: str) -> Any:
     if cls is None:
         raise ValueError(
             f"{where}: Failed to find class {kind} in any of the allowed modules: "
-            f"{', '.join(sorted(_allowed()))}; a type of your own is made known by register_config_type"
+            f"{', '.join(sorted(_allowed()))}; register your own type with register_config_type"
         )
     if issubclass(cls, enum.Enum):
         return _member(kind, cls.__members__, data)
@@ -251,13 +252,13 @@ def _member(kind: str, members: Any, name: Any) -> Any:
 
 
 def _allowed() -> set[str]:
-    """ALLOWED_AO_MODULES, here and on the virtual modules that serve it, where one may have put another set."""
+    """ALLOWED_AO_MODULES, here and on the virtual modules that serve it, where a user may have replaced the set."""
     served = (sys.modules.get(f"{package}.core.config") for package in (__package__, "torchao"))
     return ALLOWED_AO_MODULES.union(*(vars(m).get("ALLOWED_AO_MODULES", ()) for m in served if m is not None))
 
 
 def _known() -> dict[str, Any]:
-    """Every type that may be built, by its name."""
+    """All types that may be built, by name."""
     known: dict[str, Any] = {}
     for module in sorted(_allowed() - {home.__name__ for home in _HOMES}):
         if module in sys.modules:
@@ -282,7 +283,7 @@ def _build(kind: str, cls: Any, version: Any, data: dict[str, Any]) -> Any:
         if name not in fields:
             if cls in _OURS and name in _MEANINGLESS and value == _MEANINGLESS[name]:
                 continue
-            raise ValueError(f"{kind} has no field {name!r}, which holds {value!r}; it has {', '.join(fields)}")
+            raise ValueError(f"{kind} has no field {name!r}, which has the value {value!r}; it has {', '.join(fields)}")
         given[name] = _decode(value, f"{kind}.{name}")
         if cls in _OURS and name in _ENUM_FIELDS.get(kind, {}) and isinstance(given[name], enum.Enum):
             given[name] = given[name].value
@@ -295,7 +296,7 @@ def _build(kind: str, cls: Any, version: Any, data: dict[str, Any]) -> Any:
 
 
 def _older(kind: str, cls: Any, version: Any) -> dict[str, Any]:
-    """What to construct with where the stored version is not the current one. Ours are read as the current one."""
+    """Constructor arguments if the stored version is not the current one. Ours are read as the current version."""
     current = _version(cls)
     if not _has_version_field(cls) or type(version) is not int or not 1 <= version < current:
         raise VersionMismatchError(kind, version, current)

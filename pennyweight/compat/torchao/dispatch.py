@@ -1,6 +1,6 @@
-"""Tables of operators for tensor subclasses: ``implements`` fills them, the dispatchers read them.
+"""Operator tables for tensor subclasses: ``implements`` fills them, the dispatchers use them.
 
-They stand alone, so that a class derived from ``torch.Tensor`` itself can use them::
+They can be used without a base class, in a class derived from ``torch.Tensor`` itself::
 
     class MyTensor(torch.Tensor):
         implements = classmethod(_implements)
@@ -8,8 +8,8 @@ They stand alone, so that a class derived from ``torch.Tensor`` itself can use t
         __torch_dispatch__ = classmethod(_dispatch__torch_dispatch__)
 
 A handler is called as ``handler(func, types, args, kwargs)``. Each class owns two tables,
-``cls._ATEN_OP_TABLE[cls]`` and ``cls._TORCH_FN_TABLE[cls]``. They start as copies of its bases' (where two bases have a
-handler for the same op, the later base's counts) and are independent from then on.
+``cls._ATEN_OP_TABLE[cls]`` and ``cls._TORCH_FN_TABLE[cls]``. They start as copies of its bases' (if two bases have a
+handler for the same op, the later base's wins) and are independent from then on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ATEN, TORCH_FN, LAYOUTS = "_ATEN_OP_TABLE", "_TORCH_FN_TABLE", "_LAYOUT_CONSTRUC
 
 
 def find(cls: type, name: str) -> dict[Any, Any]:
-    """The table of that name of cls, or of the nearest class above it that owns one."""
+    """The table of that name of cls, or of its nearest base class that has one."""
     tables = getattr(cls, name, None)
     if tables is None:
         return {}
@@ -45,7 +45,7 @@ def find(cls: type, name: str) -> dict[Any, Any]:
 
 
 def own(cls: type, name: str) -> dict[Any, Any]:
-    """The table of that name which cls owns, made from its bases' at first."""
+    """The own table of cls with that name, initialized from its bases'."""
     if name not in cls.__dict__:
         inherited: dict[Any, Any] = {}
         for base in cls.__bases__:
@@ -57,8 +57,8 @@ def own(cls: type, name: str) -> dict[Any, Any]:
 def _implements(cls: type, aten_ops_or_torch_fns: Any) -> Callable[[Any], Any]:
     """Decorator: the handler of one function or of a list of them, for ``cls``.
 
-    Each goes where calls of its kind arrive: an aten or custom op (all overloads, where none is named) to
-    ``__torch_dispatch__``, below autograd; any other function, ``F.linear`` say, to ``__torch_function__``, above it.
+    A function is registered where its calls arrive: an aten or custom op (all overloads, if none is named) in
+    ``__torch_dispatch__``, below autograd; any other function, e.g. ``F.linear``, in ``__torch_function__``, above it.
     """
 
     def add(handler: Any) -> Any:
@@ -75,7 +75,7 @@ def _implements(cls: type, aten_ops_or_torch_fns: Any) -> Callable[[Any], Any]:
 
 
 def _implements_torch_function(cls: type, torch_fns: Any) -> Callable[[Any], Any]:
-    """As :func:`_implements`, above autograd. An op is caught there where it is called by name, and below otherwise."""
+    """Like :func:`_implements`, above autograd. An op is intercepted there if called by name, otherwise below."""
 
     def add(handler: Any) -> Any:
         for fn in _listed(torch_fns):
@@ -94,7 +94,7 @@ def _listed(ops: Any) -> list[Any]:
 def _dispatch__torch_function__(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """``__torch_function__`` of a class with tables: the handler, else what torch would do."""
+    """``__torch_function__`` of a class with tables: the handler, else torch's default."""
     kwargs = {} if kwargs is None else kwargs
     handlers = find(cls, TORCH_FN)
     if func in handlers:
@@ -108,8 +108,8 @@ def _dispatch__torch_dispatch__(
 ) -> Any:
     """``__torch_dispatch__`` of a class with tables.
 
-    An op without a handler that torch makes of others (``aten.linear`` arrives whole in inference mode) is taken apart;
-    any other raises NotImplementedError that names it.
+    A composite op without a handler (``aten.linear`` arrives whole in inference mode) is decomposed; any other raises
+    NotImplementedError naming it.
     """
     kwargs = {} if kwargs is None else kwargs
     handlers = find(cls, ATEN)
@@ -131,13 +131,13 @@ def unimplemented(cls: type, func: Any, types: Any, args: tuple[Any, ...], kwarg
     )
 
 
-# -- the founding era's registry of layouts ----------------------------------------------------------------------------
+# -- the registry of layouts of torchao 0.8 to 0.17 --------------------------------------------------------------------
 
 
 def _register_layout(tensor_class: type, layout_class: type) -> Callable[[Any], Any]:
     """Class decorator: ``TensorImpl.from_plain`` builds what ``tensor_class`` stores under ``layout_class``.
 
-    Both classes are put on torch's list of what ``torch.load(weights_only=True)`` may build.
+    Both classes are added to torch's safe globals for ``torch.load(weights_only=True)``.
     """
 
     def add(tensor_impl_class: Any) -> Any:
@@ -149,7 +149,7 @@ def _register_layout(tensor_class: type, layout_class: type) -> Callable[[Any], 
 
 
 def _get_tensor_impl_constructor(tensor_class: type, layout_class: type) -> Callable[..., Any]:
-    """The constructor that :func:`_register_layout` noted. Raises ValueError where there is none."""
+    """The constructor registered by :func:`_register_layout`. Raises ValueError if there is none."""
     known = find(tensor_class, LAYOUTS)
     if layout_class not in known:
         names = ", ".join(sorted(layout.__name__ for layout in known)) or "none"

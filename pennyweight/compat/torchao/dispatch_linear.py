@@ -1,4 +1,4 @@
-"""Ways of one's own to compute ``F.linear`` with a quantized weight, tried before the kernel table."""
+"""User-defined implementations of ``F.linear`` with a quantized weight, tried before the kernel table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 
 
 class QuantizedLinearNotImplementedError(NotImplementedError):
-    """A condition or a way answers so to let the next one try."""
+    """Raised by a condition or an implementation to continue with the next one."""
 
 
 _WAYS: dict[Callable[..., bool], Callable[..., Tensor]] = {}
@@ -28,18 +28,18 @@ def register_aqt_quantized_linear_dispatch(
     dispatch_condition: Callable[[Tensor, Any, Tensor | None], bool],
     impl: Callable[[Tensor, Any, Tensor | None], Tensor],
 ) -> None:
-    """Let ``impl(input, weight, bias)`` compute linear where ``dispatch_condition(input, weight, bias)`` is true.
+    """Use ``impl(input, weight, bias)`` for linear if ``dispatch_condition(input, weight, bias)`` is true.
 
-    In eager mode and under torch.compile; not in layers that freeze_ has bound to a kernel.
+    In eager mode and under torch.compile; not in layers bound to a kernel by freeze_.
     """
     _WAYS[dispatch_condition] = impl
     FUNCTIONS[F.linear] = _linear
 
 
 def deregister_aqt_quantized_linear_dispatch(dispatch_condition: Callable[[Tensor, Any, Tensor | None], bool]) -> None:
-    """Undo it. A condition that is not registered is an error, a ValueError."""
+    """Undo it. Raises ValueError for a condition that is not registered."""
     if dispatch_condition not in _WAYS:
-        raise ValueError(f"no way is registered for {dispatch_condition}")
+        raise ValueError(f"no implementation is registered for {dispatch_condition}")
     del _WAYS[dispatch_condition]
     if not _WAYS:
         FUNCTIONS[F.linear] = _TABLE

@@ -1,4 +1,4 @@
-"""torchao's enumerations and the small named tuples beside them: members and values are torchao's."""
+"""torchao's enumerations and named tuples, with torchao's members and values."""
 
 # ruff: noqa: UP042 - StrEnum prints the value where torchao's print the member
 
@@ -36,7 +36,7 @@ FP8Granularity = PerTensor | PerRow | PerGroup
 
 
 class ZeroPointDomain(Enum):
-    """Where a zero point is added: to the codes (INT), to the values (FLOAT), or nowhere (NONE).
+    """Domain of the zero point: added to the codes (INT), to the values (FLOAT), or nowhere (NONE).
 
     INT    x = (code - zero_point) * scale
     FLOAT  x = (code - mid) * scale + zero_point, mid = (quant_min + quant_max + 1) / 2
@@ -49,7 +49,7 @@ class ZeroPointDomain(Enum):
 
 
 class TorchAODType(Enum):
-    """Names that stood for ``torch.int1`` to ``torch.int7`` before torch had them; accepted wherever those are."""
+    """Placeholders for ``torch.int1`` to ``torch.int7`` from before torch had them; accepted in place of them."""
 
     INT1 = 1
     INT2 = 2
@@ -61,12 +61,12 @@ class TorchAODType(Enum):
 
 
 class KernelPreference(str, Enum):
-    """The family of kernels that a weight asks for. AUTO: what the kernel table selects."""
+    """The kernel family requested for a weight. AUTO: selected by the kernel table."""
 
     AUTO = "auto"
     TORCH = "torch"
     MSLK = "mslk"
-    FBGEMM = "fbgemm"  # what older releases call MSLK
+    FBGEMM = "fbgemm"  # MSLK in older releases
     EMULATED = "emulated"
     DEEPGEMM = "deepgemm"
     TRITON = "triton"
@@ -74,7 +74,7 @@ class KernelPreference(str, Enum):
 
 
 class PackingFormat(str, Enum):
-    """Whether codes lie in the order of the elements (PLAIN) or as one kernel wants them (OPAQUE)."""
+    """Whether codes are in element order (PLAIN) or in the layout of one kernel (OPAQUE)."""
 
     PLAIN = "plain"
     OPAQUE = "opaque"

@@ -1,4 +1,4 @@
-"""Fake quantization with torchao's gradients: straight through the rounding, none where a code was clamped."""
+"""Fake quantization with torchao's gradients: straight-through for rounding, zero where a code was clamped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _steps_codes_values(
     quant_min, quant_max = _get_and_check_qmin_qmax(quant_dtype, quant_min, quant_max)
     steps = unclamped(input, block_size, scale, zero_point, quant_min, quant_max, domain, quant_dtype)
     codes = steps.clamp(quant_min, quant_max)
-    if quant_dtype in FP8_TYPES:  # what rounding is to integers
+    if quant_dtype in FP8_TYPES:  # the counterpart of rounding to integers
         codes = _RoundToFloat8.apply(codes, quant_dtype).to(steps.dtype)
     inside = (steps >= quant_min) & (steps <= quant_max)
     if zero_point is not None and zero_point.numel() == 0:
@@ -46,10 +46,10 @@ def _fake_quantize_affine(
     quant_max: float | None = None,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
 ) -> Tensor:
-    """What quantize_affine and dequantize_affine give together, in the dtype of the input, with a gradient.
+    """quantize_affine followed by dequantize_affine, in the dtype of the input, with a gradient.
 
-    The gradient passes the rounding unchanged and is zero where the code was clamped; scale and zero_point have
-    theirs. Raises as :func:`pennyweight.compat.torchao.primitives.quantize_affine` does.
+    The gradient is straight-through, and zero where the code was clamped; scale and zero_point get gradients too.
+    Raises the same errors as :func:`pennyweight.compat.torchao.primitives.quantize_affine`.
     """
     return _steps_codes_values(
         input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
@@ -66,7 +66,7 @@ def _fake_quantize_affine_cachemask(
     quant_max: float | None = None,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`_fake_quantize_affine` and a mask of the elements whose code lay within bounds before it was clamped."""
+    """:func:`_fake_quantize_affine` and a mask of the elements whose code was within bounds before clamping."""
     inside, _, x = _steps_codes_values(
         input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
     )
@@ -83,7 +83,7 @@ def _do_fake_quantize_affine(
     quant_max: float | None = None,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
 ) -> tuple[Tensor, Tensor]:
-    """Codes in a float dtype, and the values that they stand for."""
+    """Codes in a float dtype, and the values they represent."""
     return _steps_codes_values(
         input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
     )[1:]

@@ -1,4 +1,4 @@
-"""float8 under scales that multiply when dequantizing: x = code * scale, scale = absmax / greatest float8."""
+"""float8 under scales that multiply when dequantizing: x = code * scale, scale = absmax / the float8 maximum."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def _choose_scale_float8(
 ) -> Tensor:
     """float32 scales max|x| / finfo(float8_dtype).max of each block, of shape [n / b for each axis].
 
-    An empty ``block_size`` is the whole tensor, and its scale has no axes. max|x| is held to hp_value_lb..hp_value_ub
-    first. ``scale_dtype=torch.float8_e8m0fnu`` rounds to the nearest power of two (in its logarithm). A zero block has
+    An empty ``block_size`` means the whole tensor, with a 0-d scale. max|x| is first clamped to
+    hp_value_lb..hp_value_ub. ``scale_dtype=torch.float8_e8m0fnu`` rounds to the nearest power of two (in its
+    logarithm).
     the smallest normal number. Raises AssertionError for other scale dtypes and blocks that do not divide the tensor.
     """
     require(
@@ -100,7 +101,7 @@ def _expand_scale_to_tensor_shape(scale: Tensor, target_shape: Sequence[int]) ->
 def _quantize_affine_float8(tensor: Tensor, scale: Tensor, float8_dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """float8 codes of x / scale in float32, saturating; the gradient passes the cast unchanged.
 
-    scale: one number, one a block (of the rank of the tensor), or what broadcasts. A scale of zero gives zeros.
+    scale: one number, one per block (of the rank of the tensor), or broadcastable. A scale of zero gives zeros.
     """
     scale = _maybe_expand_scale_to_tensor_shape(scale, tensor.shape)
     limit = torch.finfo(float8_dtype).max
@@ -109,7 +110,7 @@ def _quantize_affine_float8(tensor: Tensor, scale: Tensor, float8_dtype: torch.d
 
 
 def _dequantize_affine_float8(tensor: Tensor, scale: Tensor, output_dtype: torch.dtype = torch.float32) -> Tensor:
-    """code * scale in float32, rounded once to ``output_dtype``."""
+    """code * scale in float32, rounded to ``output_dtype``."""
     scale = _maybe_expand_scale_to_tensor_shape(scale, tensor.shape)
     return (tensor.to(torch.float32) * scale).to(output_dtype)
 

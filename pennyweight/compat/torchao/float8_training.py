@@ -1,7 +1,7 @@
-"""torchao.float8: its configs as recipes of ours.
+"""torchao.float8: its configs converted to our recipes.
 
-Scales are computed anew in each product ("dynamic"); fast accumulation, emulation and FSDP's float8 all-gather are the
-device's and the mesh's affair here, so that their flags change nothing that is computed.
+Scales are recomputed in each product ("dynamic"); fast accumulation, emulation and FSDP's float8 all-gather depend on
+device and mesh here, so their flags do not change results.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CastConfig:
     target_dtype: torch.dtype | None = None
 
     def side(self, default: Any, power_of_two: bool) -> Operand | None:
-        """As an operand of ours."""
+        """Convert to our Operand."""
         if self.scaling_type is ScalingType.DISABLED:
             return None
         known = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, None: default}
@@ -74,7 +74,7 @@ class Float8LinearRecipeName(Enum):
 
 @dataclass(frozen=True)
 class Float8LinearConfig:
-    """The casts of the three products. Those "for" another product are by default the first one's."""
+    """The casts of the three products. By default, the casts for the other products equal the first one's."""
 
     cast_config_input: CastConfig = CastConfig()
     cast_config_input_for_grad_weight: CastConfig | None = None
@@ -93,7 +93,7 @@ class Float8LinearConfig:
 
     def __post_init__(self) -> None:
         if self.enable_fsdp_float8_all_gather:
-            raise ValueError("enable_fsdp_float8_all_gather is not offered: FSDP gathers weights in their own dtype")
+            raise ValueError("enable_fsdp_float8_all_gather is not supported: FSDP gathers weights in their own dtype")
         self.recipe()
 
     @staticmethod
@@ -116,7 +116,7 @@ class Float8LinearConfig:
         )  # fmt: skip
 
     def recipe(self) -> Recipe:
-        """The recipe of ours; under its own name where it is a known one."""
+        """Our recipe; under its registered name if it has one."""
         p = self.round_scales_to_power_of_2
         x, w, g = self.cast_config_input, self.cast_config_weight, self.cast_config_grad_output
         made = Recipe(
@@ -136,10 +136,10 @@ def convert_to_float8_training(
     module: nn.Module, *, module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
     config: Float8LinearConfig | None = None,
 ) -> nn.Module:  # fmt: skip
-    """As torchao's: linear layers train in float8, in place; the model is returned."""
+    """As in torchao: linear layers train in float8, in place; the model is returned."""
     how = (config or Float8LinearConfig()).recipe()
     return _convert(module, module_filter_fn=module_filter_fn, config=LowPrecisionTrainingConfig(how))
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Nothing: there is no float8 all-gather whose scales could be worked out beforehand, so none is late."""
+    """No-op: there is no float8 all-gather whose scales could be precomputed."""

@@ -1,4 +1,4 @@
-"""torchao's float8 weights, and quantizing activations as torchao's keyword objects say."""
+"""torchao's float8 weights, and activation quantization by torchao's kwargs objects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class QuantizeTensorToFloat8Kwargs(QuantizeTensorKwargs):
 
 
 class Float8Tensor(View):
-    """float8 codes under a float32 scale a row, block or tensor; optionally float8 activations."""
+    """float8 codes with a float32 scale per row, block or tensor; optionally float8 activations."""
 
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012
     optional_tensor_attribute_names = ["block_size", "mm_config", "act_quant_kwargs", "kernel_preference", "dtype"]  # noqa: RUF012
@@ -63,7 +63,7 @@ class Float8Tensor(View):
         act = None
         if act_quant_kwargs is not None:
             if act_quant_kwargs.hp_value_lb is not None or act_quant_kwargs.hp_value_ub is not None:
-                raise NotImplementedError("bounds of the activation's range (hp_value_lb, hp_value_ub) are not offered")
+                raise NotImplementedError("activation bounds (hp_value_lb, hp_value_ub) are not supported")
             fmt = FLOAT8[act_quant_kwargs.float8_dtype]
             act = ActivationSpec(QuantSpec(fmt, _activation_block(act_quant_kwargs.granularity)))
         if scale.dtype not in DTYPES.values():
@@ -82,7 +82,7 @@ class Float8Tensor(View):
         mm_config: Float8MMConfig | None = None, hp_value_lb: float | None = None, hp_value_ub: float | None = None,
         kernel_preference: Any = KernelPreference.AUTO, act_quant_kwargs: QuantizeTensorToFloat8Kwargs | None = None,
     ) -> QT:  # fmt: skip
-        """scale = absmax of the block, clamped to the bounds, over the greatest float8. A zero block gets the least
+        """scale = absmax of the block, clamped to the bounds, / the float8 maximum. A zero block gets the smallest
         normal scale, not zero, so its values are zeros and not NaN."""
         from .float8_primitives import _choose_scale_float8, _quantize_affine_float8
 
@@ -118,7 +118,7 @@ def _activation_block(granularity: Granularity) -> tuple[int, ...] | None:
 def _choose_quant_func_and_quantize_tensor(
     tensor: Tensor, quant_kwargs: QuantizeTensorKwargs, scale: Tensor | None = None, zero_point: Tensor | None = None
 ) -> QT:
-    """``tensor`` quantized as the kwargs say. Raises NotImplementedError for kwargs of no known kind."""
+    """``tensor`` quantized according to the kwargs. Raises NotImplementedError for unknown kwargs."""
     k: Any = quant_kwargs
     if isinstance(k, QuantizeTensorToFloat8Kwargs):
         return Float8Tensor.from_hp(

@@ -2,8 +2,8 @@
 
     x = code * (quantized_block_scale * super_block_scale_scale) + quantized_block_min * super_block_min_scale
 
-As in llama.cpp a block's minimum is at most 0. Codes and 6-bit numbers are rounded and within range, which torchao's
-are not: what it calls uint4 are unrounded floats.
+As in llama.cpp, a block's minimum is at most 0. Codes and 6-bit numbers are rounded and in range, unlike torchao's,
+whose uint4 are unrounded floats.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""torchao's classes of int4 and intx weights packed for one device. Their numbers are those of the plain classes.
+"""torchao's device-packed int4 and intx weight classes. Their values are those of the plain classes.
 
-``from_hp`` gives the same weight as the plain class does, packed for the kernel that is chosen here; what another
-device packed cannot be read, and building from its pieces says so.
+``from_hp`` gives the same weight as the plain class, packed for the kernel selected here; weights packed for another
+device cannot be read, and constructing them from their parts raises an error.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = [
 
 
 class _Packed(View):
-    """A class that can be asked for and made of floats, not of pieces."""
+    """A class that can be constructed from floats, but not from its parts."""
 
     what: ClassVar[str] = ""
 
     @classmethod
     def build(cls, *args: Any, **kwargs: Any) -> QT:
         raise NotImplementedError(
-            f"{cls.__name__} is packed for {cls.what}, which is not read: load it with torchao there, save its "
-            "dequantized weights, and quantize those"
+            f"{cls.__name__} is packed for {cls.what}, which is not supported: load it with torchao there, save its "
+            "dequantized weights, and quantize them"
         )
 
 
@@ -42,7 +42,7 @@ class _PackedInt4(_Packed):
 
     @classmethod
     def from_hp(cls, w: Tensor, block_size: Any, *args: Any, **kwargs: Any) -> QT:
-        """As :meth:`Int4Tensor.from_hp`. Other arguments say how to pack, and are not needed."""
+        """As :meth:`Int4Tensor.from_hp`. Other arguments control the packing, and are ignored."""
         return ready(Int4Tensor.from_hp(w, block_size))
 
 
@@ -65,7 +65,7 @@ class Int4PreshuffledTensor(_PackedInt4):
 
     @classmethod
     def from_int4_tensor(cls, tensor: QT) -> QT:
-        """The weight as it is."""
+        """The weight unchanged."""
         return tensor
 
 
@@ -82,9 +82,9 @@ class IntxOpaqueTensor(_Packed):
     def from_intx_unpacked_to_int8_tensor(
         cls, tensor: QT, *, bias: Tensor | None = None, intx_packing_format: Any = None
     ) -> QT:
-        """The weight packed for the processor at hand. Raises NotImplementedError for a bias: layers have their own."""
+        """The weight packed for this processor. Raises NotImplementedError for a bias: keep it in the layer."""
         if bias is not None:
-            raise NotImplementedError("IntxOpaqueTensor with a bias inside: leave it in the layer")
+            raise NotImplementedError("IntxOpaqueTensor with a bias: keep the bias in the layer")
         return ready(tensor)
 
 
@@ -97,8 +97,8 @@ class _Sparse(_Packed):
 
     @classmethod
     def from_hp(cls, *args: Any, **kwargs: Any) -> QT:
-        """Refused: these are other numbers, half of them zero."""
-        raise NotImplementedError(f"{cls.__name__}: sparse weights are not offered; use Float8Tensor")
+        """Rejected: sparsity changes the values, half of them to zero."""
+        raise NotImplementedError(f"{cls.__name__}: sparse weights are not supported; use Float8Tensor")
 
 
 class Float8Sparse2x4_2DData2DMetadataTensor(_Sparse):

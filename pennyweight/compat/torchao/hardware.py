@@ -1,4 +1,4 @@
-"""What is installed and what the machine can do, under torchao's names. Every question is answered with a bool."""
+"""Installed versions and machine capabilities under torchao's names."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ __all__ = [
 
 def parse_version(version_string: str) -> list[int]:
     """[major, minor, patch] of "2.5.1+cpu". The patch of a pre-release ("2.5.0a0", "2.5.0.dev2024") is -1, so that it
-    comes before its release. Raises ValueError for anything else."""
+    sorts before its release. Raises ValueError for anything else."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)(.*)", version_string)
     if match is None:
-        raise ValueError(f"a version looks like 2.5.1, got {version_string!r}")
+        raise ValueError(f"expected a version such as 2.5.1, got {version_string!r}")
     major, minor, patch = map(int, match.groups()[:3])
     before = re.match(r"(a|b|rc)\d|.*(git|dev)", match[4]) is not None
     return [major, minor, -1 if before else patch]
 
 
 def compare_versions(v1: str, v2: str) -> int:
-    """-1, 0 or 1 as v1 is older than, the same as, or newer than v2."""
+    """-1, 0 or 1 if v1 is older than, equal to, or newer than v2."""
     a, b = parse_version(v1), parse_version(v2)
     return (a > b) - (a < b)
 
@@ -83,7 +83,7 @@ def torch_version_at_least(min_version: str) -> bool:
 
 
 def _torch_version_at_least(min_version: str) -> bool:
-    """The older name, which is also given unfinished releases such as "2.5.0.dev"."""
+    """The older name, which also accepts pre-releases such as "2.5.0.dev"."""
     return torch_version_at_least(min_version)
 
 
@@ -138,7 +138,7 @@ def _is_flashinfer_available() -> bool:
 
 
 def get_available_devices() -> list[str]:
-    """ "cpu" and the kinds of accelerators that there are."""
+    """ "cpu" and the available kinds of accelerators."""
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices.append("cuda")
@@ -150,10 +150,10 @@ def get_available_devices() -> list[str]:
 
 
 def get_current_accelerator_device() -> torch.device:
-    """Raises RuntimeError where there is no accelerator."""
+    """Raises RuntimeError if there is no accelerator."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
-        raise RuntimeError("this machine has no accelerator that torch can use; ask torch.accelerator.is_available()")
+        raise RuntimeError("this machine has no accelerator that torch can use; check torch.accelerator.is_available()")
     return device
 
 
@@ -246,7 +246,7 @@ def _cpu_is_vnni_supported() -> bool:
 
 
 def should_reduce_range(device: torch.device) -> bool:
-    """Whether torch's int8 products can saturate there, so that 7-bit codes are asked for: CPUs without VNNI."""
+    """Whether torch's int8 products can saturate on this device, so that 7-bit codes are needed: CPUs without VNNI."""
     return device.type == "cpu" and not _cpu_is_vnni_supported()
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: PT009 (unittest cases, for those who run them without pytest)
-"""Conformance cases for weight tensors: subclass one, name your tensor class, and run it under pytest or unittest.
+"""Conformance tests for weight tensors: subclass one, set your tensor class, and run it under pytest or unittest.
 
 ::
 
@@ -61,7 +61,7 @@ def copy_tests(
 
 
 def _copied(test: Any) -> Any:
-    """A function of its own: marks put on it must not show on the original."""
+    """A separate function: marks set on it must not affect the original."""
 
     @functools.wraps(test)
     def run(self: Any) -> Any:
@@ -80,7 +80,7 @@ over_dtypes = common_utils.parametrize("dtype", DTYPES)
 
 
 class _TensorTestCase(common_utils.TestCase):
-    """What is under test: by default int8 with a scale per row."""
+    """The tensor under test: by default int8 with a scale per row."""
 
     COMMON_DEVICES = DEVICES
     COMMON_DTYPES = DTYPES
@@ -193,10 +193,10 @@ class TorchAOCompileTestCase(_TensorTestCase):
 
 
 class TorchAOIntegrationTestCase(common_utils.TestCase):
-    """What serving engines do with weights while they load them. Call the methods with a config from tests of yours.
+    """Operations of serving engines on weights during loading. Call the methods with a config from your own tests.
 
-    Weights are on the accelerator where there is one. Those of this package are unpacked first: a packed one has no
-    slices that can be written to (shard first, pack after).
+    Weights are on the accelerator if there is one. Weights of this package are unpacked first: packed ones do not
+    support writable slices (shard first, pack after).
     """
 
     def _device(self) -> Any:
@@ -242,7 +242,7 @@ class TorchAOIntegrationTestCase(common_utils.TestCase):
         self.assertTrue(torch.equal(w[0].dequantize(), w.dequantize()[0]))
 
     def _test_chunk_similar_to_vllm_llama4(self, ao_tensor: Any, dim: int) -> None:
-        """``cat`` undoes ``chunk``, and ``chunk`` leaves its argument alone."""
+        """``cat`` undoes ``chunk``, and ``chunk`` does not modify its argument."""
         before = ao_tensor.dequantize().clone()
         again = torch.cat(ao_tensor.chunk(2, dim=dim), dim=dim)
         self.assertTrue(torch.equal(again.dequantize(), before))
@@ -285,7 +285,7 @@ class TorchAOIntegrationTestCase(common_utils.TestCase):
 
 
 def _share_parameters(states: list[dict[str, Any]]) -> None:
-    """Give every weight the scale and zero point of its namesake in the first state."""
+    """Give every weight the scale and zero point with the same name in the first state."""
     for state in states[1:]:
         for name, w in state.items():
             for part in ("scale", "zero_point"):

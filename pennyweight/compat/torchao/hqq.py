@@ -1,4 +1,4 @@
-"""Solvers that choose scales and codes together, under torchao's names: HQQ (two forms), SINQ and Marlin-QQQ.
+"""Solvers that optimize scales and codes jointly, under torchao's names: HQQ (two forms), SINQ and Marlin-QQQ.
 
 HQQ: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. SINQ: arXiv 2509.22944.
 QQQ: arXiv 2406.09904.
@@ -51,7 +51,7 @@ def optimize_weights_proximal_legacy(
     verbose: bool = False,
     opt_params: Mapping[str, Any] = _PROXIMAL,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scale, zero) with codes = round(W * scale + zero) and zero moved to lessen the lp norm of the error.
+    """(codes, scale, zero) with codes = round(W * scale + zero) and zero optimized to reduce the lp norm of the error.
 
     Each step: E = shrink(W - (codes - zero) / scale), zero = mean(codes - (W - E) * scale) over ``axis``; the steps end
     where the mean error no longer falls. dtype: of the computation, default float16 on CUDA devices, else float32.
@@ -116,7 +116,7 @@ def _choose_qparams_and_quantize_affine_hqq(
         w = w.reshape((-1, group_size) if axis == 1 else (group_size, -1))
     low, high = w.amin(axis, keepdim=True), w.amax(axis, keepdim=True)
     most = round(2**nbits - 1)
-    scale = (most / (high - low)).clamp(max=2e4)  # within float16, and finite for constant groups
+    scale = (most / (high - low)).clamp(max=2e4)  # in the range of float16, and finite for constant groups
     zero = -low * scale
     if nbits == 4:
         zero = zero.round()

@@ -1,4 +1,4 @@
-"""torchao's integer weights of two codes a byte: Int4Tensor, Int4OpaqueTensor."""
+"""torchao's integer weights with two codes per byte: Int4Tensor, Int4OpaqueTensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _pack_nibbles(codes: Tensor) -> Tensor:
 
 
 class Int4Tensor(View):
-    """4-bit codes two a byte (signed, the even one low), scale and real zero point [K / group, N] in bfloat16."""
+    """4-bit codes, two per byte (signed, the even one low), scale and real zero point [K / group, N] in bfloat16."""
 
     tensor_data_names = ["qdata", "scale", "zero_point"]  # noqa: RUF012
     tensor_attribute_names = ["block_size", "shape"]  # noqa: RUF012
@@ -56,10 +56,10 @@ class Int4Tensor(View):
     ) -> QT:  # fmt: skip
         if act_pre_scale is not None:
             raise NotImplementedError(
-                "act_pre_scale (AWQ, SmoothQuant) is not offered yet; fold it into the layer before"
+                "act_pre_scale (AWQ, SmoothQuant) is not supported yet; fold it into the layer before"
             )
         if activation_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-            raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; leave them bfloat16")
+            raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; only bfloat16 is supported")
         if any(t.ndim != 2 for t in (qdata, scale, zero_point)) or qdata.dtype not in (torch.uint8, torch.int8):
             sizes = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qdata, scale, zero_point))
             raise ValueError(f"qdata (bytes), scale and zero_point must have 2 axes, got {sizes}")
@@ -73,7 +73,7 @@ class Int4Tensor(View):
     def from_hp(cls, w: Tensor, block_size: Any, activation_dtype: torch.dtype | None = torch.bfloat16) -> QT:
         """tinygemm's numbers: scale = (max - min) / 15, zero point min + 8 * scale, in the weight's dtype."""
         if activation_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-            raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; leave them bfloat16")
+            raise NotImplementedError(f"Int4Tensor with {activation_dtype} activations; only bfloat16 is supported")
         block = block_of(block_size, w.shape)
         spec = QuantSpec(UINT4, block, scale=w.dtype, offset=w.dtype, mid=8)
         return QT.from_float(w, spec, "minmax", 1e-6)
@@ -93,7 +93,7 @@ class Int4Tensor(View):
 def packed_by_aten(packed: Tensor, scale_and_zero: Tensor, block: Any, shape: Any, dtype: torch.dtype) -> QT:
     """A weight that ``_convert_weight_to_int4pack_for_cpu`` packed: packed [N, K / 2], scale_and_zero [K / g, N, 2].
 
-    The order of those bytes is that of the CPU that packed them: a file of another kind of CPU cannot be told apart.
+    The byte order depends on the CPU that packed them; a file from another kind of CPU cannot be detected.
     """
     shape = tuple(shape)
     spec = QuantSpec(
@@ -108,14 +108,14 @@ def packed_by_aten(packed: Tensor, scale_and_zero: Tensor, block: Any, shape: An
     counts = (*reversed(blocks.counts(spec.block, shape)), 2)
     if packed.numel() * 2 != n * k or packed.dtype.itemsize != 1 or tuple(scale_and_zero.shape) != counts:
         raise ValueError(
-            f"packed {packed.dtype} {list(packed.shape)} with scales {list(scale_and_zero.shape)} is no weight of "
-            f"{list(shape)}, which takes {n * k // 2} bytes and scales {list(counts)}"
+            f"packed {packed.dtype} {list(packed.shape)} with scales {list(scale_and_zero.shape)} is not a weight of "
+            f"{list(shape)}, which needs {n * k // 2} bytes and scales {list(counts)}"
         )
     return QT(Parts(packed, scale_and_zero), spec, shape, dtype).to_layout("plain")
 
 
 class Int4OpaqueTensor(View):
-    """torchao's int4 weights for CPUs, in the byte order of torch's own kernel on the machine that packed them."""
+    """torchao's int4 weights for CPUs, in the byte order of torch's kernel on the packing machine."""
 
     tensor_data_names = ["qdata", "scale_and_zero"]  # noqa: RUF012
     tensor_attribute_names = ["block_size", "shape"]  # noqa: RUF012
@@ -133,7 +133,7 @@ class Int4OpaqueTensor(View):
     ) -> QT:  # fmt: skip
         if any(part is not None for part in (act_pre_scale, qzeros, compensation, act_mapping_type)):
             raise NotImplementedError(
-                "Int4OpaqueTensor of int8 activations: its bytes are those of a kernel in torchao's own builds; "
+                "Int4OpaqueTensor of int8 activations: its layout is specific to a kernel in torchao's own builds; "
                 "quantize the float model with Int8DynamicActivationInt4WeightConfig"
             )
         return packed_by_aten(qdata, scale_and_zero, block_size, shape, scale_and_zero.dtype)
@@ -143,8 +143,8 @@ class Int4OpaqueTensor(View):
         """As :meth:`Int4Tensor.from_hp`."""
         if use_hqq or kwargs:
             raise NotImplementedError(
-                f"Int4OpaqueTensor.from_hp: use_hqq and {sorted(kwargs)} are not offered; "
-                "pennyweight.quantize_(model, config, algorithm='hqq') chooses the numbers of a model that way"
+                f"Int4OpaqueTensor.from_hp: use_hqq and {sorted(kwargs)} are not supported; "
+                "pennyweight.quantize_(model, config, algorithm='hqq') quantizes a model with HQQ"
             )
         return Int4Tensor.from_hp(w, block_size)
 

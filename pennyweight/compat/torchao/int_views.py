@@ -1,4 +1,4 @@
-"""torchao's integer weights of one code a byte: Int8Tensor, IntxUnpackedToInt8Tensor."""
+"""torchao's integer weights with one code per byte: Int8Tensor, IntxUnpackedToInt8Tensor."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 
 class QuantizeTensorKwargs:
-    """Base of what says how an activation is quantized."""
+    """Base of the activation quantization kwargs."""
 
 
 @dataclass
 class QuantizeTensorToInt8Kwargs(QuantizeTensorKwargs):
-    """An int8 activation, of one scale a row (PerRow) or in all (PerTensor); ``reduce_range``: 7 bits of it."""
+    """An int8 activation with a scale per row (PerRow) or per tensor (PerTensor); ``reduce_range``: only 7 bits."""
 
     granularity: Granularity
     mapping_type: MappingType = MappingType.SYMMETRIC
@@ -41,13 +41,13 @@ class QuantizeTensorToInt8Kwargs(QuantizeTensorKwargs):
 
 
 class IntxUnpackedToInt8TensorActivationQuantization(str, Enum):  # noqa: UP042 - torchao's own kind
-    """int8, asymmetric, one scale and zero point a token."""
+    """int8, asymmetric, one scale and zero point per token."""
 
     INT8_ASYM_PER_TOKEN = "int8_asym_per_token"
 
 
 def _plain_integers(w: QT) -> bool:
-    """Whole blocks of integer codes under plain scales, with no real offset."""
+    """Whole blocks of integer codes with plain scales, without a real offset."""
     spec = w.spec
     return (
         spec.format.kind == "int" and spec.format is not TERNARY and isinstance(spec.scale, torch.dtype)
@@ -56,7 +56,7 @@ def _plain_integers(w: QT) -> bool:
 
 
 def _int8_activation(act: ActivationSpec | None) -> bool:
-    """Whether an Int8Tensor can say so."""
+    """Whether an Int8Tensor can represent this activation."""
     if act is None:
         return True
     spec = act.spec
@@ -68,12 +68,12 @@ def _int8_activation(act: ActivationSpec | None) -> bool:
 def _settled(scale: Tensor | None, what: str) -> Tensor | None:
     """A static activation's number: ours has one for the whole input."""
     if scale is not None and scale.numel() != 1:
-        raise ValueError(f"{what} of shape {tuple(scale.shape)}: a static activation has one for the whole input")
+        raise ValueError(f"{what} of shape {tuple(scale.shape)}: a static activation must have one per tensor")
     return None if scale is None else scale.detach().reshape(1)
 
 
 class Int8Tensor(View):
-    """int8 codes, a float32 scale a row, group or tensor, optionally zero points and an int8 activation."""
+    """int8 codes, a float32 scale per row, group or tensor, optionally zero points and an int8 activation."""
 
     tensor_data_names = ["qdata", "scale"]  # noqa: RUF012
     tensor_attribute_names = ["block_size", "dtype"]  # noqa: RUF012
@@ -101,7 +101,7 @@ class Int8Tensor(View):
             raise AssertionError(f"qdata must be int8, got {qdata.dtype}")
         if act_pre_scale is not None:
             raise NotImplementedError(
-                "act_pre_scale (AWQ, SmoothQuant) is not offered yet; fold it into the layer before"
+                "act_pre_scale (AWQ, SmoothQuant) is not supported yet; fold it into the layer before"
             )
         lo, hi = (-64, 63) if reduce_range else (-128, 127)
         act, static, zero = None, None, None
@@ -130,7 +130,7 @@ class Int8Tensor(View):
         act_quant_zero_point: Tensor | None = None, act_pre_scale: Tensor | None = None,
         reduce_range: bool | None = False,
     ) -> QT:  # fmt: skip
-        """Round-to-nearest of a float tensor; ``scale`` and ``zero_point`` given are used as they are."""
+        """Round-to-nearest of a float tensor; ``scale`` and ``zero_point`` are used unchanged if given."""
         block = list(get_block_size(tuple(hp_tensor.shape), granularity))
         lo, hi = (-64, 63) if reduce_range else (-128, 127)
         if scale is None:
@@ -182,7 +182,8 @@ _PER_TOKEN = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN
 
 
 class IntxUnpackedToInt8Tensor(View):
-    """int1 to int8 codes, one an int8, with a scale and a zero point a block; optionally int8 activations per token."""
+    """int1 to int8 codes, one per int8, with a scale and zero point per block; optionally int8 activations per
+    token."""
 
     tensor_data_names = ["qdata", "scale", "zero_point"]  # noqa: RUF012
     tensor_attribute_names = ["target_dtype", "block_size", "dtype", "activation_quantization"]  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""Ranges of integer dtypes, and which elements share a scale in torchao's words: block_size, one number an axis."""
+"""Ranges of integer dtypes, and torchao's block_size: one number per axis, the elements that share a scale."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _DTYPE_TO_BIT_WIDTH: dict[Any, int] = {
 
 
 def require(ok: bool, message: str) -> None:
-    """AssertionError, which is what torchao raises for wrong arguments; also under ``python -O``."""
+    """Raise AssertionError, as torchao does for wrong arguments; also under ``python -O``."""
     if not ok:
         raise AssertionError(message)
 
 
 def stored_dtype(dtype: Any) -> torch.dtype:
-    """The dtype whose elements hold codes of ``dtype``: bytes for what is smaller than one."""
+    """The dtype that stores codes of ``dtype``: bytes for sub-byte dtypes."""
     if dtype in _SUB_BYTE_UINT_BOUNDS:
         return torch.uint8
     return torch.int8 if dtype in _SUB_BYTE_INT_BOUNDS else dtype
@@ -60,7 +60,7 @@ def stored_dtype(dtype: Any) -> torch.dtype:
 def _get_and_check_qmin_qmax(dtype: Any, quant_min: float | None, quant_max: float | None) -> tuple[Any, Any]:
     """quant_min and quant_max, by default the range of ``dtype``.
 
-    Raises ValueError for a dtype that holds no codes, AssertionError for a bound outside its range.
+    Raises ValueError for a dtype without codes, AssertionError for a bound outside its range.
     """
     if dtype in FP8_TYPES:
         low: float = torch.finfo(dtype).min
@@ -77,10 +77,10 @@ def _get_and_check_qmin_qmax(dtype: Any, quant_min: float | None, quant_max: flo
 
 
 def _get_reduction_params(block_size: Sequence[int], input_size: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The shape in which to view a tensor so that each block lies on axes of its own, and those axes.
+    """The shape in which to view a tensor so that each block has its own axes, and those axes.
 
-    An axis of n elements in blocks of b becomes (n / b, b), reduced over the second; it stays one axis where b is n
-    (reduced) or 1 (kept). -1 is the whole axis. Raises AssertionError where a block does not divide its axis.
+    An axis of n elements in blocks of b becomes (n / b, b), reduced over the second; it stays one axis if b is n
+    (reduced) or 1 (kept). -1 is the whole axis. Raises AssertionError if a block does not divide its axis.
     """
     require(
         len(block_size) == len(input_size),
@@ -104,9 +104,9 @@ def _get_reduction_params(block_size: Sequence[int], input_size: Sequence[int]) 
 
 
 def block_view(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int], list[int]]:
-    """x with its blocks on axes of their own, those axes, and the shape that parameters have against it.
+    """x with its blocks on separate axes, those axes, and the broadcast shape of parameters.
 
-    Copies where the strides of x admit no view.
+    Copies if the strides of x do not allow a view.
     """
     require(len(block_size) == x.dim(), f"Got input dim:{x.dim()}, block_size: {tuple(block_size)}: one number an axis")
     shape, reduced = _get_reduction_params(block_size, x.shape)
@@ -114,12 +114,12 @@ def block_view(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int],
 
 
 def spread(part: Tensor, shape: list[int], name: str) -> Tensor:
-    """A parameter in the shape that it has against a block view. Raises RuntimeError where it has not one a block."""
+    """A parameter in its broadcast shape for a block view. Raises RuntimeError unless it has one value per block."""
     blocks = 1
     for n in shape:
         blocks = blocks * n
     if part.numel() != blocks:
-        raise RuntimeError(  # worded as torch's own for a view, which is what callers match
+        raise RuntimeError(  # the wording of torch's view error, which callers match
             f"{name}: shape '{shape}' is invalid for input of size {part.numel()}; block_size makes {blocks} blocks"
         )
     return part.reshape(shape)
@@ -128,7 +128,7 @@ def spread(part: Tensor, shape: list[int], name: str) -> Tensor:
 def get_block_size(input_shape: Sequence[int], granularity: Granularity) -> tuple[int, ...]:
     """block_size of a granularity, for a tensor of this shape.
 
-    Raises AssertionError where a group or block does not divide the shape, ValueError for what is no granularity.
+    Raises AssertionError where a group or block does not divide the shape, ValueError for an unsupported granularity.
     """
     shape = tuple(input_shape)
     if isinstance(granularity, PerTensor):

@@ -20,8 +20,8 @@ def _saturates() -> bool:
 def safe_int_mm(input: Tensor, mat2: Tensor) -> Tensor:
     """input @ mat2 in int32, exact. input: int8 [M, K]; mat2: int8 [K, N], any strides, same device.
 
-    ``torch._int_mm`` where its sums are right; else float64, which holds every sum of products of bytes, up to
-    K = 2**37. Other integer dtypes are multiplied in int32. Raises AssertionError for tensors on two devices.
+    Uses ``torch._int_mm`` where its sums are exact; else float64, which represents every sum of products of bytes, up
+    to K = 2**37. Other integer dtypes are multiplied in int32. Raises AssertionError for tensors on two devices.
     """
     require(
         mat2.device == input.device,
@@ -37,7 +37,7 @@ def safe_int_mm(input: Tensor, mat2: Tensor) -> Tensor:
 
 
 def _cuda_int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """``torch._int_mm`` with what cuBLAS asks for made good with zeros: more than 16 rows, K and N multiples of 8."""
+    """``torch._int_mm`` with zero padding to cuBLAS's requirements: more than 16 rows, K and N multiples of 8."""
     (m, k), n = a.shape, b.shape[1]
     rows, deep, wide = max(17 - m, 0), max(-k % 8, 8 if k == 0 else 0), -n % 8
     if rows or deep:

@@ -1,4 +1,4 @@
-"""torchao's quantizers by module swap: layers with plain buffers, and what puts them in place of linear ones."""
+"""torchao's quantizers by module swap: layers with plain buffers, and the quantizers that insert them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _PER_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True), "dynamic", 
 
 
 class Quantizer:
-    """What turns a model into a quantized one."""
+    """Quantizes a model."""
 
     def quantize(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         raise NotImplementedError
 
 
 class TwoStepQuantizer:
-    """What prepares a model for training, and converts it afterwards."""
+    """Prepares a model for training, and converts it afterwards."""
 
     def prepare(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         raise NotImplementedError
@@ -43,12 +43,12 @@ class TwoStepQuantizer:
 
 
 def _fits(k: int, groupsize: int = 1, inner_k_tiles: int | None = None) -> bool:
-    """Whether torchao takes K as it is: whole groups, and whole tiles of 16 rows where there are tiles."""
+    """Whether torchao supports this K unchanged: whole groups, and whole tiles of 16 rows if there are tiles."""
     return k % groupsize == 0 and (inner_k_tiles is None or k % (inner_k_tiles * 16) == 0)
 
 
 class _Buffers(nn.Module):
-    """A linear layer whose weight is made of its buffers, anew when one of them has changed."""
+    """A linear layer whose weight is built from its buffers, and rebuilt when one of them changes."""
 
     _made: tuple[Any, Tensor] | None = None
 
@@ -66,9 +66,9 @@ class _Buffers(nn.Module):
 
 
 class Int8DynActInt4WeightLinear(_Buffers):
-    """int4 codes [out, in] in int8, scales and zeros [out, in / groupsize], under int8 activations per token.
+    """int4 codes [out, in] in int8, scales and zeros [out, in / groupsize], with int8 activations per token.
 
-    The buffers are torchao's, so its state dicts load; beside them stands the weight packed for the kernel.
+    The buffers are torchao's, so its state dicts load; the weight packed for the kernel is stored in addition.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ def linear_forward_8da4w(
     x: Tensor, weight_int8: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor, out_features: int,
     groupsize: int,    output_precision: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """x in int8 per token, times int4 codes under scales of groups."""
+    """x in int8 per token, times int4 codes with group scales."""
     w = int_codes(weight_int8, scales, zeros, (1, groupsize), output_precision, -8, 7, act=_PER_TOKEN)
     return F.linear(x, w, bias).to(output_precision)
 
 
 class Int8DynActInt4WeightQuantizer(Quantizer):
-    """Puts :class:`Int8DynActInt4WeightLinear` in place of each linear layer whose inputs are whole groups."""
+    """Replaces each linear layer whose inputs are whole groups by :class:`Int8DynActInt4WeightLinear`."""
 
     def __init__(
         self, groupsize: int = 256, padding_allowed: bool = False, precision: torch.dtype = torch.float32,
@@ -158,7 +158,7 @@ class WeightOnlyInt4Linear(_Buffers):
         if dtype is not None:
             raise ValueError("Please specify 'precision' instead of 'dtype'")
         if torch.device(device or "cpu").type != "cpu":
-            raise NotImplementedError(f"WeightOnlyInt4Linear on {device}: it is for a CPU; use Int4WeightOnlyConfig()")
+            raise NotImplementedError(f"WeightOnlyInt4Linear on {device}: CPU only; use Int4WeightOnlyConfig()")
         self.origin_in_features = in_features
         self.padding = not _fits(in_features, groupsize, inner_k_tiles)
         in_features = -(-in_features // 1024) * 1024 if self.padding else in_features
@@ -191,7 +191,7 @@ def linear_forward_int4(
 
 
 class Int4WeightOnlyQuantizer(Quantizer):
-    """Puts :class:`WeightOnlyInt4Linear` in place of each linear layer without bias. ``device`` defaults to the CPU."""
+    """Replaces each linear layer without bias by :class:`WeightOnlyInt4Linear`. ``device`` defaults to the CPU."""
 
     def __init__(
         self, groupsize: int = 256, padding_allowed: bool = True, inner_k_tiles: int | None = 8,
@@ -204,14 +204,14 @@ class Int4WeightOnlyQuantizer(Quantizer):
 
     @torch.no_grad()
     def quantize(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The model, changed in place. Layers that do not fit are padded, or left alone with a warning."""
+        """The model, changed in place. Layers that do not fit are padded, or skipped with a warning."""
 
         def swap(old: Any) -> nn.Module:
             if old.bias is not None:
                 return old
             if not _fits(old.in_features, self.groupsize, self.inner_k_tiles) and not self.padding_allowed:
                 warnings.warn(
-                    f"a layer of {old.in_features} inputs stays as it is: they are no whole groups of {self.groupsize} "
+                    f"a layer of {old.in_features} inputs is not quantized: not whole groups of {self.groupsize} "
                     f"in tiles of {self.inner_k_tiles} times 16; padding_allowed=True pads them",
                     stacklevel=2,
                 )

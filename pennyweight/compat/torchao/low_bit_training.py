@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Int8WeightOnlyQuantizedTrainingConfig(Int8WeightOnlyTrainingConfig):
-    """Weights that are int8 while they train. torchao's steps round by chance always; here the optimizers of
+    """Weights that stay int8 during training. torchao always rounds the update stochastically; here the optimizers of
     ``torchao.optim`` do, others within ``pennyweight.training.stochastic_rounding(step)``."""
 
 
@@ -57,4 +57,4 @@ def quantize_bitnet_weight(w: Tensor, scale: Tensor, eps: float = 1e-5) -> Tenso
 
 
 def precompute_bitnet_scale_for_fsdp(module: nn.Module) -> None:
-    """Nothing: the scale is that of the weight as it is gathered."""
+    """No-op: the scale is computed from the gathered weight."""

@@ -1,6 +1,6 @@
-"""The module tree of torchao, of every release from 0.8 to 0.18: which files here the names of each module come from.
+"""The module tree of torchao for all releases from 0.8 to 0.18: module -> files here with its names.
 
-A module has all names of its files, which is what "names of all eras at once" means: more than any release had.
+A module exposes all names of its files, so it has the names of all releases at once: more than any single release.
 """
 
 from __future__ import annotations

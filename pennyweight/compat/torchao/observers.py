@@ -1,4 +1,4 @@
-"""Observers: modules that watch tensors pass and choose quantization parameters from what they saw."""
+"""Observers: modules that record statistics of tensors and choose quantization parameters from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class _PartialWrapper:
-    """A class with some of its arguments, called for an instance; ``with_args`` adds more of them."""
+    """A class with some arguments bound; ``with_args`` binds more of them."""
 
     def __init__(self, p: Any) -> None:
         self.p = p
@@ -46,7 +46,7 @@ def _with_args(cls_or_self: Any, *args: Any, **kwargs: Any) -> _PartialWrapper:
 
 
 class AffineQuantizedObserverBase(ABC, nn.Module):
-    """An observer: called with a tensor it returns the tensor itself, having noted what it needs.
+    """An observer: called with a tensor, it records statistics and returns the tensor.
 
     The arguments are those of :func:`pennyweight.compat.torchao.primitives.choose_qparams_affine`, and a granularity.
     ``Observer.with_args(..)`` is a factory. Raises AssertionError without a granularity, ValueError for a domain None.
@@ -83,10 +83,10 @@ class AffineQuantizedObserverBase(ABC, nn.Module):
 
     @abstractmethod
     def calculate_qparams(self) -> tuple[Tensor, Any]:
-        """(scale, zero_point) from what was seen."""
+        """(scale, zero_point) from the recorded statistics."""
 
     def _range(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Least and greatest element of each block."""
+        """Minimum and maximum of each block."""
         x = input.detach()
         view, reduced, _ = block_view(x, get_block_size(x.shape, self.granularity))
         if not reduced:
@@ -109,9 +109,9 @@ class AffineQuantizedObserverBase(ABC, nn.Module):
 
 
 class AffineQuantizedMinMaxObserver(AffineQuantizedObserverBase):
-    """Parameters of the least and greatest element that each block ever had.
+    """Parameters from the running minimum and maximum of each block.
 
-    Raises AssertionError where a tensor makes another number of blocks than before; empty ones are passed over.
+    Raises AssertionError if the number of blocks changes; empty tensors are ignored.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class AffineQuantizedMinMaxObserver(AffineQuantizedObserverBase):
 
 
 class AffineQuantizedFixedQParamObserver(AffineQuantizedObserverBase):
-    """Parameters that are given: buffers ``scale`` and ``zero_point``, default 1 and 0."""
+    """Fixed parameters: buffers ``scale`` and ``zero_point``, default 1 and 0."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class AffineQuantizedFixedQParamObserver(AffineQuantizedObserverBase):
 class AffineQuantizedMSEObserver(AffineQuantizedObserverBase):
     """Ranges -r..r of least mean squared error, r = absmax * i / steps of each block, i from 1 to ``steps``.
 
-    Those of the last tensor seen; with ``run_once`` of the first. Source: arXiv 2209.13325.
+    Computed from the last tensor; with ``run_once`` from the first. Source: arXiv 2209.13325.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Counting the operators that a model runs, by module and shapes."""
+"""Counts the operators that a model runs, by module and shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _current: list[str | None] = [None]
 
 
 def _apply_logging_hook(model: nn.Module) -> None:
-    """Let each module of ``model`` say that it is the one running, when it starts. Not for several threads."""
+    """Make each module of ``model`` record itself as the running one when it starts. Not thread-safe."""
 
     def entering(name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:

@@ -1,7 +1,7 @@
-"""torchao.optim: optimizers with states of few bits. Ours, under the same names and arguments.
+"""torchao.optim: low-bit optimizers. Ours, under the same names and arguments.
 
-States are quantized tensors of ours. The numbers of second moments are not torchao's (docs/optimizers.md), nor are
-the blocks of the 4-bit ones unless ``block_size`` is given; a learning rate need not be a tensor.
+States are our quantized tensors. The formats of second moments differ from torchao's (docs/optimizers.md), as do the
+block sizes of 4-bit states unless ``block_size`` is given; a learning rate need not be a tensor.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ __all__ = [
 
 
 class _AdamW(AdamW8bit):
-    """AdamW with float32 states, for parameters that are quantized themselves: torch.optim's bits for those that are
-    not."""
+    """AdamW with float32 states, for quantized parameters; bit-identical to torch.optim for the others."""
 
     LEAST = math.inf
 

@@ -1,7 +1,7 @@
-"""torchao's pieces of a quantized weight to ours and back: codes, scales and zero points as torchao lays them out.
+"""Converts torchao's parts of a quantized weight to ours and back: codes, scales and zero points in torchao's layout.
 
-Every class of torchao that holds integers says the same in other words: codes, one scale a block, and a zero point that
-is None, integers, or ("float domain") the real value of the middle code. Here that becomes a QuantSpec and its parts.
+All integer classes of torchao have the same content: codes, one scale per block, and a zero point that is None,
+integers, or ("float domain") the real value of the middle code. Here it is converted to a QuantSpec and its parts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
 def int_format(lo: int, hi: int, signed: bool) -> Format:
-    """The narrowest of ours that holds the codes lo..hi. Raises ValueError where none does."""
+    """Our narrowest format for the codes lo..hi. Raises ValueError if there is none."""
     for fmt in sorted(all_formats(), key=lambda f: f.bits):
         if fmt.kind == "int" and fmt.name.startswith("int" if signed else "uint") and fmt.lo <= lo and hi <= fmt.hi:
             return fmt
@@ -46,9 +46,9 @@ def int_format(lo: int, hi: int, signed: bool) -> Format:
 
 
 def block_of(block_size: Sequence[int], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """torchao's block_size, one number an axis, as a block of ours."""
+    """torchao's block_size, one number per axis, as our block."""
     if len(block_size) != len(shape):
-        raise AssertionError(f"block_size {list(block_size)} has not one number for each axis of {list(shape)}")
+        raise AssertionError(f"block_size {list(block_size)} needs one number for each axis of {list(shape)}")
     for i, (b, n) in enumerate(zip(block_size, shape, strict=True)):
         if b < -1 or (b == 0 and n) or (b > 0 and n % b):
             raise AssertionError(f"block_size {list(block_size)} does not divide the shape {list(shape)} at axis {i}")
@@ -69,16 +69,16 @@ def int_codes(
 ) -> AffineQuantizedTensor:  # fmt: skip
     """x = (qdata - zero_point) * scale, or with ``real`` (qdata - mid) * scale + zero_point, mid = (lo + hi + 1) / 2.
 
-    qdata: one code an element, int8 or uint8. scale, zero_point: one a block, in any shape of that many. A zero point
-    that is all zero, or all mid, is not stored. Float zero points that are no codes become offsets -zero_point * scale.
-    Raises ValueError for codes outside lo..hi, which packing would cut off, and for parts that are not one a block or
-    not finite.
+    qdata: one code per element, int8 or uint8. scale, zero_point: one per block, in any shape with that many elements.
+    A zero point that is all zero, or all mid, is not stored. Non-integer zero points become offsets -zero_point *
+    scale. Raises ValueError for codes outside lo..hi, which packing would truncate, and for parts that are not finite
+    or not one per block.
     """
     shape = tuple(qdata.shape)
     fmt = int_format(lo, hi, qdata.dtype is not torch.uint8)
     if (lo, hi) != _RANGES.get(qdata.dtype) and not _holds(qdata, lambda q: (q >= lo) & (q <= hi)):
         least, most = int(qdata.min()), int(qdata.max())
-        raise ValueError(f"codes of {list(shape)} go from {least} to {most}; {fmt} takes {lo} to {hi}")
+        raise ValueError(f"codes of {list(shape)} range from {least} to {most}; {fmt} supports {lo} to {hi}")
     mine = block_of(block, shape)
     scale = _one_a_block(scale, "scale", mine, shape)
     spec = QuantSpec(fmt, mine, scale.dtype)
@@ -115,31 +115,31 @@ _RANGES = {torch.int8: (-128, 127), torch.uint8: (0, 255)}
 
 
 def _holds(t: Tensor, condition: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a condition is true of every element; true where they cannot be read."""
+    """Whether a condition is true for every element; true if they cannot be read."""
     return t.is_meta or bool(condition(t).all())
 
 
 def _one_a_block(part: Tensor, name: str, block: tuple[int, ...] | None, shape: tuple[int, ...]) -> Tensor:
-    """A part in the shape that ours has. Raises ValueError unless it is one finite number a block."""
+    """A part in our shape. Raises ValueError unless it has one finite number per block."""
     counts = blocks.counts(block, shape)
     if part.numel() != math.prod(counts):
-        raise ValueError(f"{name} is {list(part.shape)}; blocks {block} of {list(shape)} are {list(counts)}")
+        raise ValueError(f"{name} is {list(part.shape)}; blocks {block} of {list(shape)} need {list(counts)}")
     if name == "scale" and part.dtype not in DTYPES.values():
         raise ValueError(f"scale must be one of {', '.join(DTYPES)}, got {part.dtype}")
     if part.is_floating_point() and not _holds(part, torch.isfinite):
-        raise ValueError(f"{name} of {list(shape)} holds NaN or inf")
+        raise ValueError(f"{name} of {list(shape)} contains NaN or inf")
     return part.reshape(counts)
 
 
 def _are_codes(t: Tensor, fmt: Format) -> bool:
-    """Whether these are whole numbers within the format; integers are taken on trust where they cannot be read."""
+    """Whether these are integers within the format; assumed for integer tensors that cannot be read."""
     if t.is_meta:
         return not t.is_floating_point()
     return _holds(t, lambda z: (z >= fmt.lo) & (z <= fmt.hi) & (z == z.to(torch.int32)))
 
 
 def whole(w: AffineQuantizedTensor) -> bool:
-    """Whether blocks divide the tensor, so that no code is padding. From the spec alone: nothing is unpacked."""
+    """Whether blocks divide the tensor, so that no code is padding. Derived from the spec: nothing is unpacked."""
     return blocks.padded(w.spec.block, w.stored_shape) == w.stored_shape
 
 
@@ -157,7 +157,7 @@ def part(w: AffineQuantizedTensor, slot: str) -> Tensor | None:
 
 
 def zero_points(w: AffineQuantizedTensor) -> Tensor | None:
-    """What torchao's classes have for the zero point of a weight: our stored one, or zeros (or mids) of its shape."""
+    """The zero point in torchao's classes: our stored one, or zeros (or mids) of its shape."""
     zero, scale = part(w, "zero_point"), part(w, "scale")
     if zero is not None or scale is None:
         return zero
@@ -165,5 +165,5 @@ def zero_points(w: AffineQuantizedTensor) -> Tensor | None:
 
 
 def ready(w: AffineQuantizedTensor) -> AffineQuantizedTensor:
-    """w packed for the kernel that will run it: what a weight of a model is, rather than one made by hand."""
+    """w packed for its kernel, like a weight of a model."""
     return prepare(w) if w.ndim == 2 and w.axes is None and not w.is_meta else w

@@ -1,4 +1,4 @@
-"""torch.load of files that torchao wrote: which of its names a pickle may hold, and what each becomes."""
+"""Loads torch.load files written by torchao: the allowed names in a pickle, and their counterparts here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _W = f"{_Q}.quantize_.workflows"
 
 
 def _mapping_type(value: Any) -> granularity.MappingType:
-    """Their enum counts from one."""
+    """torchao's enum starts at one."""
     return list(granularity.MappingType)[value - 1] if isinstance(value, int) else granularity.MappingType(value)
 
 
@@ -27,7 +27,7 @@ def _at(homes: str, source: Any, *names: str) -> Iterator[tuple[str, Any]]:
             yield f"{home}.{name}", getattr(source, name)
 
 
-# Name in a pickle, below "torchao" -> what it means here.
+# Name in a pickle, below "torchao" -> its counterpart here.
 GLOBALS: dict[str, Any] = dict(
     (
         *_at(f"{_Q} {_W} {_W}.int8.int8_tensor", int_views, "Int8Tensor", "QuantizeTensorToInt8Kwargs"),
@@ -63,6 +63,6 @@ GLOBALS: dict[str, Any] = dict(
 
 
 def allow(name: str) -> None:
-    """Let torch.load(weights_only=True) take these names, under the name of the library."""
-    assert attributes.ATTRIBUTES  # what is loaded answers to torchao's attributes too
+    """Allow these names in torch.load(weights_only=True), under the name of the library."""
+    assert attributes.ATTRIBUTES  # loaded tensors have torchao's attributes
     torch.serialization.add_safe_globals([(value, f"{name}.{path}") for path, value in GLOBALS.items()])

@@ -1,7 +1,7 @@
-"""Affine quantization of plain tensors under torchao's names and with its bits.
+"""Affine quantization of plain tensors, bit-compatible with torchao, under its names.
 
-Arguments of all releases are accepted: also ``zero_point_domain`` of 0.11 and before. Where releases differ in numbers
-these are 0.18's: zero points are subtracted in the output's dtype.
+Accepts the arguments of all releases, including ``zero_point_domain`` of 0.11 and before. Where releases differ
+numerically, 0.18 applies: zero points are subtracted in the output's dtype.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def unclamped(
     input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_min: float,
     quant_max: float, domain: ZeroPointDomain, dtype: Any,
 ) -> Tensor:  # fmt: skip
-    """Codes in a float dtype and the shape of the input, not yet held to quant_min..quant_max; gradients pass.
+    """Codes in a float dtype, not yet clamped to quant_min..quant_max, and the shape of the input; differentiable.
 
     INT, NONE  round(x * (1 / scale)) + zero_point: a product with the reciprocal, rounded before the sum
     FLOAT      round((x - (zero_point - scale * mid)) / scale)
-    float8     not rounded: its codes are no integers
+    float8     not rounded: its codes are not integers
     """
     require(input.dtype in VALUE_DTYPES, f"Unsupported input dtype: {input.dtype}")
     view, _, shape = block_view(input, block_size)
@@ -130,7 +130,7 @@ def quantize_affine(
 
     input: float32, float16 or bfloat16, any strides. scale, zero_point: one a block, any shape of that many; a zero
     point that is None or empty counts as 0. Codes of less than a byte (``torch.uint4``, ``torch.int4``, ..) come as
-    uint8 or int8. A scale of zero sends its block to zero.
+    uint8 or int8. A scale of zero gives a block of zeros.
 
     Raises AssertionError for other input dtypes, bounds outside the dtype and blocks that do not divide the input,
     RuntimeError where scale or zero_point is not one a block, ValueError for an unknown output dtype or domain.

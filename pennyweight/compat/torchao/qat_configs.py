@@ -1,7 +1,7 @@
 """torchao.quantization.qat: its configs, over :class:`pennyweight.QATConfig`.
 
-A model is prepared and converted as ours are: modules stay themselves, and what is trained is what will run. Numbers
-are those of the config that a model is converted with, where torchao's fake quantizers have some of their own.
+Models are prepared and converted as in pennyweight: modules are kept, and training uses the deployed numerics. The
+numerics are those of the config used for conversion, where torchao's fake quantizers partly differ.
 """
 
 # ruff: noqa: UP042 - StrEnum prints the value where torchao's print the member
@@ -53,16 +53,16 @@ class FakeQuantizeConfigBase:
 
     @property
     def of_inputs(self) -> bool:
-        """Whether it makes sense of inputs alone."""
+        """Whether it supports only activations."""
         return False
 
     @property
     def weight_spec(self) -> QuantSpec:
-        raise ValueError(f"{type(self).__name__} says nothing of weights")
+        raise ValueError(f"{type(self).__name__} does not support weights")
 
     @property
     def activation_spec(self) -> ActivationSpec:
-        raise ValueError(f"{type(self).__name__} says nothing of inputs")
+        raise ValueError(f"{type(self).__name__} does not support activations")
 
 
 _NAMES = {"per_token": PerToken, "per_channel": lambda: PerAxis(0)}
@@ -144,8 +144,8 @@ class IntxFakeQuantizeConfig(FakeQuantizeConfigBase):
     def activation_spec(self) -> ActivationSpec:
         if not self.is_dynamic:
             raise ValueError(
-                "an input whose range is fixed needs a scale first: calibrate for one, take "
-                "Int8StaticActivationInt8WeightConfig(scale), and learn it by pennyweight.QATConfig(.., learn='scale')"
+                "a static activation needs a scale first: calibrate it, use "
+                "Int8StaticActivationInt8WeightConfig(scale), and learn it: pennyweight.QATConfig(.., learn='scale')"
             )
         group = self.granularity.group_size if isinstance(self.granularity, PerGroup) else -1
         asymmetric = self.mapping_type is MappingType.ASYMMETRIC
@@ -182,7 +182,7 @@ class FakeQuantizeConfig(IntxFakeQuantizeConfig):
 
 @dataclass
 class Float8FakeQuantizeConfig(FakeQuantizeConfigBase):
-    """float8 with a scale a row, or one for all. Bounds on the values that the scale is chosen from are not offered."""
+    """float8 with a scale per row or per tensor. Bounds on the range are not supported."""
 
     dtype: Any = torch.float8_e4m3fn
     granularity: Any = PerRow()  # noqa: RUF009 - frozen
@@ -195,7 +195,7 @@ class Float8FakeQuantizeConfig(FakeQuantizeConfigBase):
         if not isinstance(self.granularity, (PerRow, PerTensor)):
             raise ValueError(f"Expected PerRow or PerTensor granularity, got {self.granularity}")
         if self.hp_value_lb is not None or self.hp_value_ub is not None:
-            raise ValueError("hp_value_lb and hp_value_ub are not offered; leave them out")
+            raise ValueError("hp_value_lb and hp_value_ub are not supported; omit them")
 
     @property
     def _spec(self) -> QuantSpec:
@@ -212,7 +212,7 @@ class Float8FakeQuantizeConfig(FakeQuantizeConfigBase):
 
 @dataclass
 class Int4WeightFakeQuantizeConfig(FakeQuantizeConfigBase):
-    """int4 in groups: with an offset under bfloat16 inputs, symmetric under float8 ones."""
+    """int4 in groups: with an offset for bfloat16 inputs, symmetric for float8 inputs."""
 
     group_size: int = 128
     activation_dtype: Any = torch.float8_e4m3fn
@@ -233,8 +233,8 @@ class Int4WeightFakeQuantizeConfig(FakeQuantizeConfigBase):
 
 
 class QATConfig(Ours):
-    """As ours, with torchao's way to convert: without ``base_config`` modules become float ones again, and a base that
-    is not what was trained for is applied to them, with a warning."""
+    """Like ours, with torchao's conversion: without ``base_config`` modules become float again; a base config that
+    differs from the trained one is applied to them, with a warning."""
 
     def __init__(
         self, base_config: AOBaseConfig | None = None, activation_config: Any = None, weight_config: Any = None, *,
@@ -258,31 +258,31 @@ def _qat(model: nn.Module, config: QATConfig, quantize: Callable[..., Report]) -
     try:
         return qat(model, config, quantize)
     except TargetError as error:
-        warnings.warn(f"{error}. It is quantized anew.", stacklevel=user_level())
+        warnings.warn(f"{error}. It is requantized.", stacklevel=user_level())
     remove_fake_quant(model)
     return quantize(model, config.base_config)
 
 
 class IntXQuantizationAwareTrainingConfig(QATConfig):
-    """The older name of preparing."""
+    """The older name of the prepare step."""
 
     def __init__(self, activation_config: Any = None, weight_config: Any = None) -> None:
         super().__init__(None, activation_config, weight_config, step="prepare")
 
 
 class FromIntXQuantizationAwareTrainingConfig(QATConfig):
-    """The older name of becoming float again, to be quantized after that."""
+    """The older name of converting back to float, before quantizing."""
 
     def __init__(self) -> None:
         super().__init__(step="convert")
 
 
 class intx_quantization_aware_training(IntXQuantizationAwareTrainingConfig):
-    """The oldest name of preparing."""
+    """The oldest name of the prepare step."""
 
 
 class from_intx_quantization_aware_training(FromIntXQuantizationAwareTrainingConfig):
-    """The oldest name of becoming float again."""
+    """The oldest name of converting back to float."""
 
 
 for _kind in (
@@ -293,7 +293,7 @@ for _kind in (
 
 
 def initialize_fake_quantizers(model: nn.Module, example_inputs: tuple[Any, ...]) -> None:
-    """Nothing to be done: learned scales begin at those of the weights when a model is prepared. The model is run once,
-    as torchao does, so that inputs which do not fit are known of."""
+    """Learned scales are already initialized from the weights when a model is prepared. The model is run once, as in
+    torchao, so that unsuitable inputs raise an error."""
     with torch.no_grad():
         model(*example_inputs)

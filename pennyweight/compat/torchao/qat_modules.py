@@ -38,13 +38,13 @@ __all__ = [
 
 
 class FakeQuantizerBase(nn.Module):
-    """x -> x quantized and dequantized, the gradient passing unchanged, by a config of a fake quantizer."""
+    """Quantizes and dequantizes x with a straight-through gradient, by a fake quantization config."""
 
     def __init__(self, config: FakeQuantizeConfigBase) -> None:
         super().__init__()
         self.config, self.enabled = config, True
         if config.range_learning:
-            raise ValueError("a fake quantizer alone learns no range; prepare a layer, with range_learning")
+            raise ValueError("a separate fake quantizer cannot learn a range; prepare a layer with range_learning")
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
@@ -121,7 +121,7 @@ class TwoStepQuantizer:
 
 
 class _TwoSteps(TwoStepQuantizer):
-    """Those of one config. What a group does not divide is left alone."""
+    """Prepare and convert with one config. Layers whose size the group does not divide are skipped."""
 
     config: AOBaseConfig
     filter: Filter | None = None
@@ -133,7 +133,7 @@ class _TwoSteps(TwoStepQuantizer):
         return model
 
     def convert(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """What was prepared becomes quantized weights; modules stay what they were."""
+        """Convert prepared layers to quantized weights; modules are kept."""
         quantize_(model, QATConfig(step="convert"), self.filter or _is_linear)
         return model
 
@@ -143,7 +143,7 @@ def _is_linear(module: nn.Module, fqn: str) -> bool:
 
 
 class Int8DynActInt4WeightQATQuantizer(_TwoSteps):
-    """int4 weights in groups under int8 inputs."""
+    """int4 weights in groups with int8 inputs."""
 
     def __init__(
         self, groupsize: int = 256, padding_allowed: bool = False, precision: torch.dtype = torch.float32,
@@ -163,7 +163,7 @@ class Int4WeightOnlyQATQuantizer(_TwoSteps):
 
 
 class Float8ActInt4WeightQATQuantizer(_TwoSteps):
-    """int4 weights in groups under float8 inputs."""
+    """int4 weights in groups with float8 inputs."""
 
     def __init__(self, group_size: int | None = 64, scale_precision: torch.dtype = torch.bfloat16) -> None:
         self.config = Float8DynamicActivationInt4WeightConfig(group_size=64 if group_size is None else group_size)

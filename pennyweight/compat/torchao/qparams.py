@@ -1,7 +1,7 @@
-"""Choosing scales and zero points of plain tensors under torchao's names and with its bits.
+"""Chooses scales and zero points of plain tensors, bit-compatible with torchao, under its names.
 
-Arguments of all releases are accepted: ``keepdim`` of the newest, ``preserve_zero`` and ``zero_point_domain`` of 0.11
-and before. Scales have the smallest normal number of the input's dtype as their floor, as in 0.18 (before, its machine
+Accepts the arguments of all releases: ``keepdim`` of the newest, ``preserve_zero`` and ``zero_point_domain`` of 0.11
+and before. The minimum scale is the smallest normal number of the input's dtype, as in 0.18 (before: its machine
 epsilon).
 """
 
@@ -42,12 +42,12 @@ class _Round(torch.autograd.Function):
 
 
 def straight_round(x: Tensor) -> Tensor:
-    """:class:`_Round`, without the detour through autograd where nothing is recorded."""
+    """:class:`_Round`, without autograd overhead if nothing is recorded."""
     return _Round.apply(x) if x.requires_grad and torch.is_grad_enabled() else x.round()
 
 
 def check_domain(domain: Any) -> None:
-    """Raises ValueError for what is no ZeroPointDomain."""
+    """Raises ValueError for anything but a ZeroPointDomain."""
     if domain is None:
         raise ValueError("Please use ZeroPointDomain.NONE instead of None")
     if not isinstance(domain, ZeroPointDomain):
@@ -137,7 +137,7 @@ def choose_qparams_affine(
 ) -> tuple[Tensor, Any]:
     """(scale, zero_point) of each block, computed in the dtype of the input.
 
-    low, high: least and greatest element of the block, with zero included unless ``preserve_zero=False``.
+    low, high: minimum and maximum of the block, with zero included unless ``preserve_zero=False``.
 
     SYMMETRIC                  scale = max(-low, high) / ((quant_max - quant_min) / 2), zero_point the middle code
     SYMMETRIC_NO_CLIPPING_ERR  scale = max(low / quant_min, high / quant_max), zero_point the middle code
@@ -148,7 +148,7 @@ def choose_qparams_affine(
 
     eps: floor of the scale, default the smallest normal number of the input's dtype. scale_dtype: default the input's.
     zero_point_dtype: default int32, in the float domain the input's. Shapes: axes inside a block are dropped, or with
-    ``keepdim`` one entry a block on each axis. Ten positional arguments are refused, because the tenth is ``keepdim``
+    ``keepdim`` one entry a block on each axis. Ten positional arguments are rejected, because the tenth is ``keepdim``
     in new releases and ``preserve_zero`` in old ones; of eleven the last two are preserve_zero and zero_point_domain.
 
     Raises AssertionError where a block does not divide its axis or a bound is outside the dtype, and ValueError for

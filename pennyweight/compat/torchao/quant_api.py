@@ -1,4 +1,4 @@
-"""torchao.quantization.quant_api: ``quantize_`` and what goes with it, over ours."""
+"""torchao.quantization.quant_api: ``quantize_`` and related functions, over ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "_is_linear", "_replace_with_custom_fn_if_matches_filter", "autoquant", "fqn_matches_fqn_config",
     "quantize_", "register_quantize_module_handler", "swap_conv2d_1x1_to_linear",
 ]  # fmt: skip
-assert attributes.ATTRIBUTES  # quantized weights answer to torchao's attributes
+assert attributes.ATTRIBUTES  # attaches torchao's attributes to quantized weights
 
 Filter = Callable[[nn.Module, str], bool]
 register_quantize_module_handler = module_handlers.register_quantize_module_handler
@@ -42,13 +42,14 @@ def quantize_(
     apply_tensor_subclass: Callable[[nn.Module], nn.Module] | None = None,
     **kwargs: Any,
 ) -> Report | None:
-    """As :func:`pennyweight.quantize_`, with torchao's arguments of every release. Returns our report.
+    """Like :func:`pennyweight.quantize_`, with torchao's arguments of every release. Returns our report.
 
-    filter_fn              None, or its default, with FqnToConfig, which names its layers itself
-    set_inductor_config    taken and not acted on: no process-wide setting is changed
+    filter_fn              None, or its default, with FqnToConfig, which selects layers by name
+    set_inductor_config    accepted and ignored: no process-wide setting is changed
     apply_tensor_subclass  0.8's name of ``config``
 
-    A filter that picks nothing leaves the model as it is and returns None, as torchao does; ours alone would say so.
+    A filter that matches nothing leaves the model unchanged and returns None, as in torchao; ours alone raises an
+    error.
     """
     if isinstance(set_inductor_config, (str, torch.device)):  # the fourth argument is the device, since 0.10
         set_inductor_config, device = None, set_inductor_config
@@ -59,7 +60,7 @@ def quantize_(
         raise TypeError(f"quantize_ needs a config such as Int8WeightOnlyConfig(), got {config!r}")
     if isinstance(config, FqnToConfig):
         if filter_fn not in (None, _is_linear, is_linear):
-            raise ValueError("FqnToConfig names its layers itself; leave filter_fn out")
+            raise ValueError("FqnToConfig selects layers by name; omit filter_fn")
         return _quantize_(model, config, None, device, **kwargs)
     chosen = filter_fn if filter_fn is not None else _is_linear
     if not any(chosen(module, name) for name, module in model.named_modules()):
@@ -72,7 +73,7 @@ def quantize_(
 
 
 class _ExtraRepr:
-    """What a linear layer prints of itself: its weight too, as in torchao. A class, so that layers can be pickled."""
+    """extra_repr of a linear layer that includes its weight, as in torchao. A class, so that layers can be pickled."""
 
     def __init__(self, module: nn.Linear) -> None:
         self.module = module
@@ -91,8 +92,8 @@ def _replace_with_custom_fn_if_matches_filter(
     model: nn.Module, replacement_fn: Callable[..., nn.Module], filter_fn: Filter, cur_fqn: str = "",
     device: torch.device | str | None = None, extra_args: tuple[Any, ...] = (),
 ) -> nn.Module:  # fmt: skip
-    """The model with ``replacement_fn(module, *extra_args)`` in place of each module that the filter picks, names as
-    ``cur_fqn`` and on; a module that is replaced is not looked into."""
+    """The model with ``replacement_fn(module, *extra_args)`` in place of each module that the filter matches, names
+    prefixed by ``cur_fqn``; does not descend into replaced modules."""
     if filter_fn(model, cur_fqn.removesuffix(".")):
         return replacement_fn(model if device is None else model.to(device), *extra_args)
     for name, child in list(model.named_children()):
@@ -116,7 +117,7 @@ class _Permuted(nn.Module):
 
 
 def swap_conv2d_1x1_to_linear(model: nn.Module, filter_fn: Filter | None = None) -> None:
-    """Put a linear layer in place of each 1x1 convolution of stride one, without groups, padding or dilation."""
+    """Replace by a linear layer each 1x1 convolution of stride one, without groups, padding or dilation."""
 
     def pick(m: nn.Module, fqn: str) -> bool:
         if not isinstance(m, nn.Conv2d) or (filter_fn is not None and not filter_fn(m, fqn)):
@@ -140,19 +141,19 @@ def autoquant(
 ) -> nn.Module:  # fmt: skip
     """The fastest of float, int8 weight-only and int8-dynamic for each linear layer, as measured here.
 
-    ``example_input`` gives the numbers of rows; ``min_sqnr`` in dB refuses what errs more. Other arguments are
-    torchao's and change nothing. Raises ValueError without an example input: torchao takes the first call's instead.
+    ``example_input`` determines the number of rows; ``min_sqnr`` in dB rejects larger errors. Other arguments are
+    torchao's and ignored. Raises ValueError without an example input: torchao uses the first call's instead.
     """
     from ...quantize.configs import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
     from ...quantize.recommend_config import recommend
 
     if example_input is None:
         raise ValueError(
-            "autoquant(model, example_input): an input is needed to measure with; pass a tuple of arguments"
+            "autoquant(model, example_input): an example input is required for measuring; pass a tuple of arguments"
         )
     if manual or kwargs:
         raise NotImplementedError(
-            f"autoquant: manual=True and {sorted(kwargs)} are not offered; see pennyweight.recommend"
+            f"autoquant: manual=True and {sorted(kwargs)} are not supported; see pennyweight.recommend"
         )
     inputs = example_input if isinstance(example_input, (tuple, list)) else (example_input,)
     error = None if min_sqnr is None else 10 ** (-min_sqnr / 20)

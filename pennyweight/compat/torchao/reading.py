@@ -1,4 +1,4 @@
-"""Checkpoints that torchao wrote, as pw.open gives them: flattened safetensors, and pickles where they are allowed."""
+"""Reads torchao checkpoints for pw.open: flattened safetensors, and pickles if allowed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from . import pickles
 from .safetensors_state import unflatten_tensor_state_dict
 
 FORMAT = "torchao"
-_MAX_TEXT, _MAX_DEPTH = 1 << 16, 16  # of what describes one tensor; real ones have about 500 bytes
+_MAX_TEXT, _MAX_DEPTH = 1 << 16, 16  # limits for the description of one tensor; real ones have about 500 bytes
 _PICKLES = ("torchao", "pennyweight.compat.torchao")  # the names under which their classes were imported
 
 
 def open_safetensors(c: Checkpoint, config: Mapping[str, Any] | None) -> Opened:
-    """torchao's flattened form. What a weight is depends on its zero points, so each is read once to tell.
+    """torchao's flattened form. The spec of a weight depends on its zero points, so each is read once.
 
     Raises CheckpointError.
     """
@@ -39,11 +39,11 @@ def open_safetensors(c: Checkpoint, config: Mapping[str, Any] | None) -> Opened:
     for name, stored in parts.items():
         for part in stored:
             if owner.setdefault(part, name) != name or stored.count(part) > 1:
-                raise CheckpointError(c.path, name, f"part {part} belongs to {owner[part]} as well")
+                raise CheckpointError(c.path, name, f"part {part} also belongs to {owner[part]}")
     held = {name: _flattened(c, name, described[name], stored) for name, stored in parts.items()}
     left = sorted(c.where.keys() - owner.keys())
     if left:
-        raise CheckpointError(c.path, left[0], "belongs to no tensor that the metadata describe")
+        raise CheckpointError(c.path, left[0], "belongs to no tensor described in the metadata")
     return Opened(c.path, FORMAT, held, c.paths, c.close, {}, {}, config)
 
 
@@ -59,7 +59,7 @@ def _parts(c: Checkpoint, name: str, text: str) -> tuple[str, ...]:
         if not isinstance(data.get("_data", {}), dict):
             raise ValueError("_data must be an object")
     except ValueError as e:
-        raise CheckpointError(c.path, name, f"its metadata do not describe a tensor: {e}") from e
+        raise CheckpointError(c.path, name, f"its metadata does not describe a tensor: {e}") from e
     module, _, param = name.rpartition(".")
     prefix = f"{module}._{param}_" if module else f"_{param}_"
     stored = (name,) if kind == "Tensor" else tuple(prefix + p for p in parts)
@@ -78,7 +78,7 @@ def _flattened(c: Checkpoint, name: str, text: str, stored: tuple[str, ...]) -> 
             _check_shapes(name, json.loads(text), pieces, found[name])
         except CheckpointError:
             raise
-        except Exception as e:  # what torch makes of pieces that are not of one tensor has many kinds
+        except Exception as e:  # torch raises various errors for inconsistent parts
             raise CheckpointError(c.path, name, str(e).removeprefix(f"{name}: ")[:500] or type(e).__name__) from e
         return _checked(c.path, name, found[name])
 
@@ -87,9 +87,9 @@ def _flattened(c: Checkpoint, name: str, text: str, stored: tuple[str, ...]) -> 
 
 
 def _check_shapes(name: str, described: Mapping[str, Any], pieces: Mapping[str, Tensor], w: Tensor) -> None:
-    """Raise ValueError for a scale or zero point of as many numbers as there are blocks, but in another order.
+    """Raise ValueError for a scale or zero point with the right number of elements in the wrong shape.
 
-    Axes of one are passed over, as torchao has left them out and put them in; so are swizzled scales.
+    Axes of size one are ignored, since torchao adds and removes them; so are swizzled scales.
     """
     kind = described["_type"]
     if not isinstance(w, AffineQuantizedTensor) or described["_data"].get("is_swizzled_scales"):
@@ -99,13 +99,13 @@ def _check_shapes(name: str, described: Mapping[str, Any], pieces: Mapping[str, 
         counts = counts[::-1]
     for stored, piece in pieces.items():
         if not stored.endswith(("_scale", "_zero_point")) or piece.numel() == 1:
-            continue  # activations and whole tensors have one number
+            continue  # activations and per-tensor scales have one number
         if [n for n in piece.shape if n != 1] != [n for n in counts if n != 1]:
             raise ValueError(f"{stored} is {list(piece.shape)}, expected {list(counts)}")
 
 
 def _checked(path: str, name: str, w: Tensor) -> Tensor:
-    """A quantized tensor whose numbers mean something."""
+    """Validate a quantized tensor."""
     if isinstance(w, AffineQuantizedTensor):
         try:
             pack(name, w, describe(name, w))
@@ -121,24 +121,24 @@ def _held(name: str, w: Tensor, nbytes: int, read: Any) -> StoredTensor:
 
 
 def open_pickle(path: str, mmap: bool = True) -> Opened:
-    """A file of torch.save that holds a state dict, of floats or torchao's tensors; torch.load(weights_only=True).
+    """A torch.save file with a state dict of floats or torchao's tensors; torch.load(weights_only=True).
 
-    Raises CheckpointError, also for whatever torch itself makes of a bad file.
+    Raises CheckpointError for any error of torch as well.
     """
     for name in _PICKLES:
         pickles.allow(name)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as e:  # torch raises many kinds for a bad file; none of them may pass as something else
+    except Exception as e:  # torch raises various errors for an invalid file
         raise CheckpointError(path, None, f"torch.load(weights_only=True): {str(e)[:300]}") from e
     if not isinstance(state, Mapping) or not all(isinstance(k, str) for k in state):
-        raise CheckpointError(path, None, f"holds a {type(state).__name__}, not a state dict of tensors")
+        raise CheckpointError(path, None, f"contains a {type(state).__name__}, not a state dict of tensors")
     held: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, w in state.items():
         if not isinstance(w, Tensor) or (not isinstance(w, AffineQuantizedTensor) and w.dtype not in DTYPE_NAMES):
-            raise CheckpointError(path, name, f"is a {type(w).__name__}, which is no tensor that can be read")
+            raise CheckpointError(path, name, f"is a {type(w).__name__}, which is not a supported tensor")
         key = identity(w)
         other = name if key is None else first.setdefault(key, name)
         if other != name:

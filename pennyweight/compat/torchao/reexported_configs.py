@@ -1,4 +1,4 @@
-"""Ours under the names that are torchao's too: configs that need nothing besides."""
+"""Our configs that have torchao's names and need no adapter."""
 
 from ...quantize.configs import (
     AOBaseConfig,

@@ -1,4 +1,4 @@
-"""Ours under the names that are torchao's too: granularities and mapping types."""
+"""Our granularities and mapping types that have torchao's names."""
 
 from ...quantize.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 

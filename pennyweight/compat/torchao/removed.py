@@ -1,30 +1,30 @@
-"""Names of torchao that there are not here: the releases that had them, and what to use instead. A table, not code."""
+"""Table of torchao names that are missing here: the releases that had them, and replacements."""
 # ruff: noqa: E501 - rows of a table
 
 from __future__ import annotations
 
 __all__ = ["BESIDES", "GONE", "why_missing"]
 
-_QAT = "quantize_ with pennyweight.QATConfig, which takes every config"
-_QAT_LAYER = "quantize_ with QATConfig: a layer that is prepared stays itself"
-_SPARSE = "sparse weights are not offered; pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
+_QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
+_QAT_LAYER = "quantize_ with QATConfig: prepared layers keep their module"
+_SPARSE = "sparse weights are not supported; pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
 _GPTQ = 'pennyweight.quantize_(model, config, calibration=batches, algorithm="gptq")'
 _SMOOTH = (
     'pennyweight.quantize_(model, Int8DynamicActivationInt8WeightConfig(), calibration=batches, algorithm="smooth")'
 )
-_TRAIN = "quantize_ under a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
+_TRAIN = "quantize_ with a config of pennyweight.training: Float8TrainingConfig, Int8MixedPrecisionTrainingConfig, MXTrainingConfig"
 _GPU = "packs for one GPU; "
 _STATES = "states are AffineQuantizedTensor, with dequantize() and from_float()"
 _HANDLER = "handled one operator inside; call that operator on the tensor"
 
-# Path of a module or of a name in it -> (releases of torchao that had it, as their wheels say; what to use instead).
+# Path of a module or of a name in it -> (releases of torchao that had it, from their wheels; replacement).
 GONE: dict[str, tuple[str, str]] = {
     "dtypes._nf4tensor_api": ("0.10 to 0.15", "NF4WeightOnlyConfig"),
     "float8": ("0.4 on", _TRAIN),
     "kernel": ("0.1 on", "torchao.kernel.intmm"),
     "ops": ("0.2 on", "F.linear with a quantized weight: torchao's own operators are those of its kernels"),
     "prototype._nf4tensor_api": ("0.16 on", "NF4WeightOnlyConfig"),
-    "prototype.attention": ("0.17 on", "quantized attention is not offered yet"),
+    "prototype.attention": ("0.17 on", "quantized attention is not supported yet"),
     "prototype.autoround": ("0.5 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm=["gptq", "distill"])'),
     "prototype.blockwise_fp8": ("0.12", "Float8WeightOnlyConfig(granularity=PerBlock((128, 128)))"),
     "prototype.blockwise_fp8_inference": ("0.13 on", "Float8WeightOnlyConfig(granularity=PerBlock((128, 128)))"),
@@ -36,8 +36,8 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.dtypes.uintgen": ("0.3 to 0.9", "UIntXWeightOnlyConfig"),
     "prototype.float8_opaque_tensor": ("0.15 on", "Float8DynamicActivationFloat8WeightConfig"),
     "prototype.float8nocompile": ("0.8 on", _TRAIN),
-    "prototype.fp8_sdpa_inference": ("0.16 on", "quantized attention is not offered yet"),
-    "prototype.galore": ("0.2 to 0.11", "low-rank gradients are not offered; optimizers with states of 8 bits are"),
+    "prototype.fp8_sdpa_inference": ("0.16 on", "quantized attention is not supported yet"),
+    "prototype.galore": ("0.2 to 0.11", "low-rank gradients are not supported; use optimizers with 8-bit states"),
     "prototype.inductor": ("0.12 on", "nothing: products are operators of pennyweight in the graph"),
     "prototype.mx_formats": ("0.3 on", "MXTensor.to_mx, MXDynamicActivationMXWeightConfig"),
     "prototype.paretoq": ("0.11 on", _QAT),
@@ -72,7 +72,7 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.low_bit_optim.subclass_4bit": ("0.4 to 0.10", _STATES),
     "prototype.low_bit_optim.subclass_8bit": ("0.4 to 0.10", _STATES),
     "prototype.low_bit_optim.subclass_fp8": ("0.4 to 0.10", _STATES),
-    "prototype.moe_quant": ("0.11 to 0.15", "FqnToConfig, which reaches experts by the names of their parameters"),
+    "prototype.moe_quant": ("0.11 to 0.15", "FqnToConfig, which selects experts by parameter name"),
     "prototype.moe_training": ("0.12 on", "pennyweight.training.grouped_mm"),
     "prototype.parq": ("0.10 on", "pennyweight.optim.QuantOptimizer"),
     "prototype.pat": ("0.17 on", "pennyweight.optim.PruneOptimizer"),
@@ -143,7 +143,7 @@ GONE: dict[str, tuple[str, str]] = {
     "swizzle": ("0.12 on", "nothing: it reordered weights for AMD GPUs"),
 }  # fmt: skip
 
-# Path of a module -> what to use instead of the names that it had besides.
+# Path of a module -> replacement for its missing names.
 BESIDES: dict[str, str] = {
     "dtypes": f"{_GPU}to_affine_quantized_intx with PlainLayout()",
     "dtypes.floatx": f"{_GPU}FPXWeightOnlyConfig",
@@ -193,21 +193,21 @@ BESIDES: dict[str, str] = {
 
 
 def why_missing(module: str, name: str | None) -> str | None:
-    """The sentence about a module (``name`` None) or a name in it; None where there is none to be said.
+    """The message about a missing module (``name`` None) or a name in it; None if there is none.
 
-    A module is looked up by its path and its parents', a name by its own, then by what :data:`BESIDES` says of its module.
+    A module is looked up by its path and its parents', a name by its own, then by the entry of its module in :data:`BESIDES`.
     """
     if name is None:
         parts = module.split(".")
         paths = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
     else:
         paths = [f"{module}.{name}".lstrip(".")]
-        if module == "quantization.quant_api":  # what quantization exports, it exports too
+        if module == "quantization.quant_api":  # also exports the names of quantization
             paths.append(f"quantization.{name}")
     for path in paths:
         if path in GONE:
             releases, instead = GONE[path]
-            return f"torchao {releases} had it, pennyweight has not; use instead: {instead}"
+            return f"torchao {releases} had it, pennyweight does not; use instead: {instead}"
     if name is not None and module in BESIDES:
-        return f"pennyweight has no such name; for what torchao had here besides, use instead: {BESIDES[module]}"
+        return f"pennyweight has no such name; for torchao's other names here, use instead: {BESIDES[module]}"
     return None

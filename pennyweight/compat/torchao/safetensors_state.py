@@ -48,7 +48,7 @@ _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isi
 
 
 class TensorSubclassAttributeJSONEncoder(json.JSONEncoder):
-    """Writes a quantized weight of ours, and what its attributes are made of."""
+    """Encodes our quantized weights and their attribute values."""
 
     def default(self, o: Any) -> Any:
         if isinstance(o, AffineQuantizedTensor):
@@ -73,7 +73,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {"_type": "torch.dtype", "_data": str(value).removeprefix("torch.")}
     if isinstance(value, enum.Enum):
-        # torchao compares this one with its string, and has not its name in its table.
+        # torchao compares this one with its string, and its table lacks the enum's name.
         if isinstance(value, int_views.IntxUnpackedToInt8TensorActivationQuantization):
             return value.value
         return {"_type": type(value).__name__, "_data": value.name}
@@ -84,11 +84,11 @@ def _encode(value: Any) -> Any:
         return {"_type": type(value).__name__, "_data": fields}
     if isinstance(value, (list, tuple)):
         return [_encode(v) for v in value]
-    raise TypeError(f"{value!r} cannot be written to a file of torchao's")
+    raise TypeError(f"{value!r} cannot be written to a torchao file")
 
 
 def object_from_dict(data: Any) -> Any:
-    """The object that its description says. Only names of a fixed table are known; ValueError for others."""
+    """Build an object from its description. Only names in a fixed table are allowed; ValueError for others."""
     if not isinstance(data, dict):
         raise TypeError(f"Expected dictionary, got {type(data)}")
     if "_type" not in data or "_data" not in data:
@@ -131,7 +131,7 @@ def _prefix(name: str) -> str:
 def flatten_tensor_state_dict(tensors_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(plain tensors, metadata) of a state dict, for ``safetensors.torch.save_file``.
 
-    Raises ValueError, naming the tensor, for numbers that torchao has no class for: save those with pennyweight.save.
+    Raises ValueError, naming the tensor, for a format without a torchao class: save it with pennyweight.save.
     """
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
@@ -158,8 +158,8 @@ def flatten_tensor_state_dict(tensors_dict: Mapping[str, Tensor]) -> tuple[dict[
 def unflatten_tensor_state_dict(
     tensors_data_dict: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(state dict, tensors left over) from plain tensors and metadata. A weight of which not all parts are there yet,
-    as when files come one by one, is left over. Raises ValueError for metadata that is none of torchao's."""
+    """(state dict, remaining tensors) from plain tensors and metadata. A weight with missing parts, as when files are
+    loaded one by one, remains. Raises ValueError for metadata that is not torchao's."""
     if "tensor_names" not in metadata:
         raise ValueError("No tensors found")
     left = dict(tensors_data_dict)
@@ -170,7 +170,7 @@ def unflatten_tensor_state_dict(
             kind = described["_type"]
             parts = [] if kind == "Tensor" else list(described["_tensor_data_names"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{name}: the metadata do not describe it: {error!r}") from error
+            raise ValueError(f"{name}: the metadata does not describe it: {error!r}") from error
         if kind == "Tensor":
             if name in left:
                 found[name] = left.pop(name)

@@ -1,4 +1,4 @@
-"""What the attributes of torchao's classes may be in a file: looked at before anything is built from them."""
+"""Checks the attributes of torchao's classes in a file before anything is built from them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _is(*kinds: type) -> Test:
     return lambda v: type(v) in kinds or (isinstance(v, kinds) and type(v) not in (bool, str))
 
 
-# name: (what it must be, in words; whether it is that)
+# name: (expected value, as text; check)
 _ATTRIBUTES: dict[str, tuple[str, Test]] = {
     "block_size": ("a positive size, or a list of them", lambda v: _size(v) or _sizes(v)),
     "group_size": ("a positive size", _size),
     "shape": ("a list of sizes", _sizes),
-    "axis": ("a whole number", _is(int)),
-    "dim": ("a whole number", _is(int)),
+    "axis": ("an integer", _is(int)),
+    "dim": ("an integer", _is(int)),
     "dtype": ("the dtype of a float", _one_of(*_FLOATS)),
     "orig_dtype": ("the dtype of a float", _one_of(*_FLOATS)),
     "activation_dtype": ("the dtype of a float", _one_of(*_FLOATS)),
@@ -70,7 +70,7 @@ _ATTRIBUTES: dict[str, tuple[str, Test]] = {
         ("true or false", _is(bool)),
     ),
 }  # fmt: skip
-# What may be null, where a class has it as well
+# Attributes that may be null
 _NEVER_NULL = (
     "block_size", "group_size", "shape", "dtype", "target_dtype", "elem_dtype", "orig_dtype", "granularity",
     "mapping_type",
@@ -78,7 +78,7 @@ _NEVER_NULL = (
 
 
 def check_attributes(kind: str, attributes: Mapping[str, Any]) -> None:
-    """Raise ValueError for an attribute that is not what its name says; null is left to the class."""
+    """Raise ValueError for an invalid attribute; null is checked by the class."""
     for name, value in attributes.items():
         if name not in _ATTRIBUTES or (value is None and name not in _NEVER_NULL):
             continue

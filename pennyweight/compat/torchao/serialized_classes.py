@@ -1,4 +1,4 @@
-"""The views that torchao's files know, in the order in which they are asked."""
+"""The views that torchao's files can contain, in order of preference."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ FILE_VIEWS: tuple[Any, ...] = (
 
 
 def find_view(w: AffineQuantizedTensor) -> Any:
-    """The first view that holds w, or None: of torchao's classes none has another order of channels."""
+    """The first view that can represent w, or None; no torchao class supports permuted channels."""
     return next((view for view in FILE_VIEWS if view.holds(w)), None) if w.perm is None else None
 
 
 def view_of(w: AffineQuantizedTensor) -> Any:
-    """The first view that holds w. Raises ValueError that names the spec where torchao has no class for it."""
+    """The first view that can represent w. Raises ValueError naming the spec if torchao has no class for it."""
     view = find_view(w)
     if view is None:
         raise ValueError(
             f"torchao has no tensor class for {w.spec.with_(layout='plain')} of shape {tuple(w.shape)}"
-            + ("" if w.act is None else f" under an activation {w.act}")
-            + ("" if w.perm is None else " in another order of its channels")
+            + ("" if w.act is None else f" with activation {w.act}")
+            + ("" if w.perm is None else " with permuted channels")
             + "; save it with pennyweight.save"
         )
     return view

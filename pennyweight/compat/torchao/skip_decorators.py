@@ -1,4 +1,4 @@
-"""Decorators that skip a test where the machine lacks what it needs; under unittest and under pytest."""
+"""Decorators that skip a test if the machine lacks a requirement; for unittest and pytest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def _skip_if(condition: Callable[[], bool], reason: str) -> Callable[[Any], Any]:
-    """Decorator: the test is skipped where the condition holds when it is run."""
+    """Decorator: skips the test if the condition is true when it runs."""
 
     def decorate(test: Any) -> Any:
         @functools.wraps(test)
@@ -38,7 +38,7 @@ def _skip_if(condition: Callable[[], bool], reason: str) -> Callable[[Any], Any]
 
 
 def _with_message(condition: Callable[[], bool], reason: str, message: Any) -> Any:
-    """A decorator that is written bare, with empty brackets, or with a message."""
+    """A decorator usable without parentheses, with empty ones, or with a message."""
     if callable(message):
         return _skip_if(condition, reason)(message)
     return _skip_if(condition, f"{reason}: {message}" if message else reason)

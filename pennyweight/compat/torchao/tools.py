@@ -1,4 +1,4 @@
-"""Measuring, sizes, registering ops and other small tools, under torchao's names."""
+"""Timing, sizes, op registration and other small tools, under torchao's names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def _assert_and_get_unique_device(module: nn.Module) -> torch.device | None:
-    """The device of all parameters and buffers; None where there are none. Raises AssertionError for several."""
+    """The device of all parameters and buffers; None if there are none. Raises AssertionError for several."""
     devices = {x.device for x in (*module.parameters(), *module.buffers())}
     if len(devices) > 1:
         raise AssertionError(f"expected a module on one device, but its tensors are on {sorted(map(str, devices))}")
@@ -49,15 +49,15 @@ def benchmark_model(
 ) -> float:
     """Mean time of one call of ``model(*args, **kwargs)``, in milliseconds on every device.
 
-    The device's work is waited for at the start and at the end only. There is no warm-up: call the model first where it
-    is compiled. ``device_type`` ("cpu", "cuda") is that of the module where it is not given. Raises ValueError for less
-    than one run, and TypeError for a function without ``device_type``.
+    The device is synchronized only at the start and the end. There is no warm-up: call the model first if it is
+    compiled. ``device_type`` ("cpu", "cuda") defaults to that of the module. Raises ValueError for less than one run,
+    and TypeError for a function without ``device_type``.
     """
     if num_runs < 1:
         raise ValueError(f"num_runs must be at least 1, got {num_runs}")
     if device_type is None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"give device_type, as 'cpu' or 'cuda', to time a {type(model).__name__}")
+            raise TypeError(f"pass device_type, 'cpu' or 'cuda', to time a {type(model).__name__}")
         device = _assert_and_get_unique_device(model)
         device_type = "cpu" if device is None else device.type
     wait = torch.get_device_module(device_type).synchronize
@@ -93,7 +93,7 @@ def profiler_runner(path: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def compute_max_diff(output: Tensor, output_ref: Tensor) -> Tensor:
-    """mean |output − ref| / mean |ref|: a relative mean, whatever its name says."""
+    """mean |output − ref| / mean |ref|: a relative mean, despite its name."""
     return (output - output_ref).abs().mean() / output_ref.abs().mean()
 
 
@@ -101,10 +101,10 @@ def compute_max_diff(output: Tensor, output_ref: Tensor) -> Tensor:
 
 
 def get_model_size_in_bytes(model: nn.Module, ignore_embeddings: bool = False) -> int:
-    """Bytes of all parameters and buffers, those of tensor subclasses counted by what they store.
+    """Bytes of all parameters and buffers; tensor subclasses count by their stored data.
 
-    The model's own are counted like those of its parts, and a tied tensor once. ``ignore_embeddings`` leaves out what
-    only ``nn.Embedding`` modules hold.
+    The model's own are counted like those of its submodules, tied tensors once. ``ignore_embeddings`` excludes tensors
+    that only ``nn.Embedding`` modules contain.
     """
     seen: dict[int, Tensor] = {}
     for module in model.modules():
@@ -124,7 +124,7 @@ def _stored(x: Any) -> Iterator[Tensor]:
 
 
 def find_multiple(n: int, *args: int) -> int:
-    """The least number from n on that all of ``args`` divide."""
+    """The smallest number >= n that all of ``args`` divide."""
     return round_up(n, lcm(*args))
 
 
@@ -134,7 +134,7 @@ def ceil_div(a: Any, b: Any) -> Any:
 
 
 def round_up(a: int, b: int) -> int:
-    """The least multiple of b from a on."""
+    """The smallest multiple of b that is >= a."""
     return ceil_div(a, b) * b
 
 
@@ -149,8 +149,8 @@ def get_out_shape(input_shape: Sequence[int], weight_shape: Sequence[int]) -> tu
 def fill_defaults(args: Sequence[Any], n: int, defaults_tail: Sequence[Any]) -> list[Any]:
     """``args`` filled up to n from ``defaults_tail``, the defaults of the last arguments.
 
-    For handlers of ``__torch_dispatch__``, where arguments at their defaults may be missing. Raises RuntimeError where
-    one is missing that has no default.
+    For ``__torch_dispatch__`` handlers, where arguments with default values may be missing. Raises RuntimeError if an
+    argument without a default is missing.
     """
     missing = n - len(args)
     if missing > len(defaults_tail):
@@ -173,7 +173,7 @@ def _register_custom_op(lib: Any, inductor_decomposed: bool = True) -> Callable[
         name = fn.__name__.removeprefix("_")
         if not name.isidentifier():
             raise ValueError(
-                f"an op takes its name from its function, and {fn.__name__!r} is none; use def, not lambda"
+                f"an op is named after its function, and {fn.__name__!r} is not a valid name; use def, not lambda"
             )
         lib.define(name + infer_schema(fn, mutates_args=()))
         lib.impl(name, fn, key)
@@ -186,7 +186,7 @@ def _register_custom_op(lib: Any, inductor_decomposed: bool = True) -> Callable[
 
 
 def _register_meta_op(lib: Any, op_name: str) -> Callable[[Any], Any]:
-    """Decorator: what the op ``op_name`` of ``lib`` gives for meta tensors."""
+    """Decorator: the meta implementation of the op ``op_name`` of ``lib``."""
 
     def add(fn: Any) -> Any:
         lib.impl(op_name, fn, "Meta")
@@ -196,7 +196,7 @@ def _register_meta_op(lib: Any, op_name: str) -> Callable[[Any], Any]:
 
 
 def register_as_pytree_constant(cls: type) -> type:
-    """Class decorator: torch's tracers take instances as constants, compared by ``==``."""
+    """Class decorator: torch's tracers treat instances as constants, compared by ``==``."""
     torch.utils._pytree.register_constant(cls)
     return cls
 

@@ -1,4 +1,4 @@
-"""Two 4-bit codes a byte along the last axis, the first in the high nibble, as torchao's UInt4Tensor holds them."""
+"""Two 4-bit codes per byte along the last axis, the first in the high nibble, as in torchao's UInt4Tensor."""
 
 from __future__ import annotations
 

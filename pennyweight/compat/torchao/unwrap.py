@@ -1,5 +1,5 @@
-"""Weights that are tensor subclasses as plain parameters, put together at each use: for exporters and runtimes that
-know plain tensors only."""
+"""Stores tensor-subclass weights as plain parameters, rebuilt at each use: for exporters and runtimes that support
+only plain tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["UnwrapTensorSubclass", "unwrap_tensor_subclass"]
 class UnwrapTensorSubclass(nn.Module):
     """Parametrization that stores the plain tensors inside a subclass and computes the subclass from them.
 
-    Nested subclasses are opened too. ``rebuild_stack`` says, in the order of opening, what to build: (type, context of
+    Nested subclasses are unwrapped too. ``rebuild_stack`` lists, in unwrapping order, what to build: (type, context of
     ``__tensor_flatten__``, names of the inner tensors, size, stride, which inner ones are subclasses themselves).
     """
 
     rebuild_stack: list[tuple[type, Any, list[str], torch.Size, tuple[int, ...], list[bool]]]
 
     def right_inverse(self, tensor: Tensor) -> list[Tensor]:
-        """The plain tensors inside. Raises TypeError for a tensor that is plain already."""
+        """The plain tensors inside. Raises TypeError for a tensor that is already plain."""
         if not is_traceable_wrapper_subclass(tensor):
             raise TypeError(
                 f"only tensor subclasses with __tensor_flatten__ can be unwrapped, got {type(tensor).__name__}"
@@ -58,14 +58,14 @@ class UnwrapTensorSubclass(nn.Module):
 
 
 def unwrap_tensor_subclass(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> nn.Module:
-    """Store plain tensors in place of every parameter that is a tensor subclass; the model computes what it did.
+    """Store plain tensors in place of every parameter that is a tensor subclass; the model's results do not change.
 
     In place, and returned. All modules are visited, the root included, or those for which ``filter_fn(module, name)``
     is true. State dicts then have keys such as ``linear.parametrizations.weight.original0``. Unwrapped weights no
-    longer train. Sharded (DTensor) and already parametrized parameters are left alone.
+    longer train. Sharded (DTensor) and already parametrized parameters are skipped.
 
-    ``torch.export`` takes the result where the class handles its functions above autograd, as ours does. One that
-    handles aten ops alone is exported as it is, without this: torch 2.13 cannot trace such tensors made inside.
+    ``torch.export`` supports the result if the class handles its functions above autograd, as ours does. A class that
+    handles only aten ops can be exported directly, without this: torch 2.13 cannot trace such tensors created inside.
     """
     sharded: tuple[type, ...] = ()
     if torch.distributed.is_available():

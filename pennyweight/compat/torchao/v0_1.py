@@ -1,4 +1,4 @@
-"""What torchao had before configs and AffineQuantizedTensor (releases 0.1 to 0.14): weights made by ``from_float``."""
+"""torchao 0.1 to 0.14, before configs and AffineQuantizedTensor: weights created by ``from_float``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class QuantizedLinearWeightBase(View):
 
 
 class Int8WeightOnlyQuantizedLinearWeight(QuantizedLinearWeightBase):
-    """int8, a scale a row."""
+    """int8, a scale per row."""
 
     @staticmethod
     def holds(w: QT) -> bool:
@@ -48,7 +48,7 @@ class Int8WeightOnlyQuantizedLinearWeight(QuantizedLinearWeightBase):
 
 
 class Int8DynamicallyQuantizedLinearWeight(QuantizedLinearWeightBase):
-    """int8, a scale a row, under int8 inputs of a scale a token."""
+    """int8, a scale per row, with int8 inputs, a scale per token."""
 
     @staticmethod
     def holds(w: QT) -> bool:
@@ -92,7 +92,7 @@ def _change(model: nn.Module, filter_fn: Any, view: Any, **kwargs: Any) -> None:
 
 
 def change_linear_weights_to_int8_dqtensors(model: nn.Module, filter_fn: Any = None, **kwargs: Any) -> None:
-    """Quantize the weights of linear layers in place: int8 under int8 inputs."""
+    """Quantize the weights of linear layers in place: int8 with int8 inputs."""
     _change(model, filter_fn, Int8DynamicallyQuantizedLinearWeight, **kwargs)
 
 
@@ -109,7 +109,7 @@ def change_linear_weights_to_int4_woqtensors(
 
 
 class _FromFloat(nn.Linear):
-    """A linear layer that is made of a float one."""
+    """A linear layer created from a float one."""
 
     view: Any = None
 
@@ -129,6 +129,6 @@ class WeightOnlyInt8QuantLinear(_FromFloat):
 
 
 class DynamicallyPerAxisQuantizedLinear(_FromFloat):
-    """A linear layer of int8 weights under int8 inputs."""
+    """A linear layer of int8 weights with int8 inputs."""
 
     view = Int8DynamicallyQuantizedLinearWeight

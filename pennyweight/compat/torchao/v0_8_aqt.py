@@ -1,4 +1,4 @@
-"""AffineQuantizedTensor of torchao 0.8 to 0.17 and what made it, as views of ours."""
+"""AffineQuantizedTensor of torchao 0.8 to 0.17 and its constructors, as views of ours."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SMALL = {(3, 2): E3M2, (2, 3): E2M3, (2, 1): E2M1}
 
 
 class AffineQuantizedTensor(View):
-    """Any quantized weight of ours whose input is not quantized."""
+    """Any quantized weight of ours without activation quantization."""
 
     tensor_data_names = ["tensor_impl"]  # noqa: RUF012
 
@@ -82,11 +82,13 @@ class AffineQuantizedTensor(View):
         impl, dtype = state["tensor_impl"], shell.dtype
         held, shape = impl.__dict__, tuple(shell.shape)
         if held.get("transposed"):
-            raise ValueError(f"a transposed {type(impl).__name__} of shape {shape} is not read; save the weight itself")
+            raise ValueError(
+                f"a transposed {type(impl).__name__} of shape {shape} is unsupported; save the weight itself"
+            )
         if type(impl) is TensorCoreTiledAQTTensorImpl:
             raise ValueError(
                 f"int4 weight {shape} packed for NVIDIA's tensor cores: load it with torchao on such a GPU, save its "
-                "dequantized weights, and quantize those"
+                "dequantized weights, and quantize them"
             )
         if "packed_weight" in held:
             return packed_by_aten(held["packed_weight"], held["scale_and_zero"], state["block_size"], shape, dtype)
@@ -105,7 +107,7 @@ class AffineQuantizedTensor(View):
         scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None, preserve_zero: bool = True,
         zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, _layout: Layout | None = None, use_hqq: bool = False,
     ) -> QT:  # fmt: skip
-        """Round-to-nearest under scales of each block; ``use_hqq``: half-quadratic quantization, for uint4 codes."""
+        """Round-to-nearest with a scale per block; ``use_hqq``: half-quadratic quantization, for uint4 codes."""
         layout = _layout or PlainLayout()
         x, shape = layout.pre_process(input_float), input_float.shape
         eps = torch.finfo(x.dtype).eps if eps is None else eps  # these releases' default
@@ -151,7 +153,7 @@ class AffineQuantizedTensor(View):
         cls, input_float: Tensor, block_size: tuple[int, ...], target_dtype: torch.dtype, _layout: Layout | None = None,
         scale_dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
-        """float8 under scale = absmax / greatest float8 of each block."""
+        """float8 with scale = absmax / float8 maximum of each block."""
         from .float8_primitives import _choose_scale_float8
 
         scale = _choose_scale_float8(input_float, block_size, target_dtype, scale_dtype or torch.float32)
@@ -162,21 +164,23 @@ class AffineQuantizedTensor(View):
         cls, input_float: Tensor, scale: Tensor, block_size: tuple[int, ...], target_dtype: torch.dtype,
         _layout: Layout | None = None, scale_dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
-        """float8 under the scales given."""
+        """float8 with the given scales."""
         from .float8_primitives import _quantize_affine_float8
 
         if target_dtype not in FLOAT8:
-            raise NotImplementedError(f"to_affine_quantized_floatx: {target_dtype} is none of {[*map(str, FLOAT8)]}")
+            raise NotImplementedError(f"to_affine_quantized_floatx: {target_dtype} is not one of {[*map(str, FLOAT8)]}")
         scale = _full_rank(scale, input_float)
         data = _quantize_affine_float8(input_float, scale, target_dtype)
         return float_codes(data, scale.float(), FLOAT8[target_dtype], tuple(block_size), input_float.dtype)
 
     @classmethod
     def from_hp_to_fpx(cls, input_float: Tensor, _layout: Any) -> QT:
-        """A small float of ``ebits`` and ``mbits`` under scale = absmax of the row / greatest of them."""
+        """A small float of ``ebits`` and ``mbits`` with scale = absmax of the row / format maximum."""
         fmt = _SMALL.get((_layout.ebits, _layout.mbits))
         if fmt is None:
-            raise NotImplementedError(f"floats of {_layout.ebits} and {_layout.mbits} bits; there are {sorted(_SMALL)}")
+            raise NotImplementedError(
+                f"floats of {_layout.ebits} and {_layout.mbits} bits; supported: {sorted(_SMALL)}"
+            )
         return QT.from_float(input_float, QuantSpec(fmt, (-1,)))
 
 
@@ -190,12 +194,12 @@ def _stored(layout: Layout, data: Tensor, scale: Tensor, zero: Tensor | None, bl
 
 
 def _own(layout: Layout) -> bool:
-    """Whether a layout is the user's."""
+    """Whether a layout is user-defined."""
     return type(layout).__module__ != Layout.__module__
 
 
 def _full_rank(scale: Tensor, x: Tensor) -> Tensor:
-    """A scale with axes left out at its end, as these releases stored them, with one for each axis of x."""
+    """A scale with missing trailing axes, as stored by these releases, with one axis for each of x."""
     return (
         scale
         if scale.ndim == x.ndim or scale.numel() == 1
@@ -256,7 +260,7 @@ ACTIVATIONS: dict[Any, ActivationSpec] = {
 
 
 class LinearActivationQuantizedTensor(View):
-    """A quantized weight whose input is quantized at each call."""
+    """A quantized weight with dynamic activation quantization."""
 
     tensor_data_names = ["original_weight_tensor"]  # noqa: RUF012
 
@@ -283,7 +287,7 @@ class LinearActivationQuantizedTensor(View):
     def restore(cls, state: dict[str, Any], shell: Tensor) -> QT:
         func, kwargs = state["input_quant_func"], state.get("quant_kwargs")
         if kwargs or func not in ACTIVATIONS:
-            raise ValueError(f"a weight whose input is quantized by {func} with {kwargs} is not read from files")
+            raise ValueError(f"a weight with activation quantization by {func} with {kwargs} cannot be read from files")
         return state["original_weight_tensor"].with_(act=ACTIVATIONS[func])
 
     @classmethod

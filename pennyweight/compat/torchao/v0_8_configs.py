@@ -1,7 +1,7 @@
-"""Configs with the fields that both eras of torchao gave them: ours, and what is taken besides.
+"""Configs with the fields of all torchao releases: ours, plus legacy arguments.
 
-A ``layout`` says which kernel somebody hoped for. Here the kernel table chooses, so a layout is taken if dense weights
-of this kind can be had at all, and refused if it means other numbers (sparse ones). ``use_hqq`` is refused.
+A ``layout`` requests a kernel. Here the kernel table selects it, so a layout is accepted if dense weights of this kind
+are supported, and rejected if it changes the values (sparse layouts). ``use_hqq`` is rejected.
 """
 
 from __future__ import annotations
@@ -48,14 +48,12 @@ def _dense(owner: Any, layout: Any) -> None:
     if not isinstance(layout, Layout):
         raise ValueError(f"{type(owner).__name__}: layout must be a Layout such as PlainLayout(), got {layout!r}")
     if isinstance(layout, _Sparse):
-        raise NotImplementedError(
-            f"{type(owner).__name__}: sparse weights ({layout}) are not offered; leave layout out"
-        )
+        raise NotImplementedError(f"{type(owner).__name__}: sparse weights ({layout}) are not supported; omit layout")
 
 
 @dataclass(frozen=True)
 class _WithLayout:
-    """A config with a layout besides; stands before ours among the bases."""
+    """Mixin that adds a layout; must precede our config in the bases."""
 
     _: KW_ONLY
     layout: Any = None
@@ -77,14 +75,14 @@ class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
     preserve_zero: bool | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.set_inductor_config, Layout):  # the founding era's second argument
+        if isinstance(self.set_inductor_config, Layout):  # the second argument in 0.8
             object.__setattr__(self, "layout", self.set_inductor_config)
             object.__setattr__(self, "set_inductor_config", True)
         super().__post_init__()
         _dense(self, self.layout)
         if self.use_hqq:
             raise NotImplementedError(
-                "Int4WeightOnlyConfig: use_hqq=True is said to quantize_ here: leave it False and use "
+                "Int4WeightOnlyConfig: use_hqq=True is an option of quantize_ here: leave it False and use "
                 "pennyweight.quantize_(model, config, algorithm='hqq')"
             )
 
@@ -97,10 +95,10 @@ class Int4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
 
 @dataclass(frozen=True)
 class Int8DynamicActivationInt8WeightConfig(_WithLayout, ours.Int8DynamicActivationInt8WeightConfig):
-    """As ours, with ``layout``."""
+    """Like ours, with ``layout``."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.act_mapping_type, Layout):  # the founding era's first argument
+        if isinstance(self.act_mapping_type, Layout):  # the first argument in 0.8
             object.__setattr__(self, "layout", self.act_mapping_type)
             object.__setattr__(self, "act_mapping_type", MappingType.SYMMETRIC)
         super().__post_init__()
@@ -108,7 +106,7 @@ class Int8DynamicActivationInt8WeightConfig(_WithLayout, ours.Int8DynamicActivat
 
 @dataclass(frozen=True)
 class Int8DynamicActivationInt4WeightConfig(ours.Int8DynamicActivationInt4WeightConfig):
-    """As ours; the layout is checked."""
+    """Like ours; the layout is checked."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,17 +115,17 @@ class Int8DynamicActivationInt4WeightConfig(ours.Int8DynamicActivationInt4Weight
 
 @dataclass(frozen=True)
 class IntxWeightOnlyConfig(_WithLayout, ours.IntxWeightOnlyConfig):
-    """As ours, with ``layout`` (0.11 and 0.12)."""
+    """Like ours, with ``layout`` (0.11 and 0.12)."""
 
 
 @dataclass(frozen=True)
 class Int8DynamicActivationIntxWeightConfig(_WithLayout, ours.Int8DynamicActivationIntxWeightConfig):
-    """As ours, with ``layout`` (0.11 and 0.12)."""
+    """Like ours, with ``layout`` (0.11 and 0.12)."""
 
 
 @dataclass(frozen=True)
 class Int4DynamicActivationInt4WeightConfig(ours.AOBaseConfig):
-    """int4 weights a row under int4 activations a token, both symmetric. Computed by dequantizing, and counted."""
+    """int4 weights per row with int4 activations per token, both symmetric. Uses the dequantize fallback (counted)."""
 
     layout: Any = None
     mapping_type: MappingType = MappingType.SYMMETRIC
@@ -157,7 +155,7 @@ class GemliteUIntXWeightOnlyConfig(ours.AOBaseConfig):
 
     def __post_init__(self) -> None:
         if self.bit_width not in (4, 8) or self.mode not in ("weight_only", "dynamic"):
-            raise ValueError(f"gemlite has 4 and 8 bits, weight_only and dynamic, got {self.bit_width}, {self.mode!r}")
+            raise ValueError(f"gemlite needs 4 or 8 bits, weight_only or dynamic, got {self.bit_width}, {self.mode!r}")
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         granularity: Granularity = PerRow() if self.group_size is None else PerGroup(self.group_size)
@@ -169,14 +167,14 @@ class GemliteUIntXWeightOnlyConfig(ours.AOBaseConfig):
 
 @dataclass(frozen=True)
 class PrototypeInt4WeightOnlyConfig(ours.Int4WeightOnlyConfig):
-    """torchao's int4 weights for CPUs: the numbers of Int4WeightOnlyConfig."""
+    """torchao's int4 weights for CPUs: same values as Int4WeightOnlyConfig."""
 
     version: int = 1
 
 
 @dataclass(frozen=True)
 class Float8DynamicActivationFloat8SemiSparseWeightConfig(ours.AOBaseConfig):
-    """2:4 sparse float8 weights; refused."""
+    """2:4 sparse float8 weights; not supported."""
 
     layout: Any = None
     activation_dtype: Any = torch.float8_e5m2
@@ -184,13 +182,13 @@ class Float8DynamicActivationFloat8SemiSparseWeightConfig(ours.AOBaseConfig):
 
     def __post_init__(self) -> None:
         raise NotImplementedError(
-            "sparse float8 weights are not offered; use Float8DynamicActivationFloat8WeightConfig"
+            "sparse float8 weights are not supported; use Float8DynamicActivationFloat8WeightConfig"
         )
 
 
 def int8_dynamic_activation_int8_semi_sparse_weight() -> Any:
-    """Sparse weights; refused."""
-    raise NotImplementedError("2:4 sparse int8 weights are not offered; use int8_dynamic_activation_int8_weight()")
+    """Sparse weights; not supported."""
+    raise NotImplementedError("2:4 sparse int8 weights are not supported; use int8_dynamic_activation_int8_weight()")
 
 
 int4_weight_only = Int4WeightOnlyConfig

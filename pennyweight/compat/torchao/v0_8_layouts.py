@@ -1,7 +1,7 @@
-"""Layouts and tensor impls of torchao 0.8 to 0.17: how its AffineQuantizedTensor named what lay in memory.
+"""Layouts and tensor impls of torchao 0.8 to 0.17, which described the memory layout of its AffineQuantizedTensor.
 
-Ours packs for the kernel that runs, so a layout here is a word: it is taken, remembered by the kind of numbers it goes
-with, and answered by ``_layout``. Those that stand for kernels of one GPU are taken as a wish for int4 or float8.
+Our tensors are packed for the kernel that runs, so a layout here is only a label: it is accepted, derived from the
+spec, and returned by ``_layout``. Layouts of GPU-specific kernels are treated as requests for int4 or float8.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Layout:
     """Base of the layouts."""
 
     def pre_process(self, input: Tensor) -> Tensor:
-        """What is done to a float tensor before it is quantized."""
+        """Preprocessing of a float tensor before it is quantized."""
         return input
 
     def pre_process_static(
@@ -43,7 +43,7 @@ class Layout:
     def post_process(
         self, input: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What is done to codes, scale and zero point before they are stored."""
+        """Postprocessing of codes, scale and zero point before they are stored."""
         return input, scale, zero_point
 
     def __repr__(self) -> str:
@@ -55,7 +55,7 @@ class Layout:
 
 @dataclass(frozen=True, repr=False)
 class PlainLayout(Layout):
-    """One code an element."""
+    """One code per element."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +75,7 @@ class Int4XPULayout(Layout):
 
 @dataclass(frozen=True, repr=False)
 class Int8DynamicActInt4WeightCPULayout(Layout):
-    """4-bit weights under 8-bit activations for a CPU."""
+    """4-bit weights with 8-bit activations for a CPU."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,44 +127,44 @@ class CutlassInt4PackedLayout(Layout):
 
 @dataclass(frozen=True, repr=False)
 class PackedLinearInt8DynamicActivationIntxWeightLayout(Layout):
-    """int1 to int8 weights under 8-bit activations for ARM."""
+    """int1 to int8 weights with 8-bit activations for ARM."""
 
     target: Any = "auto"
 
 
 @dataclass(frozen=True, repr=False)
 class MarlinQQQLayout(Layout):
-    """4-bit weights under 8-bit activations for Marlin."""
+    """4-bit weights with 8-bit activations for Marlin."""
 
 
 class _Sparse(Layout):
     def pre_process(self, input: Tensor) -> Tensor:
         raise NotImplementedError(
-            f"{type(self).__name__}: sparse weights are not offered; quantize the dense weight with PlainLayout()"
+            f"{type(self).__name__}: sparse weights are not supported; quantize the dense weight with PlainLayout()"
         )
 
 
 class MarlinSparseLayout(_Sparse):
-    """2:4 sparse 4-bit weights; refused."""
+    """2:4 sparse 4-bit weights; not supported."""
 
 
 class SemiSparseLayout(_Sparse):
-    """2:4 sparse 8-bit weights; refused."""
+    """2:4 sparse 8-bit weights; not supported."""
 
 
 class CutlassSemiSparseLayout(_Sparse):
-    """2:4 sparse float8 weights; refused."""
+    """2:4 sparse float8 weights; not supported."""
 
 
 @dataclass(frozen=True, repr=False)
 class BlockSparseLayout(_Sparse):
-    """Block-sparse 8-bit weights; refused."""
+    """Block-sparse 8-bit weights; not supported."""
 
     blocksize: int = 64
 
 
 def layout_of(w: AffineQuantizedTensor) -> Layout:
-    """The layout that torchao would have given numbers of this kind on a CPU."""
+    """The layout torchao would use for this format on a CPU."""
     spec = w.spec
     if spec.format in (E4M3, E5M2):
         return Float8Layout()
@@ -179,7 +179,7 @@ def layout_of(w: AffineQuantizedTensor) -> Layout:
 
 
 class ImplMeta(ShellMeta):
-    """isinstance() of a tensor's ``tensor_impl`` asks for the layout its numbers would have had."""
+    """isinstance() of a tensor's ``tensor_impl`` tests the layout torchao would use."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, (PlainView, Pieces)) and cls.shows(instance)
@@ -187,7 +187,7 @@ class ImplMeta(ShellMeta):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Plain pieces that somebody made an impl of, to make a tensor of."""
+    """Plain parts of a user-created impl, for building a tensor."""
 
     int_data: Tensor
     scale: Tensor
@@ -202,8 +202,8 @@ class Pieces:
 
 
 class AQTTensorImpl(Shell, metaclass=ImplMeta):
-    """Base of torchao's impls. ``Impl(int_data, scale, zero_point, _layout)`` keeps the pieces for
-    AffineQuantizedTensor; an unpickled one keeps its attributes until the tensor around it is made."""
+    """Base of torchao's impls. ``Impl(int_data, scale, zero_point, _layout)`` keeps the parts for
+    AffineQuantizedTensor; an unpickled one keeps its attributes until its tensor is built."""
 
     layouts: tuple[type, ...] = (Layout,)
 
@@ -258,7 +258,7 @@ class TensorCoreTiledAQTTensorImpl(AQTTensorImpl):
 
 
 class UintxTensor(Shell):
-    """Unsigned integers of 1 to 7 bits in shards, as old files hold them. Called: a plain uint8 tensor of the codes."""
+    """Unsigned integers of 1 to 7 bits in shards, as in old files. Calls return the codes as a plain uint8 tensor."""
 
     @classmethod
     def build(cls, shards: list[Tensor], packed_shape: Any, bit_width: int, pack_dim: int = -1) -> Tensor:
@@ -267,14 +267,14 @@ class UintxTensor(Shell):
         return unpack(shards, bit_width, pack_dim)
 
     def codes(self) -> Tensor:
-        """One code an element, of an unpickled one."""
+        """Codes of an unpickled tensor, one per element."""
         held = self.__dict__
         shards = [held[f"int{bits}_shard"] for bits in (4, 2, 1) if held.get(f"int{bits}_shard") is not None]
         return UintxTensor.build(shards, held["packed_shape"], held["bit_width"], held["pack_dim"])
 
 
 def to_uintx(tensor: Tensor, dtype: Any, pack_dim: int = -1) -> Tensor:
-    """The codes as they are: ours packs when a weight is made of them. Raises ValueError beyond the dtype's range."""
+    """The codes unchanged: packing happens when a weight is built. Raises ValueError beyond the dtype's range."""
     bits = int(str(dtype).rpartition("uint")[2])
     if bool((tensor >= 1 << bits).any()):
         raise ValueError(f"to_uintx: codes up to {int(tensor.max())} do not fit {dtype}")
@@ -295,9 +295,9 @@ def get_tensor_impl_constructor(layout_class: type) -> Any:
 
 
 def register_layout(layout_class: type) -> Any:
-    """Decorate the impl of a layout of yours. Its ``from_plain`` is called with codes, scale and zero point, and what
-    its ``get_plain`` gives back is stored; to have a packing and a kernel of your own, register a Layout and a Kernel
-    of pennyweight (docs/tutorials/my_kernel.md)."""
+    """Decorator for the impl of a user-defined layout. Its ``from_plain`` is called with codes, scale and zero point,
+    and the result of its ``get_plain`` is stored; for your own packing and kernel, register a Layout and a Kernel of
+    pennyweight (docs/tutorials/my_kernel.md)."""
 
     def add(impl: Any) -> Any:
         _IMPLS[layout_class] = impl

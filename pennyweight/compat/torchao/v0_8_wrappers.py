@@ -1,4 +1,4 @@
-"""Weights of torchao's founding era that do something to their input before the product."""
+"""Weights of torchao 0.8 to 0.17 that transform their input before the product."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class _BeforeLinear(TorchAOBaseTensor):
-    """A weight around another: linear(x, self) = linear(self.before(x), original_weight_tensor)."""
+    """A wrapped weight: linear(x, self) = linear(self.before(x), original_weight_tensor)."""
 
     tensor_data_names = ["original_weight_tensor"]  # noqa: RUF012
     original_weight_tensor: Tensor
@@ -31,11 +31,11 @@ class _BeforeLinear(TorchAOBaseTensor):
         return torch.Tensor._make_wrapper_subclass(cls, w.shape, strides=w.stride(), dtype=w.dtype, device=w.device)
 
     def before(self, x: Tensor) -> Any:
-        """What the product sees of x."""
+        """The transformed input."""
         raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight as floats; what is done to the input is no part of it."""
+        """The weight as floats, without the input transform."""
         w: Any = self.original_weight_tensor
         return w.dequantize(dtype or self.dtype) if isinstance(w, QT) else w.to(dtype or self.dtype)
 
@@ -48,7 +48,7 @@ def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 class CallsBefore(_BeforeLinear):
-    """LinearActivationQuantizedTensor with a function of the user's own."""
+    """LinearActivationQuantizedTensor with a user-defined function."""
 
     tensor_attribute_names = ["input_quant_func", "quant_kwargs"]  # noqa: RUF012
 
@@ -63,7 +63,7 @@ class CallsBefore(_BeforeLinear):
 
 
 class WeightTensorWithLinearActivationScaleMetadata(_BeforeLinear):
-    """linear(x) = F.linear(x / scale, weight): what AWQ and SmoothQuant leave to do at run time."""
+    """linear(x) = F.linear(x / scale, weight): the run-time part of AWQ and SmoothQuant."""
 
     tensor_data_names = ["original_weight_tensor", "scale"]  # noqa: RUF012
     tensor_attribute_names: list[str] = []  # noqa: RUF012
@@ -82,7 +82,7 @@ class WeightTensorWithLinearActivationScaleMetadata(_BeforeLinear):
 class WeightTensorWithLinearActivationQuantizationMetadata(_BeforeLinear):
     """linear(x) = F.linear(input_quant_func_static(x, scale, zero_point, **quant_kwargs), weight)."""
 
-    # All but the weight are optional to the base, which then gives them by name: torchao's order is its own.
+    # Members other than the weight are optional in the base class and passed by name, since torchao's order differs.
     tensor_attribute_names: list[str] = []  # noqa: RUF012
     optional_tensor_data_names = ["scale", "zero_point"]  # noqa: RUF012
     optional_tensor_attribute_names = ["input_quant_func_static", "quant_kwargs"]  # noqa: RUF012
@@ -106,7 +106,7 @@ class WeightTensorWithLinearActivationQuantizationMetadata(_BeforeLinear):
 
 
 class LinearActivationWeightObservedTensor(_BeforeLinear):
-    """A float weight that shows itself and each input to observers."""
+    """A float weight that passes itself and each input to observers."""
 
     tensor_attribute_names = ["input_observer", "weight_observer"]  # noqa: RUF012
 
@@ -129,7 +129,7 @@ class LinearActivationWeightObservedTensor(_BeforeLinear):
 def insert_observers_(
     model: nn.Module, input_observer: Any = None, weight_observer: Any = None, *, filter_fn: Any = None
 ) -> None:
-    """Put copies of the observers around the weight of each linear layer, or of those that the filter picks."""
+    """Wrap the weight of each linear layer, or of those the filter matches, with copies of the observers."""
     import copy
 
     from .quant_api import _is_linear

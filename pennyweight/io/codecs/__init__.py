@@ -1,4 +1,4 @@
-"""File formats of other libraries that live in safetensors: one file each, listed in ``CODECS``."""
+"""Codecs for other libraries' formats stored in safetensors: one module each, listed in ``CODECS``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .gptq import GPTQ, GPTQ_V2
 from .hqq import HQQ
 from .mxfp4 import EXPERTS_MXFP4
 
-# In the order in which they are asked; the first that claims a checkpoint reads it.
+# In order of detection; the first that claims a checkpoint reads it.
 CODECS: tuple[Codec, ...] = (COMPRESSED_TENSORS, GPTQ, GPTQ_V2, AWQ, BITSANDBYTES, FP8, EXPERTS_MXFP4, HQQ)
 
 __all__ = ["CODECS", "Codec", "Found", "Writing"]

@@ -2,12 +2,12 @@
 
     value[o, i] = (q[i, o] - z[g, o]) * s[g, o], g = i // group_size
 
-``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [in / group, out / 8] hold eight numbers a word: nibble i of word
+``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [in / group, out / 8] hold eight numbers per word: nibble i of word
 w, from the low end, is output 8 w + [0, 2, 4, 6, 1, 3, 5, 7][i]. ``scales`` [in / group, out]. A weight has the dtype
-of its scales, for the format names none. Files whose zero points are all 8 (``zero_point`` false) are read as well.
+of its scales, since the format stores none. Files whose zero points are all 8 (``zero_point`` false) are also read.
 
-The names are GPTQ's as well, so that only a config that says awq makes a checkpoint this one. Its other versions (gemv,
-gemv_fast, marlin, exllama) pack in other orders and are refused.
+GPTQ uses the same tensor names, so a checkpoint is read as AWQ only if its config says awq. Other versions (gemv,
+gemv_fast, marlin, exllama) use other packing orders and are rejected.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def _claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
 def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
     version = setting(config, "version", str, setting(config, "format", str, "gemm"))
     if version.lower() != "gemm" or config.get("backend") == "llm-awq":
-        raise ValueError(f"AWQ version {version[:40]!r} packs in another order; only gemm is read")
+        raise ValueError(f"AWQ version {version[:40]!r} uses another packing order; only gemm is supported")
     bits = setting(config, "bits", int, setting(config, "w_bit", int, 4))
     if bits != 4:
-        raise ValueError(f"AWQ of {bits} bits; the gemm version has 4")
+        raise ValueError(f"AWQ of {bits} bits; the gemm version supports only 4")
     group = setting(config, "group_size", int, setting(config, "q_group_size", int, _GROUP))
     found = {}
     for name in entries:
@@ -79,7 +79,7 @@ def _parts(prefix: str, get: Get) -> Parts:
 
 def _unpack(words: Tensor) -> Tensor:
     """int32 [n, out / 8] -> uint8 [n, out]."""
-    stream = words.contiguous().view(torch.uint8)  # files are little-endian, and so are the machines they are mapped on
+    stream = words.contiguous().view(torch.uint8)  # files are little-endian, and so are all supported machines
     nibbles = torch.stack([stream & 15, stream >> 4], -1).reshape(*words.shape, 8)
     place = torch.tensor(_ORDER, device="cpu").argsort()
     return nibbles[..., place].flatten(1)
@@ -98,24 +98,24 @@ def _group_of(meta: Meta) -> int:
 def _refuses(name: str, meta: Meta) -> str | None:
     spec, shape = meta.spec, meta.shape
     if meta.act is not None:
-        return "its input is quantized as well, of which AWQ keeps nothing"
+        return "its activation is quantized, which AWQ does not store"
     if len(shape) != 2 or meta.axes is not None or not all(shape) or not name.endswith(".weight"):
-        return "AWQ keeps weights of linear layers, [out, in], stored in that order"
+        return "AWQ supports only weights of linear layers, stored as [out, in]"
     if shape[0] % 8:
-        return f"AWQ packs eight outputs to a word, and {shape[0]} are not whole words"
+        return f"AWQ packs eight outputs per word, and {shape[0]} outputs is not a multiple of 8"
     if spec.format not in (UINT4, INT4) or spec.offset is not None:
-        return f"AWQ has integers of 4 bits with zero points, this is {spec}"
+        return f"AWQ supports only 4-bit integers with zero points, not {spec}"
     if spec.zero_point and spec.zero_point_format.bits > 4:
-        return f"AWQ has zero points of 4 bits, not {spec.zero_point}"
+        return f"AWQ supports only 4-bit zero points, not {spec.zero_point}"
     if spec.scale is not torch.float16:
-        return "AWQ has float16 scales"
+        return "AWQ supports only float16 scales"
     if blocks.resolve(spec.block, shape)[0] != 1 or shape[1] % _group_of(meta):
-        return f"AWQ has whole groups of inputs for each output, not blocks {spec.block} of {list(shape)}"
+        return f"AWQ needs whole groups of inputs per output, not blocks {spec.block} of {list(shape)}"
     return None
 
 
 def _nearest(name: str, meta: Meta) -> QuantSpec | None:
-    block = meta.spec.block  # groups that are common stay: a model has one group size
+    block = meta.spec.block  # common group sizes are kept: a model has one group size
     size = block[0] if block is not None and len(block) == 1 and block[0] in (32, 64, 128) else _GROUP
     nearest = QuantSpec(UINT4, (size,), scale=torch.float16, zero_point=UINT4)
     if meta.shape and meta.shape[-1] % size:
@@ -150,7 +150,7 @@ def _method(metas: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any]
     groups = {_group_of(meta): name for name, meta in metas.items()}
     whole = all(_group_of(meta) == meta.shape[1] for meta in metas.values())
     if len(groups) > 1 and not whole:
-        raise ValueError(f"an AWQ model has one group size, here are several: {groups}")
+        raise ValueError(f"an AWQ model must have one group size, got several: {groups}")
     return {
         "quant_method": "awq",
         "bits": 4,

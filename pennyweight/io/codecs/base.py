@@ -1,9 +1,9 @@
-"""Codec: how another library keeps quantized tensors in safetensors, as data: what to look for, and two directions.
+"""Codec: reads and writes another library's quantized tensors in safetensors.
 
-Reading turns stored tensors into plain parts and a spec without loss; writing is its inverse. A codec sees names,
-dtypes and shapes first, and reads what describes a tensor: a shape, an order of channels, a table, a JSON text, each
-known to be small before it is read. Codes and scales are read when the tensor is asked for. What it gives is checked as
-the native format's own parts are: dtypes, shapes, finite scales, codes in range (io/validate.py).
+Reading converts stored tensors to plain parts and a spec without loss; writing is the inverse. A codec first sees
+names, dtypes and shapes, and may read small descriptive data: a shape, a channel order, a table, a JSON text, each
+checked to be small. Codes and scales are read when the tensor is accessed. Its output is validated like the native
+format's parts: dtypes, shapes, finite scales, codes in range (io/validate.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Get = Callable[[str], Tensor]  # stored name -> tensor, mapped from the file
 class Found:
     """A quantized tensor in a file.
 
-    meta    what it is; ``signed_scale`` and ``perm`` need not be right, they are told from the parts
-    stored  every stored tensor that it is made of, side tensors that hold nothing of value included
-    parts   plain parts in stored order (the contracted axis last), codes padded to whole blocks; called to read it.
-            Raises ValueError where stored numbers mean nothing.
+    meta    its Meta; ``signed_scale`` and ``perm`` may be wrong, they are derived from the parts
+    stored  all its stored tensors, including auxiliary ones without values
+    parts   reads the plain parts in stored order (the contracted axis last), codes padded to whole blocks.
+            Raises ValueError for invalid stored data.
     """
 
     meta: Meta
@@ -39,15 +39,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Writing:
-    """The writing half of a codec.
+    """The write functions of a codec.
 
-    refuses  why a tensor cannot be kept exactly, in one sentence; None where it can
-    nearest  the spec that a tensor gets which is refused; None: it becomes float
-    stored   names, dtypes and shapes that a tensor will store
-    pack     the stored tensors of plain parts
+    refuses  why a tensor cannot be stored exactly, in one sentence; None if it can
+    nearest  the spec used instead for a rejected tensor; None: it becomes float
+    stored   names, dtypes and shapes that a tensor stores
+    pack     stored tensors from plain parts
     method   ``quantization_config`` of config.json for all quantized tensors; ``plain``: weights of linear layers that
              stay float
-    perm     whether channels may lie in another order (``Meta.perm``); where not, such a tensor is quantized anew
+    perm     whether the format stores a channel permutation (``Meta.perm``); otherwise such a tensor is requantized
     """
 
     refuses: Callable[[str, Meta], str | None]
@@ -62,12 +62,12 @@ class Writing:
 class Codec:
     """One format.
 
-    name    as ``pennyweight inspect`` and ``convert --to`` call it
-    claims  whether a checkpoint is of this format, from ``quantization_config`` of config.json ({} where there is
-            none) and the stored tensors
-    find    the quantized tensors by parameter name. Raises KeyedError naming the tensor, or ValueError, where names,
-            dtypes or shapes do not fit each other or the config; reads only what describes a tensor
-    oracle  what the values are compared with in the tests: package and version
+    name    its name in ``pennyweight inspect`` and ``convert --to``
+    claims  whether a checkpoint has this format, from ``quantization_config`` of config.json ({} if missing) and the
+            stored tensors
+    find    the quantized tensors by parameter name. Raises KeyedError naming the tensor, or ValueError, if names,
+            dtypes, shapes and config are inconsistent; reads only small descriptive data
+    oracle  reference implementation used in the tests: package and version
     """
 
     name: str

@@ -1,20 +1,20 @@
-"""bitsandbytes in safetensors: NF4 and FP4, the absmax quantized again or not, and LLM.int8.
+"""bitsandbytes in safetensors: NF4 and FP4, with plain or nested (double-quantized) absmax, and LLM.int8.
 
-4 bits     value = table[code] * absmax[flat index // blocksize]. Codes lie in row-major order without regard to rows,
+4 bits     value = table[code] * absmax[flat index // blocksize]. Codes are in flat row-major order,
            two to a byte, the first in the high nibble. ``W.quant_state.bitsandbytes__nf4`` is a JSON text in bytes:
            dtype, shape, blocksize.
 nested     absmax = map[a] * nested_absmax[index // 256] + nested_offset, in float32, ``a`` of 8 bits
 LLM.int8   value = CB * SCB / 127, ``SCB`` a row's largest magnitude
 
-Blocks of 64 fall on our grid where 64 divides the rows, or rows divide 64. Elsewhere our blocks are the gcd of the two,
+Blocks of 64 map to our blocks if 64 divides the rows, or rows divide 64. Otherwise our blocks are the gcd of the two,
 and a scale is repeated over the blocks that make up one of theirs: the values are the same, and writing merges them.
-A nested absmax stays nested where its blocks fall on the grid of the scale and its map is one of our tables; elsewhere
-it is read as float32, which is what it stands for. torch.linspace makes that map, with other last bits on other CPUs.
+A nested absmax stays nested if its blocks match the blocks of the scale and its map is one of our tables; otherwise
+it is read as the float32 values it represents. torch.linspace computes that map; its last bits vary between CPUs.
 
 bitsandbytes computes int8 values as (CB * SCB) * (1 / 127), this package as CB * (SCB / 127): in float32 up to two
-units in the last place apart. ``SCB`` comes back from the scale where it was float16 or bfloat16; about one float32 in
-180 comes back one place off, with the same scale (see ``_row_maximum``). The 8-bit products of LLM.int8, with columns
-of outliers apart, are a way to compute and not of the file: weights read from it are weight-only.
+units in the last place apart. ``SCB`` is recovered exactly from the scale if it was float16 or bfloat16; about one
+float32 in 180 comes back one unit off, with the same scale (see ``_row_maximum``). The outlier decomposition of
+LLM.int8 is part of its matmul, not of the file: weights read from it are weight-only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STORAGE = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float3
 
 
 class _State(NamedTuple):
-    """quant_state, and the format of the nested map: None where there is none, or it is none of ours."""
+    """quant_state, and the format of the nested map: None if there is none, or if it is not one of ours."""
 
     kind: str
     shape: tuple[int, ...]
@@ -103,8 +103,8 @@ def _find_4bit(owner: str, kind: str, entries: Mapping[str, Entry], get: Get) ->
     wide = codes.dtype.itemsize
     if codes.shape != (-(-count // 2) // wide, 1) or -(-count // 2) % wide:
         raise KeyedError(
-            owner, f"{list(codes.shape)[:8]} of {wide} bytes are not the {-(-count // 2)} bytes, one to a row of "
-            f"its own, that {list(shape)} takes at 4 bits"
+            owner, f"{list(codes.shape)[:8]} of {wide} bytes do not match the {-(-count // 2)} bytes in rows of "
+            f"one that {list(shape)} takes at 4 bits"
         )  # fmt: skip
     n_blocks = -(-count // state.blocksize)
     sides = [f"{owner}{MARK}{kind}", f"{owner}.quant_map", f"{owner}.absmax"]
@@ -126,7 +126,7 @@ def _find_4bit(owner: str, kind: str, entries: Mapping[str, Entry], get: Get) ->
 
 
 def _read_state(owner: str, kind: str, nested: bool, entries: Mapping[str, Entry], get: Get) -> _State:
-    """The JSON text beside the codes, every field of it checked."""
+    """The JSON text beside the codes, with every field checked."""
     if kind not in CODES:
         raise KeyedError(owner, f"quant_type {kind[:40]!r}; known: {', '.join(CODES)}")
     name = f"{owner}{MARK}{kind}"
@@ -141,23 +141,23 @@ def _read_state(owner: str, kind: str, nested: bool, entries: Mapping[str, Entry
         check_keys("quant_state", raw, fields, set())
         shape, dtype, size = raw["shape"], raw["dtype"], raw["blocksize"]
         if raw["quant_type"] != kind:
-            raise ValueError(f"quant_type {str(raw['quant_type'])[:40]!r} under a name that says {kind}")
+            raise ValueError(f"quant_type {str(raw['quant_type'])[:40]!r} does not match {kind} in its name")
         if not isinstance(dtype, str) or DTYPES.get(dtype) not in FLOATS:
             raise ValueError(f"dtype {str(dtype)[:40]!r}; known: float32, float16, bfloat16")
         if not isinstance(shape, list) or not 1 <= len(shape) <= MAX_AXES:
             raise ValueError(f"shape must be a list of 1 to {MAX_AXES} sizes")
         if not all(type(n) is int and n > 0 for n in shape):
-            raise ValueError(f"shape must hold whole numbers above zero, got {str(shape)[:80]}")
+            raise ValueError(f"shape must contain positive integers, got {str(shape)[:80]}")
         size_of(torch.float32, tuple(shape))
         _check_blocksize("blocksize", size)
         if not nested:
             return _State(kind, tuple(shape), DTYPES[dtype], size, None)
         _check_blocksize("nested_blocksize", raw["nested_blocksize"])
         if raw["nested_dtype"] != "float32":
-            raise ValueError(f"nested_dtype {str(raw['nested_dtype'])[:40]!r}; only float32 is read")
+            raise ValueError(f"nested_dtype {str(raw['nested_dtype'])[:40]!r}; only float32 is supported")
         offset = raw["nested_offset"]
         if type(offset) not in (int, float) or abs(offset) > torch.finfo(torch.float32).max:
-            raise ValueError(f"nested_offset must be a number within float32, got {str(offset)[:40]!r}")
+            raise ValueError(f"nested_offset must be a number in the range of float32, got {str(offset)[:40]!r}")
         return _State(kind, tuple(shape), DTYPES[dtype], size, float(offset), raw["nested_blocksize"])
     except ValueError as e:
         raise KeyedError(owner, f"{name}: {e}") from e
@@ -171,9 +171,9 @@ def _check_blocksize(key: str, size: Any) -> None:
 def _read_map(
     owner: str, part: str, count: int, entries: Mapping[str, Entry], get: Get, known: Mapping[Format, Any]
 ) -> Format | None:
-    """The format whose numbers a stored table holds, in the order of the codes given for it.
+    """The format whose values a stored table contains, in the order of the given codes.
 
-    None for a table that is at most a few units in the last place off. Raises KeyedError for any other.
+    None for a table that differs by a few units in the last place. Raises KeyedError for any other.
     """
     need(f"{owner}.{part}", entries, (torch.float32,), (count,), owner=owner)
     table = get(f"{owner}.{part}")
@@ -184,7 +184,7 @@ def _read_map(
     if count == 256 and any(torch.allclose(table, numbers, rtol=2.0**-21, atol=0.0) for numbers in ours.values()):
         return None
     names = " or ".join(fmt.name for fmt in known)
-    raise KeyedError(owner, f"{owner}.{part} is a table of other numbers than {names}; only models of those are read")
+    raise KeyedError(owner, f"{owner}.{part} does not contain the values of {names}; other tables are not supported")
 
 
 def _parts_4bit(owner: str, meta: Meta, state: _State, get: Get) -> Parts:
@@ -192,7 +192,7 @@ def _parts_4bit(owner: str, meta: Meta, state: _State, get: Get) -> Parts:
     packed = get(owner).contiguous().view(torch.uint8).flatten()
     order = CODES[state.kind][1]
     ours = torch.tensor([order.index(code) for code in range(16)], dtype=torch.uint8, device="cpu")
-    # by bytes: both codes of a byte in one look-up
+    # per byte: one lookup for both codes
     pairs = torch.stack([ours.repeat_interleave(16), ours.repeat(16)], -1)
     codes = pairs[packed.to(torch.int32)].flatten()[:count].reshape(shape)
     absmax = get(f"{owner}.absmax")
@@ -221,7 +221,7 @@ def _find_8bit(name: str, dtype: torch.dtype, entries: Mapping[str, Entry], get:
     if f"{prefix}weight_format" in entries:
         need(f"{prefix}weight_format", entries, (torch.uint8,), (), owner=name)
         if int(get(f"{prefix}weight_format")):
-            raise KeyedError(name, "weight_format is not 0: tiled for one kind of GPU; only the order of rows is read")
+            raise KeyedError(name, "weight_format is not 0: it is tiled for a GPU; only row-major order is supported")
         parts.append(f"{prefix}weight_format")
     meta = Meta(INT8_ROW, codes.shape, dtype)
     return Found(meta, tuple(parts), lambda get: Parts(get(name), (get(f"{prefix}SCB") / 127).unsqueeze(1)))

@@ -1,4 +1,4 @@
-"""The writing half of bitsandbytes.py, and the numbers that both halves go by."""
+"""bitsandbytes: the writer, and tables shared with the reader bitsandbytes.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .flat_blocks import run_block
 from .schema import FLOATS
 
 MARK = ".quant_state.bitsandbytes__"
-# Our format and their code of each of our codes, by the name they go by.
+# Our format and bitsandbytes' code for each of our codes, by name.
 CODES = {"nf4": (NF4, tuple(range(16))), "fp4": (FP4_TWELFTHS, (11, 10, 13, 12, 15, 14, 9, 8, 0, 1, 6, 7, 4, 5, 2, 3))}
 MAPS = (DYNAMIC8_FLOAT32, DYNAMIC8)
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -31,7 +31,7 @@ _MAX_OFFSET = 24  # characters of a float32 written as a double
 
 
 def _flat(meta: Meta) -> int | None:
-    """Elements of one of their blocks for a tensor of ours, None where no blocksize of theirs fits."""
+    """Elements per bitsandbytes block for one of our tensors, None if no blocksize fits."""
     shape, ours = meta.shape, blocks.resolve(meta.spec.block, meta.shape)
     for on_grid, sizes in ((True, (64, *BLOCKSIZES)), (False, (64,))):
         for size in sizes:
@@ -46,7 +46,7 @@ def _is_8bit(meta: Meta) -> bool:
 
 
 def _keeps_nested(meta: Meta, size: int) -> bool:
-    """Whether the scale is nested as theirs is; any other nested scale is written as the float32 it stands for."""
+    """Whether the scale is nested as in bitsandbytes; other nested scales are written as float32."""
     kind = meta.spec.scale
     shape = blocks.counts(meta.spec.block, meta.shape)
     if not isinstance(kind, QuantSpec) or kind.format not in MAPS or math.prod(shape) != _n_blocks(meta, size):
@@ -64,21 +64,21 @@ def _n_blocks(meta: Meta, size: int) -> int:
 def _refuses(name: str, meta: Meta) -> str | None:
     spec = meta.spec
     if meta.act is not None:
-        return "its input is quantized as well, of which bitsandbytes keeps nothing"
+        return "its activation is quantized, which bitsandbytes does not store"
     if len(meta.shape) != 2 or meta.axes is not None or not all(meta.shape):
-        return "bitsandbytes keeps weights of linear layers, [out, in], stored in that order"
+        return "bitsandbytes supports only weights of linear layers, stored as [out, in]"
     if meta.dtype not in FLOATS or spec.scale in (None, torch.float64):
-        return "bitsandbytes keeps float32, float16 and bfloat16 tensors, with scales of float32"
+        return "bitsandbytes supports only float32, float16 and bfloat16 tensors with float32 scales"
     if spec.zero_point or spec.offset is not None or spec.mid:
-        return "bitsandbytes has no zero points and no offsets"
+        return "bitsandbytes does not support zero points or offsets"
     if _is_8bit(meta):
         if blocks.resolve(spec.block, meta.shape) != (1, meta.shape[1]):
-            return "bitsandbytes has one int8 scale a row"
-        return None if name.endswith(".weight") else 'bitsandbytes keeps int8 under names that end in ".weight"'
+            return "bitsandbytes int8 needs one scale per row"
+        return None if name.endswith(".weight") else 'bitsandbytes supports int8 only under names that end in ".weight"'
     if spec.format not in _KINDS:
-        return f"{spec.format} is not among the numbers of bitsandbytes: {', '.join(f.name for f in _KINDS)}, int8"
+        return f"{spec.format} is not supported by bitsandbytes; supported: {', '.join(f.name for f in _KINDS)}, int8"
     if _flat(meta) is None:
-        return f"blocks {spec.block} of {list(meta.shape)} are not 64 or another power of two of elements in a row"
+        return f"blocks {spec.block} of {list(meta.shape)} are not runs of a supported power of two of elements"
     return None
 
 
@@ -116,12 +116,12 @@ def _stored(name: str, meta: Meta) -> Stored:
 def _blocksize(meta: Meta) -> int:
     size = _flat(meta)
     if size is None:
-        raise ValueError(f"blocks {meta.spec.block} of {list(meta.shape)} are none of bitsandbytes'")
+        raise ValueError(f"blocks {meta.spec.block} of {list(meta.shape)} are not supported by bitsandbytes")
     return size
 
 
 def _state_text(meta: Meta, offset: float | None) -> bytes:
-    """The JSON text, as they dump it. With an offset spaces follow, so that its length does not depend on it."""
+    """The JSON text, formatted as in bitsandbytes. With an offset it is padded with spaces to a fixed length."""
     data: dict[str, Any] = {
         "quant_type": _KINDS[meta.spec.format], "blocksize": _blocksize(meta), "dtype": dtype_name(meta.dtype),
         "shape": list(meta.shape),
@@ -145,7 +145,7 @@ def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
     kind = _KINDS[spec.format]
     theirs = torch.tensor(CODES[kind][1], dtype=torch.uint8, device="cpu")
     codes = theirs[parts.codes[: shape[0], : shape[1]].to(torch.int32)].flatten()
-    if len(codes) % 2:  # the code of zero fills the last byte
+    if len(codes) % 2:  # the last byte is padded with the code of zero
         codes = torch.cat([codes, codes.new_tensor([7 if kind == "nf4" else 0])])
     out = {
         name: (codes[0::2] << 4 | codes[1::2]).unsqueeze(1),
@@ -156,7 +156,7 @@ def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
         inner = parts.scale
         offset = float(inner.offset.flatten()[0])
         if bool((inner.offset != offset).any()):
-            raise ValueError(f"{name}: its nested blocks have offsets of their own, bitsandbytes has one: requantize")
+            raise ValueError(f"{name}: its nested blocks have separate offsets, bitsandbytes has only one: requantize")
         padded = inner.codes
         for axis, n in enumerate(part_shape):
             padded = padded.narrow(axis, 0, n)
@@ -173,25 +173,25 @@ def _pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
 
 
 def _merged(name: str, scale: Tensor, n_blocks: int, size: int, ours: int) -> Tensor:
-    """One scale for each run of ``size`` elements, of which blocks of ``ours`` hold copies."""
+    """One scale for each run of ``size`` elements, from blocks of ``ours`` that contain copies of it."""
     if len(scale) == n_blocks:
         return scale.contiguous()
     each = size // ours
     first = scale[::each].contiguous()
     if not torch.equal(first.repeat_interleave(each)[: len(scale)], scale):
-        raise ValueError(f"{name}: scales differ within {size} elements, which share one in bitsandbytes: requantize")
+        raise ValueError(f"{name}: scales differ within a bitsandbytes block of {size} elements: requantize")
     return first
 
 
 def _row_maximum(scale: Tensor) -> Tensor:
-    """The float32 SCB of which SCB / 127 is the scale, the even one of two; next to it where there is none.
+    """A float32 SCB with SCB / 127 == scale, the even one if there are two; the nearest if there is none.
 
-    scale: float32 [out]. Where the quotient's binade has half as many numbers as SCB's (mantissas from 127 / 64) two
-    SCB have one scale. A maximum that was float16 or bfloat16 is even and comes back.
+    scale: float32 [out]. Where the quotient's binade has half as many numbers as SCB's (mantissas from 127 / 64), two
+    SCB values give the same scale. A maximum that was float16 or bfloat16 is even and is recovered.
     """
     guess = scale * 127
     if not bool(guess.isfinite().all()):
-        raise ValueError(f"a scale of {float(scale.abs().amax()):g} is beyond int8 rows of bitsandbytes, float32 / 127")
+        raise ValueError(f"a scale of {float(scale.abs().amax()):g} is beyond bitsandbytes' int8 limit, float32 / 127")
     near = guess.view(torch.int32).unsqueeze(1) + torch.tensor([0, -1, 1], dtype=torch.int32, device="cpu")
     right = near.view(torch.float32) / 127 == scale.unsqueeze(1)
     score = right * (4 + 2 * (near % 2 == 0)) * 2 + torch.tensor([1, 0, 0], device="cpu")
@@ -201,7 +201,7 @@ def _row_maximum(scale: Tensor) -> Tensor:
 def _method(metas: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any]:
     kinds = {"int8" if _is_8bit(m) else _KINDS[m.spec.format]: name for name, m in metas.items()}
     if len(kinds) > 1:
-        raise ValueError(f"a bitsandbytes model has one kind of weights, here are several: {kinds}")
+        raise ValueError(f"a bitsandbytes model must have one kind of quantized weights, got several: {kinds}")
     dtypes = {meta.dtype for meta in metas.values()}
     nested = any(not _is_8bit(m) and _keeps_nested(m, _blocksize(m)) for m in metas.values())
     eight = "int8" in kinds

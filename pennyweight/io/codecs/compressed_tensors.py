@@ -1,4 +1,4 @@
-"""compressed-tensors, the format of llm-compressor and vLLM: reading. O rows, I columns, b bits, groups of G columns.
+"""compressed-tensors, the format of llm-compressor and vLLM: reader. O rows, I columns, b bits, groups of G columns.
 
     kind    codes of a layer's weight                        weight_scale
     packed  weight_packed i32 [O, words] (words.py),         float [1], [O, 1] or [O, I/G]
@@ -10,8 +10,8 @@
     mxfp6   weight_packed u8 [O, I*3/4], a bit stream        the same
     mxfp8   weight f8e4m3 [O, I]                             the same
 
-``weight_zero_point`` has the scale's shape, i8; packed, it is i32 [words of O, groups], a row of words for a column of
-numbers. ``input_scale`` and ``input_zero_point`` of static inputs are one number each. Values are
+``weight_zero_point`` has the scale's shape, i8; packed, it is i32 [words of O, groups], each column packed into a
+column of words. ``input_scale`` and ``input_zero_point`` of static activations are scalars. Values are
 (q - zero_point) * scale. Source: compressed-tensors 0.20, compressors/ and quantization/.
 """
 
@@ -37,15 +37,15 @@ from .compressed_tensors_config import E8M0_SCALE, Group, Groups
 from .compressed_tensors_write import WRITING
 from .schema import FLOATS, by_layer, join, model_dtype, need
 
-# The scale of NVFP4 groups: e4m3 / global_scale. With one over it in float64, their product rounded to float32 is the
-# float32 quotient: two roundings move it by 2**-52 of itself, and no quotient of float32 numbers is nearer than 2**-49
-# to the middle of two such numbers.
+# The scale of NVFP4 groups: e4m3 / global_scale. The product with the float64 reciprocal, rounded to float32, equals
+# the float32 quotient: two roundings have a relative error of 2**-52, and no quotient of float32 numbers is closer than
+# 2**-49 to the midpoint of two float32 numbers.
 NVFP4_SCALE = QuantSpec(E4M3, None, torch.float64)
 _F8 = (torch.float8_e4m3fn,)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-_ZEROS = (torch.int8, torch.int32, torch.int64, *FLOATS, *_F8)  # what zeros of symmetric schemes have been stored as
+_ZEROS = (torch.int8, torch.int32, torch.int64, *FLOATS, *_F8)  # stored zero points of symmetric schemes
 
-# kind -> ending and dtype of the codes, dtypes of the scale
+# kind -> suffix and dtype of the codes, dtypes of the scale
 _STORED: dict[str, tuple[str, torch.dtype, tuple[torch.dtype, ...]]] = {
     "packed": ("weight_packed", torch.int32, FLOATS),
     "int": ("weight", torch.int8, FLOATS),
@@ -66,7 +66,7 @@ def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
 
 
 def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
-    """See Codec.find. Read are the two numbers of each ``weight_shape``."""
+    """See Codec.find. Reads only the two numbers of each ``weight_shape``."""
     layers = by_layer(entries, ENDINGS)
     for name, entry in entries.items():
         layer, _, ending = name.rpartition(".")
@@ -79,7 +79,7 @@ def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> d
         weight = join(layer, "weight")
         try:
             if not groups.groups:
-                raise ValueError("is stored quantized, but no config group has weights")
+                raise ValueError("is stored quantized, but no config group quantizes weights")
             found = _layer(weight, names, entries, groups.of(layer), dtype, get)
         except KeyedError:
             raise
@@ -91,7 +91,7 @@ def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> d
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer whose tensors fit its group. dense: how codes, and zero points, lie in words."""
+    """A layer whose tensors match its group. dense: how codes and zero points are packed into words."""
 
     meta: Meta
     kind: str
@@ -142,7 +142,7 @@ class _Layer:
 
 
 def _check_zeros(get: Get, names: dict[str, str], spec: QuantSpec, act: ActivationSpec | None) -> None:
-    """Zero points that a symmetric scheme stores all the same must be zero."""
+    """Check that zero points stored for a symmetric scheme are zero."""
     zero = {"weight_zero_point": spec.zero_point, "input_zero_point": act is not None and act.spec.zero_point}
     for ending, used in zero.items():
         if ending in names and not used and bool(get(names[ending]).float().count_nonzero()):
@@ -158,7 +158,7 @@ def _layer(
     codes = need(names[ending], entries, (codes_dtype,))
     scale = need(names["weight_scale"], entries, scale_dtypes)
     if len(codes.shape) != 2 or 0 in codes.shape:
-        raise KeyedError(names[ending], f"has shape {list(codes.shape)}, expected [rows, columns] that are not empty")
+        raise KeyedError(names[ending], f"has shape {list(codes.shape)}, expected non-empty [rows, columns]")
     shape, dense = _shape(names, entries, group, get)
     block = _block(names["weight_scale"], scale, shape, group)
     w = group.weights
@@ -179,7 +179,7 @@ def _layer(
         else:
             ways = {int32_pack.dense_words(shape[0], w.bits): True, int32_pack.whole_words(shape[0], w.bits): False}
             if len(ways) == 1:
-                ways = dict.fromkeys(ways, dense)  # both fit: as the codes
+                ways = dict.fromkeys(ways, dense)  # both fit: same as the codes
             zero = need(names["weight_zero_point"], entries, (torch.int32,), *((n, parts[1]) for n in ways))
             dense_zero = ways[zero.shape[0]]
     for name, dtypes in (("weight_global_scale", (torch.float32,)), ("input_scale", FLOATS)):
@@ -194,9 +194,9 @@ def _layer(
 
 
 def _check_names(weight: str, names: dict[str, str], group: Group) -> None:
-    """Raise KeyedError unless exactly the stored tensors that the group calls for are there."""
+    """Raise KeyedError unless exactly the tensors that the group requires are stored."""
     if "weight_g_idx" in names:
-        raise KeyedError(weight, "has its channels in another order (weight_g_idx), which is not read yet")
+        raise KeyedError(weight, "has permuted channels (weight_g_idx), which is not supported yet")
     w, act = group.weights, group.act
     needed = {_STORED[group.kind][0], "weight_scale"}
     needed |= {"weight_shape"} if group.kind == "packed" else set()
@@ -209,11 +209,11 @@ def _check_names(weight: str, names: dict[str, str], group: Group) -> None:
     for missing in sorted(needed - names.keys()):
         raise KeyedError(weight, f"{missing} is missing; {group.name} stores {sorted(needed)}")
     for extra in sorted(names.keys() - needed - may):
-        raise KeyedError(weight, f"{names[extra]} is left over; {group.name} stores {sorted(needed)}")
+        raise KeyedError(weight, f"{names[extra]} is unexpected; {group.name} stores {sorted(needed)}")
 
 
 def _shape(names: dict[str, str], entries: Mapping[str, Entry], group: Group, get: Get) -> tuple[tuple[int, int], bool]:
-    """(rows, columns), and how codes lie in words."""
+    """(rows, columns), and how codes are packed into words."""
     codes = names[_STORED[group.kind][0]]
     rows, stored = entries[codes].shape
     bits = group.weights.bits
@@ -226,19 +226,19 @@ def _shape(names: dict[str, str], entries: Mapping[str, Entry], group: Group, ge
     need(names["weight_shape"], entries, (torch.int64, torch.int32), (2,))
     said_rows, columns = (int(n) for n in get(names["weight_shape"]).tolist())
     if said_rows != rows or columns < 1:
-        raise KeyedError(names["weight_shape"], f"says {[said_rows, columns]}, but {codes} has {rows} rows")
+        raise KeyedError(names["weight_shape"], f"is {[said_rows, columns]}, but {codes} has {rows} rows")
     dense = int32_pack.is_dense(stored, columns, bits)
     if dense is None:
         raise KeyedError(
             codes, f"has rows of {stored} words; {columns} columns of {bits} bits ({group.name}) take "
             f"{int32_pack.dense_words(columns, bits)}, or {int32_pack.whole_words(columns, bits)} in files "
-            "of old releases"
+            "of older releases"
         )  # fmt: skip
     return (rows, columns), dense
 
 
 def _block(name: str, scale: Entry, shape: tuple[int, int], group: Group) -> tuple[int, ...] | None:
-    """The block of a scale. Raises KeyedError where the scale's shape is not the one that the group calls for."""
+    """The block of a scale. Raises KeyedError if the scale's shape does not match the group."""
     w, (rows, columns) = group.weights, shape
     what = f"{group.name} says {w.strategy}"
     block: tuple[int, ...] | None
@@ -255,7 +255,7 @@ def _block(name: str, scale: Entry, shape: tuple[int, int], group: Group) -> tup
         block, what = w.block, f"{what} of {list(w.block)}"
         shapes = (blocks.counts(block, shape),)
     else:
-        raise KeyedError(name, f"{what}, which is not read for {group.kind} weights")
+        raise KeyedError(name, f"{what}, which is not supported for {group.kind} weights")
     if scale.shape not in shapes:
         raise KeyedError(
             name, f"has shape {list(scale.shape)}, but {what} and the weight is {list(shape)}: expected "

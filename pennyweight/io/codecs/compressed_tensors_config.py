@@ -1,12 +1,13 @@
-"""``quantization_config`` of compressed-tensors: which scheme a layer has, and what its fields mean here.
+"""``quantization_config`` of compressed-tensors: finds a layer's scheme and converts its fields.
 
     {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
      "config_groups": {"group_0": {"targets": ["Linear"], "weights": {..}, "input_activations": {..} or null,
                                    "format": ..}},
      "ignore": ["lm_head"]}
 
-A layer's group is the one whose target is its name; else the first, in alphabetical order, of the patterns ("re:..")
-that match its name; else the one that names classes, of which a file knows nothing. One group needs no names.
+A layer's group is the one with its name as a target; else the first, in alphabetical order, of the patterns ("re:..")
+that match its name; else the one with class targets, whose classes a file does not contain. A single group needs no
+names.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from .schema import setting
 E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
 FLOAT_OF_BITS = {4: E2M1, 6: E2M3, 8: E4M3}
 _MAX_GROUPS = 10_000
-_MAX_PATTERNS = 1 << 18  # signs of all of them
-# What matching may take, in steps of patterns.py: the first a fifth of a second, and so many more for each layer
+_MAX_PATTERNS = 1 << 18  # characters in total
+# Limits on matching, in steps of patterns.py: the first is about 0.2 s, plus the second for each layer
 _MAX_WORK, _MORE_WORK = 300_000, 3_000
 _MAX_GROUP_SIZE = 1 << 20
 
@@ -42,14 +43,14 @@ KINDS = {
     ("mxfp6-pack-quantized", "float"): "mxfp6",
     ("mxfp8-quantized", "float"): "mxfp8",
 }
-# Rules by which its runtime chooses the scale of a block of inputs. For e4m3 it rounds absmax up from 1.75 * 2**n,
+# Activation rules by which its runtime chooses the scale of a block. For e4m3 it rounds absmax up from 1.75 * 2**n,
 # "mx_rceil" from just above that.
 _MX_RULES = {E2M1: "mx_even", E2M3: "mx_even", E4M3: "mx_rceil"}
 
 
 @dataclass(frozen=True)
 class Args:
-    """How weights or inputs are quantized: the fields of QuantizationArgs that say what numbers mean."""
+    """How weights or activations are quantized: the fields of QuantizationArgs that affect values."""
 
     bits: int
     type: str
@@ -73,11 +74,11 @@ class Group:
     kind: str
     weights: Args
     act: ActivationSpec | None
-    local: bool  # NVFP4 inputs: scales of groups are dynamic, the one above them is stored
+    local: bool  # NVFP4 inputs: group scales are dynamic, the global scale is stored
 
 
 class Groups:
-    """All groups, and the layers they mean; ``known``: names of all layers that are stored quantized.
+    """All groups, and their layers; ``known``: names of all layers that are stored quantized.
 
     Raises ValueError naming the group.
     """
@@ -86,10 +87,10 @@ class Groups:
         _refuse_more(config)
         raw = setting(config, "config_groups", dict, {})
         if len(raw) > _MAX_GROUPS:
-            raise ValueError(f"{len(raw)} config_groups; at most {_MAX_GROUPS} are read")
+            raise ValueError(f"{len(raw)} config_groups; the maximum is {_MAX_GROUPS}")
         default = setting(config, "format", str, "dense")
         self.groups: list[Group] = []
-        self.targets: dict[str, Group] = {}  # a target of two groups means the later, as in compressed-tensors
+        self.targets: dict[str, Group] = {}  # for a target of two groups the later one wins, as in compressed-tensors
         for name, scheme in raw.items():
             group, targets = _group(f"config_groups.{name[:60]}", scheme, default)
             if group is not None:
@@ -98,7 +99,7 @@ class Groups:
         self.ignored = set(_strings("quantization_config", config, "ignore"))
         self.patterns = sorted(t for t in self.targets if t.startswith("re:"))
         if sum(map(len, self.patterns)) > _MAX_PATTERNS:
-            raise ValueError(f"{len(self.patterns)} patterns; at most {_MAX_PATTERNS} signs of them are read")
+            raise ValueError(f"{len(self.patterns)} patterns; the maximum total length is {_MAX_PATTERNS} characters")
         self.compiled: dict[str, NamePattern] = {}
         self.left = _MAX_WORK + _MORE_WORK * len(known)
         others = [t for t in self.targets if not t.startswith("re:") and "." not in t and t not in known]
@@ -108,7 +109,7 @@ class Groups:
     def of(self, layer: str) -> Group:
         """The group of a layer that is stored quantized."""
         if layer in self.ignored:
-            raise ValueError('is stored quantized, but "ignore" of the config names it')
+            raise ValueError('is stored quantized, but listed in "ignore" of the config')
         if len(self.groups) == 1:
             return self.groups[0]
         if layer in self.targets:
@@ -118,8 +119,8 @@ class Groups:
                 return self.targets[target]
         found = self.class_groups
         if len(found) != 1:
-            why = f"classes {sorted(self.classes)[:8]} are of several groups" if found else "and none names a class"
-            raise ValueError(f"no target of the {len(self.groups)} config_groups is its name, {why}")
+            why = f"classes {sorted(self.classes)[:8]} belong to several groups" if found else "and none names a class"
+            raise ValueError(f"no target of the {len(self.groups)} config_groups matches its name, {why}")
         return next(iter(found.values()))
 
     def _matches(self, text: str, layer: str) -> bool:
@@ -131,18 +132,18 @@ class Groups:
         matched = found.matches(layer)
         self.left -= found.work - before
         if self.left < 0:
-            raise ValueError(f"the patterns of config_groups take too long to match, {text[:60]!r} the last of them")
+            raise ValueError(f"the patterns of config_groups take too long to match; last pattern: {text[:60]!r}")
         return matched
 
 
 def _refuse_more(config: Mapping[str, Any]) -> None:
-    """What changes the meaning of the stored tensors in a way that is not read."""
+    """Reject config fields that change the meaning of the stored tensors and are not supported."""
     if config.get("transform_config"):
-        raise ValueError("transform_config: weights are rotated and inputs must be too, which is not read")
+        raise ValueError("transform_config: weights are rotated and inputs must be too, which is not supported")
     sparsity = config.get("sparsity_config") or {}
     kind = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if kind != "dense":
-        raise ValueError(f"sparsity_config: format {str(kind)[:40]!r} is not read; save without sparse compression")
+        raise ValueError(f"sparsity_config: format {str(kind)[:40]!r} is not supported; save without compression")
 
 
 def _strings(what: str, config: Mapping[str, Any], key: str) -> list[str]:
@@ -154,14 +155,14 @@ def _strings(what: str, config: Mapping[str, Any], key: str) -> list[str]:
 
 def _group(what: str, scheme: Any, default: str) -> tuple[Group | None, list[str]]:
     if isinstance(scheme, list):
-        raise ValueError(f"{what} is the name of a preset; save the config with its schemes written out")
+        raise ValueError(f"{what} is a preset name; save the config with explicit schemes")
     if not isinstance(scheme, dict):
         raise ValueError(f"{what} must be an object")
     targets = _strings(what, scheme, "targets")
     if scheme.get("weights") is None:
         return None, targets
     if scheme.get("output_activations") is not None:
-        raise ValueError(f"{what}: output_activations are not read: outputs of layers are never quantized here")
+        raise ValueError(f"{what}: output_activations are not supported: layer outputs are not quantized")
     weights = _args(f"{what}.weights", scheme["weights"])
     if weights.dynamic is not False:
         raise ValueError(f"{what}.weights: dynamic weights are not stored")
@@ -171,13 +172,13 @@ def _group(what: str, scheme: Any, default: str) -> tuple[Group | None, list[str
     kind = KINDS.get((form, weights.type))
     if kind is None:
         known = ", ".join(sorted({f for f, t in KINDS if t == weights.type}))
-        raise ValueError(f"{what}: format {form[:40]!r} with {weights.type} weights is not read; known: {known}")
+        raise ValueError(f"{what}: format {form[:40]!r} with {weights.type} weights is not supported; known: {known}")
     bits = {"packed": range(2, 9), "int": range(2, 9), "nvfp4": (4,), "mxfp4": (4,), "mxfp6": (6,)}.get(kind, (8,))
     if weights.bits not in bits:
-        raise ValueError(f"{what}: format {form!r} holds no {weights.type} weights of {weights.bits} bits")
+        raise ValueError(f"{what}: format {form!r} does not support {weights.type} weights of {weights.bits} bits")
     size = {"nvfp4": 16, "mxfp4": 32, "mxfp6": 32, "mxfp8": 32}.get(kind)
     if size is not None and weights.group != size:
-        raise ValueError(f"{what}: format {form!r} has groups of {size}, the config says {weights.group}")
+        raise ValueError(f"{what}: format {form!r} has groups of {size}, but the config says {weights.group}")
     act, local = None, False
     if scheme.get("input_activations") is not None:
         args = _args(f"{what}.input_activations", scheme["input_activations"])
@@ -200,16 +201,16 @@ def _args(what: str, raw: Any) -> Args:
     inferred = "tensor" if group is None else "channel" if group == -1 else "group"
     strategy = setting(raw, "strategy", str, inferred, what=what).lower()
     if strategy not in ("tensor", "channel", "group", "block", "token", "tensor_group"):
-        raise ValueError(f"{what}: strategy {strategy[:40]!r} is not read")
+        raise ValueError(f"{what}: strategy {strategy[:40]!r} is not supported")
     if strategy in ("group", "tensor_group") and (group is None or group < 1):
         raise ValueError(f"{what}: strategy {strategy!r} needs a positive group_size, got {group}")
     if (strategy == "block") != (block is not None):
-        raise ValueError(f"{what}: strategy {strategy!r} with block_structure {block}: one needs the other")
+        raise ValueError(f"{what}: strategy {strategy!r} and block_structure {block} must be used together")
     if kind not in ("int", "float") or (kind == "float" and bits not in FLOAT_OF_BITS) or not 2 <= bits <= 8:
-        raise ValueError(f"{what}: {bits} bits of type {kind[:40]!r} are not read")
+        raise ValueError(f"{what}: {bits} bits of type {kind[:40]!r} are not supported")
     dynamic = setting(raw, "dynamic", (bool, str), False, what=what)
     if isinstance(dynamic, str) and (dynamic.lower(), strategy) != ("local", "tensor_group"):
-        raise ValueError(f"{what}: dynamic {dynamic[:40]!r} with strategy {strategy!r} is not known")
+        raise ValueError(f"{what}: dynamic {dynamic[:40]!r} with strategy {strategy!r} is not supported")
     return Args(
         bits, kind, setting(raw, "symmetric", bool, True, what=what), strategy, group,
         None if block is None else (block[0], block[1]), dynamic if isinstance(dynamic, bool) else "local",
@@ -220,23 +221,23 @@ def _args(what: str, raw: Any) -> Args:
 def activation(what: str, a: Args) -> ActivationSpec:
     """The ActivationSpec of inputs.
 
-    NVFP4 inputs ("local") have a stored scale above those of their groups; here it comes from the input itself, and
-    the stored one is left behind.
+    NVFP4 inputs ("local") have a stored global scale above the group scales; here the global scale is computed from the
+    input, and the stored one is ignored.
     """
     if a.type == "float" and not a.symmetric:
         raise ValueError(f"{what}: floats have no zero point; symmetric must be true")
     if a.strategy == "tensor_group":
         if (a.bits, a.type, a.group) != (4, "float", 16) or a.dynamic is False:
-            raise ValueError(f"{what}: strategy 'tensor_group' is read for 4-bit floats in dynamic groups of 16")
+            raise ValueError(f"{what}: strategy 'tensor_group' needs 4-bit floats in dynamic groups of 16")
         return ActivationSpec(NVFP4)
     if a.strategy == "group" and a.type == "float" and (a.bits < 8 or a.scale_dtype in ("torch.uint8", "uint8")):
         if a.group != 32 or not a.dynamic:
-            raise ValueError(f"{what}: MX inputs have dynamic scales in groups of 32, not {a.group}")
+            raise ValueError(f"{what}: MX inputs must have dynamic scales in groups of 32, not {a.group}")
         return ActivationSpec(QuantSpec(a.format, (32,), E8M0_SCALE), "dynamic", _MX_RULES[a.format])
     blocks = {"token": (-1,), "tensor": None, "group": (a.group,)}
     if a.strategy not in blocks or (a.type == "float" and a.bits < 8):
-        raise ValueError(f"{what}: {a.bits}-bit {a.type} inputs by {a.strategy} are not read")
+        raise ValueError(f"{what}: {a.bits}-bit {a.type} inputs with strategy {a.strategy} are not supported")
     if not a.dynamic and a.strategy != "tensor":
-        raise ValueError(f"{what}: static inputs have one scale in all, the config says strategy {a.strategy!r}")
+        raise ValueError(f"{what}: static inputs need a per-tensor scale, but the config says strategy {a.strategy!r}")
     spec = QuantSpec(a.format, blocks[a.strategy], torch.float32, zero_point=not a.symmetric)  # type: ignore[arg-type]
     return ActivationSpec(spec, "dynamic" if a.dynamic else "static")

@@ -1,12 +1,12 @@
-"""compressed-tensors, the format of llm-compressor and vLLM: writing. The inverse of compressed_tensors.py.
+"""compressed-tensors, the format of llm-compressor and vLLM: writer, the inverse of compressed_tensors.py.
 
-Integers of any kind become signed ones of as many bits: q = u - 2**(b-1), and so do zero points; ``mid`` is a symmetric
-scheme where it is the middle, else a zero point that is the same everywhere. All this is exact. So is every other kind,
-with one exception: NVFP4 files divide scales by a float32 number where ours are multiplied by one, so that the global
-scale is one over ours, rounded. A tensor that came from such a file goes back bit for bit; of one that was quantized
-here, the scales of groups may differ in the last bit of a float32.
+Integer formats are converted to signed ones of the same width: q = u - 2**(b-1), also for zero points; a ``mid`` at
+the middle becomes a symmetric scheme, any other ``mid`` a constant zero point. All conversions are exact with one
+exception: NVFP4 files divide scales by a float32 number while ours are multiplied by one, so the stored global scale is
+the reciprocal of ours, rounded. A tensor read from such a file is written back bit for bit; for one quantized here,
+group scales may differ in the last bit of a float32.
 
-A rule or eps of an activation is not kept: a runtime has its own.
+The rule and eps of an activation are not stored: the runtime uses its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .base import Writing
 from .compressed_tensors_config import E8M0_SCALE, FLOAT_OF_BITS
 from .schema import FLOATS
 
-# format of the codes -> (kind, group) under e8m0 scales
+# format of the codes -> (kind, group) with e8m0 scales
 _MX = {E2M1: ("mxfp4", 32), E2M3: ("mxfp6", 32), E4M3: ("mxfp8", 32)}
 _FORMATS = {
     "packed": "pack-quantized", "int": "int-quantized", "nvfp4": "nvfp4-pack-quantized",
@@ -40,7 +40,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class _How:
-    """How a tensor is written. zero: None, "parts", or the zero point (signed) that all of it has."""
+    """How a tensor is written. zero: None, "parts", or the constant zero point (signed)."""
 
     kind: str
     form: str
@@ -66,12 +66,12 @@ class _How:
 
 
 def _how(name: str, meta: Meta) -> _How | str:
-    """How a tensor is written, or the sentence that refuses it."""
+    """How a tensor is written, or why it cannot be."""
     spec, shape = meta.spec, meta.stored_shape
     if name.rpartition(".")[2] != "weight":
-        return "compressed-tensors quantizes parameters named weight, those of layers"
+        return "compressed-tensors supports only layer parameters named weight"
     if len(shape) != 2 or 0 in shape or meta.axes is not None:
-        return "compressed-tensors quantizes matrices [out, in] that are not empty and not transposed"
+        return "compressed-tensors supports only non-empty matrices [out, in] that are not transposed"
     act = None if meta.act is None else _act_args(meta.act)
     if isinstance(act, str):
         return act
@@ -80,15 +80,15 @@ def _how(name: str, meta: Meta) -> _How | str:
         return f"groups of {size} do not divide {shape[1]} columns"
     f = spec.format
     if spec.offset is not None:
-        return "compressed-tensors has no offset in value units"
+        return "compressed-tensors does not support offsets in value units"
     if f.kind == "int":
         return _how_int(spec, strategy, size, act)
     if isinstance(spec.scale, QuantSpec):
         return _how_nested(spec, strategy, size, act)
     if f is not E4M3:
-        return f"compressed-tensors has no {f} under plain scales"
+        return f"compressed-tensors does not support {f} with plain scales"
     if spec.scale not in FLOATS:
-        return f"compressed-tensors needs a scale in float32, bfloat16 or float16, not {spec.scale}"
+        return f"compressed-tensors needs scales in float32, bfloat16 or float16, not {spec.scale}"
     return _How("float", "naive-quantized" if act is None else "float-quantized", 8, strategy, size, act)
 
 
@@ -104,15 +104,15 @@ def _strategy(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[str, Any]:
 def _how_int(spec: QuantSpec, strategy: str, size: Any, act: Any) -> _How | str:
     f, bits = spec.format, spec.format.bits
     if bits == 1:
-        return "compressed-tensors has integers of 2 to 8 bits"
+        return "compressed-tensors supports only integers of 2 to 8 bits"
     if spec.scale not in FLOATS:
-        return "compressed-tensors needs integers under plain scales in float32, bfloat16 or float16"
-    # integers by bytes where inputs are integers too; other runtimes look for packed ones
+        return "compressed-tensors needs integers with plain scales in float32, bfloat16 or float16"
+    # int8 bytes if inputs are integers too; otherwise runtimes expect packed weights
     kind = "int" if act is not None and dict(act)["type"] == "int" else "packed"
     if strategy == "block":
-        return "compressed-tensors has blocks of several rows for e4m3 only"
+        return "compressed-tensors supports blocks of several rows only for e4m3"
     if spec.zero_point and spec.zero_point_format.bits > bits:
-        return "compressed-tensors has zero points within the range of the codes"
+        return "compressed-tensors needs zero points within the range of the codes"
     middle = 0 if f.signed else 1 << (bits - 1)
     zero: int | str | None = "parts" if spec.zero_point else spec.mid - middle or None
     return _How(kind, _FORMATS[kind], bits, strategy, size, act, zero)
@@ -124,26 +124,26 @@ def _how_nested(spec: QuantSpec, strategy: str, size: Any, act: Any) -> _How | s
     if scale.format is E8M0 and scale.scale is None and spec.format in _MX:
         kind, group = _MX[spec.format]
         if (strategy, size) != ("group", group):
-            return f"compressed-tensors has {spec.format} under e8m0 scales in groups of {group} only"
+            return f"compressed-tensors supports {spec.format} with e8m0 scales only in groups of {group}"
         return _How(kind, _FORMATS[kind], spec.format.bits, "group", group, act)
     above = scale.block is None and scale.offset is None and scale.scale in (torch.float32, torch.float64)
     if spec.format is E2M1 and scale.format is E4M3 and above:
         if (strategy, size) != ("group", 16):
-            return "compressed-tensors has NVFP4 in groups of 16 only"
+            return "compressed-tensors supports NVFP4 only in groups of 16"
         if act is not None and dict(act)["strategy"] == "tensor_group":
             return "compressed-tensors needs a calibrated input_global_scale for NVFP4 inputs"
         return _How("nvfp4", _FORMATS["nvfp4"], 4, "tensor_group", 16, act)
-    return f"compressed-tensors has no {spec.format} under quantized scales ({scale})"
+    return f"compressed-tensors does not support {spec.format} with quantized scales ({scale})"
 
 
 def _act_args(act: ActivationSpec) -> tuple[tuple[str, Any], ...] | str:
-    """Fields of input_activations, or the sentence that refuses."""
+    """Fields of input_activations, or why they cannot be written."""
     spec, f = act.spec, act.spec.format
     middle = 0 if f.signed else 1 << (f.bits - 1)
     integer = f.kind == "int" and f.bits > 1
     dynamic, group = act.mode == "dynamic", None
     scale_dtype = None
-    refused = f"compressed-tensors has no inputs like {act}"
+    refused = f"compressed-tensors does not support activations {act}"
     if spec.offset is not None or not (integer or f in FLOAT_OF_BITS.values()):
         return refused
     if integer and not spec.zero_point and spec.mid != middle:
@@ -173,8 +173,8 @@ def refuses(name: str, meta: Meta) -> str | None:
 
 
 def nearest(name: str, meta: Meta) -> QuantSpec | None:
-    """The spec itself where only its activation is refused. Integers stay integers of as many bits, with a zero point
-    for an offset; 8-bit floats become e4m3 per row, e2m1 MXFP4. Tables of numbers stay float."""
+    """The spec itself if only its activation is rejected. Integers keep their width, with a zero point in place of an
+    offset; 8-bit floats become e4m3 per row, e2m1 becomes MXFP4. Table formats become float."""
     spec, shape = meta.spec, meta.stored_shape
     weightless = Meta(spec, meta.shape, meta.dtype, None, meta.axes)
     if refuses(name, weightless) is None:
@@ -241,7 +241,7 @@ def _written(name: str, meta: Meta) -> _How:
 
 def pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
     how, layer, spec, shape = _written(name, meta), name.removesuffix("weight"), meta.spec, meta.shape
-    codes = parts.codes[: shape[0], : shape[1]]  # whole blocks of e4m3 may be more
+    codes = parts.codes[: shape[0], : shape[1]]  # e4m3 codes may be padded to whole blocks
     out: dict[str, Tensor] = {}
     if how.kind == "packed":
         out[f"{layer}weight_packed"] = int32_pack.pack(_unsigned(_signed(codes, spec), how.bits), how.bits)
@@ -280,7 +280,7 @@ def _flat(how: _How, part: Tensor) -> Tensor:
 
 
 def _signed(numbers: Tensor, spec: QuantSpec) -> Tensor:
-    """Codes, or zero points, of an integer format as those of the signed format of as many bits."""
+    """Codes or zero points of an integer format, converted to the signed format of the same width."""
     f = spec.format
     return numbers.contiguous() if f.signed else (numbers.to(torch.int16) - (1 << (f.bits - 1))).to(torch.int8)
 
@@ -290,15 +290,15 @@ def _unsigned(signed: Tensor, bits: int) -> Tensor:
 
 
 def _global_scale(name: str, scale: Tensor) -> Tensor:
-    """What the scales of groups are divided by: one over the scale that multiplies them."""
+    """The divisor of the group scales: the reciprocal of our global scale."""
     above = (1.0 / scale.double()).float().reshape(1)
     if not 0 < float(above) < float("inf"):
-        raise ValueError(f"{name}: its global scale is {float(scale)}; one over it is no float32 number")
+        raise ValueError(f"{name}: its global scale is {float(scale)}; its reciprocal is not a finite float32 number")
     return above
 
 
 def method(tensors: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any]:
-    """The config. Layers of a group are named by patterns in which a number stands for any; where that would reach a
+    """The config. Layers of a group are named by patterns in which numbers are wildcards; if a pattern would match a
     layer of another group, by their names."""
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name, meta in tensors.items():
@@ -332,7 +332,7 @@ def method(tensors: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any
 
 
 def _template(layer: str) -> str:
-    """A pattern for a layer and its like; the layer's own name where it has no number."""
+    """A pattern for a layer and similar layers; the layer's own name if it has no number."""
     if not any(part.isdecimal() for part in layer.split(".")):
         return layer
     return "re:^" + r"\.".join(r"\d+" if p.isdecimal() else re.escape(p) for p in layer.split(".")) + "$"

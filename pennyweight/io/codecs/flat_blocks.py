@@ -1,4 +1,4 @@
-"""Runs: blocks of other libraries that are so many elements one after the other, without regard to rows."""
+"""Flat runs: blocks of other libraries that cover consecutive elements, regardless of rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ...core import blocks
 
 
 def run_block(shape: tuple[int, ...], size: int) -> tuple[blocks.Block, bool]:
-    """Our block that is a run of ``size`` elements of a row-major tensor, and True.
+    """Our block for a run of ``size`` elements of a row-major tensor, and True.
 
-    Where a run begins and ends within rows there is none: then their gcd, of which several have one scale, and False.
+    If runs do not align with rows: the gcd of both, where several blocks share a scale, and False.
     """
     row, count = shape[-1], math.prod(shape)
     if count <= size:
@@ -25,7 +25,7 @@ def run_block(shape: tuple[int, ...], size: int) -> tuple[blocks.Block, bool]:
 
 
 def spread_runs(part: Tensor, size: int, block: blocks.Block, shape: tuple[int, ...]) -> Tensor:
-    """A number per run [runs] as our part: reshaped, or repeated over the blocks that make up a run."""
+    """A part with one number per run [runs], in our shape: reshaped, or repeated over the blocks of a run."""
     part_shape = blocks.counts(block, shape)
     count = math.prod(part_shape)
     if count != len(part):

@@ -1,13 +1,13 @@
-"""FP8 with a scale per block of 128 x 128 weights, as DeepSeek-V3 and Qwen3 ship it (``quant_method`` "fp8").
+"""FP8 with a scale per block of 128 x 128 weights, as in DeepSeek-V3 and Qwen3 (``quant_method`` "fp8").
 
     weight            f8e4m3 [.., O, I]
-    weight_scale_inv  f32 [.., ceil(O/128), ceil(I/128)], multiplied by, despite its name; or ``scale``, or
-                      ``qscale_weight``. Powers of two as f8e8m0, or their bytes u8, where ``scale_fmt`` is "ue8m0"
-    activation_scale  f32, one number, where ``activation_scheme`` is "static"
+    weight_scale_inv  f32 [.., ceil(O/128), ceil(I/128)], a multiplier despite its name; or ``scale``, or
+                      ``qscale_weight``. Powers of two as f8e8m0, or their bytes u8, if ``scale_fmt`` is "ue8m0"
+    activation_scale  f32, a scalar, if ``activation_scheme`` is "static"
 
-Without ``weight_block_size`` there is one scale in all. Experts in one tensor are ``<name>`` and ``<name>_scale_inv``.
-"dynamic" inputs are quantized per token in groups as wide as a block, absmax / 448: ActivationSpec says just that.
-Without blocks a token is one group. Source: transformers 5.23, integrations/finegrained_fp8.py.
+Without ``weight_block_size`` there is one scale per tensor. Fused experts are ``<name>`` and ``<name>_scale_inv``.
+"dynamic" inputs are quantized per token in groups as wide as a block, absmax / 448, as in the ActivationSpec. Without
+blocks a token is one group. Source: transformers 5.23, integrations/finegrained_fp8.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> d
         if ending == "activation_scale":
             weight = f"{layer}.weight" if layer else "weight"
             if weight not in pairs or scheme != "static":
-                raise KeyedError(name, f"is left over: no FP8 weight beside it, or activation_scheme {scheme!r}")
+                raise KeyedError(name, f"is unexpected: no FP8 weight beside it, or activation_scheme {scheme!r}")
             need(name, entries, FLOATS, (), (1,))
             statics[weight] = name
     dtype = model_dtype(entries, used | set(statics.values())) or torch.bfloat16
@@ -61,14 +61,14 @@ def _config(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, str]:
     what = "quantization_config"
     scheme = setting(config, "activation_scheme", str, "dynamic", what=what).lower()
     if scheme not in ("dynamic", "static"):
-        raise ValueError(f"{what}: activation_scheme {scheme[:40]!r} is not read")
+        raise ValueError(f"{what}: activation_scheme {scheme[:40]!r} is not supported")
     form = setting(config, "fmt", str, "e4m3", what=what)
     if form not in ("e4m3", "float8_e4m3fn"):
-        raise ValueError(f"{what}: fmt {form[:40]!r} is not read, only e4m3")
+        raise ValueError(f"{what}: fmt {form[:40]!r} is not supported, only e4m3")
     experts = setting(config, "expert_dtype", str, "fp8", what=what)
     if experts != "fp8":
-        raise ValueError(f"{what}: expert_dtype {experts[:40]!r} is not read")
-    # absent means 128 x 128, null one scale in all
+        raise ValueError(f"{what}: expert_dtype {experts[:40]!r} is not supported")
+    # missing means 128 x 128, null a per-tensor scale
     size = setting(config, "weight_block_size", list, what=what) if "weight_block_size" in config else list(_BLOCK)
     if size is None:
         return None, scheme
@@ -78,14 +78,14 @@ def _config(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, str]:
 
 
 def _pairs(entries: Mapping[str, Entry]) -> tuple[dict[str, str], set[str]]:
-    """{FP8 parameter: its scale}, and all their names. Raises KeyedError for one without the other."""
+    """{FP8 parameter: its scale}, and all their names. Raises KeyedError if one is missing."""
     pairs: dict[str, str] = {}
     for name, entry in entries.items():
         layer, _, ending = name.rpartition(".")
         if ending in _SCALES:
             weight = f"{layer}.weight" if layer else "weight"
             if ending == "scale" and (weight not in entries or entries[weight].dtype is not _F8):
-                continue  # some other layer's own parameter
+                continue  # a parameter of another layer
         elif ending.endswith("_scale_inv"):
             weight = name.removesuffix("_scale_inv")
         elif entry.dtype is _F8:
@@ -94,7 +94,7 @@ def _pairs(entries: Mapping[str, Entry]) -> tuple[dict[str, str], set[str]]:
         else:
             continue
         if weight not in entries:
-            raise KeyedError(name, f"is left over: {weight} is not stored")
+            raise KeyedError(name, f"is unexpected: {weight} is not stored")
         if pairs.get(weight):
             raise KeyedError(weight, f"has two scales, {pairs[weight]} and {name}")
         pairs[weight] = name
@@ -111,11 +111,11 @@ def _found(
     shape = need(name, entries, (_F8,)).shape
     scale = need(scale_name, entries, _SCALE_DTYPES)
     if len(shape) < 2 or 0 in shape:
-        raise KeyedError(name, f"has shape {list(shape)}, expected at least [rows, columns], none of them empty")
+        raise KeyedError(name, f"has shape {list(shape)}, expected at least [rows, columns], not empty")
     if scheme == "static" and static is None:
-        raise KeyedError(name, "activation_scale is missing, which activation_scheme 'static' stores")
+        raise KeyedError(name, "activation_scale is missing, which activation_scheme 'static' requires")
     if block is None:
-        per = (-1, -1)  # of the last two axes: each expert has its own
+        per = (-1, -1)  # of the last two axes: one per expert
         allowed = {(*shape[:-2], 1, 1), shape[:-2], (*shape[:-2], 1)}
         what = "weight_block_size null: one scale for each matrix"
     else:
@@ -156,18 +156,18 @@ def _found(
 def refuses(name: str, meta: Meta) -> str | None:
     spec, shape = meta.spec, meta.stored_shape
     if len(shape) not in (2, 3) or 0 in shape or meta.axes is not None:
-        return "fp8 holds matrices [.., out, in] that are not empty and not transposed"
+        return "fp8 supports only non-empty matrices [.., out, in] that are not transposed"
     if len(shape) == 2 and name.rpartition(".")[2] != "weight":
-        return "fp8 quantizes parameters named weight, those of layers, and experts in one tensor"
+        return "fp8 supports only layer parameters named weight, and fused experts"
     if spec != FP8_BLOCK:
-        return f"fp8 holds e4m3 in blocks of 128 x 128 under float32 scales, this is {spec}"
+        return f"fp8 supports only e4m3 in blocks of 128 x 128 with float32 scales, not {spec}"
     if meta.act is not None and (meta.act.spec, meta.act.mode) != (_ACT.spec, _ACT.mode):
-        return f"fp8 has dynamic e4m3 inputs in groups of {_BLOCK[1]}, not {meta.act}"
+        return f"fp8 supports only dynamic e4m3 inputs in groups of {_BLOCK[1]}, not {meta.act}"
     return None
 
 
 def nearest(name: str, meta: Meta) -> QuantSpec | None:
-    """FP8 blocks for any 8-bit float, or where only the activation is refused. Other numbers stay float."""
+    """FP8 blocks for any 8-bit float, or if only the activation is rejected. Other formats become float."""
     if not (meta.spec.format.kind == "float" and meta.spec.format.bits == 8):
         return None
     return FP8_BLOCK if refuses(name, Meta(FP8_BLOCK, meta.shape, meta.dtype, None, meta.axes)) is None else None
@@ -187,7 +187,7 @@ def pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
 
 
 def method(tensors: Mapping[str, Meta], plain: tuple[str, ...]) -> dict[str, Any]:
-    """The config. The format has no weights without quantized inputs: runtimes that can will quantize them."""
+    """The config. The format implies quantized inputs: runtimes that support them will quantize them."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -5,14 +5,14 @@ A layer of O outputs and I inputs in groups of G, b bits (2, 3, 4 or 8), is stor
     <layer>.qweight  int32 [ceil(I*b/32), O]   codes, channel i of a column at bits [i*b, (i+1)*b) of its words
     <layer>.qzeros   int32 [I/G, ceil(O*b/32)] zero points, output o of a row at bits [o*b, (o+1)*b)
     <layer>.scales   [I/G, O]                  float16, bfloat16 or float32
-    <layer>.g_idx    int32 [I]                 the group of each channel; left out: i / G
+    <layer>.g_idx    int32 [I]                 the group of each channel; if missing: i / G
 
     weight[o, i] = (code[i, o] - zero[g, o]) * scale[g, o],  g = g_idx[i]
 
-Version 1 of the format (``checkpoint_format: gptq``, and where it says nothing) stores zero - 1. What that makes of a
-zero of 0 is read in two ways by the programs of the world, as 0 and as 2**b, so such files are refused. ``gptq_v2``
-stores the zero itself. ``desc_act`` files have channels in any order (``g_idx``): sorted by group they are an ordinary
-weight in groups, whose ``perm`` says where each belongs.
+Version 1 of the format (``checkpoint_format: gptq``, or none) stores zero - 1. A zero of 0 wraps around, and programs
+read it back either as 0 or as 2**b, so such files are rejected. ``gptq_v2`` stores the zero itself. ``desc_act`` files
+have channels in any order (``g_idx``): sorted by group they are a normal per-group weight, whose ``perm`` is the
+channel order.
 
 Source: GPTQModel 7.7 (utils/model.py, nn_modules/qlinear), checked against auto-round 0.16's decoder.
 """
@@ -44,15 +44,15 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True)
 class Layer:
-    """What a file's header and config say of one layer: its name, sizes, and how zero points are meant."""
+    """One layer as described by the file's header and config: name, sizes, and the encoding of zero points."""
 
     name: str
     bits: int
     inputs: int
     outputs: int
-    size: int  # of a group, as the config gives it; -1: all channels
-    symmetric: bool  # all zero points are 2**(bits - 1), as config.json says
-    first: bool  # version 1: zero points are stored less one
+    size: int  # group size, as in the config; -1: all channels
+    symmetric: bool  # config.json says that all zero points are 2**(bits - 1)
+    first: bool  # version 1: zero points are stored minus one
     ordered: bool  # there is a g_idx
 
     @property
@@ -68,23 +68,23 @@ class Layer:
         return tuple(f"{self.name}.{part}" for part in (PARTS if self.ordered else PARTS[:3]))
 
 
-# -- what a file is --------------------------------------------------------------------------------------------------
+# -- detection --------------------------------------------------------------------------------------------------
 
 
 def _claims(method: Method, entries: Entries) -> bool:
-    """By its name in config.json; or, where that says nothing, by three tensors of sizes that no other format has."""
+    """By quant_method in config.json; without one, by three tensors whose sizes fit no other format."""
     if method.get("quant_method") is not None:
         return bool(method["quant_method"] == "gptq")
     for name, e in entries.items():
         layer, _, part = name.rpartition(".")
         scales = entries.get(f"{layer}.scales")
         if part == "qweight" and scales is not None and f"{layer}.qzeros" in entries:
-            return len(e.shape) == 2 and e.shape[1:] == scales.shape[1:]  # AWQ packs eight outputs a word there
+            return len(e.shape) == 2 and e.shape[1:] == scales.shape[1:]  # AWQ packs eight outputs per word there
     return False
 
 
 def _version(method: Method) -> str:
-    """checkpoint_format; "gptq" where none is given. Raises ValueError for one that this file does not know."""
+    """checkpoint_format; "gptq" if none is given. Raises ValueError for an unsupported one."""
     said = {str(method[key]).lower() for key in ("checkpoint_format", "format") if method.get(key) is not None}
     if method.get("is_marlin_format"):
         said.add("marlin")
@@ -92,12 +92,13 @@ def _version(method: Method) -> str:
         raise ValueError(f"quantization_config names several formats: {', '.join(sorted(said))[:80]}")
     version = next(iter(said), V1)
     if version not in (V1, V2):
-        raise ValueError(f"checkpoint_format {version[:40]!r} is packed for one kernel; gptq and gptq_v2 are read")
+        raise ValueError(f"checkpoint_format {version[:40]!r} is packed for one kernel; supported: gptq and gptq_v2")
     return version
 
 
 def _overrides(method: Method) -> list[Any]:
-    """Settings of single layers. Their names are patterns, which a file's are not followed: sizes tell instead."""
+    """Per-layer settings. Their name patterns, untrusted input, are not matched: tensor sizes determine the
+    settings."""
     dynamic = setting(method, "dynamic", dict, {})
     found = list(dynamic.values())
     if not all(isinstance(v, dict) for v in found):
@@ -109,7 +110,7 @@ def find(entries: Entries, method: Method, get: Get) -> dict[str, Found]:
     """Quantized tensors by parameter name; see :class:`pennyweight.io.codecs.base.Codec`."""
     version = _version(method)
     if setting(method, "pack_dtype", str, "int32") != "int32":
-        raise ValueError(f"quantization_config: pack_dtype {method['pack_dtype'][:40]!r}; words of int32 are read")
+        raise ValueError(f"quantization_config: pack_dtype {method['pack_dtype'][:40]!r}; only int32 is supported")
     out: dict[str, Found] = {}
     for stored in entries:
         name, _, part = stored.rpartition(".")
@@ -121,7 +122,7 @@ def find(entries: Entries, method: Method, get: Get) -> dict[str, Found]:
 def _found(name: str, entries: Entries, method: Method, version: str, get: Get) -> Found:
     try:
         layer, dtype = _layer(name, entries, method, version)
-        # g_idx is small, and says whether channels lie in another order
+        # g_idx is small, and shows whether channels are permuted
         reordered = layer.ordered and layer.groups > 1 and _order(layer, get(f"{layer.name}.g_idx")) is not None
     except ValueError as e:
         raise KeyedError(f"{name}.weight", str(e)) from e
@@ -133,7 +134,7 @@ def _found(name: str, entries: Entries, method: Method, version: str, get: Get) 
 
 
 def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[Layer, torch.dtype]:
-    """Raises ValueError where names, dtypes or shapes do not fit each other or the config."""
+    """Raises ValueError if names, dtypes, shapes and config are inconsistent."""
     found = {part: entries[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in entries}
     for part in PARTS[:3]:
         if part not in found:
@@ -143,18 +144,18 @@ def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[L
         if part == "g_idx":
             dtypes = (torch.int32, torch.int64)
         if len(e.shape) != rank or e.dtype not in dtypes or 0 in e.shape:
-            raise ValueError(f"{name}.{part} is {e.dtype} {list(e.shape)[:8]}; it has {rank} axes of {dtypes[0]}")
+            raise ValueError(f"{name}.{part} is {e.dtype} {list(e.shape)[:8]}; expected {rank} axes of {dtypes[0]}")
     (rows, outputs), groups = found["qweight"].shape, found["scales"].shape[0]
     inputs = found["g_idx"].shape[0] if "g_idx" in found else None
     bits = _bits(found, inputs, method)
     if inputs is None:
         inputs = rows * WORD // bits
         if inputs * bits != rows * WORD:
-            raise ValueError(f"{name}.qweight has {rows} rows, which hold no whole number of {bits}-bit channels")
+            raise ValueError(f"{name}.qweight has {rows} rows, not a whole number of {bits}-bit channels")
     if found["scales"].shape[1] != outputs or found["qzeros"].shape[0] != groups:
         raise ValueError(
             f"qweight is {list(found['qweight'].shape)}, qzeros {list(found['qzeros'].shape)} and scales "
-            f"{list(found['scales'].shape)}: they are not of one layer"
+            f"{list(found['scales'].shape)}: they do not belong to one layer"
         )
     size = _group_size(inputs, groups, method)
     alone = any("sym" in override for override in _overrides(method))
@@ -162,12 +163,12 @@ def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[L
     layer = Layer(name, bits, inputs, outputs, size, symmetric, version == V1, "g_idx" in found)
     reordered = setting(method, "desc_act", bool) is True and not any("desc_act" in o for o in _overrides(method))
     if reordered and layer.groups > 1 and not layer.ordered:
-        raise ValueError(f"{name}.g_idx is missing, the order of channels: the config says desc_act true")
+        raise ValueError(f"{name}.g_idx (the channel order) is missing, but the config says desc_act true")
     return layer, found["scales"].dtype
 
 
 def _bits(found: Entries, inputs: int | None, method: Method) -> int:
-    """The number of bits that all sizes agree with; the config's where they leave a choice."""
+    """The bit width that all sizes agree with; the config's if several fit."""
     (rows, outputs), width = found["qweight"].shape, found["qzeros"].shape[1]
     able = [b for b in BITS if width == -(-outputs * b // WORD) and (inputs is None or rows == -(-inputs * b // WORD))]
     said = setting(method, "bits", int)
@@ -178,12 +179,13 @@ def _bits(found: Entries, inputs: int | None, method: Method) -> int:
     raise ValueError(
         f"qweight {list(found['qweight'].shape)} and qzeros {list(found['qzeros'].shape)} fit "
         f"{' and '.join(map(str, able)) or 'none of 2, 3, 4 and 8'} bits"
-        f"{'' if inputs is None else f' of {inputs} channels'}, the config says {said}"
+        f"{'' if inputs is None else f' of {inputs} channels'}, but the config says {said}"
     )
 
 
 def _group_size(inputs: int, groups: int, method: Method) -> int:
-    """Channels of a group: the config's where it gives that many, else, for a layer of its own, what divides evenly."""
+    """Channels per group: the config's if it matches the number of groups, else, for a layer override, an even
+    split."""
     said = setting(method, "group_size", int)
     if said is not None and said != -1 and said < 1:
         raise ValueError(f"quantization_config: group_size must be positive or -1, got {said}")
@@ -191,14 +193,14 @@ def _group_size(inputs: int, groups: int, method: Method) -> int:
         return int(said)
     if (said is None or _overrides(method)) and inputs % groups == 0:
         return inputs // groups if groups > 1 else -1
-    raise ValueError(f"scales of {groups} groups for {inputs} channels, the config says group_size {said}")
+    raise ValueError(f"scales have {groups} groups for {inputs} channels, but the config says group_size {said}")
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_parts(layer: Layer, get: Get) -> Parts:
-    """Plain parts of a layer, its channels sorted by group. Raises ValueError where stored numbers mean nothing."""
+    """Plain parts of a layer, its channels sorted by group. Raises ValueError for invalid stored data."""
     codes = int32_pack.unpack(get(f"{layer.name}.qweight").t(), layer.bits, layer.inputs, dense=True)
     scale = get(f"{layer.name}.scales").t().contiguous()
     zero = int32_pack.unpack(get(f"{layer.name}.qzeros"), layer.bits, layer.outputs, dense=True)
@@ -213,16 +215,16 @@ def read_parts(layer: Layer, get: Get) -> Parts:
 
 
 def _zeros(layer: Layer, zero: Tensor, scale: Tensor) -> Tensor | None:
-    """Zero points [O, groups] as they are meant; None where the spec has one for all."""
+    """Decoded zero points [O, groups]; None if the spec has a constant one."""
     top = (1 << layer.bits) - 1
     if layer.first:
-        # A group whose scale is 0 is 0 whatever its zero point is.
+        # A group with scale 0 is 0 for any zero point.
         lost = (zero == top) & (scale != 0)
         if bool(lost.any()):
             raise ValueError(
-                f"{int(lost.sum())} of {lost.numel()} zero points are stored as {top}: version 1 of the format keeps "
-                f"zero - 1, and programs read this as 0 or as {top + 1}; write the model anew as checkpoint_format "
-                "gptq_v2, by the program that quantized it"
+                f"{int(lost.sum())} of {lost.numel()} zero points are stored as {top}: version 1 of the format stores "
+                f"zero - 1, and programs read this as 0 or as {top + 1}; save the model again as checkpoint_format "
+                "gptq_v2, with the program that quantized it"
             )
         zero = torch.where(zero == top, 0, zero + 1)
     if not layer.symmetric:
@@ -230,34 +232,35 @@ def _zeros(layer: Layer, zero: Tensor, scale: Tensor) -> Tensor | None:
     other = (zero != 1 << (layer.bits - 1)) & (scale != 0)
     if bool(other.any()):
         raise ValueError(
-            f"{int(other.sum())} of {other.numel()} zero points are not {1 << (layer.bits - 1)}, and config.json says "
-            "sym: true; if the zero points are right, set sym to false there"
+            f"{int(other.sum())} of {other.numel()} zero points are not {1 << (layer.bits - 1)}, but config.json says "
+            "sym: true; if the zero points are right, set sym to false in config.json"
         )
     return None
 
 
 def _order(layer: Layer, g_idx: Tensor) -> Tensor | None:
-    """Channels sorted by group; None where they are. Raises ValueError unless each group has its number of channels."""
+    """Channels sorted by group; None if already sorted. Raises ValueError unless each group has its number of
+    channels."""
     g_idx = g_idx.long()
     least, most = int(g_idx.min()), int(g_idx.max())
     if least < 0 or most >= layer.groups:
-        raise ValueError(f"g_idx goes from {least} to {most}, there are {layer.groups} groups")
+        raise ValueError(f"g_idx ranges from {least} to {most}, but there are {layer.groups} groups")
     sizes = torch.bincount(g_idx, minlength=layer.groups)
     due = torch.full_like(sizes, layer.group)
     due[-1] = layer.inputs - layer.group * (layer.groups - 1)
     if not torch.equal(sizes, due):
         bad = int((sizes != due).nonzero()[0])
         raise ValueError(
-            f"g_idx puts {int(sizes[bad])} channels into group {bad}, where {int(due[bad])} are due: groups of unequal "
-            "size cannot be kept; dequantize it by the program that wrote it"
+            f"g_idx puts {int(sizes[bad])} channels into group {bad}, expected {int(due[bad])}: groups of unequal "
+            "size are not supported; dequantize it with the program that wrote it"
         )
     perm = g_idx.argsort(stable=True)
     return None if torch.equal(perm, torch.arange(layer.inputs, dtype=torch.int64, device="cpu")) else perm
 
 
 ORACLE = "auto-round 0.16.1 (auto_round_extension.torch), by hand; an independent formula in the tests"
-# Two rows, because what is written is decided before all tensors are known. Version 1 holds what is symmetric, and all
-# programs read it; version 2 holds every zero point.
+# Two formats, because the version is chosen before all tensors are known. Version 1 supports symmetric weights, and all
+# programs read it; version 2 supports every zero point.
 GPTQ = Codec(V1, lambda m, entries: _claims(m, entries) and not _is_second(m), find, ORACLE, writing(True))
 GPTQ_V2 = Codec(V2, lambda m, entries: _claims(m, entries) and _is_second(m), find, ORACLE, writing(False))
 

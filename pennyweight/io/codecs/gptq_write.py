@@ -1,4 +1,4 @@
-"""GPTQ files, the writing half: which weights they hold, and what is stored of one. See gptq.py for the format."""
+"""GPTQ files, the writer: which weights they support, and what is stored. See gptq.py for the format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BITS = (2, 3, 4, 8)
 SCALES = (torch.float16, torch.bfloat16)
 V1, V2 = "gptq", "gptq_v2"
 WORD = 32
-# GPTQModel's kernels take these, and sizes that are whole words and groups; other programs take fewer.
+# GPTQModel's kernels support these, and sizes that are whole words and groups; other programs support fewer.
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -33,7 +33,7 @@ def unsigned(bits: int) -> Format:
 
 
 def _constant_zero(spec: QuantSpec) -> int:
-    """The unsigned zero point of codes without a stored one."""
+    """The unsigned constant zero point of codes without a stored one."""
     return spec.mid - int(spec.format.lo)
 
 
@@ -43,32 +43,32 @@ def symmetric(spec: QuantSpec) -> bool:
 
 
 def refuses(name: str, meta: Meta, first: bool) -> str | None:
-    """Why a tensor cannot be kept exactly; ``first``: in version 1."""
+    """Why a tensor cannot be stored exactly; ``first``: in version 1."""
     spec, f = meta.spec, meta.spec.format
     sizes = _sizes(name, meta)
     if sizes is not None:
         return sizes
     if meta.act is not None:
-        return "GPTQ files do not say how an input is quantized"
+        return "its activation is quantized, which GPTQ does not store"
     if f.kind != "int" or f.bits not in BITS or spec.offset is not None:
-        return f"GPTQ codes are integers of 2, 3, 4 or 8 bits with integer zero points, not {spec}"
+        return f"GPTQ supports only integers of 2, 3, 4 or 8 bits with integer zero points, not {spec}"
     if spec.zero_point and spec.zero_point_format.bits > f.bits:
-        return f"GPTQ has zero points within the range of the codes, not {spec.zero_point}"
+        return f"GPTQ needs zero points within the range of the codes, not {spec.zero_point}"
     if spec.scale not in SCALES:
-        return f"GPTQ scales are float16 or bfloat16, not {spec.scale}"
+        return f"GPTQ scales must be float16 or bfloat16, not {spec.scale}"
     if first and not symmetric(spec):
-        return "version 1 of the format cannot hold every zero point; gptq_v2 can"
+        return "version 1 of the format does not support all zero points; use gptq_v2"
     block, size = spec.block or (), _size(spec)
     if not (len(block) == 1 and (size == -1 or size in GROUPS)) or meta.shape[1] % min(max(size, 1), meta.shape[1]):
-        return f"GPTQ groups are {', '.join(map(str, GROUPS))} channels of one output, or all, not {list(block)}"
+        return f"GPTQ groups must be {', '.join(map(str, GROUPS))} or all channels of one output, not {list(block)}"
     return None
 
 
 def _sizes(name: str, meta: Meta) -> str | None:
     if not name.endswith(".weight") or len(meta.shape) != 2 or meta.axes is not None:
-        return "GPTQ files hold weights [out, in] of linear layers, called <layer>.weight"
+        return "GPTQ supports only weights [out, in] of linear layers, named <layer>.weight"
     if 0 in meta.shape or meta.shape[0] % WORD or meta.shape[1] % WORD:
-        return f"GPTQ layers have multiples of {WORD} inputs and outputs, not {list(meta.shape)}"
+        return f"GPTQ layers need multiples of {WORD} inputs and outputs, not {list(meta.shape)}"
     return None
 
 
@@ -77,7 +77,7 @@ def _size(spec: QuantSpec) -> int:
 
 
 def nearest(name: str, meta: Meta, first: bool) -> QuantSpec | None:
-    """The spec that a tensor gets which is refused: as many bits or the next number of them, in groups that fit."""
+    """The spec used for a rejected tensor: the same or the next bit width, in groups that fit."""
     if _sizes(name, meta) is not None:
         return None
     spec, inputs = meta.spec, meta.shape[1]
@@ -95,7 +95,7 @@ def nearest(name: str, meta: Meta, first: bool) -> QuantSpec | None:
 
 
 def stored(name: str, meta: Meta) -> Stored:
-    """Names, dtypes and shapes of what a tensor stores."""
+    """Names, dtypes and shapes that a tensor stores."""
     layer, (outputs, inputs), bits = name.removesuffix(".weight"), meta.shape, meta.spec.format.bits
     groups = blocks.counts(meta.spec.block, meta.shape)[1]
     assert isinstance(meta.spec.scale, torch.dtype)
@@ -108,7 +108,7 @@ def stored(name: str, meta: Meta) -> Stored:
 
 
 def pack(name: str, parts: Parts, meta: Meta, first: bool) -> dict[str, Tensor]:
-    """The stored tensors of plain parts; ``first``: of version 1."""
+    """Stored tensors from plain parts; ``first``: in version 1."""
     spec, layer, inputs = meta.spec, name.removesuffix(".weight"), meta.shape[1]
     f = spec.format
     groups = parts.scale.shape[1]
@@ -127,7 +127,7 @@ def pack(name: str, parts: Parts, meta: Meta, first: bool) -> dict[str, Tensor]:
 
 
 def method(metas: Mapping[str, Meta], plain: tuple[str, ...], first: bool) -> dict[str, Any]:
-    """``quantization_config``: the commonest bits and group size, and layers with others, or none, by name."""
+    """``quantization_config``: the most common bits and group size, and layers that differ or stay float, by name."""
     kinds = {name: (m.spec.format.bits, _size(m.spec)) for name, m in metas.items()}
     (bits, group), _ = Counter(kinds.values()).most_common(1)[0] if kinds else ((4, 128), 0)
     reordered = any(m.perm for m in metas.values())
@@ -144,7 +144,7 @@ def method(metas: Mapping[str, Meta], plain: tuple[str, ...], first: bool) -> di
         "act_group_aware": False,
         "sym": all(symmetric(m.spec) for m in metas.values()),
         "lm_head": head,
-        "checkpoint_format": V1 if first else V2,  # as older programs call it, and as GPTQModel does now
+        "checkpoint_format": V1 if first else V2,  # the older key, and GPTQModel's current one
         "format": V1 if first else V2,
         "pack_dtype": "int32",
         "meta": {"quantizer": ["pennyweight"]},
@@ -157,7 +157,7 @@ def _module(name: str) -> str:
 
 
 def writing(first: bool) -> Writing:
-    """Of version 1 (``first``) or 2."""
+    """The writer of version 1 (``first``) or 2."""
     return Writing(
         partial(refuses, first=first), partial(nearest, first=first), stored, partial(pack, first=first),
         partial(method, first=first), perm=True,

@@ -1,18 +1,19 @@
-"""HQQ's layers in safetensors, as hqq 0.2 and transformers save them (read only).
+"""HQQ layers in safetensors, as saved by hqq 0.2 and transformers (read only).
 
     value = (q - zero) * scale = q * scale + offset, offset = -(zero * scale) in float32
 
 The weight [out, in] is reshaped to groups, [-1, group_size] for axis 1 and [group_size, -1] for axis 0, with a scale
-and a zero, both of ``compute_dtype``, for each row or column. Codes lie in ``W_q``, packed along its first axis: the
-first half of the rows in the high nibbles, and so on; of 3 bits ten to an int32. ``view_as_float`` stores its bytes
-under a float dtype. Everything else is a number or a text of its own: ``shape``, ``axis``, ``nbits``, ``packing``.
+and a zero, both of ``compute_dtype``, for each row or column. Codes are in ``W_q``, packed along its first axis: the
+first half of the rows in the high nibbles, and so on; 3-bit codes are packed ten per int32. ``view_as_float`` stores
+its bytes as a float dtype. Every other setting is a separate number or text: ``shape``, ``axis``, ``nbits``,
+``packing``.
 
 A group of axis 1 is a run of elements (see flat_blocks.py). One of axis 0 is every (out / group_size)-th row of a
-column, which is no block: each element gets a scale and an offset of its own, unless a group is the whole column. The
-values are the same, but take more memory than float32 does: quantize them again.
+column, which is not a block: each element gets its own scale and offset, unless a group is the whole column. The
+values are the same, but take more memory than float32: requantize them.
 
-hqq computes in ``compute_dtype``, rounding every step; ours is the formula in float32, where products of float16 or
-bfloat16 are exact. 1.58 bits are packed as 2, and 5 and 6 as 8.
+hqq computes in ``compute_dtype``, rounding every step; this package computes in float32, where products of float16 or
+bfloat16 are exact. 1.58 bits are packed as 2, and 5 and 6 bits as 8.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .schema import FLOATS, need, no_left_overs, setting
 
 class _Packing(NamedTuple):
     bits: int
-    each: int  # codes in a word
+    each: int  # codes per word
     word: torch.dtype
     formats: dict[int, Format]  # by nbits
 
@@ -47,14 +48,14 @@ _PACKING = {
     "8bit_u8": _Packing(8, 1, torch.uint8, {8: UINT8, 6: UINT6, 5: UINT5}),
     "4bit_u8": _Packing(4, 2, torch.uint8, {4: UINT4}),
     "3bit_32": _Packing(3, 10, torch.int32, {3: UINT3}),
-    "2bit_u8": _Packing(2, 4, torch.uint8, {2: UINT2, 1: UINT2}),  # nbits 1.58 is read as a whole number
+    "2bit_u8": _Packing(2, 4, torch.uint8, {2: UINT2, 1: UINT2}),  # nbits 1.58 is rounded down to an integer
     "1bit_u8": _Packing(1, 8, torch.uint8, {1: UINT1}),
 }
 _NUMBERS = ("nbits", "group_size", "axis")
 _FLAGS = ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "encoded_state_dict", "stores_quant_config",
           "channel_wise", "optimize", "round_zero")  # fmt: skip
 _TEXTS = ("packing", "unpack_view_dtype", "compute_dtype")
-# Names that no other module uses: without codes they are left over.
+# Names that no other module uses: without codes they are unexpected.
 _ENDS = tuple(f".{key}" for key in ("W_q", "zero_scale", "nbits", "group_size", *_FLAGS[:-2], "round_zero", *_TEXTS))
 _MAX_TEXT = 64
 
@@ -84,7 +85,7 @@ def _find_layer(prefix: str, settings: Mapping[str, Any], entries: Mapping[str, 
     for flag, want in (("quant_scale", False), ("quant_zero", False), ("channel_wise", True)):
         if flags.get(flag, want) is not want:
             raise KeyedError(
-                owner, f"{prefix}.{flag} is {flags[flag]}: scales and zeros are read as floats, one a group"
+                owner, f"{prefix}.{flag} is {flags[flag]}: only float scales and zeros, one per group, are supported"
             )
     shape = _shape(owner, prefix, entries, get)
     nbits, size, axis = (numbers[key] for key in _NUMBERS)
@@ -117,7 +118,7 @@ def _find_layer(prefix: str, settings: Mapping[str, Any], entries: Mapping[str, 
 
 
 def _read(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get, key: str) -> int:
-    """A number of its own, rounded down: nbits may be 1.58."""
+    """A scalar tensor, rounded down: nbits may be 1.58."""
     name = f"{prefix}.{key}"
     kinds = (torch.uint8,) if key in _FLAGS else (torch.int32, torch.int64)
     need(name, entries, (*kinds, torch.float32) if key == "nbits" else kinds, (), owner=owner)
@@ -128,7 +129,7 @@ def _read(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get, key: 
 
 
 def _text(owner: str, name: str, entries: Mapping[str, Entry], get: Get) -> str:
-    """A text of a byte a character."""
+    """A text stored as one byte per character."""
     if len(need(name, entries, (torch.uint8,), owner=owner).shape) != 1 or entries[name].numel > _MAX_TEXT:
         raise KeyedError(owner, f"{name} is {list(entries[name].shape)[:8]}, expected at most {_MAX_TEXT} characters")
     return bytes(get(name).tolist()).decode("latin-1")
@@ -139,7 +140,7 @@ def _shape(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get) -> t
     need(name, entries, (torch.int64,), (2,), owner=owner)
     outputs, inputs = get(name).tolist()
     if outputs < 1 or inputs < 1:
-        raise KeyedError(owner, f"{name} is [{outputs}, {inputs}], expected two sizes above zero")
+        raise KeyedError(owner, f"{name} is [{outputs}, {inputs}], expected two positive sizes")
     try:
         size_of(torch.float32, (outputs, inputs))
     except ValueError as e:
@@ -152,7 +153,7 @@ def _check_codes(
 ) -> None:
     rows = -(-grouped[0] // packing.each)
     if packing.word is torch.uint8 and grouped[0] % packing.each:
-        raise KeyedError(owner, f"{grouped[0]} rows of groups do not fill bytes of {packing.each} codes")
+        raise KeyedError(owner, f"{grouped[0]} rows of groups is not a multiple of the {packing.each} codes per word")
     dtypes = FLOATS if as_float else (packing.word,)
     entry = need(name, entries, dtypes, owner=owner)
     ratio = entry.dtype.itemsize, packing.word.itemsize
@@ -165,14 +166,14 @@ def _check_codes(
 
 
 def _agrees(owner: str, prefix: str, settings: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
-    """The config, one for all layers or one for each "tag": the name without "model", "layers" and numbers."""
+    """Check the config: one for all layers, or one per "tag": the name without "model", "layers" and numbers."""
     tag = ".".join(part for part in prefix.split(".") if part not in ("model", "layers") and not part.isnumeric())
     layer = settings if "weight_quant_params" in settings else setting(settings, tag, dict, {})
     params = setting(layer, "weight_quant_params", dict, {})
     for key in _NUMBERS:
         told = params.get(key)
         if isinstance(told, int) and told != numbers[key]:
-            raise KeyedError(owner, f"{prefix}.{key} is {numbers[key]}, but quantization_config has {told}")
+            raise KeyedError(owner, f"{prefix}.{key} is {numbers[key]}, but quantization_config says {told}")
 
 
 def _parts(
@@ -196,7 +197,7 @@ def _parts(
         fill = partial(spread_runs, size=size, block=spec.block, shape=shape)
         return Parts(blocks.pad(codes, spec.block), fill(scale.flatten()), None, fill(offset.flatten()))
     part_shape = blocks.counts(spec.block, shape)
-    each = math.prod(part_shape) // grouped[1]  # times that a row of groups is repeated: group_size, or once
+    each = math.prod(part_shape) // grouped[1]  # repeats of a row of groups: group_size, or 1
     return Parts(codes, _repeat(scale, each, part_shape), None, _repeat(offset, each, part_shape))
 
 

@@ -1,9 +1,9 @@
-"""Codes in words of 32 bits, least significant bits first, in two ways.
+"""Codes packed into 32-bit words, least significant bits first, in two layouts.
 
-dense     a row is one stream of bits: code i has bits [i*b, (i+1)*b), across words. compressed-tensors 0.20, GPTQ.
-by word   a word holds 32 // b whole codes; with 3, 5, 6 or 7 bits its highest bits are unused. Older ones.
+dense     a row is one bit stream: code i has bits [i*b, (i+1)*b), across words. compressed-tensors 0.20, GPTQ.
+by word   a word has 32 // b whole codes; with 3, 5, 6 or 7 bits its highest bits are unused. Older releases.
 
-With 1, 2, 4 and 8 bits the two are one.
+With 1, 2, 4 and 8 bits the two layouts are identical.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def whole_words(n: int, bits: int) -> int:
 
 
 def is_dense(words: int, n: int, bits: int) -> bool | None:
-    """How n codes of a row lie in that many words; dense where both are possible; None where neither is."""
+    """Layout of n codes of a row in that many words; dense if both are possible; None if neither is."""
     return True if words == dense_words(n, bits) else False if words == whole_words(n, bits) else None
 
 
@@ -33,13 +33,15 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     stream = pack_bits(codes, bits)
     missing = 4 * dense_words(n, bits) - stream.shape[-1]
     padded = torch.nn.functional.pad(stream, (0, missing))
-    return padded.reshape(-1).view(torch.int32).reshape(*codes.shape[:-1], -1)  # view() minds strides of single rows
+    return (
+        padded.reshape(-1).view(torch.int32).reshape(*codes.shape[:-1], -1)
+    )  # view() checks strides of single rows too
 
 
 def unpack(words: Tensor, bits: int, n: int, dense: bool) -> Tensor:
     """int32 words -> uint8 codes [.., n]."""
     if dense or 32 % bits == 0:
-        if words.stride(-1) != 1:  # view() minds the stride of a lone column, of which contiguous() takes no notice
+        if words.stride(-1) != 1:  # view() checks the stride of a single column, which contiguous() ignores
             words = words.clone(memory_format=torch.contiguous_format)
         return unpack_bits(words.contiguous().view(torch.uint8), bits, n)[..., :n].contiguous()
     mask = (1 << bits) - 1

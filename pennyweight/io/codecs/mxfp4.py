@@ -1,9 +1,9 @@
-"""MXFP4 experts as gpt-oss ships them (``quant_method`` "mxfp4").
+"""MXFP4 experts as in gpt-oss (``quant_method`` "mxfp4").
 
     <name>_blocks  u8 [E, O, I/32, 16]: e2m1 in blocks of 32, the even one in the low nibble
     <name>_scales  u8 [E, O, I/32]: 2**(s - 127)
 
-The parameter ``<name>`` is [E, I, O]: stored here as it lies, with ``axes``. Source: transformers 5.23,
+The parameter ``<name>`` is [E, I, O]: kept in file order here, with ``axes``. Source: transformers 5.23,
 integrations/mxfp4.py.
 """
 
@@ -34,11 +34,11 @@ def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
 
 
 def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
-    names = {n.removesuffix("_blocks"): None for n in entries if n.endswith("_blocks")}  # in the order of the file
+    names = {n.removesuffix("_blocks"): None for n in entries if n.endswith("_blocks")}  # in file order
     scales = {n.removesuffix("_scales") for n in entries if n.endswith("_scales") and entries[n].dtype is torch.uint8}
     for name in sorted(names.keys() ^ scales):
         there, missing = ("_blocks", "_scales") if name in names else ("_scales", "_blocks")
-        raise KeyedError(name, f"{name}{there} is stored, {name}{missing} is missing")
+        raise KeyedError(name, f"{name}{there} is stored, but {name}{missing} is missing")
     used = {n + ending for n in names for ending in ("_blocks", "_scales")}
     dtype = model_dtype(entries, used) or torch.bfloat16
     return {name: _found(name, entries, dtype) for name in names}
@@ -65,18 +65,18 @@ def _found(name: str, entries: Mapping[str, Entry], dtype: torch.dtype) -> Found
 
 def refuses(name: str, meta: Meta) -> str | None:
     if not name.endswith(_WRITTEN):
-        return f"mxfp4 holds the {' and '.join(_WRITTEN)} of experts only"
+        return f"mxfp4 supports only {' and '.join(_WRITTEN)} of experts"
     if len(meta.shape) != 3 or 0 in meta.shape or meta.axes != _AXES:
-        return "mxfp4 holds experts [experts, in, out] whose columns are contracted, none of them empty"
+        return "mxfp4 supports only non-empty experts [experts, in, out], with the input axis contracted"
     if meta.spec != MXFP4:
-        return f"mxfp4 holds e2m1 in blocks of {_GROUP} under e8m0 scales, this is {meta.spec}"
+        return f"mxfp4 supports only e2m1 in blocks of {_GROUP} with e8m0 scales, not {meta.spec}"
     if meta.stored_shape[-1] % _GROUP:
         return f"blocks of {_GROUP} do not divide {meta.stored_shape[-1]} columns"
-    return None if meta.act is None else f"mxfp4 quantizes no inputs, this has {meta.act}"
+    return None if meta.act is None else f"mxfp4 does not support quantized activations, this has {meta.act}"
 
 
 def nearest(name: str, meta: Meta) -> QuantSpec | None:
-    """MXFP4 for other numbers of 4 bits or fewer, or where only the activation is refused. Others stay float."""
+    """MXFP4 for formats of 4 bits or fewer, or if only the activation is rejected. Others become float."""
     if meta.spec.format.bits > 4:
         return None
     return MXFP4 if refuses(name, Meta(MXFP4, meta.shape, meta.dtype, None, meta.axes)) is None else None

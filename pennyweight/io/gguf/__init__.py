@@ -1,1 +1,1 @@
-"""GGUF, the format of llama.cpp: container, block types, names and configs of architectures, tokenizers."""
+"""GGUF, the format of llama.cpp: container, block types, architecture names and configs, tokenizers."""

@@ -1,4 +1,4 @@
-"""Model architectures that GGUF and Hugging Face both know, as data: which tensor is which.
+"""Tables of model architectures known to both GGUF and Hugging Face, with the tensor names on each side.
 
 Names: gguf.constants.MODEL_TENSORS and gguf.tensor_mapping of gguf 0.19, which the tests compare these tables with, and
 the parameters of the models in transformers 5.23.
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor under its two names, without the suffix ".weight" or ".bias", which both sides keep.
+    """A tensor's two names, without the suffix ".weight" or ".bias", which is the same on both sides.
 
     ``{i}`` stands for an integer. transform: "same", "rotary_q", "rotary_k" (rotary with the heads of the queries, of
     the keys) or "plus_one".
@@ -29,15 +29,15 @@ class Architecture:
     """One architecture.
 
     gguf           ``general.architecture``
-    model_types    ``model_type`` of config.json; the first is what a GGUF file becomes
+    model_types    ``model_type`` of config.json; the first is used when reading a GGUF file
     architectures  the class of each model type, for ``architectures`` of config.json
     rows           the tensors
-    prefixes       what may stand before all Hugging Face names (a model saved as part of a larger one)
-    base           what is missing before them where a base model was saved alone
-    tied           ``tie_word_embeddings`` where a config does not say: the default of its class
-    head           the Hugging Face tensor that is token_embd again where the embeddings are tied
-    left_out_gguf  GGUF tensors without a parameter in the model, with what becomes of them
-    left_out_hf    Hugging Face tensors without a place in GGUF, and why
+    prefixes       possible prefixes of all Hugging Face names (a model saved as part of a larger one)
+    base           the prefix that is missing if a base model was saved alone
+    tied           ``tie_word_embeddings`` if missing in a config: the default of its class
+    head           the Hugging Face tensor that equals token_embd if the embeddings are tied
+    left_out_gguf  GGUF tensors without a parameter in the model, and how they are used instead
+    left_out_hf    Hugging Face tensors that GGUF does not store, and why
     """
 
     gguf: str
@@ -77,7 +77,7 @@ _GEMMA_ENDS = (
     Row("token_embd", "model.embed_tokens"),
     Row("output_norm", "model.norm", "plus_one"),
 )
-_ROPE = "holds factors of rotary frequencies; they become rope_parameters of the config"
+_ROPE = "contains factors of rotary frequencies; they become rope_parameters of the config"
 _COMPUTED = "is computed from the config"
 _DECODER_GGUF = {
     "rope_freqs.weight": _ROPE,
@@ -170,13 +170,13 @@ PHI3 = Architecture(
     ("Phi3ForCausalLM",),
     _ENDS
     + _rows(_BLOCK, _LAYER, {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"} | _NORMS)
-    # gate and up lie one after the other in one matrix on both sides
+    # gate and up are concatenated in one matrix on both sides
     + _rows(_BLOCK, _LAYER, {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}),
     base="model.",
     left_out_gguf=_DECODER_GGUF | {"rope_factors_long.weight": _ROPE, "rope_factors_short.weight": _ROPE},
     left_out_hf=_DECODER_HF,
 )
-_EMBEDDING = "llama.cpp pools embeddings itself and has no place for it"
+_EMBEDDING = "llama.cpp pools embeddings itself and does not store it"
 _BERT_HEADS = (
     "cls.predictions.bias",
     "cls.predictions.decoder.weight",
@@ -223,28 +223,32 @@ BERT = Architecture(
         "embeddings.token_type_ids": _COMPUTED,
         "pooler.dense.weight": _EMBEDDING,
         "pooler.dense.bias": _EMBEDDING,
-        **dict.fromkeys(_BERT_HEADS, "belongs to a head for training, not to embeddings"),
+        **dict.fromkeys(_BERT_HEADS, "belongs to a training head, not to embeddings"),
     },
 )
 ARCHITECTURES = (LLAMA, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI2, PHI3, BERT)
 BY_GGUF = {a.gguf: a for a in ARCHITECTURES}
 BY_MODEL_TYPE = {t: a for a in ARCHITECTURES for t in a.model_types}
 OWN_FILE = (
-    'or give a pattern file: TOML with a table [tensors] of lines such as "blk.{i}.foo.weight" = '
+    'or give a pattern file: TOML with a table [tensors] and lines such as "blk.{i}.foo.weight" = '
     '"model.layers.{i}.foo.weight"'
 )
 
 
 def for_gguf(arch: Any) -> Architecture:
-    """The architecture that a GGUF file names. Raises ValueError for others."""
+    """The architecture of a GGUF file. Raises ValueError if it is not supported."""
     if not isinstance(arch, str) or arch not in BY_GGUF:
-        raise ValueError(f"GGUF architecture {str(arch)[:100]!r} is not known; known: {', '.join(BY_GGUF)}; {OWN_FILE}")
+        raise ValueError(
+            f"GGUF architecture {str(arch)[:100]!r} is not supported; known: {', '.join(BY_GGUF)}; {OWN_FILE}"
+        )
     return BY_GGUF[arch]
 
 
 def for_config(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a config.json. Raises ValueError for others."""
+    """The architecture of a config.json. Raises ValueError if it is not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
-        raise ValueError(f"model_type {str(kind)[:100]!r} is not known; known: {', '.join(BY_MODEL_TYPE)}; {OWN_FILE}")
+        raise ValueError(
+            f"model_type {str(kind)[:100]!r} is not supported; known: {', '.join(BY_MODEL_TYPE)}; {OWN_FILE}"
+        )
     return BY_MODEL_TYPE[kind]

@@ -1,8 +1,8 @@
-"""Every type that a tensor may have in a GGUF file: a row of a table, which decodes to plain parts and encodes them.
+"""Table of all tensor types in GGUF files; each type decodes to plain parts and encodes them.
 
 A row of a tensor is a whole number of blocks. Decoding gives the parts of a spec, so that
-``core.numerics.dequantize(parts, spec, shape)`` is what ggml computes, bit for bit in float32 (but for the sign of zero
-in MXFP4 and NVFP4, and for what overflows float32, which saturates); encoding gives the bytes.
+``core.numerics.dequantize(parts, spec, shape)`` equals ggml's result, bit for bit in float32 (except the sign of zero
+in MXFP4 and NVFP4, and values that overflow float32, which saturate); encoding gives the bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...core.numerics import Parts
 from ...core.spec import QuantSpec
 from . import i_quants, k_quants, legacy_quants
 
-NVFP4 = QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, (1,), scale=None))  # without a scale of the whole tensor
+NVFP4 = QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, (1,), scale=None))  # without a per-tensor scale
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class BlockType:
     """A type of ggml.
 
     name, id   as in ggml.h (GGML_TYPE_...)
-    elements   of a block; they take ``nbytes`` bytes
-    spec       what the parts mean; a dtype where the tensor is plain
-    unpack     parts [blocks, k] of raw blocks [blocks, nbytes]. Raises ValueError where bytes stand for no number.
-    pack       its inverse; None where the type is read only
+    elements   elements per block, stored in ``nbytes`` bytes
+    spec       spec of the parts; a dtype for plain types
+    unpack     parts [blocks, k] of raw blocks [blocks, nbytes]. Raises ValueError for invalid bytes.
+    pack       its inverse; None if the type is read-only
     """
 
     name: str
@@ -50,22 +50,22 @@ class BlockType:
         return self.plain or self.pack is not None
 
     def row_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a row. Raises ValueError where it is no whole number of blocks."""
+        """Bytes of a row. Raises ValueError if it is not a whole number of blocks."""
         n = shape[-1] if shape else 1
         if n % self.elements:
-            raise ValueError(f"{self.name}: rows of {n} elements; whole blocks of {self.elements} are needed")
+            raise ValueError(f"{self.name}: rows of {n} elements; must be a multiple of the block size {self.elements}")
         return n // self.elements * self.nbytes
 
     def decode(self, raw: Tensor, shape: Sequence[int]) -> Parts:
-        """Plain parts of the rows of a tensor of that shape; a plain type's tensor is ``codes``.
+        """Plain parts of the rows of a tensor of that shape; for a plain type ``codes`` is the tensor.
 
-        raw: uint8 [rows, row bytes]. Raises ValueError for bytes that stand for no number, and ImportError for types
-        that need the codebooks of the gguf package.
+        raw: uint8 [rows, row bytes]. Raises ValueError for invalid bytes, and ImportError for types that need the
+        codebooks of the gguf package.
         """
         rows = _rows(shape)
         if raw.dtype is not torch.uint8 or tuple(raw.shape) != (rows, self.row_bytes(shape)):
             raise ValueError(
-                f"{self.name} of shape {[*shape]} is uint8 [{rows}, {self.row_bytes(shape)}],"
+                f"{self.name} of shape {[*shape]} needs uint8 [{rows}, {self.row_bytes(shape)}],"
                 f" got {raw.dtype} {[*raw.shape]}"
             )
         if isinstance(self.spec, torch.dtype):
@@ -76,16 +76,16 @@ class BlockType:
         return parts.map(lambda t: t.reshape(*shape[:-1], blocks * t.shape[1]).contiguous())
 
     def encode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
-        """uint8 [rows, row bytes] of plain parts. Raises ValueError where the type is read only."""
+        """uint8 [rows, row bytes] from plain parts. Raises ValueError if the type is read-only."""
         rows, row_bytes = _rows(shape), self.row_bytes(shape)
         if isinstance(self.spec, torch.dtype):
             if parts.codes.dtype is not self.spec or tuple(parts.codes.shape) != tuple(shape):
                 raise ValueError(
-                    f"{self.name} of shape {[*shape]} takes {self.spec}, got {parts.codes.dtype} {[*parts.codes.shape]}"
+                    f"{self.name} of shape {[*shape]} needs {self.spec}, got {parts.codes.dtype} {[*parts.codes.shape]}"
                 )
             return parts.codes.contiguous().reshape(-1).view(torch.uint8).reshape(rows, row_bytes)
         if self.pack is None:
-            raise ValueError(f"{self.name} is read only: its codebook would have to be searched")
+            raise ValueError(f"{self.name} is read-only: encoding with its codebook is not supported")
         blocks = rows * (shape[-1] // self.elements)
         if not blocks:
             return torch.zeros((rows, row_bytes), dtype=torch.uint8, device="cpu")
@@ -100,7 +100,7 @@ def _rows(shape: Sequence[int]) -> int:
 
 
 def _aligned(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes seen as a dtype; copied where they do not lie as it needs."""
+    """Bytes viewed as a dtype; copied if they are not aligned."""
     flat = raw.reshape(-1)
     return (flat.clone() if flat.data_ptr() % dtype.itemsize else flat).view(dtype)
 
@@ -142,7 +142,7 @@ _TYPES = [
 ]
 TYPES = {t.name: t for t in _TYPES}
 BY_ID = {t.id: t for t in _TYPES}
-# Numbers that ggml gave to types which no file may have: gone, or made only while it computes.
+# ggml type numbers that are not valid in files: removed, or used only during computation.
 REMOVED = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",

@@ -1,8 +1,8 @@
 """GGUF metadata <-> config.json, by tables.
 
-Facts: gguf.constants.Keys of gguf 0.19, what llama.cpp's converter writes (conversion/*.py, 2026), and the config
-classes of transformers 5.23. Where llama.cpp has no key for a value and another one built in, a config with that other
-value only is accepted: a file that computes something else is worse than none.
+Sources: gguf.constants.Keys of gguf 0.19, llama.cpp's converter (conversion/*.py, 2026), and the config classes of
+transformers 5.23. If llama.cpp has a built-in value and no key for it, only configs with that value are accepted: a
+file that would compute something else is an error.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .rope import rope_tensors as _rope_tensors
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION of ggml.h
 POOLING = {"none": 0, "mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
 ALL_F32, MOSTLY_BF16 = 0, 32  # enum llama_ftype
-# A file of quantized tensors does not say what they were before; bfloat16 has the range for all of them
+# A file of quantized tensors does not store their original dtype; bfloat16 has sufficient range
 TORCH_DTYPES = {ALL_F32: "float32", 1: "float16", MOSTLY_BF16: "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Key:
-    """A number under its key, without the architecture, and its name in config.json."""
+    """A numeric key, without the architecture prefix, and its name in config.json."""
 
     key: str
     name: str
@@ -38,15 +38,15 @@ class Key:
 
 @dataclass(frozen=True)
 class ConfigRow:
-    """How one architecture's config is written.
+    """How an architecture's config is converted.
 
-    keys      the numbers that both sides have
-    fixed     config values that llama.cpp has built in: the accepted ones, the first of which a GGUF file becomes
-    flags     config values that say which tensors there are: the GGUF tensor whose presence they mean
-    head_dim  whether the size of a head is a value of its own
+    keys      the numeric keys that both sides have
+    fixed     config values built into llama.cpp: accepted values; the first is used when reading a GGUF file
+    flags     config values that depend on which tensors exist: the GGUF tensor whose presence sets them
+    head_dim  whether the head size is a separate value
     sliding   every n-th layer has full attention, the others a sliding window; 0: no such pattern
-    write     what is left: (config, architecture, size of a head) -> keys
-    read      what is left: (metadata, config so far) -> config values
+    write     other keys: (config, architecture, head size) -> keys
+    read      other values: (metadata, config so far) -> config values
     """
 
     keys: tuple[Key, ...]
@@ -59,7 +59,7 @@ class ConfigRow:
 
 
 def _attention_scale(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
-    """Nothing: llama.cpp scales by the size of a head, but for the 27B models of Gemma, and has no key for it."""
+    """No keys: llama.cpp scales by the head size, except for Gemma's 27B models, and has no key for it."""
     built_in = _scalar(
         arch, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"], head_dim
     )
@@ -78,19 +78,19 @@ def _read_attention_scale(kv: Mapping[str, Any], config: dict[str, Any]) -> dict
 
 
 def _scalar(arch: str, layers: int, hidden: int, heads: int, head_dim: int) -> int:
-    # llama.cpp tells Gemma 27B by its number of layers: src/models/gemma2.cpp, gemma3.cpp
+    # llama.cpp detects Gemma 27B by its number of layers: src/models/gemma2.cpp, gemma3.cpp
     return hidden // heads if layers == {"gemma2": 46, "gemma3": 62}[arch] else head_dim
 
 
 def _mistral_window(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
-    """llama.cpp's llama has no sliding window and ignores the key, which tells the way back that this was a Mistral."""
+    """llama.cpp's llama has no sliding window and ignores the key; on reading, the key identifies a Mistral model."""
     window = config.get("sliding_window") if config.get("model_type") == "mistral" else None
     return {} if window is None else {f"{arch}.attention.sliding_window": ("UINT32", integer(config, "sliding_window"))}
 
 
 def _read_mistral_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     if "llama.attention.sliding_window" not in kv or config["attention_bias"] or config["mlp_bias"]:
-        return {}  # a Mistral has no biases
+        return {}  # Mistral has no biases
     window = integer(kv, "llama.attention.sliding_window")
     return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
 
@@ -181,10 +181,10 @@ ROWS: dict[str, ConfigRow] = {
 def kv_from_config(
     config: Mapping[str, Any], file_type: int, *, name: str | None = None, pooling: str | None = None
 ) -> KV:
-    """Metadata of a GGUF file for the model of a config.json: key -> (value type, value). The tokenizer is apart.
+    """GGUF metadata for the model of a config.json: key -> (value type, value), without the tokenizer.
 
-    file_type: enum llama_ftype, the type of most tensors. pooling: of an embedding model, a key of ``POOLING``.
-    Raises ValueError where a value is missing, or llama.cpp would compute something else.
+    file_type: enum llama_ftype, the type of most tensors. pooling: a key of ``POOLING``, for an embedding model.
+    Raises ValueError if a value is missing, or if llama.cpp would compute something else.
     """
     arch = for_config(config).gguf
     row = ROWS[arch]
@@ -194,7 +194,7 @@ def kv_from_config(
     kv: KV = {
         "general.architecture": ("STRING", arch),
         "general.type": ("STRING", "model"),
-        # never a path of the machine, nor the type: both readers take a name such as "mistral" or "phi3" for more
+        # never a local path or the model type: readers interpret names such as "mistral" or "phi3"
         "general.name": ("STRING", name or os.path.basename(str(config.get("_name_or_path") or "")) or "model"),
         "general.file_type": ("UINT32", int(file_type)),
         "general.quantization_version": ("UINT32", QUANTIZATION_VERSION),
@@ -203,7 +203,7 @@ def kv_from_config(
         if config.get(k.name) is not None:
             kv[f"{arch}.{k.key}"] = (k.kind, _number(config, k))
         elif k.needed:
-            raise ValueError(f"config.json lacks {k.name}; write all values of the config out (config.to_dict())")
+            raise ValueError(f"config.json has no {k.name}; save the config with all values (config.to_dict())")
     heads = kv[f"{arch}.attention.head_count"][1]
     if arch != "bert":
         kv[f"{arch}.attention.head_count_kv"] = ("UINT32", integer(config, "num_key_value_heads", heads))
@@ -215,7 +215,7 @@ def kv_from_config(
         kv |= rope_kv(config, arch, size)
     if pooling is not None:
         if pooling not in POOLING:
-            raise ValueError(f"pooling {pooling!r} is not known; known: {', '.join(POOLING)}")
+            raise ValueError(f"pooling {pooling!r} is not supported; supported: {', '.join(POOLING)}")
         kv[f"{arch}.pooling_type"] = ("UINT32", POOLING[pooling])
     return kv | row.write(config, arch, size)
 
@@ -225,19 +225,19 @@ def _number(config: Mapping[str, Any], key: Key) -> int | float:
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Size of an attention head."""
+    """Attention head size."""
     if config.get("head_dim") is not None:
         return integer(config, "head_dim")
     return integer(config, "hidden_size") // integer(config, "num_attention_heads")
 
 
 def rope_tensors(config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that a GGUF file needs beyond the model's own: float32 factors of rotary frequencies, or none."""
+    """Additional tensors that a GGUF file needs: float32 factors of rotary frequencies, or none."""
     return {} if for_config(config).gguf == "bert" else _rope_tensors(config, head_dim(config))
 
 
 def _check_layers(config: Mapping[str, Any], row: ConfigRow, arch: str) -> None:
-    """Raise ValueError where layers with a sliding window are not those that llama.cpp has built in."""
+    """Raise ValueError if the sliding-window layers differ from those built into llama.cpp."""
     kinds = config.get("layer_types")
     if kinds is None:
         every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", row.sliding))
@@ -257,17 +257,17 @@ def _check_layers(config: Mapping[str, Any], row: ConfigRow, arch: str) -> None:
 def config_from_kv(
     kv: Mapping[str, Any], names: Collection[str] = (), tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """config.json of a GGUF file that transformers accepts.
+    """config.json for a GGUF file, accepted by transformers.
 
-    names: the file's tensors, which say whether there are biases and an output matrix of its own. tensors: those of
-    ``ROPE_TENSORS`` that the file has; they hold what Llama 3.1 and Phi 3 of 128k need for long context. Raises
+    names: the file's tensors, which show whether there are biases and a separate output matrix. tensors: those of
+    ``ROPE_TENSORS`` that the file has; they contain the long-context factors of Llama 3.1 and Phi 3 128k. Raises
     ValueError naming the key.
     """
     arch = for_gguf(kv.get("general.architecture"))
     row = ROWS[arch.gguf]
     missing = [n for n in ROPE_TENSORS if n in names and n not in (tensors or {})]
     if missing:
-        raise ValueError(f"{missing[0]}: the config depends on this tensor; give it in ``tensors``")
+        raise ValueError(f"{missing[0]}: the config depends on this tensor; pass it in ``tensors``")
     config: dict[str, Any] = {"architectures": [arch.architectures[0]], "model_type": arch.model_types[0]}
     for key in row.keys:
         full = f"{arch.gguf}.{key.key}"
@@ -277,7 +277,7 @@ def config_from_kv(
     heads = config["num_attention_heads"]
     size = integer(kv, f"{arch.gguf}.attention.key_length", max(1, config["hidden_size"] // heads))
     if integer(kv, f"{arch.gguf}.attention.value_length", size) != size:
-        raise ValueError(f"{arch.gguf}.attention.value_length is not key_length, which the config cannot say")
+        raise ValueError(f"{arch.gguf}.attention.value_length differs from key_length; the config cannot represent it")
     if row.head_dim:
         config["head_dim"] = size
     elif size * heads != config["hidden_size"]:
@@ -299,13 +299,13 @@ def config_from_kv(
 def _vocab_size(kv: Mapping[str, Any], arch: str) -> int:
     tokens = kv.get("tokenizer.ggml.tokens")
     if f"{arch}.vocab_size" not in kv and not isinstance(tokens, list):
-        raise ValueError(f"the metadata have neither {arch}.vocab_size nor tokenizer.ggml.tokens")
+        raise ValueError(f"the metadata has neither {arch}.vocab_size nor tokenizer.ggml.tokens")
     return integer(kv, f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else 0)
 
 
 def _special_ids(kv: Mapping[str, Any], n: int) -> dict[str, int | None]:
     ids = {f"{k}_token_id": kv.get(f"tokenizer.ggml.{g}_token_id") for k, g in _IDS}
-    # None is said, too: the defaults of the config classes are ids of one vocabulary
+    # None is written explicitly: the config classes default to ids of one vocabulary
     return {k: v if type(v) is int and 0 <= v < n else None for k, v in ids.items()}
 
 

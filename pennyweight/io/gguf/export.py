@@ -1,4 +1,4 @@
-"""Writing a GGUF file from a checkpoint of any format: types, metadata, tokenizer; tensor by tensor, resumable."""
+"""Writes a GGUF file from a checkpoint of any format: types, metadata, tokenizer; tensor by tensor, resumable."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from .reader import moved
 from .tokenizer import tokenizer_kv
 from .writer import Writer, lay_out, remove_partial
 
-# enum llama_ftype of llama.h: what most of a file's tensors are
+# enum llama_ftype of llama.h: the type of most tensors of a file
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15,
     "Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37, "MXFP4": 38, "NVFP4": 39,
 }  # fmt: skip
-# Types that are asked first for the numbers of a quantized tensor
+# Types tried first for exact storage of a quantized tensor
 _IN_ORDER = ("Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "IQ4_NL", "TQ2_0")
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F32"}
-# llama.cpp adds these to other tensors and has no op for them quantized
+# llama.cpp adds these to other tensors, and supports no quantized types there
 _FLOAT32 = ("position_embd.weight", "token_types.weight", "_norm.weight", "_norm.bias", ".bias", "ffn_gate_inp.weight")
-_NO_ACT = "; of its input GGUF says nothing"
+_NO_ACT = "; its activation quantization is not stored in GGUF"
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def write_gguf(
 ) -> Report:
     """See :func:`pennyweight.convert`. Raises CheckpointError, ValueError for an unknown type, OSError."""
     if wanted is not None and wanted.upper() not in FROM_FLOATS:
-        raise ValueError(f"gguf_type={wanted!r} cannot be written; types that can: {', '.join(FROM_FLOATS)}")
+        raise ValueError(f"gguf_type={wanted!r} cannot be written; writable types: {', '.join(FROM_FLOATS)}")
     kind = None if wanted is None else TYPES[wanted.upper()]
     if os.path.isdir(dst):
-        raise CheckpointError(dst, None, "is a folder; give the path of a .gguf file")
+        raise CheckpointError(dst, None, "is a folder; pass the path of a .gguf file")
     if any(os.path.realpath(dst) == os.path.realpath(f) for f in source.files):
         raise CheckpointError(dst, None, "is the source; choose another file")
     try:
@@ -105,13 +105,13 @@ def write_gguf(
     return report
 
 
-# -- deciding ----------------------------------------------------------------------------------------------------------
+# -- planning ----------------------------------------------------------------------------------------------------------
 
 
 def _plan(source: Opened, wanted: BlockType | None, pattern_file: Any) -> tuple[dict[str, Planned], dict[str, str]]:
     if source.config is None:
         raise CheckpointError(
-            source.path, None, "there is no config.json, without which a GGUF file cannot say its model"
+            source.path, None, "there is no config.json, which is required to describe the model in a GGUF file"
         )
     patterns = None if pattern_file is None else read_patterns(pattern_file)
     mapped = to_gguf(source.held, source.config, patterns)
@@ -127,15 +127,15 @@ def _plan(source: Opened, wanted: BlockType | None, pattern_file: Any) -> tuple[
 
 
 def planned_as(name: str, hf: str, held: StoredTensor, wanted: BlockType | None) -> Planned:
-    """What becomes of one tensor: the type that was wanted, or that has its numbers, where its rows and use allow it.
+    """The type of one tensor: the requested type, or one that stores it exactly, if its rows and use allow it.
 
-    name, hf: in the file and in the source. Raises CheckpointError, or ValueError for a dtype without a type.
+    name, hf: name in the file and in the source. Raises CheckpointError, or ValueError for a dtype without a type.
     """
     kind = held.kind
     n = kind.shape[-1] if kind.shape else 1
     meta = held.meta
     if meta is not None and meta.axes is not None:
-        raise CheckpointError(None, hf, "is stored transposed, which GGUF does not know; convert to='float' first")
+        raise CheckpointError(None, hf, "is stored transposed, which GGUF does not support; convert to='float' first")
     numbers = meta is not None or kind.dtype in _FLOATS
     if numbers and (len(kind.shape) < 2 or name.endswith(_FLOAT32)):
         return Planned(hf, held, TYPES["F32"], "float" if meta else "copied", f"{_word(held)}, as F32")
@@ -157,7 +157,7 @@ def planned_as(name: str, hf: str, held: StoredTensor, wanted: BlockType | None)
                     note = "exact" if ask == "exact" else f"the codes of {meta.spec}, scales rounded"
                     return Planned(hf, held, type_, "requantized", note)
         type_, why = _divides(TYPES["Q8_0"], n)
-        return Planned(hf, held, type_, "requantized", f"requantized: no type has the numbers of {meta.spec}{why}")
+        return Planned(hf, held, type_, "requantized", f"requantized: no type stores {meta.spec} exactly{why}")
     if wanted.plain:
         return Planned(hf, held, wanted, "float", f"dequantized from {_word(held)}")
     type_, why = _divides(wanted, n)
@@ -165,10 +165,10 @@ def planned_as(name: str, hf: str, held: StoredTensor, wanted: BlockType | None)
 
 
 def _divides(wanted: BlockType, n: int) -> tuple[BlockType, str]:
-    """The type, or the nearest whose blocks divide a row, with the reason."""
+    """The type, or the nearest one whose blocks divide a row, with the reason."""
     for type_ in (wanted, TYPES["Q8_0"], TYPES["F16"]):
         if n % type_.elements == 0:
-            return type_, "" if type_ is wanted else f"; rows of {n} are no whole blocks of {wanted.name}"
+            return type_, "" if type_ is wanted else f"; rows of {n} are not whole blocks of {wanted.name}"
     raise AssertionError("F16 has blocks of one")
 
 
@@ -186,14 +186,14 @@ def _word(held: StoredTensor) -> str:
 
 
 def _metadata(source: Opened, planned: Mapping[str, Planned]) -> tuple[dict[str, Value], list[str]]:
-    """The file's metadata, and what is to be said of them."""
+    """The file's metadata, and notes on it."""
     assert source.config is not None
     size = Counter[str]()
     for p in planned.values():
         size[p.type.name] += p.held.nbytes
     file_type = FILE_TYPES.get(size.most_common(1)[0][0], 0) if size else 0
     folder = folder_of(source.path)
-    if source.format == "gguf":  # the metadata that it came with, but for what describes the numbers
+    if source.format == "gguf":  # its original metadata, except keys that describe the tensor types
         out = dict(source.metadata)
         return out | {"general.file_type": Value("uint32", file_type)}, []
     name = os.path.basename(folder.rstrip(os.sep))
@@ -202,7 +202,7 @@ def _metadata(source: Opened, planned: Mapping[str, Planned]) -> tuple[dict[str,
         tokens, said = tokenizer_kv(folder)
         kv |= tokens
     else:
-        said = ["there is no tokenizer.json, and without a tokenizer llama.cpp does not load the file"]
+        said = ["there is no tokenizer.json; llama.cpp cannot load the file without a tokenizer"]
     return {key: Value(_kind(kind), value) for key, (kind, value) in kv.items()}, said
 
 
@@ -211,7 +211,7 @@ def _kind(kind: str) -> str:
     return f"[{inner[:-1].lower()}]" if inner != kind else kind.lower()
 
 
-# -- doing -------------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def _write(
@@ -220,7 +220,7 @@ def _write(
 ) -> dict[str, float]:  # fmt: skip
     temp = f"{dst}.partial"
     remove_left_over(*os.path.split(progress.path))
-    # where no tensor is done, the header itself may not be
+    # if no tensor is complete, the header may not be either
     found = resume and progress.read() and bool(progress.done) and os.path.isfile(temp)
     if not found:
         progress.done = {}
@@ -284,7 +284,7 @@ def _parts(p: Planned, x: Tensor, noise: QuantizationNoise) -> Parts:
     if isinstance(spec, torch.dtype):
         out = x.to(spec)
         if out.is_floating_point() and not torch.equal(out.isfinite(), x.isfinite()):
-            raise ValueError(f"has values beyond {spec}; choose another type")
+            raise ValueError(f"has values outside the range of {spec}; choose another type")
         if p.how == "float":
             noise.add(p.hf, x, sqnr(x, out))
         return Parts(out.contiguous())

@@ -1,8 +1,8 @@
-"""ggml's I-quants of 1 to 3 bits, read only: an index names 4 or 8 numbers at once in a codebook.
+"""ggml's I-quants of 1 to 3 bits, read-only: an index selects 4 or 8 values at once from a codebook.
 
-Whatever the codebook, each element is one of a few numbers (6 or 16) times a scale that float32 holds exactly, so the
-parts are those of a table format with float32 scales: the same values, in 3 or 4 bits an element. The codebooks come
-from the ``gguf`` package. Source of the layouts: its dequantizers, against which the values are tested.
+For every codebook, each element is one of a few values (6 or 16) times a scale that is exact in float32, so the
+parts are those of a table format with float32 scales: the same values, in 3 or 4 bits per element. The codebooks come
+from the ``gguf`` package. Source of the layouts: its dequantizers, which the tests compare with.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _NIBBLES = (0, 4)
 
 @cache
 def codebook(name: str) -> Tensor:
-    """[entries, 4 or 8] numbers of a type's codebook. float32. Raises ImportError where gguf is not installed."""
+    """[entries, 4 or 8] values of a type's codebook. float32. Raises ImportError if gguf is not installed."""
     try:
         from gguf import quants
     except ImportError as e:
         raise ImportError(f"{name} needs the codebooks of the gguf package: pip install gguf") from e
-    kind = getattr(quants, name)  # a name of the table in blocks.py, never one from a file
+    kind = getattr(quants, name)  # a name from the table in blocks.py, never from a file
     kind.init_grid()
     return torch.from_numpy(kind.grid[0, 0].copy())
 
 
 @cache
 def _positions(name: str, f: Format) -> Tensor:
-    """The codebook as places among the magnitudes of a format that has each number and its negative."""
+    """The codebook as indices into the magnitudes of a format that has each value and its negative."""
     half_of = torch.tensor(f.values[len(f.values) // 2 :], dtype=torch.float32, device="cpu")
     return torch.searchsorted(half_of, codebook(name)).to(torch.uint8)
 
 
 def _signed(name: str, f: Format, index: Tensor, negative: Tensor) -> Tensor:
-    """Codes [B, k * width] of codebook entries [B, k] with a sign for each element, 1 where it is negative."""
+    """Codes [B, k * width] of codebook entries [B, k] with a sign per element, 1 if negative."""
     n = len(f.values) // 2
     place = _positions(name, f)[index.long()].flatten(1)
     return torch.where(negative == 1, n - 1 - place, n + place)
@@ -53,7 +53,7 @@ def _words(raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _even_signs(seven: Tensor) -> Tensor:
-    """Eight signs from seven bits: the last makes their number even. [B, k] to [B, 8 * k]."""
+    """Eight signs from seven bits: the last makes the number of set bits even. [B, k] to [B, 8 * k]."""
     parity = seven
     for shift in (4, 2, 1):
         parity = parity ^ (parity >> shift)
@@ -66,7 +66,7 @@ def _bit_fields(words: Tensor, shifts: tuple[int, ...], bits: int) -> Tensor:
 
 
 def _scale(d: Tensor, steps: Tensor, factor: float) -> Tensor:
-    """d * (steps + 1/2) * factor: exact, for d has 11 bits and steps at most 4."""
+    """d * (steps + 1/2) * factor: exact, since d has 11 bits and steps at most 4."""
     return half(d).float() * (steps + 0.5) * factor
 
 
@@ -107,7 +107,7 @@ def iq3_s(raw: Tensor) -> Parts:
 
 
 def _shifted(index: Tensor, up: Tensor) -> Tensor:
-    """Codes of -1, 0, 1 plus 1/8 where ``up`` is 1, else minus 1/8; ``up`` is per entry."""
+    """Codes of -1, 0, 1 plus 1/8 if ``up`` is 1, else minus 1/8; ``up`` is per entry."""
     digits = codebook("IQ1_S").to(torch.int8)[index]
     return (2 * (digits + 1) + up[:, :, None]).to(torch.uint8).flatten(1)
 
@@ -121,7 +121,7 @@ def iq1_s(raw: Tensor) -> Parts:
 
 
 def iq1_m(raw: Tensor) -> Parts:
-    """The float16 lies in the upper four bits of four words, the first of them lowest."""
+    """The float16 is in the upper four bits of four words, the first word lowest."""
     qs, qh, scales = cut(raw, 32, 16, 8)
     word = _words(scales, torch.int16)
     bits = ((word >> 12) << torch.tensor([0, 4, 8, 12], device="cpu")).sum(1, keepdim=True)

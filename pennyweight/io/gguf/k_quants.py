@@ -1,7 +1,7 @@
-"""ggml's super-blocks of 256 elements, whose scales are themselves quantized: [B, bytes of a block] to parts and back.
+"""ggml's super-blocks of 256 elements with quantized scales: [B, bytes of a block] to parts and back.
 
-A K-quant subtracts dmin * m where a spec adds an offset, so the scale of the offset is -dmin, by its sign bit.
-Sources: ggml-common.h and the dequantizers of the ``gguf`` package, against which the values are tested.
+A K-quant subtracts dmin * m while a spec adds an offset, so the scale of the offset is -dmin (its sign bit flipped).
+Sources: ggml-common.h and the dequantizers of the ``gguf`` package, which the tests compare with.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def pack_q3_k(p: Parts) -> Tensor:
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight mins of 6 bits from 12 bytes: the first four of each whole, with the upper two bits of the
-    last four above them; then the lower four bits of those, scales below mins."""
+    """Eight 6-bit scales and eight 6-bit mins from 12 bytes: first the first four of each, with the upper two bits of
+    the last four above them; then the lower four bits of the last four, scales below mins."""
     low = raw[:, :8] & 63
     high = (raw[:, :8] >> 6) << 4
     last = raw[:, 8:]

@@ -1,4 +1,4 @@
-"""Single values of GGUF metadata, checked as they are taken."""
+"""Accessors for GGUF metadata that validate each value."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-KV = dict[str, tuple[str, Any]]  # key -> (GGUF value type, value); an array's type is "ARRAY[STRING]" and the like
+KV = dict[str, tuple[str, Any]]  # key -> (GGUF value type, value); array types are e.g. "ARRAY[STRING]"
 _NEEDED: Any = object()
 
 
 def integer(kv: Mapping[str, Any], key: str, default: Any = _NEEDED) -> int:
-    """A positive integer. A list of the same number for every layer is that number."""
+    """A positive integer. A per-layer list of identical numbers counts as that number."""
     value = _get(kv, key, default)
     if isinstance(value, list) and value and all(v == value[0] for v in value):
         value = value[0]
     if isinstance(value, list):
-        raise ValueError(f"{key} differs from layer to layer, which the config of this architecture cannot say")
+        raise ValueError(f"{key} differs between layers, which the config of this architecture does not support")
     if type(value) is not int or not 0 < value < 1 << 31:
-        raise ValueError(f"{key} must be a positive integer, is {str(value)[:50]!r}")
+        raise ValueError(f"{key} must be a positive integer, got {str(value)[:50]!r}")
     return value
 
 
 def real(kv: Mapping[str, Any], key: str, default: Any = _NEEDED) -> float:
-    """A finite float, as the shortest decimal that is the same float32."""
+    """A finite float, as the shortest decimal with the same float32 value."""
     value = _get(kv, key, default)
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{key} must be a finite number, is {str(value)[:50]!r}")
+        raise ValueError(f"{key} must be a finite number, got {str(value)[:50]!r}")
     return short(value)
 
 
 def text(kv: Mapping[str, Any], key: str, default: Any = _NEEDED) -> str:
     value = _get(kv, key, default)
     if not isinstance(value, str):
-        raise ValueError(f"{key} must be text, is {str(value)[:50]!r}")
+        raise ValueError(f"{key} must be a string, got {str(value)[:50]!r}")
     return value
 
 
@@ -43,7 +43,7 @@ def short(x: float) -> float:
     try:
         want = struct.pack("<f", x)
         return next(y for p in range(1, 18) if struct.pack("<f", y := float(f"{x:.{p}g}")) == want)
-    except OverflowError:  # beyond float32
+    except OverflowError:  # outside the range of float32
         return float(x)
 
 

@@ -1,6 +1,6 @@
-"""ggml's block types with one scale of their own per block: [B, bytes of a block] to plain parts [B, k] and back.
+"""ggml's block types with one scale per block: [B, bytes of a block] to plain parts [B, k] and back.
 
-Sources: ggml-common.h and the dequantizers of the ``gguf`` package, against which the values are tested.
+Sources: ggml-common.h and the dequantizers of the ``gguf`` package, which the tests compare with.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def pack_q8_0(p: Parts) -> Tensor:
 
 
 def q1_0(raw: Tensor) -> Parts:
-    """+d where the bit is set, else -d: code * 2d - d. Read only: 2d need not be a float16."""
+    """+d if the bit is set, else -d: code * 2d - d. Read-only: 2d may not be representable in float16."""
     d, qs = cut(raw, 2, 16)
     d = half(d).float()
     return Parts(fields(qs, 1, _EIGHT, 1), 2 * d, offset=-d)
@@ -84,7 +84,7 @@ _TQ1 = ((0, 32, 5), (32, 48, 5), (48, 52, 4))
 
 def tq1_0(raw: Tensor) -> Parts:
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device="cpu")[:, None]
-    runs = [raw[:, None, a:b] * powers[:digits] for a, b, digits in _TQ1]  # modulo 256: the fraction is what is left
+    runs = [raw[:, None, a:b] * powers[:digits] for a, b, digits in _TQ1]  # modulo 256: this keeps the fraction
     digits = torch.cat([run.flatten(1) for run in runs], 1).to(torch.int16) * 3 >> 8
     return Parts((digits - 1).to(torch.int8), half(raw[:, 52:]))
 
@@ -104,7 +104,7 @@ def tq2_0(raw: Tensor) -> Parts:
     qs, d = cut(raw, 64, 2)
     codes = fields(qs, 32, _PAIRS, 2)
     if codes.numel() and int(codes.max()) > 2:
-        raise ValueError(f"TQ2_0: {int((codes > 2).sum())} codes are 3, which is no ternary number")
+        raise ValueError(f"TQ2_0: {int((codes > 2).sum())} codes are 3, which is not a ternary value")
     return Parts(codes.view(torch.int8) - 1, half(d))
 
 
@@ -116,7 +116,7 @@ def pack_tq2_0(p: Parts) -> Tensor:
 
 
 def mxfp4(raw: Tensor) -> Parts:
-    """ggml keeps twice the numbers of e2m1 and half the power of two; the values are those of OCP MX."""
+    """ggml stores twice the e2m1 values and half the power of two; the resulting values are those of OCP MX."""
     e, qs = cut(raw, 1, 16)
     if e.numel() and int(e.max()) == 255:
         raise ValueError(f"MXFP4: {int((e == 255).sum())} scales are 255, which is NaN")
@@ -128,11 +128,11 @@ def pack_mxfp4(p: Parts) -> Tensor:
 
 
 def nvfp4(raw: Tensor) -> Parts:
-    """Four scales in e4m3 without a sign, then four blocks of 16. ggml reads 127 as zero and passes over the sign bit;
-    neither is written by anyone, and both are refused."""
+    """Four unsigned e4m3 scales, then four blocks of 16. ggml reads 127 as zero and ignores the sign bit; no writer
+    produces either, and both are rejected."""
     d, qs = cut(raw, 4, 32)
     if d.numel() and int(d.max()) > 126:
-        raise ValueError(f"NVFP4: {int((d > 126).sum())} scales are no positive number of e4m3")
+        raise ValueError(f"NVFP4: {int((d > 126).sum())} scales are not positive e4m3 numbers")
     return Parts(fields(qs, 8, _NIBBLES, 4), Parts(d.contiguous().view(torch.float8_e4m3fn)))
 
 

@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file: typed values and keys, from bytes that nobody trusts, and back to the same bytes.
+"""Metadata of a GGUF file: typed values and keys, parsed from untrusted bytes and written back to identical bytes.
 
     entry    key as a string, uint32 kind, value
     value    of a string: uint64 length, UTF-8; of an array: uint32 kind, uint64 count, elements; else the number
@@ -17,9 +17,9 @@ import numpy as np
 MAX_HEADER_BYTES = 1 << 25  # 260 000 tokens with scores and kinds, and 510 000 merges, take 17 MB
 MAX_KEYS = 1 << 13
 MAX_KEY_BYTES = (1 << 16) - 1  # the format's own limit
-MAX_STRINGS = 1 << 20  # in all arrays together; 780 000 are the tokens and merges of the largest vocabularies of today
+MAX_STRINGS = 1 << 20  # in all arrays together; the largest current vocabularies have 780 000 tokens and merges
 
-# The number of each kind in files is its place. Numbers are known by the dtype that they have.
+# The number of each kind in files is its index here. Numeric kinds map to a dtype.
 _NUMBERS = {
     "uint8": 0, "int8": 1, "uint16": 2, "int16": 3, "uint32": 4, "int32": 5, "float32": 6,
     "uint64": 10, "int64": 11, "float64": 12,
@@ -34,8 +34,8 @@ _U64 = struct.Struct("<Q")
 class Value:
     """A typed value. kind: "uint32", "string", .. or, for arrays, "[uint32]", "[string]", ..
 
-    ``data`` is an int, float, bool or str; for arrays of numbers a numpy array (of bool for "[bool]"), for arrays of
-    strings a list. Strings are opaque: a chat template is text, whatever it says. They are decoded when asked for.
+    ``data`` is an int, float, bool or str; for numeric arrays a numpy array (of bool for "[bool]"), for string arrays a
+    list. Strings are not interpreted: a chat template is just text. They are decoded on access.
     """
 
     __slots__ = ("_data", "_stored", "kind")
@@ -50,7 +50,7 @@ class Value:
 
     @classmethod
     def _of_strings(cls, stored: bytes, count: int) -> Value:
-        """An array of strings as it lies in a file; its lengths and its UTF-8 were checked."""
+        """An array of strings in its file encoding; lengths and UTF-8 are already checked."""
         value = cls("[string]", [])
         value._data, value._stored = None, (stored, count)
         return value
@@ -79,7 +79,7 @@ class Value:
         return f"Value({self.kind!r}, {self._data!r})"
 
     def to_bytes(self) -> bytes:
-        """The value as it stands in a file, without its kind."""
+        """The value as stored in a file, without its kind."""
         base = self.kind.strip("[]")
         if base == self.kind:
             if base == "string":
@@ -95,7 +95,7 @@ class Value:
 
 
 def _checked(kind: str, base: str, data: Any) -> Any:
-    """data as a value of that kind holds it. Raises ValueError where it does not fit."""
+    """Convert data to a value of that kind. Raises ValueError if it does not fit."""
     if kind == "[string]":
         fits = isinstance(data, list) and all(isinstance(s, str) for s in data)
     elif kind != base:
@@ -110,7 +110,7 @@ def _checked(kind: str, base: str, data: Any) -> Any:
         if fits:
             return _checked_array(kind, base, [data])[0].item()
     if not fits:
-        raise ValueError(f"{str(data)[:80]!r} is no GGUF value of kind {kind}")
+        raise ValueError(f"{str(data)[:80]!r} is not a GGUF value of kind {kind}")
     return data
 
 
@@ -127,7 +127,7 @@ def _checked_array(kind: str, base: str, data: Any) -> np.ndarray:
     elif fits and wanted.kind == "f":
         fits = not (np.abs(array[np.isfinite(array)]) > np.finfo(wanted).max).any()
     if not fits:
-        raise ValueError(f"{str(data)[:80]!r} is no GGUF value of kind {kind}")
+        raise ValueError(f"{str(data)[:80]!r} is not a GGUF value of kind {kind}")
     return array.astype(wanted, copy=False)
 
 
@@ -137,7 +137,7 @@ def _string_bytes(text: str) -> bytes:
 
 
 def metadata_bytes(metadata: Mapping[str, Value]) -> bytes:
-    """All entries, in order. Raises ValueError for a key that no file may have."""
+    """All entries, in order. Raises ValueError for an invalid key."""
     out = []
     for key, value in metadata.items():
         check_key(key)
@@ -147,17 +147,17 @@ def metadata_bytes(metadata: Mapping[str, Value]) -> bytes:
 
 
 def check_key(key: str) -> None:
-    """Raise ValueError for a key that is empty, over-long or holds control characters."""
+    """Raise ValueError for a key that is empty, too long or contains control characters."""
     if not 0 < len(key.encode()) <= MAX_KEY_BYTES:
         raise ValueError(f"metadata key of {len(key.encode())} bytes; 1 to {MAX_KEY_BYTES} are allowed")
     if not key.isprintable():
-        raise ValueError(f"metadata key {ascii(key)[:80]} holds control characters")
+        raise ValueError(f"metadata key {ascii(key)[:80]} contains control characters")
 
 
 class Cursor:
-    """The header of a file, read forward in pieces. Every length is compared with what is left before it is used.
+    """Reads the header of a file sequentially. Every length is compared with the remaining bytes before it is used.
 
-    fill: reads bytes [offset, offset + count) of the file; size: bytes of the file. Raises ValueError.
+    fill: reads bytes [offset, offset + count) of the file; size: file size in bytes. Raises ValueError.
     """
 
     PIECE = 1 << 20
@@ -169,7 +169,7 @@ class Cursor:
 
     @property
     def offset(self) -> int:
-        """Place in the file of the next byte."""
+        """File offset of the next byte."""
         return self._start + self._at
 
     @property
@@ -177,11 +177,11 @@ class Cursor:
         return self._size - self.offset
 
     def _need(self, count: int) -> None:
-        """Have that many bytes in the buffer."""
+        """Make sure that many bytes are in the buffer."""
         if len(self._buffer) - self._at >= count:
             return
         if count > self.left:
-            raise ValueError(f"ends early: {count} bytes are announced at {self.offset}, {self.left} are left")
+            raise ValueError(f"ends early: {count} bytes are needed at {self.offset}, but {self.left} are left")
         if self.offset + count > MAX_HEADER_BYTES:
             raise ValueError(f"header of more than {MAX_HEADER_BYTES} bytes")
         self._start, held = self.offset, self._buffer[self._at :]
@@ -200,7 +200,7 @@ class Cursor:
     def string(self, most: int = MAX_HEADER_BYTES) -> str:
         length = self.number("uint64")
         if length > most:
-            raise ValueError(f"string of {length} bytes at {self.offset}; at most {most} are read")
+            raise ValueError(f"string of {length} bytes at {self.offset}; the maximum is {most}")
         try:
             return self.take(length).decode()
         except UnicodeDecodeError:
@@ -213,7 +213,7 @@ class Cursor:
             key = self.string(MAX_KEY_BYTES)
             check_key(key)
             if key in out:
-                raise ValueError(f"metadata key {key[:80]!r} stands twice")
+                raise ValueError(f"metadata key {key[:80]!r} appears twice")
             try:
                 out[key] = self.value()
             except ValueError as e:
@@ -233,7 +233,7 @@ class Cursor:
     def _array(self) -> Value:
         number, count = self.number("uint32"), self.number("uint64")
         if number == _ARRAY:
-            raise ValueError("array of arrays; arrays of numbers, bools and strings are read")
+            raise ValueError("array of arrays; only arrays of numbers, bools and strings are supported")
         kind = _name(number)
         if kind == "string":
             return self._string_array(count)
@@ -242,13 +242,13 @@ class Cursor:
 
     def _string_array(self, count: int) -> Value:
         if count * 8 > self.left:
-            raise ValueError(f"array of {count} strings, {self.left} bytes are left")
+            raise ValueError(f"array of {count} strings, but {self.left} bytes are left")
         self._strings += count
         if self._strings > MAX_STRINGS:
             raise ValueError(f"more than {MAX_STRINGS} strings in arrays")
         pieces = []
         unpack, at, first = _U64.unpack_from, self._at, self._at
-        for _ in range(count):  # the one loop that runs a million times: no calls but on the buffer
+        for _ in range(count):  # may run a million times: calls only buffer functions
             if len(self._buffer) - at < 8 or len(self._buffer) - at - 8 < unpack(self._buffer, at)[0]:
                 pieces.append(self._buffer[first:at])
                 self._at = at
@@ -268,7 +268,7 @@ class Cursor:
 
 def _name(number: int) -> str:
     if number not in _NAMES:
-        raise ValueError(f"value of unknown kind {number}; known are 0 to 12")
+        raise ValueError(f"value of unknown kind {number}; known: 0 to 12")
     return _NAMES[number]
 
 

@@ -1,7 +1,6 @@
-"""Tensor names of GGUF to those of Hugging Face and back, by the tables of architectures.py and by pattern files.
+"""Converts tensor names between GGUF and Hugging Face, with the tables of architectures.py and pattern files.
 
-Every name gets an answer: a name on the other side, or a sentence why it is left out. A name that nothing explains is
-an error.
+Every name maps to a name on the other side, or to the reason why it is left out. An unknown name is an error.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ MAX_PATTERNS = 4096
 MAX_PATTERN = 300  # characters; names in GGUF have at most 63
 MAX_DIGITS = 6
 SUFFIXES = (".weight", ".bias")
-TIED = "is the embedding matrix again (tie_word_embeddings)"
+TIED = "is tied to the embedding matrix (tie_word_embeddings)"
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """What becomes of a tensor: its name on the other side and the change of its values; or why it is left out."""
+    """A mapped tensor: its name on the other side and the transform of its values; or why it is left out."""
 
     name: str | None
     transform: Transform = SAME
@@ -45,10 +44,10 @@ class Patterns:
 def to_hf(
     gguf_names: Iterable[str], arch: str, kv: Mapping[str, Any], patterns: Patterns | None = None
 ) -> dict[str, Mapped]:
-    """GGUF name -> what it is in Hugging Face, for all names, in their order.
+    """GGUF name -> Hugging Face tensor, for all names, in their order.
 
-    arch: ``general.architecture``; kv: the metadata, for the numbers of heads. Raises ValueError for an unknown
-    architecture without patterns, and for a name that nothing explains.
+    arch: ``general.architecture``; kv: the metadata, for the numbers of heads. Raises ValueError for an unsupported
+    architecture without patterns, and for an unknown name.
     """
     alone = patterns is not None and bool(patterns.tensors) and arch not in BY_GGUF
     found = None if alone else for_gguf(arch)
@@ -60,7 +59,7 @@ def to_hf(
 
 
 def to_gguf(hf_names: Iterable[str], config: Mapping[str, Any], patterns: Patterns | None = None) -> dict[str, Mapped]:
-    """Hugging Face name -> what it is in GGUF, for all names, in their order. config: that of config.json."""
+    """Hugging Face name -> GGUF tensor, for all names, in their order. config: the contents of config.json."""
     kind = config.get("model_type")
     alone = patterns is not None and bool(patterns.tensors) and str(kind) not in BY_MODEL_TYPE
     found = None if alone else for_config(config)
@@ -71,17 +70,17 @@ def to_gguf(hf_names: Iterable[str], config: Mapping[str, Any], patterns: Patter
 
 
 def tied(config: Mapping[str, Any]) -> bool:
-    """Whether the output matrix of a config's model is its embedding matrix."""
+    """Whether the model's output matrix is tied to its embedding matrix."""
     value = config.get("tie_word_embeddings")
     return for_config(config).tied if value is None else bool(value)
 
 
 def read_patterns(path: str | os.PathLike[str]) -> Patterns:
-    """A pattern file. Raises CheckpointError.
+    """Read a pattern file. Raises CheckpointError.
 
     TOML with a table ``[tensors]`` of lines ``"blk.{i}.foo.weight" = "model.layers.{i}.foo.weight"``, GGUF on the left;
-    ``{i}`` stands for an integer between dots, on both sides as often. They come before the built-in rows of their
-    names, whose reordering of rows they keep. ``left_out = ["pattern", ...]`` before it names tensors to leave out.
+    ``{i}`` stands for an integer between dots, equally often on both sides. Patterns override the built-in rows for the
+    same names, but keep their row reordering. ``left_out = ["pattern", ...]`` before it lists tensors to leave out.
     """
     try:
         with open(path, "rb") as f:
@@ -103,24 +102,24 @@ def _parsed(data: Mapping[str, Any]) -> Patterns:
     if not isinstance(tensors, dict) or not isinstance(left_out, list):
         raise ValueError("[tensors] must be a table and left_out a list of patterns")
     if len(tensors) + len(left_out) > MAX_PATTERNS:
-        raise ValueError(f"{len(tensors) + len(left_out)} patterns; at most {MAX_PATTERNS} are read")
+        raise ValueError(f"{len(tensors) + len(left_out)} patterns; the maximum is {MAX_PATTERNS}")
     for pattern in (*tensors, *tensors.values(), *left_out):
         _check(pattern)
     for gguf, hf in tensors.items():
         if gguf.count("{i}") != hf.count("{i}"):
-            raise ValueError(f"{gguf!r} = {hf!r}: both sides need {{i}} as often")
+            raise ValueError(f"{gguf!r} = {hf!r}: both sides must have the same number of {{i}}")
     twice = [hf for hf, n in Counter(tensors.values()).items() if n > 1]
     if twice:
-        raise ValueError(f"{twice[0]!r} stands twice on the right; a tensor has one name")
+        raise ValueError(f"{twice[0]!r} appears twice on the right; each tensor has one name")
     return Patterns(dict(tensors), tuple(left_out))
 
 
 def _check(pattern: Any) -> None:
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN or not pattern.isprintable():
-        raise ValueError(f"{str(pattern)[:100]!r} is no pattern: text of 1 to {MAX_PATTERN} printable characters is")
+        raise ValueError(f"{str(pattern)[:100]!r} is not a pattern: expected 1 to {MAX_PATTERN} printable characters")
     parts = pattern.split(".")
     if any(("{" in p or "}" in p) and p != "{i}" for p in parts):
-        raise ValueError(f"{pattern!r}: the one placeholder is {{i}}, alone between dots, for an integer")
+        raise ValueError(f"{pattern!r}: the only placeholder is {{i}}, alone between dots, for an integer")
     if "{i}" in parts and any(_integer(p) for p in parts):
         raise ValueError(f"{pattern!r}: write {{i}} for all integers of a name or for none")
 
@@ -130,7 +129,7 @@ def _integer(part: str) -> bool:
 
 
 def _split(name: str) -> tuple[str, list[str]]:
-    """A name with {i} for its integers, and the integers."""
+    """A name with {i} in place of its integers, and the integers."""
     parts = name.split(".")
     return ".".join("{i}" if _integer(p) else p for p in parts), [p for p in parts if _integer(p)]
 
@@ -141,7 +140,7 @@ def _filled(pattern: str, integers: Iterable[str]) -> str:
 
 
 class _Table:
-    """Where each pattern of one side leads: (pattern on the other side, transform), or a sentence."""
+    """Maps each pattern of one side to (pattern on the other side, transform), or to a reason."""
 
     def __init__(self, arch: Architecture | None, patterns: Patterns, *, to_gguf: bool, tied: bool = False) -> None:
         self.arch, self.to_gguf = arch, to_gguf
@@ -166,7 +165,7 @@ class _Table:
             self.rows.pop(pattern, None)
 
     def spellings(self, name: str) -> Iterator[str]:
-        """The name, and what it would be in the model that the table is for."""
+        """The name, and its variants in the model that the table describes."""
         yield name
         if self.arch and self.to_gguf:
             for prefix in self.arch.prefixes:
@@ -176,8 +175,8 @@ class _Table:
                 yield self.arch.base + name
 
     def find(self, name: str) -> tuple[str, str, list[str]] | str | None:
-        """(pattern on the other side, transform, integers of the name), a sentence, or None."""
-        if "{" in name:  # never a name, but it would look like a pattern
+        """(pattern on the other side, transform, integers of the name), a reason, or None."""
+        if "{" in name:  # never a valid name; it would look like a pattern
             return None
         for spelling in self.spellings(name):
             pattern, integers = _split(spelling)
@@ -202,7 +201,7 @@ def _mapped(names: Iterable[str], table: _Table, heads: Mapping[str, Any], where
         pattern, transform, integers = found
         other = _filled(pattern, integers)
         if other in taken:
-            raise ValueError(f"{_shown(name)} and {_shown(taken[other])} would both be {_shown(other)}")
+            raise ValueError(f"{_shown(name)} and {_shown(taken[other])} both map to {_shown(other)}")
         taken[other] = name
         out[name] = Mapped(other, _transform(transform, heads, integers, name))
     return out
@@ -212,13 +211,13 @@ def _transform(kind: str, heads: Mapping[str, Any], integers: list[str], name: s
     if not kind.startswith("rotary_"):
         return Transform(kind)
     n = heads[kind.removeprefix("rotary_")]
-    if isinstance(n, list):  # one number a layer
+    if isinstance(n, list):  # one number per layer
         layer = int(integers[0]) if integers else 0
         n = n[layer] if layer < len(n) else None
     if type(n) is not int or n <= 0:
         raise ValueError(
-            f"{_shown(name)}: its rows are ordered by attention heads, whose number is not known ({str(n)[:50]}); "
-            "GGUF needs <architecture>.attention.head_count, config.json num_attention_heads"
+            f"{_shown(name)}: its rows are ordered by attention heads, but their number is unknown ({str(n)[:50]}); "
+            "set <architecture>.attention.head_count in GGUF, or num_attention_heads in config.json"
         )
     return Transform("rotary", n)
 

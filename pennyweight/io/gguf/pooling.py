@@ -1,4 +1,4 @@
-"""How an embedding model pools its tokens: the files of sentence-transformers <-> ``<arch>.pooling_type``."""
+"""Token pooling of embedding models: the files of sentence-transformers <-> ``<arch>.pooling_type``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tokenizer_source import read_bytes
 
 MAX_BYTES = 1 << 20
 _TYPE = "sentence_transformers.models."
-# flags of a Pooling module's config.json, of which GGUF knows these
+# flags of a Pooling module's config.json, which GGUF supports
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -24,9 +24,9 @@ _FLAGS = {
 
 
 def pooling_of(folder: str) -> str | None:
-    """The pooling that modules.json of a folder says, a key of ``POOLING``; None where there is no such file.
+    """The pooling that a folder's modules.json declares, a key of ``POOLING``; None if there is no such file.
 
-    Raises CheckpointError for a bad file, and for a pooling that GGUF does not know.
+    Raises CheckpointError for an invalid file, and for a pooling that GGUF does not support.
     """
     real = os.path.realpath(folder)
     if not os.path.lexists(os.path.join(real, "modules.json")):
@@ -48,13 +48,13 @@ def pooling_of(folder: str) -> str | None:
     named = config.get("pooling_mode")  # newer files name it
     if not modes and isinstance(named, str) and named.removesuffix("token") in POOLING:
         return named.removesuffix("token")
-    raise CheckpointError(path, None, f"pooling {', '.join(modes) or named!r} is none that GGUF knows")
+    raise CheckpointError(path, None, f"pooling {', '.join(modes) or named!r} is not supported by GGUF")
 
 
 def pooling_files(kv: Mapping[str, Any]) -> dict[str, bytes]:
-    """{path in the folder: bytes} for sentence-transformers; none where a file does not pool or has another way.
+    """{path in the folder: bytes} for sentence-transformers; empty if the file has no or an unsupported pooling.
 
-    Embeddings come out normalized, as llama.cpp's tools give them.
+    Embeddings are normalized, as in llama.cpp's tools.
     """
     arch = kv.get("general.architecture")
     names = {v: k for k, v in POOLING.items() if k != "none"}

@@ -1,8 +1,8 @@
-"""How byte-level BPE cuts text into words before merging: llama.cpp's names for it, and the JSON of `tokenizers`.
+"""Pre-tokenizers of byte-level BPE: llama.cpp's names for them, and the JSON of `tokenizers`.
 
-A file says one of these by name in GGUF (``tokenizer.ggml.pre``) and by a regular expression in tokenizer.json. Those
-expressions are compared as text and written from this table; none is ever run here. Facts: src/llama-vocab.cpp of
-llama.cpp (2026), which quotes the expression of each tokenizer.json that it stands for.
+GGUF names the pre-tokenizer (``tokenizer.ggml.pre``); tokenizer.json contains a regular expression. Expressions are
+compared as text and written from this table; none is executed. Source: src/llama-vocab.cpp of llama.cpp (2026), which
+quotes the expression of each tokenizer.json it supports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORTENED}"
     rf"|\p{{N}}{{1,3}}|{_REST}"
 )
-# What llama.cpp does where it knows no better; the second one is GPT-2's
+# llama.cpp's default; the second one is GPT-2's
 _DEFAULT = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
@@ -39,15 +39,15 @@ _DEFAULT = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way.
+    """A pre-tokenizer.
 
     name           ``tokenizer.ggml.pre``
-    splits         expressions, each cutting the pieces of the one before
-    digits         every digit is a piece of its own first
-    gpt2           GPT-2's own expression comes last, as the ByteLevel of `tokenizers` has it built in
+    splits         expressions, each splitting the pieces of the previous one
+    digits         first splits off every digit as its own piece
+    gpt2           GPT-2's own expression is applied last, built into the ByteLevel of `tokenizers`
     nfc            whether its tokenizer.json normalizes to NFC, which llama.cpp does not
-    ignore_merges  a word that is a token is that token, whatever the merges say
-    aliases        other names of llama.cpp for the same
+    ignore_merges  a word that is a token is not split, regardless of the merges
+    aliases        equivalent names in llama.cpp
     """
 
     name: str
@@ -81,7 +81,7 @@ BY_NAME = {name: p for p in PRE_TOKENIZERS for name in (p.name, *p.aliases)}
 
 
 def recognized(pre_tokenizer: Any, ignore_merges: bool) -> PreTokenizer | None:
-    """The way that the "pre_tokenizer" of a tokenizer.json says, or None."""
+    """The PreTokenizer that matches the "pre_tokenizer" of a tokenizer.json, or None."""
     steps = _steps(pre_tokenizer)
     if steps is None or not steps or steps[-1][0] != "bytes":
         return None
@@ -98,7 +98,7 @@ def recognized(pre_tokenizer: Any, ignore_merges: bool) -> PreTokenizer | None:
 
 
 def _steps(node: Any) -> list[tuple[str, str]] | None:
-    """[(kind, value)] of a pre-tokenizer and those inside it; None where one is of another kind."""
+    """[(kind, value)] of a pre-tokenizer and its nested ones; None if one has another kind."""
     if not isinstance(node, dict):
         return None
     kind = node.get("type")
@@ -111,7 +111,7 @@ def _steps(node: Any) -> list[tuple[str, str]] | None:
     if kind == "Digits" and node.get("individual_digits") is True:
         return [("digits", "")]
     pattern = node.get("pattern")
-    # to keep the matches of an expression that matches everything, or to cut at them, is the same
+    # for an expression that matches everything, keeping the matches or splitting at them is the same
     ways = (("Isolated", False), ("Removed", True), ("Isolated", True))
     if kind == "Split" and isinstance(pattern, dict) and (node.get("behavior"), bool(node.get("invert"))) in ways:
         return [("split", pattern["Regex"])] if isinstance(pattern.get("Regex"), str) else None

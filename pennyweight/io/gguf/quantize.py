@@ -1,6 +1,6 @@
-"""Floats to ggml's block types. The types with one scale a block are bit for bit what the ``gguf`` package makes; the
-others are searched for (algorithms/solvers/kquant_search.py). All arithmetic is float32, element by element or in a
-fixed order of sums, so the result does not depend on threads or on the width of the vector registers.
+"""Quantizes floats to ggml's block types. Types with one scale per block are bit-identical to the ``gguf`` package;
+the others use a search (algorithms/solvers/kquant_search.py). All arithmetic is float32, elementwise or with a fixed
+summation order, so the result does not depend on threads or SIMD width.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ...algorithms.solvers.kquant_search import chosen, half
 from ...core.numerics import Parts
 from .blocks import TYPES
 
-_CHUNK = 1 << 17  # elements quantized in one go: some tens of arrays of that size are worked on
+_CHUNK = 1 << 17  # elements quantized at once, with some tens of temporary arrays of that size
 
 Rule = Callable[[Tensor, "Tensor | None"], Parts]
 
 
 def quantize(x: Tensor, name: str, importance: Tensor | None = None) -> Parts:
-    """Plain parts of x as a type of ggml's stores it; for plain types ``codes`` is the tensor itself.
+    """Plain parts of x in a ggml type; for plain types ``codes`` is the tensor itself.
 
-    x: float [.., n], finite. importance: [n], the weight of the squared error of each column, such as the mean square
-    of the input (llama.cpp's imatrix); used by the K-quants and IQ4 types, ignored by the others. Raises ValueError for
-    types that are read only, rows that are no whole blocks, numbers that are not finite or beyond float16's scales.
+    x: float [.., n], finite. importance: [n], weight of the squared error of each column, e.g. the mean square of the
+    input (llama.cpp's imatrix); used by the K-quants and IQ4 types, ignored by the others. Raises ValueError for
+    read-only types, rows that are not whole blocks, values that are not finite or exceed the range of float16 scales.
     """
     if name not in FROM_FLOATS:
-        raise ValueError(f"{name!r} is no type that floats are quantized to; known: {', '.join(FROM_FLOATS)}")
+        raise ValueError(f"{name!r} is not a type that floats can be quantized to; known: {', '.join(FROM_FLOATS)}")
     kind = TYPES[name]
     kind.row_bytes(x.shape)
     if not bool(x.isfinite().all()):
@@ -37,10 +37,10 @@ def quantize(x: Tensor, name: str, importance: Tensor | None = None) -> Parts:
     if isinstance(kind.spec, torch.dtype):
         codes = x.to(kind.spec).contiguous()
         if not bool(codes.isfinite().all()):
-            raise ValueError(f"{name} cannot hold {float(x.abs().max()):.4g}; take BF16 or F32")
+            raise ValueError(f"{name} cannot represent {float(x.abs().max()):.4g}; use BF16 or F32")
         return Parts(codes)
     if importance is not None and tuple(importance.shape) != (x.shape[-1],):
-        raise ValueError(f"importance of shape {[*importance.shape]}; one number for each of {x.shape[-1]} columns")
+        raise ValueError(f"importance of shape {[*importance.shape]}; expected one per column, {x.shape[-1]}")
     n = x.shape[-1]
     flat = x.detach().reshape(-1, n) if n else x.detach().new_zeros((0, kind.elements))
     step = max(1, _CHUNK // max(1, n))
@@ -64,35 +64,35 @@ def _cat(pieces: list[Parts]) -> Parts:
     return Parts(*out)
 
 
-# -- one scale a block: x is [blocks, elements] ------------------------------------------------------------------------
+# -- one scale per block: x is [blocks, elements] ----------------------------------------------------------------------
 
 
 def _reciprocal(d: Tensor) -> Tensor:
-    """1 / d, and 0 where that is not finite."""
+    """1 / d, and 0 if that is not finite."""
     return torch.where((1 / d).isfinite(), 1 / d, 0)
 
 
 def _round_away(x: Tensor) -> Tensor:
-    """To the nearest whole number, halves away from zero, as C's roundf."""
+    """Round to the nearest integer, halves away from zero, like C's roundf."""
     size = x.abs()
     whole = size.floor()
     return x.sign() * (whole + (2 * (size - whole)).floor())
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The element of largest magnitude of each block, with its sign; the first of equal ones. [blocks, 1]"""
+    """The element of largest magnitude of each block, with its sign; the first among equals. [blocks, 1]"""
     return x.gather(1, x.abs().argmax(1, keepdim=True))
 
 
 def _centred(x: Tensor, mid: int) -> Parts:
-    """Codes 0 .. 2 * mid - 1 about mid; the element of largest magnitude gets code 0."""
+    """Codes 0 .. 2 * mid - 1 around mid; the element of largest magnitude gets code 0."""
     d = _largest(x) / -mid
     codes = (x * _reciprocal(d) + (mid + 0.5)).trunc().clamp(0, 2 * mid - 1)
     return Parts(codes.to(torch.uint8), half(d))
 
 
 def _between(x: Tensor, top: int) -> Parts:
-    """Codes 0 .. top from the least element to the greatest."""
+    """Codes 0 .. top from the smallest to the largest element."""
     lo = x.amin(1, keepdim=True)
     d = (x.amax(1, keepdim=True) - lo) / top
     codes = ((x - lo) * _reciprocal(d) + 0.5).trunc().clamp(0, top)
@@ -108,7 +108,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _nearest_e2m1(x: Tensor, scale: Tensor) -> Tensor:
-    """Codes of the least |code * scale - x|, the first of equal ones: 0 is positive, ties go to the smaller code."""
+    """Codes that minimize |code * scale - x|; ties go to the smaller code, and 0 is positive."""
     best = torch.zeros(x.shape, dtype=torch.uint8, device="cpu")
     least = x.abs()
     for code in (*range(1, 8), *range(9, 16)):
@@ -119,7 +119,7 @@ def _nearest_e2m1(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _mxfp4(x: Tensor) -> Parts:
-    """Power of two of the largest magnitude, less that of e2m1's largest: floor(log2 amax) - 2."""
+    """Exponent of the largest magnitude, minus that of e2m1's maximum: floor(log2 amax) - 2."""
     amax = x.abs().amax(1, keepdim=True)
     power = torch.where(amax > 0, amax.double().log2().float().floor() - 2 + 127, 0).clamp(0, 254).to(torch.uint8)
     scale = torch.ldexp(torch.ones(power.shape, dtype=torch.float32, device="cpu"), power.to(torch.int32) - 127)
@@ -158,5 +158,5 @@ RULES: dict[str, Rule] = {
     "NVFP4": lambda x, w: _nvfp4(x),
     **chosen(),
 }
-# Types that floats can become; those of whole numbers would round them
+# Types that floats can be quantized to; integer types would round them
 FROM_FLOATS = tuple(name for name in TYPES if name in _PLAIN or name in RULES)

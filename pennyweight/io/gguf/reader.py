@@ -1,4 +1,4 @@
-"""A GGUF file, or the parts of a split one, as a mapping of tensors; under its own names or those of Hugging Face."""
+"""A GGUF file, or all parts of a split one, as a mapping of tensors, under GGUF or Hugging Face names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_SPLITS = 4096
 
 
 def open_gguf(path: str, first: str, mmap: bool = True) -> Opened:
-    """``path`` as it was given, ``first`` the file that it means. mmap: see RawFile. Raises CheckpointError."""
+    """``path`` as given, ``first`` the file it refers to. mmap: see RawFile. Raises CheckpointError."""
     files: list[File] = []
 
     def close() -> None:
@@ -45,11 +45,11 @@ def open_gguf(path: str, first: str, mmap: bool = True) -> Opened:
         for file in files:
             for name in file.entries:
                 if name in held:
-                    raise CheckpointError(file.path, name, "is in another part of the model as well")
+                    raise CheckpointError(file.path, name, "is also in another part of the model")
                 held[name] = _held(file, name)
         count = _split(files[0], "split.tensors.count")
         if len(files) > 1 and count not in (None, len(held)):
-            raise CheckpointError(files[0].path, None, f"announces {count} tensors in all parts, there are {len(held)}")
+            raise CheckpointError(files[0].path, None, f"declares {count} tensors in all parts, found {len(held)}")
     except BaseException:
         close()
         raise
@@ -66,10 +66,10 @@ def _others(first: File) -> list[File]:
     folder, name = os.path.split(first.path)
     stem, ending = name.removesuffix(".gguf")[:-15], f"-of-{count:05d}"
     if not 1 < count <= MAX_SPLITS or number is None or not 0 <= number < count:
-        raise CheckpointError(first.path, None, f"is part {number} of {count}; at most {MAX_SPLITS} parts are read")
+        raise CheckpointError(first.path, None, f"is part {number} of {count}; the maximum is {MAX_SPLITS} parts")
     if name != f"{stem}-{number + 1:05d}{ending}.gguf":
         raise CheckpointError(
-            first.path, None, f"is part {number} of {count}, its name must end in -{number + 1:05d}{ending}"
+            first.path, None, f"is part {number} of {count}, so its name must end in -{number + 1:05d}{ending}"
         )
     files: list[File] = []
     try:
@@ -79,7 +79,7 @@ def _others(first: File) -> list[File]:
             file = File(resolve_inside(folder, f"{stem}-{i + 1:05d}{ending}.gguf"), first.mmap)
             files.append(file)
             if (_split(file, "split.no"), _split(file, "split.count")) != (i, count):
-                raise CheckpointError(file.path, None, f"does not say that it is part {i} of {count}")
+                raise CheckpointError(file.path, None, f"is not declared as part {i} of {count}")
     except BaseException:
         for file in files:
             file.close()
@@ -92,7 +92,7 @@ def _split(file: File, key: str) -> int | None:
     if value is None:
         return None
     if type(value.data) is not int or value.data < 0:
-        raise CheckpointError(file.path, None, f"{key} must be a whole number, is {str(value.data)[:40]!r}")
+        raise CheckpointError(file.path, None, f"{key} must be an integer, got {str(value.data)[:40]!r}")
     return value.data
 
 
@@ -111,7 +111,7 @@ def _held(file: File, name: str) -> StoredTensor:
             return parts.codes if e.type.plain else from_parts(name, parts, replace(kind, shape=shape))
         except KeyedError as err:
             raise CheckpointError(file.path, err.name, str(err)) from err
-        except (ValueError, ImportError) as err:  # ImportError: a codebook that the gguf package has
+        except (ValueError, ImportError) as err:  # ImportError: the type's codebook needs the gguf package
             raise CheckpointError(file.path, name, str(err)) from err
 
     def rows(start: int, stop: int) -> Tensor:
@@ -128,10 +128,10 @@ def _held(file: File, name: str) -> StoredTensor:
 
 
 def under_hf_names(source: Opened, pattern_file: Any = None) -> Opened:
-    """The same tensors as Hugging Face's model of the architecture has them: names, order of rows, config.
+    """The same tensors as in Hugging Face's model of the architecture: names, row order, config.
 
-    pattern_file: see :func:`.names.read_patterns`. Raises CheckpointError for an architecture or a name that neither
-    the tables nor the file know.
+    pattern_file: see :func:`.names.read_patterns`. Raises CheckpointError for an architecture or a name that is in
+    neither the tables nor the file.
     """
     kv = values(source)
     arch = str(kv.get("general.architecture"))
@@ -159,13 +159,13 @@ def _config(source: Opened, kv: Mapping[str, Any], patterns: Patterns | None) ->
     from .architectures import BY_GGUF
 
     if patterns is not None and kv.get("general.architecture") not in BY_GGUF:
-        return None  # the pattern file gives names; of the config of such a model nothing is known
+        return None  # the pattern file only gives names; the config of such a model is unknown
     tensors = {name: source[name] for name in ROPE_TENSORS if name in source}
     return config_from_kv(kv, set(source.held), tensors)
 
 
 def moved(held: StoredTensor, transform: Transform, name: str, to_gguf: bool) -> StoredTensor:
-    """A tensor with its rows in the order of the other side. Raises ValueError where they are not what it takes."""
+    """A tensor with its rows in the order of the other side. Raises ValueError if the transform does not apply."""
     if transform.name == "same":
         return held
 
@@ -177,7 +177,7 @@ def moved(held: StoredTensor, transform: Transform, name: str, to_gguf: bool) ->
 
     if not transform.moves_rows_only:
         if held.meta is not None:
-            raise ValueError(f"{name}: is stored as weight + 1, and quantized: nothing can be taken from its codes")
+            raise ValueError(f"{name}: is stored as weight + 1 and quantized, so 1 cannot be subtracted from its codes")
         return replace(held, kind=Plain(torch.float32, held.kind.shape), read=lambda: change(held.read()), rows=None)
     order = transform.row_order(held.kind.shape[0], to_gguf, name)
     plain_rows = held.rows
@@ -195,7 +195,7 @@ def moved(held: StoredTensor, transform: Transform, name: str, to_gguf: bool) ->
 def write_side_files(
     source: Opened, dst: str, quantization_config: dict[str, Any] | None, dtype: torch.dtype | None = None
 ) -> list[str]:
-    """config.json and the tokenizer's files, from the metadata. Returns names."""
+    """Write config.json and the tokenizer files from the metadata. Returns names."""
     kv = values(source)
     files = tokenizer_files(kv)[0] | pooling_files(kv)
     if source.config is not None:

@@ -1,6 +1,7 @@
 """Rotary embeddings: ``rope_parameters`` of config.json <-> GGUF keys and the small tensors of factors.
 
-Facts: llama.cpp's converter (conversion/base.py, llama.py, phi.py, 2026) and transformers 5.23, modeling_rope_utils.py.
+Sources: llama.cpp's converter (conversion/base.py, llama.py, phi.py, 2026) and transformers 5.23,
+modeling_rope_utils.py.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_fact
 ROPE_TENSORS = (FREQS, LONG, SHORT)
 DEFAULT_THETA = {"gemma3_text": 1e6}  # the others: 10000
 LOCAL_THETA = 10000.0
-PARTIAL = {"phi": 0.5}  # part of a head that is rotated, where a config does not say
+PARTIAL = {"phi": 0.5}  # rotated part of a head, if missing in a config
 # rope.scaling.* of YaRN: (key, name in rope_parameters)
 YARN = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
 LLAMA3_KNOWN = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))  # Llama 3.1 and 3.2
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_parameters of the layers with full attention, from the spelling of transformers 4 or 5.
+    """rope_parameters of the full-attention layers, from a config of transformers 4 or 5.
 
-    Always with rope_type, rope_theta and partial_rotary_factor.
+    Always includes rope_type, rope_theta and partial_rotary_factor.
     """
     new, old = _object(config, "rope_parameters"), _object(config, "rope_scaling")
     new = _object(new, "full_attention") or new
@@ -41,12 +42,12 @@ def parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rotated(config: Mapping[str, Any], head_dim: int) -> int:
-    """How many elements of a head are rotated."""
+    """Number of rotated elements of a head."""
     return int(real(parameters(config), "partial_rotary_factor") * head_dim)
 
 
 def rope_kv(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
-    """The keys ``<arch>.rope.*``. Raises ValueError where llama.cpp cannot do the same."""
+    """The keys ``<arch>.rope.*``. Raises ValueError if llama.cpp cannot compute the same."""
     p = parameters(config)
     pre = f"{arch}.rope."
     kv: KV = {
@@ -62,7 +63,7 @@ def rope_kv(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
     if arch == "phi3":
         original = _original(config, p)
         kv[where + "original_context_length"] = ("UINT32", original)
-        if kind in ("longrope", "su", "yarn"):  # transformers makes one of the three
+        if kind in ("longrope", "su", "yarn"):  # transformers treats the three the same
             kv[where + "attn_factor"] = ("FLOAT32", _attention_factor(config, p, original))
             return kv
     elif kind in ("linear", "yarn"):
@@ -71,21 +72,21 @@ def rope_kv(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
             odd = next((k for k in ("mscale", "mscale_all_dim") if p.get(k)), None)
             odd = "truncate" if p.get("truncate") is False else odd
             if odd:
-                raise ValueError(f"{odd} in rope_parameters of type yarn has no form in GGUF for architecture {arch!r}")
+                raise ValueError(f"{odd} in rope_parameters of type yarn cannot be stored in GGUF for {arch!r}")
             kv[where + "original_context_length"] = ("UINT32", _original(config, p))
             kv |= {where + k: ("FLOAT32", real(p, name)) for k, name in YARN if p.get(name) is not None}
-            if p.get("attention_factor") is not None:  # llama.cpp multiplies its own factor by what is written
+            if p.get("attention_factor") is not None:  # llama.cpp multiplies its own factor by the stored one
                 kv[where + "attn_factor"] = ("FLOAT32", real(p, "attention_factor") / _yarn_attention(p["factor"]))
         return kv
     elif kind == "llama3" and arch == "llama":
-        return kv  # said by the tensor rope_freqs
+        return kv  # stored in the tensor rope_freqs
     if kind not in ("default", None):
-        raise ValueError(f"rope_type {kind!r} has no form in GGUF for architecture {arch!r}")
+        raise ValueError(f"rope_type {kind!r} cannot be stored in GGUF for architecture {arch!r}")
     return kv
 
 
 def rope_tensors(config: Mapping[str, Any], head_dim: int) -> dict[str, Tensor]:
-    """Tensors beyond the model's own that a GGUF file needs: float32, one factor for each rotated pair of a head."""
+    """Additional tensors that a GGUF file needs: float32, one factor per rotated pair of a head."""
     p = parameters(config)
     if p["rope_type"] == "llama3":
         factor, low, high = (real(p, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
@@ -97,7 +98,7 @@ def rope_tensors(config: Mapping[str, Any], head_dim: int) -> dict[str, Tensor]:
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> Tensor:
-    """By what each frequency is divided, float32 [head_dim / 2]: 1 for short waves, ``factor`` for long ones.
+    """Divisor of each frequency, float32 [head_dim / 2]: 1 for short wavelengths, ``factor`` for long ones.
 
     In between 1 / ((1 - s) / factor + s), s = (original / wavelength - low) / (high - low).
     """
@@ -109,20 +110,20 @@ def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high:
 
 
 def llama3_from_factors(factors: Tensor, theta: float) -> dict[str, Any]:
-    """rope_parameters that give these factors: those of a known model, or numbers fitted to them.
+    """rope_parameters that give these factors: those of a known model, or fitted ones.
 
-    Only low / original and high / original matter, so that any others with the same quotients do the same. Raises
-    ValueError where none give them to 1e-4.
+    Only low / original and high / original matter, so any values with the same quotients are equivalent. Raises
+    ValueError if none match to 1e-4.
     """
     f = factors.double()
     if not bool((torch.isfinite(f) & (f > 0)).all()) or f.ndim != 1 or not f.numel():
-        raise ValueError(f"{FREQS}: must be a row of positive numbers, is {list(factors.shape)}")
+        raise ValueError(f"{FREQS}: must be a vector of positive numbers, got shape {list(factors.shape)}")
     head_dim = 2 * f.numel()
     for numbers in (*LLAMA3_KNOWN, *_fitted(f, theta, head_dim)):
         if torch.allclose(llama3_factors(head_dim, theta, *numbers).double(), f, rtol=1e-4, atol=0):
             names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
             return {"rope_type": "llama3", **dict(zip(names, numbers, strict=True))}
-    raise ValueError(f"{FREQS}: no rope_parameters of type llama3 give these factors; take config.json of the original")
+    raise ValueError(f"{FREQS}: no rope_parameters of type llama3 give these factors; use the original config.json")
 
 
 def _fitted(f: Tensor, theta: float, head_dim: int) -> list[tuple[float, float, float, int]]:
@@ -167,10 +168,10 @@ def rope_parameters(
             if pre + "scaling.attn_factor" in kv:
                 own = _yarn_attention(p["factor"])
                 p["attention_factor"] = short(real(kv, pre + "scaling.attn_factor") * own)
-            elif pre + "scaling.yarn_attn_factor" in kv:  # so llama.cpp's converter writes it; llama.cpp ignores it
+            elif pre + "scaling.yarn_attn_factor" in kv:  # written by llama.cpp's converter; llama.cpp ignores it
                 p["attention_factor"] = real(kv, pre + "scaling.yarn_attn_factor")
     elif kind != "none":
-        raise ValueError(f"{pre}scaling.type {kind[:50]!r} is not known for architecture {arch!r}")
+        raise ValueError(f"{pre}scaling.type {kind[:50]!r} is not supported for architecture {arch!r}")
     if FREQS in tensors and arch == "llama" and bool((tensors[FREQS] != 1).any()):
         p |= llama3_from_factors(tensors[FREQS], theta)
     if model_type in ("phi", "phi3"):
@@ -184,7 +185,7 @@ def rope_parameters(
 def _object(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = data.get(key)
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{key} must be an object, is {str(value)[:50]!r}")
+        raise ValueError(f"{key} must be an object, got {str(value)[:50]!r}")
     return value or {}
 
 

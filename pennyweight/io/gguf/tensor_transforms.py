@@ -1,7 +1,7 @@
-"""What a tensor goes through between Hugging Face and GGUF: named changes with their inverses.
+"""Transforms of tensors between Hugging Face and GGUF, by name, with their inverses.
 
-Facts: llama.cpp's converter (conversion/llama.py, conversion/gemma.py, 2026). Checked in the tests against
-transformers' GGUF reader.
+Source: llama.cpp's converter (conversion/llama.py, conversion/gemma.py, 2026). The tests compare with transformers'
+GGUF reader.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ...core.tensor import AffineQuantizedTensor
 
 @dataclass(frozen=True)
 class Transform:
-    """A change by name, with the number of attention heads where it needs one.
+    """A named transform, with the number of attention heads if needed.
 
     "same"      nothing
-    "rotary"    rows in another order: Hugging Face keeps the two halves of a head apart, rotating row i with row
-                i + head_dim/2; llama.cpp's "llama" has the two beside each other
-    "plus_one"  w + 1 in GGUF: Gemma multiplies by 1 + w, llama.cpp by what is stored
+    "rotary"    reorders rows: Hugging Face keeps the two halves of a head apart, rotating row i with row
+                i + head_dim/2; llama.cpp's "llama" interleaves them
+    "plus_one"  w + 1 in GGUF: Gemma multiplies by 1 + w, llama.cpp by the stored value
     """
 
     name: str = "same"
@@ -36,7 +36,7 @@ class Transform:
             raise ValueError(f"rotary needs a positive number of heads, got {self.heads!r}")
 
     def to_gguf(self, x: Tensor, name: str = "tensor") -> Tensor:
-        """x as GGUF keeps it. Quantized tensors stay quantized, bit for bit. Raises ValueError naming the tensor."""
+        """x as stored in GGUF. Quantized tensors stay quantized, bit for bit. Raises ValueError naming the tensor."""
         return _CHANGES[self.name](self, x, name, True)
 
     def from_gguf(self, x: Tensor, name: str = "tensor") -> Tensor:
@@ -44,9 +44,9 @@ class Transform:
         return _CHANGES[self.name](self, x, name, False)
 
     def row_order(self, n_rows: int, to_gguf: bool, name: str = "tensor") -> Tensor | None:
-        """int64 [n_rows]: row i of the result is row order[i] of the source; None where rows keep their order.
+        """int64 [n_rows]: row i of the result is row order[i] of the source; None if the order does not change.
 
-        Raises ValueError where the rows are not whole heads of an even size.
+        Raises ValueError if the rows are not whole heads of an even size.
         """
         if self.name != "rotary":
             return None
@@ -61,7 +61,7 @@ class Transform:
 
     @property
     def moves_rows_only(self) -> bool:
-        """Whether rows are copied as they are, so that any stored form of a row may be moved in its place."""
+        """Whether rows are copied unchanged, so that any stored form of a row can be reordered."""
         return self.name != "plus_one"
 
 
@@ -84,7 +84,7 @@ def _rotary(t: Transform, x: Tensor, name: str, to_gguf: bool) -> Tensor:
 
 def _plus_one(t: Transform, x: Tensor, name: str, to_gguf: bool) -> Tensor:
     if isinstance(x, AffineQuantizedTensor):
-        raise ValueError(f"{name}: a norm is stored as weight + 1, which quantized codes cannot say; dequantize it")
+        raise ValueError(f"{name}: a norm is stored as weight + 1, but its codes cannot represent that; dequantize it")
     # float32, as llama.cpp's converter does: bfloat16 + 1 would lose most of a small weight
     return x.float() + (1 if to_gguf else -1)
 

@@ -1,6 +1,6 @@
-"""A tokenizer's files as GGUF metadata. Everything is read as data: no tokenizer is built, no template rendered.
+"""Converts tokenizer files to GGUF metadata. All input is data: no tokenizer is built, no template rendered.
 
-Facts: gguf.vocab of gguf 0.19, llama.cpp's converter (conversion/base.py, bert.py) and src/llama-vocab.cpp (2026).
+Sources: gguf.vocab of gguf 0.19, llama.cpp's converter (conversion/base.py, bert.py) and src/llama-vocab.cpp (2026).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IDS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
     "unk": "unknown_token_id",
-    "sep": "seperator_token_id",  # so spelled in GGUF
+    "sep": "seperator_token_id",  # the spelling used in GGUF
     "pad": "padding_token_id",
     "mask": "mask_token_id",
 }
@@ -43,11 +43,11 @@ CLS = "cls_token_id"
 
 
 def tokenizer_kv(folder: str, vocab_size: int | None = None) -> tuple[KV, list[str]]:
-    """(metadata ``tokenizer.*``, notes) of a folder with tokenizer.json, and the files beside it where there are any.
+    """(metadata ``tokenizer.*``, notes) of a folder with tokenizer.json and its optional companion files.
 
-    vocab_size: rows of the embedding matrix, up to which unused tokens are added; from config.json where None. Notes
-    say in what llama.cpp may differ from the tokenizer. Raises CheckpointError for a bad file and for a kind of
-    tokenizer that llama.cpp cannot be told.
+    vocab_size: rows of the embedding matrix; unused tokens are added up to it; from config.json if None. Notes list
+    possible differences between llama.cpp and the tokenizer. Raises CheckpointError for an invalid file and for a
+    tokenizer that llama.cpp does not support.
     """
     real = os.path.realpath(folder)
     s = read_source(real)
@@ -68,38 +68,38 @@ def _kind(s: Source) -> str:
         raise ValueError('"model" must be an object')
     s.model = model
     kind = model.get("type")
-    if kind is None and "merges" in model:  # the first tokenizer.json files do not say it
+    if kind is None and "merges" in model:  # missing in the first tokenizer.json files
         kind = "BPE"
     if kind == "WordPiece":
         if model.get("continuing_subword_prefix", "##") != "##":
-            raise ValueError(f"WordPiece with the prefix {model['continuing_subword_prefix']!r}; llama.cpp knows '##'")
+            raise ValueError(f"WordPiece with the prefix {model['continuing_subword_prefix']!r}; llama.cpp needs '##'")
         return "bert"
     if kind == "BPE" and model.get("byte_fallback") is True:
         return "llama"
     if kind == "BPE" and any(find(s.tokenizer.get(k), "ByteLevel") is not None for k in ("pre_tokenizer", "decoder")):
         return "gpt2"
     raise ValueError(
-        f"a tokenizer of type {str(kind)[:50]!r} that is neither byte-level BPE, nor BPE with byte fallback, nor "
-        "WordPiece has no form in GGUF that splits text the same way"
+        f"a tokenizer of type {str(kind)[:50]!r} is neither byte-level BPE, nor BPE with byte fallback, nor "
+        "WordPiece, and GGUF has no equivalent"
     )
 
 
 def _vocabulary(s: Source, kind: str, vocab_size: int | None) -> None:
-    """Fill tokens, types and ids: those of the model, then the added ones over them, unused ones in the gaps."""
+    """Fill tokens, types and ids: those of the model, then the added ones, with unused tokens in the gaps."""
     vocab, added = s.model.get("vocab"), s.tokenizer.get("added_tokens", [])
     if not isinstance(vocab, dict) or not isinstance(added, list):
         raise ValueError('"vocab" must be an object and "added_tokens" a list')
     if not all(isinstance(t, dict) for t in added):
-        raise ValueError('"added_tokens" must hold objects')
+        raise ValueError('"added_tokens" must contain objects')
     extra: list[tuple[Any, Any, bool]] = [(t.get("content"), t.get("id"), t.get("special") is True) for t in added]
     for text, i in (*vocab.items(), *((text, i) for text, i, _ in extra)):
         if not isinstance(text, str) or type(i) is not int or not 0 <= i < MAX_TOKENS:
-            raise ValueError(f"token {str(text)[:50]!r} needs an id from 0 to {MAX_TOKENS - 1}, has {str(i)[:50]!r}")
+            raise ValueError(f"token {str(text)[:50]!r} needs an id from 0 to {MAX_TOKENS - 1}, got {str(i)[:50]!r}")
     size = s.config.get("vocab_size") if vocab_size is None else vocab_size
     used = 1 + max((*vocab.values(), *(i for _, i, _ in extra)), default=-1)
     n = used if type(size) is not int else size
     if not used <= n <= MAX_TOKENS:
-        raise ValueError(f"{used} tokens, but the model has {n} (vocab_size); take the tokenizer of this model")
+        raise ValueError(f"{used} tokens, but the model has {n} (vocab_size); use the tokenizer of this model")
     s.tokens, s.types = [f"[PAD{i}]" for i in range(n)], [UNUSED] * n
     for text, i in vocab.items():
         if s.types[i] != UNUSED:
@@ -126,7 +126,7 @@ def _merges(s: Source) -> list[tuple[str, str]]:
 def _merge_kv(merges: list[tuple[str, str]]) -> KV:
     bad = next((pair for pair in merges if " " in pair[0] or " " in pair[1]), None)
     if bad:
-        raise ValueError(f"merge {bad!r} has a space in a piece, which GGUF cannot tell from the one between them")
+        raise ValueError(f"merge {bad!r} has a space in a piece, which GGUF cannot distinguish from the separator")
     return {KEY + "merges": ("ARRAY[STRING]", [f"{a} {b}" for a, b in merges])} if merges else {}
 
 
@@ -139,18 +139,17 @@ def _byte_level(s: Source) -> KV:
     pre = recognized(pre_tokenizer, ignore_merges)
     if pre is None:
         s.notes.append(
-            'the pre-tokenizer is none that llama.cpp knows by name: written as "default", which cuts some text into '
-            "other words"
+            'the pre-tokenizer has no llama.cpp name: written as "default", which splits some text into other words'
         )
     elif pre.ignore_merges != ignore_merges:
-        s.notes.append(f"ignore_merges is {ignore_merges}, which llama.cpp's {pre.name!r} does the other way")
+        s.notes.append(f"ignore_merges is {ignore_merges}, but llama.cpp's {pre.name!r} has the opposite")
     normalizer = s.tokenizer.get("normalizer")
     if normalizer is not None and not _is_empty(normalizer):
         kind = normalizer.get("type") if isinstance(normalizer, dict) else None
-        s.notes.append(f"llama.cpp does not normalize text of byte-level tokenizers; this one does ({str(kind)[:30]})")
+        s.notes.append(f"llama.cpp does not normalize text for byte-level tokenizers, this one does ({str(kind)[:30]})")
     level = find(pre_tokenizer, "ByteLevel") or {}
     if level.get("add_prefix_space") is True:
-        s.notes.append("a space is put before the text (add_prefix_space), which llama.cpp does not do")
+        s.notes.append("a space is prepended to the text (add_prefix_space), which llama.cpp does not do")
     return {
         KEY + "pre": ("STRING", pre.name if pre else "default"),
         **_list_kv(s),
@@ -163,10 +162,11 @@ def _is_empty(normalizer: Any) -> bool:
 
 
 def _sentencepiece(s: Source) -> KV:
-    """Tokens with scores, by which llama.cpp merges: the best first, and any two pieces whose join is a token.
+    """Tokens with scores, by which llama.cpp merges: best score first, and any two pieces whose concatenation is a
+    token.
 
-    A score is minus the rank of the first merge that gives the token. Merges are written too, which llama.cpp ignores,
-    where the scores do not give the same list back.
+    A score is minus the rank of the first merge that gives the token. If the scores do not reproduce the merge list,
+    the merges are written too, although llama.cpp ignores them.
     """
     merges, unk = _merges(s), s.model.get("unk_token")
     rank = ranks(merges)
@@ -185,11 +185,11 @@ def _sentencepiece(s: Source) -> KV:
         kv |= _merge_kv(merges)
         if set(again) != set(merges):
             s.notes.append(
-                f"{len(set(again) ^ set(merges))} pairs of tokens can be joined but have no merge, or the reverse: "
-                "llama.cpp, which goes by the tokens, splits some text otherwise"
+                f"{len(set(again) ^ set(merges))} pairs of tokens can be joined but have no merge, or vice versa: "
+                "llama.cpp, which uses the tokens, splits some text differently"
             )
     prefix = _space_prefix(s)
-    # llama.cpp finds user-defined tokens in the text as it is
+    # llama.cpp matches user-defined tokens in the unmodified text
     s.tokens = [t.replace(SPACE, " ") if kind == USER_DEFINED else t for t, kind in zip(s.tokens, s.types, strict=True)]
     return {
         **kv,
@@ -209,21 +209,21 @@ def _space_prefix(s: Source) -> bool:
         s.notes.append("words are split at spaces before merging, which llama.cpp does not do")
     scheme = space.get("prepend_scheme", "always" if space.get("add_prefix_space", True) else "never")
     if scheme != "never":
-        s.notes.append("llama.cpp puts a space before text that begins with one already; this tokenizer does not")
+        s.notes.append("llama.cpp prepends a space to text that already begins with one; this tokenizer does not")
     return scheme != "never"
 
 
 def _word_piece(s: Source) -> KV:
-    """llama.cpp marks the first piece of a word, where BERT marks the others with ##."""
+    """llama.cpp marks the first piece of a word, BERT the others, with ##."""
     bert = find(s.tokenizer.get("normalizer"), "BertNormalizer") or {}
     lowercase = bert.get("lowercase", True) is True
     accents = bert.get("strip_accents")
     if find(s.tokenizer.get("pre_tokenizer"), "BertPreTokenizer") is None:
-        s.notes.append("llama.cpp splits words as BertPreTokenizer does; this tokenizer has another way")
+        s.notes.append("llama.cpp splits words as BertPreTokenizer does; this tokenizer splits differently")
     marked = [piece(t) if k not in (CONTROL, UNUSED) else t for t, k in zip(s.tokens, s.types, strict=True)]
     for old, new, kind in zip(s.tokens, marked, s.types, strict=True):
         if kind not in (CONTROL, UNUSED) and word(new) != old:
-            raise ValueError(f"token {old[:50]!r} would be {word(new)[:50]!r} in GGUF")
+            raise ValueError(f"token {old[:50]!r} would become {word(new)[:50]!r} in GGUF")
     s.tokens = marked
     return {
         KEY + "pre": ("STRING", "default"),
@@ -234,7 +234,7 @@ def _word_piece(s: Source) -> KV:
 
 
 def _special_kv(s: Source, kind: str) -> KV:
-    """Ids of the special tokens, and whether they are put around a text."""
+    """Ids of the special tokens, and whether they are added around a text."""
     first, last = _around(s)
     texts = {name: content(s, f"{name}_token") for name in (*IDS, "cls")}
     texts["unk"] = texts["unk"] or (s.model.get("unk_token") if isinstance(s.model.get("unk_token"), str) else None)
@@ -250,7 +250,7 @@ def _special_kv(s: Source, kind: str) -> KV:
         said = s.settings.get(f"add_{name}_token")
         add = said if isinstance(said, bool) else text is not None
         if text is not None and s.ids.get(text) != kv.get(KEY + IDS[name], ("", -1))[1]:
-            s.notes.append(f"{text!r} is put around a text but is not {name}_token: llama.cpp will not do it")
+            s.notes.append(f"{text!r} is added around a text but is not {name}_token: llama.cpp will not add it")
             add = False
         if add and KEY + IDS[name] not in kv:
             raise ValueError(f"add_{name}_token is true, but there is no {name}_token")
@@ -259,7 +259,7 @@ def _special_kv(s: Source, kind: str) -> KV:
 
 
 def _around(s: Source) -> tuple[str | None, str | None]:
-    """The tokens that the post-processor puts before and after a single text."""
+    """The tokens that the post-processor adds before and after a single text."""
     post = s.tokenizer.get("post_processor")
     template = find(post, "TemplateProcessing")
     if template is not None:

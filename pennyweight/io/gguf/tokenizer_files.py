@@ -1,4 +1,4 @@
-"""GGUF metadata as the files of a tokenizer: tokenizer.json and tokenizer_config.json."""
+"""Converts GGUF metadata to tokenizer files: tokenizer.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _Template = dict[str, Any]
 def tokenizer_files(kv: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
     """({file name: bytes}, notes) of a GGUF file's metadata, plain values by key.
 
-    Of a kind of tokenizer that is not known no file is made; a note says so. Raises ValueError where the metadata
-    contradict themselves.
+    For an unsupported tokenizer no file is written; a note gives the reason. Raises ValueError if the metadata is
+    inconsistent.
     """
     kind = text(kv, KEY + "model", "")
     if kind not in _MODELS:
-        return {}, [f"tokenizer {kind[:50]!r} is not known (known: {', '.join(_MODELS)}): no tokenizer is written"]
+        return {}, [f"tokenizer {kind[:50]!r} is not supported (known: {', '.join(_MODELS)}): no tokenizer is written"]
     tokens, types = _tokens(kv)
     notes: list[str] = []
     made = _MODELS[kind](kv, tokens, types, notes)
     if made is None:
         return {}, notes
     special = _special(kv, tokens)
-    flag = kind == "llama"  # what llama.cpp does where a file does not say
+    flag = kind == "llama"  # llama.cpp's default
     add = {k: kind == "bert" or _flag(kv, f"add_{k}_token", flag and k == "bos") for k in ("bos", "eos")}
     first = special.get("bos" if kind != "bert" else "cls", special.get("bos")) if add["bos"] else None
     last = special.get("eos" if kind != "bert" else "sep", special.get("eos")) if add["eos"] else None
@@ -64,10 +64,10 @@ def _bytes(data: Any) -> bytes:
 
 
 def _tokens(kv: Mapping[str, Any]) -> tuple[list[str], list[int]]:
-    """Tokens and their types, without the unused ones at the end that only fill the embedding matrix."""
+    """Tokens and their types, without the unused tokens at the end that only pad the embedding matrix."""
     tokens = kv.get(KEY + "tokens")
     if not isinstance(tokens, list) or not 0 < len(tokens) <= MAX_TOKENS or not all(isinstance(t, str) for t in tokens):
-        raise ValueError(f"{KEY}tokens must be a list of 1 to {MAX_TOKENS} texts")
+        raise ValueError(f"{KEY}tokens must be a list of 1 to {MAX_TOKENS} strings")
     types = kv.get(KEY + "token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens) or not all(type(k) is int for k in types):
         raise ValueError(f"{KEY}token_type must be a list of integers, one for each of the {len(tokens)} tokens")
@@ -84,7 +84,7 @@ def _vocab(tokens: list[str], notes: list[str]) -> dict[str, int]:
         twice += t in vocab
         vocab.setdefault(t, i)
     if twice:
-        notes.append(f"{twice} tokens stand there twice; text becomes the first of each")
+        notes.append(f"{twice} tokens appear twice; text maps to the first of each")
     return vocab
 
 
@@ -94,16 +94,16 @@ def _pairs(kv: Mapping[str, Any]) -> list[tuple[str, str]]:
     for merge in merges if isinstance(merges, list) else [merges]:
         a, space, b = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
         if not a or not space or not b or " " in b:
-            raise ValueError(f"{KEY}merges: {str(merge)[:50]!r} is not two pieces with a space between")
+            raise ValueError(f"{KEY}merges: {str(merge)[:50]!r} is not two pieces separated by a space")
         out.append((a, b))
     return out
 
 
 def _known(pairs: list[tuple[str, str]], vocab: Mapping[str, int]) -> list[list[str]]:
-    """Merges as tokenizer.json wants them. Raises ValueError where a piece is no token, which `tokenizers` refuses."""
+    """Merges in the form of tokenizer.json. Raises ValueError if a piece is not a token, which `tokenizers` rejects."""
     bad = next(((a, b) for a, b in pairs if not (a in vocab and b in vocab and a + b in vocab)), None)
     if bad:
-        raise ValueError(f"{KEY}merges: {bad!r} or what they join to is no token")
+        raise ValueError(f"{KEY}merges: {bad!r} or their concatenation is not a token")
     return [[a, b] for a, b in pairs]
 
 
@@ -127,10 +127,10 @@ def _byte_level(kv: Mapping[str, Any], tokens: list[str], types: list[int], note
     name = text(kv, KEY + "pre", "default")
     pre = BY_NAME.get(name)
     if pre is None:
-        notes.append(f"pre-tokenizer {name[:50]!r} is not known: no tokenizer is written")
+        notes.append(f"pre-tokenizer {name[:50]!r} is not supported: no tokenizer is written")
         return None
     if name == "default":
-        notes.append("the file does not say how text is split into words; written as llama.cpp does it by default")
+        notes.append("the file has no pre-tokenizer; llama.cpp's default is used")
     vocab = _vocab(tokens, notes)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
@@ -145,7 +145,7 @@ def _byte_level(kv: Mapping[str, Any], tokens: list[str], types: list[int], note
 
 
 def _sentencepiece(kv: Mapping[str, Any], tokens: list[str], types: list[int], notes: list[str]) -> _Template:
-    # a user-defined token is found in the text as it is; where merges give it too, it is spelled as they do
+    # user-defined tokens match the unmodified text; if merges also give one, it is written as in the merges
     spelled = [
         t.replace(" ", SPACE) if k == USER_DEFINED and not t.strip(" ") else t
         for t, k in zip(tokens, types, strict=True)
@@ -160,7 +160,7 @@ def _sentencepiece(kv: Mapping[str, Any], tokens: list[str], types: list[int], n
         ):
             raise ValueError(f"{KEY}scores must be a list of numbers, one for each of the {len(tokens)} tokens")
         if any(math.isnan(x) for x in scores):
-            raise ValueError(f"{KEY}scores holds NaN")
+            raise ValueError(f"{KEY}scores contains NaN")
         pairs = joinable(spelled, types, scores[: len(tokens)])
     vocab = _vocab(spelled, notes)
     joined = {a + b for a, b in pairs}
@@ -197,7 +197,7 @@ def _word_piece(kv: Mapping[str, Any], tokens: list[str], types: list[int], note
     spelled = [t if k in (CONTROL, UNUSED) else word(t) for t, k in zip(tokens, types, strict=True)]
     unknown = _id(kv, IDS["unk"], tokens)
     if unknown is None:
-        raise ValueError(f"{KEY}{IDS['unk']} is needed: WordPiece has no other answer to an unknown word")
+        raise ValueError(f"{KEY}{IDS['unk']} is required: WordPiece maps unknown words to it")
     lowercase = _flag(kv, "normalizer.lowercase", True)
     return {
         "model": {
@@ -228,14 +228,14 @@ _MODELS = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _word_piece}
 def _flag(kv: Mapping[str, Any], key: str, default: bool) -> bool:
     value = kv.get(KEY + key, default)
     if type(value) is not bool:
-        raise ValueError(f"{KEY}{key} must be true or false, is {str(value)[:50]!r}")
+        raise ValueError(f"{KEY}{key} must be true or false, got {str(value)[:50]!r}")
     return value
 
 
 def _id(kv: Mapping[str, Any], key: str, tokens: list[str]) -> int | None:
     value = kv.get(KEY + key)
     if value is not None and (type(value) is not int or not 0 <= value < len(tokens)):
-        raise ValueError(f"{KEY}{key} must be one of the {len(tokens)} tokens, is {str(value)[:50]!r}")
+        raise ValueError(f"{KEY}{key} must be one of the {len(tokens)} tokens, got {str(value)[:50]!r}")
     return value
 
 
@@ -250,7 +250,7 @@ def _added(i: int, content: str, special: bool) -> dict[str, Any]:
 
 
 def _template(tokens: list[str], first: int | None, last: int | None) -> dict[str, Any]:
-    """Tokens around a text; a second text is followed by the last one again."""
+    """Tokens around a text; a second text is followed by the last token again."""
 
     def special(i: int | None, kind: int) -> list[dict[str, Any]]:
         return [] if i is None else [{"SpecialToken": {"id": tokens[i], "type_id": kind}}]

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, read as data."""
+"""Reads tokenizer files as data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..checkpoint import resolve_inside
 from ..errors import CheckpointError
 from ..strict_json import parse
 
-# Gemma's tokenizer.json has 33 MB
+# Gemma's tokenizer.json takes 33 MB
 LIMITS = {"tokenizer.json": 128 << 20}
 MAX_SMALL = 8 << 20
 
 
 @dataclass
 class Source:
-    """What the files say, checked."""
+    """Validated contents of the tokenizer files."""
 
     tokenizer: dict[str, Any]
     settings: dict[str, Any]  # tokenizer_config.json
@@ -32,11 +32,11 @@ class Source:
 
 
 def read_source(folder: str) -> Source:
-    """The files of a folder (a real path). Raises CheckpointError for a bad one, and for a missing tokenizer.json."""
+    """The files of a folder (a real path). Raises CheckpointError for an invalid or missing tokenizer.json."""
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.lexists(path):
         raise CheckpointError(
-            path, None, "is not there; load the tokenizer with transformers and save_pretrained() it, which writes it"
+            path, None, "is missing; load the tokenizer with transformers and call save_pretrained(), which writes it"
         )
     return Source(
         _object(folder, "tokenizer.json"),
@@ -47,14 +47,14 @@ def read_source(folder: str) -> Source:
 
 
 def read_bytes(path: str, limit: int) -> bytes:
-    """A whole file. Raises CheckpointError where it is larger than the limit or cannot be read."""
+    """A whole file. Raises CheckpointError if it is larger than the limit or cannot be read."""
     try:
         with open(path, "rb") as f:
             data = f.read(limit + 1)
     except OSError as e:
         raise CheckpointError(path, None, f"cannot be read: {e.strerror}") from e
     if len(data) > limit:
-        raise CheckpointError(path, None, f"has more than {limit} bytes")
+        raise CheckpointError(path, None, f"is larger than {limit} bytes")
     return data
 
 
@@ -75,7 +75,7 @@ def _object(folder: str, name: str) -> dict[str, Any]:
 
 
 def find(node: Any, kind: str) -> dict[str, Any] | None:
-    """The component of a type in tokenizer.json, this one or one inside it."""
+    """The component of a given type in tokenizer.json, this node or a nested one."""
     if not isinstance(node, dict):
         return None
     if node.get("type") == kind:

@@ -1,4 +1,4 @@
-"""Bit fields of ggml's blocks. A run of ``w`` bytes holds ``len(shifts)`` runs of ``w`` fields, one below another."""
+"""Bit fields of ggml's blocks. A run of ``w`` bytes contains ``len(shifts)`` runs of ``w`` fields, stacked by shift."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def fields(raw: Tensor, run: int, shifts: Sequence[int], bits: int) -> Tensor:
-    """[B, g * run] bytes as [B, g * len(shifts) * run] fields: of each run of bytes, first all fields at the first
+    """[B, g * run] bytes as [B, g * len(shifts) * run] fields: for each run of bytes, first all fields at the first
     shift, then all at the next. Returns uint8."""
     below = torch.tensor(shifts, dtype=torch.uint8, device="cpu")[:, None]
     out = (raw.unflatten(1, (raw.shape[1] // run, 1, run)) >> below) & ((1 << bits) - 1)
@@ -27,7 +27,7 @@ def join(values: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
 
 
 def numbers(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of each row as numbers of a wider dtype; copied, for in a file they lie anywhere."""
+    """The bytes of each row as numbers of a wider dtype; copied, since data in a file may be unaligned."""
     return raw.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
@@ -42,10 +42,10 @@ def raw_bytes(x: Tensor) -> Tensor:
 
 
 def minus(x: Tensor) -> Tensor:
-    """-x of float16 by its sign bit, so that every pattern comes back."""
+    """-x of float16 by its sign bit, so that every bit pattern is recovered."""
     return (x.contiguous().view(torch.int16) ^ -0x8000).view(torch.float16)
 
 
 def cut(raw: Tensor, *sizes: int) -> list[Tensor]:
-    """The columns of each field of a block."""
+    """Split a block into the columns of its fields."""
     return list(raw.split(sizes, 1))

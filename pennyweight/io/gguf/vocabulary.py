@@ -1,17 +1,17 @@
-"""Tokens and merges, as both directions of the tokenizer need them."""
+"""Helpers for tokens and merges, shared by both directions of the tokenizer conversion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # enum llama_token_type
-SPACE = "\u2581"  # how SentencePiece spells a space
+SPACE = "\u2581"  # SentencePiece's space character
 MAX_TOKENS = 1 << 21
-MAX_JOINED = 512  # characters of a token whose splits are looked at
+MAX_JOINED = 512  # maximum length of a token whose splits are searched
 
 
 def is_byte(token: str) -> bool:
-    """Whether a token is SentencePiece's spelling of one byte: <0x0A>."""
+    """Whether a token is SentencePiece's notation for one byte: <0x0A>."""
     return len(token) == 6 and token.startswith("<0x") and token[5] == ">" and all(c in _HEX for c in token[3:5])
 
 
@@ -27,9 +27,9 @@ def ranks(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
 
 
 def joinable(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens whose join is a token, the one of the best score first; ties by the ids of the halves.
+    """All pairs of tokens whose concatenation is a token, best score first; ties by the ids of the halves.
 
-    Those are the merges that llama.cpp makes.
+    These are the merges that llama.cpp applies.
     """
     ids = {t: i for i, (t, k) in enumerate(zip(tokens, types, strict=True)) if k in (NORMAL, USER_DEFINED)}
     pairs = []
@@ -45,7 +45,7 @@ def joinable(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float
 
 
 def piece(token: str) -> str:
-    """A WordPiece token as llama.cpp has it: the first piece of a word is marked, not the others."""
+    """A WordPiece token in llama.cpp's form: the first piece of a word is marked, not the others."""
     return token[2:] if token.startswith("##") else SPACE + token
 
 

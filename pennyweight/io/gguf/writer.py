@@ -1,4 +1,4 @@
-"""Writing a GGUF file, version 3: the header first, then rows of tensors in any order, each at its place."""
+"""Writes GGUF version 3 files: the header first, then rows of tensors in any order, each at its offset."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ Infos = Mapping[str, tuple[BlockType, tuple[int, ...]]]
 
 
 def lay_out(metadata: Mapping[str, Value], infos: Infos) -> tuple[bytes, dict[str, Entry], int]:
-    """The header with its padding, the entries, and the size of the whole file. Raises ValueError where a name, a shape
-    or a key is none that a file may have."""
+    """The header with its padding, the entries, and the total file size. Raises ValueError for an invalid name, shape
+    or key."""
     alignment = alignment_of(dict(metadata))
     if len(infos) > MAX_TENSORS or len(metadata) > MAX_KEYS:
-        raise ValueError(
-            f"{len(infos)} tensors and {len(metadata)} keys; at most {MAX_TENSORS} and {MAX_KEYS} are read"
-        )
+        raise ValueError(f"{len(infos)} tensors and {len(metadata)} keys; the maximum is {MAX_TENSORS} and {MAX_KEYS}")
     out = [MAGIC, struct.pack("<IQQ", _VERSION, len(infos), len(metadata)), metadata_bytes(metadata)]
     sizes, at = {}, 0
     for name, (kind, shape) in infos.items():
@@ -45,7 +43,7 @@ def lay_out(metadata: Mapping[str, Value], infos: Infos) -> tuple[bytes, dict[st
         at = padded(at + sizes[name], alignment)
     header = b"".join(out)
     if len(header) > MAX_HEADER_BYTES:
-        raise ValueError(f"header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are read")
+        raise ValueError(f"header of {len(header)} bytes; the maximum is {MAX_HEADER_BYTES}")
     header += bytes(padded(len(header), alignment) - len(header))
     entries, begin = {}, len(header)
     for name, (kind, shape) in infos.items():
@@ -55,12 +53,12 @@ def lay_out(metadata: Mapping[str, Value], infos: Infos) -> tuple[bytes, dict[st
 
 
 def remove_partial(path: str) -> None:
-    """Remove what a writer that is no more has left. Raises CheckpointError where one is at work on it."""
+    """Remove the leftover file of a dead writer. Raises CheckpointError if a live writer uses it."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
         return
-    except OSError:  # a link: nothing that a writer would lock
+    except OSError:  # a link, which no writer locks
         os.unlink(path)
         return
     try:
@@ -73,16 +71,16 @@ def remove_partial(path: str) -> None:
 
 
 class Writer:
-    """One GGUF file of known metadata and tensors. Whoever calls gives a temporary path and renames it at the end.
+    """One GGUF file with known metadata and tensors. The caller passes a temporary path and renames it at the end.
 
-    ``resume``: the file is there, left by an earlier writer of the same header; rows that it put are announced with
-    :meth:`had`. Raises CheckpointError where another process is writing the file, or the header on disk, or what is
-    put, is another, OSError where the disk refuses.
+    ``resume``: the file was left by an earlier writer with the same header; rows it wrote are declared with
+    :meth:`had`. Raises CheckpointError if another process is writing the file, or if the header on disk or the written
+    data differs, and OSError if a write fails.
     """
 
     def __init__(self, path: str, metadata: Mapping[str, Value], infos: Infos, resume: bool = False) -> None:
         if sys.byteorder != "little":
-            raise CheckpointError(path, None, "GGUF is written little-endian; this machine is not")
+            raise CheckpointError(path, None, "GGUF files are little-endian, but this machine is big-endian")
         self.path = path
         try:
             header, self.entries, size = lay_out(metadata, infos)
@@ -108,12 +106,12 @@ class Writer:
             self._claim()
             info = os.fstat(self._file.fileno())
             if not stat.S_ISREG(info.st_mode) or info.st_size != size:
-                raise CheckpointError(self.path, None, f"cannot be gone on with: {info.st_size} bytes, expected {size}")
+                raise CheckpointError(self.path, None, f"cannot be resumed: {info.st_size} bytes, expected {size}")
             found = b""
             while len(found) < len(header) and (piece := self._file.read(len(header) - len(found))):
                 found += piece
             if found != header:
-                raise CheckpointError(self.path, None, "cannot be gone on with: its header is another")
+                raise CheckpointError(self.path, None, "cannot be resumed: its header differs")
         except BaseException:
             self._file.close()
             raise
@@ -125,17 +123,17 @@ class Writer:
             raise CheckpointError(self.path, None, IN_USE)
 
     def had(self, name: str, rows: Iterable[int] | int) -> None:
-        """Count rows as written: all below a number, or those named."""
+        """Mark rows as written: all below a number, or those listed."""
         self._left[name] -= rows if isinstance(rows, int) else len(set(rows))
 
     def put(self, name: str, raw: Tensor, first_row: int = 0) -> None:
-        """Write rows from ``first_row`` on. raw: uint8 [rows, row bytes]."""
+        """Write rows starting at ``first_row``. raw: uint8 [rows, row bytes]."""
         e = self.entries[name]
         fits = raw.ndim == 2 and raw.shape[1] == e.row_bytes and 0 <= first_row <= e.rows - raw.shape[0]
         if raw.dtype is not torch.uint8 or not fits:
             raise CheckpointError(
                 self.path, name,
-                f"rows from {first_row} are {raw.dtype} {[*raw.shape]}, announced was uint8 [{e.rows}, {e.row_bytes}]",
+                f"rows from {first_row} are {raw.dtype} {[*raw.shape]}, expected uint8 [{e.rows}, {e.row_bytes}]",
             )  # fmt: skip
         if raw.numel():
             self._left[name] -= raw.shape[0]
@@ -148,26 +146,26 @@ class Writer:
             view = view[self._file.write(view) :]
 
     def sync(self) -> None:
-        """Flush what was put to disk."""
+        """Flush written data to disk."""
         os.fsync(self._file.fileno())
 
     def finish(self, final: str | None = None) -> None:
-        """Flush to disk, put the file in its place where that is given, and close.
+        """Flush to disk, rename the file to ``final`` if given, and close.
 
-        Raises CheckpointError where a tensor was not put, or not all of it.
+        Raises CheckpointError if a tensor was not written, or only in part.
         """
         left = [name for name, count in self._left.items() if count]
         if left:
-            raise CheckpointError(self.path, left[0], f"was not written as announced, nor {len(left) - 1} others")
+            raise CheckpointError(self.path, left[0], f"was not written completely, nor were {len(left) - 1} others")
         os.fsync(self._file.fileno())
-        if os.name != "posix":  # an open file cannot be renamed there
+        if os.name != "posix":  # Windows cannot rename an open file
             self.close()
         if final is not None:
             rename_into_place(self.path, final)
         self.close()
 
     def close(self) -> None:
-        """Close, which lets other writers have the file. Without :meth:`finish` it may not be complete."""
+        """Close, which releases the lock. Without :meth:`finish` the file may be incomplete."""
         if not self._file.closed:
             unlock(self._file.fileno())
             self._file.close()

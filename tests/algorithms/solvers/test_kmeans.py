@@ -231,10 +231,10 @@ def test_other_formats_take_it_anew_or_refuse(tmp_path: Path) -> None:
     for to, note in (("float", "dequantized from learned8x4"), ("gptq", "requantized from learned8x4")):
         report = pw.convert(tmp_path / "model.safetensors", tmp_path / to, to=to)
         assert note in report.rows[0].note
-    with pytest.raises(pw.CheckpointError, match="compressed-tensors has no learned8x4"):
+    with pytest.raises(pw.CheckpointError, match="compressed-tensors does not support learned8x4"):
         pw.convert(tmp_path / "model.safetensors", tmp_path / "other", to="compressed-tensors")
     args = (torch.randn(2, 64),)
-    with pytest.raises(ValueError, match="its numbers are those of its own table"):
+    with pytest.raises(ValueError, match="its codes index its own table"):
         export_onnx(model.float().eval(), args, tmp_path / "m.onnx")
     words = describe(model[0].weight.spec, (128, 64))
     assert "learned8x4: 8-bit indices, one for 4 neighbours of a row, into the tensor's own table of 256" in words

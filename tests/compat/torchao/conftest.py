@@ -13,7 +13,7 @@ from pennyweight import compat
 def torchao() -> Iterator[ModuleType]:
     """``import torchao`` gives ours."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*imported already")  # other tests have imported transformers
+        warnings.filterwarnings("ignore", ".*already imported")  # other tests have imported transformers
         compat.install("torchao")
     import torchao
 

@@ -141,7 +141,7 @@ def test_copy_takes_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (lambda: torch.randn(2, 3), "Tensor is no Plain"),
+        (lambda: torch.randn(2, 3), "Tensor is not a Plain"),
         (lambda: Plain(torch.randn(2, 4), "a"), r"shape \(2, 4\) is not \(2, 3\)"),
         (lambda: Plain(torch.randn(2, 3), "b"), "attr is b, not a"),
         (lambda: Plain(torch.randn(2, 3), "a", None, torch.ones(2, 3)), "it holds .*zero_point"),
@@ -202,7 +202,7 @@ def test_a_dtype_that_cannot_follow_is_said_once() -> None:
             self.scale = scale
 
     w = Deaf(torch.ones(2, 2))
-    with pytest.warns(UserWarning, match="Deaf shows a dtype that its data do not decide"):
+    with pytest.warns(UserWarning, match="Deaf reports a dtype independent of its data"):
         got = w.to(torch.float16)
     assert (got.dtype, got.scale.dtype) == (torch.float32, torch.float32)
     with warnings.catch_warnings():

@@ -275,7 +275,10 @@ INT8 = {"_type": "Int8WeightOnlyConfig", "_version": 2}
         ({"_type": "os.system", "_data": {}}, r"Failed to find class os\.system"),
         ({"_type": "__builtins__", "_data": {}}, "Failed to find class __builtins__"),
         ({**INT8, "_data": []}, "must be a dict of its fields"),
-        ({**INT8, "_data": {"groups": 3}}, "has no field 'groups', which holds 3; it has group_size, granularity"),
+        (
+            {**INT8, "_data": {"groups": 3}},
+            "has no field 'groups', which has the value 3; it has group_size, granularity",
+        ),
         ({**INT8, "_data": {"_bound": 3}}, "has no field '_bound'"),
         ({**INT8, "_data": {"group_size": -1}}, "cannot be made from .*group_size"),
         ({**INT8, "_data": {"group_size": "x"}}, "cannot be made from .*group_size"),

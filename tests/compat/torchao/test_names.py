@@ -151,7 +151,7 @@ else:
         ("sys.modules['torchao'] = types.ModuleType('torchao')", "torchao", "RuntimeError torchao is already imported"),
         ("", "bitsandbytes", "ValueError install('bitsandbytes')"),
         ("from pennyweight import compat; compat.install('torchao')", "torchao", "served torchao False False"),
-        ("sys.modules['peft'] = types.ModuleType('peft')", "torchao", "UserWarning peft is imported already"),
+        ("sys.modules['peft'] = types.ModuleType('peft')", "torchao", "UserWarning peft is already imported"),
     ],
 )
 def test_install(before: str, name: str, says: str) -> None:
@@ -160,7 +160,7 @@ def test_install(before: str, name: str, says: str) -> None:
     assert done.stdout.startswith(says), done.stdout + done.stderr
 
 
-@pytest.mark.filterwarnings("ignore:.*imported already")
+@pytest.mark.filterwarnings("ignore:.*already imported")
 def test_uninstall_takes_it_back() -> None:
     compat.install("torchao")
     import torchao  # noqa: F401

@@ -208,7 +208,7 @@ def test_fake_quantizers(config: object) -> None:
         (lambda: IntxFakeQuantizeConfig(torch.float32, group_size=32), "float32|Unsupported"),
         (lambda: QATConfig(weight_config=torch.int4), "FakeQuantizeConfigBase"),
         (lambda: QATConfig(weight_config=ACT), "per group and per channel"),
-        (lambda: Float8FakeQuantizeConfig(hp_value_ub=1.0), "not offered"),
+        (lambda: Float8FakeQuantizeConfig(hp_value_ub=1.0), "not supported"),
         (lambda: Int4WeightFakeQuantizeConfig(32, torch.float16), "activations are supported"),
     ],
 )

@@ -69,9 +69,9 @@ def test_bad_metadata_is_refused(folder: Path) -> None:
     kinds = {n: json.loads(metadata[n])["_type"] for n in json.loads(metadata["tensor_names"])}
     name = next(n for n, kind in kinds.items() if kind == "Int8Tensor")
     for text, message in [
-        ("not json", "do not describe a tensor"),
-        ("[]", "do not describe a tensor"),
-        ('{"_type": 3, "_data": {}}', "do not describe a tensor"),
+        ("not json", "does not describe a tensor"),
+        ("[]", "does not describe a tensor"),
+        ('{"_type": 3, "_data": {}}', "does not describe a tensor"),
         (metadata[name].replace('"qdata"', '"nothing"'), "is missing"),
         (re.sub(r'"block_size": \[[^]]*\]', '"block_size": [1, 0]', metadata[name]), "must be a positive size"),
         (re.sub(r'"block_size": \[[^]]*\]', '"block_size": {"a": "b"}', metadata[name]), "."),
@@ -82,7 +82,7 @@ def test_bad_metadata_is_refused(folder: Path) -> None:
             pw.open(folder)
     del metadata[name]
     save_file(tensors, file, metadata)
-    with pytest.raises(CheckpointError, match="belongs to no tensor that the metadata describe"):
+    with pytest.raises(CheckpointError, match="belongs to no tensor described in the metadata"):
         pw.open(folder)
 
 

@@ -105,5 +105,5 @@ def test_a_file_names_nothing_but_what_is_known(change: dict[str, object], says:
     "text", ["[]", "{}", "{", '{"_type": "Int8Tensor"}', '{"_type": "Int8Tensor", "_tensor_data_names": 3}']
 )
 def test_metadata_that_say_nothing_are_an_error_that_names_the_tensor(text: str) -> None:
-    with pytest.raises(ValueError, match=r"a\.weight: the metadata do not describe it"):
+    with pytest.raises(ValueError, match=r"a\.weight: the metadata does not describe it"):
         unflatten_tensor_state_dict({}, {"tensor_names": '["a.weight"]', "a.weight": text})

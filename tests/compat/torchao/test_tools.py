@@ -31,7 +31,7 @@ def test_benchmark_model_counts_milliseconds_on_a_cpu(monkeypatch: pytest.Monkey
 
 
 def test_benchmark_model_refuses() -> None:
-    with pytest.raises(TypeError, match="give device_type"):
+    with pytest.raises(TypeError, match="pass device_type"):
         tools.benchmark_model(lambda: None, 1)
     assert tools.benchmark_model(lambda: None, 1, device_type="cpu") >= 0
     with pytest.raises(ValueError, match="at least 1"):
@@ -184,7 +184,7 @@ def test_versions_are_compared_as_numbers(torch_version: str, asked: str, want: 
 def test_versions() -> None:
     assert hardware.parse_version("2.5.0.dev20240708+cu121") == [2, 5, -1]
     assert hardware.parse_version("2.5.1") == [2, 5, 1]
-    with pytest.raises(ValueError, match="looks like"):
+    with pytest.raises(ValueError, match="expected a version such as"):
         hardware.parse_version("unknown")
     assert [hardware.compare_versions("2.5.0", v) for v in ("2.10.0", "2.5.0", "2.4.9")] == [-1, 0, 1]
     assert hardware._torch_version_at_least("2.5.0.dev")

@@ -356,7 +356,7 @@ def test_ways_of_ones_own_to_multiply() -> None:
     finally:
         deregister_aqt_quantized_linear_dispatch(condition)
     assert torch.equal(F.linear(x, w), told)
-    with pytest.raises(ValueError, match="no way is registered"):
+    with pytest.raises(ValueError, match="no implementation is registered"):
         deregister_aqt_quantized_linear_dispatch(condition)
 
 
@@ -428,7 +428,7 @@ def test_autoquant_measures_and_keeps_the_function() -> None:
         told = m(x)
         assert autoquant(m, x, min_sqnr=25) is m
         assert compute_error(told, m(x)) > 24
-    with pytest.raises(ValueError, match="an input is needed"):
+    with pytest.raises(ValueError, match="an example input is required"):
         autoquant(model())
 
 

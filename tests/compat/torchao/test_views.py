@@ -207,7 +207,7 @@ def test_fqn_to_config_with_the_default_filter() -> None:
     assert type(m[1].weight) is nn.Parameter
     assert fqn_matches_fqn_config("0", config)
     assert not fqn_matches_fqn_config("2", config)
-    with pytest.raises(ValueError, match="leave filter_fn out"):
+    with pytest.raises(ValueError, match="omit filter_fn"):
         quantize_(m, config, lambda mod, fqn: True)
 
 
@@ -267,15 +267,15 @@ def test_parts_of_a_file_are_checked() -> None:
     """Packing would cut off a code that is too large, and a scale of NaN spoils a row."""
     q, s, z = torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int8)
     q[2, 3] = 9
-    with pytest.raises(ValueError, match=r"codes of \[4, 32\] go from 0 to 9; int4 takes -8 to 7"):
+    with pytest.raises(ValueError, match=r"codes of \[4, 32\] range from 0 to 9; int4 supports -8 to 7"):
         IntxUnpackedToInt8Tensor(q, s, z, torch.int4, (1, 32), torch.float32, None)
-    with pytest.raises(ValueError, match=r"scale of .* holds NaN or inf"):
+    with pytest.raises(ValueError, match=r"scale of .* contains NaN or inf"):
         Int8Tensor(q, s * float("nan"), [1, 32], torch.float32)
     with pytest.raises(ValueError, match=r"scale is \[3, 1\]; blocks"):
         Int8Tensor(q, s[:3], [1, 32], torch.float32)
     with pytest.raises(ValueError, match="scale must be one of float32"):
         Int8Tensor(q, s.int(), [1, 32], torch.float32)
-    with pytest.raises(ValueError, match=r"scale of .* holds NaN or inf"):
+    with pytest.raises(ValueError, match=r"scale of .* contains NaN or inf"):
         Float8Tensor(q.to(torch.float8_e4m3fn), s / 0)
 
 

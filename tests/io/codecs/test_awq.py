@@ -114,16 +114,16 @@ def test_what_cannot_be_written_says_why() -> None:
     good = QuantSpec(UINT4, (32,), scale=torch.float16, zero_point=True)
     act = ActivationSpec(INT8_ROW)
     for spec, shape, more, reason in (
-        (good, (8, 64), {"act": act}, "its input is quantized"),
+        (good, (8, 64), {"act": act}, "its activation is quantized"),
         (good, (2, 8, 64), {}, "[out, in]"),
         (good, (64, 8), {"axes": (1, 0)}, "[out, in]"),
-        (good, (9, 64), {}, "9 are not whole words"),
+        (good, (9, 64), {}, "9 outputs is not a multiple"),
         (good, (8, 65), {}, "whole groups of inputs"),
         (good.with_(block=(8, 32)), (8, 64), {}, "whole groups of inputs"),
         (good.with_(scale=torch.float32), (8, 64), {}, "float16 scales"),
-        (QuantSpec(UINT8, (32,), scale=torch.float16), (8, 64), {}, "4 bits"),
-        (TINYGEMM.with_(scale=torch.float16), (8, 128), {}, "4 bits"),
-        (FP8_ROW, (8, 128), {}, "4 bits"),
+        (QuantSpec(UINT8, (32,), scale=torch.float16), (8, 64), {}, "4-bit"),
+        (TINYGEMM.with_(scale=torch.float16), (8, 128), {}, "4-bit"),
+        (FP8_ROW, (8, 128), {}, "4-bit"),
     ):
         said = WRITING.refuses("m.weight", Meta(spec, shape, torch.float16, **more))
         assert said is not None
@@ -142,7 +142,7 @@ def test_what_cannot_be_written_says_why() -> None:
 
 
 BAD: list[tuple[str, Callable[[Tensor], Tensor] | None, str, str]] = [
-    ("m.qweight", None, "m.q", "left over"),
+    ("m.qweight", None, "m.q", "is unexpected"),
     ("m.qzeros", None, "m.weight", "m.qzeros is missing"),
     ("m.scales", None, "m.weight", "m.scales is missing"),
     ("m.qweight", lambda t: t.long(), "m.weight", "m.qweight is int64"),
@@ -178,12 +178,12 @@ def test_bad_names_and_configs() -> None:
         ({}, config(64, group_size="64"), "group_size must be int"),
         ({}, config(64, bits=8), "AWQ of 8 bits"),
         ({}, config(64, bits=True), "bits must be int"),
-        ({}, config(64, version="gemv"), "'gemv' packs in another order"),
-        ({}, config(64, version="gemv_fast"), "packs in another order"),
+        ({}, config(64, version="gemv"), "'gemv' uses another packing order"),
+        ({}, config(64, version="gemv_fast"), "uses another packing order"),
         ({}, config(64, version=4), "version must be str"),
-        ({}, config(64, backend="llm-awq"), "packs in another order"),
-        ({"act.scales": torch.ones(16)}, config(64), "left over"),
-        ({"n.qzeros": torch.ones(16)}, config(64), "left over"),
+        ({}, config(64, backend="llm-awq"), "uses another packing order"),
+        ({"act.scales": torch.ones(16)}, config(64), "is unexpected"),
+        ({"n.qzeros": torch.ones(16)}, config(64), "is unexpected"),
     ):
         with pytest.raises(ValueError, match=r".") as e:
             find(AWQ, {**tensors, **more}, settings)

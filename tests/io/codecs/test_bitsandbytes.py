@@ -241,24 +241,24 @@ def test_our_own_tensors_are_written_and_read_by_bitsandbytes() -> None:
 def test_what_cannot_be_written_says_why() -> None:
     act = ActivationSpec(INT8_ROW)
     for meta, reason in (
-        (Meta(INT8_ROW, (4, 64), torch.float32, act), "its input is quantized"),
+        (Meta(INT8_ROW, (4, 64), torch.float32, act), "its activation is quantized"),
         (Meta(INT8_ROW, (2, 4, 64), torch.float32), "[out, in]"),
         (Meta(QuantSpec(NF4, (64,)), (64, 4), torch.float32, None, (1, 0)), "[out, in]"),
         (Meta(INT8_ROW, (4, 64), torch.float64), "float32, float16 and bfloat16"),
-        (Meta(TINYGEMM, (4, 256), torch.float32), "no zero points"),
-        (Meta(QuantSpec(INT8_ROW.format, (32,)), (4, 64), torch.float32), "one int8 scale a row"),
-        (Meta(QuantSpec(DYNAMIC8, (64,)), (4, 64), torch.float32), "not among the numbers"),
+        (Meta(TINYGEMM, (4, 256), torch.float32), "not support zero points"),
+        (Meta(QuantSpec(INT8_ROW.format, (32,)), (4, 64), torch.float32), "one scale per row"),
+        (Meta(QuantSpec(DYNAMIC8, (64,)), (4, 64), torch.float32), "is not supported by bitsandbytes"),
         (Meta(QuantSpec(NF4, (8,)), (4, 64), torch.float32), "power of two"),
     ):
         said = WRITING.refuses("m.weight", meta)
         assert said is not None
         assert reason in said
     small = Meta(QuantSpec(NF4, (16,)), (4, 48), torch.float32)
-    with pytest.raises(ValueError, match=r"m\.weight: scales differ within 64 elements"):
+    with pytest.raises(ValueError, match=r"m\.weight: scales differ within a bitsandbytes block of 64 elements"):
         WRITING.pack("m.weight", quantize(torch.randn(4, 48), small.spec), small)
     nested = QuantSpec(NF4, (64,), scale=QuantSpec(DYNAMIC8_FLOAT32, (256,), offset=torch.float32))
     wide = Meta(nested, (2, 16384), torch.float32)
-    with pytest.raises(ValueError, match=r"m\.weight: its nested blocks have offsets of their own"):
+    with pytest.raises(ValueError, match=r"m\.weight: its nested blocks have separate offsets"):
         WRITING.pack("m.weight", quantize(torch.randn(2, 16384), nested), wide)
     metas = {
         "a.weight": Meta(INT8_ROW, (4, 64), torch.float32),
@@ -294,33 +294,33 @@ def edit(**changes: Any) -> Callable[[Tensor], Tensor]:
 
 BAD: list[tuple[str, Callable[[Tensor], Tensor] | None, str]] = [
     ("m.weight", None, "m.weight is missing"),
-    ("m.weight", lambda t: t[:-1], "511, 1] of 1 bytes are not the 512 bytes"),
-    ("m.weight", lambda t: t.T.contiguous(), "are not the 512 bytes"),
+    ("m.weight", lambda t: t[:-1], "511, 1] of 1 bytes do not match the 512 bytes"),
+    ("m.weight", lambda t: t.T.contiguous(), "do not match the 512 bytes"),
     ("m.weight", lambda t: t.long(), "m.weight is int64"),
     ("m.weight.absmax", None, "m.weight.absmax is missing"),
     ("m.weight.absmax", lambda t: t.float(), "absmax is float32 [16], expected uint8 [16]"),
     ("m.weight.absmax", lambda t: t[1:], "absmax is uint8 [15], expected uint8 [16]"),
     ("m.weight.quant_map", None, "m.weight.quant_map is missing"),
     ("m.weight.quant_map", lambda t: t.half(), "quant_map is float16 [16]"),
-    ("m.weight.quant_map", lambda t: t.flip(0), "a table of other numbers than nf4"),
-    ("m.weight.quant_map", lambda t: t * torch.nan, "a table of other numbers than nf4"),
+    ("m.weight.quant_map", lambda t: t.flip(0), "does not contain the values of nf4"),
+    ("m.weight.quant_map", lambda t: t * torch.nan, "does not contain the values of nf4"),
     ("m.weight.nested_absmax", None, "m.weight.nested_absmax is missing"),
     ("m.weight.nested_absmax", lambda t: t.repeat(2), "nested_absmax is float32 [2], expected float32 [1]"),
     ("m.weight.nested_quant_map", None, "m.weight.nested_quant_map is missing"),
     ("m.weight.nested_quant_map", lambda t: t[1:], "nested_quant_map is float32 [255]"),
-    ("m.weight.nested_quant_map", lambda t: t * 2, "a table of other numbers than dynamic8_float32 or dynamic8"),
-    (STATE, None, "left over"),
+    ("m.weight.nested_quant_map", lambda t: t * 2, "does not contain the values of dynamic8_float32 or dynamic8"),
+    (STATE, None, "is unexpected"),
     (STATE, lambda t: t.repeat(40), "expected at most 4096 bytes of JSON"),
     (STATE, lambda t: t.unsqueeze(0), "expected at most 4096 bytes of JSON"),
     (STATE, lambda t: t.float(), "float32"),
     (STATE, lambda t: t[:-1], "JSON"),
     (STATE, edit(dtype="float64"), "dtype 'float64'"),
     (STATE, edit(dtype=["float32"]), "dtype"),
-    (STATE, edit(shape=[8, 129]), "are not the 516 bytes"),
-    (STATE, edit(shape=[-8, -128]), "shape must hold whole numbers above zero"),
-    (STATE, edit(shape=[8, 128.0]), "shape must hold whole numbers above zero"),
-    (STATE, edit(shape=[True, 1024]), "shape must hold whole numbers above zero"),
-    (STATE, edit(shape=[0, 128]), "shape must hold whole numbers above zero"),
+    (STATE, edit(shape=[8, 129]), "do not match the 516 bytes"),
+    (STATE, edit(shape=[-8, -128]), "shape must contain positive integers"),
+    (STATE, edit(shape=[8, 128.0]), "shape must contain positive integers"),
+    (STATE, edit(shape=[True, 1024]), "shape must contain positive integers"),
+    (STATE, edit(shape=[0, 128]), "shape must contain positive integers"),
     (STATE, edit(shape=[]), "shape must be a list"),
     (STATE, edit(shape=[1] * 65), "shape must be a list"),
     (STATE, edit(shape="8"), "shape must be a list"),
@@ -330,10 +330,10 @@ BAD: list[tuple[str, Callable[[Tensor], Tensor] | None, str]] = [
     (STATE, edit(blocksize=128), "absmax is uint8 [16], expected uint8 [8]"),
     (STATE, edit(blocksize=None), "missing ['blocksize']"),
     (STATE, edit(more=1), "unknown ['more']"),
-    (STATE, edit(quant_type="fp4"), "quant_type 'fp4' under a name that says nf4"),
+    (STATE, edit(quant_type="fp4"), "quant_type 'fp4' does not match nf4 in its name"),
     (STATE, edit(nested_offset=None), "missing ['nested_offset']"),
     (STATE, edit(nested_offset="1"), "nested_offset must be a number"),
-    (STATE, edit(nested_offset=1e300), "nested_offset must be a number within float32"),
+    (STATE, edit(nested_offset=1e300), "nested_offset must be a number in the range of float32"),
     (STATE, edit(nested_offset=float("nan")), "NaN"),
     (STATE, edit(nested_dtype="float16"), "nested_dtype 'float16'"),
     (STATE, edit(nested_blocksize=3), "nested_blocksize 3"),
@@ -358,14 +358,14 @@ def test_more_bad_files() -> None:
         ({**four, f"{name}fp4": four[STATE]}, config("nf4"), "two quant_states"),
         ({**changed(four, STATE, None), f"{name}int4": four[STATE]}, config("nf4"), "quant_type 'int4'"),
         ({**four, "m.weight.nested_absmax": torch.ones(1)}, config("nf4"), "missing"),
-        ({**four, "n.weight.absmax": torch.ones(1)}, config("nf4"), "left over"),
+        ({**four, "n.weight.absmax": torch.ones(1)}, config("nf4"), "is unexpected"),
         ({**four, "n.weight": four["m.weight"]}, config("nf4"), "neither quant_state nor SCB"),
         (four, config("fp4"), "stored as nf4, but quantization_config.bnb_4bit_quant_type is 'fp4'"),
         (four, INT8, "stored as 4-bit, but quantization_config.load_in_8bit is True"),
         (four, config("nf4", load_in_4bit=False), "stored as 4-bit, but quantization_config.load_in_4bit is False"),
         (four, config("nf4", load_in_4bit="yes"), "load_in_4bit must be bool"),
         (eight, config("nf4"), "stored as 8-bit, but quantization_config.load_in_4bit is True"),
-        (changed(eight, "m.SCB", None), INT8, "left over"),
+        (changed(eight, "m.SCB", None), INT8, "is unexpected"),
         (changed(changed(eight, "m.SCB", None), "m.weight_format", None), INT8, "neither quant_state nor SCB"),
         (changed(eight, "m.weight", None), INT8, "m.weight is missing"),
         (changed(eight, "m.weight", lambda t: t.float()), INT8, "m.weight is float32"),

@@ -141,7 +141,7 @@ def number(value: int) -> Callable[[Tensor], Tensor]:
 
 
 BAD: list[tuple[str, Callable[[Tensor], Tensor] | None, str]] = [
-    ("W_q", None, "left over"),
+    ("W_q", None, "is unexpected"),
     ("W_q", lambda t: t[1:], "W_q is torch.uint8 [7, 64], but groups [16, 64] of 4 bits need torch.uint8 [8, 64]"),
     ("W_q", lambda t: t[:, 1:], "[8, 63]"),
     ("W_q", lambda t: t.flatten(), "[512]"),
@@ -154,8 +154,8 @@ BAD: list[tuple[str, Callable[[Tensor], Tensor] | None, str]] = [
     ("zero", lambda t: t[1:], "zero is float16 [15, 1]"),
     ("shape", None, "shape is missing"),
     ("shape", lambda t: t.repeat(2), "shape is int64 [4]"),
-    ("shape", lambda t: -t, "expected two sizes above zero"),
-    ("shape", lambda t: t * 0, "expected two sizes above zero"),
+    ("shape", lambda t: -t, "expected two positive sizes"),
+    ("shape", lambda t: t * 0, "expected two positive sizes"),
     ("shape", number(2**40), "too large"),
     ("shape", number(64), "W_q is torch.uint8 [8, 64], but groups [64, 64]"),
     ("shape", number(7), "groups of 64 along axis 1 do not divide [7, 7]"),
@@ -197,16 +197,16 @@ def test_bad_names_and_configs() -> None:
     tensors, _ = layer((8, 128), 4, 64, 1)
     params = {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}
     for more, config, reason in (
-        ({}, {**CONFIG, "quant_config": params}, "a.m.group_size is 64, but quantization_config has 32"),
-        ({}, {**CONFIG, "quant_config": {"a.m": params}}, "a.m.group_size is 64, but quantization_config has 32"),
+        ({}, {**CONFIG, "quant_config": params}, "a.m.group_size is 64, but quantization_config says 32"),
+        ({}, {**CONFIG, "quant_config": {"a.m": params}}, "a.m.group_size is 64, but quantization_config says 32"),
         ({}, {**CONFIG, "quant_config": 4}, "quant_config must be dict"),
-        ({"b.nbits": tensors["a.m.nbits"]}, CONFIG, "left over"),
-        ({"a.m.zero_scale": torch.zeros(2)}, CONFIG, "left over"),
+        ({"b.nbits": tensors["a.m.nbits"]}, CONFIG, "is unexpected"),
+        ({"a.m.zero_scale": torch.zeros(2)}, CONFIG, "is unexpected"),
     ):
         with pytest.raises(ValueError, match=r".") as e:
             find(HQQ, {**tensors, **more}, config)
         assert reason in str(e.value)
     odd, _ = layer((8, 16), 4, 16, 1)
     odd["a.m.group_size"] = torch.tensor(128, dtype=torch.int32)
-    with pytest.raises(KeyedError, match="1 rows of groups do not fill bytes of 2 codes"):
+    with pytest.raises(KeyedError, match="1 rows of groups is not a multiple of the 2 codes per word"):
         find(HQQ, odd, CONFIG)

@@ -69,13 +69,20 @@ def test_what_does_not_fit_is_refused(ending: str, change: Any, why: str) -> Non
 @pytest.mark.parametrize(
     ("name", "spec", "shape", "more", "why", "nearest"),
     [
-        ("e.gate_up_proj", NVFP4, (2, 64, 6), {}, "under e8m0 scales", MXFP4),
-        ("e.down_proj", INT4_GROUP, (2, 64, 6), {}, "under e8m0 scales", MXFP4),
-        ("e.down_proj", INT8_ROW, (2, 64, 6), {}, "under e8m0 scales", None),
-        ("e.down_proj", MXFP4, (2, 64, 6), {"axes": None}, "are contracted", None),
+        ("e.gate_up_proj", NVFP4, (2, 64, 6), {}, "with e8m0 scales", MXFP4),
+        ("e.down_proj", INT4_GROUP, (2, 64, 6), {}, "with e8m0 scales", MXFP4),
+        ("e.down_proj", INT8_ROW, (2, 64, 6), {}, "with e8m0 scales", None),
+        ("e.down_proj", MXFP4, (2, 64, 6), {"axes": None}, "axis contracted", None),
         ("e.down_proj", MXFP4, (2, 48, 6), {}, "32 do not divide 48", None),
-        ("e.down_proj", MXFP4, (2, 64, 6), {"act": ActivationSpec(QuantSpec(MXFP4.format, (32,)))}, "inputs", MXFP4),
-        ("up.weight", MXFP4, (2, 64, 6), {}, "of experts only", None),
+        (
+            "e.down_proj",
+            MXFP4,
+            (2, 64, 6),
+            {"act": ActivationSpec(QuantSpec(MXFP4.format, (32,)))},
+            "activations",
+            MXFP4,
+        ),
+        ("up.weight", MXFP4, (2, 64, 6), {}, "of experts", None),
     ],
 )
 def test_what_cannot_be_written_is_refused(

@@ -62,7 +62,7 @@ def test_a_model_inside_another_one_and_a_bare_one() -> None:
     qwen = {"model_type": "qwen3", "num_attention_heads": 4}
     assert to_gguf(["layers.12.mlp.up_proj.weight"], qwen).popitem()[1].name == "blk.12.ffn_up.weight"
     both = ["encoder.layer.3.output.dense.bias", "bert.encoder.layer.3.output.dense.bias"]
-    with pytest.raises(ValueError, match=r"would both be blk\.3\.ffn_down\.bias"):
+    with pytest.raises(ValueError, match=r"both map to blk\.3\.ffn_down\.bias"):
         to_gguf(both, bert)
 
 
@@ -165,24 +165,24 @@ def test_a_pattern_file_is_enough_for_an_unknown_architecture() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[tensors]\nx = 1", "no pattern"),
-        ('[tensors]\n"" = "y"', "no pattern"),
-        ('[tensors]\n"a.{i}" = "b"', "as often"),
-        ('[tensors]\n"a.{j}" = "b.{j}"', "the one placeholder"),
-        ('[tensors]\n"a.x{i}" = "b.x{i}"', "the one placeholder"),
+        ("[tensors]\nx = 1", "not a pattern"),
+        ('[tensors]\n"" = "y"', "not a pattern"),
+        ('[tensors]\n"a.{i}" = "b"', "the same number of"),
+        ('[tensors]\n"a.{j}" = "b.{j}"', "the only placeholder"),
+        ('[tensors]\n"a.x{i}" = "b.x{i}"', "the only placeholder"),
         ('[tensors]\n"a.{i}.0" = "b.{i}.0"', "write {i} for all"),
-        ('[tensors]\n"a" = "c"\n"b" = "c"', "stands twice"),
+        ('[tensors]\n"a" = "c"\n"b" = "c"', "appears twice"),
         ('[tensors]\n"a" = "c"\n"a" = "d"', "TOML|overwrite"),
-        ('[tensors]\n"a\\u0000" = "c"', "no pattern"),
-        (f'[tensors]\n"{"a" * 301}" = "c"', "no pattern"),
+        ('[tensors]\n"a\\u0000" = "c"', "not a pattern"),
+        (f'[tensors]\n"{"a" * 301}" = "c"', "not a pattern"),
         ("tensors = 3", "must be a table"),
         ('left_out = "a"', "must be"),
-        ("left_out = [3]", "no pattern"),
+        ("left_out = [3]", "not a pattern"),
         ('[tensor]\n"a" = "b"', "unknown 'tensor'"),
         ("[tensors", "Expected"),
         ("x = " + "[" * 100000, "nested|TOML"),
         ("#" * 300000, "more than"),
-        ("[tensors]\n" + "".join(f'"a{n}" = "b{n}"\n' for n in range(5000)), "at most 4096"),
+        ("[tensors]\n" + "".join(f'"a{n}" = "b{n}"\n' for n in range(5000)), "the maximum is 4096"),
     ],
 )
 def test_a_bad_pattern_file_is_refused(tmp_path: Path, text: str, reason: str) -> None:

@@ -129,7 +129,7 @@ def test_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
     rows = {row.name: row for row in report.rows}
     up, down = (rows[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("up", "down"))
     assert (up.scheme, down.scheme) == ("Q8_0", "Q4_K")
-    assert "rows of 96 are no whole blocks of Q4_K" in up.note
+    assert "rows of 96 are not whole blocks of Q4_K" in up.note
 
 
 def test_stopped_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_stopped_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
         pw.convert(source, tmp_path / "m.gguf", progress=stop, **job)
     assert not (tmp_path / "m.gguf").exists()
     assert {p.name for p in tmp_path.iterdir()} == {"f", "whole.gguf", "m.gguf.partial", "m.gguf.progress.json"}
-    with pytest.raises(CheckpointError, match="is of another source, config, release"):
+    with pytest.raises(CheckpointError, match="has another source, config, release"):
         pw.convert(source, tmp_path / "m.gguf", to="gguf", gguf_type="Q4_0")
     report = pw.convert(source, tmp_path / "m.gguf", **job)
     assert (tmp_path / "m.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
@@ -223,10 +223,10 @@ def test_tokenizer_and_config_come_back(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     source = saved(llama(), tmp_path / "f")
     for kind in ("IQ2_XS", "I8", "i32", "Q9", ""):  # whole numbers would round the weights
-        with pytest.raises(ValueError, match=f"gguf_type='{kind}' cannot be written; types that can: F32, F16, .*Q4_K"):
+        with pytest.raises(ValueError, match=f"gguf_type='{kind}' cannot be written; writable types: F32, F16, .*Q4_K"):
             pw.convert(source, tmp_path / "m.gguf", to="gguf", gguf_type=kind)
     assert all(TYPES[kind].writable for kind in FROM_FLOATS)
-    with pytest.raises(CheckpointError, match=r"is a folder; give the path of a \.gguf file"):
+    with pytest.raises(CheckpointError, match=r"is a folder; pass the path of a \.gguf file"):
         pw.convert(source, tmp_path, to="gguf")
     pw.convert(source, tmp_path / "m.gguf", to="gguf")
     with pytest.raises(CheckpointError, match="is the source; choose another file"):
@@ -259,7 +259,7 @@ def test_what_a_type_does_not_say_is_told(tmp_path: Path) -> None:
     pw.quantize_(model, pw.SpecConfig(SPECS["q8_0"], act=act), filter_fn=lambda m, n: n.endswith("up_proj"))
     report = pw.convert(saved(model, tmp_path / "f"), tmp_path / "m.gguf", to="gguf")
     notes = {row.name.split(".", 3)[-1]: row.note for row in report.rows}
-    assert notes["mlp.up_proj.weight"] == "exact; of its input GGUF says nothing"
+    assert notes["mlp.up_proj.weight"] == "exact; its activation quantization is not stored in GGUF"
     assert notes["mlp.down_proj.weight"] == "float64, as F32"
     report = pw.convert(saved(llama(), tmp_path / "g"), tmp_path / "n.gguf", to="gguf", gguf_type="BF16")
     assert "float32, as BF16" in {row.note for row in report.rows}

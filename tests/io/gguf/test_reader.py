@@ -119,13 +119,13 @@ def test_bad_parts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf"):
         pw.open(first)
     for tensors, kv, reason in (
-        ({"b": one(1)}, part(0, 2), "does not say that it is part 1"),
-        ({"a": one(1)}, part(1, 2), "in another part of the model as well"),
-        ({"b": one(1), "c": one(1)}, part(1, 2), "announces 2 tensors in all parts, there are 3"),
+        ({"b": one(1)}, part(0, 2), "is not declared as part 1"),
+        ({"a": one(1)}, part(1, 2), "is also in another part of the model"),
+        ({"b": one(1), "c": one(1)}, part(1, 2), "declares 2 tensors in all parts, found 3"),
         (
             {"b": one(1)},
             {"split__no": Value("string", "1"), "split__count": Value("uint16", 2)},
-            "must be a whole number",
+            "must be an integer",
         ),
     ):
         second.unlink(missing_ok=True)
@@ -144,7 +144,7 @@ def test_bad_parts_are_refused(tmp_path: Path) -> None:
 def test_a_folder_with_two_models_asks_which(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         write(tmp_path / name, {"a": one(1)})
-    with pytest.raises(CheckpointError, match=r"holds 2 GGUF models \(a.gguf, b.gguf\)"):
+    with pytest.raises(CheckpointError, match=r"contains 2 GGUF models \(a.gguf, b.gguf\)"):
         pw.open(tmp_path)
     (tmp_path / "b.gguf").unlink()
     assert set(pw.load(tmp_path)) == {"a"}

@@ -266,7 +266,7 @@ def test_merges_that_scores_do_not_tell_are_written(folders: dict[str, Path]) ->
     kv, notes = tokenizer_kv(str(folders["llama 2"]))
     merges = json.loads((folders["llama 2"] / "tokenizer.json").read_text())["model"]["merges"]
     assert kv["tokenizer.ggml.merges"] == ("ARRAY[STRING]", [" ".join(m) for m in merges])
-    assert any("splits some text otherwise" in n for n in notes)
+    assert any("splits some text differently" in n for n in notes)
     rank = ranks([(a, b) for a, b in merges])
     scores = dict(zip(kv["tokenizer.ggml.tokens"][1], kv["tokenizer.ggml.scores"][1], strict=True))
     assert all(scores[token] == -r for token, r in rank.items() if token in scores)
@@ -279,7 +279,7 @@ def test_metaspace_is_told_as_a_prefix(folders: dict[str, Path], tmp_path: Path)
         t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
         kv, notes = tokenizer_kv(str(folder(tmp_path, t, GPT)))
         assert kv["tokenizer.ggml.add_space_prefix"] == ("BOOL", prefix)
-        assert any("begins with one already" in n for n in notes) is prefix
+        assert any("already begins with one" in n for n in notes) is prefix
         back = Tokenizer.from_str(tokenizer_files(values(kv))[0]["tokenizer.json"].decode())
         text = TEXTS[0].replace("\n", " ")
         assert back.encode(text).ids == t.encode(text).ids
@@ -328,10 +328,10 @@ def test_an_unknown_pre_tokenizer_is_noted(tmp_path: Path) -> None:
     )
     kv, notes = tokenizer_kv(str(folder(tmp_path, t, GPT)))
     assert kv["tokenizer.ggml.pre"] == ("STRING", "default")
-    assert any("pre-tokenizer is none" in n for n in notes)
+    assert any("pre-tokenizer has no llama.cpp name" in n for n in notes)
     files, notes = tokenizer_files(values(kv))
     assert files.keys() == {"tokenizer.json", "tokenizer_config.json"}
-    assert any("by default" in n for n in notes)
+    assert any("default is used" in n for n in notes)
 
 
 @pytest.mark.parametrize("change", [{"tokenizer.ggml.model": "rwkv"}, {"tokenizer.ggml.pre": "odd"}])
@@ -380,10 +380,10 @@ FILE: dict[str, Any] = {"model": MODEL, "added_tokens": [], "pre_tokenizer": {"t
         (FILE | {"model": MODEL | {"merges": [["a", "b", "c"]]}}, "not two pieces"),
         (FILE | {"model": MODEL | {"merges": [["a b", "c"]]}}, "has a space"),
         (FILE | {"added_tokens": {}}, '"added_tokens" a list'),
-        (FILE | {"added_tokens": [3]}, "must hold objects"),
+        (FILE | {"added_tokens": [3]}, "must contain objects"),
         (FILE | {"added_tokens": [{"id": 2}]}, "needs an id"),
         ({"model": {"type": "WordPiece", "vocab": {"a": 0}, "continuing_subword_prefix": "@"}}, "prefix '@'"),
-        ({"model": {"type": "WordPiece", "vocab": {"##\u2581a": 0}}}, "would be 'a' in GGUF"),
+        ({"model": {"type": "WordPiece", "vocab": {"##\u2581a": 0}}}, "would become 'a' in GGUF"),
     ],
 )
 def test_a_bad_tokenizer_json_is_refused(tmp_path: Path, data: Any, reason: str) -> None:
@@ -415,10 +415,10 @@ def test_other_bad_folders(tmp_path: Path, folders: dict[str, Path]) -> None:
         ({"token_type": [1]}, "token_type must be"), ({"token_type": 3}, "token_type must be"),
         ({"scores": [1.0]}, "scores must be"), ({"scores": None}, "scores must be"),
         ({"scores": [float("nan")] * 1000}, "NaN"), ({"merges": ["ab"]}, "not two"), ({"merges": [3]}, "not two"),
-        ({"merges": "a b"}, "not two|no token"), ({"merges": ["zzz yyy"]}, "no token"),
+        ({"merges": "a b"}, "not two|not a token"), ({"merges": ["zzz yyy"]}, "not a token"),
         ({"bos_token_id": -1}, "bos_token_id must be one"), ({"eos_token_id": 10**6}, "eos_token_id must be one"),
         ({"unknown_token_id": "0"}, "unknown_token_id must be"), ({"add_bos_token": 1}, "add_bos_token must be"),
-        ({"add_space_prefix": "no"}, "add_space_prefix must be"), ({"model": 3}, "model must be text"),
+        ({"add_space_prefix": "no"}, "add_space_prefix must be"), ({"model": 3}, "model must be a string"),
     ],
 )  # fmt: skip
 def test_metadata_that_contradict_themselves(
@@ -431,5 +431,5 @@ def test_metadata_that_contradict_themselves(
 def test_word_piece_needs_an_unknown_token(folders: dict[str, Path]) -> None:
     kv = values(tokenizer_kv(str(folders["bert cased"]))[0])
     del kv["tokenizer.ggml.unknown_token_id"]
-    with pytest.raises(ValueError, match="unknown_token_id is needed"):
+    with pytest.raises(ValueError, match="unknown_token_id is required"):
         tokenizer_files(kv)
