@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pennyweight.kernels import table
 from pennyweight.kernels.cpu import library
 from tests.every.same_as_float import NAMES, sweep
 
@@ -20,6 +21,7 @@ def _child(name: str, native: bool, pipe: Any, log: str) -> None:
     if not native:
         library.load.cache_clear()
         library.load = lambda: "switched off by the test"  # type: ignore[assignment]
+        table._select.cache_clear()  # earlier tests of this process selected native kernels
     with open(log, "w", encoding="utf-8") as sys.stderr:
         try:
             pipe.send(sweep(name))
