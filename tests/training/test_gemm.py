@@ -422,7 +422,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_chance_is_unbiased_and_takes_a_neighbour(spec: QuantSpec) -> None:
+def test_stochastic_rounding_is_unbiased_and_takes_a_neighbour(spec: QuantSpec) -> None:
     x = torch.randn(2, 64)
     x[0, :8] *= 1e-3
     rule = "absmax" if spec.format.kind == "int" and not (spec.zero_point or spec.offset) else None

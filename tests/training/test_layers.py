@@ -329,7 +329,7 @@ def test_our_optimizers_round_quantized_weights_by_chance_themselves() -> None:
     assert moved == pytest.approx(-50 * 1e-5, rel=0.2)  # a step is 1e-5, a code 1e-3
 
 
-def test_chance_ends_with_its_block_and_updates_are_reproducible() -> None:
+def test_stochastic_rounding_ends_with_its_block_and_updates_are_reproducible() -> None:
     def written(step: int, seed: int) -> Tensor:
         w = QT.from_float(torch.linspace(-1, 1, 512).reshape(8, 64), QuantSpec(INT8, (-1,)), "absmax")
         with stochastic_rounding(step, seed):
@@ -348,7 +348,7 @@ def test_chance_ends_with_its_block_and_updates_are_reproducible() -> None:
     assert torch.equal(w.codes, torch.full((4, 32), 127, dtype=torch.int8))
 
 
-def test_chance_around_forward_and_backward_leaves_gradients_alone() -> None:
+def test_stochastic_rounding_around_forward_and_backward_leaves_gradients_alone() -> None:
     layer, x = nn.Linear(16, 4), torch.randn(3, 16)
     layer(x).square().sum().backward()
     expected = layer.weight.grad.clone()

@@ -127,9 +127,9 @@ class EqualizationPair:
 
 @dataclass
 class FoundPairs:
-    """couples: the valid pairs. without: linear layers without one, parameter name -> reason."""
+    """pairs: the valid pairs. without: linear layers without one, parameter name -> reason."""
 
-    couples: list[EqualizationPair]
+    pairs: list[EqualizationPair]
     without: dict[str, str]
 
 

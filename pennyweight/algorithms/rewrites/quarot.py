@@ -96,7 +96,7 @@ class Rotate(Rewrite):
         if self.values:
             mixed = [r.name for node, found in shared_readers(trace(model, batch)) if node.kind == "op" for r in found]
             heads = [
-                c for c in find_pairs(model, batch, mixed).couples if c.head > 1 and isinstance(c.writer, LinearRows)
+                c for c in find_pairs(model, batch, mixed).pairs if c.head > 1 and isinstance(c.writer, LinearRows)
             ]
         learned_on, guard = held_out(batches, self.held_out)
         reference = float_outputs(model, batch)

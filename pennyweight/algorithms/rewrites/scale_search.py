@@ -79,7 +79,7 @@ class ScaleSearch(Rewrite):
         found = find_pairs(model, batch, target.keys())
         notes = {name: f"{verb}: {why}" for name, why in found.without.items()}
         pairs = []
-        for pair in found.couples:
+        for pair in found.pairs:
             fixed = sorted(static.intersection(r.name for r in pair.readers))
             if fixed:
                 why = f"the input of {fixed[0]} has a static scale, calibrated without scaling"

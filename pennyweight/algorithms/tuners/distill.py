@@ -19,7 +19,7 @@ from ..base import Tuner, register
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
 from . import losses
-from .trainable_qparams import Lever, trainable_parameters
+from .trainable_qparams import Trainable, trainable_parameters
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Learner(Tuner):
     norms: bool = True
 
     def fit(
-        self, moved: Sequence[Lever], count: int, loss: Callable[[int, dict[str, Tensor]], Tensor],
+        self, moved: Sequence[Trainable], count: int, loss: Callable[[int, dict[str, Tensor]], Tensor],
         held_out: Callable[[], float],
     ) -> tuple[bool, float, float]:  # fmt: skip
         """(whether it helped, held-out loss before, after). Restores the parameters if it did not help.
@@ -49,8 +49,8 @@ class Learner(Tuner):
         loss    (index of the batch, parameter values by name) -> loss
         """
         before = held_out()
-        knobs = [k for lever in moved for k in lever.knobs]
-        rounding = [k for lever in moved for k in lever.codes]
+        knobs = [k for trainable in moved for k in trainable.knobs]
+        rounding = [k for trainable in moved for k in trainable.codes]
         groups = [{"params": k, "full": r} for k, r in ((knobs, self.rate), (rounding, self.codes)) if k]
         optimizer = torch.optim.Adam(groups, lr=0.0)
         knobs, order = knobs + rounding, shuffled_forever(count)
@@ -58,7 +58,7 @@ class Learner(Tuner):
             for group in optimizer.param_groups:
                 group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
             for i in islice(order, self.batch):
-                state = {name: x for lever in moved for x in (lever.value(),) for name in lever.names}
+                state = {name: x for trainable in moved for x in (trainable.value(),) for name in trainable.names}
                 found = loss(i, state) / self.batch
                 for knob, grad in zip(knobs, torch.autograd.grad(found, knobs, allow_unused=True), strict=True):
                     if grad is not None:
@@ -66,12 +66,12 @@ class Learner(Tuner):
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            for lever in moved:
-                lever.store()
+            for trainable in moved:
+                trainable.store()
             after = held_out()
             if not after < before:
-                for lever in moved:
-                    lever.restore()
+                for trainable in moved:
+                    trainable.restore()
         return after < before, before, after
 
 
@@ -108,7 +108,7 @@ class Tune(Learner):
             expected = losses.references(teacher, guard)
             measure = losses.divergence(self.metric, example_output(teacher, guard[0]))
             moved = list(trainable_parameters(model, self.norms, teacher if self.codes else None))
-            if not any(lever.knobs or lever.codes for lever in moved):
+            if not any(trainable.knobs or trainable.codes for trainable in moved):
                 raise ValueError(
                     f"{self.name}: the model has no quantized weight with trainable scales (scales stored as plain "
                     "numbers)"

@@ -19,7 +19,7 @@ from ..calibration.batches import Batches, read
 from ..calibration.block_order import CalibrationSegment, calibration_segments, inference_mode
 from . import losses
 from .distill import Learner, example_output, training_mode
-from .trainable_qparams import Lever, TrainableWeight, make_restore, trainable_parameters
+from .trainable_qparams import Trainable, TrainableWeight, make_restore, trainable_parameters
 
 
 @register("reconstruct")
@@ -90,18 +90,18 @@ class Reconstruct(Learner):
         for b, ((_, block), float_block) in enumerate(zip(segment.blocks, theirs, strict=True)):
             advance_block(exact, len(batches), b, float_block, exact_rest)
             moved = [
-                lever
-                for lever in trainable_parameters(block, self.norms, float_block if self.codes else None)
-                if owners[id(lever.where[0].get())] == 1
+                trainable
+                for trainable in trainable_parameters(block, self.norms, float_block if self.codes else None)
+                if owners[id(trainable.where[0].get())] == 1
             ]
-            if any(isinstance(lever, TrainableWeight) for lever in moved):
+            if any(isinstance(trainable, TrainableWeight) for trainable in moved):
                 yield self._block(block, b, moved, batches, rest, hidden, exact)
             if b + 1 < len(theirs):
                 advance_block(hidden, len(batches), b, block, rest)
 
     def _block(
-        self, block: nn.Module, b: int, moved: list[Lever], batches: Sequence[Any], rest: Rest, hidden: ActivationCache,
-        exact: ActivationCache,
+        self, block: nn.Module, b: int, moved: list[Trainable], batches: Sequence[Any], rest: Rest,
+        hidden: ActivationCache, exact: ActivationCache,
     ) -> bool:  # fmt: skip
         every = list(range(len(batches)))
         trained, guard = losses.split_batches(every, self.held_out) if len(every) > 1 else (every, every)

@@ -137,10 +137,10 @@ class TrainableVector:
         self.x.data.copy_(self.was)
 
 
-Lever = TrainableWeight | TrainableVector
+Trainable = TrainableWeight | TrainableVector
 
 
-def trainable_parameters(model: nn.Module, norms: bool, teacher: nn.Module | None) -> Iterator[Lever]:
+def trainable_parameters(model: nn.Module, norms: bool, teacher: nn.Module | None) -> Iterator[Trainable]:
     """Quantized weights with trainable parts; with ``norms`` also vectors; with a teacher also codes."""
     floats = {} if teacher is None else dict(teacher.named_parameters())
     for where in places(model):

@@ -42,10 +42,10 @@ def test_it_keeps_function_and_names(family: str) -> None:
 
 def test_scales_are_the_papers_up_to_a_factor() -> None:
     model, batches = models.decoder("Llama"), models.ids()
-    couple = find_pairs(model, batches[0], ["model.layers.0.mlp.up_proj.weight"]).couples[0]
-    seen = collect_inputs(model, [couple], batches, 8)[0]
+    pair = find_pairs(model, batches[0], ["model.layers.0.mlp.up_proj.weight"]).pairs[0]
+    seen = collect_inputs(model, [pair], batches, 8)[0]
     assert seen.tokens.shape == (9, 32)  # 3 batches, 8 / 3 rounded up each
-    options = dict(AWQ(grid=4).candidates(couple, seen, torch.empty(0)))
+    options = dict(AWQ(grid=4).candidates(pair, seen, torch.empty(0)))
     assert list(options) == ["", "alpha=0.25", "alpha=0.5", "alpha=0.75"]
     x = torch.cat([couple_input(model, b) for b in batches])
     want = normalize_scales(x.abs().double().mean(0) ** 0.5)

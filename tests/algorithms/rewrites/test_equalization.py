@@ -14,7 +14,7 @@ from tests.algorithms import models
 
 
 def pairs(model: nn.Module, batch: Any) -> dict[str, set[str]]:
-    return {c.writer.name: {r.name for r in c.readers} for c in find_pairs(model, batch).couples}
+    return {c.writer.name: {r.name for r in c.readers} for c in find_pairs(model, batch).pairs}
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
@@ -31,7 +31,7 @@ def test_a_decoder_has_four_couples_a_layer_and_its_head(family: str) -> None:
 
 
 def test_fused_projections_are_seen_by_their_last_rows() -> None:
-    found = {c.writer.name: c for c in find_pairs(models.decoder("Phi3"), models.ids()[0]).couples}
+    found = {c.writer.name: c for c in find_pairs(models.decoder("Phi3"), models.ids()[0]).pairs}
     values, gated = (found[f"model.layers.0.{n}"].writer for n in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
     assert (values.start, values.width) == (48, 16)  # 32 queries, 16 keys
     assert (gated.start, gated.width) == (48, 48)
@@ -39,7 +39,7 @@ def test_fused_projections_are_seen_by_their_last_rows() -> None:
 
 def test_a_gain_of_one_plus_weight_is_recognised() -> None:
     model = models.decoder("Gemma", head_dim=8)
-    norms = [c.writer for c in find_pairs(model, models.ids()[0]).couples if isinstance(c.writer, NormWeight)]
+    norms = [c.writer for c in find_pairs(model, models.ids()[0]).pairs if isinstance(c.writer, NormWeight)]
     assert all(g.shift == 1.0 for g in norms)
     assert len(norms) == 4  # not the last: its reader is the embedding too
 
@@ -47,7 +47,7 @@ def test_a_gain_of_one_plus_weight_is_recognised() -> None:
 def test_gpt2_has_no_couple_over_its_gelu_nor_with_its_tied_head() -> None:
     model = models.gpt2()
     found = find_pairs(model, models.ids()[0])
-    assert {c.writer.name for c in found.couples} == {
+    assert {c.writer.name for c in found.pairs} == {
         f"transformer.h.{i}.{n}" for i in (0, 1) for n in ("ln_1", "attn.c_attn", "ln_2")
     }
     assert set(found.without) == {f"transformer.h.{i}.mlp.c_proj.weight" for i in (0, 1)} | {"transformer.wte.weight"}
@@ -71,20 +71,20 @@ def test_bert_folds_into_no_norm_because_the_residual_stream_reads_it_too() -> N
     model = models.bert()
     before = models.state(model)
     found = find_pairs(model, models.ids()[0])
-    assert {c.writer.name for c in found.couples} == {f"encoder.layer.{i}.attention.self.value" for i in (0, 1)}
+    assert {c.writer.name for c in found.pairs} == {f"encoder.layer.{i}.attention.self.value" for i in (0, 1)}
     why = found.without["encoder.layer.0.attention.self.query.weight"]
     assert why == "the model's outputs change when its scale is folded into the layer before"
     assert models.same_state(model, before)
 
 
 @pytest.mark.parametrize(
-    ("activation", "couples"),
+    ("activation", "pairs"),
     [(nn.ReLU(), 1), (nn.LeakyReLU(), 1), (nn.Identity(), 1), (nn.GELU(), 0), (nn.Tanh(), 0), (nn.ReLU6(), 0)],
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
 )
-def test_only_a_homogeneous_activation_lets_a_scale_through(activation: nn.Module, couples: int) -> None:
+def test_only_a_homogeneous_activation_lets_a_scale_through(activation: nn.Module, pairs: int) -> None:
     found = find_pairs(models.shaken_mlp(activation), 9 * torch.randn(20, 16))
-    assert len(found.couples) == couples
+    assert len(found.pairs) == pairs
     assert found.without["0.weight"] == "it reads the model's input"
 
 
@@ -97,7 +97,7 @@ def test_both_halves_of_a_product_take_no_scale_twice() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.c(self.a(x) * self.b(x))
 
-    assert len(find_pairs(Bilinear(), torch.randn(5, 8)).couples) == 1
+    assert len(find_pairs(Bilinear(), torch.randn(5, 8)).pairs) == 1
 
 
 def test_a_layer_whose_output_no_one_sees_is_no_couple() -> None:
@@ -110,32 +110,32 @@ def test_a_layer_whose_output_no_one_sees_is_no_couple() -> None:
             self.a(self.norm(x))
             return self.b(x)
 
-    assert find_pairs(Unused(), torch.randn(3, 8)).couples == []
+    assert find_pairs(Unused(), torch.randn(3, 8)).pairs == []
 
 
 def test_a_quantized_reader_takes_no_scale() -> None:
     model = models.decoder("Llama")
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda m, n: n.endswith("layers.0.self_attn.q_proj"))
     found = find_pairs(model, models.ids()[0])
-    assert "model.layers.0.input_layernorm" not in {c.writer.name for c in found.couples}
+    assert "model.layers.0.input_layernorm" not in {c.writer.name for c in found.pairs}
     assert found.without["model.layers.0.self_attn.k_proj.weight"].endswith("is already quantized")
 
 
 def test_any_scales_keep_the_function_to_a_hundred_thousandth() -> None:
     model, batch = models.decoder("Qwen2"), models.ids()[0]
     reference = float_outputs(model, batch)
-    for couple in find_pairs(model, batch).couples:
-        couple.apply(torch.rand(couple.writer.width, dtype=torch.float64) * 4 + 0.1)
+    for pair in find_pairs(model, batch).pairs:
+        pair.apply(torch.rand(pair.writer.width, dtype=torch.float64) * 4 + 0.1)
     assert 0 < relative_difference(reference, float_outputs(model, batch)) < TOLERANCE
 
 
 def test_grouped_heads_read_their_own_values() -> None:
-    couple = next(c for c in find_pairs(models.decoder("Llama"), models.ids()[0]).couples if c.index is not None)
-    assert couple.head == 8
-    assert couple.index is not None
-    assert couple.index.tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
+    pair = next(c for c in find_pairs(models.decoder("Llama"), models.ids()[0]).pairs if c.index is not None)
+    assert pair.head == 8
+    assert pair.index is not None
+    assert pair.index.tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
     x = torch.arange(32.0)
-    assert torch.equal(couple.gather(x), torch.tensor([*range(8, 16), *range(24, 32)]).float())
+    assert torch.equal(pair.gather(x), torch.tensor([*range(8, 16), *range(24, 32)]).float())
 
 
 def test_a_model_without_float_outputs_is_refused() -> None:

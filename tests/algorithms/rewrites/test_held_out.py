@@ -1,4 +1,4 @@
-"""Rewrites are kept where they help on data that they were not chosen on, couple by couple, and nowhere else."""
+"""Rewrites are kept where they help on data that they were not chosen on, pair by pair, and nowhere else."""
 
 import copy
 from typing import Any
@@ -102,9 +102,9 @@ def test_one_couple_is_kept_and_another_undone() -> None:
 def test_what_hurts_the_whole_model_is_found_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where each layer by itself seems to gain."""
 
-    def candidates(self: Smooth, couple: Any, seen: Any, weights: Tensor) -> Any:
+    def candidates(self: Smooth, pair: Any, seen: Any, weights: Tensor) -> Any:
         wild = 10 ** torch.randn(32, generator=torch.Generator().manual_seed(0)).double()
-        yield "alpha=1", couple.gather(seen.largest) if couple.writer.name == "0" else wild
+        yield "alpha=1", pair.gather(seen.largest) if pair.writer.name == "0" else wild
 
     monkeypatch.setattr(Smooth, "candidates", candidates)
     monkeypatch.setattr(scale_search.ScaleSearch, "_why_not", lambda *_: "")

@@ -78,17 +78,17 @@ def test_outlier_channels_cost_less_than_a_fifth() -> None:
 
 def test_search_is_no_worse_than_any_alpha_nor_than_nothing() -> None:
     model, batches = models.planted(models.decoder("Llama")), models.ids()
-    for couple in find_pairs(model, batches[0]).couples:
-        seen = collect_inputs(model, [couple], batches, 64)[0]
+    for pair in find_pairs(model, batches[0]).pairs:
+        seen = collect_inputs(model, [pair], batches, 64)[0]
         goal, step = target(model), Smooth()
-        weights = torch.stack([r.view.double().abs().amax(0) for r in couple.readers]).amax(0)
+        weights = torch.stack([r.view.double().abs().amax(0) for r in pair.readers]).amax(0)
 
-        def err(s: torch.Tensor, couple: Any = couple, seen: Any = seen, goal: Any = goal) -> float:
-            return group_error(couple.readers, seen.tokens, couple.spread(normalize_scales(s)), goal)
+        def err(s: torch.Tensor, pair: Any = pair, seen: Any = seen, goal: Any = goal) -> float:
+            return group_error(pair.readers, seen.tokens, pair.spread(normalize_scales(s)), goal)
 
-        found = err(step._choose(couple, seen, goal)[1])
-        assert found <= min(err(s) for _, s in step.candidates(couple, seen, weights))
-        assert found <= err(torch.ones(couple.writer.width, dtype=torch.float64))
+        found = err(step._choose(pair, seen, goal)[1])
+        assert found <= min(err(s) for _, s in step.candidates(pair, seen, weights))
+        assert found <= err(torch.ones(pair.writer.width, dtype=torch.float64))
 
 
 def test_group_error_is_of_weights_and_inputs_as_they_will_be() -> None:

@@ -54,9 +54,9 @@ def test_its_function_of_the_scales_is_what_the_weight_stands_for() -> None:
     for floats in (None, teacher):
         found = list(trainable_parameters(model, False, floats))
         assert len(found) == 14
-        for lever in found:
-            assert torch.equal(lever.value(), lever.w.dequantize())
-            assert len(lever.codes) == (floats is not None)
+        for trainable in found:
+            assert torch.equal(trainable.value(), trainable.w.dequantize())
+            assert len(trainable.codes) == (floats is not None)
 
 
 @pytest.mark.parametrize(

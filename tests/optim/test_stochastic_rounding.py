@@ -1,4 +1,4 @@
-"""Rounding by chance: unbiased, a function of its key, the same wherever it is computed."""
+"""Stochastic rounding: unbiased, a function of its key, the same wherever it is computed."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_second_moments_are_unbiased() -> None:
 
 
 def test_bf16_parameters_move_by_less_than_their_last_place() -> None:
-    """Updates of a tenth of it are lost to the nearest; by chance they add up to what they should."""
+    """Updates of a tenth of a step vanish when rounded to nearest; rounded stochastically they add up."""
     moved = {}
     for by_chance in (False, True):
         p = torch.nn.Parameter(torch.ones(64, 256, dtype=torch.bfloat16))
