@@ -192,6 +192,14 @@ class QuantSpec:
                 total += kind.nbytes(part_shape) if isinstance(kind, QuantSpec) else n_blocks * kind.itemsize
         return total + (0 if self.table_shape is None else 2 * math.prod(self.table_shape))
 
+    def rows_independent(self, shape: Sequence[int]) -> bool:
+        """Whether x[a:b] of a tensor of that shape can be quantized on its own: rows share no part, at any depth."""
+        if self.format.kind == "learned":  # all rows share the table
+            return False
+        inner = blocks.counts(self.block, shape)
+        nested = [k for k in (self.scale, self.offset) if isinstance(k, QuantSpec)]
+        return blocks.resolve(self.block, shape)[0] == 1 and all(k.rows_independent(inner) for k in nested)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/format.md."""
         data: dict[str, Any] = {

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.rows import rows_independent
 from .checkpoint import Checkpoint
 from .codecs import CODECS, Codec, Found
 from .errors import CheckpointError
@@ -190,7 +189,7 @@ def _native(c: Checkpoint, name: str, meta: Meta) -> StoredTensor:
 
         return checked(replace(meta, shape=(stop - start, *meta.shape[1:])), get)
 
-    by_rows = len(meta.shape) > 1 and meta.axes is None and rows_independent(meta.spec, meta.shape)
+    by_rows = len(meta.shape) > 1 and meta.axes is None and meta.spec.rows_independent(meta.shape)
     nbytes = sum(_size(c.entry(part)) for part in stored)
     return StoredTensor(meta, nbytes, lambda: checked(meta, c.tensor), rows if by_rows else None)
 

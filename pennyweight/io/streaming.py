@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..core.rows import rows_independent
 from ..quantize.pipeline import quantize_weight
 from ..quantize.plan import PlanRow
 from ..quantize.scheme import Scheme
@@ -62,7 +61,7 @@ def quantize_rows(file: File, name: str, row: PlanRow, aliases: tuple[str, ...],
     meta = Meta(clean(scheme.weight), e.shape, e.dtype, act, axes)
 
     def make() -> Iterable[tuple[str, int, Tensor]]:
-        by_rows = rank > 1 and axes is None and rows_independent(meta.spec, meta.shape)
+        by_rows = rank > 1 and axes is None and meta.spec.rows_independent(meta.shape)
         return (_by_rows if by_rows else _whole)(file, name, scheme, meta, noise)
 
     return Item(name, stored_parts(name, meta), make, meta, aliases)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..core import quantize_backends
 from ..core.distributed.full_tensor import distribute_like, full_tensor, is_fully_sharded, local_tensor
 from ..core.numerics import Parts, dequantize, quantize
-from ..core.rows import rows_independent
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from .config_resolution import Filter, PlanError
 from .configs import AOBaseConfig
@@ -200,7 +199,7 @@ def quantize_weight(
     check_finite(x, name)
     spec = spec.with_(layout="plain")
     step = max(1, x.shape[0] if x.ndim else 1)
-    if x.ndim > 1 and x.shape[0] > 1 and rows_independent(spec, x.shape):
+    if x.ndim > 1 and x.shape[0] > 1 and spec.rows_independent(x.shape):
         step = min(step, max(1, _CHUNK // max(1, x[0].numel())))
     pieces, signal, noise = [], 0.0, 0.0
     for start in range(0, max(1, x.shape[0] if x.ndim else 1), step):

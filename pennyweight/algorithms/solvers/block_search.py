@@ -12,7 +12,6 @@ from torch import Tensor
 from ...core import blocks
 from ...core.numerics import Parts, dequantize, encode, quantize, store_qparams, stored_value
 from ...core.qparams import Params
-from ...core.rows import rows_independent
 from ..base import Solution, Task
 from .kquant_search import stack_rows
 from .qparam_grid import grid_candidates, select_blocks
@@ -99,7 +98,7 @@ class BlockSearch:
         others: further candidate parts of the whole weight, used if better.
         """
         shape, weight = self.task.weight.shape, self.task.weight
-        by_row = rows_independent(self.spec, shape)
+        by_row = self.spec.rows_independent(shape)
         chosen = self.first
         parts = quantize(weight, self.spec, params=chosen)
         least = self.row_costs(dequantize(parts, self.spec, shape))
@@ -118,7 +117,7 @@ def solve_in_chunks(task: Task, solve: Callable[[Task, slice], Solution]) -> Sol
     """Call solve(task of some rows, their slice) chunk by chunk if rows are independent; else once for all rows."""
     n, k = task.weight.shape
     step = max(1, _CHUNK // max(1, k))
-    if n <= step or not rows_independent(task.spec, task.weight.shape):
+    if n <= step or not task.spec.rows_independent(task.weight.shape):
         return solve(task, slice(0, n))
     runs = [slice(start, min(start + step, n)) for start in range(0, n, step)]
     found = [solve(replace(task, weight=task.weight[rows]), rows) for rows in runs]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Size, Tensor
 
-from ...core.rows import rows_independent
 from .gptq_core import coordinate_descent
 from .qparam_grid import QParamGrid, make_grid, select_blocks
 from .rtn import output_error
@@ -20,7 +19,7 @@ class BestCandidate:
 
     def __init__(self, g: QParamGrid, codes: Tensor, values: Tensor, error: Tensor, shape: Size) -> None:
         self.grid, self.codes, self.values, self.error = g, codes, values, error
-        self.shape, self.by_row = shape, rows_independent(g.spec, shape)
+        self.shape, self.by_row = shape, g.spec.rows_independent(shape)
 
     def offer(self, g: QParamGrid, codes: Tensor, values: Tensor, error: Tensor) -> None:
         """Keep a candidate if it is better than all before; non-finite errors count as infinite."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...core.numerics import Parts, dequantize
-from ...core.rows import rows_independent
 from ..base import Solution, Solver, Task, register
 from .candidates import BestCandidate, refit_and_descend
 from .gptq_core import CholeskyFactor, inverse_cholesky, quantize_columns
@@ -80,7 +79,7 @@ class GPTQ(Solver):
         hessians, drifts = task.stats["hessian"], task.stats.get("drift") if self.asymmetric else None
         if hessians.shape[0] == 1:
             return self._solve(task, hessians[0], None if drifts is None else drifts[0])
-        if not rows_independent(task.spec, task.weight.shape):
+        if not task.spec.rows_independent(task.weight.shape):
             return Nearest().solve(task)._replace(note="rounded to nearest: blocks span groups of the convolution")
         # A grouped convolution: each group of outputs has its own inputs
         solved = []

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.qparams import Params
-from ...core.rows import rows_independent
 from ...core.spec import QuantSpec
 from .qparam_grid import QParamGrid, make_grid
 
@@ -26,7 +25,7 @@ def refit(target: Tensor, codes: Tensor, g: QParamGrid, hessian: Tensor) -> QPar
     spec, (n, k) = g.spec, target.shape
     if isinstance(spec.scale, QuantSpec) or isinstance(spec.offset, QuantSpec) or spec.scale is None:
         return None
-    if not rows_independent(spec, target.shape):
+    if not spec.rows_independent(target.shape):
         return None
     chosen = g.chosen
     assert chosen.scale is not None

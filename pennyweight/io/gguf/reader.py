@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.rows import rows_independent
 from ..atomic_write import write_bytes
 from ..checkpoint import resolve_inside
 from ..config_files import config_bytes
@@ -118,7 +117,7 @@ def _held(file: File, name: str) -> StoredTensor:
         each = e.rows // shape[0]
         return decoded(file.rows(name, start * each, stop * each), (stop - start, *shape[1:]))
 
-    by_rows = len(shape) > 1 and shape[0] > 0 and (e.type.plain or rows_independent(spec, shape))
+    by_rows = len(shape) > 1 and shape[0] > 0 and (e.type.plain or spec.rows_independent(shape))
     return StoredTensor(
         kind, e.end - e.begin, lambda: decoded(file.mapped(name), shape), rows if by_rows else None, e.type.name
     )
