@@ -1,5 +1,6 @@
 """For every test: fixed seeds, and memory that was never written is made visible."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,10 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.utils._device import _device_constructors
 
 import pennyweight
+
+# A terminal that the tests run in, and pytest-xdist, say how wide tables are; here they have their width without one.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 
 PACKAGE = str(Path(pennyweight.__file__).parent)
 SENTINEL = 85  # 0b01010101: fits every integer type, and is neither a likely code nor a likely zero point

@@ -106,7 +106,7 @@ def test_a_rank_that_dies_leaves_no_checkpoint_and_the_job_goes_on(tmp_path: Pat
     convert(src, tmp_path / "one")
     first, second = on_ranks(2, src, dst, "dies")
     assert "rank 0 lost another rank" in first
-    assert "the same command goes on from there" in first
+    assert "rerun the same command to resume" in first
     assert second == ""
     left = snapshot(dst)
     assert "model.safetensors.index.json" not in left
@@ -122,7 +122,7 @@ def test_a_rank_that_dies_leaves_no_checkpoint_and_the_job_goes_on(tmp_path: Pat
 def test_an_error_on_one_rank_is_everyones(tmp_path: Path) -> None:
     src, dst = source(tmp_path / "src"), tmp_path / "out"
     first, second = on_ranks(2, src, dst, "fails")
-    assert "rank 1 stopped: OSError: [Errno 28] no space left" in first
+    assert "rank 1 failed: OSError: [Errno 28] no space left" in first
     assert "no space left" in second
     assert "model.safetensors.index.json" not in snapshot(dst)
     convert(src, dst)  # one process goes on from there

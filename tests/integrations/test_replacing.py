@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 import pennyweight as pw
 import pennyweight.integrations.transformers
 from pennyweight.integrations.transformers import attach_quantizer
-from pennyweight.io import CheckpointError, replace_checkpoint
+from pennyweight.io import CheckpointError, replacing
 from tests.integrations.small import llama
 from tests.io.crashing import Crash, stopping
 
@@ -24,7 +24,7 @@ def quantized(config: Any) -> Any:
 
 
 def write(folder: Path, config: Any) -> None:
-    with replace_checkpoint(folder) as new:
+    with replacing(folder) as new:
         quantized(config).save_pretrained(new, max_shard_size="40KB")
 
 

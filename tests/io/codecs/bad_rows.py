@@ -297,9 +297,9 @@ ROWS: dict[str, tuple[str, Write, str]] = {
     "torchao parts missing": ("torchao int8", described(
         lambda d: json.dumps({**d, "_tensor_data_names": ["qdata"]})), "missing 1 required"),
     "torchao part twice": ("torchao int8", described(
-        lambda d: json.dumps({**d, "_tensor_data_names": [*d["_tensor_data_names"], "qdata"]})), "as well"),
+        lambda d: json.dumps({**d, "_tensor_data_names": [*d["_tensor_data_names"], "qdata"]})), "also belongs to"),
     "torchao part of two": ("torchao int8", described(lambda d: json.dumps({"_type": "Tensor"}), "m._weight_qdata"),
-                            "as well"),
+                            "also belongs to"),
     "torchao tensor not stored": ("torchao int8", described(lambda d: json.dumps({"_type": "Tensor"}), "ghost"),
                                   "part ghost is missing"),
 }  # fmt: skip
