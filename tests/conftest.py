@@ -14,7 +14,7 @@ from torch.utils._device import _device_constructors
 
 import pennyweight
 
-# A terminal that the tests run in, and pytest-xdist, say how wide tables are; here they have their width without one.
+# Terminals and pytest-xdist set these, and rich takes the width of tables from them; the tests expect its default.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 

@@ -34,7 +34,7 @@ class RawFile:
     def __init__(self, path: str, mmap: bool = True) -> None:
         self.path, self.mmap = path, mmap
         self._map: Map | None = None
-        self._turn = threading.Lock()  # of seek and read, where the system has no read at an offset
+        self._seek_lock = threading.Lock()  # for systems without a read at an offset
         try:
             # a pipe must not block the open, and a link swapped in after the path was checked must not be followed
             flags = (
@@ -70,18 +70,27 @@ class RawFile:
 
     def _read_into(self, offset: int, view: memoryview) -> int:
         """Number of bytes read starting at offset, at most the size of the view; 0 at the end of the file."""
-        if not self._close.alive:  # the descriptor number may belong to another file by now
-            raise CheckpointError(self.path, None, "is closed")
+        self._check_open()
         try:
             if hasattr(os, "preadv"):
-                return os.preadv(self._fd, [view], offset)
-            with self._turn:
-                os.lseek(self._fd, offset, os.SEEK_SET)
-                data = os.read(self._fd, min(len(view), _PIECE))
+                count = os.preadv(self._fd, [view], offset)
+            else:
+                with self._seek_lock:
+                    os.lseek(self._fd, offset, os.SEEK_SET)
+                    data = os.read(self._fd, min(len(view), _PIECE))
+                view[: len(data)] = data
+                count = len(data)
         except OSError as e:
+            self._check_open()
             raise CheckpointError(self.path, None, f"cannot be read: {e.strerror}") from e
-        view[: len(data)] = data
-        return len(data)
+        self._check_open()
+        return count
+
+    def _check_open(self) -> None:
+        """Called before and after each use of the descriptor: once the file is closed, by this thread or another, its
+        number may belong to another file, whose bytes must not be returned."""
+        if not self._close.alive:
+            raise CheckpointError(self.path, None, "is closed")
 
     def _read_at(self, offset: int, count: int) -> bytes:
         """count bytes starting at offset."""
@@ -104,11 +113,14 @@ class RawFile:
             out = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
             self._fill(begin, memoryview(out.numpy()))
             return out
-        if self._map is None:
-            if not self._close.alive:
-                raise CheckpointError(self.path, None, "is closed")
+        mapped = self._map  # read once: close() in another thread clears it
+        if mapped is None:
+            self._check_open()
             try:
-                self._map = Map(self._fd, self.size, access=ACCESS_COPY)
+                mapped = Map(self._fd, self.size, access=ACCESS_COPY)
             except (OSError, ValueError) as e:
+                self._check_open()
                 raise CheckpointError(self.path, None, f"cannot be mapped: {e}") from e
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=end - begin, offset=begin)
+            self._check_open()
+            self._map = mapped
+        return torch.frombuffer(mapped, dtype=torch.uint8, count=end - begin, offset=begin)

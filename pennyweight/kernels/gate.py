@@ -160,26 +160,36 @@ def float_parts(w: FloatLinear, outer_offset: bool) -> tuple[_Part, ...]:
     )  # fmt: skip
 
 
-def operand(
-    what: str, expected: Sequence[_Part], parts: Sequence[Tensor | None], perm: Tensor | None, k: int,
-    static: tuple[Tensor, torch.dtype, Tensor | None, int] | None = None,
-) -> Operand:  # fmt: skip
-    """Check the parts of a weight against the requirements of native ``linear``. ArgumentError names the bad part."""
-    held: list[tuple[Tensor | None, int]] = []
-    for part, need in zip(parts, expected, strict=True):
-        if need.kind == NONE:
-            held.append((None, 0))
-            continue
-        if part is None or not _fits(part, _DTYPES[need.kind], need.least):
-            _optional(part, f"{what}: {need.name}", need.kind, need.least)  # raises with the details
-            raise AssertionError(need.name)
-        held.append((part, part.nbytes))
-    if perm is not None:
-        address(perm, f"{what}: perm", (torch.int32, torch.int64), k, exact=True)
-    (codes, codes_bytes), (scale, scale_bytes), *rest = held
-    assert codes is not None
-    plain = static is None and scale is not None and all(part is None for part, _ in rest)
-    return Operand(codes, codes_bytes, scale, scale_bytes, None if plain else tuple(rest), perm, static)
+def operands(what: str, expected: Sequence[_Part], k: int) -> Callable[..., Operand]:
+    """(parts, perm, static=None) -> Operand: the parts of one weight, checked against what its native product expects.
+
+    In compiled graphs this runs at each call, so all that does not depend on the parts is computed here. The result
+    raises ArgumentError that names the part.
+    """
+    required = [(i, _DTYPES[need.kind], need) for i, need in enumerate(expected) if need.kind != NONE]
+    scaled, only_scaled = expected[1].kind != NONE, [i for i, _, _ in required] == [0, 1]
+
+    def check(
+        parts: Sequence[Any], perm: Tensor | None,
+        static: tuple[Tensor, torch.dtype, Tensor | None, int] | None = None,
+    ) -> Operand:  # fmt: skip
+        for i, dtypes, need in required:
+            part = parts[i]
+            if part is None or not _fits(part, dtypes, need.least):
+                _optional(part, f"{what}: {need.name}", need.kind, need.least)  # raises with the details
+                raise AssertionError(need.name)
+        if perm is not None:
+            address(perm, f"{what}: perm", (torch.int32, torch.int64), k, exact=True)
+        codes, scale = parts[0], parts[1] if scaled else None
+        more = None
+        if static is not None or not only_scaled:
+            held: list[tuple[Tensor | None, int]] = [(None, 0)] * len(expected)
+            for i, _, _ in required:
+                held[i] = parts[i], parts[i].nbytes
+            more = tuple(held[2:])
+        return Operand(codes, codes.nbytes, scale, 0 if scale is None else scale.nbytes, more, perm, static)
+
+    return check
 
 
 Product = Callable[[Tensor, Operand, "Tensor | None"], "Tensor | None"]

@@ -108,15 +108,15 @@ def _f_linear(func: Any, args: Any, kwargs: Any) -> Any:
         return linear(x, w, bias)
 
 
-def linear(x: Tensor, w: QT, bias: Tensor | None = None, traceable: bool = True) -> Tensor:
+def linear(x: Tensor, w: QT, bias: Tensor | None = None, eager: bool = False) -> Tensor:
     """x [.., K] @ w [N, K].T + bias, with the selected kernel; output in x's dtype.
 
     bias: [N], or any shape that ``F.linear`` broadcasts to the result. Backward: the gradient of x uses the dequantized
     weight (straight-through for a quantized activation); those of w and bias are as for a float weight. Raises
-    ArgumentError if a shape, dtype or device does not fit. traceable: False if the caller knows that nothing compiles.
+    ArgumentError if a shape, dtype or device does not fit. eager: whether the caller has checked that nothing compiles.
     """
     bound = w._bound.get(x.dtype)  # hot path, runs per layer and call: each line costs about 0.1 µs
-    if bound is None or (traceable and _is_compiling()) or _is_autocast_enabled():
+    if bound is None or (not eager and _is_compiling()) or _is_autocast_enabled():
         return _general(x, w, bias)
     if _is_grad_enabled() and _wants_grad(x, w, bias):
         return _general(x, w, bias)

@@ -40,7 +40,7 @@ class FrozenLinear(nn.Linear):
         if type(input) is not Tensor:
             return F.linear(input, w, held["bias"])
         with torch._C.DisableTorchFunctionSubclass():  # as F.linear's handler does
-            return linear(input, w, held["bias"], False)
+            return linear(input, w, held["bias"], eager=True)
 
     def extra_repr(self) -> str:
         w = self._parameters.get("weight")

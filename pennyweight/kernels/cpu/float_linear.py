@@ -265,7 +265,7 @@ def bind(case: Case) -> Bound:
     outer_offset = isinstance(kind, QuantSpec) and kind.offset is not None
     expected, outer = gate.float_parts(struct, outer_offset), struct.outer != 0
     nested, coded_offset = isinstance(kind, QuantSpec), isinstance(case.spec.offset, QuantSpec)
-    what, k = f"linear {list(case.shape)} {case.spec}", struct.k
+    check = gate.operands(f"linear {list(case.shape)} {case.spec}", expected, struct.k)
 
     def operand(w: Any) -> gate.Operand:
         scale, offset = w.scale, w.offset
@@ -276,7 +276,7 @@ def bind(case: Case) -> Bound:
             w.codes, scale.codes if nested else scale, above, scale.offset if outer_offset else None,
             offset.codes if coded_offset else offset, offset.scale if coded_offset else None,
         )  # fmt: skip
-        return gate.operand(what, expected, parts, w.perm, k)
+        return check(parts, w.perm)
 
     return Bound(gate.product(struct, case.dtype, numbers(case.spec.format, case.spec.mid)), operand)
 

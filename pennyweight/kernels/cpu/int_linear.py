@@ -250,7 +250,7 @@ def _operands(case: Case, struct: IntLinear) -> Callable[[Any], gate.Operand]:
     nested, under = isinstance(case.spec.scale, QuantSpec), struct.outer > 0
     inner = under and case.spec.offset is not None
     zero_shift = 128 if act is not None and act.spec.format is UINT8 else 0
-    what, k = f"linear {list(case.shape)} {case.spec}", struct.k
+    check = gate.operands(f"linear {list(case.shape)} {case.spec}", expected, struct.k)
 
     def operand(w: Any) -> gate.Operand:
         scale, offset = w.scale, w.offset
@@ -265,7 +265,7 @@ def _operands(case: Case, struct: IntLinear) -> Callable[[Any], gate.Operand]:
                     "a static activation needs act_scale on the weight; calibrate, or pass it in the config"
                 )
             static = (w.act_scale, act.spec.scale, w.act_zero_point, zero_shift)
-        return gate.operand(what, expected, parts, w.perm, k, static)  # type: ignore[arg-type]
+        return check(parts, w.perm, static)
 
     return operand
 
