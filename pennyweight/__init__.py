@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .algorithms import calibrate, improve, quantize_, sample, search, sparsify_
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, quantize_checkpoint, save, unflatten
+    from .planning.configs import *  # noqa: F403
+    from .planning.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .quantize import (
         FrozenLinear,
         PerformanceWarning,
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
         thaw_,
         together,
     )
-    from .quantize.configs import *  # noqa: F403
-    from .quantize.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify
     from .training import QATConfig, distillation_loss, enable_fake_quant
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..core.numerics import Parts
 from ..core.spec import QuantSpec
-from ..quantize.scheme import Scheme
+from ..planning.scheme import Scheme
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from ..core.distributed.full_tensor import full_tensor, is_dtensor
 from ..core.numerics import dequantize
 from ..core.tensor import AffineQuantizedTensor
+from ..planning.config_resolution import Filter, PlanError
+from ..planning.configs import AOBaseConfig
+from ..planning.module_handlers import MODEL_HANDLERS
+from ..planning.plan import Plan, PlanRow, plan
+from ..planning.report import Report
+from ..planning.scheme import Scheme
 from ..quantize import pipeline as plainly
-from ..quantize.config_resolution import Filter, PlanError
-from ..quantize.configs import AOBaseConfig
-from ..quantize.module_handlers import MODEL_HANDLERS
-from ..quantize.plan import Plan, PlanRow, plan
-from ..quantize.report import Report
 from ..quantize.save_pretrained import settle_saving_
-from ..quantize.scheme import Scheme
 from . import recipe as recipes
 from .base import Solution, Solver, Task
 from .calibration import memory_budget

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..core.formats import INT8
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, check_finite
-from ..quantize.config_resolution import Filter, PlanError
-from ..quantize.configs import SpecConfig
+from ..planning.config_resolution import Filter, PlanError
+from ..planning.configs import SpecConfig
+from ..planning.plan import PlanRow, plan
+from ..planning.report import Report, Row
+from ..planning.sparsity_mask import SparsityPattern
 from ..quantize.pipeline import decibels
-from ..quantize.plan import PlanRow, plan
-from ..quantize.report import Report, Row
-from ..quantize.sparsity_mask import SparsityPattern
 from .calibration.batches import Batches, read
 from .calibration.loop import CalibrationLoop, CollectedStatistics
 from .solvers.clip import by_rows

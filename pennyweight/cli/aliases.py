@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..quantize.configs.aliases import CONFIGS, by_name, close_to
+from ..planning.configs.aliases import CONFIGS, by_name, close_to
 
 if TYPE_CHECKING:
-    from ..quantize.configs import AOBaseConfig
+    from ..planning.configs import AOBaseConfig
 
 __all__ = ["CONFIGS", "build", "close_to", "listing"]
 

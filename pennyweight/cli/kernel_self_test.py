@@ -10,7 +10,7 @@ import torch
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels import Kernel, get_kernel, kernels
 from ..kernels.table import case_of
-from ..quantize.parameters import Site
+from ..planning.parameters import Site
 from ..quantize.pipeline import quantize_weight
 from .aliases import CONFIGS, build
 

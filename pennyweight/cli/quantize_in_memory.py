@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from ..quantize.configs import AOBaseConfig
-    from ..quantize.report import Report
+    from ..planning.configs import AOBaseConfig
+    from ..planning.report import Report
 
 JOURNAL = ".calibration"  # in OUT_DIR during a run: the finished weights
 SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published GPTQ results use 128 sequences of 2048

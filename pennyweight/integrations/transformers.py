@@ -15,10 +15,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
 from ..io.foreign_state_dict import FORMATS
 from ..io.manifest import VERSION
-from ..quantize.configs import AOBaseConfig
-from ..quantize.configs.aliases import by_name
-from ..quantize.configs.serialize import config_from_data
-from ..quantize.plan import ON_INDIVISIBLE
+from ..planning.configs import AOBaseConfig
+from ..planning.configs.aliases import by_name
+from ..planning.configs.serialize import config_from_data
+from ..planning.plan import ON_INDIVISIBLE
 from .transformers_folder import attach_quantizer, load_pretrained
 from .transformers_quantizer import PennyweightQuantizer
 

@@ -27,12 +27,12 @@ from ..io.state_dict_slots import slots_of
 from ..io.validate import check_data
 from ..kernels.repack import choose_layout, prepare
 from ..kernels.table import Case
-from ..quantize.config_resolution import PlanError
-from ..quantize.configs import AOBaseConfig, FqnToConfig
-from ..quantize.parameters import Place, is_linear
+from ..planning.config_resolution import PlanError
+from ..planning.configs import AOBaseConfig, FqnToConfig
+from ..planning.parameters import Place, is_linear
+from ..planning.plan import Plan, PlanRow, plan
+from ..planning.report import Report, Row
 from ..quantize.pipeline import dequantize_, solve
-from ..quantize.plan import Plan, PlanRow, plan
-from ..quantize.report import Report, Row
 
 
 class PennyweightQuantizer(HfQuantizer):

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 from ..core.spec import DTYPES
-from ..quantize.config_resolution import Filter, PlanError
-from ..quantize.configs import AOBaseConfig, FqnToConfig
-from ..quantize.parameters import is_linear
-from ..quantize.plan import Plan, PlanRow, plan
-from ..quantize.report import Report
+from ..planning.config_resolution import Filter, PlanError
+from ..planning.configs import AOBaseConfig, FqnToConfig
+from ..planning.parameters import is_linear
+from ..planning.plan import Plan, PlanRow, plan
+from ..planning.report import Report
 from .checkpoint import Checkpoint, open_checkpoint
 from .config_files import copy_side_files, quantization_config
 from .errors import CheckpointError

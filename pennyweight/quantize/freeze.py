@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.linear import linear
 from ..kernels.table import case_of, select
-from .parameters import Place, places
-from .report import Report, Row
+from ..planning.parameters import Place, places
+from ..planning.report import Report, Row
 
 
 class FrozenLinear(nn.Linear):

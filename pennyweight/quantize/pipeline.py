@@ -14,16 +14,16 @@ from ..core import quantize_backends
 from ..core.distributed.full_tensor import distribute_like, full_tensor, is_fully_sharded, local_tensor
 from ..core.numerics import Parts, dequantize, quantize
 from ..core.tensor import AffineQuantizedTensor, check_finite
-from .config_resolution import Filter, PlanError
-from .configs import AOBaseConfig
+from ..planning.config_resolution import Filter, PlanError
+from ..planning.configs import AOBaseConfig
+from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
+from ..planning.module_handlers import MODEL_HANDLERS, apply_callable, module_nbytes
+from ..planning.parameters import places
+from ..planning.plan import Plan, PlanRow, plan
+from ..planning.report import Report, Row
+from ..planning.scheme import Scheme
 from .freeze import thaw_
-from .layer_timing import measure_, row_counts, skip_slower_, warn_slower
-from .module_handlers import MODEL_HANDLERS, apply_callable, module_nbytes
-from .parameters import places
-from .plan import Plan, PlanRow, plan
-from .report import Report, Row
 from .save_pretrained import settle_saving_
-from .scheme import Scheme
 
 ON_SLOWER = ("keep", "skip")
 Put = Callable[[PlanRow, Row, AffineQuantizedTensor, float, Any], None]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .config_resolution import PlanError, rules
-from .configs import (
+from ..planning.config_resolution import PlanError, rules
+from ..planning.configs import (
     AOBaseConfig,
     FqnToConfig,
     Int4WeightOnlyConfig,
@@ -22,13 +22,13 @@ from .configs import (
     Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
 )
-from .layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
-from .module_handlers import HANDLERS
+from ..planning.layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
+from ..planning.module_handlers import HANDLERS
+from ..planning.plan import plan
+from ..planning.report import NOISE, size
+from ..planning.run_batch import run_batch
 from .pipeline import quantize_, solve
-from .plan import plan
 from .recommendation import BUSY, Candidate, Recommendation, best, verdict
-from .report import NOISE, size
-from .run_batch import run_batch
 
 CANDIDATES: tuple[AOBaseConfig, ...] = (
     Int8DynamicActivationInt8WeightConfig(),

@@ -18,7 +18,7 @@ from torch import Tensor
 import pennyweight as pw
 from pennyweight.cli.aliases import build
 from pennyweight.io import quantize_checkpoint
-from pennyweight.quantize.report import size
+from pennyweight.planning.report import size
 
 LINEAR = {"head.weight", *(f"blocks.{i}.{n}.weight" for i in range(2) for n in ("q", "up"))}
 

@@ -17,13 +17,13 @@ from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, TINYGEMM, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError, load, quantize_checkpoint, save
 from pennyweight.io import streaming as streaming_module
-from pennyweight.quantize import FqnToConfig, PlanError, quantize_
-from pennyweight.quantize.configs import (
+from pennyweight.planning.configs import (
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
 )
-from pennyweight.quantize.configs.base import SpecConfig
+from pennyweight.planning.configs.base import SpecConfig
+from pennyweight.quantize import FqnToConfig, PlanError, quantize_
 from tests.io.test_native_format import assert_same
 
 

@@ -17,11 +17,11 @@ from pennyweight.core.formats import INT8 as INT8_FORMAT
 from pennyweight.core.numerics import sqnr
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
+from pennyweight.planning.module_handlers import HANDLERS
+from pennyweight.planning.parameters import Site
+from pennyweight.planning.report import size
 from pennyweight.quantize import Row, Scheme
-from pennyweight.quantize.module_handlers import HANDLERS
-from pennyweight.quantize.parameters import Site
 from pennyweight.quantize.pipeline import _CHUNK, quantize_weight
-from pennyweight.quantize.report import size
 
 INT8, INT4_32 = pw.Int8WeightOnlyConfig(), pw.Int4WeightOnlyConfig(group_size=32)
 

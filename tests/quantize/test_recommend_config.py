@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.quantize import Candidate, Latency, layer_timing, recommend_config
-from pennyweight.quantize.module_handlers import HANDLERS
-from pennyweight.quantize.plan import PlanRow
+from pennyweight.planning import layer_timing
+from pennyweight.planning.module_handlers import HANDLERS
+from pennyweight.planning.plan import PlanRow
+from pennyweight.quantize import Candidate, Latency, recommend_config
 from pennyweight.quantize.recommend_config import fastest_per_layer
 from pennyweight.quantize.recommendation import best, verdict
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.run_batch import run_batch
+from ...planning.run_batch import run_batch
 from .block_order import hidden_argument, output_tensor
 
 Rest = Callable[[int, int], tuple[Any, dict[str, Any]]]  # (batch, block) -> further arguments

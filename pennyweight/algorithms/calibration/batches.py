@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import KeyEntry, MappingKey, SequenceKey, tree_flatten_with_path
 
-from ...quantize.config_resolution import PlanError
+from ...planning.config_resolution import PlanError
 from . import all_reduce
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.run_batch import run_batch, token_mask
+from ...planning.run_batch import run_batch, token_mask
 from .input_hooks import InputHooks
 
 

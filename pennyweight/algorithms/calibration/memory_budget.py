@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ...quantize.config_resolution import PlanError
-from ...quantize.report import nbytes_of, size
+from ...planning.config_resolution import PlanError
+from ...planning.report import nbytes_of, size
 from .statistics import Statistic
 
 

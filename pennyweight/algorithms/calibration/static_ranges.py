@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from ...core.numerics import dequantize, quantize
 from ...core.qparams import Params, choose
 from ...core.spec import ActivationSpec
-from ...quantize.config_resolution import Filter, PlanError
-from ...quantize.configs import (
+from ...planning.config_resolution import Filter, PlanError
+from ...planning.configs import (
     AOBaseConfig,
     Float8StaticActivationFloat8WeightConfig,
     FqnToConfig,
     Int8StaticActivationInt8WeightConfig,
     SpecConfig,
 )
-from ...quantize.granularity import MappingType
-from ...quantize.parameters import kind_of
-from ...quantize.plan import PlanRow, plan
-from ...quantize.run_batch import run_batch, token_mask
-from ...quantize.scheme import Scheme
+from ...planning.granularity import MappingType
+from ...planning.parameters import kind_of
+from ...planning.plan import PlanRow, plan
+from ...planning.run_batch import run_batch, token_mask
+from ...planning.scheme import Scheme
 from .batches import each
 from .block_order import inference_mode
 from .input_hooks import InputHooks

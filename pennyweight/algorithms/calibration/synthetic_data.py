@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.config_resolution import PlanError
+from ...planning.config_resolution import PlanError
 
 
 def sample(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isinf
 
-from ...quantize.config_resolution import PlanError
-from ...quantize.configs import AOBaseConfig
-from ...quantize.report import size
+from ...planning.config_resolution import PlanError
+from ...planning.configs import AOBaseConfig
+from ...planning.report import size
 from ..calibration import memory_budget
 
 Budget = str | Sequence[str]

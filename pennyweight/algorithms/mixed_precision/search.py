@@ -14,13 +14,13 @@ from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
 from ...core.layouts import portable_layout
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.config_resolution import Filter, PlanError
-from ...quantize.configs import AOBaseConfig, FqnToConfig, SpecConfig
-from ...quantize.configs.serialize import config_to_data
-from ...quantize.plan import Plan, PlanRow, plan
+from ...planning.config_resolution import Filter, PlanError
+from ...planning.configs import AOBaseConfig, FqnToConfig, SpecConfig
+from ...planning.configs.serialize import config_to_data
+from ...planning.plan import Plan, PlanRow, plan
+from ...planning.report import size
+from ...planning.run_batch import run_batch
 from ...quantize.recommend_config import CANDIDATES as FAST
-from ...quantize.report import size
-from ...quantize.run_batch import run_batch
 from .. import recipe as recipes
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.run_batch import run_batch
+from ...planning.run_batch import run_batch
 from ..calibration.block_order import inference_mode
 from ..calibration.input_hooks import COMPOSITE, READERS, read_linear
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ...core.tensor import AffineQuantizedTensor
 from ...kernels.repack import choose_layout
 from ...kernels.table import Case
-from ...quantize.parameters import Place, Site, make_site, places
+from ...planning.parameters import Place, Site, make_site, places
+from ...planning.run_batch import run_batch, token_mask
+from ...planning.scheme import Scheme
 from ...quantize.pipeline import quantize_weight
-from ...quantize.run_batch import run_batch, token_mask
-from ...quantize.scheme import Scheme
 from ..calibration import all_reduce
 from ..calibration.block_order import inference_mode
 from ..tuners import losses

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.config_resolution import PlanError
-from ...quantize.scheme import Scheme
+from ...planning.config_resolution import PlanError
+from ...planning.scheme import Scheme
 from ..base import Rewrite, register
 from ..calibration import all_reduce
 from ..calibration.batches import Batches, held_out, read

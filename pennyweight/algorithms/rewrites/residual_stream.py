@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.config_resolution import PlanError
+from ...planning.config_resolution import PlanError
 from ..calibration.block_order import inference_mode
 from .equalization import NormWeight, norm_weight_of, shared_readers
 from .graph import ADDS, SCALES, TRANSPARENT, Matrix, Node, norm_width, trace

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...core.numerics import fake_quantize
 from ...kernels.activation import quantize_activation
-from ...quantize.config_resolution import PlanError
-from ...quantize.run_batch import run_batch, token_mask
-from ...quantize.scheme import Scheme
+from ...planning.config_resolution import PlanError
+from ...planning.run_batch import run_batch, token_mask
+from ...planning.scheme import Scheme
 from ..base import Rewrite
 from ..calibration import all_reduce
 from ..calibration.batches import Batches, held_out, read

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from ...core.numerics import fake_quantize
 from ...core.spec import ActivationSpec
 from ...kernels.activation import quantize_activation
-from ...quantize.run_batch import run_batch
-from ...quantize.scheme import Scheme
+from ...planning.run_batch import run_batch
+from ...planning.scheme import Scheme
 from ..calibration import all_reduce
 from ..calibration.block_order import inference_mode
 from ..tuners import losses

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ...quantize.run_batch import run_batch
+from ...planning.run_batch import run_batch
 from ..calibration.block_order import inference_mode
 
 TOLERANCE = 1e-5  # |difference| / |outputs| of a model in float32

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.parameters import kind_of
-from ...quantize.run_batch import run_batch, token_mask
+from ...planning.parameters import kind_of
+from ...planning.run_batch import run_batch, token_mask
 from ..base import Tuner, register
 from ..calibration import all_reduce
 from ..calibration.batches import read

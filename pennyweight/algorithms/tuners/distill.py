@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.run_batch import run_batch
-from ...quantize.scheme import Scheme
+from ...planning.run_batch import run_batch
+from ...planning.scheme import Scheme
 from ..base import Tuner, register
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode

@@ -13,9 +13,9 @@ from ...core.numerics import Parts, dequantize, part_value
 from ...core.qparams import Params
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.config_resolution import PlanError
-from ...quantize.parameters import Place, places
-from ...quantize.report import Report, Row
+from ...planning.config_resolution import PlanError
+from ...planning.parameters import Place, places
+from ...planning.report import Report, Row
 from ..base import Tuner
 from ..calibration.batches import read
 from ..calibration.loop import CalibrationLoop, CollectedStatistics

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...quantize.run_batch import run_batch, token_mask
+from ...planning.run_batch import run_batch, token_mask
 from ..calibration.block_order import inference_mode
 
 Divergence = Callable[[Any, Any, Any], Tensor]  # (reference output, output, batch) -> scalar

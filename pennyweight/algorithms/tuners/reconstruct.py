@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.config_resolution import PlanError
-from ...quantize.scheme import Scheme
+from ...planning.config_resolution import PlanError
+from ...planning.scheme import Scheme
 from ..base import register
 from ..calibration.activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
 from ..calibration.batches import Batches, read

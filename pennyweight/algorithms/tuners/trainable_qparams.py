@@ -12,7 +12,7 @@ from ...core.numerics import part_value, permute_last_axis, stored_value, unperm
 from ...core.qparams import Params
 from ...core.rounding_interval import clamp_to_interval
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.parameters import Place, places
+from ...planning.parameters import Place, places
 
 
 class TrainableWeight:

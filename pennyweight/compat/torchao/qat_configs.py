@@ -19,13 +19,13 @@ from torch import nn
 
 from ...core.formats import E4M3, UINT4, get_format
 from ...core.spec import ActivationSpec, QuantSpec
-from ...quantize.configs import AOBaseConfig
-from ...quantize.configs.base import as_format
-from ...quantize.configs.integer import INT8_EPS
-from ...quantize.granularity import Granularity, MappingType, PerAxis, PerGroup, PerRow, PerTensor, PerToken
-from ...quantize.module_handlers import register_quantize_model_handler
-from ...quantize.report import Report
-from ...quantize.run_batch import user_level
+from ...planning.configs import AOBaseConfig
+from ...planning.configs.base import as_format
+from ...planning.configs.integer import INT8_EPS
+from ...planning.granularity import Granularity, MappingType, PerAxis, PerGroup, PerRow, PerTensor, PerToken
+from ...planning.module_handlers import register_quantize_model_handler
+from ...planning.report import Report
+from ...planning.run_batch import user_level
 from ...training import QATConfig as Ours
 from ...training import remove_fake_quant
 from ...training.qat.prepare import TargetError, qat

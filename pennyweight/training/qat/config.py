@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.spec import ActivationSpec, QuantSpec
-from ...quantize.configs import AOBaseConfig, SpecConfig
-from ...quantize.parameters import Site
-from ...quantize.scheme import Scheme
+from ...planning.configs import AOBaseConfig, SpecConfig
+from ...planning.parameters import Site
+from ...planning.scheme import Scheme
 
 STEPS = ("prepare", "convert")
 # Trained parts by value of ``learn``.

@@ -21,10 +21,10 @@ from ...core.numerics import Parts, dequantize, encode, quantize
 from ...core.qparams import Params
 from ...core.spec import QuantSpec
 from ...core.tensor import SLOTS, AffineQuantizedTensor, check_finite
-from ...quantize.configs import AOBaseConfig
-from ...quantize.parameters import Site
+from ...planning.configs import AOBaseConfig
+from ...planning.parameters import Site
+from ...planning.scheme import Scheme
 from ...quantize.pipeline import quantize_weight, static_parts
-from ...quantize.scheme import Scheme
 from .block_view import BlockView
 
 Tensors = Mapping[str, Tensor]

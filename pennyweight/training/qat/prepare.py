@@ -16,12 +16,12 @@ from ...core.rounding_interval import clamp_to_interval
 from ...core.spec import QuantSpec
 from ...core.tensor import SLOTS, AffineQuantizedTensor
 from ...kernels.table import case_of, select
-from ...quantize.config_resolution import PlanError
-from ...quantize.configs import AOBaseConfig
-from ...quantize.module_handlers import register_quantize_model_handler
-from ...quantize.plan import PlanRow, plan
-from ...quantize.report import Report, Row
-from ...quantize.scheme import Scheme
+from ...planning.config_resolution import PlanError
+from ...planning.configs import AOBaseConfig
+from ...planning.module_handlers import register_quantize_model_handler
+from ...planning.plan import PlanRow, plan
+from ...planning.report import Report, Row
+from ...planning.scheme import Scheme
 from .config import LEARN, QATConfig
 from .fake_quantize import FakeQuantizer, Tensors, flatten_parts, format_range, held_parts, quantized_weight
 from .module_patches import begin_, end_

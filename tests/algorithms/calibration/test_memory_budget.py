@@ -8,7 +8,7 @@ import torch
 
 import pennyweight as pw
 from pennyweight.algorithms.calibration import memory_budget
-from pennyweight.quantize.config_resolution import PlanError
+from pennyweight.planning.config_resolution import PlanError
 from tests.algorithms.models import blocks_only, llama, tokens
 
 INT3 = pw.IntxWeightOnlyConfig(torch.int3, pw.PerGroup(32))

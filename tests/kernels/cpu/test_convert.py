@@ -18,8 +18,8 @@ from pennyweight.core.spec import INT4_GROUP, INT8_ROW, SPECS, TINYGEMM, QuantSp
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.core.tensor import check_finite
 from pennyweight.kernels.cpu import convert, float_linear, int_linear, library
+from pennyweight.planning.scheme import Scheme
 from pennyweight.quantize.pipeline import quantize_weight
-from pennyweight.quantize.scheme import Scheme
 
 pytestmark = pytest.mark.skipif(library.missing() is not True, reason=f"native library: {library.missing()}")
 
