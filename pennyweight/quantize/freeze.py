@@ -30,6 +30,7 @@ class FrozenLinear(nn.Linear):
     """
 
     thawed: type[nn.Linear] = nn.Linear  # the original class
+    plan_error = ("is frozen", "call thaw_(model) first")  # state and remedy, for plan(), which is below this module
 
     def forward(self, input: Tensor) -> Tensor:
         """input [.., K] -> [.., N], in input's dtype."""

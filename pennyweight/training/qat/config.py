@@ -9,14 +9,10 @@ from ...core.spec import ActivationSpec, QuantSpec
 from ...planning.configs import AOBaseConfig, SpecConfig
 from ...planning.parameters import Site
 from ...planning.scheme import Scheme
+from ...quantize.pipeline import Pipeline
+from .prepare import LEARN, Convert, Prepare
 
 STEPS = ("prepare", "convert")
-# Trained parts by value of ``learn``.
-LEARN = {
-    "none": (),
-    "scale": ("scale", "act_scale"),
-    "all": ("scale", "offset", "zero_point", "table", "act_scale"),
-}
 
 
 @dataclass(frozen=True)
@@ -94,6 +90,10 @@ class QATConfig(AOBaseConfig):
     def target(self) -> AOBaseConfig | None:
         """The target config."""
         return self._of_specs() if self.weight_config is not None else self.base_config
+
+    @property
+    def pipeline(self) -> type[Pipeline]:  # type: ignore[override]
+        return Prepare if self.step == "prepare" else Convert
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         raise ValueError("QATConfig must be passed to quantize_ itself; wrap it around FqnToConfig, not inside")
