@@ -68,7 +68,7 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
 
     module = import_module("pennyweight.algorithms.mixed_precision.search")  # its name in the package is the function's
     monkeypatch.setattr(module, "CallTimer", lambda: CallTimer(call, layer))
-    for name in ("CANDIDATES", "FAST"):
+    for name in ("CANDIDATES", "FASTEST"):
         monkeypatch.setattr(module, name, getattr(module, name)[2:3])
     monkeypatch.setattr("pennyweight.cli.quantize_in_memory.LENGTH", 32)
     arguments = ("--calibration", text, "--algorithm", "nearest", "--skip", "lm_head")
