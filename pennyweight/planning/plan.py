@@ -90,7 +90,9 @@ class Plan:
         for r in self.rows:
             scheme = type(r.handled).__name__ if r.call is not None else "" if r.scheme is None else str(r.scheme)
             sizes = (r.bytes_before, r.bytes_after)
-            rows.append(Row(r.name, r.type_name, r.shape, scheme, r.kernel, *sizes, None, r.note, r.latency))
+            text = "" if r.call is not None or r.scheme is None else r.scheme.describe()
+            row = Row(r.name, r.type_name, r.shape, scheme, r.kernel, *sizes, None, r.note, r.latency, scheme_text=text)
+            rows.append(row)
         return Report(str(self.config), rows)
 
     def __str__(self) -> str:

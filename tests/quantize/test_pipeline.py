@@ -311,10 +311,9 @@ def test_check() -> None:
         report.check(min_fraction=0.9)
 
 
-def test_the_table_keeps_brackets_and_folds_what_was_left_alone() -> None:
+def test_the_table_describes_schemes_in_words_and_folds_what_was_left_alone() -> None:
     text = str(pw.quantize_(mlp(3), pw.NF4WeightOnlyConfig()))
-    assert "nf4[64]" in text  # rich would take brackets for markup
-    assert "int8[256]" in text
+    assert "nf4, groups of 64, int8 scales (groups of 256, f32 scales)" in text
     assert "0.bias and 2 more" in text
     assert "bias of Linear is not quantized" in text
 

@@ -216,7 +216,7 @@ def search(
         whole = _replaced(model, places, put, lambda: losses.mean_divergence(model, measuring, expected, measure))
     interaction = whole / total if total > 0 else 1.0
     uniform = [
-        (str(rows[names[0]][i].scheme), 8 * sum(t[i].nbytes for t in table.values()) / base.numel,
+        (_text(rows[names[0]][i]), 8 * sum(t[i].nbytes for t in table.values()) / base.numel,
          sum(t[i].loss for t in table.values()))
         for i in range(len(configs))
     ]  # fmt: skip
@@ -245,7 +245,7 @@ def _known(rows: dict[str, list[PlanRow]], configs: list[AOBaseConfig], took: La
     table: Table = {}
     for name, some in rows.items():
         table[name] = [
-            Option(config, str(row.scheme), _nbytes(row), 0.0, None if took is None else took.options[name][i])
+            Option(config, _text(row), _nbytes(row), 0.0, None if took is None else took.options[name][i])
             for i, (row, config) in enumerate(zip(some, configs, strict=True))
         ]
         if took is not None:
@@ -288,6 +288,10 @@ def _solve(
             if progress is not None:
                 progress(len(solved), len(rows), f"solving {name}")
     return {name: solved[name] for name in rows}
+
+
+def _text(row: PlanRow) -> str:
+    return "" if row.scheme is None else row.scheme.describe()
 
 
 def _packed(row: PlanRow) -> str:

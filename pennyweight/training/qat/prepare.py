@@ -265,7 +265,9 @@ class Convert(Pipeline):
         kernel = select(fake.site.op, case_of(upright)).name
         note = f"tied: {', '.join(other for other, _, _ in group[1:])}" if len(group) > 1 else ""
         size, noise, kind = int(latent.nbytes), sqnr(latent, w.dequantize()), module.plain.__name__
-        return w, Row(name, kind, tuple(w.shape), str(fake.scheme), kernel, size, int(w.nbytes), noise, note)
+        row = Row(name, kind, tuple(w.shape), str(fake.scheme), kernel, size, int(w.nbytes), noise, note)
+        row.scheme_text = fake.scheme.describe()
+        return w, row
 
 
 def _replace(module: Any, param: str, value: Tensor) -> None:
