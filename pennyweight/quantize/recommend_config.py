@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..algorithms.solve import solve
 from ..planning.config_resolution import PlanError, rules
 from ..planning.configs import AOBaseConfig, FqnToConfig
-from ..planning.configs.aliases import FASTEST
+from ..planning.configs.aliases import FASTEST, named
 from ..planning.layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
 from ..planning.module_handlers import HANDLERS
 from ..planning.plan import plan
@@ -38,7 +38,7 @@ def recommend(
     *,
     max_bytes: int | None = None,
     max_error: float | None = None,
-    candidates: Sequence[AOBaseConfig] | None = None,
+    candidates: Sequence[AOBaseConfig | str] | None = None,
     seconds: float = SECONDS,
 ) -> Recommendation:
     """The fastest config for this model, these inputs and this machine within the bounds.
@@ -59,7 +59,7 @@ def recommend(
     """
     if any(bound is not None and not bound > 0 for bound in (max_bytes, max_error)):
         raise ValueError(f"max_bytes and max_error must be positive, got {max_bytes} and {max_error}")
-    configs = list(FASTEST if candidates is None else candidates)
+    configs = [named(c) for c in (FASTEST if candidates is None else candidates)]
     if not all(isinstance(c, AOBaseConfig) for c in configs):
         raise ValueError(f"candidates are configs such as Int8WeightOnlyConfig(), got {configs!r}")
     with torch.inference_mode(False), torch.no_grad():

@@ -44,3 +44,15 @@ def test_wrong_names_and_sizes() -> None:
         by_name("int88")
     with pytest.raises(ValueError, match="group_size=0: must be a positive integer"):
         by_name("int4", 0)
+
+
+def test_short_names_are_configs_wherever_a_config_is_expected() -> None:
+    table = pw.FqnToConfig({"0": "int8", "1": pw.Int4WeightOnlyConfig(32), "_default": None})
+    assert table == pw.FqnToConfig({"0": pw.Int8WeightOnlyConfig(), "1": pw.Int4WeightOnlyConfig(32), "_default": None})
+    assert pw.QATConfig("int4") == pw.QATConfig(pw.Int4WeightOnlyConfig())
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
+    assert pw.plan(model, "int8").config == pw.Int8WeightOnlyConfig()
+    tried = pw.recommend(model, torch.randn(1, 64), candidates=["int8"], seconds=0.01).candidates
+    assert str(pw.Int8WeightOnlyConfig()) in [c.name for c in tried]
+    with pytest.raises(ValueError, match="unknown config 'int88'"):
+        pw.FqnToConfig({"0": "int88"})

@@ -14,7 +14,7 @@ from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
 from ...core.layouts import portable_layout
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...planning.config_resolution import Filter, PlanError, Skip
+from ...planning.config_resolution import Filter, PlanError, Skip, resolve_config
 from ...planning.configs import AOBaseConfig, FqnToConfig, SpecConfig
 from ...planning.configs.aliases import FASTEST
 from ...planning.configs.serialize import config_to_data
@@ -139,7 +139,7 @@ def search(
     budget: Budget,
     *,
     metric: str | losses.Divergence | None = None,
-    candidates: Sequence[AOBaseConfig] | None = None,
+    candidates: Sequence[AOBaseConfig | str] | None = None,
     algorithm: Any = "gptq",
     filter_fn: Filter | None = None,
     skip: Skip = (),
@@ -184,7 +184,8 @@ def search(
     if len(batches) < 2:
         raise PlanError("search needs at least two batches: some to quantize with, some to measure with")
     solver, timed = _solver(algorithm), any(map(is_latency, parts(budget)))
-    configs = list(candidates if candidates is not None else (*CANDIDATES, *FASTEST) if timed else CANDIDATES)
+    default = (*CANDIDATES, *FASTEST) if timed else CANDIDATES
+    configs = [resolve_config(c) for c in (default if candidates is None else candidates)]
     solving, measuring = losses.split_batches(batches, held_out)
     with torch.inference_mode(False), torch.no_grad():
         plans = [plan(model, config, filter_fn, skip=skip) for config in configs]

@@ -118,3 +118,8 @@ def by_name(name: str, group_size: int | None = None) -> AOBaseConfig:
         args["granularity"] = PerGroup(args["granularity"])
     home = integer if hasattr(integer, entry.config) else floating  # names come from the table above, never from a file
     return getattr(home, entry.config)(**args)
+
+
+def named(config: Any) -> Any:
+    """The config of a short name; anything else is returned unchanged. Raises ValueError for an unknown name."""
+    return by_name(config) if isinstance(config, str) else config
