@@ -58,6 +58,5 @@ def test_the_diff_applies_and_works(thing: str, tmp_path: Path) -> None:
     where, *_ = run([sys.executable, "-c", IMPORTED + code], tmp_path).splitlines()
     assert Path(where) == tmp_path / "pennyweight" / "__init__.py"
     tests, entry = CONFORMANCE[thing]
-    pytest_command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--durations=0"]
-    out = run([*pytest_command, tests, "-k", entry], tmp_path)
-    assert re.search(r"\b[1-9]\d* passed", out) or "[100%]" in out, out
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests, "-k", entry]
+    run(command, tmp_path)  # pytest also fails if it selects no test
