@@ -1,112 +1,15 @@
-// y = x @ w.T + bias with float or table codes. Sums run over the columns in order, one chain per output and block of
-// columns; blocks are scaled and added in float32. Every partition of the work keeps that order, so a result depends
-// only on its row of x and its row of w. Products are in float32, or in bfloat16 if x is bfloat16 and the machine has
-// such an instruction.
-//
-//   y[n] = sum over blocks of scale[n, block] * (sum over k in block of x[k] * values[code[n, k]])
-//                             + offset[n, block] * (sum over k in block of x[k])
-//
-// One or two rows decode the codes directly (memory-bound); more rows read numbers that were decoded once for a chunk
-// of columns (compute-bound). Both call `sweep`.
-#pragma once
-
+// y = x @ w.T + bias with float or table codes: divides a call into tiles of the weight and blocks of rows for the kernels
+// in float_microkernel.h.
 #include <algorithm>
-#include <atomic>
 #include <type_traits>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
-#include "float_codes.h"
-#include "int_linear.h"
+#include "bandwidth_probe.h"
+#include "float_microkernel.h"
+#include "pack.h"
+#include "schedule.h"
+#include "vtable.h"
 
 namespace {
-
-struct FloatPanel {
-    const uint8_t* codes;    // first tile at the first column
-    int64_t stride;          // bytes from tile to tile
-    const float* scales;     // [tile][blocks][16], or null: no scale inside the sum
-    const float* offsets;    // [tile][blocks][16], or null
-    const float* sums;       // [blocks][T] of x, if there are offsets
-    int64_t blocks, block, tail;  // of this chunk; columns of a block and of the last one
-};
-
-// c[t][tile] (+)= the blocks of a panel, for T rows of x and NT tiles. x: [columns / 4][T][PER]. `first`: c is not read.
-template <class P, class S, int T, int NT>
-void sweep(const FloatLinear& w, const FloatPanel& p, const uint32_t* x, float* c, int64_t ldc, bool first) {
-    const S source(w);
-    F sum[T][NT];
-    for (int t = 0; t < T; ++t)
-        for (int n = 0; n < NT; ++n) sum[t][n] = first ? fset(0) : fload(c + t * ldc + 16 * n);
-    const uint8_t* codes = p.codes;
-    int64_t half = 0;        // of the chunk
-    for (int64_t b = 0; b < p.blocks; ++b) {
-        F part[T][NT];
-        for (int t = 0; t < T; ++t)
-            for (int n = 0; n < NT; ++n) part[t][n] = fset(0);
-        const int64_t end = half + (b + 1 == p.blocks ? p.tail : p.block) / 16;
-        for (; half < end; ++half) {
-            const int h = (int)(half & 1);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) {
-                typename P::W v[NT][P::PER];
-#pragma GCC unroll 4
-                for (int n = 0; n < NT; ++n) source.quad(codes + n * p.stride, h, j, v[n]);
-#pragma GCC unroll 4
-                for (int i = 0; i < P::PER; ++i)
-#pragma GCC unroll 8
-                    for (int t = 0; t < T; ++t) {
-                        const typename P::X xv = P::spread(x + (j * T + t) * P::PER + i);
-#pragma GCC unroll 4
-                        for (int n = 0; n < NT; ++n) part[t][n] = P::step(part[t][n], v[n][i], xv);
-                    }
-            }
-            if (T <= DIRECT_ROWS)
-                for (int n = 0; n < NT; ++n)
-                    for (int at = 0; at < S::TILE / 2; at += 64)
-                        __builtin_prefetch(codes + n * p.stride + h * (S::TILE / 2) + 1024 + at);
-            if (h) codes += S::TILE;
-            x += 4 * T * P::PER;
-        }
-        for (int n = 0; n < NT; ++n)
-            for (int t = 0; t < T; ++t)
-                sum[t][n] = p.scales ? fma(part[t][n], fload(p.scales + (n * p.blocks + b) * 16), sum[t][n])
-                                     : fadd(part[t][n], sum[t][n]);
-        if (p.offsets)
-            for (int n = 0; n < NT; ++n)
-                for (int t = 0; t < T; ++t)
-                    sum[t][n] = fma(fload(p.offsets + (n * p.blocks + b) * 16), fset(p.sums[b * T + t]), sum[t][n]);
-    }
-    for (int t = 0; t < T; ++t)
-        for (int n = 0; n < NT; ++n) fstore(c + t * ldc + 16 * n, sum[t][n]);
-}
-
-// Codes of a tile as numbers, 16 columns at a time.
-template <class P, class S> void expand(const FloatLinear& w, const uint8_t* codes, int64_t halves, uint8_t* out) {
-    const S source(w);
-    for (int64_t h = 0; h < halves; ++h)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-            typename P::W v[P::PER];
-            source.quad(codes + h / 2 * S::TILE, h & 1, j, v);
-            for (int i = 0; i < P::PER; ++i, out += 64) P::store(out, v[i]);
-        }
-}
-
-using Sweep = void (*)(const FloatLinear&, const FloatPanel&, const uint32_t*, float*, int64_t, bool);
-using Expand = void (*)(const FloatLinear&, const uint8_t*, int64_t, uint8_t*);
-
-template <class P, class S, int NT, int T = 1, int MOST = FLOAT_ROWS> Sweep find_rows(int rows) {
-    if constexpr (T > MOST) return nullptr;
-    else return rows == T ? &sweep<P, S, T, NT> : find_rows<P, S, NT, T + 1, MOST>(rows);
-}
-template <class P, class S> Sweep find_direct(int rows, bool one) {
-    return one ? find_rows<P, S, 1, 1, DIRECT_ROWS>(rows) : find_rows<P, S, DIRECT_TILES, 1, DIRECT_ROWS>(rows);
-}
-template <class P> Sweep find_panel(int rows, bool one) {
-    return one ? find_rows<P, Numbers<P>, 1>(rows) : find_rows<P, Numbers<P>, FLOAT_TILES>(rows);
-}
 
 // Precomputed parameters of one call.
 struct FloatWork {
@@ -183,7 +86,7 @@ void finish_floats(const FloatWork& k, const Scales& scales, const float* c, int
 }
 
 // Tiles [tile, tile + tiles) for row blocks [r0, r1). x: prepared rows.
-void run_float_tiles(const FloatWork& k, const char* x, int64_t tile, int tiles, int64_t r0, int64_t r1, char* scratch) {
+void run_float_tiles(const FloatWork& k, const char* x, int64_t tile, int tiles, int64_t r0, int64_t r1, char* room) {
     const FloatLinear& w = k.w;
     FloatLinear offset_as = w;  // offsets are stored like scales
     FloatArgs offset_at = k.a;
@@ -192,7 +95,7 @@ void run_float_tiles(const FloatWork& k, const char* x, int64_t tile, int tiles,
     if (size_of(w.offset) > 1) offset_as.outer = 0;
     const Scales scales{w, k.a}, offsets{offset_as, offset_at};
     const int64_t ldc = 16 * tiles, base = k.rows_at(r0), tile_bytes = w.kp / 32 * 64 * w.bits;
-    float* c = (float*)scratch;
+    float* c = (float*)room;
     float* inside = c + (k.rows_at(r1) - base) * ldc;
     float* inside_offset = inside + tiles * k.chunk_blocks * 16;
     uint8_t* bytes = (uint8_t*)(inside_offset + (w.offset ? tiles * k.chunk_blocks * 16 : 0));
@@ -244,8 +147,6 @@ void run_float_tiles(const FloatWork& k, const char* x, int64_t tile, int tiles,
     }
 }
 
-thread_local Workspace float_inputs, float_space;
-
 // Columns decoded at a time: with two tiles they stay in the L1 or L2 cache.
 constexpr int64_t FLOAT_CHUNK = 512;
 
@@ -258,13 +159,16 @@ template <class P> void choose_source(FloatWork& k) {
         k.find = k.direct ? &find_direct<P, S> : &find_panel<P>;
         k.expand = &expand<P, S>;
     };
-    if (w.bits == 4) use((Nibbles<P, T16>*)nullptr);
-    else if (w.decode == TABLE16) use((Bytes<P, T16>*)nullptr);
-    else if (w.decode == TABLE256) use((Bytes<P, typename P::Table256>*)nullptr);
-    else if (w.decode == INTEGER && w.bits == 6) use((Sixes<P, typename P::Integer>*)nullptr);
-    else if (w.decode == INTEGER) use((Bytes<P, typename P::Integer>*)nullptr);
-    else if (w.bits == 6) use((Sixes<P, Small>*)nullptr);
-    else use((Bytes<P, Small>*)nullptr);
+    if (w.decode == SMALL_FLOAT) {
+        if (w.bits == 6) use((Sixes<P, Small>*)nullptr);
+        else use((Bytes<P, Small>*)nullptr);
+    } else if constexpr (!P::SMALL_ONLY) {
+        if (w.bits == 4) use((Nibbles<P, T16>*)nullptr);
+        else if (w.decode == TABLE16) use((Bytes<P, T16>*)nullptr);
+        else if (w.decode == TABLE256) use((Bytes<P, typename P::Table256>*)nullptr);
+        else if (w.bits == 6) use((Sixes<P, typename P::Integer>*)nullptr);
+        else use((Bytes<P, typename P::Integer>*)nullptr);
+    }
     k.number_bytes = 4 * P::PER * 64;
     k.row_bytes = k.columns * P::PER;
     k.sums_at = (k.a.m * k.row_bytes + 63) / 64 * 64;
@@ -284,10 +188,9 @@ template <class P> int run_floats(const FloatLinear& w, const FloatArgs& a) {
     const int threads = (int)std::min<double>(a.threads, 1 + products / PRODUCTS_PER_THREAD);
 
     // The input. For few rows each thread makes its own copy, which is cheaper than waiting for another thread.
-    auto up = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
     const int copies = k.row_blocks == 1 ? threads : 1;
-    const int64_t one_copy = k.sums_at + (w.offset ? up(a.m * k.blocks * 4) : 0), wide = up(k.columns * 4);
-    char* space = float_inputs.get((size_t)(one_copy * copies + wide * threads));
+    const int64_t one_copy = k.sums_at + (w.offset ? whole_lines(a.m * k.blocks * 4) : 0), wide = whole_lines(k.columns * 4);
+    char* space = inputs.get((size_t)(one_copy * copies + wide * threads));
     if (!space) return 1;
 
     int64_t step = k.direct ? 1 : std::min<int64_t>(k.row_blocks, 240 / k.T);  // row blocks of a unit of work
@@ -298,55 +201,51 @@ template <class P> int run_floats(const FloatLinear& w, const FloatArgs& a) {
     const int64_t most = k.chunk_blocks * w.block + 16;
     const size_t scratch_size =
         (size_t)(k.tiles * (step * k.T * 64 + k.chunk_blocks * 64 * (w.offset ? 2 : 1) + most * 16 + most / 16 * k.number_bytes) + 64);
-    std::atomic<int64_t> next_row{0}, next_unit{0};
     std::atomic<int> failed{0};
-
-    auto take = [&](char* base, int64_t rb, float* own) {
+    const auto base_of = [&](int id) { return space + (copies > 1 ? one_copy * id : 0); };
+    const auto prepare = [&](int id, int64_t rb) {
         const int64_t row = k.rows_at(rb);
         const int rows = (int)(k.rows_at(rb + 1) - row);
-        for (int t = 0; t < rows; ++t)
-            take_floats<P>(k, row + t, rows, t, own, (uint32_t*)(base + row * k.row_bytes),
-                           (float*)(base + k.sums_at) + row * k.blocks);
-    };
-    auto body = [&](int id, int team) {
-        char* base = space + (copies > 1 ? one_copy * id : 0);
         float* own = (float*)(space + one_copy * copies + wide * id);
-        if (copies > 1 || team == 1) for (int64_t rb = 0; rb < k.row_blocks; ++rb) take(base, rb, own);
-        else {
-            for (int64_t rb; (rb = next_row.fetch_add(1)) < k.row_blocks;) take(base, rb, own);
-#if defined(_OPENMP)
-#pragma omp barrier
-#endif
-        }
-        char* scratch = float_space.get(scratch_size);
-        if (!scratch) { failed = 1; return; }
-        for (int64_t u; (u = next_unit.fetch_add(1)) < units;) {
-            const int64_t r0 = u % row_units * step, r1 = std::min(k.row_blocks, r0 + step);
-            for (int64_t g = u / row_units * grain; g < std::min(ranges, (u / row_units + 1) * grain); ++g) {
-                const int64_t tile = g * k.tiles;
-                if (tile + k.tiles <= tiles) run_float_tiles(k, base, tile, k.tiles, r0, r1, scratch);
-                else for (int64_t one = tile; one < tiles; ++one) run_float_tiles(k, base, one, 1, r0, r1, scratch);
-            }
-        }
-        float_space.trim();
+        for (int t = 0; t < rows; ++t)
+            take_floats<P>(k, row + t, rows, t, own, (uint32_t*)(base_of(id) + row * k.row_bytes),
+                           (float*)(base_of(id) + k.sums_at) + row * k.blocks);
     };
-#if defined(_OPENMP)
-    if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-        body(omp_get_thread_num(), omp_get_num_threads());
-    } else
-#endif
-        body(0, 1);
-    float_inputs.trim();
+    const auto run = [&](int id, int64_t u) {
+        char* room = scratch.get(scratch_size);
+        if (!room) { failed = 1; return; }
+        const int64_t r0 = u % row_units * step, r1 = std::min(k.row_blocks, r0 + step);
+        for (int64_t g = u / row_units * grain; g < std::min(ranges, (u / row_units + 1) * grain); ++g) {
+            const int64_t tile = g * k.tiles;
+            if (tile + k.tiles <= tiles) run_float_tiles(k, base_of(id), tile, k.tiles, r0, r1, room);
+            else for (int64_t one = tile; one < tiles; ++one) run_float_tiles(k, base_of(id), one, 1, r0, r1, room);
+        }
+    };
+    run_units(threads, copies > 1, k.row_blocks, units, prepare, run);
     return failed;
 }
+
+#if defined(PW_BFLOAT16)
+// Compiled only for what bfloat16 instructions make faster; the kernel of AVX-512 does the rest.
+decltype(Table::float_linear) lesser;
+#endif
 
 int float_linear(const FloatLinear* weight, const FloatArgs* args) {
     if (args->m == 0 || weight->n == 0) return 0;
 #if defined(PW_BFLOAT16)
     if (weight->x == BF16) return run_floats<Bfloat16>(*weight, *args);
+    return weight->decode == SMALL_FLOAT ? run_floats<Float32ByBytes>(*weight, *args) : lesser(weight, args);
+#else
+    return run_floats<Float32>(*weight, *args);
 #endif
-    return run_floats<Single>(*weight, *args);
 }
 
 }  // namespace
+
+PW_PART(float_linear) {
+#if defined(PW_BFLOAT16)
+    lesser = table->float_linear;
+#endif
+    table->float_linear = float_linear;
+    table->probe[PROBE_BF16] = probe_threads<probe_bf16>;
+}
