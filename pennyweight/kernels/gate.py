@@ -36,7 +36,7 @@ _DTYPES = {
 }  # fmt: skip
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 TILE = 16  # rows of a tile; see src/pack.h
-GIVEN = 0  # rule of a Rounding with given parameters; see src/affine.h
+GIVEN = 0  # rule of a Rounding with given parameters; see src/abi.h
 
 
 def _native(name: str) -> Callable[..., Any]:
@@ -129,7 +129,7 @@ def _codes(n: int, kp: int, bits: int) -> _Part:
 
 
 def int_parts(w: IntLinear) -> tuple[_Part, ...]:
-    """Codes, scale, zero point, offset, outer scale, outer offset of a weight; see tile_at in src/int_linear.h."""
+    """Codes, scale, zero point, offset, outer scale, outer offset of a weight; see tile_at in src/int_linear.cpp."""
     tiles, groups = _tiles(w.n), w.kp // w.group if w.group > 0 else 1
     outers = -(-groups // w.outer) if w.outer else 0
     count = 1 if w.group < 0 else tiles * TILE * (outers * w.outer if w.outer else groups)

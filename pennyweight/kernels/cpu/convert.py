@@ -28,14 +28,14 @@ from .int_linear import fits, map_groups, tile_rows
 from .library import BITS, E8M0, KINDS, TILES, missing
 from .matrix_view import FLOATS, Affine, affine, part_kind, threads_for
 
-SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(1, 5)  # as in src/affine.h
+SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(1, 5)  # as in src/abi.h
 _RULES = {"symmetric": SYMMETRIC, "symmetric_no_clip": NO_CLIP, "asymmetric": ASYMMETRIC, "minmax": MINMAX}
 # Rules that depend only on the minimum and maximum of a block, so that they can be computed from those.
 _BY_RANGE = (*_RULES, "mx_floor", "mx_ceil", "mx_even", "mx_rceil")
 
 
 class Rounding(ctypes.Structure):
-    """Quantization of a float matrix to integer codes; see src/affine.h."""
+    """Quantization of a float matrix to integer codes; see src/abi.h."""
 
     _fields_ = (
         ("to", Affine), ("rule", c_int32),

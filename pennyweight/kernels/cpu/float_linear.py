@@ -2,7 +2,7 @@
 
 Integers with groups too small for int_linear.py are also treated as tables.
 
-One kernel serves all formats, through their table of numbers. See src/float_linear.h for the arithmetic, src/pack.h for
+One kernel serves all formats, through their table of numbers. See src/float_microkernel.h for the arithmetic, src/pack.h for
 the packing. Quantized scales stay quantized and are decoded in the kernel.
 """
 
@@ -31,7 +31,7 @@ from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
 HALF = 16  # group sizes are multiples of this
 SUM_BLOCK = 256  # maximum columns of one float32 sum: longer ones lose precision
-TABLE16, SMALL_FLOAT, TABLE256, INTEGER = range(4)  # as in src/float_abi.h
+TABLE16, SMALL_FLOAT, TABLE256, INTEGER = range(4)  # as in src/abi.h
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NESTED = {E8M0: library.E8M0, E4M3: library.E4M3, INT8: library.I8}  # in addition to coded scales
 
@@ -225,7 +225,7 @@ def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
 
 
 def describe(case: Case) -> FloatLinear:
-    """The case as the struct of src/float_abi.h."""
+    """The case as the struct of src/abi.h."""
     spec, (n, k) = case.spec, case.shape
     values, halves, exponent, mantissa = numbers(spec.format, spec.mid)
     integer = spec.format.kind == "int" and spec.format.bits in (5, 6)

@@ -21,7 +21,7 @@ KINDS = {
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
 ABI = 4  # as in src/abi.h
-PLAIN, BITS, TILES = range(3)  # storage of codes, as in src/affine.h
+PLAIN, BITS, TILES = range(3)  # storage of codes, as in src/abi.h
 INVALID = 2  # status for inconsistent arguments, as in src/abi.h
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # quantization of the input, as in src/abi.h
 
@@ -50,7 +50,7 @@ class LinearArgs(ctypes.Structure):
 
 
 class FloatLinear(ctypes.Structure):
-    """Static properties of a linear layer with float or table codes; see src/float_abi.h."""
+    """Static properties of a linear layer with float or table codes; see src/abi.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("n", "k", "kp", "scale_groups", "outer_groups")),
@@ -90,7 +90,7 @@ _SIGNATURES = {
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | str:
     """The library with an instruction set selected, or the reason why it is missing."""
-    found = sorted(Path(__file__).parent.glob("_native*.so"))
+    found = sorted(Path(__file__).parent.glob("_native.so"))
     if not found:
         return "not built: no C++ compiler when the package was installed (reinstall with g++, PENNYWEIGHT_NATIVE=1)"
     try:

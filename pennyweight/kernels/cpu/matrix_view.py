@@ -1,6 +1,6 @@
 """Describes quantized tensors for the native conversions: a matrix of codes with parts per row and group.
 
-Mirrors src/affine.h.
+Mirrors src/abi.h.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MINIFLOATS = {E4M3: (3, 7, 0x7F), E5M2: (2, 15, 0x7C), E3M2: (2, 3, 1 << 8), E2
 
 
 class Affine(ctypes.Structure):
-    """A quantized matrix; see src/affine.h."""
+    """A quantized matrix; see src/abi.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("n", "k", "width", "stride", "group", "groups", "row_block")),

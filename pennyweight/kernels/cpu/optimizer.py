@@ -1,6 +1,6 @@
 """Native optimizer steps with quantized states: reads, updates and requantizes each block while it is in the cache.
 
-Mirrors src/optim_abi.h; the arithmetic is in src/optimizer.h. States can use any table format or float8.
+Mirrors src/abi.h; the arithmetic is in src/optimizer.h. States can use any table format or float8.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHUNK = 1024  # elements of a float state per chunk
 
 
 class CodeTable(ctypes.Structure):
-    """Numbers of a format and lookup of the nearest; see src/optim_abi.h."""
+    """Numbers of a format and lookup of the nearest; see src/abi.h."""
 
     _fields_ = (
         ("cells", c_void_p), ("values", c_void_p),
@@ -166,7 +166,7 @@ def job(
     geometry: tuple[int, int, int, int], key: tuple[int, int],
 ) -> Job:  # fmt: skip
     """The Job fields that are constant over steps. p: contiguous. kept: for each state, whether it uses stochastic
-    rounding, and whether its scales are powers of two. geometry: slab, block, inner and row of src/optim_abi.h;
+    rounding, and whether its scales are powers of two. geometry: slab, block, inner and row of src/abi.h;
     ignored if all states are floats."""
     if not any(isinstance(s, AffineQuantizedTensor) for s in states):
         geometry = (max(1, p.numel()), _CHUNK, 1, _CHUNK)

@@ -101,6 +101,7 @@ Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float
     p.blocks = (columns + w.block - 1) / w.block;
     p.block = w.block;
     p.tail = columns - (p.blocks - 1) * w.block;
+    p.bits = w.bits;
     p.center = w.center - (SIGNED_BYTES && w.bits == 8 && !k.words ? 128 : 0);
     p.true_columns = w.k - at;
     p.ones = k.ones ? k.ones + at : nullptr;

@@ -19,9 +19,20 @@ namespace {
 
 constexpr int AHEAD = 2304;  // prefetch distance in bytes
 
-// 4- and 8-bit codes have a kernel for every number of tokens. Other widths have two, for one token and for a few,
-// which halves the build time.
+// 4- and 8-bit codes have kernels of their own, for every number of tokens. Other widths share two, for one token and
+// for a few, which keeps the build short.
 constexpr bool every_count(int bits) { return bits == 4 || bits == 8; }
+// Codes of these widths to registers.
+PW_INLINE void decode_other(int bits, const uint8_t* codes, B* out) {
+    switch (bits) {
+        case 1: return decode<1>(codes, out);
+        case 2: return decode<2>(codes, out);
+        case 3: return decode<3>(codes, out);
+        case 5: return decode<5>(codes, out);
+        case 6: return decode<6>(codes, out);
+        default: return decode<7>(codes, out);
+    }
+}
 
 struct Part {            // scales, zero points or offsets of a tile: 16 numbers per group
     const void* p;
@@ -54,7 +65,7 @@ struct Tile {                 // 16 rows of the weight, from one block of column
     int64_t per_scale;        // blocks that share a scale; 0: no scale inside the sum
     int64_t first, blocks;    // blocks of columns
     int64_t block, tail;      // columns of a block, and of the last block
-    int32_t center;
+    int32_t bits, center;
     int64_t true_columns;     // from here on, without padding
     const int8_t* ones;       // 1 per true column, for inputs with a zero point; else null
     float* sums;              // [blocks][16] of the codes minus center and zero point, for such inputs
@@ -68,18 +79,19 @@ struct Rows {                 // a block of tokens, from the same column on
     const float* token_zero;
 };
 
-// c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. `fresh`: c is not read. Inputs with a
+// c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. BITS: 4, 8, or 0 for the other widths. `fresh`: c is not read. Inputs with a
 // zero point need the sums of the codes: SUM computes and stores them, other calls for the tile read them.
 template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows& x, float* c, bool fresh) {
     constexpr int R = D ? T * D : T;
     constexpr int CHAINS = R == 1 ? 4 : R <= 3 ? 2 : 1;  // independent sums hide the latency of dot4
     // Vectors of codes per iteration of the innermost loop: enough products to hide its overhead.
-    constexpr int STEP = !every_count(BITS) ? 8 : R >= 4 ? 2 : 4;
+    constexpr int STEP = BITS == 0 ? 8 : R >= 4 ? 2 : 4;
     F sum[T];
     PW_UNROLL for (int t = 0; t < T; ++t) sum[t] = fresh ? fset(0) : fload(c + 16 * t);
     const int8_t* xs = x.digits;
     const int8_t* ones = w.ones;
     const uint8_t* codes = w.codes;
+    const int bits = BITS ? BITS : w.bits;
     for (int64_t b = 0; b < w.blocks; ++b) {
         const int64_t group = w.per_scale ? (w.first + b) / w.per_scale * 16 : 0;
         I acc[CHAINS][R], column[2];
@@ -92,7 +104,7 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
         }
         const int64_t steps = (b + 1 == w.blocks ? w.tail : w.block) / 32;
         for (int64_t s = 0; s < steps; ++s) {
-            PW_UNROLL for (int j = 0; j < BITS; ++j) __builtin_prefetch(codes + AHEAD + 64 * j);
+            PW_UNROLL for (int j = 0; j < bits; ++j) __builtin_prefetch(codes + AHEAD + 64 * j);
             if constexpr (D == 0) {
                 const auto pair = [&](B u, int at) {
                     PW_UNROLL for (int r = 0; r < R; ++r)
@@ -114,7 +126,7 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
                 }
             } else {
                 B u[8];
-                if constexpr (BITS != 4 && BITS != 8) decode<BITS>(codes, u);
+                if constexpr (BITS == 0) decode_other(bits, codes, u);
                 PW_ROLLED for (int at = 0; at < 8; at += STEP) {
                     PW_UNROLL for (int j = 0; j < STEP; ++j) {
                         if constexpr (BITS == 8) u[j] = bload(codes + 64 * (at + j));
@@ -133,7 +145,7 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
                     xs += 4 * STEP * R;
                 }
             }
-            codes += 64 * BITS;
+            codes += 64 * bits;
         }
         F weight_scale = fset(1), weight_offset = fset(0), weight_sum = fset(0);
         if (SUM) {
@@ -188,18 +200,18 @@ template <int BITS, int D, bool SUM, int T = 1> Micro pick_tokens(int tokens) {
     if constexpr (T > MOST) return nullptr;
     else return tokens == T ? &micro<BITS, T, D, SUM> : pick_tokens<BITS, D, SUM, NEXT>(tokens);
 }
-template <int BITS = 1> Micro pick(int bits, int digits, bool sum, int tokens) {
-    if constexpr (BITS > 8) {
-        return nullptr;
-    } else {
-        if (bits != BITS) return pick<BITS + 1>(bits, digits, sum, tokens);
-        if constexpr (every_count(BITS))
-            if (digits == 0) return pick_tokens<BITS, 0, false, LEAST_WORDS>(tokens);
-        return sum           ? pick_tokens<BITS, 1, true>(tokens)
-               : digits == 1 ? pick_tokens<BITS, 1, false>(tokens)
-               : digits == 2 ? pick_tokens<BITS, 2, false>(tokens)
-                             : pick_tokens<BITS, 3, false>(tokens);
-    }
+template <int BITS> Micro pick_limbs(int digits, bool sum, int tokens) {
+    if constexpr (every_count(BITS))
+        if (digits == 0) return pick_tokens<BITS, 0, false, LEAST_WORDS>(tokens);
+    return sum           ? pick_tokens<BITS, 1, true>(tokens)
+           : digits == 1 ? pick_tokens<BITS, 1, false>(tokens)
+           : digits == 2 ? pick_tokens<BITS, 2, false>(tokens)
+                         : pick_tokens<BITS, 3, false>(tokens);
+}
+inline Micro pick(int bits, int digits, bool sum, int tokens) {
+    return bits == 4   ? pick_limbs<4>(digits, sum, tokens)
+           : bits == 8 ? pick_limbs<8>(digits, sum, tokens)
+                       : pick_limbs<0>(digits, sum, tokens);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@
 namespace {
 
 // Vectors 0..7 of one tile of columns, codes as unsigned bytes.
-template <int BITS> inline void decode(const uint8_t* p, B* out) {
+template <int BITS> PW_INLINE void decode(const uint8_t* p, B* out) {
     if constexpr (BITS == 8) {
         for (int j = 0; j < 8; ++j) out[j] = bload(p + 64 * j);
         return;
