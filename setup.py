@@ -20,6 +20,7 @@ from setuptools.errors import BaseError, CCompilerError, CompileError, PlatformE
 
 SOURCE = Path("pennyweight/kernels/cpu/src")
 LIBRARY = "pennyweight.kernels.cpu._native"
+OFF = ".off"  # suffix of the file that stands in for the library after PENNYWEIGHT_NATIVE=0
 PARTS = ("int_linear", "float_linear", "conversions")  # files of SOURCE, the slowest to compile first
 
 
@@ -93,7 +94,11 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext):
         wanted = os.environ.get("PENNYWEIGHT_NATIVE", "auto")
+        off = Path(self.get_ext_fullpath(ext.name)).with_suffix(OFF)
+        off.unlink(missing_ok=True)
         if wanted == "0":
+            off.parent.mkdir(parents=True, exist_ok=True)
+            off.touch()
             return
         try:
             self._build(ext)
@@ -101,6 +106,19 @@ class BuildNative(build_ext):
             if wanted == "1":
                 raise
             print(f"pennyweight: native kernels not built, using torch's kernels ({error})", file=sys.stderr)
+
+    def copy_extensions_to_source(self):
+        """For an installation in place: also the mark that the kernels were not wanted."""
+        for ext in self.extensions:
+            here = Path(*ext.name.split(".")).with_suffix(OFF)
+            here.unlink(missing_ok=True)
+            if Path(self.get_ext_fullpath(ext.name)).with_suffix(OFF).exists():
+                here.touch()
+        super().copy_extensions_to_source()
+
+    def get_outputs(self):
+        marks = (Path(self.get_ext_fullpath(ext.name)).with_suffix(OFF) for ext in self.extensions)
+        return [*super().get_outputs(), *(str(mark) for mark in marks if mark.exists())]
 
     def _build(self, ext):
         if sys.platform != "linux":
@@ -111,7 +129,7 @@ class BuildNative(build_ext):
             objects = self._try(unit)
             done.append(unit)
             took = time.perf_counter() - began
-            print(f"pennyweight: compiled {len(done)}/{len(todo)} {unit.part} {unit.isa} ({took:.0f} s)", flush=True)
+            print(f"pennyweight: compiled {len(done)}/{len(todo)}: {' '.join(filter(None, unit[:2]))} ({took:.0f} s)", flush=True)
             return objects
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

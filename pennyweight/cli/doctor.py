@@ -107,10 +107,12 @@ def text(health: Health) -> str:
 
 
 def _native_kernels() -> str:
-    from ..kernels.cpu.library import isas, missing
+    from ..kernels.cpu.library import REMEDY, isas, missing, switched_off
 
     verdict = missing()
-    return ", ".join(isas()) if verdict is True else f"none, torch's kernels run instead: {verdict}"
+    if verdict is True:
+        return ", ".join(isas())
+    return f"none, torch's kernels run instead: {verdict}" + ("" if switched_off() else f". {REMEDY}")
 
 
 def _extras() -> dict[str, str | None]:

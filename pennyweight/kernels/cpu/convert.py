@@ -25,7 +25,7 @@ from ...core.tensor import AffineQuantizedTensor
 from .. import gate
 from ..gate import GIVEN
 from .int_linear import fits, map_groups, tile_rows
-from .library import BITS, E8M0, KINDS, TILES, missing
+from .library import BITS, E8M0, KINDS, TILES, usable
 from .matrix_view import FLOATS, Affine, affine, part_kind, threads_for
 
 SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(1, 5)  # as in src/abi.h
@@ -68,7 +68,7 @@ def floats_of(parts: Any, spec: QuantSpec, a: Affine, index: Tensor | None, out:
 
 def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype) -> Any:
     """Bit-identical to core.numerics.dequantize, directly from packed codes."""
-    if missing() is not True:
+    if usable() is not True:
         return NotImplemented
     shape = tuple(map(int, shape))
     a = affine(spec, shape, dtype)
@@ -118,7 +118,7 @@ def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) ->
     If scales are quantized or shared by rows, there are two passes: for the ranges of blocks, and for the codes.
     """
     name, shape = rule or default_rule(spec), tuple(x.shape)
-    q = rounding_of(spec, shape, x.dtype, name, eps) if missing() is True else None
+    q = rounding_of(spec, shape, x.dtype, name, eps) if usable() is True else None
     if q is None:
         return NotImplemented
     a = q.to
@@ -183,7 +183,7 @@ def _chosen(
 def finite(x: Tensor) -> Any:
     """Whether x is free of NaN and inf, in one pass."""
     if (
-        missing() is not True
+        usable() is not True
         or x.dtype not in FLOATS
         or not (x.is_contiguous() or (x.ndim >= 2 and x.mT.is_contiguous()))
     ):

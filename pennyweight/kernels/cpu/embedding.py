@@ -24,7 +24,7 @@ from ..linear import LIBRARY, _flatten, _nest
 from ..table import Case, Kernel, register_kernel
 from . import float_linear, int_linear
 from .convert import floats_of
-from .library import E8M0, missing
+from .library import E8M0, usable
 from .matrix_view import affine, part_kind
 from .pack_ops import TILE
 
@@ -48,7 +48,7 @@ def _unshared(kind: QuantSpec, spec: QuantSpec, shape: tuple[int, ...]) -> bool:
 
 
 def _accepts(case: Case) -> bool | str:
-    verdict = missing()
+    verdict = usable()
     if verdict is not True:
         return verdict
     if len(case.shape) != 2 or affine(_native_spec(case.spec), case.shape, case.dtype, by_row=True) is None:

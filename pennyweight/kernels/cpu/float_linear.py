@@ -26,7 +26,7 @@ from .. import gate
 from ..table import Bound, Case, Kernel, case_of, register_kernel
 from . import library
 from .int_linear import coded_fits, is_coded_scale, padded_columns, tile_rows, untile_rows
-from .library import KINDS, FloatLinear, missing
+from .library import KINDS, FloatLinear, usable
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
 HALF = 16  # group sizes are multiples of this
@@ -180,7 +180,7 @@ LAYOUT = register_layout(Layout("cpu_float", pack, unpack, ("cpu",), _EXAMPLES, 
 
 
 def _accepts(case: Case) -> bool | str:
-    for verdict in (missing(), fits(case.spec, case.shape), case.act is None or "the activation is quantized"):
+    for verdict in (usable(), fits(case.spec, case.shape), case.act is None or "the activation is quantized"):
         if verdict is not True:
             return verdict
     return case.dtype in _FLOATS or f"for float32, bfloat16 and float16 inputs, not {case.dtype}"

@@ -23,7 +23,7 @@ from ...core.packing import stream_shape
 from ...core.quantize_backends import in_memory
 from ...core.tensor import AffineQuantizedTensor
 from .. import gate
-from .library import KINDS, missing
+from .library import KINDS, usable
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT, _TABLE, _UFLOAT = range(3)
@@ -145,7 +145,7 @@ def _takes(state: Tensor) -> bool:
 
 def accepts(p: Tensor, g: Tensor, states: Sequence[Tensor]) -> bool | str:
     """True if native code supports this step, else the reason why not."""
-    there = missing()
+    there = usable()
     if there is not True:
         return f"native CPU kernels: {there}"
     if p.device.type != "cpu" or g.device.type != "cpu":

@@ -50,14 +50,17 @@ struct Work {
     const IntLinear& w;          // the first; the others differ only in their rows
     bool words;
     int digits, most;            // limbs per token; maximum tokens per block
-    int64_t token_blocks;        // the first `larger` have `size` tokens, the others `smaller`
+    int64_t token_blocks;        // the first `larger` have `size` tokens, then one may have `few`, the others `smaller`
     int64_t larger;
-    int size, smaller;
+    int size, few, smaller;      // few: 0 if there is no such block
     int64_t blocks, chunk;       // blocks of columns, and how many of them are processed at a time
     const int8_t* ones;          // [kp] 1 per true column, if inputs have zero points; else null
 
-    int64_t first_token(int64_t mb) const { return mb * size - std::max<int64_t>(0, mb - larger) * (size - smaller); }
-    int tokens_in(int64_t mb) const { return mb < larger ? size : smaller; }
+    int64_t first_token(int64_t mb) const {
+        if (mb <= larger) return mb * size;
+        return larger * size + (few ? few + (mb - larger - 1) * smaller : (mb - larger) * smaller);
+    }
+    int tokens_in(int64_t mb) const { return mb < larger ? size : mb == larger && few ? few : smaller; }
     int rows(int tokens) const { return words ? tokens : tokens * digits; }
     int64_t row_bytes(int tokens) const { return rows(tokens) * (words ? 2 : 1); }  // of limbs, per column
 };
@@ -66,17 +69,19 @@ Work plan(const IntLinear& w, const LinearArgs& a) {
     const int digits = digits_of(w);
     // Words halve the number of sums to combine after each block, but need decoding to 16 bits, which many rows share.
     const bool words = digits == 2 && every_count(w.bits) && a.m > TOKENS[1];
-    Work k{w, words, digits, most_tokens(w.bits, words ? 0 : digits), 0, 0, 0, 0, (w.kp + w.block - 1) / w.block, 0, nullptr};
+    Work k{w, words, digits, TOKENS[words ? 3 : digits - 1], 0, 0, 0, 0, 0, (w.kp + w.block - 1) / w.block, 0, nullptr};
     if (every_count(w.bits)) {
         k.token_blocks = (a.m + k.most - 1) / k.most;
         k.smaller = (int)(a.m / k.token_blocks);
         k.larger = a.m % k.token_blocks;
         k.size = k.smaller + 1;
     } else {
-        k.larger = a.m / k.most;
-        k.token_blocks = k.larger + a.m % k.most;
         k.size = k.most;
         k.smaller = 1;
+        k.larger = a.m / k.most;
+        const int64_t rest = a.m % k.most;
+        if (rest >= FEW[digits - 1]) k.few = FEW[digits - 1];
+        k.token_blocks = k.larger + (k.few ? 1 + rest - k.few : rest);
     }
     k.chunk = k.token_blocks > 1 || w.outer ? std::max<int64_t>(1, CHUNK / w.block) : k.blocks;
     return k;

@@ -19,10 +19,12 @@ namespace {
 
 constexpr int AHEAD = 2304;  // prefetch distance in bytes
 
-// 4- and 8-bit codes have kernels of their own, for every number of tokens. Other widths share two, for one token and
-// for a few, which keeps the build short.
+// 4- and 8-bit codes have a kernel for every number of tokens. Other widths have one for one token; they share those for
+// the largest number and for a few, which keeps the build short.
 constexpr bool every_count(int bits) { return bits == 4 || bits == 8; }
-// Codes of these widths to registers.
+constexpr int FEW[] = {4, 3, 2};                  // by limbs - 1
+constexpr int LEAST_WORDS = (TOKENS[3] + 1) / 2;  // words are used for more tokens, in blocks of equal size (see plan)
+// Codes of other widths to registers.
 PW_INLINE void decode_other(int bits, const uint8_t* codes, B* out) {
     switch (bits) {
         case 1: return decode<1>(codes, out);
@@ -79,13 +81,14 @@ struct Rows {                 // a block of tokens, from the same column on
     const float* token_zero;
 };
 
-// c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. BITS: 4, 8, or 0 for the other widths. `fresh`: c is not read. Inputs with a
+// c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. BITS 0: any width but 4 and 8. `fresh`: c is not read. Inputs with a
 // zero point need the sums of the codes: SUM computes and stores them, other calls for the tile read them.
 template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows& x, float* c, bool fresh) {
     constexpr int R = D ? T * D : T;
     constexpr int CHAINS = R == 1 ? 4 : R <= 3 ? 2 : 1;  // independent sums hide the latency of dot4
-    // Vectors of codes per iteration of the innermost loop: enough products to hide its overhead.
-    constexpr int STEP = BITS == 0 ? 8 : R >= 4 ? 2 : 4;
+    // Vectors of codes per iteration of the innermost loop: enough products to hide its overhead, at most all.
+    constexpr int STEP = !every_count(BITS) || R < 8 ? 8 : 4;
+    constexpr int WORD_STEP = BITS == 8 ? (R < 8 ? 4 : 2) : R < 8 ? 2 : 1;
     F sum[T];
     PW_UNROLL for (int t = 0; t < T; ++t) sum[t] = fresh ? fset(0) : fload(c + 16 * t);
     const int8_t* xs = x.digits;
@@ -110,23 +113,25 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
                     PW_UNROLL for (int r = 0; r < R; ++r)
                         acc[at % CHAINS][r] = dot2(acc[at % CHAINS][r], u, xload(xs + (at * R + r) * 4));
                 };
-                PW_ROLLED for (int j = 0; j < BITS; ++j) {
-                    const B v = bload(codes + 64 * j);
-                    if constexpr (BITS == 8) {
-                        pair(words<0, 8>(v), 0);
-                        pair(words<8, 8>(v), 1);
-                        xs += 8 * R;
-                    } else {
-                        pair(words<0, 4>(v), 0);
-                        pair(words<8, 4>(v), 1);
-                        pair(words<4, 4>(v), 2);
-                        pair(words<12, 4>(v), 3);
-                        xs += 16 * R;
+                PW_ROLLED for (int at = 0; at < BITS; at += WORD_STEP) {
+                    PW_UNROLL for (int j = 0; j < WORD_STEP; ++j) {
+                        const B v = bload(codes + 64 * (at + j));
+                        if constexpr (BITS == 8) {
+                            pair(words<0, 8>(v), 2 * j);
+                            pair(words<8, 8>(v), 2 * j + 1);
+                        } else {
+                            pair(words<0, 4>(v), 4 * j);
+                            pair(words<8, 4>(v), 4 * j + 1);
+                            pair(words<4, 4>(v), 4 * j + 2);
+                            pair(words<12, 4>(v), 4 * j + 3);
+                        }
                     }
+                    xs += 64 / BITS * WORD_STEP * R;
                 }
             } else {
                 B u[8];
                 if constexpr (BITS == 0) decode_other(bits, codes, u);
+                else if constexpr (!every_count(BITS)) decode<BITS>(codes, u);
                 PW_ROLLED for (int at = 0; at < 8; at += STEP) {
                     PW_UNROLL for (int j = 0; j < STEP; ++j) {
                         if constexpr (BITS == 8) u[j] = bload(codes + 64 * (at + j));
@@ -186,32 +191,30 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
 
 using Micro = void (*)(const Tile&, const Rows&, float*, bool);
 
-constexpr int FEW[] = {4, 3, 2};
-// Words are used for more tokens than this, in blocks of equal size (see plan in int_linear.cpp).
-constexpr int LEAST_WORDS = (TOKENS[3] + 1) / 2;
-constexpr int most_tokens(int bits, int digits) {  // digits: limbs; 0: words
-    const int most = TOKENS[digits ? digits - 1 : 3];
-    return every_count(bits) || most <= FEW[digits - 1] ? most : FEW[digits - 1];
+// The kernel for a number of limbs (0: words) and of tokens, from T on; null if there is none.
+template <int BITS, int D, bool SUM, int T> Micro pick_tokens(int tokens) {
+    if constexpr (T > TOKENS[D ? D - 1 : 3]) return nullptr;
+    else return tokens == T ? &micro<BITS, T, D, SUM> : pick_tokens<BITS, D, SUM, T + 1>(tokens);
 }
-
-// The kernel for a number of bits, limbs (0: words) and tokens; null if there is none.
-template <int BITS, int D, bool SUM, int T = 1> Micro pick_tokens(int tokens) {
-    constexpr int MOST = most_tokens(BITS, D), NEXT = every_count(BITS) || T == MOST ? T + 1 : MOST;
-    if constexpr (T > MOST) return nullptr;
-    else return tokens == T ? &micro<BITS, T, D, SUM> : pick_tokens<BITS, D, SUM, NEXT>(tokens);
+template <int BITS, int D, bool SUM = false> Micro pick_count(int tokens) {
+    constexpr int MOST = TOKENS[D - 1], FEWER = std::min(FEW[D - 1], MOST);
+    if constexpr (every_count(BITS)) return pick_tokens<BITS, D, SUM, 1>(tokens);
+    else if constexpr (TOKENS[0] == 1) return &micro<0, 1, D, SUM>;  // plain C++
+    else if constexpr (MOST == 1) return &micro<BITS, 1, D, SUM>;
+    else return tokens == 1 ? &micro<BITS, 1, D, SUM> : tokens == MOST ? &micro<0, MOST, D, SUM> : &micro<0, FEWER, D, SUM>;
 }
-template <int BITS> Micro pick_limbs(int digits, bool sum, int tokens) {
-    if constexpr (every_count(BITS))
-        if (digits == 0) return pick_tokens<BITS, 0, false, LEAST_WORDS>(tokens);
-    return sum           ? pick_tokens<BITS, 1, true>(tokens)
-           : digits == 1 ? pick_tokens<BITS, 1, false>(tokens)
-           : digits == 2 ? pick_tokens<BITS, 2, false>(tokens)
-                         : pick_tokens<BITS, 3, false>(tokens);
-}
-inline Micro pick(int bits, int digits, bool sum, int tokens) {
-    return bits == 4   ? pick_limbs<4>(digits, sum, tokens)
-           : bits == 8 ? pick_limbs<8>(digits, sum, tokens)
-                       : pick_limbs<0>(digits, sum, tokens);
+template <int BITS = 1> Micro pick(int bits, int digits, bool sum, int tokens) {
+    if constexpr (BITS > 8) {
+        return nullptr;
+    } else {
+        if (bits != BITS) return pick<BITS + 1>(bits, digits, sum, tokens);
+        if constexpr (every_count(BITS))
+            if (digits == 0) return pick_tokens<BITS, 0, false, LEAST_WORDS>(tokens);
+        return sum           ? pick_count<BITS, 1, true>(tokens)
+               : digits == 1 ? pick_count<BITS, 1>(tokens)
+               : digits == 2 ? pick_count<BITS, 2>(tokens)
+                             : pick_count<BITS, 3>(tokens);
+    }
 }
 
 }  // namespace
