@@ -129,7 +129,8 @@ class BuildNative(build_ext):
             objects = self._try(unit)
             done.append(unit)
             took = time.perf_counter() - began
-            print(f"pennyweight: compiled {len(done)}/{len(todo)}: {' '.join(filter(None, unit[:2]))} ({took:.0f} s)", flush=True)
+            name = f"{unit.part} {unit.isa}".rstrip()
+            print(f"pennyweight: compiled {len(done)}/{len(todo)}: {name} ({took:.0f} s)", flush=True)
             return objects
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -2,8 +2,8 @@
 
 Integers with groups too small for int_linear.py are also treated as tables.
 
-One kernel serves all formats, through their table of numbers. See src/float_microkernel.h for the arithmetic, src/pack.h for
-the packing. Quantized scales stay quantized and are decoded in the kernel.
+One kernel serves all formats, through their table of numbers. See src/float_microkernel.h for the arithmetic and
+src/pack.h for the packing. Quantized scales stay quantized and are decoded in the kernel.
 """
 
 from __future__ import annotations

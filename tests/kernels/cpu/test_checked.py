@@ -73,7 +73,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs g++")
     out = tmp_path_factory.mktemp("native")
     parts = ("int_linear", "float_linear", "conversions")
-    sources = {name: called.SOURCE / f"{name}.cpp" for name in ("dispatch", *parts)} | {"main": NATIVE / "every_isa.cpp"}
+    sources = {name: called.SOURCE / f"{name}.cpp" for name in ("dispatch", *parts)}
+    sources["main"] = NATIVE / "every_isa.cpp"
 
     def compiled(item: tuple[str, Path]) -> str:
         name, source = item

@@ -32,7 +32,8 @@ def run(library: Path, native: str | None = None) -> list[str]:
     env |= {} if native is None else {"PENNYWEIGHT_NATIVE": native}
     root = str(Path(__file__).resolve().parents[3])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-c", PROGRAM, library], capture_output=True, text=True, check=False, env=env)
+    command = [sys.executable, "-c", PROGRAM, str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

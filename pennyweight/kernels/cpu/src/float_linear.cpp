@@ -1,5 +1,5 @@
-// y = x @ w.T + bias with float or table codes: divides a call into tiles of the weight and blocks of rows for the kernels
-// in float_microkernel.h.
+// y = x @ w.T + bias with float or table codes: divides a call into tiles of the weight and blocks of rows for the
+// kernels in float_microkernel.h.
 #include <algorithm>
 #include <type_traits>
 

@@ -1,5 +1,5 @@
-// y = x @ w.T + bias with integer codes: divides a call into tiles of the weight and blocks of tokens for the kernels in
-// int_microkernel.h.
+// y = x @ w.T + bias with integer codes: divides a call into tiles of the weight and blocks of tokens for the kernels
+// in int_microkernel.h.
 #include <algorithm>
 
 #include "activation_limbs.h"

@@ -40,8 +40,8 @@ thread_local Workspace scratch;  // of each thread that works for it
 
 inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Calls prepare(thread, i) for every i < `count`, then run(thread, u) for every u < `units`, each taken by the next free
-// thread. copies: every thread prepares all inputs for itself, which for few is cheaper than waiting for the others.
+// Calls prepare(thread, i) for every i < `count`, then run(thread, u) for every u < `units`, each taken by the next
+// free thread. copies: every thread prepares all inputs for itself, which for few is cheaper than waiting for others.
 template <class Prepare, class Run>
 void run_units(int threads, bool copies, int64_t count, int64_t units, const Prepare& prepare, const Run& run) {
     std::atomic<int64_t> next_input{0}, next_unit{0};

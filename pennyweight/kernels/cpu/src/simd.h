@@ -3,9 +3,9 @@
 //   I  16 x int32      F  16 x float32      B  64 bytes: 16 columns x 4 consecutive k
 //   X  four bytes of one input row, as dot4 and dot2 take them
 //
-// Each simd_*.h also has the sizes of register blocks. TOKENS: tokens processed together per tile with one, two and three
-// limbs, and with 16-bit words. FLOAT_ROWS and DIRECT_ROWS: rows of x per tile of numbers, and of codes that are decoded
-// directly; FLOAT_TILES and DIRECT_TILES: tiles side by side.
+// Each simd_*.h also has the sizes of register blocks. TOKENS: tokens processed together per tile with one, two and
+// three limbs, and with 16-bit words. FLOAT_ROWS and DIRECT_ROWS: rows of x per tile of numbers, and of codes that are
+// decoded directly; FLOAT_TILES and DIRECT_TILES: tiles side by side.
 //
 // A file that includes this one is compiled once per instruction set (see setup.py). Everything is in an anonymous
 // namespace: inline functions with external linkage would be merged across translation units, and AVX-512 code would
@@ -22,8 +22,8 @@
 // For code in inner loops: if vectors are pairs of registers, compilers otherwise pass some of them through memory,
 // which is ten times slower.
 #define PW_INLINE __attribute__((always_inline)) inline
-// Loops over registers must be unrolled before the compiler allocates registers. Other inner loops must not be unrolled,
-// because the code would take longer to compile and run no faster.
+// Loops over registers must be unrolled before the compiler allocates registers. Other inner loops must not be
+// unrolled, because the code would take longer to compile and run no faster.
 #if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 #define PW_UNROLL _Pragma("GCC unroll 32")
 #else

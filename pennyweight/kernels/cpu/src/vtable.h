@@ -1,6 +1,6 @@
 // The functions that an instruction set offers. A part (int_linear.cpp, float_linear.cpp, conversions.cpp) is compiled
-// once for each instruction set that makes a difference to it, with PW_ISA as its name, and enters its functions into the
-// table. Those of the others are taken from a lesser instruction set, see dispatch.cpp.
+// once for each instruction set that makes a difference to it, with PW_ISA as its name, and enters its functions into
+// the table. The other functions are those of the instruction set's base, see dispatch.cpp.
 #pragma once
 
 #include "abi.h"
