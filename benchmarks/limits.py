@@ -1,8 +1,8 @@
 """What this machine can do at most, measured beside the competitors and in the same rounds.
 
 read  bytes per second from memory, all threads; int8, bf16, fp32  operations per second of the widest
-instruction there is, two for each product and its addition. The probe is native (kernels/cpu/src/bandwidth_probe.h); without
-the native library only `read` is known, by torch's own sum, which may not reach the limit.
+instruction there is, two for each product and its addition. The probe is native (kernels/cpu/src/bandwidth_probe.h);
+without the native library only `read` is known, by torch's own sum, which may not reach the limit.
 
     python benchmarks/limits.py [--threads 2]
 """
