@@ -94,8 +94,10 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext):
         wanted = os.environ.get("PENNYWEIGHT_NATIVE", "auto")
-        off = Path(self.get_ext_fullpath(ext.name)).with_suffix(OFF)
-        off.unlink(missing_ok=True)
+        library = Path(self.get_ext_fullpath(ext.name))
+        off = library.with_suffix(OFF)
+        for former in (library, off):  # of another build in the same folder
+            former.unlink(missing_ok=True)
         if wanted == "0":
             off.parent.mkdir(parents=True, exist_ok=True)
             off.touch()
@@ -129,8 +131,8 @@ class BuildNative(build_ext):
             objects = self._try(unit)
             done.append(unit)
             took = time.perf_counter() - began
-            name = f"{unit.part} {unit.isa}".rstrip()
-            print(f"pennyweight: compiled {len(done)}/{len(todo)}: {name} ({took:.0f} s)", flush=True)
+            name, what = f"{unit.part} {unit.isa}".rstrip(), "cannot compile" if objects is None else "compiled"
+            print(f"pennyweight: {what} {len(done)}/{len(todo)}: {name} ({took:.0f} s)", flush=True)
             return objects
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
