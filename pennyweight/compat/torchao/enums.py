@@ -10,27 +10,12 @@ from typing import NamedTuple
 from ...quantize.granularity import MappingType, PerGroup, PerRow, PerTensor
 
 __all__ = [
-    "FP8Granularity",
-    "Float8MMConfig",
-    "Float8PackingFormat",
-    "Int4ChooseQParamsAlgorithm",
-    "Int4PackingFormat",
-    "IntxChooseQParamsAlgorithm",
-    "IntxPackingFormat",
-    "KernelPreference",
-    "MXFP8Dim0CastKernelChoice",
-    "MXFP8Dim1CastKernelChoice",
-    "MXGemmKernelChoice",
-    "MXLinearRecipeName",
-    "MappingType",
-    "NVFP4MMConfig",
-    "PackingFormat",
-    "QuantizationStep",
-    "ScaleCalculationMode",
-    "TorchAODType",
-    "UIntxChooseQParamsAlgorithm",
+    "FP8Granularity", "Float8MMConfig", "Float8PackingFormat", "Int4ChooseQParamsAlgorithm", "Int4PackingFormat",
+    "IntxChooseQParamsAlgorithm", "IntxPackingFormat", "KernelPreference", "MXFP8Dim0CastKernelChoice",
+    "MXFP8Dim1CastKernelChoice", "MXGemmKernelChoice", "MXLinearRecipeName", "MappingType", "NVFP4MMConfig",
+    "PackingFormat", "QuantizationStep", "ScaleCalculationMode", "TorchAODType", "UIntxChooseQParamsAlgorithm",
     "ZeroPointDomain",
-]
+]  # fmt: skip
 
 FP8Granularity = PerTensor | PerRow | PerGroup
 

@@ -12,12 +12,9 @@ from .integer_ranges import FP8_TYPES, _get_and_check_qmin_qmax
 from .primitives import _RoundToFloat8, check_zero_point, unclamped, values
 
 __all__ = [
-    "_do_fake_quantize_affine",
-    "_fake_quantize_affine",
-    "_fake_quantize_affine_cachemask",
-    "fake_quantize_affine",
+    "_do_fake_quantize_affine", "_fake_quantize_affine", "_fake_quantize_affine_cachemask", "fake_quantize_affine",
     "fake_quantize_affine_cachemask",
-]
+]  # fmt: skip
 
 
 def _steps_codes_values(
@@ -37,15 +34,10 @@ def _steps_codes_values(
 
 
 def _fake_quantize_affine(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    quant_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """quantize_affine followed by dequantize_affine, in the dtype of the input, with a gradient.
 
     The gradient is straight-through, and zero where the code was clamped; scale and zero_point get gradients too.
@@ -57,15 +49,10 @@ def _fake_quantize_affine(
 
 
 def _fake_quantize_affine_cachemask(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    quant_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`_fake_quantize_affine` and a mask of the elements whose code was within bounds before clamping."""
     inside, _, x = _steps_codes_values(
         input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
@@ -74,15 +61,10 @@ def _fake_quantize_affine_cachemask(
 
 
 def _do_fake_quantize_affine(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    quant_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes in a float dtype, and the values they represent."""
     return _steps_codes_values(
         input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain

@@ -11,32 +11,20 @@ from .integer_ranges import block_view, require
 from .primitives import _RoundToFloat8, straight_round
 
 __all__ = [
-    "_RoundToFloat8",
-    "_choose_qparams_affine_float8",
-    "_choose_scale_float8",
-    "_dequantize_affine_float8",
-    "_dequantize_affine_float8_non_decomposed",
-    "_expand_scale_to_tensor_shape",
-    "_maybe_expand_scale_to_tensor_shape",
-    "_quantize_affine_float8",
-    "_quantize_affine_float8_non_decomposed",
-    "choose_qparams_affine_float8",
-    "dequantize_affine_float8",
-    "quantize_affine_float8",
-]
+    "_RoundToFloat8", "_choose_qparams_affine_float8", "_choose_scale_float8", "_dequantize_affine_float8",
+    "_dequantize_affine_float8_non_decomposed", "_expand_scale_to_tensor_shape", "_maybe_expand_scale_to_tensor_shape",
+    "_quantize_affine_float8", "_quantize_affine_float8_non_decomposed", "choose_qparams_affine_float8",
+    "dequantize_affine_float8", "quantize_affine_float8",
+]  # fmt: skip
 
 # torchao has no floor: its scale of a zero block is 0, and the block becomes NaN.
 _FLOOR = torch.finfo(torch.float32).smallest_normal
 
 
 def _choose_scale_float8(
-    tensor: Tensor,
-    block_size: Sequence[int],
-    float8_dtype: torch.dtype = torch.float8_e4m3fn,
-    scale_dtype: torch.dtype = torch.float32,
-    hp_value_lb: float | None = None,
-    hp_value_ub: float | None = None,
-) -> Tensor:
+    tensor: Tensor, block_size: Sequence[int], float8_dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.float32, hp_value_lb: float | None = None, hp_value_ub: float | None = None,
+) -> Tensor:  # fmt: skip
     """float32 scales max|x| / finfo(float8_dtype).max of each block, of shape [n / b for each axis].
 
     An empty ``block_size`` means the whole tensor, with a 0-d scale. max|x| is first clamped to
@@ -63,11 +51,9 @@ def _choose_scale_float8(
 
 
 def choose_qparams_affine_float8(
-    tensor: Tensor,
-    float8_dtype: torch.dtype = torch.float8_e4m3fn,
-    scale_dtype: torch.dtype = torch.float32,
+    tensor: Tensor, float8_dtype: torch.dtype = torch.float8_e4m3fn, scale_dtype: torch.dtype = torch.float32,
     block_size: Sequence[int] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """:func:`_choose_scale_float8` with the arguments it had to 0.11; the whole tensor by default."""
     return _choose_scale_float8(tensor, block_size or (), float8_dtype, scale_dtype)
 

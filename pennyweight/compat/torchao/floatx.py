@@ -11,16 +11,10 @@ from torch import Tensor
 from .integer_ranges import require
 
 __all__ = [
-    "_choose_qparams_affine_floatx",
-    "_dequantize_affine_floatx",
-    "_f32_to_floatx_unpacked",
-    "_floatx_unpacked_to_f32",
-    "_n_ones",
-    "_quantize_affine_floatx",
-    "choose_qparams_affine_floatx",
-    "dequantize_affine_floatx",
+    "_choose_qparams_affine_floatx", "_dequantize_affine_floatx", "_f32_to_floatx_unpacked", "_floatx_unpacked_to_f32",
+    "_n_ones", "_quantize_affine_floatx", "choose_qparams_affine_floatx", "dequantize_affine_floatx",
     "quantize_affine_floatx",
-]
+]  # fmt: skip
 
 
 def _n_ones(n: int) -> int:

@@ -70,14 +70,9 @@ def _block_parameters(
 
 
 def _quantize_gguf(
-    input: Tensor,
-    block_size: Sequence[int],
-    target_dtype: torch.dtype,
-    super_block_scale_scale: Tensor,
-    super_block_min_scale: Tensor,
-    quantized_block_scale: Tensor,
-    quantized_block_min: Tensor,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], target_dtype: torch.dtype, super_block_scale_scale: Tensor,
+    super_block_min_scale: Tensor, quantized_block_scale: Tensor, quantized_block_min: Tensor,
+) -> Tensor:  # fmt: skip
     """Codes clamp(round((x - min) / scale), 0, 15) as uint8, in the shape of the input."""
     _check(block_size, target_dtype)
     view, _, shape = block_view(input, block_size)
@@ -89,15 +84,10 @@ def _quantize_gguf(
 
 
 def _dequantize_gguf(
-    input: Tensor,
-    block_size: Sequence[int],
-    target_dtype: torch.dtype,
-    super_block_scale_scale: Tensor,
-    super_block_min_scale: Tensor,
-    quantized_block_scale: Tensor,
-    quantized_block_min: Tensor,
+    input: Tensor, block_size: Sequence[int], target_dtype: torch.dtype, super_block_scale_scale: Tensor,
+    super_block_min_scale: Tensor, quantized_block_scale: Tensor, quantized_block_min: Tensor,
     output_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Values code * scale + min, by default in the dtype of the scales."""
     _check(block_size, target_dtype)
     view, _, shape = block_view(input, block_size)

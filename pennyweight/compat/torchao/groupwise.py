@@ -16,21 +16,12 @@ from .primitives import (
 )
 
 __all__ = [
-    "_guard_dtype_size",
-    "compute_error",
-    "get_block_size",
-    "get_group_qparams_symmetric",
-    "get_groupwise_affine_qparams",
-    "group_quantize_tensor_symmetric",
-    "groupwise_affine_dequantize_tensor",
-    "groupwise_affine_dequantize_tensor_from_qparams",
-    "groupwise_affine_quantize_tensor",
-    "groupwise_affine_quantize_tensor_from_qparams",
-    "guard_dtype_size",
-    "pack_tinygemm_scales_and_zeros",
-    "recommended_inductor_config_setter",
-    "unpack_tinygemm_scales_and_zeros",
-]
+    "_guard_dtype_size", "compute_error", "get_block_size", "get_group_qparams_symmetric",
+    "get_groupwise_affine_qparams", "group_quantize_tensor_symmetric", "groupwise_affine_dequantize_tensor",
+    "groupwise_affine_dequantize_tensor_from_qparams", "groupwise_affine_quantize_tensor",
+    "groupwise_affine_quantize_tensor_from_qparams", "guard_dtype_size", "pack_tinygemm_scales_and_zeros",
+    "recommended_inductor_config_setter", "unpack_tinygemm_scales_and_zeros",
+]  # fmt: skip
 
 
 def compute_error(x: Tensor, y: Tensor) -> Tensor:
@@ -73,14 +64,9 @@ def _groups_of_parts(w: Tensor, scales: Tensor, groupsize: int) -> tuple[int, in
 
 
 def get_groupwise_affine_qparams(
-    w: Tensor,
-    n_bit: int = 4,
-    groupsize: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT,
-    preserve_zero: bool = False,
-    eps: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    w: Tensor, n_bit: int = 4, groupsize: int = 128, dtype: torch.dtype = torch.bfloat16,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT, preserve_zero: bool = False, eps: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scales and zeros [N, K / groupsize] of unsigned codes, asymmetric; eps: floor of the scale, default 1e-6.
 
     Float domain: both in ``dtype``, computed in that of w; zeros are values of the middle code. Integer domain: zeros
@@ -125,13 +111,9 @@ def unpack_tinygemm_scales_and_zeros(scales_and_zeros: Tensor) -> tuple[Tensor, 
 
 
 def groupwise_affine_quantize_tensor_from_qparams(
-    w: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n_bit: int = 4,
-    groupsize: int = 128,
+    w: Tensor, scales: Tensor, zeros: Tensor | None, n_bit: int = 4, groupsize: int = 128,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Unsigned codes of w under given parameters.
 
     On a CPU int32 [N, K]. On other devices, unless K is 1, uint8 [N, K / 2]: two codes a byte, the even column in the
@@ -147,13 +129,9 @@ def groupwise_affine_quantize_tensor_from_qparams(
 
 
 def groupwise_affine_dequantize_tensor_from_qparams(
-    w_int4x8: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n_bit: int = 4,
-    groupsize: int = 128,
+    w_int4x8: Tensor, scales: Tensor, zeros: Tensor | None, n_bit: int = 4, groupsize: int = 128,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Values, in the dtype of the scales, of what :func:`groupwise_affine_quantize_tensor_from_qparams` gives."""
     require(w_int4x8.dim() == 2, f"expected a matrix of codes, got a tensor of shape {list(w_int4x8.shape)}")
     codes = w_int4x8
@@ -168,13 +146,9 @@ def groupwise_affine_dequantize_tensor_from_qparams(
 
 
 def groupwise_affine_quantize_tensor(
-    w: Tensor,
-    n_bit: int = 4,
-    groupsize: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT,
-    preserve_zero: bool = False,
-) -> tuple[Tensor, Tensor]:
+    w: Tensor, n_bit: int = 4, groupsize: int = 128, dtype: torch.dtype = torch.bfloat16,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT, preserve_zero: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of w and its packed scales and zeros [K / groupsize, N, 2].
 
     Raises ValueError for integer zeros, which are not of the dtype that they would be packed in.
@@ -198,13 +172,9 @@ def groupwise_affine_dequantize_tensor(
 
 
 def get_group_qparams_symmetric(
-    w: Tensor,
-    n_bit: int = 4,
-    groupsize: int = 128,
-    precision: torch.dtype = torch.float32,
-    mapping_type: MappingType = MappingType.SYMMETRIC,
-    eps: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    w: Tensor, n_bit: int = 4, groupsize: int = 128, precision: torch.dtype = torch.float32,
+    mapping_type: MappingType = MappingType.SYMMETRIC, eps: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scales and zeros [N, K / groupsize] of signed codes, in ``precision``. Raises as the asymmetric one does."""
     block = _groups(w, groupsize)
     require(n_bit <= 8, f"unsupported n_bit: {n_bit}")
@@ -214,12 +184,9 @@ def get_group_qparams_symmetric(
 
 
 def group_quantize_tensor_symmetric(
-    w: Tensor,
-    n_bit: int = 4,
-    group_size: int = 128,
-    precision: torch.dtype = torch.float32,
+    w: Tensor, n_bit: int = 4, group_size: int = 128, precision: torch.dtype = torch.float32,
     mapping_type: MappingType = MappingType.SYMMETRIC,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(codes int8 [N, K] of ``n_bit`` bits, scales, zeros). Raises AssertionError for NaN, and as above."""
     scales, zeros = get_group_qparams_symmetric(w, n_bit, group_size, precision, mapping_type)
     require(not bool(w.isnan().any()), "the tensor to quantize has NaN")

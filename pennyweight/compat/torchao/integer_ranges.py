@@ -12,15 +12,9 @@ from ...quantize.granularity import Granularity, PerAxis, PerBlock, PerGroup, Pe
 from .enums import TorchAODType
 
 __all__ = [
-    "FP8_TYPES",
-    "_DTYPE_TO_BIT_WIDTH",
-    "_DTYPE_TO_QVALUE_BOUNDS",
-    "_SUB_BYTE_INT_BOUNDS",
-    "_SUB_BYTE_UINT_BOUNDS",
-    "_get_and_check_qmin_qmax",
-    "_get_reduction_params",
-    "get_block_size",
-]
+    "FP8_TYPES", "_DTYPE_TO_BIT_WIDTH", "_DTYPE_TO_QVALUE_BOUNDS", "_SUB_BYTE_INT_BOUNDS", "_SUB_BYTE_UINT_BOUNDS",
+    "_get_and_check_qmin_qmax", "_get_reduction_params", "get_block_size",
+]  # fmt: skip
 
 FP8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 

@@ -21,18 +21,9 @@ from ...core.tensor import AffineQuantizedTensor
 from ...kernels.repack import prepare
 
 __all__ = [
-    "FLOAT8",
-    "block_of",
-    "block_size",
-    "float_codes",
-    "int_codes",
-    "int_format",
-    "part",
-    "plain_codes",
-    "ready",
-    "whole",
-    "zero_points",
-]
+    "FLOAT8", "block_of", "block_size", "float_codes", "int_codes", "int_format", "part", "plain_codes", "ready",
+    "whole", "zero_points",
+]  # fmt: skip
 
 FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 

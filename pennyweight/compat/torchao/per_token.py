@@ -11,18 +11,11 @@ from .intmm import int_scaled_matmul
 from .primitives import choose_qparams_affine, dequantize_affine, quantize_affine
 
 __all__ = [
-    "_get_per_token_block_size",
-    "_quant_int8_dynamic_per_token_linear",
-    "_quant_int8_per_token_matmul",
-    "_quantize_activation_per_token_absmax",
-    "dequantize_per_channel",
-    "dequantize_per_tensor",
-    "dynamically_quantize_per_channel",
-    "per_token_dynamic_quant",
-    "quant_int8_dynamic_per_token_linear",
-    "quant_int8_per_token_matmul",
-    "quantize_activation_per_token_absmax",
-]
+    "_get_per_token_block_size", "_quant_int8_dynamic_per_token_linear", "_quant_int8_per_token_matmul",
+    "_quantize_activation_per_token_absmax", "dequantize_per_channel", "dequantize_per_tensor",
+    "dynamically_quantize_per_channel", "per_token_dynamic_quant", "quant_int8_dynamic_per_token_linear",
+    "quant_int8_per_token_matmul", "quantize_activation_per_token_absmax",
+]  # fmt: skip
 
 
 def _get_per_token_block_size(x: Tensor) -> list[int]:
@@ -102,11 +95,9 @@ def dequantize_per_channel(
 
 
 def per_token_dynamic_quant(
-    input: Tensor,
-    scale_dtype: torch.dtype = torch.float32,
-    zero_point_dtype: torch.dtype = torch.float32,
+    input: Tensor, scale_dtype: torch.dtype = torch.float32, zero_point_dtype: torch.dtype = torch.float32,
     eps: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The input through int8, asymmetric, one scale a token, and back in its dtype."""
     block = _get_per_token_block_size(input)
     scale, zero_point = choose_qparams_affine(

@@ -39,21 +39,11 @@ from .qparams import (
 )
 
 __all__ = [
-    "MappingType",
-    "TorchAODType",
-    "ZeroPointDomain",
-    "_Round",
-    "_choose_qparams_affine_dont_preserve_zero",
-    "_choose_qparams_affine_tinygemm",
-    "_dequantize_affine_no_zero_point",
-    "_dequantize_affine_tinygemm",
-    "_quantize_affine_no_zero_point",
-    "_quantize_affine_tinygemm",
-    "choose_qparams_affine",
-    "choose_qparams_affine_with_min_max",
-    "dequantize_affine",
-    "quantize_affine",
-]
+    "MappingType", "TorchAODType", "ZeroPointDomain", "_Round", "_choose_qparams_affine_dont_preserve_zero",
+    "_choose_qparams_affine_tinygemm", "_dequantize_affine_no_zero_point", "_dequantize_affine_tinygemm",
+    "_quantize_affine_no_zero_point", "_quantize_affine_tinygemm", "choose_qparams_affine",
+    "choose_qparams_affine_with_min_max", "dequantize_affine", "quantize_affine",
+]  # fmt: skip
 
 VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -117,15 +107,10 @@ def check_zero_point(zero_point: Tensor | None, domain: Any) -> None:
 
 @torch.no_grad()
 def quantize_affine(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    output_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, output_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Codes clamp(round(x / scale) + zero_point, quant_min, quant_max), computed as :func:`unclamped` says.
 
     input: float32, float16 or bfloat16, any strides. scale, zero_point: one a block, any shape of that many; a zero
@@ -141,28 +126,18 @@ def quantize_affine(
 
 @torch.no_grad()
 def _quantize_affine_tinygemm(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    output_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, output_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
+) -> Tensor:  # fmt: skip
     """:func:`quantize_affine` in the float domain."""
     return _quantize(input, block_size, scale, zero_point, output_dtype, quant_min, quant_max, FLOAT)
 
 
 @torch.no_grad()
 def _quantize_affine_no_zero_point(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    output_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, output_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
+) -> Tensor:  # fmt: skip
     """:func:`quantize_affine` without a zero point; one that is given is not used."""
     return _quantize(input, block_size, scale, None, output_dtype, quant_min, quant_max, NONE)
 
@@ -201,17 +176,10 @@ def _dequantize(
 
 
 def dequantize_affine(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    input_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-    *,
-    output_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, input_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, *, output_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """Values (code - zero_point) * scale; in the float domain (code - mid) * scale + zero_point.
 
     input: codes of ``input_dtype``, those of less than a byte one a byte. scale, zero_point: one a block; a zero point
@@ -224,31 +192,17 @@ def dequantize_affine(
 
 
 def _dequantize_affine_tinygemm(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    input_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    *,
-    output_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, input_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None, *, output_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """:func:`dequantize_affine` in the float domain."""
     return _dequantize(input, block_size, scale, zero_point, input_dtype, quant_min, quant_max, FLOAT, output_dtype)
 
 
 def _dequantize_affine_no_zero_point(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    input_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    *,
-    output_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, input_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None, *, output_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """:func:`dequantize_affine` without a zero point. Raises AssertionError where one is given."""
     require(zero_point is None, "zero_point should be None for _dequantize_affine_no_zero_point")
     return _dequantize(input, block_size, scale, None, input_dtype, quant_min, quant_max, NONE, output_dtype)

@@ -19,12 +19,9 @@ from .enums import ZeroPointDomain
 from .integer_ranges import FP8_TYPES, _get_and_check_qmin_qmax, block_view, require
 
 __all__ = [
-    "_Round",
-    "_choose_qparams_affine_dont_preserve_zero",
-    "_choose_qparams_affine_tinygemm",
-    "choose_qparams_affine",
+    "_Round", "_choose_qparams_affine_dont_preserve_zero", "_choose_qparams_affine_tinygemm", "choose_qparams_affine",
     "choose_qparams_affine_with_min_max",
-]
+]  # fmt: skip
 
 INT, FLOAT, NONE = ZeroPointDomain.INT, ZeroPointDomain.FLOAT, ZeroPointDomain.NONE
 
@@ -121,20 +118,11 @@ def _choose(
 
 @torch.no_grad()
 def choose_qparams_affine(
-    input: Tensor,
-    mapping_type: MappingType,
-    block_size: Sequence[int],
-    target_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    eps: float | None = None,
-    scale_dtype: torch.dtype | None = None,
-    zero_point_dtype: torch.dtype | None = None,
-    *before_0_12: Any,
-    keepdim: bool = False,
-    preserve_zero: bool = True,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-) -> tuple[Tensor, Any]:
+    input: Tensor, mapping_type: MappingType, block_size: Sequence[int], target_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None, eps: float | None = None,
+    scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None, *before_0_12: Any,
+    keepdim: bool = False, preserve_zero: bool = True, zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
+) -> tuple[Tensor, Any]:  # fmt: skip
     """(scale, zero_point) of each block, computed in the dtype of the input.
 
     low, high: minimum and maximum of the block, with zero included unless ``preserve_zero=False``.
@@ -168,19 +156,11 @@ def choose_qparams_affine(
 
 
 def choose_qparams_affine_with_min_max(
-    min_val: Tensor,
-    max_val: Tensor,
-    mapping_type: MappingType,
-    block_size: Sequence[int],
-    target_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    eps: float | None = None,
-    scale_dtype: torch.dtype | None = None,
-    zero_point_dtype: torch.dtype | None = None,
-    preserve_zero: bool = True,
+    min_val: Tensor, max_val: Tensor, mapping_type: MappingType, block_size: Sequence[int], target_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None, eps: float | None = None,
+    scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None, preserve_zero: bool = True,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Any]:  # fmt: skip
     """As :func:`choose_qparams_affine`, from the ranges themselves; ``block_size`` is not used."""
     quant_min, quant_max = _get_and_check_qmin_qmax(target_dtype, quant_min, quant_max)
     require(min_val is not None and max_val is not None, "both min_val and max_val are needed")
@@ -197,16 +177,10 @@ def _asymmetric_only(mapping_type: MappingType) -> None:
 
 @torch.no_grad()
 def _choose_qparams_affine_tinygemm(
-    input: Tensor,
-    mapping_type: MappingType,
-    block_size: Sequence[int],
-    target_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    eps: float | None = None,
-    scale_dtype: torch.dtype | None = None,
-    zero_point_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, mapping_type: MappingType, block_size: Sequence[int], target_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None, eps: float | None = None,
+    scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """ASYMMETRIC with ``preserve_zero=False`` in the float domain: tinygemm's numbers."""
     _asymmetric_only(mapping_type)
     return _choose(
@@ -217,16 +191,10 @@ def _choose_qparams_affine_tinygemm(
 
 @torch.no_grad()
 def _choose_qparams_affine_dont_preserve_zero(
-    input: Tensor,
-    mapping_type: MappingType,
-    block_size: Sequence[int],
-    target_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    eps: float | None = None,
-    scale_dtype: torch.dtype | None = None,
-    zero_point_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, mapping_type: MappingType, block_size: Sequence[int], target_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None, eps: float | None = None,
+    scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """ASYMMETRIC with ``preserve_zero=False`` in the integer domain."""
     _asymmetric_only(mapping_type)
     return _choose(

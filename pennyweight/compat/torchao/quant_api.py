@@ -33,15 +33,11 @@ def _is_linear(mod: nn.Module, *args: Any) -> bool:
 
 
 def quantize_(
-    model: nn.Module,
-    config: AOBaseConfig | Callable[[nn.Module], nn.Module] | None = None,
-    filter_fn: Filter | None = _is_linear,
-    set_inductor_config: bool | None = None,
-    device: torch.device | str | None = None,
-    *,
-    apply_tensor_subclass: Callable[[nn.Module], nn.Module] | None = None,
+    model: nn.Module, config: AOBaseConfig | Callable[[nn.Module], nn.Module] | None = None,
+    filter_fn: Filter | None = _is_linear, set_inductor_config: bool | None = None,
+    device: torch.device | str | None = None, *, apply_tensor_subclass: Callable[[nn.Module], nn.Module] | None = None,
     **kwargs: Any,
-) -> Report | None:
+) -> Report | None:  # fmt: skip
     """Like :func:`pennyweight.quantize_`, with torchao's arguments of every release. Returns our report.
 
     filter_fn              None, or its default, with FqnToConfig, which selects layers by name

@@ -23,14 +23,9 @@ from .serialized_attributes import check_attributes
 from .serialized_classes import FILE_VIEWS, view_of
 
 __all__ = [
-    "ALLOWED_CLASSES",
-    "ALLOWED_TENSORS_SUBCLASSES",
-    "TensorSubclassAttributeJSONEncoder",
-    "flatten_tensor_state_dict",
-    "is_metadata_torchao",
-    "object_from_dict",
-    "unflatten_tensor_state_dict",
-]
+    "ALLOWED_CLASSES", "ALLOWED_TENSORS_SUBCLASSES", "TensorSubclassAttributeJSONEncoder", "flatten_tensor_state_dict",
+    "is_metadata_torchao", "object_from_dict", "unflatten_tensor_state_dict",
+]  # fmt: skip
 
 ALLOWED_TENSORS_SUBCLASSES = [view.__name__ for view in FILE_VIEWS]
 _PLAIN = {

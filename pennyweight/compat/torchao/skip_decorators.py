@@ -13,13 +13,9 @@ import torch
 from .hardware import get_compute_capability
 
 __all__ = [
-    "skip_if_compute_capability_less_than",
-    "skip_if_no_cuda",
-    "skip_if_no_gemlite",
-    "skip_if_no_xpu",
-    "skip_if_rocm",
+    "skip_if_compute_capability_less_than", "skip_if_no_cuda", "skip_if_no_gemlite", "skip_if_no_xpu", "skip_if_rocm",
     "skip_if_xpu",
-]
+]  # fmt: skip
 
 
 def _skip_if(condition: Callable[[], bool], reason: str) -> Callable[[Any], Any]:

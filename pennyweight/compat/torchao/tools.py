@@ -12,22 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
-    "DummyModule",
-    "_assert_and_get_unique_device",
-    "_register_custom_op",
-    "_register_meta_op",
-    "benchmark_model",
-    "benchmark_torch_function_in_microseconds",
-    "ceil_div",
-    "compute_max_diff",
-    "fill_defaults",
-    "find_multiple",
-    "get_model_size_in_bytes",
-    "get_out_shape",
-    "profiler_runner",
-    "register_as_pytree_constant",
-    "round_up",
-]
+    "DummyModule", "_assert_and_get_unique_device", "_register_custom_op", "_register_meta_op", "benchmark_model",
+    "benchmark_torch_function_in_microseconds", "ceil_div", "compute_max_diff", "fill_defaults", "find_multiple",
+    "get_model_size_in_bytes", "get_out_shape", "profiler_runner", "register_as_pytree_constant", "round_up",
+]  # fmt: skip
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
@@ -41,12 +29,9 @@ def _assert_and_get_unique_device(module: nn.Module) -> torch.device | None:
 
 
 def benchmark_model(
-    model: Callable[..., Any],
-    num_runs: int,
-    args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
+    model: Callable[..., Any], num_runs: int, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None,
     device_type: str | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Mean time of one call of ``model(*args, **kwargs)``, in milliseconds on every device.
 
     The device is synchronized only at the start and the end. There is no warm-up: call the model first if it is

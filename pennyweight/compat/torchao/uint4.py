@@ -10,13 +10,8 @@ from torch import Tensor
 from .integer_ranges import require
 
 __all__ = [
-    "dequantize_per_tensor_uint4",
-    "down_size",
-    "pack_uint4",
-    "quantize_per_tensor_uint4",
-    "unpack_uint4",
-    "up_size",
-]
+    "dequantize_per_tensor_uint4", "down_size", "pack_uint4", "quantize_per_tensor_uint4", "unpack_uint4", "up_size",
+]  # fmt: skip
 
 
 def down_size(size: Sequence[int]) -> tuple[int, ...]:

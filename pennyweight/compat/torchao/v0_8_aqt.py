@@ -36,15 +36,9 @@ from .v0_8_layouts import (
 )
 
 __all__ = [
-    "ACTIVATIONS",
-    "AffineQuantizedTensor",
-    "LinearActivationQuantizedTensor",
-    "to_affine_quantized_floatx",
-    "to_affine_quantized_floatx_static",
-    "to_affine_quantized_fpx",
-    "to_affine_quantized_intx",
-    "to_affine_quantized_intx_static",
-    "to_linear_activation_quantized",
+    "ACTIVATIONS", "AffineQuantizedTensor", "LinearActivationQuantizedTensor", "to_affine_quantized_floatx",
+    "to_affine_quantized_floatx_static", "to_affine_quantized_fpx", "to_affine_quantized_intx",
+    "to_affine_quantized_intx_static", "to_linear_activation_quantized",
 ]  # fmt: skip
 
 _SMALL = {(3, 2): E3M2, (2, 3): E2M3, (2, 1): E2M1}
