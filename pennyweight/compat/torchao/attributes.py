@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.tensor import AffineQuantizedTensor, PlainView
-from . import int_views, part_conversion
+from . import class_view
 from .enums import ZeroPointDomain
-from .serialized_classes import find_view, view_of
+from .int8_float8_views import IntxUnpackedToInt8Tensor
+from .safetensors_state import find_view, view_of
 from .v0_8_aqt import ACTIVATIONS
 from .v0_8_layouts import Layout, layout_of
 
@@ -35,13 +36,13 @@ def _attribute(fn: Callable[[QT], Any]) -> Callable[[QT], Any]:
 def qdata(w: QT) -> Tensor:
     """The codes as stored by torchao: one per element, or two per byte where torchao's class does so."""
     view = find_view(w)
-    return part_conversion.plain_codes(w) if view is None else view.take(w)["qdata"]
+    return class_view.plain_codes(w) if view is None else view.take(w)["qdata"]
 
 
 @_attribute
 def block_size(w: QT) -> Any:
     """Elements of each axis that share a scale."""
-    return part_conversion.block_size(w)
+    return class_view.block_size(w)
 
 
 @_attribute
@@ -83,7 +84,7 @@ def target_dtype(w: QT) -> Any:
 
 @_attribute
 def activation_quantization(w: QT) -> Any:
-    view = int_views.IntxUnpackedToInt8Tensor
+    view = IntxUnpackedToInt8Tensor
     return view.take(w)["activation_quantization"] if view.holds(w) else None
 
 

@@ -15,10 +15,9 @@ from ...core.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format, all_form
 from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from .class_view import View
+from .class_view import View, plain_codes, whole
 from .enums import KernelPreference, ScaleCalculationMode
-from .int_views import QuantizeTensorKwargs
-from .part_conversion import plain_codes, whole
+from .int8_float8_views import QuantizeTensorKwargs
 
 QT = AffineQuantizedTensor
 __all__ = [

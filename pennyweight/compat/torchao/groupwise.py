@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .enums import MappingType, ZeroPointDomain
-from .integer_ranges import get_block_size, require
 from .primitives import (
     _choose_qparams_affine_dont_preserve_zero,
     _choose_qparams_affine_tinygemm,
@@ -14,6 +13,7 @@ from .primitives import (
     dequantize_affine,
     quantize_affine,
 )
+from .qparams import get_block_size, require
 
 __all__ = [
     "_guard_dtype_size", "compute_error", "get_block_size", "get_group_qparams_symmetric",

@@ -1,10 +1,14 @@
-"""Installed versions and machine capabilities under torchao's names."""
+"""Installed versions, machine capabilities, and decorators that skip a test without them, under torchao's names."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
+import unittest
+from collections.abc import Callable
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,7 +23,8 @@ __all__ = [
     "get_compute_capability", "get_current_accelerator_device", "is_MI300", "is_MI350", "is_Navi4", "is_ROCM",
     "is_cuda_version_at_least", "is_device", "is_fbcode", "is_mslk_version_at_least", "is_package_at_least",
     "is_sm_at_least_89", "is_sm_at_least_90", "is_sm_at_least_100", "is_sm_version", "parse_version",
-    "should_reduce_range", "torch_version_at_least",
+    "should_reduce_range", "skip_if_compute_capability_less_than", "skip_if_no_cuda", "skip_if_no_gemlite",
+    "skip_if_no_xpu", "skip_if_rocm", "skip_if_xpu", "torch_version_at_least",
 ]  # fmt: skip
 
 # -- versions ----------------------------------------------------------------------------------------------------------
@@ -222,3 +227,52 @@ def should_reduce_range(device: torch.device) -> bool:
 def _is_float8_type(dtype: torch.dtype) -> bool:
     """The four float8 types that a matrix product takes; not e8m0, which holds scales."""
     return dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+
+
+# -- decorators for unittest and pytest --------------------------------------------------------------------------------
+
+
+def _skip_if(condition: Callable[[], bool], reason: str) -> Callable[[Any], Any]:
+    """Decorator: skips the test if the condition is true when it runs."""
+
+    def decorate(test: Any) -> Any:
+        @functools.wraps(test)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if condition():
+                raise unittest.SkipTest(reason)
+            return test(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def _with_message(condition: Callable[[], bool], reason: str, message: Any) -> Any:
+    """A decorator usable without parentheses, with empty ones, or with a message."""
+    if callable(message):
+        return _skip_if(condition, reason)(message)
+    return _skip_if(condition, f"{reason}: {message}" if message else reason)
+
+
+def skip_if_compute_capability_less_than(min_capability: float) -> Callable[[Any], Any]:
+    return _skip_if(lambda: get_compute_capability() < min_capability, f"needs compute capability {min_capability}")
+
+
+def skip_if_no_cuda() -> Callable[[Any], Any]:
+    return _skip_if(lambda: not torch.cuda.is_available(), "needs CUDA")
+
+
+def skip_if_no_xpu() -> Callable[[Any], Any]:
+    return _skip_if(lambda: not torch.xpu.is_available(), "needs an XPU")
+
+
+def skip_if_no_gemlite() -> Callable[[Any], Any]:
+    return _skip_if(lambda: find_spec("gemlite") is None, "needs gemlite")
+
+
+def skip_if_rocm(message: Any = None) -> Any:
+    return _with_message(lambda: torch.version.hip is not None, "not under ROCm", message)
+
+
+def skip_if_xpu(message: Any = None) -> Any:
+    return _with_message(lambda: bool(torch.xpu.is_available()), "not on an XPU", message)

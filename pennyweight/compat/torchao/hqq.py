@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .integer_ranges import require
+from .qparams import require
 
 __all__ = [
     "_choose_qparams_and_quantize_affine_hqq", "_choose_qparams_and_quantize_affine_qqq",

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ...quantize.granularity import Granularity, MappingType
 from .enums import ZeroPointDomain
-from .fake_quantize import _fake_quantize_affine
-from .integer_ranges import block_view, get_block_size, require
-from .primitives import choose_qparams_affine_with_min_max
+from .primitives import _fake_quantize_affine, choose_qparams_affine_with_min_max
+from .qparams import block_view, get_block_size, require
 
 __all__ = [
     "AffineQuantizedFixedQParamObserver", "AffineQuantizedMSEObserver", "AffineQuantizedMinMaxObserver",

@@ -13,11 +13,9 @@ from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ...quantize.configs.integer import INT8_EPS
 from ...quantize.granularity import MappingType
-from .class_view import View
+from .class_view import FLOAT8, View, float_codes, int_codes
 from .enums import ZeroPointDomain
 from .int4_views import packed_by_aten
-from .integer_ranges import _get_and_check_qmin_qmax
-from .part_conversion import FLOAT8, float_codes, int_codes
 from .primitives import (
     _choose_qparams_affine_dont_preserve_zero,
     _choose_qparams_affine_tinygemm,
@@ -26,6 +24,7 @@ from .primitives import (
     choose_qparams_affine,
     quantize_affine,
 )
+from .qparams import _get_and_check_qmin_qmax
 from .v0_8_layouts import (
     Layout,
     Pieces,
@@ -148,7 +147,7 @@ class AffineQuantizedTensor(View):
         scale_dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
         """float8 with scale = absmax / float8 maximum of each block."""
-        from .float8_primitives import _choose_scale_float8
+        from .format_primitives import _choose_scale_float8
 
         scale = _choose_scale_float8(input_float, block_size, target_dtype, scale_dtype or torch.float32)
         return cls.from_hp_to_floatx_static(input_float, scale, block_size, target_dtype, _layout)
@@ -159,7 +158,7 @@ class AffineQuantizedTensor(View):
         _layout: Layout | None = None, scale_dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
         """float8 with the given scales."""
-        from .float8_primitives import _quantize_affine_float8
+        from .format_primitives import _quantize_affine_float8
 
         if target_dtype not in FLOAT8:
             raise NotImplementedError(f"to_affine_quantized_floatx: {target_dtype} is not one of {[*map(str, FLOAT8)]}")
@@ -272,7 +271,7 @@ class LinearActivationQuantizedTensor(View):
         """
         act = None if quant_kwargs else ACTIVATIONS.get(input_quant_func)
         if act is None or not isinstance(original_weight_tensor, QT):
-            from .v0_8_wrappers import CallsBefore
+            from .legacy_weights import CallsBefore
 
             return CallsBefore(original_weight_tensor, input_quant_func, quant_kwargs or {})
         return original_weight_tensor.with_(act=act)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pennyweight.compat.torchao import intmm
-from pennyweight.compat.torchao.intmm import int_matmul, int_scaled_matmul, safe_int_mm
+from pennyweight.compat.torchao import int8_matmul
+from pennyweight.compat.torchao.int8_matmul import int_matmul, int_scaled_matmul, safe_int_mm
 
 SHAPES = [(1, 1, 1), (5, 300, 7), (17, 8, 8), (0, 4, 3), (4, 0, 3), (3, 2048, 16)]
 
@@ -17,8 +17,8 @@ def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("saturates", [False, True])
 def test_exact(m: int, k: int, n: int, saturates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if saturates:  # the way of CPUs whose torch._int_mm is wrong
-        monkeypatch.setattr(intmm, "_saturates", lambda: True)
-    elif intmm.int_mm_saturates():
+        monkeypatch.setattr(int8_matmul, "_saturates", lambda: True)
+    elif int8_matmul.int_mm_saturates():
         pytest.skip("torch._int_mm saturates on this CPU")
     a = torch.randint(-128, 128, (m, k), dtype=torch.int8)
     b = torch.randint(-128, 128, (k, n), dtype=torch.int8)

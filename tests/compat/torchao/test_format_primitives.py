@@ -3,20 +3,18 @@
 import pytest
 import torch
 
-from pennyweight.compat.torchao.float8_primitives import (
+from pennyweight.compat.torchao.format_primitives import (
+    _choose_qparams_affine_floatx,
     _choose_scale_float8,
     _dequantize_affine_float8,
-    _expand_scale_to_tensor_shape,
-    _maybe_expand_scale_to_tensor_shape,
-    _quantize_affine_float8,
-    choose_qparams_affine_float8,
-)
-from pennyweight.compat.torchao.floatx import (
-    _choose_qparams_affine_floatx,
     _dequantize_affine_floatx,
+    _expand_scale_to_tensor_shape,
     _f32_to_floatx_unpacked,
     _floatx_unpacked_to_f32,
+    _maybe_expand_scale_to_tensor_shape,
+    _quantize_affine_float8,
     _quantize_affine_floatx,
+    choose_qparams_affine_float8,
 )
 from pennyweight.core.formats import E2M1, E2M3, E3M2
 
