@@ -192,16 +192,17 @@ class _PackedInt4(_Packed):
         return ready(Int4Tensor.from_hp(w, block_size))
 
 
-class Int4TilePackedTo4dTensor(_PackedInt4):
-    """int4 in tiles of NVIDIA's tensor cores."""
+def _packed(base: Any, name: str, doc: str, what: str) -> Any:
+    """A class for one packing; ``what`` reads it."""
+    return type(base)(name, (base,), {"__module__": __name__, "__doc__": doc, "what": what})
 
-    what = "NVIDIA's tensor cores"
 
-
-class Int4PlainInt32Tensor(_PackedInt4):
-    """int4, eight to an int32."""
-
-    what = "Intel's GPUs and Ascend NPUs"
+Int4TilePackedTo4dTensor = _packed(
+    _PackedInt4, "Int4TilePackedTo4dTensor", "int4 in tiles of NVIDIA's tensor cores.", "NVIDIA's tensor cores"
+)
+Int4PlainInt32Tensor = _packed(
+    _PackedInt4, "Int4PlainInt32Tensor", "int4, eight to an int32.", "Intel's GPUs and Ascend NPUs"
+)
 
 
 class Int4PreshuffledTensor(_PackedInt4):
@@ -235,8 +236,6 @@ class IntxOpaqueTensor(_Packed):
 
 
 class _Sparse(_Packed):
-    what = "sparse tensor cores"
-
     @staticmethod
     def holds(w: QT) -> bool:
         return False
@@ -247,12 +246,8 @@ class _Sparse(_Packed):
         raise NotImplementedError(f"{cls.__name__}: sparse weights are not supported; use Float8Tensor")
 
 
-class Float8Sparse2x4_2DData2DMetadataTensor(_Sparse):
-    """2:4 sparse float8."""
-
-
-class Float8Sparse2x4_1DData1DMetadataTensor(_Sparse):
-    """2:4 sparse float8."""
-
-
+Float8Sparse2x4_2DData2DMetadataTensor, Float8Sparse2x4_1DData1DMetadataTensor = (
+    _packed(_Sparse, f"Float8Sparse2x4_{which}MetadataTensor", "2:4 sparse float8.", "sparse tensor cores")
+    for which in ("2DData2D", "1DData1D")
+)
 Sparse2x4CUTLASSFloat8Tensor = Float8Sparse2x4_2DData2DMetadataTensor

@@ -227,8 +227,7 @@ class IntxUnpackedToInt8Tensor(View):
         if activation_quantization is not None:
             assert activation_quantization == _PER_TOKEN.value, f"unknown activation {activation_quantization!r}"
             act = ActivationSpec(QuantSpec(INT8, (-1,), dtype, zero_point=True))
-        bits = int(str(target_dtype).removeprefix("torch.int"))
-        half = 1 << (bits - 1)
+        half = 1 << (int(str(target_dtype).removeprefix("torch.int")) - 1)
         return int_codes(qdata, scale, zero_point, block_size, dtype, -half, half - 1, act=act)
 
     @classmethod
@@ -251,28 +250,16 @@ class IntxUnpackedToInt8Tensor(View):
                 from .hqq import _choose_qparams_and_quantize_scale_only_hqq
 
                 qdata, scale = _choose_qparams_and_quantize_scale_only_hqq(hp_tensor, block_size, -half, half - 1)
-                zero = torch.zeros_like(scale, dtype=torch.int8)
                 return cls.build(
-                    qdata.to(torch.int8),
-                    scale,
-                    zero,
-                    target_dtype,
-                    block_size,
-                    hp_tensor.dtype,
-                    activation_quantization,
-                )
+                    qdata.to(torch.int8), scale, torch.zeros_like(scale, dtype=torch.int8), target_dtype, block_size,
+                    hp_tensor.dtype, activation_quantization,
+                )  # fmt: skip
             if intx_choose_qparams_algorithm != IntxChooseQParamsAlgorithm.AFFINE:
                 raise ValueError(f"unknown IntxChooseQParamsAlgorithm {intx_choose_qparams_algorithm!r}")
             scale, zero = choose_qparams_affine(
-                hp_tensor,
-                mapping_type,
-                block_size,
-                torch.int8,
-                -half,
-                half - 1,
-                zero_point_dtype=torch.int8,
+                hp_tensor, mapping_type, block_size, torch.int8, -half, half - 1, zero_point_dtype=torch.int8,
                 keepdim=True,
-            )
+            )  # fmt: skip
         qdata = quantize_affine(hp_tensor, block_size, scale, zero, torch.int8, -half, half - 1)
         return cls.build(qdata, scale, zero, target_dtype, block_size, hp_tensor.dtype, activation_quantization)
 
