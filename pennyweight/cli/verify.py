@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .errors import Traceback, report_errors
+from .output import Traceback, report_errors
 
 SEQUENCES, LENGTH = 4, 64  # a few prompts: a file of some kilobytes
 

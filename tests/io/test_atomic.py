@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pennyweight as pw
-from pennyweight.cli import progress
+from pennyweight.cli import output
 from pennyweight.export import atomic_save as export_save
 from pennyweight.io import (
     CheckpointError,
@@ -162,9 +162,9 @@ def force(d: Path) -> None:
         return convert(d / "src", folder, to="float", max_shard_bytes=SHARDS, **how)
 
     out = str(d / "out")
-    folder = progress.output_folder(out, True, job)
+    folder = output.output_folder(out, True, job)
     job(folder)
-    progress.publish_output(folder, out)
+    output.publish_output(folder, out)
 
 
 def see_quantized(d: Path) -> set[str]:

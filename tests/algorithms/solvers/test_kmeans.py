@@ -11,7 +11,7 @@ import pennyweight as pw
 from pennyweight.algorithms import ALGORITHMS, GPTQ, KMeans, Task
 from pennyweight.algorithms.solvers.gptq_core import inverse_cholesky
 from pennyweight.algorithms.solvers.kmeans import Problem
-from pennyweight.cli.spec_prose import describe
+from pennyweight.cli.explain import describe
 from pennyweight.core.formats import learned
 from pennyweight.core.numerics import dequantize
 from pennyweight.core.spec import QuantSpec

@@ -1,16 +1,89 @@
-"""Helpers of the disk-to-disk commands: output folder, progress bar, final report."""
+"""What commands print and where they write: errors, tables, reports, progress, output folders, and torchrun."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from io import StringIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+# -- errors, on one line of stderr with exit code 2 --------------------------------------------------------------------
+
+
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")]
+FAILED = 2
+# Messages contain Python arguments; the command line shows the options instead
+_OPTIONS = {
+    "resume=False": "--no-resume", "skip=": "--skip ", "group_size=": "--group-size ",
+    "on_indivisible=": "--on-indivisible ", "allow_pickle=True": "--allow-pickle", "gguf_type=": "--type ",
+    "to=": "--to ",
+}  # fmt: skip
+_ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})")
+
+
+def report_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command: expected errors (ValueError and subclasses, OSError) print one line, unless --traceback.
+
+    Any other exception is a bug of this package and keeps its traceback.
+    """
+
+    @functools.wraps(command)
+    def run(*args: Any, traceback: bool = False, **kwargs: Any) -> None:
+        try:
+            command(*args, traceback=traceback, **kwargs)
+        except BrokenPipeError:
+            raise  # the reader closed the pipe; click exits quietly
+        except (ValueError, OSError) as error:
+            if traceback:
+                raise
+            typer.echo(f"pennyweight: {line(error)}", err=True)
+            raise typer.Exit(FAILED) from None
+
+    return run
+
+
+def line(error: Exception) -> str:
+    """The message of an error on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error) or type(error).__name__
+    return _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], " ".join(text.split()))
+
+
+# -- tables for terminals and pipes ------------------------------------------------------------------------------------
+
+
+_UNBOUNDED = 10_000  # width for pipes: lines are not folded, so that grep finds names
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
+    """A table; columns in ``right`` are right-aligned. As wide as the terminal, or as the text if there is none."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    out = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        out.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        out.add_row(*map(Text, row))  # Text: rich would parse "[64]" as markup
+    terminal = sys.stdout.isatty()
+    buffer = StringIO()
+    Console(file=buffer, width=Console().width if terminal else _UNBOUNDED, force_terminal=terminal).print(out)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+# -- output folder, progress bar, final report -------------------------------------------------------------------------
+
 
 if TYPE_CHECKING:
     from ..quantize.report import Report
@@ -122,3 +195,36 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+
+
+# -- torchrun, several processes of which rank 0 prints ----------------------------------------------------------------
+
+
+def world() -> int:
+    """Number of processes started by torchrun; 1 without it."""
+    try:
+        return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    except ValueError:
+        raise ValueError(f"WORLD_SIZE={os.environ['WORLD_SIZE']!r} is not a number; start with torchrun") from None
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, which prints."""
+    return world() == 1 or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def over_ranks() -> Iterator[None]:
+    """The process group of all torchrun processes; does nothing without torchrun."""
+    if world() == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise ValueError("this torch has no gloo backend, which several processes need; start without torchrun")
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
