@@ -54,7 +54,7 @@ def evaluate(
     check_bound(max_kl)
     check_report_path(report_path, None)
 
-    from ..report.load_inputs import load_folder
+    from ..report.loading import load_folder
 
     exact, small = load_folder(float_dir), load_folder(quantized_dir, float_dir)
     found = compare_folders(exact, small, float_dir, text, batch, length, limit)
@@ -86,7 +86,7 @@ def compare_folders(
 ) -> Comparison:
     """Compare both models on a text, with the tokenizer of the float model's folder."""
     from ..report import compare
-    from ..report.load_inputs import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
+    from ..report.loading import kind_of_model, load_tokenizer, pooling_of, read_texts, text_batches
 
     batches = text_batches(
         exact, load_tokenizer(folder), read_texts(text or []), batch=batch, length=length, limit=limit or None
@@ -111,7 +111,7 @@ def run_gated(
     unchanged.
     """
     from ..io.replace_folder import replacing
-    from ..report.load_inputs import load_folder, load_tokenizer, read_texts
+    from ..report.loading import load_folder, load_tokenizer, read_texts
 
     check_room(out_dir, force)
     read_texts(text)  # fail before the work if the comparison cannot run

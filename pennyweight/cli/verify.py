@@ -46,8 +46,7 @@ def verify(
     if make and bound is not None:
         raise ValueError("--bound cannot be used with --make")
 
-    from ..report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
-    from ..report.loading import check, expected_beside
+    from ..report.loading import check, expected_beside, load_folder, load_tokenizer, read_texts, text_batches
     from ..report.loading import make as written
 
     if make:

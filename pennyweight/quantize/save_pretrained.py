@@ -31,7 +31,7 @@ class Library(NamedTuple):
 
 
 LIBRARIES = (
-    Library("transformers.modeling_utils", "PreTrainedModel", "pennyweight.integrations.transformers_saving"),
+    Library("transformers.modeling_utils", "PreTrainedModel", "pennyweight.integrations.transformers"),
     Library("diffusers.models.modeling_utils", "ModelMixin", "pennyweight.integrations.diffusers"),
 )
 

@@ -35,7 +35,7 @@ from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.metadata import Value
 from pennyweight.io.gguf.writer import Writer as GGUFWriter
 from pennyweight.io.replace_folder import replacing
-from pennyweight.report import golden_file
+from pennyweight.report import golden_outputs
 from pennyweight.report.golden_outputs import Golden
 from tests.io.crashing import Crash, full_after, stopping
 
@@ -239,7 +239,7 @@ OPERATIONS = {
     "golden outputs": Operation(
         lambda d: golden(d, 1),
         lambda d: golden(d, 2),
-        see_file(lambda d: float(golden_file.read(d / "golden.safetensors").values[0][0, 0]), -1.0, -2.0),
+        see_file(lambda d: float(golden_outputs.read(d / "golden.safetensors").values[0][0, 0]), -1.0, -2.0),
         lambda d: golden(d, 3),
         {"golden.safetensors"},
     ),
