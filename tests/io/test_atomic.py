@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.cli import output
-from pennyweight.export import atomic_save as export_save
+from pennyweight.export import onnx as export_onnx
 from pennyweight.io import (
     CheckpointError,
     checkpoint,
@@ -549,7 +549,7 @@ def test_an_onnx_model_and_its_data(tmp_path: Path) -> None:
         return ir.from_proto(onnx.helper.make_model(onnx.helper.make_graph([node], "g", shape[:1], shape[1:], [w])))
 
     def write(d: Path, number: float) -> None:
-        export_save.save(model(number), str(d / "m.onnx"), max_inline_bytes=1000)
+        export_onnx.save(model(number), str(d / "m.onnx"), max_inline_bytes=1000)
 
     def read(d: Path) -> float:
         found = {float(v) for v in onnx.numpy_helper.to_array(onnx.load(d / "m.onnx").graph.initializer[0]).flat}
