@@ -21,8 +21,6 @@ from .safetensors_state import find_view, view_of
 from .v0_8_aqt import ACTIVATIONS
 from .v0_8_layouts import layout_of
 
-__all__ = ["ATTRIBUTES"]
-
 QT = AffineQuantizedTensor
 
 

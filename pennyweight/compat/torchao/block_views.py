@@ -35,9 +35,7 @@ class NF4Tensor(View):
 
     tensor_data_names = ["quantized_scalers", "quantization_factor", "scaler_mean", "quantized_data", "nf4"]  # noqa: RUF012
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return w.spec.format.name.startswith("nf4")
+    holds = staticmethod(lambda w: w.spec.format.name.startswith("nf4"))
 
     @classmethod
     def build(

@@ -22,11 +22,6 @@ from ...core.spec import DTYPES, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...kernels.repack import prepare
 
-__all__ = [
-    "FLOAT8", "Shell", "ShellMeta", "View", "attributes", "block_of", "block_size", "float_codes", "int_codes",
-    "int_format", "part", "plain_codes", "ready", "whole", "zero_points",
-]  # fmt: skip
-
 # -- torchao's parts and ours ------------------------------------------------------------------------------------------
 
 

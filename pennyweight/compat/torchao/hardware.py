@@ -9,7 +9,6 @@ import unittest
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -226,7 +225,7 @@ def _skip_if(condition: Callable[[], bool], reason: str) -> Callable[[Any], Any]
     return decorate
 
 
-def _with_message(condition: Callable[[], bool], reason: str, message: Any) -> Any:
+def _with_message(condition: Callable[[], bool], reason: str, message: Any = None) -> Any:
     """A decorator usable without parentheses, with empty ones, or with a message."""
     if callable(message):
         return _skip_if(condition, reason)(message)
@@ -237,21 +236,8 @@ def skip_if_compute_capability_less_than(min_capability: float) -> Callable[[Any
     return _skip_if(lambda: get_compute_capability() < min_capability, f"needs compute capability {min_capability}")
 
 
-def skip_if_no_cuda() -> Callable[[Any], Any]:
-    return _skip_if(lambda: not torch.cuda.is_available(), "needs CUDA")
-
-
-def skip_if_no_xpu() -> Callable[[Any], Any]:
-    return _skip_if(lambda: not torch.xpu.is_available(), "needs an XPU")
-
-
-def skip_if_no_gemlite() -> Callable[[Any], Any]:
-    return _skip_if(lambda: find_spec("gemlite") is None, "needs gemlite")
-
-
-def skip_if_rocm(message: Any = None) -> Any:
-    return _with_message(lambda: torch.version.hip is not None, "not under ROCm", message)
-
-
-def skip_if_xpu(message: Any = None) -> Any:
-    return _with_message(lambda: bool(torch.xpu.is_available()), "not on an XPU", message)
+skip_if_no_cuda = partial(_skip_if, lambda: not torch.cuda.is_available(), "needs CUDA")
+skip_if_no_xpu = partial(_skip_if, lambda: not torch.xpu.is_available(), "needs an XPU")
+skip_if_no_gemlite = partial(_skip_if, lambda: importlib.util.find_spec("gemlite") is None, "needs gemlite")
+skip_if_rocm = partial(_with_message, lambda: torch.version.hip is not None, "not under ROCm")
+skip_if_xpu = partial(_with_message, lambda: bool(torch.xpu.is_available()), "not on an XPU")

@@ -130,9 +130,7 @@ class Int4OpaqueTensor(View):
     optional_tensor_data_names = ["act_pre_scale", "qzeros", "compensation"]  # noqa: RUF012
     optional_tensor_attribute_names = ["act_mapping_type"]  # noqa: RUF012
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return Int4Tensor.holds(w)
+    holds = staticmethod(Int4Tensor.holds)
 
     @classmethod
     def build(
@@ -182,9 +180,7 @@ class _Packed(View):
 
 
 class _PackedInt4(_Packed):
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return Int4Tensor.holds(w)
+    holds = staticmethod(Int4Tensor.holds)
 
     @classmethod
     def from_hp(cls, w: Tensor, block_size: Any, *args: Any, **kwargs: Any) -> QT:
@@ -221,9 +217,7 @@ class IntxOpaqueTensor(_Packed):
 
     what = "ARM processors"
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return IntxUnpackedToInt8Tensor.holds(w)
+    holds = staticmethod(IntxUnpackedToInt8Tensor.holds)
 
     @classmethod
     def from_intx_unpacked_to_int8_tensor(
@@ -236,9 +230,7 @@ class IntxOpaqueTensor(_Packed):
 
 
 class _Sparse(_Packed):
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return False
+    holds = staticmethod(lambda w: False)
 
     @classmethod
     def from_hp(cls, *args: Any, **kwargs: Any) -> QT:

@@ -46,17 +46,13 @@ _PER_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,)), "dynamic", "absmax", 1e-5)
 class QuantizedLinearWeightBase(View):
     """Base of the three below."""
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return any(view.holds(w) for view in QuantizedLinearWeightBase.__subclasses__())
+    holds = staticmethod(lambda w: any(view.holds(w) for view in QuantizedLinearWeightBase.__subclasses__()))
 
 
 class Int8WeightOnlyQuantizedLinearWeight(QuantizedLinearWeightBase):
     """int8, a scale per row."""
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return w.spec.format is INT8 and w.act is None
+    holds = staticmethod(lambda w: w.spec.format is INT8 and w.act is None)
 
     @classmethod
     def from_float(cls, input_float: Tensor, qmin: int = -128, qmax: int = 127, dtype: torch.dtype = torch.int8) -> QT:
@@ -67,9 +63,7 @@ class Int8WeightOnlyQuantizedLinearWeight(QuantizedLinearWeightBase):
 class Int8DynamicallyQuantizedLinearWeight(QuantizedLinearWeightBase):
     """int8, a scale per row, with int8 inputs, a scale per token."""
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return w.spec.format is INT8 and w.act is not None
+    holds = staticmethod(lambda w: w.spec.format is INT8 and w.act is not None)
 
     @classmethod
     def from_float(cls, input_float: Tensor, qmin: int = -128, qmax: int = 127, dtype: torch.dtype = torch.int8) -> QT:
@@ -80,9 +74,7 @@ class Int8DynamicallyQuantizedLinearWeight(QuantizedLinearWeightBase):
 class Int4WeightOnlyQuantizedLinearWeight(QuantizedLinearWeightBase):
     """int4 in groups, with tinygemm's real zero points."""
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return w.spec.format is UINT4 and w.act is None
+    holds = staticmethod(lambda w: w.spec.format is UINT4 and w.act is None)
 
     @classmethod
     def from_float(

@@ -22,8 +22,6 @@ from ...quantize import granularity
 from . import attributes, block_views, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
 from .safetensors_state import unflatten_tensor_state_dict
 
-__all__ = ["FORMAT", "GLOBALS", "allow", "open_pickle", "open_safetensors"]
-
 # -- names in torch.load files -----------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BESIDES", "GONE", "why_missing"]
-
 _QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
 _QAT_LAYER = "quantize_ with QATConfig: prepared layers keep their module"
 _SPARSE = "sparse weights are not supported; pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"

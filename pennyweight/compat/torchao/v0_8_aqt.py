@@ -48,9 +48,7 @@ class AffineQuantizedTensor(View):
 
     tensor_data_names = ["tensor_impl"]  # noqa: RUF012
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return w.act is None
+    holds = staticmethod(lambda w: w.act is None)
 
     @classmethod
     def build(
@@ -179,16 +177,9 @@ class AffineQuantizedTensor(View):
 
 def _stored(layout: Layout, data: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int, ...]) -> Any:
     data, scale, zero = layout.post_process(data, scale, zero, block)
-    return (
-        get_tensor_impl_constructor(type(layout))(data, scale, zero, layout)
-        if _own(layout)
-        else Pieces(data, scale, zero, layout)
-    )
-
-
-def _own(layout: Layout) -> bool:
-    """Whether a layout is user-defined."""
-    return type(layout).__module__ != Layout.__module__
+    if type(layout).__module__ == Layout.__module__:
+        return Pieces(data, scale, zero, layout)
+    return get_tensor_impl_constructor(type(layout))(data, scale, zero, layout)  # a user-defined layout
 
 
 def _full_rank(scale: Tensor, x: Tensor) -> Tensor:
@@ -257,9 +248,7 @@ class LinearActivationQuantizedTensor(View):
 
     tensor_data_names = ["original_weight_tensor"]  # noqa: RUF012
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return w.act is not None
+    holds = staticmethod(lambda w: w.act is not None)
 
     @classmethod
     def build(
