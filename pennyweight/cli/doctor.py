@@ -129,7 +129,6 @@ def _extras() -> dict[str, str | None]:
 
 # -- each kernel once against the reference ----------------------------------------------------------------------------
 
-
 # Maximum distance of a kernel from the reference, as a ratio of norms: the error of its declared arithmetic with a
 # margin for its sums, and for outputs rounded to bfloat16 (2**-9 per element).
 _LIMITS = {"exact": 1e-6, "float32": 1e-4, "fixed22": 1e-4, "bfloat16": 2e-2}
@@ -228,7 +227,6 @@ def _distance(kernel: Kernel, reference: Kernel, weight: AffineQuantizedTensor) 
 
 
 # -- --bench, quantized matrix products against float ------------------------------------------------------------------
-
 
 SIZE = 1024
 ROWS = (1, 128)

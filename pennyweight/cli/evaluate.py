@@ -11,7 +11,9 @@ import typer
 from .output import Traceback, check_report_path, report_errors
 
 if TYPE_CHECKING:
+    from ..quantize.report import Report
     from ..report import Comparison
+
 
 Texts = Annotated[
     list[str] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to run both models on. Repeatable.")
@@ -95,10 +97,6 @@ def compare_folders(
 
 
 # -- quantize --max-kl -------------------------------------------------------------------------------------------------
-
-
-if TYPE_CHECKING:
-    from ..quantize.report import Report
 
 
 def run_gated(

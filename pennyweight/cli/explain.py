@@ -11,7 +11,12 @@ from .aliases import close_to
 from .output import Traceback, report_errors
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..core.formats import Format
+    from ..core.spec import ActivationSpec, QuantSpec
     from ..io import Opened
+
 
 DTYPES = ("float32", "bfloat16", "float16")
 _OP_OF_RANK = {2: "linear", 3: "bmm", 4: "convolution", 5: "convolution"}
@@ -89,13 +94,6 @@ def _resolve(layer: str, known: set[str]) -> str:
 
 
 # -- a QuantSpec in words ----------------------------------------------------------------------------------------------
-
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..core.formats import Format
-    from ..core.spec import ActivationSpec, QuantSpec
 
 
 def item(name: str, text: str) -> str:

@@ -12,12 +12,12 @@ import typer
 
 from .output import Traceback, report_errors, table
 
-# -- contents of a checkpoint ------------------------------------------------------------------------------------------
-
-
 if TYPE_CHECKING:
     from ..io import Opened
     from ..io.manifest import Meta
+
+
+# -- contents of a checkpoint ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-# -- errors, on one line of stderr with exit code 2 --------------------------------------------------------------------
+if TYPE_CHECKING:
+    from ..quantize.report import Report
 
+
+# -- errors, on one line of stderr with exit code 2 --------------------------------------------------------------------
 
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")]
 FAILED = 2
@@ -61,7 +64,6 @@ def line(error: Exception) -> str:
 
 # -- tables for terminals and pipes ------------------------------------------------------------------------------------
 
-
 _UNBOUNDED = 10_000  # width for pipes: lines are not folded, so that grep finds names
 
 
@@ -83,10 +85,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence
 
 
 # -- output folder, progress bar, final report -------------------------------------------------------------------------
-
-
-if TYPE_CHECKING:
-    from ..quantize.report import Report
 
 INTERRUPTED = 130  # 128 + SIGINT, the shell convention
 

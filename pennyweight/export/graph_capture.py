@@ -21,7 +21,6 @@ from ..kernels.linear import _flatten, _weight
 
 # -- placeholder ops ---------------------------------------------------------------------------------------------------
 
-
 DOMAIN = "pennyweight.export"
 LIBRARY = torch.library.Library("pennyweight_export", "DEF")
 LIBRARY.define("linear(Tensor x, Tensor? bias, int weight, int width) -> Tensor")
@@ -84,7 +83,6 @@ def translations() -> dict[Any, Callable[..., Any]]:
 
 
 # -- capture -----------------------------------------------------------------------------------------------------------
-
 
 QT = AffineQuantizedTensor
 aten = torch.ops.aten

@@ -197,7 +197,6 @@ def _nibbles(numbers: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
 
 # -- activations -------------------------------------------------------------------------------------------------------
 
-
 _RULES = (None, "symmetric", "asymmetric", "absmax")
 
 

@@ -259,7 +259,6 @@ def finite_bound(value: Any) -> bool:
 
 # -- golden.safetensors ------------------------------------------------------------------------------------------------
 
-
 KEY = "pennyweight_golden"
 MAX_BATCHES = 1024
 MAX_BYTES = 4 * MAX_INPUT_BYTES

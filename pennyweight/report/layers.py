@@ -137,7 +137,6 @@ def flat_values(weight: Tensor) -> Tensor:
 
 # -- inputs of linear layers -------------------------------------------------------------------------------------------
 
-
 # A channel is an outlier if its largest |x| exceeds this multiple of the median channel's
 OUTLIER = 6.0
 # Bins of log2 |x|: half an octave each; smaller and larger values go into the first and last

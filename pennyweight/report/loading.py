@@ -80,7 +80,6 @@ def make(model: nn.Module, folder: str | os.PathLike[str], batches: Any) -> str:
 
 # -- models, tokenizers and text of the commands -----------------------------------------------------------------------
 
-
 BATCH, LENGTH, LIMIT = 8, 256, 64
 MAX_TEXT_BYTES = 64 << 20  # per file; evaluation uses a few hundred kilobytes
 

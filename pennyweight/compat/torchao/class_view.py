@@ -24,7 +24,6 @@ from ...kernels.repack import prepare
 
 # -- torchao's parts and ours ------------------------------------------------------------------------------------------
 
-
 FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 

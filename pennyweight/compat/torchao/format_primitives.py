@@ -34,7 +34,6 @@ __all__ = [
 
 # -- float8 ------------------------------------------------------------------------------------------------------------
 
-
 # torchao has no floor: its scale of a zero block is 0, and the block becomes NaN.
 _FLOOR = torch.finfo(torch.float32).smallest_normal
 
@@ -204,7 +203,6 @@ dequantize_affine_floatx = _dequantize_affine_floatx
 
 
 # -- GGUF's Q4_K -------------------------------------------------------------------------------------------------------
-
 
 _GGUF_QK_K = 256  # elements of a super-block, as in llama.cpp
 _SIX_BITS = 63

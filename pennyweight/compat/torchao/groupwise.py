@@ -44,23 +44,19 @@ guard_dtype_size = _guard_dtype_size
 # -- float and integer zero points -------------------------------------------------------------------------------------
 
 
-def _groups(w: Tensor, groupsize: int) -> tuple[int, int]:
-    """block_size of groups in the rows of w; one group a row where the row is shorter."""
-    require(w.dim() == 2, f"expected a matrix, got a tensor of shape {list(w.shape)}")
-    groupsize = min(groupsize, w.shape[-1])
-    require(groupsize > 1, f"groupsize must be greater than 1, got {groupsize}")
-    require(w.shape[-1] % groupsize == 0, f"groupsize {groupsize} does not divide the {w.shape[-1]} columns")
-    return 1, groupsize
+def _groups(w: Tensor, groupsize: int, scales: Tensor | None = None) -> tuple[int, int]:
+    """block_size of groups in the rows of w; one group a row where the row is shorter.
 
-
-def _groups_of_parts(w: Tensor, scales: Tensor, groupsize: int) -> tuple[int, int]:
-    """As :func:`_groups`, for parameters that exist: only a single one may stand for a longer group."""
+    With ``scales``, for parameters that exist: only a single one a row may stand for a longer group.
+    """
     require(w.dim() == 2, f"expected a matrix, got a tensor of shape {list(w.shape)}")
-    require(groupsize > 1, f"groupsize must be greater than 1, got {groupsize}")
-    if groupsize > w.shape[-1] and scales.numel() == w.shape[0]:
-        groupsize = w.shape[-1]
-    require(w.shape[-1] % groupsize == 0, f"groupsize {groupsize} does not divide the {w.shape[-1]} columns")
-    return 1, groupsize
+    columns = w.shape[-1]
+    whole = groupsize > columns and (scales is None or scales.numel() == w.shape[0])
+    size = columns if whole else groupsize
+    least = size if scales is None else groupsize
+    require(least > 1, f"groupsize must be greater than 1, got {least}")
+    require(columns % size == 0, f"groupsize {size} does not divide the {columns} columns")
+    return 1, size
 
 
 def get_groupwise_affine_qparams(
@@ -119,7 +115,7 @@ def groupwise_affine_quantize_tensor_from_qparams(
     On a CPU int32 [N, K]. On other devices, unless K is 1, uint8 [N, K / 2]: two codes a byte, the even column in the
     high nibble, on XPU in the low one. Raises AssertionError where the group size does not divide a row.
     """
-    block = _groups_of_parts(w, scales, groupsize)
+    block = _groups(w, groupsize, scales)
     zeros = None if zero_point_domain is ZeroPointDomain.NONE else zeros
     codes = quantize_affine(w, block, scales, zeros, torch.int32, 0, 2**n_bit - 1, zero_point_domain)
     if codes.device.type == "cpu" or w.shape[-1] == 1:
@@ -138,7 +134,7 @@ def groupwise_affine_dequantize_tensor_from_qparams(
     if codes.device.type != "cpu" and (codes.dtype is torch.uint8 or codes.shape[-1] > 1):
         high, low = codes.to(torch.int32) >> 4, codes.to(torch.int32) & 15
         codes = torch.stack([low, high] if codes.device.type == "xpu" else [high, low], -1).flatten(-2)
-    block = _groups_of_parts(codes, scales, groupsize)
+    block = _groups(codes, groupsize, scales)
     zeros = None if zero_point_domain is ZeroPointDomain.NONE else zeros
     return dequantize_affine(
         codes, block, scales, zeros, torch.int32, 0, 2**n_bit - 1, zero_point_domain, output_dtype=scales.dtype

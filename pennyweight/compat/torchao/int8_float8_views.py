@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.formats import E4M3, E5M2, INT7, INT8, TERNARY
 from ...core.spec import DTYPES, ActivationSpec, QuantSpec
-from ...core.tensor import AffineQuantizedTensor
+from ...core.tensor import AffineQuantizedTensor as QT
 from ...quantize.configs.integer import INT8_EPS
 from ...quantize.granularity import Granularity, MappingType, PerBlock, PerRow, PerTensor
 from .class_view import (
@@ -37,9 +37,6 @@ __all__ = [
 ]  # fmt: skip
 
 # -- integers ----------------------------------------------------------------------------------------------------------
-
-
-QT = AffineQuantizedTensor
 
 
 class QuantizeTensorKwargs:
@@ -281,9 +278,6 @@ def _per_token(act: ActivationSpec, dtype: torch.dtype) -> bool:
 
 
 # -- float8 ------------------------------------------------------------------------------------------------------------
-
-
-QT = AffineQuantizedTensor
 
 
 @dataclass

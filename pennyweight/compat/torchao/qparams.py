@@ -27,7 +27,6 @@ __all__ = [
 
 # -- ranges and blocks -------------------------------------------------------------------------------------------------
 
-
 FP8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
 _SUB_BYTE = range(1, 8)
@@ -160,7 +159,6 @@ def get_block_size(input_shape: Sequence[int], granularity: Granularity) -> tupl
 
 
 # -- scales and zero points --------------------------------------------------------------------------------------------
-
 
 INT, FLOAT, NONE = ZeroPointDomain.INT, ZeroPointDomain.FLOAT, ZeroPointDomain.NONE
 

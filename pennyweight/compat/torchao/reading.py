@@ -24,7 +24,6 @@ from .safetensors_state import unflatten_tensor_state_dict
 
 # -- names in torch.load files -----------------------------------------------------------------------------------------
 
-
 _Q = "quantization"
 _W = f"{_Q}.quantize_.workflows"
 
@@ -82,7 +81,6 @@ def allow(name: str) -> None:
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
 
 FORMAT = "torchao"
 _MAX_TEXT, _MAX_DEPTH = 1 << 16, 16  # limits for the description of one tensor; real ones have about 500 bytes

@@ -41,7 +41,6 @@ __all__ = [
 
 # -- classes in a file -------------------------------------------------------------------------------------------------
 
-
 FILE_VIEWS: tuple[Any, ...] = (
     Int8Tensor, IntxUnpackedToInt8Tensor, Int4Tensor, Int4OpaqueTensor, Float8Tensor, MXTensor, NVFP4Tensor,
 )  # fmt: skip
@@ -66,7 +65,6 @@ def view_of(w: AffineQuantizedTensor) -> Any:
 
 
 # -- attributes in a file ----------------------------------------------------------------------------------------------
-
 
 _FLOATS = tuple(DTYPES.values())
 _INTS = tuple(getattr(torch, f"int{n}") for n in range(1, 9))
@@ -142,7 +140,6 @@ def check_attributes(kind: str, attributes: Mapping[str, Any]) -> None:
 
 
 # -- state dicts -------------------------------------------------------------------------------------------------------
-
 
 ALLOWED_TENSORS_SUBCLASSES = [view.__name__ for view in FILE_VIEWS]
 _PLAIN = {

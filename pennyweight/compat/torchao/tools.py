@@ -272,7 +272,6 @@ def unwrap_tensor_subclass(model: nn.Module, filter_fn: Callable[[nn.Module, str
 
 # -- counts of operators by module and shapes --------------------------------------------------------------------------
 
-
 # module name (None outside of any) -> operator -> shapes of its tensors -> calls
 _fqn_to_op_to_shape_to_count: dict[str | None, dict[str, dict[str, int]]] = {}
 _current: list[str | None] = [None]

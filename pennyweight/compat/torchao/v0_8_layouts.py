@@ -36,7 +36,6 @@ __all__ = [
 
 # -- packed codes ------------------------------------------------------------------------------------------------------
 
-
 numbits = {bits: tuple(e for e in (4, 2, 1) if bits & e) for bits in range(1, 8)}  # width of each shard
 shifts = {bits: tuple(sum(widths[:i]) for i in range(len(widths))) for bits, widths in numbits.items()}
 maskbits = {
