@@ -192,7 +192,7 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def get(name: str) -> Any:
             if name == "__all__":
                 return sorted({n for home in homes for n in self._names(home)[1]})
-            if not (name.startswith("__") and name.endswith("__")):
+            if not (name.startswith("__") and name.endswith("__")) and not self._is_file(inner, name):
                 for home in homes:
                     source, names = self._names(home)
                     if name in names or (home not in REEXPORTS and name in source.__dict__):
@@ -212,6 +212,13 @@ class VirtualModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__dir__ = lambda: sorted({*module.__dict__, *get("__all__")})  # type: ignore[method-assign]
         if inner == "" and self.version is not None:
             module.__version__ = self.version  # type: ignore[attr-defined]
+
+    def _is_file(self, inner: str, name: str) -> bool:
+        """Whether ``from . import name`` of a file here asks, which imports the file itself: to search it among the
+        root's names would import their files first, in a cycle."""
+        at_home = inner == "" and self.prefix == self.home
+        path = sys.modules[self.home].__path__ if at_home else []
+        return at_home and importlib.machinery.PathFinder.find_spec(f"{self.home}.{name}", path) is not None
 
     def _names(self, home: str) -> tuple[ModuleType, Sequence[str]]:
         """The module behind an entry of the tree, and its public names."""
