@@ -26,10 +26,9 @@ from ..quantize import pipeline as plainly
 from ..quantize.save_pretrained import settle_saving_
 from . import recipe as recipes
 from .base import Solution, Solver, Task
-from .calibration import memory_budget
 from .calibration.batches import Batches, read
 from .calibration.journal import Journal
-from .calibration.loop import CalibrationLoop, CollectedStatistics
+from .calibration.loop import CalibrationLoop, CollectedStatistics, parse_bytes
 from .rollback import ModelSnapshot
 from .solvers.kmeans import learner
 from .solvers.reshape import as_matrix, flat_spec, unflatten
@@ -116,7 +115,7 @@ def _quantize(
         names = ", ".join(tuner.name for tuner in recipe.tuners)
         raise PlanError(f"{names}: tuners need weights that are really quantized; leave them out and train the model")
     batches = _batches(calibration, recipe)
-    limit = None if max_ram is None else memory_budget.parse_bytes(max_ram)
+    limit = None if max_ram is None else parse_bytes(max_ram)
     with torch.inference_mode(False), torch.no_grad():
         todo = plainly.checked_plan(
             model, config, filter_fn, device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,

@@ -20,8 +20,8 @@ from ..planning.sparsity_mask import SparsityPattern
 from ..quantize.pipeline import decibels
 from .calibration.batches import Batches, read
 from .calibration.loop import CalibrationLoop, CollectedStatistics
-from .solvers.clip import by_rows
-from .solvers.gptq_core import WIDTH, inverse_cholesky
+from .solvers.block_search import by_rows
+from .solvers.gptq import COLUMNS_PER_BLOCK, inverse_cholesky
 from .solvers.reshape import as_matrix
 from .solvers.rtn import total_error
 
@@ -151,7 +151,7 @@ def sparse_gpt(w: Tensor, hessian: Tensor, pattern: SparsityPattern, damping: fl
     n, k = w.shape
     upper, diagonal = f.upper, f.upper.diagonal()
     w = w.t().contiguous()
-    width = WIDTH if not pattern.of else max(1, WIDTH // pattern.of) * pattern.of
+    width = COLUMNS_PER_BLOCK if not pattern.of else max(1, COLUMNS_PER_BLOCK // pattern.of) * pattern.of
     for begin in range(0, k, width):
         end = min(begin + width, k)
         block, errors, inner = (
