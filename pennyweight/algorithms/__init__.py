@@ -5,7 +5,6 @@ from .calibration.batches import sample
 from .calibration.static_ranges import calibrate
 from .calibration.statistics import STATISTICS, Statistic, register_statistic
 from .mixed_precision.search import Search, search
-from .pipeline import quantize_
 from .rewrites.awq import AWQ
 from .rewrites.quarot import Rotate
 from .rewrites.smoothquant import Smooth
@@ -23,6 +22,6 @@ from .tuners.reconstruct import Reconstruct
 __all__ = [
     "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Distill", "Importance",
     "KMeans", "Nearest", "Reconstruct", "Rewrite", "Rotate", "Search", "Smooth", "Solution", "Solver", "Statistic",
-    "Task", "Tune", "Tuner", "calibrate", "improve", "quantize_", "register", "register_statistic", "sample",
+    "Task", "Tune", "Tuner", "calibrate", "improve", "register", "register_statistic", "sample",
     "search", "sparsify_",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.formats import INT8
+from ..core.numerics import decibels
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..planning.config_resolution import Filter, PlanError
@@ -17,7 +18,6 @@ from ..planning.configs import SpecConfig
 from ..planning.plan import PlanRow, plan
 from ..planning.report import Report, Row
 from ..planning.sparsity_mask import SparsityPattern
-from ..quantize.pipeline import decibels
 from .calibration.batches import Batches, read
 from .calibration.loop import CalibrationLoop, CollectedStatistics
 from .solvers.block_search import by_rows

@@ -21,8 +21,8 @@ from ...planning.layer_timing import (
 )
 from ...planning.plan import Plan
 from ...planning.run_batch import run_batch
-from ...quantize.pipeline import solve
 from ..calibration.block_order import inference_mode
+from ..solve import solve
 
 SECONDS = 0.5  # time limit for timing the whole model, before the layers and again after each plan
 
@@ -84,7 +84,7 @@ def layer_times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Ca
         measure_(
             one,
             lambda row: [m for m, _ in calls_of_weight(row, seen).most_common(COUNTS)],
-            lambda row: solve(row)[0],
+            lambda row: solve(row).weight,
             clock.layer,
         )
         for row in one.active:

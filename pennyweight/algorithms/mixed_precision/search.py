@@ -14,18 +14,17 @@ from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
 from ...core.layouts import portable_layout
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...planning.config_resolution import Filter, PlanError
+from ...planning.config_resolution import Filter, PlanError, Skip, resolve_config
 from ...planning.configs import AOBaseConfig, FqnToConfig, SpecConfig
+from ...planning.configs.aliases import FASTEST
 from ...planning.configs.serialize import config_to_data
 from ...planning.plan import Plan, PlanRow, plan
 from ...planning.report import size
 from ...planning.run_batch import run_batch
-from ...quantize.recommend_config import CANDIDATES as FAST
 from .. import recipe as recipes
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
-from ..calibration.loop import CalibrationLoop, CollectedStatistics
-from ..pipeline import solve_row
+from ..solve import solve, stages
 from ..tuners import losses
 from .budget import Base, Budget, Option, Table, allocate, check, duration, is_latency, limits, parts, totals
 from .latency import CallTimer, LayerTimes, layer_times
@@ -140,9 +139,10 @@ def search(
     budget: Budget,
     *,
     metric: str | losses.Divergence | None = None,
-    candidates: Sequence[AOBaseConfig] | None = None,
+    candidates: Sequence[AOBaseConfig | str] | None = None,
     algorithm: Any = "gptq",
     filter_fn: Filter | None = None,
+    skip: Skip = (),
     held_out: float = 0.25,
     example: Any = None,
     clock: CallTimer | None = None,
@@ -160,6 +160,7 @@ def search(
     candidates  configs to choose from; default: 2 to 6 bits with zero points and float16 scales, and with a latency
                 budget also those of :func:`recommend`
     algorithm   a solver for the weights
+    filter_fn, skip   as for ``quantize_``
     example     inputs of the timed call, in the form of a batch: a single token, or a whole prompt. Default: the last
                 of ``batches``
     clock       timing functions; default: measure on this machine
@@ -187,10 +188,11 @@ def search(
         raise PlanError(
             f"search quantizes weights one by one and accepts only a solver; got {recipe}. Apply rewrites first"
         )
-    configs = list(candidates if candidates is not None else (*CANDIDATES, *FAST) if timed else CANDIDATES)
+    default = (*CANDIDATES, *FASTEST) if timed else CANDIDATES
+    configs = [resolve_config(c) for c in (default if candidates is None else candidates)]
     solving, measuring = losses.split_batches(batches, held_out)
     with torch.inference_mode(False), torch.no_grad():
-        plans = [plan(model, config, filter_fn) for config in configs]
+        plans = [plan(model, config, filter_fn, skip=skip) for config in configs]
         names = [row.name for row in plans[0].active]
         if any([row.name for row in p.active] != names for p in plans):
             raise PlanError(
@@ -219,7 +221,7 @@ def search(
         whole = _replaced(model, places, put, lambda: losses.mean_divergence(model, measuring, expected, measure))
     interaction = whole / total if total > 0 else 1.0
     uniform = [
-        (str(rows[names[0]][i].scheme), 8 * sum(t[i].nbytes for t in table.values()) / base.numel,
+        (_text(rows[names[0]][i]), 8 * sum(t[i].nbytes for t in table.values()) / base.numel,
          sum(t[i].loss for t in table.values()))
         for i in range(len(configs))
     ]  # fmt: skip
@@ -248,7 +250,7 @@ def _known(rows: dict[str, list[PlanRow]], configs: list[AOBaseConfig], took: La
     table: Table = {}
     for name, some in rows.items():
         table[name] = [
-            Option(config, str(row.scheme), _nbytes(row), 0.0, None if took is None else took.options[name][i])
+            Option(config, _text(row), _nbytes(row), 0.0, None if took is None else took.options[name][i])
             for i, (row, config) in enumerate(zip(some, configs, strict=True))
         ]
         if took is not None:
@@ -271,20 +273,17 @@ def _solve(
 ) -> dict[str, list[AffineQuantizedTensor]]:
     """Quantize each weight under each candidate, with the float model's inputs."""
     solved: dict[str, list[AffineQuantizedTensor]] = {}
-
-    def solve(name: str, seen: CollectedStatistics | None) -> None:
-        solved[name] = [solve_row(row, solver, seen)[0].to_layout(_packed(row)) for row in rows[name]]
-        if progress is not None:
-            progress(len(solved), len(rows), f"solving {name}")
-
-    if solver.needs:
-        weights = {id(row[0].tensor): name for name, row in rows.items()}
-        for names, seen in CalibrationLoop(model, weights, batches, solver.needs).stages():
-            for name in names:
-                solve(name, seen.get(name))
-    for name in rows.keys() - solved.keys():
-        solve(name, CollectedStatistics())
+    weights = {name: options[0] for name, options in rows.items()}
+    for names, seen in stages(model, weights, solver, batches, optional=False):
+        for name in names:
+            solved[name] = [solve(row, solver, seen.get(name)).weight.to_layout(_packed(row)) for row in rows[name]]
+            if progress is not None:
+                progress(len(solved), len(rows), f"solving {name}")
     return {name: solved[name] for name in rows}
+
+
+def _text(row: PlanRow) -> str:
+    return "" if row.scheme is None else row.scheme.describe()
 
 
 def _packed(row: PlanRow) -> str:

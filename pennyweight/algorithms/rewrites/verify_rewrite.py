@@ -17,9 +17,9 @@ from ...kernels.table import Case
 from ...planning.parameters import Place, Site, make_site, places
 from ...planning.run_batch import run_batch, token_mask
 from ...planning.scheme import Scheme
-from ...quantize.pipeline import quantize_weight
 from ..calibration import all_reduce
 from ..calibration.block_order import inference_mode
+from ..solvers.rtn import quantize_weight
 from ..tuners import losses
 
 TOLERANCE = 1e-5  # |difference| / |outputs| of a model in float32

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...algorithms.solvers.rtn import quantize_weight, static_parts
 from ...core import blocks, codebook
 from ...core.numerics import Parts, dequantize, encode, quantize
 from ...core.qparams import Params
@@ -24,7 +25,6 @@ from ...core.tensor import SLOTS, AffineQuantizedTensor, check_finite
 from ...planning.configs import AOBaseConfig
 from ...planning.parameters import Site
 from ...planning.scheme import Scheme
-from ...quantize.pipeline import quantize_weight, static_parts
 from .block_view import BlockView
 
 Tensors = Mapping[str, Tensor]
