@@ -19,7 +19,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..quantize.report import Report
+    from ..planning.report import Report
 
 
 @report_errors
@@ -59,7 +59,7 @@ def convert(
     from ..core.spec import DTYPES
     from ..io import convert as run
     from ..io.convert_checkpoint import formats
-    from ..quantize.report import nbytes_of
+    from ..planning.report import nbytes_of
     from .inspect import contents
 
     if not to:

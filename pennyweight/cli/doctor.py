@@ -198,8 +198,8 @@ def _try(kernel: Kernel, weight: AffineQuantizedTensor, how: str) -> tuple[bool,
 def _weight(name: str, op: str, dtype: torch.dtype, device: str) -> AffineQuantizedTensor:
     import torch
 
-    from ..quantize.parameters import Site
-    from ..quantize.pipeline import quantize_weight
+    from ..algorithms.solvers.rtn import quantize_weight
+    from ..planning.parameters import Site
 
     shape = _SHAPES[op]
     site = Site("weight", "", "weight", op, shape, dtype, device, "Linear")

@@ -11,7 +11,7 @@ import typer
 from .output import Traceback, check_report_path, report_errors
 
 if TYPE_CHECKING:
-    from ..quantize.report import Report
+    from ..planning.report import Report
     from ..report import Comparison
 
 

@@ -25,7 +25,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..quantize.report import Report
+    from ..planning.report import Report
 
 
 @report_errors
@@ -97,7 +97,7 @@ def quantize(
 
     torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes.
     """
-    from ..quantize.report import nbytes_of
+    from ..planning.report import nbytes_of
 
     if not config and not budget:
         raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help describes them")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..io.atomic_write import partial_path, rename_into_place, sync_folder
 from ..io.locks import folder_lock
-from ..quantize.report import Report, Row
+from ..planning.report import Report, Row
 from . import codes_2d, onnx_patterns
 from .graph import Nodes
 from .graph_capture import DOMAIN, Captured, Weight, capture, translations

@@ -26,7 +26,7 @@ from ..io.atomic_write import Writer, partial_path, rename_into_place
 from ..io.errors import CheckpointError
 from ..io.safetensors_file import Entry, File, place
 from ..io.strict_json import parse
-from ..quantize.run_batch import run_batch
+from ..planning.run_batch import run_batch
 from .layers import unwrapped
 from .metrics import Spread, ratio, spread
 from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of

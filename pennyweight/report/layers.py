@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..io.state_dict import items
-from ..quantize.parameters import Place, places
-from ..quantize.run_batch import run_batch
+from ..planning.parameters import Place, places
+from ..planning.run_batch import run_batch
 from .metrics import decibels, energies
 from .outputs import batches_of, evaluating
 

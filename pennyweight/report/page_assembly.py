@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..io import open as open_checkpoint
-from ..quantize.layer_timing import ROTATED, ROWS, time_layer
-from ..quantize.parameters import Site, make_site
-from ..quantize.plan import PlanRow
-from ..quantize.report import Latency
+from ..planning.layer_timing import ROTATED, ROWS, time_layer
+from ..planning.parameters import Site, make_site
+from ..planning.plan import PlanRow
+from ..planning.report import Latency
 from . import svg_figures
 from .compare_models import compare, compare_weights
 from .comparison import Comparison, Layer

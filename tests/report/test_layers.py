@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.quantize.report import Latency
+from pennyweight.planning.report import Latency
 from pennyweight.report.compare_models import compare_weights
 from pennyweight.report.layers import BINS, activations
 from pennyweight.report.page import overall, place_of

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...core.formats import E4M3, E5M2, INT7, INT8, TERNARY
 from ...core.spec import DTYPES, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
-from ...quantize.configs.integer import INT8_EPS
-from ...quantize.granularity import Granularity, MappingType, PerBlock, PerRow, PerTensor
+from ...planning.configs.integer import INT8_EPS
+from ...planning.granularity import Granularity, MappingType, PerBlock, PerRow, PerTensor
 from .class_view import (
     FLOAT8,
     View,

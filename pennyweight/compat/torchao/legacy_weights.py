@@ -18,7 +18,7 @@ from ...core.formats import INT8, UINT4
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import FUNCTIONS
 from ...core.tensor import AffineQuantizedTensor as QT
-from ...quantize.configs.integer import INT8_EPS
+from ...planning.configs.integer import INT8_EPS
 from .base_tensor import TorchAOBaseTensor
 from .class_view import View, ready
 from .enums import ZeroPointDomain

@@ -20,7 +20,7 @@ __all__ = ["TREE", "VirtualModules"]
 # Names of pennyweight that are torchao's too and need no adapter: "@name" in the tree -> module, names.
 REEXPORTS: dict[str, tuple[str, str]] = {
     "@configs": (
-        "pennyweight.quantize.configs",
+        "pennyweight.planning.configs",
         "AOBaseConfig AOPerModuleConfig FPXWeightOnlyConfig Float8DynamicActivationFloat8WeightConfig "
         "Float8DynamicActivationInt4WeightConfig Float8StaticActivationFloat8WeightConfig Float8WeightOnlyConfig "
         "FqnToConfig Int8StaticActivationInt8WeightConfig Int8WeightOnlyConfig MXDynamicActivationMXWeightConfig "
@@ -29,7 +29,7 @@ REEXPORTS: dict[str, tuple[str, str]] = {
         "fpx_weight_only int8_weight_only uintx_weight_only",
     ),
     "@granularity": (
-        "pennyweight.quantize.granularity",
+        "pennyweight.planning.granularity",
         "Granularity MappingType PerAxis PerBlock PerGroup PerRow PerTensor PerToken",
     ),
     "@optim": (

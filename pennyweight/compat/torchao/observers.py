@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.granularity import Granularity, MappingType
+from ...planning.granularity import Granularity, MappingType
 from .enums import ZeroPointDomain
 from .primitives import _fake_quantize_affine, choose_qparams_affine_with_min_max
 from .qparams import block_view, get_block_size, require

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.qparams import _span
-from ...quantize.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from ...planning.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from .enums import TorchAODType, ZeroPointDomain
 
 __all__ = [

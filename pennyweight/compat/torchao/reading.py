@@ -18,7 +18,7 @@ from ...io.lazy_checkpoint import Opened, StoredTensor
 from ...io.safetensors_file import DTYPE_NAMES, Entry
 from ...io.state_dict import describe, identity, pack
 from ...io.strict_json import parse
-from ...quantize import granularity
+from ...planning import granularity
 from . import attributes, block_views, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
 from .safetensors_state import unflatten_tensor_state_dict
 

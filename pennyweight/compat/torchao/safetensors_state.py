@@ -18,8 +18,8 @@ from torch import Tensor
 from ...core.formats import E4M3, E5M2
 from ...core.spec import DTYPES
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize import granularity
-from ...quantize.granularity import Granularity, MappingType
+from ...planning import granularity
+from ...planning.granularity import Granularity, MappingType
 from . import block_views, enums, int8_float8_views
 from .block_views import _ELEMENTS, MXTensor, NVFP4Tensor
 from .class_view import ready

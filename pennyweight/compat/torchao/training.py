@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...core.formats import E4M3, E5M2
 from ...core.spec import QuantSpec
 from ...optim import AdamW8bit
-from ...quantize.module_handlers import register_quantize_module_handler
+from ...planning.module_handlers import register_quantize_module_handler
 from ...training import (
     BitNetTrainingConfig,
     Gemm,
