@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.distributed.full_tensor import full_tensor, is_dtensor
 from ..core.numerics import dequantize
 from ..core.tensor import AffineQuantizedTensor
+from ..distributed.full_tensor import full_tensor, is_dtensor
 from ..quantize import pipeline as plainly
 from ..quantize.config_resolution import Filter, PlanError
 from ..quantize.configs import AOBaseConfig

@@ -1,17 +1,25 @@
-"""Collectives of a distributed calibration, so that all ranks solve the same problem.
+"""Collectives of a distributed calibration (algorithms/), so that all ranks solve the same problem.
 
 Every rank must call these in the same order, whatever its share of the data.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .statistics import State, Statistic
+State = tuple[Tensor, int]  # of a statistic
+
+
+class Statistic(Protocol):
+    """What is used of a calibration statistic."""
+
+    @property
+    def merge(self) -> Callable[[State, State], State]: ...
 
 
 def is_distributed() -> bool:

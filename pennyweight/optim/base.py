@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..core import stochastic_rounding
-from ..core.distributed.full_tensor import distribute_like, is_dtensor, local_tensor
 from ..core.ops.inplace import stochastic_writes
 from ..core.ops.inplace import write_ as requantize_
 from ..core.tensor import AffineQuantizedTensor
+from ..distributed.full_tensor import distribute_like, is_dtensor, local_tensor
 from ..kernels.cpu import optimizer as native
 from .memory import Memory
 from .quantized_states import KEPT, LEAST, StateBlocks, StateFormat, read, state_blocks, write_, zeros

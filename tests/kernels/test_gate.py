@@ -28,10 +28,10 @@ ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
     "algorithms/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
-    "integrations/diffusers.py": "identity", "core/ops/view.py": "identity", "core/distributed/dispatch.py": "identity",
-    "core/distributed/collectives.py": "identity",
-    "core/distributed/fsdp.py": "identity",
-    "core/distributed/dtensor.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
+    "integrations/diffusers.py": "identity", "core/ops/view.py": "identity",
+    "distributed/collectives.py": "identity",
+    "distributed/fsdp.py": "identity",
+    "distributed/dtensor.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
 }  # fmt: skip
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}

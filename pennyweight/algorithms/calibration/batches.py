@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import KeyEntry, MappingKey, SequenceKey, tree_flatten_with_path
 
+from ...distributed import all_reduce
 from ...quantize.config_resolution import PlanError
-from . import all_reduce
 
 
 class Batches(list[Any]):

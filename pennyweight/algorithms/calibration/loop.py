@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...distributed import all_reduce
 from ...quantize.run_batch import run_batch, token_mask
-from . import all_reduce, memory_budget
+from . import memory_budget
 from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
 from .input_hooks import InputHooks

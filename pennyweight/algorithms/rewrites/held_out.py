@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ...core.tensor import AffineQuantizedTensor
+from ...distributed import all_reduce
 from ...kernels.repack import choose_layout
 from ...kernels.table import Case
 from ...quantize.parameters import Place, Site, make_site, places
 from ...quantize.pipeline import quantize_weight
 from ...quantize.run_batch import run_batch, token_mask
 from ...quantize.scheme import Scheme
-from ..calibration import all_reduce
 from ..calibration.block_order import inference_mode
 from ..tuners import losses
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core.tensor import AffineQuantizedTensor
+from ...distributed import all_reduce
 from ...quantize.parameters import kind_of
 from ...quantize.run_batch import run_batch, token_mask
 from ..base import Tuner, register
-from ..calibration import all_reduce
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
 

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...core.distributed.full_tensor import is_dtensor, wait_tensor
 from ...core.numerics import Parts
+from ...distributed.full_tensor import is_dtensor, wait_tensor
+from ...distributed.sharded_linear import WHOLE, ShardedGroups, is_uneven, local_arguments
 from ...kernels.activation import autocast_dtype
-from .dtensor import WHOLE, ShardedGroups, is_uneven, local_arguments
 from .gemm_table import QuantizedOperand, case_of, select, wide_dtype
 from .quantize_operand import quantize_operand, rule_of_whole
 from .recipes import Operand, Recipe, get_recipe

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import stochastic_rounding
-from ...core.distributed.full_tensor import all_reduce
 from ...core.numerics import Parts, quantize
 from ...core.qparams import BY_RANGE, default_rule
 from ...core.spec import QuantSpec
+from ...distributed.full_tensor import all_reduce
 from .gemm_table import QuantizedOperand, wide_dtype
 from .recipes import Operand
 
