@@ -20,6 +20,8 @@ _MODULES = (".repack", ".tensor_parallel", ".quantized_all_gather")
 
 
 def __getattr__(name: str) -> Any:
+    if f".{name}" in _MODULES:
+        return import_module(f".{name}", __name__)
     if name in __all__:
         for path in _MODULES:
             module = import_module(path, __name__)
