@@ -49,16 +49,17 @@ def _is_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(torch.Tensor.requires_grad_, table=FUNCTIONS)
 def _requires_grad_(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch calls ``requires_grad_`` on tensors that become parameters."""
-    if not torch.compiler.is_compiling():
+    """torch calls ``requires_grad_`` on tensors that become parameters, within no_grad."""
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         _unmark(load_state_dict_frames())
     return NotImplemented
 
 
 def warn_of_copy(target: torch.Tensor, source: QT) -> None:
     """Warn if load_state_dict copies a quantized tensor into a parameter of another kind, which keeps its kind."""
-    into = None if torch.compiler.is_compiling() else load_state_dict_frames()
-    if into is None or target.is_meta:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # torch copies within no_grad
+        return
+    if target.is_meta or load_state_dict_frames() is None:
         return
     here = f"{_named(target)} parameters" if isinstance(target, QT) else "float parameters"
     warnings.warn(
