@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ...core.numerics import dequantize, fake_quantize, quantize
 from ...kernels.activation import autocast_dtype
+from ...quantize.pipeline import quantize_
 from .act_ste import ClampSTE, clamp_ste
+from .config import QATConfig
 from .fake_quantize import FakeQuantizer, QuantizeWeight, fake_quantized_weight
 from .linear import Addmm, Linear
 
@@ -323,11 +325,10 @@ def restore_(module: Any) -> None:
 
 
 def _prepare_alone(module: Any, activation_config: Any, weight_config: Any) -> Any:
-    """Prepare one layer with the configs of a QATConfig; without configs it is not changed."""
-    if weight_config is not None:
-        from ...quantize.pipeline import quantize_
-        from .prepare import QATConfig  # imported to register its handler in quantize_
+    """Prepare one layer with the configs of a QATConfig; without configs it is not changed.
 
+    The handler of a QATConfig is in prepare.py, which the package imports."""
+    if weight_config is not None:
         quantize_(module, QATConfig(None, activation_config, weight_config), lambda m, fqn: m is module)
     elif activation_config is not None:
         raise ValueError("activation_config needs a weight_config")
