@@ -22,7 +22,7 @@ from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, decision_levels
 from ...core.packing import stream_shape
 from ...core.quantize_backends import in_memory
 from ...core.tensor import AffineQuantizedTensor
-from .. import gate
+from .. import gate, gate_convert
 from .library import KINDS, missing
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -211,4 +211,4 @@ def run(jobs: Sequence[Any]) -> None:
     every = (Job * len(jobs))(*jobs)
     elements = sum(j.count for j in jobs)
     threads = max(1, min(torch.get_num_threads(), elements >> 15))
-    gate.optimizer_steps(every, len(jobs), threads)
+    gate_convert.optimizer_steps(every, len(jobs), threads)
