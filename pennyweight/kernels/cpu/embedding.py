@@ -20,7 +20,7 @@ from ...core.numerics import Parts, dequantize
 from ...core.spec import DTYPES, QuantSpec
 from ...core.tensor import AffineQuantizedTensor, static_json
 from .. import embedding
-from ..linear import LIBRARY, _flatten, _nest
+from ..linear_op import LIBRARY, _flatten, _nest
 from ..table import Case, Kernel, register_kernel
 from . import float_linear, int_linear
 from .convert import floats_of
