@@ -53,3 +53,27 @@ def is_fully_sharded(module: Any) -> bool:
     """Whether FSDP2 manages a module's parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(module, fsdp.FSDPModule)
+
+
+def wrap_like(mine: Tensor, like: Any) -> Tensor:
+    """A DTensor of this rank's part, placed like the DTensor ``like``; ``mine`` if ``like`` is an ordinary tensor."""
+    if not is_dtensor(like):
+        return mine
+    from torch.distributed.tensor import DTensor
+
+    placed = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(mine, like.device_mesh, like.placements, run_check=False, **placed)
+
+
+def mesh_coordinate(t: Any) -> tuple[int, ...]:
+    """Coordinate of this rank in the mesh of a DTensor; () for other tensors."""
+    return tuple(t.device_mesh.get_coordinate() or ()) if is_dtensor(t) else ()
+
+
+def local_gradient(p: Any) -> Tensor:
+    """This rank's part of the gradient of a parameter, sharded like the parameter."""
+    g = p.grad
+    assert g is not None
+    if is_dtensor(p) and is_dtensor(g) and g.placements != p.placements:
+        g = g.redistribute(p.device_mesh, p.placements)
+    return local_tensor(g)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..core.errors import ArgumentError
-from ..core.quantize_backends import in_memory, is_observed
+from ..core.tracing import in_memory, is_observed
 from .cpu import library
 from .cpu.library import BF16, E4M3, E8M0, F16, F32, I8, NONE, U8, FloatLinear, IntLinear, LinearArgs
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import fallback
 from ..core.errors import ArgumentError
-from ..core.quantize_backends import in_memory, is_observed
 from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, foreign, implements
+from ..core.tracing import in_memory, is_observed
 from .activation import autocast_dtype
 from .linear_op import checked_kernel, traced_linear, unreadable, untraced
 from .table import case_of, reorders, select

@@ -20,9 +20,9 @@ from torch import Tensor
 from ..core.errors import ArgumentError
 from ..core.import_hooks import after_import
 from ..core.numerics import Parts
-from ..core.quantize_backends import is_observed
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, static_json
+from ..core.tracing import is_observed
 from .table import Bound as BoundKernel
 from .table import Case, Kernel, case_of, get_kernel, reorders, select
 

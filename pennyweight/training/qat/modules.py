@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from ...core.numerics import dequantize, fake_quantize, quantize
 from ...kernels.activation import autocast_dtype
 from ...quantize.pipeline import quantize_
-from .act_ste import ClampSTE, clamp_ste
 from .config import QATConfig
 from .fake_quantize import FakeQuantizer, QuantizeWeight, fake_quantized_weight
-from .linear import Addmm, Linear
+from .straight_through import Addmm, ClampSTE, Linear, clamp_ste
 
 
 class FakeQuantized(nn.Module):
