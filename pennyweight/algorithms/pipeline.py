@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..core.numerics import dequantize
 from ..core.tensor import AffineQuantizedTensor
-from ..distributed.full_tensor import full_tensor, is_dtensor
+from ..distributed.dtensor import full_tensor, is_dtensor
 from ..quantize import pipeline as plainly
 from ..quantize.config_resolution import Filter, PlanError
 from ..quantize.configs import AOBaseConfig

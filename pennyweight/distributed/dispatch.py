@@ -1,7 +1,7 @@
 """What torch.distributed calls on quantized tensors, and the handler of each call.
 
 torch.distributed cuts, pads, copies and flattens parameters with the ordinary tensor functions but needs different
-results (see dtensor.py and ddp.py). Such calls can be recognized only by their caller. Importing this module registers
+results (see sharding.py and ddp.py). Such calls can be recognized only by their caller. Importing this module registers
 the handlers with core/distributed_hooks.py, which does so at the first such call.
 """
 
@@ -17,18 +17,18 @@ from torch import Tensor
 from ..core.call_site import caller
 from ..core.distributed_hooks import HANDLERS
 from ..core.tensor import AffineQuantizedTensor
-from . import collectives, ddp, dtensor, fsdp
+from . import collectives, ddp, fsdp, sharding
 
 aten = torch.ops.aten
 # handler(w, other arguments, kwargs, calling module)
 CALLS: dict[Any, Callable[[AffineQuantizedTensor, tuple[Any, ...], dict[str, Any], str], Any]] = {
-    torch.chunk: dtensor.chunk,
-    torch.Tensor.chunk: dtensor.chunk,
-    torch.narrow: dtensor.narrow,
-    torch.Tensor.narrow: dtensor.narrow,
-    torch.Tensor.new_zeros: dtensor.new_zeros,
-    F.pad: dtensor.pad,
-    Tensor.copy_: dtensor.copy_,
+    torch.chunk: sharding.chunk,
+    torch.Tensor.chunk: sharding.chunk,
+    torch.narrow: sharding.narrow,
+    torch.Tensor.narrow: sharding.narrow,
+    torch.Tensor.new_zeros: sharding.new_zeros,
+    F.pad: sharding.pad,
+    Tensor.copy_: sharding.copy_,
     Tensor.view: fsdp.flatten,
     aten.view.default: ddp.flatten,
     aten.copy_.default: ddp.copy_,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import pack_for_kernel
-from .full_tensor import local_tensor
+from .dtensor import local_tensor
 
 
 def local_weights(model: nn.Module) -> Iterator[tuple[str, AffineQuantizedTensor]]:

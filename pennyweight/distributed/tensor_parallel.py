@@ -16,7 +16,8 @@ from ..core.qparams import BY_RANGE, choose, default_rule
 from ..core.spec import ActivationSpec
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
-from .full_tensor import all_reduce, local_tensor
+from .all_reduce import reduce_over_groups
+from .dtensor import local_tensor
 
 ACT = "_input_over_ranks"  # module attribute: activation spec of the unsharded input
 
@@ -62,7 +63,7 @@ def over_ranks(x: Tensor, act: ActivationSpec, mesh: DeviceMesh) -> Tensor:
     ends = torch.stack([-given.amin(-1), given.amax(-1)], -1)
     if act.spec.block is None:
         ends = ends.reshape(-1, 2).amax(0).expand(*x.shape[:-1], 2)
-    ends = all_reduce(ends, "max", (mesh.get_group(0).group_name,))
+    ends = reduce_over_groups(ends, "max", (mesh.get_group(0).group_name,))
     ends = torch.stack([-ends[..., 0], ends[..., 1]], -1)
     spec = act.spec
     params = choose(ends.to(x.dtype), spec, act.rule, act.eps)

@@ -14,7 +14,7 @@ from ..core import stochastic_rounding
 from ..core.ops.inplace import stochastic_writes
 from ..core.ops.inplace import write_ as requantize_
 from ..core.tensor import AffineQuantizedTensor
-from ..distributed.full_tensor import (
+from ..distributed.dtensor import (
     distribute_like,
     is_dtensor,
     local_gradient,

@@ -18,7 +18,7 @@ from ..core.numerics import encode, fake_quantize, store_qparams, stored_value
 from ..core.qparams import choose
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor
-from ..distributed.full_tensor import is_dtensor
+from ..distributed.dtensor import is_dtensor
 from ..quantize.config_resolution import Filter, PlanError
 from ..quantize.configs import AOBaseConfig, SpecConfig
 from ..quantize.pipeline import quantize_

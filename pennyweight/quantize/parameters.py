@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..core.spec import DTYPES
 from ..core.tensor import AffineQuantizedTensor
-from ..distributed.full_tensor import local_tensor
+from ..distributed.dtensor import local_tensor
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor
 
 

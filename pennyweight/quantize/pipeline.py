@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core import quantize_backends
 from ..core.numerics import Parts, dequantize, quantize
 from ..core.tensor import AffineQuantizedTensor, check_finite
-from ..distributed.full_tensor import distribute_like, full_tensor, is_fully_sharded, local_tensor
+from ..distributed.dtensor import distribute_like, full_tensor, is_fully_sharded, local_tensor
 from .config_resolution import Filter, PlanError
 from .configs import AOBaseConfig
 from .freeze import thaw_

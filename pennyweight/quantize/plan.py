@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core import blocks
 from ..core.numerics import quantize
 from ..core.tensor import AffineQuantizedTensor
-from ..distributed.full_tensor import local_tensor
+from ..distributed.dtensor import local_tensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import Case, case_of, get_kernel, select
 from .config_resolution import Choice, Filter, PlanError, Rules, rules

@@ -31,7 +31,7 @@ ADDRESSES = {
     "integrations/diffusers.py": "identity", "core/ops/view.py": "identity",
     "distributed/collectives.py": "identity",
     "distributed/fsdp.py": "identity",
-    "distributed/dtensor.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
+    "distributed/sharding.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
 }  # fmt: skip
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}

@@ -11,7 +11,7 @@ from torch import nn
 from ...core.formats import INT8, Format
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...distributed.full_tensor import local_tensor
+from ...distributed.dtensor import local_tensor
 from ...quantize.configs.base import AnyDtype, AOBaseConfig, as_format
 from ...quantize.module_handlers import register_quantize_module_handler
 from .gemm_table import Case, select

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core.tensor import AffineQuantizedTensor
-from ...distributed.full_tensor import local_tensor
+from ...distributed.dtensor import local_tensor
 from .functional import linear
 from .recipes import Recipe, get_recipe
 
