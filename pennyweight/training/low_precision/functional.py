@@ -36,9 +36,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str | 
     """x · weightᵀ + bias, its three products quantized. x: [.., K]; weight: [N, K]; returns [.., N] in x's dtype.
 
     Under autocast x and the result have the autocast dtype; the weight is quantized from its own dtype, which is also
-    the dtype of its gradient. DTensors: each rank multiplies its parts, see sharded_linear.py; returns a DTensor. Raises
-    ValueError for mismatched shapes, for other than floating-point dtypes, and for weights that are sharded other than
-    by outputs or by inputs.
+    the dtype of its gradient. DTensors: each rank multiplies its parts (distributed/sharded_linear.py); returns a
+    DTensor. Raises ValueError for mismatched shapes, for other than floating-point dtypes, and for weights that are
+    sharded other than by outputs or by inputs.
     """
     how = get_recipe(recipe)
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
