@@ -47,7 +47,15 @@ def weight() -> nn.Parameter:
 
 
 @pytest.mark.parametrize(
-    "text", ["w.view(torch.int16)", "w.numpy()", "w.tolist()", "w.__array__()", "torch.Tensor.view(w, -1)"]
+    "text",
+    [
+        "w.view(torch.int16)",
+        "torch.Tensor.view(w, -1)",
+        "w.numpy()",
+        "w.tolist()",
+        "w.__array__()",
+        "w.__dlpack__()",
+    ],
 )
 def test_accelerate_cannot_offload_codes_to_disk(text: str, weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate.utils.offload", SimpleNamespace())
