@@ -25,7 +25,7 @@ from ..io.manifest import VERSION
 from ..io.state_dict import flatten
 from ..io.state_dict_slots import Slot, slots_of
 from ..kernels.repack import prepare
-from ..quantize.configs import AOBaseConfig
+from ..planning.configs import AOBaseConfig
 from ..quantize.pipeline import dequantize_
 
 

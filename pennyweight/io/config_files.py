@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..core.spec import dtype_name
-from ..quantize.configs import AOBaseConfig
-from ..quantize.configs.serialize import config_to_data
+from ..planning.configs import AOBaseConfig
+from ..planning.configs.serialize import config_to_data
 from .atomic_write import write_bytes
 from .checkpoint import resolve_inside
 from .errors import CheckpointError

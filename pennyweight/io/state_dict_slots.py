@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..quantize.parameters import kind_of, places
+from ..planning.parameters import kind_of, places
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ PACKAGE = Path(pw.__file__).parent
 READERS = {
     "core/call_site.py": "",
     "compat/install.py": "whether a missing name is an ImportError or an AttributeError",
-    "quantize/run_batch.py": "the line that a warning points to",
+    "planning/run_batch.py": "the line that a warning points to",
 }
 
 
