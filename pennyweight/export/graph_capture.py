@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
 from ..core.tensor import AffineQuantizedTensor
-from ..kernels.linear import _flatten, _weight
+from ..kernels.linear_op import _flatten, _weight
 
 # -- placeholder ops ---------------------------------------------------------------------------------------------------
 
