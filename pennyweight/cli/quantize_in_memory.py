@@ -35,7 +35,7 @@ def write_calibrated(
     from ..io import save
     from ..io.config_files import copy_side_files, quantization_config
     from ..io.quantize_files import layout_free
-    from ..io.replace_folder import replacing
+    from ..io.replace_checkpoint import replacing
     from ..report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
 
     model = load_folder(model_dir)

@@ -8,8 +8,7 @@ import secrets
 from contextlib import suppress
 from typing import Any
 
-from ..io.atomic_write import partial_path, rename_into_place, sync_folder
-from ..io.locks import folder_lock
+from ..io.atomic_write import folder_lock, partial_path, rename_into_place, sync_folder
 
 # the limit of protobuf is 2 GiB; the rest is for the graph
 INLINE = 1_900_000_000

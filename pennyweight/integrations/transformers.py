@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
-from ..io.foreign_state_dict import FORMATS
 from ..io.manifest import VERSION
+from ..io.output_formats import FORMATS
 from ..quantize.configs import AOBaseConfig
 from ..quantize.configs.aliases import by_name
 from ..quantize.configs.serialize import config_from_data

@@ -17,14 +17,14 @@ from .atomic_write import write_bytes
 from .codecs import CODECS
 from .config_files import METHOD, config_bytes, copy_side_files, folder_of, method_files, quantization_config
 from .detect_format import open as open_any
-from .errors import CheckpointError
+from .file import CheckpointError
 from .lazy_checkpoint import Opened, StoredTensor
 from .manifest import Meta
 from .meta_model import looks_linear
 from .output_formats import COPIED, EXACT, FLOAT, FLOATS, QUANTIZED, REQUANTIZED, OutputChoice, OutputFormat
 from .resumable_write import Job, Told, carry_out, check_places
 from .safetensors_file import Entry
-from .shard_plan import MAX_SHARD_BYTES, assign_shards
+from .saving import MAX_SHARD_BYTES, assign_shards
 from .streaming import QuantizationNoise
 
 

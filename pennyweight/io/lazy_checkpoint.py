@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .codecs import CODECS, Codec, Found
-from .errors import CheckpointError
-from .manifest import KEY, KeyedError, Meta, stored_parts
+from .file import CheckpointError, KeyedError
+from .manifest import KEY, Meta, stored_parts
 from .safetensors_file import Entry, File
 from .state_dict import build, from_parts
 from .validate import check_data, check_plain

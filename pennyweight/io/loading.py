@@ -12,11 +12,11 @@ from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
 from ..quantize.save_pretrained import settle_saving_
 from .detect_format import open as open_any
-from .errors import CheckpointError
+from .file import CheckpointError
 from .lazy_checkpoint import Opened
 from .manifest import Meta
 from .safetensors_file import Entry
-from .state_dict_slots import Slot, meta_buffers, slots_of
+from .state_dict import Slot, meta_buffers, slots_of
 
 
 def load(

@@ -16,6 +16,7 @@ from ..core.codebook import DTYPE as TABLE_DTYPE
 from ..core.packing import stream_shape
 from ..core.qparams import RULES
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec, check_keys, dtype_name
+from .file import KeyedError
 from .safetensors_file import MAX_AXES, check_name, size_of
 from .strict_json import parse
 
@@ -154,14 +155,6 @@ def read(metadata: Mapping[str, str]) -> Manifest:
     if version != version_of(manifest):  # the version distinguishes a plain tensor named "<tensor>.perm" from a part
         raise ValueError(f"declares format version {version}, but its contents need version {version_of(manifest)}")
     return manifest
-
-
-class KeyedError(ValueError):
-    """A ValueError with the name of the tensor it is about."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(reason)
-        self.name = name
 
 
 def _named(name: str, convert: Any, raw: Any) -> Any:

@@ -5,8 +5,6 @@ Uses config.json where transformers knows the architecture, otherwise the names 
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +12,12 @@ import torch
 from torch import nn
 
 from ..core.spec import DTYPES
-from .checkpoint import Checkpoint, open_checkpoint, resolve_inside
-from .errors import CheckpointError
+from .checkpoint import Checkpoint, open_checkpoint
+from .config_files import read_config
+from .file import CheckpointError
 from .safetensors_file import Entry
-from .state_dict_slots import slots_of
-from .strict_json import parse
+from .state_dict import slots_of
 
-MAX_CONFIG_BYTES = 4 << 20
 # Parts of a module's name which show that its 2-d weight is a lookup table or scales channels, and is not a matrix
 _TABLES = ("embed", "wte", "wpe", "position", "token_type", "relative_attention_bias")
 _SCALES = ("norm", "ln_", "layer_norm", "layernorm")
@@ -41,31 +38,6 @@ def outline(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
         if slots[alias].is_param:
             slots[alias].module._parameters[slots[alias].attr] = slots[name].module._parameters[slots[name].attr]
     return model, f"layers guessed from names ({built})"
-
-
-def read_config(folder: str) -> dict[str, Any] | None:
-    """config.json of a folder, None if there is none. Raises CheckpointError for an invalid one."""
-    return read_json(folder, "config.json")
-
-
-def read_json(folder: str, name: str) -> dict[str, Any] | None:
-    """A JSON object beside the weights, None if there is none. Raises CheckpointError for an invalid one."""
-    real = os.path.realpath(folder)
-    path = os.path.join(real, name)
-    if not os.path.isdir(real) or not os.path.lexists(path):
-        return None
-    path = resolve_inside(real, name)
-    try:
-        # a pipe must not block the open
-        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as f:
-            if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
-                raise ValueError("is not a regular file")
-            config = parse(f.read(MAX_CONFIG_BYTES + 1), max_bytes=MAX_CONFIG_BYTES, max_depth=32, floats=True)
-    except (OSError, ValueError) as e:
-        raise CheckpointError(path, None, str(e)) from e
-    if not isinstance(config, dict):
-        raise CheckpointError(path, None, "must hold an object")
-    return config
 
 
 def from_config(folder: str, entries: Mapping[str, Entry]) -> nn.Module | str:

@@ -10,6 +10,8 @@ https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
-from .file import RawFile
+from .atomic_write import open_new
+from .file import CheckpointError, RawFile
 from .strict_json import parse
 
 MAX_HEADER_BYTES = 32 << 20  # the limit of safetensors itself is 100 MB; 60 000 quantized tensors need about 27
@@ -207,3 +209,59 @@ def header_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> b
     if len(text) > MAX_HEADER_BYTES or len(entries) > MAX_TENSORS:
         raise ValueError(f"{len(entries)} tensors need a header of {len(text)} bytes; use more, smaller shards")
     return len(text).to_bytes(8, "little") + text
+
+
+class Writer:
+    """Writes one safetensors file with known entries: header first, then the tensors in any order, each at its offset.
+
+    Raises CheckpointError if a tensor does not match the header, and OSError if a write fails.
+    """
+
+    def __init__(self, path: str, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+        if sys.byteorder != "little":
+            raise CheckpointError(path, None, "safetensors files are little-endian, but this machine is big-endian")
+        self.path, self.entries = path, entries
+        self._left = {name: e.numel for name, e in entries.items()}
+        try:
+            header = header_bytes(entries, metadata)
+        except ValueError as e:
+            raise CheckpointError(path, None, str(e)) from e
+        self._start = len(header)
+        self._file = open_new(path)
+        try:
+            self._write(memoryview(header))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def put(self, name: str, tensor: Tensor, start: int = 0) -> None:
+        """Write a tensor, or consecutive elements of it, starting at element ``start``."""
+        e = self.entries[name]
+        whole = start == 0 and tensor.numel() == e.numel
+        fits = start + tensor.numel() <= e.numel and (not whole or tuple(tensor.shape) == e.shape)
+        if tensor.dtype != e.dtype or not fits:
+            raise CheckpointError(
+                self.path, name, f"is {tensor.dtype} {list(tensor.shape)}, the header has {e.dtype} {list(e.shape)}"
+            )
+        self._left[name] -= tensor.numel()
+        if tensor.numel() == 0:
+            return
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._file.seek(self._start + e.begin + start * e.dtype.itemsize)
+        self._write(memoryview(raw.numpy()))  # type: ignore[arg-type]
+
+    def _write(self, view: memoryview) -> None:
+        while view:  # on a nearly full disk a write may be short; the next write then raises the error
+            view = view[self._file.write(view) :]
+
+    def finish(self) -> None:
+        """Flush to disk and close. Raises CheckpointError if a tensor was not written, or only in part."""
+        left = [name for name, count in self._left.items() if count]
+        if left:
+            raise CheckpointError(self.path, left[0], f"was not written completely, nor were {len(left) - 1} others")
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        """Close without marking the file as complete."""
+        self._file.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..quantize.pipeline import quantize_weight
 from ..quantize.plan import PlanRow
 from ..quantize.scheme import Scheme
-from .errors import CheckpointError
+from .file import CheckpointError
 from .manifest import Meta, clean, stored_parts
 from .safetensors_file import File
 from .state_dict import Item, pack

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..io import loading
 from ..io.config_files import folder_of
-from ..io.errors import CheckpointError
+from ..io.file import CheckpointError
 from .golden_outputs import FILE, Golden, Verification, golden, verify
 
 

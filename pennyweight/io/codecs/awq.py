@@ -23,10 +23,10 @@ from ...core import blocks
 from ...core.formats import INT4, UINT4
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
-from ..manifest import KeyedError, Meta, Stored
+from ..file import KeyedError
+from ..manifest import Meta, Stored
 from ..safetensors_file import Entry
-from .base import Codec, Found, Get, Writing
-from .schema import FLOATS, need, no_left_overs, setting
+from .base import FLOATS, Codec, Found, Get, Writing, need, no_left_overs, setting
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PARTS = (".qweight", ".qzeros", ".scales")

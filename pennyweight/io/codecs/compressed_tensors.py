@@ -29,13 +29,25 @@ from ...core.formats import E2M1, E2M3, E4M3
 from ...core.numerics import Parts
 from ...core.packing import unpack_bits
 from ...core.spec import ActivationSpec, QuantSpec
-from ..manifest import KeyedError, Meta
+from ..file import KeyedError
+from ..manifest import Meta
 from ..safetensors_file import Entry
-from . import int32_pack
-from .base import Codec, Found, Get
+from .base import (
+    FLOATS,
+    Codec,
+    Found,
+    Get,
+    by_layer,
+    dense_words,
+    is_dense,
+    join,
+    model_dtype,
+    need,
+    unpack_words,
+    whole_words,
+)
 from .compressed_tensors_config import E8M0_SCALE, Group, Groups
 from .compressed_tensors_write import WRITING
-from .schema import FLOATS, by_layer, join, model_dtype, need
 
 # The scale of NVFP4 groups: e4m3 / global_scale. The product with the float64 reciprocal, rounded to float32, equals
 # the float32 quotient: two roundings have a relative error of 2**-52, and no quotient of float32 numbers is closer than
@@ -115,7 +127,7 @@ class _Layer:
     def _codes(self, stored: Tensor) -> Tensor:
         spec, columns = self.meta.spec, self.meta.shape[1]
         if self.kind == "packed":
-            return spec.format.from_unsigned(int32_pack.unpack(stored, spec.format.bits, columns, self.dense[0]))
+            return spec.format.from_unsigned(unpack_words(stored, spec.format.bits, columns, self.dense[0]))
         if stored.dtype is torch.uint8:
             return unpack_bits(stored, spec.format.bits, columns)
         if blocks.padded(spec.block, self.meta.shape) == self.meta.shape:
@@ -138,7 +150,7 @@ class _Layer:
         if stored.dtype is not torch.int32:
             return stored.reshape(part_shape)
         f = self.meta.spec.format
-        return f.from_unsigned(int32_pack.unpack(stored.t(), f.bits, part_shape[0], self.dense[1])).t().contiguous()
+        return f.from_unsigned(unpack_words(stored.t(), f.bits, part_shape[0], self.dense[1])).t().contiguous()
 
 
 def _check_zeros(get: Get, names: dict[str, str], spec: QuantSpec, act: ActivationSpec | None) -> None:
@@ -177,7 +189,7 @@ def _layer(
         if group.kind != "packed" or w.symmetric or w.strategy == "tensor":
             need(names["weight_zero_point"], entries, _ZEROS if w.symmetric else (torch.int8,), *alike)
         else:
-            ways = {int32_pack.dense_words(shape[0], w.bits): True, int32_pack.whole_words(shape[0], w.bits): False}
+            ways = {dense_words(shape[0], w.bits): True, whole_words(shape[0], w.bits): False}
             if len(ways) == 1:
                 ways = dict.fromkeys(ways, dense)  # both fit: same as the codes
             zero = need(names["weight_zero_point"], entries, (torch.int32,), *((n, parts[1]) for n in ways))
@@ -227,11 +239,11 @@ def _shape(names: dict[str, str], entries: Mapping[str, Entry], group: Group, ge
     said_rows, columns = (int(n) for n in get(names["weight_shape"]).tolist())
     if said_rows != rows or columns < 1:
         raise KeyedError(names["weight_shape"], f"is {[said_rows, columns]}, but {codes} has {rows} rows")
-    dense = int32_pack.is_dense(stored, columns, bits)
+    dense = is_dense(stored, columns, bits)
     if dense is None:
         raise KeyedError(
             codes, f"has rows of {stored} words; {columns} columns of {bits} bits ({group.name}) take "
-            f"{int32_pack.dense_words(columns, bits)}, or {int32_pack.whole_words(columns, bits)} in files "
+            f"{dense_words(columns, bits)}, or {whole_words(columns, bits)} in files "
             "of older releases"
         )  # fmt: skip
     return (rows, columns), dense

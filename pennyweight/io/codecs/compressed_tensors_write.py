@@ -25,10 +25,8 @@ from ...core.numerics import Parts
 from ...core.packing import pack_bits
 from ...core.spec import MXFP4, ActivationSpec, QuantSpec
 from ..manifest import Meta, Stored
-from . import int32_pack
-from .base import Writing
+from .base import FLOATS, Writing, dense_words, pack_words
 from .compressed_tensors_config import E8M0_SCALE, FLOAT_OF_BITS
-from .schema import FLOATS
 
 # format of the codes -> (kind, group) with e8m0 scales
 _MX = {E2M1: ("mxfp4", 32), E2M3: ("mxfp6", 32), E4M3: ("mxfp8", 32)}
@@ -206,7 +204,7 @@ def stored(name: str, meta: Meta) -> Stored:
     scale_shape = (1,) if how.strategy == "tensor" else part_shape
     out: Stored = {}
     if how.kind == "packed":
-        out[f"{layer}weight_packed"] = torch.int32, (rows, int32_pack.dense_words(columns, how.bits))
+        out[f"{layer}weight_packed"] = torch.int32, (rows, dense_words(columns, how.bits))
         out[f"{layer}weight_shape"] = torch.int64, (2,)
     elif how.kind in ("nvfp4", "mxfp4", "mxfp6"):
         out[f"{layer}weight_packed"] = torch.uint8, (rows, columns * how.bits // 8)
@@ -219,11 +217,7 @@ def stored(name: str, meta: Meta) -> Stored:
         out[f"{layer}weight_global_scale"] = torch.float32, (1,)
     if how.zero is not None:
         packed = how.kind == "packed" and how.strategy != "tensor"
-        zero = (
-            (torch.int32, (int32_pack.dense_words(rows, how.bits), part_shape[1]))
-            if packed
-            else (torch.int8, scale_shape)
-        )
+        zero = (torch.int32, (dense_words(rows, how.bits), part_shape[1])) if packed else (torch.int8, scale_shape)
         out[f"{layer}weight_zero_point"] = zero
     if meta.act is not None and meta.act.mode == "static":
         out[f"{layer}input_scale"] = torch.float32, (1,)
@@ -244,7 +238,7 @@ def pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
     codes = parts.codes[: shape[0], : shape[1]]  # e4m3 codes may be padded to whole blocks
     out: dict[str, Tensor] = {}
     if how.kind == "packed":
-        out[f"{layer}weight_packed"] = int32_pack.pack(_unsigned(_signed(codes, spec), how.bits), how.bits)
+        out[f"{layer}weight_packed"] = pack_words(_unsigned(_signed(codes, spec), how.bits), how.bits)
         out[f"{layer}weight_shape"] = torch.tensor(shape, dtype=torch.int64, device="cpu")
     elif codes.dtype is torch.uint8 and how.bits < 8:
         out[f"{layer}weight_packed"] = pack_bits(codes, how.bits)
@@ -261,11 +255,7 @@ def pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
         else:
             zero = _signed(zero, spec)
         if how.kind == "packed" and how.strategy != "tensor":
-            zero = (
-                int32_pack.pack(_unsigned(zero.t(), how.bits), how.bits)
-                .t()
-                .clone(memory_format=torch.contiguous_format)
-            )
+            zero = pack_words(_unsigned(zero.t(), how.bits), how.bits).t().clone(memory_format=torch.contiguous_format)
         out[f"{layer}weight_zero_point"] = _flat(how, zero)
     if meta.act is not None and meta.act.mode == "static":
         assert parts.act_scale is not None

@@ -22,10 +22,10 @@ from ...core import blocks
 from ...core.formats import E4M3
 from ...core.numerics import Parts
 from ...core.spec import FP8_BLOCK, MXFP8, ActivationSpec, QuantSpec
-from ..manifest import KeyedError, Meta, Stored
+from ..file import KeyedError
+from ..manifest import Meta, Stored
 from ..safetensors_file import Entry
-from .base import Codec, Found, Get, Writing
-from .schema import FLOATS, model_dtype, need, setting
+from .base import FLOATS, Codec, Found, Get, Writing, model_dtype, need, setting
 
 _F8 = torch.float8_e4m3fn
 _SCALES = ("weight_scale_inv", "scale", "qscale_weight")  # of a layer's ``weight``

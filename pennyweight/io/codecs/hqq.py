@@ -30,11 +30,10 @@ from ...core import blocks
 from ...core.formats import UINT1, UINT2, UINT3, UINT4, UINT5, UINT6, UINT8, Format
 from ...core.numerics import Parts
 from ...core.spec import DTYPES, QuantSpec
-from ..manifest import KeyedError, Meta
+from ..file import KeyedError
+from ..manifest import Meta
 from ..safetensors_file import Entry, size_of
-from .base import Codec, Found, Get
-from .flat_blocks import run_block, spread_runs
-from .schema import FLOATS, need, no_left_overs, setting
+from .base import FLOATS, Codec, Found, Get, need, no_left_overs, run_block, setting, spread_runs
 
 
 class _Packing(NamedTuple):

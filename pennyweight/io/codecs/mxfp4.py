@@ -18,10 +18,10 @@ from torch import Tensor
 from ...core.numerics import Parts
 from ...core.packing import pack_bits, unpack_bits
 from ...core.spec import MXFP4, QuantSpec
-from ..manifest import KeyedError, Meta, Stored
+from ..file import KeyedError
+from ..manifest import Meta, Stored
 from ..safetensors_file import Entry
-from .base import Codec, Found, Get, Writing
-from .schema import model_dtype, need
+from .base import Codec, Found, Get, Writing, model_dtype, need
 
 _AXES = (0, 2, 1)
 _GROUP = 32

@@ -1,12 +1,12 @@
-"""GGUF metadata <-> config.json, by tables.
+"""GGUF metadata <-> config.json, by tables; and the pooling of embedding models <-> sentence-transformers' files.
 
 Sources: gguf.constants.Keys of gguf 0.19, llama.cpp's converter (conversion/*.py, 2026), and the config classes of
 transformers 5.23. If llama.cpp has a built-in value and no key for it, only configs with that value are accepted: a
-file that would compute something else is an error.
-"""
+file that would compute something else is an error."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..file import CheckpointError
+from ..strict_json import parse, read_bytes, resolve_inside
 from .architectures import for_config, for_gguf
-from .kv_checks import KV, integer, real
+from .metadata import KV, integer, real
 from .rope import ROPE_TENSORS, rope_kv, rope_parameters
 from .rope import rope_tensors as _rope_tensors
 
@@ -310,3 +312,74 @@ def _special_ids(kv: Mapping[str, Any], n: int) -> dict[str, int | None]:
 
 
 _IDS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+
+
+MAX_BYTES = 1 << 20
+_TYPE = "sentence_transformers.models."
+# flags of a Pooling module's config.json, which GGUF supports
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+
+
+def pooling_of(folder: str) -> str | None:
+    """The pooling that a folder's modules.json declares, a key of ``POOLING``; None if there is no such file.
+
+    Raises CheckpointError for an invalid file, and for a pooling that GGUF does not support.
+    """
+    real = os.path.realpath(folder)
+    if not os.path.lexists(os.path.join(real, "modules.json")):
+        return None
+    path, modules = _json(real, "modules.json")
+    if not isinstance(modules, list) or not all(isinstance(m, dict) for m in modules):
+        raise CheckpointError(path, None, "must hold a list of objects")
+    paths = [m.get("path") for m in modules if str(m.get("type")).rpartition(".")[2] == "Pooling"]
+    if not paths:
+        return None
+    if len(paths) > 1 or not isinstance(paths[0], str) or not paths[0]:
+        raise CheckpointError(path, None, "must name one folder of a Pooling module")
+    path, config = _json(real, os.path.join(paths[0], "config.json"))
+    if not isinstance(config, dict):
+        raise CheckpointError(path, None, "must hold an object")
+    modes = [k for k, v in config.items() if k.startswith("pooling_mode") and v is True]
+    if len(modes) == 1 and modes[0] in _FLAGS:
+        return _FLAGS[modes[0]]
+    named = config.get("pooling_mode")  # newer files name it
+    if not modes and isinstance(named, str) and named.removesuffix("token") in POOLING:
+        return named.removesuffix("token")
+    raise CheckpointError(path, None, f"pooling {', '.join(modes) or named!r} is not supported by GGUF")
+
+
+def pooling_files(kv: Mapping[str, Any]) -> dict[str, bytes]:
+    """{path in the folder: bytes} for sentence-transformers; empty if the file has no or an unsupported pooling.
+
+    Embeddings are normalized, as in llama.cpp's tools.
+    """
+    arch = kv.get("general.architecture")
+    names = {v: k for k, v in POOLING.items() if k != "none"}
+    kind, size = kv.get(f"{arch}.pooling_type"), kv.get(f"{arch}.embedding_length")
+    if type(kind) is not int or kind not in names or type(size) is not int:
+        return {}
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    files: dict[str, Any] = {
+        "modules.json": [
+            {"idx": i, "name": str(i), "path": path, "type": _TYPE + name} for i, (path, name) in enumerate(modules)
+        ],
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": size,
+            **{flag: name == names[kind] for flag, name in _FLAGS.items()},
+        },
+    }
+    return {name: (json.dumps(data, indent=2) + "\n").encode() for name, data in files.items()}
+
+
+def _json(folder: str, name: str) -> tuple[str, Any]:
+    path = resolve_inside(folder, name)
+    try:
+        return path, parse(read_bytes(path, MAX_BYTES), max_bytes=MAX_BYTES, max_depth=32, floats=True)
+    except CheckpointError:
+        raise
+    except ValueError as e:
+        raise CheckpointError(path, None, str(e)) from e

@@ -18,22 +18,20 @@ from ...core.tensor import AffineQuantizedTensor
 from ...quantize.report import Report, Row
 from ..atomic_write import remove_left_over, sync_folder
 from ..config_files import folder_of, method_files
-from ..errors import CheckpointError
-from ..job_progress import Progress, fingerprint
+from ..file import CheckpointError
 from ..lazy_checkpoint import Opened, StoredTensor
 from ..manifest import clean
 from ..output_formats import row_chunks
-from ..resumable_write import Told, check_room
+from ..resumable_write import Progress, Told, check_room, fingerprint
 from ..streaming import QuantizationNoise
 from .blocks import TYPES, BlockType
-from .config import kv_from_config, rope_tensors
+from .config import kv_from_config, pooling_of, rope_tensors
+from .gguf_file import Writer, lay_out, remove_partial
 from .metadata import Value
 from .names import read_patterns, to_gguf
-from .pooling import pooling_of
 from .quantize import FROM_FLOATS, quantize
 from .reader import moved
 from .tokenizer import tokenizer_kv
-from .writer import Writer, lay_out, remove_partial
 
 # enum llama_ftype of llama.h: the type of most tensors of a file
 FILE_TYPES = {

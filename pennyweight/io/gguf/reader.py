@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from ..atomic_write import write_bytes
-from ..checkpoint import resolve_inside
 from ..config_files import config_bytes
-from ..errors import CheckpointError
+from ..file import CheckpointError, KeyedError
 from ..lazy_checkpoint import Opened, StoredTensor
-from ..manifest import KeyedError, Meta
+from ..manifest import Meta
 from ..safetensors_file import Entry as Plain
 from ..state_dict import from_parts
-from .config import config_from_kv
+from ..strict_json import resolve_inside
+from .config import config_from_kv, pooling_files
 from .gguf_file import File
-from .names import Patterns, read_patterns, to_hf
-from .pooling import pooling_files
+from .names import Patterns, Transform, read_patterns, to_hf
 from .rope import ROPE_TENSORS
-from .tensor_transforms import Transform
 from .tokenizer_files import tokenizer_files
 
 MAX_SPLITS = 4096

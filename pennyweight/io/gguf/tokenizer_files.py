@@ -7,10 +7,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .kv_checks import text
-from .pre_tokenizers import BY_NAME, to_json
+from .metadata import text
 from .tokenizer import CLS, IDS, KEY
-from .vocabulary import BYTE, CONTROL, MAX_TOKENS, NORMAL, SPACE, UNUSED, USER_DEFINED, joinable, word
+from .tokenizer_tables import (
+    BY_NAME,
+    BYTE,
+    CONTROL,
+    MAX_TOKENS,
+    NORMAL,
+    SPACE,
+    UNUSED,
+    USER_DEFINED,
+    joinable,
+    to_json,
+    word,
+)
 
 _Template = dict[str, Any]
 

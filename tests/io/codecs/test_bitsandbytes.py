@@ -17,7 +17,8 @@ from pennyweight.core.numerics import quantize
 from pennyweight.core.spec import INT8_ROW, NF4_DOUBLE, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io.codecs.bitsandbytes import BITSANDBYTES
-from pennyweight.io.manifest import KeyedError, Meta
+from pennyweight.io.file import KeyedError
+from pennyweight.io.manifest import Meta
 from tests.io.codecs.kept import Tensors, changed, find, read, same_bytes, write
 
 logging.disable(logging.WARNING)  # bitsandbytes logs on import that a kernel of the hub is not installed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pennyweight.core.formats import UINT2
 from pennyweight.io.codecs.hqq import HQQ
-from pennyweight.io.manifest import KeyedError
+from pennyweight.io.file import KeyedError
 from tests.io.codecs.kept import Tensors, changed, find, read
 
 CONFIG: dict[str, Any] = {"quant_method": "hqq", "skip_modules": ["lm_head"]}
