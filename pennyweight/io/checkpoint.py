@@ -161,11 +161,7 @@ def _open_index(path: str, folder: str, index: str, mmap: bool) -> Checkpoint:
 
 
 def _open(
-    path: str,
-    paths: list[str],
-    mmap: bool,
-    names: list[str] | None = None,
-    weight_map: dict[str, str] | None = None,
+    path: str, paths: list[str], mmap: bool, names: list[str] | None = None, weight_map: dict[str, str] | None = None
 ) -> Checkpoint:
     out = Checkpoint(path)
     try:

@@ -114,11 +114,7 @@ def dump(manifest: Manifest) -> str:
     """The manifest as JSON; deterministic."""
     tensors = {}
     for name, meta in manifest.tensors.items():
-        data: dict[str, Any] = {
-            "spec": meta.spec.to_dict(),
-            "shape": list(meta.shape),
-            "dtype": dtype_name(meta.dtype),
-        }
+        data: dict[str, Any] = {"spec": meta.spec.to_dict(), "shape": list(meta.shape), "dtype": dtype_name(meta.dtype)}
         if meta.act is not None:
             data["act"] = meta.act.to_dict()
         if meta.axes is not None:

@@ -25,19 +25,18 @@ from ...core.numerics import Parts
 from ...core.spec import QuantSpec
 from ..file import KeyedError
 from ..manifest import Meta, Stored
-from ..safetensors_file import Entry
-from .base import FLOATS, Codec, Found, Get, Writing, need, no_left_overs, setting
+from .base import FLOATS, Codec, Config, Entries, Found, Get, Writing, need, no_left_overs, setting
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PARTS = (".qweight", ".qzeros", ".scales")
 _GROUP = 128
 
 
-def _claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+def _claims(config: Config, entries: Entries) -> bool:
     return config.get("quant_method") == "awq"
 
 
-def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
+def _find(entries: Entries, config: Config, get: Get) -> dict[str, Found]:
     version = setting(config, "version", str, setting(config, "format", str, "gemm"))
     if version.lower() != "gemm" or config.get("backend") == "llm-awq":
         raise ValueError(f"AWQ version {version[:40]!r} uses another packing order; only gemm is supported")
@@ -54,7 +53,7 @@ def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> 
     return found
 
 
-def _find_layer(prefix: str, group: int, entries: Mapping[str, Entry]) -> Found:
+def _find_layer(prefix: str, group: int, entries: Entries) -> Found:
     owner = f"{prefix}.weight"
     words = need(f"{prefix}.qweight", entries, (torch.int32,), owner=owner)
     if len(words.shape) != 2 or not all(words.shape):

@@ -24,6 +24,8 @@ from ..manifest import Meta, Stored
 from ..safetensors_file import Entry
 
 Get = Callable[[str], Tensor]  # stored name -> tensor, mapped from the file
+Config = Mapping[str, Any]  # quantization_config of config.json
+Entries = Mapping[str, Entry]  # stored tensors
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Codec:
     """
 
     name: str
-    claims: Callable[[Mapping[str, Any], Mapping[str, Entry]], bool]
-    find: Callable[[Mapping[str, Entry], Mapping[str, Any], Get], dict[str, Found]]
+    claims: Callable[[Config, Entries], bool]
+    find: Callable[[Entries, Config, Get], dict[str, Found]]
     oracle: str
     writing: Writing | None = None
 
@@ -87,29 +89,33 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def need(
-    name: str, entries: Mapping[str, Entry], dtypes: Collection[torch.dtype], *shapes: tuple[int, ...],
+    name: str, entries: Entries, dtypes: Collection[torch.dtype], *shapes: tuple[int, ...],
     owner: str | None = None,
 ) -> Entry:  # fmt: skip
     """The entry of a stored tensor. Raises KeyedError unless its dtype and shape are among those given, if any.
 
     owner: the quantized tensor to report in the error, if it is not ``name`` itself.
     """
-    entry = entries.get(name)
+    entry, prefix = entries.get(name), "" if owner is None else f"{name} "
     if entry is None:
-        reason = "is missing"
-    elif entry.dtype not in dtypes or (shapes and entry.shape not in shapes):
+        raise KeyedError(owner or name, f"{prefix}is missing")
+    if entry.dtype not in dtypes or (shapes and entry.shape not in shapes):
         kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         sizes = " or ".join(str(list(s)) for s in shapes)
         got = f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)[:8]}"
-        reason = f"is {got}, expected {kinds} {sizes}".rstrip()
-    else:
-        return entry
-    if owner is None:
-        raise KeyedError(name, reason)
-    raise KeyedError(owner, f"{name} {reason}")
+        raise KeyedError(owner or name, f"{prefix}is {got}, expected {kinds} {sizes}".rstrip())
+    return entry
 
 
-def no_left_overs(entries: Mapping[str, Entry], owned: Collection[str], ends: tuple[str, ...], what: str) -> None:
+def stored_text(name: str, entries: Entries, get: Get, max_bytes: int, owner: str) -> bytes:
+    """A text stored as a tensor of bytes. Raises KeyedError for the tensor ``owner``."""
+    shape = need(name, entries, (torch.uint8,), owner=owner).shape
+    if len(shape) != 1 or shape[0] > max_bytes:
+        raise KeyedError(owner, f"{name} is {list(shape)[:8]}, expected a text of at most {max_bytes} bytes")
+    return bytes(get(name).tolist())
+
+
+def no_left_overs(entries: Entries, owned: Collection[str], ends: tuple[str, ...], what: str) -> None:
     """Raise KeyedError for a tensor whose name has the suffix of a quantized tensor's part, but that no tensor uses."""
     for name in sorted(entries):
         if name.endswith(ends) and name not in owned:
@@ -117,7 +123,7 @@ def no_left_overs(entries: Mapping[str, Entry], owned: Collection[str], ends: tu
 
 
 def setting(
-    config: Mapping[str, Any], key: str, kinds: type | tuple[type, ...], default: Any = None,
+    config: Config, key: str, kinds: type | tuple[type, ...], default: Any = None,
     what: str = "quantization_config",
 ) -> Any:  # fmt: skip
     """``config[key]``, or the default if missing or null. Raises ValueError for another type."""
@@ -130,7 +136,7 @@ def setting(
     return value
 
 
-def model_dtype(entries: Mapping[str, Entry], quantized: Collection[str]) -> torch.dtype | None:
+def model_dtype(entries: Entries, quantized: Collection[str]) -> torch.dtype | None:
     """The dtype of most unquantized elements, which is the model's compute dtype. None if there are none."""
     counts = dict.fromkeys(FLOATS, 0)
     for name, entry in entries.items():
@@ -145,7 +151,7 @@ def join(layer: str, ending: str) -> str:
     return f"{layer}.{ending}" if layer else ending
 
 
-def by_layer(entries: Mapping[str, Entry], endings: Collection[str]) -> dict[str, dict[str, str]]:
+def by_layer(entries: Entries, endings: Collection[str]) -> dict[str, dict[str, str]]:
     """{layer: {ending: stored name}} of the stored tensors whose last name part is one of ``endings``."""
     out: dict[str, dict[str, str]] = {}
     for name in entries:

@@ -17,7 +17,6 @@ column of words. ``input_scale`` and ``input_zero_point`` of static activations 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,20 +31,8 @@ from ...core.spec import ActivationSpec, QuantSpec
 from ..file import KeyedError
 from ..manifest import Meta
 from ..safetensors_file import Entry
-from .base import (
-    FLOATS,
-    Codec,
-    Found,
-    Get,
-    by_layer,
-    dense_words,
-    is_dense,
-    join,
-    model_dtype,
-    need,
-    unpack_words,
-    whole_words,
-)
+from . import base
+from .base import FLOATS, Codec, Config, Entries, Found, Get
 from .compressed_tensors_config import E8M0_SCALE, Group, Groups
 from .compressed_tensors_write import WRITING
 
@@ -73,22 +60,22 @@ ENDINGS = (
 )  # fmt: skip
 
 
-def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+def claims(config: Config, entries: Entries) -> bool:
     return config.get("quant_method") == "compressed-tensors"
 
 
-def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
+def find(entries: Entries, config: Config, get: Get) -> dict[str, Found]:
     """See Codec.find. Reads only the two numbers of each ``weight_shape``."""
-    layers = by_layer(entries, ENDINGS)
+    layers = base.by_layer(entries, ENDINGS)
     for name, entry in entries.items():
         layer, _, ending = name.rpartition(".")
         if ending == "weight" and (layer in layers or entry.dtype in (torch.int8, *_F8)):
             layers.setdefault(layer, {})["weight"] = name
     stored = {name for names in layers.values() for name in names.values()}
-    dtype, groups = model_dtype(entries, stored), Groups(config, layers)
+    dtype, groups = base.model_dtype(entries, stored), Groups(config, layers)
     out = {}
     for layer, names in layers.items():
-        weight = join(layer, "weight")
+        weight = base.join(layer, "weight")
         try:
             if not groups.groups:
                 raise ValueError("is stored quantized, but no config group quantizes weights")
@@ -127,7 +114,7 @@ class _Layer:
     def _codes(self, stored: Tensor) -> Tensor:
         spec, columns = self.meta.spec, self.meta.shape[1]
         if self.kind == "packed":
-            return spec.format.from_unsigned(unpack_words(stored, spec.format.bits, columns, self.dense[0]))
+            return spec.format.from_unsigned(base.unpack_words(stored, spec.format.bits, columns, self.dense[0]))
         if stored.dtype is torch.uint8:
             return unpack_bits(stored, spec.format.bits, columns)
         if blocks.padded(spec.block, self.meta.shape) == self.meta.shape:
@@ -150,7 +137,7 @@ class _Layer:
         if stored.dtype is not torch.int32:
             return stored.reshape(part_shape)
         f = self.meta.spec.format
-        return f.from_unsigned(unpack_words(stored.t(), f.bits, part_shape[0], self.dense[1])).t().contiguous()
+        return f.from_unsigned(base.unpack_words(stored.t(), f.bits, part_shape[0], self.dense[1])).t().contiguous()
 
 
 def _check_zeros(get: Get, names: dict[str, str], spec: QuantSpec, act: ActivationSpec | None) -> None:
@@ -162,13 +149,13 @@ def _check_zeros(get: Get, names: dict[str, str], spec: QuantSpec, act: Activati
 
 
 def _layer(
-    weight: str, names: dict[str, str], entries: Mapping[str, Entry], group: Group, dtype: torch.dtype | None,
+    weight: str, names: dict[str, str], entries: Entries, group: Group, dtype: torch.dtype | None,
     get: Get,
 ) -> _Layer:  # fmt: skip
     _check_names(weight, names, group)
     ending, codes_dtype, scale_dtypes = _STORED[group.kind]
-    codes = need(names[ending], entries, (codes_dtype,))
-    scale = need(names["weight_scale"], entries, scale_dtypes)
+    codes = base.need(names[ending], entries, (codes_dtype,))
+    scale = base.need(names["weight_scale"], entries, scale_dtypes)
     if len(codes.shape) != 2 or 0 in codes.shape:
         raise KeyedError(names[ending], f"has shape {list(codes.shape)}, expected non-empty [rows, columns]")
     shape, dense = _shape(names, entries, group, get)
@@ -187,19 +174,19 @@ def _layer(
     if "weight_zero_point" in names:
         alike = tuple({scale.shape, parts})
         if group.kind != "packed" or w.symmetric or w.strategy == "tensor":
-            need(names["weight_zero_point"], entries, _ZEROS if w.symmetric else (torch.int8,), *alike)
+            base.need(names["weight_zero_point"], entries, _ZEROS if w.symmetric else (torch.int8,), *alike)
         else:
-            ways = {dense_words(shape[0], w.bits): True, whole_words(shape[0], w.bits): False}
+            ways = {base.dense_words(shape[0], w.bits): True, base.whole_words(shape[0], w.bits): False}
             if len(ways) == 1:
                 ways = dict.fromkeys(ways, dense)  # both fit: same as the codes
-            zero = need(names["weight_zero_point"], entries, (torch.int32,), *((n, parts[1]) for n in ways))
+            zero = base.need(names["weight_zero_point"], entries, (torch.int32,), *((n, parts[1]) for n in ways))
             dense_zero = ways[zero.shape[0]]
     for name, dtypes in (("weight_global_scale", (torch.float32,)), ("input_scale", FLOATS)):
         if name in names:
-            need(names[name], entries, dtypes, (1,), ())
+            base.need(names[name], entries, dtypes, (1,), ())
     if "input_zero_point" in names:
         asymmetric = group.act is not None and group.act.spec.zero_point
-        need(names["input_zero_point"], entries, (torch.int8,) if asymmetric else _ZEROS, (1,), ())
+        base.need(names["input_zero_point"], entries, (torch.int8,) if asymmetric else _ZEROS, (1,), ())
     own = scale.dtype if scale.dtype in FLOATS else torch.bfloat16
     meta = Meta(spec, shape, own if own.itemsize == 2 and scale.dtype in FLOATS else dtype or own, group.act)
     return _Layer(meta, group.kind, names, (dense, dense_zero))
@@ -224,7 +211,7 @@ def _check_names(weight: str, names: dict[str, str], group: Group) -> None:
         raise KeyedError(weight, f"{names[extra]} is unexpected; {group.name} stores {sorted(needed)}")
 
 
-def _shape(names: dict[str, str], entries: Mapping[str, Entry], group: Group, get: Get) -> tuple[tuple[int, int], bool]:
+def _shape(names: dict[str, str], entries: Entries, group: Group, get: Get) -> tuple[tuple[int, int], bool]:
     """(rows, columns), and how codes are packed into words."""
     codes = names[_STORED[group.kind][0]]
     rows, stored = entries[codes].shape
@@ -235,15 +222,15 @@ def _shape(names: dict[str, str], entries: Mapping[str, Entry], group: Group, ge
         return (rows, stored // 3 * 4), True
     if group.kind != "packed":
         return (rows, stored * 2 if bits == 4 and group.kind != "int" else stored), True
-    need(names["weight_shape"], entries, (torch.int64, torch.int32), (2,))
+    base.need(names["weight_shape"], entries, (torch.int64, torch.int32), (2,))
     said_rows, columns = (int(n) for n in get(names["weight_shape"]).tolist())
     if said_rows != rows or columns < 1:
         raise KeyedError(names["weight_shape"], f"is {[said_rows, columns]}, but {codes} has {rows} rows")
-    dense = is_dense(stored, columns, bits)
+    dense = base.is_dense(stored, columns, bits)
     if dense is None:
         raise KeyedError(
             codes, f"has rows of {stored} words; {columns} columns of {bits} bits ({group.name}) take "
-            f"{dense_words(columns, bits)}, or {whole_words(columns, bits)} in files "
+            f"{base.dense_words(columns, bits)}, or {base.whole_words(columns, bits)} in files "
             "of older releases"
         )  # fmt: skip
     return (rows, columns), dense

@@ -12,7 +12,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from ...core.formats import E2M1, E2M3, E4M3, E8M0, Format, get_format
 from ...core.spec import NVFP4, ActivationSpec, QuantSpec
 from ...quantize.name_patterns import NamePattern
-from .base import setting
+from .base import Config, setting
 
 E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
 FLOAT_OF_BITS = {4: E2M1, 6: E2M3, 8: E4M3}
@@ -83,7 +83,7 @@ class Groups:
     Raises ValueError naming the group.
     """
 
-    def __init__(self, config: Mapping[str, Any], known: Collection[str]) -> None:
+    def __init__(self, config: Config, known: Collection[str]) -> None:
         _refuse_more(config)
         raw = setting(config, "config_groups", dict, {})
         if len(raw) > _MAX_GROUPS:
@@ -136,7 +136,7 @@ class Groups:
         return matched
 
 
-def _refuse_more(config: Mapping[str, Any]) -> None:
+def _refuse_more(config: Config) -> None:
     """Reject config fields that change the meaning of the stored tensors and are not supported."""
     if config.get("transform_config"):
         raise ValueError("transform_config: weights are rotated and inputs must be too, which is not supported")
@@ -146,7 +146,7 @@ def _refuse_more(config: Mapping[str, Any]) -> None:
         raise ValueError(f"sparsity_config: format {str(kind)[:40]!r} is not supported; save without compression")
 
 
-def _strings(what: str, config: Mapping[str, Any], key: str) -> list[str]:
+def _strings(what: str, config: Config, key: str) -> list[str]:
     value = setting(config, key, list, [], what=what)
     if not all(isinstance(v, str) for v in value):
         raise ValueError(f"{what}: {key} must be a list of names")

@@ -35,8 +35,7 @@ from ...core.numerics import Parts, unpermute_last_axis
 from ...core.spec import QuantSpec
 from ..file import KeyedError
 from ..manifest import Meta, Stored
-from ..safetensors_file import Entry
-from .base import Codec, Found, Get, Writing, pack_words, setting, unpack_words
+from .base import Codec, Config, Entries, Found, Get, Writing, pack_words, setting, unpack_words
 
 BITS = (2, 3, 4, 8)
 SCALES = (torch.float16, torch.bfloat16)
@@ -45,9 +44,6 @@ WORD = 32
 # GPTQModel's kernels support these, and sizes that are whole words and groups; other programs support fewer.
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
-
-Method = Mapping[str, Any]
-Entries = Mapping[str, Entry]
 
 
 @dataclass(frozen=True)
@@ -76,11 +72,10 @@ class Layer:
         return tuple(f"{self.name}.{part}" for part in (PARTS if self.ordered else PARTS[:3]))
 
 
-# -- detection --------------------------------------------------------------------------------------------------
-
-
-def _claims(method: Method, entries: Entries) -> bool:
+def _claims(method: Config, entries: Entries, version: str) -> bool:
     """By quant_method in config.json; without one, by three tensors whose sizes fit no other format."""
+    if (V2 in (method.get("checkpoint_format"), method.get("format"))) != (version == V2):
+        return False
     if method.get("quant_method") is not None:
         return bool(method["quant_method"] == "gptq")
     for name, e in entries.items():
@@ -91,7 +86,7 @@ def _claims(method: Method, entries: Entries) -> bool:
     return False
 
 
-def _version(method: Method) -> str:
+def _version(method: Config) -> str:
     """checkpoint_format; "gptq" if none is given. Raises ValueError for an unsupported one."""
     said = {str(method[key]).lower() for key in ("checkpoint_format", "format") if method.get(key) is not None}
     if method.get("is_marlin_format"):
@@ -104,7 +99,7 @@ def _version(method: Method) -> str:
     return version
 
 
-def _overrides(method: Method) -> list[Any]:
+def _overrides(method: Config) -> list[Any]:
     """Per-layer settings. Their name patterns, untrusted input, are not matched: tensor sizes determine the
     settings."""
     dynamic = setting(method, "dynamic", dict, {})
@@ -114,7 +109,7 @@ def _overrides(method: Method) -> list[Any]:
     return found
 
 
-def find(entries: Entries, method: Method, get: Get) -> dict[str, Found]:
+def find(entries: Entries, method: Config, get: Get) -> dict[str, Found]:
     """Quantized tensors by parameter name; see :class:`pennyweight.io.codecs.base.Codec`."""
     version = _version(method)
     if setting(method, "pack_dtype", str, "int32") != "int32":
@@ -127,7 +122,7 @@ def find(entries: Entries, method: Method, get: Get) -> dict[str, Found]:
     return out
 
 
-def _found(name: str, entries: Entries, method: Method, version: str, get: Get) -> Found:
+def _found(name: str, entries: Entries, method: Config, version: str, get: Get) -> Found:
     try:
         layer, dtype = _layer(name, entries, method, version)
         # g_idx is small, and shows whether channels are permuted
@@ -141,16 +136,15 @@ def _found(name: str, entries: Entries, method: Method, version: str, get: Get) 
     return Found(meta, layer.stored, partial(read_parts, layer))
 
 
-def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[Layer, torch.dtype]:
+def _layer(name: str, entries: Entries, method: Config, version: str) -> tuple[Layer, torch.dtype]:
     """Raises ValueError if names, dtypes, shapes and config are inconsistent."""
     found = {part: entries[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in entries}
     for part in PARTS[:3]:
         if part not in found:
             raise ValueError(f"{name}.{part} is missing")
+    kinds = {"scales": (*SCALES, torch.float32), "g_idx": (torch.int32, torch.int64)}
     for part, e in found.items():
-        rank, dtypes = 1 if part == "g_idx" else 2, (*SCALES, torch.float32) if part == "scales" else (torch.int32,)
-        if part == "g_idx":
-            dtypes = (torch.int32, torch.int64)
+        rank, dtypes = 1 if part == "g_idx" else 2, kinds.get(part, (torch.int32,))
         if len(e.shape) != rank or e.dtype not in dtypes or 0 in e.shape:
             raise ValueError(f"{name}.{part} is {e.dtype} {list(e.shape)[:8]}; expected {rank} axes of {dtypes[0]}")
     (rows, outputs), groups = found["qweight"].shape, found["scales"].shape[0]
@@ -166,16 +160,16 @@ def _layer(name: str, entries: Entries, method: Method, version: str) -> tuple[L
             f"{list(found['scales'].shape)}: they do not belong to one layer"
         )
     size = _group_size(inputs, groups, method)
-    alone = any("sym" in override for override in _overrides(method))
-    symmetric = setting(method, "sym", bool) is True and not alone
+    overrides = _overrides(method)
+    symmetric = setting(method, "sym", bool) is True and not any("sym" in o for o in overrides)
     layer = Layer(name, bits, inputs, outputs, size, symmetric, version == V1, "g_idx" in found)
-    reordered = setting(method, "desc_act", bool) is True and not any("desc_act" in o for o in _overrides(method))
+    reordered = setting(method, "desc_act", bool) is True and not any("desc_act" in o for o in overrides)
     if reordered and layer.groups > 1 and not layer.ordered:
         raise ValueError(f"{name}.g_idx (the channel order) is missing, but the config says desc_act true")
     return layer, found["scales"].dtype
 
 
-def _bits(found: Entries, inputs: int | None, method: Method) -> int:
+def _bits(found: Entries, inputs: int | None, method: Config) -> int:
     """The bit width that all sizes agree with; the config's if several fit."""
     (rows, outputs), width = found["qweight"].shape, found["qzeros"].shape[1]
     able = [b for b in BITS if width == -(-outputs * b // WORD) and (inputs is None or rows == -(-inputs * b // WORD))]
@@ -191,7 +185,7 @@ def _bits(found: Entries, inputs: int | None, method: Method) -> int:
     )
 
 
-def _group_size(inputs: int, groups: int, method: Method) -> int:
+def _group_size(inputs: int, groups: int, method: Config) -> int:
     """Channels per group: the config's if it matches the number of groups, else, for a layer override, an even
     split."""
     said = setting(method, "group_size", int)
@@ -282,8 +276,7 @@ def symmetric(spec: QuantSpec) -> bool:
 def refuses(name: str, meta: Meta, first: bool) -> str | None:
     """Why a tensor cannot be stored exactly; ``first``: in version 1."""
     spec, f = meta.spec, meta.spec.format
-    sizes = _sizes(name, meta)
-    if sizes is not None:
+    if (sizes := _sizes(name, meta)) is not None:
         return sizes
     if meta.act is not None:
         return "its activation is quantized, which GPTQ does not store"
@@ -324,9 +317,8 @@ def nearest(name: str, meta: Meta, first: bool) -> QuantSpec | None:
     if spec.block is not None and spec.block[-1] == -1:
         group = -1
     scale = meta.dtype if meta.dtype in SCALES else torch.float16
-    asymmetric = not first and (spec.zero_point or spec.offset is not None)
     codes = get_format(f"uint{bits}")
-    if asymmetric:
+    if not first and (spec.zero_point or spec.offset is not None):
         return QuantSpec(codes, (group,), scale, zero_point=codes)
     return QuantSpec(codes, (group,), scale, mid=1 << (bits - 1))
 
@@ -404,9 +396,5 @@ def writing(first: bool) -> Writing:
 ORACLE = "auto-round 0.16.1 (auto_round_extension.torch), by hand; an independent formula in the tests"
 # Two formats, because the version is chosen before all tensors are known. Version 1 supports symmetric weights, and all
 # programs read it; version 2 supports every zero point.
-GPTQ = Codec(V1, lambda m, entries: _claims(m, entries) and not _is_second(m), find, ORACLE, writing(True))
-GPTQ_V2 = Codec(V2, lambda m, entries: _claims(m, entries) and _is_second(m), find, ORACLE, writing(False))
-
-
-def _is_second(method: Method) -> bool:
-    return V2 in (method.get("checkpoint_format"), method.get("format"))
+GPTQ = Codec(V1, partial(_claims, version=V1), find, ORACLE, writing(True))
+GPTQ_V2 = Codec(V2, partial(_claims, version=V2), find, ORACLE, writing(False))

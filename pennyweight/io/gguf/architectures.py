@@ -73,10 +73,7 @@ _GEMMA2_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _BLOCK, _LAYER = "blk.{i}.", "model.layers.{i}."
-_GEMMA_ENDS = (
-    Row("token_embd", "model.embed_tokens"),
-    Row("output_norm", "model.norm", "plus_one"),
-)
+_GEMMA_ENDS = (Row("token_embd", "model.embed_tokens"), Row("output_norm", "model.norm", "plus_one"))
 _ROPE = "contains factors of rotary frequencies; they become rope_parameters of the config"
 _COMPUTED = "is computed from the config"
 _DECODER_GGUF = {
@@ -84,10 +81,7 @@ _DECODER_GGUF = {
     "blk.{i}.rope_freqs.weight": _ROPE,
     "blk.{i}.attn_rot_embd.weight": _COMPUTED,
 }
-_DECODER_HF = {
-    "model.rotary_emb.inv_freq": _COMPUTED,
-    "model.layers.{i}.self_attn.rotary_emb.inv_freq": _COMPUTED,
-}
+_DECODER_HF = {"model.rotary_emb.inv_freq": _COMPUTED, "model.layers.{i}.self_attn.rotary_emb.inv_freq": _COMPUTED}
 
 LLAMA = Architecture(
     "llama",

@@ -317,11 +317,7 @@ _IDS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
 MAX_BYTES = 1 << 20
 _TYPE = "sentence_transformers.models."
 # flags of a Pooling module's config.json, which GGUF supports
-_FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-}
+_FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
 
 
 def pooling_of(folder: str) -> str | None:

@@ -196,9 +196,8 @@ def pack_nvfp4(p: Parts) -> Tensor:
 
 def q2_k(raw: Tensor) -> Parts:
     scales, qs, d, dmin = cut(raw, 16, 64, 2, 2)
-    return Parts(
-        fields(qs, 32, _PAIRS, 2), Parts(scales & 15, half(d)), offset=Parts(scales >> 4, minus(half(dmin)))
-    )  # fmt: skip
+    offset = Parts(scales >> 4, minus(half(dmin)))
+    return Parts(fields(qs, 32, _PAIRS, 2), Parts(scales & 15, half(d)), offset=offset)
 
 
 def pack_q2_k(p: Parts) -> Tensor:
@@ -216,38 +215,27 @@ def q3_k(raw: Tensor) -> Parts:
 
 def pack_q3_k(p: Parts) -> Tensor:
     codes, scales = (p.codes + 4).view(torch.uint8), (p.scale.codes + 32).view(torch.uint8)
+    low, high = join(scales & 15, 8, _NIBBLES), join(scales >> 4, 4, _PAIRS)
     return torch.cat(
-        [
-            join(codes >> 2, 32, _EIGHT), join(codes & 3, 32, _PAIRS),
-            join(scales & 15, 8, _NIBBLES), join(scales >> 4, 4, _PAIRS), raw_bytes(p.scale.scale),
-        ], 1,
-    )  # fmt: skip
-
-
-def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and eight 6-bit mins from 12 bytes: first the first four of each, with the upper two bits of
-    the last four above them; then the lower four bits of the last four, scales below mins."""
-    low = raw[:, :8] & 63
-    high = (raw[:, :8] >> 6) << 4
-    last = raw[:, 8:]
-    scales = torch.cat([low[:, :4], (last & 15) | high[:, :4]], 1)
-    return scales, torch.cat([low[:, 4:], (last >> 4) | high[:, 4:]], 1)
-
-
-def _pack_six_bits(scales: Tensor, mins: Tensor) -> Tensor:
-    first = [x[:, :4] | ((x[:, 4:] >> 4) << 6) for x in (scales, mins)]
-    return torch.cat([*first, (scales[:, 4:] & 15) | ((mins[:, 4:] & 15) << 4)], 1)
+        [join(codes >> 2, 32, _EIGHT), join(codes & 3, 32, _PAIRS), low, high, raw_bytes(p.scale.scale)], 1
+    )
 
 
 def _with_mins(codes: Tensor, d: Tensor, dmin: Tensor, packed: Tensor) -> Parts:
-    scales, mins = _six_bits(packed)
+    """packed: eight 6-bit scales and eight 6-bit mins in 12 bytes: first the first four of each, with the upper two
+    bits of the last four above them; then the lower four bits of the last four, scales below mins."""
+    low, high, last = packed[:, :8] & 63, (packed[:, :8] >> 6) << 4, packed[:, 8:]
+    scales = torch.cat([low[:, :4], (last & 15) | high[:, :4]], 1)
+    mins = torch.cat([low[:, 4:], (last >> 4) | high[:, 4:]], 1)
     return Parts(codes, Parts(scales, half(d)), offset=Parts(mins, minus(half(dmin))))
 
 
 def _head(p: Parts) -> list[Tensor]:
-    return [
-        raw_bytes(p.scale.scale), raw_bytes(minus(p.offset.scale)), _pack_six_bits(p.scale.codes, p.offset.codes)
-    ]  # fmt: skip
+    """d, dmin, and the 6-bit scales and mins of Q4_K and Q5_K."""
+    scales, mins = p.scale.codes, p.offset.codes
+    first = [x[:, :4] | ((x[:, 4:] >> 4) << 6) for x in (scales, mins)]
+    last = (scales[:, 4:] & 15) | ((mins[:, 4:] & 15) << 4)
+    return [raw_bytes(p.scale.scale), raw_bytes(minus(p.offset.scale)), *first, last]
 
 
 def q4_k(raw: Tensor) -> Parts:

@@ -11,23 +11,9 @@ from typing import Any
 
 from ..file import CheckpointError
 from ..strict_json import parse, read_bytes, resolve_inside
+from . import tokenizer_tables as tables
 from .metadata import KV
-from .tokenizer_tables import (
-    BYTE,
-    CONTROL,
-    MAX_TOKENS,
-    NORMAL,
-    SPACE,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    is_byte,
-    joinable,
-    piece,
-    ranks,
-    recognized,
-    word,
-)
+from .tokenizer_tables import BYTE, CONTROL, MAX_TOKENS, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 
 # Gemma's tokenizer.json takes 33 MB
 LIMITS = {"tokenizer.json": 128 << 20}
@@ -212,7 +198,7 @@ def _list_kv(s: Source) -> KV:
 
 def _byte_level(s: Source) -> KV:
     pre_tokenizer, ignore_merges = s.tokenizer.get("pre_tokenizer"), s.model.get("ignore_merges") is True
-    pre = recognized(pre_tokenizer, ignore_merges)
+    pre = tables.recognized(pre_tokenizer, ignore_merges)
     if pre is None:
         s.notes.append(
             'the pre-tokenizer has no llama.cpp name: written as "default", which splits some text into other words'
@@ -226,11 +212,7 @@ def _byte_level(s: Source) -> KV:
     level = find(pre_tokenizer, "ByteLevel") or {}
     if level.get("add_prefix_space") is True:
         s.notes.append("a space is prepended to the text (add_prefix_space), which llama.cpp does not do")
-    return {
-        KEY + "pre": ("STRING", pre.name if pre else "default"),
-        **_list_kv(s),
-        **_merge_kv(_merges(s)),
-    }
+    return {KEY + "pre": ("STRING", pre.name if pre else "default"), **_list_kv(s), **_merge_kv(_merges(s))}
 
 
 def _is_empty(normalizer: Any) -> bool:
@@ -245,18 +227,18 @@ def _sentencepiece(s: Source) -> KV:
     the merges are written too, although llama.cpp ignores them.
     """
     merges, unk = _merges(s), s.model.get("unk_token")
-    rank = ranks(merges)
+    rank = tables.ranks(merges)
     for i, text in enumerate(s.tokens):
         if text == unk:
             s.types[i] = UNKNOWN
-        elif s.types[i] == NORMAL and is_byte(text):
+        elif s.types[i] == NORMAL and tables.is_byte(text):
             s.types[i] = BYTE
     scores = [
         float(-rank.get(text, len(merges))) if kind in (NORMAL, USER_DEFINED, UNUSED) else 0.0
         for text, kind in zip(s.tokens, s.types, strict=True)
     ]
     kv: KV = {KEY + "pre": ("STRING", "default")}
-    again = joinable(s.tokens, s.types, scores)
+    again = tables.joinable(s.tokens, s.types, scores)
     if again != merges:
         kv |= _merge_kv(merges)
         if set(again) != set(merges):
@@ -296,10 +278,10 @@ def _word_piece(s: Source) -> KV:
     accents = bert.get("strip_accents")
     if find(s.tokenizer.get("pre_tokenizer"), "BertPreTokenizer") is None:
         s.notes.append("llama.cpp splits words as BertPreTokenizer does; this tokenizer splits differently")
-    marked = [piece(t) if k not in (CONTROL, UNUSED) else t for t, k in zip(s.tokens, s.types, strict=True)]
+    marked = [tables.piece(t) if k not in (CONTROL, UNUSED) else t for t, k in zip(s.tokens, s.types, strict=True)]
     for old, new, kind in zip(s.tokens, marked, s.types, strict=True):
-        if kind not in (CONTROL, UNUSED) and word(new) != old:
-            raise ValueError(f"token {old[:50]!r} would become {word(new)[:50]!r} in GGUF")
+        if kind not in (CONTROL, UNUSED) and tables.word(new) != old:
+            raise ValueError(f"token {old[:50]!r} would become {tables.word(new)[:50]!r} in GGUF")
     s.tokens = marked
     return {
         KEY + "pre": ("STRING", "default"),

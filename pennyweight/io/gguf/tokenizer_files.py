@@ -7,21 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from . import tokenizer_tables as tables
 from .metadata import text
 from .tokenizer import CLS, IDS, KEY
-from .tokenizer_tables import (
-    BY_NAME,
-    BYTE,
-    CONTROL,
-    MAX_TOKENS,
-    NORMAL,
-    SPACE,
-    UNUSED,
-    USER_DEFINED,
-    joinable,
-    to_json,
-    word,
-)
+from .tokenizer_tables import BY_NAME, BYTE, CONTROL, MAX_TOKENS, NORMAL, SPACE, UNUSED, USER_DEFINED
 
 _Template = dict[str, Any]
 
@@ -147,7 +136,7 @@ def _byte_level(kv: Mapping[str, Any], tokens: list[str], types: list[int], note
     return {
         "model": _bpe(vocab, _known(_pairs(kv), vocab), ignore_merges=pre.ignore_merges),
         "normalizer": {"type": "NFC"} if pre.nfc else None,
-        "pre_tokenizer": to_json(pre),
+        "pre_tokenizer": tables.to_json(pre),
         "decoder": level,
         "post": level,
         "spelled": tokens,
@@ -172,7 +161,7 @@ def _sentencepiece(kv: Mapping[str, Any], tokens: list[str], types: list[int], n
             raise ValueError(f"{KEY}scores must be a list of numbers, one for each of the {len(tokens)} tokens")
         if any(math.isnan(x) for x in scores):
             raise ValueError(f"{KEY}scores contains NaN")
-        pairs = joinable(spelled, types, scores[: len(tokens)])
+        pairs = tables.joinable(spelled, types, scores[: len(tokens)])
     vocab = _vocab(spelled, notes)
     joined = {a + b for a, b in pairs}
     merged = {i for i, (s, t) in enumerate(zip(spelled, tokens, strict=True)) if s != t and s in joined}
@@ -205,7 +194,7 @@ def _sentencepiece(kv: Mapping[str, Any], tokens: list[str], types: list[int], n
 
 
 def _word_piece(kv: Mapping[str, Any], tokens: list[str], types: list[int], notes: list[str]) -> _Template:
-    spelled = [t if k in (CONTROL, UNUSED) else word(t) for t, k in zip(tokens, types, strict=True)]
+    spelled = [t if k in (CONTROL, UNUSED) else tables.word(t) for t, k in zip(tokens, types, strict=True)]
     unknown = _id(kv, IDS["unk"], tokens)
     if unknown is None:
         raise ValueError(f"{KEY}{IDS['unk']} is required: WordPiece maps unknown words to it")
