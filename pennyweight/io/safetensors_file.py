@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .atomic_write import open_new
-from .file import CheckpointError, RawFile
+from .file import CheckpointError, RawFile, checkpoint_errors
 from .strict_json import parse
 
 MAX_HEADER_BYTES = 32 << 20  # the limit of safetensors itself is 100 MB; 60 000 quantized tensors need about 27
@@ -114,10 +114,8 @@ class File(RawFile):
             raise CheckpointError(self.path, None, 'header does not start with "{"')
         if data.count(b'"data_offsets"') > MAX_TENSORS:
             raise CheckpointError(self.path, None, f"more than {MAX_TENSORS} tensors in one file")
-        try:
+        with checkpoint_errors(self.path, prefix="header: "):
             header = parse(data, max_bytes=MAX_HEADER_BYTES, max_depth=MAX_DEPTH)
-        except ValueError as e:
-            raise CheckpointError(self.path, None, f"header: {e}") from e
         self.entries, self.metadata = check_header(header, self.size - 8 - length, self.path)
         self._start = 8 + length
 
@@ -222,10 +220,8 @@ class Writer:
             raise CheckpointError(path, None, "safetensors files are little-endian, but this machine is big-endian")
         self.path, self.entries = path, entries
         self._left = {name: e.numel for name, e in entries.items()}
-        try:
+        with checkpoint_errors(path):
             header = header_bytes(entries, metadata)
-        except ValueError as e:
-            raise CheckpointError(path, None, str(e)) from e
         self._start = len(header)
         self._file = open_new(path)
         try:

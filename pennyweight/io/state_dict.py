@@ -19,7 +19,7 @@ from ..core.packing import pack_bits
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, each_part
 from ..quantize.parameters import kind_of, places
-from .file import CheckpointError, KeyedError
+from .file import CheckpointError, KeyedError, checkpoint_errors
 from .manifest import KEY, Manifest, Meta, Stored, check_parts, clean, dump, read, stored_parts
 from .safetensors_file import DTYPE_NAMES, check_name
 from .validate import check_data, check_plain, check_range, is_signed, read_parts
@@ -123,10 +123,8 @@ def items(state_dict: Mapping[str, Any]) -> list[Item]:
         if twice:
             raise CheckpointError(None, item.name, f"stored name {min(twice)} is used by another tensor; rename one")
         stored |= item.stored
-    try:
+    with checkpoint_errors(None):
         check_parts(manifest, stored)
-    except KeyedError as e:
-        raise CheckpointError(None, e.name, str(e)) from e
     return out
 
 
@@ -161,14 +159,10 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 def unflatten(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
     """The state dict passed to :func:`flatten`; tied names share one tensor. Validates everything; CheckpointError."""
-    try:
+    with checkpoint_errors(None):
         manifest = read(metadata)
         check_parts(manifest, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
         return assemble(manifest, list(tensors), tensors.__getitem__)
-    except KeyedError as e:
-        raise CheckpointError(None, e.name, str(e)) from e
-    except ValueError as e:
-        raise CheckpointError(None, None, str(e)) from e
 
 
 def assemble(manifest: Manifest, stored: list[str], get: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -224,10 +218,8 @@ def identity(value: Tensor) -> Any:
 
 
 def _storable(name: str, value: Any) -> None:
-    try:
+    with checkpoint_errors(None, str(name)):
         check_name(name)
-    except ValueError as e:
-        raise CheckpointError(None, str(name), str(e)) from e
     if not isinstance(value, Tensor):
         raise CheckpointError(None, name, f"is a {type(value).__name__}; only tensors can be stored, leave it out")
     if is_lazy(value) or value.device.type == "meta":
@@ -275,10 +267,8 @@ def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
         parts = each_part(w.parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
     else:
         parts = w.plain_parts()
-    try:
+    with checkpoint_errors(None, name, "cannot be stored: "):
         return pack_parts(name, parts, meta, packed)
-    except KeyedError as e:
-        raise CheckpointError(None, e.name, f"cannot be stored: {e}") from e
 
 
 def from_parts(name: str, parts: Parts, meta: Meta) -> AffineQuantizedTensor:

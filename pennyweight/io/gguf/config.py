@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..file import CheckpointError
-from ..strict_json import parse, read_bytes, resolve_inside
+from ..strict_json import read_json, resolve_inside
 from .architectures import for_config, for_gguf
 from .metadata import KV, integer, real
 from .rope import ROPE_TENSORS, rope_kv, rope_parameters
@@ -328,7 +328,8 @@ def pooling_of(folder: str) -> str | None:
     real = os.path.realpath(folder)
     if not os.path.lexists(os.path.join(real, "modules.json")):
         return None
-    path, modules = _json(real, "modules.json")
+    path = resolve_inside(real, "modules.json")
+    modules = read_json(path, max_bytes=MAX_BYTES)
     if not isinstance(modules, list) or not all(isinstance(m, dict) for m in modules):
         raise CheckpointError(path, None, "must hold a list of objects")
     paths = [m.get("path") for m in modules if str(m.get("type")).rpartition(".")[2] == "Pooling"]
@@ -336,7 +337,8 @@ def pooling_of(folder: str) -> str | None:
         return None
     if len(paths) > 1 or not isinstance(paths[0], str) or not paths[0]:
         raise CheckpointError(path, None, "must name one folder of a Pooling module")
-    path, config = _json(real, os.path.join(paths[0], "config.json"))
+    path = resolve_inside(real, os.path.join(paths[0], "config.json"))
+    config = read_json(path, max_bytes=MAX_BYTES)
     if not isinstance(config, dict):
         raise CheckpointError(path, None, "must hold an object")
     modes = [k for k, v in config.items() if k.startswith("pooling_mode") and v is True]
@@ -369,13 +371,3 @@ def pooling_files(kv: Mapping[str, Any]) -> dict[str, bytes]:
         },
     }
     return {name: (json.dumps(data, indent=2) + "\n").encode() for name, data in files.items()}
-
-
-def _json(folder: str, name: str) -> tuple[str, Any]:
-    path = resolve_inside(folder, name)
-    try:
-        return path, parse(read_bytes(path, MAX_BYTES), max_bytes=MAX_BYTES, max_depth=32, floats=True)
-    except CheckpointError:
-        raise
-    except ValueError as e:
-        raise CheckpointError(path, None, str(e)) from e

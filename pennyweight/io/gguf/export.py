@@ -18,7 +18,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...quantize.report import Report, Row
 from ..atomic_write import remove_left_over, sync_folder
 from ..config_files import folder_of, method_files
-from ..file import CheckpointError
+from ..file import CheckpointError, checkpoint_errors
 from ..lazy_checkpoint import Opened, StoredTensor
 from ..manifest import clean
 from ..output_formats import row_chunks
@@ -68,15 +68,13 @@ def write_gguf(
         raise CheckpointError(dst, None, "is a folder; pass the path of a .gguf file")
     if any(os.path.realpath(dst) == os.path.realpath(f) for f in source.files):
         raise CheckpointError(dst, None, "is the source; choose another file")
-    try:
+    with checkpoint_errors(source.path):
         planned, left_out = _plan(source, kind, pattern_file)
         extra = rope_tensors(source.config or {})
         metadata, said = _metadata(source, planned)
         infos = {name: (p.type, p.held.kind.shape) for name, p in planned.items()}
         infos |= {name: (TYPES["F32"], tuple(t.shape)) for name, t in extra.items()}
         header, entries, size = lay_out(metadata, infos)
-    except ValueError as e:
-        raise CheckpointError(source.path, getattr(e, "tensor", None), getattr(e, "reason", str(e))) from e
     rows = [
         Row(
             p.hf, "Tensor", p.held.kind.shape, "" if p.type.plain else p.type.name, "", p.held.nbytes,
@@ -260,10 +258,9 @@ def _encoded(p: Planned, noise: QuantizationNoise) -> Iterator[tuple[int, Tensor
     shape = p.held.kind.shape
     inner = torch.Size(shape[1:-1]).numel() if len(shape) > 1 else 1
     for start, x in row_chunks(p.held, True):
-        try:
-            yield start * inner, p.type.encode(_parts(p, x, noise), tuple(x.shape))
-        except ValueError as e:
-            raise CheckpointError(None, p.hf, str(e).removeprefix(f"{p.hf}: ")) from e
+        with checkpoint_errors(None, p.hf):
+            raw = p.type.encode(_parts(p, x, noise), tuple(x.shape))
+        yield start * inner, raw
 
 
 def _parts(p: Planned, x: Tensor, noise: QuantizationNoise) -> Parts:

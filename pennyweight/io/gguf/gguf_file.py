@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..atomic_write import open_new, rename_into_place, same_inode, try_lock, unlock
-from ..file import CheckpointError, RawFile
+from ..file import CheckpointError, RawFile, checkpoint_errors
 from ..safetensors_file import check_name
 from .blocks import BY_ID, REMOVED, BlockType
 from .metadata import MAX_HEADER_BYTES, MAX_KEYS, Cursor, Value, metadata_bytes
@@ -106,14 +106,10 @@ class File(RawFile):
 
     def _read_header(self) -> None:
         cursor = Cursor(self._read_at, self.size)
-        try:
+        with checkpoint_errors(self.path):
             tensors, keys = self._counts(cursor)
             self.metadata = cursor.metadata(keys)
             self.alignment = alignment_of(self.metadata)
-        except CheckpointError:
-            raise
-        except ValueError as e:
-            raise CheckpointError(self.path, None, str(e)) from e
         found = self._infos(cursor, tensors)
         start = padded(cursor.offset, self.alignment)
         self.entries = self._placed(found, start)
@@ -163,10 +159,8 @@ class File(RawFile):
         """Entries whose bytes are contiguous in the file, with only alignment padding between them."""
         entries: dict[str, Entry] = {}
         for name, (kind, shape, offset) in found.items():
-            try:
+            with checkpoint_errors(self.path, name):
                 size = size_of(kind, shape)
-            except ValueError as e:
-                raise CheckpointError(self.path, name, str(e)) from e
             begin, end = start + offset, start + offset + size
             if offset % self.alignment:
                 raise CheckpointError(self.path, name, f"offset {offset} is not a multiple of {self.alignment}")
@@ -279,10 +273,8 @@ class Writer:
         if sys.byteorder != "little":
             raise CheckpointError(path, None, "GGUF files are little-endian, but this machine is big-endian")
         self.path = path
-        try:
+        with checkpoint_errors(path):
             header, self.entries, size = lay_out(metadata, infos)
-        except ValueError as e:
-            raise CheckpointError(path, None, str(e)) from e
         self._left = {name: e.rows * (e.end > e.begin) for name, e in self.entries.items()}
         if resume:
             self._reopen(header, size)

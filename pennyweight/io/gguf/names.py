@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from ...core.blocks import resolve
 from ...core.tensor import AffineQuantizedTensor
 from ..file import CheckpointError
 from .architectures import BY_GGUF, BY_MODEL_TYPE, OWN_FILE, Architecture, for_config, for_gguf
+
+TRANSFORMS = ("same", "rotary", "plus_one")
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,39 @@ class Transform:
     heads: int = 0
 
     def __post_init__(self) -> None:
-        if self.name not in _CHANGES:
-            raise ValueError(f"unknown transform {self.name!r}; known: {', '.join(_CHANGES)}")
+        if self.name not in TRANSFORMS:
+            raise ValueError(f"unknown transform {self.name!r}; known: {', '.join(TRANSFORMS)}")
         if self.name == "rotary" and (type(self.heads) is not int or self.heads <= 0):
             raise ValueError(f"rotary needs a positive number of heads, got {self.heads!r}")
 
     def to_gguf(self, x: Tensor, name: str = "tensor") -> Tensor:
         """x as stored in GGUF. Quantized tensors stay quantized, bit for bit. Raises ValueError naming the tensor."""
-        return _CHANGES[self.name](self, x, name, True)
+        return self.apply(x, name, True)
 
     def from_gguf(self, x: Tensor, name: str = "tensor") -> Tensor:
         """The inverse of :meth:`to_gguf`."""
-        return _CHANGES[self.name](self, x, name, False)
+        return self.apply(x, name, False)
+
+    def apply(self, x: Tensor, name: str, to_gguf: bool) -> Tensor:
+        """:meth:`to_gguf` or :meth:`from_gguf`."""
+        if self.name == "same":
+            return x
+        quantized = isinstance(x, AffineQuantizedTensor)
+        if self.name == "plus_one":
+            if quantized:
+                raise ValueError(
+                    f"{name}: a norm is stored as weight + 1, but its codes cannot represent that; dequantize it"
+                )
+            # float32, as llama.cpp's converter does: bfloat16 + 1 would lose most of a small weight
+            return x.float() + (1 if to_gguf else -1)
+        order = self.row_order(x.shape[0], to_gguf, name)
+        assert order is not None
+        if quantized and (x.axes is not None or resolve(x.spec.block, x.stored_shape)[0] not in (1, x.shape[0])):
+            raise ValueError(
+                f"{name}: its rows share scales in blocks ({x.spec}), so they cannot be reordered exactly; "
+                "dequantize it first, or quantize with blocks along the last axis"
+            )
+        return x.index_select(0, order.to(x.device))
 
     def row_order(self, n_rows: int, to_gguf: bool, name: str = "tensor") -> Tensor | None:
         """int64 [n_rows]: row i of the result is row order[i] of the source; None if the order does not change.
@@ -71,35 +94,6 @@ class Transform:
         return self.name != "plus_one"
 
 
-def _same(t: Transform, x: Tensor, name: str, to_gguf: bool) -> Tensor:
-    return x
-
-
-def _rotary(t: Transform, x: Tensor, name: str, to_gguf: bool) -> Tensor:
-    order = t.row_order(x.shape[0], to_gguf, name)
-    assert order is not None
-    if isinstance(x, AffineQuantizedTensor):
-        size = x.axes is None and resolve(x.spec.block, x.stored_shape)[0]
-        if size not in (1, x.shape[0]):
-            raise ValueError(
-                f"{name}: its rows share scales in blocks ({x.spec}), so they cannot be reordered exactly; "
-                "dequantize it first, or quantize with blocks along the last axis"
-            )
-    return x.index_select(0, order.to(x.device))
-
-
-def _plus_one(t: Transform, x: Tensor, name: str, to_gguf: bool) -> Tensor:
-    if isinstance(x, AffineQuantizedTensor):
-        raise ValueError(f"{name}: a norm is stored as weight + 1, but its codes cannot represent that; dequantize it")
-    # float32, as llama.cpp's converter does: bfloat16 + 1 would lose most of a small weight
-    return x.float() + (1 if to_gguf else -1)
-
-
-_CHANGES: dict[str, Callable[[Transform, Tensor, str, bool], Tensor]] = {
-    "same": _same,
-    "rotary": _rotary,
-    "plus_one": _plus_one,
-}
 SAME = Transform()
 
 

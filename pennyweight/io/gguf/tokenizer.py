@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..file import CheckpointError
-from ..strict_json import parse, read_bytes, resolve_inside
+from ..file import CheckpointError, checkpoint_errors
+from ..strict_json import read_bytes, read_object, resolve_inside
 from . import tokenizer_tables as tables
 from .metadata import KV
 from .tokenizer_tables import BYTE, CONTROL, MAX_TOKENS, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 
-# Gemma's tokenizer.json takes 33 MB
-LIMITS = {"tokenizer.json": 128 << 20}
+MAX_TOKENIZER = 128 << 20  # Gemma's tokenizer.json takes 33 MB
 MAX_SMALL = 8 << 20
 
 
@@ -37,33 +36,14 @@ class Source:
 
 def read_source(folder: str) -> Source:
     """The files of a folder (a real path). Raises CheckpointError for an invalid or missing tokenizer.json."""
-    path = os.path.join(folder, "tokenizer.json")
-    if not os.path.lexists(path):
+    tokenizer = read_object(folder, "tokenizer.json", MAX_TOKENIZER, max_digits=40)
+    if tokenizer is None:
         raise CheckpointError(
-            path, None, "is missing; load the tokenizer with transformers and call save_pretrained(), which writes it"
-        )
-    return Source(
-        _object(folder, "tokenizer.json"),
-        _object(folder, "tokenizer_config.json"),
-        _object(folder, "special_tokens_map.json"),
-        _object(folder, "config.json"),
-    )
-
-
-def _object(folder: str, name: str) -> dict[str, Any]:
-    if not os.path.lexists(os.path.join(folder, name)):
-        return {}
-    path = resolve_inside(folder, name)
-    limit = LIMITS.get(name, MAX_SMALL)
-    try:
-        data = parse(read_bytes(path, limit), max_bytes=limit, max_depth=32, floats=True, max_digits=40)
-    except CheckpointError:
-        raise
-    except ValueError as e:
-        raise CheckpointError(path, None, str(e)) from e
-    if not isinstance(data, dict):
-        raise CheckpointError(path, None, "must hold an object")
-    return data
+            os.path.join(folder, "tokenizer.json"), None,
+            "is missing; load the tokenizer with transformers and call save_pretrained(), which writes it",
+        )  # fmt: skip
+    others = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+    return Source(tokenizer, *(read_object(folder, name, MAX_SMALL, max_digits=40) or {} for name in others))
 
 
 def find(node: Any, kind: str) -> dict[str, Any] | None:
@@ -113,14 +93,12 @@ def tokenizer_kv(folder: str, vocab_size: int | None = None) -> tuple[KV, list[s
     """
     real = os.path.realpath(folder)
     s = read_source(real)
-    try:
+    with checkpoint_errors(os.path.join(real, "tokenizer.json")):
         kind = _kind(s)
         _vocabulary(s, kind, vocab_size)
         kv: KV = {KEY + "model": ("STRING", kind)}
         kv |= {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _word_piece}[kind](s)
         kv |= _special_kv(s, kind)
-    except ValueError as e:
-        raise CheckpointError(os.path.join(real, "tokenizer.json"), None, str(e)) from e
     return kv | _templates(real, s), s.notes
 
 
