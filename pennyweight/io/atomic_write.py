@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -193,13 +193,26 @@ def make_folders(folder: str) -> Iterator[None]:
         raise
 
 
+def write_all(file: Any, data: bytes | memoryview, offset: int = 0) -> None:
+    """Write all of a buffer into an unbuffered file, starting at the offset."""
+    file.seek(offset)
+    view = memoryview(data)
+    while view:  # on a nearly full disk a write may be short; the next write then raises the error
+        view = view[file.write(view) :]
+
+
 def write_file(path: str, data: bytes) -> None:
     """Write a new file; it is on disk on return."""
     with open_new(path) as f:
-        view = memoryview(data)
-        while view:
-            view = view[f.write(view) :]
+        write_all(f, data)
         os.fsync(f.fileno())
+
+
+def check_complete(path: str, left: Mapping[str, int]) -> None:
+    """Raise CheckpointError if a tensor, with the elements or rows left to write, was not written, or only in part."""
+    names = [name for name, count in left.items() if count]
+    if names:
+        raise CheckpointError(path, names[0], f"was not written completely, nor were {len(names) - 1} others")
 
 
 def write_bytes(path: str, data: bytes) -> None:

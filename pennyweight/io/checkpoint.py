@@ -168,8 +168,11 @@ def _open(
         for i, file_path in enumerate(paths):
             file = File(file_path, mmap)
             out.files.append(file)
-            if names is not None and weight_map is not None:
-                _check_shard(file, names[i], weight_map)
+            for stored in file.entries if names is not None and weight_map is not None else ():
+                home = weight_map.get(stored)
+                if home != names[i]:
+                    reason = "not in the index" if home is None else f"is also in {home}"
+                    raise CheckpointError(file.path, stored, reason)
             out.where.update(dict.fromkeys(file.entries, i))
         if weight_map is not None:
             for stored, name in weight_map.items():
@@ -183,13 +186,6 @@ def _open(
         out.close()
         raise
     return out
-
-
-def _check_shard(file: File, name: str, weight_map: dict[str, str]) -> None:
-    for stored in file.entries:
-        home = weight_map.get(stored)
-        if home != name:
-            raise CheckpointError(file.path, stored, "not in the index" if home is None else f"is also in {home}")
 
 
 def _shared(c: Checkpoint) -> list[Manifest]:

@@ -75,7 +75,11 @@ def convert(
         raise ValueError(f"gguf_type={gguf_type!r} is only valid with to='gguf', not {to!r}")
     dst = os.path.abspath(os.fspath(dst))
     with open_any(src, allow_pickle=allow_pickle) as found:
-        source = _named(found, names)
+        source = found
+        if found.format == "gguf":
+            from .gguf.reader import under_hf_names
+
+            source = under_hf_names(found, names)
         if to == "gguf":
             from .gguf.export import write_gguf
 
@@ -86,15 +90,6 @@ def convert(
         if not dry_run:
             fill(report, chosen, carry_out(job, dst, resume, progress))
     return report
-
-
-def _named(source: Opened, names: Any) -> Opened:
-    """The source with Hugging Face tensor names."""
-    if source.format != "gguf":
-        return source
-    from .gguf.reader import under_hf_names
-
-    return under_hf_names(source, names)
 
 
 def _target(to: str, dtype: torch.dtype | None) -> OutputFormat:
@@ -111,7 +106,8 @@ def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Repor
     aliases = source.aliases
     held = dict(source.held)
     if not target.aliases:
-        if not _ties(source):
+        # other readers tie the tensors that this file holds under two names only if config.json says so
+        if source.config is None or source.config.get("tie_word_embeddings") is False:
             held |= {alias: source.held[name] for alias, name in aliases.items()}
         aliases = {}
     chosen = {name: target.choose(name, h) for name, h in held.items()}
@@ -147,11 +143,6 @@ def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Repor
     after = {item.name: item.nbytes for item in items}
     rows = [_row(name, held[name], choice, after[name]) for name, choice in chosen.items()]
     return job, Report(f"{source.format} to {target.name}", rows, "converted"), chosen
-
-
-def _ties(source: Opened) -> bool:
-    """Whether config.json makes other readers tie the tensors that this file holds under two names."""
-    return source.config is not None and source.config.get("tie_word_embeddings") is not False
 
 
 def _told_dtype(chosen: Mapping[str, OutputChoice]) -> torch.dtype | None:

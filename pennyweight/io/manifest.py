@@ -64,13 +64,10 @@ class Manifest:
 
 def version_of(manifest: Manifest) -> int:
     """The version declared for this manifest: the first that supports all of its contents."""
-    return max((_version_of(meta) for meta in manifest.tensors.values()), default=1)
-
-
-def _version_of(meta: Meta) -> int:
-    if max(meta.spec.version, 1 if meta.act is None else meta.act.spec.version) > 1:
+    metas = manifest.tensors.values()
+    if any(meta.spec.version > 1 or (meta.act is not None and meta.act.spec.version > 1) for meta in metas):
         return 3
-    return 2 if meta.perm else 1
+    return 2 if any(meta.perm for meta in metas) else 1
 
 
 def stored_parts(name: str, meta: Meta) -> Stored:

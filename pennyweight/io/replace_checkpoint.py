@@ -69,7 +69,10 @@ def put_checkpoint(
     """:func:`replace_checkpoint` in a locked folder. alone: whether the folder could be locked."""
     found = os.listdir(folder)
     there = {name for name in found if is_ours(name)}
-    named = _named(folder)
+    try:
+        named = set(read_index(os.path.join(folder, INDEX)).values())
+    except CheckpointError:  # there is no readable index
+        named = set()
     names = shard_names(len(files), "" if alone and not there else secrets.token_hex(4), SINGLE in named)
     shards = dict(zip(files, names, strict=True)) if names != [SINGLE] else {}
     head, other = (INDEX, SINGLE) if shards else (SINGLE, INDEX)
@@ -112,14 +115,6 @@ def _remove(folder: str, names: Iterable[str]) -> None:
     for name in names:
         with suppress(OSError):
             os.unlink(os.path.join(folder, name))
-
-
-def _named(folder: str) -> set[str]:
-    """Shards named by the index in a folder; empty if there is no readable index."""
-    try:
-        return set(read_index(os.path.join(folder, INDEX)).values())
-    except CheckpointError:
-        return set()
 
 
 # -- folders: weights, configs and tokenizer in one step, whichever library writes them --------------------------------
@@ -170,7 +165,11 @@ def publish_folder(new: str, folder: str, stage: str) -> None:
         sync_folder(os.path.dirname(folder))
         return
     with folder_lock(folder) as alone:
-        left = _weights if any(map(is_ours, os.listdir(new))) else _unfinished
+        has_weights = any(map(is_ours, os.listdir(new)))
+
+        def left(name: str) -> bool:
+            return is_staging(name) or is_partial_name(name) or (has_weights and is_ours(name))
+
         shutil.copystat(folder, new)
         if _take_along(folder, new, left):
             _sync_tree(new, files=False)
@@ -179,14 +178,6 @@ def publish_folder(new: str, folder: str, stage: str) -> None:
                 _take_along(new, folder, left)  # files added to the old folder meanwhile
                 return
         _move_each(new, folder, stage, alone)
-
-
-def _unfinished(name: str) -> bool:
-    return is_staging(name) or is_partial_name(name)
-
-
-def _weights(name: str) -> bool:
-    return is_ours(name) or _unfinished(name)
 
 
 def exchange_folders(a: str, b: str) -> bool:

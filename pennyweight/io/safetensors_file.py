@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .atomic_write import open_new
+from .atomic_write import check_complete, open_new, write_all
 from .file import CheckpointError, RawFile, checkpoint_errors
 from .strict_json import parse
 
@@ -225,7 +225,7 @@ class Writer:
         self._start = len(header)
         self._file = open_new(path)
         try:
-            self._write(memoryview(header))
+            write_all(self._file, header)
         except BaseException:
             self._file.close()
             raise
@@ -243,18 +243,11 @@ class Writer:
         if tensor.numel() == 0:
             return
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.seek(self._start + e.begin + start * e.dtype.itemsize)
-        self._write(memoryview(raw.numpy()))  # type: ignore[arg-type]
-
-    def _write(self, view: memoryview) -> None:
-        while view:  # on a nearly full disk a write may be short; the next write then raises the error
-            view = view[self._file.write(view) :]
+        write_all(self._file, memoryview(raw.numpy()), self._start + e.begin + start * e.dtype.itemsize)  # type: ignore[arg-type]
 
     def finish(self) -> None:
         """Flush to disk and close. Raises CheckpointError if a tensor was not written, or only in part."""
-        left = [name for name, count in self._left.items() if count]
-        if left:
-            raise CheckpointError(self.path, left[0], f"was not written completely, nor were {len(left) - 1} others")
+        check_complete(self.path, self._left)
         os.fsync(self._file.fileno())
         self._file.close()
 

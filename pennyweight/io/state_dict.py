@@ -302,14 +302,6 @@ def _number(name: str, value: Tensor | None) -> Tensor:
     return value.reshape(1)
 
 
-def _check_zero_point(name: str, part: Tensor, spec: QuantSpec) -> None:
-    """Check the range before packing: values that are too large would overlap their neighbors in the bit stream."""
-    try:
-        check_range(part, spec.zero_point_format, f"{name}.zero_point")
-    except ValueError as e:
-        raise KeyedError(name, str(e)) from e
-
-
 def _put(out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packed: bool = False) -> None:
     f, codes = spec.format, parts.codes
     if f.bits < 8 and not packed:
@@ -323,6 +315,9 @@ def _put(out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packe
             _put(out, f"{name}.{slot}", part, kind)
         else:
             if slot == "zero_point" and spec.zero_point_bits < 8 and not packed:
-                _check_zero_point(name, part, spec)
+                try:  # values that are too large would overlap their neighbors in the bit stream
+                    check_range(part, spec.zero_point_format, f"{name}.zero_point")
+                except ValueError as e:
+                    raise KeyedError(name, str(e)) from e
                 part = pack_zero_point(part, spec)
             out[f"{name}.{slot}"] = part

@@ -13,6 +13,7 @@ gemv_fast, marlin, exllama) use other packing orders and are rejected.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -117,9 +118,8 @@ def _nearest(name: str, meta: Meta) -> QuantSpec | None:
     block = meta.spec.block  # common group sizes are kept: a model has one group size
     size = block[0] if block is not None and len(block) == 1 and block[0] in (32, 64, 128) else _GROUP
     nearest = QuantSpec(UINT4, (size,), scale=torch.float16, zero_point=UINT4)
-    if meta.shape and meta.shape[-1] % size:
-        return None
-    return nearest if _refuses(name, Meta(nearest, meta.shape, meta.dtype, None, meta.axes)) is None else None
+    refused = (meta.shape and meta.shape[-1] % size) or _refuses(name, replace(meta, spec=nearest, act=None))
+    return None if refused else nearest
 
 
 def _stored(name: str, meta: Meta) -> Stored:

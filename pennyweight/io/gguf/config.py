@@ -203,7 +203,7 @@ def kv_from_config(
     }
     for k in (*row.keys, Key("vocab_size", "vocab_size")):
         if config.get(k.name) is not None:
-            kv[f"{arch}.{k.key}"] = (k.kind, _number(config, k))
+            kv[f"{arch}.{k.key}"] = (k.kind, (integer if k.kind == "UINT32" else real)(config, k.name))
         elif k.needed:
             raise ValueError(f"config.json has no {k.name}; save the config with all values (config.to_dict())")
     heads = kv[f"{arch}.attention.head_count"][1]
@@ -220,10 +220,6 @@ def kv_from_config(
             raise ValueError(f"pooling {pooling!r} is not supported; supported: {', '.join(POOLING)}")
         kv[f"{arch}.pooling_type"] = ("UINT32", POOLING[pooling])
     return kv | row.write(config, arch, size)
-
-
-def _number(config: Mapping[str, Any], key: Key) -> int | float:
-    return integer(config, key.name) if key.kind == "UINT32" else real(config, key.name)
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
@@ -274,7 +270,7 @@ def config_from_kv(
     for key in row.keys:
         full = f"{arch.gguf}.{key.key}"
         if key.needed or full in kv:
-            config[key.name] = integer(kv, full) if key.kind == "UINT32" else real(kv, full)
+            config[key.name] = (integer if key.kind == "UINT32" else real)(kv, full)
     config["vocab_size"] = _vocab_size(kv, arch.gguf)
     heads = config["num_attention_heads"]
     size = integer(kv, f"{arch.gguf}.attention.key_length", max(1, config["hidden_size"] // heads))
@@ -294,7 +290,10 @@ def config_from_kv(
         config["tie_word_embeddings"] = "output.weight" not in names if names else arch.tied
     file_type = kv.get("general.file_type", ALL_F32)
     config["torch_dtype"] = TORCH_DTYPES.get(file_type, "bfloat16") if type(file_type) is int else "bfloat16"
-    config |= _special_ids(kv, config["vocab_size"])
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        i = kv.get(f"tokenizer.ggml.{key}_token_id")
+        # None is written explicitly: the config classes default to ids of one vocabulary
+        config[f"{name}_token_id"] = i if type(i) is int and 0 <= i < config["vocab_size"] else None
     return config | row.read(kv, config)
 
 
@@ -303,15 +302,6 @@ def _vocab_size(kv: Mapping[str, Any], arch: str) -> int:
     if f"{arch}.vocab_size" not in kv and not isinstance(tokens, list):
         raise ValueError(f"the metadata has neither {arch}.vocab_size nor tokenizer.ggml.tokens")
     return integer(kv, f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else 0)
-
-
-def _special_ids(kv: Mapping[str, Any], n: int) -> dict[str, int | None]:
-    ids = {f"{k}_token_id": kv.get(f"tokenizer.ggml.{g}_token_id") for k, g in _IDS}
-    # None is written explicitly: the config classes default to ids of one vocabulary
-    return {k: v if type(v) is int and 0 <= v < n else None for k, v in ids.items()}
-
-
-_IDS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
 
 
 MAX_BYTES = 1 << 20

@@ -238,7 +238,8 @@ def _write(
                 for start, raw in _encoded(p, noise):
                     writer.put(name, raw, start)
                 writer.sync()
-                progress.add(name, {p.hf: noise.sqnr(p.hf)} if p.hf in noise.signal else _known(p))
+                known = {p.hf: float("inf")} if p.how == "exact" else {}
+                progress.add(name, {p.hf: noise.sqnr(p.hf)} if p.hf in noise.signal else known)
             if told is not None:
                 told(done + 1, len(planned), p.hf)
         writer.finish(dst)
@@ -247,10 +248,6 @@ def _write(
     finally:
         writer.close()
     return {hf: v for rows in progress.done.values() for hf, v in rows.items()}
-
-
-def _known(p: Planned) -> dict[str, float]:
-    return {p.hf: float("inf")} if p.how == "exact" else {}
 
 
 def _encoded(p: Planned, noise: QuantizationNoise) -> Iterator[tuple[int, Tensor]]:

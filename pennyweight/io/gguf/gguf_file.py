@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..atomic_write import open_new, rename_into_place, same_inode, try_lock, unlock
+from ..atomic_write import check_complete, open_new, rename_into_place, same_inode, try_lock, unlock, write_all
 from ..file import CheckpointError, RawFile, checkpoint_errors
 from ..safetensors_file import check_name
 from .blocks import BY_ID, REMOVED, BlockType
@@ -282,7 +282,7 @@ class Writer:
             self._file = open_new(path)
             try:
                 self._claim()
-                self._write(0, memoryview(header))
+                write_all(self._file, header)
                 self._file.truncate(size)
             except BaseException:
                 self._file.close()
@@ -327,12 +327,7 @@ class Writer:
         if raw.numel():
             self._left[name] -= raw.shape[0]
             flat = raw.detach().cpu().contiguous().reshape(-1)
-            self._write(e.begin + first_row * e.row_bytes, memoryview(flat.numpy()))  # type: ignore[arg-type]
-
-    def _write(self, offset: int, view: memoryview) -> None:
-        self._file.seek(offset)
-        while view:
-            view = view[self._file.write(view) :]
+            write_all(self._file, memoryview(flat.numpy()), e.begin + first_row * e.row_bytes)  # type: ignore[arg-type]
 
     def sync(self) -> None:
         """Flush written data to disk."""
@@ -343,9 +338,7 @@ class Writer:
 
         Raises CheckpointError if a tensor was not written, or only in part.
         """
-        left = [name for name, count in self._left.items() if count]
-        if left:
-            raise CheckpointError(self.path, left[0], f"was not written completely, nor were {len(left) - 1} others")
+        check_complete(self.path, self._left)
         os.fsync(self._file.fileno())
         if os.name != "posix":  # Windows cannot rename an open file
             self.close()

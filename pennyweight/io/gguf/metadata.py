@@ -222,14 +222,14 @@ class Cursor:
         return out
 
     def value(self) -> Value:
-        number = self.number("uint32")
-        if number == _ARRAY:
+        kind_number = self.number("uint32")
+        if kind_number == _ARRAY:
             return self._array()
-        kind = _name(number)
+        kind = _name(kind_number)
         if kind == "string":
             return Value(kind, self.string())
-        raw = self.take(_DTYPES[kind].itemsize)
-        return Value(kind, _bools(np.frombuffer(raw, np.uint8))[0] if kind == "bool" else _scalar(raw, kind))
+        number = np.frombuffer(self.take(_DTYPES[kind].itemsize), _DTYPES[kind])
+        return Value(kind, _bools(number)[0] if kind == "bool" else number[0].item())
 
     def _array(self) -> Value:
         number, count = self.number("uint32"), self.number("uint64")
@@ -271,10 +271,6 @@ def _name(number: int) -> str:
     if number not in _NAMES:
         raise ValueError(f"value of unknown kind {number}; known: 0 to 12")
     return _NAMES[number]
-
-
-def _scalar(raw: bytes, kind: str) -> Any:
-    return np.frombuffer(raw, _DTYPES[kind])[0].item()
 
 
 def _bools(raw: np.ndarray) -> list[bool]:

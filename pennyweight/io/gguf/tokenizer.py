@@ -184,17 +184,14 @@ def _byte_level(s: Source) -> KV:
     elif pre.ignore_merges != ignore_merges:
         s.notes.append(f"ignore_merges is {ignore_merges}, but llama.cpp's {pre.name!r} has the opposite")
     normalizer = s.tokenizer.get("normalizer")
-    if normalizer is not None and not _is_empty(normalizer):
-        kind = normalizer.get("type") if isinstance(normalizer, dict) else None
+    settings = normalizer if isinstance(normalizer, dict) else {}
+    if normalizer is not None and settings.get("normalizers") != []:
+        kind = settings.get("type")
         s.notes.append(f"llama.cpp does not normalize text for byte-level tokenizers, this one does ({str(kind)[:30]})")
     level = find(pre_tokenizer, "ByteLevel") or {}
     if level.get("add_prefix_space") is True:
         s.notes.append("a space is prepended to the text (add_prefix_space), which llama.cpp does not do")
     return {KEY + "pre": ("STRING", pre.name if pre else "default"), **_list_kv(s), **_merge_kv(_merges(s))}
-
-
-def _is_empty(normalizer: Any) -> bool:
-    return isinstance(normalizer, dict) and normalizer.get("normalizers") == []
 
 
 def _sentencepiece(s: Source) -> KV:

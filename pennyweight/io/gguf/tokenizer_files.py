@@ -29,7 +29,8 @@ def tokenizer_files(kv: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]
     made = _MODELS[kind](kv, tokens, types, notes)
     if made is None:
         return {}, notes
-    special = _special(kv, tokens)
+    ids = {name: _id(kv, key, tokens) for name, key in (*IDS.items(), ("cls", CLS))}
+    special = {name: i for name, i in ids.items() if i is not None}
     flag = kind == "llama"  # llama.cpp's default
     add = {k: kind == "bert" or _flag(kv, f"add_{k}_token", flag and k == "bos") for k in ("bos", "eos")}
     first = special.get("bos" if kind != "bert" else "cls", special.get("bos")) if add["bos"] else None
@@ -56,11 +57,8 @@ def tokenizer_files(kv: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]
         },
         "tokenizer_config.json": _settings(kv, kind, tokens, special, add, notes),
     }
-    return {name: _bytes(data) for name, data in files.items()}, notes
-
-
-def _bytes(data: Any) -> bytes:
-    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode("utf-8", errors="strict")
+    texts = {name: json.dumps(data, indent=2, ensure_ascii=False) + "\n" for name, data in files.items()}
+    return {name: text.encode() for name, text in texts.items()}, notes
 
 
 def _tokens(kv: Mapping[str, Any]) -> tuple[list[str], list[int]]:
@@ -237,11 +235,6 @@ def _id(kv: Mapping[str, Any], key: str, tokens: list[str]) -> int | None:
     if value is not None and (type(value) is not int or not 0 <= value < len(tokens)):
         raise ValueError(f"{KEY}{key} must be one of the {len(tokens)} tokens, got {str(value)[:50]!r}")
     return value
-
-
-def _special(kv: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:
-    ids = {name: _id(kv, key, tokens) for name, key in (*IDS.items(), ("cls", CLS))}
-    return {name: i for name, i in ids.items() if i is not None}
 
 
 def _added(i: int, content: str, special: bool) -> dict[str, Any]:
