@@ -177,8 +177,7 @@ def _row(name: str, held: StoredTensor, choice: OutputChoice, after: int) -> Row
     kind = choice.kind
     scheme = str(kind.spec) if isinstance(kind, Meta) else _word(kind) if choice.how == FLOAT else ""
     note = {EXACT: "exact", COPIED: f"{_word(kind)}, as it is" if not choice.why else choice.why}
-    was = "" if held.meta is None else held.word or str(held.meta.spec)
-    text = note.get(choice.how, f"{choice.how} from {was}: {choice.why}" if choice.how != FLOAT else choice.why)
+    text = note.get(choice.how, choice.why if choice.how == FLOAT else f"{choice.how} from {held.shown}: {choice.why}")
     return Row(name, "Tensor", held.kind.shape, scheme, "", held.nbytes, after, note=text)
 
 

@@ -41,6 +41,11 @@ class StoredTensor:
     def meta(self) -> Meta | None:
         return self.kind if isinstance(self.kind, Meta) else None
 
+    @property
+    def shown(self) -> str:
+        """The storage type for people: its name in the format, the spec, or the dtype."""
+        return self.word or (str(self.meta.spec) if self.meta else str(self.kind.dtype).removeprefix("torch."))
+
 
 @dataclass(frozen=True, eq=False)
 class Opened(Mapping[str, Tensor]):

@@ -90,9 +90,7 @@ def float_target(dtype: torch.dtype | None) -> OutputFormat:
     def choose(name: str, held: StoredTensor) -> OutputChoice:
         kind = held.kind
         if isinstance(kind, Meta):
-            return OutputChoice(
-                Entry(dtype or kind.dtype, kind.shape), FLOAT, f"dequantized from {held.word or kind.spec}"
-            )
+            return OutputChoice(Entry(dtype or kind.dtype, kind.shape), FLOAT, f"dequantized from {held.shown}")
         return _copied(kind, dtype)
 
     def none(*args: Any) -> dict[str, Tensor]:
@@ -153,7 +151,8 @@ def planned_item(
             else:
                 assert isinstance(w, AffineQuantizedTensor)
                 part = meta if tuple(w.shape) == meta.shape else replace(meta, shape=tuple(w.shape))
-                out = target.pack(name, convert_or_requantize(name, w, choice, part.spec, noise), part)
+                parts = convert_or_requantize(name, w, choice.how == EXACT, part.spec, noise, part.perm)
+                out = target.pack(name, parts, part)
             for stored, tensor in out.items():
                 if start == 0 or stored not in shared_parts(name):
                     yield stored, start * (tensor.numel() // max(1, tensor.shape[0])) if start else 0, tensor
@@ -176,18 +175,24 @@ def row_chunks(held: StoredTensor, by_rows: bool) -> Iterator[tuple[int, Tensor]
 
 
 def convert_or_requantize(
-    name: str, w: AffineQuantizedTensor, choice: OutputChoice, spec: QuantSpec, noise: QuantizationNoise
-) -> Parts:
-    """Plain parts of w under ``spec``: unchanged, converted or requantized; records the quantization noise."""
-    parts = w.plain_parts()
-    if choice.how == EXACT:
+    name: str, w: AffineQuantizedTensor, exact: bool, spec: QuantSpec, noise: QuantizationNoise, perm: bool = False,
+    requantize: Callable[[Tensor], Parts] | None = None,
+) -> Parts:  # fmt: skip
+    """Plain parts of w under ``spec``: unchanged if ``exact``, else the same codes with rounded scales where possible,
+    else requantized from the values; records the quantization noise.
+
+    perm: whether the result keeps w's channel permutation. requantize: gives the parts of float values under ``spec``;
+    default: round to nearest, with the parameters of w's static activation.
+    """
+    parts, shape, mine = w.plain_parts(), w.stored_shape, clean(w.spec)
+    if exact:
         return parts
-    shape, mine = w.stored_shape, clean(w.spec)
-    assert isinstance(choice.kind, Meta)
     was = dequantize(parts, mine, shape)
-    reordered = parts.perm is not None and not choice.kind.perm  # blocks differ in the original channel order
+    reordered = parts.perm is not None and not perm  # blocks differ in the original channel order
     new = None if reordered else convert_parts(parts, mine, shape, spec)
-    if new is None:
+    if new is None and requantize is not None:
+        new = requantize(was)
+    elif new is None:
         new = quantize(was, spec)._replace(act_scale=parts.act_scale, act_zero_point=parts.act_zero_point)
     noise.add(name, was, sqnr(was, dequantize(new, spec, shape)))
     return new
