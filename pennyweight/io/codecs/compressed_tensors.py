@@ -1,7 +1,7 @@
 """compressed-tensors, the format of llm-compressor and vLLM: reader. O rows, I columns, b bits, groups of G columns.
 
     kind    codes of a layer's weight                        weight_scale
-    packed  weight_packed i32 [O, words] (words.py),         float [1], [O, 1] or [O, I/G]
+    packed  weight_packed i32 [O, words] (see base.py),         float [1], [O, 1] or [O, I/G]
             stored as q + 2**(b-1); weight_shape i64 [2]
     int     weight i8 [O, I]                                 the same, or by blocks of rows and columns
     float   weight f8e4m3 [O, I]                             the same
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.formats import E2M1, E2M3, E4M3
 from ...core.numerics import Parts
 from ...core.packing import unpack_bits
 from ...core.spec import ActivationSpec, QuantSpec
@@ -33,27 +32,12 @@ from ..manifest import Meta
 from ..safetensors_file import Entry
 from . import base
 from .base import FLOATS, Codec, Config, Entries, Found, Get
-from .compressed_tensors_config import E8M0_SCALE, Group, Groups
+from .compressed_tensors_config import KINDS, Group, Groups
 from .compressed_tensors_write import WRITING
 
-# The scale of NVFP4 groups: e4m3 / global_scale. The product with the float64 reciprocal, rounded to float32, equals
-# the float32 quotient: two roundings have a relative error of 2**-52, and no quotient of float32 numbers is closer than
-# 2**-49 to the midpoint of two float32 numbers.
-NVFP4_SCALE = QuantSpec(E4M3, None, torch.float64)
 _F8 = (torch.float8_e4m3fn,)
-_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 _ZEROS = (torch.int8, torch.int32, torch.int64, *FLOATS, *_F8)  # stored zero points of symmetric schemes
 
-# kind -> suffix and dtype of the codes, dtypes of the scale
-_STORED: dict[str, tuple[str, torch.dtype, tuple[torch.dtype, ...]]] = {
-    "packed": ("weight_packed", torch.int32, FLOATS),
-    "int": ("weight", torch.int8, FLOATS),
-    "float": ("weight", torch.float8_e4m3fn, FLOATS),
-    "nvfp4": ("weight_packed", torch.uint8, _F8),
-    "mxfp4": ("weight_packed", torch.uint8, _EXPONENTS),
-    "mxfp6": ("weight_packed", torch.uint8, _EXPONENTS),
-    "mxfp8": ("weight", torch.float8_e4m3fn, _EXPONENTS),
-}
 ENDINGS = (
     "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx",
     "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point",
@@ -104,7 +88,7 @@ class _Layer:
         act = self.meta.act is not None and self.meta.act.mode == "static"
         act_zero = act and self.meta.act is not None and self.meta.act.spec.zero_point
         return Parts(
-            self._codes(get(names[_STORED[self.kind][0]])),
+            self._codes(get(names[KINDS[self.kind].codes[0]])),
             self._scale(get, part_shape),
             self._zero_point(get(names["weight_zero_point"]), part_shape) if spec.zero_point else None,
             act_scale=get(names["input_scale"]).float().reshape(1) if act else None,
@@ -153,22 +137,16 @@ def _layer(
     get: Get,
 ) -> _Layer:  # fmt: skip
     _check_names(weight, names, group)
-    ending, codes_dtype, scale_dtypes = _STORED[group.kind]
+    kind = KINDS[group.kind]
+    ending, codes_dtype = kind.codes
     codes = base.need(names[ending], entries, (codes_dtype,))
-    scale = base.need(names["weight_scale"], entries, scale_dtypes)
+    scale = base.need(names["weight_scale"], entries, kind.scales)
     if len(codes.shape) != 2 or 0 in codes.shape:
         raise KeyedError(names[ending], f"has shape {list(codes.shape)}, expected non-empty [rows, columns]")
     shape, dense = _shape(names, entries, group, get)
     block = _block(names["weight_scale"], scale, shape, group)
     w = group.weights
-    spec = {
-        "nvfp4": QuantSpec(E2M1, (16,), NVFP4_SCALE),
-        "mxfp4": QuantSpec(E2M1, (32,), E8M0_SCALE),
-        "mxfp6": QuantSpec(E2M3, (32,), E8M0_SCALE),
-        "mxfp8": QuantSpec(E4M3, (32,), E8M0_SCALE),
-    }.get(group.kind)
-    if spec is None:
-        spec = QuantSpec(w.format, block, scale.dtype, zero_point=False if w.symmetric else w.format)
+    spec = kind.spec or QuantSpec(w.format, block, scale.dtype, zero_point=False if w.symmetric else w.format)
     parts = blocks.counts(spec.block, shape)
     dense_zero = dense
     if "weight_zero_point" in names:
@@ -197,7 +175,7 @@ def _check_names(weight: str, names: dict[str, str], group: Group) -> None:
     if "weight_g_idx" in names:
         raise KeyedError(weight, "has permuted channels (weight_g_idx), which is not supported yet")
     w, act = group.weights, group.act
-    needed = {_STORED[group.kind][0], "weight_scale"}
+    needed = {KINDS[group.kind].codes[0], "weight_scale"}
     needed |= {"weight_shape"} if group.kind == "packed" else set()
     needed |= {"weight_global_scale"} if group.kind == "nvfp4" else set()
     needed |= set() if w.symmetric else {"weight_zero_point"}
@@ -213,7 +191,7 @@ def _check_names(weight: str, names: dict[str, str], group: Group) -> None:
 
 def _shape(names: dict[str, str], entries: Entries, group: Group, get: Get) -> tuple[tuple[int, int], bool]:
     """(rows, columns), and how codes are packed into words."""
-    codes = names[_STORED[group.kind][0]]
+    codes = names[KINDS[group.kind].codes[0]]
     rows, stored = entries[codes].shape
     bits = group.weights.bits
     if group.kind == "mxfp6":

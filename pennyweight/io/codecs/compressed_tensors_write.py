@@ -20,20 +20,13 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.formats import E2M1, E2M3, E4M3, E8M0, get_format
+from ...core.formats import E2M1, E4M3, E8M0, get_format
 from ...core.numerics import Parts
 from ...core.packing import pack_bits
 from ...core.spec import MXFP4, ActivationSpec, QuantSpec
 from ..manifest import Meta, Stored
 from .base import FLOATS, Writing, dense_words, pack_words
-from .compressed_tensors_config import E8M0_SCALE, FLOAT_OF_BITS
-
-# format of the codes -> (kind, group) with e8m0 scales
-_MX = {E2M1: ("mxfp4", 32), E2M3: ("mxfp6", 32), E4M3: ("mxfp8", 32)}
-_FORMATS = {
-    "packed": "pack-quantized", "int": "int-quantized", "nvfp4": "nvfp4-pack-quantized",
-    "mxfp4": "mxfp4-pack-quantized", "mxfp6": "mxfp6-pack-quantized", "mxfp8": "mxfp8-quantized",
-}  # fmt: skip
+from .compressed_tensors_config import E8M0_SCALE, FLOAT_OF_BITS, KINDS, MX
 
 
 @dataclass(frozen=True)
@@ -113,24 +106,24 @@ def _how_int(spec: QuantSpec, strategy: str, size: Any, act: Any) -> _How | str:
         return "compressed-tensors needs zero points within the range of the codes"
     middle = 0 if f.signed else 1 << (bits - 1)
     zero: int | str | None = "parts" if spec.zero_point else spec.mid - middle or None
-    return _How(kind, _FORMATS[kind], bits, strategy, size, act, zero)
+    return _How(kind, KINDS[kind].forms[0], bits, strategy, size, act, zero)
 
 
 def _how_nested(spec: QuantSpec, strategy: str, size: Any, act: Any) -> _How | str:
     scale = spec.scale
     assert isinstance(scale, QuantSpec)
-    if scale.format is E8M0 and scale.scale is None and spec.format in _MX:
-        kind, group = _MX[spec.format]
+    if scale.format is E8M0 and scale.scale is None and spec.format in MX:
+        kind, group = MX[spec.format], 32
         if (strategy, size) != ("group", group):
             return f"compressed-tensors supports {spec.format} with e8m0 scales only in groups of {group}"
-        return _How(kind, _FORMATS[kind], spec.format.bits, "group", group, act)
+        return _How(kind, KINDS[kind].forms[0], spec.format.bits, "group", group, act)
     above = scale.block is None and scale.offset is None and scale.scale in (torch.float32, torch.float64)
     if spec.format is E2M1 and scale.format is E4M3 and above:
         if (strategy, size) != ("group", 16):
             return "compressed-tensors supports NVFP4 only in groups of 16"
         if act is not None and dict(act)["strategy"] == "tensor_group":
             return "compressed-tensors needs a calibrated input_global_scale for NVFP4 inputs"
-        return _How("nvfp4", _FORMATS["nvfp4"], 4, "tensor_group", 16, act)
+        return _How("nvfp4", KINDS["nvfp4"].forms[0], 4, "tensor_group", 16, act)
     return f"compressed-tensors does not support {spec.format} with quantized scales ({scale})"
 
 
@@ -152,7 +145,7 @@ def _act_args(act: ActivationSpec) -> tuple[tuple[str, Any], ...] | str:
         strategy, group = ("token", None) if spec.block == (-1,) else ("group", spec.block[0])
     else:
         return refused
-    if spec.scale == E8M0_SCALE and f in _MX and group == 32:
+    if spec.scale == E8M0_SCALE and f in MX and group == 32:
         scale_dtype = "torch.uint8"
     elif isinstance(spec.scale, QuantSpec) and (f, group, spec.scale.format) == (E2M1, 16, E4M3):
         strategy = "tensor_group"
@@ -191,9 +184,8 @@ def nearest(name: str, meta: Meta) -> QuantSpec | None:
         new = MXFP4
     elif len(shape) == 2 and spec.format.kind == "float" and spec.format.bits == 8:
         new = QuantSpec(E4M3, (-1,), scale)
-    return (
-        new if new is not None and refuses(name, Meta(new, meta.shape, meta.dtype, None, meta.axes)) is None else None
-    )
+    fits = new is not None and refuses(name, Meta(new, meta.shape, meta.dtype, None, meta.axes)) is None
+    return new if fits else None
 
 
 def stored(name: str, meta: Meta) -> Stored:

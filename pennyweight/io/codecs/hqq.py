@@ -8,7 +8,7 @@ first half of the rows in the high nibbles, and so on; 3-bit codes are packed te
 its bytes as a float dtype. Every other setting is a separate number or text: ``shape``, ``axis``, ``nbits``,
 ``packing``.
 
-A group of axis 1 is a run of elements (see flat_blocks.py). One of axis 0 is every (out / group_size)-th row of a
+A group of axis 1 is a run of elements (see run_block in base.py). One of axis 0 is every (out / group_size)-th row of a
 column, which is not a block: each element gets its own scale and offset, unless a group is the whole column. The
 values are the same, but take more memory than float32: requantize them.
 
