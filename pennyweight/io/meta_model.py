@@ -42,13 +42,7 @@ def outline(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
 
 def from_config(folder: str, entries: Mapping[str, Entry]) -> nn.Module | str:
     """The architecture that config.json names, built by transformers without values; or why it cannot be built."""
-    config = read_config(folder)
-    if config is None:
-        return "there is no config.json"
-    try:
-        built = _build(config)
-    except Exception as e:  # any error of transformers: fall back to names
-        return f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
+    built = _built(folder, "meta")
     return built if isinstance(built, str) else _fitted(built, entries) or built
 
 
@@ -58,11 +52,7 @@ def fresh_model(folder: str) -> nn.Module:
     Buffers that no checkpoint contains keep their values; one that this checkpoint contains, as with older releases of
     transformers, becomes persistent. Raises CheckpointError if transformers cannot build it.
     """
-    config = read_config(folder)
-    try:
-        built = "there is no config.json" if config is None else _build(config, "cpu")
-    except Exception as e:  # any error of transformers
-        built = f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
+    built = _built(folder, "cpu")
     if isinstance(built, str):
         raise CheckpointError(folder, None, f"{built}; the layers of the model cannot be determined")
     with open_checkpoint(folder) as checkpoint:
@@ -73,8 +63,17 @@ def fresh_model(folder: str) -> nn.Module:
     return built.eval()
 
 
-def _build(config: dict[str, Any], device: str = "meta") -> nn.Module | str:
-    """The model of a config, on the meta device without values; or the reason there is none."""
+def _built(folder: str, device: str) -> nn.Module | str:
+    """The model of a folder's config.json; or the reason there is none."""
+    config = read_config(folder)
+    try:
+        return "there is no config.json" if config is None else _build(config, device)
+    except Exception as e:  # any error of transformers
+        return f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
+
+
+def _build(config: dict[str, Any], device: str) -> nn.Module | str:
+    """The model of a config, without values on the meta device; or the reason there is none."""
     try:
         from transformers.models.auto import modeling_auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING

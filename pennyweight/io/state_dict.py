@@ -3,6 +3,7 @@ the items to write of a state dict; and the slots of a model that its tensors fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,10 +93,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        total = 0
-        for dtype, shape in self.stored.values():
-            total += dtype.itemsize * torch.Size(shape).numel()
-        return total
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.stored.values())
 
 
 def items(state_dict: Mapping[str, Any]) -> list[Item]:

@@ -7,6 +7,7 @@ in MXFP4 and NVFP4, and values that overflow float32, which saturate); encoding 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ class BlockType:
         raw: uint8 [rows, row bytes]. Raises ValueError for invalid bytes, and ImportError for types that need the
         codebooks of the gguf package.
         """
-        rows = _rows(shape)
+        rows = math.prod(shape[:-1])
         if raw.dtype is not torch.uint8 or tuple(raw.shape) != (rows, self.row_bytes(shape)):
             raise ValueError(
                 f"{self.name} of shape {[*shape]} needs uint8 [{rows}, {self.row_bytes(shape)}],"
@@ -77,7 +78,7 @@ class BlockType:
 
     def encode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
         """uint8 [rows, row bytes] from plain parts. Raises ValueError if the type is read-only."""
-        rows, row_bytes = _rows(shape), self.row_bytes(shape)
+        rows, row_bytes = math.prod(shape[:-1]), self.row_bytes(shape)
         if isinstance(self.spec, torch.dtype):
             if parts.codes.dtype is not self.spec or tuple(parts.codes.shape) != tuple(shape):
                 raise ValueError(
@@ -90,13 +91,6 @@ class BlockType:
         if not blocks:
             return torch.zeros((rows, row_bytes), dtype=torch.uint8, device="cpu")
         return self.pack(parts.map(lambda t: t.reshape(blocks, t.numel() // blocks))).reshape(rows, row_bytes)
-
-
-def _rows(shape: Sequence[int]) -> int:
-    rows = 1
-    for n in shape[:-1]:
-        rows *= n
-    return rows
 
 
 def _aligned(raw: Tensor, dtype: torch.dtype) -> Tensor:

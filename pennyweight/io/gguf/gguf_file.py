@@ -9,6 +9,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import struct
@@ -50,10 +51,7 @@ class Entry:
 
     @property
     def rows(self) -> int:
-        count = 1
-        for n in self.shape[:-1]:
-            count *= n
-        return count
+        return math.prod(self.shape[:-1])
 
 
 def size_of(kind: BlockType, shape: tuple[int, ...]) -> int:
@@ -61,14 +59,10 @@ def size_of(kind: BlockType, shape: tuple[int, ...]) -> int:
     ones, exceed 63 bits."""
     if len(shape) > MAX_AXES:
         raise ValueError(f"{len(shape)} axes; the maximum is {MAX_AXES}")
-    bound, exact = kind.nbytes, kind.row_bytes(shape)
-    for n in shape:
-        bound *= max(n, 1)
-        if bound > _MAX_BYTES:
-            raise ValueError(f"shape {[*shape]} of {kind.name} is too large")
-    for n in shape[:-1]:
-        exact *= n
-    return exact
+    row = kind.row_bytes(shape)
+    if kind.nbytes * math.prod(max(n, 1) for n in shape) > _MAX_BYTES:
+        raise ValueError(f"shape {[*shape]} of {kind.name} is too large")
+    return row * math.prod(shape[:-1])
 
 
 def check_tensor_name(name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..strict_json import resolve_inside
 from .architectures import BY_GGUF
 from .config import config_from_kv, pooling_files
 from .gguf_file import File
-from .names import Patterns, Transform, read_patterns, to_hf
+from .names import Transform, read_patterns, to_hf
 from .rope import ROPE_TENSORS
 from .tokenizer_files import tokenizer_files
 
@@ -140,7 +139,10 @@ def under_hf_names(source: Opened, pattern_file: Any = None) -> Opened:
             for name, m in mapped.items()
             if m.name is not None
         }
-        config = _config(source, kv, patterns)
+        config = None  # a pattern file only gives names; the config of an unknown architecture stays unknown
+        if patterns is None or arch in BY_GGUF:
+            tensors = {name: source[name] for name in ROPE_TENSORS if name in source}
+            config = config_from_kv(kv, set(source.held), tensors)
     return replace(source, held=held, config=config)
 
 
@@ -148,13 +150,6 @@ def values(source: Opened) -> dict[str, Any]:
     """The metadata as plain values: numbers, strings, lists."""
     plain = {key: value.data for key, value in source.metadata.items()}
     return {key: v if isinstance(v, (int, float, str, list)) else v.tolist() for key, v in plain.items()}
-
-
-def _config(source: Opened, kv: Mapping[str, Any], patterns: Patterns | None) -> dict[str, Any] | None:
-    if patterns is not None and kv.get("general.architecture") not in BY_GGUF:
-        return None  # the pattern file only gives names; the config of such a model is unknown
-    tensors = {name: source[name] for name in ROPE_TENSORS if name in source}
-    return config_from_kv(kv, set(source.held), tensors)
 
 
 def moved(held: StoredTensor, transform: Transform, name: str, to_gguf: bool) -> StoredTensor:
