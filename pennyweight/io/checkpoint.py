@@ -168,11 +168,12 @@ def _open(
         for i, file_path in enumerate(paths):
             file = File(file_path, mmap)
             out.files.append(file)
-            for stored in file.entries if names is not None and weight_map is not None else ():
-                home = weight_map.get(stored)
-                if home != names[i]:
+            if names is not None and weight_map is not None:
+                wrong = next((stored for stored in file.entries if weight_map.get(stored) != names[i]), None)
+                if wrong is not None:
+                    home = weight_map.get(wrong)
                     reason = "not in the index" if home is None else f"is also in {home}"
-                    raise CheckpointError(file.path, stored, reason)
+                    raise CheckpointError(file.path, wrong, reason)
             out.where.update(dict.fromkeys(file.entries, i))
         if weight_map is not None:
             for stored, name in weight_map.items():

@@ -204,7 +204,7 @@ def _group(what: str, scheme: Any, default: str) -> tuple[Group | None, list[str
     if weights.bits not in KINDS[kind].bits:
         raise ValueError(f"{what}: format {form!r} does not support {weights.type} weights of {weights.bits} bits")
     spec = KINDS[kind].spec
-    if spec is not None and (weights.group,) != spec.block:
+    if spec is not None and spec.block is not None and (weights.group,) != spec.block:
         raise ValueError(f"{what}: format {form!r} has groups of {spec.block[0]}, but the config says {weights.group}")
     act, local = None, False
     if scheme.get("input_activations") is not None:

@@ -52,7 +52,7 @@ class Architecture:
     left_out_hf: Mapping[str, str] = field(default_factory=dict)
 
 
-def _rows(gguf: str, hf: str, names: Mapping[str, str], **transforms: str) -> tuple[Row, ...]:
+def _rows(gguf: str, hf: str, names: Mapping[str, str], transforms: Mapping[str, str] = {}) -> tuple[Row, ...]:
     return tuple(Row(gguf + g, hf + h, transforms.get(g, "same")) for g, h in names.items())
 
 
@@ -81,36 +81,34 @@ _GEMMA_HF = {"model.embed_tokens.embed_scale": _COMPUTED}
 
 def _decoder(
     gguf: str, model_types: Mapping[str, str], ends: tuple[Row, ...], layers: Mapping[str, str], *, tied: bool = False,
-    gguf_only: Mapping[str, str] = {}, hf_only: Mapping[str, str] = {}, **transforms: str,
+    gguf_only: Mapping[str, str] = {}, hf_only: Mapping[str, str] = {}, transforms: Mapping[str, str] = {},
 ) -> Architecture:  # fmt: skip
     """A decoder whose Hugging Face names are ``model.layers.{i}.``; model_types: with the class of each."""
-    rows = ends + _rows("blk.{i}.", "model.layers.{i}.", layers, **transforms)
-    left_out = {"left_out_gguf": {**_DECODER_GGUF, **gguf_only}, "left_out_hf": {**_DECODER_HF, **hf_only}}
-    return Architecture(gguf, tuple(model_types), tuple(model_types.values()), rows, (), "model.", tied, **left_out)
-
-
-def _plus_one(names: Mapping[str, str]) -> dict[str, str]:
-    return dict.fromkeys(names, "plus_one")
+    rows = ends + _rows("blk.{i}.", "model.layers.{i}.", layers, transforms)
+    return Architecture(
+        gguf, tuple(model_types), tuple(model_types.values()), rows, base="model.", tied=tied,
+        left_out_gguf={**_DECODER_GGUF, **gguf_only}, left_out_hf={**_DECODER_HF, **hf_only},
+    )  # fmt: skip
 
 
 LLAMA = _decoder(
     "llama", {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}, _ENDS, _ATTENTION | _MLP | _NORMS,
-    attn_q="rotary_q", attn_k="rotary_k",
+    transforms={"attn_q": "rotary_q", "attn_k": "rotary_k"},
 )  # fmt: skip
 QWEN2 = _decoder("qwen2", {"qwen2": "Qwen2ForCausalLM"}, _ENDS, _ATTENTION | _MLP | _NORMS)
 QWEN3 = _decoder("qwen3", {"qwen3": "Qwen3ForCausalLM"}, _ENDS, _ATTENTION | _QK_NORMS | _MLP | _NORMS)
 GEMMA = _decoder(
     "gemma", {"gemma": "GemmaForCausalLM"}, _GEMMA_ENDS, _ATTENTION | _MLP | _NORMS,
-    tied=True, hf_only=_GEMMA_HF, **_plus_one(_NORMS),
+    tied=True, hf_only=_GEMMA_HF, transforms=dict.fromkeys(_NORMS, "plus_one"),
 )  # fmt: skip
 GEMMA2 = _decoder(
     "gemma2", {"gemma2": "Gemma2ForCausalLM"}, _GEMMA_ENDS, _ATTENTION | _MLP | _GEMMA2_NORMS,
-    tied=True, hf_only=_GEMMA_HF, **_plus_one(_GEMMA2_NORMS),
+    tied=True, hf_only=_GEMMA_HF, transforms=dict.fromkeys(_GEMMA2_NORMS, "plus_one"),
 )  # fmt: skip
 GEMMA3 = _decoder(
     "gemma3", {"gemma3_text": "Gemma3ForCausalLM"}, (*_GEMMA_ENDS, Row("output", "lm_head")),
     _ATTENTION | _QK_NORMS | _MLP | _GEMMA2_NORMS,
-    tied=True, hf_only=_GEMMA_HF, **_plus_one(_QK_NORMS | _GEMMA2_NORMS),
+    tied=True, hf_only=_GEMMA_HF, transforms=dict.fromkeys(_QK_NORMS | _GEMMA2_NORMS, "plus_one"),
 )  # fmt: skip
 PHI2 = _decoder(
     "phi2", {"phi": "PhiForCausalLM"},

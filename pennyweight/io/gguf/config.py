@@ -290,8 +290,8 @@ def config_from_kv(
         config["tie_word_embeddings"] = "output.weight" not in names if names else arch.tied
     file_type = kv.get("general.file_type", ALL_F32)
     config["torch_dtype"] = TORCH_DTYPES.get(file_type, "bfloat16") if type(file_type) is int else "bfloat16"
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        i = kv.get(f"tokenizer.ggml.{key}_token_id")
+    for name, ggml in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        i = kv.get(f"tokenizer.ggml.{ggml}_token_id")
         # None is written explicitly: the config classes default to ids of one vocabulary
         config[f"{name}_token_id"] = i if type(i) is int and 0 <= i < config["vocab_size"] else None
     return config | row.read(kv, config)

@@ -55,9 +55,8 @@ class Transform:
         """:meth:`to_gguf` or :meth:`from_gguf`."""
         if self.name == "same":
             return x
-        quantized = isinstance(x, AffineQuantizedTensor)
         if self.name == "plus_one":
-            if quantized:
+            if isinstance(x, AffineQuantizedTensor):
                 raise ValueError(
                     f"{name}: a norm is stored as weight + 1, but its codes cannot represent that; dequantize it"
                 )
@@ -65,11 +64,13 @@ class Transform:
             return x.float() + (1 if to_gguf else -1)
         order = self.row_order(x.shape[0], to_gguf, name)
         assert order is not None
-        if quantized and (x.axes is not None or resolve(x.spec.block, x.stored_shape)[0] not in (1, x.shape[0])):
-            raise ValueError(
-                f"{name}: its rows share scales in blocks ({x.spec}), so they cannot be reordered exactly; "
-                "dequantize it first, or quantize with blocks along the last axis"
-            )
+        if isinstance(x, AffineQuantizedTensor):
+            size = x.axes is None and resolve(x.spec.block, x.stored_shape)[0]
+            if size not in (1, x.shape[0]):
+                raise ValueError(
+                    f"{name}: its rows share scales in blocks ({x.spec}), so they cannot be reordered exactly; "
+                    "dequantize it first, or quantize with blocks along the last axis"
+                )
         return x.index_select(0, order.to(x.device))
 
     def row_order(self, n_rows: int, to_gguf: bool, name: str = "tensor") -> Tensor | None:

@@ -42,8 +42,11 @@ def read_source(folder: str) -> Source:
             os.path.join(folder, "tokenizer.json"), None,
             "is missing; load the tokenizer with transformers and call save_pretrained(), which writes it",
         )  # fmt: skip
-    others = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
-    return Source(tokenizer, *(read_object(folder, name, MAX_SMALL, max_digits=40) or {} for name in others))
+    settings, special, config = (
+        read_object(folder, name, MAX_SMALL, max_digits=40) or {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+    )
+    return Source(tokenizer, settings, special, config)
 
 
 def find(node: Any, kind: str) -> dict[str, Any] | None:
