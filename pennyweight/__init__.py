@@ -15,9 +15,11 @@ from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
 
 if TYPE_CHECKING:
-    from .algorithms import calibrate, improve, quantize_, sample, search, sparsify_
+    from .algorithms import calibrate, improve, sample, search, sparsify_
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, quantize_checkpoint, save, unflatten
+    from .planning.configs import *  # noqa: F403
+    from .planning.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .quantize import (
         FrozenLinear,
         PerformanceWarning,
@@ -29,13 +31,12 @@ if TYPE_CHECKING:
         dequantize_,
         freeze_,
         plan,
+        quantize_,
         recommend,
         register_quantize_module_handler,
         thaw_,
         together,
     )
-    from .quantize.configs import *  # noqa: F403
-    from .quantize.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify
     from .training import QATConfig, distillation_loss, enable_fake_quant
 
@@ -141,8 +142,7 @@ __all__ = [
 
 # Tensors and kernels are imported at once, so that a pickled weight loads and runs. The rest is imported at first use,
 # because it would more than double the import time.
-# If two modules define a name (quantize_, load), the one of the higher layer comes first.
-_MODULES = ("quantize.configs", "quantize.granularity", "algorithms", "training", "quantize", "report", "io")
+_MODULES = ("planning.configs", "planning.granularity", "quantize", "algorithms", "training", "report", "io")
 # Not in __all__: `from pennyweight import *` must not need their library
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from ..core.formats import INT8
+from ..core.numerics import decibels
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, check_finite
-from ..quantize.config_resolution import Filter, PlanError
-from ..quantize.configs import SpecConfig
-from ..quantize.pipeline import decibels
-from ..quantize.plan import PlanRow, plan
-from ..quantize.report import Report, Row
-from ..quantize.sparsity_mask import SparsityPattern
+from ..planning.config_resolution import Filter, PlanError
+from ..planning.configs import SpecConfig
+from ..planning.plan import PlanRow, plan
+from ..planning.report import Report, Row
+from ..planning.sparsity_mask import SparsityPattern
 from .calibration.batches import Batches, read
 from .calibration.loop import CalibrationLoop, CollectedStatistics
-from .solvers.clip import by_rows
-from .solvers.gptq_core import WIDTH, inverse_cholesky
+from .solvers.block_search import by_rows
+from .solvers.gptq import COLUMNS_PER_BLOCK, inverse_cholesky
 from .solvers.reshape import as_matrix
 from .solvers.rtn import total_error
 
@@ -151,7 +151,7 @@ def sparse_gpt(w: Tensor, hessian: Tensor, pattern: SparsityPattern, damping: fl
     n, k = w.shape
     upper, diagonal = f.upper, f.upper.diagonal()
     w = w.t().contiguous()
-    width = WIDTH if not pattern.of else max(1, WIDTH // pattern.of) * pattern.of
+    width = COLUMNS_PER_BLOCK if not pattern.of else max(1, COLUMNS_PER_BLOCK // pattern.of) * pattern.of
     for begin in range(0, k, width):
         end = min(begin + width, k)
         block, errors, inner = (

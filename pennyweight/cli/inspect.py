@@ -37,7 +37,7 @@ def inspect(
 
 def text(found: Contents) -> str:
     """The table and its totals."""
-    from ..quantize.report import size
+    from ..planning.report import size
 
     kind = {"safetensors": "plain safetensors", "pennyweight": f"pennyweight format, version {found.version}"}
     rows = []

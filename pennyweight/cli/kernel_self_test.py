@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from ..algorithms.solvers.rtn import quantize_weight
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels import Kernel, get_kernel, kernels
 from ..kernels.table import case_of
-from ..quantize.parameters import Site
-from ..quantize.pipeline import quantize_weight
+from ..planning.parameters import Site
 from .aliases import CONFIGS, build
 
 # Maximum distance of a kernel from the reference, as a ratio of norms: the error of its declared arithmetic with a

@@ -11,7 +11,7 @@ import typer
 from .evaluate import compare_folders
 
 if TYPE_CHECKING:
-    from ..quantize.report import Report
+    from ..planning.report import Report
 
 
 def run_gated(

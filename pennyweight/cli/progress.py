@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from ..quantize.report import Report
+    from ..planning.report import Report
 
 INTERRUPTED = 130  # 128 + SIGINT, the shell convention
 
@@ -44,7 +44,7 @@ def resume_hint() -> Iterator[None]:
 
 def file_sizes(report: Report, before: int, after: int | None) -> str:
     """One line with the files' true sizes; for a dry run an estimate."""
-    from ..quantize.report import size
+    from ..planning.report import size
 
     text = f"files: {before:,} bytes ({size(before)})"
     if after is None:

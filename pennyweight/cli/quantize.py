@@ -15,7 +15,7 @@ from .progress import check_report_path, output_folder, print_report, progress_b
 from .torchrun import is_first_rank, over_ranks, world
 
 if TYPE_CHECKING:
-    from ..quantize.report import Report
+    from ..planning.report import Report
 
 
 @report_errors
@@ -87,7 +87,7 @@ def quantize(
 
     torchrun --nproc-per-node N -m pennyweight quantize ... divides the files among N processes.
     """
-    from ..quantize.report import nbytes_of
+    from ..planning.report import nbytes_of
 
     if not config and not budget:
         raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help describes them")

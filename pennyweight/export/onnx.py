@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..quantize.report import Report, Row
+from ..planning.report import Report, Row
 from . import codes_2d, onnx_patterns
 from .atomic_save import INLINE, save
 from .graph import Nodes

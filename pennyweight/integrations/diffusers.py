@@ -24,7 +24,7 @@ from ..io.lazy_checkpoint import open_safetensors
 from ..io.manifest import VERSION
 from ..io.state_dict import Slot, flatten, slots_of
 from ..kernels.repack import prepare
-from ..quantize.configs import AOBaseConfig
+from ..planning.configs import AOBaseConfig
 from ..quantize.pipeline import dequantize_
 
 

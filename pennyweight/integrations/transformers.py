@@ -15,10 +15,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
 from ..io.manifest import VERSION
 from ..io.output_formats import FORMATS
-from ..quantize.configs import AOBaseConfig
-from ..quantize.configs.aliases import by_name
-from ..quantize.configs.serialize import config_from_data
-from ..quantize.plan import ON_INDIVISIBLE
+from ..planning.configs import AOBaseConfig
+from ..planning.configs.aliases import by_name
+from ..planning.configs.serialize import config_from_data
+from ..planning.plan import ON_INDIVISIBLE
 from .transformers_folder import attach_quantizer, load_pretrained
 from .transformers_quantizer import PennyweightQuantizer
 
@@ -28,8 +28,10 @@ __all__ = ["PennyweightConfig", "PennyweightQuantizer", "attach_quantizer", "loa
 class PennyweightConfig(QuantizationConfigMixin):
     """Quantize while loading: ``from_pretrained(folder, quantization_config=PennyweightConfig("int4"))``.
 
-    config                  one of our configs, or its command-line name ("int4", "int8-dynamic"); FqnToConfig
-                            for layers by name
+    config                  one of our configs, or its short name ("int4", "int8-dynamic"); FqnToConfig for layers by
+                            name
+    group_size              of a config given by its short name
+    skip                    modules and parameters that stay float, as for ``pw.quantize_``: names, ends of names, globs
     modules_to_not_convert  names (or patterns, as in transformers) of modules that stay float. Default: the output
                             layer and tied weights; [] is none. A layer named in FqnToConfig is always quantized
     on_indivisible          as for ``pw.quantize_``
@@ -46,6 +48,8 @@ class PennyweightConfig(QuantizationConfigMixin):
         modules_to_not_convert: Sequence[str] | None = None,
         on_indivisible: str = "pad",
         *,
+        group_size: int | None = None,
+        skip: Sequence[str] = (),
         save_as: str = METHOD,
         quant_method: str = METHOD,
         version: int = VERSION,
@@ -66,8 +70,12 @@ class PennyweightConfig(QuantizationConfigMixin):
             raise ValueError(f"save_as must be one of {(METHOD, *FORMATS)}, got {save_as!r}")
         if isinstance(modules_to_not_convert, str) or not all(isinstance(n, str) for n in modules_to_not_convert or ()):
             raise ValueError(f"modules_to_not_convert must be a list of names, got {modules_to_not_convert!r}")
+        if isinstance(skip, str) or not all(isinstance(n, str) for n in skip):
+            raise ValueError(f"skip must be a list of names, got {skip!r}")
+        if group_size is not None and not isinstance(config, str):
+            raise ValueError('group_size needs a config given by its short name, such as "int4"; set it in the config')
         if isinstance(config, str):
-            config = by_name(config)
+            config = by_name(config, group_size)
         elif isinstance(config, dict):
             config = config_from_data(config)
         elif config is not None and not isinstance(config, AOBaseConfig):
@@ -77,6 +85,7 @@ class PennyweightConfig(QuantizationConfigMixin):
         self.quant_method = METHOD
         self.config = config
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.skip = list(skip)
         self.on_indivisible = on_indivisible
         self.save_as = save_as
         self.written: dict[str, Any] | None = None  # the entry when saving in another library's format
@@ -86,7 +95,13 @@ class PennyweightConfig(QuantizationConfigMixin):
         if self.written is not None:
             return self.written
         out = quantization_config(self.config, self.modules_to_not_convert)
+        out |= {"skip": self.skip} if self.skip else {}
         return out if self.on_indivisible == "pad" else {**out, "on_indivisible": self.on_indivisible}
+
+    def quantize_arguments(self) -> dict[str, Any]:
+        """The arguments of ``pw.quantize_`` that this object stands for."""
+        skip = [*self.skip, *(self.modules_to_not_convert or ())]
+        return {"config": self.config, "skip": skip, "on_indivisible": self.on_indivisible}
 
     def __iter__(self) -> Any:
         yield from self.to_dict().items()

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ..core.tensor import AffineQuantizedTensor
 from ..io.loading import load
 from ..io.state_dict import slots_of
-from ..quantize.configs import AOBaseConfig
+from ..planning.configs import AOBaseConfig
 
 
 def load_pretrained(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.tensor import AffineQuantizedTensor
-from ..quantize.configs import AOBaseConfig
+from ..planning.configs import AOBaseConfig
 from .transformers import PennyweightConfig
 from .transformers_quantizer import PennyweightQuantizer
 

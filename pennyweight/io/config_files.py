@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..core.spec import dtype_name
-from ..quantize.configs import AOBaseConfig
-from ..quantize.configs.serialize import config_to_data
+from ..planning.configs import AOBaseConfig
+from ..planning.configs.serialize import config_to_data
 from .atomic_write import write_bytes
 from .manifest import Manifest, version_of
 from .strict_json import read_bytes, read_object, resolve_inside

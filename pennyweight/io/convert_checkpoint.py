@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.spec import DTYPES
-from ..quantize.report import Report, Row
+from ..planning.report import Report, Row
 from . import output_formats
 from .atomic_write import write_bytes
 from .codecs import CODECS

@@ -19,7 +19,7 @@ from ..core.numerics import Parts
 from ..core.packing import pack_bits
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, each_part
-from ..quantize.parameters import kind_of, places
+from ..planning.parameters import kind_of, places
 from .file import CheckpointError, KeyedError, checkpoint_errors
 from .manifest import KEY, Manifest, Meta, Stored, check_parts, clean, dump, read, stored_parts
 from .safetensors_file import DTYPE_NAMES, check_name

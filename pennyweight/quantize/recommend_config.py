@@ -13,30 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .config_resolution import PlanError, rules
-from .configs import (
-    AOBaseConfig,
-    FqnToConfig,
-    Int4WeightOnlyConfig,
-    Int8DynamicActivationInt4WeightConfig,
-    Int8DynamicActivationInt8WeightConfig,
-    Int8WeightOnlyConfig,
-)
-from .layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
-from .module_handlers import HANDLERS
-from .pipeline import quantize_, solve
-from .plan import plan
+from ..algorithms.solve import solve
+from ..planning.config_resolution import PlanError, rules
+from ..planning.configs import AOBaseConfig, FqnToConfig
+from ..planning.configs.aliases import FASTEST, named
+from ..planning.layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
+from ..planning.module_handlers import HANDLERS
+from ..planning.plan import plan
+from ..planning.report import NOISE, size
+from ..planning.run_batch import run_batch
+from .pipeline import quantize_
 from .recommendation import BUSY, Candidate, Recommendation, best, verdict
-from .report import NOISE, size
-from .run_batch import run_batch
 
-CANDIDATES: tuple[AOBaseConfig, ...] = (
-    Int8DynamicActivationInt8WeightConfig(),
-    Int8WeightOnlyConfig(),
-    Int4WeightOnlyConfig(128),
-    Int4WeightOnlyConfig(32),
-    Int8DynamicActivationInt4WeightConfig(),
-)
 SECONDS = 0.5  # to time one candidate against float
 TURN = 0.05  # seconds of consecutive calls of one model, so that a model that fits into a cache stays there, as in use
 TRIES = 3  # repeated timings of one candidate on a busy machine
@@ -50,7 +38,7 @@ def recommend(
     *,
     max_bytes: int | None = None,
     max_error: float | None = None,
-    candidates: Sequence[AOBaseConfig] | None = None,
+    candidates: Sequence[AOBaseConfig | str] | None = None,
     seconds: float = SECONDS,
 ) -> Recommendation:
     """The fastest config for this model, these inputs and this machine within the bounds.
@@ -71,7 +59,7 @@ def recommend(
     """
     if any(bound is not None and not bound > 0 for bound in (max_bytes, max_error)):
         raise ValueError(f"max_bytes and max_error must be positive, got {max_bytes} and {max_error}")
-    configs = list(CANDIDATES if candidates is None else candidates)
+    configs = [named(c) for c in (FASTEST if candidates is None else candidates)]
     if not all(isinstance(c, AOBaseConfig) for c in configs):
         raise ValueError(f"candidates are configs such as Int8WeightOnlyConfig(), got {configs!r}")
     with torch.inference_mode(False), torch.no_grad():
@@ -177,7 +165,7 @@ class _Trial:
         measure_(
             out,
             lambda row: [m for m, _ in calls_of_weight(row, self.rows).most_common(COUNTS)],
-            lambda row: solve(row)[0],
+            lambda row: solve(row).weight,
         )
         found: Choices = {}
         for row in out.active:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .configs import AOBaseConfig
-from .report import NOISE, size
+from ..planning.configs import AOBaseConfig
+from ..planning.report import NOISE, size
 
 # The float model is timed with each candidate; if its times differ by more than this ratio, the machine was busy.
 BUSY = 1.5

@@ -2,7 +2,7 @@
 
 These libraries call a quantizer object on the model to learn what to write. ``from_pretrained`` attaches it; for a
 model quantized in place this module does. The adapters are in a higher layer of the package, so they are listed here by
-name and imported only for a model of their library; a library that was not imported stays so.
+name and imported only for a model of their library, so that no further library is imported.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def settle_saving_(model: nn.Module, config: Any = None) -> None:
 def _settle(owner: nn.Module, quantized: bool, config: Any, library: Library) -> None:
     try:
         adapter = import_module(library.adapter)
-    except ImportError as e:  # a release that the adapter does not support; the weights are quantized all the same
+    except ImportError as e:  # a release that the adapter does not support; the weights are quantized nevertheless
         warnings.warn(
             f"save_pretrained of {type(owner).__name__} cannot write its quantized weights, because "
             f"{library.adapter} does not support this release of {library.module.partition('.')[0]} ({e}); save it "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..quantize.run_batch import run_batch
+from ..planning.run_batch import run_batch
 from .layers import first_tensor, unwrapped, weights
 from .outputs import batches_of, evaluating
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
-from ..quantize.run_batch import run_batch
+from ..planning.run_batch import run_batch
 from . import metrics
 from .comparison import Comparison, Layer
 from .layers import Pair, first_tensor, model_bytes, pairs, same_shape, stored_bytes, unwrapped, weight_sqnr

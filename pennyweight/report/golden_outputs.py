@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..quantize.run_batch import run_batch
+from ..planning.run_batch import run_batch
 from .layers import unwrapped
 from .metrics import Spread, ratio, spread
 from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..io.state_dict import items
-from ..quantize.parameters import Place, places
+from ..planning.parameters import Place, places
 from .metrics import decibels, energies
 
 _PART = 1 << 24  # elements of a weight in float64 at a time

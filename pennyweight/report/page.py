@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module, resources
 from typing import Any
 
-from ..quantize.report import Latency, size
+from ..planning.report import Latency, size
 from .activations import OUTLIER, Inputs
 from .comparison import KL_OF, Comparison, Layer
 from .timing import overall

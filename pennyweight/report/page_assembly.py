@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..io import open as open_checkpoint
-from ..quantize.report import Latency
+from ..planning.report import Latency
 from . import svg_figures
 from .activations import activations
 from .compare_models import compare, compare_weights

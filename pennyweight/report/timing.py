@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from ..core.tensor import AffineQuantizedTensor
-from ..quantize.layer_timing import ROTATED, ROWS, time_layer
-from ..quantize.parameters import Site, make_site
-from ..quantize.plan import PlanRow
-from ..quantize.report import Latency
+from ..planning.layer_timing import ROTATED, ROWS, time_layer
+from ..planning.parameters import Site, make_site
+from ..planning.plan import PlanRow
+from ..planning.report import Latency
 from .layers import model_bytes, pairs, unwrapped
 
 

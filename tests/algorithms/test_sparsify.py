@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.algorithms.sparsify import sparse_gpt
-from pennyweight.quantize.sparsity_mask import SparsityPattern
+from pennyweight.planning.sparsity_mask import SparsityPattern
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 

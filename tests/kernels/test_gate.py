@@ -27,7 +27,7 @@ SOURCES = PACKAGE / "kernels" / "cpu" / "src"
 ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
-    "algorithms/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
+    "quantize/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
     "integrations/diffusers.py": "identity", "core/ops/view.py": "identity", "core/distributed/dispatch.py": "identity",
     "core/distributed/collectives.py": "identity",
     "core/distributed/fsdp.py": "identity",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.quantize.report import Latency
+from pennyweight.planning.report import Latency
 from pennyweight.report.activations import BINS, activations
 from pennyweight.report.compare_models import compare_weights
 from pennyweight.report.page import place_of

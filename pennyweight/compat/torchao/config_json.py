@@ -22,9 +22,9 @@ import torch
 
 from ...core.formats import Format
 from ...core.spec import ActivationSpec, QuantSpec
-from ...quantize import configs, granularity
-from ...quantize.configs import AOBaseConfig, FqnToConfig
-from ...quantize.name_patterns import check_keys
+from ...planning import configs, granularity
+from ...planning.configs import AOBaseConfig, FqnToConfig
+from ...planning.name_patterns import check_keys
 from . import enums, v0_8_configs, v0_8_layouts
 
 __all__ = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from ...quantize.granularity import MappingType, PerGroup, PerRow, PerTensor
+from ...planning.granularity import MappingType, PerGroup, PerRow, PerTensor
 
 __all__ = [
     "FP8Granularity",

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.formats import E4M3, E5M2
 from ...core.spec import DTYPES, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.granularity import Granularity, PerBlock, PerRow, PerTensor
+from ...planning.granularity import Granularity, PerBlock, PerRow, PerTensor
 from .class_view import View
 from .enums import Float8MMConfig, KernelPreference
 from .int_views import Int8Tensor, QuantizeTensorKwargs, QuantizeTensorToInt8Kwargs

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...core.formats import INT7, INT8, TERNARY
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.configs.integer import INT8_EPS
-from ...quantize.granularity import Granularity, MappingType, PerRow, PerTensor
+from ...planning.configs.integer import INT8_EPS
+from ...planning.granularity import Granularity, MappingType, PerRow, PerTensor
 from .class_view import View
 from .enums import IntxChooseQParamsAlgorithm
 from .integer_ranges import get_block_size

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quantize.granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from ...planning.granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from .enums import TorchAODType
 
 __all__ = [

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ...core.formats import INT8
 from ...core.spec import ActivationSpec, QuantSpec
-from ...quantize.configs.integer import INT8_EPS
-from ...quantize.granularity import MappingType
+from ...planning.configs.integer import INT8_EPS
+from ...planning.granularity import MappingType
 from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
 from .int4_views import packed_by_aten
 from .part_conversion import int_codes, ready

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...quantize.module_handlers import register_quantize_module_handler
+from ...planning.module_handlers import register_quantize_module_handler
 from ...training import (
     BitNetTrainingConfig,
     Int8MixedPrecisionTrainingConfig,

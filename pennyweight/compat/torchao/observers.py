@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantize.granularity import Granularity, MappingType
+from ...planning.granularity import Granularity, MappingType
 from .enums import ZeroPointDomain
 from .fake_quantize import _fake_quantize_affine
 from .integer_ranges import block_view, get_block_size, require

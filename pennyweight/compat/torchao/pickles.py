@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...quantize import granularity
+from ...planning import granularity
 from . import attributes, block_views, enums, float_views, int4_views, int_views, v0_8_aqt, v0_8_layouts
 
 __all__ = ["GLOBALS", "allow"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.numerics import _reciprocal
-from ...quantize.granularity import MappingType
+from ...planning.granularity import MappingType
 from .enums import TorchAODType, ZeroPointDomain
 from .integer_ranges import (
     _SUB_BYTE_INT_BOUNDS,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ...core.formats import INT4
 from ...core.numerics import fake_quantize
 from ...core.spec import QuantSpec
-from ...quantize.config_resolution import Filter
-from ...quantize.configs import (
+from ...planning.config_resolution import Filter
+from ...planning.configs import (
     AOBaseConfig,
     Float8DynamicActivationInt4WeightConfig,
     Int4WeightOnlyConfig,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.qparams import _span
-from ...quantize.granularity import MappingType
+from ...planning.granularity import MappingType
 from .enums import ZeroPointDomain
 from .integer_ranges import FP8_TYPES, _get_and_check_qmin_qmax, block_view, require
 

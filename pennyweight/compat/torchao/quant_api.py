@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize import config_resolution, module_handlers
-from ...quantize.configs import AOBaseConfig, FqnToConfig
-from ...quantize.parameters import is_linear
+from ...planning import config_resolution, module_handlers
+from ...planning.configs import AOBaseConfig, FqnToConfig
+from ...planning.parameters import is_linear
+from ...planning.report import Report
 from ...quantize.pipeline import quantize_ as _quantize_
-from ...quantize.report import Report
 from . import attributes
 
 __all__ = [
@@ -144,7 +144,7 @@ def autoquant(
     ``example_input`` determines the number of rows; ``min_sqnr`` in dB rejects larger errors. Other arguments are
     torchao's and ignored. Raises ValueError without an example input: torchao uses the first call's instead.
     """
-    from ...quantize.configs import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
+    from ...planning.configs import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
     from ...quantize.recommend_config import recommend
 
     if example_input is None:

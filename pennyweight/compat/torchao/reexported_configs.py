@@ -1,6 +1,6 @@
 """Our configs that have torchao's names and need no adapter."""
 
-from ...quantize.configs import (
+from ...planning.configs import (
     AOBaseConfig,
     AOPerModuleConfig,
     Float8DynamicActivationFloat8WeightConfig,

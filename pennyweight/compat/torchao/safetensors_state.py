@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize import granularity
+from ...planning import granularity
 from . import block_views, enums, float_views, int_views
 from .part_conversion import ready
 from .serialized_attributes import check_attributes

@@ -9,7 +9,7 @@ import torch
 
 from ...core.formats import E4M3, E5M2
 from ...core.spec import DTYPES
-from ...quantize.granularity import Granularity, MappingType
+from ...planning.granularity import Granularity, MappingType
 from .block_views import _ELEMENTS
 from .enums import Float8MMConfig, KernelPreference, ScaleCalculationMode
 from .int_views import IntxUnpackedToInt8TensorActivationQuantization, QuantizeTensorKwargs

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...core.formats import INT8, UINT4
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
-from ...quantize.configs.integer import INT8_EPS
+from ...planning.configs.integer import INT8_EPS
 from .class_view import View
 from .enums import ZeroPointDomain
 from .part_conversion import ready

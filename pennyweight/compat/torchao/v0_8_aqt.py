@@ -11,8 +11,8 @@ from torch import Tensor
 from ...core.formats import E2M1, E2M3, E3M2, INT8
 from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
-from ...quantize.configs.integer import INT8_EPS
-from ...quantize.granularity import MappingType
+from ...planning.configs.integer import INT8_EPS
+from ...planning.granularity import MappingType
 from .class_view import View
 from .enums import ZeroPointDomain
 from .int4_views import packed_by_aten

@@ -13,12 +13,12 @@ import torch
 
 from ...core.formats import INT4, INT8, UINT4
 from ...core.spec import QuantSpec
-from ...quantize import configs as ours
-from ...quantize.configs.base import activation, as_format
-from ...quantize.configs.integer import INT8_EPS
-from ...quantize.granularity import Granularity, MappingType, PerGroup, PerRow, PerToken
-from ...quantize.parameters import Site
-from ...quantize.scheme import Scheme
+from ...planning import configs as ours
+from ...planning.configs.base import activation, as_format
+from ...planning.configs.integer import INT8_EPS
+from ...planning.granularity import Granularity, MappingType, PerGroup, PerRow, PerToken
+from ...planning.parameters import Site
+from ...planning.scheme import Scheme
 from .enums import ZeroPointDomain
 from .v0_8_layouts import Layout, _Sparse
 

@@ -20,7 +20,7 @@ import torch
 
 from ...core.formats import E2M1, E2M3, E4M3, E8M0, Format, get_format
 from ...core.spec import NVFP4, ActivationSpec, QuantSpec
-from ...quantize.name_patterns import NamePattern
+from ...planning.name_patterns import NamePattern
 from .base import FLOATS, Config, setting
 
 E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core.convert_spec import conversion_kind
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.report import Report, Row
+from ...planning.report import Report, Row
 from ..atomic_write import remove_left_over, sync_folder
 from ..config_files import folder_of, method_files
 from ..file import CheckpointError, checkpoint_errors

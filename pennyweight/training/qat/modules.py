@@ -326,7 +326,7 @@ def _prepare_alone(module: Any, activation_config: Any, weight_config: Any) -> A
     """Prepare one layer with the configs of a QATConfig; without configs it is not changed."""
     if weight_config is not None:
         from ...quantize.pipeline import quantize_
-        from .prepare import QATConfig  # imported to register its handler in quantize_
+        from .config import QATConfig
 
         quantize_(module, QATConfig(None, activation_config, weight_config), lambda m, fqn: m is module)
     elif activation_config is not None:

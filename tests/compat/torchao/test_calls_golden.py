@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pennyweight.compat.torchao.enums import MappingType, ZeroPointDomain
-from pennyweight.quantize import granularity
+from pennyweight.planning import granularity
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 RELEASES = ("0.9", "0.12", "0.18")

@@ -32,7 +32,7 @@ from pennyweight.compat.torchao.primitives import (
     dequantize_affine,
     quantize_affine,
 )
-from pennyweight.quantize.granularity import PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from pennyweight.planning.granularity import PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 
 SYM, ASYM, NO_CLIP = MappingType.SYMMETRIC, MappingType.ASYMMETRIC, MappingType.SYMMETRIC_NO_CLIPPING_ERR
 INT, FLOAT, NONE = ZeroPointDomain.INT, ZeroPointDomain.FLOAT, ZeroPointDomain.NONE

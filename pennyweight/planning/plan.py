@@ -16,9 +16,8 @@ from ..core.numerics import quantize
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import Case, case_of, get_kernel, select
-from .config_resolution import Choice, Filter, PlanError, Rules, rules
+from .config_resolution import Choice, Filter, Left, PlanError, Rules, Skip, resolve_config, rules, skips
 from .configs import AOBaseConfig
-from .freeze import FrozenLinear
 from .module_handlers import HANDLERS, TELLS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .parameters import Indivisible, Place, Site, make_site, places
 from .peft_adapters import WHY as ADAPTER
@@ -39,6 +38,7 @@ class PlanRow:
     already  True if it already has this scheme
     latency  of its layer, once measured
     call     the bound handler: (model, device=...) -> the new module; handled: its config
+    left     "filtered" or "skipped" if the filter or the user's skip list leaves it alone
     """
 
     name: str
@@ -59,6 +59,7 @@ class PlanRow:
     call: Any = field(default=None, repr=False)
     handled: AOBaseConfig | None = None
     latency: tuple[Latency, ...] = ()
+    left: Left = ""
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -89,7 +90,9 @@ class Plan:
         for r in self.rows:
             scheme = type(r.handled).__name__ if r.call is not None else "" if r.scheme is None else str(r.scheme)
             sizes = (r.bytes_before, r.bytes_after)
-            rows.append(Row(r.name, r.type_name, r.shape, scheme, r.kernel, *sizes, None, r.note, r.latency))
+            text = "" if r.call is not None or r.scheme is None else r.scheme.describe()
+            row = Row(r.name, r.type_name, r.shape, scheme, r.kernel, *sizes, None, r.note, r.latency, scheme_text=text)
+            rows.append(row)
         return Report(str(self.config), rows)
 
     def __str__(self) -> str:
@@ -98,40 +101,54 @@ class Plan:
 
 def plan(
     model: nn.Module,
-    config: AOBaseConfig,
+    config: AOBaseConfig | str,
     filter_fn: Filter | None = None,
     *,
+    skip: Skip = (),
     on_indivisible: str = "pad",
     handlers: Mapping[type, Handler] | None = None,
     device: torch.device | str | None = None,
 ) -> Plan:
     """List every parameter with its site, scheme, kernel, bytes, and the reason if it is left alone. Changes nothing.
 
-    filter_fn(module, fqn) selects modules; default: linear ones. handlers: default: the registered ones. Works on the
-    meta device. Raises PlanError if the plan quantizes nothing, a key matches nothing, the config does not fit a layer,
-    or the model is frozen.
+    config     a config, or its short name ("int4")
+    filter_fn  (module, fqn) -> bool selects modules; default: linear ones
+    skip       modules and parameters to leave alone: names, ends of names ("lm_head"), globs; or a function, see
+               :func:`pennyweight.planning.config_resolution.skips`
+    handlers   default: the registered ones
+
+    Works on the meta device. Raises PlanError if the plan quantizes nothing, a key or an entry of ``skip`` matches
+    nothing, the config does not fit a layer, or the model is frozen.
     """
-    if not isinstance(config, AOBaseConfig):
-        raise PlanError(f"config must be an AOBaseConfig such as Int8WeightOnlyConfig(), got {config!r}")
+    config = resolve_config(config)
     if on_indivisible not in ON_INDIVISIBLE:
         raise PlanError(f"on_indivisible must be one of {ON_INDIVISIBLE}, got {on_indivisible!r}")
     if device is not None and torch.device(device).type == "meta":
         raise PlanError("device='meta' would discard the weights; leave device out")
-    frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
-    if frozen:
-        raise PlanError(f"{frozen[0] or 'model'} is frozen ({len(frozen)} layers in all); call thaw_(model) first")
+    fixed = [(name, module.plan_error) for name, module in model.named_modules() if hasattr(module, "plan_error")]
+    if fixed:
+        name, (state, remedy) = fixed[0]
+        raise PlanError(f"{name or 'model'} {state} ({len(fixed)} layers in all); {remedy}")
     chosen = rules(config, filter_fn)
     everywhere = list(places(model))
     handlers = HANDLERS if handlers is None else handlers
     flat = [place for where in everywhere for place in where]
     chosen.check_keys(flat, [name for name, _ in model.named_modules()], handlers)
-    adapters = adapter_modules(model)
-    rows, taken, refused = _handled(model, chosen, handlers, adapters)
-    for where in everywhere:
-        tensor, choice = where[0].get(), chosen.choose(where)
-        handler = handlers.get(type(choice.config))
+    adapters, skipped = adapter_modules(model), skips(skip, flat)
+    choices = [chosen.choose(where) for where in everywhere]
+    excluded = {
+        id(where[0].get()): why
+        for where, choice in zip(everywhere, choices, strict=True)
+        if (why := skipped(where, choice))
+    }
+    rows, taken, refused = _handled(model, chosen, handlers, adapters, excluded)
+    for where, choice in zip(everywhere, choices, strict=True):
+        tensor = where[0].get()
+        if id(tensor) in excluded:
+            choice = choice._replace(config=None, why=excluded[id(tensor)], left="skipped")
         if id(tensor) in taken:
             continue
+        handler = handlers.get(type(choice.config))
         if choice.config is not None and not choice.named and id(choice.place.module) in adapters:
             choice = choice._replace(config=None, why=ADAPTER)
         if handler is not None and choice.named:
@@ -154,10 +171,10 @@ def _row(where: list[Place], tensor: Tensor, choice: Choice, on_indivisible: str
     if nn.parameter.is_lazy(tensor):
         raise PlanError(f"{name} is a lazy parameter without values; run the model on one batch first")
     size = int(tensor.nbytes)
-    row = PlanRow(name, kind, tuple(tensor.shape), size, size, tensor, tuple(where), key=choice.key)
+    row = PlanRow(name, kind, tuple(tensor.shape), size, size, tensor, tuple(where), key=choice.key, left=choice.left)
     site = make_site(choice.place, tensor, named=choice.named)
     if isinstance(site, str) or choice.config is None:
-        row.note = site if isinstance(site, str) else choice.why
+        row.note = site if isinstance(site, str) and choice.left != "skipped" else choice.why
         return row
     try:
         row.site = choice.config.site(site)
@@ -247,7 +264,7 @@ def _has_scheme(w: AffineQuantizedTensor, scheme: Scheme) -> bool:
 
 
 def _handled(
-    model: nn.Module, chosen: Rules, handlers: Mapping[type, Handler], adapters: set[int]
+    model: nn.Module, chosen: Rules, handlers: Mapping[type, Handler], adapters: set[int], excluded: Mapping[int, str]
 ) -> tuple[list[PlanRow], set[int], dict[int, str]]:
     """(rows of the modules that a handler will transform, ids of their parameters, {id: reason} for the parameters of
     modules that the handler rejects)."""
@@ -261,6 +278,8 @@ def _handled(
         config = chosen.of_module(name, module)
         handler = handlers.get(type(config))
         if handler is None:
+            continue
+        if any(id(p) in excluded for p in module.parameters()):
             continue
         takes, note = TELLS[type(config)](module, config) if type(config) in TELLS else (True, "")
         if not takes:
@@ -305,7 +324,7 @@ def _check(rows: list[PlanRow]) -> None:
     """Raise PlanError for a key that quantizes nothing, and for a plan that does nothing."""
     for key in dict.fromkeys(r.key for r in rows if r.key not in ("", "_default")):
         mine = [r for r in rows if r.key == key]
-        if not any(r.site is not None or r.call is not None or r.note.startswith("skipped by") for r in mine):
+        if not any(r.site is not None or r.call is not None or r.left == "skipped" for r in mine):
             raise PlanError(f"{key!r} matches nothing that can be quantized: {mine[0].name}: {mine[0].note}")
     if not any(r.scheme is not None or r.call is not None for r in rows):
         reasons = sorted({f"{r.type_name}: {r.note}" for r in rows if r.note and len(r.shape) > 1})

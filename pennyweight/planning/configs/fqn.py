@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ..parameters import Site
 from ..scheme import Scheme
+from .aliases import named
 from .base import AOBaseConfig
 
 
@@ -18,7 +19,8 @@ class FqnToConfig(AOBaseConfig):
     Keys match a module or a parameter: an exact name, a glob (``layers.*.mlp``), or ``re:`` and a regular expression
     that must match the whole name; in configs from files without look-arounds and back references. Parameters of a
     module that is no registered site (experts) are selected by their own names, such as ``*.experts.*``. A value of
-    None leaves the match unquantized. ``_default`` applies to modules that no key matches.
+    None leaves the match unquantized; a string is the short name of a config ("int8"). ``_default`` applies to modules
+    that no key matches.
     """
 
     fqn_to_config: Mapping[str, AOBaseConfig | None] = field(default_factory=dict)
@@ -28,7 +30,8 @@ class FqnToConfig(AOBaseConfig):
     def __post_init__(self) -> None:
         if self.fqn_to_config and self.module_fqn_to_config and self.fqn_to_config != self.module_fqn_to_config:
             raise ValueError("give fqn_to_config or its older name module_fqn_to_config, not both")
-        table = dict(self.fqn_to_config or self.module_fqn_to_config)
+        given = self.fqn_to_config or self.module_fqn_to_config
+        table = {key: named(value) for key, value in given.items()}
         for key, value in table.items():
             if not isinstance(key, str) or not (value is None or isinstance(value, AOBaseConfig)):
                 raise ValueError(f"FqnToConfig maps names to configs or None, got {key!r}: {value!r}")

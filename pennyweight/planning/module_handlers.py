@@ -40,24 +40,6 @@ def register_quantize_module_handler(config_type: type, tells: Tells | None = No
     return add
 
 
-# For whole models: (model, config, quantize) -> Report. quantize(model, another config, put=...) runs quantize_ with
-# the caller's other arguments; put replaces pipeline.put_.
-MODEL_HANDLERS: dict[type, Callable[..., Report]] = {}
-
-
-def register_quantize_model_handler(config_type: type) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
-    """Register the decorated ``handler(model, config, quantize) -> Report``; ``quantize_`` calls it for configs of that
-    type. Raises ValueError for a type that already has one."""
-
-    def add(handler: Callable[..., Report]) -> Callable[..., Report]:
-        if config_type in MODEL_HANDLERS:
-            raise ValueError(f"{config_type.__name__} already has a handler: {_name(MODEL_HANDLERS[config_type])}")
-        MODEL_HANDLERS[config_type] = handler
-        return handler
-
-    return add
-
-
 def takes_parameter_name(handler: Handler) -> bool:
     return "parameter_name" in inspect.signature(handler).parameters
 

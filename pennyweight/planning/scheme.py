@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..core.layouts import get_layout
-from ..core.spec import ActivationSpec, QuantSpec
+from ..core.spec import SHORT, ActivationSpec, QuantSpec
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,40 @@ class Scheme:
 
     def __str__(self) -> str:
         return f"{self.weight}" + ("" if self.act is None else f" × {self.act}")
+
+    def describe(self) -> str:
+        """In words: "int4, groups of 64, symmetric, bf16 scales; inputs int8 per row, dynamic"."""
+        return describe(self.weight) + ("" if self.act is None else f"; {describe_activation(self.act)}")
+
+
+def describe(spec: QuantSpec) -> str:
+    """A spec in words: "int4, groups of 64, symmetric, bf16 scales"."""
+    terms = [str(spec.format), _granularity(spec)]
+    if spec.format.kind == "int":
+        terms.append("asymmetric" if spec.zero_point or spec.offset is not None else "symmetric")
+    if isinstance(spec.scale, QuantSpec):
+        above = spec.scale.scale
+        nested = "" if above is None else f" ({_granularity(spec.scale)}, {_short(above)} scales)"
+        terms.append(f"{spec.scale.format} scales{nested}")
+    elif spec.scale is not None:
+        terms.append(f"{_short(spec.scale)} scales")
+    return ", ".join(terms)
+
+
+def describe_activation(act: ActivationSpec) -> str:
+    """An activation in words: "inputs int8 per row, dynamic"."""
+    return f"inputs {act.spec.format} {_granularity(act.spec)}, {act.mode}"
+
+
+def _granularity(spec: QuantSpec) -> str:
+    block = spec.block
+    if block is None:
+        return "per tensor"
+    last, others = block[-1], set(block[:-1])
+    if others <= {1}:
+        return "per row" if last == -1 else "per element" if last == 1 else f"groups of {last}"
+    return f"blocks of {'×'.join('all' if size == -1 else str(size) for size in block)}"
+
+
+def _short(kind: Any) -> str:
+    return str(kind.format) if isinstance(kind, QuantSpec) else SHORT[kind]

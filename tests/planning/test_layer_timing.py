@@ -12,8 +12,9 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.quantize import Latency, Row, layer_timing
-from pennyweight.quantize.plan import PlanRow
+from pennyweight.planning import layer_timing
+from pennyweight.planning.plan import PlanRow
+from pennyweight.quantize import Latency, Row
 
 INT8 = pw.Int8WeightOnlyConfig()
 

@@ -9,9 +9,9 @@ import torch
 import pennyweight as pw
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
-from pennyweight.quantize import configs
-from pennyweight.quantize.configs.aliases import CONFIGS, by_name
-from pennyweight.quantize.configs.serialize import TYPES, config_from_data, config_to_data
+from pennyweight.planning import configs
+from pennyweight.planning.configs.aliases import CONFIGS, by_name
+from pennyweight.planning.configs.serialize import TYPES, config_from_data, config_to_data
 
 GIVEN = [
     pw.CodebookWeightOnlyConfig(bits=4, dim=2, group_size=64),

@@ -83,19 +83,43 @@ CONFIGS = {
 }  # fmt: skip
 
 
+# The default candidates where speed counts: configs with a fast kernel on common CPUs
+FASTEST: tuple[AOBaseConfig, ...] = (
+    integer.Int8DynamicActivationInt8WeightConfig(),
+    integer.Int8WeightOnlyConfig(),
+    integer.Int4WeightOnlyConfig(128),
+    integer.Int4WeightOnlyConfig(32),
+    integer.Int8DynamicActivationInt4WeightConfig(),
+)
+
+
 def close_to(wrong: str, known: list[str]) -> str:
     """ " (did you mean ...?)", or nothing."""
     close = difflib.get_close_matches(wrong, known, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
-def by_name(name: str, **changes: Any) -> AOBaseConfig:
-    """The config of a short name, with some arguments changed. Raises ValueError with the list of names."""
+def by_name(name: str, group_size: int | None = None) -> AOBaseConfig:
+    """The config of a short name, with another group size if given. Raises ValueError with the names that are valid."""
     entry = CONFIGS.get(name)
     if entry is None:
         raise ValueError(f"unknown config {name!r}{close_to(name, list(CONFIGS))}. Known: {', '.join(CONFIGS)}")
-    args = {**entry.args, **changes}
+    args = dict(entry.args)
+    if group_size is not None:
+        if entry.group is None:
+            grouped = ", ".join(n for n, e in CONFIGS.items() if e.group)
+            raise ValueError(
+                f"group_size={group_size} cannot be used with {name}: {entry.no_group}. Configs with groups: {grouped}"
+            )
+        if type(group_size) is not int or group_size < 1:
+            raise ValueError(f"group_size={group_size!r}: must be a positive integer")
+        args[entry.group] = group_size
     if isinstance(args.get("granularity"), int):
         args["granularity"] = PerGroup(args["granularity"])
     home = integer if hasattr(integer, entry.config) else floating  # names come from the table above, never from a file
     return getattr(home, entry.config)(**args)
+
+
+def named(config: Any) -> Any:
+    """The config of a short name; anything else is returned unchanged. Raises ValueError for an unknown name."""
+    return by_name(config) if isinstance(config, str) else config

@@ -45,7 +45,7 @@ class SparsityPattern:
             )
 
     def keep(self, score: Tensor, zeros: int | None = None) -> Tensor:
-        """bool like score [N, K]: True for kept elements, those with higher scores; among equal ones the later.
+        """bool like score [N, K]: True for kept elements, those with higher scores; of equal scores the later ones.
 
         zeros   for a share: total number of zeros, chosen among all elements. None: the same number in each row
         """

@@ -153,7 +153,7 @@ def test_every_kind_of_layer() -> None:
 def test_a_handler_goes_first() -> None:
     from dataclasses import dataclass
 
-    from pennyweight.quantize.module_handlers import HANDLERS
+    from pennyweight.planning.module_handlers import HANDLERS
 
     @dataclass(frozen=True)
     class Replace(pw.AOBaseConfig):

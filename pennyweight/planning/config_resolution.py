@@ -1,17 +1,18 @@
-"""Selects the config of each parameter, by a filter over modules or by name."""
+"""Selects the config of each parameter, by a filter over modules or by name, and the parameters to skip."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
 from .configs import AOBaseConfig, FqnToConfig
+from .configs.aliases import by_name
 from .name_patterns import NamePattern
 from .parameters import Place, is_linear, kind_of
 
@@ -22,6 +23,9 @@ class PlanError(ValueError):
     """A config that cannot be applied as given; the message contains the layer or pattern, and a remedy."""
 
 
+Left = Literal["", "filtered", "skipped"]  # why a parameter is left alone: the filter, or skip= and None in a config
+
+
 class Choice(NamedTuple):
     """The config of a parameter (None: left alone, reason in ``why``), and the place by which it was selected."""
 
@@ -30,6 +34,22 @@ class Choice(NamedTuple):
     key: str = ""  # of FqnToConfig
     named: bool = False  # selected by the parameter's own name
     why: str = ""
+    left: Left = ""
+
+
+Skip = Sequence[str] | Callable[[list[Place], Choice], str]
+
+
+def resolve_config(config: Any) -> AOBaseConfig:
+    """A config object, from itself or from its short name ("int4"). Raises PlanError for anything else."""
+    if isinstance(config, str):
+        try:
+            return by_name(config)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+    if not isinstance(config, AOBaseConfig):
+        raise PlanError(f'config must be one such as Int8WeightOnlyConfig(), or a name such as "int8"; got {config!r}')
+    return config
 
 
 class Rules(Protocol):
@@ -68,8 +88,9 @@ class ByFilter:
         picked = [p for p in places if self._picks(p.module_name, p.module)]
         if picked:
             return Choice(self.config, next((p for p in picked if p.own), picked[0]))
-        linear = is_linear(places[0].module) and places[0].own
-        return Choice(None, places[0], why="filtered out" if linear else f"{_type(places[0])}: not selected by default")
+        if is_linear(places[0].module) and places[0].own:
+            return Choice(None, places[0], why="filtered out", left="filtered")
+        return Choice(None, places[0], why=f"{_type(places[0])}: not selected by default")
 
     def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None:
         if self.filter is None:  # by default a handler gets nn.Linear only
@@ -109,7 +130,9 @@ class ByName:
         if found is None:
             return Choice(None, places[0], why="no key matches it")
         key, place, named = found
-        return Choice(self.table[key], place, key, named, f"skipped by {key!r}")
+        if self.table[key] is None:
+            return Choice(None, place, key, named, f"skipped by {key!r}", "skipped")
+        return Choice(self.table[key], place, key, named)
 
     def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None:
         if name in self.table:
@@ -129,6 +152,44 @@ class ByName:
                 raise PlanError(_nothing(key, places, modules))
             if config is not None and not any(_reaches(key, p) for p in mine):
                 raise PlanError(f"{key!r} matches nothing that can be quantized: {_type(mine[0])} at {mine[0].name}")
+
+
+# -- parameters to skip ----------------------------------------------------------------------------------------------
+
+
+def skips(skip: Skip, places: list[Place]) -> Callable[[list[Place], Choice], str]:
+    """(places of a parameter, its choice) -> why ``skip`` leaves it alone, or "".
+
+    skip: names of modules or parameters, ends of such names ("lm_head"), globs; or such a function. A tied parameter is
+    skipped if one of its names is. Raises PlanError for an entry that matches nothing.
+    """
+    if callable(skip):
+        return skip
+    if isinstance(skip, str) or not all(isinstance(word, str) for word in skip):
+        raise PlanError(f"skip must be a list of names, got {skip!r}")
+    found: dict[str, str] = {}
+    prefixes = {p.name: _prefixes(p.name) for p in places}
+    for word in skip:
+        hits = [name for name, around in prefixes.items() if any(_skipped_by(word, known) for known in around)]
+        if not hits:
+            close = difflib.get_close_matches(word, {a for around in prefixes.values() for a in around}, 3, 0.4)
+            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise PlanError(f"skip={word!r} matches no module or parameter{hint}")
+        found |= {name: word for name in hits if name not in found}
+    return lambda where, choice: next((f"skipped by {found[p.name]!r}" for p in where if p.name in found), "")
+
+
+def _prefixes(name: str) -> list[str]:
+    """For "a.b.weight": "a", "a.b", "a.b.weight"."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _skipped_by(word: str, name: str) -> bool:
+    return name == word or name.endswith(f".{word}") or fnmatch.fnmatchcase(name, word)
+
+
+# -- names and patterns ----------------------------------------------------------------------------------------------
 
 
 def _nothing(key: str, places: list[Place], modules: list[str]) -> str:

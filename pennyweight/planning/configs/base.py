@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,8 @@ class AOBaseConfig:
     # Version of the fields in files; a config that changes its fields has a field ``version`` (older torchao: VERSION)
     version = 1
     VERSION = 1
+    # The class that carries out quantize_ for this config, in place of quantize.pipeline.Pipeline
+    pipeline: ClassVar[Any] = None
 
     def __str__(self) -> str:
         """The call that makes this config, without the fields at their defaults."""

@@ -10,9 +10,9 @@ import torch
 import pennyweight as pw
 from pennyweight.compat.torchao.config_json import config_from_dict, config_to_dict
 from pennyweight.io.config_files import quantization_config
-from pennyweight.quantize.config_resolution import PlanError
-from pennyweight.quantize.configs.serialize import config_from_data, config_to_data
-from pennyweight.quantize.name_patterns import MAX_PATTERN, MAX_PATTERNS, NamePattern
+from pennyweight.planning.config_resolution import PlanError
+from pennyweight.planning.configs.serialize import config_from_data, config_to_data
+from pennyweight.planning.name_patterns import MAX_PATTERN, MAX_PATTERNS, NamePattern
 
 NAMES = [
     "", "lm_head", "model.layers.0.self_attn.q_proj", "model.layers.12.self_attn.k_proj", "model.layers.3.mlp.gate",

@@ -1,4 +1,4 @@
-"""Finds PEFT adapters in a model: quantize_ leaves them alone, because they are trained."""
+"""Finds PEFT adapters in a model: quantize_ does not quantize them, because they are trained."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import nn
 import pennyweight as pw
 from pennyweight.core.formats import INT4
 from pennyweight.core.spec import ActivationSpec, QuantSpec
-from pennyweight.quantize import configs
+from pennyweight.planning import configs
 
 STATIC = ActivationSpec(QuantSpec(INT4, None), "static")
 

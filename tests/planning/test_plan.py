@@ -287,7 +287,9 @@ def test_nan_and_inf_are_found_before_anything_changes(value: float) -> None:
 
 def test_what_is_no_config() -> None:
     with pytest.raises(pw.PlanError, match="Int8WeightOnlyConfig"):
-        pw.quantize_(nn.Linear(4, 4), "int8")
+        pw.quantize_(nn.Linear(4, 4), None)
+    with pytest.raises(pw.PlanError, match=r"unknown config 'int-8' \(did you mean int8"):
+        pw.quantize_(nn.Linear(4, 4), "int-8")
     with pytest.raises(pw.PlanError, match="no parameters with two or more axes"):
         pw.quantize_(nn.Sequential(nn.ReLU()), INT8)
     with pytest.raises(pw.PlanError, match=r"nothing would be quantized; Linear: filtered out\. Select"):

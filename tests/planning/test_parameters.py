@@ -12,8 +12,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import pennyweight as pw
 from pennyweight.core.numerics import sqnr
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.quantize.configs import ContractedAxis
-from pennyweight.quantize.parameters import SiteKind, kinds, site
+from pennyweight.planning.configs import ContractedAxis
+from pennyweight.planning.parameters import SiteKind, kinds, site
 
 INT8, INT4 = pw.Int8WeightOnlyConfig(), pw.Int4WeightOnlyConfig(group_size=32)
 DYNAMIC = pw.Int8DynamicActivationInt8WeightConfig()
@@ -284,7 +284,7 @@ def test_an_own_module_type_in_one_line() -> None:
         assert [r.name for r in pw.quantize_(model, INT8).quantized] == ["0.matrix"]
         assert model(torch.randn(2, 32)).shape == (2, 16)
     finally:
-        from pennyweight.quantize import parameters
+        from pennyweight.planning import parameters
 
         del parameters._KINDS[Projection]
 

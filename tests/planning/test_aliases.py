@@ -1,4 +1,4 @@
-"""Short names of configs: each builds, none lies about its group size."""
+"""Short names of configs: each builds what its text says, with the group size that was given."""
 
 import re
 
@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import pennyweight as pw
-from pennyweight.cli.aliases import CONFIGS, build
+from pennyweight.planning.configs.aliases import CONFIGS, by_name
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_name_quantizes_as_its_text_says(name: str) -> None:
     model = nn.Sequential(nn.Linear(256, 32, dtype=torch.bfloat16))
-    pw.quantize_(model, build(name))
+    pw.quantize_(model, by_name(name))
     weight = model[0].weight
     assert isinstance(weight, pw.AffineQuantizedTensor)
     text = CONFIGS[name].text
@@ -28,19 +28,31 @@ def test_a_name_quantizes_as_its_text_says(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n, e in CONFIGS.items() if e.group])
 def test_group_size_is_what_was_asked(name: str) -> None:
     model = nn.Sequential(nn.Linear(256, 32))
-    pw.quantize_(model, build(name, 16))
+    pw.quantize_(model, by_name(name, 16))
     assert model[0].weight.spec.block == (16,)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", [n for n, e in CONFIGS.items() if not e.group])
 def test_group_size_is_refused_with_the_reason(name: str) -> None:
     reason = re.escape(CONFIGS[name].no_group)
-    with pytest.raises(ValueError, match=f"--group-size cannot be used with {name}: {reason}"):
-        build(name, 16)
+    with pytest.raises(ValueError, match=f"group_size=16 cannot be used with {name}: {reason}"):
+        by_name(name, 16)
 
 
 def test_wrong_names_and_sizes() -> None:
     with pytest.raises(ValueError, match=r"unknown config 'int88' \(did you mean int8.*Known: int8, int8-dynamic"):
-        build("int88")
-    with pytest.raises(ValueError, match="--group-size must be positive, got 0"):
-        build("int4", 0)
+        by_name("int88")
+    with pytest.raises(ValueError, match="group_size=0: must be a positive integer"):
+        by_name("int4", 0)
+
+
+def test_short_names_are_configs_wherever_a_config_is_expected() -> None:
+    table = pw.FqnToConfig({"0": "int8", "1": pw.Int4WeightOnlyConfig(32), "_default": None})
+    assert table == pw.FqnToConfig({"0": pw.Int8WeightOnlyConfig(), "1": pw.Int4WeightOnlyConfig(32), "_default": None})
+    assert pw.QATConfig("int4") == pw.QATConfig(pw.Int4WeightOnlyConfig())
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
+    assert pw.plan(model, "int8").config == pw.Int8WeightOnlyConfig()
+    tried = pw.recommend(model, torch.randn(1, 64), candidates=["int8"], seconds=0.01).candidates
+    assert str(pw.Int8WeightOnlyConfig()) in [c.name for c in tried]
+    with pytest.raises(ValueError, match="unknown config 'int88'"):
+        pw.FqnToConfig({"0": "int88"})

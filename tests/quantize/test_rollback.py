@@ -174,7 +174,7 @@ def test_an_error_of_the_caller_s_own() -> None:
 ALIVE = """
 import gc, sys, weakref
 import pennyweight as pw
-from tests.algorithms.test_rollback import INT4, mixed, rows
+from tests.quantize.test_rollback import INT4, mixed, rows
 model = mixed()
 gone = [weakref.ref(model[i].weight) for i in (0, 2, 4)]
 pw.quantize_(model, INT4, calibration=rows(), algorithm=["smooth", "gptq", "bias"], spill=sys.argv[1])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.algorithms.calibration import memory_budget
-from pennyweight.quantize.config_resolution import PlanError
+from pennyweight.algorithms.calibration.loop import parse_bytes
+from pennyweight.planning.config_resolution import PlanError
 from tests.algorithms.models import blocks_only, llama, tokens
 
 INT3 = pw.IntxWeightOnlyConfig(torch.int3, pw.PerGroup(32))
@@ -18,13 +18,13 @@ INT3 = pw.IntxWeightOnlyConfig(torch.int3, pw.PerGroup(32))
     ("text", "n"), [("4 GB", 4e9), ("1.5MB", 1.5e6), ("20 kB", 2e4), ("7 B", 7), (100, 100), ("2 MiB", 2**21)]
 )
 def test_amounts(text, n) -> None:
-    assert memory_budget.parse_bytes(text) == n
+    assert parse_bytes(text) == n
 
 
 @pytest.mark.parametrize("text", ["", "4 XB", "0 GB", "-1 MB", "1e3 MB", True, None, -3])
 def test_no_amounts(text) -> None:
     with pytest.raises(PlanError, match="a memory limit is"):
-        memory_budget.parse_bytes(text)
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize("algorithm", ["gptq", "gptaq"])

@@ -50,6 +50,7 @@ class Row:
     note: str = ""
     latency: tuple[Latency, ...] = ()
     error: float | None = None
+    scheme_text: str = ""  # the scheme in words, for tables
 
     @property
     def quantized(self) -> bool:
@@ -158,8 +159,9 @@ class Report:
             shape = "×".join(map(str, one.shape))
             times = [_range(rows, "error", 2)] if error else []
             times += [_speed(one)] if speed else []
-            cells = (name, shape, one.scheme, one.kernel, *_sizes(rows), _range(rows, "sqnr", 1), *times, one.note)
-            table.add_row(*map(Text, cells))  # Text: rich would parse "[64]" as markup
+            first = (name, shape, one.scheme_text or one.scheme, one.kernel, *_sizes(rows))
+            cells = (*first, _range(rows, "sqnr", 1), *times, one.note)
+            table.add_row(*map(Text, cells))  # Text: rich would parse brackets as markup
         for note, rows in _groups(self.skipped, lambda r: r.note).items():
             name = rows[0].name if len(rows) == 1 else f"{rows[0].name} and {len(rows) - 1} more"
             times = ["" for _ in (*error, *speed)]
