@@ -6,6 +6,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .core import distributed_hooks
 from .core.errors import ArgumentError
 from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
 from .core.formats import Format, get_format
@@ -154,6 +155,7 @@ def _register_with_transformers() -> None:
 # from_pretrained reads quantized folders whether this package is imported before or after transformers
 after_import("transformers.quantizers.auto", _register_with_transformers)
 after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", __name__))
+distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", __name__))
 
 
 def _register_torchao_reader() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
 from ..core.tensor import AffineQuantizedTensor
-from ..kernels.linear import _flatten, _weight
+from ..kernels.linear_op import _flatten, _weight
 from .placeholder_ops import ops
 
 QT = AffineQuantizedTensor

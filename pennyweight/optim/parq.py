@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core import blocks
-from ..core.distributed.full_tensor import is_dtensor
 from ..core.formats import INT8
 from ..core.numerics import encode, fake_quantize, store_qparams, stored_value
 from ..core.qparams import choose
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor
+from ..distributed.dtensor import is_dtensor
 from ..planning.config_resolution import Filter, PlanError
 from ..planning.configs import AOBaseConfig, SpecConfig
 from ..planning.plan import Plan, PlanRow, plan

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.distributed.full_tensor import local_tensor
 from ..core.spec import DTYPES
 from ..core.tensor import AffineQuantizedTensor
+from ..distributed.dtensor import local_tensor
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core import blocks
-from ..core.distributed.full_tensor import local_tensor
 from ..core.numerics import quantize
 from ..core.tensor import AffineQuantizedTensor
+from ..distributed.dtensor import local_tensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import Case, case_of, get_kernel, select
 from .config_resolution import Choice, Filter, Left, PlanError, Rules, Skip, resolve_config, rules, skips

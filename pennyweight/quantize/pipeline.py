@@ -18,8 +18,8 @@ from ..algorithms.calibration.batches import Batches, read
 from ..algorithms.calibration.journal import Journal
 from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
-from ..core.distributed.full_tensor import distribute_like, is_dtensor, is_fully_sharded, local_tensor
 from ..core.tensor import AffineQuantizedTensor, check_finite
+from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded, local_tensor
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_config
 from ..planning.configs import AOBaseConfig
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import KeyEntry, MappingKey, SequenceKey, tree_flatten_with_path
 
+from ...distributed import all_reduce
 from ...planning.config_resolution import PlanError
-from . import all_reduce
 
 
 class Batches(list[Any]):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...distributed import all_reduce
 from ...planning.config_resolution import PlanError
 from ...planning.report import nbytes_of, size
 from ...planning.run_batch import run_batch, token_mask
-from . import all_reduce
 from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
 from .input_hooks import InputHooks, require_finite

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...distributed import all_reduce
 from ...planning.config_resolution import PlanError
 from ...planning.scheme import Scheme
 from ..base import Rewrite, register
-from ..calibration import all_reduce
 from ..calibration.batches import Batches, held_out, read
 from .equalization import EqualizationPair, LinearRows, NormWeight, find_pairs, shared_readers
 from .graph import Matrix, trace

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ...core.numerics import fake_quantize
+from ...distributed import all_reduce
 from ...kernels.activation import quantize_activation
 from ...planning.config_resolution import PlanError
 from ...planning.run_batch import run_batch, token_mask
 from ...planning.scheme import Scheme
 from ..base import Rewrite
-from ..calibration import all_reduce
 from ..calibration.batches import Batches, held_out, read
 from ..calibration.block_order import inference_mode
 from ..calibration.input_hooks import InputHooks, require_finite

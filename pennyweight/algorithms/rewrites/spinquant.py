@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from ...core.numerics import fake_quantize
 from ...core.spec import ActivationSpec
+from ...distributed import all_reduce
 from ...kernels.activation import quantize_activation
 from ...planning.run_batch import run_batch
 from ...planning.scheme import Scheme
-from ..calibration import all_reduce
 from ..calibration.block_order import inference_mode
 from ..tuners import losses
 from ..tuners.distill import batch_arguments, shuffled_forever

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...core.tensor import AffineQuantizedTensor
+from ...distributed import all_reduce
 from ...kernels.repack import choose_layout
 from ...kernels.table import Case
 from ...planning.parameters import Place, Site, make_site, places
 from ...planning.run_batch import run_batch, token_mask
 from ...planning.scheme import Scheme
-from ..calibration import all_reduce
 from ..calibration.block_order import inference_mode
 from ..solvers.rtn import quantize_weight
 from ..tuners import losses

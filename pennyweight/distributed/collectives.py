@@ -14,21 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from ..ops.inplace import _check_writable, copy_parts_
-from ..ops.parts import with_alias
-from ..tensor import AffineQuantizedTensor
-from .ddp import mismatch_error, part_tensors, static_digest, to_portable
+from ..core.ops.inplace import check_writable, copy_parts_
+from ..core.ops.parts import to_portable, with_alias
+from ..core.tensor import AffineQuantizedTensor
+from .rank_check import part_tensors, require_same_kind
 
 QT = AffineQuantizedTensor
-
-
-def require_same_kind(group: Any, w: QT) -> None:
-    """Raise ValueError on every rank of a group unless all ranks have a tensor of the same kind and size."""
-    mine = static_digest(w)
-    theirs = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([theirs], [mine]).wait()
-    if any(not torch.equal(one, mine) for one in theirs):
-        raise mismatch_error(w)
 
 
 def for_each_part(fn: Callable[..., Any], mine: QT, *sent: QT) -> Any:
@@ -64,7 +55,7 @@ def _broadcast_(func: Any, args: Any, kwargs: Any) -> Any:
             dist.Work.unbox(done[1]).wait()
             continue
         if _group(so).rank() != rest[0]:
-            _check_writable(t)
+            check_writable(t)
         buffer = to_portable(t)
         require_same_kind(_group(so), buffer)
         done = for_each_part(lambda p: func([p], so, *rest), buffer)

@@ -11,45 +11,23 @@ the scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .. import blocks
-from ..layouts import READABLE, portable_layout
-from ..ops.parts import if_consistent, with_shape
-from ..ops.slice import slice_axis
-from ..spec import QuantSpec
-from ..tensor import AffineQuantizedTensor
-from .ddp import to_portable
-from .dispatch import PACK
+from ..core import blocks
+from ..core.layouts import READABLE, portable_layout
+from ..core.ops.parts import if_consistent, to_portable, with_shape
+from ..core.ops.slice import slice_axis
+from ..core.spec import QuantSpec
+from ..core.tensor import AffineQuantizedTensor
+from ..kernels.repack import pack_for_kernel
 
 QT = AffineQuantizedTensor
 LEAST_BLOCK = 8  # elements; a float32 scale for fewer would raise 4 bits per weight to more than 8
-ANSWERS: dict[Any, Callable[[QT, Any, Any, str], Any]] = {}  # torch function -> handler for torch.distributed
-
-
-def for_distributed(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a handler ``(w, other arguments, kwargs, calling module)``; dispatch.py must list the functions."""
-
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        ANSWERS.update(dict.fromkeys(functions, fn))
-        return fn
-
-    return add
-
 
 # -- pieces ----------------------------------------------------------------------------------------------------------
-
-
-def pack_for_kernel(w: QT) -> QT:
-    """w packed for the kernel that will run it."""
-    for pack in PACK:
-        w = pack(w)
-    return w
 
 
 def shard_spec(w: QT, dim: int, size: int) -> QuantSpec:
@@ -105,8 +83,7 @@ def prepare_for_shards(w: QT, dim: int, size: int) -> QT:
     return refine_blocks(w, spec).to_layout(portable_layout(spec))
 
 
-@for_distributed(torch.chunk, torch.Tensor.chunk)
-def _chunk(w: QT, args: Any, kwargs: Any, who: str) -> Any:
+def chunk(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     """DTensor's pieces are packed for their kernels if the whole was; FSDP2's stay in the layout that is sent."""
     count = args[0] if args else kwargs["chunks"]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % w.ndim
@@ -124,8 +101,7 @@ def _chunk(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     return tuple(pack_for_kernel(p) for p in pieces) if repack else tuple(pieces)
 
 
-@for_distributed(torch.Tensor.narrow, torch.narrow)
-def _narrow(w: QT, args: Any, kwargs: Any, who: str) -> Any:
+def narrow(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     """A writable piece that shares memory if possible: its scale is shared only with padding, or with a part of the
     same tensor that gets the same scale."""
     given = dict(zip(("dim", "start", "length"), args, strict=False)) | kwargs
@@ -194,8 +170,7 @@ def copy_corner_(target: QT, source: QT) -> None:
             mine[tuple(slice(0, n) for n in theirs.shape)].copy_(theirs)
 
 
-@for_distributed(torch.Tensor.new_zeros)
-def _new_zeros(w: QT, args: Any, kwargs: Any, who: str) -> Any:
+def new_zeros(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     """Allocate a shard."""
     size = kwargs["size"] if "size" in kwargs else args[0] if not isinstance(args[0], int) else args
     other = [d for d, (a, b) in enumerate(zip(w.shape, size, strict=False)) if a != b]
@@ -209,8 +184,7 @@ def _new_zeros(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     return zeros_like_spec(w, size, shard_spec(w, other[0], size[other[0]]) if other else None)
 
 
-@for_distributed(F.pad)
-def _pad(w: QT, args: Any, kwargs: Any, who: str) -> Any:
+def pad(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     """Pad the end of an axis, so that all shards have one size."""
     pad = list(args[0] if args else kwargs["pad"])
     dim = w.ndim - len(pad) // 2
@@ -222,14 +196,7 @@ def _pad(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     return pack_for_kernel(out) if w.spec.layout not in READABLE else out.to_layout(portable_layout(out.spec))
 
 
-@for_distributed(torch.Tensor.view)
-def _view(w: QT, args: Any, kwargs: Any, who: str) -> Any:
-    """FSDP2 flattens its shard, but does not use the result for tensors with their own all-gather."""
-    return w.detach() if args == (-1,) and who.startswith("torch.distributed.fsdp") else NotImplemented
-
-
-@for_distributed(torch.Tensor.copy_)
-def _copy_(w: QT, args: Any, kwargs: Any, who: str) -> Any:
+def copy_(w: QT, args: Any, kwargs: Any, who: str) -> Any:
     """Copies bit for bit or raises: a shard requantized on its own would not be a shard of the whole."""
     source = args[0] if args else kwargs["src"]
     if not isinstance(source, Tensor) or (type(source) is not Tensor and not isinstance(source, QT)):

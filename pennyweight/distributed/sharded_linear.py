@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.distributed.full_tensor import is_dtensor
+from .dtensor import is_dtensor
 
 
 class ShardedGroups(NamedTuple):

@@ -1,17 +1,25 @@
-"""Collectives of a distributed calibration, so that all ranks solve the same problem.
+"""Collectives on plain tensors and objects, so that all ranks of a calibration or a layer use the same numbers.
 
 Every rank must call these in the same order, whatever its share of the data.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .statistics import State, Statistic
+State = tuple[Tensor, int]  # of a statistic
+
+
+class Statistic(Protocol):
+    """What is used of a calibration statistic."""
+
+    @property
+    def merge(self) -> Callable[[State, State], State]: ...
 
 
 def is_distributed() -> bool:
@@ -92,3 +100,11 @@ def union_names(known: list[str], mine: list[str]) -> list[str]:
     everyone = gather_objects(mine)
     rest = {name for theirs in everyone for name in theirs}.difference(everyone[0])
     return [*everyone[0], *(name for name in known if name in rest)]
+
+
+def reduce_over_groups(t: Tensor, op: str, groups: Sequence[str]) -> Tensor:
+    """Reduce a tensor with op "sum" or "max" over each of the process groups, given by name, in order."""
+    for name in groups:
+        t = torch.ops._c10d_functional.all_reduce.default(t, op, name)
+        t = torch.ops._c10d_functional.wait_tensor.default(t)
+    return t

@@ -15,14 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..spec import QuantSpec
-from ..tensor import AffineQuantizedTensor
-from .ddp import as_bytes, describe_rank, kind_code, mismatch_error, to_portable
-from .dtensor import pack_for_kernel
-from .rank_check import wait_for_all_ranks
+from ..core.ops.parts import stored_tensors, to_portable
+from ..core.spec import QuantSpec
+from ..core.tensor import AffineQuantizedTensor
+from ..kernels.repack import pack_for_kernel
+from .rank_check import as_bytes, describe_rank, kind_code, mismatch_error, wait_for_all_ranks
 
 QT = AffineQuantizedTensor
 PARAMETERS = ("scale", "zero_point", "offset")
+
+
+def flatten(w: QT, args: Any, kwargs: Any, who: str) -> Any:
+    """``view(-1)``: FSDP2 flattens its shard, but does not use the result for tensors with their own all-gather."""
+    return w.detach() if args == (-1,) and who.startswith("torch.distributed.fsdp") else NotImplemented
 
 
 class ShardRows(NamedTuple):
@@ -119,19 +124,11 @@ def all_gather_output(
         assert isinstance(out, QT)
         _refill(out, value)
         return None
-    theirs = {t.untyped_storage().data_ptr() for t in (*gathered, *_plain(w))}
-    return value, [t for t in _plain(value) if t.untyped_storage().data_ptr() not in theirs]
-
-
-def _plain(w: QT) -> Iterator[Tensor]:
-    for p in w.parts:
-        if isinstance(p, QT):
-            yield from _plain(p)
-        elif p is not None:
-            yield p
+    theirs = {t.untyped_storage().data_ptr() for t in (*gathered, *stored_tensors(w))}
+    return value, [t for t in stored_tensors(value) if t.untyped_storage().data_ptr() not in theirs]
 
 
 def _refill(out: QT, value: QT) -> None:
-    for mine, theirs in zip(_plain(out), _plain(value), strict=True):
+    for mine, theirs in zip(stored_tensors(out), stored_tensors(value), strict=True):
         if mine.data_ptr() != theirs.data_ptr():
             mine.copy_(theirs)

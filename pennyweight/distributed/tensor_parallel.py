@@ -1,7 +1,8 @@
-"""Row-wise tensor parallelism with activation scales of complete rows."""
+"""Tensor parallelism: row-wise layers with activation scales of complete rows, and torch.compile of sharded models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
-from ..core.distributed.full_tensor import all_reduce, local_tensor
 from ..core.numerics import dequantize, quantize
 from ..core.qparams import BY_RANGE, choose, default_rule
 from ..core.spec import ActivationSpec
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
+from .all_reduce import reduce_over_groups
+from .dtensor import local_tensor
 
 ACT = "_input_over_ranks"  # module attribute: activation spec of the unsharded input
 
@@ -61,9 +63,35 @@ def over_ranks(x: Tensor, act: ActivationSpec, mesh: DeviceMesh) -> Tensor:
     ends = torch.stack([-given.amin(-1), given.amax(-1)], -1)
     if act.spec.block is None:
         ends = ends.reshape(-1, 2).amax(0).expand(*x.shape[:-1], 2)
-    ends = all_reduce(ends, "max", (mesh.get_group(0).group_name,))
+    ends = reduce_over_groups(ends, "max", (mesh.get_group(0).group_name,))
     ends = torch.stack([-ends[..., 0], ends[..., 1]], -1)
     spec = act.spec
     params = choose(ends.to(x.dtype), spec, act.rule, act.eps)
     seen = dequantize(quantize(given, spec, act.rule, act.eps, params), spec, x.shape, x.dtype)
     return x + (seen - given).detach() if x.requires_grad else seen
+
+
+def compile(model: nn.Module | Callable[..., Any], *, backend: Any = "inductor", **options: Any) -> Any:
+    """torch.compile, for weights that are DTensors of quantized tensors: without the cache of traced graphs that
+    persists between processes.
+
+    torch 2.13 keys a graph by mesh, placement, shape and dtype of a DTensor, but not by its inner tensor. Two schemes
+    on weights of the same shape would share a graph, and the second model would compute with the scheme of the first;
+    ranks with local tensors of different sizes would share one and read out of bounds. The cache is disabled only while
+    this model is traced; generated code is still reused. options: those of torch.compile.
+    """
+    mode, settings = options.pop("mode", None), options.pop("options", None)
+    if backend == "inductor":
+        inner: Any = torch._TorchCompileInductorWrapper(
+            mode if mode or settings else "default", settings, options.get("dynamic")
+        )
+    elif isinstance(backend, str):
+        inner = torch._dynamo.lookup_backend(backend)
+    else:
+        inner = backend
+
+    def without_cache(graph: Any, inputs: Any, **more: Any) -> Any:
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return inner(graph, inputs, **more)
+
+    return torch.compile(model, backend=without_cache, **options)

@@ -1,17 +1,18 @@
-"""Helpers for code that works on whole tensors when parameters are DTensors."""
+"""Parameters that are DTensors, for code that also gets ordinary tensors: whole value, local part, placement.
+
+Nothing is imported for it: where torch.distributed.tensor is not loaded, there are no DTensors.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
 def is_dtensor(t: Any) -> bool:
-    """Whether t is a DTensor. Imports nothing: if torch.distributed.tensor is not loaded, there are none."""
+    """Whether t is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
@@ -33,14 +34,6 @@ def wait_tensor(t: Tensor) -> Tensor:
     return t.wait() if pending else t  # type: ignore[attr-defined]
 
 
-def all_reduce(t: Tensor, op: str, groups: Sequence[str]) -> Tensor:
-    """Reduce a tensor with op "sum" or "max" over each of the process groups, given by name, in order."""
-    for name in groups:
-        t = torch.ops._c10d_functional.all_reduce.default(t, op, name)
-        t = torch.ops._c10d_functional.wait_tensor.default(t)
-    return t
-
-
 def distribute_like(t: Tensor, like: Any) -> Tensor:
     """Shard t, which is whole and equal on all ranks, like the DTensor ``like``; without communication."""
     if not is_dtensor(like):
@@ -53,3 +46,27 @@ def is_fully_sharded(module: Any) -> bool:
     """Whether FSDP2 manages a module's parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(module, fsdp.FSDPModule)
+
+
+def wrap_like(mine: Tensor, like: Any) -> Tensor:
+    """A DTensor of this rank's part, placed like the DTensor ``like``; ``mine`` if ``like`` is an ordinary tensor."""
+    if not is_dtensor(like):
+        return mine
+    from torch.distributed.tensor import DTensor
+
+    placed = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(mine, like.device_mesh, like.placements, run_check=False, **placed)
+
+
+def mesh_coordinate(t: Any) -> tuple[int, ...]:
+    """Coordinate of this rank in the mesh of a DTensor; () for other tensors."""
+    return tuple(t.device_mesh.get_coordinate() or ()) if is_dtensor(t) else ()
+
+
+def local_gradient(p: Any) -> Tensor:
+    """This rank's part of the gradient of a parameter, sharded like the parameter."""
+    g = p.grad
+    assert g is not None
+    if is_dtensor(p) and is_dtensor(g) and g.placements != p.placements:
+        g = g.redistribute(p.device_mesh, p.placements)
+    return local_tensor(g)
