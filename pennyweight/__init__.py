@@ -158,6 +158,26 @@ after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.d
 distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", __name__))
 
 
+def _register_torchao_reader() -> None:
+    from .io.detect_format import EXTERNAL_READERS, ExternalReader
+
+    def reading() -> Any:  # torchao's files need torchao's class names; imported when a file needs them
+        return import_module(".compat.torchao.reading", __name__)
+
+    EXTERNAL_READERS.append(
+        ExternalReader(
+            "torchao",
+            "tensor_names",
+            lambda checkpoint, config: reading().open_safetensors(checkpoint, config),
+            lambda path, mmap: reading().open_pickle(path, mmap),
+        )
+    )
+
+
+# io opens files whose readers are above it by its table, which is filled as soon as there is one
+after_import(f"{__name__}.io.detect_format", _register_torchao_reader)
+
+
 def __getattr__(name: str) -> Any:
     if name in _ADAPTERS:
         globals()[name] = value = getattr(import_module(f".{_ADAPTERS[name]}", __name__), name)

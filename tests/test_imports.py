@@ -21,7 +21,6 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # Strings that name a module of a higher floor: (file, folder). To be replaced by registration; none may be added.
 UPWARD_STRINGS = {
     ("quantize/save_pretrained.py", "integrations"),
-    ("io/external_readers.py", "compat"),
 }
 # Imports that close a cycle: (importing module, imported module). To be removed; none may be added.
 CYCLIC = {

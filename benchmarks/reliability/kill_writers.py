@@ -40,7 +40,7 @@ from torch import nn
 import pennyweight as pw
 from pennyweight.cli import output
 from pennyweight.io import convert, load, open, quantize_checkpoint, save
-from pennyweight.io.replace_folder import replacing
+from pennyweight.io.replace_checkpoint import replacing
 
 FILES = {"model.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "mine.txt"}
 

@@ -108,7 +108,7 @@ def run_gated(
     Raises ValueError with the worst layers if the mean KL is above ``max_kl``; then no files remain, and out_dir is
     unchanged.
     """
-    from ..io.replace_folder import replacing
+    from ..io.replace_checkpoint import replacing
     from ..report.loading import load_folder, load_tokenizer, read_texts
 
     check_room(out_dir, force)

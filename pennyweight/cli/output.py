@@ -142,15 +142,14 @@ def output_folder(out_dir: str, force: bool, job: Callable[..., Report], resume:
     """
     from ..io.atomic_write import remove_left_over
     from ..io.checkpoint import INDEX, SINGLE
-    from ..io.job_progress import NAME
-    from ..io.replace_folder import real_folder
+    from ..io.replace_checkpoint import PROGRESS, real_folder
 
     if os.path.isdir(out_dir):
         remove_left_over(out_dir)
     there = sorted(os.listdir(out_dir)) if os.path.isdir(out_dir) else []
     whole = {INDEX, SINGLE} & {*there}
     if not there or (
-        NAME in there and not (force and whole)
+        PROGRESS in there and not (force and whole)
     ):  # the writer checks whether the interrupted run was of the same command
         return out_dir
     if not force:
@@ -160,7 +159,7 @@ def output_folder(out_dir: str, force: bool, job: Callable[..., Report], resume:
     real = os.path.realpath(out_dir)
     beside = os.path.join(real_folder(real), f".{os.path.basename(real)}.partial")
     names = set(os.listdir(beside)) if os.path.isdir(beside) else set()
-    finished = names & {INDEX, SINGLE} and NAME not in names  # complete, but never renamed to OUT_DIR
+    finished = names & {INDEX, SINGLE} and PROGRESS not in names  # complete, but never renamed to OUT_DIR
     if names and (finished or not resume):
         shutil.rmtree(beside)
     return beside
@@ -169,7 +168,7 @@ def output_folder(out_dir: str, force: bool, job: Callable[..., Report], resume:
 def publish_output(folder: str, out_dir: str) -> None:
     """Replace OUT_DIR by the written folder atomically; does nothing if they are the same."""
     from ..io.atomic_write import partial_path
-    from ..io.replace_folder import publish_folder, real_folder
+    from ..io.replace_checkpoint import publish_folder, real_folder
 
     if folder == out_dir:
         return

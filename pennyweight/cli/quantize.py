@@ -124,7 +124,7 @@ def quantize(
         raise ValueError("--algorithm, --budget and --max-kl run the model in one process; start without torchrun")
 
     from ..io import quantize_checkpoint
-    from ..io.rank_barrier import RankGroup
+    from ..io.resumable_write import RankGroup
     from .inspect import contents
 
     def learned(folder: str = out_dir, **how: Any) -> Report:

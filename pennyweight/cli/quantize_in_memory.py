@@ -34,7 +34,7 @@ def write_calibrated(
     from ..algorithms import search
     from ..io import save
     from ..io.config_files import copy_side_files, quantization_config
-    from ..io.replace_folder import replacing
+    from ..io.replace_checkpoint import replacing
     from ..quantize import quantize_
     from ..report.loading import load_folder, load_tokenizer, read_texts, text_batches
 

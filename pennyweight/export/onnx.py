@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..io.atomic_write import partial_path, rename_into_place, sync_folder
-from ..io.locks import folder_lock
+from ..io.atomic_write import folder_lock, partial_path, rename_into_place, sync_folder
 from ..planning.report import Report, Row
 from . import codes_2d, onnx_patterns
 from .graph import Nodes

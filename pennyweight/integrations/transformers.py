@@ -20,10 +20,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..core.tensor import AffineQuantizedTensor
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
-from ..io.foreign_state_dict import FORMATS
 from ..io.loading import load
 from ..io.manifest import VERSION
-from ..io.state_dict_slots import slots_of
+from ..io.output_formats import FORMATS
+from ..io.state_dict import slots_of
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.aliases import by_name
 from ..planning.configs.serialize import config_from_data

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..io.atomic_write import Writer, partial_path, rename_into_place
-from ..io.errors import CheckpointError
-from ..io.safetensors_file import Entry, File, place
+from ..io.atomic_write import partial_path, rename_into_place
+from ..io.file import CheckpointError
+from ..io.safetensors_file import Entry, File, Writer, place
 from ..io.strict_json import parse
 from ..planning.run_batch import run_batch
 from .layers import unwrapped

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..io import loading
-from ..io.config_files import folder_of
-from ..io.errors import CheckpointError
-from ..io.meta_model import fresh_model, read_config, read_json
+from ..io.config_files import folder_of, read_config, read_side_json
+from ..io.file import CheckpointError
+from ..io.meta_model import fresh_model
 from .golden_outputs import FILE, Golden, Verification, golden, verify
 
 # -- pw.load -----------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _has_head(model: nn.Module) -> bool:
 def pooling_of(folder: str) -> str:
     """The pooling of the folder's sentence embeddings: "mean" unless its sentence-transformers files specify the first
     or the last token."""
-    config = read_json(os.path.join(folder, "1_Pooling"), "config.json") if _pools(folder) else None
+    config = read_side_json(os.path.join(folder, "1_Pooling"), "config.json") if _pools(folder) else None
     if config is None or config.get("pooling_mode_mean_tokens"):
         return "mean"
     if config.get("pooling_mode_cls_token"):

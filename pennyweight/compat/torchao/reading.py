@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core import blocks
 from ...core.tensor import AffineQuantizedTensor
 from ...io.checkpoint import Checkpoint
-from ...io.errors import CheckpointError
+from ...io.file import CheckpointError
 from ...io.lazy_checkpoint import Opened, StoredTensor
 from ...io.safetensors_file import DTYPE_NAMES, Entry
 from ...io.state_dict import describe, identity, pack
