@@ -174,8 +174,19 @@ def _register_torchao_reader() -> None:
     )
 
 
-# io opens files whose readers are above it by its table, which is filled as soon as there is one
+def _register_model_libraries() -> None:
+    from .quantize.save_pretrained import LIBRARIES, Library
+
+    def adapter(name: str) -> Any:
+        return lambda: import_module(f".integrations.{name}", __name__)
+
+    LIBRARIES.append(Library("transformers.modeling_utils", "PreTrainedModel", adapter("transformers")))
+    LIBRARIES.append(Library("diffusers.models.modeling_utils", "ModelMixin", adapter("diffusers")))
+
+
+# Tables of lower layers with entries from higher ones, filled as soon as their module is imported
 after_import(f"{__name__}.io.detect_format", _register_torchao_reader)
+after_import(f"{__name__}.quantize.save_pretrained", _register_model_libraries)
 
 
 def __getattr__(name: str) -> Any:

@@ -18,17 +18,6 @@ FLOORS |= {"optim": 7, "io": 8, "export": 9, "integrations": 9, "compat": 9, "re
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
-# Strings that name a module of a higher floor: (file, folder). To be replaced by registration; none may be added.
-UPWARD_STRINGS = {
-    ("quantize/save_pretrained.py", "integrations"),
-}
-# Imports that close a cycle: (importing module, imported module). To be removed; none may be added.
-CYCLIC = {
-    ("quantize.save_pretrained", "integrations.transformers"),
-    ("quantize.save_pretrained", "integrations.diffusers"),
-}
-
-
 def module_name(file: Path) -> str:
     parts = file.with_suffix("").parts
     return ".".join(["pennyweight", *(parts[:-1] if parts[-1] == "__init__" else parts)])
@@ -79,8 +68,6 @@ def test_a_file_imports_its_own_folder_and_lower_floors(file: Path) -> None:
         folder = rest.split(".")[0]
         if top != "pennyweight" or folder in (own, "__version__"):
             continue
-        if name in strings and (file.as_posix(), folder) in UPWARD_STRINGS:
-            continue
         assert folder in FLOORS, f"{file}: {name} is a public name; import it from the folder that defines it"
         assert FLOORS[folder] < FLOORS[own], f"{file} (floor {FLOORS[own]}) imports {name} (floor {FLOORS[folder]})"
 
@@ -122,21 +109,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def test_modules_do_not_import_each_other() -> None:
     """Imports inside functions count, and so do strings that name a module."""
-    graph = import_graph()
-    allowed = {(f"pennyweight.{a}", f"pennyweight.{b}") for a, b in CYCLIC}
-    for a, b in allowed:
-        assert b in graph.get(a, ()), f"{a} no longer imports {b}: remove this pair from CYCLIC"
-        graph[a].discard(b)
-    assert cycles(graph) == []
-    for a, b in allowed:
-        graph[a].add(b)
-        assert cycles(graph), f"{a} imports {b} in no cycle: remove this pair from CYCLIC"
-        graph[a].discard(b)
-
-
-def test_strings_that_name_higher_floors_are_still_there() -> None:
-    found = {(f.as_posix(), n.split(".")[1]) for f in FILES if len(f.parts) > 1 for n in named_modules(f)}
-    assert found >= UPWARD_STRINGS, "remove what is gone from UPWARD_STRINGS"
+    assert cycles(import_graph()) == []
 
 
 def test_every_file_has_a_floor_and_a_name() -> None:

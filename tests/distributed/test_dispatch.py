@@ -121,7 +121,7 @@ def test_every_call_has_a_case() -> None:
 
 @pytest.mark.filterwarnings("ignore::pennyweight.FallbackWarning")
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("func", CASES, ids=str)
+@pytest.mark.parametrize("func", CASES, ids=lambda func: str(func).partition(" at 0x")[0])
 def test_the_caller_decides(func: Any) -> None:
     module, text, check = CASES[func]
     check(called_from("user.model", text), True)
@@ -133,7 +133,7 @@ def test_the_caller_decides(func: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pennyweight.FallbackWarning")
-@pytest.mark.parametrize("func", CASES, ids=str)
+@pytest.mark.parametrize("func", CASES, ids=lambda func: str(func).partition(" at 0x")[0])
 def test_without_a_process_group_nobody_is_asked(func: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.distributed.checkpoint", raising=False)
     monkeypatch.setattr(call_site, "caller", lambda: pytest.fail("read the stack"))
