@@ -4,7 +4,8 @@
 
 A 64x64 layer at one row, one thread, no gradients: the arithmetic takes next to nothing, so the rest is seen. "kernel"
 is the selected kernel called by itself; then F.linear with a float and a quantized weight, and what the second takes
-beyond the kernel; then whole modules: nn.Linear float, quantized, and frozen. Each figure is the least of many short
+beyond the kernel; "graph op" is the op that a compiled graph calls, which checks the parts of the weight at each call;
+then whole modules: nn.Linear float, quantized, and frozen. Each figure is the least of many short
 runs, interleaved so that a busy machine slows all of them alike.
 """
 
@@ -23,6 +24,7 @@ from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.kernels.linear import bind
+from pennyweight.kernels.linear_op import _flatten, graph_key
 from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import case_of, select
 
@@ -54,8 +56,9 @@ def least(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, fl
 def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 0.3
     torch.set_num_threads(1)
-    print(f"{'microseconds a call, 64x64, M=1':<31}{'':>7} |{'F.linear':^24} |{'nn.Linear':^24} |")
-    names = ("kernel", " |", "float", "quant.", "class", " |", "float", "quant.", "frozen", " |")
+    print(f"{'microseconds a call, 64x64, M=1':<31}{'':>7} |{'F.linear':^24} |{'graph':>8} |{'nn.Linear':^24} |")
+    op = torch.ops.pennyweight.linear.default
+    names = ("kernel", " |", "float", "quant.", "class", " |", "op", " |", "float", "quant.", "frozen", " |")
     print(" " * 30 + "".join(n if n == " |" else f"{n:>8}" for n in names))
     for name, (spec, act, dtype) in CASES.items():
         plain, layer, frozen = (nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(3))
@@ -64,12 +67,14 @@ def main() -> None:
         pw.freeze_(frozen)
         x = torch.randn(1, 64, dtype=dtype)
         chosen, (_, kernel, parts) = select("linear", case_of(w, dtype)).name, bind(w, dtype)
+        tensors, key = _flatten(w)[0], graph_key(w, dtype)
         with torch.no_grad():
             took = least(
                 {
                     "kernel": lambda x=x, w=parts or w, run=kernel: run(x, w, None),
                     "float": lambda x=x, p=plain.weight: F.linear(x, p),
                     "tensor": lambda x=x, w=w: F.linear(x, w),
+                    "op": lambda x=x, parts=tensors, key=key: op(x, parts, None, key),
                     "float layer": lambda x=x, f=plain: f(x),
                     "layer": lambda x=x, f=layer: f(x),
                     "frozen": lambda x=x, f=frozen: f(x),
@@ -77,7 +82,7 @@ def main() -> None:
                 seconds,
             )
         took["class"] = took["tensor"] - took["kernel"]
-        order = (("kernel",), ("float", "tensor", "class"), ("float layer", "layer", "frozen"))
+        order = (("kernel",), ("float", "tensor", "class"), ("op",), ("float layer", "layer", "frozen"))
         print(f"{name:<30}" + "".join("".join(f"{took[n]:8.2f}" for n in group) + " |" for group in order), chosen)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.core.formats import INT4, INT8
-from pennyweight.quantize.parameters import Site
+from pennyweight.planning.parameters import Site
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .core import distributed_hooks
 from .core.errors import ArgumentError
 from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
 from .core.formats import Format, get_format
@@ -15,9 +16,11 @@ from .core.tensor import AffineQuantizedTensor
 from .kernels import explain
 
 if TYPE_CHECKING:
-    from .algorithms import calibrate, improve, quantize_, sample, search, sparsify_
+    from .algorithms import calibrate, improve, sample, search, sparsify_
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, quantize_checkpoint, save, unflatten
+    from .planning.configs import *  # noqa: F403
+    from .planning.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .quantize import (
         FrozenLinear,
         PerformanceWarning,
@@ -29,13 +32,12 @@ if TYPE_CHECKING:
         dequantize_,
         freeze_,
         plan,
+        quantize_,
         recommend,
         register_quantize_module_handler,
         thaw_,
         together,
     )
-    from .quantize.configs import *  # noqa: F403
-    from .quantize.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify
     from .training import QATConfig, distillation_loss, enable_fake_quant
 
@@ -141,8 +143,7 @@ __all__ = [
 
 # Tensors and kernels are imported at once, so that a pickled weight loads and runs. The rest is imported at first use,
 # because it would more than double the import time.
-# If two modules define a name (quantize_, load), the one of the higher layer comes first.
-_MODULES = ("quantize.configs", "quantize.granularity", "algorithms", "training", "quantize", "report", "io")
+_MODULES = ("planning.configs", "planning.granularity", "quantize", "algorithms", "training", "report", "io")
 # Not in __all__: `from pennyweight import *` must not need their library
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 
@@ -154,6 +155,38 @@ def _register_with_transformers() -> None:
 # from_pretrained reads quantized folders whether this package is imported before or after transformers
 after_import("transformers.quantizers.auto", _register_with_transformers)
 after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", __name__))
+distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", __name__))
+
+
+def _register_torchao_reader() -> None:
+    from .io.detect_format import EXTERNAL_READERS, ExternalReader
+
+    def reading() -> Any:  # torchao's files need torchao's class names; imported when a file needs them
+        return import_module(".compat.torchao.reading", __name__)
+
+    EXTERNAL_READERS.append(
+        ExternalReader(
+            "torchao",
+            "tensor_names",
+            lambda checkpoint, config: reading().open_safetensors(checkpoint, config),
+            lambda path, mmap: reading().open_pickle(path, mmap),
+        )
+    )
+
+
+def _register_model_libraries() -> None:
+    from .quantize.save_pretrained import LIBRARIES, Library
+
+    def adapter(name: str) -> Any:
+        return lambda: import_module(f".integrations.{name}", __name__)
+
+    LIBRARIES.append(Library("transformers.modeling_utils", "PreTrainedModel", adapter("transformers")))
+    LIBRARIES.append(Library("diffusers.models.modeling_utils", "ModelMixin", adapter("diffusers")))
+
+
+# Tables of lower layers with entries from higher ones, filled as soon as their module is imported
+after_import(f"{__name__}.io.detect_format", _register_torchao_reader)
+after_import(f"{__name__}.quantize.save_pretrained", _register_model_libraries)
 
 
 def __getattr__(name: str) -> Any:

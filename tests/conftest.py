@@ -31,6 +31,32 @@ get_torch_obj_rule_map()
 _device_constructors()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--each-value", action="store_true",
+        help="of the combinations of a parametrized test, run those that have a value which no earlier one has",
+    )  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--each-value"):
+        return
+    seen: dict[tuple[Path, str], set[Any]] = {}
+    kept, dropped = [], []
+    for item in items:
+        known = seen.setdefault((item.path, getattr(item, "originalname", item.name)), set())
+        given = getattr(item, "callspec", None)
+        values = {(name, _identity(value)) for name, value in given.params.items()} if given else {item.name}
+        (kept if values - known else dropped).append(item)
+        known |= values
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
+
+
+def _identity(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else id(value)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

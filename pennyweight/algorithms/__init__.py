@@ -1,15 +1,14 @@
 """Quantization algorithms: calibration statistics, solvers, rewrites, tuners, and mixed-precision search."""
 
 from .base import ALGORITHMS, Rewrite, Solution, Solver, Task, Tuner, register
+from .calibration.batches import sample
 from .calibration.static_ranges import calibrate
 from .calibration.statistics import STATISTICS, Statistic, register_statistic
-from .calibration.synthetic_data import sample
 from .mixed_precision.search import Search, search
-from .pipeline import quantize_
 from .rewrites.awq import AWQ
 from .rewrites.quarot import Rotate
 from .rewrites.smoothquant import Smooth
-from .solvers.clip import MSE, Importance
+from .solvers.block_search import MSE, Importance
 from .solvers.gptq import GPTAQ, GPTQ, Auto
 from .solvers.hqq import HQQ
 from .solvers.kmeans import KMeans
@@ -23,6 +22,6 @@ from .tuners.reconstruct import Reconstruct
 __all__ = [
     "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Distill", "Importance",
     "KMeans", "Nearest", "Reconstruct", "Rewrite", "Rotate", "Search", "Smooth", "Solution", "Solver", "Statistic",
-    "Task", "Tune", "Tuner", "calibrate", "improve", "quantize_", "register", "register_statistic", "sample",
+    "Task", "Tune", "Tuner", "calibrate", "improve", "register", "register_statistic", "sample",
     "search", "sparsify_",
 ]  # fmt: skip

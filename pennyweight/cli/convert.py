@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import Traceback, report_errors
-from .progress import check_report_path, output_folder, print_report, progress_bar, publish_output, resume_hint
+from .output import (
+    Traceback,
+    check_report_path,
+    output_folder,
+    print_report,
+    progress_bar,
+    publish_output,
+    report_errors,
+    resume_hint,
+)
 
 if TYPE_CHECKING:
-    from ..quantize.report import Report
+    from ..planning.report import Report
 
 
 @report_errors
@@ -51,8 +59,8 @@ def convert(
     from ..core.spec import DTYPES
     from ..io import convert as run
     from ..io.convert_checkpoint import formats
-    from ..quantize.report import nbytes_of
-    from .checkpoint_contents import contents
+    from ..planning.report import nbytes_of
+    from .inspect import contents
 
     if not to:
         raise ValueError(f"--to is required: one of {', '.join(formats())}")

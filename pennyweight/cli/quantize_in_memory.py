@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from ..quantize.configs import AOBaseConfig
-    from ..quantize.report import Report
+    from ..planning.configs import AOBaseConfig
+    from ..planning.report import Report
 
 JOURNAL = ".calibration"  # in OUT_DIR during a run: the finished weights
 SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published GPTQ results use 128 sequences of 2048
@@ -31,12 +31,12 @@ def write_calibrated(
     Files are written next to out_dir and moved there atomically when complete. Raises ValueError for unreadable texts
     or folders, PlanError, CheckpointError, OSError; out_dir is then unchanged except for the state to resume from.
     """
-    from ..algorithms import quantize_, search
+    from ..algorithms import search
     from ..io import save
     from ..io.config_files import copy_side_files, quantization_config
-    from ..io.quantize_files import layout_free
-    from ..io.replace_folder import replacing
-    from ..report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
+    from ..io.replace_checkpoint import replacing
+    from ..quantize import quantize_
+    from ..report.loading import load_folder, load_tokenizer, read_texts, text_batches
 
     model = load_folder(model_dir)
     batches = None
@@ -46,18 +46,17 @@ def write_calibrated(
         if len(batches) < FEW:  # search and tune hold some batches out
             batches = text_batches(model, tokenizer, read, batch=1, length=LENGTH, limit=SEQUENCES)
     if config is None:
-        _, pick = layout_free(model, None, None, skip)
         found = search(
-            model, batches or [], budget[0], filter_fn=pick, example=_example(model, batches or [], budget[1]),
+            model, batches or [], budget[0], skip=skip, example=_example(model, batches or [], budget[1]),
             progress=progress,
         )  # fmt: skip
         typer.echo(str(found), err=True)
-        chosen, pick = found.config, None
+        chosen, left_out = found.config, ()
     else:
-        chosen, pick = layout_free(model, config, None, skip)
+        chosen, left_out = config, skip
     with _journal(out_dir, None if dry_run else resume) as journal:
         report = quantize_(
-            model, chosen, pick, calibration=batches, algorithm=algorithm, resume=journal,
+            model, chosen, skip=left_out, calibration=batches, algorithm=algorithm, resume=journal,
             on_indivisible=on_indivisible, dry_run=dry_run, progress=progress,
         )  # fmt: skip
         if not dry_run:
@@ -91,7 +90,7 @@ def _journal(out_dir: str, resume: bool | None) -> Iterator[str | None]:
 
 def _example(model: Any, batches: list[Any], tokens: int | None) -> Any:
     """One sequence of ``tokens`` tokens; None: 1 for generative models, else the longest of the text."""
-    from ..report.load_inputs import is_causal
+    from ..report.loading import is_causal
 
     longest = max(batches, key=lambda b: b["attention_mask"][0].sum())
     count = tokens or (1 if is_causal(model) else int(longest["attention_mask"][0].sum()))

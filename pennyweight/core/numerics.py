@@ -7,6 +7,7 @@ Independent of tensor subclasses, layouts and kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -256,6 +257,11 @@ class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return grad, None, None, None
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise) of two sums of squares; inf where either is zero."""
+    return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:

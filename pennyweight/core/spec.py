@@ -44,7 +44,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 _DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
-_SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64"}
+SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64"}
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class QuantSpec:
         for name in ("scale", "offset"):
             value = getattr(self, name)
             if value is not None:
-                text += f" {name}={_SHORT[value] if isinstance(value, torch.dtype) else f'({value})'}"
+                text += f" {name}={SHORT[value] if isinstance(value, torch.dtype) else f'({value})'}"
         if self.zero_point:
             text += f" zero_point{'' if self.zero_point is True else f'={self.zero_point}'}"
         if self.mid:

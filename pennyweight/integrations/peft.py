@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..core.numerics import sqnr
 from ..core.tensor import AffineQuantizedTensor
-from ..quantize.configs import AOBaseConfig
+from ..planning.configs import AOBaseConfig
+from ..planning.report import Report, Row
 from ..quantize.pipeline import quantize_
-from ..quantize.report import Report, Row
 
 
 def merge_and_report(

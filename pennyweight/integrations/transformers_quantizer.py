@@ -6,7 +6,7 @@ weight is in memory at a time. Files of ours are assembled from their parts, fou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,23 +16,23 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ..algorithms.solve import solve
 from ..core.spec import DTYPES
 from ..io.checkpoint import open_files
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
-from ..io.errors import CheckpointError
-from ..io.foreign_state_dict import convert_exactly
-from ..io.manifest import KeyedError, Meta, stored_parts
-from ..io.state_dict import build, flatten
-from ..io.state_dict_slots import slots_of
+from ..io.file import CheckpointError, KeyedError
+from ..io.manifest import Meta, stored_parts
+from ..io.output_formats import convert_exactly
+from ..io.state_dict import build, flatten, slots_of
 from ..io.validate import check_data
 from ..kernels.repack import choose_layout, prepare
 from ..kernels.table import Case
-from ..quantize.config_resolution import PlanError
-from ..quantize.configs import AOBaseConfig, FqnToConfig
-from ..quantize.parameters import Place, is_linear
-from ..quantize.pipeline import dequantize_, solve
-from ..quantize.plan import Plan, PlanRow, plan
-from ..quantize.report import Report, Row
+from ..planning.config_resolution import Choice, PlanError, skips
+from ..planning.configs import AOBaseConfig
+from ..planning.parameters import Place, places
+from ..planning.plan import Plan, PlanRow, plan
+from ..planning.report import Report, Row
+from ..quantize.pipeline import dequantize_
 
 
 class PennyweightQuantizer(HfQuantizer):
@@ -92,7 +92,7 @@ class PennyweightQuantizer(HfQuantizer):
     def _plan(self, model: Any) -> None:
         asked = self.quantization_config
         left = self.get_modules_to_not_convert(model, asked.modules_to_not_convert, model._keep_in_fp32_modules)
-        todo = plan_for_load(model, asked.config, left, asked.on_indivisible)
+        todo = plan_for_load(model, asked.config, left, asked.skip, asked.on_indivisible)
         self.report = todo.report()
         for row, out in zip(todo.rows, self.report.rows, strict=True):
             if row.active:
@@ -136,12 +136,12 @@ class PennyweightQuantizer(HfQuantizer):
             row.layout = choose_layout(case, row.ops)[1]
         row.tensor = x
         try:
-            w, sqnr = solve(row)
+            solved = solve(row)
         finally:
             row.tensor = None
         out = self.told[row.name]
-        out.sqnr, out.bytes_after = sqnr, w.nbytes
-        return nn.Parameter(w, requires_grad=False)
+        out.sqnr, out.bytes_after = solved.sqnr, solved.weight.nbytes
+        return nn.Parameter(solved.weight, requires_grad=False)
 
     # -- files of ours -----------------------------------------------------------------------------------------------
 
@@ -239,29 +239,31 @@ def _renamed(name: str, renamings: list[Any]) -> str:
     return name
 
 
-def plan_for_load(model: Any, config: AOBaseConfig, left: list[str], on_indivisible: str = "pad") -> Plan:
-    """The plan of a model on the meta device, without the modules ``left`` that no key of a FqnToConfig names."""
-    by_name = isinstance(config, FqnToConfig)
-    todo = plan(model, config, None if by_name else _but(left), on_indivisible=on_indivisible)
+def plan_for_load(
+    model: Any, config: AOBaseConfig, left: list[str], skip: Sequence[str] = (), on_indivisible: str = "pad"
+) -> Plan:
+    """The plan of a model on the meta device, without the parameters in ``skip``, and without the modules ``left`` that
+    no key of a FqnToConfig names."""
+    skipped = skips(skip, [place for where in places(model) for place in where])
+
+    def excluded(where: list[Place], choice: Choice) -> str:
+        """As plan(skip=) expects it."""
+        if why := skipped(where, choice):
+            return why
+        spelled = choice.key in {n for p in where for n in (p.name, p.module_name)}
+        if spelled or all(_wanted(p, left) for p in where) or (choice.config is None and choice.left != "filtered"):
+            return ""
+        return "excluded by transformers' defaults; modules_to_not_convert=[] quantizes it"
+
+    todo = plan(model, config, skip=excluded, on_indivisible=on_indivisible)
     for row in todo.rows:
         if row.call is not None:
             raise PlanError(f"{row.name}: {row.note}; a handler needs the weights: load the model and quantize_ it")
-        spelled = {row.key} & {n for p in row.places for n in (p.name, p.module_name)}
-        out = not spelled and not all(_wanted(p, left) for p in row.places)
-        if out and (row.scheme is not None or row.note == "filtered out"):
-            row.scheme, row.kernel, row.bytes_after = None, "", row.bytes_before
-            row.note = "excluded by transformers' defaults; modules_to_not_convert=[] quantizes it"
-    if not todo.active:
-        raise PlanError(f"nothing would be quantized: modules_to_not_convert excludes everything: {sorted(left)}")
     return todo
 
 
 def _wanted(place: Place, left: list[str]) -> bool:
     return should_convert_module(place.name, left) and should_convert_module(place.module_name, left)
-
-
-def _but(left: list[str]) -> Any:
-    return lambda module, name: is_linear(module) and should_convert_module(name, left)
 
 
 @contextmanager

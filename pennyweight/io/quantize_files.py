@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any
-
-from torch import nn
 
 from ..core.spec import DTYPES
-from ..quantize.config_resolution import Filter, PlanError
-from ..quantize.configs import AOBaseConfig, FqnToConfig
-from ..quantize.parameters import is_linear
-from ..quantize.plan import Plan, PlanRow, plan
-from ..quantize.report import Report
+from ..planning.config_resolution import Filter, PlanError, resolve_config
+from ..planning.configs import AOBaseConfig
+from ..planning.plan import Plan, PlanRow, plan
+from ..planning.report import Report
 from .checkpoint import Checkpoint, open_checkpoint
-from .config_files import copy_side_files, quantization_config
-from .errors import CheckpointError
-from .meta_model import outline, read_config
+from .config_files import copy_side_files, quantization_config, read_config
+from .file import CheckpointError
+from .meta_model import outline
 from .resumable_write import Job, Told, carry_out, check_places
-from .shard_plan import MAX_SHARD_BYTES, assign_shards
+from .saving import MAX_SHARD_BYTES, assign_shards
 from .state_dict import Item
 from .streaming import QuantizationNoise, copy_rows, quantize_rows
 
@@ -40,7 +34,7 @@ class PlannedTensor:
 def quantize_checkpoint(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
-    config: AOBaseConfig,
+    config: AOBaseConfig | str,
     *,
     filter_fn: Filter | None = None,
     skip: Sequence[str] = (),
@@ -55,10 +49,9 @@ def quantize_checkpoint(
 
     src              a folder with model.safetensors or its index, or one file
     dst              a folder, created if missing
-    config           as for quantize_; linear layers are found from config.json if transformers knows the architecture,
-                     else from tensor names (the report's title says which)
-    filter_fn, on_indivisible   as for quantize_
-    skip             modules or parameters to skip: names, ends of names ("lm_head"), or globs
+    config           as for quantize_, also by name ("int4"). Linear layers are found from config.json if transformers
+                     knows the architecture, else from tensor names (the report's title says which)
+    filter_fn, skip, on_indivisible   as for quantize_
     max_shard_bytes  maximum size of the output files
     resume           continue an interrupted run in dst; the result is byte-identical
     dry_run          only plan and validate
@@ -71,7 +64,7 @@ def quantize_checkpoint(
     that does not fit, CheckpointError for a bad source or a folder with other contents, OSError if a write fails;
     completed shards then stay for ``resume``.
     """
-    dst = os.path.abspath(os.fspath(dst))
+    dst, config = os.path.abspath(os.fspath(dst)), resolve_config(config)
     with open_checkpoint(src) as source:
         decided = _decide(source, config, filter_fn, tuple(skip), on_indivisible, max_shard_bytes)
         check_places([file.path for file in source.files], source.path, dst)
@@ -93,7 +86,7 @@ def _decide(
     if method is not None:
         raise CheckpointError(source.path, None, f"config.json says it is already quantized: {str(method)[:200]}")
     model, how = outline(source)
-    todo = _plan(model, config, filter_fn, skip, policy)
+    todo = plan(model, config, filter_fn, skip=skip, on_indivisible=policy)
     todo.rows = [r for r in todo.rows if any(p.name in source.where for p in r.places) or r.call is not None]
     handled = next((r for r in todo.rows if r.call is not None), None)
     if handled is not None:
@@ -110,61 +103,6 @@ def _decide(
         noise=noise,
     )
     return PlannedTensor(source, todo, report, job)
-
-
-def _plan(model: nn.Module, config: AOBaseConfig, filter_fn: Filter | None, skip: tuple[str, ...], policy: str) -> Plan:
-    """The plan without the skipped modules."""
-    words = _skipped(model, skip)
-    less, pick = layout_free(model, config, filter_fn, skip)
-    return _noted(Plan(config, plan(model, less, pick, on_indivisible=policy).rows), words)
-
-
-def layout_free(model: nn.Module, config: Any, filter_fn: Filter | None, skip: tuple[str, ...]) -> tuple[Any, Any]:
-    """(config, filter_fn) that exclude the modules in ``skip``. Raises PlanError for an entry that matches nothing."""
-    words = _skipped(model, skip)
-    if not words:
-        return config, filter_fn
-    if isinstance(config, FqnToConfig):
-        left_alone = [n for n, p in model.named_parameters(remove_duplicate=False) if n in words and p.ndim > 1]
-        kept = {k: v for k, v in config.fqn_to_config.items() if k not in words}
-        return FqnToConfig({**dict.fromkeys(left_alone), **kept}), filter_fn
-    picks = filter_fn or is_linear
-
-    def left(module: nn.Module, name: str) -> bool:
-        prefix = f"{name}." if name else ""
-        return picks(module, name) and not any(prefix + n in words for n in module._parameters)
-
-    return config, left
-
-
-def _noted(plan: Plan, words: dict[str, str]) -> Plan:
-    for row in plan.rows:
-        if row.scheme is None and row.name in words:
-            row.note = f"skipped by {words[row.name]!r}"
-    return plan
-
-
-def _skipped(model: nn.Module, skip: tuple[str, ...]) -> dict[str, str]:
-    """Parameter -> the skip entry that matches it or its module. Raises PlanError for an entry without a match."""
-    out: dict[str, str] = {}
-    names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
-    for word in skip:
-        hits = [n for n in names if any(_means(word, around) for around in _around(n))]
-        if not hits:
-            close = get_close_matches(word, {a for n in names for a in _around(n)}, n=3, cutoff=0.4)
-            raise PlanError(f"skip={word!r} matches no module or parameter" + (f"; close: {close}" if close else ""))
-        out |= dict.fromkeys(hits, word)
-    return out
-
-
-def _around(name: str) -> list[str]:
-    """For "a.b.weight": "a", "a.b", "a.b.weight"."""
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _means(word: str, name: str) -> bool:
-    return name == word or name.endswith(f".{word}") or fnmatch.fnmatchcase(name, word)
 
 
 def _items(source: Checkpoint, plan: Plan, noise: QuantizationNoise) -> list[Item]:

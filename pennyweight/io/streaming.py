@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..quantize.pipeline import quantize_weight
-from ..quantize.plan import PlanRow
-from ..quantize.scheme import Scheme
-from .errors import CheckpointError
+from ..algorithms.solvers.rtn import quantize_weight
+from ..planning.plan import PlanRow
+from ..planning.scheme import Scheme
+from .file import CheckpointError
 from .manifest import Meta, clean, stored_parts
 from .safetensors_file import File
 from .state_dict import Item, pack

@@ -1,17 +1,16 @@
 """Applies configs to models: sites, plans, quantize_, reports."""
 
-from .config_resolution import PlanError
-from .configs import AOBaseConfig, FqnToConfig
+from ..planning.config_resolution import PlanError
+from ..planning.configs import AOBaseConfig, FqnToConfig
+from ..planning.layer_timing import PerformanceWarning
+from ..planning.module_handlers import register_quantize_module_handler
+from ..planning.plan import Plan, plan
+from ..planning.report import Latency, Report, Row
+from ..planning.scheme import Scheme
 from .freeze import FrozenLinear, freeze_, thaw_
 from .fused_linear import together
-from .layer_timing import PerformanceWarning
-from .module_handlers import register_quantize_module_handler
 from .pipeline import dequantize_, quantize_
-from .plan import Plan, plan
-from .recommend_config import recommend
-from .recommendation import Candidate, Recommendation
-from .report import Latency, Report, Row
-from .scheme import Scheme
+from .recommend_config import Candidate, Recommendation, recommend
 
 __all__ = [
     "AOBaseConfig", "Candidate", "FqnToConfig", "FrozenLinear", "Latency", "PerformanceWarning", "Plan", "PlanError",

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.linear import linear
 from ..kernels.table import case_of, select
-from .parameters import Place, places
-from .report import Report, Row
+from ..planning.parameters import Place, places
+from ..planning.report import Report, Row
+from ..planning.scheme import describe, describe_activation
 
 
 class FrozenLinear(nn.Linear):
@@ -30,6 +31,7 @@ class FrozenLinear(nn.Linear):
     """
 
     thawed: type[nn.Linear] = nn.Linear  # the original class
+    plan_error = ("is frozen", "call thaw_(model) first")  # state and remedy, for plan(), which is below this module
 
     def forward(self, input: Tensor) -> Tensor:
         """input [.., K] -> [.., N], in input's dtype."""
@@ -102,10 +104,9 @@ def freeze_(model: nn.Module) -> Report:
         notes += [f"tied: {', '.join(p.name for p in where[1:])}"] if len(where) > 1 else []
         frozen = "" in reasons.values()
         kernel = select("linear", case_of(w)).name if frozen else ""
-        rows.append(
-            Row(name, kind, tuple(w.shape), _scheme(w) if frozen else "", kernel, size, size,
-                note="; ".join([*stays, *notes]))
-        )  # fmt: skip
+        scheme, text = _scheme(w) if frozen else ("", "")
+        note = "; ".join([*stays, *notes])
+        rows.append(Row(name, kind, tuple(w.shape), scheme, kernel, size, size, note=note, scheme_text=text))
     return Report("freeze_", rows, verb="frozen")
 
 
@@ -122,8 +123,10 @@ def _refusal(place: Place, w: AffineQuantizedTensor) -> str:
     return "" if w.axes is None and w.ndim == 2 else "is stored transposed"
 
 
-def _scheme(w: AffineQuantizedTensor) -> str:
-    return str(w.spec.with_(layout="plain")) + ("" if w.act is None else f" × {w.act}")
+def _scheme(w: AffineQuantizedTensor) -> tuple[str, str]:
+    """The scheme of a weight, in its compact form and in words."""
+    text = str(w.spec.with_(layout="plain")) + ("" if w.act is None else f" × {w.act}")
+    return text, describe(w.spec) + ("" if w.act is None else f"; {describe_activation(w.act)}")
 
 
 def thaw_(model: nn.Module) -> Report:
@@ -136,6 +139,7 @@ def thaw_(model: nn.Module) -> Report:
             own, size = f"{name}.weight" if name else "weight", int(w.nbytes)
             row = Row(own, type(module).__name__, tuple(w.shape), "", "", size, size)
             if isinstance(w, AffineQuantizedTensor):  # it may have been replaced since
-                row.scheme, row.kernel = _scheme(w), select("linear", case_of(w)).name
+                row.scheme, row.scheme_text = _scheme(w)
+                row.kernel = select("linear", case_of(w)).name
             rows.append(row)
     return Report("thaw_", rows, verb="thawed")

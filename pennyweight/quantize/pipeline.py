@@ -1,41 +1,52 @@
-"""quantize_(model, config): quantizes a model in place, one parameter at a time, and returns a Report."""
+"""quantize_(model, config): plan, calibrate, solve and place, one parameter at a time; dequantize_(model)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import partial
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core import quantize_backends
-from ..core.distributed.full_tensor import distribute_like, full_tensor, is_fully_sharded, local_tensor
-from ..core.numerics import Parts, dequantize, quantize
-from ..core.tensor import AffineQuantizedTensor, check_finite
-from .config_resolution import Filter, PlanError
-from .configs import AOBaseConfig
+from ..algorithms import recipe as recipes
+from ..algorithms.calibration.batches import Batches, read
+from ..algorithms.calibration.journal import Journal
+from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
+from ..algorithms.solve import Solved, solve, stages
+from ..core.tensor import AffineQuantizedTensor
+from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
+from ..planning.config_resolution import Filter, PlanError, Skip, resolve_config
+from ..planning.configs import AOBaseConfig
+from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
+from ..planning.module_handlers import apply_callable, module_nbytes
+from ..planning.parameters import places
+from ..planning.plan import Plan, PlanRow, check_values, plan
+from ..planning.report import Report, Row
+from ..planning.scheme import Scheme
 from .freeze import thaw_
-from .layer_timing import measure_, row_counts, skip_slower_, warn_slower
-from .module_handlers import MODEL_HANDLERS, apply_callable, module_nbytes
-from .parameters import places
-from .plan import Plan, PlanRow, plan
-from .report import Report, Row
+from .rollback import ModelSnapshot
 from .save_pretrained import settle_saving_
-from .scheme import Scheme
 
 ON_SLOWER = ("keep", "skip")
-Put = Callable[[PlanRow, Row, AffineQuantizedTensor, float, Any], None]
-_CHUNK = 1 << 24  # elements quantized at a time; bounds the float32 temporaries
 
 
 def quantize_(
     model: nn.Module,
-    config: AOBaseConfig | Callable[[nn.Module], nn.Module],
+    config: AOBaseConfig | str | Callable[[nn.Module], nn.Module],
     filter_fn: Filter | None = None,
     device: torch.device | str | None = None,
     *,
+    skip: Skip = (),
+    calibration: Any = None,
+    algorithm: Any = None,
+    resume: str | Path | None = None,
+    spill: str | Path | None = None,
+    max_ram: str | int | None = None,
     dry_run: bool = False,
     on_indivisible: str = "pad",
     measure: bool | Sequence[int] = False,
@@ -44,215 +55,319 @@ def quantize_(
 ) -> Report:
     """Quantize the model's parameters in place and return a report.
 
-    config          the scheme of each selected parameter
+    config          the quantization scheme of the selected parameters: a config, its short name ("int4"), or a
+                    PennyweightConfig, which brings ``skip`` and ``on_indivisible``
     filter_fn       (module, fqn) -> bool; default: linear modules
-    device          move each selected module there; its weight is moved before it is quantized
+    device          move each selected module to this device, its weight before quantization
+    skip            modules and parameters to leave alone: names, ends of names ("lm_head"), globs
+    calibration     batches of inputs: tensors, tuples of arguments, or mappings of keyword arguments. Tokens whose
+                    ``attention_mask`` is 0 do not count
+    algorithm       a name ("gptq"), {name: options}, an algorithm object, a list of rewrites, one solver and tuners
+                    (["smooth", "gptq"]), or a YAML file with one of these. Default: "auto" with calibration data,
+                    round-to-nearest without. See docs/algorithms
+    resume          folder to save each finished block; a second run with the same model, data and options continues
+                    from there. Raises if any of them differs
+    spill           folder for hidden states between blocks and for the snapshot that restores the model after an error:
+                    for data and models that do not fit into memory
+    max_ram         "4 GB": memory limit for hidden states plus the statistics of a block, and for the snapshot. What
+                    does not fit goes to a temporary folder. Statistics that do not fit raise before they are computed
     dry_run         only plan, and measure if requested
     on_indivisible  group sizes that do not divide: "pad" (exact), "largest_divisor", "skip", "error"
-    measure         time each shape of linear layer against float, with these numbers of rows; True: 1 and 64
-    on_slower       a layer slower than float at one of them: "keep" it and warn, or "skip" it, left unquantized
+    measure         time each linear shape against float on this machine, at these row counts; True: 1 and 64
+    on_slower       a layer that is slower than float at one of them: "keep" it and warn, or "skip" it (stays float)
     progress        called with (done, total, name)
 
-    All checks run before any change. Each float weight is freed before the next is read. Tied parameters stay tied.
-    A parameter that already has the scheme is left unchanged. Raises PlanError (a ValueError).
-    Parameters on the meta device are quantized there, without values, packed as for a CPU. Load a checkpoint into them
-    with ``load_state_dict(..., assign=True)``, or with ``to_empty`` and ``load_state_dict``.
+    The plan, the data (NaN and inf raise) and every step of the recipe are checked before the model changes. A
+    parameter that already has the scheme is left unchanged. Tied parameters stay tied.
+
+    Without ``calibration`` and ``algorithm`` each float weight is freed before the next is read. Parameters on the meta
+    device are quantized there, without values, packed as for a CPU; load a checkpoint into them with
+    ``load_state_dict(..., assign=True)``, or with ``to_empty`` and ``load_state_dict``.
+
+    With one of them, the model is restored bit for bit if a step fails or the run is interrupted (KeyboardInterrupt):
+    float weights stay in memory next to the quantized ones until the end, and tensors that rewrites and tuners write
+    into are copied. With ``spill``, or above ``max_ram``, both are on disk. Calibration proceeds block by block in call
+    order. Each block sees the outputs of the quantized blocks before it; only one block's statistics are in memory at a
+    time. A weight that no data reaches, or whose statistics cannot be used, is rounded to nearest with a note in its
+    report row. With torch.distributed, each rank passes its own share of the data, and all ranks get the same model.
+
+    Raises PlanError (a ValueError).
     """
-    if not isinstance(config, AOBaseConfig) and callable(config):
-        if measure or on_slower != "keep":
-            raise PlanError("measure and on_slower need a config, got a function over modules")
+    if hasattr(config, "quantize_arguments"):
+        given = config.quantize_arguments()
+        if skip or on_indivisible != "pad":
+            raise PlanError(f"{type(config).__name__} already holds skip and on_indivisible; pass them there")
+        config, skip, on_indivisible = given["config"], given["skip"], given["on_indivisible"]
+    if not isinstance(config, (AOBaseConfig, str)) and callable(config):
+        if calibration is not None or algorithm is not None:
+            raise PlanError("an algorithm needs a config such as Int4WeightOnlyConfig(), not a function over modules")
+        if measure or on_slower != "keep" or skip:
+            raise PlanError("measure, on_slower and skip need a config, got a function over modules")
         report = apply_callable(model, config, filter_fn, device)
         settle_saving_(model)
         return report
-    run = partial(
-        _quantize, filter_fn=filter_fn, device=device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
-        on_slower=on_slower, progress=progress,
+    config = resolve_config(config)
+    options = Options(
+        filter_fn, device, skip, calibration, algorithm, resume, spill, max_ram, dry_run, on_indivisible, measure,
+        on_slower, progress,
     )  # fmt: skip
-    handler = MODEL_HANDLERS.get(type(config))
-    report = run(model, config) if handler is None else handler(model, config, run)
+    report = (config.pipeline or Pipeline)(model, config, options).run()
     if not dry_run:
         settle_saving_(model, config)
     return report
 
 
-def _quantize(
-    model: nn.Module, config: AOBaseConfig, *, filter_fn: Filter | None, device: Any, dry_run: bool,
-    on_indivisible: str, measure: bool | Sequence[int], on_slower: str, progress: Any, put: Put | None = None,
-) -> Report:  # fmt: skip
-    # Parameters created in inference mode cannot be used by autograd later.
-    with torch.inference_mode(False), torch.no_grad():
-        todo = checked_plan(
-            model, config, filter_fn, device, dry_run=dry_run, on_indivisible=on_indivisible, measure=measure,
-            on_slower=on_slower, meta=put is None,
-        )  # fmt: skip
-        report = todo.report()
-        if not dry_run:
-            _carry_out(model, todo, report, device, progress, put or put_)
-    return report
+@dataclass(frozen=True)
+class Options:
+    """The arguments of :func:`quantize_`."""
+
+    filter_fn: Filter | None = None
+    device: torch.device | str | None = None
+    skip: Skip = ()
+    calibration: Any = None
+    algorithm: Any = None
+    resume: str | Path | None = None
+    spill: str | Path | None = None
+    max_ram: str | int | None = None
+    dry_run: bool = False
+    on_indivisible: str = "pad"
+    measure: bool | Sequence[int] = False
+    on_slower: str = "keep"
+    progress: Callable[[int, int, str], None] | None = None
+
+    @property
+    def has_recipe(self) -> bool:
+        """Whether the caller gave data or an algorithm."""
+        return self.calibration is not None or self.algorithm is not None
 
 
-def checked_plan(
-    model: nn.Module, config: AOBaseConfig, filter_fn: Filter | None, device: torch.device | str | None, *,
-    dry_run: bool, on_indivisible: str, measure: bool | Sequence[int], on_slower: str, meta: bool = False,
-) -> Plan:  # fmt: skip
-    """The plan of :func:`quantize_`, fully checked, with layers timed if requested. Changes nothing.
+class Pipeline:
+    """One run of :func:`quantize_`: plan -> calibrate -> solve -> place.
 
-    meta: whether parameters may be on the meta device.
+    A config class names a subclass in its attribute ``pipeline`` to change what becomes of the weights: preparing a
+    model for QAT replaces :meth:`place`.
     """
-    counts = row_counts(measure)
-    if on_slower not in ON_SLOWER:
-        raise PlanError(f"on_slower must be one of {ON_SLOWER}, got {on_slower!r}")
-    if on_slower == "skip" and not counts:
-        raise PlanError("on_slower='skip' needs measure=True, or numbers of rows such as measure=(1, 64)")
-    todo = plan(model, config, filter_fn, on_indivisible=on_indivisible, device=device)
-    if not dry_run and any(map(is_fully_sharded, model.modules())):
-        raise PlanError(
-            "fully_shard manages parameters of this model, so they cannot be replaced; call quantize_ first, then "
-            "fully_shard"
-        )
-    if counts or not dry_run:
-        _check_values(todo, meta and not counts)
-    if counts:
-        measure_(todo, lambda row: counts, lambda row: solve(row, device)[0])
-        (skip_slower_ if on_slower == "skip" else warn_slower)(todo)
-    return todo
 
+    replaces = True  # whether place() replaces the float weights: then tuners may run, and the meta device is supported
 
-def _check_values(todo: Plan, meta: bool) -> None:
-    for row in todo.active:
-        if row.tensor is None or (meta and row.tensor.is_meta):
-            continue
-        if row.tensor.is_meta:
+    def __init__(self, model: nn.Module, config: AOBaseConfig, options: Options) -> None:
+        self.model, self.config, self.options = model, config, options
+
+    def run(self) -> Report:
+        # Parameters created in inference mode cannot be used by autograd later.
+        with torch.inference_mode(False), torch.no_grad():
+            recipe = self._recipe()
+            batches = _batches(self.options.calibration, recipe)
+            max_ram = None if self.options.max_ram is None else parse_bytes(self.options.max_ram)
+            todo = self.plan()
+            if self.options.dry_run:
+                return todo.report()
+            self._check_recipe(todo, recipe, batches)
+            return self._carry_out(todo, recipe, batches, max_ram)
+
+    # -- plan ----------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """The plan, with layers timed if requested. All checks of the model and the options; changes nothing."""
+        o = self.options
+        counts = row_counts(o.measure)
+        if o.on_slower not in ON_SLOWER:
+            raise PlanError(f"on_slower must be one of {ON_SLOWER}, got {o.on_slower!r}")
+        if o.on_slower == "skip" and not counts:
+            raise PlanError("on_slower='skip' needs measure=True, or numbers of rows such as measure=(1, 64)")
+        todo = self._plan()
+        if not o.dry_run and any(map(is_fully_sharded, self.model.modules())):
             raise PlanError(
-                f"{row.name} is on the meta device and has no values to measure or calibrate; load the weights first"
+                "fully_shard manages parameters of this model, so they cannot be replaced; call quantize_ first, then "
+                "fully_shard"
             )
-        if isinstance(row.tensor, AffineQuantizedTensor):
-            continue
-        try:
-            check_finite(local_tensor(row.tensor.detach()), row.name)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
+        if counts or not o.dry_run:
+            check_values(todo, meta=self.replaces and not counts and not o.has_recipe)
+        if counts:
+            measure_(todo, lambda row: counts, lambda row: solve(row, device=o.device).weight)
+            (skip_slower_ if o.on_slower == "skip" else warn_slower)(todo)
+        return todo
 
+    def _plan(self) -> Plan:
+        o = self.options
+        return plan(self.model, self.config, o.filter_fn, skip=o.skip, on_indivisible=o.on_indivisible, device=o.device)
 
-def _carry_out(model: nn.Module, todo: Plan, report: Report, device: Any, progress: Any, put: Put) -> None:
-    total, done = len(todo.active), 0
-    for row, out in zip(todo.rows, report.rows, strict=True):
-        if row.call is not None:
-            run_handler_row(model, row, out, device)
-        elif row.active:
-            w, sqnr = solve(row, device)
-            put(row, out, w, sqnr, device)
-        row.tensor = None  # frees the float weight before the next is read
-        if row.active:
-            done += 1
+    # -- calibrate and solve -------------------------------------------------------------------------------------------
+
+    def _recipe(self) -> recipes.Recipe:
+        default = "auto" if self.options.calibration is not None else "nearest"
+        recipe = recipes.read(default if self.options.algorithm is None else self.options.algorithm)
+        if recipe.tuners and not self.replaces:
+            names = ", ".join(tuner.name for tuner in recipe.tuners)
+            raise PlanError(
+                f"{names}: tuners need weights that are really quantized; leave them out and train the model"
+            )
+        return recipe
+
+    def _check_recipe(self, todo: Plan, recipe: recipes.Recipe, batches: Batches) -> None:
+        sharded = next((row.name for row in todo.active if is_dtensor(row.tensor)), None)
+        if sharded is not None and (recipe.needs_data or recipe.rewrites or recipe.tuners):
+            raise PlanError(
+                f"{sharded} is already sharded over ranks, and {recipe} runs the whole model on data; call quantize_ "
+                "first (each rank with its own data), then parallelize_module"
+            )
+        target = _target(todo)
+        steps: tuple[Any, ...] = (*recipe.rewrites, *recipe.tuners)
+        for step in steps:
+            step.check(self.model, target, batches)
+
+    def _carry_out(self, todo: Plan, recipe: recipes.Recipe, batches: Batches, max_ram: float | None) -> Report:
+        notes: dict[str, list[str]] = {}
+        options = self.options
+        guard = _restore_on_error(self.model, todo, recipe, options, max_ram) if options.has_recipe else nullcontext()
+        with guard as before:
+            for rewrite in recipe.rewrites:
+                _add(notes, rewrite.apply(self.model, _target(todo), batches))
+                todo = self._plan()
+            teacher = _teacher(self.model, todo) if recipe.tuners else None
+            report = todo.report()
+            journal = None
+            if options.resume is not None and options.has_recipe:
+                journal = Journal(options.resume, self.model, todo, recipe, batches)
+            release = None if before is None or teacher is not None else before.release
+            self._solve_and_place(todo, report, recipe, batches, journal, max_ram, release)
+            for tuner in recipe.tuners:
+                assert teacher is not None
+                _add(notes, tuner.tune(self.model, teacher, batches))
+        for out in report.rows:
+            _note(out, *notes.get(out.name, ()))
+        report.notes += notes.get("", [])
+        if options.has_recipe:
+            report.config = f"{report.config}, {recipe}"
+        return report
+
+    def _solve_and_place(
+        self, todo: Plan, report: Report, recipe: recipes.Recipe, batches: Batches, journal: Journal | None,
+        max_ram: float | None, release: Callable[[Tensor | None], None] | None,
+    ) -> None:  # fmt: skip
+        pairs = {row.name: (row, out) for row, out in zip(todo.rows, report.rows, strict=True) if row.active}
+        total, device, progress = len(pairs), self.options.device, self.options.progress
+
+        def finish(name: str, seen: CollectedStatistics | None = None) -> None:
+            row, out = pairs.pop(name)
+            if row.call is not None:
+                new = row.call(self.model, device=device)
+                out.type, out.bytes_after = type(new).__name__, _nbytes_after(new, row)
+            else:
+                kept = None if journal is None else journal.get(name)
+                solved = solve(row, recipe.solver, seen, device) if kept is None else Solved(*kept)
+                if journal is not None and kept is None:
+                    journal.put(name, tuple(solved))
+                was = row.tensor
+                self.place(row, out, solved)
+                if release is not None and row.places[0].get() is not was:
+                    release(was)
+                was = row.tensor = None  # frees the float weight before the next is read
             if progress is not None:
-                progress(done, total, row.name)
+                progress(total - len(pairs), total, name)
+
+        for name in [name for name, (row, _) in pairs.items() if row.call is not None]:
+            finish(name)
+        known = frozenset() if journal is None else journal.names
+        weights = {name: row for name, (row, _) in pairs.items()}
+        for names, seen in stages(
+            self.model, weights, recipe.solver, batches, spill=self.options.spill, known=known, max_ram=max_ram
+        ):
+            for name in names:
+                finish(name, seen.get(name))
+            if journal is not None:
+                journal.flush()
+
+    # -- place ---------------------------------------------------------------------------------------------------------
+
+    def place(self, row: PlanRow, out: Row, solved: Solved) -> None:
+        """Put a solved weight into the model, in every place of its parameter, and complete its report row."""
+        w, out.error = solved.weight, solved.error
+        out.sqnr, out.bytes_after = (None if w.is_meta else solved.sqnr), w.nbytes
+        _note(out, solved.note, "on the meta device, without values" if w.is_meta else "")
+        value = nn.Parameter(distribute_like(w, row.tensor), requires_grad=False)
+        for place in row.places:
+            place.set(value)
+            if self.options.device is not None:
+                _move_rest(place.module, self.options.device)
 
 
-def run_handler_row(model: nn.Module, row: PlanRow, out: Row, device: Any) -> None:
-    """Transform the module of a row that has a handler."""
-    new = row.call(model, device=device)
-    out.type, out.bytes_after = type(new).__name__, _nbytes_after(new, row)
+def _target(todo: Plan) -> dict[str, Scheme | None]:
+    return {row.name: row.scheme for row in todo.active if row.call is None}
 
 
-def put_(row: PlanRow, out: Row, w: AffineQuantizedTensor, sqnr: float, device: Any) -> None:
-    """Replace the parameter by its quantized weight in every place, fill in the report row, free the float weight."""
-    out.sqnr, out.bytes_after = (None if w.is_meta else sqnr), w.nbytes
-    if w.is_meta:
-        out.note = "; ".join(filter(None, (out.note, "on the meta device, without values")))
-    replace_(row, distribute_like(w, row.tensor))
-    _move_rest(row, device)
-    row.tensor = None
+def _add(notes: dict[str, list[str]], more: Mapping[str, str]) -> None:
+    for name, text in more.items():
+        notes.setdefault(name, []).append(text)
+
+
+def _note(out: Row, *texts: str) -> None:
+    out.note = "; ".join(filter(None, (out.note, *texts)))
+
+
+def _batches(calibration: Any, recipe: recipes.Recipe) -> Batches:
+    if calibration is None:
+        if recipe.needs_data:
+            raise PlanError(
+                f"algorithm {recipe} needs calibration data; pass calibration=batches (tensors, tuples, or mappings "
+                "such as {'input_ids': ..., 'attention_mask': ...})"
+            )
+        return Batches()
+    batches = read(calibration, together=recipe.needs_data)
+    if not batches and recipe.needs_data:
+        raise PlanError(f"calibration has no batches; algorithm {recipe} needs calibration data")
+    return batches
+
+
+def _teacher(model: nn.Module, todo: Plan) -> nn.Module:
+    """A copy of the model that shares the weights that the solver will replace; the solver does not write into them."""
+    shared = [row.tensor for row in todo.active if row.call is None and row.tensor is not None]
+    return copy.deepcopy(model, {id(t): t for t in shared})
+
+
+@contextmanager
+def _restore_on_error(
+    model: nn.Module, todo: Plan, recipe: recipes.Recipe, options: Options, max_ram: float | None
+) -> Iterator[ModelSnapshot]:
+    """Restore the model if the recipe does not finish, for any reason."""
+    # Tensors that only the solver replaces are kept by reference. Rewrites may write into any tensor, tuners into those
+    # that are not replaced.
+    replaced = {id(row.tensor) for row in todo.active if row.call is None}
+    modules = [m for row in todo.active if row.call is not None for m in _modules(model, row)]
+    handled = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
+    size = sum(int(p.nbytes) for p in model.parameters())
+    on_disk = options.spill is not None or (max_ram is not None and size > max_ram)
+    with tempfile.TemporaryDirectory(dir=options.spill) if on_disk else nullcontext() as folder:
+        before = ModelSnapshot(model, None if folder is None else Path(folder))
+        for t in before.tensors:
+            if recipe.rewrites or id(t) in handled or (recipe.tuners and id(t) not in replaced):
+                before.copy([t])
+        try:
+            yield before
+        except BaseException as error:
+            before.restore()
+            error.add_note("the model was restored to its state before quantize_")
+            raise
+
+
+def _modules(model: nn.Module, row: PlanRow) -> list[nn.Module]:
+    """The module that a handler will transform; the whole model if the row names a parameter."""
+    found = dict(model.named_modules()).get(row.name)
+    return [model if found is None else found]
 
 
 def _nbytes_after(new: nn.Module, row: PlanRow) -> int:
+    """Bytes of what a handler returned: of the parameter that the row names, or of the whole module."""
     return int(getattr(new, row.name.rpartition(".")[2]).nbytes) if row.shape else module_nbytes(new)
 
 
-def solve(row: PlanRow, device: torch.device | str | None = None) -> tuple[AffineQuantizedTensor, float]:
-    """Round-to-nearest of one planned parameter: (tensor in its kernel's layout and logical order, SQNR in dB)."""
-    assert row.scheme is not None
-    assert row.site is not None
-    assert row.tensor is not None
-    x = full_tensor(row.tensor.detach())
-    if isinstance(x, AffineQuantizedTensor):
-        x = x.dequantize()
-    if device is not None:
-        x = x.to(device)
-    flip = row.site.transposed
-    w, sqnr = quantize_weight(x.transpose(-2, -1) if flip else x, row.scheme, row.name, row.layout)
-    return (w.transpose(-2, -1) if flip else w), sqnr  # type: ignore[return-value]
-
-
-def quantize_weight(
-    x: Tensor, scheme: Scheme, name: str = "weight", layout: str = "plain"
-) -> tuple[AffineQuantizedTensor, float]:
-    """Quantize x [.., contracted] under a scheme: (tensor in ``layout``, SQNR in dB). Raises ValueError for NaN or inf.
-
-    Without a fast kernel for the device it works on chunks of rows, so that temporaries stay small.
-    """
-    spec = scheme.weight.with_(layout=layout)
-    fast = quantize_backends.quantize(x, spec, scheme.rule, scheme.eps)
-    if fast is not NotImplemented and math.isfinite(fast.signal):
-        parts = fast.parts._replace(**static_parts(scheme, x.device))
-        return AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act), decibels(fast.signal, fast.noise)
-    check_finite(x, name)
-    spec = spec.with_(layout="plain")
-    step = max(1, x.shape[0] if x.ndim else 1)
-    if x.ndim > 1 and x.shape[0] > 1 and spec.rows_independent(x.shape):
-        step = min(step, max(1, _CHUNK // max(1, x[0].numel())))
-    pieces, signal, noise = [], 0.0, 0.0
-    for start in range(0, max(1, x.shape[0] if x.ndim else 1), step):
-        piece = x[start : start + step] if x.ndim else x
-        parts = quantize(piece, spec, scheme.rule, scheme.eps)
-        pieces.append(parts)
-        if not (x.is_meta or isinstance(x, torch._subclasses.FakeTensor)):  # these have no values
-            exact = piece.float()
-            signal += float(torch.linalg.vector_norm(exact)) ** 2
-            noise += float(torch.linalg.vector_norm(dequantize(parts, spec, piece.shape).sub_(exact))) ** 2
-    parts = pieces[0] if len(pieces) == 1 else Parts(*map(_join, zip(*pieces, strict=True)))
-    parts = parts._replace(**static_parts(scheme, x.device))
-    w = AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act).to_layout(layout)
-    return w, decibels(signal, noise)
-
-
-def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise); inf where either is zero."""
-    return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
-
-
-def _join(slot: tuple[Any, ...]) -> Any:
-    if isinstance(slot[0], Parts):
-        return Parts(*map(_join, zip(*slot, strict=True)))
-    return None if slot[0] is None else torch.cat(slot)
-
-
-def static_parts(scheme: Scheme, device: torch.device) -> dict[str, Tensor]:
-    """Stored parameters of a static activation."""
-    parts = {}
-    if scheme.act_scale is not None:
-        parts["act_scale"] = torch.tensor([scheme.act_scale], dtype=torch.float32, device=device)
-    if scheme.act_zero_point is not None and scheme.act is not None:
-        dtype = scheme.act.spec.zero_point_dtype
-        parts["act_zero_point"] = torch.tensor([scheme.act_zero_point], dtype=dtype, device=device)
-    return parts
-
-
-def replace_(row: PlanRow, tensor: Tensor) -> None:
-    """Put one tensor in all places of a row, as one Parameter, or as a plain tensor if a place held one."""
-    value = nn.Parameter(tensor, requires_grad=False)
-    for place in row.places:
-        place.set(value)
-
-
-def _move_rest(row: PlanRow, device: Any) -> None:
-    """Move the other tensors of a row's modules (a bias) to the device of the weight."""
-    for place in row.places if device is not None else ():
-        for p in place.module._parameters.values():
-            if p is not None and not isinstance(p, AffineQuantizedTensor):
-                p.data = p.data.to(device)
-        for name, b in place.module._buffers.items():
-            place.module._buffers[name] = None if b is None else b.to(device)
+def _move_rest(module: nn.Module, device: torch.device | str) -> None:
+    """Move the other tensors of a module (a bias) to the device of its quantized weight."""
+    for p in module._parameters.values():
+        if p is not None and not isinstance(p, AffineQuantizedTensor):
+            p.data = p.data.to(device)
+    for name, b in module._buffers.items():
+        module._buffers[name] = None if b is None else b.to(device)
 
 
 def dequantize_(model: nn.Module) -> Report:

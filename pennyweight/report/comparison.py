@@ -8,7 +8,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..quantize.report import size
+from ..planning.report import size
 from .metrics import Spread
 
 # The name of the KL of each kind of output

@@ -11,7 +11,7 @@ import torch
 import pennyweight as pw
 from pennyweight.algorithms.mixed_precision.latency import CallTimer
 from pennyweight.quantize import Latency
-from pennyweight.report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
+from pennyweight.report.loading import load_folder, load_tokenizer, read_texts, text_batches
 from tests.cli.conftest import snapshot
 
 GROUPS = ("--config", "int3", "--group-size", "32", "--skip", "lm_head")
@@ -68,7 +68,7 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
 
     module = import_module("pennyweight.algorithms.mixed_precision.search")  # its name in the package is the function's
     monkeypatch.setattr(module, "CallTimer", lambda: CallTimer(call, layer))
-    for name in ("CANDIDATES", "FAST"):
+    for name in ("CANDIDATES", "FASTEST"):
         monkeypatch.setattr(module, name, getattr(module, name)[2:3])
     monkeypatch.setattr("pennyweight.cli.quantize_in_memory.LENGTH", 32)
     arguments = ("--calibration", text, "--algorithm", "nearest", "--skip", "lm_head")
@@ -84,16 +84,16 @@ def test_a_budget_of_time(run: Any, writer: Path, text: Path, tmp_path: Path, mo
 
 def solving(monkeypatch: pytest.MonkeyPatch, until: int | None = None) -> list[str]:
     """The names of the weights that are solved; Ctrl-C comes before number ``until``."""
-    module, names = import_module("pennyweight.algorithms.pipeline"), []
-    whole = module.solve_row
+    module, names = import_module("pennyweight.quantize.pipeline"), []
+    whole = module.solve
 
-    def solve_row(row: Any, *rest: Any) -> Any:
+    def solve(row: Any, *rest: Any) -> Any:
         if len(names) == until:
             raise KeyboardInterrupt
         names.append(row.name)
         return whole(row, *rest)
 
-    monkeypatch.setattr(module, "solve_row", solve_row)
+    monkeypatch.setattr(module, "solve", solve)
     return names
 
 

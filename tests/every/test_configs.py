@@ -17,7 +17,7 @@ from pennyweight.core.formats import INT4
 from pennyweight.core.numerics import sqnr
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.quantize import configs
+from pennyweight.planning import configs
 
 TYPES = {
     value
@@ -61,7 +61,7 @@ EXAMPLES = {
     pw.FqnToConfig: ["{'0': pw.Int8WeightOnlyConfig(), 're:2': pw.Int4WeightOnlyConfig(group_size=32)}"],
 }
 ELSEWHERE = {
-    configs.ContractedAxis: "for bare parameters, see tests/quantize/test_parameters.py",
+    configs.ContractedAxis: "for bare parameters, see tests/planning/test_parameters.py",
     pw.QATConfig: "goes around each of these, see test_qat.py",
 }
 # The least output SQNR in dB on the model below, by bits of the weight; activations in 8 bits cost little of it.

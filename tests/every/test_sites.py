@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.core.numerics import sqnr
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.quantize.parameters import Place, Site, kind_of, kinds, make_site
+from pennyweight.planning.parameters import Place, Site, kind_of, kinds, make_site
 
 
 def hf_conv1d() -> nn.Module:

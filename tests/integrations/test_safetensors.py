@@ -12,7 +12,7 @@ from huggingface_hub.serialization._torch import get_torch_storage_id
 
 import pennyweight as pw
 from pennyweight.core.storage import REFUSAL
-from tests.integrations.writers import CONFIGS, MODELS, Writer, X, check, forward, pair, quantized, tied
+from tests.integrations.writers import CONFIGS, MODELS, Writer, X, check_on_models, forward, pair, quantized, tied
 
 
 def flat(model: Any, folder: Path) -> None:
@@ -48,12 +48,7 @@ WRITERS = {
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
 @pytest.mark.filterwarnings("ignore::pennyweight.FallbackWarning")  # safetensors asks for the last element of tied ones
 def test_writers(writer: Writer, make: Any, config: str, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    other = quantized(make, config)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(2)
-    check(writer, quantized(make, config), other, tmp_path)
+    check_on_models(writer, make, config, tmp_path)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,47 @@ def test_the_report_is_that_of_quantize_(folder: Path) -> None:
 
 
 # -- what is quantized -------------------------------------------------------------------------------------------------
+
+
+def test_a_short_name_a_group_size_and_skip_mean_the_same_everywhere(folder: Path, tmp_path: Path) -> None:
+    """In quantize_, on load, in quantize_checkpoint and on the command line."""
+    asked = PennyweightConfig("int4", group_size=32, skip=["lm_head", "*.down_proj"])
+    model = llama()
+    pw.quantize_(model, asked)
+    by_hand = llama()
+    pw.quantize_(by_hand, pw.Int4WeightOnlyConfig(32), skip=["lm_head", "*.down_proj"])
+    pw.quantize_checkpoint(folder, tmp_path / "files", pw.Int4WeightOnlyConfig(32), skip=["lm_head", "*.down_proj"])
+    options = ("--config", "int4", "--group-size", "32", "--skip", "lm_head", "--skip", "*.down_proj")
+    command = [sys.executable, "-m", "pennyweight", "quantize", str(folder), str(tmp_path / "cli"), *options]
+    subprocess.run(command, check=True, capture_output=True)
+    on_load = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked)
+    assert any(
+        n.endswith("up_proj.weight") and isinstance(p, pw.AffineQuantizedTensor) for n, p in model.named_parameters()
+    )
+    assert not any(
+        isinstance(p, pw.AffineQuantizedTensor)
+        for n, p in model.named_parameters()
+        if "down_proj" in n or "lm_head" in n
+    )
+    for other in (by_hand, on_load, *map(AutoModelForCausalLM.from_pretrained, (tmp_path / "files", tmp_path / "cli"))):
+        assert_same_weights(other, model)
+    on_load.save_pretrained(tmp_path / "saved")
+    said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert (said["config"]["group_size"], said["skip"]) == (32, ["lm_head", "*.down_proj"])
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model)
+
+
+def test_wrong_skips_and_group_sizes(folder: Path) -> None:
+    with pytest.raises(ValueError, match="skip must be a list of names, got 'lm_head'"):
+        PennyweightConfig("int4", skip="lm_head")
+    with pytest.raises(ValueError, match="group_size needs a config given by its short name"):
+        PennyweightConfig(pw.Int4WeightOnlyConfig(), group_size=32)
+    with pytest.raises(ValueError, match="group_size=32 cannot be used with fp6"):
+        PennyweightConfig("fp6", group_size=32)
+    with pytest.raises(pw.PlanError, match="skip='lm_haed' matches no module or parameter; did you mean 'lm_head'"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=PennyweightConfig("int4", skip=["lm_haed"]))
+    with pytest.raises(pw.PlanError, match="PennyweightConfig already holds skip"):
+        pw.quantize_(llama(), PennyweightConfig("int4"), skip=["lm_head"])
 
 
 def loaded(folder: Path, config: Any, left: Any = None) -> Any:
@@ -394,7 +437,7 @@ def test_other_methods_and_bad_settings(folder: Path) -> None:
         )
     with pytest.raises(ValueError, match="nothing would be quantized"):
         loaded(folder, "int8", ["model", "lm_head"])
-    with pytest.raises(ValueError, match=r"modules_to_not_convert excludes everything: \['lm_head', 'model'\]"):
+    with pytest.raises(ValueError, match=r"nothing would be quantized.*modules_to_not_convert=\[\]"):
         loaded(folder, pw.FqnToConfig({"_default": pw.Int8WeightOnlyConfig()}), ["model", "lm_head"])
     with pytest.raises(ValueError, match="matches no module or parameter"):
         loaded(folder, pw.FqnToConfig({"model.layers.9.mlp.up_proj": pw.Int8WeightOnlyConfig()}))

@@ -69,6 +69,16 @@ def forward(model: nn.Module) -> Tensor:
     return model(X)
 
 
+def check_on_models(writer: Writer, make: Callable[[], nn.Module], config: str, folder: Path) -> None:
+    """The writer's row, on a quantized model, read into one with other numbers."""
+    torch.manual_seed(3)
+    other = quantized(make, config)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    check(writer, quantized(make, config), other, folder)
+
+
 def check(writer: Writer, model: Any, other: Any, folder: Path, call: Callable[[Any], Tensor] = forward) -> None:
     """The writer's row, on a model. other: one like it, with other numbers."""
     exact = call(model)

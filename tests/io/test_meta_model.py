@@ -14,8 +14,8 @@ from pennyweight.io import load, quantize_checkpoint
 from pennyweight.io.checkpoint import open_checkpoint
 from pennyweight.io.meta_model import from_names, outline
 from pennyweight.io.safetensors_file import Entry
+from pennyweight.planning.configs import Int8WeightOnlyConfig
 from pennyweight.quantize import quantize_
-from pennyweight.quantize.configs import Int8WeightOnlyConfig
 from tests.io.test_native_format import assert_same
 
 KINDS = {

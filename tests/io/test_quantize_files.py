@@ -17,13 +17,13 @@ from pennyweight.core.spec import MXFP8, NF4_DOUBLE, NVFP4, TINYGEMM, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError, load, quantize_checkpoint, save
 from pennyweight.io import streaming as streaming_module
-from pennyweight.quantize import FqnToConfig, PlanError, quantize_
-from pennyweight.quantize.configs import (
+from pennyweight.planning.configs import (
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
 )
-from pennyweight.quantize.configs.base import SpecConfig
+from pennyweight.planning.configs.base import SpecConfig
+from pennyweight.quantize import FqnToConfig, PlanError, quantize_
 from tests.io.test_native_format import assert_same
 
 
@@ -168,7 +168,7 @@ def test_skip(skip: list[str], left: set[str], by_name: bool, tmp_path: Path) ->
 
 def test_a_word_that_skips_nothing_is_an_error(tmp_path: Path) -> None:
     source(tmp_path / "src")
-    with pytest.raises(PlanError, match=r"skip='lm_haed' matches no module or parameter; close: .*lm_head"):
+    with pytest.raises(PlanError, match=r"skip='lm_haed' matches no module or parameter; did you mean .*lm_head"):
         quantize_checkpoint(tmp_path / "src", tmp_path / "dst", CONFIGS["int8"], skip=["lm_haed"])
     assert not (tmp_path / "dst").exists()
 

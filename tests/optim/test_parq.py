@@ -12,7 +12,7 @@ from pennyweight.core.numerics import fake_quantize
 from pennyweight.core.spec import SPECS
 from pennyweight.optim import AdamW8bit, PruneOptimizer, QuantOptimizer
 from pennyweight.optim.parq import proximal_map
-from pennyweight.quantize.config_resolution import PlanError
+from pennyweight.planning.config_resolution import PlanError
 from tests.optim.models import Net, losses
 
 INT2 = pw.IntxWeightOnlyConfig(torch.int2, pw.PerGroup(32))

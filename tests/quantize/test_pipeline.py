@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
+from pennyweight.algorithms.solvers.rtn import _CHUNK, quantize_weight
 from pennyweight.core.formats import INT8 as INT8_FORMAT
 from pennyweight.core.numerics import sqnr
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
+from pennyweight.planning.module_handlers import HANDLERS
+from pennyweight.planning.parameters import Site
+from pennyweight.planning.report import size
 from pennyweight.quantize import Row, Scheme
-from pennyweight.quantize.module_handlers import HANDLERS
-from pennyweight.quantize.parameters import Site
-from pennyweight.quantize.pipeline import _CHUNK, quantize_weight
-from pennyweight.quantize.report import size
 
 INT8, INT4_32 = pw.Int8WeightOnlyConfig(), pw.Int4WeightOnlyConfig(group_size=32)
 
@@ -106,7 +106,7 @@ def test_a_large_weight_in_rows_gives_the_same_bits() -> None:
                    Scheme(QuantSpec(INT8_FORMAT, (4, 32)))):  # fmt: skip
         whole, decibels = quantize_weight(x, scheme)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pennyweight.quantize.pipeline._CHUNK", 64 * 7)
+            patch.setattr("pennyweight.algorithms.solvers.rtn._CHUNK", 64 * 7)
             pieces, same = quantize_weight(x, scheme)
         assert torch.equal(whole.codes, pieces.codes)
         assert torch.equal(whole.scale, pieces.scale)
@@ -311,10 +311,9 @@ def test_check() -> None:
         report.check(min_fraction=0.9)
 
 
-def test_the_table_keeps_brackets_and_folds_what_was_left_alone() -> None:
+def test_the_table_describes_schemes_in_words_and_folds_what_was_left_alone() -> None:
     text = str(pw.quantize_(mlp(3), pw.NF4WeightOnlyConfig()))
-    assert "nf4[64]" in text  # rich would take brackets for markup
-    assert "int8[256]" in text
+    assert "nf4, groups of 64, int8 scales (groups of 256, f32 scales)" in text
     assert "0.bias and 2 more" in text
     assert "bias of Linear is not quantized" in text
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.quantize import Candidate, Latency, layer_timing, recommend_config
-from pennyweight.quantize.module_handlers import HANDLERS
-from pennyweight.quantize.plan import PlanRow
-from pennyweight.quantize.recommend_config import fastest_per_layer
-from pennyweight.quantize.recommendation import best, verdict
+from pennyweight.planning import layer_timing
+from pennyweight.planning.configs.aliases import FASTEST
+from pennyweight.planning.module_handlers import HANDLERS
+from pennyweight.planning.plan import PlanRow
+from pennyweight.quantize import Candidate, Latency, recommend_config
+from pennyweight.quantize.recommend_config import best, fastest_per_layer, verdict
 
 INT8, DYNAMIC, INT4 = pw.Int8WeightOnlyConfig(), pw.Int8DynamicActivationInt8WeightConfig(), pw.Int4WeightOnlyConfig(32)
 
@@ -377,7 +378,7 @@ def test_the_table_and_the_json(clock: Clock) -> None:
 def test_for_real(quick: None) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256, bias=False))
     found = pw.recommend(model, torch.randn(2, 256), max_error=0.05)
-    assert [c.name for c in found.candidates[:6]] == ["as it is", *map(str, recommend_config.CANDIDATES)]
+    assert [c.name for c in found.candidates[:6]] == ["as it is", *map(str, FASTEST)]
     assert found.chosen is not None
     assert found.chosen.error is not None
     assert found.chosen.error <= 0.05

@@ -19,7 +19,7 @@ from pennyweight.core.ops.inplace import stochastic_writes
 from pennyweight.core.spec import MXFP8, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.optim import AdamW8bit
-from pennyweight.quantize.config_resolution import PlanError
+from pennyweight.planning.config_resolution import PlanError
 from pennyweight.training import (
     RECIPES,
     BitNetTrainingConfig,

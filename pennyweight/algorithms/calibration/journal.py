@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.config_resolution import PlanError
-from ...quantize.plan import Plan
+from ...planning.config_resolution import PlanError
+from ...planning.plan import Plan
 
 KEY = "calibration.json"
 

@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from ...core.numerics import dequantize, quantize
 from ...core.qparams import Params, choose
 from ...core.spec import ActivationSpec
-from ...quantize.config_resolution import Filter, PlanError
-from ...quantize.configs import (
+from ...planning.config_resolution import Filter, PlanError
+from ...planning.configs import (
     AOBaseConfig,
     Float8StaticActivationFloat8WeightConfig,
     FqnToConfig,
     Int8StaticActivationInt8WeightConfig,
     SpecConfig,
 )
-from ...quantize.granularity import MappingType
-from ...quantize.parameters import kind_of
-from ...quantize.plan import PlanRow, plan
-from ...quantize.run_batch import run_batch, token_mask
-from ...quantize.scheme import Scheme
+from ...planning.granularity import MappingType
+from ...planning.parameters import kind_of
+from ...planning.plan import PlanRow, plan
+from ...planning.run_batch import run_batch, token_mask
+from ...planning.scheme import Scheme
 from .batches import each
 from .block_order import inference_mode
-from .input_hooks import InputHooks
+from .input_hooks import InputHooks, require_finite
 from .statistics import HISTOGRAM, Bins, State, bins
 
 # Per static config: the fields of scale and zero point, and whether its other fields select a zero point
@@ -96,11 +96,8 @@ def observe_ranges(model: nn.Module, weights: Mapping[str, Tensor], batches: Any
     states: dict[str, State] = {}
 
     def see(name: str, x: Tensor) -> None:
-        if not bool(x.isfinite().all()):
-            bad = int((~x.isfinite()).sum())
-            raise ValueError(f"{name}: its inputs on the calibration data have {bad} NaN or infinite values")
-        flat = x.reshape(1, -1, 1)
-        states[name] = HISTOGRAM.update(states.get(name) or HISTOGRAM.init(1, 1), flat.cpu())
+        require_finite(name, x)
+        states[name] = HISTOGRAM.update(states.get(name) or HISTOGRAM.init(1, 1), x.reshape(1, -1, 1).cpu())
 
     ids = {id(tensor): name for name, tensor in weights.items()}
     with inference_mode(model):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...quantize.layer_timing import (
+from ...planning.layer_timing import (
     COUNTS,
     Call,
     TimeLayer,
@@ -19,10 +19,10 @@ from ...quantize.layer_timing import (
     measure_,
     wait_for,
 )
-from ...quantize.pipeline import solve
-from ...quantize.plan import Plan
-from ...quantize.run_batch import run_batch
+from ...planning.plan import Plan
+from ...planning.run_batch import run_batch
 from ..calibration.block_order import inference_mode
+from ..solve import solve
 
 SECONDS = 0.5  # time limit for timing the whole model, before the layers and again after each plan
 
@@ -38,7 +38,7 @@ class CallTimer:
 
     call    (run, device) -> seconds of one ``run()``
     layer   (row of the plan, quantized weight, row counts, bytes of copies) -> a Latency per row count; None:
-            :func:`pennyweight.quantize.layer_timing.time_layer`
+            :func:`pennyweight.planning.layer_timing.time_layer`
     """
 
     call: Callable[[Call, torch.device], float] = time_call
@@ -84,7 +84,7 @@ def layer_times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Ca
         measure_(
             one,
             lambda row: [m for m, _ in calls_of_weight(row, seen).most_common(COUNTS)],
-            lambda row: solve(row)[0],
+            lambda row: solve(row).weight,
             clock.layer,
         )
         for row in one.active:

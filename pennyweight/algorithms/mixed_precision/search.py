@@ -14,18 +14,17 @@ from ...core.formats import UINT2, UINT3, UINT4, UINT5, UINT6
 from ...core.layouts import portable_layout
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from ...quantize.config_resolution import Filter, PlanError
-from ...quantize.configs import AOBaseConfig, FqnToConfig, SpecConfig
-from ...quantize.configs.serialize import config_to_data
-from ...quantize.plan import Plan, PlanRow, plan
-from ...quantize.recommend_config import CANDIDATES as FAST
-from ...quantize.report import size
-from ...quantize.run_batch import run_batch
+from ...planning.config_resolution import Filter, PlanError, Skip, resolve_config
+from ...planning.configs import AOBaseConfig, FqnToConfig, SpecConfig
+from ...planning.configs.aliases import FASTEST
+from ...planning.configs.serialize import config_to_data
+from ...planning.plan import Plan, PlanRow, plan
+from ...planning.report import size
+from ...planning.run_batch import run_batch
 from .. import recipe as recipes
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
-from ..calibration.loop import CalibrationLoop, CollectedStatistics
-from ..pipeline import solve_row
+from ..solve import solve, stages
 from ..tuners import losses
 from .budget import Base, Budget, Option, Table, allocate, check, duration, is_latency, limits, parts, totals
 from .latency import CallTimer, LayerTimes, layer_times
@@ -116,11 +115,11 @@ class Search:
         from rich.table import Table as Drawn
         from rich.text import Text
 
-        told = f"{self.bits:.3f} bits per weight, {size(self.nbytes)}; predicted {self.metric} {self.predicted:.3g}"
+        title = f"{self.bits:.3f} bits per weight, {size(self.nbytes)}; predicted {self.metric} {self.predicted:.3g}"
         if self.seconds is not None:
-            told += f"; {duration(self.seconds)} per call, {self.speed:.2f}x the speed of float"
+            title += f"; {duration(self.seconds)} per call, {self.speed:.2f}x the speed of float"
         timed = ("time",) if self.seconds is not None else ()
-        table = Drawn(title=told, title_justify="left")
+        table = Drawn(title=title, title_justify="left")
         for name in ("parameter", "chosen", "bytes", *timed, self.metric, "others"):
             left = name in ("parameter", "chosen", "others")
             table.add_column(name, justify="left" if left else "right", overflow="fold")
@@ -140,9 +139,10 @@ def search(
     budget: Budget,
     *,
     metric: str | losses.Divergence | None = None,
-    candidates: Sequence[AOBaseConfig] | None = None,
+    candidates: Sequence[AOBaseConfig | str] | None = None,
     algorithm: Any = "gptq",
     filter_fn: Filter | None = None,
+    skip: Skip = (),
     held_out: float = 0.25,
     example: Any = None,
     clock: CallTimer | None = None,
@@ -160,6 +160,7 @@ def search(
     candidates  configs to choose from; default: 2 to 6 bits with zero points and float16 scales, and with a latency
                 budget also those of :func:`recommend`
     algorithm   a solver for the weights
+    filter_fn, skip   as for ``quantize_``
     example     inputs of the timed call, in the form of a batch: a single token, or a whole prompt. Default: the last
                 of ``batches``
     clock       timing functions; default: measure on this machine
@@ -182,11 +183,16 @@ def search(
     batches = read(batches, "batches", together=True)
     if len(batches) < 2:
         raise PlanError("search needs at least two batches: some to quantize with, some to measure with")
-    solver, timed = _solver(algorithm), any(map(is_latency, parts(budget)))
-    configs = list(candidates if candidates is not None else (*CANDIDATES, *FAST) if timed else CANDIDATES)
+    recipe, timed = recipes.read(algorithm), any(map(is_latency, parts(budget)))
+    if recipe.rewrites or recipe.tuners:
+        raise PlanError(
+            f"search quantizes weights one by one and accepts only a solver; got {recipe}. Apply rewrites first"
+        )
+    default = (*CANDIDATES, *FASTEST) if timed else CANDIDATES
+    configs = [resolve_config(c) for c in (default if candidates is None else candidates)]
     solving, measuring = losses.split_batches(batches, held_out)
     with torch.inference_mode(False), torch.no_grad():
-        plans = [plan(model, config, filter_fn) for config in configs]
+        plans = [plan(model, config, filter_fn, skip=skip) for config in configs]
         names = [row.name for row in plans[0].active]
         if any([row.name for row in p.active] != names for p in plans):
             raise PlanError(
@@ -205,7 +211,7 @@ def search(
         limit = limits(budget, base)
         rows = {name: [row for p in plans for row in p.active if row.name == name] for name in names}
         check(_known(rows, configs, took), limit, base)
-        solved = _solve(model, rows, solver, solving, progress)
+        solved = _solve(model, rows, recipe.solver, solving, progress)
         table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, progress)
         chosen = allocate(table, limit)
         nbytes, total, seconds = totals(table, chosen)
@@ -215,14 +221,14 @@ def search(
         whole = _replaced(model, places, put, lambda: losses.mean_divergence(model, measuring, expected, measure))
     interaction = whole / total if total > 0 else 1.0
     uniform = [
-        (str(rows[names[0]][i].scheme), 8 * sum(t[i].nbytes for t in table.values()) / base.numel,
+        (_text(rows[names[0]][i]), 8 * sum(t[i].nbytes for t in table.values()) / base.numel,
          sum(t[i].loss for t in table.values()))
         for i in range(len(configs))
     ]  # fmt: skip
-    told = metric if isinstance(metric, str) else "loss" if metric is not None else _named(measure)
+    label = "loss" if callable(metric) else next(name for name, fn in losses.NAMED.items() if fn is measure)
     return Search(
         _config(table, chosen), total * interaction, interaction, 8 * nbytes / base.numel, nbytes, chosen, table,
-        uniform, told, base, _whole(base, seconds),
+        uniform, label, base, _whole(base, seconds),
     )  # fmt: skip
 
 
@@ -244,7 +250,7 @@ def _known(rows: dict[str, list[PlanRow]], configs: list[AOBaseConfig], took: La
     table: Table = {}
     for name, some in rows.items():
         table[name] = [
-            Option(config, str(row.scheme), _nbytes(row), 0.0, None if took is None else took.options[name][i])
+            Option(config, _text(row), _nbytes(row), 0.0, None if took is None else took.options[name][i])
             for i, (row, config) in enumerate(zip(some, configs, strict=True))
         ]
         if took is not None:
@@ -262,38 +268,22 @@ def _config(table: Table, chosen: dict[str, int]) -> FqnToConfig:
     return FqnToConfig({name: table[name][i].config for name, i in chosen.items()})
 
 
-def _named(measure: losses.Divergence) -> str:
-    return next((name for name, fn in losses.NAMED.items() if fn is measure), "loss")
-
-
-def _solver(algorithm: Any) -> Any:
-    recipe = recipes.read(algorithm)
-    if recipe.rewrites or recipe.tuners:
-        raise PlanError(
-            f"search quantizes weights one by one and accepts only a solver; got {recipe}. Apply rewrites first"
-        )
-    return recipe.solver
-
-
 def _solve(
     model: nn.Module, rows: dict[str, list[PlanRow]], solver: Any, batches: list[Any], progress: Any
 ) -> dict[str, list[AffineQuantizedTensor]]:
     """Quantize each weight under each candidate, with the float model's inputs."""
     solved: dict[str, list[AffineQuantizedTensor]] = {}
-
-    def solve(name: str, seen: CollectedStatistics | None) -> None:
-        solved[name] = [solve_row(row, solver, seen)[0].to_layout(_packed(row)) for row in rows[name]]
-        if progress is not None:
-            progress(len(solved), len(rows), f"solving {name}")
-
-    if solver.needs:
-        weights = {id(row[0].tensor): name for name, row in rows.items()}
-        for names, seen in CalibrationLoop(model, weights, batches, solver.needs).stages():
-            for name in names:
-                solve(name, seen.get(name))
-    for name in rows.keys() - solved.keys():
-        solve(name, CollectedStatistics())
+    weights = {name: options[0] for name, options in rows.items()}
+    for names, seen in stages(model, weights, solver, batches, optional=False):
+        for name in names:
+            solved[name] = [solve(row, solver, seen.get(name)).weight.to_layout(_packed(row)) for row in rows[name]]
+            if progress is not None:
+                progress(len(solved), len(rows), f"solving {name}")
     return {name: solved[name] for name in rows}
+
+
+def _text(row: PlanRow) -> str:
+    return "" if row.scheme is None else row.scheme.describe()
 
 
 def _packed(row: PlanRow) -> str:

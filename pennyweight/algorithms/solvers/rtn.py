@@ -1,15 +1,21 @@
-"""Round-to-nearest (RTN), the baseline of all solvers, and the output error that solvers minimise."""
+"""Round-to-nearest (RTN), the default solver and the baseline of all others, and the output error they minimise."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...core.numerics import Parts, dequantize, quantize
+from ...core import quantize_backends
+from ...core.numerics import Parts, decibels, dequantize, quantize
+from ...core.tensor import AffineQuantizedTensor, check_finite
+from ...planning.scheme import Scheme
 from ..base import Solution, Solver, Task, register
+
+_CHUNK = 1 << 24  # elements quantized at a time; bounds the float32 temporaries
 
 
 def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
@@ -41,6 +47,59 @@ class Nearest(Solver):
     Needs no data."""
 
     learns: ClassVar = True
+    any_shape: ClassVar = True
 
     def solve(self, task: Task) -> Solution:
         return Solution(nearest_parts(task)[0])
+
+
+# -- whole weights -----------------------------------------------------------------------------------------------------
+
+
+def quantize_weight(
+    x: Tensor, scheme: Scheme, name: str = "weight", layout: str = "plain"
+) -> tuple[AffineQuantizedTensor, float]:
+    """Quantize x [.., contracted] under a scheme: (tensor in ``layout``, SQNR in dB). Raises ValueError for NaN or inf.
+
+    Without a fast kernel for the device it works on chunks of rows, so that temporaries stay small.
+    """
+    spec = scheme.weight.with_(layout=layout)
+    fast = quantize_backends.quantize(x, spec, scheme.rule, scheme.eps)
+    if fast is not NotImplemented and math.isfinite(fast.signal):
+        parts = fast.parts._replace(**static_parts(scheme, x.device))
+        return AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act), decibels(fast.signal, fast.noise)
+    check_finite(x, name)
+    spec = spec.with_(layout="plain")
+    step = max(1, x.shape[0] if x.ndim else 1)
+    if x.ndim > 1 and x.shape[0] > 1 and spec.rows_independent(x.shape):
+        step = min(step, max(1, _CHUNK // max(1, x[0].numel())))
+    pieces, signal, noise = [], 0.0, 0.0
+    for start in range(0, max(1, x.shape[0] if x.ndim else 1), step):
+        piece = x[start : start + step] if x.ndim else x
+        parts = quantize(piece, spec, scheme.rule, scheme.eps)
+        pieces.append(parts)
+        if not (x.is_meta or isinstance(x, torch._subclasses.FakeTensor)):  # these have no values
+            exact = piece.float()
+            signal += float(torch.linalg.vector_norm(exact)) ** 2
+            noise += float(torch.linalg.vector_norm(dequantize(parts, spec, piece.shape).sub_(exact))) ** 2
+    parts = pieces[0] if len(pieces) == 1 else Parts(*map(_join, zip(*pieces, strict=True)))
+    parts = parts._replace(**static_parts(scheme, x.device))
+    w = AffineQuantizedTensor(parts, spec, x.shape, x.dtype, scheme.act).to_layout(layout)
+    return w, decibels(signal, noise)
+
+
+def _join(slot: tuple[Any, ...]) -> Any:
+    if isinstance(slot[0], Parts):
+        return Parts(*map(_join, zip(*slot, strict=True)))
+    return None if slot[0] is None else torch.cat(slot)
+
+
+def static_parts(scheme: Scheme, device: torch.device) -> dict[str, Tensor]:
+    """Stored parameters of a static activation."""
+    parts = {}
+    if scheme.act_scale is not None:
+        parts["act_scale"] = torch.tensor([scheme.act_scale], dtype=torch.float32, device=device)
+    if scheme.act_zero_point is not None and scheme.act is not None:
+        dtype = scheme.act.spec.zero_point_dtype
+        parts["act_zero_point"] = torch.tensor([scheme.act_zero_point], dtype=dtype, device=device)
+    return parts

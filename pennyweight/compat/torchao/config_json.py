@@ -22,20 +22,15 @@ import torch
 
 from ...core.formats import Format
 from ...core.spec import ActivationSpec, QuantSpec
-from ...quantize import configs, granularity
-from ...quantize.configs import AOBaseConfig, FqnToConfig
-from ...quantize.name_patterns import check_keys
+from ...planning import configs, granularity
+from ...planning.configs import AOBaseConfig, FqnToConfig
+from ...planning.name_patterns import check_keys
 from . import enums, v0_8_configs, v0_8_layouts
 
 __all__ = [
-    "ALLOWED_AO_MODULES",
-    "AOBaseConfig",
-    "ConfigJSONEncoder",
-    "VersionMismatchError",
-    "config_from_dict",
-    "config_to_dict",
-    "register_config_type",
-]
+    "ALLOWED_AO_MODULES", "AOBaseConfig", "ConfigJSONEncoder", "VersionMismatchError", "config_from_dict",
+    "config_to_dict", "register_config_type",
+]  # fmt: skip
 
 # Later entries win: those with torchao's name that also have the fields of its older releases.
 _HOMES = (configs, granularity, enums, v0_8_layouts, v0_8_configs)

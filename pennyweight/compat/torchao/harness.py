@@ -26,16 +26,13 @@ from ...core.formats import INT8
 from ...core.numerics import sqnr
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
+from ...planning.configs import AOBaseConfig
 from ...quantize import quantize_
-from ...quantize.configs import AOBaseConfig
 from .model_architectures import LlamaModelsLlama4Experts
 
 __all__ = [
-    "TorchAOBasicTestCase",
-    "TorchAOCompileTestCase",
-    "TorchAOIntegrationTestCase",
-    "copy_tests",
-]
+    "TorchAOBasicTestCase", "TorchAOCompileTestCase", "TorchAOIntegrationTestCase", "copy_tests",
+]  # fmt: skip
 
 # -- copying -----------------------------------------------------------------------------------------------------------
 

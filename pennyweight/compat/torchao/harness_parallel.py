@@ -13,8 +13,8 @@ from torch.testing._internal.distributed._tensor.common_dtensor import DTensorTe
 
 from ...core.numerics import sqnr
 from ...core.tensor import AffineQuantizedTensor
+from ...planning.configs import Int8WeightOnlyConfig
 from ...quantize import quantize_
-from ...quantize.configs import Int8WeightOnlyConfig
 
 __all__ = ["TorchAOTensorParallelTestCase"]
 

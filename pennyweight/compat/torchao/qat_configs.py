@@ -9,7 +9,6 @@ numerics are those of the config used for conversion, where torchao's fake quant
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,16 +18,15 @@ from torch import nn
 
 from ...core.formats import E4M3, UINT4, get_format
 from ...core.spec import ActivationSpec, QuantSpec
-from ...quantize.configs import AOBaseConfig
-from ...quantize.configs.base import as_format
-from ...quantize.configs.integer import INT8_EPS
-from ...quantize.granularity import Granularity, MappingType, PerAxis, PerGroup, PerRow, PerTensor, PerToken
-from ...quantize.module_handlers import register_quantize_model_handler
-from ...quantize.report import Report
-from ...quantize.run_batch import user_level
+from ...planning.configs import AOBaseConfig
+from ...planning.configs.base import as_format
+from ...planning.configs.integer import INT8_EPS
+from ...planning.granularity import Granularity, MappingType, PerAxis, PerGroup, PerRow, PerTensor, PerToken
+from ...planning.report import Report
+from ...planning.run_batch import user_level
+from ...quantize.pipeline import Pipeline
 from ...training import QATConfig as Ours
-from ...training import remove_fake_quant
-from ...training.qat.prepare import TargetError, qat
+from ...training.qat.prepare import Convert, Prepare, TargetError, remove_fake_quant
 from .enums import TorchAODType, ZeroPointDomain
 
 __all__ = [
@@ -232,6 +230,22 @@ class Int4WeightFakeQuantizeConfig(FakeQuantizeConfigBase):
         return ActivationSpec(QuantSpec(E4M3, (-1,)))
 
 
+class _Convert(Convert):
+    """torchao's conversion: see :class:`QATConfig`."""
+
+    def run(self) -> Report:
+        config: Any = self.config
+        if config.base_config is None:
+            remove_fake_quant(self.model)
+            return Report(str(config), verb="undone")
+        try:
+            return super().run()
+        except TargetError as error:
+            warnings.warn(f"{error}. It is requantized.", stacklevel=user_level())
+        remove_fake_quant(self.model)
+        return Pipeline(self.model, config.base_config, self.options).run()
+
+
 class QATConfig(Ours):
     """Like ours, with torchao's conversion: without ``base_config`` modules become float again; a base config that
     differs from the trained one is applied to them, with a warning."""
@@ -247,20 +261,9 @@ class QATConfig(Ours):
             learn = "all"
         super().__init__(base_config, activation_config, weight_config, step=step, learn=learn, start=start)
 
-
-@register_quantize_model_handler(QATConfig)
-def _qat(model: nn.Module, config: QATConfig, quantize: Callable[..., Report]) -> Report:
-    if config.step == "prepare":
-        return qat(model, config, quantize)
-    if config.base_config is None:
-        remove_fake_quant(model)
-        return Report(str(config), verb="undone")
-    try:
-        return qat(model, config, quantize)
-    except TargetError as error:
-        warnings.warn(f"{error}. It is requantized.", stacklevel=user_level())
-    remove_fake_quant(model)
-    return quantize(model, config.base_config)
+    @property
+    def pipeline(self) -> type[Pipeline]:  # type: ignore[override]
+        return Prepare if self.step == "prepare" else _Convert
 
 
 class IntXQuantizationAwareTrainingConfig(QATConfig):
@@ -283,13 +286,6 @@ class intx_quantization_aware_training(IntXQuantizationAwareTrainingConfig):
 
 class from_intx_quantization_aware_training(FromIntXQuantizationAwareTrainingConfig):
     """The oldest name of converting back to float."""
-
-
-for _kind in (
-    IntXQuantizationAwareTrainingConfig, FromIntXQuantizationAwareTrainingConfig, intx_quantization_aware_training,
-    from_intx_quantization_aware_training,
-):  # fmt: skip
-    register_quantize_model_handler(_kind)(_qat)
 
 
 def initialize_fake_quantizers(model: nn.Module, example_inputs: tuple[Any, ...]) -> None:

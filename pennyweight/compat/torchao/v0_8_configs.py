@@ -13,33 +13,23 @@ import torch
 
 from ...core.formats import INT4, INT8, UINT4
 from ...core.spec import QuantSpec
-from ...quantize import configs as ours
-from ...quantize.configs.base import activation, as_format
-from ...quantize.configs.integer import INT8_EPS
-from ...quantize.granularity import Granularity, MappingType, PerGroup, PerRow, PerToken
-from ...quantize.parameters import Site
-from ...quantize.scheme import Scheme
+from ...planning import configs as ours
+from ...planning.configs.base import activation, as_format
+from ...planning.configs.integer import INT8_EPS
+from ...planning.granularity import Granularity, MappingType, PerGroup, PerRow, PerToken
+from ...planning.parameters import Site
+from ...planning.scheme import Scheme
 from .enums import ZeroPointDomain
 from .v0_8_layouts import Layout, _Sparse
 
 __all__ = [
-    "Float8DynamicActivationFloat8SemiSparseWeightConfig",
-    "GemliteUIntXWeightOnlyConfig",
-    "Int4DynamicActivationInt4WeightConfig",
-    "Int4WeightOnlyConfig",
-    "Int8DynamicActivationInt4WeightConfig",
-    "Int8DynamicActivationInt8WeightConfig",
-    "Int8DynamicActivationIntxWeightConfig",
-    "IntxWeightOnlyConfig",
-    "PrototypeInt4WeightOnlyConfig",
-    "gemlite_uintx_weight_only",
-    "int4_dynamic_activation_int4_weight",
-    "int4_weight_only",
-    "int8_dynamic_activation_int4_weight",
-    "int8_dynamic_activation_int8_semi_sparse_weight",
-    "int8_dynamic_activation_int8_weight",
-    "intx_weight_only",
-]
+    "Float8DynamicActivationFloat8SemiSparseWeightConfig", "GemliteUIntXWeightOnlyConfig",
+    "Int4DynamicActivationInt4WeightConfig", "Int4WeightOnlyConfig", "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig", "Int8DynamicActivationIntxWeightConfig", "IntxWeightOnlyConfig",
+    "PrototypeInt4WeightOnlyConfig", "gemlite_uintx_weight_only", "int4_dynamic_activation_int4_weight",
+    "int4_weight_only", "int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_semi_sparse_weight",
+    "int8_dynamic_activation_int8_weight", "intx_weight_only",
+]  # fmt: skip
 
 
 def _dense(owner: Any, layout: Any) -> None:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.constant_tensors import plain_tensors
 from ...core.formats import DYNAMIC4, DYNAMIC8, E2M1, E3M2, E4M3, E5M2, E8M0, INT8, NF4, UINT5, UINT8, Format
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, SPECS, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
+from ...core.tracing import plain_tensors
 from .. import gate
 from ..table import Bound, Case, Kernel, case_of, register_kernel
 from . import library

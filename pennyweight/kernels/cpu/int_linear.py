@@ -1,7 +1,7 @@
 """Native ``linear`` for integer codes of 1 to 8 bits on a CPU, and the layout "cpu" that it reads.
 
 One kernel serves weight-only and int8 inputs: a float input is split into two or three int8 limbs with a power-of-two
-scale per block of columns, so every product is an exact integer product. See src/int_linear.h for the arithmetic and
+scale per block of columns, so every product is an exact integer product. See src/int_linear.cpp for the arithmetic and
 src/pack.h for the packing.
 """
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.constant_tensors import plain_tensors
 from ...core.formats import E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from ...core.spec import QuantSpec
+from ...core.tracing import plain_tensors
 from .. import gate
 from .library import BITS, KINDS, NONE, PLAIN, TILES
 from .library import E8M0 as E8M0_KIND

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.constant_tensors import plain_tensors
 from ...core.errors import ArgumentError
 from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, decision_levels
 from ...core.packing import stream_shape
-from ...core.quantize_backends import in_memory
 from ...core.tensor import AffineQuantizedTensor
-from .. import gate
+from ...core.tracing import in_memory, plain_tensors
+from .. import gate, gate_convert
 from .library import KINDS, usable
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -211,4 +210,4 @@ def run(jobs: Sequence[Any]) -> None:
     every = (Job * len(jobs))(*jobs)
     elements = sum(j.count for j in jobs)
     threads = max(1, min(torch.get_num_threads(), elements >> 15))
-    gate.optimizer_steps(every, len(jobs), threads)
+    gate_convert.optimizer_steps(every, len(jobs), threads)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...core.ops.inplace import stochastic_writes
 from ...core.tensor import AffineQuantizedTensor
+from ...planning.report import Report, Row
 from ...quantize.pipeline import quantize_
-from ...quantize.report import Report, Row
 from .configs import Float8TrainingConfig, LowPrecisionTrainingConfig
 from .layer import LowPrecisionLinear, restore_
 from .recipes import Recipe

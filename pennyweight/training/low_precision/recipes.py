@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ...core.formats import E2M1, E4M3, E5M2, Format
 from ...core.spec import INT8_ROW, MXFP4, MXFP8, TERNARY_TENSOR, ActivationSpec, QuantSpec
-from ...quantize.configs import SpecConfig
+from ...planning.configs import SpecConfig
 
 FORWARD: Literal["forward"] = "forward"
 SEEDS = 1 << 32

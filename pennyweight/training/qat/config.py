@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.spec import ActivationSpec, QuantSpec
-from ...quantize.configs import AOBaseConfig, SpecConfig
-from ...quantize.parameters import Site
-from ...quantize.scheme import Scheme
+from ...planning.configs import AOBaseConfig, SpecConfig
+from ...planning.configs.aliases import named
+from ...planning.parameters import Site
+from ...planning.scheme import Scheme
+from ...quantize.pipeline import Pipeline
+from .modules import CONFIG
+from .prepare import LEARN, Convert, Prepare
 
 STEPS = ("prepare", "convert")
-# Trained parts by value of ``learn``.
-LEARN = {
-    "none": (),
-    "scale": ("scale", "act_scale"),
-    "all": ("scale", "offset", "zero_point", "table", "act_scale"),
-}
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class QATConfig(AOBaseConfig):
     """Quantization-aware training: ``quantize_(model, QATConfig(config, step="prepare"))``, train, then
     ``quantize_(model, QATConfig(config, step="convert"))``.
 
-    base_config   the target config, any. Optional for "convert"; if given, it must match
+    base_config   the target config, any, or its short name. Optional for "convert"; if given, it must match
     weight_config, activation_config   a QuantSpec and an ActivationSpec instead of base_config
     step          "prepare": each selected parameter is quantized in each forward pass exactly as by ``quantize_``, and
                   run by the kernel used in deployment; the float parameters are trained under their own names.
@@ -47,10 +45,10 @@ class QATConfig(AOBaseConfig):
     start: int = 0
 
     def __init__(
-        self, base_config: AOBaseConfig | None = None, activation_config: Any = None, weight_config: Any = None, *,
-        step: str = "prepare", learn: str = "none", start: int = 0,
+        self, base_config: AOBaseConfig | str | None = None, activation_config: Any = None, weight_config: Any = None,
+        *, step: str = "prepare", learn: str = "none", start: int = 0,
     ) -> None:  # fmt: skip
-        step = getattr(step, "value", step)
+        step, base_config = getattr(step, "value", step), named(base_config)
         given = {
             "base_config": base_config, "activation_config": activation_config, "weight_config": weight_config,
             "step": step, "learn": learn, "start": start,
@@ -95,5 +93,12 @@ class QATConfig(AOBaseConfig):
         """The target config."""
         return self._of_specs() if self.weight_config is not None else self.base_config
 
+    @property
+    def pipeline(self) -> type[Pipeline]:  # type: ignore[override]
+        return Prepare if self.step == "prepare" else Convert
+
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         raise ValueError("QATConfig must be passed to quantize_ itself; wrap it around FqnToConfig, not inside")
+
+
+CONFIG.append(QATConfig)

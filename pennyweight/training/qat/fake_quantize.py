@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...algorithms.solvers.rtn import quantize_weight, static_parts
 from ...core import blocks, codebook
 from ...core.numerics import Parts, dequantize, encode, quantize
 from ...core.qparams import Params
 from ...core.spec import QuantSpec
 from ...core.tensor import SLOTS, AffineQuantizedTensor, check_finite
-from ...quantize.configs import AOBaseConfig
-from ...quantize.parameters import Site
-from ...quantize.pipeline import quantize_weight, static_parts
-from ...quantize.scheme import Scheme
+from ...planning.configs import AOBaseConfig
+from ...planning.parameters import Site
+from ...planning.scheme import Scheme
 from .block_view import BlockView
 
 Tensors = Mapping[str, Tensor]

@@ -1,73 +1,109 @@
-"""quantize_(model, QATConfig(...)): prepares a model for training and converts it afterwards."""
+"""The two steps of QAT in ``quantize_``: prepares a model for training, and converts it afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...algorithms.solve import Solved
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.qparams import default_rule
 from ...core.rounding_interval import clamp_to_interval
 from ...core.spec import QuantSpec
 from ...core.tensor import SLOTS, AffineQuantizedTensor
 from ...kernels.table import case_of, select
-from ...quantize.config_resolution import PlanError
-from ...quantize.configs import AOBaseConfig
-from ...quantize.module_handlers import register_quantize_model_handler
-from ...quantize.plan import PlanRow, plan
-from ...quantize.report import Report, Row
-from ...quantize.scheme import Scheme
-from .config import LEARN, QATConfig
+from ...planning.config_resolution import PlanError
+from ...planning.configs import AOBaseConfig
+from ...planning.plan import Plan, PlanRow
+from ...planning.report import Report, Row
+from ...planning.scheme import Scheme
+from ...quantize.pipeline import Options, Pipeline
 from .fake_quantize import FakeQuantizer, Tensors, flatten_parts, format_range, held_parts, quantized_weight
 from .module_patches import begin_, end_
 from .modules import FakeQuantized, fake_, fake_modules, fake_quantized_class, unfake_
+
+# Trained parts by value of ``learn`` of a QATConfig.
+LEARN = {
+    "none": (),
+    "scale": ("scale", "act_scale"),
+    "all": ("scale", "offset", "zero_point", "table", "act_scale"),
+}
 
 
 class TargetError(PlanError):
     """The target config differs from the one the model was trained for."""
 
 
-@register_quantize_model_handler(QATConfig)
-def qat(model: nn.Module, config: QATConfig, quantize: Callable[..., Report]) -> Report:
-    """Handler of ``quantize_`` for a :class:`QATConfig`; the other arguments are bound in ``quantize``."""
-    options: dict[str, Any] = quantize.keywords  # type: ignore[attr-defined]
-    return _prepare(model, config, quantize, options) if config.step == "prepare" else _convert(model, config, options)
-
-
 # -- prepare ---------------------------------------------------------------------------------------------------------
 
 
-def _prepare(model: nn.Module, config: QATConfig, quantize: Callable[..., Report], options: dict[str, Any]) -> Report:
-    target = config.target
-    assert target is not None
-    keys = ("filter_fn", "on_indivisible", "device")
-    todo = plan(model, target, **{key: options[key] for key in keys})
-    there = {row.name: row for row in todo.rows if row.already}
-    solved = options.get("calibration") is not None or options.get("algorithm") is not None
-    for row in (*todo.active, *there.values()):
-        _check(row)
-        if solved or row.already or config.learn != "none":
-            _check_names(row)
-    report = quantize(model, target, put=partial(_put, config=config, base=target, solved=solved))
-    report.config, report.verb = str(config), "prepared"
-    if options["dry_run"]:
-        return report
-    for out in report.rows:
-        if out.name in there:
-            row = there[out.name]
+class Prepare(Pipeline):
+    """The step "prepare": each selected parameter stays float, and its module quantizes it in each forward pass."""
+
+    replaces = False
+
+    def __init__(self, model: nn.Module, config: Any, options: Options) -> None:
+        super().__init__(model, config.target, options)
+        self.qat: Any = config  # the QATConfig; self.config is the target
+        self.already: list[PlanRow] = []
+
+    def _plan(self) -> Plan:
+        todo = super()._plan()
+        self.already = [row for row in todo.rows if row.already]
+        for row in (*todo.active, *self.already):
+            _check(row)
+            if self.options.has_recipe or row.already or self.qat.learn != "none":
+                _check_names(row)
+        return todo
+
+    def run(self) -> Report:
+        report = super().run()
+        report.config, report.verb = str(self.qat), "prepared"
+        if self.options.dry_run:
+            return report
+        rows = {out.name: out for out in report.rows}
+        for row in self.already:
             w: Any = row.tensor
             with torch.inference_mode(False), torch.no_grad():
                 value = nn.Parameter(w.dequantize().contiguous())
                 for place in row.places:
                     place.set(value)
-                _put(row, out, w, w.error(value), options["device"], config=config, base=target, solved=True)
-    begin_(model, config.start)
-    return report
+                self._fake_quantize(row, rows[row.name], Solved(w, w.error(value)), solved=True)
+        begin_(self.model, self.qat.start)
+        return report
+
+    def place(self, row: PlanRow, out: Row, solved: Solved) -> None:
+        self._fake_quantize(row, out, solved, self.options.has_recipe)
+
+    def _fake_quantize(self, row: PlanRow, out: Row, start: Solved, solved: bool) -> None:
+        """Make a row's modules quantize its parameter in each forward pass. solved: start from the solver's codes."""
+        assert row.site is not None
+        assert row.scheme is not None
+        for place in row.places if self.options.device is not None else ():
+            place.module.to(self.options.device)
+        latent = row.places[0].get()
+        stored: Any = start.weight.transpose(-2, -1) if row.site.transposed else start.weight
+        parts = stored.to_layout("plain").plain_parts()
+        tensors, learned, notes = _held(row, parts, self.qat.learn, solved)
+        fake = FakeQuantizer(
+            self.config, row.site, row.scheme, row.layout, tuple(tensors), tuple(learned),
+            format_range(row.scheme.weight),
+        )  # fmt: skip
+        if solved:
+            latent.data.copy_(_into_cells(fake, latent.detach(), stored, tensors))
+            lost = int((~_same(fake, latent.detach(), tensors, parts)).sum())
+            if lost:
+                notes.append(f"{lost} of {parts.codes.numel()} codes cannot be represented in {latent.dtype}")
+        held = {n: nn.Parameter(t.clone()) if n in learned else t.clone() for n, t in tensors.items()}
+        for module, param in {(id(p.module), p.param): (p.module, p.param) for p in row.places}.values():
+            fake_(module, param, fake, held)
+        out.sqnr, out.error = start.sqnr, start.error
+        out.bytes_after = int(latent.nbytes) + sum(t.nbytes for t in held.values())
+        out.note = "; ".join(filter(None, (out.note, start.note, *notes)))
 
 
 def _check(row: PlanRow) -> None:
@@ -98,35 +134,6 @@ def _check_names(row: PlanRow) -> None:
                 raise PlanError(
                     f"{place.name}: its module already has a {place.param}_{slot}; exclude the layer with filter_fn"
                 )
-
-
-def _put(
-    row: PlanRow, out: Row, w: AffineQuantizedTensor, noise: float, device: Any, *, config: QATConfig,
-    base: AOBaseConfig, solved: bool,
-) -> None:  # fmt: skip
-    """Make a row's modules quantize its parameter in each forward pass, starting from the quantized weight w."""
-    assert row.site is not None
-    assert row.scheme is not None
-    for place in row.places if device is not None else ():
-        place.module.to(device)
-    latent = row.places[0].get()
-    stored: Any = w.transpose(-2, -1) if row.site.transposed else w
-    parts = stored.to_layout("plain").plain_parts()
-    tensors, learned, notes = _held(row, parts, config.learn, solved)
-    fake = FakeQuantizer(
-        base, row.site, row.scheme, row.layout, tuple(tensors), tuple(learned), format_range(row.scheme.weight)
-    )
-    if solved:
-        latent.data.copy_(_into_cells(fake, latent.detach(), stored, tensors))
-        lost = int((~_same(fake, latent.detach(), tensors, parts)).sum())
-        if lost:
-            notes.append(f"{lost} of {parts.codes.numel()} codes cannot be represented in {latent.dtype}")
-    held = {n: nn.Parameter(t.clone()) if n in learned else t.clone() for n, t in tensors.items()}
-    for module, param in {(id(p.module), p.param): (p.module, p.param) for p in row.places}.values():
-        fake_(module, param, fake, held)
-    out.sqnr, out.bytes_after = noise, int(latent.nbytes) + sum(t.nbytes for t in held.values())
-    out.note = "; ".join(filter(None, (out.note, *notes)))
-    row.tensor = None
 
 
 def _held(row: PlanRow, parts: Parts, learn: str, solved: bool) -> tuple[dict[str, Tensor], list[str], list[str]]:
@@ -207,54 +214,60 @@ def _groups(model: nn.Module) -> Iterator[list[tuple[str, FakeQuantized, str]]]:
     yield from found.values()
 
 
-def _convert(model: nn.Module, config: QATConfig, options: dict[str, Any]) -> Report:
-    """Replace each prepared parameter by its quantized weight and restore the module's class."""
-    given = [n for n in ("calibration", "algorithm", "measure") if options.get(n) not in (None, False)]
-    if given:
-        raise PlanError(
-            f"{', '.join(given)}: not valid with step='convert', which keeps the trained values; use it with "
-            "step='prepare'"
-        )
-    pick, device = options["filter_fn"], options["device"]
-    todo = [
-        group
-        for group in _groups(model)
-        if pick is None or any(pick(module, name.rpartition(".")[0]) for name, module, _ in group)
-    ]
-    if not todo:
-        raise PlanError(
-            "the model has no prepared module; call quantize_(model, QATConfig(config, step='prepare')) first"
-        )
-    rows, weights = [], []
-    with torch.inference_mode(False), torch.no_grad():
-        for group in todo:  # check everything before changing anything
-            name, module, param = group[0]
-            fake, latent = module.fake_quantized[param], getattr(module, param)
-            _same_target(name, fake, config.base_config, options["on_indivisible"])
-            for part, tensor in module.held(param).items():
-                if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
-                    raise PlanError(f"{name}: its {part} is not finite; the training diverged")
-            try:
-                w = quantized_weight(fake, latent, module.held(param))
-            except ValueError as error:
-                raise PlanError(str(error)) from error
-            w = w if device is None else w.to(device)
-            upright: Any = w.transpose(-2, -1) if fake.site.transposed else w
-            kernel = select(fake.site.op, case_of(upright)).name
-            note = f"tied: {', '.join(other for other, _, _ in group[1:])}" if len(group) > 1 else ""
-            size, noise = int(latent.nbytes), sqnr(latent, w.dequantize())
-            kind = module.plain.__name__
-            rows.append(Row(name, kind, tuple(w.shape), str(fake.scheme), kernel, size, int(w.nbytes), noise, note))
-            weights.append(w)
-        if not options["dry_run"]:
-            for group, w in zip(todo, weights, strict=True):
-                value = nn.Parameter(w, requires_grad=False)
-                for _, module, param in group:
-                    _replace(module, param, value)
-                    if device is not None:
-                        module.to(device)
-            end_(model)
-    return Report(str(config), rows, verb="converted")
+class Convert(Pipeline):
+    """The step "convert": each prepared parameter becomes its quantized weight; its module gets its class back."""
+
+    def run(self) -> Report:
+        config: Any = self.config
+        o = self.options
+        given = {"calibration": o.calibration is not None, "algorithm": o.algorithm is not None, "measure": o.measure}
+        if any(given.values()):
+            raise PlanError(
+                f"{', '.join(name for name, is_given in given.items() if is_given)}: not valid with step='convert', "
+                "which keeps the trained values; use it with step='prepare'"
+            )
+        if o.skip:
+            raise PlanError("skip: not valid with step='convert'; filter_fn selects the modules to convert")
+        groups = [
+            group
+            for group in _groups(self.model)
+            if o.filter_fn is None or any(o.filter_fn(module, name.rpartition(".")[0]) for name, module, _ in group)
+        ]
+        if not groups:
+            raise PlanError(
+                "the model has no prepared module; call quantize_(model, QATConfig(config, step='prepare')) first"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            made = [self._converted(group, config) for group in groups]  # check everything before changing anything
+            if not o.dry_run:
+                for group, (w, _) in zip(groups, made, strict=True):
+                    value = nn.Parameter(w, requires_grad=False)
+                    for _, module, param in group:
+                        _replace(module, param, value)
+                        if o.device is not None:
+                            module.to(o.device)
+                end_(self.model)
+        return Report(str(config), [row for _, row in made], verb="converted")
+
+    def _converted(self, group: list[tuple[str, FakeQuantized, str]], config: Any) -> tuple[Tensor, Row]:
+        name, module, param = group[0]
+        fake, latent = module.fake_quantized[param], getattr(module, param)
+        _same_target(name, fake, config.base_config, self.options.on_indivisible)
+        for part, tensor in module.held(param).items():
+            if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
+                raise PlanError(f"{name}: its {part} is not finite; the training diverged")
+        try:
+            w = quantized_weight(fake, latent, module.held(param))
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        w = w if self.options.device is None else w.to(self.options.device)
+        upright: Any = w.transpose(-2, -1) if fake.site.transposed else w
+        kernel = select(fake.site.op, case_of(upright)).name
+        note = f"tied: {', '.join(other for other, _, _ in group[1:])}" if len(group) > 1 else ""
+        size, noise, kind = int(latent.nbytes), sqnr(latent, w.dequantize()), module.plain.__name__
+        row = Row(name, kind, tuple(w.shape), str(fake.scheme), kernel, size, int(w.nbytes), noise, note)
+        row.scheme_text = fake.scheme.describe()
+        return w, row
 
 
 def _replace(module: Any, param: str, value: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pennyweight.algorithms.calibration.block_order import inference_mode
 from pennyweight.algorithms.calibration.input_hooks import InputHooks
 from pennyweight.algorithms.calibration.loop import CalibrationLoop, CollectedStatistics
-from pennyweight.quantize.run_batch import run_batch, token_mask
+from pennyweight.planning.run_batch import run_batch, token_mask
 from tests.algorithms.models import bert, linear_weights, t5
 from tests.algorithms.models import deep_mlp as mlp
 from tests.algorithms.models import padded_tokens as tokens

@@ -7,7 +7,7 @@ import torch
 
 import pennyweight as pw
 from pennyweight.algorithms.tuners import losses
-from pennyweight.quantize.config_resolution import PlanError
+from pennyweight.planning.config_resolution import PlanError
 from tests.algorithms.models import blocks_only, llama, mlp, tokens
 
 

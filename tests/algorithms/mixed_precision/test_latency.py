@@ -15,9 +15,10 @@ from pennyweight.algorithms.mixed_precision.budget import Base, Limits, Option
 from pennyweight.algorithms.mixed_precision.latency import CallTimer, layer_times
 from pennyweight.algorithms.mixed_precision.search import allocate, search
 from pennyweight.core.spec import QuantSpec
-from pennyweight.quantize import Latency, layer_timing
-from pennyweight.quantize.config_resolution import PlanError
-from pennyweight.quantize.plan import PlanRow, plan
+from pennyweight.planning import layer_timing
+from pennyweight.planning.config_resolution import PlanError
+from pennyweight.planning.plan import PlanRow, plan
+from pennyweight.quantize import Latency
 from tests.algorithms.models import inputs
 
 BITS = (2, 4, 8)

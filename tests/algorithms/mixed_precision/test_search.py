@@ -11,8 +11,8 @@ import pennyweight as pw
 from pennyweight.algorithms.mixed_precision.search import Option, allocate, search
 from pennyweight.algorithms.tuners import losses
 from pennyweight.core.spec import QuantSpec
-from pennyweight.quantize.config_resolution import PlanError
-from pennyweight.quantize.configs.serialize import config_from_data
+from pennyweight.planning.config_resolution import PlanError
+from pennyweight.planning.configs.serialize import config_from_data
 from tests.algorithms.models import blocks_only, inputs, llama, mlp, tokens
 
 FEW = [pw.SpecConfig(QuantSpec(pw.get_format(f"int{b}"), (32,), torch.float16)) for b in (2, 4, 6)]

@@ -14,7 +14,7 @@ from pennyweight.algorithms.rewrites.equalization import find_pairs
 from pennyweight.algorithms.rewrites.scale_search import collect_inputs, normalize_scales
 from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, float_outputs, relative_difference
 from pennyweight.core.formats import INT4
-from pennyweight.quantize.scheme import Scheme
+from pennyweight.planning.scheme import Scheme
 from tests.algorithms import models
 
 W4 = QuantSpec(INT4, (16,))

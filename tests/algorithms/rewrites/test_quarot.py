@@ -14,8 +14,8 @@ from pennyweight.algorithms.rewrites.hadamard import hadamard, hadamard_factors,
 from pennyweight.algorithms.rewrites.online_hadamard import RotatedLinear, rotate_inputs_
 from pennyweight.algorithms.rewrites.quarot import Rotate
 from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, float_outputs, relative_difference
-from pennyweight.quantize.config_resolution import PlanError
-from pennyweight.quantize.scheme import Scheme
+from pennyweight.planning.config_resolution import PlanError
+from pennyweight.planning.scheme import Scheme
 from tests.algorithms import models
 
 

@@ -16,8 +16,8 @@ from pennyweight.algorithms.rewrites.smoothquant import Smooth
 from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, float_outputs, relative_difference
 from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
-from pennyweight.quantize.config_resolution import PlanError
-from pennyweight.quantize.scheme import Scheme
+from pennyweight.planning.config_resolution import PlanError
+from pennyweight.planning.scheme import Scheme
 from tests.algorithms import models
 
 W8A8 = Scheme(QuantSpec(INT8, (-1,)), ActivationSpec(QuantSpec(INT8, (-1,))))

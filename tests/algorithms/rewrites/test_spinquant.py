@@ -11,8 +11,8 @@ from pennyweight.algorithms.rewrites.quarot import Rotate, _Change
 from pennyweight.algorithms.rewrites.residual_stream import find_stream
 from pennyweight.algorithms.rewrites.spinquant import Student, cayley, learn_rotation
 from pennyweight.algorithms.rewrites.verify_rewrite import TOLERANCE, float_outputs, relative_difference
-from pennyweight.quantize.plan import plan
-from pennyweight.quantize.scheme import Scheme
+from pennyweight.planning.plan import plan
+from pennyweight.planning.scheme import Scheme
 from tests.algorithms import models
 
 INPUTS = pw.QuantSpec(pw.get_format("int4"), (-1,))

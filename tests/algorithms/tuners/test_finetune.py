@@ -10,7 +10,7 @@ from pennyweight.algorithms.tuners import losses
 from pennyweight.algorithms.tuners.finetune import improve
 from pennyweight.core.spec import SPECS
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.quantize.config_resolution import PlanError
+from pennyweight.planning.config_resolution import PlanError
 from tests.algorithms.models import blocks_only, inputs, llama, mlp, tokens
 
 

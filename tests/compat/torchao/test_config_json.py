@@ -20,8 +20,8 @@ from pennyweight.compat.torchao.config_json import (
     config_to_dict,
     register_config_type,
 )
-from pennyweight.quantize import configs
-from pennyweight.quantize.configs import AOBaseConfig
+from pennyweight.planning import configs
+from pennyweight.planning.configs import AOBaseConfig
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = {

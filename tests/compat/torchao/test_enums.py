@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pennyweight.compat.torchao import enums
-from pennyweight.quantize.granularity import MappingType
+from pennyweight.planning.granularity import MappingType
 
 VALUES = {
     "KernelPreference": {"AUTO": "auto", "TORCH": "torch", "MSLK": "mslk", "EMULATED": "emulated", "TRITON": "triton"},

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pennyweight as pw
+from pennyweight.algorithms.solvers.rtn import quantize_weight
 from pennyweight.core import quantize_backends
 from pennyweight.core.formats import E8M0, Format, all_formats
 from pennyweight.core.layouts import get_layout
@@ -18,8 +19,7 @@ from pennyweight.core.spec import INT4_GROUP, INT8_ROW, SPECS, TINYGEMM, QuantSp
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.core.tensor import check_finite
 from pennyweight.kernels.cpu import convert, float_linear, int_linear, library
-from pennyweight.quantize.pipeline import quantize_weight
-from pennyweight.quantize.scheme import Scheme
+from pennyweight.planning.scheme import Scheme
 
 pytestmark = pytest.mark.skipif(library.missing() is not True, reason=f"native library: {library.missing()}")
 

@@ -1,0 +1,113 @@
+"""solve(): quantizes one planned weight with a solver; stages(): the order in which a model's weights are solved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..core.numerics import decibels, dequantize
+from ..core.tensor import AffineQuantizedTensor
+from ..distributed.dtensor import full_tensor
+from ..planning.plan import PlanRow
+from .base import Solution, Solver, Task
+from .calibration.loop import CalibrationLoop, CollectedStatistics
+from .solvers.kmeans import learner
+from .solvers.reshape import as_matrix, flat_spec, unflatten
+from .solvers.rtn import Nearest, quantize_weight, static_parts
+
+NO_DATA = "no calibration data"
+
+
+class Solved(NamedTuple):
+    """A quantized weight, in its kernel's layout and logical order.
+
+    sqnr   of the weight, in dB
+    error  output error on the calibration data divided by that of round-to-nearest; None without data
+    note   for the report
+    """
+
+    weight: AffineQuantizedTensor
+    sqnr: float
+    error: float | None = None
+    note: str = ""
+
+
+def solve(
+    row: PlanRow, solver: Solver | None = None, seen: CollectedStatistics | None = None,
+    device: torch.device | str | None = None,
+) -> Solved:  # fmt: skip
+    """Quantize one planned weight with a solver, on ``device``; default: round-to-nearest, which also replaces a solver
+    that cannot be applied, with the reason in the note. seen: the statistics of the weight's inputs."""
+    assert row.scheme is not None
+    assert row.site is not None
+    assert row.tensor is not None
+    asked, scheme, flip = solver or Nearest(), row.scheme, row.site.transposed
+    x = full_tensor(row.tensor.detach())
+    if isinstance(x, AffineQuantizedTensor):
+        x = x.dequantize()
+    x = x if device is None else x.to(device)
+    x = x.transpose(-2, -1) if flip else x
+    seen = seen or CollectedStatistics()
+    solver = learner(asked, scheme.weight, seen.stats)
+    note = "" if solver is asked else f"solved by {solver.name}: learned format"
+    if solver.any_shape:
+        return _solved(*quantize_weight(x, scheme, row.name, row.layout), flip, note=note)
+    unfolded = row.site.op == "convolution"
+    spec, lost = flat_spec(scheme.weight, x.shape, unfolded), sorted(set(solver.needs) - seen.stats.keys())
+    if spec is None or lost:
+        why = f"missing statistics: {', '.join(lost)}" if seen.stats else NO_DATA
+        why = "its blocks are not contiguous along one axis" if spec is None else why
+        return _solved(*quantize_weight(x, scheme, row.name, row.layout), flip, note=f"rounded to nearest: {why}")
+    matrix = as_matrix(x, unfolded).float()
+    solution = _solution(solver, Task(row.name, matrix, spec, scheme.rule, scheme.eps, seen.stats, seen.tokens))
+    values = dequantize(solution.parts, spec, matrix.shape)
+    sqnr = decibels(float(matrix.double().square().sum()), float((values - matrix).double().square().sum()))
+    parts = unflatten(solution.parts, scheme.weight, x.shape)._replace(**static_parts(scheme, x.device))
+    w = AffineQuantizedTensor(parts, scheme.weight.with_(layout="plain"), x.shape, x.dtype, scheme.act)
+    gain = solution.error / solution.nearest if solution.error is not None and solution.nearest else None
+    return _solved(w.to_layout(row.layout), sqnr, flip, gain, "; ".join(filter(None, (note, solution.note))))
+
+
+def _solved(w: AffineQuantizedTensor, sqnr: float, flip: bool, error: float | None = None, note: str = "") -> Solved:
+    return Solved(w.transpose(-2, -1) if flip else w, sqnr, error, note)  # type: ignore[arg-type]
+
+
+def _solution(solver: Solver, task: Task) -> Solution:
+    """The solver's solution; round-to-nearest if its linear algebra fails or the result is not finite."""
+    try:
+        solution = solver.solve(task)
+        if bool(dequantize(solution.parts, task.spec, task.weight.shape).isfinite().all()):
+            return solution
+        why = "the solution is not finite"
+    except torch.linalg.LinAlgError as error:
+        why = str(error).splitlines()[0]
+    return Nearest().solve(task)._replace(note=f"rounded to nearest: {why}")
+
+
+def stages(
+    model: nn.Module, weights: Mapping[str, PlanRow], solver: Solver, batches: Sequence[Any], *,
+    spill: str | Path | None = None, known: frozenset[str] = frozenset(), max_ram: float | None = None,
+    optional: bool = True,
+) -> Iterator[tuple[list[str], Mapping[str, CollectedStatistics]]]:  # fmt: skip
+    """(names, statistics by name) of the weights to solve next: block by block in call order if the solver needs data,
+    with the statistics of one block in memory. All must be solved before the next are drawn, because the next blocks
+    see the outputs of the quantized ones. Weights that the model does not call come last, without statistics.
+
+    known: names whose statistics are not needed. spill, max_ram: as for ``quantize_``, in bytes. optional: also collect
+    the statistics that the solver only wants: they compare the inputs with those of the float model.
+    """
+    left = dict.fromkeys(weights)
+    if solver.needs:
+        tensors = {id(row.tensor): name for name, row in weights.items()}
+        wanted = (*solver.needs, *solver.wants) if optional else solver.needs
+        loop = CalibrationLoop(model, tensors, list(batches), wanted, spill, known, max_ram)
+        for names, seen in loop.stages():
+            for name in names:
+                left.pop(name)
+            yield list(names), seen
+    if left:
+        yield list(left), {}

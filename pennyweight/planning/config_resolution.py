@@ -1,0 +1,250 @@
+"""Selects the config of each parameter, by a filter over modules or by name, and the parameters to skip."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import nn
+
+from .configs import AOBaseConfig, FqnToConfig
+from .configs.aliases import by_name
+from .name_patterns import NamePattern
+from .parameters import Place, is_linear, kind_of
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+class PlanError(ValueError):
+    """A config that cannot be applied as given; the message contains the layer or pattern, and a remedy."""
+
+
+Left = Literal["", "filtered", "skipped"]  # why a parameter is left alone: the filter, or skip= and None in a config
+
+
+class Choice(NamedTuple):
+    """The config of a parameter (None: left alone, reason in ``why``), and the place by which it was selected."""
+
+    config: AOBaseConfig | None
+    place: Place
+    key: str = ""  # of FqnToConfig
+    named: bool = False  # selected by the parameter's own name
+    why: str = ""
+    left: Left = ""
+
+
+Skip = Sequence[str] | Callable[[list[Place], Choice], str]
+
+
+def resolve_config(config: Any) -> AOBaseConfig:
+    """A config object, from itself or from its short name ("int4"). Raises PlanError for anything else."""
+    if isinstance(config, str):
+        try:
+            return by_name(config)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+    if not isinstance(config, AOBaseConfig):
+        raise PlanError(f'config must be one such as Int8WeightOnlyConfig(), or a name such as "int8"; got {config!r}')
+    return config
+
+
+class Rules(Protocol):
+    """choose: the config of a parameter, given all its places. of_module: the config of a module, for module handlers.
+
+    check_keys: raise PlanError for a key that matches nothing, or nothing that its config applies to.
+    """
+
+    def choose(self, places: list[Place]) -> Choice: ...
+    def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None: ...
+    def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None: ...
+
+
+def rules(config: AOBaseConfig, filter_fn: Filter | None) -> Rules:
+    """The rules of a config and a filter."""
+    if not isinstance(config, FqnToConfig):
+        return ByFilter(config, filter_fn)
+    if filter_fn not in (None, is_linear):
+        raise PlanError("FqnToConfig selects layers by name; leave filter_fn out, or use a None value to skip")
+    return ByName(config.fqn_to_config)
+
+
+class ByFilter:
+    """One config for the modules that a filter selects; default: linear ones."""
+
+    def __init__(self, config: AOBaseConfig, filter_fn: Filter | None) -> None:
+        self.config, self.filter = config, filter_fn
+        self._picked: dict[str, bool] = {}
+
+    def _picks(self, name: str, module: nn.Module) -> bool:
+        if name not in self._picked:
+            self._picked[name] = bool((self.filter or is_linear)(module, name))
+        return self._picked[name]
+
+    def choose(self, places: list[Place]) -> Choice:
+        picked = [p for p in places if self._picks(p.module_name, p.module)]
+        if picked:
+            return Choice(self.config, next((p for p in picked if p.own), picked[0]))
+        if is_linear(places[0].module) and places[0].own:
+            return Choice(None, places[0], why="filtered out", left="filtered")
+        return Choice(None, places[0], why=f"{_type(places[0])}: not selected by default")
+
+    def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None:
+        if self.filter is None:  # by default a handler gets nn.Linear only
+            return self.config if isinstance(module, nn.Linear) else None
+        return self.config if self._picks(name, module) else None
+
+    def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None:
+        pass
+
+
+class ByName:
+    """FqnToConfig: exact parameter names, exact module names, patterns in their order, ``_default``."""
+
+    def __init__(self, table: Mapping[str, AOBaseConfig | None]) -> None:
+        self.table = table
+        self.patterns = [k for k in table if _is_pattern(k)]
+
+    def _find(self, places: list[Place]) -> tuple[str, Place, bool] | None:
+        own = [p for p in places if p.own]
+        for p in places:
+            if p.name in self.table:
+                return p.name, p, True
+        for p in own:
+            if p.module_name in self.table:
+                return p.module_name, p, False
+        for key in self.patterns:
+            for p in places:
+                reached = _reaches(key, p)
+                if reached:
+                    return key, p, reached == "parameter"
+        if "_default" in self.table:
+            return next((("_default", p, False) for p in own if is_linear(p.module)), None)
+        return None
+
+    def choose(self, places: list[Place]) -> Choice:
+        found = self._find(places)
+        if found is None:
+            return Choice(None, places[0], why="no key matches it")
+        key, place, named = found
+        if self.table[key] is None:
+            return Choice(None, place, key, named, f"skipped by {key!r}", "skipped")
+        return Choice(self.table[key], place, key, named)
+
+    def of_module(self, name: str, module: nn.Module) -> AOBaseConfig | None:
+        if name in self.table:
+            return self.table[name]
+        if any(p is not None for p in module._parameters.values()):  # patterns do not match containers
+            for key in self.patterns:
+                if _matches(key, name):
+                    return self.table[key]
+        return self.table.get("_default") if isinstance(module, nn.Linear) else None
+
+    def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None:
+        for key, config in self.table.items():
+            if key == "_default" or (type(config) in handled and any(_matches(key, m) for m in modules)):
+                continue
+            mine = [p for p in places if _matches(key, p.name) or _matches(key, p.module_name)]
+            if not mine:
+                raise PlanError(_nothing(key, places, modules))
+            if config is not None and not any(_reaches(key, p) for p in mine):
+                raise PlanError(f"{key!r} matches nothing that can be quantized: {_type(mine[0])} at {mine[0].name}")
+
+
+# -- parameters to skip ----------------------------------------------------------------------------------------------
+
+
+def skips(skip: Skip, places: list[Place]) -> Callable[[list[Place], Choice], str]:
+    """(places of a parameter, its choice) -> why ``skip`` leaves it alone, or "".
+
+    skip: names of modules or parameters, ends of such names ("lm_head"), globs; or such a function. A tied parameter is
+    skipped if one of its names is. Raises PlanError for an entry that matches nothing.
+    """
+    if callable(skip):
+        return skip
+    if isinstance(skip, str) or not all(isinstance(word, str) for word in skip):
+        raise PlanError(f"skip must be a list of names, got {skip!r}")
+    found: dict[str, str] = {}
+    prefixes = {p.name: _prefixes(p.name) for p in places}
+    for word in skip:
+        hits = [name for name, around in prefixes.items() if any(_skipped_by(word, known) for known in around)]
+        if not hits:
+            close = difflib.get_close_matches(word, {a for around in prefixes.values() for a in around}, 3, 0.4)
+            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise PlanError(f"skip={word!r} matches no module or parameter{hint}")
+        found |= {name: word for name in hits if name not in found}
+    return lambda where, choice: next((f"skipped by {found[p.name]!r}" for p in where if p.name in found), "")
+
+
+def _prefixes(name: str) -> list[str]:
+    """For "a.b.weight": "a", "a.b", "a.b.weight"."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _skipped_by(word: str, name: str) -> bool:
+    return name == word or name.endswith(f".{word}") or fnmatch.fnmatchcase(name, word)
+
+
+# -- names and patterns ----------------------------------------------------------------------------------------------
+
+
+def _nothing(key: str, places: list[Place], modules: list[str]) -> str:
+    if key in modules:
+        return f"{key!r} is a container without a weight of its own; use {key + '.*'!r} to match its layers"
+    known = {p.name for p in places} | {p.module_name for p in places if p.module_name}
+    close = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    return f"{key!r} matches no module or parameter{hint}"
+
+
+def _type(place: Place) -> str:
+    return type(place.module).__name__
+
+
+def _reaches(key: str, place: Place) -> str:
+    """How a key selects this place: by the name of the "parameter", of the "module", or "" for not at all.
+
+    A pattern selects a bare parameter only if it does not match its module too: ``*.experts.*`` selects the parameters
+    of the experts, while ``layers.*`` selects layers, not a position embedding inside them.
+    """
+    if _matches(key, place.name):
+        bare = kind_of(place.module) is None and not _matches(key, place.module_name)
+        if place.own or key == place.name or bare:
+            return "parameter"
+    return "module" if place.own and _matches(key, place.module_name) else ""
+
+
+def _is_pattern(key: str) -> bool:
+    return key.startswith("re:") or any(c in key for c in "*?[")
+
+
+@lru_cache(maxsize=1 << 16)
+def _matches(key: str, name: str) -> bool:
+    """Exact, glob, or ``re:`` over the whole name."""
+    if key.startswith("re:"):
+        try:
+            return _compiled(key[3:])(name)
+        except PlanError:
+            raise
+        except ValueError as error:
+            raise PlanError(f"{key!r}: {error}") from error
+    return key == name or (_is_pattern(key) and fnmatch.fnmatchcase(name, key))
+
+
+@lru_cache(maxsize=1 << 10)
+def _compiled(text: str) -> Callable[[str], bool]:
+    """Match in time linear in the name if NamePattern supports the pattern (all patterns from files, see
+    name_patterns), else with Python's ``re`` (patterns from code). Raises PlanError if neither supports it."""
+    try:
+        return NamePattern(text, whole=True).matches
+    except ValueError:  # a pattern that files may not have
+        pass
+    try:
+        found = re.compile(text)
+    except re.error as error:
+        raise PlanError(f"{'re:' + text!r} is not a regular expression: {error}") from error
+    return lambda name: found.fullmatch(name) is not None

@@ -1,0 +1,142 @@
+"""Base class of configs, and helpers shared by the built-in ones."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ...core.formats import E2M1, E4M3, E5M2, TERNARY, Format, get_format
+from ...core.spec import ActivationSpec, QuantSpec
+from ..granularity import Granularity, MappingType
+from ..parameters import Site
+from ..scheme import Scheme
+
+_FLOAT_FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.float4_e2m1fn_x2: E2M1}
+AnyDtype = torch.dtype | Format | str
+
+
+def as_format(dtype: AnyDtype) -> Format:
+    """A Format from a torch dtype (torch.int4, torch.float8_e4m3fn), a name, or a Format.
+
+    Raises ValueError with the list of known formats.
+    """
+    if isinstance(dtype, Format):
+        return dtype
+    if isinstance(dtype, torch.dtype):
+        if dtype in _FLOAT_FORMATS:
+            return _FLOAT_FORMATS[dtype]
+        dtype = str(dtype).removeprefix("torch.")
+    return get_format(dtype)
+
+
+class AOBaseConfig:
+    """Base of configs: frozen dataclasses that map a site to its scheme (:meth:`scheme`).
+
+    A config of your own may have a handler instead, see :func:`pennyweight.register_quantize_module_handler`.
+    """
+
+    # Version of the fields in files; a config that changes its fields has a field ``version`` (older torchao: VERSION)
+    version = 1
+    VERSION = 1
+    # The class that carries out quantize_ for this config, in place of quantize.pipeline.Pipeline
+    pipeline: ClassVar[Any] = None
+
+    def __str__(self) -> str:
+        """The call that makes this config, without the fields at their defaults."""
+        given = []
+        for f in fields(self) if is_dataclass(self) else ():  # type: ignore[var-annotated]
+            value = getattr(self, f.name)
+            default: Any = f.default if f.default_factory is MISSING else f.default_factory()
+            if value != default:
+                given.append(f"{f.name}={value!r}" if isinstance(value, str) else f"{f.name}={value}")
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def site(self, site: Site) -> Site:
+        """The site, possibly with another contracted axis (see ContractedAxis)."""
+        return site
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        """The scheme of a site. Raises ValueError with the site's name if the config does not fit it."""
+        raise ValueError(
+            f"{type(self).__name__} has neither scheme() nor a handler; "
+            "register one with @register_quantize_module_handler"
+        )
+
+
+@dataclass(frozen=True)
+class SpecConfig(AOBaseConfig):
+    """A custom scheme: ``SpecConfig(QuantSpec(INT4, (32,)))``. The spec is used unchanged."""
+
+    weight: QuantSpec
+    act: ActivationSpec | None = None
+    rule: str | None = None
+    eps: float | None = None
+    act_scale: float | None = None
+    act_zero_point: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weight, QuantSpec):
+            raise ValueError(f"SpecConfig needs a QuantSpec such as QuantSpec(INT4, (32,)), got {self.weight!r}")
+        self._scheme()
+
+    def _scheme(self) -> Scheme:
+        return Scheme(self.weight, self.act, self.rule, self.eps, self.act_scale, self.act_zero_point)
+
+    def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
+        return self._scheme()
+
+
+def activation(
+    fmt: Format, site: Site, granularity: Granularity, mapping: MappingType = MappingType.SYMMETRIC, *,
+    mode: str = "dynamic", eps: float | None = None, scale: torch.dtype = torch.float32,
+) -> ActivationSpec:  # fmt: skip
+    """Integer activations in blocks of that granularity."""
+    if mapping is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
+        raise ValueError("the mapping type of activations must be SYMMETRIC or ASYMMETRIC")
+    spec = QuantSpec(fmt, site.activation_block(granularity), scale, zero_point=mapping is MappingType.ASYMMETRIC)
+    return ActivationSpec(spec, mode, None, eps)
+
+
+def pair(granularity: Any) -> tuple[Granularity, Granularity]:
+    """(activation, weight) granularity from one or two."""
+    both = tuple(granularity) if isinstance(granularity, (tuple, list)) else (granularity, granularity)
+    if len(both) != 2 or not all(isinstance(g, Granularity) for g in both):
+        raise ValueError(f"granularity must be one Granularity such as PerRow(), or (activation, weight), got {both}")
+    return both
+
+
+def number(owner: str, name: str, value: Any) -> Any:
+    """A positive number from itself or a tensor of one element. Raises ValueError with the remedy."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"{owner}: {name} must be one number for the whole input, got shape {tuple(value.shape)}; "
+                "a scale per row would fit only one batch size; use the largest scale, or a dynamic config"
+            )
+        value = value.item()
+    if value is None or not 0 < value < float("inf"):
+        raise ValueError(f"{owner}: {name} must be a positive number, got {value}; calibrate to get one")
+    return value
+
+
+def require_signed_int(owner: str, dtype: AnyDtype) -> None:
+    fmt = as_format(dtype)
+    if fmt.kind != "int" or fmt.lo >= 0 or fmt is TERNARY:
+        raise ValueError(f"{owner}: weight_dtype must be int1 to int8, got {fmt}")
+
+
+def require_float8(owner: str, *dtypes: AnyDtype) -> None:
+    for dtype in dtypes:
+        if as_format(dtype) not in (E4M3, E5M2):
+            raise ValueError(f"{owner}: dtypes must be torch.float8_e4m3fn or torch.float8_e5m2, got {dtype}")
+
+
+def intx(
+    dtype: AnyDtype, granularity: Granularity, mapping: MappingType, scale: torch.dtype | None, site: Site, policy: str
+) -> QuantSpec:
+    """Integer weights; ``scale`` None: in the dtype of the weight."""
+    fmt = as_format(dtype)
+    zero_point = fmt if mapping is MappingType.ASYMMETRIC else False
+    return QuantSpec(fmt, site.block(granularity, policy), scale or site.dtype, zero_point=zero_point)

@@ -1,0 +1,231 @@
+"""Times each layer of a plan on this machine, quantized against float."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.tensor import AffineQuantizedTensor
+from .config_resolution import PlanError
+from .parameters import is_linear
+from .plan import Plan, PlanRow
+from .report import Latency
+from .run_batch import user_level
+
+ROWS = (1, 64)  # one token, and a short prompt or batch: a scheme may be faster at one and slower at the other
+SECONDS = 0.05  # per layer shape and number of rows
+COUNTS = 3  # how many of the numbers of rows in a model's calls are timed per layer: the most frequent ones
+ROUNDS = 3  # minimum number of rounds, also if one takes longer than SECONDS
+SAMPLE = 20e-6  # seconds of calls between two reads of the clock, which take 0.1 µs
+DEVICE_SAMPLE = 1e-3  # the same if each sample ends with a device synchronization
+# Between two calls of a layer a model reads all its other weights, so the timing rotates through copies of the layer:
+# as many bytes as the model has, at most ROTATED (four times the 32 MB last-level cache of many CPUs), at most COPIES.
+ROTATED, COPIES = 1 << 27, 256
+
+Rows = Callable[[PlanRow], Sequence[int]]
+Call = Callable[[], object]
+TimeLayer = Callable[[PlanRow, AffineQuantizedTensor, tuple[int, ...], tuple[int, int]], tuple[Latency, ...]]
+
+
+class PerformanceWarning(UserWarning):
+    """A quantized layer was measured to be slower than the float one."""
+
+
+def row_counts(measure: bool | Sequence[int]) -> tuple[int, ...]:
+    """The numbers of rows of ``measure=``. Raises PlanError for anything but a bool or positive numbers of rows."""
+    if isinstance(measure, bool):
+        return ROWS if measure else ()
+    rows = tuple(measure) if isinstance(measure, (tuple, list, range)) else ()
+    if not rows or not all(type(m) is int and m > 0 for m in rows):
+        raise PlanError(f"measure must be True, or positive numbers of rows such as (1, 64), got {measure!r}")
+    return tuple(dict.fromkeys(rows))
+
+
+def measure_(
+    plan: Plan,
+    rows: Rows,
+    quantized: Callable[[PlanRow], AffineQuantizedTensor],
+    timed: TimeLayer | None = None,
+) -> None:
+    """Fill in ``latency`` of every active row that is a linear layer; equal layers are measured once.
+
+    rows       numbers of input rows for a layer
+    quantized  makes the weight of a row, in the layout of its kernel
+    timed      replaces :func:`time_layer`
+
+    The weights in the model are only read. Memory: one quantized weight and at most twice 128 MB of copies.
+    """
+    found: dict[Hashable, tuple[Latency, ...]] = {}
+    limit = min(ROTATED, sum(r.bytes_before for r in plan.rows)), min(ROTATED, sum(r.bytes_after for r in plan.rows))
+    for row in plan.active:
+        if not measurable(row):
+            continue
+        counts = tuple(rows(row))
+        key = (*_key(row), counts)
+        if key not in found:
+            found[key] = (timed or time_layer)(row, quantized(row), counts, limit) if counts else ()
+        row.latency = found[key]
+
+
+def measurable(row: PlanRow) -> bool:
+    """Whether a row is a 2-d weight of a linear layer."""
+    return row.scheme is not None and "linear" in row.ops and len(row.shape) == 2
+
+
+def layer_calls(model: nn.Module, run: Call) -> tuple[dict[int, Counter[int]], Any]:
+    """(Rows that each linear layer gets while ``run`` calls the model, by the id of its module; what it returns)."""
+    seen: dict[int, Counter[int]] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        if x is not None and x.numel():
+            seen.setdefault(id(module), Counter())[x.numel() // x.shape[-1]] += 1
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if is_linear(m)]
+    try:
+        return seen, run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def calls_of_weight(row: PlanRow, seen: dict[int, Counter[int]]) -> Counter[int]:
+    """How often the layers of a weight were called, by number of rows, from :func:`layer_calls`."""
+    modules = {id(p.module) for p in row.places}
+    return sum((seen[m] for m in modules if m in seen), Counter())
+
+
+def skip_slower_(plan: Plan) -> None:
+    """Remove the scheme of each layer that was measured to be slower, with the reason as its note."""
+    for row in plan.active:
+        slower = [t for t in row.latency if t.slower]
+        if slower:
+            row.note = f"left unquantized: {row.scheme} with {row.kernel} is slower here, {_text(slower)}"
+            row.scheme, row.kernel, row.layout, row.bytes_after = None, "", "plain", row.bytes_before
+
+
+def warn_slower(plan: Plan) -> None:
+    """One PerformanceWarning per layer shape that was measured to be slower than float."""
+    alike: dict[Hashable, list[PlanRow]] = {}
+    for row in plan.active:
+        if any(t.slower for t in row.latency):
+            alike.setdefault((_key(row), row.latency), []).append(row)
+    for rows in alike.values():
+        one = rows[0]
+        names = ", ".join(r.name for r in rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
+        warnings.warn(
+            f"{names}: {list(one.shape)} as {one.scheme} with {one.kernel} is slower than float here, "
+            f"{_text([t for t in one.latency if t.slower])} the speed; on_slower='skip' leaves such layers float",
+            PerformanceWarning,
+            stacklevel=user_level(),
+        )
+
+
+def _text(latency: list[Latency]) -> str:
+    return ", ".join(f"{t.speed:.2f}x at {t.rows} row{'s' * (t.rows > 1)}" for t in latency)
+
+
+# -- one layer -------------------------------------------------------------------------------------------------------
+
+
+def _key(row: PlanRow) -> tuple[Hashable, ...]:
+    """Everything that the speed of a layer depends on."""
+    assert row.site is not None
+    dtype, where = row.site.dtype, (row.site.device, row.layout, row.kernel)
+    return row.site.shape, row.site.transposed, row.scheme, dtype, where, _bias(row) is None
+
+
+def _bias(row: PlanRow) -> Tensor | None:
+    """The bias that goes with a weight: "in_proj_bias" with "in_proj_weight"."""
+    found = (p.module._parameters.get(p.param.replace("weight", "bias")) for p in row.places if p.own)
+    return next((b for b in found if b is not None), None)
+
+
+def time_layer(
+    row: PlanRow, w: AffineQuantizedTensor, rows: tuple[int, ...], limit: tuple[int, int]
+) -> tuple[Latency, ...]:
+    """Time a row's layer with its float weight and with w, at each number of rows. limit: bytes of copies of each."""
+    assert row.tensor is not None
+    assert row.site is not None
+    plain = row.tensor.detach()
+    if isinstance(plain, AffineQuantizedTensor):
+        plain = plain.dequantize()
+    plain, bias = plain.to(w.device), _bias(row)
+    bias = None if bias is None else bias.detach().to(w.device)
+    product = _product if row.site.transposed else F.linear
+    sides = [_copies(plain, limit[0]), _copies(w, limit[1])]
+    out = []
+    for m in rows:
+        x = torch.randn(
+            m, row.site.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+        )
+        x = x.to(w.device, row.site.dtype)
+        slow, fast = least_seconds([_calls(product, x, side, bias) for side in sides], SECONDS, wait_for(w.device))
+        out.append(Latency(m, slow * 1e6, fast * 1e6))
+    return tuple(out)
+
+
+def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """With a weight [in, out], as Hugging Face's Conv1D calls it."""
+    return x @ w if bias is None else torch.addmm(bias, x, w)
+
+
+def _copies(w: Tensor, nbytes: int) -> list[Tensor]:
+    """w and copies of it, ``nbytes`` in total; at least w itself."""
+    return [w, *(copy.deepcopy(w) for _ in range(min(COPIES, nbytes // max(1, int(w.nbytes))) - 1))]
+
+
+def _calls(product: Callable[..., Tensor], x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Call:
+    turn = itertools.cycle(weights)
+    return lambda: product(x, next(turn), bias)
+
+
+def wait_for(device: torch.device) -> Call | None:
+    """The synchronization function of the device; None for a CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device).synchronize
+
+
+# -- the clock -------------------------------------------------------------------------------------------------------
+
+
+def least_seconds(
+    calls: Sequence[Call], seconds: float = SECONDS, wait: Call | None = None, turn: float = 0.0
+) -> list[float]:
+    """Minimum seconds of one call of each, timed in turns, so that load on the machine affects all of them equally.
+
+    seconds  total, if that gives each call three turns
+    wait     called at the end of each sample, which is then longer: for asynchronous devices
+    turn     seconds of samples per turn; at least one sample
+    """
+    sample = SAMPLE if wait is None else DEVICE_SAMPLE
+    best, counts, turns = [], [], []
+    for call in calls:
+        once = max(min(_time(call, 1, wait) for _ in range(2)), 1e-9)
+        counts.append(max(1, int(sample / once)))
+        turns.append(max(1, int(turn / (counts[-1] * once))))
+        best.append(float("inf"))
+    end, done = perf_counter() + seconds, 0
+    while done < ROUNDS or perf_counter() < end:
+        for i, call in enumerate(calls):
+            best[i] = min(best[i], *(_time(call, counts[i], wait) for _ in range(turns[i])))
+        done += 1
+    return best
+
+
+def _time(call: Call, count: int, wait: Call | None) -> float:
+    """Seconds per call."""
+    start = perf_counter()
+    for _ in range(count):
+        call()
+    if wait is not None:
+        wait()
+    return (perf_counter() - start) / count

@@ -1,0 +1,259 @@
+"""Sites: which parameters of a module can be quantized, for which op, and along which axis they are contracted.
+
+Register a new module type with one line: ``site(MyLinear, SiteKind(("weight",), "linear"))``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..core.spec import DTYPES
+from ..core.tensor import AffineQuantizedTensor
+from ..distributed.dtensor import local_tensor
+from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor
+
+
+@dataclass(frozen=True)
+class SiteKind:
+    """The quantizable parameters of a module type.
+
+    params      their names
+    op          op of the kernel table that consumes them
+    transposed  the parameter is [in, out]; it is stored [out, in] so that the contracted axis is last
+    default     whether ``quantize_`` selects it by default, without a name or filter
+    rank        required rank of the parameters; None: any
+    """
+
+    params: tuple[str, ...]
+    op: str
+    transposed: bool = False
+    default: bool = True
+    rank: int | None = None
+
+
+_KINDS: dict[type | str, SiteKind] = {}
+
+
+def site(module_type: type | str, kind: SiteKind) -> SiteKind:
+    """Register a module type as a site; a qualified name avoids importing it."""
+    _KINDS[module_type] = kind
+    return kind
+
+
+def kinds() -> dict[type | str, SiteKind]:
+    """Registered module types."""
+    return dict(_KINDS)
+
+
+def kind_of(module: nn.Module) -> SiteKind | None:
+    """The SiteKind of a module: that of its type or nearest registered base type, or that of transformers' experts."""
+    for cls in type(module).__mro__:
+        found = _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if found is not None:
+            return found
+    if module.__dict__.keys() >= _EXPERT_ATTRIBUTES:
+        return EXPERTS[bool(module.__dict__["is_transposed"])]
+    return None
+
+
+# Mixture-of-experts weights in transformers 5: one parameter per layer, [experts, out, in] or transposed.
+# Each model has its own class. They share a decorator (use_experts_implementation), which sets these attributes and
+# runs the products by torch._grouped_mm, in a loop, or as one batch.
+_EXPERT_ATTRIBUTES = {"is_transposed", "is_concatenated", "has_gate", "has_bias"}
+EXPERTS = tuple(
+    SiteKind(("gate_up_proj", "up_proj", "down_proj"), "bmm", transposed, rank=3) for transposed in (False, True)
+)
+
+
+site(nn.Linear, SiteKind(("weight",), "linear"))
+site(nn.MultiheadAttention, SiteKind(("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), "linear"))
+site("transformers.pytorch_utils.Conv1D", SiteKind(("weight",), "linear", transposed=True))
+site(nn.Embedding, SiteKind(("weight",), "embedding", default=False))
+for _conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    site(_conv, SiteKind(("weight",), "convolution", default=False))
+
+
+class Indivisible(ValueError):
+    """A group size that does not divide the contracted axis, with an on_indivisible policy that does not pad."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One parameter of one module, as configs receive it.
+
+    name        parameter FQN; module: its module's FQN; param: its name in the module
+    shape       stored shape: contracted axis last (for convolutions [O, I/groups, *kernel])
+    transposed  the last two axes of the parameter are swapped relative to ``shape``
+    bare        no SiteKind covers it; the user states how it is used
+    """
+
+    name: str
+    module: str
+    param: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    type_name: str
+    transposed: bool = False
+    bare: bool = False
+
+    def block(self, granularity: Granularity, on_indivisible: str = "pad") -> tuple[int, ...] | None:
+        """The block of a weight at this site.
+
+        on_indivisible applies to a group size that does not divide the contracted axis: "pad" to whole groups (exact),
+        use the "largest_divisor" not above the group size, else raise Indivisible. Raises ValueError for scales along
+        another axis.
+        """
+        rank = len(self.shape)
+        if isinstance(granularity, PerTensor):
+            return None
+        if isinstance(granularity, PerBlock):
+            return granularity.block_size
+        if isinstance(granularity, PerGroup):
+            return self._groups(granularity.group_size, on_indivisible)
+        if isinstance(granularity, PerAxis) and granularity.axis not in (0, -rank):
+            raise ValueError(
+                f"{self.name}: a weight does not support PerAxis({granularity.axis}); use PerAxis(0), output channels"
+            )
+        if isinstance(granularity, PerRow) and granularity.dim not in (-1, rank - 1):
+            raise ValueError(f"{self.name}: a weight does not support PerRow(dim={granularity.dim}); use PerRow()")
+        return self._channel
+
+    @property
+    def _channel(self) -> tuple[int, ...]:
+        """The block of one output channel."""
+        return (-1,) * (len(self.shape) - 1) if self.op == "convolution" else (-1,)
+
+    def _groups(self, group: int, on_indivisible: str) -> tuple[int, ...]:
+        if self.op == "convolution":  # whole kernels, for as many input channels as fit into a group
+            channels = largest_divisor(self.shape[1], max(1, group // math.prod(self.shape[2:])))
+            return (channels, *self._channel[1:])
+        k = self.shape[-1]
+        if group >= k or k % group == 0 or on_indivisible == "pad":
+            return (group,)
+        divisor = largest_divisor(k, group)
+        if divisor >= LEAST_GROUP and on_indivisible == "largest_divisor":
+            return (divisor,)
+        remedy = f"group_size={divisor}, or " if divisor >= LEAST_GROUP else ""
+        raise Indivisible(
+            f"{self.name}: group size {group} does not divide its {k} inputs; "
+            f"use {remedy}on_indivisible='pad' or 'skip'"
+        )
+
+    def activation_block(self, granularity: Granularity) -> tuple[int, ...] | None:
+        """The block of this site's input: per token, or per sample for a convolution."""
+        if isinstance(granularity, PerTensor):
+            return None
+        if isinstance(granularity, PerGroup):
+            return (granularity.group_size,)
+        if isinstance(granularity, PerBlock):
+            return granularity.block_size
+        return self._channel
+
+
+# "largest_divisor" does not go below this: the scales of smaller groups would take more bytes than their codes.
+LEAST_GROUP = 8
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most ``limit``; 1 for n = 0."""
+    return next((d for d in range(min(n, limit), 0, -1) if n % d == 0), 1)
+
+
+class Place(NamedTuple):
+    """A module attribute that holds a parameter: its own FQN, its module's, the module, and the attribute's name."""
+
+    name: str
+    module_name: str
+    module: nn.Module
+    param: str
+
+    @property
+    def own(self) -> bool:
+        """Whether the SiteKind of its module lists it."""
+        kind = kind_of(self.module)
+        return kind is not None and self.param in kind.params
+
+    def get(self) -> Any:
+        return getattr(self.module, self.param)
+
+    def set(self, tensor: Tensor) -> None:
+        """Replace the parameter by ``tensor``, as a Parameter, or as a plain tensor if it was one."""
+        if self.param in self.module._parameters:
+            self.module._parameters[self.param] = tensor  # type: ignore[assignment]
+        else:
+            setattr(self.module, self.param, tensor.data)
+
+
+def places(model: nn.Module) -> Iterator[list[Place]]:
+    """Every parameter with all its places, in the model's order; tied ones have several.
+
+    Includes plain tensors that replace a site's parameter (PEFT does this). A module that is registered twice has a
+    place under each of its names, as in a state dict.
+    """
+    found: dict[int, list[Place]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{module_name}." if module_name else ""
+        names = [n for n, p in module._parameters.items() if p is not None]
+        kind = kind_of(module)
+        for n in kind.params if kind is not None else ():
+            if n not in names and isinstance(module.__dict__.get(n), Tensor) and _recomputed_from(module, n) is None:
+                names.append(n)
+        for n in names:
+            place = Place(prefix + n, module_name, module, n)
+            found.setdefault(id(place.get()), []).append(place)
+    yield from found.values()
+
+
+def _recomputed_from(module: nn.Module, name: str) -> str | None:
+    """The parameter from which a hook (weight_norm, spectral_norm, pruning) computes ``name`` before each forward."""
+    return next((f"{name}_{end}" for end in ("orig", "g") if f"{name}_{end}" in module._parameters), None)
+
+
+def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | str:
+    """The site of a parameter, or the reason why it has none. ``named``: selected by its own name."""
+    kind, kind_name = kind_of(place.module), type(place.module).__name__
+    if place.param in getattr(place.module, "fake_quantized", ()):
+        return "is prepared for quantization-aware training; call quantize_(model, QATConfig(step='convert'))"
+    op, transposed = None, False
+    if kind is not None and place.own and kind.rank in (None, tensor.ndim):
+        op, transposed = kind.op, kind.transposed
+    elif named and tensor.ndim in (2, 3):
+        op = "linear" if tensor.ndim == 2 else "bmm"
+    if op is None:
+        base = place.param.rpartition("_")[0]
+        if kind is not None and base in kind.params and _recomputed_from(place.module, base):
+            return f"{base} is computed from it before each forward; remove that parametrization first"
+        if named and tensor.ndim > 1:
+            return f"a bare parameter must be 2-d or 3-d to be quantized, this one is {tensor.ndim}-d"
+        if kind is not None:
+            return f"{place.param} of {kind_name} is not quantized"
+        return f"no site for {kind_name}; select it by name with FqnToConfig" if tensor.ndim > 1 else "vector"
+    if tensor.dtype not in DTYPES.values():
+        return f"dtype {str(tensor.dtype).removeprefix('torch.')} is not one of {', '.join(DTYPES)}"
+    if hasattr(local_tensor(tensor), "__tensor_flatten__") and not isinstance(
+        local_tensor(tensor), AffineQuantizedTensor
+    ):
+        return f"{type(tensor).__name__} is a tensor subclass of another library"
+    if getattr(place.module, "max_norm", None) is not None:
+        return "max_norm writes to the table at each lookup"
+    shape = tuple(tensor.shape)
+    if transposed:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    return Site(
+        place.name, place.module_name, place.param, op, shape, tensor.dtype, tensor.device.type, kind_name, transposed,
+        not place.own,
+    )  # fmt: skip
+
+
+def is_linear(module: nn.Module, fqn: str = "") -> bool:
+    """The default filter: modules whose weights multiply their input (Linear, Conv1D, attention's in_proj, experts)."""
+    kind = kind_of(module)
+    return kind is not None and kind.default

@@ -1,0 +1,370 @@
+"""plan(): lists what quantize_ would do to every parameter. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import blocks
+from ..core.numerics import quantize
+from ..core.tensor import AffineQuantizedTensor, check_finite
+from ..distributed.dtensor import local_tensor
+from ..kernels.repack import choose_layout
+from ..kernels.table import Case, case_of, get_kernel, select
+from .config_resolution import Choice, Filter, Left, PlanError, Rules, Skip, resolve_config, rules, skips
+from .configs import AOBaseConfig
+from .module_handlers import HANDLERS, TELLS, Handler, module_nbytes, run_handler, takes_parameter_name
+from .parameters import Indivisible, Place, Site, make_site, places
+from .report import Latency, Report, Row
+from .scheme import Scheme
+
+ADAPTER = "part of a PEFT adapter, which is trained; merge it first, or name it in FqnToConfig"
+ON_INDIVISIBLE = ("pad", "largest_divisor", "skip", "error")
+
+
+@dataclass
+class PlanRow:
+    """One parameter and its scheme (scheme None: left alone, ``note`` gives the reason), or a module with its handler.
+
+    tensor   the parameter; None for a handler's row
+    places   every module attribute that holds it; the first gives the row's name; several if it is tied
+    ops      kernel-table ops that read it
+    already  True if it already has this scheme
+    latency  of its layer, once measured
+    call     the bound handler: (model, device=...) -> the new module; handled: its config
+    left     "filtered" or "skipped" if the filter or the user's skip list leaves it alone
+    """
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    bytes_before: int
+    bytes_after: int
+    tensor: Tensor | None = field(default=None, repr=False)
+    places: tuple[Place, ...] = field(default=(), repr=False)
+    note: str = ""
+    key: str = field(default="", repr=False)
+    site: Site | None = None
+    scheme: Scheme | None = None
+    ops: tuple[str, ...] = ()
+    kernel: str = ""
+    layout: str = "plain"
+    already: bool = False
+    call: Any = field(default=None, repr=False)
+    handled: AOBaseConfig | None = None
+    latency: tuple[Latency, ...] = ()
+    left: Left = ""
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Its other names."""
+        return tuple(p.name for p in self.places[1:])
+
+    @property
+    def active(self) -> bool:
+        """True if quantize_ will change it."""
+        return self.call is not None or (self.scheme is not None and not self.already)
+
+
+@dataclass
+class Plan:
+    """One row per parameter, in the model's order; a tied parameter appears once."""
+
+    config: Any
+    rows: list[PlanRow]
+
+    @property
+    def active(self) -> list[PlanRow]:
+        """Rows that will be changed."""
+        return [r for r in self.rows if r.active]
+
+    def report(self) -> Report:
+        """The plan as a report without SQNR."""
+        rows = []
+        for r in self.rows:
+            scheme = type(r.handled).__name__ if r.call is not None else "" if r.scheme is None else str(r.scheme)
+            sizes = (r.bytes_before, r.bytes_after)
+            text = "" if r.call is not None or r.scheme is None else r.scheme.describe()
+            row = Row(r.name, r.type_name, r.shape, scheme, r.kernel, *sizes, None, r.note, r.latency, scheme_text=text)
+            rows.append(row)
+        return Report(str(self.config), rows)
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+
+def plan(
+    model: nn.Module,
+    config: AOBaseConfig | str,
+    filter_fn: Filter | None = None,
+    *,
+    skip: Skip = (),
+    on_indivisible: str = "pad",
+    handlers: Mapping[type, Handler] | None = None,
+    device: torch.device | str | None = None,
+) -> Plan:
+    """List every parameter with its site, scheme, kernel, bytes, and the reason if it is left alone. Changes nothing.
+
+    config     a config, or its short name ("int4")
+    filter_fn  (module, fqn) -> bool selects modules; default: linear ones
+    skip       modules and parameters to leave alone: names, ends of names ("lm_head"), globs; or a function, see
+               :func:`pennyweight.planning.config_resolution.skips`
+    handlers   default: the registered ones
+
+    Works on the meta device. Raises PlanError if the plan quantizes nothing, a key or an entry of ``skip`` matches
+    nothing, the config does not fit a layer, or the model is frozen.
+    """
+    config = resolve_config(config)
+    if on_indivisible not in ON_INDIVISIBLE:
+        raise PlanError(f"on_indivisible must be one of {ON_INDIVISIBLE}, got {on_indivisible!r}")
+    if device is not None and torch.device(device).type == "meta":
+        raise PlanError("device='meta' would discard the weights; leave device out")
+    fixed = [(name, module.plan_error) for name, module in model.named_modules() if hasattr(module, "plan_error")]
+    if fixed:
+        name, (state, remedy) = fixed[0]
+        raise PlanError(f"{name or 'model'} {state} ({len(fixed)} layers in all); {remedy}")
+    chosen = rules(config, filter_fn)
+    everywhere = list(places(model))
+    handlers = HANDLERS if handlers is None else handlers
+    flat = [place for where in everywhere for place in where]
+    chosen.check_keys(flat, [name for name, _ in model.named_modules()], handlers)
+    adapters, skipped = adapter_modules(model), skips(skip, flat)
+    choices = [chosen.choose(where) for where in everywhere]
+    excluded = {
+        id(where[0].get()): why
+        for where, choice in zip(everywhere, choices, strict=True)
+        if (why := skipped(where, choice))
+    }
+    rows, taken, refused = _handled(model, chosen, handlers, adapters, excluded)
+    for where, choice in zip(everywhere, choices, strict=True):
+        tensor = where[0].get()
+        if id(tensor) in excluded:
+            choice = choice._replace(config=None, why=excluded[id(tensor)], left="skipped")
+        if id(tensor) in taken:
+            continue
+        handler = handlers.get(type(choice.config))
+        if choice.config is not None and not choice.named and id(choice.place.module) in adapters:
+            choice = choice._replace(config=None, why=ADAPTER)
+        if handler is not None and choice.named:
+            rows.append(_handled_parameter(choice, tensor, handler))
+            continue
+        if handler is not None:  # a handler for whole modules that was not selected for this module
+            module, tells = choice.place.module, TELLS.get(type(choice.config))
+            why = refused.get(id(tensor)) or (tells(module, choice.config)[1] if tells is not None else "")
+            choice = choice._replace(config=None, why=why or f"{type(module).__name__}: not selected by default")
+        rows.append(_row(where, tensor, choice, on_indivisible, device))
+    _check(rows)
+    return Plan(config, rows)
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+def _row(where: list[Place], tensor: Tensor, choice: Choice, on_indivisible: str, device: Any) -> PlanRow:
+    name, kind = where[0].name, type(where[0].module).__name__
+    if nn.parameter.is_lazy(tensor):
+        raise PlanError(f"{name} is a lazy parameter without values; run the model on one batch first")
+    size = int(tensor.nbytes)
+    row = PlanRow(name, kind, tuple(tensor.shape), size, size, tensor, tuple(where), key=choice.key, left=choice.left)
+    site = make_site(choice.place, tensor, named=choice.named)
+    if isinstance(site, str) or choice.config is None:
+        row.note = site if isinstance(site, str) and choice.left != "skipped" else choice.why
+        return row
+    try:
+        row.site = choice.config.site(site)
+        _decide(row, choice.config, on_indivisible, device)
+        if row.site.op == "bmm" and not choice.named and row.scheme is not None and not row.already:
+            _check_batched(row)
+    except Indivisible as error:
+        if on_indivisible != "skip":
+            raise PlanError(str(error)) from error
+        row.note = f"skipped: {str(error).split(';')[0].removeprefix(f'{site.name}: ')}"
+    except (ValueError, NotImplementedError) as error:
+        text = str(error)
+        if site.op == "bmm" and not choice.named:
+            why = f"experts stay float: {text.removeprefix(f'{site.name}: ')}"
+            return PlanRow(name, kind, row.shape, size, size, tensor, tuple(where), why, choice.key)
+        raise PlanError(text if text.startswith(f"{site.name}: ") else f"{site.name}: {text}") from error
+    return row
+
+
+def _check_batched(row: PlanRow) -> None:
+    """Raise ValueError for experts that could only run through a dequantized copy of all of them."""
+    if get_kernel(row.ops[0], row.kernel).rank < 0:
+        raise ValueError(
+            f"no batched kernel supports this scheme; FqnToConfig({{{row.name!r}: config}}) quantizes them anyway"
+        )
+
+
+def _decide(row: PlanRow, config: AOBaseConfig, on_indivisible: str, device: Any) -> None:
+    """Fill in scheme, ops, kernel, layout, bytes and notes."""
+    site, tensor = row.site, row.tensor
+    assert site is not None
+    assert tensor is not None
+    scheme = config.scheme(site, on_indivisible)
+    if 0 in site.shape:
+        row.note = "empty"
+        return
+    found = (make_site(p, tensor) for p in row.places)
+    row.ops = tuple(dict.fromkeys([site.op, *(s.op for s in found if isinstance(s, Site))]))
+    if row.ops == ("embedding",):
+        scheme = scheme.weight_only()
+    _try(scheme, len(site.shape), site.dtype)
+    row.scheme, notes = scheme, []
+    *rows, width = blocks.padded(scheme.weight.block, site.shape)
+    if tuple(rows) != site.shape[:-1]:
+        notes.append(f"{list(site.shape)} padded to {[*rows, width]}")
+    elif width != site.shape[-1]:
+        notes.append(f"{site.shape[-1]} inputs padded to {width}")
+    part = local_tensor(tensor)
+    if part is not tensor:
+        notes.append(f"quantized in full on each rank, then sharded: {', '.join(map(str, tensor.placements))}")  # type: ignore[attr-defined]
+    if isinstance(part, AffineQuantizedTensor):
+        row.already = _has_scheme(part, scheme)
+        notes.append("already quantized" if row.already else f"was {part.spec.with_(layout='plain')}, requantized")
+    if row.already and isinstance(part, AffineQuantizedTensor):
+        row.layout, row.kernel = part.spec.layout, select(row.ops[0], case_of(part)).name
+    else:
+        kind = site.device if device is None else torch.device(device).type
+        case = Case(scheme.weight, scheme.act, site.shape, site.dtype, "cpu" if kind == "meta" else kind)
+        kernel, row.layout = choose_layout(case, row.ops)
+        row.kernel, row.bytes_after = kernel.name, scheme.nbytes(site.shape, row.layout)
+    if row.tied:
+        notes.append(f"tied: {', '.join(row.tied)}")
+    row.note = "; ".join(notes)
+
+
+@lru_cache(maxsize=4096)
+def _try(scheme: Scheme, rank: int, dtype: torch.dtype) -> None:
+    """Raise ValueError if the scheme does not support a weight of that rank. Quantizes a single zero to find out.
+
+    Does not use the meta device: its first operation makes torch import modules for a second.
+    """
+    quantize(torch.zeros((1,) * rank, dtype=dtype, device="cpu"), scheme.weight, scheme.rule, scheme.eps)
+
+
+def _has_scheme(w: AffineQuantizedTensor, scheme: Scheme) -> bool:
+    same = w.spec.with_(layout="plain") == scheme.weight.with_(layout="plain") and w.act == scheme.act
+    if not same or scheme.act_scale is None or w.act_scale is None or w.act_scale.is_meta:
+        return same
+    zero = None if w.act_zero_point is None else w.act_zero_point.item()
+    return (
+        torch.equal(w.act_scale.cpu(), torch.tensor([scheme.act_scale], dtype=torch.float32, device="cpu"))
+        and zero == scheme.act_zero_point
+    )
+
+
+# -- PEFT adapters: quantize_ does not quantize them, because they are trained ----------------------------------------
+
+
+def adapter_modules(model: nn.Module) -> set[int]:
+    """Ids of the adapter modules: lora_A, lora_B and others, and the copies of ``modules_to_save``.
+
+    PEFT layers list them in ``adapter_layer_names``.
+    """
+    found: set[int] = set()
+    for layer in model.modules():
+        if not type(layer).__module__.startswith("peft."):
+            continue
+        for name in getattr(layer, "adapter_layer_names", ()):
+            part = getattr(layer, name, None)
+            if isinstance(part, nn.Module):
+                found |= {id(m) for m in part.modules()}
+    return found
+
+
+# -- modules with handlers -------------------------------------------------------------------------------------------
+
+
+def _handled(
+    model: nn.Module, chosen: Rules, handlers: Mapping[type, Handler], adapters: set[int], excluded: Mapping[int, str]
+) -> tuple[list[PlanRow], set[int], dict[int, str]]:
+    """(rows of the modules that a handler will transform, ids of their parameters, {id: reason} for the parameters of
+    modules that the handler rejects)."""
+    rows: list[PlanRow] = []
+    taken: set[int] = set()
+    refused: dict[int, str] = {}
+    inside: list[str] = []
+    for name, module in model.named_modules() if handlers else ():
+        if id(module) in adapters or any(name.startswith(prefix) for prefix in inside):
+            continue
+        config = chosen.of_module(name, module)
+        handler = handlers.get(type(config))
+        if handler is None:
+            continue
+        if any(id(p) in excluded for p in module.parameters()):
+            continue
+        takes, note = TELLS[type(config)](module, config) if type(config) in TELLS else (True, "")
+        if not takes:
+            refused |= {id(p): note for p in module.parameters(recurse=False)}
+            continue
+        inside.append(f"{name}." if name else "")
+        taken |= {id(p) for p in module.parameters()}
+        parameter = "weight" if takes_parameter_name(handler) else None
+        row = _call_row(name, name, module, config, handler, parameter, module_nbytes(module))
+        row.note = note or row.note
+        rows.append(row)
+    return rows, taken, refused
+
+
+def _handled_parameter(choice: Choice, tensor: Tensor, handler: Handler) -> PlanRow:
+    """The row of a handler selected by a parameter's own name."""
+    place = choice.place
+    if not takes_parameter_name(handler):
+        raise PlanError(
+            f"{place.name}: the handler of {type(choice.config).__name__} takes no parameter_name, so the key must "
+            "name a module, not a parameter"
+        )
+    size = int(tensor.nbytes)
+    row = _call_row(place.name, place.module_name, place.module, choice.config, handler, place.param, size)
+    row.shape, row.key = tuple(tensor.shape), choice.key
+    return row
+
+
+def _call_row(
+    name: str, module_name: str, module: nn.Module, config: Any, handler: Handler, parameter: str | None, size: int
+) -> PlanRow:
+    call = partial(run_handler, handler=handler, module_name=module_name, config=config, parameter=parameter)
+    note = f"by {getattr(handler, '__name__', type(handler).__name__)}"
+    kind = type(module).__name__
+    return PlanRow(name or "model", kind, (), size, size, note=note, kernel="-", call=call, handled=config)
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check(rows: list[PlanRow]) -> None:
+    """Raise PlanError for a key that quantizes nothing, and for a plan that does nothing."""
+    for key in dict.fromkeys(r.key for r in rows if r.key not in ("", "_default")):
+        mine = [r for r in rows if r.key == key]
+        if not any(r.site is not None or r.call is not None or r.left == "skipped" for r in mine):
+            raise PlanError(f"{key!r} matches nothing that can be quantized: {mine[0].name}: {mine[0].note}")
+    if not any(r.scheme is not None or r.call is not None for r in rows):
+        reasons = sorted({f"{r.type_name}: {r.note}" for r in rows if r.note and len(r.shape) > 1})
+        raise PlanError(
+            "nothing would be quantized; "
+            + ("; ".join(reasons[:6]) if reasons else "the model has no parameters with two or more axes")
+            + ". Select modules with filter_fn=lambda module, fqn: ..., or parameters by name with FqnToConfig"
+        )
+
+
+def check_values(todo: Plan, meta: bool) -> None:
+    """Raise PlanError for NaN and inf, and for parameters without values unless ``meta`` permits them."""
+    for row in todo.active:
+        if row.tensor is None or (meta and row.tensor.is_meta):
+            continue
+        if row.tensor.is_meta:
+            raise PlanError(
+                f"{row.name} is on the meta device and has no values to measure or calibrate; load the weights first"
+            )
+        if isinstance(row.tensor, AffineQuantizedTensor):
+            continue
+        try:
+            check_finite(local_tensor(row.tensor.detach()), row.name)
+        except ValueError as error:
+            raise PlanError(str(error)) from error

@@ -1,0 +1,233 @@
+"""Report: what happened to every parameter. print() shows a table, to_json() serializes it, check() enforces limits."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# A layer counts as slower than float above this ratio of times: the noise between two measurements of one thing.
+NOISE = 1.05
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Microseconds of one call of a linear layer with ``rows`` rows of input, float and quantized, timed in turns."""
+
+    rows: int
+    float_us: float
+    quantized_us: float
+
+    @property
+    def speed(self) -> float:
+        """Relative to float: above 1 is faster."""
+        return self.float_us / self.quantized_us
+
+    @property
+    def slower(self) -> bool:
+        """True if it is slower than float by more than the measurement noise."""
+        return self.quantized_us > NOISE * self.float_us
+
+
+@dataclass
+class Row:
+    """One parameter. bytes_* are true storage; sqnr is the weight's, in dB; note is a remark for the user; latency is
+    present if it was requested and the layer is linear; error is the error of the layer's output on the calibration
+    data, E|(Wq - W) x|^2, as a fraction of round-to-nearest's."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    scheme: str  # "" if the parameter was left alone
+    kernel: str
+    bytes_before: int
+    bytes_after: int
+    sqnr: float | None = None
+    note: str = ""
+    latency: tuple[Latency, ...] = ()
+    error: float | None = None
+    scheme_text: str = ""  # the scheme in words, for tables
+
+    @property
+    def quantized(self) -> bool:
+        return bool(self.scheme)
+
+
+@dataclass
+class Report:
+    """One row per parameter in the model's order; tied parameters appear once, under their first name. notes: remarks
+    about the whole model."""
+
+    config: str
+    rows: list[Row] = field(default_factory=list)
+    verb: str = "quantized"
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def quantized(self) -> list[Row]:
+        return [r for r in self.rows if r.quantized]
+
+    @property
+    def skipped(self) -> list[Row]:
+        """Parameters left alone, each with its reason in ``note``."""
+        return [r for r in self.rows if not r.quantized]
+
+    @property
+    def slower(self) -> list[Row]:
+        """Quantized layers measured slower than float at one of the numbers of rows."""
+        return [r for r in self.quantized if any(t.slower for t in r.latency)]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(r.bytes_before for r in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(r.bytes_after for r in self.rows)
+
+    @property
+    def fraction(self) -> float:
+        """Share of the parameter bytes that was quantized."""
+        return sum(r.bytes_before for r in self.quantized) / max(1, self.bytes_before)
+
+    def check(self, *, min_sqnr: float | None = None, min_fraction: float | None = None) -> Report:
+        """Raise ValueError, with the layers' names, if the SQNR of a weight is below ``min_sqnr`` dB, or if less than
+        ``min_fraction`` of the bytes was quantized. Returns itself."""
+        if min_sqnr is not None:
+            bad = [r for r in self.quantized if r.sqnr is not None and r.sqnr < min_sqnr]
+            if bad:
+                worst = ", ".join(f"{r.name} ({r.sqnr:.1f} dB)" for r in sorted(bad, key=lambda r: r.sqnr or 0)[:5])
+                raise ValueError(
+                    f"{len(bad)} weights are below {min_sqnr} dB: {worst}; give them more bits or skip them"
+                )
+        if min_fraction is not None and self.fraction < min_fraction:
+            left = ", ".join(r.name for r in sorted(self.skipped, key=lambda r: -r.bytes_before)[:5])
+            raise ValueError(
+                f"only {self.fraction:.0%} of the bytes were quantized, {min_fraction:.0%} required; largest left "
+                f"unquantized: {left}"
+            )
+        return self
+
+    def summary(self) -> str:
+        """One line."""
+        q, s = len(self.quantized), len(self.skipped)
+        before, after = self.bytes_before, self.bytes_after
+        line = f"{q} parameters {self.verb}, {s} left alone; {size(before)} -> {size(after)}"
+        line += f" ({before / after:.2f}x smaller)" if after and before >= after else ""
+        return line + (f"; {len(self.slower)} are slower than float here" if self.slower else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [{**asdict(r), "shape": list(r.shape), "latency": [asdict(t) for t in r.latency]} for r in self.rows]
+        for row in rows:
+            if row["sqnr"] is not None and not math.isfinite(row["sqnr"]):
+                row["sqnr"] = "inf"  # JSON has no infinity; weights quantized without error have it
+        return {
+            "version": 1, "config": self.config, "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after, "notes": self.notes, "rows": rows,
+        }  # fmt: skip
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def __str__(self) -> str:
+        return self.table(full=len(self.quantized) <= FOLD_ABOVE)
+
+    def table(self, *, full: bool = True) -> str:
+        """The report as text. With ``full=False``, layers whose names differ only in a number share a line, which shows
+        their count, their total bytes, and the minimum and maximum SQNR. "speed" is the float time divided by the
+        layer's, for each measured number of rows; the column is absent if nothing was measured. "error/nearest" is the
+        squared error of the layer's output on the calibration data divided by that of round-to-nearest."""
+        from io import StringIO
+
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        caption = "\n".join((self.summary(), *self.notes))
+        table = Table(title=Text(self.config), title_justify="left", caption=Text(caption), caption_justify="left")
+        speed = ("speed",) if any(r.latency for r in self.rows) else ()
+        error = ("error/nearest",) if any(r.error is not None for r in self.rows) else ()
+        for name in ("parameter", "shape", "scheme", "kernel", "before", "after", "SQNR dB", *error, *speed, "note"):
+            right = name in ("shape", "before", "after", "SQNR dB", "error/nearest")
+            table.add_column(name, justify="right" if right else "left", overflow="fold")
+        for name, rows in _groups(self.quantized, lambda r: r.name if full else _numberless(r)).items():
+            one = rows[0]
+            shape = "×".join(map(str, one.shape))
+            times = [_range(rows, "error", 2)] if error else []
+            times += [_speed(one)] if speed else []
+            first = (name, shape, one.scheme_text or one.scheme, one.kernel, *_sizes(rows))
+            cells = (*first, _range(rows, "sqnr", 1), *times, one.note)
+            table.add_row(*map(Text, cells))  # Text: rich would parse brackets as markup
+        for note, rows in _groups(self.skipped, lambda r: r.note).items():
+            name = rows[0].name if len(rows) == 1 else f"{rows[0].name} and {len(rows) - 1} more"
+            times = ["" for _ in (*error, *speed)]
+            table.add_row(*map(Text, (name, "", "left alone", "", *_sizes(rows), "", *times, note)))
+        out = StringIO()
+        Console(file=out, width=max(100, shutil.get_terminal_size((150, 50)).columns)).print(table)
+        return out.getvalue()
+
+
+# Models with more quantized layers than this are printed folded.
+FOLD_ABOVE = 24
+
+
+def _numberless(row: Row) -> tuple[Any, ...]:
+    name = ".".join("*" if part.isdigit() else part for part in row.name.split("."))
+    return name, row.shape, row.scheme, row.kernel, row.note, row.latency
+
+
+def _groups(rows: list[Row], key: Callable[[Row], Any]) -> dict[str, list[Row]]:
+    """Rows grouped by key, in order of first appearance, under a label."""
+    found: dict[Any, list[Row]] = {}
+    for r in rows:
+        found.setdefault(key(r), []).append(r)
+    named: dict[str, list[Row]] = {}
+    for k, group in found.items():
+        label = k if isinstance(k, str) else group[0].name if len(group) == 1 else f"{k[0]} ({len(group)})"
+        named[label if label not in named else f"{label} {group[0].name}"] = group
+    return named
+
+
+def _sizes(rows: list[Row]) -> tuple[str, str]:
+    return size(sum(r.bytes_before for r in rows)), size(sum(r.bytes_after for r in rows))
+
+
+def _range(rows: list[Row], name: str, digits: int) -> str:
+    values = [getattr(r, name) for r in rows if getattr(r, name) is not None]
+    if not values:
+        return ""
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _speed(row: Row) -> str:
+    """As "1: 3.1x  64: 0.90x"."""
+    return "  ".join(f"{t.rows}: {t.speed:.2g}x" if t.speed < 10 else f"{t.rows}: {t.speed:.0f}x" for t in row.latency)
+
+
+def size(n: float) -> str:
+    """Bytes as text: 1.5 kB, 22.7 MB; powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if n < 1000 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
+        n /= 1000
+    raise AssertionError
+
+
+_AMOUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?) *([a-zA-Z]*)")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def nbytes_of(text: str | float) -> int:
+    """Parse a size: "4GB", "1.5 GiB", "500_000", or a number of bytes. Raises ValueError."""
+    match = _AMOUNT.fullmatch(str(text).strip()) if type(text) in (str, int, float) else None
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size; write for example 4GB, 500MB or 2GiB")
+    found = int(float(match[1]) * _UNITS[match[2].upper()])
+    if found < 1:
+        raise ValueError(f"a size must be at least one byte, got {text!r}")
+    return found
