@@ -21,8 +21,7 @@ from pathlib import Path
 
 import torch
 
-from pennyweight.io.atomic_write import Writer
-from pennyweight.io.safetensors_file import place
+from pennyweight.io.safetensors_file import Writer, place
 
 HIDDEN, INNER, VOCABULARY = 4096, 14336, 32000
 LAYER = {

@@ -23,10 +23,9 @@ import torch
 from pennyweight.core.numerics import Parts
 from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.config import kv_from_config
-from pennyweight.io.gguf.gguf_file import File
+from pennyweight.io.gguf.gguf_file import File, Writer
 from pennyweight.io.gguf.metadata import Value
 from pennyweight.io.gguf.quantize import quantize
-from pennyweight.io.gguf.writer import Writer
 
 HIDDEN, INNER, VOCABULARY = 4096, 14336, 128256
 LAYER = {

@@ -23,7 +23,8 @@ import pennyweight as pw
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor
-from pennyweight.kernels.linear import _flatten, bind, graph_key
+from pennyweight.kernels.linear import bind
+from pennyweight.kernels.linear_op import _flatten, graph_key
 from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import case_of, select
 

@@ -1,8 +1,8 @@
 """What this machine can do at most, measured beside the competitors and in the same rounds.
 
 read  bytes per second from memory, all threads; int8, bf16, fp32  operations per second of the widest
-instruction there is, two for each product and its addition. The probe is native (kernels/cpu/src/probe.h); without
-the native library only `read` is known, by torch's own sum, which may not reach the limit.
+instruction there is, two for each product and its addition. The probe is native (kernels/cpu/src/bandwidth_probe.h);
+without the native library only `read` is known, by torch's own sum, which may not reach the limit.
 
     python benchmarks/limits.py [--threads 2]
 """
@@ -27,10 +27,10 @@ UNITS = {"read": "GB/s", "int8": "GOP/s", "bf16": "GFLOP/s", "fp32": "GFLOP/s"}
 
 def native_probe() -> Any:
     """probe(what, buffer, bytes or rounds, threads) -> bytes or operations done; None without the native library."""
-    from pennyweight.kernels import gate
+    from pennyweight.kernels import gate_convert
     from pennyweight.kernels.cpu import library
 
-    return gate.probe if library.missing() is True else None
+    return gate_convert.probe if library.missing() is True else None
 
 
 class Limits:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.core.numerics import Parts
 from pennyweight.io.gguf.blocks import TYPES
-from pennyweight.io.gguf.gguf_file import File
+from pennyweight.io.gguf.gguf_file import File, Writer
 from pennyweight.io.gguf.metadata import Value
 from pennyweight.io.gguf.quantize import quantize
-from pennyweight.io.gguf.writer import Writer
 
 N, K, GROUP = 512, 1024, 32
 

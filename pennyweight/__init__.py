@@ -6,6 +6,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .core import distributed_hooks
 from .core.errors import ArgumentError
 from .core.fallback import FallbackError, FallbackWarning, fallbacks, reset_fallbacks, strict
 from .core.formats import Format, get_format
@@ -154,6 +155,38 @@ def _register_with_transformers() -> None:
 # from_pretrained reads quantized folders whether this package is imported before or after transformers
 after_import("transformers.quantizers.auto", _register_with_transformers)
 after_import("diffusers.quantizers.auto", lambda: import_module(".integrations.diffusers", __name__))
+distributed_hooks.load_with(lambda: import_module(".distributed.dispatch", __name__))
+
+
+def _register_torchao_reader() -> None:
+    from .io.detect_format import EXTERNAL_READERS, ExternalReader
+
+    def reading() -> Any:  # torchao's files need torchao's class names; imported when a file needs them
+        return import_module(".compat.torchao.reading", __name__)
+
+    EXTERNAL_READERS.append(
+        ExternalReader(
+            "torchao",
+            "tensor_names",
+            lambda checkpoint, config: reading().open_safetensors(checkpoint, config),
+            lambda path, mmap: reading().open_pickle(path, mmap),
+        )
+    )
+
+
+def _register_model_libraries() -> None:
+    from .quantize.save_pretrained import LIBRARIES, Library
+
+    def adapter(name: str) -> Any:
+        return lambda: import_module(f".integrations.{name}", __name__)
+
+    LIBRARIES.append(Library("transformers.modeling_utils", "PreTrainedModel", adapter("transformers")))
+    LIBRARIES.append(Library("diffusers.models.modeling_utils", "ModelMixin", adapter("diffusers")))
+
+
+# Tables of lower layers with entries from higher ones, filled as soon as their module is imported
+after_import(f"{__name__}.io.detect_format", _register_torchao_reader)
+after_import(f"{__name__}.quantize.save_pretrained", _register_model_libraries)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,23 @@ import pytest
 import pennyweight
 
 PACKAGE = Path(pennyweight.__file__).parent
-FLOORS = {"core": 0, "kernels": 2, "planning": 4, "algorithms": 5, "quantize": 6, "training": 7, "optim": 7, "io": 8}
-FLOORS |= {"distributed": 9, "export": 9, "integrations": 9, "compat": 9, "report": 9, "cli": 10}
+FLOORS = {"core": 0, "kernels": 2, "distributed": 3, "planning": 4, "algorithms": 5, "quantize": 6, "training": 7}
+FLOORS |= {"optim": 7, "io": 8, "export": 9, "integrations": 9, "compat": 9, "report": 9, "cli": 10}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def module_name(file: Path) -> str:
+    parts = file.with_suffix("").parts
+    return ".".join(["pennyweight", *(parts[:-1] if parts[-1] == "__init__" else parts)])
+
+
+MODULES = {module_name(file): file for file in FILES}
 
 
 def imported_modules(file: Path) -> Iterator[str]:
     """Dotted names that a file imports, absolute, wherever in the file the import stands."""
     here = ["pennyweight", *file.with_suffix("").parts]
-    for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+    for node in ast.walk(parse(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -32,16 +41,75 @@ def imported_modules(file: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+@cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+
+
+def named_modules(file: Path) -> Iterator[str]:
+    """Modules of the package that strings of a file name, as for import_module: absolute, or with leading dots."""
+    tree, here = parse(file), ["pennyweight", *file.with_suffix("").parts]
+    blocks = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    prose = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, blocks) and ast.get_docstring(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            text = node.value.lstrip(".")
+            dots = len(node.value) - len(text)
+            name = ".".join([*here[: len(here) - dots], text]) if dots else text
+            if name in MODULES and name != "pennyweight":
+                yield name
+
+
 @pytest.mark.parametrize("file", [file for file in FILES if len(file.parts) > 1], ids=str)
 def test_a_file_imports_its_own_folder_and_lower_floors(file: Path) -> None:
-    own = file.parts[0]
-    for name in imported_modules(file):
+    own, strings = file.parts[0], set(named_modules(file))
+    for name in {*imported_modules(file), *strings}:
         top, _, rest = name.partition(".")
         folder = rest.split(".")[0]
         if top != "pennyweight" or folder in (own, "__version__"):
             continue
         assert folder in FLOORS, f"{file}: {name} is a public name; import it from the folder that defines it"
         assert FLOORS[folder] < FLOORS[own], f"{file} (floor {FLOORS[own]}) imports {name} (floor {FLOORS[folder]})"
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> modules it imports or names. A name that no file has is that of a package (``__init__``)."""
+    graph: dict[str, set[str]] = {}
+    for module, file in MODULES.items():
+        names = {*imported_modules(file), *named_modules(file)} - {"pennyweight.__version__"}
+        found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
+        graph[module] = {name for name in found if name in MODULES and name != module}
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that import each other (strongly connected components of more than one, by Kosaraju)."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def visit(module: str, edges: dict[str, set[str]], out: list[str]) -> None:
+        seen.add(module)
+        for other in sorted(edges[module] - seen):
+            if other not in seen:
+                visit(other, edges, out)
+        out.append(module)
+
+    for module in graph:
+        if module not in seen:
+            visit(module, graph, order)
+    back: dict[str, set[str]] = {module: {m for m in graph if module in graph[m]} for module in graph}
+    seen.clear()
+    found = []
+    for module in reversed(order):
+        if module not in seen:
+            found.append([])
+            visit(module, back, found[-1])
+    return [sorted(group) for group in found if len(group) > 1]
+
+
+def test_modules_do_not_import_each_other() -> None:
+    """Imports inside functions count, and so do strings that name a module."""
+    assert cycles(import_graph()) == []
 
 
 def test_every_file_has_a_floor_and_a_name() -> None:

@@ -38,9 +38,9 @@ import torch
 from torch import nn
 
 import pennyweight as pw
-from pennyweight.cli import progress
+from pennyweight.cli import output
 from pennyweight.io import convert, load, open, quantize_checkpoint, save
-from pennyweight.io.replace_folder import replacing
+from pennyweight.io.replace_checkpoint import replacing
 
 FILES = {"model.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "mine.txt"}
 
@@ -92,9 +92,9 @@ def operations(numel: int, names: list[str]) -> dict[str, Operation]:
             return convert(folder / "src", dst, to="float", max_shard_bytes=shards, **how)
 
         out = str(folder / "out")
-        dst = progress.output_folder(out, True, job, resume=False)
+        dst = output.output_folder(out, True, job, resume=False)
         job(dst, resume=False)
-        progress.publish_output(dst, out)
+        output.publish_output(dst, out)
 
     found = {
         "save-one": Operation(lambda d, n: save(state(n, numel), d / "out", max_shard_bytes=one), numbers),

@@ -1,14 +1,14 @@
 """Quantization algorithms: calibration statistics, solvers, rewrites, tuners, and mixed-precision search."""
 
 from .base import ALGORITHMS, Rewrite, Solution, Solver, Task, Tuner, register
+from .calibration.batches import sample
 from .calibration.static_ranges import calibrate
 from .calibration.statistics import STATISTICS, Statistic, register_statistic
-from .calibration.synthetic_data import sample
 from .mixed_precision.search import Search, search
 from .rewrites.awq import AWQ
 from .rewrites.quarot import Rotate
 from .rewrites.smoothquant import Smooth
-from .solvers.clip import MSE, Importance
+from .solvers.block_search import MSE, Importance
 from .solvers.gptq import GPTAQ, GPTQ, Auto
 from .solvers.hqq import HQQ
 from .solvers.kmeans import KMeans

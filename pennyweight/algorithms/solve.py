@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.distributed.full_tensor import full_tensor
 from ..core.numerics import decibels, dequantize
 from ..core.tensor import AffineQuantizedTensor
+from ..distributed.dtensor import full_tensor
 from ..planning.plan import PlanRow
 from .base import Solution, Solver, Task
 from .calibration.loop import CalibrationLoop, CollectedStatistics

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import Traceback, report_errors
-from .progress import check_report_path, output_folder, print_report, progress_bar, publish_output, resume_hint
+from .output import (
+    Traceback,
+    check_report_path,
+    output_folder,
+    print_report,
+    progress_bar,
+    publish_output,
+    report_errors,
+    resume_hint,
+)
 
 if TYPE_CHECKING:
     from ..planning.report import Report
@@ -52,7 +60,7 @@ def convert(
     from ..io import convert as run
     from ..io.convert_checkpoint import formats
     from ..planning.report import nbytes_of
-    from .checkpoint_contents import contents
+    from .inspect import contents
 
     if not to:
         raise ValueError(f"--to is required: one of {', '.join(formats())}")

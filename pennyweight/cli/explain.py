@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .aliases import close_to
-from .errors import Traceback, report_errors
+from .output import Traceback, report_errors
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..core.formats import Format
+    from ..core.spec import ActivationSpec, QuantSpec
     from ..io import Opened
+
 
 DTYPES = ("float32", "bfloat16", "float16")
 _OP_OF_RANK = {2: "linear", 3: "bmm", 4: "convolution", 5: "convolution"}
@@ -45,8 +51,7 @@ def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") 
     import torch
 
     from ..kernels import Case, explain_case, kernels
-    from .checkpoint_contents import contents_of
-    from .spec_prose import describe, item
+    from .inspect import contents_of
 
     found = {t.name: t for t in contents_of(checkpoint).tensors}
     aliases = {alias: t.name for t in found.values() for alias in t.tied}
@@ -86,3 +91,94 @@ def _resolve(layer: str, known: set[str]) -> str:
     if inside:
         raise ValueError(f"{layer} contains {len(inside)} tensors; pass one of them: {', '.join(inside[:6])}")
     raise ValueError(f"the checkpoint has no tensor {layer!r}{close_to(layer, sorted(known | modules))}")
+
+
+# -- a QuantSpec in words ----------------------------------------------------------------------------------------------
+
+
+def item(name: str, text: str) -> str:
+    """One line of the description."""
+    return f"{name:<14}{text}"
+
+
+def describe(spec: QuantSpec, shape: tuple[int, ...], act: ActivationSpec | None = None) -> str:
+    """Lines that describe how a tensor of that stored shape is stored and dequantized."""
+    from ..core import blocks
+
+    lines = [item("codes", codes(spec.format)), *_parts(spec, shape, "")]
+    lines.append(item("value", formula(spec)))
+    padded, n = blocks.padded(spec.block, shape), shape
+    if padded != n:
+        lines.append(item("padding", f"{list(n)} is stored as {list(padded)}, whole blocks"))
+    if act is None:
+        lines.append(item("input", "not quantized"))
+    else:
+        how = "at each call" if act.mode == "dynamic" else "with a scale stored with the weight"
+        part = a_part(act.spec, None, "scale")
+        lines.append(item("input", f"quantized {how} to {act.spec.format.name}, {part}"))
+    return "\n".join(lines)
+
+
+def codes(fmt: Format) -> str:
+    """The codes of a format."""
+    if fmt.kind == "int":
+        return f"{fmt.name}: {fmt.bits}-bit integers {fmt.lo:g} to {fmt.hi:g}"
+    if fmt.kind == "learned":
+        every = "each" if fmt.dim == 1 else f"for {fmt.dim} neighbours of a row"
+        return f"{fmt.name}: {fmt.bits}-bit indices, one {every}, into the tensor's own table of {1 << fmt.bits}"
+    if fmt.kind == "table":
+        return f"{fmt.name}: {fmt.bits}-bit indices into a table of {len(fmt.values)} numbers"
+    return f"{fmt.name}: {fmt.bits}-bit floats, largest {fmt.hi:g}"
+
+
+def formula(spec: QuantSpec) -> str:
+    """The formula of a dequantized element."""
+    code = "code" if spec.format.kind == "int" else "number(code)"
+    terms = [code, *([str(spec.mid)] if spec.mid else []), *(["zero_point"] if spec.zero_point else [])]
+    text = terms[0] if len(terms) == 1 else f"({' - '.join(terms)})"
+    text += "" if spec.scale is None else " * scale"
+    return text + (" + offset" if spec.offset is not None else "")
+
+
+def _parts(spec: QuantSpec, shape: tuple[int, ...], owner: str) -> Iterator[str]:
+    from ..core import blocks
+    from ..core.spec import QuantSpec
+
+    for name, kind in spec.part_specs().items():
+        yield item(owner + name, a_part(spec, shape, name, f"{owner[:-1]}s" if owner else "elements"))
+        if isinstance(kind, QuantSpec):
+            yield from _parts(kind, blocks.counts(spec.block, shape), f"{name}.")
+
+
+def a_part(spec: QuantSpec, shape: tuple[int, ...] | None, name: str, things: str = "elements") -> str:
+    """One part: its storage type and the block it applies to. shape None: of an input, whose shape is unknown."""
+    from ..core.spec import QuantSpec
+
+    kind = spec.part_specs().get(name)
+    if kind is None:
+        return f"no {name}"
+    stored = kind.format.name if isinstance(kind, QuantSpec) else _dtype(kind)
+    return f"one {stored} for {_block(spec.block, shape, things)}"
+
+
+def _block(block: tuple[int, ...] | None, shape: tuple[int, ...] | None, things: str) -> str:
+    from ..core import blocks
+
+    if block is None:
+        return "the whole tensor"
+    if shape is None:
+        return (
+            "each row (token)"
+            if block == (-1,)
+            else f"each block of {'×'.join('all' if b == -1 else str(b) for b in block)}"
+        )
+    sizes = blocks.resolve(block, shape)
+    if any(n > 1 for n in sizes[:-1]):
+        return f"each block of {'×'.join(map(str, sizes))} {things}"
+    if sizes[-1] == shape[-1]:
+        return f"each row of {sizes[-1]} {things}"
+    return f"each {sizes[-1]} consecutive {things} of a row" if sizes[-1] > 1 else f"each of the {things}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .aliases import CONFIGS, build
-from .errors import Traceback, report_errors
-from .progress import check_report_path
+from .output import Traceback, check_report_path, report_errors
 
 
 @report_errors

@@ -3,15 +3,138 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import Traceback, report_errors
-from .printing import table
+from .output import Traceback, report_errors, table
 
 if TYPE_CHECKING:
-    from .checkpoint_contents import Contents
+    from ..io import Opened
+    from ..io.manifest import Meta
+
+
+# -- contents of a checkpoint ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    """One logical tensor. bytes: of all its stored parts. scheme: "" if it is not quantized. word: the name of its
+    type in the file's format."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    scheme: str
+    bytes: int
+    tied: tuple[str, ...] = ()
+    word: str = ""
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class Contents:
+    """version: of the Pennyweight format. file_bytes: the files' true sizes, headers and index included."""
+
+    path: str
+    format: str
+    version: int | None
+    files: dict[str, int]
+    tensors: list[StoredEntry] = field(default_factory=list)
+
+    @property
+    def quantized(self) -> list[StoredEntry]:
+        return [t for t in self.tensors if t.scheme]
+
+    @property
+    def plain(self) -> list[StoredEntry]:
+        return [t for t in self.tensors if not t.scheme]
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(self.files.values())
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Of quantized tensors, scales and other parts included; None if there are none."""
+        return _bits(sum(t.bytes for t in self.quantized), self.quantized)
+
+    @property
+    def bits_per_parameter(self) -> float | None:
+        """Of the checkpoint: 8 times the files' true sizes over the number of elements; tied tensors count once."""
+        return _bits(self.file_bytes, self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "path": self.path,
+            "format": self.format,
+            "format_version": self.version,
+            "files": self.files,
+            "file_bytes": self.file_bytes,
+            "tensor_bytes": sum(t.bytes for t in self.tensors),
+            "bits_per_weight": self.bits_per_weight,
+            "bits_per_parameter": self.bits_per_parameter,
+            "tensors": [{**asdict(t), "shape": list(t.shape), "tied": list(t.tied)} for t in self.tensors],
+        }
+
+
+def _bits(size: int, tensors: list[StoredEntry]) -> float | None:
+    numel = sum(t.numel for t in tensors)
+    return 8 * size / numel if numel else None
+
+
+def contents(path: str, allow_pickle: bool = False) -> Contents:
+    """Read headers and metadata only. Raises CheckpointError."""
+    from ..io import open
+
+    with open(path, allow_pickle=allow_pickle) as checkpoint:
+        return contents_of(checkpoint)
+
+
+def contents_of(checkpoint: Opened) -> Contents:
+    """As :func:`contents`, for an open checkpoint."""
+    from ..io.manifest import Manifest, version_of
+
+    tied: dict[str, tuple[str, ...]] = {}
+    for alias, name in checkpoint.aliases.items():
+        tied[name] = (*tied.get(name, ()), alias)
+    tensors = [
+        StoredEntry(
+            name, h.kind.shape, _dtype(h.kind.dtype), "" if h.meta is None else scheme(h.meta), h.nbytes,
+            tied.get(name, ()), h.word,
+        )
+        for name, h in checkpoint.held.items()
+    ]  # fmt: skip
+    files = {os.path.basename(path): os.path.getsize(path) for path in checkpoint.files}
+    version = version_of(Manifest(checkpoint.quantized)) if checkpoint.format == "pennyweight" else None
+    return Contents(checkpoint.path, checkpoint.format, version, files, sorted(tensors, key=lambda t: _natural(t.name)))
+
+
+def scheme(meta: Meta) -> str:
+    """Formatted like a Scheme."""
+    return f"{meta.spec}" + (" perm" if meta.perm else "") + ("" if meta.act is None else f" × {meta.act}")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """layers.2 before layers.10."""
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"([0-9]+)", name)]
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 @report_errors
@@ -29,8 +152,6 @@ def inspect(
 
     Prints how each tensor is stored, its bytes, and totals. Reads headers only.
     """
-    from .checkpoint_contents import contents
-
     found = contents(path, allow_pickle)
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else text(found))
 

@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .aliases import CONFIGS, build
-from .errors import Traceback, report_errors
-from .evaluate import MaxKL, Texts, check_bound
-from .progress import check_report_path, output_folder, print_report, progress_bar, publish_output, resume_hint
-from .torchrun import is_first_rank, over_ranks, world
+from .evaluate import MaxKL, Texts, check_bound, check_room, run_gated
+from .output import (
+    Traceback,
+    check_report_path,
+    is_first_rank,
+    output_folder,
+    over_ranks,
+    print_report,
+    progress_bar,
+    publish_output,
+    report_errors,
+    resume_hint,
+    world,
+)
 
 if TYPE_CHECKING:
     from ..planning.report import Report
@@ -114,8 +124,8 @@ def quantize(
         raise ValueError("--algorithm, --budget and --max-kl run the model in one process; start without torchrun")
 
     from ..io import quantize_checkpoint
-    from ..io.rank_barrier import RankGroup
-    from .checkpoint_contents import contents
+    from ..io.resumable_write import RankGroup
+    from .inspect import contents
 
     def learned(folder: str = out_dir, **how: Any) -> Report:
         from .quantize_in_memory import write_calibrated
@@ -141,13 +151,10 @@ def quantize(
     if dry_run:
         report, after = job(dry_run=True), None
     elif max_kl is not None:
-        from .kl_gate import run_gated
-
         with progress_bar() as told:
             report = run_gated(lambda folder: job(folder, progress=told), model_dir, out_dir, force, max_kl, text or [])
         after = contents(out_dir).file_bytes
     elif algorithm or budget:
-        from .kl_gate import check_room
         from .quantize_in_memory import JOURNAL
 
         check_room(out_dir, force, but=JOURNAL)

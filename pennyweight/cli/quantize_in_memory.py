@@ -34,9 +34,9 @@ def write_calibrated(
     from ..algorithms import search
     from ..io import save
     from ..io.config_files import copy_side_files, quantization_config
-    from ..io.replace_folder import replacing
+    from ..io.replace_checkpoint import replacing
     from ..quantize import quantize_
-    from ..report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
+    from ..report.loading import load_folder, load_tokenizer, read_texts, text_batches
 
     model = load_folder(model_dir)
     batches = None
@@ -90,7 +90,7 @@ def _journal(out_dir: str, resume: bool | None) -> Iterator[str | None]:
 
 def _example(model: Any, batches: list[Any], tokens: int | None) -> Any:
     """One sequence of ``tokens`` tokens; None: 1 for generative models, else the longest of the text."""
-    from ..report.load_inputs import is_causal
+    from ..report.loading import is_causal
 
     longest = max(batches, key=lambda b: b["attention_mask"][0].sum())
     count = tokens or (1 if is_causal(model) else int(longest["attention_mask"][0].sum()))

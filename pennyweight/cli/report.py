@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import Traceback, report_errors
 from .evaluate import Batch, Length, Limit, Texts
+from .output import Traceback, report_errors
 
 MAX_PARETO_BYTES = 1 << 20
 

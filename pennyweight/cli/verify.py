@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .errors import Traceback, report_errors
+from .output import Traceback, report_errors
 
 SEQUENCES, LENGTH = 4, 64  # a few prompts: a file of some kilobytes
 
@@ -46,8 +46,7 @@ def verify(
     if make and bound is not None:
         raise ValueError("--bound cannot be used with --make")
 
-    from ..report.load_inputs import load_folder, load_tokenizer, read_texts, text_batches
-    from ..report.loading import check, expected_beside
+    from ..report.loading import check, expected_beside, load_folder, load_tokenizer, read_texts, text_batches
     from ..report.loading import make as written
 
     if make:

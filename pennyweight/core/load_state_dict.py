@@ -10,35 +10,17 @@ as a load involves a quantized tensor. If an earlier load of only floats left a 
 
 from __future__ import annotations
 
-import sys
 import warnings
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
+from .call_site import load_state_dict_frames, loads_state_dict
 from .tensor import FUNCTIONS, AffineQuantizedTensor, implements
 
 QT = AffineQuantizedTensor
 _MARK = "assign_to_params_buffers"  # as torch names it
-_INTO = nn.Module._load_from_state_dict.__code__
-_DEPTH = 12  # frames searched: torch.overrides and hooks of subclasses can be in between
-
-
-def _load() -> tuple[FrameType, FrameType] | None:
-    """Frames of ``Module._load_from_state_dict`` and of ``load`` in ``Module.load_state_dict``, if the current call
-    comes from there. Code that calls the former directly uses the mark in its own way."""
-    frame, into = sys._getframe(2), None
-    for _ in range(_DEPTH):
-        if frame.f_code is _INTO:
-            into = frame
-        elif into is not None and frame.f_code.co_name == "load" and frame.f_globals is nn.Module.__call__.__globals__:
-            return into, frame
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None
 
 
 def _unmark(frames: tuple[FrameType, FrameType] | None) -> None:
@@ -60,23 +42,24 @@ def _unmark(frames: tuple[FrameType, FrameType] | None) -> None:
 @implements(torch.Tensor.is_meta.__get__, table=FUNCTIONS)  # type: ignore[attr-defined]
 def _is_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """torch reads ``is_meta`` of each parameter before loading into it."""
-    if not torch.compiler.is_compiling() and sys._getframe(2).f_code is _INTO:
-        _unmark(_load())
+    if not torch.compiler.is_compiling() and loads_state_dict():
+        _unmark(load_state_dict_frames())
     return NotImplemented
 
 
 @implements(torch.Tensor.requires_grad_, table=FUNCTIONS)
 def _requires_grad_(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch calls ``requires_grad_`` on tensors that become parameters."""
-    if not torch.compiler.is_compiling():
-        _unmark(_load())
+    """torch calls ``requires_grad_`` on tensors that become parameters, within no_grad."""
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        _unmark(load_state_dict_frames())
     return NotImplemented
 
 
 def warn_of_copy(target: torch.Tensor, source: QT) -> None:
     """Warn if load_state_dict copies a quantized tensor into a parameter of another kind, which keeps its kind."""
-    into = None if torch.compiler.is_compiling() else _load()
-    if into is None or target.is_meta:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # torch copies within no_grad
+        return
+    if target.is_meta or load_state_dict_frames() is None:
         return
     here = f"{_named(target)} parameters" if isinstance(target, QT) else "float parameters"
     warnings.warn(

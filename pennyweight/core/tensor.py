@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from . import blocks, codebook, quantize_backends
-from .deepcopy import deepcopy_for_training
+from .call_site import copied_for_training
 from .layouts import READABLE, get_layout, portable_layout, unpack_zero_point
 from .numerics import Parts, dequantize, is_permutation, permute_last_axis, quantize, sqnr
 from .packing import stream_shape
@@ -384,7 +384,7 @@ class AffineQuantizedTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> AffineQuantizedTensor:
         if id(self) in memo:
             return memo[id(self)]
-        if isinstance(self, torch.nn.Parameter) and deepcopy_for_training():
+        if isinstance(self, torch.nn.Parameter) and copied_for_training():
             memo[id(self)] = copied = torch.nn.Parameter(self.dequantize(), requires_grad=True)
             return copied  # type: ignore[return-value]
         parts = each_part(self.parts, lambda p: copy.deepcopy(p, memo))

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..core.distributed.ddp import part_tensors
 from ..core.formats import INT8
 from ..core.layouts import get_layout, portable_layout
 from ..core.numerics import Parts, quantize
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor
+from .rank_check import part_tensors
 
 INT8_128 = QuantSpec(INT8, (128,))
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..core.distributed.full_tensor import local_tensor
 from ..core.tensor import AffineQuantizedTensor
-from ..kernels.repack import prepare
+from ..kernels.repack import pack_for_kernel
+from .dtensor import local_tensor
 
 
 def local_weights(model: nn.Module) -> Iterator[tuple[str, AffineQuantizedTensor]]:
@@ -49,7 +49,7 @@ def pack_(model: nn.Module) -> int:
     for _, w in local_weights(model):
         if id(w) in theirs:
             continue
-        packed = prepare(w, ("bmm" if w.ndim == 3 else "linear",))
+        packed = pack_for_kernel(w)
         if packed.spec != w.spec:
             w.data = packed
             count += 1
@@ -76,7 +76,7 @@ def load_(model: nn.Module, checkpoint_id: str | os.PathLike[str], prefix: str =
     unpack_(model)
     try:
         state = {f"{prefix}{name}": t for name, t in model.state_dict().items()}
-        dcp.load(state, checkpoint_id=checkpoint_id, **options)
+        dcp.load(state, checkpoint_id=checkpoint_id, **options)  # type: ignore[attr-defined]  # torch re-exports it
     finally:
         pack_(model)
 

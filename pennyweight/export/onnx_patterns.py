@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..core.tensor import AffineQuantizedTensor
-from . import dequantize_ops, quantize_ops
+from . import quantize_ops
 from .codes_2d import CodeRows, packed, pad_columns
 from .graph import Nodes
 
@@ -97,8 +97,8 @@ def _integer(n: Nodes, case: OnnxCase, x: Any) -> Any:
     q = quantize_ops.quantized(n, x, case.tensor)
     a = n.cast(n.op("Add", q.codes, np.float32(128)), ir.DataType.UINT8)
     if case.shared or r.storage_bits < 8:
-        b = n.op("Transpose", dequantize_ops.unsigned_codes(n, r), perm=[1, 0])
-        zero: Any = np.uint8(dequantize_ops.unsigned_shift(r))
+        b = n.op("Transpose", quantize_ops.unsigned_codes(n, r), perm=[1, 0])
+        zero: Any = np.uint8(quantize_ops.unsigned_shift(r))
     elif small:
         b, zero = n.stored(f"{r.name}.codes", lambda: codes.T), np.int8(0)
     else:
@@ -113,7 +113,7 @@ def _integer(n: Nodes, case: OnnxCase, x: Any) -> Any:
 
 def _row_scale(n: Nodes, r: CodeRows) -> Any:
     """The scale of each output, [N], or one number."""
-    return dequantize_ops.scales(n, r) if r.one_scale else n.reshape(dequantize_ops.scales(n, r), -1)
+    return quantize_ops.scales(n, r) if r.one_scale else n.reshape(quantize_ops.scales(n, r), -1)
 
 
 # -- weight only -----------------------------------------------------------------------------------------------------
@@ -142,13 +142,13 @@ def _accepts_nbits(case: OnnxCase) -> bool | str:
 def _nbits(n: Nodes, case: OnnxCase, x: Any) -> Any:
     r, bits = case.rows, case.rows.storage_bits
     rank, x = len(x.shape), quantize_ops.rounded(n, x, case.tensor)
-    shift = dequantize_ops.unsigned_shift(r)
+    shift = quantize_ops.unsigned_shift(r)
     zero: Any = None
     if isinstance(r.zero, torch.Tensor) or r.zero + shift != 1 << (bits - 1):  # the default is the middle
         zeros = (r.zeros() + shift).to(torch.uint8).expand(r.height, r.n_blocks).numpy()
         zero = n.stored(f"{r.name}.zero_points", lambda: packed(pad_columns(zeros, 8 // bits), bits))
     y = n.op(
-        "MatMulNBits", x, dequantize_ops.code_bytes(n, r), dequantize_ops.scales(n, r),
+        "MatMulNBits", x, quantize_ops.code_bytes(n, r), quantize_ops.scales(n, r),
         *([] if zero is None else [zero]),
         domain="com.microsoft", K=r.width, N=r.height, bits=bits, block_size=r.block,
         accuracy_level=case.accuracy_level,
@@ -163,7 +163,7 @@ def _offset_product(n: Nodes, r: CodeRows, x: Any, rank: int) -> Any:
         ends, axes = np.array([0, more], np.int64), np.array([-1], np.int64)
         x = n.op("Pad", x, ends, np.float32(0), axes)
     sums = n.op("ReduceSum", n.reshape(x, *[0] * (rank - 1), r.n_blocks, r.block), np.array([-1], np.int64), keepdims=0)
-    return n.op("MatMul", sums, n.op("Transpose", dequantize_ops.offsets(n, r), perm=[1, 0]))
+    return n.op("MatMul", sums, n.op("Transpose", quantize_ops.offsets(n, r), perm=[1, 0]))
 
 
 def _decodable(case: OnnxCase) -> bool | str:
@@ -175,7 +175,7 @@ def _product(n: Nodes, x: Any, w: Any) -> Any:
 
 
 def _decoded(n: Nodes, case: OnnxCase, x: Any) -> Any:
-    return _product(n, quantize_ops.rounded(n, x, case.tensor), dequantize_ops.values(n, case.rows))
+    return _product(n, quantize_ops.rounded(n, x, case.tensor), quantize_ops.values(n, case.rows))
 
 
 def _float32(n: Nodes, case: OnnxCase) -> Any:
@@ -194,7 +194,7 @@ def _accepts_dq_alone(case: OnnxCase) -> bool | str:
 
 
 def _dq(n: Nodes, case: OnnxCase, x: Any) -> Any:
-    return _product(n, quantize_ops.rounded(n, x, case.tensor), dequantize_ops.dequantize_linear(n, case.rows))
+    return _product(n, quantize_ops.rounded(n, x, case.tensor), quantize_ops.dequantize_linear(n, case.rows))
 
 
 def _accepts_qdq(case: OnnxCase) -> bool | str:
@@ -210,7 +210,7 @@ def _qdq(n: Nodes, case: OnnxCase, x: Any) -> Any:
     zero = np.int8(0 if w.act_zero_point is None else w.act_zero_point.item())
     how = np.float32(w.act_scale.item()), zero
     x = n.op("DequantizeLinear", n.op("QuantizeLinear", x, *how), *how)
-    return _product(n, x, dequantize_ops.dequantize_linear(n, case.rows))
+    return _product(n, x, quantize_ops.dequantize_linear(n, case.rows))
 
 
 ANY = STYLES
@@ -224,14 +224,14 @@ LINEAR = (
 )
 VALUES = (
     OnnxPattern(
-        "DequantizeLinear", ("qdq",), _accepts_dq_alone, lambda n, c, x: dequantize_ops.dequantize_linear(n, c.rows),
+        "DequantizeLinear", ("qdq",), _accepts_dq_alone, lambda n, c, x: quantize_ops.dequantize_linear(n, c.rows),
         "exact",
     ),
-    OnnxPattern("decode", ANY, lambda c: True, lambda n, c, x: dequantize_ops.values(n, c.rows), "exact"),
+    OnnxPattern("decode", ANY, lambda c: True, lambda n, c, x: quantize_ops.values(n, c.rows), "exact"),
 )  # fmt: skip
 INPUT = (OnnxPattern("quantized input", ANY, _input, lambda n, c, x: quantize_ops.rounded(n, x, c.tensor)),)
 EMBEDDING = (
-    OnnxPattern("Gather + decode", ANY, lambda c: True, lambda n, c, x: dequantize_ops.lookup(n, c.rows, x), "exact"),
+    OnnxPattern("Gather + decode", ANY, lambda c: True, lambda n, c, x: quantize_ops.lookup(n, c.rows, x), "exact"),
 )
 TABLES = {"linear": LINEAR, "values": VALUES, "convolution": INPUT, "embedding": EMBEDDING}
 

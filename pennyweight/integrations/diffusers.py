@@ -22,8 +22,7 @@ from ..io.checkpoint import open_files
 from ..io.config_files import METHOD, quantization_config
 from ..io.lazy_checkpoint import open_safetensors
 from ..io.manifest import VERSION
-from ..io.state_dict import flatten
-from ..io.state_dict_slots import Slot, slots_of
+from ..io.state_dict import Slot, flatten, slots_of
 from ..kernels.repack import prepare
 from ..planning.configs import AOBaseConfig
 from ..quantize.pipeline import dequantize_

@@ -1,4 +1,5 @@
-"""transformers: ``quantization_config=PennyweightConfig("int4")``, and our folders in ``from_pretrained``.
+"""transformers: ``quantization_config=PennyweightConfig("int4")``, and our folders in ``from_pretrained``; loading of
+other folders, and saving of models quantized by hand.
 
 Importing this module registers the method "pennyweight"; so does ``import pennyweight``, see transformers_entry.py.
 """
@@ -6,20 +7,27 @@ Importing this module registers the method "pennyweight"; so does ``import penny
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..core.tensor import AffineQuantizedTensor
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
-from ..io.foreign_state_dict import FORMATS
+from ..io.loading import load
 from ..io.manifest import VERSION
+from ..io.output_formats import FORMATS
+from ..io.state_dict import slots_of
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.aliases import by_name
 from ..planning.configs.serialize import config_from_data
 from ..planning.plan import ON_INDIVISIBLE
-from .transformers_folder import attach_quantizer, load_pretrained
 from .transformers_quantizer import PennyweightQuantizer
 
 __all__ = ["PennyweightConfig", "PennyweightQuantizer", "attach_quantizer", "load_pretrained"]
@@ -137,3 +145,133 @@ def _mark_written_configs() -> None:
 
 register()
 _mark_written_configs()
+
+
+# -- any folder that pw.load reads -------------------------------------------------------------------------------------
+
+
+def load_pretrained(
+    model_class: Any,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The model of config.json, with weights read by ``pw.load``: quantized ones stay quantized.
+
+    model_class     an Auto class such as AutoModelForCausalLM, or a class such as LlamaForCausalLM
+    dtype           of the parameters; default: as stored in the files
+    device, strict  as for ``pw.load``
+    config          instead of config.json
+    kwargs          passed to the model constructor: attn_implementation etc.
+
+    For files whose "quantization_config" transformers would pass to another library, or not read at all. The model can
+    be saved by ``save_pretrained``, in our format. Raises the errors of ``pw.load`` and AutoConfig.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    folder = os.fspath(folder)
+    config = AutoConfig.from_pretrained(folder) if config is None else config
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    config.name_or_path = folder
+    if dtype is not None:
+        kwargs["dtype"] = dtype
+    make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
+    with _parameters_on_meta():
+        model = make(config, **kwargs)
+    made = model.dtype
+    load(folder, model, strict=strict, device=device)
+    if dtype is not None:
+        _cast(model, made)
+    if device is not None:
+        model.to(device)
+    if model.can_generate() and os.path.isfile(os.path.join(folder, "generation_config.json")):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if any(isinstance(p, AffineQuantizedTensor) for p in model.parameters()):
+        attach_quantizer(model)
+    return model.eval()
+
+
+def attach_quantizer(model: Any, config: AOBaseConfig | str | None = None, *, save_as: str = "pennyweight") -> Any:
+    """Enable ``save_pretrained`` and ``dequantize`` of a transformers model quantized with ``pw.quantize_``.
+
+    config: the config used, for config.json. save_as: as for PennyweightConfig. Returns the model.
+    """
+    quantizer = PennyweightQuantizer(PennyweightConfig(config, save_as=save_as), pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, quantizer.quantization_config.quant_method
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+    return model
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: buffers such as position frequencies are computed in float32 and stay so."""
+    new: dict[int, nn.Parameter] = {}
+    for slot in slots_of(model).values():
+        old = slot.tensor
+        if slot.is_param and old.is_floating_point() and old.dtype != dtype:
+            if id(old) not in new:
+                new[id(old)] = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
+            slot.module._parameters[slot.attr] = new[id(old)]
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules created inside have no weights; their buffers are real, since files do not contain non-persistent
+    ones."""
+
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta:  # unchanged: a tied one must stay the same object
+            return None
+        return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+# -- models quantized in place: save_pretrained writes them like models quantized on load ------------------------------
+
+
+def settle_(model: Any, quantized: bool, config: Any = None) -> None:
+    """Attach the quantizer that ``save_pretrained`` needs, or remove it if nothing is quantized any more.
+
+    config: the config used for quantizing, for config.json. Another library's quantizer is kept, and so is one of ours
+    that loaded the model.
+    """
+    held = getattr(model, "hf_quantizer", None)
+    if quantized and held is None:
+        model.hf_quantizer = InPlaceQuantizer(PennyweightConfig(config if isinstance(config, AOBaseConfig) else None))
+    elif quantized and isinstance(held, InPlaceQuantizer) and held.quantization_config.config != config:
+        save_as = held.quantization_config.save_as
+        held.quantization_config = PennyweightConfig(save_as=save_as)  # quantized with several configs
+    elif not quantized and isinstance(held, PennyweightQuantizer):
+        held.remove_quantization_config(model)
+
+
+class InPlaceQuantizer(PennyweightQuantizer):
+    """Affects only how the model is saved, and only while it has quantized weights."""
+
+    conversions: Any = None  # the model's own; not undone when quantized weights are saved
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return super().get_state_dict_and_metadata(model)
+        if not any(isinstance(t, AffineQuantizedTensor) for t in model.state_dict().values()):
+            self.remove_quantization_config(model)
+            return None, {}
+        if self.conversions is None:
+            self.conversions = getattr(model, "_weight_conversions", None)
+        self.postprocess_model(model)
+        return super().get_state_dict_and_metadata(model)
+
+    def remove_quantization_config(self, model: Any) -> None:
+        super().remove_quantization_config(model)
+        if self.conversions is not None:
+            model._weight_conversions = self.conversions

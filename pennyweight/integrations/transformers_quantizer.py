@@ -20,11 +20,10 @@ from ..algorithms.solve import solve
 from ..core.spec import DTYPES
 from ..io.checkpoint import open_files
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
-from ..io.errors import CheckpointError
-from ..io.foreign_state_dict import convert_exactly
-from ..io.manifest import KeyedError, Meta, stored_parts
-from ..io.state_dict import build, flatten
-from ..io.state_dict_slots import slots_of
+from ..io.file import CheckpointError, KeyedError
+from ..io.manifest import Meta, stored_parts
+from ..io.output_formats import convert_exactly
+from ..io.state_dict import build, flatten, slots_of
 from ..io.validate import check_data
 from ..kernels.repack import choose_layout, prepare
 from ..kernels.table import Case

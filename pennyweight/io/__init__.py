@@ -2,11 +2,11 @@
 
 from .convert_checkpoint import convert
 from .detect_format import open
-from .errors import CheckpointError
+from .file import CheckpointError
 from .lazy_checkpoint import Opened
 from .loading import load
 from .quantize_files import quantize_checkpoint
-from .replace_folder import replacing
+from .replace_checkpoint import replacing
 from .saving import save
 from .state_dict import flatten, unflatten
 

@@ -1,82 +1,96 @@
-"""Atomic writes: a safetensors file written piece by piece, and files that appear complete or not at all."""
+"""Files and folders that appear complete or not at all; locks between the processes that write them."""
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import re
 import secrets
 import shutil
-import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
-from torch import Tensor
+from .file import CheckpointError
 
-from .errors import CheckpointError
-from .locks import open_folder, same_inode, try_lock, unlock
-from .safetensors_file import Entry, header_bytes
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PATIENCE = 300.0  # seconds; a folder is locked during a few renames, or during a whole job
+_POLL = 0.02
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF, errno.EINVAL}
+
+
+def try_lock(fd: int) -> bool | None:
+    """Lock an open file or folder. False: another process holds it. None: locks are not supported here."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as e:
+        if e.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Unlock explicitly: closing is not enough if a process forked meanwhile also has the file open."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def same_inode(fd: int, path: str) -> bool:
+    """Whether a path still refers to the opened file or folder."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def open_folder(folder: str) -> int | None:
+    """A descriptor of a folder, for locking; None if the system cannot open folders."""
+    if os.name != "posix":
+        return None
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@contextmanager
+def folder_lock(folder: str, patience: float = PATIENCE) -> Iterator[bool]:
+    """Hold the exclusive lock of this folder, across processes and threads. Yields False if locks are not supported.
+
+    Raises CheckpointError if another process holds it for ``patience`` seconds.
+    """
+    folder = os.path.realpath(folder)
+    end = time.monotonic() + patience
+    while True:
+        fd = open_folder(folder)
+        if fd is None:
+            yield False
+            return
+        try:
+            got = try_lock(fd)
+            if got is None or (got and same_inode(fd, folder)):
+                yield bool(got)
+                return
+        finally:
+            unlock(fd)
+            os.close(fd)
+        if time.monotonic() >= end:
+            raise CheckpointError(
+                folder, None, "another process is writing there; wait until it is done, or choose another folder"
+            )
+        time.sleep(_POLL)
+
 
 _STAGING = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial")
 _MAX_NAME = 200  # bytes; a file name has 255 at most
-
-
-class Writer:
-    """Writes one safetensors file with known entries: header first, then the tensors in any order, each at its offset.
-
-    Raises CheckpointError if a tensor does not match the header, and OSError if a write fails.
-    """
-
-    def __init__(self, path: str, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
-        if sys.byteorder != "little":
-            raise CheckpointError(path, None, "safetensors files are little-endian, but this machine is big-endian")
-        self.path, self.entries = path, entries
-        self._left = {name: e.numel for name, e in entries.items()}
-        try:
-            header = header_bytes(entries, metadata)
-        except ValueError as e:
-            raise CheckpointError(path, None, str(e)) from e
-        self._start = len(header)
-        self._file = open_new(path)
-        try:
-            self._write(memoryview(header))
-        except BaseException:
-            self._file.close()
-            raise
-
-    def put(self, name: str, tensor: Tensor, start: int = 0) -> None:
-        """Write a tensor, or consecutive elements of it, starting at element ``start``."""
-        e = self.entries[name]
-        whole = start == 0 and tensor.numel() == e.numel
-        fits = start + tensor.numel() <= e.numel and (not whole or tuple(tensor.shape) == e.shape)
-        if tensor.dtype != e.dtype or not fits:
-            raise CheckpointError(
-                self.path, name, f"is {tensor.dtype} {list(tensor.shape)}, the header has {e.dtype} {list(e.shape)}"
-            )
-        self._left[name] -= tensor.numel()
-        if tensor.numel() == 0:
-            return
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.seek(self._start + e.begin + start * e.dtype.itemsize)
-        self._write(memoryview(raw.numpy()))  # type: ignore[arg-type]
-
-    def _write(self, view: memoryview) -> None:
-        while view:  # on a nearly full disk a write may be short; the next write then raises the error
-            view = view[self._file.write(view) :]
-
-    def finish(self) -> None:
-        """Flush to disk and close. Raises CheckpointError if a tensor was not written, or only in part."""
-        left = [name for name, count in self._left.items() if count]
-        if left:
-            raise CheckpointError(self.path, left[0], f"was not written completely, nor were {len(left) - 1} others")
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def close(self) -> None:
-        """Close without marking the file as complete."""
-        self._file.close()
 
 
 def open_new(path: str) -> Any:
@@ -179,13 +193,26 @@ def make_folders(folder: str) -> Iterator[None]:
         raise
 
 
+def write_all(file: Any, data: bytes | memoryview, offset: int = 0) -> None:
+    """Write all of a buffer into an unbuffered file, starting at the offset."""
+    file.seek(offset)
+    view = memoryview(data)
+    while view:  # on a nearly full disk a write may be short; the next write then raises the error
+        view = view[file.write(view) :]
+
+
 def write_file(path: str, data: bytes) -> None:
     """Write a new file; it is on disk on return."""
     with open_new(path) as f:
-        view = memoryview(data)
-        while view:
-            view = view[f.write(view) :]
+        write_all(f, data)
         os.fsync(f.fileno())
+
+
+def check_complete(path: str, left: Mapping[str, int]) -> None:
+    """Raise CheckpointError if a tensor, with the elements or rows left to write, was not written, or only in part."""
+    names = [name for name, count in left.items() if count]
+    if names:
+        raise CheckpointError(path, names[0], f"was not written completely, nor were {len(names) - 1} others")
 
 
 def write_bytes(path: str, data: bytes) -> None:
@@ -195,9 +222,3 @@ def write_bytes(path: str, data: bytes) -> None:
         temp = os.path.join(stage, name)
         write_file(temp, data)
         rename_into_place(temp, os.path.join(folder, name))
-
-
-def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:
-    """The index of a sharded checkpoint, in the Hugging Face format."""
-    data = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()

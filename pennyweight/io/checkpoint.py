@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from .errors import CheckpointError
-from .manifest import KEY, KeyedError, Manifest, check_parts, read, stored_parts
+from .file import CheckpointError, checkpoint_errors
+from .manifest import KEY, Manifest, check_parts, read, stored_parts
 from .safetensors_file import Entry, File, check_name
-from .strict_json import parse
+from .strict_json import read_json, resolve_inside
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -161,11 +161,7 @@ def _open_index(path: str, folder: str, index: str, mmap: bool) -> Checkpoint:
 
 
 def _open(
-    path: str,
-    paths: list[str],
-    mmap: bool,
-    names: list[str] | None = None,
-    weight_map: dict[str, str] | None = None,
+    path: str, paths: list[str], mmap: bool, names: list[str] | None = None, weight_map: dict[str, str] | None = None
 ) -> Checkpoint:
     out = Checkpoint(path)
     try:
@@ -173,7 +169,11 @@ def _open(
             file = File(file_path, mmap)
             out.files.append(file)
             if names is not None and weight_map is not None:
-                _check_shard(file, names[i], weight_map)
+                wrong = next((stored for stored in file.entries if weight_map.get(stored) != names[i]), None)
+                if wrong is not None:
+                    home = weight_map.get(wrong)
+                    reason = "not in the index" if home is None else f"is also in {home}"
+                    raise CheckpointError(file.path, wrong, reason)
             out.where.update(dict.fromkeys(file.entries, i))
         if weight_map is not None:
             for stored, name in weight_map.items():
@@ -187,13 +187,6 @@ def _open(
         out.close()
         raise
     return out
-
-
-def _check_shard(file: File, name: str, weight_map: dict[str, str]) -> None:
-    for stored in file.entries:
-        home = weight_map.get(stored)
-        if home != name:
-            raise CheckpointError(file.path, stored, "not in the index" if home is None else f"is also in {home}")
 
 
 def _shared(c: Checkpoint) -> list[Manifest]:
@@ -211,15 +204,11 @@ def _shared(c: Checkpoint) -> list[Manifest]:
 
 
 def _manifest(file: File, entries: Iterable[tuple[str, Entry]] | None = None) -> Manifest:
-    try:
+    with checkpoint_errors(file.path):
         manifest = read(file.metadata)
         entries = file.entries.items() if entries is None else entries
         check_parts(manifest, {name: (e.dtype, e.shape) for name, e in entries})
-    except KeyedError as e:
-        raise CheckpointError(file.path, e.name, str(e)) from e
-    except ValueError as e:
-        raise CheckpointError(file.path, None, str(e)) from e
-    return manifest
+        return manifest
 
 
 def _check_together(c: Checkpoint) -> None:
@@ -236,29 +225,21 @@ def _check_together(c: Checkpoint) -> None:
 
 def read_index(path: str) -> dict[str, str]:
     """weight_map of an index file: stored name -> plain file name. Raises CheckpointError."""
-    try:
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-        with os.fdopen(os.open(path, flags), "rb") as f:
-            info = os.fstat(f.fileno())
-            if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_INDEX_BYTES:
-                raise CheckpointError(path, None, f"is not a regular file of at most {MAX_INDEX_BYTES} bytes")
-            data = f.read(MAX_INDEX_BYTES + 1)
-    except OSError as e:
-        raise CheckpointError(path, None, f"cannot be read: {e.strerror}") from e
-    try:
-        index = parse(data, max_bytes=MAX_INDEX_BYTES, max_depth=8, floats=True)  # some writers put 1.0e9 as total_size
-    except ValueError as e:
-        raise CheckpointError(path, None, str(e)) from e
+    index = read_json(path, max_bytes=MAX_INDEX_BYTES, max_depth=8)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(path, None, "weight_map must be an object that maps tensors to files")
     for stored, name in weight_map.items():
-        try:
+        with checkpoint_errors(path, stored):
             check_name(stored)
             check_file_name(name)
-        except ValueError as e:
-            raise CheckpointError(path, stored, str(e)) from e
     return weight_map
+
+
+def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """The index of a sharded checkpoint, in the Hugging Face format."""
+    data = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def check_file_name(name: Any) -> None:
@@ -266,21 +247,3 @@ def check_file_name(name: Any) -> None:
     plain = isinstance(name, str) and 0 < len(name) <= 255 and name.isprintable() and not set(name) & set('/\\:*?"<>|')
     if not plain or name.startswith(".") or not name.endswith(".safetensors"):
         raise ValueError(f"shard {str(name)[:100]!r} is not the plain name of a .safetensors file in the same folder")
-
-
-def resolve_inside(folder: str, name: str) -> str:
-    """Real path of a file in ``folder`` (a real path). Raises CheckpointError for a link that points outside of it.
-
-    Exception: the Hub's cache, where snapshots/<revision>/ contains links into blobs/ beside snapshots/.
-    """
-    path = os.path.join(folder, name)
-    try:
-        real = os.path.realpath(path, strict=True)
-    except (OSError, ValueError) as e:
-        raise CheckpointError(path, None, f"cannot be opened: {getattr(e, 'strerror', None) or e}") from e
-    roots = [folder]
-    if os.path.basename(os.path.dirname(folder)) == "snapshots":
-        roots.append(os.path.join(os.path.dirname(os.path.dirname(folder)), "blobs"))
-    if not any(real.startswith(os.path.join(root, "")) for root in roots):
-        raise CheckpointError(path, None, "is a link that points outside the folder")
-    return real

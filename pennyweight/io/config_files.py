@@ -13,15 +13,14 @@ from ..core.spec import dtype_name
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.serialize import config_to_data
 from .atomic_write import write_bytes
-from .checkpoint import resolve_inside
-from .errors import CheckpointError
 from .manifest import Manifest, version_of
-from .meta_model import read_config
+from .strict_json import read_bytes, read_object, resolve_inside
 
 # Data files only: a .py file beside a checkpoint is code, and is not copied
 ENDINGS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".md")
 NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 MAX_BYTES = 64 << 20
+MAX_CONFIG_BYTES = 4 << 20
 _LEFT = (".index.json", ".progress.json")  # of the old weights, and of an unfinished run
 METHOD = "pennyweight"
 # A key of config.json that names the weights file; here it names a file that never exists. transformers opens it
@@ -29,6 +28,17 @@ METHOD = "pennyweight"
 # randomly, thus stops with an error that quotes this name. With METHOD registered, the adapter removes the key.
 WEIGHTS_KEY = "transformers_weights"
 NO_SUCH_FILE = "quantized by Pennyweight, import pennyweight before from_pretrained.safetensors"
+
+
+def read_config(folder: str) -> dict[str, Any] | None:
+    """config.json of a folder, None if there is none. Raises CheckpointError for an invalid one."""
+    return read_side_json(folder, "config.json")
+
+
+def read_side_json(folder: str, name: str) -> dict[str, Any] | None:
+    """A JSON object beside the weights, None if there is none. Raises CheckpointError for an invalid one."""
+    real = os.path.realpath(folder)
+    return read_object(real, name, MAX_CONFIG_BYTES) if os.path.isdir(real) else None
 
 
 def quantization_config(config: AOBaseConfig | None, left_out: Sequence[str] | None = None) -> dict[str, Any]:
@@ -75,7 +85,7 @@ def copy_side_files(
         path = resolve_inside(folder, name)
         if not os.path.isfile(path) or os.path.getsize(path) > MAX_BYTES:
             continue
-        data = _read(path)
+        data = read_bytes(path, MAX_BYTES)
         if name == "config.json":
             data = config_bytes(read_config(src) or {}, quantization_config, dtype)
         os.makedirs(os.path.dirname(os.path.join(dst, name)), exist_ok=True)
@@ -110,17 +120,9 @@ def marked_config(folder: str) -> bytes | None:
     """
     path = os.path.join(folder, "config.json")
     try:
-        config = json.loads(_read(path)) if os.path.isfile(path) else None
+        config = json.loads(read_bytes(path, MAX_BYTES)) if os.path.isfile(path) else None
     except ValueError:  # not a transformers file
         return None
     if not isinstance(config, dict) or "model_type" not in config or "quantization_config" in config:
         return None
     return config_bytes(config, quantization_config(None))
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as f:
-            return f.read(MAX_BYTES)
-    except OSError as e:
-        raise CheckpointError(path, None, f"cannot be read: {e.strerror}") from e

@@ -17,14 +17,14 @@ from .atomic_write import write_bytes
 from .codecs import CODECS
 from .config_files import METHOD, config_bytes, copy_side_files, folder_of, method_files, quantization_config
 from .detect_format import open as open_any
-from .errors import CheckpointError
+from .file import CheckpointError
 from .lazy_checkpoint import Opened, StoredTensor
 from .manifest import Meta
 from .meta_model import looks_linear
 from .output_formats import COPIED, EXACT, FLOAT, FLOATS, QUANTIZED, REQUANTIZED, OutputChoice, OutputFormat
 from .resumable_write import Job, Told, carry_out, check_places
 from .safetensors_file import Entry
-from .shard_plan import MAX_SHARD_BYTES, assign_shards
+from .saving import MAX_SHARD_BYTES, assign_shards
 from .streaming import QuantizationNoise
 
 
@@ -75,7 +75,11 @@ def convert(
         raise ValueError(f"gguf_type={gguf_type!r} is only valid with to='gguf', not {to!r}")
     dst = os.path.abspath(os.fspath(dst))
     with open_any(src, allow_pickle=allow_pickle) as found:
-        source = _named(found, names)
+        source = found
+        if found.format == "gguf":
+            from .gguf.reader import under_hf_names
+
+            source = under_hf_names(found, names)
         if to == "gguf":
             from .gguf.export import write_gguf
 
@@ -86,15 +90,6 @@ def convert(
         if not dry_run:
             fill(report, chosen, carry_out(job, dst, resume, progress))
     return report
-
-
-def _named(source: Opened, names: Any) -> Opened:
-    """The source with Hugging Face tensor names."""
-    if source.format != "gguf":
-        return source
-    from .gguf.reader import under_hf_names
-
-    return under_hf_names(source, names)
 
 
 def _target(to: str, dtype: torch.dtype | None) -> OutputFormat:
@@ -111,7 +106,8 @@ def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Repor
     aliases = source.aliases
     held = dict(source.held)
     if not target.aliases:
-        if not _ties(source):
+        # other readers tie the tensors that this file holds under two names only if config.json says so
+        if source.config is None or source.config.get("tie_word_embeddings") is False:
             held |= {alias: source.held[name] for alias, name in aliases.items()}
         aliases = {}
     chosen = {name: target.choose(name, h) for name, h in held.items()}
@@ -149,11 +145,6 @@ def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Repor
     return job, Report(f"{source.format} to {target.name}", rows, "converted"), chosen
 
 
-def _ties(source: Opened) -> bool:
-    """Whether config.json makes other readers tie the tensors that this file holds under two names."""
-    return source.config is not None and source.config.get("tie_word_embeddings") is not False
-
-
 def _told_dtype(chosen: Mapping[str, OutputChoice]) -> torch.dtype | None:
     """The dtype of most elements of a float checkpoint; None if dtypes are unchanged."""
     if all(c.how == COPIED and not c.why for c in chosen.values()):
@@ -186,8 +177,7 @@ def _row(name: str, held: StoredTensor, choice: OutputChoice, after: int) -> Row
     kind = choice.kind
     scheme = str(kind.spec) if isinstance(kind, Meta) else _word(kind) if choice.how == FLOAT else ""
     note = {EXACT: "exact", COPIED: f"{_word(kind)}, as it is" if not choice.why else choice.why}
-    was = "" if held.meta is None else held.word or str(held.meta.spec)
-    text = note.get(choice.how, f"{choice.how} from {was}: {choice.why}" if choice.how != FLOAT else choice.why)
+    text = note.get(choice.how, choice.why if choice.how == FLOAT else f"{choice.how} from {held.shown}: {choice.why}")
     return Row(name, "Tensor", held.kind.shape, scheme, "", held.nbytes, after, note=text)
 
 

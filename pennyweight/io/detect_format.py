@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from . import external_readers
-from .checkpoint import INDEX, SINGLE, Checkpoint, open_once, resolve_inside, retry_while_replaced
+from .checkpoint import INDEX, SINGLE, Checkpoint, open_once, retry_while_replaced
 from .codecs import CODECS
-from .config_files import METHOD, folder_of
-from .errors import CheckpointError
+from .config_files import METHOD, folder_of, read_config, read_side_json
+from .file import CheckpointError
 from .lazy_checkpoint import Opened, open_safetensors
-from .meta_model import read_config, read_json
+from .strict_json import resolve_inside
 
 GGUF_MAGIC = b"GGUF"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True)
+class ExternalReader:
+    """A reader in a layer above this one, which registers it in ``EXTERNAL_READERS``: it needs that layer's classes.
+
+    format        its name in ``Opened.format`` and as quant_method of config.json
+    metadata_key  a key in the metadata of its safetensors files, by which they are recognized
+    safetensors   opens a checkpoint with that key, given config.json
+    pickle        opens a file of torch.save; mmap: see :func:`open`
+
+    Both raise only CheckpointError.
+    """
+
+    format: str
+    metadata_key: str
+    safetensors: Callable[[Checkpoint, Mapping[str, Any] | None], Opened]
+    pickle: Callable[[str, bool], Opened]
+
+
+EXTERNAL_READERS: list[ExternalReader] = []  # filled by the package's __init__ when this module is imported
 
 
 def open(path: str | os.PathLike[str], *, allow_pickle: bool = False, mmap: bool = True) -> Opened:
@@ -47,7 +68,7 @@ def _open(path: str, allow_pickle: bool, mmap: bool) -> Opened:
             raise CheckpointError(
                 path, None, "is a pickle, which can run code: pass allow_pickle=True if you trust its source"
             )
-        return external_readers.reader(external_readers.PICKLES).open_pickle(path, mmap)
+        return EXTERNAL_READERS[0].pickle(path, mmap)
     checkpoint = open_once(path, mmap)
     try:
         return _safetensors(checkpoint)
@@ -88,15 +109,14 @@ def _safetensors(c: Checkpoint) -> Opened:
     entries = {name: c.entry(name) for name in c.where}
     if not c.manifest.tensors:
         named = method.get("quant_method")
-        for key, module in external_readers.BY_METADATA.items():
-            if any(key in file.metadata for file in c.files):
-                plugin = external_readers.reader(module)
-                if named not in (None, METHOD, plugin.FORMAT):
+        for reader in EXTERNAL_READERS:
+            if any(reader.metadata_key in file.metadata for file in c.files):
+                if named not in (None, METHOD, reader.format):
                     raise CheckpointError(
-                        c.path, None, f"its metadata describe tensors of {plugin.FORMAT}, config.json says "
+                        c.path, None, f"its metadata describe tensors of {reader.format}, config.json says "
                         f"quant_method {str(named)[:60]!r}"
                     )  # fmt: skip
-                return plugin.open_safetensors(c, config)
+                return reader.safetensors(c, config)
         for codec in CODECS:
             if codec.claims(method, entries):
                 return open_safetensors(c, codec, method, config)
@@ -119,5 +139,5 @@ def quantization_of(config: Mapping[str, Any] | None, folder: str) -> Mapping[st
             raise CheckpointError(
                 os.path.join(folder, "config.json"), None, f"{key} must be an object, got {str(method)[:60]!r}"
             )
-    older = read_json(folder, "quantize_config.json")  # AutoGPTQ before its transformers integration
+    older = read_side_json(folder, "quantize_config.json")  # AutoGPTQ before its transformers integration
     return {} if older is None else {"quant_method": "gptq", **older}

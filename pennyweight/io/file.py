@@ -1,6 +1,7 @@
-"""Base class for reading a file of any format: regular files only, with plain reads or memory-mapped.
+"""Errors of the readers and writers, and the base class for reading a file of any format.
 
-Every failed read raises CheckpointError. Memory is allocated only for the requested data.
+Regular files only, with plain reads or memory-mapped. Every failed read raises CheckpointError. Memory is allocated
+only for the requested data.
 """
 
 from __future__ import annotations
@@ -16,9 +17,60 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+
+class CheckpointError(ValueError):
+    """A checkpoint is invalid or cannot be written. Nothing is loaded or written in part.
+
+    path: the file; tensor: the invalid tensor, or None if the file itself is invalid; reason: what is wrong and what
+    was expected. Readers raise no other exception.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, tensor: str | None, reason: str) -> None:
+        self.path = None if path is None else os.fspath(path)
+        self.tensor = tensor
+        self.reason = reason
+        super().__init__(self.path, tensor, reason)
+
+    def __str__(self) -> str:
+        # a name from a file may be long or hold control characters: escape and truncate it
+        name = None if self.tensor is None else self.tensor if self.tensor.isprintable() else ascii(self.tensor)
+        name = name if name is None or len(name) <= 200 else f"{name[:200]}..."
+        return ": ".join(part for part in (self.path or "checkpoint", name, self.reason) if part)
+
+
+class KeyedError(ValueError):
+    """A ValueError with the name of the tensor it is about."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+
 
 _PIECE = 8 << 20  # bytes of a read that copies
+
+
+class checkpoint_errors:
+    """Context in which a ValueError becomes a CheckpointError of this file and tensor; a KeyedError names its own.
+
+    A CheckpointError without a path gets this one. prefix: goes before the reason.
+    """
+
+    __slots__ = ("path", "prefix", "tensor")
+
+    def __init__(self, path: str | os.PathLike[str] | None, tensor: str | None = None, prefix: str = "") -> None:
+        self.path, self.tensor, self.prefix = path, tensor, prefix
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, CheckpointError):
+            if error.path is None and self.path is not None:
+                raise CheckpointError(self.path, error.tensor, error.reason) from error
+        elif isinstance(error, ValueError):
+            tensor = error.name if isinstance(error, KeyedError) else self.tensor
+            reason = str(error).removeprefix(f"{tensor}: ")
+            raise CheckpointError(self.path, tensor, self.prefix + reason) from error
 
 
 class RawFile:

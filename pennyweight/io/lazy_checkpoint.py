@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .codecs import CODECS, Codec, Found
-from .errors import CheckpointError
-from .manifest import KEY, KeyedError, Meta, stored_parts
+from .file import CheckpointError, checkpoint_errors
+from .manifest import KEY, Meta, stored_parts
 from .safetensors_file import Entry, File
 from .state_dict import build, from_parts
 from .validate import check_data, check_plain
@@ -40,6 +40,11 @@ class StoredTensor:
     @property
     def meta(self) -> Meta | None:
         return self.kind if isinstance(self.kind, Meta) else None
+
+    @property
+    def shown(self) -> str:
+        """The storage type for people: its name in the format, the spec, or the dtype."""
+        return self.word or (str(self.meta.spec) if self.meta else str(self.kind.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,12 +140,8 @@ def _find(c: Checkpoint, codec: Codec, method: Mapping[str, Any]) -> dict[str, F
     entries = {name: c.entry(name) for name in c.where}
     if c.manifest.tensors:
         raise CheckpointError(c.path, None, f"config.json says {codec.name}, but its tensors are Pennyweight's")
-    try:
+    with checkpoint_errors(c.path, prefix=f"{codec.name}: "):
         found = codec.find(entries, method, c.tensor)
-    except KeyedError as e:
-        raise CheckpointError(c.path, e.name, f"{codec.name}: {e}") from e
-    except ValueError as e:
-        raise CheckpointError(c.path, None, f"{codec.name}: {e}") from e
     for name, f in found.items():
         if name in entries and name not in f.stored:
             raise CheckpointError(c.path, name, f"is stored beside {', '.join(f.stored)}: a layer must have one weight")
@@ -157,12 +158,8 @@ def _found(c: Checkpoint, name: str, found: Found) -> StoredTensor:
     meta = replace(found.meta, signed_scale=True)
 
     def read() -> Tensor:
-        try:
+        with checkpoint_errors(c.path, name):
             return from_parts(name, found.parts(c.tensor), meta)
-        except KeyedError as e:
-            raise CheckpointError(c.path, e.name, str(e)) from e
-        except ValueError as e:
-            raise CheckpointError(c.path, name, str(e).removeprefix(f"{name}: ")) from e
 
     return StoredTensor(meta, sum(_size(c.entry(s)) for s in found.stored), read)
 
@@ -173,10 +170,8 @@ def _native(c: Checkpoint, name: str, meta: Meta) -> StoredTensor:
     shared = shared_parts(name)  # by all rows of the tensor
 
     def checked(meta: Meta, get: Callable[[str], Tensor]) -> Tensor:
-        try:
+        with checkpoint_errors(path):
             check_data(name, meta, get)
-        except KeyedError as e:
-            raise CheckpointError(path, e.name, str(e)) from e
         return build(name, meta, get)
 
     def rows(start: int, stop: int) -> Tensor:
@@ -204,10 +199,8 @@ def _plain(file: File, name: str) -> StoredTensor:
     width = math.prod(e.shape[1:])
 
     def checked(tensor: Tensor) -> Tensor:
-        try:
+        with checkpoint_errors(file.path):
             check_plain(name, tensor)
-        except KeyedError as err:
-            raise CheckpointError(file.path, name, str(err)) from err
         return tensor
 
     def rows(start: int, stop: int) -> Tensor:

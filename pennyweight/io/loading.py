@@ -12,11 +12,11 @@ from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
 from ..quantize.save_pretrained import settle_saving_
 from .detect_format import open as open_any
-from .errors import CheckpointError
+from .file import CheckpointError
 from .lazy_checkpoint import Opened
 from .manifest import Meta
 from .safetensors_file import Entry
-from .state_dict_slots import Slot, meta_buffers, slots_of
+from .state_dict import Slot, meta_buffers, slots_of
 
 
 def load(
@@ -54,7 +54,9 @@ def load(
         torch.no_grad(),
     ):
         if model is None:
-            return _state_dict(checkpoint, device, dtype)
+            state = checkpoint.state_dict()
+            moved = {id(t): _to(t, device, dtype) for t in state.values()}
+            return {name: moved[id(t)] for name, t in state.items()}
         if checkpoint.format == "gguf":
             from .gguf.reader import under_hf_names
 
@@ -88,22 +90,16 @@ def _match(c: Opened, slots: dict[str, Slot], strict: bool) -> dict[str, str]:
             missing.append(name)
     if strict:
         extra = [n for n in c if n not in slots]
-        if missing or extra:
-            raise CheckpointError(c.path, (missing or extra)[0], _difference(missing, extra))
+        said = [f"the model has {_some(missing)}, but the checkpoint does not"] if missing else []
+        said += [f"the checkpoint has {_some(extra)}, but the model does not"] if extra else []
+        if said:
+            remedy = "; load with strict=False to load the matching tensors"
+            raise CheckpointError(c.path, (missing or extra)[0], "; ".join(said) + remedy)
     for name, held in source.items():
         reason = _unfit(slots[name].tensor, c.held[held].kind)
         if reason is not None:
             raise CheckpointError(c.path, name, reason)
     return source
-
-
-def _difference(missing: list[str], extra: list[str]) -> str:
-    said = []
-    if missing:
-        said.append(f"the model has {_some(missing)}, but the checkpoint does not")
-    if extra:
-        said.append(f"the checkpoint has {_some(extra)}, but the model does not")
-    return "; ".join(said) + "; load with strict=False to load the matching tensors"
 
 
 def _some(names: list[str]) -> str:
@@ -118,12 +114,6 @@ def _unfit(mine: Tensor, held: Meta | Entry) -> str | None:
     if kind != (held.dtype.is_floating_point, held.dtype.is_complex) or (not any(kind) and mine.dtype != held.dtype):
         return f"the model has {mine.dtype}, the checkpoint {held.dtype}"
     return None
-
-
-def _state_dict(c: Opened, device: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    out = c.state_dict()
-    moved = {id(t): _to(t, device, dtype) for t in out.values()}
-    return {name: moved[id(t)] for name, t in out.items()}
 
 
 def _to(t: Tensor, device: Any, dtype: torch.dtype | None) -> Tensor:
@@ -144,23 +134,16 @@ def _tensors(
         target = device if device is not None else None if first.tensor.device.type == "meta" else first.tensor.device
         ops = tuple(dict.fromkeys(slots[n].op for n in names))
         wanted = first.tensor.dtype if c.format == "gguf" and dtype is None else dtype
-        tensor = _one(c, held, target, wanted, ops)
+        tensor: Any = _to(c[held], target, wanted)
+        quantized = isinstance(tensor, AffineQuantizedTensor)
+        if quantized and tensor.ndim > 1:
+            tensor = prepare(tensor, ops)
         if any(slots[n].is_param for n in names):
-            tensor = _parameter(tensor, [slots[n] for n in names])
+            trains = not quantized and (tensor.is_floating_point() or tensor.is_complex())
+            tensor = nn.Parameter(tensor, trains and any(slots[n].tensor.requires_grad for n in names))
         new |= dict.fromkeys(names, tensor)
     _keep_ties(c, slots, new)
     return new
-
-
-def _one(c: Opened, held: str, device: Any, dtype: torch.dtype | None, ops: tuple[str, ...]) -> Tensor:
-    w: Any = _to(c[held], device, dtype)
-    return prepare(w, ops) if isinstance(w, AffineQuantizedTensor) and w.ndim > 1 else w
-
-
-def _parameter(tensor: Tensor, slots: list[Slot]) -> nn.Parameter:
-    floating = tensor.is_floating_point() or tensor.is_complex()
-    trains = floating and not isinstance(tensor, AffineQuantizedTensor) and any(s.tensor.requires_grad for s in slots)
-    return nn.Parameter(tensor, requires_grad=trains)
 
 
 def _keep_ties(c: Opened, slots: dict[str, Slot], new: dict[str, Tensor]) -> None:
@@ -175,16 +158,12 @@ def _keep_ties(c: Opened, slots: dict[str, Slot], new: dict[str, Tensor]) -> Non
         other = first.setdefault(id(slot.tensor), name)
         if new[other] is tensor:
             continue
-        if _equal(new[other], tensor):
-            new[name] = new[other]
+        a = new[other]
+        plain = not isinstance(a, AffineQuantizedTensor) and not isinstance(tensor, AffineQuantizedTensor)
+        if plain and a.dtype == tensor.dtype and a.device == tensor.device and torch.equal(a, tensor):
+            new[name] = a
         elif (slots[other].module, slots[other].attr) == (slot.module, slot.attr):
             raise CheckpointError(c.path, name, f"differs from {other}, but both are one tensor of a shared module")
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if isinstance(a, AffineQuantizedTensor) or isinstance(b, AffineQuantizedTensor):
-        return False
-    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 def _assign(slots: dict[str, Slot], new: dict[str, Tensor]) -> None:

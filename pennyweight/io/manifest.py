@@ -16,6 +16,7 @@ from ..core.codebook import DTYPE as TABLE_DTYPE
 from ..core.packing import stream_shape
 from ..core.qparams import RULES
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec, check_keys, dtype_name
+from .file import KeyedError
 from .safetensors_file import MAX_AXES, check_name, size_of
 from .strict_json import parse
 
@@ -63,13 +64,10 @@ class Manifest:
 
 def version_of(manifest: Manifest) -> int:
     """The version declared for this manifest: the first that supports all of its contents."""
-    return max((_version_of(meta) for meta in manifest.tensors.values()), default=1)
-
-
-def _version_of(meta: Meta) -> int:
-    if max(meta.spec.version, 1 if meta.act is None else meta.act.spec.version) > 1:
+    metas = manifest.tensors.values()
+    if any(meta.spec.version > 1 or (meta.act is not None and meta.act.spec.version > 1) for meta in metas):
         return 3
-    return 2 if meta.perm else 1
+    return 2 if any(meta.perm for meta in metas) else 1
 
 
 def stored_parts(name: str, meta: Meta) -> Stored:
@@ -113,11 +111,7 @@ def dump(manifest: Manifest) -> str:
     """The manifest as JSON; deterministic."""
     tensors = {}
     for name, meta in manifest.tensors.items():
-        data: dict[str, Any] = {
-            "spec": meta.spec.to_dict(),
-            "shape": list(meta.shape),
-            "dtype": dtype_name(meta.dtype),
-        }
+        data: dict[str, Any] = {"spec": meta.spec.to_dict(), "shape": list(meta.shape), "dtype": dtype_name(meta.dtype)}
         if meta.act is not None:
             data["act"] = meta.act.to_dict()
         if meta.axes is not None:
@@ -154,14 +148,6 @@ def read(metadata: Mapping[str, str]) -> Manifest:
     if version != version_of(manifest):  # the version distinguishes a plain tensor named "<tensor>.perm" from a part
         raise ValueError(f"declares format version {version}, but its contents need version {version_of(manifest)}")
     return manifest
-
-
-class KeyedError(ValueError):
-    """A ValueError with the name of the tensor it is about."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(reason)
-        self.name = name
 
 
 def _named(name: str, convert: Any, raw: Any) -> Any:

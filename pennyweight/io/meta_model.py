@@ -5,8 +5,6 @@ Uses config.json where transformers knows the architecture, otherwise the names 
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +12,12 @@ import torch
 from torch import nn
 
 from ..core.spec import DTYPES
-from .checkpoint import Checkpoint, open_checkpoint, resolve_inside
-from .errors import CheckpointError
+from .checkpoint import Checkpoint, open_checkpoint
+from .config_files import read_config
+from .file import CheckpointError
 from .safetensors_file import Entry
-from .state_dict_slots import slots_of
-from .strict_json import parse
+from .state_dict import slots_of
 
-MAX_CONFIG_BYTES = 4 << 20
 # Parts of a module's name which show that its 2-d weight is a lookup table or scales channels, and is not a matrix
 _TABLES = ("embed", "wte", "wpe", "position", "token_type", "relative_attention_bias")
 _SCALES = ("norm", "ln_", "layer_norm", "layernorm")
@@ -43,40 +40,9 @@ def outline(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
     return model, f"layers guessed from names ({built})"
 
 
-def read_config(folder: str) -> dict[str, Any] | None:
-    """config.json of a folder, None if there is none. Raises CheckpointError for an invalid one."""
-    return read_json(folder, "config.json")
-
-
-def read_json(folder: str, name: str) -> dict[str, Any] | None:
-    """A JSON object beside the weights, None if there is none. Raises CheckpointError for an invalid one."""
-    real = os.path.realpath(folder)
-    path = os.path.join(real, name)
-    if not os.path.isdir(real) or not os.path.lexists(path):
-        return None
-    path = resolve_inside(real, name)
-    try:
-        # a pipe must not block the open
-        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as f:
-            if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
-                raise ValueError("is not a regular file")
-            config = parse(f.read(MAX_CONFIG_BYTES + 1), max_bytes=MAX_CONFIG_BYTES, max_depth=32, floats=True)
-    except (OSError, ValueError) as e:
-        raise CheckpointError(path, None, str(e)) from e
-    if not isinstance(config, dict):
-        raise CheckpointError(path, None, "must hold an object")
-    return config
-
-
 def from_config(folder: str, entries: Mapping[str, Entry]) -> nn.Module | str:
     """The architecture that config.json names, built by transformers without values; or why it cannot be built."""
-    config = read_config(folder)
-    if config is None:
-        return "there is no config.json"
-    try:
-        built = _build(config)
-    except Exception as e:  # any error of transformers: fall back to names
-        return f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
+    built = _built(folder, "meta")
     return built if isinstance(built, str) else _fitted(built, entries) or built
 
 
@@ -86,11 +52,7 @@ def fresh_model(folder: str) -> nn.Module:
     Buffers that no checkpoint contains keep their values; one that this checkpoint contains, as with older releases of
     transformers, becomes persistent. Raises CheckpointError if transformers cannot build it.
     """
-    config = read_config(folder)
-    try:
-        built = "there is no config.json" if config is None else _build(config, "cpu")
-    except Exception as e:  # any error of transformers
-        built = f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
+    built = _built(folder, "cpu")
     if isinstance(built, str):
         raise CheckpointError(folder, None, f"{built}; the layers of the model cannot be determined")
     with open_checkpoint(folder) as checkpoint:
@@ -101,8 +63,17 @@ def fresh_model(folder: str) -> nn.Module:
     return built.eval()
 
 
-def _build(config: dict[str, Any], device: str = "meta") -> nn.Module | str:
-    """The model of a config, on the meta device without values; or the reason there is none."""
+def _built(folder: str, device: str) -> nn.Module | str:
+    """The model of a folder's config.json; or the reason there is none."""
+    config = read_config(folder)
+    try:
+        return "there is no config.json" if config is None else _build(config, device)
+    except Exception as e:  # any error of transformers
+        return f"transformers cannot build it: {type(e).__name__}: {str(e)[:200]}"
+
+
+def _build(config: dict[str, Any], device: str) -> nn.Module | str:
+    """The model of a config, without values on the meta device; or the reason there is none."""
     try:
         from transformers.models.auto import modeling_auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING

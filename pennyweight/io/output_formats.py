@@ -1,8 +1,9 @@
-"""Output formats of safetensors files: the stored form of each tensor, written in pieces."""
+"""Output formats of safetensors files: the stored form of each tensor, written in pieces; and a state dict in another
+library's format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +14,14 @@ from ..core.convert_spec import convert_parts
 from ..core.numerics import Parts, dequantize, quantize, sqnr
 from ..core.spec import DTYPES, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
-from .codecs import Writing
+from .codecs import CODECS, Codec, Writing
 from .config_files import METHOD
-from .errors import CheckpointError
+from .file import CheckpointError
 from .lazy_checkpoint import StoredTensor, shared_parts
 from .manifest import Meta, Stored, clean, stored_parts
+from .meta_model import looks_linear
 from .safetensors_file import DTYPE_NAMES, Entry
-from .state_dict import Item, metadata_of, pack
+from .state_dict import Item, items, metadata_of, pack
 from .streaming import COPY_BYTES, ROWS_NUMEL, QuantizationNoise
 
 EXACT, REQUANTIZED, FLOAT, COPIED = "exact", "requantized", "float", "copied"
@@ -88,9 +90,7 @@ def float_target(dtype: torch.dtype | None) -> OutputFormat:
     def choose(name: str, held: StoredTensor) -> OutputChoice:
         kind = held.kind
         if isinstance(kind, Meta):
-            return OutputChoice(
-                Entry(dtype or kind.dtype, kind.shape), FLOAT, f"dequantized from {held.word or kind.spec}"
-            )
+            return OutputChoice(Entry(dtype or kind.dtype, kind.shape), FLOAT, f"dequantized from {held.shown}")
         return _copied(kind, dtype)
 
     def none(*args: Any) -> dict[str, Tensor]:
@@ -151,7 +151,8 @@ def planned_item(
             else:
                 assert isinstance(w, AffineQuantizedTensor)
                 part = meta if tuple(w.shape) == meta.shape else replace(meta, shape=tuple(w.shape))
-                out = target.pack(name, convert_or_requantize(name, w, choice, part.spec, noise), part)
+                parts = convert_or_requantize(name, w, choice.how == EXACT, part.spec, noise, part.perm)
+                out = target.pack(name, parts, part)
             for stored, tensor in out.items():
                 if start == 0 or stored not in shared_parts(name):
                     yield stored, start * (tensor.numel() // max(1, tensor.shape[0])) if start else 0, tensor
@@ -174,18 +175,24 @@ def row_chunks(held: StoredTensor, by_rows: bool) -> Iterator[tuple[int, Tensor]
 
 
 def convert_or_requantize(
-    name: str, w: AffineQuantizedTensor, choice: OutputChoice, spec: QuantSpec, noise: QuantizationNoise
-) -> Parts:
-    """Plain parts of w under ``spec``: unchanged, converted or requantized; records the quantization noise."""
-    parts = w.plain_parts()
-    if choice.how == EXACT:
+    name: str, w: AffineQuantizedTensor, exact: bool, spec: QuantSpec, noise: QuantizationNoise, perm: bool = False,
+    requantize: Callable[[Tensor], Parts] | None = None,
+) -> Parts:  # fmt: skip
+    """Plain parts of w under ``spec``: unchanged if ``exact``, else the same codes with rounded scales where possible,
+    else requantized from the values; records the quantization noise.
+
+    perm: whether the result keeps w's channel permutation. requantize: gives the parts of float values under ``spec``;
+    default: round to nearest, with the parameters of w's static activation.
+    """
+    parts, shape, mine = w.plain_parts(), w.stored_shape, clean(w.spec)
+    if exact:
         return parts
-    shape, mine = w.stored_shape, clean(w.spec)
-    assert isinstance(choice.kind, Meta)
     was = dequantize(parts, mine, shape)
-    reordered = parts.perm is not None and not choice.kind.perm  # blocks differ in the original channel order
+    reordered = parts.perm is not None and not perm  # blocks differ in the original channel order
     new = None if reordered else convert_parts(parts, mine, shape, spec)
-    if new is None:
+    if new is None and requantize is not None:
+        new = requantize(was)
+    elif new is None:
         new = quantize(was, spec)._replace(act_scale=parts.act_scale, act_zero_point=parts.act_zero_point)
     noise.add(name, was, sqnr(was, dequantize(new, spec, shape)))
     return new
@@ -213,3 +220,81 @@ def _copied(kind: Entry, dtype: torch.dtype | None) -> OutputChoice:
 
 def _plain(name: str, kind: Meta | Entry) -> Stored:
     return {name: (kind.dtype, kind.shape)}
+
+
+# Formats that transformers can read without this package, and save_pretrained can write
+FORMATS = ("compressed-tensors",)
+
+
+def convert_exactly(
+    state_dict: Mapping[str, Any], format: str, linear: Collection[str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Stored tensors and "quantization_config" of config.json, readable without this package.
+
+    format  one of FORMATS
+    linear  names of nn.Linear weights; the reader does not recognize other weights
+
+    Raises CheckpointError for a tensor that the format, or its reader in transformers, cannot represent exactly. The
+    minimum scale of dynamic activations (``ActivationSpec.eps``) is not kept: the reader has its own.
+    """
+    codec = next(c for c in CODECS if c.name == format)
+    assert codec.writing is not None
+    some = items(state_dict)
+    tensors: dict[str, Tensor] = {}
+    metas: dict[str, Meta] = {}
+    plain: list[str] = []
+    for item in some:
+        value = state_dict[item.name]
+        if item.meta is None:
+            # tied tensors are stored under each name; the caller decides which to omit
+            tensors |= dict.fromkeys((item.name, *item.aliases), value)
+            if looks_linear(item.name, Entry(value.dtype, tuple(value.shape))):
+                plain.append(item.name)
+            continue
+        why = _refused(codec, item, linear)
+        if why is not None:
+            raise CheckpointError(
+                None, item.name, f"cannot be saved as {format}: {why}; save this model in Pennyweight's own format"
+            )
+        metas[item.name] = item.meta
+        tensors |= codec.writing.pack(item.name, value.plain_parts(), item.meta)
+    method = codec.writing.method(metas, tuple(plain))
+    _check_read_back(codec, tensors, metas, method)
+    return tensors, method
+
+
+def _refused(codec: Codec, item: Item, linear: Collection[str]) -> str | None:
+    meta = item.meta
+    assert meta is not None
+    assert codec.writing is not None
+    if item.name not in linear or item.aliases:
+        return "its reader supports only quantized weights of linear layers that are not tied"
+    why = codec.writing.refuses(item.name, meta)
+    if why is not None:
+        return why
+    if meta.perm:
+        return "its channels are permuted"
+    if meta.spec.zero_point:
+        return "its reader in transformers does not support zero points (compressed-tensors 0.20)"
+    if isinstance(meta.spec.scale, QuantSpec) and meta.dtype is not torch.bfloat16:
+        return f"its reader dequantizes MX formats to bfloat16, but the model is {meta.dtype}"
+    return None
+
+
+def _check_read_back(
+    codec: Codec, tensors: Mapping[str, Tensor], metas: Mapping[str, Meta], method: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError unless the codec reads the stored tensors back unchanged."""
+    entries = {name: Entry(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    found = codec.find(entries, method, tensors.__getitem__)
+    for name, meta in metas.items():
+        back = found[name].meta
+        if back.spec != meta.spec or _without_eps(back) != _without_eps(meta):
+            raise CheckpointError(
+                None, name, f"cannot be saved as {codec.name}: {meta.spec} would be read back as {back.spec}; save "
+                "this model in Pennyweight's own format"
+            )  # fmt: skip
+
+
+def _without_eps(meta: Meta) -> Any:
+    return None if meta.act is None else replace(meta.act, eps=None)

@@ -12,11 +12,11 @@ from ..planning.configs import AOBaseConfig
 from ..planning.plan import Plan, PlanRow, plan
 from ..planning.report import Report
 from .checkpoint import Checkpoint, open_checkpoint
-from .config_files import copy_side_files, quantization_config
-from .errors import CheckpointError
-from .meta_model import outline, read_config
+from .config_files import copy_side_files, quantization_config, read_config
+from .file import CheckpointError
+from .meta_model import outline
 from .resumable_write import Job, Told, carry_out, check_places
-from .shard_plan import MAX_SHARD_BYTES, assign_shards
+from .saving import MAX_SHARD_BYTES, assign_shards
 from .state_dict import Item
 from .streaming import QuantizationNoise, copy_rows, quantize_rows
 

@@ -1,32 +1,159 @@
-"""Writes a checkpoint shard by shard as a job that can be interrupted, resumed, and distinguished from others."""
+"""Writes a checkpoint shard by shard as a job that can be interrupted and resumed, and shared by the ranks of
+torch.distributed."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from .atomic_write import (
-    Writer,
-    index_bytes,
-    make_folders,
-    remove_left_over,
-    rename_into_place,
-    sync_folder,
-    write_bytes,
-)
-from .checkpoint import INDEX, SINGLE
-from .errors import CheckpointError
-from .job_progress import Progress, fingerprint
-from .locks import folder_lock
-from .rank_barrier import RankGroup
-from .safetensors_file import place
-from .shard_plan import is_ours, shard_names
+import torch.distributed as dist
+
+from .. import __version__
+from .atomic_write import folder_lock, make_folders, remove_left_over, rename_into_place, sync_folder, write_bytes
+from .checkpoint import INDEX, SINGLE, index_bytes
+from .file import CheckpointError
+from .replace_checkpoint import PROGRESS, is_ours, shard_names
+from .safetensors_file import header_bytes, place
+from .saving import write_shard
 from .state_dict import Item, metadata_of
 from .streaming import QuantizationNoise
+from .strict_json import parse
+
+
+class RankGroup:
+    """The ranks of torch.distributed, or just this process."""
+
+    def __init__(self, folder: str, together: bool) -> None:
+        if together and not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "ranks=True needs torch.distributed: start the program with torchrun and call init_process_group"
+            )
+        self.folder = folder
+        self.size = dist.get_world_size() if together else 1
+        self.rank = dist.get_rank() if together else 0
+
+    def step(self, work: Callable[[], Any]) -> list[Any]:
+        """Run ``work`` on each rank; returns the results of all ranks.
+
+        Raises this rank's own error, or a CheckpointError that names the rank that failed or is gone. No rank waits for
+        a stopped one.
+        """
+        if self.size == 1:
+            return [work()]
+        mine: tuple[Any, str | None] = (None, None)
+        failed: BaseException | None = None
+        try:
+            mine = (work(), None)
+        except Exception as error:
+            failed, mine = error, (None, f"{type(error).__name__}: {error}")
+        theirs: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(theirs, mine)
+        except RuntimeError as error:
+            if failed is not None:
+                raise failed from None
+            raise CheckpointError(
+                self.folder, None,
+                f"rank {self.rank} lost another rank ({str(error).splitlines()[0][:120]}); no index was written, "
+                "completed shards stay; rerun the same command to resume",
+            ) from error  # fmt: skip
+        if failed is not None:
+            raise failed
+        for rank, (_, error_) in enumerate(theirs):
+            if error_ is not None:
+                raise CheckpointError(self.folder, None, f"rank {rank} failed: {error_}")
+        return [value for value, _ in theirs]
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        """Run ``work`` on rank 0 only; returns its result on every rank."""
+        return self.step(lambda: work() if self.rank == 0 else None)[0]
+
+    def same(self, what: str, mine: str) -> None:
+        """Raise CheckpointError on every rank if a value differs between ranks."""
+        if any(theirs != mine for theirs in self.step(lambda: mine)):
+            raise CheckpointError(
+                self.folder,
+                None,
+                f"ranks differ in {what}; use the same source, config and release on all ranks, and a shared disk",
+            )
+
+
+_MAX_BYTES = 64 << 20
+_HEAD_BYTES = 1 << 20  # bytes read from each source file: its header or most of it
+
+
+def fingerprint(
+    files: Iterable[str],
+    labels: Iterable[str],
+    shards: Iterable[list[Item]],
+    metadata: Callable[[list[Item]], dict[str, str]],
+) -> str:
+    """Fingerprint, equal for jobs that write the same bytes: release, source files (names, sizes, times, first bytes),
+    labels, headers of the result."""
+    digest = hashlib.sha256()
+
+    def add(*what: Any) -> None:
+        digest.update(json.dumps(what).encode())
+
+    for path in files:
+        with open(path, "rb") as file:
+            info, head = os.fstat(file.fileno()), file.read(_HEAD_BYTES)
+        add(os.path.basename(path), info.st_size, info.st_mtime_ns, hashlib.sha256(head).hexdigest())
+    add(__version__, list(labels))
+    for shard in shards:
+        entries = place({name: kind for item in shard for name, kind in item.stored.items()})
+        digest.update(header_bytes(entries, metadata(shard)))
+    return digest.hexdigest()
+
+
+class Progress:
+    """The progress file of a folder: completed shards, and the SQNR of their tensors."""
+
+    def __init__(self, folder: str, job: str, name: str = PROGRESS) -> None:
+        self.path, self.job = os.path.join(folder, name), job
+        self.done: dict[str, dict[str, float]] = {}
+
+    def read(self) -> bool:
+        """Load the progress file; False if there is none.
+
+        Raises CheckpointError if it belongs to another job: the outputs of two jobs would be mixed.
+        """
+        if not os.path.lexists(self.path):
+            return False
+        try:
+            with open(self.path, "rb") as f:
+                data = parse(f.read(_MAX_BYTES + 1), max_bytes=_MAX_BYTES, max_depth=8, floats=True)
+            if data["version"] != 1:
+                raise ValueError(f"version {data['version']!r}")
+            job, done = data["job"], data["done"]
+            self.done = {name: {n: float(v) for n, v in rows.items()} for name, rows in done.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise CheckpointError(self.path, None, f"cannot be read ({e}); {_REMEDY}") from e
+        if job != self.job:
+            raise CheckpointError(self.path, None, f"has another source, config, release or shard size; {_REMEDY}")
+        return True
+
+    def write(self) -> None:
+        rows = {name: {n: v if math.isfinite(v) else "inf" for n, v in s.items()} for name, s in self.done.items()}
+        data = {"version": 1, "job": self.job, "done": rows}
+        write_bytes(self.path, json.dumps(data, indent=1, sort_keys=True).encode())
+
+    def add(self, shard: str, sqnr: Mapping[str, float]) -> None:
+        """Record that a shard is complete."""
+        self.done[shard] = dict(sqnr)
+        self.write()
+
+
+_REMEDY = "pass resume=False to start over, or choose another folder"
+
 
 Told = Callable[[int, int, str], None]
 
@@ -106,10 +233,24 @@ def carry_out(job: Job, dst: str, resume: bool, told: Told | None, ranks: bool =
 def _write_one(
     job: Job, dst: str, name: str | None, shards: dict[str, list[Item]], count: int, told: Told | None
 ) -> dict[str, float]:
-    """Write one output file; returns the SQNR of its tensors."""
+    """Write one output file; returns the SQNR of its tensors. name: None if this rank has none to write."""
     if name is None:
         return {}
-    _write_shard(job, os.path.join(dst, name), shards[name], count, told)
+
+    def wrote(item: Item) -> None:
+        nonlocal count
+        count += item.meta is not None
+        if told is not None and item.meta is not None:
+            told(count, job.total, item.name)
+
+    path = os.path.join(dst, name)
+    temp = f"{path}.partial"
+    try:
+        write_shard(temp, shards[name], job.metadata(shards[name]), wrote)
+        rename_into_place(temp, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temp)
     return {i.name: job.noise.sqnr(i.name) for i in shards[name] if i.name in job.noise.signal}
 
 
@@ -160,21 +301,3 @@ def check_room(folder: str, need: int) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
         raise OSError(28, f"{folder}: {need} bytes are required, {free} are free")
-
-
-def _write_shard(job: Job, path: str, shard: list[Item], count: int, told: Told | None) -> None:
-    temp = f"{path}.partial"
-    writer = Writer(temp, place({n: kind for i in shard for n, kind in i.stored.items()}), job.metadata(shard))
-    try:
-        for item in shard:
-            for name, start, tensor in item.make():
-                writer.put(name, tensor, start)
-            count += item.meta is not None
-            if told is not None and item.meta is not None:
-                told(count, job.total, item.name)
-        writer.finish()
-        rename_into_place(temp, path)
-    finally:
-        writer.close()
-        with suppress(FileNotFoundError):
-            os.unlink(temp)

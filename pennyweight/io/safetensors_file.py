@@ -10,6 +10,8 @@ https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
-from .file import RawFile
+from .atomic_write import check_complete, open_new, write_all
+from .file import CheckpointError, RawFile, checkpoint_errors
 from .strict_json import parse
 
 MAX_HEADER_BYTES = 32 << 20  # the limit of safetensors itself is 100 MB; 60 000 quantized tensors need about 27
@@ -112,10 +114,8 @@ class File(RawFile):
             raise CheckpointError(self.path, None, 'header does not start with "{"')
         if data.count(b'"data_offsets"') > MAX_TENSORS:
             raise CheckpointError(self.path, None, f"more than {MAX_TENSORS} tensors in one file")
-        try:
+        with checkpoint_errors(self.path, prefix="header: "):
             header = parse(data, max_bytes=MAX_HEADER_BYTES, max_depth=MAX_DEPTH)
-        except ValueError as e:
-            raise CheckpointError(self.path, None, f"header: {e}") from e
         self.entries, self.metadata = check_header(header, self.size - 8 - length, self.path)
         self._start = 8 + length
 
@@ -207,3 +207,50 @@ def header_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> b
     if len(text) > MAX_HEADER_BYTES or len(entries) > MAX_TENSORS:
         raise ValueError(f"{len(entries)} tensors need a header of {len(text)} bytes; use more, smaller shards")
     return len(text).to_bytes(8, "little") + text
+
+
+class Writer:
+    """Writes one safetensors file with known entries: header first, then the tensors in any order, each at its offset.
+
+    Raises CheckpointError if a tensor does not match the header, and OSError if a write fails.
+    """
+
+    def __init__(self, path: str, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+        if sys.byteorder != "little":
+            raise CheckpointError(path, None, "safetensors files are little-endian, but this machine is big-endian")
+        self.path, self.entries = path, entries
+        self._left = {name: e.numel for name, e in entries.items()}
+        with checkpoint_errors(path):
+            header = header_bytes(entries, metadata)
+        self._start = len(header)
+        self._file = open_new(path)
+        try:
+            write_all(self._file, header)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def put(self, name: str, tensor: Tensor, start: int = 0) -> None:
+        """Write a tensor, or consecutive elements of it, starting at element ``start``."""
+        e = self.entries[name]
+        whole = start == 0 and tensor.numel() == e.numel
+        fits = start + tensor.numel() <= e.numel and (not whole or tuple(tensor.shape) == e.shape)
+        if tensor.dtype != e.dtype or not fits:
+            raise CheckpointError(
+                self.path, name, f"is {tensor.dtype} {list(tensor.shape)}, the header has {e.dtype} {list(e.shape)}"
+            )
+        self._left[name] -= tensor.numel()
+        if tensor.numel() == 0:
+            return
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        write_all(self._file, memoryview(raw.numpy()), self._start + e.begin + start * e.dtype.itemsize)  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        """Flush to disk and close. Raises CheckpointError if a tensor was not written, or only in part."""
+        check_complete(self.path, self._left)
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        """Close without marking the file as complete."""
+        self._file.close()

@@ -1,21 +1,21 @@
-"""pw.save: writes a model or state dict to safetensors, sharded; writes are atomic."""
+"""pw.save: writes a model or state dict to safetensors atomically, in shards."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from .atomic_write import Writer, make_folders, partial_path, remove_left_over, rename_into_place, write_bytes
+from .atomic_write import make_folders, partial_path, remove_left_over, rename_into_place, write_bytes
 from .config_files import marked_config
-from .errors import CheckpointError
+from .file import CheckpointError
 from .replace_checkpoint import replace_checkpoint
-from .safetensors_file import place
-from .shard_plan import MAX_SHARD_BYTES, assign_shards
-from .state_dict import Item, items, metadata_of
-from .state_dict_slots import slots_of
+from .safetensors_file import Writer, place
+from .state_dict import Item, items, metadata_of, slots_of
+
+MAX_SHARD_BYTES = 4 * 1000**3  # 4 GB: below the limits of FAT and most upload tools
 
 
 def save(
@@ -47,7 +47,7 @@ def save(
             folder, name = os.path.split(path)
             with make_folders(folder), partial_path(folder, name) as stage:
                 temp = os.path.join(stage, name)
-                _write_file(temp, some, metadata)
+                write_shard(temp, some, metadata_of(some, metadata))
                 rename_into_place(temp, path)
             return
         shards = assign_shards(some, max_shard_bytes)
@@ -55,7 +55,7 @@ def save(
         with make_folders(path), partial_path(path, "model") as stage:
             temps = [os.path.join(stage, str(i)) for i in range(len(shards))]
             for temp, shard in zip(temps, shards, strict=True):
-                _write_file(temp, shard, metadata)
+                write_shard(temp, shard, metadata_of(shard, metadata))
             holds = [[stored for item in shard for stored in item.stored] for shard in shards]
             total = sum(item.nbytes for item in some)
             replace_checkpoint(path, stage, temps, holds, total)
@@ -72,13 +72,31 @@ def _state_dict(model: nn.Module) -> dict[str, Any]:
     return out | {name: slot.tensor for name, slot in slots_of(model).items() if name not in out}
 
 
-def _write_file(path: str, shard: list[Item], metadata: Mapping[str, str] | None) -> None:
-    entries = place({name: kind for item in shard for name, kind in item.stored.items()})
-    writer = Writer(path, entries, metadata_of(shard, metadata))
+def assign_shards(some: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
+    """Distribute items over shards, in order; a tensor larger than a shard gets its own, and is never split."""
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+    shards: list[list[Item]] = [[]]
+    room = max_shard_bytes
+    for item in some:
+        if item.nbytes > room and shards[-1]:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(item)
+        room -= item.nbytes
+    return shards
+
+
+def write_shard(
+    path: str, shard: Sequence[Item], metadata: Mapping[str, str], wrote: Callable[[Item], object] = lambda item: None
+) -> None:
+    """Write one new safetensors file. wrote: called after each item."""
+    writer = Writer(path, place({name: kind for item in shard for name, kind in item.stored.items()}), metadata)
     try:
         for item in shard:
             for name, start, tensor in item.make():
                 writer.put(name, tensor, start)
+            wrote(item)
         writer.finish()
     finally:
         writer.close()

@@ -1,13 +1,15 @@
-"""pw.flatten and pw.unflatten: convert state dicts with quantized tensors to and from plain tensors plus metadata."""
+"""State dicts: pw.flatten and pw.unflatten, which convert quantized tensors to and from plain tensors plus metadata;
+the items to write of a state dict; and the slots of a model that its tensors fill."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -17,10 +19,63 @@ from ..core.numerics import Parts
 from ..core.packing import pack_bits
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor, each_part
-from .errors import CheckpointError
-from .manifest import KEY, KeyedError, Manifest, Meta, Stored, check_parts, clean, dump, read, stored_parts
+from ..planning.parameters import kind_of, places
+from .file import CheckpointError, KeyedError, checkpoint_errors
+from .manifest import KEY, Manifest, Meta, Stored, check_parts, clean, dump, read, stored_parts
 from .safetensors_file import DTYPE_NAMES, check_name
 from .validate import check_data, check_plain, check_range, is_signed, read_parts
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a model that stores a tensor."""
+
+    module: nn.Module
+    attr: str
+    tensor: Tensor
+    is_param: bool
+
+    @property
+    def op(self) -> str:
+        """The op that uses the weight, which determines its layout."""
+        kind = kind_of(self.module)
+        if kind is not None and self.attr in kind.params:
+            return kind.op
+        return "bmm" if self.tensor.ndim == 3 else "linear"
+
+    def put_back(self) -> None:
+        """Undo an assignment, bypassing the module's ``__setattr__``."""
+        m = self.module
+        for table in (m._parameters, m._buffers, m.__dict__):
+            if self.attr in table:
+                table[self.attr] = self.tensor
+                return
+
+
+def slots_of(model: nn.Module) -> dict[str, Slot]:
+    """Every parameter and persistent buffer under all of its names, and weights kept as plain tensors (by PEFT)."""
+    out: dict[str, Slot] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        out |= {dot + n: Slot(module, n, p, True) for n, p in module._parameters.items() if p is not None}
+        for n, b in module._buffers.items():
+            if b is not None and n not in module._non_persistent_buffers_set:
+                out[dot + n] = Slot(module, n, b, False)
+    for where in places(model):
+        for p in where:
+            if p.name not in out:
+                out[p.name] = Slot(p.module, p.param, p.get(), False)
+    return out
+
+
+def meta_buffers(model: nn.Module) -> list[str]:
+    """Non-persistent buffers on the meta device, which no checkpoint contains."""
+    return [
+        f"{prefix}.{n}" if prefix else n
+        for prefix, module in model.named_modules()
+        for n in sorted(module._non_persistent_buffers_set)
+        if (b := module._buffers.get(n)) is not None and b.device.type == "meta"
+    ]
 
 
 @dataclass(frozen=True)
@@ -38,10 +93,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        total = 0
-        for dtype, shape in self.stored.values():
-            total += dtype.itemsize * torch.Size(shape).numel()
-        return total
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.stored.values())
 
 
 def items(state_dict: Mapping[str, Any]) -> list[Item]:
@@ -69,10 +121,8 @@ def items(state_dict: Mapping[str, Any]) -> list[Item]:
         if twice:
             raise CheckpointError(None, item.name, f"stored name {min(twice)} is used by another tensor; rename one")
         stored |= item.stored
-    try:
+    with checkpoint_errors(None):
         check_parts(manifest, stored)
-    except KeyedError as e:
-        raise CheckpointError(None, e.name, str(e)) from e
     return out
 
 
@@ -107,14 +157,10 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 def unflatten(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
     """The state dict passed to :func:`flatten`; tied names share one tensor. Validates everything; CheckpointError."""
-    try:
+    with checkpoint_errors(None):
         manifest = read(metadata)
         check_parts(manifest, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
         return assemble(manifest, list(tensors), tensors.__getitem__)
-    except KeyedError as e:
-        raise CheckpointError(None, e.name, str(e)) from e
-    except ValueError as e:
-        raise CheckpointError(None, None, str(e)) from e
 
 
 def assemble(manifest: Manifest, stored: list[str], get: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -170,10 +216,8 @@ def identity(value: Tensor) -> Any:
 
 
 def _storable(name: str, value: Any) -> None:
-    try:
+    with checkpoint_errors(None, str(name)):
         check_name(name)
-    except ValueError as e:
-        raise CheckpointError(None, str(name), str(e)) from e
     if not isinstance(value, Tensor):
         raise CheckpointError(None, name, f"is a {type(value).__name__}; only tensors can be stored, leave it out")
     if is_lazy(value) or value.device.type == "meta":
@@ -221,10 +265,8 @@ def pack(name: str, w: AffineQuantizedTensor, meta: Meta) -> dict[str, Tensor]:
         parts = each_part(w.parts, lambda p: p.plain_parts() if isinstance(p, AffineQuantizedTensor) else p)
     else:
         parts = w.plain_parts()
-    try:
+    with checkpoint_errors(None, name, "cannot be stored: "):
         return pack_parts(name, parts, meta, packed)
-    except KeyedError as e:
-        raise CheckpointError(None, e.name, f"cannot be stored: {e}") from e
 
 
 def from_parts(name: str, parts: Parts, meta: Meta) -> AffineQuantizedTensor:
@@ -258,14 +300,6 @@ def _number(name: str, value: Tensor | None) -> Tensor:
     return value.reshape(1)
 
 
-def _check_zero_point(name: str, part: Tensor, spec: QuantSpec) -> None:
-    """Check the range before packing: values that are too large would overlap their neighbors in the bit stream."""
-    try:
-        check_range(part, spec.zero_point_format, f"{name}.zero_point")
-    except ValueError as e:
-        raise KeyedError(name, str(e)) from e
-
-
 def _put(out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packed: bool = False) -> None:
     f, codes = spec.format, parts.codes
     if f.bits < 8 and not packed:
@@ -279,6 +313,9 @@ def _put(out: dict[str, Tensor], name: str, parts: Parts, spec: QuantSpec, packe
             _put(out, f"{name}.{slot}", part, kind)
         else:
             if slot == "zero_point" and spec.zero_point_bits < 8 and not packed:
-                _check_zero_point(name, part, spec)
+                try:  # values that are too large would overlap their neighbors in the bit stream
+                    check_range(part, spec.zero_point_format, f"{name}.zero_point")
+                except ValueError as e:
+                    raise KeyedError(name, str(e)) from e
                 part = pack_zero_point(part, spec)
             out[f"{name}.{slot}"] = part

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..algorithms.solvers.rtn import quantize_weight
 from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
-from .errors import CheckpointError
+from .file import CheckpointError
 from .manifest import Meta, clean, stored_parts
 from .safetensors_file import File
 from .state_dict import Item, pack

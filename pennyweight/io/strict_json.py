@@ -1,11 +1,16 @@
-"""Strict JSON parser for untrusted files: size and depth are bounded before parsing."""
+"""Small untrusted files: links that stay in their folder, bounded reads, and JSON whose size and depth are bounded
+before parsing."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections.abc import Callable
 from typing import Any
+
+from .file import CheckpointError, checkpoint_errors
 
 MAX_INT_DIGITS = 20  # 2**63 has 19
 _NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
@@ -89,3 +94,54 @@ def _refuse(why: str) -> Callable[[str], Any]:
         raise ValueError(f"{why} {text[:30]}")
 
     return refuse
+
+
+def resolve_inside(folder: str, name: str) -> str:
+    """Real path of a file in ``folder`` (a real path). Raises CheckpointError for a link that points outside of it.
+
+    Exception: the Hub's cache, where snapshots/<revision>/ contains links into blobs/ beside snapshots/.
+    """
+    path = os.path.join(folder, name)
+    try:
+        real = os.path.realpath(path, strict=True)
+    except (OSError, ValueError) as e:
+        raise CheckpointError(path, None, f"cannot be opened: {getattr(e, 'strerror', None) or e}") from e
+    roots = [folder]
+    if os.path.basename(os.path.dirname(folder)) == "snapshots":
+        roots.append(os.path.join(os.path.dirname(os.path.dirname(folder)), "blobs"))
+    if not any(real.startswith(os.path.join(root, "")) for root in roots):
+        raise CheckpointError(path, None, "is a link that points outside the folder")
+    return real
+
+
+def read_bytes(path: str, max_bytes: int) -> bytes:
+    """A whole file. Raises CheckpointError if it is not a regular one of at most ``max_bytes``, or cannot be read."""
+    try:
+        # a pipe must not block the open
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+        with os.fdopen(os.open(path, flags), "rb") as f:
+            regular = stat.S_ISREG(os.fstat(f.fileno()).st_mode)
+            data = f.read(max_bytes + 1) if regular else b""
+    except OSError as e:
+        raise CheckpointError(path, None, f"cannot be read: {e.strerror}") from e
+    if not regular or len(data) > max_bytes:
+        raise CheckpointError(path, None, f"is larger than {max_bytes} bytes" if regular else "is not a regular file")
+    return data
+
+
+def read_json(path: str, *, max_bytes: int, max_depth: int = 32, max_digits: int = MAX_INT_DIGITS) -> Any:
+    """The value in a JSON file, fractions allowed. Raises CheckpointError, see :func:`read_bytes` and :func:`parse`."""
+    data = read_bytes(path, max_bytes)
+    with checkpoint_errors(path):
+        return parse(data, max_bytes=max_bytes, max_depth=max_depth, floats=True, max_digits=max_digits)
+
+
+def read_object(folder: str, name: str, max_bytes: int, max_digits: int = MAX_INT_DIGITS) -> dict[str, Any] | None:
+    """The JSON object in a file of a folder (a real path); None if there is no such file. Raises CheckpointError."""
+    if not os.path.lexists(os.path.join(folder, name)):
+        return None
+    path = resolve_inside(folder, name)
+    data = read_json(path, max_bytes=max_bytes, max_digits=max_digits)
+    if not isinstance(data, dict):
+        raise CheckpointError(path, None, "must hold an object")
+    return data

@@ -24,7 +24,8 @@ from ..core.numerics import Parts, dequantize, is_permutation
 from ..core.packing import unpack_bits
 from ..core.spec import QuantSpec
 from ..core.value_checks import around_offset, check_codes, check_range, check_real
-from .manifest import KeyedError, Meta
+from .file import KeyedError
+from .manifest import Meta
 
 Get = Callable[[str], Tensor]
 

@@ -1,4 +1,6 @@
-"""The only module that calls the native library (enforced by a test). It checks all arguments.
+"""The gate to native code: checks of addresses, and the products. Other native calls are in gate_convert.py.
+
+Only these two modules call the native library (enforced by a test). They check all arguments.
 
 C++ receives addresses and sizes and trusts them. So each function here takes tensors, checks the device, dtype, element
 count, contiguity and combination that the native code expects, and raises
@@ -22,24 +24,23 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..core.errors import ArgumentError
-from ..core.quantize_backends import in_memory, is_observed
+from ..core.tracing import in_memory, is_observed
 from .cpu import library
-from .cpu.library import BF16, E4M3, E8M0, F16, F32, I8, KINDS, NONE, U8, FloatLinear, IntLinear, LinearArgs
+from .cpu.library import BF16, E4M3, E8M0, F16, F32, I8, NONE, U8, FloatLinear, IntLinear, LinearArgs
 
 PLAIN = (Tensor, torch.nn.Parameter)
 FLOAT_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 _CPU = torch.device("cpu")
 # Dtypes that can store each number kind.
-_DTYPES = {
+DTYPES = {
     F32: (torch.float32,), BF16: (torch.bfloat16,), F16: (torch.float16,), I8: (torch.int8,), U8: (torch.uint8,),
     E8M0: (torch.uint8, torch.float8_e8m0fnu), E4M3: (torch.float8_e4m3fn, torch.uint8),
 }  # fmt: skip
-_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 TILE = 16  # rows of a tile; see src/pack.h
-GIVEN = 0  # rule of a Rounding with given parameters; see src/affine.h
 
 
-def _native(name: str) -> Callable[..., Any]:
+def native_function(name: str) -> Callable[..., Any]:
+    """A function of the native library; only for the gate."""
     return getattr(library.native(), name)
 
 
@@ -74,16 +75,16 @@ def _fits(t: Tensor, dtypes: Sequence[torch.dtype], least: int) -> bool:
     )  # fmt: skip
 
 
-def _optional(t: Tensor | None, what: str, kind: int, least: int) -> int | None:
+def optional_address(t: Tensor | None, what: str, kind: int, least: int) -> int | None:
     """Address of a part, or None if its kind is NONE. Raises ArgumentError if a required part is missing."""
     if kind == NONE:
         return None
     if t is None:
         raise ArgumentError(f"{what}: missing, expected {least} elements")
-    return address(t, what, _DTYPES[kind], least)
+    return address(t, what, DTYPES[kind], least)
 
 
-def _done(status: int, what: str) -> None:
+def check_status(status: int, what: str) -> None:
     """Raise the error for a status of the native library; 0 is success."""
     if status == library.INVALID:
         raise ArgumentError(
@@ -112,7 +113,7 @@ class Operand(NamedTuple):
     static: tuple[Tensor, torch.dtype, Tensor | None, int] | None  # scale, its dtype, zero point, its shift
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Requirements of native code for one part: Kind, and minimum number of elements."""
 
     name: str
@@ -120,30 +121,31 @@ class _Part(NamedTuple):
     least: int
 
 
-def _tiles(n: int) -> int:
+def count_tiles(n: int) -> int:
+    """Tiles of n rows."""
     return -(-n // TILE)
 
 
-def _codes(n: int, kp: int, bits: int) -> _Part:
-    return _Part("codes", U8, _tiles(n) * (kp // 32) * 64 * bits)
+def _codes(n: int, kp: int, bits: int) -> Part:
+    return Part("codes", U8, count_tiles(n) * (kp // 32) * 64 * bits)
 
 
-def int_parts(w: IntLinear) -> tuple[_Part, ...]:
-    """Codes, scale, zero point, offset, outer scale, outer offset of a weight; see tile_at in src/int_linear.h."""
-    tiles, groups = _tiles(w.n), w.kp // w.group if w.group > 0 else 1
+def int_parts(w: IntLinear) -> tuple[Part, ...]:
+    """Codes, scale, zero point, offset, outer scale, outer offset of a weight; see tile_at in src/int_linear.cpp."""
+    tiles, groups = count_tiles(w.n), w.kp // w.group if w.group > 0 else 1
     outers = -(-groups // w.outer) if w.outer else 0
     count = 1 if w.group < 0 else tiles * TILE * (outers * w.outer if w.outer else groups)
     outer, above = (w.outer_kind, tiles * outers * TILE) if w.outer else (NONE, 0)
     return (
-        _codes(w.n, w.kp, w.bits), _Part("scale", w.scale, count), _Part("zero_point", w.zero_point, count),
-        _Part("offset", w.offset, count), _Part("scale of the scale", outer, above),
-        _Part("scale of the offset", outer if w.offset else NONE, above),
+        _codes(w.n, w.kp, w.bits), Part("scale", w.scale, count), Part("zero_point", w.zero_point, count),
+        Part("offset", w.offset, count), Part("scale of the scale", outer, above),
+        Part("scale of the offset", outer if w.offset else NONE, above),
     )  # fmt: skip
 
 
-def float_parts(w: FloatLinear, outer_offset: bool) -> tuple[_Part, ...]:
+def float_parts(w: FloatLinear, outer_offset: bool) -> tuple[Part, ...]:
     """Codes, scale, outer scale, outer offset, offset, its outer scale; see Scales in src/float_codes.h."""
-    tiles = _tiles(w.n)
+    tiles = count_tiles(w.n)
     if w.group < 0:
         count = 1
     elif w.row_block:
@@ -153,20 +155,20 @@ def float_parts(w: FloatLinear, outer_offset: bool) -> tuple[_Part, ...]:
     above = 1 if w.outer < 0 else tiles * w.outer_groups * TILE
     coded = w.offset if w.offset in (I8, U8) else NONE
     return (
-        _codes(w.n, w.kp, w.bits), _Part("scale", w.scale, count),
-        _Part("scale of the scale", w.outer_kind if w.outer else NONE, above),
-        _Part("offset of the scale", F32 if outer_offset else NONE, above), _Part("offset", w.offset, count),
-        _Part("scale of the offset", w.outer_kind if coded else NONE, above),
+        _codes(w.n, w.kp, w.bits), Part("scale", w.scale, count),
+        Part("scale of the scale", w.outer_kind if w.outer else NONE, above),
+        Part("offset of the scale", F32 if outer_offset else NONE, above), Part("offset", w.offset, count),
+        Part("scale of the offset", w.outer_kind if coded else NONE, above),
     )  # fmt: skip
 
 
-def operands(what: str, expected: Sequence[_Part], k: int) -> Callable[..., Operand]:
+def operands(what: str, expected: Sequence[Part], k: int) -> Callable[..., Operand]:
     """(parts, perm, static=None) -> Operand: the parts of one weight, checked against what its native product expects.
 
     In compiled graphs this runs at each call, so all that does not depend on the parts is computed here. The result
     raises ArgumentError that names the part.
     """
-    required = [(i, _DTYPES[need.kind], need) for i, need in enumerate(expected) if need.kind != NONE]
+    required = [(i, DTYPES[need.kind], need) for i, need in enumerate(expected) if need.kind != NONE]
     scaled, only_scaled = expected[1].kind != NONE, [i for i, _, _ in required] == [0, 1]
 
     def check(
@@ -176,7 +178,7 @@ def operands(what: str, expected: Sequence[_Part], k: int) -> Callable[..., Oper
         for i, dtypes, need in required:
             part = parts[i]
             if part is None or not _fits(part, dtypes, need.least):
-                _optional(part, f"{what}: {need.name}", need.kind, need.least)  # raises with the details
+                optional_address(part, f"{what}: {need.name}", need.kind, need.least)  # raises with the details
                 raise AssertionError(need.name)
         if perm is not None:
             address(perm, f"{what}: perm", (torch.int32, torch.int64), k, exact=True)
@@ -203,7 +205,7 @@ def product(struct: IntLinear | FloatLinear, dtype: torch.dtype, keep: Any = Non
     keep: owners of the memory that the addresses in ``struct`` point to.
     """
     integer = isinstance(struct, IntLinear)
-    call = _native("pw_int_linear" if integer else "pw_float_linear")
+    call = native_function("pw_int_linear" if integer else "pw_float_linear")
     weight, n, k = ctypes.addressof(struct), int(struct.n), int(struct.k)
     stack, tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
     transforms, threads, empty = torch._C._are_functorch_transforms_active, torch.get_num_threads, torch.empty_strided
@@ -269,7 +271,7 @@ def product(struct: IntLinear | FloatLinear, dtype: torch.dtype, keep: Any = Non
             None if scale is None else scale.data_ptr(), *args, threads(),
         )  # fmt: skip
         if status:
-            _done(status, f"linear: {m} rows of {k} columns")
+            check_status(status, f"linear: {m} rows of {k} columns")
         return y
 
     return run
@@ -280,7 +282,7 @@ def products(weights: Any, dtype: torch.dtype) -> Callable[..., list[Tensor] | N
 
     (x, operands, biases) -> ys, or None if native code cannot read x or a bias. Operands have no static activation.
     """
-    call, threads, count, k = _native("pw_int_linears"), torch.get_num_threads, len(weights), int(weights[0].k)
+    call, threads, count, k = native_function("pw_int_linears"), torch.get_num_threads, len(weights), int(weights[0].k)
     sizes, where = [int(w.n) for w in weights], ctypes.addressof(weights)
 
     def run(
@@ -314,7 +316,7 @@ def products(weights: Any, dtype: torch.dtype) -> Callable[..., list[Tensor] | N
                 at, m, step, y.data_ptr(), b, w.codes.data_ptr(), w.scale.data_ptr(), *above, None, 0, kind, n_threads
             )
             ys.append(y)
-        _done(call(where, ctypes.addressof(rows), count), f"linear: {m} rows of {k} columns")
+        check_status(call(where, ctypes.addressof(rows), count), f"linear: {m} rows of {k} columns")
         return ys
 
     return run
@@ -329,144 +331,3 @@ def _changed() -> ArgumentError:
         "linear: a stored part of the quantized weight was resized or replaced after the weight was packed; assign a "
         "new weight instead (module.weight = ..., or weight.data = another quantized tensor)"
     )
-
-
-# -- codes -------------------------------------------------------------------------------------------------------------
-
-
-def pack_codes(codes: Tensor, columns: int, bits: int, flip: int, out: Tensor) -> None:
-    """codes: uint8 [n, k] -> out: uint8 [tiles of n, columns / 32 * 64 * bits]; see src/pack.h."""
-    n, k = _sizes(codes, "pack: codes")
-    _tile_arguments("pack", k, columns, bits)
-    source = address(codes, "pack: codes", _BYTES, n * k)
-    target = address(out, "pack: packed codes", (torch.uint8,), _tiles(n) * columns * 2 * bits, exact=True)
-    if n and columns:
-        _done(
-            _native("pw_pack_codes")(source, n, k, columns, bits, flip & 255, target, torch.get_num_threads()), "pack"
-        )
-
-
-def unpack_codes(packed: Tensor, columns: int, bits: int, flip: int, out: Tensor) -> None:
-    """Inverse of :func:`pack_codes`. out: uint8 [n, k] with k <= columns."""
-    n, k = _sizes(out, "unpack: codes")
-    _tile_arguments("unpack", k, columns, bits)
-    source = address(packed, "unpack: packed codes", (torch.uint8,), _tiles(n) * columns * 2 * bits)
-    target = address(out, "unpack: codes", (torch.uint8,), n * k, exact=True)
-    if n and k:
-        status = _native("pw_unpack_codes")(source, n, k, columns, bits, flip & 255, target, torch.get_num_threads())
-        _done(status, "unpack")
-
-
-def _sizes(t: Tensor, what: str) -> tuple[int, int]:
-    if t.ndim != 2:
-        raise ArgumentError(f"{what}: expected a matrix, got {list(t.shape)}")
-    return t.shape[0], t.shape[1]
-
-
-def _tile_arguments(what: str, k: int, columns: int, bits: int) -> None:
-    if not 1 <= bits <= 8 or columns < k or columns % 32:
-        raise ArgumentError(
-            f"{what}: got {bits} bits and {columns} columns for {k} columns of codes; expected 1 to 8 bits, and a "
-            f"multiple of 32 that is at least {k}"
-        )
-
-
-# -- conversions -------------------------------------------------------------------------------------------------------
-
-
-def affine_parts(a: Any, *, by_row: bool = False) -> tuple[_Part, ...]:
-    """Codes (bytes), scale, zero point, offset of a matrix; see part_index and zero_at in src/dequantize.h.
-
-    by_row: scales, zero points and offsets are stored row by row even if codes are in tiles (GIVEN in src/qparams.h).
-    """
-    tiles = a.store == library.TILES
-    codes = (_tiles(a.n) if tiles else a.n) * a.stride
-    if tiles and a.row_block == 1 and not by_row:
-        count = (((a.n - 1) // TILE + 1) * a.groups - 1) * TILE + (a.n - 1) % TILE + 1
-    else:
-        count = -(-a.n // a.row_block) * a.groups
-    zero = _Part("zero_point", a.zero_point, count)
-    if a.zero_point and a.zero_bits:
-        zero = _Part("zero_point", U8, -(-a.n // a.row_block) * (-(-a.groups * a.zero_bits // 8)))
-    return (_Part("codes", U8, codes), _Part("scale", a.scale, count), zero, _Part("offset", a.offset, count))
-
-
-def _addresses(what: str, a: Any, parts: Sequence[Tensor | None], *, by_row: bool = False) -> list[int | None]:
-    codes, *others = parts
-    expected = affine_parts(a, by_row=by_row)
-    if codes is None or a.n < 1 or a.k < 1 or a.group < 1 or a.groups * a.group < a.k or a.row_block < 1:
-        raise ArgumentError(f"{what}: needs codes and a non-empty matrix")
-    found: list[int | None] = [address(codes, f"{what}: codes", _BYTES, expected[0].least)]
-    for part, need in zip(others, expected[1:], strict=True):
-        found.append(_optional(part, f"{what}: {need.name}", need.kind, need.least))
-    return found
-
-
-def dequantize(a: Any, parts: Sequence[Tensor | None], index: Tensor | None, out: Tensor, threads: int) -> None:
-    """Dequantize rows ``index`` (None: all) of a quantized matrix into ``out``.
-
-    parts: codes, scale, zero point, offset. index: int64. Raises IndexError if out of range, and ArgumentError.
-    """
-    rows = a.n if index is None else index.numel()
-    found = _addresses("dequantize", a, parts)
-    where = None if index is None else address(index, "embedding: index", (torch.int64,), rows)
-    target = address(out, "dequantize: result", _DTYPES[a.x], rows * a.k, exact=True)
-    if not rows:
-        return
-    status = _native("pw_dequantize")(ctypes.addressof(a), *found, where, rows, target, threads)
-    if status == 1:
-        raise IndexError(f"index out of range: a quantized table has rows 0 to {a.n - 1}")
-    _done(status, "dequantize")
-
-
-def quantize(q: Any, x: Tensor, parts: Sequence[Tensor | None], sums: Tensor, threads: int) -> None:
-    """Quantize a float matrix [n, k] with any row stride; ``q.rule`` decides whether ``parts`` are read or written.
-
-    sums: float64 [2 + 2 n]. Raises MemoryError, ArgumentError.
-    """
-    a = q.to
-    source, step = _rows("quantize", a, x)
-    found = _addresses("quantize", a, parts, by_row=q.rule == GIVEN)
-    room = address(sums, "quantize: sums", (torch.float64,), 2 + 2 * a.n)
-    status = _native("pw_quantize")(ctypes.addressof(q), source, step, *found, room, threads)
-    _done(status, f"quantize: a tensor of {list(x.shape)}")
-
-
-def ranges(a: Any, x: Tensor, ends: Tensor, threads: int) -> None:
-    """Minimum and maximum of each group of each row of x [n, k], written to ends [n, groups, 2] of x's dtype."""
-    source, step = _rows("ranges", a, x)
-    target = address(ends, "ranges: result", _DTYPES[a.x], a.n * a.groups * 2, exact=True)
-    _done(_native("pw_ranges")(ctypes.addressof(a), source, step, target, threads), "ranges")
-
-
-def _rows(what: str, a: Any, x: Tensor) -> tuple[int, int]:
-    """Address and row stride (in elements) of x: [n, k] with contiguous rows, or contiguous with n * k elements."""
-    if x.ndim == 2 and tuple(x.shape) == (a.n, a.k) and (x.stride(1) == 1 or a.k == 1) and x.stride(0) >= a.k:
-        return address(x, f"{what}: input", _DTYPES[a.x], a.n * a.k, contiguous=False, exact=True), x.stride(0)
-    return address(x, f"{what}: input", _DTYPES[a.x], a.n * a.k, exact=True), a.k
-
-
-def finite(x: Tensor, threads: int) -> bool:
-    """Whether x is free of NaN and inf. x: dense memory without gaps, contiguous or transposed."""
-    dense = x.is_contiguous() or (x.ndim >= 2 and x.mT.is_contiguous())
-    if not dense:
-        raise ArgumentError(
-            f"finite: expected memory without gaps, got {list(x.shape)} with strides {list(x.stride())}"
-        )
-    at = address(x, "finite: input", tuple(FLOAT_KINDS), 0, contiguous=False)
-    return bool(_native("pw_finite")(at, KINDS[x.dtype], x.numel(), threads))
-
-
-# -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-def optimizer_steps(jobs: Any, count: int, threads: int) -> None:
-    """Run ``count`` steps (an array of Job, whose addresses came from :func:`address`). Raises MemoryError."""
-    status = _native("pw_optim_steps")(ctypes.addressof(jobs), count, threads)
-    _done(status, f"optimizer step of {count} parameters")
-
-
-def probe(what: int, buffer: Tensor | None, count: int, threads: int) -> int:
-    """Bytes or operations of a benchmark loop in src/bandwidth_probe.h. count: bytes of ``buffer``, or rounds."""
-    at = 0 if buffer is None else address(buffer, "probe: buffer", (torch.float32,), -(-count // 4))
-    return int(_native("pw_probe")(what, at, count, threads))

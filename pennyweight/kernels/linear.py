@@ -1,19 +1,14 @@
 """``F.linear`` with a quantized weight: eager, under autograd, and in a traced graph.
 
 Eager mode calls the kernel bound to the weight directly. If the call must be visible (``torch.compile``, export,
-``torch.jit.trace``, ``make_fx``, fake tensors, dispatch modes), it is one op on plain tensors,
-``pennyweight::linear(x, parts, bias, key)``; key is JSON with all static properties. ``torch.func`` transforms and
-forward-mode differentiation use an autograd function that implements their rules.
+``torch.jit.trace``, ``make_fx``, fake tensors, dispatch modes), it is one op on plain tensors, see linear_op.py.
+``torch.func`` transforms and forward-mode differentiation use an autograd function that implements their rules.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,14 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import fallback
 from ..core.errors import ArgumentError
-from ..core.import_hooks import after_import
-from ..core.numerics import Parts
-from ..core.quantize_backends import in_memory, is_observed
-from ..core.spec import DTYPES, ActivationSpec, QuantSpec
-from ..core.tensor import FUNCTIONS, SLOTS, AffineQuantizedTensor, foreign, implements, static_json
+from ..core.tensor import FUNCTIONS, AffineQuantizedTensor, foreign, implements
+from ..core.tracing import in_memory, is_observed
 from .activation import autocast_dtype
-from .table import Bound as BoundKernel
-from .table import Case, Kernel, case_of, get_kernel, reorders, select
+from .linear_op import checked_kernel, traced_linear, unreadable, untraced
+from .table import case_of, reorders, select
 
 QT = AffineQuantizedTensor
 # K, the kernel, and its operand; operand None: the kernel gets the weight (storing it here would be a reference cycle).
@@ -55,7 +47,7 @@ def run_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
         bias = bias.as_subclass(Tensor).resolve_neg()
     y = bound[1](x, bound[2] or w, bias)
     if y is None:
-        raise _misfit(x, w) if x.shape[-1:] != w.shape[-1:] else _unreadable(x, w, bias)
+        raise _misfit(x, w) if x.shape[-1:] != w.shape[-1:] else unreadable(x, w, bias)
     return y
 
 
@@ -65,36 +57,12 @@ def bind(w: QT, dtype: torch.dtype) -> Bound:
     kernel = select("linear", case)
     if kernel.bind is None:
         inner = w.with_(perm=None) if reorders(kernel, case) else None
-        bound: Bound = (w.shape[-1], _checked(kernel, case, inner), None)
+        bound: Bound = (w.shape[-1], checked_kernel(kernel, case, inner), None)
     else:
         run, operand = kernel.bind(replace(case, perm=False) if case.perm else case)
         bound = (w.shape[-1], run, operand(w.parts))
     w._bound[dtype] = bound
     return bound
-
-
-def _checked(
-    kernel: Kernel, case: Case, inner: QT | None = None
-) -> Callable[[Tensor, Any, Tensor | None], Tensor | None]:
-    """Wrap a kernel that uses torch ops: adds the checks that native kernels do themselves (kernels/gate.py), and
-    permutes the input if the weight has a ``perm``.
-
-    inner  the weight without ``perm``, if it is the same at each call
-    """
-    (n, k), device, order, run = case.shape, case.device, reorders(kernel, case), kernel.run
-
-    def checked(x: Tensor, w: Any, bias: Tensor | None) -> Tensor | None:
-        if (
-            is_observed(x, bias) or x.layout is not torch.strided or x.device.type != device or x.shape[-1:] != (k,)
-            or (bias is not None and (tuple(bias.shape) != (n,) or not bias.is_floating_point()))
-            or (bias is not None and bias.device != x.device)
-        ):  # fmt: skip
-            return None
-        if not order:
-            return run(x, w, bias)
-        return run(x.index_select(-1, w.perm), w.with_(perm=None) if inner is None else inner, bias)
-
-    return checked
 
 
 @implements(F.linear, table=FUNCTIONS)
@@ -135,22 +103,14 @@ def _misfit(x: Tensor, w: QT) -> ArgumentError:
     )
 
 
-def _unreadable(x: Tensor, w: QT, bias: Tensor | None) -> ArgumentError:
-    more = "" if bias is None else f", bias {tuple(bias.shape)} {bias.dtype} on {bias.device}"
-    return ArgumentError(
-        f"linear: input {tuple(x.shape)} {x.dtype} on {x.device}{more} and the quantized weight {tuple(w.shape)} "
-        f"({w.spec}) on {w.device} do not fit; they must be on one device, with floating-point inputs"
-    )
-
-
 def _check(x: Tensor, w: QT, bias: Tensor | None) -> None:
     """Raise ArgumentError if F.linear with the float weight would raise RuntimeError for shapes, dtypes or devices."""
     if x.ndim == 0 or x.shape[-1] != w.shape[-1]:
         raise _misfit(x, w)
     if not x.is_floating_point() or x.device != w.device:
-        raise _unreadable(x, w, bias)
+        raise unreadable(x, w, bias)
     if bias is not None and (not bias.is_floating_point() or bias.device != w.device):
-        raise _unreadable(x, w, bias)
+        raise unreadable(x, w, bias)
 
 
 def _general(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
@@ -167,7 +127,7 @@ def _general(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     if w.ndim != 2 or x.is_nested or x.layout is not torch.strided:  # torch's own rules, with the dequantized weight
         fallback.count("linear/dequantize")
         return F.linear(x, w.dequantize(x.dtype), bias)
-    with _untraced():
+    with untraced():
         _check(x, w, bias)
         plain = bias is None or tuple(bias.shape) == (w.shape[0],)
     if (dtype := autocast_dtype(x)) is not None:
@@ -196,23 +156,6 @@ def _general(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
     if torch.is_grad_enabled() and _wants_grad(x, w, bias):
         return _Linear.apply(x, w, bias)
     return run_linear(x, w, bias)
-
-
-def _untraced() -> Any:
-    """A context where sizes are numbers: under torch.jit.trace they are tensors, and comparing them warns."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is None:
-        return nullcontext()
-    return _paused_trace()
-
-
-@contextmanager
-def _paused_trace() -> Iterator[None]:
-    state, put = torch._C._get_tracing_state(), torch._C._set_tracing_state  # type: ignore[attr-defined]
-    put(None)
-    try:
-        yield
-    finally:
-        put(state)
 
 
 def _broadcast(x: Tensor, y: Tensor, w: QT, bias: Tensor) -> Tensor:
@@ -307,130 +250,3 @@ class _TransformedLinear(torch.autograd.Function):
             return linear(x, held.w, bias), 0
         bias = bias.movedim(bias_dim, 0)
         return linear(x, held.w) + bias.reshape(bias.shape[0], *(1,) * (x.ndim - 2), -1), 0
-
-
-# -- the op used in graphs -------------------------------------------------------------------------------------------
-
-LIBRARY = torch.library.Library("pennyweight", "DEF")
-LIBRARY.define("linear(Tensor x, Tensor[] parts, Tensor? bias, str key) -> Tensor")
-LIBRARY.define("linear_grad_input(Tensor grad, Tensor[] parts, str key) -> Tensor")
-
-
-def traced_linear(x: Tensor, w: QT, bias: Tensor | None) -> Tensor:
-    """``linear`` as one op on plain tensors."""
-    with _untraced():
-        key = graph_key(w, x.dtype)
-    return torch.ops.pennyweight.linear.default(x, _flatten(w)[0], bias, key)
-
-
-def _flatten(w: Any) -> tuple[list[Tensor], dict[str, Any]]:
-    """Plain tensors of a weight, and the tree of slot names to rebuild it."""
-    tensors: list[Tensor] = []
-    tree: dict[str, Any] = {}
-    for name, part in zip(SLOTS, w.parts, strict=True):
-        if isinstance(part, QT):
-            inner, tree[name] = _flatten(part)
-            tensors += inner
-        elif part is not None:
-            tensors.append(part)
-            tree[name] = None
-    return tensors, tree
-
-
-def _nest(tree: dict[str, Any], tensors: list[Tensor]) -> Parts:
-    parts: dict[str, Any] = {n: tensors.pop(0) if sub is None else _nest(sub, tensors) for n, sub in tree.items()}
-    return Parts(**parts)
-
-
-def graph_key(w: QT, dtype: torch.dtype) -> str:
-    """All static properties of ``linear`` with this weight, including the selected kernel."""
-    kernel = select("linear", case_of(w, dtype)).name
-    return json.dumps({"kernel": kernel, "tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
-
-
-@lru_cache(maxsize=65536)
-def _parse_key(key: str) -> tuple[Any, ...]:
-    data = json.loads(key)
-    w = data["weight"]
-    act = None if w["act"] is None else ActivationSpec.from_dict(w["act"])
-    spec = QuantSpec.from_dict(w["spec"])
-    return get_kernel("linear", data["kernel"]), data["tree"], spec, tuple(w["shape"]), DTYPES[w["dtype"]], act
-
-
-@lru_cache(maxsize=65536)
-def _bound_to(
-    key: str, dtype: torch.dtype, device: str
-) -> tuple[BoundKernel | Callable[..., Tensor | None], dict[str, Any]]:
-    """The kernel of a key for an input dtype, and the tree of its parts."""
-    kernel, tree, spec, shape, _, act = _parse_key(key)
-    case = Case(spec, act, shape, dtype, device, "perm" in tree)
-    return (_checked(kernel, case) if kernel.bind is None else kernel.bind(replace(case, perm=False))), tree
-
-
-def _weight(key: str, parts: list[Tensor]) -> tuple[Any, QT]:
-    kernel, tree, spec, shape, dtype, act = _parse_key(key)
-    return kernel, QT(_nest(tree, list(parts)), spec, shape, dtype, act)
-
-
-def _linear_op(x: Tensor, parts: list[Tensor], bias: Tensor | None, key: str) -> Tensor:
-    bound, tree = _bound_to(key, x.dtype, x.device.type)
-    if type(x) is not Tensor or x.is_neg():
-        x = x.as_subclass(Tensor).resolve_neg().contiguous()
-    if isinstance(bound, BoundKernel):
-        return bound.run_with(x, _nest(tree, list(parts)), bias)
-    w = _weight(key, parts)[1]
-    y = bound(x, w, bias)
-    if y is None:
-        raise _unreadable(x, w, bias)
-    return y
-
-
-def _linear_fake(x: Tensor, parts: list[Tensor], bias: Tensor | None, key: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _parse_key(key)[3][0]))
-
-
-def _grad_input_op(grad: Tensor, parts: list[Tensor], key: str) -> Tensor:
-    _, w = _weight(key, parts)
-    return grad @ w._dequantize(grad.dtype)
-
-
-def _grad_input_fake(grad: Tensor, parts: list[Tensor], key: str) -> Tensor:
-    return grad.new_empty((*grad.shape[:-1], _parse_key(key)[3][1]))
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, parts, bias, key = inputs
-    ctx.save_for_backward(*parts)
-    ctx.key, ctx.bias = key, None if bias is None else bias.dtype
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    parts = list(ctx.saved_tensors)
-    grad_x = torch.ops.pennyweight.linear_grad_input.default(grad, parts, ctx.key) if ctx.needs_input_grad[0] else None
-    grad_bias = None
-    if ctx.bias is not None and ctx.needs_input_grad[2]:
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias)
-    return grad_x, [None] * len(parts), grad_bias, None
-
-
-LIBRARY.impl("linear", _linear_op, "CompositeExplicitAutograd")
-LIBRARY.impl("linear_grad_input", _grad_input_op, "CompositeExplicitAutograd")
-torch.library.register_fake("pennyweight::linear", _linear_fake, lib=LIBRARY)
-torch.library.register_fake("pennyweight::linear_grad_input", _grad_input_fake, lib=LIBRARY)
-torch.library.register_autograd("pennyweight::linear", _backward, setup_context=_setup_context, lib=LIBRARY)
-
-
-def _count_flops() -> None:
-    """Register the FLOPs of the op for FlopCounterMode: 2 M K N, as for a float product."""
-    from torch.utils.flop_counter import register_flop_formula
-
-    @register_flop_formula(torch.ops.pennyweight.linear)
-    def flops(x: Any, parts: Any, bias: Any, key: str, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        return 2 * math.prod(x[:-1]) * math.prod(_parse_key(key)[3])
-
-    @register_flop_formula(torch.ops.pennyweight.linear_grad_input)
-    def gradient(grad: Any, parts: Any, key: str, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        return 2 * math.prod(grad[:-1]) * math.prod(_parse_key(key)[3])
-
-
-after_import("torch.utils.flop_counter", _count_flops)

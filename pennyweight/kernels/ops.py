@@ -11,11 +11,12 @@ from torch import Tensor
 from ..core import fallback
 from ..core.errors import ArgumentError
 from ..core.numerics import permute_last_axis, unpermute_last_axis
-from ..core.quantize_backends import in_memory
 from ..core.spec import DTYPES, ActivationSpec, QuantSpec
 from ..core.tensor import SLOTS, AffineQuantizedTensor, implements, static_json
+from ..core.tracing import in_memory
 from .cpu import experts
-from .linear import LIBRARY, _flatten, _nest, linear, run_linear, traced_linear
+from .linear import linear, run_linear
+from .linear_op import LIBRARY, _flatten, _nest, traced_linear
 from .table import case_of, reorders, select
 
 aten = torch.ops.aten

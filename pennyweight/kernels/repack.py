@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from ..core.distributed.dispatch import PACK
 from ..core.layouts import READABLE, get_layout, portable_layout
 from ..core.tensor import AffineQuantizedTensor
 from .table import Case, Kernel, case_of, select
@@ -42,9 +41,6 @@ def prepare(
     return w.to_layout(choose_layout(case_of(w, dtype), ops)[1])
 
 
-def _packed(w: AffineQuantizedTensor) -> AffineQuantizedTensor:
+def pack_for_kernel(w: AffineQuantizedTensor) -> AffineQuantizedTensor:
     """A shard packed for the kernel of its own shape, which may differ from that of the whole weight."""
     return prepare(w, ("bmm" if w.ndim == 3 else "linear",))
-
-
-PACK.append(_packed)

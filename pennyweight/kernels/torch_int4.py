@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import blocks
-from ..core.constant_tensors import plain_tensors
 from ..core.formats import INT4, UINT4
 from ..core.layouts import Layout, register_layout
 from ..core.numerics import Parts
 from ..core.spec import TINYGEMM, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
+from ..core.tracing import plain_tensors
 from .table import Case, Kernel, register_kernel
 
 _MATMUL = torch.ops.aten._weight_int4pack_mm_for_cpu.default

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.constant_tensors import plain_tensors
 from ..core.formats import INT7, INT8
 from ..core.spec import QuantSpec
 from ..core.tensor import AffineQuantizedTensor
+from ..core.tracing import plain_tensors
 from .activation import encode_activation
 from .table import Case, Kernel, register_kernel
 

@@ -4,22 +4,64 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..core import stochastic_rounding
-from ..core.distributed.full_tensor import distribute_like, is_dtensor, local_tensor
 from ..core.ops.inplace import stochastic_writes
 from ..core.ops.inplace import write_ as requantize_
 from ..core.tensor import AffineQuantizedTensor
+from ..distributed.dtensor import (
+    distribute_like,
+    is_dtensor,
+    local_gradient,
+    local_tensor,
+    mesh_coordinate,
+    wrap_like,
+)
 from ..kernels.cpu import optimizer as native
-from .memory import Memory
 from .quantized_states import KEPT, LEAST, StateBlocks, StateFormat, read, state_blocks, write_, zeros
 from .update_rules import Rule
 
 QT = AffineQuantizedTensor
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the current states on this rank.
+
+    quantized, floats  bytes of quantized states and of float states (small parameters)
+    float32            bytes of the same states in float32
+    parameters         number of parameters with states: (quantized, float)
+    slow               reason for not using the native step -> number of parameters, at the last step
+    """
+
+    quantized: int
+    floats: int
+    float32: int
+    parameters: tuple[int, int]
+    slow: dict[str, int]
+
+    @property
+    def ratio(self) -> float:
+        """State bytes relative to float32."""
+        return (self.quantized + self.floats) / self.float32 if self.float32 else 0.0
+
+    def __str__(self) -> str:
+        rows = [
+            ("states", "parameters", "bytes"),
+            ("quantized", str(self.parameters[0]), f"{self.quantized:,}"),
+            ("float32 (small parameters)", str(self.parameters[1]), f"{self.floats:,}"),
+            ("all of them in float32", str(sum(self.parameters)), f"{self.float32:,}"),
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows]
+        lines.append(f"{self.ratio:.3f} of float32")
+        lines += [f"slower reference step: {n} parameter(s), {why}" for why, n in self.slow.items()]
+        return "\n".join(lines)
 
 
 def check_ways(name: str, ways: Mapping[str, Any]) -> None:
@@ -158,10 +200,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
         held = [local_tensor(state[name]) for name in self.names(group)]
         kept = [KEPT[self.BITS][self.STATES[name]] for name in self.names(group)]
         key, turn = (
-            stochastic_rounding.make_key(group["seed"], ordinal, *_place(p)),
+            stochastic_rounding.make_key(group["seed"], ordinal, *mesh_coordinate(p)),
             stochastic_rounding.step_mask(count),
         )
-        mine, g = local_tensor(p), _gradient(p)
+        mine, g = local_tensor(p), local_gradient(p)
         stochastic = group["bf16_stochastic_round"] and p.dtype is torch.bfloat16
         why = native.accepts(mine, g, held)
         if why is not True:
@@ -217,9 +259,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         mine = local_tensor(p)
         if p.numel() < self.LEAST:
             dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
-            return _like(p, torch.zeros(mine.shape, dtype=dtype, device=mine.device))
+            return wrap_like(torch.zeros(mine.shape, dtype=dtype, device=mine.device), p)
         kept = KEPT[self.BITS][self.STATES[name]]
-        return _like(p, zeros(mine.shape, kept, group["block_size"], mine.device))
+        return wrap_like(zeros(mine.shape, kept, group["block_size"], mine.device), p)
 
     # -- memory and checkpoints --------------------------------------------------------------------------------------
 
@@ -293,7 +335,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             mine, theirs = local_tensor(target), _shard(source, p)
             if isinstance(mine, QT) and isinstance(theirs, QT) and theirs.spec == mine.spec:
                 mine = mine.with_(parts=theirs.to(mine.device).parts).clone()
-                state[key] = _like(p, mine)
+                state[key] = wrap_like(mine, p)
                 continue
             value = read(theirs).to(device=mine.device, dtype=torch.float32)
             if isinstance(mine, QT):
@@ -316,32 +358,6 @@ def _address(state: Tensor) -> tuple[int, ...]:
         return (state.data_ptr(),)
     assert state._scale is not None
     return (state._codes.data_ptr(), state._scale.data_ptr())
-
-
-# -- parameters in shards (DTensor, as FSDP2 makes them) ---------------------------------------------------------------
-
-
-def _place(p: Tensor) -> tuple[int, ...]:
-    """Coordinate of this rank in the mesh, which makes its random numbers distinct."""
-    return tuple(p.device_mesh.get_coordinate() or ()) if is_dtensor(p) else ()  # type: ignore[attr-defined]
-
-
-def _gradient(p: Tensor) -> Tensor:
-    g = p.grad
-    assert g is not None
-    if is_dtensor(p) and is_dtensor(g) and g.placements != p.placements:  # type: ignore[attr-defined]
-        g = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    return local_tensor(g)
-
-
-def _like(p: Tensor, mine: Tensor) -> Tensor:
-    """Wrap this rank's part of a state like the parameter: a DTensor if the parameter is one."""
-    if not is_dtensor(p):
-        return mine
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _shard(source: Tensor, p: Tensor) -> Tensor:

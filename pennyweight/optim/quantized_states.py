@@ -55,7 +55,7 @@ KEPT: dict[str, dict[str, StateFormat]] = {
 
 
 class StateBlocks(NamedTuple):
-    """Blocks in memory; see src/optim_abi.h."""
+    """Blocks in memory; see src/abi.h."""
 
     slab: int
     block: int

@@ -23,8 +23,8 @@ from .run_batch import user_level
 
 ROWS = (1, 64)  # one token, and a short prompt or batch: a scheme may be faster at one and slower at the other
 SECONDS = 0.05  # per layer shape and number of rows
-COUNTS = 3  # numbers of rows per layer when they come from calls of the model: the most frequent ones
-ROUNDS = 3  # minimum, however slow a call is
+COUNTS = 3  # how many of the numbers of rows in a model's calls are timed per layer: the most frequent ones
+ROUNDS = 3  # minimum number of rounds, also if one takes longer than SECONDS
 SAMPLE = 20e-6  # seconds of calls between two reads of the clock, which take 0.1 µs
 DEVICE_SAMPLE = 1e-3  # the same if each sample ends with a device synchronization
 # Between two calls of a layer a model reads all its other weights, so the timing rotates through copies of the layer:
@@ -200,7 +200,7 @@ def wait_for(device: torch.device) -> Call | None:
 def least_seconds(
     calls: Sequence[Call], seconds: float = SECONDS, wait: Call | None = None, turn: float = 0.0
 ) -> list[float]:
-    """Minimum seconds of one call of each. They are timed in turns, so that a busy machine slows all of them alike.
+    """Minimum seconds of one call of each, timed in turns, so that load on the machine affects all of them equally.
 
     seconds  total, if that gives each call three turns
     wait     called at the end of each sample, which is then longer: for asynchronous devices
@@ -222,7 +222,7 @@ def least_seconds(
 
 
 def _time(call: Call, count: int, wait: Call | None) -> float:
-    """Seconds a call."""
+    """Seconds per call."""
     start = perf_counter()
     for _ in range(count):
         call()

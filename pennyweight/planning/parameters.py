@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.distributed.full_tensor import local_tensor
 from ..core.spec import DTYPES
 from ..core.tensor import AffineQuantizedTensor
+from ..distributed.dtensor import local_tensor
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor
 
 
@@ -185,7 +185,7 @@ class Place(NamedTuple):
         return getattr(self.module, self.param)
 
     def set(self, tensor: Tensor) -> None:
-        """Put a parameter here, as a Parameter, or as a plain tensor if it was one."""
+        """Replace the parameter by ``tensor``, as a Parameter, or as a plain tensor if it was one."""
         if self.param in self.module._parameters:
             self.module._parameters[self.param] = tensor  # type: ignore[assignment]
         else:

@@ -11,20 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from ..core import blocks
-from ..core.distributed.full_tensor import local_tensor
 from ..core.numerics import quantize
-from ..core.tensor import AffineQuantizedTensor
+from ..core.tensor import AffineQuantizedTensor, check_finite
+from ..distributed.dtensor import local_tensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import Case, case_of, get_kernel, select
 from .config_resolution import Choice, Filter, Left, PlanError, Rules, Skip, resolve_config, rules, skips
 from .configs import AOBaseConfig
 from .module_handlers import HANDLERS, TELLS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .parameters import Indivisible, Place, Site, make_site, places
-from .peft_adapters import WHY as ADAPTER
-from .peft_adapters import adapter_modules
 from .report import Latency, Report, Row
 from .scheme import Scheme
 
+ADAPTER = "part of a PEFT adapter, which is trained; merge it first, or name it in FqnToConfig"
 ON_INDIVISIBLE = ("pad", "largest_divisor", "skip", "error")
 
 
@@ -260,6 +259,25 @@ def _has_scheme(w: AffineQuantizedTensor, scheme: Scheme) -> bool:
     )
 
 
+# -- PEFT adapters: quantize_ does not quantize them, because they are trained ----------------------------------------
+
+
+def adapter_modules(model: nn.Module) -> set[int]:
+    """Ids of the adapter modules: lora_A, lora_B and others, and the copies of ``modules_to_save``.
+
+    PEFT layers list them in ``adapter_layer_names``.
+    """
+    found: set[int] = set()
+    for layer in model.modules():
+        if not type(layer).__module__.startswith("peft."):
+            continue
+        for name in getattr(layer, "adapter_layer_names", ()):
+            part = getattr(layer, name, None)
+            if isinstance(part, nn.Module):
+                found |= {id(m) for m in part.modules()}
+    return found
+
+
 # -- modules with handlers -------------------------------------------------------------------------------------------
 
 
@@ -333,3 +351,20 @@ def _check(rows: list[PlanRow]) -> None:
             + ("; ".join(reasons[:6]) if reasons else "the model has no parameters with two or more axes")
             + ". Select modules with filter_fn=lambda module, fqn: ..., or parameters by name with FqnToConfig"
         )
+
+
+def check_values(todo: Plan, meta: bool) -> None:
+    """Raise PlanError for NaN and inf, and for parameters without values unless ``meta`` permits them."""
+    for row in todo.active:
+        if row.tensor is None or (meta and row.tensor.is_meta):
+            continue
+        if row.tensor.is_meta:
+            raise PlanError(
+                f"{row.name} is on the meta device and has no values to measure or calibrate; load the weights first"
+            )
+        if isinstance(row.tensor, AffineQuantizedTensor):
+            continue
+        try:
+            check_finite(local_tensor(row.tensor.detach()), row.name)
+        except ValueError as error:
+            raise PlanError(str(error)) from error

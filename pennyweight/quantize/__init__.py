@@ -10,8 +10,7 @@ from ..planning.scheme import Scheme
 from .freeze import FrozenLinear, freeze_, thaw_
 from .fused_linear import together
 from .pipeline import dequantize_, quantize_
-from .recommend_config import recommend
-from .recommendation import Candidate, Recommendation
+from .recommend_config import Candidate, Recommendation, recommend
 
 __all__ = [
     "AOBaseConfig", "Candidate", "FqnToConfig", "FrozenLinear", "Latency", "PerformanceWarning", "Plan", "PlanError",

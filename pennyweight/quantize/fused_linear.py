@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
-from ..core.quantize_backends import in_memory
 from ..core.tensor import AffineQuantizedTensor
+from ..core.tracing import in_memory
 from ..kernels.activation import autocast_dtype
 from ..kernels.gate import PLAIN
 from ..kernels.table import Case, Together, case_of, select

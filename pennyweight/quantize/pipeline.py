@@ -14,19 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from ..algorithms import recipe as recipes
-from ..algorithms.calibration import memory_budget
 from ..algorithms.calibration.batches import Batches, read
 from ..algorithms.calibration.journal import Journal
-from ..algorithms.calibration.loop import CollectedStatistics
+from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
-from ..core.distributed.full_tensor import distribute_like, is_dtensor, is_fully_sharded, local_tensor
-from ..core.tensor import AffineQuantizedTensor, check_finite
+from ..core.tensor import AffineQuantizedTensor
+from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_config
 from ..planning.configs import AOBaseConfig
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
 from ..planning.module_handlers import apply_callable, module_nbytes
 from ..planning.parameters import places
-from ..planning.plan import Plan, PlanRow, plan
+from ..planning.plan import Plan, PlanRow, check_values, plan
 from ..planning.report import Report, Row
 from ..planning.scheme import Scheme
 from .freeze import thaw_
@@ -159,7 +158,7 @@ class Pipeline:
         with torch.inference_mode(False), torch.no_grad():
             recipe = self._recipe()
             batches = _batches(self.options.calibration, recipe)
-            max_ram = None if self.options.max_ram is None else memory_budget.parse_bytes(self.options.max_ram)
+            max_ram = None if self.options.max_ram is None else parse_bytes(self.options.max_ram)
             todo = self.plan()
             if self.options.dry_run:
                 return todo.report()
@@ -183,7 +182,7 @@ class Pipeline:
                 "fully_shard"
             )
         if counts or not o.dry_run:
-            _check_values(todo, meta=self.replaces and not counts and not o.has_recipe)
+            check_values(todo, meta=self.replaces and not counts and not o.has_recipe)
         if counts:
             measure_(todo, lambda row: counts, lambda row: solve(row, device=o.device).weight)
             (skip_slower_ if o.on_slower == "skip" else warn_slower)(todo)
@@ -291,23 +290,6 @@ class Pipeline:
             place.set(value)
             if self.options.device is not None:
                 _move_rest(place.module, self.options.device)
-
-
-def _check_values(todo: Plan, meta: bool) -> None:
-    """Raise PlanError for NaN and inf, and for parameters without values unless ``meta`` permits them."""
-    for row in todo.active:
-        if row.tensor is None or (meta and row.tensor.is_meta):
-            continue
-        if row.tensor.is_meta:
-            raise PlanError(
-                f"{row.name} is on the meta device and has no values to measure or calibrate; load the weights first"
-            )
-        if isinstance(row.tensor, AffineQuantizedTensor):
-            continue
-        try:
-            check_finite(local_tensor(row.tensor.detach()), row.name)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
 
 
 def _target(todo: Plan) -> dict[str, Scheme | None]:

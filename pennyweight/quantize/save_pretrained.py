@@ -2,15 +2,14 @@
 
 These libraries call a quantizer object on the model to learn what to write. ``from_pretrained`` attaches it; for a
 model quantized in place this module does. The adapters are in a higher layer of the package, so they are listed here by
-name and imported only for a model of their library; a library that was not imported stays so.
+name and imported only for a model of their library, so that no further library is imported.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -22,18 +21,15 @@ class Library(NamedTuple):
     """A library whose models have ``save_pretrained``.
 
     module, base  the module that defines its model base class, and the name of the class
-    adapter       module of this package with ``settle_(model, quantized, config)``
+    adapter       imports the module of this package with ``settle_(model, quantized, config)``
     """
 
     module: str
     base: str
-    adapter: str
+    adapter: Callable[[], Any]
 
 
-LIBRARIES = (
-    Library("transformers.modeling_utils", "PreTrainedModel", "pennyweight.integrations.transformers_saving"),
-    Library("diffusers.models.modeling_utils", "ModelMixin", "pennyweight.integrations.diffusers"),
-)
+LIBRARIES: list[Library] = []  # filled by the package, because the adapters are in a higher layer
 
 
 def settle_saving_(model: nn.Module, config: Any = None) -> None:
@@ -52,12 +48,11 @@ def settle_saving_(model: nn.Module, config: Any = None) -> None:
 
 def _settle(owner: nn.Module, quantized: bool, config: Any, library: Library) -> None:
     try:
-        adapter = import_module(library.adapter)
-    except ImportError as e:  # a release that the adapter does not support; the weights are quantized all the same
+        adapter = library.adapter()
+    except ImportError as e:  # a release that the adapter does not support; the weights are quantized nevertheless
         warnings.warn(
-            f"save_pretrained of {type(owner).__name__} cannot write its quantized weights, because "
-            f"{library.adapter} does not support this release of {library.module.partition('.')[0]} ({e}); save it "
-            "with pennyweight.save(model, folder)",
+            f"save_pretrained of {type(owner).__name__} cannot write its quantized weights, because this release of "
+            f"{library.module.partition('.')[0]} is not supported ({e}); save it with pennyweight.save(model, folder)",
             stacklevel=4,
         )
         return

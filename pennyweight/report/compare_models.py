@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.run_batch import run_batch
-from . import metrics
 from .comparison import Comparison, Layer
 from .layers import Pair, first_tensor, model_bytes, pairs, same_shape, stored_bytes, unwrapped, weight_sqnr
+from .metrics import POOLINGS, TEMPERATURE, decibels, energies, ratio
 from .outputs import KINDS, Sums, batches_of, counting, evaluating, kind_of_output, labels_rule
 
 # Limit in bytes of the float model's layer outputs kept while the quantized one runs the same batch. If a batch has
@@ -33,7 +33,7 @@ def compare(
     kind: str | None = None,
     labels: str | None = None,
     pooling: str = "mean",
-    temperature: float = metrics.TEMPERATURE,
+    temperature: float = TEMPERATURE,
     layers: bool = True,
     seed: int = 0,
     otherwise: str = "tensor",
@@ -57,8 +57,8 @@ def compare(
     """
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, or None to detect it, got {kind!r}")
-    if pooling not in metrics.POOLINGS:
-        raise ValueError(f"pooling must be one of {', '.join(metrics.POOLINGS)}, got {pooling!r}")
+    if pooling not in POOLINGS:
+        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
     exact, found = unwrapped(float_model), unwrapped(quantized)
     both, unmatched = pairs(exact, found)
     probe = _Probe(both if layers else [])
@@ -76,8 +76,8 @@ def compare(
     cosines = torch.cat(sums.cosines)
     return Comparison(
         sums.kind, sums.sequences, sums.rows, kl, interval, top1, perplexity,
-        (float(cosines.mean()), float(cosines.min())), metrics.ratio(sums.signal, sums.noise),
-        metrics.decibels(sums.signal, sums.noise), model_bytes(exact), model_bytes(found), probe.layers(both),
+        (float(cosines.mean()), float(cosines.min())), ratio(sums.signal, sums.noise),
+        decibels(sums.signal, sums.noise), model_bytes(exact), model_bytes(found), probe.layers(both),
         unmatched,
     )  # fmt: skip
 
@@ -179,7 +179,7 @@ class _Probe:
         if found is None or found.shape != exact.shape:
             here[1] = math.inf
             return
-        signal, noise = metrics.energies(counting(self.batch, exact), counting(self.batch, found))
+        signal, noise = energies(counting(self.batch, exact), counting(self.batch, found))
         here[0] += signal
         here[1] += noise
 
@@ -198,10 +198,10 @@ class _Probe:
 
 def _weight(exact: Tensor, found: Tensor) -> float:
     if exact is found and not isinstance(exact, AffineQuantizedTensor):
-        return metrics.decibels(1.0, 0.0)
+        return decibels(1.0, 0.0)
     with torch.no_grad():
         return weight_sqnr(exact, found)
 
 
 def _of(sums: dict[str, list[float]], name: str) -> float | None:
-    return metrics.decibels(*sums[name]) if name in sums else None
+    return decibels(*sums[name]) if name in sums else None

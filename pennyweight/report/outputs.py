@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from . import metrics
 from .comparison import Perplexity
+from .metrics import bootstrap, cosine, energies, next_tokens, pooled, retrieval_kl, same_nearest, spread, token_figures
 
 KINDS = ("logits", "embeddings", "tensor")
 LABELS = ("next", "same", "none")
@@ -92,7 +92,7 @@ def embeddings_of(output: Any, batch: Any, pooling: str) -> Tensor:
             f"kind='embeddings' needs a tensor [B, D] or [B, T, D], or an object with last_hidden_state, "
             f"got {_say(output)}"
         )
-    return found if found.ndim == 2 else metrics.pooled(found, mask_of(batch, found.shape[:2]), pooling)
+    return found if found.ndim == 2 else pooled(found, mask_of(batch, found.shape[:2]), pooling)
 
 
 def floats(output: Any) -> list[Tensor]:
@@ -136,7 +136,7 @@ def labels_of(batch: Any, rule: str, shape: torch.Size) -> tuple[Tensor, Tensor]
             first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
             found = mapping.get("input_ids") if mapping else first
         if isinstance(found, Tensor) and found.shape == shape and found.ndim == 2 and not found.is_floating_point():
-            return metrics.next_tokens(found, mask_of(batch, shape))
+            return next_tokens(found, mask_of(batch, shape))
         return None
     if rule == "none" or not isinstance(found, Tensor) or found.shape != shape or found.is_floating_point():
         return None
@@ -189,17 +189,17 @@ class Sums:
         mask = mask.reshape(*mask.shape, *(1,) * (len(lead) - mask.ndim)).expand(lead)
         at = mask.to(x.device)
         rows, rows_q = x[at], y[at]
-        signal, noise = metrics.energies(rows, rows_q)
+        signal, noise = energies(rows, rows_q)
         self.signal, self.noise = self.signal + signal, self.noise + noise
         self.rows += rows.shape[0]
-        self.cosines.append(metrics.cosine(rows.cpu(), rows_q.cpu()))
+        self.cosines.append(cosine(rows.cpu(), rows_q.cpu()))
         if self.kind == "logits":
             self._distributions(batch, mask, rows, rows_q)
 
     def _distributions(self, batch: Any, mask: Tensor, rows: Tensor, rows_q: Tensor) -> None:
         labels = labels_of(batch, self.rule, mask.shape)
         counts = torch.zeros_like(mask) if labels is None else labels[1].cpu() & mask
-        found = metrics.token_figures(rows, rows_q, None if labels is None else labels[0].cpu()[mask])
+        found = token_figures(rows, rows_q, None if labels is None else labels[0].cpu()[mask])
         self.kl.append(found.kl)
         self.same.append(found.same_top)
         none = torch.zeros(rows.shape[0], dtype=torch.float64)
@@ -216,14 +216,14 @@ class Sums:
         if self.kind == "logits":
             table = torch.cat(self.by_sequence)
             several = bool((table[:, 1] > 0).sum() > 1)
-            interval = metrics.bootstrap(table[:, 0], table[:, 1], seed=seed) if several else None
+            interval = bootstrap(table[:, 0], table[:, 1], seed=seed) if several else None
             same = torch.cat(self.same).double()
             top1 = float(same.mean()) if same.numel() else math.nan
-            return metrics.spread(torch.cat(self.kl)), interval, top1, _perplexity(table, seed)
+            return spread(torch.cat(self.kl)), interval, top1, _perplexity(table, seed)
         if self.kind == "embeddings":
             a, b = map(torch.cat, self.embeddings)
-            kl = metrics.retrieval_kl(a, b, temperature)
-            return metrics.spread(kl), metrics.bootstrap(kl, seed=seed), metrics.same_nearest(a, b), None
+            kl = retrieval_kl(a, b, temperature)
+            return spread(kl), bootstrap(kl, seed=seed), same_nearest(a, b), None
         return None, None, None, None
 
 
@@ -235,7 +235,7 @@ def _perplexity(table: Tensor, seed: int) -> Perplexity | None:
     nll, nll_q = float(used[:, 2].sum()) / tokens, float(used[:, 3].sum()) / tokens
     interval = None
     if len(used) > 1:
-        low, high = metrics.bootstrap(used[:, 3] - used[:, 2], used[:, 4], seed=seed)
+        low, high = bootstrap(used[:, 3] - used[:, 2], used[:, 4], seed=seed)
         interval = (exp(low), exp(high))
     return Perplexity(exp(nll), exp(nll_q), exp(nll_q - nll), interval, tokens)
 

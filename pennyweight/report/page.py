@@ -10,9 +10,8 @@ from importlib import import_module, resources
 from typing import Any
 
 from ..planning.report import Latency, size
-from .activations import OUTLIER, Inputs
 from .comparison import KL_OF, Comparison, Layer
-from .timing import overall
+from .layers import OUTLIER, Inputs
 
 HISTOGRAMS, ACTIVATIONS = 6, 3  # layers shown
 
@@ -110,6 +109,16 @@ def _tiles(page: Page) -> list[dict[str, str]]:
         note = f"linear layers, {rows} row{'s' * (rows > 1)} at a time"
         out.append(_tile("Speed vs float", f"{speed:.2f}×", note))
     return out
+
+
+def overall(latency: dict[str, tuple[Latency, ...]]) -> dict[int, float]:
+    """Overall speed of the layers relative to float, by number of rows: the ratio of the total times."""
+    sums: dict[int, tuple[float, float]] = {}
+    for times in latency.values():
+        for t in times:
+            a, b = sums.get(t.rows, (0.0, 0.0))
+            sums[t.rows] = (a + t.float_us, b + t.quantized_us)
+    return {rows: a / b for rows, (a, b) in sums.items() if b > 0}
 
 
 def _size_tile(page: Page) -> dict[str, str]:

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.tensor import AffineQuantizedTensor
 from ..io import open as open_checkpoint
+from ..planning.layer_timing import ROTATED, ROWS, time_layer
+from ..planning.parameters import Site, make_site
+from ..planning.plan import PlanRow
 from ..planning.report import Latency
 from . import svg_figures
-from .activations import activations
 from .compare_models import compare, compare_weights
 from .comparison import Comparison, Layer
-from .layers import flat_values, model_bytes, pairs
-from .load_inputs import kind_of_model, load_folder, load_tokenizer, pooling_of, read_texts, text_batches
+from .layers import activations, flat_values, model_bytes, pairs, unwrapped
+from .loading import kind_of_model, load_folder, load_tokenizer, pooling_of, read_texts, text_batches
 from .page import ACTIVATIONS, HISTOGRAMS, Page, require_packages
-from .timing import time_layers
 
 Told = Callable[[str], None]
 
@@ -139,3 +141,32 @@ def _versions() -> str:
 
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return f"Pennyweight {__version__}, torch {torch.__version__}, {machine}"
+
+
+# -- speed of layers ---------------------------------------------------------------------------------------------------
+
+
+def time_layers(
+    exact: nn.Module, found: nn.Module, rows: Sequence[int] = ROWS, progress: Callable[[str], None] | None = None
+) -> dict[str, tuple[Latency, ...]]:
+    """Latency of each quantized linear layer by the name of its weight; equal layers are timed once."""
+    exact, found = unwrapped(exact), unwrapped(found)
+    limit = min(ROTATED, model_bytes(exact)), min(ROTATED, model_bytes(found))
+    known: dict[object, tuple[Latency, ...]] = {}
+    out: dict[str, tuple[Latency, ...]] = {}
+    for pair in pairs(exact, found)[0]:
+        w, plain = pair.found.get(), pair.exact.get()
+        site = make_site(pair.exact, plain)
+        if not isinstance(w, AffineQuantizedTensor) or not isinstance(site, Site) or site.op != "linear" or w.ndim != 2:
+            continue
+        bias = getattr(pair.exact.module, pair.exact.param.replace("weight", "bias"), None)
+        key = (site.shape, site.transposed, w.spec, w.act, w.dtype, site.dtype, bias is None)
+        if key not in known:
+            if progress is not None:
+                progress(pair.name)
+            row = PlanRow(
+                pair.name, site.type_name, tuple(w.shape), plain.nbytes, w.nbytes, plain, (pair.exact,), site=site
+            )
+            known[key] = time_layer(row, w, tuple(rows), limit)
+        out[pair.name] = known[key]
+    return out

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .activations import BINS, HIGH, LOW, OUTLIER, Inputs
+from .layers import BINS, HIGH, LOW, OUTLIER, Inputs
 
 # variable of the style sheet -> its placeholder colour
 COLOURS = {

@@ -11,9 +11,9 @@ import torch.multiprocessing
 from torch import nn
 
 from pennyweight import SpecConfig, quantize_
-from pennyweight.algorithms.calibration import all_reduce
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
+from pennyweight.distributed import all_reduce
 
 CONFIG = SpecConfig(QuantSpec(INT4, (16,)), ActivationSpec(QuantSpec(INT8, (-1,))))
 RECIPE = [{"smooth": {"samples": 64}}, "awq", "nearest", {"bias": {"create": True}}]

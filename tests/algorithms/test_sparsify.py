@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.algorithms.sparsify import sparse_gpt
-from pennyweight.planning.sparsity_mask import SparsityPattern
+from pennyweight.algorithms.sparsify import SparsityPattern, sparse_gpt
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 

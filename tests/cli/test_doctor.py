@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.cli import bench
+from pennyweight.cli import doctor
 from pennyweight.kernels import Kernel, get_kernel, kernels, table, torch_int8
 
 
@@ -91,22 +91,31 @@ def test_saturation_is_told(run: Any, monkeypatch: pytest.MonkeyPatch, saturates
 
 def test_bench_names_faster_and_slower_truly(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([(2e-6, 4e-6, False), (4e-6, 2e-6, True)] * 100)
-    monkeypatch.setattr(bench, "_alternate", lambda a, b: (a(), b(), next(times))[-1])
-    monkeypatch.setattr(bench, "SIZE", 128)
+    monkeypatch.setattr(doctor, "_alternate", lambda a, b: (a(), b(), next(times))[-1])
+    monkeypatch.setattr(doctor, "SIZE", 128)
     output = run("doctor", "--bench").stdout
     lines = [line for line in output.splitlines() if " us, float" in line]
-    assert len(lines) == 2 * len(bench.NAMES) * len(bench.ROWS)
+    assert len(lines) == 2 * len(doctor.NAMES) * len(doctor.ROWS)
     for line in lines:
         one = " 1 row " in line
         assert ("2.00x faster" if one else "2.00x slower") in line
         assert ("the machine is busy" in line) is not one
     assert any(line.startswith("int4 ") and line.endswith(("(cpu_int)", "(torch_int4)")) for line in lines)
     data = json.loads(run("doctor", "--bench", "--json").stdout)
-    assert [b["rows"] for b in data["bench"]] == list(bench.ROWS) * 2 * len(bench.NAMES)
+    assert [b["rows"] for b in data["bench"]] == list(doctor.ROWS) * 2 * len(doctor.NAMES)
 
 
 @pytest.mark.parametrize(("slowest", "noisy"), [(1.5, False), (3.0, True)])
 def test_bench_takes_medians_and_sees_noise(monkeypatch: pytest.MonkeyPatch, slowest: float, noisy: bool) -> None:
-    samples = iter([1.0, 1.0, *[1.0, 4.0] * (bench._ROUNDS - 1), slowest, 4.0])  # two to find counts, then pairs
-    monkeypatch.setattr(bench, "_time", lambda f, count: next(samples))
-    assert bench._alternate(lambda: None, lambda: None) == (1.0, 4.0, noisy)
+    samples = iter([1.0, 1.0, *[1.0, 4.0] * (doctor._ROUNDS - 1), slowest, 4.0])  # two to find counts, then pairs
+    monkeypatch.setattr(doctor, "_time", lambda f, count: next(samples))
+    assert doctor._alternate(lambda: None, lambda: None) == (1.0, 4.0, noisy)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "verdict"),
+    [(1.0, 1.004, "same speed"), (1.004, 1.0, "same speed"), (1.0, 1.69, "1.69x faster"), (1.1, 1.0, "1.10x slower")],
+)
+def test_bench_verdict(ours: float, theirs: float, verdict: str) -> None:
+    timing = doctor.Timing("int8", "float32", 1, "cpu_int", ours, theirs, False)
+    assert f": {verdict} (" in str(timing)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import pennyweight as pw
-from pennyweight.report.load_inputs import load_folder
+from pennyweight.report.loading import load_folder
 from tests.cli.conftest import snapshot
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pennyweight as pw
-from pennyweight.core.distributed.ddp import part_tensors
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
+from pennyweight.distributed.rank_check import part_tensors
 from tests.every.test_configs import CASES as ALL
 from tests.every.test_configs import build as built
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import pennyweight as pw
-from pennyweight.core.distributed.full_tensor import full_tensor as gathered
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
+from pennyweight.distributed.dtensor import full_tensor as gathered
 from pennyweight.training import (
     RECIPES,
     LowPrecisionLinear,

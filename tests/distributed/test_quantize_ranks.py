@@ -53,7 +53,7 @@ def work(rank: int, ranks: int, meet: str, src: str, dst: str, fault: str) -> No
     """One rank; what it raises goes into a file beside dst."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
-    write, count = resumable_write._write_shard, 0
+    write, count = resumable_write.write_shard, 0
 
     def faulty(*args: Any) -> None:
         nonlocal count
@@ -64,7 +64,7 @@ def work(rank: int, ranks: int, meet: str, src: str, dst: str, fault: str) -> No
             raise OSError(28, "no space left")
         write(*args)
 
-    resumable_write._write_shard = faulty if fault in ("dies", "fails") else write
+    resumable_write.write_shard = faulty if fault in ("dies", "fails") else write
     config = build("int4" if fault == "differs" and rank else "int8", None)
     said = Path(f"{dst}.{rank}")
     try:

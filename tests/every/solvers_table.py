@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from pennyweight.algorithms import Solver, Task
-from pennyweight.algorithms.solvers.clip import MSE, Importance
-from pennyweight.algorithms.solvers.gptq import GPTAQ, GPTQ, Auto
-from pennyweight.algorithms.solvers.gptq_core import inverse_cholesky
+from pennyweight.algorithms.solvers.block_search import MSE, Importance
+from pennyweight.algorithms.solvers.gptq import GPTAQ, GPTQ, Auto, inverse_cholesky
 from pennyweight.algorithms.solvers.hqq import HQQ
 from pennyweight.algorithms.solvers.kmeans import KMeans
 from pennyweight.algorithms.solvers.rtn import Nearest, output_error

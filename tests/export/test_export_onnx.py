@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.core import spec
-from pennyweight.export import atomic_save as saving
+from pennyweight.export import onnx as saving
 from pennyweight.export.onnx import export_onnx
 
 MX_BOTH = pw.MXDynamicActivationMXWeightConfig()

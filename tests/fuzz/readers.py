@@ -18,10 +18,9 @@ from pennyweight.core.formats import NF4, UINT4
 from pennyweight.core.numerics import dequantize
 from pennyweight.io import CheckpointError, load
 from pennyweight.io.gguf.blocks import TYPES
-from pennyweight.io.gguf.gguf_file import File
+from pennyweight.io.gguf.gguf_file import File, Writer
 from pennyweight.io.gguf.metadata import Value
 from pennyweight.io.gguf.reader import under_hf_names, write_side_files
-from pennyweight.io.gguf.writer import Writer
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
 
 import pennyweight as pw
 from pennyweight.core.storage import REFUSAL
-from pennyweight.integrations.transformers import attach_quantizer
-from pennyweight.integrations.transformers_saving import InPlaceQuantizer
+from pennyweight.integrations.transformers import InPlaceQuantizer, attach_quantizer
 from pennyweight.quantize import save_pretrained
 from tests.integrations.small import IDS, llama
 from tests.integrations.writers import CONFIGS, Writer, assert_bytes_are_tensors, check
@@ -177,10 +176,11 @@ def test_models_within_other_modules(tmp_path: Path) -> None:
 
 
 def test_a_release_that_the_adapter_does_not_fit_is_told_and_quantizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = save_pretrained.Library(
-        "transformers.modeling_utils", "PreTrainedModel", "pennyweight.integrations.not_there"
-    )
-    monkeypatch.setattr(save_pretrained, "LIBRARIES", (library,))
+    def adapter() -> Any:
+        raise ImportError("no such name")
+
+    library = save_pretrained.Library("transformers.modeling_utils", "PreTrainedModel", adapter)
+    monkeypatch.setattr(save_pretrained, "LIBRARIES", [library])
     with pytest.warns(UserWarning, match=re.escape("pennyweight.save(model, folder)")):
         model = whole(False, CONFIGS["int8"])
     assert isinstance(model.lm_head.weight, pw.AffineQuantizedTensor)

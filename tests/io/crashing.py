@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pennyweight.io import replace_folder
+from pennyweight.io import replace_checkpoint
 
 # All that changes names on a disk, or waits for it
 STEPS = ("replace", "rename", "link", "unlink", "remove", "rmdir", "mkdir", "fsync", "open")
@@ -50,7 +50,7 @@ def stopping(how: str, at: int = 1 << 30) -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in STEPS:
             patch.setattr(os, name, step(name, getattr(os, name)))
-        patch.setattr(replace_folder, "exchange_folders", step("exchange", replace_folder.exchange_folders))
+        patch.setattr(replace_checkpoint, "exchange_folders", step("exchange", replace_checkpoint.exchange_folders))
         yield taken
 
 

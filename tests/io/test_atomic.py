@@ -17,25 +17,25 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pennyweight as pw
-from pennyweight.cli import progress
-from pennyweight.export import atomic_save as export_save
+from pennyweight.cli import output
+from pennyweight.export import onnx as export_onnx
 from pennyweight.io import (
     CheckpointError,
+    atomic_write,
     checkpoint,
     convert,
     load,
-    locks,
     quantize_checkpoint,
-    replace_folder,
+    replace_checkpoint,
     save,
     saving,
 )
 from pennyweight.io.atomic_write import remove_left_over, write_bytes
 from pennyweight.io.gguf.blocks import TYPES
+from pennyweight.io.gguf.gguf_file import Writer as GGUFWriter
 from pennyweight.io.gguf.metadata import Value
-from pennyweight.io.gguf.writer import Writer as GGUFWriter
-from pennyweight.io.replace_folder import replacing
-from pennyweight.report import golden_file
+from pennyweight.io.replace_checkpoint import replacing
+from pennyweight.report import golden_outputs
 from pennyweight.report.golden_outputs import Golden
 from tests.io.crashing import Crash, full_after, stopping
 
@@ -162,9 +162,9 @@ def force(d: Path) -> None:
         return convert(d / "src", folder, to="float", max_shard_bytes=SHARDS, **how)
 
     out = str(d / "out")
-    folder = progress.output_folder(out, True, job)
+    folder = output.output_folder(out, True, job)
     job(folder)
-    progress.publish_output(folder, out)
+    output.publish_output(folder, out)
 
 
 def see_quantized(d: Path) -> set[str]:
@@ -239,7 +239,7 @@ OPERATIONS = {
     "golden outputs": Operation(
         lambda d: golden(d, 1),
         lambda d: golden(d, 2),
-        see_file(lambda d: float(golden_file.read(d / "golden.safetensors").values[0][0, 0]), -1.0, -2.0),
+        see_file(lambda d: float(golden_outputs.read(d / "golden.safetensors").values[0][0, 0]), -1.0, -2.0),
         lambda d: golden(d, 3),
         {"golden.safetensors"},
     ),
@@ -429,7 +429,7 @@ def test_a_job_has_its_folder_to_itself(tmp_path: Path) -> None:
 
 def test_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are never used twice then, and what may be another's is left there."""
-    monkeypatch.setattr(locks, "fcntl", None)
+    monkeypatch.setattr(atomic_write, "fcntl", None)
     out = tmp_path / "out"
     save(OLD, out, max_shard_bytes=SHARDS)
     theirs = out / "model-0a1b2c3d-00001-of-00002.safetensors"
@@ -446,7 +446,7 @@ def test_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["replacing", "--force"])
 def test_where_folders_cannot_be_exchanged(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are the old or the new ones at every step; only config.json may come before them."""
-    monkeypatch.setattr(replace_folder, "exchange_folders", lambda a, b: False)
+    monkeypatch.setattr(replace_checkpoint, "exchange_folders", lambda a, b: False)
     operation = OPERATIONS[name]
     d = fresh(operation, tmp_path / "d")
     with stopping("before") as steps:
@@ -549,7 +549,7 @@ def test_an_onnx_model_and_its_data(tmp_path: Path) -> None:
         return ir.from_proto(onnx.helper.make_model(onnx.helper.make_graph([node], "g", shape[:1], shape[1:], [w])))
 
     def write(d: Path, number: float) -> None:
-        export_save.save(model(number), str(d / "m.onnx"), max_inline_bytes=1000)
+        export_onnx.save(model(number), str(d / "m.onnx"), max_inline_bytes=1000)
 
     def read(d: Path) -> float:
         found = {float(v) for v in onnx.numpy_helper.to_array(onnx.load(d / "m.onnx").graph.initializer[0]).flat}

@@ -12,7 +12,7 @@ import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
 from pennyweight.io import output_formats as targets_module
-from pennyweight.io.job_progress import NAME
+from pennyweight.io.replace_checkpoint import PROGRESS
 from tests.io.test_native_format import assert_same
 from tests.io.test_quantize_files import CONFIGS, Net, contents
 
@@ -90,7 +90,7 @@ def test_stopped_and_resumed_gives_the_same_bytes(
 
     with pytest.raises(KeyboardInterrupt):
         pw.convert(quantized, tmp_path / "dst", max_shard_bytes=5000, progress=stop)
-    assert (tmp_path / "dst" / NAME).exists()
+    assert (tmp_path / "dst" / PROGRESS).exists()
     pw.convert(quantized, tmp_path / "dst", max_shard_bytes=5000)
     assert contents(tmp_path / "dst") == contents(tmp_path / "whole")
 

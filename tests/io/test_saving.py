@@ -13,7 +13,7 @@ from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError, load, save
-from pennyweight.io.atomic_write import Writer
+from pennyweight.io.safetensors_file import Writer
 from tests.io.samples import Model, sample_folder, sample_model
 from tests.io.test_native_format import assert_same
 

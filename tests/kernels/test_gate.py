@@ -1,4 +1,4 @@
-"""Native code is called from kernels/gate.py alone, with arguments that were checked."""
+"""Native code is called from kernels/gate.py and gate_convert.py alone, with arguments that were checked."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels import gate
+from pennyweight.kernels import gate_convert
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.cpu.convert import rounding_of
 from pennyweight.kernels.cpu.matrix_view import affine
@@ -28,10 +28,10 @@ ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
     "quantize/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
-    "integrations/diffusers.py": "identity", "core/ops/view.py": "identity", "core/distributed/dispatch.py": "identity",
-    "core/distributed/collectives.py": "identity",
-    "core/distributed/fsdp.py": "identity",
-    "core/distributed/dtensor.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
+    "integrations/diffusers.py": "identity", "core/ops/view.py": "identity",
+    "distributed/collectives.py": "identity",
+    "distributed/fsdp.py": "identity",
+    "distributed/sharding.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
 }  # fmt: skip
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}
@@ -53,7 +53,7 @@ def files() -> list[Path]:
 
 def test_only_the_gate_calls_native_functions() -> None:
     native_names = re.compile(r"\bpw_[a-z_]+\b")
-    inside = {"kernels/gate.py", "kernels/cpu/library.py"}
+    inside = {"kernels/gate.py", "kernels/gate_convert.py", "kernels/cpu/library.py"}
     for path in files():
         name = path.relative_to(PACKAGE).as_posix()
         if name in inside:
@@ -73,7 +73,8 @@ def test_only_the_gate_gives_addresses_away() -> None:
 def test_every_exported_function_has_its_gate() -> None:
     source = (SOURCES / "dispatch.cpp").read_text(encoding="utf-8")
     exported = set(re.findall(r"PW_EXPORT\s+[\w\s*]*?\b(pw_\w+)\(", source))
-    called = set(re.findall(r'"(pw_\w+)"', (PACKAGE / "kernels" / "gate.py").read_text(encoding="utf-8")))
+    gates = [(PACKAGE / "kernels" / name).read_text(encoding="utf-8") for name in ("gate.py", "gate_convert.py")]
+    called = set(re.findall(r'"(pw_\w+)"', "".join(gates)))
     assert exported == library._SIGNATURES.keys()
     assert called == exported - WITHOUT_ADDRESSES
 
@@ -98,21 +99,21 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
     codes, scale, x = torch.zeros(20, 64, dtype=torch.int8), torch.ones(20, 1), torch.ones(20, 64)
     packed = torch.zeros(2, 2 * 64 * 4, dtype=torch.uint8)
     return {
-        "pack_codes": (lambda c, o: gate.pack_codes(c, 64, 4, 0, o), [codes.view(torch.uint8), packed]),
+        "pack_codes": (lambda c, o: gate_convert.pack_codes(c, 64, 4, 0, o), [codes.view(torch.uint8), packed]),
         "unpack_codes": (
-            lambda p, o: gate.unpack_codes(p, 64, 4, 0, o), [packed, torch.zeros(20, 64, dtype=torch.uint8)],
+            lambda p, o: gate_convert.unpack_codes(p, 64, 4, 0, o), [packed, torch.zeros(20, 64, dtype=torch.uint8)],
         ),
         "dequantize": (
-            lambda c, s, i, o: gate.dequantize(a, (c, s, None, None), i, o, 1),
+            lambda c, s, i, o: gate_convert.dequantize(a, (c, s, None, None), i, o, 1),
             [codes, scale, torch.arange(20), torch.zeros(20, 64)],
         ),
         "quantize": (
-            lambda x, c, s, room: gate.quantize(q, x, (c, s, None, None), room, 1),
+            lambda x, c, s, room: gate_convert.quantize(q, x, (c, s, None, None), room, 1),
             [x, codes, scale, torch.zeros(42, dtype=torch.float64)],
         ),
-        "ranges": (lambda x, o: gate.ranges(a, x, o, 1), [x, torch.zeros(20, 1, 2)]),
-        "finite": (lambda x: gate.finite(x, 1), [x]),
-        "probe": (lambda x: gate.probe(0, x, x.numel() * 4, 1), [torch.ones(4096)]),
+        "ranges": (lambda x, o: gate_convert.ranges(a, x, o, 1), [x, torch.zeros(20, 1, 2)]),
+        "finite": (lambda x: gate_convert.finite(x, 1), [x]),
+        "probe": (lambda x: gate_convert.probe(0, x, x.numel() * 4, 1), [torch.ones(4096)]),
     }  # fmt: skip
 
 

@@ -19,8 +19,7 @@ from pennyweight.planning.configs.aliases import FASTEST
 from pennyweight.planning.module_handlers import HANDLERS
 from pennyweight.planning.plan import PlanRow
 from pennyweight.quantize import Candidate, Latency, recommend_config
-from pennyweight.quantize.recommend_config import fastest_per_layer
-from pennyweight.quantize.recommendation import best, verdict
+from pennyweight.quantize.recommend_config import best, fastest_per_layer, verdict
 
 INT8, DYNAMIC, INT4 = pw.Int8WeightOnlyConfig(), pw.Int8DynamicActivationInt8WeightConfig(), pw.Int4WeightOnlyConfig(32)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,12 @@ def capture_block_inputs(
 
     ``first`` is called with the first input before it is stored."""
     kept: list[list[tuple[Any, dict[str, Any]]]] = []
-    alike = True  # all blocks get the same other arguments: later batches can stop at the first block
+    shared = True  # the other arguments are the same for all blocks, so later batches can stop at the first
     for i, batch in enumerate(batches):
         calls: list[tuple[Any, dict[str, Any]]] = []
 
         def before(
-            module: nn.Module, args: Any, kwargs: Any, *, i: int = i, calls: list[Any] = calls, alike: bool = alike
+            module: nn.Module, args: Any, kwargs: Any, *, i: int = i, calls: list[Any] = calls, shared: bool = shared
         ) -> None:
             x = hidden_argument(args, kwargs)
             if x is None:
@@ -59,20 +60,16 @@ def capture_block_inputs(
             calls.append((tuple(args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"} | {
                 _BY_NAME: not args
             }))  # fmt: skip
-            if len(calls) == len(blocks) or (alike and i > 0):
-                raise _Enough
+            if len(calls) == len(blocks) or (shared and i > 0):
+                raise _StopForward
 
-        hooks = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
-        try:
+        with ExitStack() as hooks, suppress(_StopForward):
+            for block in blocks:
+                hooks.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
             run_batch(model, batch)
-        except _Enough:
-            pass
-        finally:
-            for hook in hooks:
-                hook.remove()
         kept.append(calls)
-        alike = alike and all(_same(calls[0], c) for c in calls)
-        if alike:
+        shared = shared and all(_same(calls[0], c) for c in calls)
+        if shared:
             del calls[1:]
     return lambda i, b: kept[i][b if len(kept[i]) > 1 else 0]
 
@@ -83,7 +80,7 @@ def advance_block(states: ActivationCache, count: int, b: int, block: nn.Module,
         states.put(i, run_block(block, states.get(i), rest(i, b)))
 
 
-class _Enough(Exception):
+class _StopForward(Exception):
     """Stops a forward pass once all required inputs are captured."""
 
 

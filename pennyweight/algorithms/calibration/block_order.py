@@ -8,7 +8,7 @@ stored inputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,13 +63,10 @@ def calibration_segments(model: nn.Module, weights: dict[int, str], batch: Any) 
     lists = _lists(model, set(weights.values()))
     trials = [_Trial(name, blocks) for name, blocks in lists]
     called: dict[str, None] = {}
-    hooks = [hook for trial in trials for hook in trial.hooks()]
-    try:
-        with InputHooks(weights, lambda name, x: called.setdefault(name), token_mask(batch)):
-            run_batch(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, InputHooks(weights, lambda name, x: called.setdefault(name), token_mask(batch)):
+        for trial in trials:
+            trial.hook(hooks)
+        run_batch(model, batch)
     chains: list[_Trial] = []
     for trial in trials:  # outer lists come first
         inside = any(trial.name.startswith(f"{other.name}.") or other.name == "" for other in chains)
@@ -113,12 +110,10 @@ class _Trial:
     def holds(self) -> bool:
         return self.good and self.calls == len(self.blocks)
 
-    def hooks(self) -> list[Any]:
-        hooks: list[Any] = []
+    def hook(self, hooks: ExitStack) -> None:
         for i, (_, block) in enumerate(self.blocks):
-            hooks.append(block.register_forward_pre_hook(self._before(i), with_kwargs=True))
-            hooks.append(block.register_forward_hook(self._after))
-        return hooks
+            hooks.enter_context(block.register_forward_pre_hook(self._before(i), with_kwargs=True))
+            hooks.enter_context(block.register_forward_hook(self._after))
 
     def _before(self, i: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:

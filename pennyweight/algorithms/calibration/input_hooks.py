@@ -15,6 +15,13 @@ from torch.overrides import TorchFunctionMode
 See = Callable[[str, Tensor], None]  # (parameter name, inputs as float32 [groups, tokens, width])
 
 
+def require_finite(name: str, x: Tensor) -> None:
+    """Raise ValueError for inputs of a parameter that are not finite."""
+    if not bool(x.isfinite().all()):
+        bad = int((~x.isfinite()).sum())
+        raise ValueError(f"{name}: its inputs on the calibration data have {bad} NaN or infinite values")
+
+
 class InputHooks(TorchFunctionMode):
     """Calls ``see(name, x)`` for each product with a watched weight.
 

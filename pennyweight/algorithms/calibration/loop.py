@@ -1,4 +1,5 @@
-"""Runs calibration data through a model block by block; each block sees the outputs of the quantized blocks before."""
+"""Runs calibration data through a model block by block; the inputs of a block are the outputs of the quantized blocks
+before it."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ...distributed import all_reduce
+from ...planning.config_resolution import PlanError
+from ...planning.report import nbytes_of, size
 from ...planning.run_batch import run_batch, token_mask
-from . import all_reduce, memory_budget
 from .activation_cache import ActivationCache, Rest, advance_block, capture_block_inputs, run_block
 from .block_order import CalibrationSegment, calibration_segments, inference_mode
-from .input_hooks import InputHooks
+from .input_hooks import InputHooks, require_finite
 from .statistics import STATISTICS, State, Statistic
 
 
@@ -66,10 +70,10 @@ class CalibrationLoop:
 
     def _whole(self, names: list[str]) -> dict[str, CollectedStatistics]:
         """Statistics from running the whole model. No float inputs are available here, so paired ones are omitted."""
-        gather = _Gather(self._of(names), self.single)
+        collector = _Collector(self._of(names), self.single)
         for batch in [] if self.known.issuperset(names) else self.batches:
-            gather.run(lambda batch=batch: run_batch(self.model, batch), token_mask(batch))
-        return gather.finish()
+            collector.run(lambda batch=batch: run_batch(self.model, batch), token_mask(batch))
+        return collector.finish()
 
     def _chain(self, segment: CalibrationSegment) -> Iterator[Stage]:
         with tempfile.TemporaryDirectory(dir=self.spill) as folder:
@@ -100,18 +104,18 @@ class CalibrationLoop:
         hidden: ActivationCache,
         exact: ActivationCache | None,
     ) -> dict[str, CollectedStatistics]:
-        gather = _Gather(self._of(names), self.single, self.paired)
+        collector = _Collector(self._of(names), self.single, self.paired)
         if self.known.issuperset(names):
             if exact is not None:
                 advance_block(exact, len(self.batches), b, block, rest)
-            return gather.finish()
+            return collector.finish()
         for i, batch in enumerate(self.batches):
             mask = token_mask(batch)
             if exact is not None:
-                out = gather.remember(lambda i=i: run_block(block, exact.get(i), rest(i, b)), mask)
+                out = collector.record_float_inputs(lambda i=i: run_block(block, exact.get(i), rest(i, b)), mask)
                 exact.put(i, out)
-            gather.run(lambda i=i: run_block(block, hidden.get(i), rest(i, b)), mask)
-        return gather.finish()
+            collector.run(lambda i=i: run_block(block, hidden.get(i), rest(i, b)), mask)
+        return collector.finish()
 
     def _of(self, names: list[str]) -> dict[int, str]:
         wanted = set(names)
@@ -120,36 +124,52 @@ class CalibrationLoop:
     def _limit(
         self, segment: CalibrationSegment, first: Tensor, stores: tuple[ActivationCache | None, ...], folder: str
     ) -> None:
-        """Called with the first hidden states: store all hidden states on disk if they exceed ``max_ram``."""
+        """Called with the first hidden states: store all hidden states on disk if they and a block's statistics exceed
+        ``max_ram``. Raises PlanError if the statistics alone exceed it."""
         if self.max_ram is None:
             return
-        held = int(first.nbytes) * len(self.batches) * (2 if self.paired else 1)
-        alive = {name: i for i, name in self.weights.items()}
+        hidden = int(first.nbytes) * len(self.batches) * (2 if self.paired else 1)
+        ids = {name: i for i, name in self.weights.items()}
         parameters = {id(p): p for p in self.model.parameters()}
         for (name, _), names in zip(segment.blocks, segment.sites, strict=True):
-            shapes = [parameters[alive[n]].shape for n in names if alive[n] in parameters]
+            shapes = [parameters[ids[n]].shape for n in names if ids[n] in parameters]
             # The contracted axis is the last except in transposed linears; the larger of both is an upper bound
             widths = [(s[0] if len(s) == 3 else 1, max(s[1:]) if len(s) != 4 else s[1:].numel()) for s in shapes]
-            needed = memory_budget.statistics_bytes(widths, (*self.single, *self.paired))
-            if memory_budget.must_spill(held, needed, self.max_ram, name):
+            with torch.device("meta"):
+                states = [s.init(*width)[0] for width in widths for s in (*self.single, *self.paired)]
+            needed = sum(int(state.nbytes) for state in states)
+            if needed > self.max_ram:
+                raise PlanError(
+                    f"{name}: the statistics of its inputs take {size(needed)}, max_ram is {size(self.max_ram)}; raise "
+                    "max_ram, or use an algorithm with smaller statistics, such as 'imatrix' or 'nearest'"
+                )
+            if hidden + needed > self.max_ram:
                 for store in stores:
                     if store is not None:
                         store.folder = Path(folder)
 
 
-class _Gather:
+def parse_bytes(text: str | float) -> int:
+    """Bytes of a size such as "4 GB", or of a number. Raises PlanError for anything else."""
+    try:
+        return nbytes_of(text)
+    except ValueError as error:
+        raise PlanError(f'a memory limit is a size such as "4 GB", or a number of bytes: {error}') from None
+
+
+class _Collector:
     """Collects the statistics of some weights during forward passes."""
 
     def __init__(self, weights: dict[int, str], single: Sequence[Statistic], paired: Sequence[Statistic] = ()) -> None:
         self.weights, self.single, self.paired = weights, single, paired
         self.states: dict[tuple[str, str], State] = {}
         self.tokens = dict.fromkeys(weights.values(), 0)
-        self.exact: dict[str, list[Tensor]] = {}
+        self.float_inputs: dict[str, list[Tensor]] = {}
 
-    def remember(self, run: Callable[[], Any], mask: Tensor | None) -> Any:
+    def record_float_inputs(self, run: Callable[[], Any], mask: Tensor | None) -> Any:
         """Run one batch on the float inputs and keep the layer inputs for paired statistics. Returns the output."""
-        self.exact = {}
-        with InputHooks(self.weights, lambda name, x: self.exact.setdefault(name, []).append(x), mask):
+        self.float_inputs = {}
+        with InputHooks(self.weights, lambda name, x: self.float_inputs.setdefault(name, []).append(x), mask):
             return run()
 
     def run(self, run: Callable[[], Any], mask: Tensor | None) -> None:
@@ -159,20 +179,17 @@ class _Gather:
     def _see(self, name: str, x: Tensor) -> None:
         if not x.shape[1]:
             return
-        if not bool(x.isfinite().all()):
-            raise ValueError(
-                f"{name}: its inputs on the calibration data have {int((~x.isfinite()).sum())} NaN or infinite values"
-            )
+        require_finite(name, x)
         self.tokens[name] += x.shape[1]
         for statistic in self.single:
             self._update(statistic, name, x)
         if self.paired:
-            queue = self.exact.get(name)
-            twin = queue.pop(0) if queue else None
-            if twin is None or twin.shape != x.shape:
+            queue = self.float_inputs.get(name)
+            x_float = queue.pop(0) if queue else None
+            if x_float is None or x_float.shape != x.shape:
                 return  # routed differently in the float model: paired statistics use only tokens that both have
             for statistic in self.paired:
-                self._update(statistic, name, x, twin)
+                self._update(statistic, name, x, x_float)
 
     def _update(self, statistic: Statistic, name: str, *x: Tensor) -> None:
         key = (statistic.name, name)

@@ -29,7 +29,7 @@ from ...planning.run_batch import run_batch, token_mask
 from ...planning.scheme import Scheme
 from .batches import each
 from .block_order import inference_mode
-from .input_hooks import InputHooks
+from .input_hooks import InputHooks, require_finite
 from .statistics import HISTOGRAM, Bins, State, bins
 
 # Per static config: the fields of scale and zero point, and whether its other fields select a zero point
@@ -96,11 +96,8 @@ def observe_ranges(model: nn.Module, weights: Mapping[str, Tensor], batches: Any
     states: dict[str, State] = {}
 
     def see(name: str, x: Tensor) -> None:
-        if not bool(x.isfinite().all()):
-            bad = int((~x.isfinite()).sum())
-            raise ValueError(f"{name}: its inputs on the calibration data have {bad} NaN or infinite values")
-        flat = x.reshape(1, -1, 1)
-        states[name] = HISTOGRAM.update(states.get(name) or HISTOGRAM.init(1, 1), flat.cpu())
+        require_finite(name, x)
+        states[name] = HISTOGRAM.update(states.get(name) or HISTOGRAM.init(1, 1), x.reshape(1, -1, 1).cpu())
 
     ids = {id(tensor): name for name, tensor in weights.items()}
     with inference_mode(model):

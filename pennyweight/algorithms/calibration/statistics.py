@@ -44,7 +44,7 @@ def register_statistic(statistic: Statistic) -> Statistic:
 
 
 def collect(name: str, batches: Any) -> Tensor:
-    """Compute one statistic of inputs [.., width], all of the same width, by hand. Raises ValueError for NaN or inf."""
+    """Compute one statistic of inputs [.., width], all of the same width. Raises ValueError for NaN or inf."""
     it = STATISTICS[name]
     state = None
     for i, x in enumerate(batches):

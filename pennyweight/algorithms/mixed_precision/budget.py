@@ -10,7 +10,7 @@ from math import inf, isinf
 from ...planning.config_resolution import PlanError
 from ...planning.configs import AOBaseConfig
 from ...planning.report import size
-from ..calibration import memory_budget
+from ..calibration.loop import parse_bytes
 
 Budget = str | Sequence[str]
 _BITS = re.compile(r"\s*([0-9]+\.?[0-9]*)\s*bpw\s*")
@@ -52,7 +52,7 @@ class Base:
     seconds: float | None = None
     rest_seconds: float = 0.0
 
-    def told(self, seconds: float) -> str:
+    def text(self, seconds: float) -> str:
         """Text: time of a model call whose searched layers take these seconds."""
         whole = seconds + self.rest_seconds
         return f"{duration(whole)} per call, {(self.seconds or 0) / whole:.2f}x the speed of float" if whole else "0 s"
@@ -92,9 +92,7 @@ def limits(budget: Budget, base: Base) -> Limits:
             seconds = min(seconds, _seconds(one, base))
         else:
             bits = _BITS.fullmatch(one)
-            nbytes = min(
-                nbytes, float(bits[1]) * base.numel / 8 if bits else memory_budget.parse_bytes(one) - base.rest_bytes
-            )
+            nbytes = min(nbytes, float(bits[1]) * base.numel / 8 if bits else parse_bytes(one) - base.rest_bytes)
     return Limits(nbytes, seconds)
 
 
@@ -130,7 +128,7 @@ def check(table: Table, limit: Limits, base: Base) -> None:
     if fastest > limit.seconds:
         raise PlanError(
             f"the budget leaves {_allowed(limit, base)}; the fastest allocation of the candidates takes "
-            f"{base.told(fastest)}, of which {duration(base.rest_seconds)} are outside these layers"
+            f"{base.text(fastest)}, of which {duration(base.rest_seconds)} are outside these layers"
         )
     if not isinf(limit.nbytes):
         best = _solve(table, limit.nbytes, inf, by_time=True)
@@ -138,7 +136,7 @@ def check(table: Table, limit: Limits, base: Base) -> None:
         if within > limit.seconds * (1 + 1e-9):
             raise PlanError(
                 f"the budget leaves {_allowed(limit, base)}; the fastest allocation within {size(limit.nbytes)} for "
-                f"these weights takes {base.told(within)}"
+                f"these weights takes {base.text(within)}"
             )
 
 

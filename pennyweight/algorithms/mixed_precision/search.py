@@ -115,11 +115,11 @@ class Search:
         from rich.table import Table as Drawn
         from rich.text import Text
 
-        told = f"{self.bits:.3f} bits per weight, {size(self.nbytes)}; predicted {self.metric} {self.predicted:.3g}"
+        title = f"{self.bits:.3f} bits per weight, {size(self.nbytes)}; predicted {self.metric} {self.predicted:.3g}"
         if self.seconds is not None:
-            told += f"; {duration(self.seconds)} per call, {self.speed:.2f}x the speed of float"
+            title += f"; {duration(self.seconds)} per call, {self.speed:.2f}x the speed of float"
         timed = ("time",) if self.seconds is not None else ()
-        table = Drawn(title=told, title_justify="left")
+        table = Drawn(title=title, title_justify="left")
         for name in ("parameter", "chosen", "bytes", *timed, self.metric, "others"):
             left = name in ("parameter", "chosen", "others")
             table.add_column(name, justify="left" if left else "right", overflow="fold")
@@ -183,7 +183,11 @@ def search(
     batches = read(batches, "batches", together=True)
     if len(batches) < 2:
         raise PlanError("search needs at least two batches: some to quantize with, some to measure with")
-    solver, timed = _solver(algorithm), any(map(is_latency, parts(budget)))
+    recipe, timed = recipes.read(algorithm), any(map(is_latency, parts(budget)))
+    if recipe.rewrites or recipe.tuners:
+        raise PlanError(
+            f"search quantizes weights one by one and accepts only a solver; got {recipe}. Apply rewrites first"
+        )
     default = (*CANDIDATES, *FASTEST) if timed else CANDIDATES
     configs = [resolve_config(c) for c in (default if candidates is None else candidates)]
     solving, measuring = losses.split_batches(batches, held_out)
@@ -207,7 +211,7 @@ def search(
         limit = limits(budget, base)
         rows = {name: [row for p in plans for row in p.active if row.name == name] for name in names}
         check(_known(rows, configs, took), limit, base)
-        solved = _solve(model, rows, solver, solving, progress)
+        solved = _solve(model, rows, recipe.solver, solving, progress)
         table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, progress)
         chosen = allocate(table, limit)
         nbytes, total, seconds = totals(table, chosen)
@@ -221,10 +225,10 @@ def search(
          sum(t[i].loss for t in table.values()))
         for i in range(len(configs))
     ]  # fmt: skip
-    told = metric if isinstance(metric, str) else "loss" if metric is not None else _named(measure)
+    label = "loss" if callable(metric) else next(name for name, fn in losses.NAMED.items() if fn is measure)
     return Search(
         _config(table, chosen), total * interaction, interaction, 8 * nbytes / base.numel, nbytes, chosen, table,
-        uniform, told, base, _whole(base, seconds),
+        uniform, label, base, _whole(base, seconds),
     )  # fmt: skip
 
 
@@ -262,19 +266,6 @@ def _nbytes(row: PlanRow) -> int:
 
 def _config(table: Table, chosen: dict[str, int]) -> FqnToConfig:
     return FqnToConfig({name: table[name][i].config for name, i in chosen.items()})
-
-
-def _named(measure: losses.Divergence) -> str:
-    return next((name for name, fn in losses.NAMED.items() if fn is measure), "loss")
-
-
-def _solver(algorithm: Any) -> Any:
-    recipe = recipes.read(algorithm)
-    if recipe.rewrites or recipe.tuners:
-        raise PlanError(
-            f"search quantizes weights one by one and accepts only a solver; got {recipe}. Apply rewrites first"
-        )
-    return recipe.solver
 
 
 def _solve(

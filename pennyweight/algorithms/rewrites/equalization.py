@@ -46,18 +46,18 @@ class NormWeight:
         return self.module._parameters.get("bias")
 
     @property
-    def _weight(self) -> Tensor:
+    def weight(self) -> Tensor:
         return self.module._parameters["weight"]  # type: ignore[return-value]
 
     def tensors(self) -> list[Tensor]:
-        return [p for p in (self._weight, self.bias) if p is not None]
+        return [p for p in (self.weight, self.bias) if p is not None]
 
     def value(self) -> Tensor:
         """float64 [width]."""
-        return self._weight.data.double() + self.shift
+        return self.weight.data.double() + self.shift
 
     def put(self, value: Tensor) -> None:
-        self._weight.data.copy_(value - self.shift)
+        self.weight.data.copy_(value - self.shift)
 
     def divide(self, s: Tensor) -> None:
         self.put(self.value() / s)
@@ -91,7 +91,7 @@ class LinearRows:
 @dataclass(eq=False)
 class EqualizationPair:
     """index [width of the readers]: the writer's channel that each column reads; None: identity. head: width of an
-    attention head, if attention lies in between."""
+    attention head, if attention is in between."""
 
     writer: NormWeight | LinearRows
     readers: tuple[Matrix, ...]
@@ -133,17 +133,14 @@ class FoundPairs:
     without: dict[str, str]
 
 
+@torch.no_grad()
 def find_pairs(model: nn.Module, batch: Any, wanted: Iterable[str] | None = None) -> FoundPairs:
     """Pairs with a reader among ``wanted`` (names of weights; None: any), tested on two samples of a batch. The model
     is restored bit for bit.
 
     Raises ValueError if its output has no tensors to compare.
     """
-    with torch.no_grad():
-        return _find(model, probe_batch(batch), None if wanted is None else set(wanted))
-
-
-def _find(model: nn.Module, batch: Any, wanted: set[str] | None) -> FoundPairs:
+    batch, wanted = probe_batch(batch), None if wanted is None else set(wanted)
     seen = trace(model, batch)
     reference, limit = float_outputs(model, batch), tolerance(model)
     groups: dict[str, list[list[EqualizationPair]]] = {}  # by name pattern: variants of each candidate
@@ -241,15 +238,15 @@ def head_widths(model: nn.Module, matrix: Matrix) -> list[int]:
     *path, _ = matrix.name.split(".")
     for part in path:
         around.append(getattr(around[-1], part))
-    said: list[int] = []
+    widths: list[int] = []
     for owner in [*reversed(around), *(getattr(m, "config", None) for m in reversed(around))]:
         for name in ("head_dim", "attention_head_size"):
-            said.append(getattr(owner, name, None))  # type: ignore[arg-type]
+            widths.append(getattr(owner, name, None))  # type: ignore[arg-type]
         for name in ("num_heads", "num_attention_heads"):
             count = getattr(owner, name, None)
             if isinstance(count, int) and count > 0 and matrix.width % count == 0:
-                said.append(matrix.width // count)
-    known = [h for h in dict.fromkeys(said) if isinstance(h, int) and h > 0 and matrix.width % h == 0]
+                widths.append(matrix.width // count)
+    known = [h for h in dict.fromkeys(widths) if isinstance(h, int) and h > 0 and matrix.width % h == 0]
     return known or [h for h in (128, 64, 32, 256, 96, 80, 16, 8) if matrix.width % h == 0]
 
 

@@ -7,6 +7,7 @@ stream. The graph proposes candidates; a run with changed weights verifies them 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,15 +111,12 @@ class Trace:
 def trace(model: nn.Module, batch: Any) -> Trace:
     """Run the model once in eval mode and record its data flow."""
     recorder = _Recorder(model)
-    hooks = [
-        m.register_forward_hook(recorder.norm_hook(name)) for name, m in model.named_modules() if norm_width(m) > 0
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if norm_width(module) > 0:
+                hooks.enter_context(module.register_forward_hook(recorder.norm_hook(name)))
         with inference_mode(model), recorder:
             run_batch(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return recorder.found
 
 

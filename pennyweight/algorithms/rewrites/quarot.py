@@ -9,19 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...distributed import all_reduce
 from ...planning.config_resolution import PlanError
 from ...planning.scheme import Scheme
 from ..base import Rewrite, register
-from ..calibration import all_reduce
 from ..calibration.batches import Batches, held_out, read
 from .equalization import EqualizationPair, LinearRows, NormWeight, find_pairs, shared_readers
 from .graph import Matrix, trace
 from .hadamard import mean_preserving_rotation, rotation
-from .held_out import HeldOutCheck
 from .online_hadamard import RotatedLinear, rotate_inputs_, undo_
 from .residual_stream import ResidualStream, find_stream
 from .spinquant import learn_rotation
-from .verify_rewrite import SavedTensors, float_outputs, probe_batch, relative_difference, tolerance
+from .verify_rewrite import HeldOutCheck, SavedTensors, float_outputs, probe_batch, relative_difference, tolerance
 
 
 @register("rotate")
@@ -100,8 +99,8 @@ class Rotate(Rewrite):
             ]
         learned_on, guard = held_out(batches, self.held_out)
         reference = float_outputs(model, batch)
-        judged = self.held_out and any(s is not None for s in target.values())
-        trial = HeldOutCheck(model, target, guard or batches) if judged else None
+        compared = self.held_out and any(s is not None for s in target.values())
+        trial = HeldOutCheck(model, target, guard or batches) if compared else None
         before = 0.0 if trial is None else trial.divergence()
         change = _Change(model, stream, heads)
         try:
@@ -115,11 +114,11 @@ class Rotate(Rewrite):
             if trial is not None:
                 trial.forget_all()
                 after = trial.divergence()
-                told = f"held-out divergence with RTN {before:.3g} -> {after:.3g}"
+                note = f"held-out divergence with RTN {before:.3g} -> {after:.3g}"
                 if not after < before:
                     change.undo()
-                    return {"": f"rotation undone: {told}", **dict.fromkeys(target, "not rotated: it did not help")}
-                notes[""] = "; ".join(filter(None, (notes.get(""), f"rotated: {told}")))
+                    return {"": f"rotation undone: {note}", **dict.fromkeys(target, "not rotated: it did not help")}
+                notes[""] = "; ".join(filter(None, (notes.get(""), f"rotated: {note}")))
         except BaseException:
             change.undo()
             raise
@@ -203,8 +202,8 @@ class _Change:
         written, notes = {id(w.weight): w for w in self.stream.writers}, {}
         for gain, readers in self.stream.norms:
             for r in readers:
-                twin = written.get(id(r.weight))
-                if twin is None or (_flat(gain) and gain.bias is None):
+                table = written.get(id(r.weight))
+                if table is None or (gain.bias is None and bool((gain.value() == 1).all())):
                     continue
                 if not options.untie:
                     raise PlanError(
@@ -219,8 +218,8 @@ class _Change:
                 if getattr(config, "tie_word_embeddings", None):
                     self.config = (config, config.tie_word_embeddings)  # type: ignore[union-attr]
                     config.tie_word_embeddings = False  # type: ignore[union-attr]
-                notes[r.name] = f"untied from {twin.name}: a model that loads this checkpoint must not tie them"
-                notes[twin.name] = f"untied from {r.name}"
+                notes[r.name] = f"untied from {table.name}: a model that loads this checkpoint must not tie them"
+                notes[table.name] = f"untied from {r.name}"
         return notes
 
     def _second_place(self, r: Matrix) -> tuple[nn.Module, str, str]:
@@ -256,11 +255,6 @@ class _Change:
 
 def _of(matrices: Any) -> list[Tensor]:
     return [t for m in matrices for t in (m.weight, m.bias) if t is not None]
-
-
-def _flat(gain: NormWeight) -> bool:
-    value = gain.value()
-    return bool((value == 1).all())
 
 
 def _write(w: Matrix, q: Tensor) -> None:

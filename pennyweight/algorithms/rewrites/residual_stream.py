@@ -47,7 +47,8 @@ def find_stream(model: nn.Module, batch: Any) -> ResidualStream:
     made_of = list(_made_of([n.parents[0] for n in seen.norms if id(n.what) in on_stream]))
     norms, centred = [], False
     for module, node in on_stream.values():
-        gain, commutes = norm_weight_of(node.name, module, module.weight), _commuting_rotations(module)
+        gain = norm_weight_of(node.name, module, module.weight)
+        commutes = None if gain is None else _commuting_rotations(gain)
         if id(module) not in readers:
             raise PlanError(
                 f"rotate: no linear layer reads {node.name}, so its gain cannot be folded; rotate the whole model "
@@ -99,13 +100,9 @@ def _made_of(begins: list[Node]) -> Iterator[Node]:
                 todo.append(parent)
 
 
-def _commuting_rotations(norm: nn.Module) -> str | None:
+def _commuting_rotations(gain: NormWeight) -> str | None:
     """Rotations that commute with a norm: "plain", any; "centred", those that preserve the mean; None: none."""
-    weight = norm.weight
-    assert isinstance(weight, Tensor)
-    gain = norm_weight_of("", norm, weight)
-    if gain is None:
-        return None
+    norm, weight = gain.module, gain.weight
     kept = SavedTensors(gain.tensors())
     width, generator = weight.shape[0], torch.Generator().manual_seed(0)
     x = torch.randn(8, width, generator=generator, dtype=torch.float64, device="cpu")

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from ...core.numerics import fake_quantize
+from ...distributed import all_reduce
 from ...kernels.activation import quantize_activation
 from ...planning.config_resolution import PlanError
 from ...planning.run_batch import run_batch, token_mask
 from ...planning.scheme import Scheme
 from ..base import Rewrite
-from ..calibration import all_reduce
 from ..calibration.batches import Batches, held_out, read
 from ..calibration.block_order import inference_mode
-from ..calibration.input_hooks import InputHooks
+from ..calibration.input_hooks import InputHooks, require_finite
 from .equalization import EqualizationPair, find_pairs
 from .graph import Matrix
-from .held_out import HeldOutCheck
-from .verify_rewrite import SavedTensors, float_outputs, probe_batch, relative_difference, tolerance
+from .verify_rewrite import HeldOutCheck, SavedTensors, float_outputs, probe_batch, relative_difference, tolerance
 
 LEAST, MOST = 1e-4, 1e4  # of a scale, relative to the geometric mean of all
 TRIALS = 24  # maximum number of runs over the held-out data
@@ -101,7 +100,7 @@ class ScaleSearch(Rewrite):
         reference = float_outputs(model, batch)
         kept = SavedTensors(t for one in found_scales for t in one.pair.tensors())
         try:
-            helpful, told = self._helpful(model, target, guard, found_scales, kept)
+            helpful, note = self._helpful(model, target, guard, found_scales, kept)
             off = all_reduce.max_number(relative_difference(reference, float_outputs(model, batch)))
             if off > tolerance(model):
                 raise PlanError(
@@ -117,7 +116,7 @@ class ScaleSearch(Rewrite):
                 "decrease"
             )  # fmt: skip
             notes |= {r.name: text for r in one.pair.readers if r.name in target}
-        return notes | ({"": told} if told else {})
+        return notes | ({"": note} if note else {})
 
     def _why_not(
         self, pair: EqualizationPair, s: Tensor, held: ReaderInputs | None, target: Mapping[str, Scheme | None]
@@ -179,8 +178,8 @@ class ScaleSearch(Rewrite):
                 good, best = rest, without
             trial.forget(t for one in group for t in one.pair.tensors())
         _scale(good, kept)
-        told = f"{self.name} kept for {len(good)} of {len(found)} inputs"
-        return good, f"{told}: held-out divergence with RTN {start:.3g} -> {best:.3g}"
+        note = f"{self.name} kept for {len(good)} of {len(found)} inputs"
+        return good, f"{note}: held-out divergence with RTN {start:.3g} -> {best:.3g}"
 
     def _choose(self, pair: EqualizationPair, seen: ReaderInputs, target: Mapping[str, Scheme | None]) -> Scales:
         weights = torch.stack([r.view.double().abs().amax(0) for r in pair.readers]).amax(0)
@@ -253,18 +252,15 @@ def collect_inputs(
         i, x = int(name), x.flatten(0, 1)
         if not x.shape[0]:
             return
-        if not bool(x.isfinite().all()):
-            raise ValueError(f"{pairs[i].readers[0].name}: its inputs on the calibration data are not all finite")
+        require_finite(pairs[i].readers[0].name, x)
         largest, total = x.abs().amax(0), x.abs().double().sum(0)
         count = min(x.shape[0], max(0, share - taken.get(i, 0)))
         taken[i] = taken.get(i, 0) + count
         picked = x[torch.linspace(0, x.shape[0] - 1, count, dtype=torch.float32, device="cpu").round().long()].clone()
         counts[i] = counts.get(i, 0) + x.shape[0]
         if i in found:
-            before = found[i]
-            found[i] = [torch.maximum(before[0], largest), before[1] + total, *before[2:], picked]
-        else:
-            found[i] = [largest, total, picked]
+            largest, total = torch.maximum(found[i][0], largest), found[i][1] + total
+        found[i] = [largest, total, *found.get(i, [])[2:], picked]
 
     with inference_mode(model):
         for batch in batches:

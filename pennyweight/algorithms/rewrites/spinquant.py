@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from ...core.numerics import fake_quantize
 from ...core.spec import ActivationSpec
+from ...distributed import all_reduce
 from ...kernels.activation import quantize_activation
 from ...planning.run_batch import run_batch
 from ...planning.scheme import Scheme
-from ..calibration import all_reduce
 from ..calibration.block_order import inference_mode
 from ..tuners import losses
 from ..tuners.distill import batch_arguments, shuffled_forever
@@ -40,7 +40,7 @@ def learn_rotation(
     the held-out data.
     """
     batches = list(batches)
-    trained, guard = losses.split_batches(batches, HELD_OUT) if len(batches) > 1 else (batches, batches)
+    trained, guard = losses.split_batches(batches, HELD_OUT)
     student = Student(model, stream, target)
     with torch.inference_mode(False), inference_mode(model), torch.enable_grad():
         expected = losses.references(model, guard)
@@ -60,7 +60,7 @@ def learn_rotation(
             optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
             batch = trained[next(order)]
             with torch.no_grad():
-                wanted = losses.subsample(run_batch(model, batch))
+                wanted = losses.compared_tensor(run_batch(model, batch))
             loss = measure(wanted, student(start @ cayley(free, stream.centred), batch), batch)
             (free.grad,) = (all_reduce.reduce_sum(g) for g in torch.autograd.grad(loss, [free]))
             optimizer.step()
@@ -113,7 +113,7 @@ class Student:
             state = {name: self._rounded(name, value) for name, value in state.items()}
         with _Inputs(acts):
             output = torch.func.functional_call(self.model, state, *batch_arguments(batch), tie_weights=False)
-        return losses.subsample(output)
+        return losses.compared_tensor(output)
 
     def _weight(self, m: Any, reads: bool, writes: bool) -> Callable[[Tensor], Tensor]:
         def turn(q: Tensor) -> Tensor:

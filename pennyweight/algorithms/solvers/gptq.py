@@ -1,18 +1,130 @@
-"""GPTQ with fixed quantization grids, and extensions that improve accuracy at the same number of bits."""
+"""GPTQ: rounds a weight matrix column by column; the columns not yet rounded compensate for the error of each.
+
+Frantar et al. 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", arXiv
+2210.17323; equations and steps below are the paper's. For a layer y = W x with W [N, K], the objective (eq. 1) is
+
+    minimise E|(Wq - W) x|^2 = tr(D H D^T),  D = Wq - W,  H = E[x x^T]
+
+The paper's H = 2 X X^T differs by a factor that cancels. The first part of the file is Algorithm 1 as pure functions of
+matrices: damped Hessian, Cholesky factor of its inverse, loop over blocks of columns. The second part has the solvers
+"gptq", "gptaq" and "auto": options, candidate grids, notes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...core.numerics import Parts, dequantize
 from ..base import Solution, Solver, Task, register
-from .candidates import BestCandidate, refit_and_descend
-from .gptq_core import CholeskyFactor, inverse_cholesky, quantize_columns
-from .qparam_grid import SHRINKS, grid_candidates, make_grid
+from .qparam_grid import SHRINKS, QParamGrid, grid_candidates, make_grid
+from .refinement import BestCandidate, refit_and_descend
 from .rtn import Nearest, nearest_parts, output_error, total_error
+
+# -- Algorithm 1 -------------------------------------------------------------------------------------------------------
+
+# The paper's B ("Step 2: Lazy Batch-Updates"): errors propagate within a block column by column, to the later ones by
+# one matrix product per block
+COLUMNS_PER_BLOCK = 128
+
+
+class CholeskyFactor(NamedTuple):
+    """Upper triangular U [K, K] with H^-1 = U^T U, where H is damped and its columns are in ``order`` [K].
+
+    damping     as a fraction of the mean of H's diagonal
+    """
+
+    upper: Tensor
+    order: Tensor
+    damping: float
+
+
+def inverse_cholesky(hessian: Tensor, damping: float, activation_order: bool) -> CholeskyFactor | None:
+    """Cholesky factor of the inverse of a Hessian [K, K] ("Step 3: Cholesky Reformulation").
+
+        H <- H + damping mean(diag H) I;  H^-1 = U^T U
+
+    With F the columns j, j + 1, .., row j of U is row j of H_F^-1 over the root of its diagonal, U_jj^2 = [H_F^-1]_jj:
+    all that eq. 2 needs, so that the loop does not update an inverse (eq. 3, 5). Damping grows tenfold, up to the mean
+    diagonal, until H is positive definite; None if it never is. In float64 up to 8192 inputs: float32 is too inaccurate
+    if channels differ by orders of magnitude.
+
+    activation_order    columns with the largest diagonal of H first ("act-order" of the authors' code)
+    """
+    k = hessian.shape[0]
+    diagonal = hessian.diagonal()
+    mean = float(diagonal.double().mean())
+    if not 0 < mean < float("inf"):
+        return None
+    order = (
+        torch.argsort(diagonal, descending=True, stable=True)
+        if activation_order
+        else torch.arange(k, device=hessian.device, dtype=torch.int64)
+    )
+    dtype = torch.float64 if k <= 8192 else torch.float32
+    while damping <= 1.0:
+        # These matrices dominate the memory of a layer, so each is released as soon as possible
+        h = hessian[order].index_select(1, order).to(dtype)
+        h.diagonal().add_(damping * mean)
+        h, info = torch.linalg.cholesky_ex(h)
+        if not info:
+            h = torch.cholesky_inverse(h)
+            h, info = torch.linalg.cholesky_ex(h, upper=True)
+            if not info and bool(h.isfinite().all()):
+                return CholeskyFactor(h.float(), order, damping)
+        damping = max(10 * damping, 1e-4)
+    return None
+
+
+def quantize_columns(
+    weight: Tensor, grid: QParamGrid, f: CholeskyFactor, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(codes, values) [N, K] of a weight [N, K] by the loop of Algorithm 1. For each column j of each block:
+
+        q = quant(w_j);  e_j = (w_j - q) / U_jj;  w_i -= e_j U_ji  for the columns i > j of the block     (eq. 2)
+
+    and after the block, W -= E U for all later columns (eq. 4, by the factor). The grid is fixed beforehand; without
+    clipping this is Babai's nearest plane algorithm (Chen et al. 2025, arXiv 2507.18553).
+
+    keep    bool [N, K]: all other elements become the representable value nearest to zero
+    """
+    order, upper = f.order, f.upper
+    kept = None if keep is None else keep.t()[order].contiguous()
+    w = weight.t()[order].contiguous()  # a row per column of the weight: contiguous access
+    ordered = grid._replace(columns=type(grid.columns)(*(None if p is None else p[order] for p in grid.columns)))
+    k = w.shape[0]
+    codes = torch.empty(w.shape, dtype=grid.spec.format.code_dtype, device=w.device)
+    values = torch.empty_like(w)
+    for begin in range(0, k, COLUMNS_PER_BLOCK):
+        end = min(begin + COLUMNS_PER_BLOCK, k)
+        block, errors = w[begin:end], torch.empty(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
+        inner = upper[begin:end, begin:end]
+        for j in range(end - begin):
+            wanted = block[j : j + 1]
+            c, v = ordered.nearest(wanted if kept is None else wanted * kept[begin + j], begin + j)
+            codes[begin + j], values[begin + j] = c[0], v[0]
+            errors[j] = (block[j] - v[0]) / inner[j, j]
+            if j + 1 < end - begin:
+                block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1)
+        if end < k:
+            w[end:].addmm_(upper[begin:end, end:].t(), errors, alpha=-1)
+    back = torch.argsort(order)
+    return codes[back].t().contiguous(), values[back].t().contiguous()
+
+
+def asymmetric_target(weight: Tensor, drift: Tensor, f: CholeskyFactor, share: float) -> Tensor:
+    """W + share W E[(x_float - x) x^T] H^-1, with the damped H: the target of GPTAQ (Li et al. 2025) in closed form. At
+    share 1 and without damping this is the least-squares fit to W x_float on the calibration inputs."""
+    back = torch.argsort(f.order)
+    upper = f.upper.double()
+    inverse = (upper.t() @ upper)[back][:, back]
+    return (weight.double() + share * weight.double() @ drift.double() @ inverse).float()
+
+
+# -- solvers -----------------------------------------------------------------------------------------------------------
 
 LEAST, MOST = 0.01, 0.3  # damping by the number of tokens
 AUTO = ("scheme", *SHRINKS[1:], "extreme", "mse", "weighted")
@@ -21,7 +133,7 @@ AUTO = ("scheme", *SHRINKS[1:], "extreme", "mse", "weighted")
 @register("gptq")
 @dataclass(frozen=True)
 class GPTQ(Solver):
-    """Second-order rounding: later columns compensate for the rounding error of each column (Frantar et al. 2022).
+    """Second-order rounding: later columns compensate for the rounding error of each column (Frantar et al. 2023).
 
         minimise tr((Wq - W) H (Wq - W)^T),  H = E[x x^T] + damping mean(diag H) I
 
@@ -91,47 +203,42 @@ class GPTQ(Solver):
         return Solution(parts, sum(s.error or 0.0 for s in solved), sum(s.nearest or 0.0 for s in solved), note)
 
     def _solve(self, task: Task, hessian: Tensor, drift: Tensor | None) -> Solution:
-        h = hessian.unsqueeze(0)
-        parts, values = nearest_parts(task)
-        nearest = total_error(values - task.weight, h)
-        damping = self.damping_of(hessian.shape[0], task.tokens)
+        """A matrix whose rows have the same inputs: hessian and drift [K, K]."""
+        (n, k), shape, h = task.weight.shape, task.weight.shape, hessian.unsqueeze(0)
+        rounded, rounded_values = nearest_parts(task)
+        nearest = total_error(rounded_values - task.weight, h)
+        damping = self.damping_of(k, task.tokens)
         f = inverse_cholesky(hessian, damping, self.activation_order)
         if f is None:
             why = "inputs are all zero" if not hessian.any() else "the Hessian is not positive definite at any damping"
-            return Solution(parts, nearest, nearest, f"rounded to nearest: {why}")
+            return Solution(rounded, nearest, nearest, f"rounded to nearest: {why}")
         target = task.weight if drift is None else asymmetric_target(task.weight, drift, f, self.asymmetric)
         keep = task.weight != 0 if self.keep_zeros else None
         keep = None if keep is None or bool(keep.all()) else keep
-        n, k = task.weight.shape
-        first = make_grid(next(grid_candidates(task, ("scheme",), None))[1], task.spec, task.weight.shape)
+        scheme = make_grid(next(grid_candidates(task, ("scheme",), None))[1], task.spec, shape)
+
+        def from_nearest(under: Tensor) -> BestCandidate:
+            error = output_error(rounded_values - target, under)
+            return BestCandidate(scheme, rounded.codes[:n, :k], rounded_values, error, shape)
+
         damped = hessian.clone()  # candidates are compared under damping, which generalizes better with few tokens
         damped.diagonal().add_(f.damping * hessian.diagonal().mean())
         d = damped.unsqueeze(0)
-        best = BestCandidate(first, parts.codes[:n, :k], values, output_error(values - target, d), task.weight.shape)
+        found = from_nearest(d)
         for _, params in grid_candidates(task, self.grids, hessian.diagonal()):
-            g = make_grid(params, task.spec, task.weight.shape)
-            codes, made = quantize_columns(target, g, f, keep)
-            best.offer(g, codes, made, output_error(made - target, d))
-        refit_and_descend(best, target, damped, self.sweeps, keep=keep)
-        found = best
-        best = BestCandidate(first, parts.codes[:n, :k], values, output_error(values - target, h), task.weight.shape)
+            g = make_grid(params, task.spec, shape)
+            codes, values = quantize_columns(target, g, f, keep)
+            found.offer(g, codes, values, output_error(values - target, d))
+        refit_and_descend(found, target, damped, self.sweeps, keep=keep)
+        best = from_nearest(h)  # at most round-to-nearest's error: guaranteed without damping
         best.offer(found.grid, found.codes, found.values, output_error(found.values - target, h))
-        asked = damping if self.damping is None else self.damping
-        note = "" if f.damping == asked else f"damping raised to {f.damping:g}"
+        wanted = damping if self.damping is None else self.damping
+        note = "" if f.damping == wanted else f"damping raised to {f.damping:g}"
         if self.asymmetric and drift is None and self.name == GPTAQ.name:  # "auto" uses drift only if available
             note = "; ".join(filter(None, (note, "target is its own output: no float inputs")))
         solved = best.grid.parts(task.weight, best.codes)
-        error = total_error(dequantize(solved, task.spec, task.weight.shape) - task.weight, h)
+        error = total_error(dequantize(solved, task.spec, shape) - task.weight, h)
         return Solution(solved, error, nearest, note)
-
-
-def asymmetric_target(weight: Tensor, drift: Tensor, f: CholeskyFactor, share: float) -> Tensor:
-    """W + share W E[(x_float - x) x^T] H^-1, with the damped H. At share 1 and without damping this is the
-    least-squares fit to W x_float on the calibration inputs."""
-    back = torch.argsort(f.order)
-    upper = f.upper.double()
-    inverse = (upper.t() @ upper)[back][:, back]
-    return (weight.double() + share * weight.double() @ drift.double() @ inverse).float()
 
 
 @register("auto")

@@ -72,8 +72,8 @@ class HQQ(Solver):
             zero = _zero(seen)
             error = found.view / step - (units - zero)
             outlying = error.sign() * (error.abs() - error.abs().pow(self.norm - 1) / beta).clamp(min=0)
-            moved = _mean(units - found.view / step + outlying, found.counts, inner)
-            params = self._with(task, params, moved)
+            zero = ((units - found.view / step + outlying) * found.counts).sum(inner)
+            params = self._with(task, params, zero / found.counts.sum(inner).clamp(min=1))
             found.offer(params)
             beta *= self.growth
         return found.finish()
@@ -101,7 +101,3 @@ def _zero(seen: Params) -> Tensor | float:
     assert seen.scale is not None
     scale = blocks.spread(seen.scale).float()
     return -blocks.spread(seen.offset).float() / torch.where(scale == 0, torch.inf, scale)
-
-
-def _mean(x: Tensor, counts: Tensor, inner: tuple[int, ...]) -> Tensor:
-    return (x * counts).sum(inner) / counts.sum(inner).clamp(min=1)

@@ -14,7 +14,7 @@ from ...core.numerics import Parts, dequantize, quantize, store_qparams
 from ...core.qparams import Params, choose
 from ...core.spec import QuantSpec
 from ..base import Solution, Solver, Task, register
-from .gptq_core import WIDTH, inverse_cholesky
+from .gptq import COLUMNS_PER_BLOCK, inverse_cholesky
 from .rtn import Nearest, nearest_parts, total_error
 
 _STEPS = 12  # of conjugate gradients: later steps change less than float16 resolves
@@ -224,13 +224,13 @@ class Problem:
         return note
 
     def _quantize_columns(self, w: Tensor, safe: Tensor, upper: Tensor) -> Tensor:
-        """As :func:`.gptq_core.quantize_columns`, ``dim`` columns at a time. H^-1 = U^T U: after compensation by later
+        """As :func:`.gptq.quantize_columns`, ``dim`` columns at a time. H^-1 = U^T U: after compensation by later
         columns an error e of columns J costs |e U_JJ^-1|^2; e U_JJ^-1 U_J. is subtracted from the later columns."""
         w, d = w.clone(), self.dim
         scale = torch.where(safe.isinf(), 0.0, safe)
         codes = torch.empty((w.shape[0], w.shape[1] // d), dtype=torch.int64, device=w.device)
-        for begin in range(0, w.shape[1], WIDTH):
-            end = min(begin + WIDTH, w.shape[1])
+        for begin in range(0, w.shape[1], COLUMNS_PER_BLOCK):
+            end = min(begin + COLUMNS_PER_BLOCK, w.shape[1])
             errors = torch.empty((w.shape[0], end - begin), device=w.device, dtype=torch.float32)
             for j in range(begin, end, d):
                 here = slice(j, j + d)
@@ -248,8 +248,8 @@ class Problem:
         for rows, h in self._runs(hessian):
             pull = (self.target[rows] - q[rows]) @ h  # minus half the gradient
             small = 1e-6 * float(h.diagonal().mean())
-            for begin in range(0, h.shape[0], WIDTH):
-                end = min(begin + WIDTH, h.shape[0])
+            for begin in range(0, h.shape[0], COLUMNS_PER_BLOCK):
+                end = min(begin + COLUMNS_PER_BLOCK, h.shape[0])
                 moved, near = torch.zeros_like(pull[:, begin:end]), pull[:, begin:end].clone()
                 for j in range(begin, end, d):
                     here, at = slice(j, j + d), slice(j - begin, j - begin + d)

@@ -5,13 +5,14 @@ to the resulting codes, and the candidate with the smallest weighted error is ke
 rounded to multiples of one float16 number, and the codes are recomputed by rounding to nearest under the stored scales.
 Method and weights follow ggml's make_qkx2_quants and make_qx_quants (ggml-quants.c, Kawrakow 2023).
 
-Sub-blocks lie in columns: x is [elements of a sub-block, sub-blocks].
+Each sub-block is a column: x is [elements of a sub-block, sub-blocks].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def _affine(x: Tensor, w: Tensor, top: int, start: float, step: float, tries: in
     for i in range(tries + 1):
         if i < tries:
             codes = (above * _ratio(torch.full_like(span, top + start + step * i), span)).round_().clamp_(0, top)
-        else:  # again from the best: its codes may change with the new offset
+        else:  # the best again: its codes may change with the new offset
             codes = ((x - best_least) * _ratio(torch.ones_like(span), best_scale)).round_().clamp_(0, top)
         scale, least, error = fit(codes)
         better = (error < best) & (scale > 0)
@@ -145,15 +146,11 @@ def _with_offset(x: Tensor, importance: Tensor | None, params: _SearchParams) ->
 def _numbers(x: Tensor, params: _SearchParams) -> tuple[Tensor, Tensor]:
     """Codes of the nearest values, and these values."""
     if params.table:
-        codes = torch.bucketize(x, _levels().to(x.device))
-        return codes, torch.tensor(IQ4_NL.values, device=x.device, dtype=torch.float32)[codes]
+        values = torch.tensor(IQ4_NL.values, device=x.device, dtype=torch.float32)
+        codes = torch.bucketize(x, (values[1:] + values[:-1]) / 2)
+        return codes, values[codes]
     codes = x.round().clamp(-params.top - 1, params.top)
     return codes, codes
-
-
-def _levels() -> Tensor:
-    values = torch.tensor(IQ4_NL.values, dtype=torch.float32, device="cpu")
-    return (values[1:] + values[:-1]) / 2
 
 
 def _centred(x: Tensor, w: Tensor, params: _SearchParams) -> Tensor:
@@ -238,34 +235,21 @@ class _SearchParams:
     table: bool = False
 
 
-_WITH_OFFSET = {
-    "Q2_K": _SearchParams(16, 3, 15, -0.5, 0.1, 16),
-    "Q4_K": _SearchParams(32, 15, 63, -1.0, 0.1, 21),
-    "Q5_K": _SearchParams(32, 31, 63, -0.5, 0.1, 16),
+_TYPES: dict[str, tuple[Callable[..., Parts], _SearchParams]] = {
+    "Q2_K": (_with_offset, _SearchParams(16, 3, 15, -0.5, 0.1, 16)),
+    "Q4_K": (_with_offset, _SearchParams(32, 15, 63, -1.0, 0.1, 21)),
+    "Q5_K": (_with_offset, _SearchParams(32, 31, 63, -0.5, 0.1, 16)),
+    "Q3_K": (_about_zero, _SearchParams(16, 3, 31, 4.0, 0.1, 9)),
+    "Q6_K": (_about_zero, _SearchParams(16, 31, 127, 32.0, 0.1, 9)),
+    "IQ4_NL": (_about_zero, _SearchParams(32, 15, 0, 120.0, 4.0, 9, table=True)),
+    "IQ4_XS": (_about_zero, _SearchParams(32, 15, 31, 120.0, 4.0, 9, table=True)),
 }
-_ABOUT_ZERO = {
-    "Q3_K": _SearchParams(16, 3, 31, 4.0, 0.1, 9),
-    "Q6_K": _SearchParams(16, 31, 127, 32.0, 0.1, 9),
-    "IQ4_NL": _SearchParams(32, 15, 0, 120.0, 4.0, 9, table=True),
-    "IQ4_XS": _SearchParams(32, 15, 31, 120.0, 4.0, 9, table=True),
-}
-
-
-def _rule(
-    search: Callable[[Tensor, Tensor | None, _SearchParams], Parts], params: _SearchParams
-) -> Callable[..., Parts]:
-    return lambda x, importance: search(x, importance, params)
+_SPECS: dict[QuantSpec, str] = {getattr(specs, name): name for name in _TYPES}
 
 
 def chosen() -> dict[str, Callable[..., Parts]]:
     """Search functions by type: (values [blocks, elements], importance of the same shape or None) -> parts."""
-    return {
-        **{name: _rule(_with_offset, params) for name, params in _WITH_OFFSET.items()},
-        **{name: _rule(_about_zero, params) for name, params in _ABOUT_ZERO.items()},
-    }
-
-
-_SPECS: dict[QuantSpec, str] = {getattr(specs, name): name for name in (*_WITH_OFFSET, *_ABOUT_ZERO)}
+    return {name: partial(search, params=params) for name, (search, params) in _TYPES.items()}
 
 
 def search_kquant(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[Parts]:
@@ -273,20 +257,16 @@ def search_kquant(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[P
     these types, if rows are not whole super-blocks, or if values exceed the float16 range."""
     name = _SPECS.get(spec.with_(layout="plain"))
     n, k = weight.shape
-    if name is None or k % _elements(name) or not n or float(weight.abs().max()) > 65504:
+    size = 32 if name == "IQ4_NL" else 256  # elements of a super-block
+    if name is None or k % size or not n or float(weight.abs().max()) > 65504:
         return []
-    rule, per_row = chosen()[name], k // _elements(name)
+    search, params = _TYPES[name]
     step = max(1, _CHUNK // k)
     pieces: list[Parts] = []
     for start in range(0, n, step):
-        rows = slice(start, min(start + step, n))
-        blocks = (t[rows].float().reshape(-1, _elements(name)) for t in (weight, importance))
-        pieces.append(rule(*blocks))
-    return [stack_rows(pieces).map(lambda t: t.reshape(n, per_row * t.shape[1]).contiguous())]
-
-
-def _elements(name: str) -> int:
-    return 32 if name == "IQ4_NL" else 256
+        blocks, weights = (t[start : start + step].float().reshape(-1, size) for t in (weight, importance))
+        pieces.append(search(blocks, weights, params))
+    return [stack_rows(pieces).map(lambda t: t.reshape(n, k // size * t.shape[1]).contiguous())]
 
 
 def stack_rows(pieces: list[Parts]) -> Parts:

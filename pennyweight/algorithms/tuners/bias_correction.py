@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core.tensor import AffineQuantizedTensor
+from ...distributed import all_reduce
 from ...planning.parameters import kind_of
 from ...planning.run_batch import run_batch, token_mask
 from ..base import Tuner, register
-from ..calibration import all_reduce
 from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
 
@@ -106,15 +107,12 @@ def mean_errors(
 
         return after
 
-    hooks = [module.register_forward_hook(hook(name)) for name, module in layers.items()]
-    try:
-        with inference_mode(model):
-            for batch in batches:
-                mask = token_mask(batch)
-                run_batch(model, batch)
-    finally:
-        for h in hooks:
-            h.remove()
+    with ExitStack() as hooks, inference_mode(model):
+        for name, module in layers.items():
+            hooks.enter_context(module.register_forward_hook(hook(name)))
+        for batch in batches:
+            mask = token_mask(batch)
+            run_batch(model, batch)
     means = {}
     for name, module in layers.items():
         device = next(module.parameters()).device
@@ -135,14 +133,11 @@ def _called(model: nn.Module, layers: dict[str, nn.Module], batches: Sequence[An
     def before(name: str) -> Callable[..., None]:
         return lambda module, args: order.setdefault(name)
 
-    hooks = [module.register_forward_pre_hook(before(name)) for name, module in layers.items()]
-    try:
-        with inference_mode(model):
-            for batch in batches:
-                run_batch(model, batch)
-                if len(order) == len(layers):
-                    break
-    finally:
-        for h in hooks:
-            h.remove()
+    with ExitStack() as hooks, inference_mode(model):
+        for name, module in layers.items():
+            hooks.enter_context(module.register_forward_pre_hook(before(name)))
+        for batch in batches:
+            run_batch(model, batch)
+            if len(order) == len(layers):
+                break
     return all_reduce.union_names(list(layers), list(order))

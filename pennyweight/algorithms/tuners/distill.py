@@ -41,7 +41,7 @@ class Learner(Tuner):
     norms: bool = True
 
     def fit(
-        self, moved: Sequence[Trainable], count: int, loss: Callable[[int, dict[str, Tensor]], Tensor],
+        self, trainables: Sequence[Trainable], count: int, loss: Callable[[int, dict[str, Tensor]], Tensor],
         held_out: Callable[[], float],
     ) -> tuple[bool, float, float]:  # fmt: skip
         """(whether it helped, held-out loss before, after). Restores the parameters if it did not help.
@@ -49,28 +49,28 @@ class Learner(Tuner):
         loss    (index of the batch, parameter values by name) -> loss
         """
         before = held_out()
-        knobs = [k for trainable in moved for k in trainable.knobs]
-        rounding = [k for trainable in moved for k in trainable.codes]
-        groups = [{"params": k, "full": r} for k, r in ((knobs, self.rate), (rounding, self.codes)) if k]
+        deltas = [d for trainable in trainables for d in trainable.deltas]
+        rounding = [d for trainable in trainables for d in trainable.codes]
+        groups = [{"params": d, "full": r} for d, r in ((deltas, self.rate), (rounding, self.codes)) if d]
         optimizer = torch.optim.Adam(groups, lr=0.0)
-        knobs, order = knobs + rounding, shuffled_forever(count)
+        deltas, order = deltas + rounding, shuffled_forever(count)
         for step in range(self.steps):
             for group in optimizer.param_groups:
                 group["lr"] = group["full"] * (1 + math.cos(math.pi * step / self.steps)) / 2
             for i in islice(order, self.batch):
-                state = {name: x for trainable in moved for x in (trainable.value(),) for name in trainable.names}
+                state = {name: x for trainable in trainables for x in (trainable.value(),) for name in trainable.names}
                 found = loss(i, state) / self.batch
-                for knob, grad in zip(knobs, torch.autograd.grad(found, knobs, allow_unused=True), strict=True):
+                for delta, grad in zip(deltas, torch.autograd.grad(found, deltas, allow_unused=True), strict=True):
                     if grad is not None:
-                        knob.grad = grad if knob.grad is None else knob.grad + grad
+                        delta.grad = grad if delta.grad is None else delta.grad + grad
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            for trainable in moved:
+            for trainable in trainables:
                 trainable.store()
             after = held_out()
             if not after < before:
-                for trainable in moved:
+                for trainable in trainables:
                     trainable.restore()
         return after < before, before, after
 
@@ -103,12 +103,12 @@ class Tune(Learner):
     def _run(self, model: nn.Module, teacher: nn.Module, batches: Any) -> tuple[bool, str]:
         """(whether it helped, note for the report)."""
         batches = read(batches)
-        trained, guard = losses.split_batches(batches, self.held_out) if len(batches) > 1 else (batches, batches)
+        trained, guard = losses.split_batches(batches, self.held_out)
         with torch.inference_mode(False), torch.enable_grad():
             expected = losses.references(teacher, guard)
             measure = losses.divergence(self.metric, example_output(teacher, guard[0]))
-            moved = list(trainable_parameters(model, self.norms, teacher if self.codes else None))
-            if not any(trainable.knobs or trainable.codes for trainable in moved):
+            trainables = list(trainable_parameters(model, self.norms, teacher if self.codes else None))
+            if not any(trainable.deltas or trainable.codes for trainable in trainables):
                 raise ValueError(
                     f"{self.name}: the model has no quantized weight with trainable scales (scales stored as plain "
                     "numbers)"
@@ -117,11 +117,11 @@ class Tune(Learner):
 
             def loss(i: int, state: dict[str, Tensor]) -> Tensor:
                 output = torch.func.functional_call(model, state, *batch_arguments(trained[i]), tie_weights=False)
-                return measure(known(i), losses.subsample(output), trained[i])
+                return measure(known(i), losses.compared_tensor(output), trained[i])
 
             with training_mode(model):
                 helped, before, after = self.fit(
-                    moved, len(trained), loss, lambda: losses.mean_divergence(model, guard, expected, measure)
+                    trainables, len(trained), loss, lambda: losses.mean_divergence(model, guard, expected, measure)
                 )
         if not helped:
             return False, f"tuning undone: held-out divergence {before:.3g} -> {after:.3g}"
@@ -142,7 +142,7 @@ class _TeacherOutputs:
         if i in self.outputs:
             return self.outputs[i]
         with inference_mode(self.teacher):
-            output = losses.subsample(run_batch(self.teacher, self.batches[i]))
+            output = losses.compared_tensor(run_batch(self.teacher, self.batches[i]))
         output = losses.finite(output, self.teacher, self.batches[i])
         if output.nbytes <= self.room:
             self.room -= output.nbytes
@@ -195,8 +195,8 @@ class Distill(Tune):
     codes: float = 3e-3
 
     def tune(self, model: nn.Module, teacher: nn.Module, batches: Any) -> dict[str, str]:
-        helped, told = self._run(model, teacher, batches)
+        helped, note = self._run(model, teacher, batches)
         if helped:
-            return {"": told}
+            return {"": note}
         scales = Tune(rate=self.rate, batch=self.batch, held_out=self.held_out, norms=self.norms, metric=self.metric)
-        return {"": f"codes: {told}; scales only: {scales._run(model, teacher, batches)[1]}"}
+        return {"": f"codes: {note}; scales only: {scales._run(model, teacher, batches)[1]}"}

@@ -19,9 +19,9 @@ from ...planning.report import Report, Row
 from ..base import Tuner
 from ..calibration.batches import read
 from ..calibration.loop import CalibrationLoop, CollectedStatistics
-from ..solvers.candidates import BestCandidate, refit_and_descend
-from ..solvers.gptq_core import inverse_cholesky, quantize_columns
+from ..solvers.gptq import inverse_cholesky, quantize_columns
 from ..solvers.qparam_grid import QParamGrid, expand_blocks
+from ..solvers.refinement import BestCandidate, refit_and_descend
 from ..solvers.rtn import output_error
 
 
@@ -54,13 +54,13 @@ def improve(
         w = where[0].get()
         if not isinstance(w, AffineQuantizedTensor):
             continue
-        twin = next((originals[p.name] for p in where if p.name in originals), None)
-        if twin is None or tuple(twin.shape) != tuple(w.shape) or isinstance(twin, AffineQuantizedTensor):
-            has = "none" if twin is None else f"{type(twin).__name__} {list(twin.shape)}"
+        original = next((originals[p.name] for p in where if p.name in originals), None)
+        if original is None or tuple(original.shape) != tuple(w.shape) or isinstance(original, AffineQuantizedTensor):
+            has = "none" if original is None else f"{type(original).__name__} {list(original.shape)}"
             raise PlanError(
                 f"{where[0].name} {list(w.shape)}: float_model has {has} of that name; pass the original float model"
             )
-        found[where[0].name] = where, w, twin.detach()
+        found[where[0].name] = where, w, original.detach()
     if not found:
         raise PlanError("improve: the model has no quantized weight; quantize_ it first")
     batches = read(batches, "batches", together=True)
@@ -84,7 +84,12 @@ def improve(
 
 
 def _improve(
-    where: list[Place], w: AffineQuantizedTensor, twin: Tensor, seen: CollectedStatistics, sweeps: int, damping: float
+    where: list[Place],
+    w: AffineQuantizedTensor,
+    original: Tensor,
+    seen: CollectedStatistics,
+    sweeps: int,
+    damping: float,
 ) -> Row:
     hessian = seen.stats.get("hessian")
     why = "no calibration data" if hessian is None else "" if w.ndim == 2 else f"has {w.ndim} axes"
@@ -96,7 +101,7 @@ def _improve(
         why = "" if f is not None else "the Hessian is not positive definite at any damping"
     if why or f is None:
         return _row(where, w, None, None, f"{why}; unchanged")
-    x = twin.float() if w.axes is None else twin.float().t()
+    x = original.float() if w.axes is None else original.float().t()
     x = x if w.perm is None else x[:, w.perm]
     spec, shape, parts = w.spec.with_(layout="plain"), x.shape, w.plain_parts()._replace(perm=None)
     part_shape = blocks.counts(spec.block, shape)
@@ -123,7 +128,7 @@ def _improve(
     for place in where:
         place.set(value)
     before, after = float(first.sum()), float(best.error.sum())
-    return _row(where, new, new.error(twin), after / before if before > 0 else 1.0, "")
+    return _row(where, new, new.error(original), after / before if before > 0 else 1.0, "")
 
 
 def _stored(part: Any, kind: Any, shape: tuple[int, ...]) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...planning.run_batch import run_batch, token_mask
+from ..calibration.batches import held_out_indices
 from ..calibration.block_order import inference_mode
 
 Divergence = Callable[[Any, Any, Any], Tensor]  # (reference output, output, batch) -> scalar
@@ -18,7 +19,7 @@ Divergence = Callable[[Any, Any, Any], Tensor]  # (reference output, output, bat
 
 def kl(reference: Any, output: Any, batch: Any) -> Tensor:
     """Mean over the tokens that count of KL(p || q) = sum p (log p - log q), in nats, of the softmax of the logits."""
-    p, q = (_logits(out).float() for out in (reference, output))
+    p, q = ((out.logits if _has_logits(out) else out).float() for out in (reference, output))
     p, q = p.log_softmax(-1), q.log_softmax(-1)
     found = F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
     mask = token_mask(batch)
@@ -64,7 +65,7 @@ def references(model: nn.Module, batches: Sequence[Any]) -> list[Any]:
     """The model's output for each batch, reduced to the compared tensor. Raises ValueError for NaN or inf, because no
     distance to them is defined."""
     with inference_mode(model):
-        return [finite(subsample(run_batch(model, batch)), model, batch) for batch in batches]
+        return [finite(compared_tensor(run_batch(model, batch)), model, batch) for batch in batches]
 
 
 def finite(output: Tensor, model: nn.Module, batch: Any) -> Tensor:
@@ -81,29 +82,27 @@ def finite(output: Tensor, model: nn.Module, batch: Any) -> Tensor:
     return output
 
 
-def subsample(output: Any) -> Any:
+def compared_tensor(output: Any) -> Any:
     """The tensor of an output that divergences compare."""
     return output.logits if _has_logits(output) else first_tensor(output)
 
 
 def mean_divergence(model: nn.Module, batches: Sequence[Any], reference: Sequence[Any], metric: Divergence) -> float:
     """Mean divergence over batches from precomputed reference outputs."""
+    total = 0.0
     with inference_mode(model):
-        found = [float(metric(r, subsample(run_batch(model, b)), b)) for b, r in zip(batches, reference, strict=True)]
-    return sum(found) / len(found)
+        for batch, expected in zip(batches, reference, strict=True):
+            total += float(metric(expected, compared_tensor(run_batch(model, batch)), batch))
+    return total / len(batches)
 
 
 def split_batches(batches: Sequence[Any], share: float) -> tuple[list[Any], list[Any]]:
-    """(training batches, one in every 1 / share), at least one of each; evenly spread, because batches are often sorted
-    by length."""
-    aside = min(max(1, round(share * len(batches))), len(batches) - 1)
-    chosen = {(2 * i + 1) * len(batches) // (2 * aside) for i in range(aside)}
+    """(training batches, held-out batches: one in every 1 / share), at least one of each; a single batch is both."""
+    if len(batches) == 1:
+        return list(batches), list(batches)
+    chosen = held_out_indices(len(batches), share)
     return [b for i, b in enumerate(batches) if i not in chosen], [batches[i] for i in sorted(chosen)]
 
 
 def _has_logits(output: Any) -> bool:
     return isinstance(getattr(output, "logits", None), Tensor)
-
-
-def _logits(output: Any) -> Tensor:
-    return output.logits if _has_logits(output) else output

@@ -65,7 +65,7 @@ class Reconstruct(Learner):
         weights = {id(p): name for name, p in model.named_parameters() if _quantized(p)}
         with torch.inference_mode(False), inference_mode(model), inference_mode(teacher):
             chains = self._chains(model, weights, batches)
-            guard = losses.split_batches(batches, self.held_out)[1] if len(batches) > 1 else batches
+            guard = losses.split_batches(batches, self.held_out)[1]
             expected = losses.references(teacher, guard)
             measure = losses.divergence(None, example_output(teacher, guard[0]))
             before, restore = losses.mean_divergence(model, guard, expected, measure), make_restore(model)
@@ -75,8 +75,8 @@ class Reconstruct(Learner):
                 restore()
                 return {"": f"reconstruction undone: held-out divergence {before:.3g} -> {after:.3g}"}
         outside = len(weights) - sum(len(names) for segment in chains for names in segment.sites)
-        told = f"{sum(done)} of {len(done)} blocks reconstructed: held-out divergence {before:.3g} -> {after:.3g}"
-        return {"": told + (f"; weights outside blocks, unchanged: {outside}" if outside else "")}
+        note = f"{sum(done)} of {len(done)} blocks reconstructed: held-out divergence {before:.3g} -> {after:.3g}"
+        return {"": note + (f"; weights outside blocks, unchanged: {outside}" if outside else "")}
 
     def _chain(
         self, model: nn.Module, teacher: nn.Module, segment: CalibrationSegment, batches: Sequence[Any]
@@ -89,22 +89,21 @@ class Reconstruct(Learner):
         owners = Counter(id(p) for _, block in segment.blocks for p in block.parameters())
         for b, ((_, block), float_block) in enumerate(zip(segment.blocks, theirs, strict=True)):
             advance_block(exact, len(batches), b, float_block, exact_rest)
-            moved = [
+            trainables = [
                 trainable
                 for trainable in trainable_parameters(block, self.norms, float_block if self.codes else None)
                 if owners[id(trainable.where[0].get())] == 1
             ]
-            if any(isinstance(trainable, TrainableWeight) for trainable in moved):
-                yield self._block(block, b, moved, batches, rest, hidden, exact)
+            if any(isinstance(trainable, TrainableWeight) for trainable in trainables):
+                yield self._block(block, b, trainables, batches, rest, hidden, exact)
             if b + 1 < len(theirs):
                 advance_block(hidden, len(batches), b, block, rest)
 
     def _block(
-        self, block: nn.Module, b: int, moved: list[Trainable], batches: Sequence[Any], rest: Rest,
+        self, block: nn.Module, b: int, trainables: list[Trainable], batches: Sequence[Any], rest: Rest,
         hidden: ActivationCache, exact: ActivationCache,
     ) -> bool:  # fmt: skip
-        every = list(range(len(batches)))
-        trained, guard = losses.split_batches(every, self.held_out) if len(every) > 1 else (every, every)
+        trained, guard = losses.split_batches(range(len(batches)), self.held_out)
 
         def error(i: int, state: dict[str, Tensor] | None = None) -> Tensor:
             return losses.squared_error(exact.get(i), run_block(block, hidden.get(i), rest(i, b), state), batches[i])
@@ -114,7 +113,7 @@ class Reconstruct(Learner):
                 return sum(float(error(i)) for i in guard) / len(guard)
 
         with training_mode(block):
-            return self.fit(moved, len(trained), lambda i, state: error(trained[i], state), held_out)[0]
+            return self.fit(trainables, len(trained), lambda i, state: error(trained[i], state), held_out)[0]
 
 
 def _quantized(p: Tensor) -> bool:

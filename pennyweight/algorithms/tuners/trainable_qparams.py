@@ -38,9 +38,9 @@ class TrainableWeight:
             None if part is None else part_value(part, kind, shape, torch.float32)
             for part, kind in ((self.parts.scale, self.spec.scale), (self.parts.offset, self.spec.offset))
         )
-        self.scale_by, self.move_by = _delta(self.parts.scale), _delta(self.parts.offset)
-        self.knobs = [k for k in (self.scale_by, self.move_by) if k is not None]
-        self.codes: list[Tensor] = []  # delta of the codes, if trainable
+        self.scale_delta, self.offset_delta = _delta(self.parts.scale), _delta(self.parts.offset)
+        self.deltas = [d for d in (self.scale_delta, self.offset_delta) if d is not None]
+        self.codes: list[Tensor] = []  # delta of the codes, if they are trained
         if weight is not None and self.parts.table is None:
             self._init_codes(weight)
 
@@ -83,18 +83,18 @@ class TrainableWeight:
 
     def _params(self) -> Params:
         scale, offset = self.scale, self.offset
-        if scale is not None and offset is not None and self.move_by is not None:
-            offset = offset + self.move_by * scale
-        if scale is not None and self.scale_by is not None:
-            scale = scale * self.scale_by.exp()
+        if scale is not None and offset is not None and self.offset_delta is not None:
+            offset = offset + self.offset_delta * scale
+        if scale is not None and self.scale_delta is not None:
+            scale = scale * self.scale_delta.exp()
         return Params(scale, self.parts.zero_point, offset, self.parts.table)
 
     def store(self) -> None:
         params = self._params()
         parts = self.parts
-        if params.scale is not None and self.scale_by is not None:
+        if params.scale is not None and self.scale_delta is not None:
             parts = parts._replace(scale=params.scale.to(parts.scale.dtype))
-        if params.offset is not None and self.move_by is not None:
+        if params.offset is not None and self.offset_delta is not None:
             parts = parts._replace(offset=params.offset.to(parts.offset.dtype))
         if self.codes:
             parts = parts._replace(codes=self.spec.format.encode(self._latent()).reshape(parts.codes.shape))
@@ -123,12 +123,12 @@ class TrainableVector:
         self.where, self.x, self.scaled = where, x, scaled
         self.names = [p.name for p in where]
         self.was = x.detach().clone()
-        self.by = torch.zeros_like(self.was, dtype=torch.float32).requires_grad_()
-        self.knobs = [self.by]
+        self.delta = torch.zeros_like(self.was, dtype=torch.float32).requires_grad_()
+        self.deltas = [self.delta]
 
     def value(self) -> Tensor:
         was = self.was.float()
-        return (was * (1 + self.by) if self.scaled else was + self.by).to(self.was.dtype)
+        return (was * (1 + self.delta) if self.scaled else was + self.delta).to(self.was.dtype)
 
     def store(self) -> None:
         self.x.data.copy_(self.value())
@@ -148,7 +148,7 @@ def trainable_parameters(model: nn.Module, norms: bool, teacher: nn.Module | Non
         if isinstance(x, AffineQuantizedTensor):
             weight = floats.get(where[0].name)
             found = TrainableWeight(where, x, None if weight is None or weight.shape != x.shape else weight)
-            if found.knobs or found.codes:
+            if found.deltas or found.codes:
                 yield found
         elif norms and x.ndim == 1 and x.is_floating_point():
             yield TrainableVector(where, x, where[0].param == "weight")

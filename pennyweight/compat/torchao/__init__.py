@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from ..install import VirtualModules
-from .module_tree import TREE
+from .module_tree import TREE, VirtualModules
 from .removed import why_missing
 
 VERSION = "0.18.0"  # of torchao: the newest release whose names are all in the tree

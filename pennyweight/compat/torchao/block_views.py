@@ -14,13 +14,11 @@ from ...core import blocks
 from ...core.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format, all_formats
 from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, ActivationSpec, QuantSpec
-from ...core.tensor import AffineQuantizedTensor
-from .class_view import View
+from ...core.tensor import AffineQuantizedTensor as QT
+from .class_view import View, plain_codes, whole
 from .enums import KernelPreference, ScaleCalculationMode
-from .int_views import QuantizeTensorKwargs
-from .part_conversion import plain_codes, whole
+from .int8_float8_views import QuantizeTensorKwargs
 
-QT = AffineQuantizedTensor
 __all__ = [
     "MXTensor", "NF4Tensor", "NVFP4Tensor", "QuantizeTensorToMXKwargs", "QuantizeTensorToNVFP4Kwargs", "linear_nf4",
     "nf4_weight_only", "to_nf4",
@@ -36,9 +34,7 @@ class NF4Tensor(View):
 
     tensor_data_names = ["quantized_scalers", "quantization_factor", "scaler_mean", "quantized_data", "nf4"]  # noqa: RUF012
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return w.spec.format.name.startswith("nf4")
+    holds = staticmethod(lambda w: w.spec.format.name.startswith("nf4"))
 
     @classmethod
     def build(

@@ -28,14 +28,9 @@ from ...planning.name_patterns import check_keys
 from . import enums, v0_8_configs, v0_8_layouts
 
 __all__ = [
-    "ALLOWED_AO_MODULES",
-    "AOBaseConfig",
-    "ConfigJSONEncoder",
-    "VersionMismatchError",
-    "config_from_dict",
-    "config_to_dict",
-    "register_config_type",
-]
+    "ALLOWED_AO_MODULES", "AOBaseConfig", "ConfigJSONEncoder", "VersionMismatchError", "config_from_dict",
+    "config_to_dict", "register_config_type",
+]  # fmt: skip
 
 # Later entries win: those with torchao's name that also have the fields of its older releases.
 _HOMES = (configs, granularity, enums, v0_8_layouts, v0_8_configs)

@@ -21,13 +21,9 @@ import torch
 from torch._ops import OperatorBase, OpOverload, OpOverloadPacket
 
 __all__ = [
-    "_dispatch__torch_dispatch__",
-    "_dispatch__torch_function__",
-    "_get_tensor_impl_constructor",
-    "_implements",
-    "_implements_torch_function",
-    "_register_layout",
-]
+    "_dispatch__torch_dispatch__", "_dispatch__torch_function__", "_get_tensor_impl_constructor", "_implements",
+    "_implements_torch_function", "_register_layout",
+]  # fmt: skip
 
 Handler = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 ATEN, TORCH_FN, LAYOUTS = "_ATEN_OP_TABLE", "_TORCH_FN_TABLE", "_LAYOUT_CONSTRUCTOR_TABLE"

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .enums import MappingType, ZeroPointDomain
-from .integer_ranges import get_block_size, require
 from .primitives import (
     _choose_qparams_affine_dont_preserve_zero,
     _choose_qparams_affine_tinygemm,
@@ -14,23 +13,15 @@ from .primitives import (
     dequantize_affine,
     quantize_affine,
 )
+from .qparams import get_block_size, require
 
 __all__ = [
-    "_guard_dtype_size",
-    "compute_error",
-    "get_block_size",
-    "get_group_qparams_symmetric",
-    "get_groupwise_affine_qparams",
-    "group_quantize_tensor_symmetric",
-    "groupwise_affine_dequantize_tensor",
-    "groupwise_affine_dequantize_tensor_from_qparams",
-    "groupwise_affine_quantize_tensor",
-    "groupwise_affine_quantize_tensor_from_qparams",
-    "guard_dtype_size",
-    "pack_tinygemm_scales_and_zeros",
-    "recommended_inductor_config_setter",
-    "unpack_tinygemm_scales_and_zeros",
-]
+    "_guard_dtype_size", "compute_error", "get_block_size", "get_group_qparams_symmetric",
+    "get_groupwise_affine_qparams", "group_quantize_tensor_symmetric", "groupwise_affine_dequantize_tensor",
+    "groupwise_affine_dequantize_tensor_from_qparams", "groupwise_affine_quantize_tensor",
+    "groupwise_affine_quantize_tensor_from_qparams", "guard_dtype_size", "pack_tinygemm_scales_and_zeros",
+    "recommended_inductor_config_setter", "unpack_tinygemm_scales_and_zeros",
+]  # fmt: skip
 
 
 def compute_error(x: Tensor, y: Tensor) -> Tensor:
@@ -53,34 +44,25 @@ guard_dtype_size = _guard_dtype_size
 # -- float and integer zero points -------------------------------------------------------------------------------------
 
 
-def _groups(w: Tensor, groupsize: int) -> tuple[int, int]:
-    """block_size of groups in the rows of w; one group a row where the row is shorter."""
-    require(w.dim() == 2, f"expected a matrix, got a tensor of shape {list(w.shape)}")
-    groupsize = min(groupsize, w.shape[-1])
-    require(groupsize > 1, f"groupsize must be greater than 1, got {groupsize}")
-    require(w.shape[-1] % groupsize == 0, f"groupsize {groupsize} does not divide the {w.shape[-1]} columns")
-    return 1, groupsize
+def _groups(w: Tensor, groupsize: int, scales: Tensor | None = None) -> tuple[int, int]:
+    """block_size of groups in the rows of w; one group a row where the row is shorter.
 
-
-def _groups_of_parts(w: Tensor, scales: Tensor, groupsize: int) -> tuple[int, int]:
-    """As :func:`_groups`, for parameters that exist: only a single one may stand for a longer group."""
+    With ``scales``, for parameters that exist: only a single one a row may stand for a longer group.
+    """
     require(w.dim() == 2, f"expected a matrix, got a tensor of shape {list(w.shape)}")
-    require(groupsize > 1, f"groupsize must be greater than 1, got {groupsize}")
-    if groupsize > w.shape[-1] and scales.numel() == w.shape[0]:
-        groupsize = w.shape[-1]
-    require(w.shape[-1] % groupsize == 0, f"groupsize {groupsize} does not divide the {w.shape[-1]} columns")
-    return 1, groupsize
+    columns = w.shape[-1]
+    whole = groupsize > columns and (scales is None or scales.numel() == w.shape[0])
+    size = columns if whole else groupsize
+    least = size if scales is None else groupsize
+    require(least > 1, f"groupsize must be greater than 1, got {least}")
+    require(columns % size == 0, f"groupsize {size} does not divide the {columns} columns")
+    return 1, size
 
 
 def get_groupwise_affine_qparams(
-    w: Tensor,
-    n_bit: int = 4,
-    groupsize: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT,
-    preserve_zero: bool = False,
-    eps: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    w: Tensor, n_bit: int = 4, groupsize: int = 128, dtype: torch.dtype = torch.bfloat16,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT, preserve_zero: bool = False, eps: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scales and zeros [N, K / groupsize] of unsigned codes, asymmetric; eps: floor of the scale, default 1e-6.
 
     Float domain: both in ``dtype``, computed in that of w; zeros are values of the middle code. Integer domain: zeros
@@ -125,19 +107,15 @@ def unpack_tinygemm_scales_and_zeros(scales_and_zeros: Tensor) -> tuple[Tensor, 
 
 
 def groupwise_affine_quantize_tensor_from_qparams(
-    w: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n_bit: int = 4,
-    groupsize: int = 128,
+    w: Tensor, scales: Tensor, zeros: Tensor | None, n_bit: int = 4, groupsize: int = 128,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Unsigned codes of w under given parameters.
 
     On a CPU int32 [N, K]. On other devices, unless K is 1, uint8 [N, K / 2]: two codes a byte, the even column in the
     high nibble, on XPU in the low one. Raises AssertionError where the group size does not divide a row.
     """
-    block = _groups_of_parts(w, scales, groupsize)
+    block = _groups(w, groupsize, scales)
     zeros = None if zero_point_domain is ZeroPointDomain.NONE else zeros
     codes = quantize_affine(w, block, scales, zeros, torch.int32, 0, 2**n_bit - 1, zero_point_domain)
     if codes.device.type == "cpu" or w.shape[-1] == 1:
@@ -147,20 +125,16 @@ def groupwise_affine_quantize_tensor_from_qparams(
 
 
 def groupwise_affine_dequantize_tensor_from_qparams(
-    w_int4x8: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n_bit: int = 4,
-    groupsize: int = 128,
+    w_int4x8: Tensor, scales: Tensor, zeros: Tensor | None, n_bit: int = 4, groupsize: int = 128,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Values, in the dtype of the scales, of what :func:`groupwise_affine_quantize_tensor_from_qparams` gives."""
     require(w_int4x8.dim() == 2, f"expected a matrix of codes, got a tensor of shape {list(w_int4x8.shape)}")
     codes = w_int4x8
     if codes.device.type != "cpu" and (codes.dtype is torch.uint8 or codes.shape[-1] > 1):
         high, low = codes.to(torch.int32) >> 4, codes.to(torch.int32) & 15
         codes = torch.stack([low, high] if codes.device.type == "xpu" else [high, low], -1).flatten(-2)
-    block = _groups_of_parts(codes, scales, groupsize)
+    block = _groups(codes, groupsize, scales)
     zeros = None if zero_point_domain is ZeroPointDomain.NONE else zeros
     return dequantize_affine(
         codes, block, scales, zeros, torch.int32, 0, 2**n_bit - 1, zero_point_domain, output_dtype=scales.dtype
@@ -168,13 +142,9 @@ def groupwise_affine_dequantize_tensor_from_qparams(
 
 
 def groupwise_affine_quantize_tensor(
-    w: Tensor,
-    n_bit: int = 4,
-    groupsize: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT,
-    preserve_zero: bool = False,
-) -> tuple[Tensor, Tensor]:
+    w: Tensor, n_bit: int = 4, groupsize: int = 128, dtype: torch.dtype = torch.bfloat16,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.FLOAT, preserve_zero: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of w and its packed scales and zeros [K / groupsize, N, 2].
 
     Raises ValueError for integer zeros, which are not of the dtype that they would be packed in.
@@ -198,13 +168,9 @@ def groupwise_affine_dequantize_tensor(
 
 
 def get_group_qparams_symmetric(
-    w: Tensor,
-    n_bit: int = 4,
-    groupsize: int = 128,
-    precision: torch.dtype = torch.float32,
-    mapping_type: MappingType = MappingType.SYMMETRIC,
-    eps: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    w: Tensor, n_bit: int = 4, groupsize: int = 128, precision: torch.dtype = torch.float32,
+    mapping_type: MappingType = MappingType.SYMMETRIC, eps: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scales and zeros [N, K / groupsize] of signed codes, in ``precision``. Raises as the asymmetric one does."""
     block = _groups(w, groupsize)
     require(n_bit <= 8, f"unsupported n_bit: {n_bit}")
@@ -214,12 +180,9 @@ def get_group_qparams_symmetric(
 
 
 def group_quantize_tensor_symmetric(
-    w: Tensor,
-    n_bit: int = 4,
-    group_size: int = 128,
-    precision: torch.dtype = torch.float32,
+    w: Tensor, n_bit: int = 4, group_size: int = 128, precision: torch.dtype = torch.float32,
     mapping_type: MappingType = MappingType.SYMMETRIC,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(codes int8 [N, K] of ``n_bit`` bits, scales, zeros). Raises AssertionError for NaN, and as above."""
     scales, zeros = get_group_qparams_symmetric(w, n_bit, group_size, precision, mapping_type)
     require(not bool(w.isnan().any()), "the tensor to quantize has NaN")

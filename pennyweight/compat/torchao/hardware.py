@@ -1,57 +1,28 @@
-"""Installed versions and machine capabilities under torchao's names."""
+"""Installed versions, machine capabilities, and decorators that skip a test without them, under torchao's names."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
+import unittest
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
 __all__ = [
-    "TORCH_VERSION_AFTER_2_2",
-    "TORCH_VERSION_AFTER_2_3",
-    "TORCH_VERSION_AFTER_2_4",
-    "TORCH_VERSION_AFTER_2_5",
-    "TORCH_VERSION_AT_LEAST_2_2",
-    "TORCH_VERSION_AT_LEAST_2_3",
-    "TORCH_VERSION_AT_LEAST_2_4",
-    "TORCH_VERSION_AT_LEAST_2_5",
-    "TORCH_VERSION_AT_LEAST_2_6",
-    "TORCH_VERSION_AT_LEAST_2_7",
-    "TORCH_VERSION_AT_LEAST_2_8",
-    "_cpu_is_amx_tile_supported",
-    "_cpu_is_vnni_supported",
-    "_is_device",
-    "_is_fbgemm_genai_gpu_available",
-    "_is_flashinfer_available",
-    "_is_float8_type",
-    "_is_mslk_available",
-    "_torch_version_at_least",
-    "check_cpu_version",
-    "check_xpu_version",
-    "compare_versions",
-    "get_available_devices",
-    "get_compute_capability",
-    "get_current_accelerator_device",
-    "is_MI300",
-    "is_MI350",
-    "is_Navi4",
-    "is_ROCM",
-    "is_cuda_version_at_least",
-    "is_device",
-    "is_fbcode",
-    "is_mslk_version_at_least",
-    "is_package_at_least",
-    "is_sm_at_least_89",
-    "is_sm_at_least_90",
-    "is_sm_at_least_100",
-    "is_sm_version",
-    "parse_version",
-    "should_reduce_range",
-    "torch_version_at_least",
-]
+    "_cpu_is_amx_tile_supported", "_cpu_is_vnni_supported", "_is_device",
+    "_is_fbgemm_genai_gpu_available", "_is_flashinfer_available", "_is_float8_type", "_is_mslk_available",
+    "_torch_version_at_least", "check_cpu_version", "check_xpu_version", "compare_versions", "get_available_devices",
+    "get_compute_capability", "get_current_accelerator_device", "is_MI300", "is_MI350", "is_Navi4", "is_ROCM",
+    "is_cuda_version_at_least", "is_device", "is_fbcode", "is_mslk_version_at_least", "is_package_at_least",
+    "is_sm_at_least_89", "is_sm_at_least_90", "is_sm_at_least_100", "is_sm_version", "parse_version",
+    "should_reduce_range", "skip_if_compute_capability_less_than", "skip_if_no_cuda", "skip_if_no_gemlite",
+    "skip_if_no_xpu", "skip_if_rocm", "skip_if_xpu", "torch_version_at_least",
+]  # fmt: skip
 
 # -- versions ----------------------------------------------------------------------------------------------------------
 
@@ -87,17 +58,12 @@ def _torch_version_at_least(min_version: str) -> bool:
     return torch_version_at_least(min_version)
 
 
-TORCH_VERSION_AT_LEAST_2_8 = torch_version_at_least("2.8.0")
-TORCH_VERSION_AT_LEAST_2_7 = torch_version_at_least("2.7.0")
-TORCH_VERSION_AT_LEAST_2_6 = torch_version_at_least("2.6.0")
-TORCH_VERSION_AT_LEAST_2_5 = torch_version_at_least("2.5.0")
-TORCH_VERSION_AT_LEAST_2_4 = torch_version_at_least("2.4.0")
-TORCH_VERSION_AT_LEAST_2_3 = torch_version_at_least("2.3.0")
-TORCH_VERSION_AT_LEAST_2_2 = torch_version_at_least("2.2.0")
-TORCH_VERSION_AFTER_2_5 = torch_version_at_least("2.5.0.dev")
-TORCH_VERSION_AFTER_2_4 = torch_version_at_least("2.4.0.dev")
-TORCH_VERSION_AFTER_2_3 = torch_version_at_least("2.3.0.dev")
-TORCH_VERSION_AFTER_2_2 = torch_version_at_least("2.2.0.dev")
+_TORCH_VERSIONS = {
+    **{f"TORCH_VERSION_AT_LEAST_2_{n}": torch_version_at_least(f"2.{n}.0") for n in range(2, 9)},
+    **{f"TORCH_VERSION_AFTER_2_{n}": torch_version_at_least(f"2.{n}.0.dev") for n in range(2, 6)},
+}
+globals().update(_TORCH_VERSIONS)
+__all__ += list(_TORCH_VERSIONS)
 
 
 def _installed(*modules: str) -> bool:
@@ -192,16 +158,13 @@ def is_sm_version(major: int, minor: int) -> bool:
     return _capability() == (major, minor)
 
 
-def is_sm_at_least_89() -> bool:
-    return _capability() >= (8, 9)
+def _is_sm_at_least(major: int, minor: int) -> bool:
+    return _capability() >= (major, minor)
 
 
-def is_sm_at_least_90() -> bool:
-    return _capability() >= (9, 0)
-
-
-def is_sm_at_least_100() -> bool:
-    return _capability() >= (10, 0)
+is_sm_at_least_89 = partial(_is_sm_at_least, 8, 9)
+is_sm_at_least_90 = partial(_is_sm_at_least, 9, 0)
+is_sm_at_least_100 = partial(_is_sm_at_least, 10, 0)
 
 
 def is_cuda_version_at_least(major: int, minor: int) -> bool:
@@ -219,16 +182,9 @@ def _gcn_in(*names: str) -> bool:
     return is_ROCM() and any(name in torch.cuda.get_device_properties(0).gcnArchName for name in names)
 
 
-def is_MI300() -> bool:
-    return _gcn_in("gfx940", "gfx941", "gfx942")
-
-
-def is_MI350() -> bool:
-    return _gcn_in("gfx950")
-
-
-def is_Navi4() -> bool:
-    return _gcn_in("gfx1200", "gfx1201")
+is_MI300 = partial(_gcn_in, "gfx940", "gfx941", "gfx942")
+is_MI350 = partial(_gcn_in, "gfx950")
+is_Navi4 = partial(_gcn_in, "gfx1200", "gfx1201")
 
 
 def _cpu_has(feature: str) -> bool:
@@ -237,12 +193,8 @@ def _cpu_has(feature: str) -> bool:
     return probe is not None and bool(probe())
 
 
-def _cpu_is_amx_tile_supported() -> bool:
-    return _cpu_has("_is_amx_tile_supported")
-
-
-def _cpu_is_vnni_supported() -> bool:
-    return _cpu_has("_is_vnni_supported")
+_cpu_is_amx_tile_supported = partial(_cpu_has, "_is_amx_tile_supported")
+_cpu_is_vnni_supported = partial(_cpu_has, "_is_vnni_supported")
 
 
 def should_reduce_range(device: torch.device) -> bool:
@@ -253,3 +205,39 @@ def should_reduce_range(device: torch.device) -> bool:
 def _is_float8_type(dtype: torch.dtype) -> bool:
     """The four float8 types that a matrix product takes; not e8m0, which holds scales."""
     return dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+
+
+# -- decorators for unittest and pytest --------------------------------------------------------------------------------
+
+
+def _skip_if(condition: Callable[[], bool], reason: str) -> Callable[[Any], Any]:
+    """Decorator: skips the test if the condition is true when it runs."""
+
+    def decorate(test: Any) -> Any:
+        @functools.wraps(test)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if condition():
+                raise unittest.SkipTest(reason)
+            return test(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def _with_message(condition: Callable[[], bool], reason: str, message: Any = None) -> Any:
+    """A decorator usable without parentheses, with empty ones, or with a message."""
+    if callable(message):
+        return _skip_if(condition, reason)(message)
+    return _skip_if(condition, f"{reason}: {message}" if message else reason)
+
+
+def skip_if_compute_capability_less_than(min_capability: float) -> Callable[[Any], Any]:
+    return _skip_if(lambda: get_compute_capability() < min_capability, f"needs compute capability {min_capability}")
+
+
+skip_if_no_cuda = partial(_skip_if, lambda: not torch.cuda.is_available(), "needs CUDA")
+skip_if_no_xpu = partial(_skip_if, lambda: not torch.xpu.is_available(), "needs an XPU")
+skip_if_no_gemlite = partial(_skip_if, lambda: importlib.util.find_spec("gemlite") is None, "needs gemlite")
+skip_if_rocm = partial(_with_message, lambda: torch.version.hip is not None, "not under ROCm")
+skip_if_xpu = partial(_with_message, lambda: bool(torch.xpu.is_available()), "not on an XPU")

@@ -31,11 +31,8 @@ from ...quantize import quantize_
 from .model_architectures import LlamaModelsLlama4Experts
 
 __all__ = [
-    "TorchAOBasicTestCase",
-    "TorchAOCompileTestCase",
-    "TorchAOIntegrationTestCase",
-    "copy_tests",
-]
+    "TorchAOBasicTestCase", "TorchAOCompileTestCase", "TorchAOIntegrationTestCase", "copy_tests",
+]  # fmt: skip
 
 # -- copying -----------------------------------------------------------------------------------------------------------
 

@@ -13,21 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .integer_ranges import require
+from .qparams import require
 
 __all__ = [
-    "_choose_qparams_and_quantize_affine_hqq",
-    "_choose_qparams_and_quantize_affine_qqq",
-    "_choose_qparams_and_quantize_scale_only_hqq",
-    "_choose_qparams_and_quantize_scale_only_sinq",
-    "_convert_to_affinequantized_format",
-    "_dequantize_affine_qqq",
-    "_shrink_lp_op",
-    "choose_qparams_and_quantize_affine_hqq",
-    "choose_qparams_and_quantize_affine_qqq",
-    "dequantize_affine_qqq",
+    "_choose_qparams_and_quantize_affine_hqq", "_choose_qparams_and_quantize_affine_qqq",
+    "_choose_qparams_and_quantize_scale_only_hqq", "_choose_qparams_and_quantize_scale_only_sinq",
+    "_convert_to_affinequantized_format", "_dequantize_affine_qqq", "_shrink_lp_op",
+    "choose_qparams_and_quantize_affine_hqq", "choose_qparams_and_quantize_affine_qqq", "dequantize_affine_qqq",
     "optimize_weights_proximal_legacy",
-]
+]  # fmt: skip
 
 # lp_norm: of the error that is minimised. beta: weight of the quadratic term, which grows by kappa a step.
 _PROXIMAL = {"lp_norm": 0.7, "beta": 1e1, "kappa": 1.01, "iters": 20, "early_stop": True}
@@ -41,16 +35,10 @@ def _shrink_lp_op(x: Tensor, beta: float, lp_norm: float) -> Tensor:
 
 @torch.no_grad()
 def optimize_weights_proximal_legacy(
-    tensor: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    min_max: Sequence[float],
-    axis: int = 0,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
-    verbose: bool = False,
+    tensor: Tensor, scale: Tensor, zero: Tensor, min_max: Sequence[float], axis: int = 0,
+    dtype: torch.dtype | None = None, device: Any = None, verbose: bool = False,
     opt_params: Mapping[str, Any] = _PROXIMAL,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(codes, scale, zero) with codes = round(W * scale + zero) and zero optimized to reduce the lp norm of the error.
 
     Each step: E = shrink(W - (codes - zero) / scale), zero = mean(codes - (W - E) * scale) over ``axis``; the steps end
@@ -87,17 +75,10 @@ def _convert_to_affinequantized_format(
 
 
 def _choose_qparams_and_quantize_affine_hqq(
-    tensor: Tensor,
-    nbits: float = 4,
-    group_size: int | None = 64,
-    optimize: bool = True,
-    axis: int = 1,
-    compute_dtype: torch.dtype = torch.float16,
-    device: Any = None,
-    verbose: bool = False,
-    raw_output: bool = False,
+    tensor: Tensor, nbits: float = 4, group_size: int | None = 64, optimize: bool = True, axis: int = 1,
+    compute_dtype: torch.dtype = torch.float16, device: Any = None, verbose: bool = False, raw_output: bool = False,
     optimize_weights: Callable[..., Any] = optimize_weights_proximal_legacy,
-) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
+) -> tuple[Tensor, Tensor, Tensor, torch.Size]:  # fmt: skip
     """HQQ: (codes uint8, scale, zero, shape) of groups of ``group_size`` elements along ``axis`` (1: of a row).
 
     x = (code - mid) * scale + zero, with scale and zero in ``compute_dtype``, one a group in the order of the groups;
@@ -138,15 +119,9 @@ def _choose_qparams_and_quantize_affine_hqq(
 
 @torch.no_grad()
 def _choose_qparams_and_quantize_scale_only_hqq(
-    hp_tensor: Tensor,
-    block_size: Sequence[int],
-    qmin: int,
-    qmax: int,
-    *,
-    iters: int = 20,
-    stochastic: bool = False,
+    hp_tensor: Tensor, block_size: Sequence[int], qmin: int, qmax: int, *, iters: int = 20, stochastic: bool = False,
     early_stop_tol: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(codes int32 [N, K], scale [N, K / g] in the input's dtype) of groups of a row, symmetric.
 
     Alternates codes = clamp(round(W / scale)) with the least squares scale = sum(W * codes) / sum(codes**2), from
@@ -181,13 +156,9 @@ def _choose_qparams_and_quantize_scale_only_hqq(
 
 
 def _choose_qparams_and_quantize_scale_only_sinq(
-    tensor: Tensor,
-    qmin: int = -8,
-    qmax: int = 7,
-    group_size: int = 64,
-    niter: int = 20,
+    tensor: Tensor, qmin: int = -8, qmax: int = 7, group_size: int = 64, niter: int = 20,
     compute_dtype: torch.dtype = torch.float16,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """SINQ: (codes int8 [N, K], scale_row [N, K / g], scale_col [K]) with x = code * scale_row * scale_col.
 
     Columns and rows of the groups, laid below each other, are divided in turn by their standard deviation over the

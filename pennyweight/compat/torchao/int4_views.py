@@ -1,8 +1,13 @@
-"""torchao's integer weights with two codes per byte: Int4Tensor, Int4OpaqueTensor."""
+"""torchao's integer weights with two codes per byte: Int4Tensor, Int4OpaqueTensor, and the device-packed classes.
+
+The values of device-packed int4 and intx classes are those of the plain classes. Their ``from_hp`` gives the same
+weight as the plain class, packed for the kernel selected here; weights packed for another device cannot be read, and
+constructing them from their parts raises an error.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,12 +16,15 @@ from ...core import blocks
 from ...core.formats import UINT4
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
-from ...core.tensor import AffineQuantizedTensor
-from .class_view import View
-from .part_conversion import block_of, block_size, int_codes, part, plain_codes, whole
+from ...core.tensor import AffineQuantizedTensor as QT
+from .class_view import View, block_of, block_size, int_codes, part, plain_codes, ready, whole
+from .int8_float8_views import IntxUnpackedToInt8Tensor
 
-QT = AffineQuantizedTensor
-__all__ = ["Int4OpaqueTensor", "Int4Tensor"]
+__all__ = [
+    "Float8Sparse2x4_1DData1DMetadataTensor", "Float8Sparse2x4_2DData2DMetadataTensor", "Int4OpaqueTensor",
+    "Int4PlainInt32Tensor", "Int4PreshuffledTensor", "Int4Tensor", "Int4TilePackedTo4dTensor", "IntxOpaqueTensor",
+    "Sparse2x4CUTLASSFloat8Tensor",
+]  # fmt: skip
 
 
 def _unpack_nibbles(packed: Tensor) -> Tensor:
@@ -122,9 +130,7 @@ class Int4OpaqueTensor(View):
     optional_tensor_data_names = ["act_pre_scale", "qzeros", "compensation"]  # noqa: RUF012
     optional_tensor_attribute_names = ["act_mapping_type"]  # noqa: RUF012
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return Int4Tensor.holds(w)
+    holds = staticmethod(Int4Tensor.holds)
 
     @classmethod
     def build(
@@ -155,3 +161,85 @@ class Int4OpaqueTensor(View):
             "qdata": packed.parts.codes, "scale_and_zero": packed.parts.scale, "block_size": block_size(w),
             "shape": w.shape, "act_pre_scale": None, "qzeros": None, "compensation": None, "act_mapping_type": None,
         }  # fmt: skip
+
+
+# -- device-packed classes ---------------------------------------------------------------------------------------------
+
+
+class _Packed(View):
+    """A class that can be constructed from floats, but not from its parts."""
+
+    what: ClassVar[str] = ""
+
+    @classmethod
+    def build(cls, *args: Any, **kwargs: Any) -> QT:
+        raise NotImplementedError(
+            f"{cls.__name__} is packed for {cls.what}, which is not supported: load it with torchao there, save its "
+            "dequantized weights, and quantize them"
+        )
+
+
+class _PackedInt4(_Packed):
+    holds = staticmethod(Int4Tensor.holds)
+
+    @classmethod
+    def from_hp(cls, w: Tensor, block_size: Any, *args: Any, **kwargs: Any) -> QT:
+        """As :meth:`Int4Tensor.from_hp`. Other arguments control the packing, and are ignored."""
+        return ready(Int4Tensor.from_hp(w, block_size))
+
+
+def _packed(base: Any, name: str, doc: str, what: str) -> Any:
+    """A class for one packing; ``what`` reads it."""
+    return type(base)(name, (base,), {"__module__": __name__, "__doc__": doc, "what": what})
+
+
+Int4TilePackedTo4dTensor = _packed(
+    _PackedInt4, "Int4TilePackedTo4dTensor", "int4 in tiles of NVIDIA's tensor cores.", "NVIDIA's tensor cores"
+)
+Int4PlainInt32Tensor = _packed(
+    _PackedInt4, "Int4PlainInt32Tensor", "int4, eight to an int32.", "Intel's GPUs and Ascend NPUs"
+)
+
+
+class Int4PreshuffledTensor(_PackedInt4):
+    """int4 in the order of the mslk kernels."""
+
+    what = "the mslk kernels of NVIDIA GPUs"
+
+    @classmethod
+    def from_int4_tensor(cls, tensor: QT) -> QT:
+        """The weight unchanged."""
+        return tensor
+
+
+class IntxOpaqueTensor(_Packed):
+    """int1 to int8 weights packed for ARM processors."""
+
+    what = "ARM processors"
+
+    holds = staticmethod(IntxUnpackedToInt8Tensor.holds)
+
+    @classmethod
+    def from_intx_unpacked_to_int8_tensor(
+        cls, tensor: QT, *, bias: Tensor | None = None, intx_packing_format: Any = None
+    ) -> QT:
+        """The weight packed for this processor. Raises NotImplementedError for a bias: keep it in the layer."""
+        if bias is not None:
+            raise NotImplementedError("IntxOpaqueTensor with a bias: keep the bias in the layer")
+        return ready(tensor)
+
+
+class _Sparse(_Packed):
+    holds = staticmethod(lambda w: False)
+
+    @classmethod
+    def from_hp(cls, *args: Any, **kwargs: Any) -> QT:
+        """Rejected: sparsity changes the values, half of them to zero."""
+        raise NotImplementedError(f"{cls.__name__}: sparse weights are not supported; use Float8Tensor")
+
+
+Float8Sparse2x4_2DData2DMetadataTensor, Float8Sparse2x4_1DData1DMetadataTensor = (
+    _packed(_Sparse, f"Float8Sparse2x4_{which}MetadataTensor", "2:4 sparse float8.", "sparse tensor cores")
+    for which in ("2DData2D", "1DData1D")
+)
+Sparse2x4CUTLASSFloat8Tensor = Float8Sparse2x4_2DData2DMetadataTensor

@@ -1,8 +1,9 @@
-"""torchao's quantizers by module swap: layers with plain buffers, and the quantizers that insert them."""
+"""torchao's quantizers by module swap: finding linear layers, layers with plain buffers, and the quantizers."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,18 +12,45 @@ from torch import Tensor, nn
 
 from ...core.formats import INT8
 from ...core.spec import ActivationSpec, QuantSpec
+from ...core.tensor import AffineQuantizedTensor
 from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import MappingType
+from .class_view import int_codes, ready
 from .groupwise import group_quantize_tensor_symmetric, groupwise_affine_quantize_tensor
 from .int4_views import packed_by_aten
-from .part_conversion import int_codes, ready
 
 __all__ = [
     "Int4WeightOnlyQuantizer", "Int8DynActInt4WeightLinear", "Int8DynActInt4WeightQuantizer", "Quantizer",
-    "TwoStepQuantizer", "WeightOnlyInt4Linear", "linear_forward_8da4w", "linear_forward_int4", "replace_linear_8da4w",
-    "replace_linear_int4",
+    "TwoStepQuantizer", "WeightOnlyInt4Linear", "_is_linear", "_replace_with_custom_fn_if_matches_filter",
+    "linear_forward_8da4w", "linear_forward_int4", "replace_linear_8da4w", "replace_linear_int4",
 ]  # fmt: skip
 _PER_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True), "dynamic", None, INT8_EPS)
+
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+def _is_linear(mod: nn.Module, *args: Any) -> bool:
+    """The default filter: nn.Linear whose weight is not quantized, without nn.MultiheadAttention's output layer."""
+    plain = isinstance(mod, nn.Linear) and not isinstance(mod, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return plain and hasattr(mod, "weight") and not isinstance(mod.weight, AffineQuantizedTensor)
+
+
+def _replace_with_custom_fn_if_matches_filter(
+    model: nn.Module, replacement_fn: Callable[..., nn.Module], filter_fn: Filter, cur_fqn: str = "",
+    device: torch.device | str | None = None, extra_args: tuple[Any, ...] = (),
+) -> nn.Module:  # fmt: skip
+    """The model with ``replacement_fn(module, *extra_args)`` in place of each module that the filter matches, names
+    prefixed by ``cur_fqn``; does not descend into replaced modules."""
+    if filter_fn(model, cur_fqn.removesuffix(".")):
+        return replacement_fn(model if device is None else model.to(device), *extra_args)
+    for name, child in list(model.named_children()):
+        new = _replace_with_custom_fn_if_matches_filter(
+            child, replacement_fn, filter_fn, f"{cur_fqn}{name}.", device, extra_args
+        )
+        if new is not child:
+            setattr(model, name, new)
+    return model if device is None else model.to(device)
 
 
 class Quantizer:
@@ -231,8 +259,6 @@ class Int4WeightOnlyQuantizer(Quantizer):
 
 
 def _swap_linear(model: nn.Module, swap: Any) -> nn.Module:
-    from .quant_api import _replace_with_custom_fn_if_matches_filter
-
     return _replace_with_custom_fn_if_matches_filter(model, swap, lambda m, fqn: type(m) is nn.Linear)
 
 

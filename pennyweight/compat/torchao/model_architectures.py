@@ -9,16 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 __all__ = [
-    "ConvWithSharedWeightInExportedModel",
-    "LNLinearActivationModel",
-    "LlamaModelsLlama4Experts",
-    "RMSNorm",
-    "ToyLinearModel",
-    "ToySingleLinearModel",
-    "ToyTwoLinearModel",
-    "TransformerBlock",
-    "create_model_and_input_data",
-]
+    "ConvWithSharedWeightInExportedModel", "LNLinearActivationModel", "LlamaModelsLlama4Experts", "RMSNorm",
+    "ToyLinearModel", "ToySingleLinearModel", "ToyTwoLinearModel", "TransformerBlock", "create_model_and_input_data",
+]  # fmt: skip
 
 ACTIVATIONS = {
     "gelu": nn.GELU,
@@ -64,14 +57,9 @@ class ToyTwoLinearModel(_Chain):
     """``linear1`` and ``linear2``, with nothing between them."""
 
     def __init__(
-        self,
-        input_dim: int,
-        hidden_dim: int,
-        output_dim: int,
-        dtype: Any = None,
-        device: Any = None,
+        self, input_dim: int, hidden_dim: int, output_dim: int, dtype: Any = None, device: Any = None,
         has_bias: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__((input_dim, hidden_dim, output_dim), dtype, device, has_bias)
 
 
@@ -86,15 +74,9 @@ class ConvWithSharedWeightInExportedModel(nn.Module):
     """One convolution, batch norm and ReLU over each of ``n_chunks`` groups of channels."""
 
     def __init__(
-        self,
-        n_chunks: int,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int = 3,
-        stride: int = 1,
-        padding: int = 1,
-        bias: bool = True,
-    ) -> None:
+        self, n_chunks: int, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1,
+        padding: int = 1, bias: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.n_chunks = n_chunks
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
@@ -161,14 +143,9 @@ class TransformerBlock(nn.Module):
 
 
 def create_model_and_input_data(
-    model_type: str,
-    m: int,
-    k: int,
-    n: int,
-    high_precision_dtype: torch.dtype = torch.bfloat16,
-    device: Any = None,
+    model_type: str, m: int, k: int, n: int, high_precision_dtype: torch.dtype = torch.bfloat16, device: Any = None,
     activation: str = "relu",
-) -> tuple[nn.Module, Tensor]:
+) -> tuple[nn.Module, Tensor]:  # fmt: skip
     """A model and an input for it: "linear" [m, k] → [m, n], "ln_linear" or "ln_linear_gelu" likewise, or
     "transformer_block" over [m, 16, k]. ``device``: CUDA where there is a GPU, else the CPU. Raises ValueError for
     another type."""

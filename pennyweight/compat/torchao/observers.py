@@ -11,18 +11,13 @@ from torch import Tensor, nn
 
 from ...planning.granularity import Granularity, MappingType
 from .enums import ZeroPointDomain
-from .fake_quantize import _fake_quantize_affine
-from .integer_ranges import block_view, get_block_size, require
-from .primitives import choose_qparams_affine_with_min_max
+from .primitives import _fake_quantize_affine, choose_qparams_affine_with_min_max
+from .qparams import block_view, get_block_size, require
 
 __all__ = [
-    "AffineQuantizedFixedQParamObserver",
-    "AffineQuantizedMSEObserver",
-    "AffineQuantizedMinMaxObserver",
-    "AffineQuantizedObserverBase",
-    "_PartialWrapper",
-    "_with_args",
-]
+    "AffineQuantizedFixedQParamObserver", "AffineQuantizedMSEObserver", "AffineQuantizedMinMaxObserver",
+    "AffineQuantizedObserverBase", "_PartialWrapper", "_with_args",
+]  # fmt: skip
 
 
 class _PartialWrapper:
@@ -55,19 +50,11 @@ class AffineQuantizedObserverBase(ABC, nn.Module):
     with_args = classmethod(_with_args)
 
     def __init__(
-        self,
-        mapping_type: MappingType,
-        target_dtype: Any,
-        granularity: Granularity,
-        quant_min: float | None = None,
-        quant_max: float | None = None,
-        eps: float | None = None,
-        scale_dtype: torch.dtype | None = None,
-        zero_point_dtype: torch.dtype | None = None,
-        preserve_zero: bool = True,
-        zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-        keepdim: bool = False,
-    ) -> None:
+        self, mapping_type: MappingType, target_dtype: Any, granularity: Granularity, quant_min: float | None = None,
+        quant_max: float | None = None, eps: float | None = None, scale_dtype: torch.dtype | None = None,
+        zero_point_dtype: torch.dtype | None = None, preserve_zero: bool = True,
+        zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, keepdim: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         require(granularity is not None, "granularity is None")
         if zero_point_domain is None:
@@ -137,20 +124,12 @@ class AffineQuantizedFixedQParamObserver(AffineQuantizedObserverBase):
     """Fixed parameters: buffers ``scale`` and ``zero_point``, default 1 and 0."""
 
     def __init__(
-        self,
-        mapping_type: MappingType,
-        target_dtype: Any,
-        granularity: Granularity,
-        quant_min: float | None = None,
-        quant_max: float | None = None,
-        eps: float | None = None,
-        scale_dtype: torch.dtype | None = None,
-        zero_point_dtype: torch.dtype | None = None,
-        preserve_zero: bool = True,
-        zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-        scale: Tensor | None = None,
+        self, mapping_type: MappingType, target_dtype: Any, granularity: Granularity, quant_min: float | None = None,
+        quant_max: float | None = None, eps: float | None = None, scale_dtype: torch.dtype | None = None,
+        zero_point_dtype: torch.dtype | None = None, preserve_zero: bool = True,
+        zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, scale: Tensor | None = None,
         zero_point: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             mapping_type, target_dtype, granularity, quant_min, quant_max, eps, scale_dtype, zero_point_dtype,
             preserve_zero, zero_point_domain,
@@ -180,20 +159,11 @@ class AffineQuantizedMSEObserver(AffineQuantizedObserverBase):
     """
 
     def __init__(
-        self,
-        mapping_type: MappingType,
-        target_dtype: Any,
-        granularity: Granularity,
-        quant_min: float | None = None,
-        quant_max: float | None = None,
-        eps: float | None = None,
-        scale_dtype: torch.dtype | None = None,
-        zero_point_dtype: torch.dtype | None = None,
-        preserve_zero: bool = True,
-        zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-        steps: int = 100,
-        run_once: bool = False,
-    ) -> None:
+        self, mapping_type: MappingType, target_dtype: Any, granularity: Granularity, quant_min: float | None = None,
+        quant_max: float | None = None, eps: float | None = None, scale_dtype: torch.dtype | None = None,
+        zero_point_dtype: torch.dtype | None = None, preserve_zero: bool = True,
+        zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, steps: int = 100, run_once: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
             mapping_type, target_dtype, granularity, quant_min, quant_max, eps, scale_dtype, zero_point_dtype,
             preserve_zero, zero_point_domain,

@@ -15,45 +15,35 @@ from torch import Tensor
 from ...core.numerics import _reciprocal
 from ...planning.granularity import MappingType
 from .enums import TorchAODType, ZeroPointDomain
-from .integer_ranges import (
+from .qparams import (
     _SUB_BYTE_INT_BOUNDS,
     _SUB_BYTE_UINT_BOUNDS,
-    FP8_TYPES,
-    _get_and_check_qmin_qmax,
-    block_view,
-    require,
-    spread,
-    stored_dtype,
-)
-from .qparams import (
     FLOAT,
+    FP8_TYPES,
     INT,
     NONE,
     _choose_qparams_affine_dont_preserve_zero,
     _choose_qparams_affine_tinygemm,
+    _get_and_check_qmin_qmax,
     _Round,
+    block_view,
     check_domain,
     choose_qparams_affine,
     choose_qparams_affine_with_min_max,
+    require,
+    spread,
+    stored_dtype,
     straight_round,
 )
 
 __all__ = [
-    "MappingType",
-    "TorchAODType",
-    "ZeroPointDomain",
-    "_Round",
-    "_choose_qparams_affine_dont_preserve_zero",
-    "_choose_qparams_affine_tinygemm",
-    "_dequantize_affine_no_zero_point",
-    "_dequantize_affine_tinygemm",
-    "_quantize_affine_no_zero_point",
-    "_quantize_affine_tinygemm",
-    "choose_qparams_affine",
-    "choose_qparams_affine_with_min_max",
-    "dequantize_affine",
+    "MappingType", "TorchAODType", "ZeroPointDomain", "_Round", "_choose_qparams_affine_dont_preserve_zero",
+    "_choose_qparams_affine_tinygemm", "_dequantize_affine_no_zero_point", "_dequantize_affine_tinygemm",
+    "_do_fake_quantize_affine", "_fake_quantize_affine", "_fake_quantize_affine_cachemask",
+    "_quantize_affine_no_zero_point", "_quantize_affine_tinygemm", "choose_qparams_affine",
+    "choose_qparams_affine_with_min_max", "dequantize_affine", "fake_quantize_affine", "fake_quantize_affine_cachemask",
     "quantize_affine",
-]
+]  # fmt: skip
 
 VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -117,15 +107,10 @@ def check_zero_point(zero_point: Tensor | None, domain: Any) -> None:
 
 @torch.no_grad()
 def quantize_affine(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    output_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, output_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Codes clamp(round(x / scale) + zero_point, quant_min, quant_max), computed as :func:`unclamped` says.
 
     input: float32, float16 or bfloat16, any strides. scale, zero_point: one a block, any shape of that many; a zero
@@ -141,28 +126,18 @@ def quantize_affine(
 
 @torch.no_grad()
 def _quantize_affine_tinygemm(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    output_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, output_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
+) -> Tensor:  # fmt: skip
     """:func:`quantize_affine` in the float domain."""
     return _quantize(input, block_size, scale, zero_point, output_dtype, quant_min, quant_max, FLOAT)
 
 
 @torch.no_grad()
 def _quantize_affine_no_zero_point(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    output_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, output_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
+) -> Tensor:  # fmt: skip
     """:func:`quantize_affine` without a zero point; one that is given is not used."""
     return _quantize(input, block_size, scale, None, output_dtype, quant_min, quant_max, NONE)
 
@@ -201,17 +176,10 @@ def _dequantize(
 
 
 def dequantize_affine(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    input_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-    *,
-    output_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, input_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, *, output_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """Values (code - zero_point) * scale; in the float domain (code - mid) * scale + zero_point.
 
     input: codes of ``input_dtype``, those of less than a byte one a byte. scale, zero_point: one a block; a zero point
@@ -224,31 +192,78 @@ def dequantize_affine(
 
 
 def _dequantize_affine_tinygemm(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    input_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    *,
-    output_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, input_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None, *, output_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """:func:`dequantize_affine` in the float domain."""
     return _dequantize(input, block_size, scale, zero_point, input_dtype, quant_min, quant_max, FLOAT, output_dtype)
 
 
 def _dequantize_affine_no_zero_point(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    input_dtype: Any,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    *,
-    output_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, input_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None, *, output_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """:func:`dequantize_affine` without a zero point. Raises AssertionError where one is given."""
     require(zero_point is None, "zero_point should be None for _dequantize_affine_no_zero_point")
     return _dequantize(input, block_size, scale, None, input_dtype, quant_min, quant_max, NONE, output_dtype)
+
+
+# -- fake quantization with torchao's gradients ------------------------------------------------------------------------
+
+
+def _steps_codes_values(
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_dtype: Any,
+    quant_min: float | None, quant_max: float | None, domain: ZeroPointDomain,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    check_zero_point(zero_point, domain)
+    quant_min, quant_max = _get_and_check_qmin_qmax(quant_dtype, quant_min, quant_max)
+    steps = unclamped(input, block_size, scale, zero_point, quant_min, quant_max, domain, quant_dtype)
+    codes = steps.clamp(quant_min, quant_max)
+    if quant_dtype in FP8_TYPES:  # the counterpart of rounding to integers
+        codes = _RoundToFloat8.apply(codes, quant_dtype).to(steps.dtype)
+    inside = (steps >= quant_min) & (steps <= quant_max)
+    if zero_point is not None and zero_point.numel() == 0:
+        zero_point = None
+    return inside, codes, values(codes, block_size, scale, zero_point, quant_min, quant_max, domain, input.dtype)
+
+
+def _fake_quantize_affine(
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
+) -> Tensor:  # fmt: skip
+    """quantize_affine followed by dequantize_affine, in the dtype of the input, with a gradient.
+
+    The gradient is straight-through, and zero where the code was clamped; scale and zero_point get gradients too.
+    Raises the same errors as :func:`pennyweight.compat.torchao.primitives.quantize_affine`.
+    """
+    return _steps_codes_values(
+        input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
+    )[2]
+
+
+def _fake_quantize_affine_cachemask(
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """:func:`_fake_quantize_affine` and a mask of the elements whose code was within bounds before clamping."""
+    inside, _, x = _steps_codes_values(
+        input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
+    )
+    return x, inside
+
+
+def _do_fake_quantize_affine(
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None, quant_dtype: Any,
+    quant_min: float | None = None, quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Codes in a float dtype, and the values they represent."""
+    return _steps_codes_values(
+        input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, zero_point_domain
+    )[1:]
+
+
+fake_quantize_affine = _fake_quantize_affine
+fake_quantize_affine_cachemask = _fake_quantize_affine_cachemask

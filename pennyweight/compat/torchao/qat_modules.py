@@ -21,6 +21,7 @@ from ...planning.configs import (
 from ...quantize.pipeline import quantize_
 from ...training import FakeQuantizedEmbedding, FakeQuantizedLinear, QATConfig
 from ...training.qat.modules import FakeQuantized
+from .linear_modules import TwoStepQuantizer
 from .qat_configs import (
     FakeQuantizeConfigBase,
     Float8FakeQuantizeConfig,
@@ -108,16 +109,6 @@ disable_8da4w_fake_quant = disable_4w_fake_quant = disable_linear_fake_quant
 
 def _is_embedding(module: nn.Module, fqn: str) -> bool:
     return isinstance(module, nn.Embedding)
-
-
-class TwoStepQuantizer:
-    """``prepare(model)``, train, ``convert(model)``."""
-
-    def prepare(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        raise NotImplementedError
-
-    def convert(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        raise NotImplementedError
 
 
 class _TwoSteps(TwoStepQuantizer):

@@ -15,6 +15,7 @@ from ...planning.parameters import is_linear
 from ...planning.report import Report
 from ...quantize.pipeline import quantize_ as _quantize_
 from . import attributes
+from .linear_modules import Filter, _is_linear, _replace_with_custom_fn_if_matches_filter
 
 __all__ = [
     "_is_linear", "_replace_with_custom_fn_if_matches_filter", "autoquant", "fqn_matches_fqn_config",
@@ -22,26 +23,15 @@ __all__ = [
 ]  # fmt: skip
 assert attributes.ATTRIBUTES  # attaches torchao's attributes to quantized weights
 
-Filter = Callable[[nn.Module, str], bool]
 register_quantize_module_handler = module_handlers.register_quantize_module_handler
 
 
-def _is_linear(mod: nn.Module, *args: Any) -> bool:
-    """The default filter: nn.Linear whose weight is not quantized, without nn.MultiheadAttention's output layer."""
-    plain = isinstance(mod, nn.Linear) and not isinstance(mod, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return plain and hasattr(mod, "weight") and not isinstance(mod.weight, AffineQuantizedTensor)
-
-
 def quantize_(
-    model: nn.Module,
-    config: AOBaseConfig | Callable[[nn.Module], nn.Module] | None = None,
-    filter_fn: Filter | None = _is_linear,
-    set_inductor_config: bool | None = None,
-    device: torch.device | str | None = None,
-    *,
-    apply_tensor_subclass: Callable[[nn.Module], nn.Module] | None = None,
+    model: nn.Module, config: AOBaseConfig | Callable[[nn.Module], nn.Module] | None = None,
+    filter_fn: Filter | None = _is_linear, set_inductor_config: bool | None = None,
+    device: torch.device | str | None = None, *, apply_tensor_subclass: Callable[[nn.Module], nn.Module] | None = None,
     **kwargs: Any,
-) -> Report | None:
+) -> Report | None:  # fmt: skip
     """Like :func:`pennyweight.quantize_`, with torchao's arguments of every release. Returns our report.
 
     filter_fn              None, or its default, with FqnToConfig, which selects layers by name
@@ -86,23 +76,6 @@ class _ExtraRepr:
 def fqn_matches_fqn_config(fqn: str, config: FqnToConfig) -> bool:
     """Whether a key of the config is this name, or a ``re:`` key matches all of it."""
     return any(key != "_default" and config_resolution._matches(key, fqn) for key in config.fqn_to_config)
-
-
-def _replace_with_custom_fn_if_matches_filter(
-    model: nn.Module, replacement_fn: Callable[..., nn.Module], filter_fn: Filter, cur_fqn: str = "",
-    device: torch.device | str | None = None, extra_args: tuple[Any, ...] = (),
-) -> nn.Module:  # fmt: skip
-    """The model with ``replacement_fn(module, *extra_args)`` in place of each module that the filter matches, names
-    prefixed by ``cur_fqn``; does not descend into replaced modules."""
-    if filter_fn(model, cur_fqn.removesuffix(".")):
-        return replacement_fn(model if device is None else model.to(device), *extra_args)
-    for name, child in list(model.named_children()):
-        new = _replace_with_custom_fn_if_matches_filter(
-            child, replacement_fn, filter_fn, f"{cur_fqn}{name}.", device, extra_args
-        )
-        if new is not child:
-            setattr(model, name, new)
-    return model if device is None else model.to(device)
 
 
 class _Permuted(nn.Module):

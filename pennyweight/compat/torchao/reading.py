@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,74 @@ from torch import Tensor
 from ...core import blocks
 from ...core.tensor import AffineQuantizedTensor
 from ...io.checkpoint import Checkpoint
-from ...io.errors import CheckpointError
+from ...io.file import CheckpointError
 from ...io.lazy_checkpoint import Opened, StoredTensor
 from ...io.safetensors_file import DTYPE_NAMES, Entry
 from ...io.state_dict import describe, identity, pack
 from ...io.strict_json import parse
-from . import pickles
+from ...planning import granularity
+from . import attributes, block_views, enums, int4_views, int8_float8_views, v0_8_aqt, v0_8_layouts
 from .safetensors_state import unflatten_tensor_state_dict
+
+# -- names in torch.load files -----------------------------------------------------------------------------------------
+
+_Q = "quantization"
+_W = f"{_Q}.quantize_.workflows"
+
+
+def _mapping_type(value: Any) -> granularity.MappingType:
+    """torchao's enum starts at one."""
+    return list(granularity.MappingType)[value - 1] if isinstance(value, int) else granularity.MappingType(value)
+
+
+def _at(homes: str, source: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    for home in homes.split():
+        for name in names:
+            yield f"{home}.{name}", getattr(source, name)
+
+
+# Name in a pickle, below "torchao" -> its counterpart here.
+GLOBALS: dict[str, Any] = dict(
+    (
+        *_at(f"{_Q} {_W} {_W}.int8.int8_tensor", int8_float8_views, "Int8Tensor", "QuantizeTensorToInt8Kwargs"),
+        *_at(f"{_Q} {_W} {_W}.intx.intx_unpacked_to_int8_tensor", int8_float8_views, "IntxUnpackedToInt8Tensor",
+             "IntxUnpackedToInt8TensorActivationQuantization"),
+        *_at(f"{_Q} {_W} {_W}.int4.int4_tensor", int4_views, "Int4Tensor"),
+        *_at(f"prototype.quantization.int4 prototype.quantization.int4.int4_opaque_tensor {_Q} {_W} "
+             f"{_W}.int4.int4_opaque_tensor", int4_views, "Int4OpaqueTensor"),
+        *_at(f"{_Q} {_W} {_W}.float8.float8_tensor", int8_float8_views, "Float8Tensor", "QuantizeTensorToFloat8Kwargs"),
+        *_at(f"{_Q} {_W}.nf4.nf4_tensor dtypes dtypes.nf4tensor", block_views, "NF4Tensor"),
+        *_at("prototype.mx_formats.mx_tensor", block_views, "MXTensor", "QuantizeTensorToMXKwargs"),
+        *_at("prototype.mx_formats.nvfp4_tensor", block_views, "NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"),
+        *_at("dtypes dtypes.affine_quantized_tensor", v0_8_aqt, "AffineQuantizedTensor"),
+        *_at(f"{_Q} {_Q}.linear_activation_quantized_tensor", v0_8_aqt, "LinearActivationQuantizedTensor"),
+        *_at(f"{_Q}.quant_api", v0_8_aqt, "_int8_asymm_per_token_quant", "_int8_symm_per_token_reduced_range_quant"),
+        *_at("dtypes.utils dtypes", v0_8_layouts, "PlainLayout"),
+        *_at("dtypes.uintx.plain_layout dtypes.affine_quantized_tensor", v0_8_layouts, "PlainAQTTensorImpl"),
+        *_at("dtypes.uintx.q_dq_layout", v0_8_layouts, "QDQLayout", "QDQTensorImpl"),
+        *_at("dtypes.uintx.uintx_layout", v0_8_layouts, "UintxLayout", "UintxAQTTensorImpl", "UintxTensor"),
+        *_at("dtypes.uintx.int4_cpu_layout", v0_8_layouts, "Int4CPULayout", "Int4CPUAQTTensorImpl"),
+        *_at("dtypes.uintx.tensor_core_tiled_layout", v0_8_layouts, "TensorCoreTiledLayout",
+             "TensorCoreTiledAQTTensorImpl"),
+        *_at("dtypes.floatx.float8_layout", v0_8_layouts, "Float8Layout", "Float8AQTTensorImpl"),
+        *_at(f"{_Q}.granularity {_Q}", granularity, "PerAxis", "PerBlock", "PerGroup", "PerRow", "PerTensor",
+             "PerToken"),
+        *_at(f"{_Q}.quant_primitives {_Q}", enums, "ZeroPointDomain"),
+        *_at(f"{_Q}.quantize_.common.kernel_preference {_Q}.quantize_.common", enums, "KernelPreference"),
+        *_at("float8.inference", enums, "Float8MMConfig"),
+        (f"{_Q}.quant_primitives.MappingType", _mapping_type),
+        (f"{_Q}.MappingType", _mapping_type),
+    )
+)  # fmt: skip
+
+
+def allow(name: str) -> None:
+    """Allow these names in torch.load(weights_only=True), under the name of the library."""
+    assert attributes.ATTRIBUTES  # loaded tensors have torchao's attributes
+    torch.serialization.add_safe_globals([(value, f"{name}.{path}") for path, value in GLOBALS.items()])
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 FORMAT = "torchao"
 _MAX_TEXT, _MAX_DEPTH = 1 << 16, 16  # limits for the description of one tensor; real ones have about 500 bytes
@@ -126,7 +187,7 @@ def open_pickle(path: str, mmap: bool = True) -> Opened:
     Raises CheckpointError for any error of torch as well.
     """
     for name in _PICKLES:
-        pickles.allow(name)
+        allow(name)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as e:  # torch raises various errors for an invalid file
@@ -147,6 +208,3 @@ def open_pickle(path: str, mmap: bool = True) -> Opened:
         w = _checked(path, name, w.detach())
         held[name] = _held(name, w, w.nbytes, lambda w=w: w)
     return Opened(path, "torch", held, (os.path.realpath(path),), lambda: None, aliases)
-
-
-__all__ = ["FORMAT", "open_pickle", "open_safetensors"]

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BESIDES", "GONE", "why_missing"]
-
 _QAT = "quantize_ with pennyweight.QATConfig, which accepts every config"
 _QAT_LAYER = "quantize_ with QATConfig: prepared layers keep their module"
 _SPARSE = "sparse weights are not supported; pennyweight.sparsify_ sets weights to zero, which quantize_ keeps at zero"
@@ -135,7 +133,6 @@ GONE: dict[str, tuple[str, str]] = {
     "quantization.quant_primitives.quantize_gguf": ("0.11", "GGUF files are not offered yet"),
     "quantization.quantize_.workflows.Int4MarlinSparseTensor": ("0.13 to 0.15", _SPARSE),
     "quantization.quantize_.workflows.IntxUnpackedTensor": ("0.13", "IntxUnpackedToInt8Tensor"),
-    "quantization.quantize_.workflows.int4.Int4PreshuffledTensor": ("0.13", f"{_GPU}Int4Tensor"),
     "quantization.quantize_.workflows.int4.int4_marlin_sparse_tensor": ("0.13 to 0.15", _SPARSE),
     "quantization.quantize_.workflows.intx.IntxUnpackedTensor": ("0.13", "IntxUnpackedToInt8Tensor"),
     "quantization.quantize_.workflows.intx.intx_unpacked_tensor": ("0.13", "IntxUnpackedToInt8Tensor"),

@@ -9,36 +9,145 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...core.formats import E4M3, E5M2
+from ...core.spec import DTYPES
 from ...core.tensor import AffineQuantizedTensor
 from ...planning import granularity
-from . import block_views, enums, float_views, int_views
-from .part_conversion import ready
-from .serialized_attributes import check_attributes
-from .serialized_classes import FILE_VIEWS, view_of
+from ...planning.granularity import Granularity, MappingType
+from . import block_views, enums, int8_float8_views
+from .block_views import _ELEMENTS, MXTensor, NVFP4Tensor
+from .class_view import ready
+from .enums import Float8MMConfig, KernelPreference, ScaleCalculationMode
+from .int4_views import Int4OpaqueTensor, Int4Tensor
+from .int8_float8_views import (
+    Float8Tensor,
+    Int8Tensor,
+    IntxUnpackedToInt8Tensor,
+    IntxUnpackedToInt8TensorActivationQuantization,
+    QuantizeTensorKwargs,
+)
 
 __all__ = [
-    "ALLOWED_CLASSES",
-    "ALLOWED_TENSORS_SUBCLASSES",
-    "TensorSubclassAttributeJSONEncoder",
-    "flatten_tensor_state_dict",
-    "is_metadata_torchao",
-    "object_from_dict",
-    "unflatten_tensor_state_dict",
-]
+    "ALLOWED_CLASSES", "ALLOWED_TENSORS_SUBCLASSES", "FILE_VIEWS", "TensorSubclassAttributeJSONEncoder",
+    "check_attributes", "find_view", "flatten_tensor_state_dict", "is_metadata_torchao", "object_from_dict",
+    "unflatten_tensor_state_dict", "view_of",
+]  # fmt: skip
+
+# -- classes in a file -------------------------------------------------------------------------------------------------
+
+FILE_VIEWS: tuple[Any, ...] = (
+    Int8Tensor, IntxUnpackedToInt8Tensor, Int4Tensor, Int4OpaqueTensor, Float8Tensor, MXTensor, NVFP4Tensor,
+)  # fmt: skip
+
+
+def find_view(w: AffineQuantizedTensor) -> Any:
+    """The first view that can represent w, or None; no torchao class supports permuted channels."""
+    return next((view for view in FILE_VIEWS if view.holds(w)), None) if w.perm is None else None
+
+
+def view_of(w: AffineQuantizedTensor) -> Any:
+    """The first view that can represent w. Raises ValueError naming the spec if torchao has no class for it."""
+    view = find_view(w)
+    if view is None:
+        raise ValueError(
+            f"torchao has no tensor class for {w.spec.with_(layout='plain')} of shape {tuple(w.shape)}"
+            + ("" if w.act is None else f" with activation {w.act}")
+            + ("" if w.perm is None else " with permuted channels")
+            + "; save it with pennyweight.save"
+        )
+    return view
+
+
+# -- attributes in a file ----------------------------------------------------------------------------------------------
+
+_FLOATS = tuple(DTYPES.values())
+_INTS = tuple(getattr(torch, f"int{n}") for n in range(1, 9))
+_FLOAT8 = (E4M3.code_dtype, E5M2.code_dtype)
+_MAX_SIZE = (1 << 31) - 1
+_PER_TOKEN = IntxUnpackedToInt8TensorActivationQuantization
+
+Test = Callable[[Any], bool]
+
+
+def _size(v: Any) -> bool:
+    return type(v) is int and (v == -1 or 0 < v <= _MAX_SIZE)
+
+
+def _sizes(v: Any) -> bool:
+    return isinstance(v, (list, tuple)) and all(_size(n) for n in v)
+
+
+def _one_of(*values: Any) -> Test:
+    return lambda v: any(type(v) is type(known) and v == known for known in values)
+
+
+def _is(*kinds: type) -> Test:
+    return lambda v: type(v) in kinds or (isinstance(v, kinds) and type(v) not in (bool, str))
+
+
+# name: (expected value, as text; check)
+_ATTRIBUTES: dict[str, tuple[str, Test]] = {
+    "block_size": ("a positive size, or a list of them", lambda v: _size(v) or _sizes(v)),
+    "group_size": ("a positive size", _size),
+    "shape": ("a list of sizes", _sizes),
+    "axis": ("an integer", _is(int)),
+    "dim": ("an integer", _is(int)),
+    "dtype": ("the dtype of a float", _one_of(*_FLOATS)),
+    "orig_dtype": ("the dtype of a float", _one_of(*_FLOATS)),
+    "activation_dtype": ("the dtype of a float", _one_of(*_FLOATS)),
+    "target_dtype": ("torch.int1 to torch.int8", _one_of(*_INTS)),
+    "float8_dtype": ("a float8 dtype", _one_of(*_FLOAT8)),
+    "elem_dtype": ("an element of MX", _one_of(*_ELEMENTS)),
+    "act_quant_kwargs": ("how an activation is quantized", _is(QuantizeTensorKwargs)),
+    "granularity": ("a granularity", _is(Granularity)),
+    "mapping_type": ("a MappingType", _is(MappingType)),
+    "act_mapping_type": ("a MappingType", _is(MappingType)),
+    "scaling_mode": ("a ScaleCalculationMode", _is(ScaleCalculationMode)),
+    "kernel_preference": ("a KernelPreference", _is(KernelPreference)),
+    "mm_config": ("a Float8MMConfig", _is(Float8MMConfig)),
+    "activation_quantization": ("a name", lambda v: isinstance(v, (str, _PER_TOKEN))),
+    "hp_value_lb": ("a number", _is(int, float)),
+    "hp_value_ub": ("a number", _is(int, float)),
+    **dict.fromkeys(
+        ("reduce_range", "is_swizzled_scales", "use_triton_kernel", "use_dynamic_per_tensor_scale", "emulate",
+         "use_fast_accum", "pad_inner_dim"),
+        ("true or false", _is(bool)),
+    ),
+}  # fmt: skip
+# Attributes that may be null
+_NEVER_NULL = (
+    "block_size", "group_size", "shape", "dtype", "target_dtype", "elem_dtype", "orig_dtype", "granularity",
+    "mapping_type",
+)  # fmt: skip
+
+
+def check_attributes(kind: str, attributes: Mapping[str, Any]) -> None:
+    """Raise ValueError for an invalid attribute; null is checked by the class."""
+    for name, value in attributes.items():
+        if name not in _ATTRIBUTES or (value is None and name not in _NEVER_NULL):
+            continue
+        if value is None and kind == "Float8Tensor":
+            continue  # a block follows from the scale's shape
+        what, right = _ATTRIBUTES[name]
+        if not right(value):
+            raise ValueError(f"{kind}.{name} must be {what}, got {str(value)[:60]!r}")
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------------
 
 ALLOWED_TENSORS_SUBCLASSES = [view.__name__ for view in FILE_VIEWS]
 _PLAIN = {
     cls.__name__: cls
     for cls in (
-        float_views.QuantizeTensorToFloat8Kwargs, block_views.QuantizeTensorToMXKwargs,
-        block_views.QuantizeTensorToNVFP4Kwargs, int_views.QuantizeTensorToInt8Kwargs,
-        int_views.IntxUnpackedToInt8TensorActivationQuantization, enums.Float8MMConfig, enums.KernelPreference,
+        int8_float8_views.QuantizeTensorToFloat8Kwargs, block_views.QuantizeTensorToMXKwargs,
+        block_views.QuantizeTensorToNVFP4Kwargs, int8_float8_views.QuantizeTensorToInt8Kwargs,
+        int8_float8_views.IntxUnpackedToInt8TensorActivationQuantization, enums.Float8MMConfig, enums.KernelPreference,
         enums.ScaleCalculationMode, granularity.MappingType, granularity.PerAxis, granularity.PerBlock,
         granularity.PerGroup, granularity.PerRow, granularity.PerTensor, granularity.PerToken,
     )
@@ -74,7 +183,7 @@ def _encode(value: Any) -> Any:
         return {"_type": "torch.dtype", "_data": str(value).removeprefix("torch.")}
     if isinstance(value, enum.Enum):
         # torchao compares this one with its string, and its table lacks the enum's name.
-        if isinstance(value, int_views.IntxUnpackedToInt8TensorActivationQuantization):
+        if isinstance(value, int8_float8_views.IntxUnpackedToInt8TensorActivationQuantization):
             return value.value
         return {"_type": type(value).__name__, "_data": value.name}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

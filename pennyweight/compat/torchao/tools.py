@@ -1,4 +1,4 @@
-"""Timing, sizes, op registration and other small tools, under torchao's names."""
+"""Timing, sizes, op registration, op counts and plain parameters for exporters, under torchao's names."""
 
 from __future__ import annotations
 
@@ -9,25 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
-    "DummyModule",
-    "_assert_and_get_unique_device",
-    "_register_custom_op",
-    "_register_meta_op",
-    "benchmark_model",
-    "benchmark_torch_function_in_microseconds",
-    "ceil_div",
-    "compute_max_diff",
-    "fill_defaults",
-    "find_multiple",
-    "get_model_size_in_bytes",
-    "get_out_shape",
-    "profiler_runner",
-    "register_as_pytree_constant",
-    "round_up",
-]
+    "DummyModule", "LoggingTensorMode", "UnwrapTensorSubclass", "_apply_logging_hook", "_assert_and_get_unique_device",
+    "_fqn_to_op_to_shape_to_count", "_register_custom_op", "_register_meta_op", "benchmark_model",
+    "benchmark_torch_function_in_microseconds", "ceil_div", "compute_max_diff", "fill_defaults", "find_multiple",
+    "get_model_size_in_bytes", "get_out_shape", "profiler_runner", "register_as_pytree_constant", "round_up",
+    "unwrap_tensor_subclass",
+]  # fmt: skip
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
@@ -41,12 +32,9 @@ def _assert_and_get_unique_device(module: nn.Module) -> torch.device | None:
 
 
 def benchmark_model(
-    model: Callable[..., Any],
-    num_runs: int,
-    args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
+    model: Callable[..., Any], num_runs: int, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None,
     device_type: str | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Mean time of one call of ``model(*args, **kwargs)``, in milliseconds on every device.
 
     The device is synchronized only at the start and the end. There is no warm-up: call the model first if it is
@@ -208,3 +196,107 @@ class DummyModule(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
+
+
+# -- tensor subclasses as plain parameters -----------------------------------------------------------------------------
+
+
+class UnwrapTensorSubclass(nn.Module):
+    """Parametrization that stores the plain tensors inside a subclass and computes the subclass from them.
+
+    Nested subclasses are unwrapped too. ``rebuild_stack`` lists, in unwrapping order, what to build: (type, context of
+    ``__tensor_flatten__``, names of the inner tensors, size, stride, which inner ones are subclasses themselves).
+    """
+
+    rebuild_stack: list[tuple[type, Any, list[str], torch.Size, tuple[int, ...], list[bool]]]
+
+    def right_inverse(self, tensor: Tensor) -> list[Tensor]:
+        """The plain tensors inside. Raises TypeError for a tensor that is already plain."""
+        if not is_traceable_wrapper_subclass(tensor):
+            raise TypeError(
+                f"only tensor subclasses with __tensor_flatten__ can be unwrapped, got {type(tensor).__name__}"
+            )
+        self.rebuild_stack = []
+        plain: list[Tensor] = []
+        self._open(tensor, plain)
+        return plain
+
+    def _open(self, tensor: Any, plain: list[Tensor]) -> None:
+        names, context = tensor.__tensor_flatten__()
+        parts = [getattr(tensor, name) for name in names]
+        nested = [is_traceable_wrapper_subclass(part) for part in parts]
+        self.rebuild_stack.append((type(tensor), context, names, tensor.size(), tensor.stride(), nested))
+        for part, opens in zip(parts, nested, strict=True):
+            if opens:
+                self._open(part, plain)
+            else:
+                plain.append(part)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """The subclass from the plain tensors, in the order of :meth:`right_inverse`."""
+        return self._close(iter(self.rebuild_stack), iter(tensors))
+
+    def _close(self, stack: Any, plain: Any) -> Tensor:
+        cls, context, names, size, stride, nested = next(stack)
+        inner = {
+            name: self._close(stack, plain) if opens else next(plain) for name, opens in zip(names, nested, strict=True)
+        }
+        return cls.__tensor_unflatten__(inner, context, size, stride)  # type: ignore[attr-defined]
+
+
+def unwrap_tensor_subclass(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> nn.Module:
+    """Store plain tensors in place of every parameter that is a tensor subclass; the model's results do not change.
+
+    In place, and returned. All modules are visited, the root included, or those for which ``filter_fn(module, name)``
+    is true. State dicts then have keys such as ``linear.parametrizations.weight.original0``. Unwrapped weights no
+    longer train. Sharded (DTensor) and already parametrized parameters are skipped.
+
+    ``torch.export`` supports the result if the class handles its functions above autograd, as ours does. A class that
+    handles only aten ops can be exported directly, without this: torch 2.13 cannot trace such tensors created inside.
+    """
+    sharded: tuple[type, ...] = ()
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+
+        sharded = (DTensor,)
+    for fqn, module in list(model.named_modules()):
+        if filter_fn is not None and not filter_fn(module, fqn):
+            continue
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, sharded):
+                # the parts become parameters like the whole, and integer parts cannot require gradients
+                setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
+                parametrize.register_parametrization(module, name, UnwrapTensorSubclass())
+    return model
+
+
+# -- counts of operators by module and shapes --------------------------------------------------------------------------
+
+# module name (None outside of any) -> operator -> shapes of its tensors -> calls
+_fqn_to_op_to_shape_to_count: dict[str | None, dict[str, dict[str, int]]] = {}
+_current: list[str | None] = [None]
+
+
+def _apply_logging_hook(model: nn.Module) -> None:
+    """Make each module of ``model`` record itself as the running one when it starts. Not thread-safe."""
+
+    def entering(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            _current[0] = name
+
+        return hook
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(entering(name))
+
+
+class LoggingTensorMode(TorchDispatchMode):
+    """While active, counts each operator call in ``_fqn_to_op_to_shape_to_count``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        shapes = ", ".join(str(list(arg.shape)) for arg in args if isinstance(arg, Tensor))
+        ops = _fqn_to_op_to_shape_to_count.setdefault(_current[0], {})
+        counts = ops.setdefault(f"{func.__module__}.{func.__name__}", {})
+        counts[shapes] = counts.get(shapes, 0) + 1
+        return out

@@ -13,11 +13,9 @@ from ...core.spec import ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from ...planning.configs.integer import INT8_EPS
 from ...planning.granularity import MappingType
-from .class_view import View
+from .class_view import FLOAT8, View, float_codes, int_codes
 from .enums import ZeroPointDomain
 from .int4_views import packed_by_aten
-from .integer_ranges import _get_and_check_qmin_qmax
-from .part_conversion import FLOAT8, float_codes, int_codes
 from .primitives import (
     _choose_qparams_affine_dont_preserve_zero,
     _choose_qparams_affine_tinygemm,
@@ -26,6 +24,7 @@ from .primitives import (
     choose_qparams_affine,
     quantize_affine,
 )
+from .qparams import _get_and_check_qmin_qmax
 from .v0_8_layouts import (
     Layout,
     Pieces,
@@ -36,15 +35,9 @@ from .v0_8_layouts import (
 )
 
 __all__ = [
-    "ACTIVATIONS",
-    "AffineQuantizedTensor",
-    "LinearActivationQuantizedTensor",
-    "to_affine_quantized_floatx",
-    "to_affine_quantized_floatx_static",
-    "to_affine_quantized_fpx",
-    "to_affine_quantized_intx",
-    "to_affine_quantized_intx_static",
-    "to_linear_activation_quantized",
+    "ACTIVATIONS", "AffineQuantizedTensor", "LinearActivationQuantizedTensor", "to_affine_quantized_floatx",
+    "to_affine_quantized_floatx_static", "to_affine_quantized_fpx", "to_affine_quantized_intx",
+    "to_affine_quantized_intx_static", "to_linear_activation_quantized",
 ]  # fmt: skip
 
 _SMALL = {(3, 2): E3M2, (2, 3): E2M3, (2, 1): E2M1}
@@ -55,9 +48,7 @@ class AffineQuantizedTensor(View):
 
     tensor_data_names = ["tensor_impl"]  # noqa: RUF012
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return w.act is None
+    holds = staticmethod(lambda w: w.act is None)
 
     @classmethod
     def build(
@@ -154,7 +145,7 @@ class AffineQuantizedTensor(View):
         scale_dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
         """float8 with scale = absmax / float8 maximum of each block."""
-        from .float8_primitives import _choose_scale_float8
+        from .format_primitives import _choose_scale_float8
 
         scale = _choose_scale_float8(input_float, block_size, target_dtype, scale_dtype or torch.float32)
         return cls.from_hp_to_floatx_static(input_float, scale, block_size, target_dtype, _layout)
@@ -165,7 +156,7 @@ class AffineQuantizedTensor(View):
         _layout: Layout | None = None, scale_dtype: torch.dtype | None = None,
     ) -> QT:  # fmt: skip
         """float8 with the given scales."""
-        from .float8_primitives import _quantize_affine_float8
+        from .format_primitives import _quantize_affine_float8
 
         if target_dtype not in FLOAT8:
             raise NotImplementedError(f"to_affine_quantized_floatx: {target_dtype} is not one of {[*map(str, FLOAT8)]}")
@@ -186,16 +177,9 @@ class AffineQuantizedTensor(View):
 
 def _stored(layout: Layout, data: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int, ...]) -> Any:
     data, scale, zero = layout.post_process(data, scale, zero, block)
-    return (
-        get_tensor_impl_constructor(type(layout))(data, scale, zero, layout)
-        if _own(layout)
-        else Pieces(data, scale, zero, layout)
-    )
-
-
-def _own(layout: Layout) -> bool:
-    """Whether a layout is user-defined."""
-    return type(layout).__module__ != Layout.__module__
+    if type(layout).__module__ == Layout.__module__:
+        return Pieces(data, scale, zero, layout)
+    return get_tensor_impl_constructor(type(layout))(data, scale, zero, layout)  # a user-defined layout
 
 
 def _full_rank(scale: Tensor, x: Tensor) -> Tensor:
@@ -264,9 +248,7 @@ class LinearActivationQuantizedTensor(View):
 
     tensor_data_names = ["original_weight_tensor"]  # noqa: RUF012
 
-    @staticmethod
-    def holds(w: QT) -> bool:
-        return w.act is not None
+    holds = staticmethod(lambda w: w.act is not None)
 
     @classmethod
     def build(
@@ -278,7 +260,7 @@ class LinearActivationQuantizedTensor(View):
         """
         act = None if quant_kwargs else ACTIVATIONS.get(input_quant_func)
         if act is None or not isinstance(original_weight_tensor, QT):
-            from .v0_8_wrappers import CallsBefore
+            from .legacy_weights import CallsBefore
 
             return CallsBefore(original_weight_tensor, input_quant_func, quant_kwargs or {})
         return original_weight_tensor.with_(act=act)

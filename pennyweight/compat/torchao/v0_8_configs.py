@@ -23,23 +23,13 @@ from .enums import ZeroPointDomain
 from .v0_8_layouts import Layout, _Sparse
 
 __all__ = [
-    "Float8DynamicActivationFloat8SemiSparseWeightConfig",
-    "GemliteUIntXWeightOnlyConfig",
-    "Int4DynamicActivationInt4WeightConfig",
-    "Int4WeightOnlyConfig",
-    "Int8DynamicActivationInt4WeightConfig",
-    "Int8DynamicActivationInt8WeightConfig",
-    "Int8DynamicActivationIntxWeightConfig",
-    "IntxWeightOnlyConfig",
-    "PrototypeInt4WeightOnlyConfig",
-    "gemlite_uintx_weight_only",
-    "int4_dynamic_activation_int4_weight",
-    "int4_weight_only",
-    "int8_dynamic_activation_int4_weight",
-    "int8_dynamic_activation_int8_semi_sparse_weight",
-    "int8_dynamic_activation_int8_weight",
-    "intx_weight_only",
-]
+    "Float8DynamicActivationFloat8SemiSparseWeightConfig", "GemliteUIntXWeightOnlyConfig",
+    "Int4DynamicActivationInt4WeightConfig", "Int4WeightOnlyConfig", "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig", "Int8DynamicActivationIntxWeightConfig", "IntxWeightOnlyConfig",
+    "PrototypeInt4WeightOnlyConfig", "gemlite_uintx_weight_only", "int4_dynamic_activation_int4_weight",
+    "int4_weight_only", "int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_semi_sparse_weight",
+    "int8_dynamic_activation_int8_weight", "intx_weight_only",
+]  # fmt: skip
 
 
 def _dense(owner: Any, layout: Any) -> None:

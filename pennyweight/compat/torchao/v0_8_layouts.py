@@ -2,11 +2,16 @@
 
 Our tensors are packed for the kernel that runs, so a layout here is only a label: it is accepted, derived from the
 spec, and returned by ``_layout``. Layouts of GPU-specific kernels are treated as requests for int4 or float8.
+
+Packed codes: UintxTensor's shards of 4, 2 and 1 bits, UInt4Tensor's nibbles. A shard of e bits splits the packed axis
+into 8 / e consecutive chunks and stores chunk j at bit e * j of its bytes. The lowest bits of the codes are the first
+shard. Nibbles lie along the last axis, the first in the high half.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ from ...core.formats import E4M3, E5M2
 from ...core.tensor import AffineQuantizedTensor, PlainView
 from .class_view import Shell, ShellMeta
 from .enums import Float8MMConfig
+from .qparams import require
 
 __all__ = [
     "AQTTensorImpl", "BlockSparseLayout", "CutlassInt4PackedLayout", "CutlassSemiSparseLayout", "Float8AQTTensorImpl",
@@ -23,8 +29,99 @@ __all__ = [
     "Int8DynamicActInt4WeightCPULayout", "Layout", "MarlinQQQLayout", "MarlinSparseLayout",
     "PackedLinearInt8DynamicActivationIntxWeightLayout", "PlainAQTTensorImpl", "PlainLayout", "QDQLayout",
     "QDQTensorImpl", "SemiSparseLayout", "TensorCoreTiledAQTTensorImpl", "TensorCoreTiledLayout", "UintxAQTTensorImpl",
-    "UintxLayout", "UintxTensor", "get_tensor_impl_constructor", "layout_of", "register_layout", "to_uintx",
+    "UintxLayout", "UintxTensor", "dequantize_per_tensor_uint4", "down_size", "get_tensor_impl_constructor",
+    "layout_of", "maskbits", "numbits", "pack", "pack_cpu", "pack_uint4", "quantize_per_tensor_uint4",
+    "register_layout", "shifts", "to_uintx", "unpack", "unpack_cpu", "unpack_uint4", "up_size",
 ]  # fmt: skip
+
+# -- packed codes ------------------------------------------------------------------------------------------------------
+
+numbits = {bits: tuple(e for e in (4, 2, 1) if bits & e) for bits in range(1, 8)}  # width of each shard
+shifts = {bits: tuple(sum(widths[:i]) for i in range(len(widths))) for bits, widths in numbits.items()}
+maskbits = {
+    bits: tuple(((1 << e) - 1) << s for e, s in zip(widths, shifts[bits], strict=True))
+    for bits, widths in numbits.items()
+}
+
+
+def pack(data: Tensor, elem_size: int, dim: int = -1) -> tuple[Tensor, ...]:
+    """Shards of codes below 2**elem_size. data: uint8, a multiple of 8 long along ``dim``; elem_size: 1 to 7.
+
+    Raises AssertionError for another dtype or length and KeyError for another element size.
+    """
+    require(data.shape[dim] % 8 == 0, f"pack dimension size ({data.shape[dim]}) is not divisible by 8")
+    require(data.dtype == torch.uint8, f"data must be uint8, got {data.dtype}")
+    shards = []
+    for e, shift in zip(numbits[elem_size], shifts[elem_size], strict=True):
+        bits = (data >> shift) & ((1 << e) - 1)
+        shard = torch.zeros_like(bits.narrow(dim, 0, data.shape[dim] * e // 8))
+        for j, chunk in enumerate(bits.chunk(8 // e, dim)):
+            shard |= chunk << (e * j)
+        shards.append(shard)
+    return tuple(shards)
+
+
+def unpack(data: Sequence[Tensor], elem_size: int, dim: int = 0) -> Tensor:
+    """Codes of :func:`pack`'s shards: uint8. Note the default ``dim``, which is not pack's."""
+    require(
+        len(data) == len(numbits[elem_size]),
+        f"{elem_size}-bit codes have {len(numbits[elem_size])} shards, got {len(data)}",
+    )
+    codes: Tensor | None = None
+    for shard, e, shift in zip(data, numbits[elem_size], shifts[elem_size], strict=True):
+        bits = torch.cat([(shard >> (e * j)) & ((1 << e) - 1) for j in range(8 // e)], dim) << shift
+        codes = bits if codes is None else codes | bits
+    assert codes is not None
+    return codes
+
+
+def pack_cpu(data: Tensor, elem_size: int, dim: int = -1) -> list[Tensor]:
+    """:func:`pack`, as a list."""
+    return list(pack(data, elem_size, dim))
+
+
+def unpack_cpu(data: Sequence[Tensor], elem_size: int, dim: int = -1) -> Tensor:
+    """:func:`unpack`, along the last axis by default."""
+    return unpack(data, elem_size, dim)
+
+
+# -- nibbles -----------------------------------------------------------------------------------------------------------
+
+
+def down_size(size: Sequence[int]) -> tuple[int, ...]:
+    """The shape packed. Raises AssertionError where the last axis is odd."""
+    require(size[-1] % 2 == 0, f"{tuple(size)} last dim not divisible by two")
+    return (*size[:-1], size[-1] // 2)
+
+
+def up_size(size: Sequence[int]) -> tuple[int, ...]:
+    """The shape unpacked."""
+    return (*size[:-1], size[-1] * 2)
+
+
+def pack_uint4(uint8_data: Tensor) -> Tensor:
+    """uint8 codes [.., n] below 16 -> bytes [.., n / 2]. Raises AssertionError where n is odd."""
+    down_size(uint8_data.shape)
+    return uint8_data[..., ::2] << 4 | uint8_data[..., 1::2]
+
+
+def unpack_uint4(uint8_data: Tensor) -> Tensor:
+    """Bytes [.., n] -> uint8 codes [.., 2 n]."""
+    return torch.stack([uint8_data >> 4, uint8_data & 15], -1).reshape(up_size(uint8_data.shape))
+
+
+def quantize_per_tensor_uint4(input: Tensor, scale: float, zero_point: int) -> Tensor:
+    """Packed codes clamp(round(x * (1 / scale)) + zero_point, 0, 15)."""
+    codes = ((input * (1.0 / scale)).round() + zero_point).clamp(0, 15)
+    return pack_uint4(codes.to(torch.uint8))
+
+
+def dequantize_per_tensor_uint4(input: Tensor, scale: float, zero_point: int) -> Tensor:
+    """(code - zero_point) * scale in float32."""
+    return (unpack_uint4(input).to(torch.float32) - zero_point) * scale
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -50,91 +147,7 @@ class Layout:
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        return ""
-
-
-@dataclass(frozen=True, repr=False)
-class PlainLayout(Layout):
-    """One code per element."""
-
-
-@dataclass(frozen=True, repr=False)
-class QDQLayout(Layout):
-    """Plain codes, dequantized before each product."""
-
-
-@dataclass(frozen=True, repr=False)
-class Int4CPULayout(Layout):
-    """4-bit weights for a CPU."""
-
-
-@dataclass(frozen=True, repr=False)
-class Int4XPULayout(Layout):
-    """4-bit weights for an Intel GPU."""
-
-
-@dataclass(frozen=True, repr=False)
-class Int8DynamicActInt4WeightCPULayout(Layout):
-    """4-bit weights with 8-bit activations for a CPU."""
-
-
-@dataclass(frozen=True, repr=False)
-class TensorCoreTiledLayout(Layout):
-    """4-bit weights for NVIDIA's tensor cores."""
-
-    inner_k_tiles: int = 8
-
-    def extra_repr(self) -> str:
-        return f"inner_k_tiles={self.inner_k_tiles}"
-
-
-@dataclass(frozen=True, repr=False)
-class UintxLayout(Layout):
-    """uint1 to uint7 weights packed along an axis."""
-
-    dtype: Any
-    pack_dim: int = -1
-
-    def extra_repr(self) -> str:
-        return f"dtype={self.dtype}, pack_dim={self.pack_dim}"
-
-
-@dataclass(frozen=True, repr=False)
-class Float8Layout(Layout):
-    """float8 weights."""
-
-    mm_config: Float8MMConfig | None = None
-
-    def extra_repr(self) -> str:
-        return f"mm_config={self.mm_config}"
-
-
-@dataclass(frozen=True, repr=False)
-class FloatxTensorCoreLayout(Layout):
-    """Floats of 3 to 6 bits for NVIDIA's tensor cores."""
-
-    ebits: int
-    mbits: int
-
-    def extra_repr(self) -> str:
-        return f"ebits={self.ebits}, mbits={self.mbits}"
-
-
-@dataclass(frozen=True, repr=False)
-class CutlassInt4PackedLayout(Layout):
-    """Signed 4-bit weights for CUTLASS."""
-
-
-@dataclass(frozen=True, repr=False)
-class PackedLinearInt8DynamicActivationIntxWeightLayout(Layout):
-    """int1 to int8 weights with 8-bit activations for ARM."""
-
-    target: Any = "auto"
-
-
-@dataclass(frozen=True, repr=False)
-class MarlinQQQLayout(Layout):
-    """4-bit weights with 8-bit activations for Marlin."""
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
 
 class _Sparse(Layout):
@@ -144,23 +157,42 @@ class _Sparse(Layout):
         )
 
 
-class MarlinSparseLayout(_Sparse):
-    """2:4 sparse 4-bit weights; not supported."""
+def _layout(name: str, doc: str, *members: Any, base: type = Layout) -> Any:
+    """A layout class; members: (name, type) or (name, type, default)."""
+    members = tuple((m[0], m[1], field(default=m[2])) if len(m) == 3 else m for m in members)
+    space = {"__module__": __name__, "__doc__": doc}
+    return make_dataclass(name, members, bases=(base,), namespace=space, frozen=True, repr=False)
 
 
-class SemiSparseLayout(_Sparse):
-    """2:4 sparse 8-bit weights; not supported."""
-
-
-class CutlassSemiSparseLayout(_Sparse):
-    """2:4 sparse float8 weights; not supported."""
-
-
-@dataclass(frozen=True, repr=False)
-class BlockSparseLayout(_Sparse):
-    """Block-sparse 8-bit weights; not supported."""
-
-    blocksize: int = 64
+PlainLayout = _layout("PlainLayout", "One code per element.")
+QDQLayout = _layout("QDQLayout", "Plain codes, dequantized before each product.")
+Int4CPULayout = _layout("Int4CPULayout", "4-bit weights for a CPU.")
+Int4XPULayout = _layout("Int4XPULayout", "4-bit weights for an Intel GPU.")
+Int8DynamicActInt4WeightCPULayout = _layout(
+    "Int8DynamicActInt4WeightCPULayout", "4-bit weights with 8-bit activations for a CPU."
+)
+TensorCoreTiledLayout = _layout(
+    "TensorCoreTiledLayout", "4-bit weights for NVIDIA's tensor cores.", ("inner_k_tiles", int, 8)
+)
+UintxLayout = _layout(
+    "UintxLayout", "uint1 to uint7 weights packed along an axis.", ("dtype", Any), ("pack_dim", int, -1)
+)
+Float8Layout = _layout("Float8Layout", "float8 weights.", ("mm_config", Float8MMConfig | None, None))
+FloatxTensorCoreLayout = _layout(
+    "FloatxTensorCoreLayout", "Floats of 3 to 6 bits for NVIDIA's tensor cores.", ("ebits", int), ("mbits", int)
+)
+CutlassInt4PackedLayout = _layout("CutlassInt4PackedLayout", "Signed 4-bit weights for CUTLASS.")
+PackedLinearInt8DynamicActivationIntxWeightLayout = _layout(
+    "PackedLinearInt8DynamicActivationIntxWeightLayout", "int1 to int8 weights with 8-bit activations for ARM.",
+    ("target", Any, "auto"),
+)  # fmt: skip
+MarlinQQQLayout = _layout("MarlinQQQLayout", "4-bit weights with 8-bit activations for Marlin.")
+MarlinSparseLayout = _layout("MarlinSparseLayout", "2:4 sparse 4-bit weights; not supported.", base=_Sparse)
+SemiSparseLayout = _layout("SemiSparseLayout", "2:4 sparse 8-bit weights; not supported.", base=_Sparse)
+CutlassSemiSparseLayout = _layout("CutlassSemiSparseLayout", "2:4 sparse float8 weights; not supported.", base=_Sparse)
+BlockSparseLayout = _layout(
+    "BlockSparseLayout", "Block-sparse 8-bit weights; not supported.", ("blocksize", int, 64), base=_Sparse
+)
 
 
 def layout_of(w: AffineQuantizedTensor) -> Layout:
@@ -221,40 +253,20 @@ class AQTTensorImpl(Shell, metaclass=ImplMeta):
         return cls.build(data, scale, zero_point, _layout)
 
 
-class PlainAQTTensorImpl(AQTTensorImpl):
-    """int_data, scale, zero_point."""
-
-    layouts = (PlainLayout, QDQLayout)
-
-
-class QDQTensorImpl(AQTTensorImpl):
-    """int_data, scale, zero_point."""
-
-    layouts = (PlainLayout, QDQLayout)
+def _impl(name: str, doc: str, *layouts: type) -> Any:
+    """The impl class of some layouts; ``doc`` lists its members in torchao."""
+    return ImplMeta(name, (AQTTensorImpl,), {"__module__": __name__, "__doc__": doc, "layouts": layouts})
 
 
-class UintxAQTTensorImpl(AQTTensorImpl):
-    """int_data (a UintxTensor), scale, zero_point."""
-
-    layouts = (UintxLayout,)
-
-
-class Float8AQTTensorImpl(AQTTensorImpl):
-    """float8_data, scale, transposed."""
-
-    layouts = (Float8Layout,)
-
-
-class Int4CPUAQTTensorImpl(AQTTensorImpl):
-    """packed_weight, scale_and_zero, transposed."""
-
-    layouts = (Int4CPULayout,)
-
-
-class TensorCoreTiledAQTTensorImpl(AQTTensorImpl):
-    """packed_weight in the order of NVIDIA's tensor cores, scale_and_zero."""
-
-    layouts = (TensorCoreTiledLayout,)
+PlainAQTTensorImpl = _impl("PlainAQTTensorImpl", "int_data, scale, zero_point.", PlainLayout, QDQLayout)
+QDQTensorImpl = _impl("QDQTensorImpl", "int_data, scale, zero_point.", PlainLayout, QDQLayout)
+UintxAQTTensorImpl = _impl("UintxAQTTensorImpl", "int_data (a UintxTensor), scale, zero_point.", UintxLayout)
+Float8AQTTensorImpl = _impl("Float8AQTTensorImpl", "float8_data, scale, transposed.", Float8Layout)
+Int4CPUAQTTensorImpl = _impl("Int4CPUAQTTensorImpl", "packed_weight, scale_and_zero, transposed.", Int4CPULayout)
+TensorCoreTiledAQTTensorImpl = _impl(
+    "TensorCoreTiledAQTTensorImpl", "packed_weight in the order of NVIDIA's tensor cores, scale_and_zero.",
+    TensorCoreTiledLayout,
+)  # fmt: skip
 
 
 class UintxTensor(Shell):
@@ -262,7 +274,7 @@ class UintxTensor(Shell):
 
     @classmethod
     def build(cls, shards: list[Tensor], packed_shape: Any, bit_width: int, pack_dim: int = -1) -> Tensor:
-        from .bitpacking import unpack
+        from .v0_8_layouts import unpack
 
         return unpack(shards, bit_width, pack_dim)
 

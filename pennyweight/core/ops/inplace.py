@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import blocks, fallback, stochastic_rounding
-from ..distributed.dispatch import broadcasts_buckets, refuse_disk_offload
+from ..call_site import refuse_disk_offload
+from ..distributed_hooks import answer
 from ..formats import E8M0
 from ..layouts import get_layout
 from ..load_state_dict import warn_of_copy
@@ -65,7 +66,7 @@ def write_(target: QT, value: Tensor, *, update: bool = False) -> QT:
     current value; blocks keep their scale if it still fits. Raises RuntimeError if the target is a copy or shares a
     block's scale with elements outside it. Within :func:`stochastic_writes`, codes are rounded stochastically.
     """
-    _check_writable(target)
+    check_writable(target)
     stochastic = _STOCHASTIC.get()
     if stochastic is None:
         value = value.to(dtype=target.dtype)
@@ -160,7 +161,8 @@ def _steady_scales(target: QT, value: Tensor, spec: QuantSpec) -> Params | None:
     return Params(torch.where((used <= 1) & (used >= _LEAST_USED), scale, fresh))
 
 
-def _check_writable(target: QT) -> None:
+def check_writable(target: QT) -> None:
+    """Raise RuntimeError if the target is a copy, or shares scales or its channel order with other elements."""
     if target.readonly:
         raise RuntimeError(
             f"in-place change of a part of a quantized tensor {tuple(target.shape)} ({target.spec}): it is a copy, or "
@@ -185,11 +187,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
         warn_of_copy(target, source)
         fallback.count("copy_/dequantize")
         return func(target, source._dequantize(target.dtype), *args[2:], **kwargs)
-    if not isinstance(source, QT) and broadcasts_buckets():
-        from ..distributed.ddp import unpack_from_bucket_
-
-        _check_writable(target)
-        copy_parts_(target, unpack_from_bucket_(target, source).to_layout(target.spec.layout))
+    if answer(func, args, kwargs) is not NotImplemented:
         return return_and_correct_aliasing(func, args, kwargs, target)
     if (
         isinstance(source, QT)
@@ -197,7 +195,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Any:
         and (source.shape, source.axes) == (target.shape, target.axes)
         and (source._perm is None) == (target._perm is None)
     ):
-        _check_writable(target)
+        check_writable(target)
         if source.act != target.act:
             warn_of_copy(target, source)
         moved: Any = source.to(target.device)
@@ -220,7 +218,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     rest = [_float(r) if isinstance(r, Tensor) else r for r in rest]
     if not isinstance(target, QT):
         return func(target, *rest, **kwargs)
-    _check_writable(target)
+    check_writable(target)
     write_(target, func(target._dequantize(torch.float32).clone(), *rest, **kwargs), update=True)
     return return_and_correct_aliasing(func, args, kwargs, target)
 
@@ -273,7 +271,7 @@ def _fall_back(func: Any, args: Any, kwargs: Any) -> Any:
     def plain(value: Any, write: bool) -> Any:
         if isinstance(value, QT):
             if write:
-                _check_writable(value)
+                check_writable(value)
             x = value._dequantize(value.dtype)
             if write:
                 x = x.clone()
@@ -341,11 +339,11 @@ def _setitem(func: Any, args: Any, kwargs: Any) -> None:
         func(w, index, value)
         return
     fallback.record("Tensor.__setitem__", w)
-    _check_writable(w)
+    check_writable(w)
     x = w.dequantize()
     x[index] = value
     with torch.no_grad():
         write_(w, x)
 
 
-__all__ = ["copy_parts_", "stochastic_writes", "write_"]
+__all__ = ["check_writable", "copy_parts_", "stochastic_writes", "write_"]

@@ -7,7 +7,7 @@ the other ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,9 +43,23 @@ def map_value(w: QT, fn: Callable[[Any, str], Any], **changes: Any) -> Any:
     return w.with_(parts=w.parts._replace(**parts), **changes)
 
 
+def stored_tensors(w: QT) -> Iterator[Tensor]:
+    """The plain tensors that w is stored in, including those of nested parts, in a fixed order."""
+    for p in w.parts:
+        if isinstance(p, QT):
+            yield from stored_tensors(p)
+        elif p is not None:
+            yield p
+
+
 def to_sliceable(w: QT) -> QT:
     """w in a layout whose parts keep the order of axes: w itself, or a read-only unpacked copy."""
-    return w if w.spec.layout in READABLE else w.to_layout(portable_layout(w.spec)).with_(readonly=True)
+    return w if w.spec.layout in READABLE else to_portable(w).with_(readonly=True)
+
+
+def to_portable(w: QT) -> QT:
+    """w in a layout that every op reads and that is the same on every machine; writable if w is."""
+    return w if w.spec.layout in READABLE else w.to_layout(portable_layout(w.spec))
 
 
 def to_unpacked(w: QT) -> QT:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing as _view
 
 from .. import blocks, fallback
-from ..distributed.dispatch import broadcasts_buckets
+from ..distributed_hooks import answer
 from ..tensor import AffineQuantizedTensor, implements, stored_shape
 from .parts import (
     axes_of,
@@ -168,10 +168,10 @@ def _expanded(w: QT, shape: tuple[int, ...]) -> Any:
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     w, size = args
-    if list(size) == [-1] and broadcasts_buckets():
-        from ..distributed.ddp import pack_into_bucket
-
-        return pack_into_bucket(w)
+    if list(size) == [-1]:
+        flat = answer(aten.view.default, args, kwargs)
+        if flat is not NotImplemented:
+            return flat
     shape = _infer(w, size)
     out = with_unit_axes(w, shape)
     if out is NotImplemented:

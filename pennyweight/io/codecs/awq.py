@@ -13,6 +13,7 @@ gemv_fast, marlin, exllama) use other packing orders and are rejected.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,21 +24,20 @@ from ...core import blocks
 from ...core.formats import INT4, UINT4
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
-from ..manifest import KeyedError, Meta, Stored
-from ..safetensors_file import Entry
-from .base import Codec, Found, Get, Writing
-from .schema import FLOATS, need, no_left_overs, setting
+from ..file import KeyedError
+from ..manifest import Meta, Stored
+from .base import FLOATS, Codec, Config, Entries, Found, Get, Writing, need, no_left_overs, setting
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PARTS = (".qweight", ".qzeros", ".scales")
 _GROUP = 128
 
 
-def _claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+def _claims(config: Config, entries: Entries) -> bool:
     return config.get("quant_method") == "awq"
 
 
-def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
+def _find(entries: Entries, config: Config, get: Get) -> dict[str, Found]:
     version = setting(config, "version", str, setting(config, "format", str, "gemm"))
     if version.lower() != "gemm" or config.get("backend") == "llm-awq":
         raise ValueError(f"AWQ version {version[:40]!r} uses another packing order; only gemm is supported")
@@ -54,7 +54,7 @@ def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> 
     return found
 
 
-def _find_layer(prefix: str, group: int, entries: Mapping[str, Entry]) -> Found:
+def _find_layer(prefix: str, group: int, entries: Entries) -> Found:
     owner = f"{prefix}.weight"
     words = need(f"{prefix}.qweight", entries, (torch.int32,), owner=owner)
     if len(words.shape) != 2 or not all(words.shape):
@@ -118,9 +118,8 @@ def _nearest(name: str, meta: Meta) -> QuantSpec | None:
     block = meta.spec.block  # common group sizes are kept: a model has one group size
     size = block[0] if block is not None and len(block) == 1 and block[0] in (32, 64, 128) else _GROUP
     nearest = QuantSpec(UINT4, (size,), scale=torch.float16, zero_point=UINT4)
-    if meta.shape and meta.shape[-1] % size:
-        return None
-    return nearest if _refuses(name, Meta(nearest, meta.shape, meta.dtype, None, meta.axes)) is None else None
+    refused = (meta.shape and meta.shape[-1] % size) or _refuses(name, replace(meta, spec=nearest, act=None))
+    return None if refused else nearest
 
 
 def _stored(name: str, meta: Meta) -> Stored:

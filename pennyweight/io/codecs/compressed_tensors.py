@@ -1,7 +1,7 @@
 """compressed-tensors, the format of llm-compressor and vLLM: reader. O rows, I columns, b bits, groups of G columns.
 
     kind    codes of a layer's weight                        weight_scale
-    packed  weight_packed i32 [O, words] (words.py),         float [1], [O, 1] or [O, I/G]
+    packed  weight_packed i32 [O, words] (see base.py),         float [1], [O, 1] or [O, I/G]
             stored as q + 2**(b-1); weight_shape i64 [2]
     int     weight i8 [O, I]                                 the same, or by blocks of rows and columns
     float   weight f8e4m3 [O, I]                             the same
@@ -17,7 +17,6 @@ column of words. ``input_scale`` and ``input_zero_point`` of static activations 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,58 +24,42 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.formats import E2M1, E2M3, E4M3
 from ...core.numerics import Parts
 from ...core.packing import unpack_bits
 from ...core.spec import ActivationSpec, QuantSpec
-from ..manifest import KeyedError, Meta
+from ..file import KeyedError
+from ..manifest import Meta
 from ..safetensors_file import Entry
-from . import int32_pack
-from .base import Codec, Found, Get
-from .compressed_tensors_config import E8M0_SCALE, Group, Groups
+from . import base
+from .base import FLOATS, Codec, Config, Entries, Found, Get
+from .compressed_tensors_config import KINDS, Group, Groups
 from .compressed_tensors_write import WRITING
-from .schema import FLOATS, by_layer, join, model_dtype, need
 
-# The scale of NVFP4 groups: e4m3 / global_scale. The product with the float64 reciprocal, rounded to float32, equals
-# the float32 quotient: two roundings have a relative error of 2**-52, and no quotient of float32 numbers is closer than
-# 2**-49 to the midpoint of two float32 numbers.
-NVFP4_SCALE = QuantSpec(E4M3, None, torch.float64)
 _F8 = (torch.float8_e4m3fn,)
-_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 _ZEROS = (torch.int8, torch.int32, torch.int64, *FLOATS, *_F8)  # stored zero points of symmetric schemes
 
-# kind -> suffix and dtype of the codes, dtypes of the scale
-_STORED: dict[str, tuple[str, torch.dtype, tuple[torch.dtype, ...]]] = {
-    "packed": ("weight_packed", torch.int32, FLOATS),
-    "int": ("weight", torch.int8, FLOATS),
-    "float": ("weight", torch.float8_e4m3fn, FLOATS),
-    "nvfp4": ("weight_packed", torch.uint8, _F8),
-    "mxfp4": ("weight_packed", torch.uint8, _EXPONENTS),
-    "mxfp6": ("weight_packed", torch.uint8, _EXPONENTS),
-    "mxfp8": ("weight", torch.float8_e4m3fn, _EXPONENTS),
-}
 ENDINGS = (
     "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx",
     "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point",
 )  # fmt: skip
 
 
-def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+def claims(config: Config, entries: Entries) -> bool:
     return config.get("quant_method") == "compressed-tensors"
 
 
-def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
+def find(entries: Entries, config: Config, get: Get) -> dict[str, Found]:
     """See Codec.find. Reads only the two numbers of each ``weight_shape``."""
-    layers = by_layer(entries, ENDINGS)
+    layers = base.by_layer(entries, ENDINGS)
     for name, entry in entries.items():
         layer, _, ending = name.rpartition(".")
         if ending == "weight" and (layer in layers or entry.dtype in (torch.int8, *_F8)):
             layers.setdefault(layer, {})["weight"] = name
     stored = {name for names in layers.values() for name in names.values()}
-    dtype, groups = model_dtype(entries, stored), Groups(config, layers)
+    dtype, groups = base.model_dtype(entries, stored), Groups(config, layers)
     out = {}
     for layer, names in layers.items():
-        weight = join(layer, "weight")
+        weight = base.join(layer, "weight")
         try:
             if not groups.groups:
                 raise ValueError("is stored quantized, but no config group quantizes weights")
@@ -105,7 +88,7 @@ class _Layer:
         act = self.meta.act is not None and self.meta.act.mode == "static"
         act_zero = act and self.meta.act is not None and self.meta.act.spec.zero_point
         return Parts(
-            self._codes(get(names[_STORED[self.kind][0]])),
+            self._codes(get(names[KINDS[self.kind].codes[0]])),
             self._scale(get, part_shape),
             self._zero_point(get(names["weight_zero_point"]), part_shape) if spec.zero_point else None,
             act_scale=get(names["input_scale"]).float().reshape(1) if act else None,
@@ -115,7 +98,7 @@ class _Layer:
     def _codes(self, stored: Tensor) -> Tensor:
         spec, columns = self.meta.spec, self.meta.shape[1]
         if self.kind == "packed":
-            return spec.format.from_unsigned(int32_pack.unpack(stored, spec.format.bits, columns, self.dense[0]))
+            return spec.format.from_unsigned(base.unpack_words(stored, spec.format.bits, columns, self.dense[0]))
         if stored.dtype is torch.uint8:
             return unpack_bits(stored, spec.format.bits, columns)
         if blocks.padded(spec.block, self.meta.shape) == self.meta.shape:
@@ -138,7 +121,7 @@ class _Layer:
         if stored.dtype is not torch.int32:
             return stored.reshape(part_shape)
         f = self.meta.spec.format
-        return f.from_unsigned(int32_pack.unpack(stored.t(), f.bits, part_shape[0], self.dense[1])).t().contiguous()
+        return f.from_unsigned(base.unpack_words(stored.t(), f.bits, part_shape[0], self.dense[1])).t().contiguous()
 
 
 def _check_zeros(get: Get, names: dict[str, str], spec: QuantSpec, act: ActivationSpec | None) -> None:
@@ -150,44 +133,38 @@ def _check_zeros(get: Get, names: dict[str, str], spec: QuantSpec, act: Activati
 
 
 def _layer(
-    weight: str, names: dict[str, str], entries: Mapping[str, Entry], group: Group, dtype: torch.dtype | None,
+    weight: str, names: dict[str, str], entries: Entries, group: Group, dtype: torch.dtype | None,
     get: Get,
 ) -> _Layer:  # fmt: skip
     _check_names(weight, names, group)
-    ending, codes_dtype, scale_dtypes = _STORED[group.kind]
-    codes = need(names[ending], entries, (codes_dtype,))
-    scale = need(names["weight_scale"], entries, scale_dtypes)
+    kind = KINDS[group.kind]
+    ending, codes_dtype = kind.codes
+    codes = base.need(names[ending], entries, (codes_dtype,))
+    scale = base.need(names["weight_scale"], entries, kind.scales)
     if len(codes.shape) != 2 or 0 in codes.shape:
         raise KeyedError(names[ending], f"has shape {list(codes.shape)}, expected non-empty [rows, columns]")
     shape, dense = _shape(names, entries, group, get)
     block = _block(names["weight_scale"], scale, shape, group)
     w = group.weights
-    spec = {
-        "nvfp4": QuantSpec(E2M1, (16,), NVFP4_SCALE),
-        "mxfp4": QuantSpec(E2M1, (32,), E8M0_SCALE),
-        "mxfp6": QuantSpec(E2M3, (32,), E8M0_SCALE),
-        "mxfp8": QuantSpec(E4M3, (32,), E8M0_SCALE),
-    }.get(group.kind)
-    if spec is None:
-        spec = QuantSpec(w.format, block, scale.dtype, zero_point=False if w.symmetric else w.format)
+    spec = kind.spec or QuantSpec(w.format, block, scale.dtype, zero_point=False if w.symmetric else w.format)
     parts = blocks.counts(spec.block, shape)
     dense_zero = dense
     if "weight_zero_point" in names:
         alike = tuple({scale.shape, parts})
         if group.kind != "packed" or w.symmetric or w.strategy == "tensor":
-            need(names["weight_zero_point"], entries, _ZEROS if w.symmetric else (torch.int8,), *alike)
+            base.need(names["weight_zero_point"], entries, _ZEROS if w.symmetric else (torch.int8,), *alike)
         else:
-            ways = {int32_pack.dense_words(shape[0], w.bits): True, int32_pack.whole_words(shape[0], w.bits): False}
+            ways = {base.dense_words(shape[0], w.bits): True, base.whole_words(shape[0], w.bits): False}
             if len(ways) == 1:
                 ways = dict.fromkeys(ways, dense)  # both fit: same as the codes
-            zero = need(names["weight_zero_point"], entries, (torch.int32,), *((n, parts[1]) for n in ways))
+            zero = base.need(names["weight_zero_point"], entries, (torch.int32,), *((n, parts[1]) for n in ways))
             dense_zero = ways[zero.shape[0]]
     for name, dtypes in (("weight_global_scale", (torch.float32,)), ("input_scale", FLOATS)):
         if name in names:
-            need(names[name], entries, dtypes, (1,), ())
+            base.need(names[name], entries, dtypes, (1,), ())
     if "input_zero_point" in names:
         asymmetric = group.act is not None and group.act.spec.zero_point
-        need(names["input_zero_point"], entries, (torch.int8,) if asymmetric else _ZEROS, (1,), ())
+        base.need(names["input_zero_point"], entries, (torch.int8,) if asymmetric else _ZEROS, (1,), ())
     own = scale.dtype if scale.dtype in FLOATS else torch.bfloat16
     meta = Meta(spec, shape, own if own.itemsize == 2 and scale.dtype in FLOATS else dtype or own, group.act)
     return _Layer(meta, group.kind, names, (dense, dense_zero))
@@ -198,7 +175,7 @@ def _check_names(weight: str, names: dict[str, str], group: Group) -> None:
     if "weight_g_idx" in names:
         raise KeyedError(weight, "has permuted channels (weight_g_idx), which is not supported yet")
     w, act = group.weights, group.act
-    needed = {_STORED[group.kind][0], "weight_scale"}
+    needed = {KINDS[group.kind].codes[0], "weight_scale"}
     needed |= {"weight_shape"} if group.kind == "packed" else set()
     needed |= {"weight_global_scale"} if group.kind == "nvfp4" else set()
     needed |= set() if w.symmetric else {"weight_zero_point"}
@@ -212,9 +189,9 @@ def _check_names(weight: str, names: dict[str, str], group: Group) -> None:
         raise KeyedError(weight, f"{names[extra]} is unexpected; {group.name} stores {sorted(needed)}")
 
 
-def _shape(names: dict[str, str], entries: Mapping[str, Entry], group: Group, get: Get) -> tuple[tuple[int, int], bool]:
+def _shape(names: dict[str, str], entries: Entries, group: Group, get: Get) -> tuple[tuple[int, int], bool]:
     """(rows, columns), and how codes are packed into words."""
-    codes = names[_STORED[group.kind][0]]
+    codes = names[KINDS[group.kind].codes[0]]
     rows, stored = entries[codes].shape
     bits = group.weights.bits
     if group.kind == "mxfp6":
@@ -223,15 +200,15 @@ def _shape(names: dict[str, str], entries: Mapping[str, Entry], group: Group, ge
         return (rows, stored // 3 * 4), True
     if group.kind != "packed":
         return (rows, stored * 2 if bits == 4 and group.kind != "int" else stored), True
-    need(names["weight_shape"], entries, (torch.int64, torch.int32), (2,))
+    base.need(names["weight_shape"], entries, (torch.int64, torch.int32), (2,))
     said_rows, columns = (int(n) for n in get(names["weight_shape"]).tolist())
     if said_rows != rows or columns < 1:
         raise KeyedError(names["weight_shape"], f"is {[said_rows, columns]}, but {codes} has {rows} rows")
-    dense = int32_pack.is_dense(stored, columns, bits)
+    dense = base.is_dense(stored, columns, bits)
     if dense is None:
         raise KeyedError(
             codes, f"has rows of {stored} words; {columns} columns of {bits} bits ({group.name}) take "
-            f"{int32_pack.dense_words(columns, bits)}, or {int32_pack.whole_words(columns, bits)} in files "
+            f"{base.dense_words(columns, bits)}, or {base.whole_words(columns, bits)} in files "
             "of older releases"
         )  # fmt: skip
     return (rows, columns), dense

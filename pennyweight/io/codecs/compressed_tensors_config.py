@@ -12,7 +12,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,28 +21,56 @@ import torch
 from ...core.formats import E2M1, E2M3, E4M3, E8M0, Format, get_format
 from ...core.spec import NVFP4, ActivationSpec, QuantSpec
 from ...planning.name_patterns import NamePattern
-from .schema import setting
+from .base import FLOATS, Config, setting
 
 E8M0_SCALE = QuantSpec(E8M0, (1,), scale=None)
 FLOAT_OF_BITS = {4: E2M1, 6: E2M3, 8: E4M3}
 _MAX_GROUPS = 10_000
 _MAX_PATTERNS = 1 << 18  # characters in total
-# Limits on matching, in steps of patterns.py: the first is about 0.2 s, plus the second for each layer
+# Limits on matching, in steps of NamePattern: the first is about 0.2 s, plus the second for each layer
 _MAX_WORK, _MORE_WORK = 300_000, 3_000
 _MAX_GROUP_SIZE = 1 << 20
 
-# (format, type of the weights) -> kind of stored tensors; see compressed_tensors.py
+# The scale of NVFP4 groups: e4m3 / global_scale. The product with the float64 reciprocal, rounded to float32, equals
+# the float32 quotient: two roundings have a relative error of 2**-52, and no quotient of float32 numbers is closer than
+# 2**-49 to the midpoint of two float32 numbers.
+NVFP4_SCALE = QuantSpec(E4M3, None, torch.float64)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way in which weights are stored, see compressed_tensors.py.
+
+    forms       ``format`` in the config; the first is written
+    type, bits  of the weights, in the config
+    codes       ending and dtype of the stored codes
+    scales      dtypes of the stored scale
+    spec        spec of the weight, if the kind determines it
+    """
+
+    forms: tuple[str, ...]
+    type: str
+    bits: tuple[int, ...]
+    codes: tuple[str, torch.dtype]
+    scales: tuple[torch.dtype, ...] = FLOATS
+    spec: QuantSpec | None = None
+
+
+_INTS, _E4M3 = (2, 3, 4, 5, 6, 7, 8), torch.float8_e4m3fn
+_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+_FP4, _FP8 = ("weight_packed", torch.uint8), ("weight", _E4M3)
 KINDS = {
-    ("pack-quantized", "int"): "packed",
-    ("int-quantized", "int"): "int",
-    ("naive-quantized", "int"): "int",
-    ("float-quantized", "float"): "float",
-    ("naive-quantized", "float"): "float",
-    ("nvfp4-pack-quantized", "float"): "nvfp4",
-    ("mxfp4-pack-quantized", "float"): "mxfp4",
-    ("mxfp6-pack-quantized", "float"): "mxfp6",
-    ("mxfp8-quantized", "float"): "mxfp8",
+    "packed": Kind(("pack-quantized",), "int", _INTS, ("weight_packed", torch.int32)),
+    "int": Kind(("int-quantized", "naive-quantized"), "int", _INTS, ("weight", torch.int8)),
+    "float": Kind(("float-quantized", "naive-quantized"), "float", (8,), _FP8),
+    "nvfp4": Kind(("nvfp4-pack-quantized",), "float", (4,), _FP4, (_E4M3,), QuantSpec(E2M1, (16,), NVFP4_SCALE)),
+    "mxfp4": Kind(("mxfp4-pack-quantized",), "float", (4,), _FP4, _EXPONENTS, QuantSpec(E2M1, (32,), E8M0_SCALE)),
+    "mxfp6": Kind(("mxfp6-pack-quantized",), "float", (6,), _FP4, _EXPONENTS, QuantSpec(E2M3, (32,), E8M0_SCALE)),
+    "mxfp8": Kind(("mxfp8-quantized",), "float", (8,), _FP8, _EXPONENTS, QuantSpec(E4M3, (32,), E8M0_SCALE)),
 }
+_KIND_OF = {(form, kind.type): name for name, kind in KINDS.items() for form in kind.forms}
+# format of the codes -> kind, with e8m0 scales
+MX = {kind.spec.format: name for name, kind in KINDS.items() if kind.spec and kind.spec.scale == E8M0_SCALE}
 # Activation rules by which its runtime chooses the scale of a block. For e4m3 it rounds absmax up from 1.75 * 2**n,
 # "mx_rceil" from just above that.
 _MX_RULES = {E2M1: "mx_even", E2M3: "mx_even", E4M3: "mx_rceil"}
@@ -83,7 +111,7 @@ class Groups:
     Raises ValueError naming the group.
     """
 
-    def __init__(self, config: Mapping[str, Any], known: Collection[str]) -> None:
+    def __init__(self, config: Config, known: Collection[str]) -> None:
         _refuse_more(config)
         raw = setting(config, "config_groups", dict, {})
         if len(raw) > _MAX_GROUPS:
@@ -136,7 +164,7 @@ class Groups:
         return matched
 
 
-def _refuse_more(config: Mapping[str, Any]) -> None:
+def _refuse_more(config: Config) -> None:
     """Reject config fields that change the meaning of the stored tensors and are not supported."""
     if config.get("transform_config"):
         raise ValueError("transform_config: weights are rotated and inputs must be too, which is not supported")
@@ -146,7 +174,7 @@ def _refuse_more(config: Mapping[str, Any]) -> None:
         raise ValueError(f"sparsity_config: format {str(kind)[:40]!r} is not supported; save without compression")
 
 
-def _strings(what: str, config: Mapping[str, Any], key: str) -> list[str]:
+def _strings(what: str, config: Config, key: str) -> list[str]:
     value = setting(config, key, list, [], what=what)
     if not all(isinstance(v, str) for v in value):
         raise ValueError(f"{what}: {key} must be a list of names")
@@ -169,16 +197,15 @@ def _group(what: str, scheme: Any, default: str) -> tuple[Group | None, list[str
     if weights.type == "float" and not weights.symmetric:
         raise ValueError(f"{what}.weights: floats have no zero point; symmetric must be true")
     form = setting(scheme, "format", str, default, what=what)
-    kind = KINDS.get((form, weights.type))
+    kind = _KIND_OF.get((form, weights.type))
     if kind is None:
-        known = ", ".join(sorted({f for f, t in KINDS if t == weights.type}))
+        known = ", ".join(sorted({f for f, t in _KIND_OF if t == weights.type}))
         raise ValueError(f"{what}: format {form[:40]!r} with {weights.type} weights is not supported; known: {known}")
-    bits = {"packed": range(2, 9), "int": range(2, 9), "nvfp4": (4,), "mxfp4": (4,), "mxfp6": (6,)}.get(kind, (8,))
-    if weights.bits not in bits:
+    if weights.bits not in KINDS[kind].bits:
         raise ValueError(f"{what}: format {form!r} does not support {weights.type} weights of {weights.bits} bits")
-    size = {"nvfp4": 16, "mxfp4": 32, "mxfp6": 32, "mxfp8": 32}.get(kind)
-    if size is not None and weights.group != size:
-        raise ValueError(f"{what}: format {form!r} has groups of {size}, but the config says {weights.group}")
+    spec = KINDS[kind].spec
+    if spec is not None and spec.block is not None and (weights.group,) != spec.block:
+        raise ValueError(f"{what}: format {form!r} has groups of {spec.block[0]}, but the config says {weights.group}")
     act, local = None, False
     if scheme.get("input_activations") is not None:
         args = _args(f"{what}.input_activations", scheme["input_activations"])

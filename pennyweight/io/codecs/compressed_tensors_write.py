@@ -20,22 +20,13 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.formats import E2M1, E2M3, E4M3, E8M0, get_format
+from ...core.formats import E2M1, E4M3, E8M0, get_format
 from ...core.numerics import Parts
 from ...core.packing import pack_bits
 from ...core.spec import MXFP4, ActivationSpec, QuantSpec
 from ..manifest import Meta, Stored
-from . import int32_pack
-from .base import Writing
-from .compressed_tensors_config import E8M0_SCALE, FLOAT_OF_BITS
-from .schema import FLOATS
-
-# format of the codes -> (kind, group) with e8m0 scales
-_MX = {E2M1: ("mxfp4", 32), E2M3: ("mxfp6", 32), E4M3: ("mxfp8", 32)}
-_FORMATS = {
-    "packed": "pack-quantized", "int": "int-quantized", "nvfp4": "nvfp4-pack-quantized",
-    "mxfp4": "mxfp4-pack-quantized", "mxfp6": "mxfp6-pack-quantized", "mxfp8": "mxfp8-quantized",
-}  # fmt: skip
+from .base import FLOATS, Writing, dense_words, pack_words
+from .compressed_tensors_config import E8M0_SCALE, FLOAT_OF_BITS, KINDS, MX
 
 
 @dataclass(frozen=True)
@@ -115,24 +106,24 @@ def _how_int(spec: QuantSpec, strategy: str, size: Any, act: Any) -> _How | str:
         return "compressed-tensors needs zero points within the range of the codes"
     middle = 0 if f.signed else 1 << (bits - 1)
     zero: int | str | None = "parts" if spec.zero_point else spec.mid - middle or None
-    return _How(kind, _FORMATS[kind], bits, strategy, size, act, zero)
+    return _How(kind, KINDS[kind].forms[0], bits, strategy, size, act, zero)
 
 
 def _how_nested(spec: QuantSpec, strategy: str, size: Any, act: Any) -> _How | str:
     scale = spec.scale
     assert isinstance(scale, QuantSpec)
-    if scale.format is E8M0 and scale.scale is None and spec.format in _MX:
-        kind, group = _MX[spec.format]
+    if scale.format is E8M0 and scale.scale is None and spec.format in MX:
+        kind, group = MX[spec.format], 32
         if (strategy, size) != ("group", group):
             return f"compressed-tensors supports {spec.format} with e8m0 scales only in groups of {group}"
-        return _How(kind, _FORMATS[kind], spec.format.bits, "group", group, act)
+        return _How(kind, KINDS[kind].forms[0], spec.format.bits, "group", group, act)
     above = scale.block is None and scale.offset is None and scale.scale in (torch.float32, torch.float64)
     if spec.format is E2M1 and scale.format is E4M3 and above:
         if (strategy, size) != ("group", 16):
             return "compressed-tensors supports NVFP4 only in groups of 16"
         if act is not None and dict(act)["strategy"] == "tensor_group":
             return "compressed-tensors needs a calibrated input_global_scale for NVFP4 inputs"
-        return _How("nvfp4", _FORMATS["nvfp4"], 4, "tensor_group", 16, act)
+        return _How("nvfp4", KINDS["nvfp4"].forms[0], 4, "tensor_group", 16, act)
     return f"compressed-tensors does not support {spec.format} with quantized scales ({scale})"
 
 
@@ -154,7 +145,7 @@ def _act_args(act: ActivationSpec) -> tuple[tuple[str, Any], ...] | str:
         strategy, group = ("token", None) if spec.block == (-1,) else ("group", spec.block[0])
     else:
         return refused
-    if spec.scale == E8M0_SCALE and f in _MX and group == 32:
+    if spec.scale == E8M0_SCALE and f in MX and group == 32:
         scale_dtype = "torch.uint8"
     elif isinstance(spec.scale, QuantSpec) and (f, group, spec.scale.format) == (E2M1, 16, E4M3):
         strategy = "tensor_group"
@@ -193,9 +184,8 @@ def nearest(name: str, meta: Meta) -> QuantSpec | None:
         new = MXFP4
     elif len(shape) == 2 and spec.format.kind == "float" and spec.format.bits == 8:
         new = QuantSpec(E4M3, (-1,), scale)
-    return (
-        new if new is not None and refuses(name, Meta(new, meta.shape, meta.dtype, None, meta.axes)) is None else None
-    )
+    fits = new is not None and refuses(name, Meta(new, meta.shape, meta.dtype, None, meta.axes)) is None
+    return new if fits else None
 
 
 def stored(name: str, meta: Meta) -> Stored:
@@ -206,7 +196,7 @@ def stored(name: str, meta: Meta) -> Stored:
     scale_shape = (1,) if how.strategy == "tensor" else part_shape
     out: Stored = {}
     if how.kind == "packed":
-        out[f"{layer}weight_packed"] = torch.int32, (rows, int32_pack.dense_words(columns, how.bits))
+        out[f"{layer}weight_packed"] = torch.int32, (rows, dense_words(columns, how.bits))
         out[f"{layer}weight_shape"] = torch.int64, (2,)
     elif how.kind in ("nvfp4", "mxfp4", "mxfp6"):
         out[f"{layer}weight_packed"] = torch.uint8, (rows, columns * how.bits // 8)
@@ -219,11 +209,7 @@ def stored(name: str, meta: Meta) -> Stored:
         out[f"{layer}weight_global_scale"] = torch.float32, (1,)
     if how.zero is not None:
         packed = how.kind == "packed" and how.strategy != "tensor"
-        zero = (
-            (torch.int32, (int32_pack.dense_words(rows, how.bits), part_shape[1]))
-            if packed
-            else (torch.int8, scale_shape)
-        )
+        zero = (torch.int32, (dense_words(rows, how.bits), part_shape[1])) if packed else (torch.int8, scale_shape)
         out[f"{layer}weight_zero_point"] = zero
     if meta.act is not None and meta.act.mode == "static":
         out[f"{layer}input_scale"] = torch.float32, (1,)
@@ -244,7 +230,7 @@ def pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
     codes = parts.codes[: shape[0], : shape[1]]  # e4m3 codes may be padded to whole blocks
     out: dict[str, Tensor] = {}
     if how.kind == "packed":
-        out[f"{layer}weight_packed"] = int32_pack.pack(_unsigned(_signed(codes, spec), how.bits), how.bits)
+        out[f"{layer}weight_packed"] = pack_words(_unsigned(_signed(codes, spec), how.bits), how.bits)
         out[f"{layer}weight_shape"] = torch.tensor(shape, dtype=torch.int64, device="cpu")
     elif codes.dtype is torch.uint8 and how.bits < 8:
         out[f"{layer}weight_packed"] = pack_bits(codes, how.bits)
@@ -261,11 +247,7 @@ def pack(name: str, parts: Parts, meta: Meta) -> dict[str, Tensor]:
         else:
             zero = _signed(zero, spec)
         if how.kind == "packed" and how.strategy != "tensor":
-            zero = (
-                int32_pack.pack(_unsigned(zero.t(), how.bits), how.bits)
-                .t()
-                .clone(memory_format=torch.contiguous_format)
-            )
+            zero = pack_words(_unsigned(zero.t(), how.bits), how.bits).t().clone(memory_format=torch.contiguous_format)
         out[f"{layer}weight_zero_point"] = _flat(how, zero)
     if meta.act is not None and meta.act.mode == "static":
         assert parts.act_scale is not None

@@ -22,10 +22,9 @@ from ...core import blocks
 from ...core.formats import E4M3
 from ...core.numerics import Parts
 from ...core.spec import FP8_BLOCK, MXFP8, ActivationSpec, QuantSpec
-from ..manifest import KeyedError, Meta, Stored
-from ..safetensors_file import Entry
-from .base import Codec, Found, Get, Writing
-from .schema import FLOATS, model_dtype, need, setting
+from ..file import KeyedError
+from ..manifest import Meta, Stored
+from .base import FLOATS, Codec, Config, Entries, Found, Get, Writing, model_dtype, need, setting
 
 _F8 = torch.float8_e4m3fn
 _SCALES = ("weight_scale_inv", "scale", "qscale_weight")  # of a layer's ``weight``
@@ -35,11 +34,11 @@ _MAX_BLOCK = 1 << 20
 _ACT = ActivationSpec(QuantSpec(E4M3, (_BLOCK[1],)))
 
 
-def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+def claims(config: Config, entries: Entries) -> bool:
     return config.get("quant_method") == "fp8"
 
 
-def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
+def find(entries: Entries, config: Config, get: Get) -> dict[str, Found]:
     block, scheme = _config(config)
     pairs, used = _pairs(entries)
     statics: dict[str, str] = {}
@@ -57,7 +56,7 @@ def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> d
     }
 
 
-def _config(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, str]:
+def _config(config: Config) -> tuple[tuple[int, int] | None, str]:
     what = "quantization_config"
     scheme = setting(config, "activation_scheme", str, "dynamic", what=what).lower()
     if scheme not in ("dynamic", "static"):
@@ -77,7 +76,7 @@ def _config(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, str]:
     return (size[0], size[1]), scheme
 
 
-def _pairs(entries: Mapping[str, Entry]) -> tuple[dict[str, str], set[str]]:
+def _pairs(entries: Entries) -> tuple[dict[str, str], set[str]]:
     """{FP8 parameter: its scale}, and all their names. Raises KeyedError if one is missing."""
     pairs: dict[str, str] = {}
     for name, entry in entries.items():
@@ -105,7 +104,7 @@ def _pairs(entries: Mapping[str, Entry]) -> tuple[dict[str, str], set[str]]:
 
 
 def _found(
-    name: str, scale_name: str, entries: Mapping[str, Entry], block: tuple[int, int] | None, scheme: str,
+    name: str, scale_name: str, entries: Entries, block: tuple[int, int] | None, scheme: str,
     static: str | None, dtype: torch.dtype,
 ) -> Found:  # fmt: skip
     shape = need(name, entries, (_F8,)).shape

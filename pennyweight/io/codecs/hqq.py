@@ -8,7 +8,7 @@ first half of the rows in the high nibbles, and so on; 3-bit codes are packed te
 its bytes as a float dtype. Every other setting is a separate number or text: ``shape``, ``axis``, ``nbits``,
 ``packing``.
 
-A group of axis 1 is a run of elements (see flat_blocks.py). One of axis 0 is every (out / group_size)-th row of a
+A group of axis 1 is a run of elements (see run_block in base.py). One of axis 0 is every (out / group_size)-th row of a
 column, which is not a block: each element gets its own scale and offset, unless a group is the whole column. The
 values are the same, but take more memory than float32: requantize them.
 
@@ -30,11 +30,11 @@ from ...core import blocks
 from ...core.formats import UINT1, UINT2, UINT3, UINT4, UINT5, UINT6, UINT8, Format
 from ...core.numerics import Parts
 from ...core.spec import DTYPES, QuantSpec
-from ..manifest import KeyedError, Meta
-from ..safetensors_file import Entry, size_of
-from .base import Codec, Found, Get
-from .flat_blocks import run_block, spread_runs
-from .schema import FLOATS, need, no_left_overs, setting
+from ..file import KeyedError
+from ..manifest import Meta
+from ..safetensors_file import size_of
+from . import base
+from .base import FLOATS, Codec, Config, Entries, Found, Get
 
 
 class _Packing(NamedTuple):
@@ -60,28 +60,32 @@ _ENDS = tuple(f".{key}" for key in ("W_q", "zero_scale", "nbits", "group_size", 
 _MAX_TEXT = 64
 
 
-def _claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+def _claims(config: Config, entries: Entries) -> bool:
     method = config.get("quant_method")
     return bool(method == "hqq") or (method is None and any(name.endswith(".W_q") for name in entries))
 
 
-def _find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
-    settings = setting(config, "quant_config", dict, {})
+def _find(entries: Entries, config: Config, get: Get) -> dict[str, Found]:
+    settings = base.setting(config, "quant_config", dict, {})
     found = {}
     for name in entries:
         if name.endswith(".W_q"):
             prefix = name.removesuffix(".W_q")
             found[f"{prefix}.weight"] = _find_layer(prefix, settings, entries, get)
-    no_left_overs(entries, {part for f in found.values() for part in f.stored}, _ENDS, "codes W_q")
+    base.no_left_overs(entries, {part for f in found.values() for part in f.stored}, _ENDS, "codes W_q")
     return found
 
 
-def _find_layer(prefix: str, settings: Mapping[str, Any], entries: Mapping[str, Entry], get: Get) -> Found:
+def _find_layer(prefix: str, settings: Mapping[str, Any], entries: Entries, get: Get) -> Found:
     owner = f"{prefix}.weight"
     read = partial(_read, owner, prefix, entries, get)
     numbers = {key: read(key) for key in _NUMBERS}
     flags = {key: bool(read(key)) for key in _FLAGS if f"{prefix}.{key}" in entries}
-    texts = {key: _text(owner, f"{prefix}.{key}", entries, get) for key in _TEXTS if f"{prefix}.{key}" in entries}
+    texts = {
+        key: base.stored_text(f"{prefix}.{key}", entries, get, _MAX_TEXT, owner).decode("latin-1")
+        for key in _TEXTS
+        if f"{prefix}.{key}" in entries
+    }
     for flag, want in (("quant_scale", False), ("quant_zero", False), ("channel_wise", True)):
         if flags.get(flag, want) is not want:
             raise KeyedError(
@@ -101,8 +105,8 @@ def _find_layer(prefix: str, settings: Mapping[str, Any], entries: Mapping[str, 
     grouped = (count // size, size) if axis else (size, count // size)
     _check_codes(owner, f"{prefix}.W_q", packing, grouped, entries, flags.get("view_as_float", False))
     per_group = (grouped[0], 1) if axis else (1, grouped[1])
-    scale = need(f"{prefix}.scale", entries, FLOATS, per_group, owner=owner)
-    need(f"{prefix}.zero", entries, FLOATS, per_group, owner=owner)
+    scale = base.need(f"{prefix}.scale", entries, FLOATS, per_group, owner=owner)
+    base.need(f"{prefix}.zero", entries, FLOATS, per_group, owner=owner)
     dtype = DTYPES.get(texts["compute_dtype"].removeprefix("torch.")) if "compute_dtype" in texts else scale.dtype
     if dtype not in FLOATS:
         raise KeyedError(
@@ -110,34 +114,27 @@ def _find_layer(prefix: str, settings: Mapping[str, Any], entries: Mapping[str, 
         )  # fmt: skip
     block: blocks.Block = (-1, 1) if size == shape[0] else (1,)
     if axis:
-        block, _ = run_block(shape, size)
+        block, _ = base.run_block(shape, size)
     spec = QuantSpec(packing.formats[nbits], block, scale=scale.dtype, offset=torch.float32)
     names = ["W_q", "scale", "zero", "shape", *_NUMBERS, *flags, *texts]
     parts = partial(_parts, prefix, spec, shape, grouped, axis, packing)
     return Found(Meta(spec, shape, dtype), tuple(f"{prefix}.{key}" for key in names), parts)
 
 
-def _read(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get, key: str) -> int:
+def _read(owner: str, prefix: str, entries: Entries, get: Get, key: str) -> int:
     """A scalar tensor, rounded down: nbits may be 1.58."""
     name = f"{prefix}.{key}"
     kinds = (torch.uint8,) if key in _FLAGS else (torch.int32, torch.int64)
-    need(name, entries, (*kinds, torch.float32) if key == "nbits" else kinds, (), owner=owner)
+    base.need(name, entries, (*kinds, torch.float32) if key == "nbits" else kinds, (), owner=owner)
     value = float(get(name))
     if not math.isfinite(value):
         raise KeyedError(owner, f"{name} is {value}")
     return int(value)
 
 
-def _text(owner: str, name: str, entries: Mapping[str, Entry], get: Get) -> str:
-    """A text stored as one byte per character."""
-    if len(need(name, entries, (torch.uint8,), owner=owner).shape) != 1 or entries[name].numel > _MAX_TEXT:
-        raise KeyedError(owner, f"{name} is {list(entries[name].shape)[:8]}, expected at most {_MAX_TEXT} characters")
-    return bytes(get(name).tolist()).decode("latin-1")
-
-
-def _shape(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get) -> tuple[int, int]:
+def _shape(owner: str, prefix: str, entries: Entries, get: Get) -> tuple[int, int]:
     name = f"{prefix}.shape"
-    need(name, entries, (torch.int64,), (2,), owner=owner)
+    base.need(name, entries, (torch.int64,), (2,), owner=owner)
     outputs, inputs = get(name).tolist()
     if outputs < 1 or inputs < 1:
         raise KeyedError(owner, f"{name} is [{outputs}, {inputs}], expected two positive sizes")
@@ -149,13 +146,13 @@ def _shape(owner: str, prefix: str, entries: Mapping[str, Entry], get: Get) -> t
 
 
 def _check_codes(
-    owner: str, name: str, packing: _Packing, grouped: tuple[int, int], entries: Mapping[str, Entry], as_float: bool
+    owner: str, name: str, packing: _Packing, grouped: tuple[int, int], entries: Entries, as_float: bool
 ) -> None:
     rows = -(-grouped[0] // packing.each)
     if packing.word is torch.uint8 and grouped[0] % packing.each:
         raise KeyedError(owner, f"{grouped[0]} rows of groups is not a multiple of the {packing.each} codes per word")
     dtypes = FLOATS if as_float else (packing.word,)
-    entry = need(name, entries, dtypes, owner=owner)
+    entry = base.need(name, entries, dtypes, owner=owner)
     ratio = entry.dtype.itemsize, packing.word.itemsize
     if len(entry.shape) != 2 or entry.shape[0] != rows or entry.shape[1] * ratio[0] != grouped[1] * ratio[1]:
         raise KeyedError(
@@ -168,8 +165,8 @@ def _check_codes(
 def _agrees(owner: str, prefix: str, settings: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
     """Check the config: one for all layers, or one per "tag": the name without "model", "layers" and numbers."""
     tag = ".".join(part for part in prefix.split(".") if part not in ("model", "layers") and not part.isnumeric())
-    layer = settings if "weight_quant_params" in settings else setting(settings, tag, dict, {})
-    params = setting(layer, "weight_quant_params", dict, {})
+    layer = settings if "weight_quant_params" in settings else base.setting(settings, tag, dict, {})
+    params = base.setting(layer, "weight_quant_params", dict, {})
     for key in _NUMBERS:
         told = params.get(key)
         if isinstance(told, int) and told != numbers[key]:
@@ -194,7 +191,7 @@ def _parts(
     offset = -(zero.float() * scale.float())
     if axis:
         size = grouped[1]
-        fill = partial(spread_runs, size=size, block=spec.block, shape=shape)
+        fill = partial(base.spread_runs, size=size, block=spec.block, shape=shape)
         return Parts(blocks.pad(codes, spec.block), fill(scale.flatten()), None, fill(offset.flatten()))
     part_shape = blocks.counts(spec.block, shape)
     each = math.prod(part_shape) // grouped[1]  # repeats of a row of groups: group_size, or 1

@@ -18,10 +18,9 @@ from torch import Tensor
 from ...core.numerics import Parts
 from ...core.packing import pack_bits, unpack_bits
 from ...core.spec import MXFP4, QuantSpec
-from ..manifest import KeyedError, Meta, Stored
-from ..safetensors_file import Entry
-from .base import Codec, Found, Get, Writing
-from .schema import model_dtype, need
+from ..file import KeyedError
+from ..manifest import Meta, Stored
+from .base import Codec, Config, Entries, Found, Get, Writing, model_dtype, need
 
 _AXES = (0, 2, 1)
 _GROUP = 32
@@ -29,11 +28,11 @@ _WRITTEN = ("gate_up_proj", "down_proj")  # the parameters that transformers rea
 _U8 = (torch.uint8,)
 
 
-def claims(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+def claims(config: Config, entries: Entries) -> bool:
     return config.get("quant_method") == "mxfp4"
 
 
-def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> dict[str, Found]:
+def find(entries: Entries, config: Config, get: Get) -> dict[str, Found]:
     names = {n.removesuffix("_blocks"): None for n in entries if n.endswith("_blocks")}  # in file order
     scales = {n.removesuffix("_scales") for n in entries if n.endswith("_scales") and entries[n].dtype is torch.uint8}
     for name in sorted(names.keys() ^ scales):
@@ -44,7 +43,7 @@ def find(entries: Mapping[str, Entry], config: Mapping[str, Any], get: Get) -> d
     return {name: _found(name, entries, dtype) for name in names}
 
 
-def _found(name: str, entries: Mapping[str, Entry], dtype: torch.dtype) -> Found:
+def _found(name: str, entries: Entries, dtype: torch.dtype) -> Found:
     blocks_name, scales_name = f"{name}_blocks", f"{name}_scales"
     shape = need(blocks_name, entries, _U8).shape
     if len(shape) != 4 or shape[3] != _GROUP // 2 or 0 in shape:

@@ -52,17 +52,12 @@ class Architecture:
     left_out_hf: Mapping[str, str] = field(default_factory=dict)
 
 
-def _rows(gguf: str, hf: str, names: Mapping[str, str], **transforms: str) -> tuple[Row, ...]:
+def _rows(gguf: str, hf: str, names: Mapping[str, str], transforms: Mapping[str, str] = {}) -> tuple[Row, ...]:
     return tuple(Row(gguf + g, hf + h, transforms.get(g, "same")) for g, h in names.items())
 
 
 _ENDS = _rows("", "", {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
-_ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
+_ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
@@ -72,11 +67,7 @@ _GEMMA2_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_BLOCK, _LAYER = "blk.{i}.", "model.layers.{i}."
-_GEMMA_ENDS = (
-    Row("token_embd", "model.embed_tokens"),
-    Row("output_norm", "model.norm", "plus_one"),
-)
+_GEMMA_ENDS = (Row("token_embd", "model.embed_tokens"), Row("output_norm", "model.norm", "plus_one"))
 _ROPE = "contains factors of rotary frequencies; they become rope_parameters of the config"
 _COMPUTED = "is computed from the config"
 _DECODER_GGUF = {
@@ -84,98 +75,53 @@ _DECODER_GGUF = {
     "blk.{i}.rope_freqs.weight": _ROPE,
     "blk.{i}.attn_rot_embd.weight": _COMPUTED,
 }
-_DECODER_HF = {
-    "model.rotary_emb.inv_freq": _COMPUTED,
-    "model.layers.{i}.self_attn.rotary_emb.inv_freq": _COMPUTED,
-}
+_DECODER_HF = {"model.rotary_emb.inv_freq": _COMPUTED, "model.layers.{i}.self_attn.rotary_emb.inv_freq": _COMPUTED}
+_GEMMA_HF = {"model.embed_tokens.embed_scale": _COMPUTED}
 
-LLAMA = Architecture(
-    "llama",
-    ("llama", "mistral"),
-    ("LlamaForCausalLM", "MistralForCausalLM"),
-    _ENDS + _rows(_BLOCK, _LAYER, _ATTENTION | _MLP | _NORMS, attn_q="rotary_q", attn_k="rotary_k"),
-    base="model.",
-    left_out_gguf=_DECODER_GGUF,
-    left_out_hf=_DECODER_HF,
-)
-QWEN2 = Architecture(
-    "qwen2",
-    ("qwen2",),
-    ("Qwen2ForCausalLM",),
-    _ENDS + _rows(_BLOCK, _LAYER, _ATTENTION | _MLP | _NORMS),
-    base="model.",
-    left_out_gguf=_DECODER_GGUF,
-    left_out_hf=_DECODER_HF,
-)
-QWEN3 = Architecture(
-    "qwen3",
-    ("qwen3",),
-    ("Qwen3ForCausalLM",),
-    _ENDS + _rows(_BLOCK, _LAYER, _ATTENTION | _QK_NORMS | _MLP | _NORMS),
-    base="model.",
-    left_out_gguf=_DECODER_GGUF,
-    left_out_hf=_DECODER_HF,
-)
-GEMMA = Architecture(
-    "gemma",
-    ("gemma",),
-    ("GemmaForCausalLM",),
-    _GEMMA_ENDS + _rows(_BLOCK, _LAYER, _ATTENTION | _MLP | _NORMS, **dict.fromkeys(_NORMS, "plus_one")),
-    base="model.",
-    tied=True,
-    left_out_gguf=_DECODER_GGUF,
-    left_out_hf=_DECODER_HF | {"model.embed_tokens.embed_scale": _COMPUTED},
-)
-GEMMA2 = Architecture(
-    "gemma2",
-    ("gemma2",),
-    ("Gemma2ForCausalLM",),
-    _GEMMA_ENDS + _rows(_BLOCK, _LAYER, _ATTENTION | _MLP | _GEMMA2_NORMS, **dict.fromkeys(_GEMMA2_NORMS, "plus_one")),
-    base="model.",
-    tied=True,
-    left_out_gguf=_DECODER_GGUF,
-    left_out_hf=_DECODER_HF | {"model.embed_tokens.embed_scale": _COMPUTED},
-)
-GEMMA3 = Architecture(
-    "gemma3",
-    ("gemma3_text",),
-    ("Gemma3ForCausalLM",),
-    _GEMMA_ENDS
-    + (Row("output", "lm_head"),)
-    + _rows(
-        _BLOCK,
-        _LAYER,
-        _ATTENTION | _QK_NORMS | _MLP | _GEMMA2_NORMS,
-        **dict.fromkeys(_QK_NORMS | _GEMMA2_NORMS, "plus_one"),
-    ),
-    base="model.",
-    tied=True,
-    left_out_gguf=_DECODER_GGUF,
-    left_out_hf=_DECODER_HF | {"model.embed_tokens.embed_scale": _COMPUTED},
-)
-PHI2 = Architecture(
-    "phi2",
-    ("phi",),
-    ("PhiForCausalLM",),
-    _rows("", "", {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"})
-    + _rows(_BLOCK, _LAYER, _ATTENTION | {"attn_output": "self_attn.dense", "attn_norm": "input_layernorm"})
-    + _rows(_BLOCK, _LAYER, {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
-    base="model.",
-    left_out_gguf=_DECODER_GGUF,
-    left_out_hf=_DECODER_HF,
-)
-PHI3 = Architecture(
-    "phi3",
-    ("phi3",),
-    ("Phi3ForCausalLM",),
-    _ENDS
-    + _rows(_BLOCK, _LAYER, {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"} | _NORMS)
-    # gate and up are concatenated in one matrix on both sides
-    + _rows(_BLOCK, _LAYER, {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}),
-    base="model.",
-    left_out_gguf=_DECODER_GGUF | {"rope_factors_long.weight": _ROPE, "rope_factors_short.weight": _ROPE},
-    left_out_hf=_DECODER_HF,
-)
+
+def _decoder(
+    gguf: str, model_types: Mapping[str, str], ends: tuple[Row, ...], layers: Mapping[str, str], *, tied: bool = False,
+    gguf_only: Mapping[str, str] = {}, hf_only: Mapping[str, str] = {}, transforms: Mapping[str, str] = {},
+) -> Architecture:  # fmt: skip
+    """A decoder whose Hugging Face names are ``model.layers.{i}.``; model_types: with the class of each."""
+    rows = ends + _rows("blk.{i}.", "model.layers.{i}.", layers, transforms)
+    return Architecture(
+        gguf, tuple(model_types), tuple(model_types.values()), rows, base="model.", tied=tied,
+        left_out_gguf={**_DECODER_GGUF, **gguf_only}, left_out_hf={**_DECODER_HF, **hf_only},
+    )  # fmt: skip
+
+
+LLAMA = _decoder(
+    "llama", {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}, _ENDS, _ATTENTION | _MLP | _NORMS,
+    transforms={"attn_q": "rotary_q", "attn_k": "rotary_k"},
+)  # fmt: skip
+QWEN2 = _decoder("qwen2", {"qwen2": "Qwen2ForCausalLM"}, _ENDS, _ATTENTION | _MLP | _NORMS)
+QWEN3 = _decoder("qwen3", {"qwen3": "Qwen3ForCausalLM"}, _ENDS, _ATTENTION | _QK_NORMS | _MLP | _NORMS)
+GEMMA = _decoder(
+    "gemma", {"gemma": "GemmaForCausalLM"}, _GEMMA_ENDS, _ATTENTION | _MLP | _NORMS,
+    tied=True, hf_only=_GEMMA_HF, transforms=dict.fromkeys(_NORMS, "plus_one"),
+)  # fmt: skip
+GEMMA2 = _decoder(
+    "gemma2", {"gemma2": "Gemma2ForCausalLM"}, _GEMMA_ENDS, _ATTENTION | _MLP | _GEMMA2_NORMS,
+    tied=True, hf_only=_GEMMA_HF, transforms=dict.fromkeys(_GEMMA2_NORMS, "plus_one"),
+)  # fmt: skip
+GEMMA3 = _decoder(
+    "gemma3", {"gemma3_text": "Gemma3ForCausalLM"}, (*_GEMMA_ENDS, Row("output", "lm_head")),
+    _ATTENTION | _QK_NORMS | _MLP | _GEMMA2_NORMS,
+    tied=True, hf_only=_GEMMA_HF, transforms=dict.fromkeys(_QK_NORMS | _GEMMA2_NORMS, "plus_one"),
+)  # fmt: skip
+PHI2 = _decoder(
+    "phi2", {"phi": "PhiForCausalLM"},
+    _rows("", "", {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}),
+    _ATTENTION | {"attn_output": "self_attn.dense", "attn_norm": "input_layernorm"}
+    | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+)  # fmt: skip
+PHI3 = _decoder(
+    "phi3", {"phi3": "Phi3ForCausalLM"}, _ENDS,
+    {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"} | _NORMS
+    | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},  # gate and up are one matrix on both sides
+    gguf_only={"rope_factors_long.weight": _ROPE, "rope_factors_short.weight": _ROPE},
+)  # fmt: skip
 _EMBEDDING = "llama.cpp pools embeddings itself and does not store it"
 _BERT_HEADS = (
     "cls.predictions.bias",
@@ -203,7 +149,7 @@ BERT = Architecture(
         },
     )
     + _rows(
-        _BLOCK,
+        "blk.{i}.",
         "encoder.layer.{i}.",
         {
             "attn_q": "attention.self.query",
@@ -237,18 +183,15 @@ OWN_FILE = (
 
 def for_gguf(arch: Any) -> Architecture:
     """The architecture of a GGUF file. Raises ValueError if it is not supported."""
-    if not isinstance(arch, str) or arch not in BY_GGUF:
-        raise ValueError(
-            f"GGUF architecture {str(arch)[:100]!r} is not supported; known: {', '.join(BY_GGUF)}; {OWN_FILE}"
-        )
-    return BY_GGUF[arch]
+    return _known("GGUF architecture", arch, BY_GGUF)
 
 
 def for_config(config: Mapping[str, Any]) -> Architecture:
     """The architecture of a config.json. Raises ValueError if it is not supported."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
-        raise ValueError(
-            f"model_type {str(kind)[:100]!r} is not supported; known: {', '.join(BY_MODEL_TYPE)}; {OWN_FILE}"
-        )
-    return BY_MODEL_TYPE[kind]
+    return _known("model_type", config.get("model_type"), BY_MODEL_TYPE)
+
+
+def _known(what: str, name: Any, known: Mapping[str, Architecture]) -> Architecture:
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"{what} {str(name)[:100]!r} is not supported; known: {', '.join(known)}; {OWN_FILE}")
+    return known[name]

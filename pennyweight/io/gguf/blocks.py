@@ -7,6 +7,7 @@ in MXFP4 and NVFP4, and values that overflow float32, which saturate); encoding 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from ...core import spec as specs
 from ...core.formats import E2M1, E4M3, IQ1, IQ2, IQ3_S, IQ3_XXS, UINT1
 from ...core.numerics import Parts
 from ...core.spec import QuantSpec
-from . import i_quants, k_quants, legacy_quants
+from . import quants as q
 
 NVFP4 = QuantSpec(E2M1, (16,), scale=QuantSpec(E4M3, (1,), scale=None))  # without a per-tensor scale
 
@@ -62,7 +63,7 @@ class BlockType:
         raw: uint8 [rows, row bytes]. Raises ValueError for invalid bytes, and ImportError for types that need the
         codebooks of the gguf package.
         """
-        rows = _rows(shape)
+        rows = math.prod(shape[:-1])
         if raw.dtype is not torch.uint8 or tuple(raw.shape) != (rows, self.row_bytes(shape)):
             raise ValueError(
                 f"{self.name} of shape {[*shape]} needs uint8 [{rows}, {self.row_bytes(shape)}],"
@@ -77,7 +78,7 @@ class BlockType:
 
     def encode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
         """uint8 [rows, row bytes] from plain parts. Raises ValueError if the type is read-only."""
-        rows, row_bytes = _rows(shape), self.row_bytes(shape)
+        rows, row_bytes = math.prod(shape[:-1]), self.row_bytes(shape)
         if isinstance(self.spec, torch.dtype):
             if parts.codes.dtype is not self.spec or tuple(parts.codes.shape) != tuple(shape):
                 raise ValueError(
@@ -92,53 +93,45 @@ class BlockType:
         return self.pack(parts.map(lambda t: t.reshape(blocks, t.numel() // blocks))).reshape(rows, row_bytes)
 
 
-def _rows(shape: Sequence[int]) -> int:
-    rows = 1
-    for n in shape[:-1]:
-        rows *= n
-    return rows
-
-
 def _aligned(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes viewed as a dtype; copied if they are not aligned."""
     flat = raw.reshape(-1)
     return (flat.clone() if flat.data_ptr() % dtype.itemsize else flat).view(dtype)
 
 
-_S, _K, _C = legacy_quants, k_quants, i_quants
 _TYPES = [
     BlockType("F32", 0, 1, 4, torch.float32),
     BlockType("F16", 1, 1, 2, torch.float16),
-    BlockType("Q4_0", 2, 32, 18, specs.Q4_0, _S.q4_0, _S.pack_q4_0),
-    BlockType("Q4_1", 3, 32, 20, specs.Q4_1, _S.q4_1, _S.pack_q4_1),
-    BlockType("Q5_0", 6, 32, 22, specs.Q5_0, _S.q5_0, _S.pack_q5_0),
-    BlockType("Q5_1", 7, 32, 24, specs.Q5_1, _S.q5_1, _S.pack_q5_1),
-    BlockType("Q8_0", 8, 32, 34, specs.Q8_0, _S.q8_0, _S.pack_q8_0),
-    BlockType("Q2_K", 10, 256, 84, specs.Q2_K, _K.q2_k, _K.pack_q2_k),
-    BlockType("Q3_K", 11, 256, 110, specs.Q3_K, _K.q3_k, _K.pack_q3_k),
-    BlockType("Q4_K", 12, 256, 144, specs.Q4_K, _K.q4_k, _K.pack_q4_k),
-    BlockType("Q5_K", 13, 256, 176, specs.Q5_K, _K.q5_k, _K.pack_q5_k),
-    BlockType("Q6_K", 14, 256, 210, specs.Q6_K, _K.q6_k, _K.pack_q6_k),
-    BlockType("IQ2_XXS", 16, 256, 66, QuantSpec(IQ2, (32,)), _C.iq2_xxs),
-    BlockType("IQ2_XS", 17, 256, 74, QuantSpec(IQ2, (16,)), _C.iq2_xs),
-    BlockType("IQ3_XXS", 18, 256, 98, QuantSpec(IQ3_XXS, (32,)), _C.iq3_xxs),
-    BlockType("IQ1_S", 19, 256, 50, QuantSpec(IQ1, (32,)), _C.iq1_s),
-    BlockType("IQ4_NL", 20, 32, 18, specs.IQ4_NL, _S.q4_0, _S.pack_q4_0),
-    BlockType("IQ3_S", 21, 256, 110, QuantSpec(IQ3_S, (32,)), _C.iq3_s),
-    BlockType("IQ2_S", 22, 256, 82, QuantSpec(IQ2, (16,)), _C.iq2_s),
-    BlockType("IQ4_XS", 23, 256, 136, specs.IQ4_XS, _K.iq4_xs, _K.pack_iq4_xs),
+    BlockType("Q4_0", 2, 32, 18, specs.Q4_0, q.q4_0, q.pack_q4_0),
+    BlockType("Q4_1", 3, 32, 20, specs.Q4_1, q.q4_1, q.pack_q4_1),
+    BlockType("Q5_0", 6, 32, 22, specs.Q5_0, q.q5_0, q.pack_q5_0),
+    BlockType("Q5_1", 7, 32, 24, specs.Q5_1, q.q5_1, q.pack_q5_1),
+    BlockType("Q8_0", 8, 32, 34, specs.Q8_0, q.q8_0, q.pack_q8_0),
+    BlockType("Q2_K", 10, 256, 84, specs.Q2_K, q.q2_k, q.pack_q2_k),
+    BlockType("Q3_K", 11, 256, 110, specs.Q3_K, q.q3_k, q.pack_q3_k),
+    BlockType("Q4_K", 12, 256, 144, specs.Q4_K, q.q4_k, q.pack_q4_k),
+    BlockType("Q5_K", 13, 256, 176, specs.Q5_K, q.q5_k, q.pack_q5_k),
+    BlockType("Q6_K", 14, 256, 210, specs.Q6_K, q.q6_k, q.pack_q6_k),
+    BlockType("IQ2_XXS", 16, 256, 66, QuantSpec(IQ2, (32,)), q.iq2_xxs),
+    BlockType("IQ2_XS", 17, 256, 74, QuantSpec(IQ2, (16,)), q.iq2_xs),
+    BlockType("IQ3_XXS", 18, 256, 98, QuantSpec(IQ3_XXS, (32,)), q.iq3_xxs),
+    BlockType("IQ1_S", 19, 256, 50, QuantSpec(IQ1, (32,)), q.iq1_s),
+    BlockType("IQ4_NL", 20, 32, 18, specs.IQ4_NL, q.q4_0, q.pack_q4_0),
+    BlockType("IQ3_S", 21, 256, 110, QuantSpec(IQ3_S, (32,)), q.iq3_s),
+    BlockType("IQ2_S", 22, 256, 82, QuantSpec(IQ2, (16,)), q.iq2_s),
+    BlockType("IQ4_XS", 23, 256, 136, specs.IQ4_XS, q.iq4_xs, q.pack_iq4_xs),
     BlockType("I8", 24, 1, 1, torch.int8),
     BlockType("I16", 25, 1, 2, torch.int16),
     BlockType("I32", 26, 1, 4, torch.int32),
     BlockType("I64", 27, 1, 8, torch.int64),
     BlockType("F64", 28, 1, 8, torch.float64),
-    BlockType("IQ1_M", 29, 256, 56, QuantSpec(IQ1, (16,)), _C.iq1_m),
+    BlockType("IQ1_M", 29, 256, 56, QuantSpec(IQ1, (16,)), q.iq1_m),
     BlockType("BF16", 30, 1, 2, torch.bfloat16),
-    BlockType("TQ1_0", 34, 256, 54, specs.TERNARY_256, _S.tq1_0, _S.pack_tq1_0),
-    BlockType("TQ2_0", 35, 256, 66, specs.TERNARY_256, _S.tq2_0, _S.pack_tq2_0),
-    BlockType("MXFP4", 39, 32, 17, specs.MXFP4, _S.mxfp4, _S.pack_mxfp4),
-    BlockType("NVFP4", 40, 64, 36, NVFP4, _S.nvfp4, _S.pack_nvfp4),
-    BlockType("Q1_0", 41, 128, 18, QuantSpec(UINT1, (128,), offset=torch.float32), _S.q1_0),
+    BlockType("TQ1_0", 34, 256, 54, specs.TERNARY_256, q.tq1_0, q.pack_tq1_0),
+    BlockType("TQ2_0", 35, 256, 66, specs.TERNARY_256, q.tq2_0, q.pack_tq2_0),
+    BlockType("MXFP4", 39, 32, 17, specs.MXFP4, q.mxfp4, q.pack_mxfp4),
+    BlockType("NVFP4", 40, 64, 36, NVFP4, q.nvfp4, q.pack_nvfp4),
+    BlockType("Q1_0", 41, 128, 18, QuantSpec(UINT1, (128,), offset=torch.float32), q.q1_0),
 ]
 TYPES = {t.name: t for t in _TYPES}
 BY_ID = {t.id: t for t in _TYPES}

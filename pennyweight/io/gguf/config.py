@@ -1,12 +1,12 @@
-"""GGUF metadata <-> config.json, by tables.
+"""GGUF metadata <-> config.json, by tables; and the pooling of embedding models <-> sentence-transformers' files.
 
 Sources: gguf.constants.Keys of gguf 0.19, llama.cpp's converter (conversion/*.py, 2026), and the config classes of
 transformers 5.23. If llama.cpp has a built-in value and no key for it, only configs with that value are accepted: a
-file that would compute something else is an error.
-"""
+file that would compute something else is an error."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..file import CheckpointError
+from ..strict_json import read_json, resolve_inside
 from .architectures import for_config, for_gguf
-from .kv_checks import KV, integer, real
+from .metadata import KV, integer, real
 from .rope import ROPE_TENSORS, rope_kv, rope_parameters
 from .rope import rope_tensors as _rope_tensors
 
@@ -201,7 +203,7 @@ def kv_from_config(
     }
     for k in (*row.keys, Key("vocab_size", "vocab_size")):
         if config.get(k.name) is not None:
-            kv[f"{arch}.{k.key}"] = (k.kind, _number(config, k))
+            kv[f"{arch}.{k.key}"] = (k.kind, (integer if k.kind == "UINT32" else real)(config, k.name))
         elif k.needed:
             raise ValueError(f"config.json has no {k.name}; save the config with all values (config.to_dict())")
     heads = kv[f"{arch}.attention.head_count"][1]
@@ -218,10 +220,6 @@ def kv_from_config(
             raise ValueError(f"pooling {pooling!r} is not supported; supported: {', '.join(POOLING)}")
         kv[f"{arch}.pooling_type"] = ("UINT32", POOLING[pooling])
     return kv | row.write(config, arch, size)
-
-
-def _number(config: Mapping[str, Any], key: Key) -> int | float:
-    return integer(config, key.name) if key.kind == "UINT32" else real(config, key.name)
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
@@ -272,7 +270,7 @@ def config_from_kv(
     for key in row.keys:
         full = f"{arch.gguf}.{key.key}"
         if key.needed or full in kv:
-            config[key.name] = integer(kv, full) if key.kind == "UINT32" else real(kv, full)
+            config[key.name] = (integer if key.kind == "UINT32" else real)(kv, full)
     config["vocab_size"] = _vocab_size(kv, arch.gguf)
     heads = config["num_attention_heads"]
     size = integer(kv, f"{arch.gguf}.attention.key_length", max(1, config["hidden_size"] // heads))
@@ -292,7 +290,10 @@ def config_from_kv(
         config["tie_word_embeddings"] = "output.weight" not in names if names else arch.tied
     file_type = kv.get("general.file_type", ALL_F32)
     config["torch_dtype"] = TORCH_DTYPES.get(file_type, "bfloat16") if type(file_type) is int else "bfloat16"
-    config |= _special_ids(kv, config["vocab_size"])
+    for name, ggml in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        i = kv.get(f"tokenizer.ggml.{ggml}_token_id")
+        # None is written explicitly: the config classes default to ids of one vocabulary
+        config[f"{name}_token_id"] = i if type(i) is int and 0 <= i < config["vocab_size"] else None
     return config | row.read(kv, config)
 
 
@@ -303,10 +304,60 @@ def _vocab_size(kv: Mapping[str, Any], arch: str) -> int:
     return integer(kv, f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else 0)
 
 
-def _special_ids(kv: Mapping[str, Any], n: int) -> dict[str, int | None]:
-    ids = {f"{k}_token_id": kv.get(f"tokenizer.ggml.{g}_token_id") for k, g in _IDS}
-    # None is written explicitly: the config classes default to ids of one vocabulary
-    return {k: v if type(v) is int and 0 <= v < n else None for k, v in ids.items()}
+MAX_BYTES = 1 << 20
+_TYPE = "sentence_transformers.models."
+# flags of a Pooling module's config.json, which GGUF supports
+_FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
 
 
-_IDS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+def pooling_of(folder: str) -> str | None:
+    """The pooling that a folder's modules.json declares, a key of ``POOLING``; None if there is no such file.
+
+    Raises CheckpointError for an invalid file, and for a pooling that GGUF does not support.
+    """
+    real = os.path.realpath(folder)
+    if not os.path.lexists(os.path.join(real, "modules.json")):
+        return None
+    path = resolve_inside(real, "modules.json")
+    modules = read_json(path, max_bytes=MAX_BYTES)
+    if not isinstance(modules, list) or not all(isinstance(m, dict) for m in modules):
+        raise CheckpointError(path, None, "must hold a list of objects")
+    paths = [m.get("path") for m in modules if str(m.get("type")).rpartition(".")[2] == "Pooling"]
+    if not paths:
+        return None
+    if len(paths) > 1 or not isinstance(paths[0], str) or not paths[0]:
+        raise CheckpointError(path, None, "must name one folder of a Pooling module")
+    path = resolve_inside(real, os.path.join(paths[0], "config.json"))
+    config = read_json(path, max_bytes=MAX_BYTES)
+    if not isinstance(config, dict):
+        raise CheckpointError(path, None, "must hold an object")
+    modes = [k for k, v in config.items() if k.startswith("pooling_mode") and v is True]
+    if len(modes) == 1 and modes[0] in _FLAGS:
+        return _FLAGS[modes[0]]
+    named = config.get("pooling_mode")  # newer files name it
+    if not modes and isinstance(named, str) and named.removesuffix("token") in POOLING:
+        return named.removesuffix("token")
+    raise CheckpointError(path, None, f"pooling {', '.join(modes) or named!r} is not supported by GGUF")
+
+
+def pooling_files(kv: Mapping[str, Any]) -> dict[str, bytes]:
+    """{path in the folder: bytes} for sentence-transformers; empty if the file has no or an unsupported pooling.
+
+    Embeddings are normalized, as in llama.cpp's tools.
+    """
+    arch = kv.get("general.architecture")
+    names = {v: k for k, v in POOLING.items() if k != "none"}
+    kind, size = kv.get(f"{arch}.pooling_type"), kv.get(f"{arch}.embedding_length")
+    if type(kind) is not int or kind not in names or type(size) is not int:
+        return {}
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    files: dict[str, Any] = {
+        "modules.json": [
+            {"idx": i, "name": str(i), "path": path, "type": _TYPE + name} for i, (path, name) in enumerate(modules)
+        ],
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": size,
+            **{flag: name == names[kind] for flag, name in _FLAGS.items()},
+        },
+    }
+    return {name: (json.dumps(data, indent=2) + "\n").encode() for name, data in files.items()}

@@ -7,33 +7,31 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.convert_spec import conversion_kind, convert_parts
+from ...core.convert_spec import conversion_kind
 from ...core.numerics import Parts, dequantize, sqnr
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.report import Report, Row
 from ..atomic_write import remove_left_over, sync_folder
 from ..config_files import folder_of, method_files
-from ..errors import CheckpointError
-from ..job_progress import Progress, fingerprint
+from ..file import CheckpointError, checkpoint_errors
 from ..lazy_checkpoint import Opened, StoredTensor
-from ..manifest import clean
-from ..output_formats import row_chunks
-from ..resumable_write import Told, check_room
+from ..output_formats import as_float, convert_or_requantize, row_chunks
+from ..resumable_write import Progress, Told, check_room, fingerprint
 from ..streaming import QuantizationNoise
 from .blocks import TYPES, BlockType
-from .config import kv_from_config, rope_tensors
+from .config import kv_from_config, pooling_of, rope_tensors
+from .gguf_file import Writer, lay_out, remove_partial
 from .metadata import Value
 from .names import read_patterns, to_gguf
-from .pooling import pooling_of
 from .quantize import FROM_FLOATS, quantize
 from .reader import moved
 from .tokenizer import tokenizer_kv
-from .writer import Writer, lay_out, remove_partial
 
 # enum llama_ftype of llama.h: the type of most tensors of a file
 FILE_TYPES = {
@@ -50,7 +48,7 @@ _NO_ACT = "; its activation quantization is not stored in GGUF"
 
 @dataclass(frozen=True)
 class Planned:
-    """One tensor of the file. hf: its name in the source; how: as in :class:`..targets.Choice`."""
+    """One tensor of the file. hf: its name in the source; how: as in :class:`..output_formats.OutputChoice`."""
 
     hf: str
     held: StoredTensor
@@ -70,15 +68,13 @@ def write_gguf(
         raise CheckpointError(dst, None, "is a folder; pass the path of a .gguf file")
     if any(os.path.realpath(dst) == os.path.realpath(f) for f in source.files):
         raise CheckpointError(dst, None, "is the source; choose another file")
-    try:
+    with checkpoint_errors(source.path):
         planned, left_out = _plan(source, kind, pattern_file)
         extra = rope_tensors(source.config or {})
         metadata, said = _metadata(source, planned)
         infos = {name: (p.type, p.held.kind.shape) for name, p in planned.items()}
         infos |= {name: (TYPES["F32"], tuple(t.shape)) for name, t in extra.items()}
         header, entries, size = lay_out(metadata, infos)
-    except ValueError as e:
-        raise CheckpointError(source.path, getattr(e, "tensor", None), getattr(e, "reason", str(e))) from e
     rows = [
         Row(
             p.hf, "Tensor", p.held.kind.shape, "" if p.type.plain else p.type.name, "", p.held.nbytes,
@@ -138,12 +134,12 @@ def planned_as(name: str, hf: str, held: StoredTensor, wanted: BlockType | None)
         raise CheckpointError(None, hf, "is stored transposed, which GGUF does not support; convert to='float' first")
     numbers = meta is not None or kind.dtype in _FLOATS
     if numbers and (len(kind.shape) < 2 or name.endswith(_FLOAT32)):
-        return Planned(hf, held, TYPES["F32"], "float" if meta else "copied", f"{_word(held)}, as F32")
+        return Planned(hf, held, TYPES["F32"], "float" if meta else "copied", f"{held.shown}, as F32")
     if meta is None:
         if wanted is None or wanted.plain or kind.dtype not in _FLOATS:
             type_ = _float_type(kind, wanted)
             same_ = "it is" if type_.spec is kind.dtype else type_.name
-            return Planned(hf, held, type_, "copied", f"{_word(held)}, as {same_}")
+            return Planned(hf, held, type_, "copied", f"{held.shown}, as {same_}")
         type_, why = _divides(wanted, n)
         return Planned(hf, held, type_, "quantized", why.removeprefix("; "))
     same = [t for t in TYPES.values() if t.pack is not None and t.spec == meta.spec and not meta.perm]
@@ -159,9 +155,9 @@ def planned_as(name: str, hf: str, held: StoredTensor, wanted: BlockType | None)
         type_, why = _divides(TYPES["Q8_0"], n)
         return Planned(hf, held, type_, "requantized", f"requantized: no type stores {meta.spec} exactly{why}")
     if wanted.plain:
-        return Planned(hf, held, wanted, "float", f"dequantized from {_word(held)}")
+        return Planned(hf, held, wanted, "float", f"dequantized from {held.shown}")
     type_, why = _divides(wanted, n)
-    return Planned(hf, held, type_, "requantized", f"requantized from {_word(held)}{why}")
+    return Planned(hf, held, type_, "requantized", f"requantized from {held.shown}{why}")
 
 
 def _divides(wanted: BlockType, n: int) -> tuple[BlockType, str]:
@@ -179,10 +175,6 @@ def _float_type(kind: Any, wanted: BlockType | None) -> BlockType:
                 return type_
         raise ValueError(f"a tensor of {kind.dtype} has no type in GGUF")
     return wanted if wanted is not None else TYPES[_FLOATS[kind.dtype]]
-
-
-def _word(held: StoredTensor) -> str:
-    return held.word or (str(held.meta.spec) if held.meta else str(held.kind.dtype).removeprefix("torch."))
 
 
 def _metadata(source: Opened, planned: Mapping[str, Planned]) -> tuple[dict[str, Value], list[str]]:
@@ -242,7 +234,8 @@ def _write(
                 for start, raw in _encoded(p, noise):
                     writer.put(name, raw, start)
                 writer.sync()
-                progress.add(name, {p.hf: noise.sqnr(p.hf)} if p.hf in noise.signal else _known(p))
+                known = {p.hf: float("inf")} if p.how == "exact" else {}
+                progress.add(name, {p.hf: noise.sqnr(p.hf)} if p.hf in noise.signal else known)
             if told is not None:
                 told(done + 1, len(planned), p.hf)
         writer.finish(dst)
@@ -253,42 +246,23 @@ def _write(
     return {hf: v for rows in progress.done.values() for hf, v in rows.items()}
 
 
-def _known(p: Planned) -> dict[str, float]:
-    return {p.hf: float("inf")} if p.how == "exact" else {}
-
-
 def _encoded(p: Planned, noise: QuantizationNoise) -> Iterator[tuple[int, Tensor]]:
     """(first row of the file, raw rows)."""
     shape = p.held.kind.shape
     inner = torch.Size(shape[1:-1]).numel() if len(shape) > 1 else 1
     for start, x in row_chunks(p.held, True):
-        try:
-            yield start * inner, p.type.encode(_parts(p, x, noise), tuple(x.shape))
-        except ValueError as e:
-            raise CheckpointError(None, p.hf, str(e).removeprefix(f"{p.hf}: ")) from e
+        with checkpoint_errors(None, p.hf):
+            raw = p.type.encode(_parts(p, x, noise), tuple(x.shape))
+        yield start * inner, raw
 
 
 def _parts(p: Planned, x: Tensor, noise: QuantizationNoise) -> Parts:
-    spec = p.type.spec
-    if isinstance(x, AffineQuantizedTensor):
-        parts, mine, shape = x.plain_parts(), clean(x.spec), x.stored_shape
-        if p.how == "exact":
-            return parts
-        value = dequantize(parts, mine, shape)
-        if not isinstance(spec, torch.dtype):
-            new = None if parts.perm is not None else convert_parts(parts, mine, shape, spec)
-            if new is not None:
-                noise.add(p.hf, value, sqnr(value, dequantize(new, spec, shape)))
-                return new
-        x = value
+    spec, requantize = p.type.spec, partial(quantize, name=p.type.name)
     if isinstance(spec, torch.dtype):
-        out = x.to(spec)
-        if out.is_floating_point() and not torch.equal(out.isfinite(), x.isfinite()):
-            raise ValueError(f"has values outside the range of {spec}; choose another type")
-        if p.how == "float":
-            noise.add(p.hf, x, sqnr(x, out))
-        return Parts(out.contiguous())
+        return Parts(as_float(p.hf, x, spec, noise if p.how == "float" else None))
+    if isinstance(x, AffineQuantizedTensor):
+        return convert_or_requantize(p.hf, x, p.how == "exact", spec, noise, requantize=requantize)
     wide = x.float()
-    parts = quantize(wide, p.type.name)
+    parts = requantize(wide)
     noise.add(p.hf, wide, sqnr(wide, dequantize(parts, spec, wide.shape)))
     return parts

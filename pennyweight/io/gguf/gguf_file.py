@@ -1,25 +1,30 @@
-"""The GGUF container: a strict reader for untrusted files.
+"""The GGUF container: a strict reader for untrusted files, and a writer of rows in any order.
 
     "GGUF"      uint32 version, uint64 tensors, uint64 entries of metadata, all little-endian
     metadata    see metadata.py
     tensors     name, uint32 axes, uint64 size of each axis (the contiguous one first), uint32 type, uint64 offset
     the rest    tensor data from the next multiple of ``general.alignment`` (32); each tensor is aligned to it
 
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-"""
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 
 from __future__ import annotations
 
+import math
+import os
+import stat
+import struct
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..file import RawFile
+from ..atomic_write import check_complete, open_new, rename_into_place, same_inode, try_lock, unlock, write_all
+from ..file import CheckpointError, RawFile, checkpoint_errors
 from ..safetensors_file import check_name
 from .blocks import BY_ID, REMOVED, BlockType
-from .metadata import MAX_KEYS, Cursor, Value
+from .metadata import MAX_HEADER_BYTES, MAX_KEYS, Cursor, Value, metadata_bytes
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -46,10 +51,7 @@ class Entry:
 
     @property
     def rows(self) -> int:
-        count = 1
-        for n in self.shape[:-1]:
-            count *= n
-        return count
+        return math.prod(self.shape[:-1])
 
 
 def size_of(kind: BlockType, shape: tuple[int, ...]) -> int:
@@ -57,14 +59,10 @@ def size_of(kind: BlockType, shape: tuple[int, ...]) -> int:
     ones, exceed 63 bits."""
     if len(shape) > MAX_AXES:
         raise ValueError(f"{len(shape)} axes; the maximum is {MAX_AXES}")
-    bound, exact = kind.nbytes, kind.row_bytes(shape)
-    for n in shape:
-        bound *= max(n, 1)
-        if bound > _MAX_BYTES:
-            raise ValueError(f"shape {[*shape]} of {kind.name} is too large")
-    for n in shape[:-1]:
-        exact *= n
-    return exact
+    row = kind.row_bytes(shape)
+    if kind.nbytes * math.prod(max(n, 1) for n in shape) > _MAX_BYTES:
+        raise ValueError(f"shape {[*shape]} of {kind.name} is too large")
+    return row * math.prod(shape[:-1])
 
 
 def check_tensor_name(name: str) -> None:
@@ -102,14 +100,10 @@ class File(RawFile):
 
     def _read_header(self) -> None:
         cursor = Cursor(self._read_at, self.size)
-        try:
+        with checkpoint_errors(self.path):
             tensors, keys = self._counts(cursor)
             self.metadata = cursor.metadata(keys)
             self.alignment = alignment_of(self.metadata)
-        except CheckpointError:
-            raise
-        except ValueError as e:
-            raise CheckpointError(self.path, None, str(e)) from e
         found = self._infos(cursor, tensors)
         start = padded(cursor.offset, self.alignment)
         self.entries = self._placed(found, start)
@@ -159,10 +153,8 @@ class File(RawFile):
         """Entries whose bytes are contiguous in the file, with only alignment padding between them."""
         entries: dict[str, Entry] = {}
         for name, (kind, shape, offset) in found.items():
-            try:
+            with checkpoint_errors(self.path, name):
                 size = size_of(kind, shape)
-            except ValueError as e:
-                raise CheckpointError(self.path, name, str(e)) from e
             begin, end = start + offset, start + offset + size
             if offset % self.alignment:
                 raise CheckpointError(self.path, name, f"offset {offset} is not a multiple of {self.alignment}")
@@ -209,3 +201,147 @@ def _type(number: int) -> BlockType:
 def padded(offset: int, alignment: int) -> int:
     """The next multiple of the alignment."""
     return -(-offset // alignment) * alignment
+
+
+_VERSION = 3
+IN_USE = "another process is writing it; wait until it is done, or choose another file"
+Infos = Mapping[str, tuple[BlockType, tuple[int, ...]]]
+
+
+def lay_out(metadata: Mapping[str, Value], infos: Infos) -> tuple[bytes, dict[str, Entry], int]:
+    """The header with its padding, the entries, and the total file size. Raises ValueError for an invalid name, shape
+    or key."""
+    alignment = alignment_of(dict(metadata))
+    if len(infos) > MAX_TENSORS or len(metadata) > MAX_KEYS:
+        raise ValueError(f"{len(infos)} tensors and {len(metadata)} keys; the maximum is {MAX_TENSORS} and {MAX_KEYS}")
+    out = [MAGIC, struct.pack("<IQQ", _VERSION, len(infos), len(metadata)), metadata_bytes(metadata)]
+    sizes, at = {}, 0
+    for name, (kind, shape) in infos.items():
+        try:
+            check_tensor_name(name)
+            sizes[name] = size_of(kind, shape)
+        except ValueError as e:
+            raise ValueError(f"{name}: {e}") from e
+        raw = name.encode()
+        out += [struct.pack("<Q", len(raw)), raw, struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))]
+        out.append(struct.pack("<IQ", kind.id, at))
+        at = padded(at + sizes[name], alignment)
+    header = b"".join(out)
+    if len(header) > MAX_HEADER_BYTES:
+        raise ValueError(f"header of {len(header)} bytes; the maximum is {MAX_HEADER_BYTES}")
+    header += bytes(padded(len(header), alignment) - len(header))
+    entries, begin = {}, len(header)
+    for name, (kind, shape) in infos.items():
+        entries[name] = Entry(kind, tuple(shape), begin, begin + sizes[name])
+        begin = padded(begin + sizes[name], alignment)
+    return header, entries, begin
+
+
+def remove_partial(path: str) -> None:
+    """Remove the leftover file of a dead writer. Raises CheckpointError if a live writer uses it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        return
+    except OSError:  # a link, which no writer locks
+        os.unlink(path)
+        return
+    try:
+        if try_lock(fd) is False:
+            raise CheckpointError(path, None, IN_USE)
+        os.unlink(path)
+    finally:
+        unlock(fd)
+        os.close(fd)
+
+
+class Writer:
+    """One GGUF file with known metadata and tensors. The caller passes a temporary path and renames it at the end.
+
+    ``resume``: the file was left by an earlier writer with the same header; rows it wrote are declared with
+    :meth:`had`. Raises CheckpointError if another process is writing the file, or if the header on disk or the written
+    data differs, and OSError if a write fails.
+    """
+
+    def __init__(self, path: str, metadata: Mapping[str, Value], infos: Infos, resume: bool = False) -> None:
+        if sys.byteorder != "little":
+            raise CheckpointError(path, None, "GGUF files are little-endian, but this machine is big-endian")
+        self.path = path
+        with checkpoint_errors(path):
+            header, self.entries, size = lay_out(metadata, infos)
+        self._left = {name: e.rows * (e.end > e.begin) for name, e in self.entries.items()}
+        if resume:
+            self._reopen(header, size)
+        else:
+            self._file = open_new(path)
+            try:
+                self._claim()
+                write_all(self._file, header)
+                self._file.truncate(size)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def _reopen(self, header: bytes, size: int) -> None:
+        flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+        self._file = os.fdopen(os.open(self.path, flags), "r+b", buffering=0)
+        try:
+            self._claim()
+            info = os.fstat(self._file.fileno())
+            if not stat.S_ISREG(info.st_mode) or info.st_size != size:
+                raise CheckpointError(self.path, None, f"cannot be resumed: {info.st_size} bytes, expected {size}")
+            found = b""
+            while len(found) < len(header) and (piece := self._file.read(len(header) - len(found))):
+                found += piece
+            if found != header:
+                raise CheckpointError(self.path, None, "cannot be resumed: its header differs")
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _claim(self) -> None:
+        """Lock the file until it is closed."""
+        fd = self._file.fileno()
+        if try_lock(fd) is False or not same_inode(fd, self.path):
+            raise CheckpointError(self.path, None, IN_USE)
+
+    def had(self, name: str, rows: Iterable[int] | int) -> None:
+        """Mark rows as written: all below a number, or those listed."""
+        self._left[name] -= rows if isinstance(rows, int) else len(set(rows))
+
+    def put(self, name: str, raw: Tensor, first_row: int = 0) -> None:
+        """Write rows starting at ``first_row``. raw: uint8 [rows, row bytes]."""
+        e = self.entries[name]
+        fits = raw.ndim == 2 and raw.shape[1] == e.row_bytes and 0 <= first_row <= e.rows - raw.shape[0]
+        if raw.dtype is not torch.uint8 or not fits:
+            raise CheckpointError(
+                self.path, name,
+                f"rows from {first_row} are {raw.dtype} {[*raw.shape]}, expected uint8 [{e.rows}, {e.row_bytes}]",
+            )  # fmt: skip
+        if raw.numel():
+            self._left[name] -= raw.shape[0]
+            flat = raw.detach().cpu().contiguous().reshape(-1)
+            write_all(self._file, memoryview(flat.numpy()), e.begin + first_row * e.row_bytes)  # type: ignore[arg-type]
+
+    def sync(self) -> None:
+        """Flush written data to disk."""
+        os.fsync(self._file.fileno())
+
+    def finish(self, final: str | None = None) -> None:
+        """Flush to disk, rename the file to ``final`` if given, and close.
+
+        Raises CheckpointError if a tensor was not written, or only in part.
+        """
+        check_complete(self.path, self._left)
+        os.fsync(self._file.fileno())
+        if os.name != "posix":  # Windows cannot rename an open file
+            self.close()
+        if final is not None:
+            rename_into_place(self.path, final)
+        self.close()
+
+    def close(self) -> None:
+        """Close, which releases the lock. Without :meth:`finish` the file may be incomplete."""
+        if not self._file.closed:
+            unlock(self._file.fileno())
+            self._file.close()

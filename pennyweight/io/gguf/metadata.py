@@ -1,13 +1,14 @@
-"""Metadata of a GGUF file: typed values and keys, parsed from untrusted bytes and written back to identical bytes.
+"""Metadata of a GGUF file: typed values and keys, parsed from untrusted bytes and written back to identical bytes; and
+accessors of plain values that check them.
 
     entry    key as a string, uint32 kind, value
     value    of a string: uint64 length, UTF-8; of an array: uint32 kind, uint64 count, elements; else the number
 
-Little-endian. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-"""
+Little-endian. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -221,14 +222,14 @@ class Cursor:
         return out
 
     def value(self) -> Value:
-        number = self.number("uint32")
-        if number == _ARRAY:
+        kind_number = self.number("uint32")
+        if kind_number == _ARRAY:
             return self._array()
-        kind = _name(number)
+        kind = _name(kind_number)
         if kind == "string":
             return Value(kind, self.string())
-        raw = self.take(_DTYPES[kind].itemsize)
-        return Value(kind, _bools(np.frombuffer(raw, np.uint8))[0] if kind == "bool" else _scalar(raw, kind))
+        number = np.frombuffer(self.take(_DTYPES[kind].itemsize), _DTYPES[kind])
+        return Value(kind, _bools(number)[0] if kind == "bool" else number[0].item())
 
     def _array(self) -> Value:
         number, count = self.number("uint32"), self.number("uint64")
@@ -272,11 +273,56 @@ def _name(number: int) -> str:
     return _NAMES[number]
 
 
-def _scalar(raw: bytes, kind: str) -> Any:
-    return np.frombuffer(raw, _DTYPES[kind])[0].item()
-
-
 def _bools(raw: np.ndarray) -> list[bool]:
     if raw.size and raw.max() > 1:
         raise ValueError("a bool that is neither 0 nor 1")
     return raw.astype(bool).tolist()
+
+
+KV = dict[str, tuple[str, Any]]  # key -> (GGUF value type, value); array types are e.g. "ARRAY[STRING]"
+_NEEDED: Any = object()
+
+
+def integer(kv: Mapping[str, Any], key: str, default: Any = _NEEDED) -> int:
+    """A positive integer. A per-layer list of identical numbers counts as that number."""
+    value = _get(kv, key, default)
+    if isinstance(value, list) and value and all(v == value[0] for v in value):
+        value = value[0]
+    if isinstance(value, list):
+        raise ValueError(f"{key} differs between layers, which the config of this architecture does not support")
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise ValueError(f"{key} must be a positive integer, got {str(value)[:50]!r}")
+    return value
+
+
+def real(kv: Mapping[str, Any], key: str, default: Any = _NEEDED) -> float:
+    """A finite float, as the shortest decimal with the same float32 value."""
+    value = _get(kv, key, default)
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{key} must be a finite number, got {str(value)[:50]!r}")
+    return short(value)
+
+
+def text(kv: Mapping[str, Any], key: str, default: Any = _NEEDED) -> str:
+    value = _get(kv, key, default)
+    if not isinstance(value, str):
+        raise ValueError(f"{key} must be a string, got {str(value)[:50]!r}")
+    return value
+
+
+def short(x: float) -> float:
+    """The shortest decimal that rounds to the same float32: 1e-06 for 9.999999974752427e-07."""
+    try:
+        want = struct.pack("<f", x)
+        return next(y for p in range(1, 18) if struct.pack("<f", y := float(f"{x:.{p}g}")) == want)
+    except OverflowError:  # outside the range of float32
+        return float(x)
+
+
+def _get(kv: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = kv.get(key)
+    if value is None:
+        if default is _NEEDED:
+            raise ValueError(f"{key} is missing")
+        return default
+    return value

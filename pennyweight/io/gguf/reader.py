@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +10,18 @@ import torch
 from torch import Tensor
 
 from ..atomic_write import write_bytes
-from ..checkpoint import resolve_inside
 from ..config_files import config_bytes
-from ..errors import CheckpointError
+from ..file import CheckpointError, checkpoint_errors
 from ..lazy_checkpoint import Opened, StoredTensor
-from ..manifest import KeyedError, Meta
+from ..manifest import Meta
 from ..safetensors_file import Entry as Plain
 from ..state_dict import from_parts
-from .config import config_from_kv
+from ..strict_json import resolve_inside
+from .architectures import BY_GGUF
+from .config import config_from_kv, pooling_files
 from .gguf_file import File
-from .names import Patterns, read_patterns, to_hf
-from .pooling import pooling_files
+from .names import Transform, read_patterns, to_hf
 from .rope import ROPE_TENSORS
-from .tensor_transforms import Transform
 from .tokenizer_files import tokenizer_files
 
 MAX_SPLITS = 4096
@@ -105,13 +103,12 @@ def _held(file: File, name: str) -> StoredTensor:
         kind = Meta(spec, shape, torch.float32, signed_scale=True)
 
     def decoded(raw: Tensor, shape: tuple[int, ...]) -> Tensor:
-        try:
-            parts = e.type.decode(raw, shape)
+        with checkpoint_errors(file.path, name):
+            try:
+                parts = e.type.decode(raw, shape)
+            except ImportError as err:  # the type's codebook needs the gguf package
+                raise CheckpointError(file.path, name, str(err)) from err
             return parts.codes if e.type.plain else from_parts(name, parts, replace(kind, shape=shape))
-        except KeyedError as err:
-            raise CheckpointError(file.path, err.name, str(err)) from err
-        except (ValueError, ImportError) as err:  # ImportError: the type's codebook needs the gguf package
-            raise CheckpointError(file.path, name, str(err)) from err
 
     def rows(start: int, stop: int) -> Tensor:
         each = e.rows // shape[0]
@@ -135,16 +132,17 @@ def under_hf_names(source: Opened, pattern_file: Any = None) -> Opened:
     kv = values(source)
     arch = str(kv.get("general.architecture"))
     patterns = None if pattern_file is None else read_patterns(pattern_file)
-    try:
+    with checkpoint_errors(source.path):
         mapped = to_hf(source.held, arch, kv, patterns)
         held = {
             m.name: moved(source.held[name], m.transform, m.name, to_gguf=False)
             for name, m in mapped.items()
             if m.name is not None
         }
-        config = _config(source, kv, patterns)
-    except ValueError as e:
-        raise CheckpointError(source.path, None, str(e)) from e
+        config = None  # a pattern file only gives names; the config of an unknown architecture stays unknown
+        if patterns is None or arch in BY_GGUF:
+            tensors = {name: source[name] for name in ROPE_TENSORS if name in source}
+            config = config_from_kv(kv, set(source.held), tensors)
     return replace(source, held=held, config=config)
 
 
@@ -154,25 +152,14 @@ def values(source: Opened) -> dict[str, Any]:
     return {key: v if isinstance(v, (int, float, str, list)) else v.tolist() for key, v in plain.items()}
 
 
-def _config(source: Opened, kv: Mapping[str, Any], patterns: Patterns | None) -> dict[str, Any] | None:
-    from .architectures import BY_GGUF
-
-    if patterns is not None and kv.get("general.architecture") not in BY_GGUF:
-        return None  # the pattern file only gives names; the config of such a model is unknown
-    tensors = {name: source[name] for name in ROPE_TENSORS if name in source}
-    return config_from_kv(kv, set(source.held), tensors)
-
-
 def moved(held: StoredTensor, transform: Transform, name: str, to_gguf: bool) -> StoredTensor:
     """A tensor with its rows in the order of the other side. Raises ValueError if the transform does not apply."""
     if transform.name == "same":
         return held
 
     def change(x: Tensor) -> Tensor:
-        try:
-            return transform.to_gguf(x, name) if to_gguf else transform.from_gguf(x, name)
-        except ValueError as e:
-            raise CheckpointError(None, name, str(e).removeprefix(f"{name}: ")) from e
+        with checkpoint_errors(None, name):
+            return transform.apply(x, name, to_gguf)
 
     if not transform.moves_rows_only:
         if held.meta is not None:

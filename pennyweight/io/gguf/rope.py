@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kv_checks import KV, integer, real, short, text
+from .metadata import KV, integer, real, short, text
 
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (FREQS, LONG, SHORT)

@@ -1,33 +1,78 @@
 """Converts tokenizer files to GGUF metadata. All input is data: no tokenizer is built, no template rendered.
 
-Sources: gguf.vocab of gguf 0.19, llama.cpp's converter (conversion/base.py, bert.py) and src/llama-vocab.cpp (2026).
-"""
+Sources: gguf.vocab of gguf 0.19, llama.cpp's converter (conversion/base.py, bert.py) and src/llama-vocab.cpp (2026)."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..checkpoint import resolve_inside
-from ..errors import CheckpointError
-from .kv_checks import KV
-from .pre_tokenizers import recognized
-from .tokenizer_source import MAX_SMALL, Source, content, find, read_bytes, read_source
-from .vocabulary import (
-    BYTE,
-    CONTROL,
-    MAX_TOKENS,
-    NORMAL,
-    SPACE,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    is_byte,
-    joinable,
-    piece,
-    ranks,
-    word,
-)
+from ..file import CheckpointError, checkpoint_errors
+from ..strict_json import read_bytes, read_object, resolve_inside
+from . import tokenizer_tables as tables
+from .metadata import KV
+from .tokenizer_tables import BYTE, CONTROL, MAX_TOKENS, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
+
+MAX_TOKENIZER = 128 << 20  # Gemma's tokenizer.json takes 33 MB
+MAX_SMALL = 8 << 20
+
+
+@dataclass
+class Source:
+    """Validated contents of the tokenizer files."""
+
+    tokenizer: dict[str, Any]
+    settings: dict[str, Any]  # tokenizer_config.json
+    special: dict[str, Any]  # special_tokens_map.json
+    config: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+    tokens: list[str] = field(default_factory=list)
+    types: list[int] = field(default_factory=list)
+    ids: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_source(folder: str) -> Source:
+    """The files of a folder (a real path). Raises CheckpointError for an invalid or missing tokenizer.json."""
+    tokenizer = read_object(folder, "tokenizer.json", MAX_TOKENIZER, max_digits=40)
+    if tokenizer is None:
+        raise CheckpointError(
+            os.path.join(folder, "tokenizer.json"), None,
+            "is missing; load the tokenizer with transformers and call save_pretrained(), which writes it",
+        )  # fmt: skip
+    settings, special, config = (
+        read_object(folder, name, MAX_SMALL, max_digits=40) or {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+    )
+    return Source(tokenizer, settings, special, config)
+
+
+def find(node: Any, kind: str) -> dict[str, Any] | None:
+    """The component of a given type in tokenizer.json, this node or a nested one."""
+    if not isinstance(node, dict):
+        return None
+    if node.get("type") == kind:
+        return node
+    for key in ("pretokenizers", "normalizers", "decoders", "processors"):
+        for inner in node.get(key) or () if isinstance(node.get(key), list) else ():
+            found = find(inner, kind)
+            if found is not None:
+                return found
+    return None
+
+
+def content(s: Source, name: str) -> str | None:
+    """The text of a special token such as "bos_token"."""
+    for source in (s.settings, s.special):
+        value: Any = source.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            return value
+    return None
+
 
 KEY = "tokenizer.ggml."
 # special token -> key of its id
@@ -51,14 +96,12 @@ def tokenizer_kv(folder: str, vocab_size: int | None = None) -> tuple[KV, list[s
     """
     real = os.path.realpath(folder)
     s = read_source(real)
-    try:
+    with checkpoint_errors(os.path.join(real, "tokenizer.json")):
         kind = _kind(s)
         _vocabulary(s, kind, vocab_size)
         kv: KV = {KEY + "model": ("STRING", kind)}
         kv |= {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _word_piece}[kind](s)
         kv |= _special_kv(s, kind)
-    except ValueError as e:
-        raise CheckpointError(os.path.join(real, "tokenizer.json"), None, str(e)) from e
     return kv | _templates(real, s), s.notes
 
 
@@ -136,7 +179,7 @@ def _list_kv(s: Source) -> KV:
 
 def _byte_level(s: Source) -> KV:
     pre_tokenizer, ignore_merges = s.tokenizer.get("pre_tokenizer"), s.model.get("ignore_merges") is True
-    pre = recognized(pre_tokenizer, ignore_merges)
+    pre = tables.recognized(pre_tokenizer, ignore_merges)
     if pre is None:
         s.notes.append(
             'the pre-tokenizer has no llama.cpp name: written as "default", which splits some text into other words'
@@ -144,21 +187,14 @@ def _byte_level(s: Source) -> KV:
     elif pre.ignore_merges != ignore_merges:
         s.notes.append(f"ignore_merges is {ignore_merges}, but llama.cpp's {pre.name!r} has the opposite")
     normalizer = s.tokenizer.get("normalizer")
-    if normalizer is not None and not _is_empty(normalizer):
-        kind = normalizer.get("type") if isinstance(normalizer, dict) else None
+    settings = normalizer if isinstance(normalizer, dict) else {}
+    if normalizer is not None and settings.get("normalizers") != []:
+        kind = settings.get("type")
         s.notes.append(f"llama.cpp does not normalize text for byte-level tokenizers, this one does ({str(kind)[:30]})")
     level = find(pre_tokenizer, "ByteLevel") or {}
     if level.get("add_prefix_space") is True:
         s.notes.append("a space is prepended to the text (add_prefix_space), which llama.cpp does not do")
-    return {
-        KEY + "pre": ("STRING", pre.name if pre else "default"),
-        **_list_kv(s),
-        **_merge_kv(_merges(s)),
-    }
-
-
-def _is_empty(normalizer: Any) -> bool:
-    return isinstance(normalizer, dict) and normalizer.get("normalizers") == []
+    return {KEY + "pre": ("STRING", pre.name if pre else "default"), **_list_kv(s), **_merge_kv(_merges(s))}
 
 
 def _sentencepiece(s: Source) -> KV:
@@ -169,18 +205,18 @@ def _sentencepiece(s: Source) -> KV:
     the merges are written too, although llama.cpp ignores them.
     """
     merges, unk = _merges(s), s.model.get("unk_token")
-    rank = ranks(merges)
+    rank = tables.ranks(merges)
     for i, text in enumerate(s.tokens):
         if text == unk:
             s.types[i] = UNKNOWN
-        elif s.types[i] == NORMAL and is_byte(text):
+        elif s.types[i] == NORMAL and tables.is_byte(text):
             s.types[i] = BYTE
     scores = [
         float(-rank.get(text, len(merges))) if kind in (NORMAL, USER_DEFINED, UNUSED) else 0.0
         for text, kind in zip(s.tokens, s.types, strict=True)
     ]
     kv: KV = {KEY + "pre": ("STRING", "default")}
-    again = joinable(s.tokens, s.types, scores)
+    again = tables.joinable(s.tokens, s.types, scores)
     if again != merges:
         kv |= _merge_kv(merges)
         if set(again) != set(merges):
@@ -220,10 +256,10 @@ def _word_piece(s: Source) -> KV:
     accents = bert.get("strip_accents")
     if find(s.tokenizer.get("pre_tokenizer"), "BertPreTokenizer") is None:
         s.notes.append("llama.cpp splits words as BertPreTokenizer does; this tokenizer splits differently")
-    marked = [piece(t) if k not in (CONTROL, UNUSED) else t for t, k in zip(s.tokens, s.types, strict=True)]
+    marked = [tables.piece(t) if k not in (CONTROL, UNUSED) else t for t, k in zip(s.tokens, s.types, strict=True)]
     for old, new, kind in zip(s.tokens, marked, s.types, strict=True):
-        if kind not in (CONTROL, UNUSED) and word(new) != old:
-            raise ValueError(f"token {old[:50]!r} would become {word(new)[:50]!r} in GGUF")
+        if kind not in (CONTROL, UNUSED) and tables.word(new) != old:
+            raise ValueError(f"token {old[:50]!r} would become {tables.word(new)[:50]!r} in GGUF")
     s.tokens = marked
     return {
         KEY + "pre": ("STRING", "default"),

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .kv_checks import text
-from .pre_tokenizers import BY_NAME, to_json
+from . import tokenizer_tables as tables
+from .metadata import text
 from .tokenizer import CLS, IDS, KEY
-from .vocabulary import BYTE, CONTROL, MAX_TOKENS, NORMAL, SPACE, UNUSED, USER_DEFINED, joinable, word
+from .tokenizer_tables import BY_NAME, BYTE, CONTROL, MAX_TOKENS, NORMAL, SPACE, UNUSED, USER_DEFINED
 
 _Template = dict[str, Any]
 
@@ -29,7 +29,8 @@ def tokenizer_files(kv: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]
     made = _MODELS[kind](kv, tokens, types, notes)
     if made is None:
         return {}, notes
-    special = _special(kv, tokens)
+    ids = {name: _id(kv, key, tokens) for name, key in (*IDS.items(), ("cls", CLS))}
+    special = {name: i for name, i in ids.items() if i is not None}
     flag = kind == "llama"  # llama.cpp's default
     add = {k: kind == "bert" or _flag(kv, f"add_{k}_token", flag and k == "bos") for k in ("bos", "eos")}
     first = special.get("bos" if kind != "bert" else "cls", special.get("bos")) if add["bos"] else None
@@ -56,11 +57,8 @@ def tokenizer_files(kv: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]
         },
         "tokenizer_config.json": _settings(kv, kind, tokens, special, add, notes),
     }
-    return {name: _bytes(data) for name, data in files.items()}, notes
-
-
-def _bytes(data: Any) -> bytes:
-    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode("utf-8", errors="strict")
+    texts = {name: json.dumps(data, indent=2, ensure_ascii=False) + "\n" for name, data in files.items()}
+    return {name: text.encode() for name, text in texts.items()}, notes
 
 
 def _tokens(kv: Mapping[str, Any]) -> tuple[list[str], list[int]]:
@@ -136,7 +134,7 @@ def _byte_level(kv: Mapping[str, Any], tokens: list[str], types: list[int], note
     return {
         "model": _bpe(vocab, _known(_pairs(kv), vocab), ignore_merges=pre.ignore_merges),
         "normalizer": {"type": "NFC"} if pre.nfc else None,
-        "pre_tokenizer": to_json(pre),
+        "pre_tokenizer": tables.to_json(pre),
         "decoder": level,
         "post": level,
         "spelled": tokens,
@@ -161,7 +159,7 @@ def _sentencepiece(kv: Mapping[str, Any], tokens: list[str], types: list[int], n
             raise ValueError(f"{KEY}scores must be a list of numbers, one for each of the {len(tokens)} tokens")
         if any(math.isnan(x) for x in scores):
             raise ValueError(f"{KEY}scores contains NaN")
-        pairs = joinable(spelled, types, scores[: len(tokens)])
+        pairs = tables.joinable(spelled, types, scores[: len(tokens)])
     vocab = _vocab(spelled, notes)
     joined = {a + b for a, b in pairs}
     merged = {i for i, (s, t) in enumerate(zip(spelled, tokens, strict=True)) if s != t and s in joined}
@@ -194,7 +192,7 @@ def _sentencepiece(kv: Mapping[str, Any], tokens: list[str], types: list[int], n
 
 
 def _word_piece(kv: Mapping[str, Any], tokens: list[str], types: list[int], notes: list[str]) -> _Template:
-    spelled = [t if k in (CONTROL, UNUSED) else word(t) for t, k in zip(tokens, types, strict=True)]
+    spelled = [t if k in (CONTROL, UNUSED) else tables.word(t) for t, k in zip(tokens, types, strict=True)]
     unknown = _id(kv, IDS["unk"], tokens)
     if unknown is None:
         raise ValueError(f"{KEY}{IDS['unk']} is required: WordPiece maps unknown words to it")
@@ -237,11 +235,6 @@ def _id(kv: Mapping[str, Any], key: str, tokens: list[str]) -> int | None:
     if value is not None and (type(value) is not int or not 0 <= value < len(tokens)):
         raise ValueError(f"{KEY}{key} must be one of the {len(tokens)} tokens, got {str(value)[:50]!r}")
     return value
-
-
-def _special(kv: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:
-    ids = {name: _id(kv, key, tokens) for name, key in (*IDS.items(), ("cls", CLS))}
-    return {name: i for name, i in ids.items() if i is not None}
 
 
 def _added(i: int, content: str, special: bool) -> dict[str, Any]:

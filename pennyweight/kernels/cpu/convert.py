@@ -22,20 +22,20 @@ from ...core.qparams import Params, choose, default_rule, scale_floor
 from ...core.quantize_backends import CONVERSIONS, QuantizeBackend, QuantizeResult
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
-from .. import gate
-from ..gate import GIVEN
+from .. import gate_convert
+from ..gate_convert import GIVEN
 from .int_linear import fits, map_groups, tile_rows
-from .library import BITS, E8M0, KINDS, TILES, missing
+from .library import BITS, E8M0, KINDS, TILES, usable
 from .matrix_view import FLOATS, Affine, affine, part_kind, threads_for
 
-SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(1, 5)  # as in src/affine.h
+SYMMETRIC, NO_CLIP, ASYMMETRIC, MINMAX = range(1, 5)  # as in src/abi.h
 _RULES = {"symmetric": SYMMETRIC, "symmetric_no_clip": NO_CLIP, "asymmetric": ASYMMETRIC, "minmax": MINMAX}
 # Rules that depend only on the minimum and maximum of a block, so that they can be computed from those.
 _BY_RANGE = (*_RULES, "mx_floor", "mx_ceil", "mx_even", "mx_rceil")
 
 
 class Rounding(ctypes.Structure):
-    """Quantization of a float matrix to integer codes; see src/affine.h."""
+    """Quantization of a float matrix to integer codes; see src/abi.h."""
 
     _fields_ = (
         ("to", Affine), ("rule", c_int32),
@@ -62,13 +62,13 @@ def floats_of(parts: Any, spec: QuantSpec, a: Affine, index: Tensor | None, out:
     codes, zero = parts.codes.contiguous(), parts.zero_point
     zero = None if zero is None else zero.contiguous()
     scale, offset = _number_part(parts.scale, spec.scale), _number_part(parts.offset, spec.offset)
-    gate.dequantize(a, (codes, scale, zero, offset), index, out, threads_for(out.numel()))
+    gate_convert.dequantize(a, (codes, scale, zero, offset), index, out, threads_for(out.numel()))
     return out
 
 
 def dequantize(parts: Parts, spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype) -> Any:
     """Bit-identical to core.numerics.dequantize, directly from packed codes."""
-    if missing() is not True:
+    if usable() is not True:
         return NotImplemented
     shape = tuple(map(int, shape))
     a = affine(spec, shape, dtype)
@@ -118,7 +118,7 @@ def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) ->
     If scales are quantized or shared by rows, there are two passes: for the ranges of blocks, and for the codes.
     """
     name, shape = rule or default_rule(spec), tuple(x.shape)
-    q = rounding_of(spec, shape, x.dtype, name, eps) if missing() is True else None
+    q = rounding_of(spec, shape, x.dtype, name, eps) if usable() is True else None
     if q is None:
         return NotImplemented
     a = q.to
@@ -128,7 +128,7 @@ def quantize(x: Tensor, spec: QuantSpec, rule: str | None, eps: float | None) ->
     codes = torch.empty(_codes_shape(spec, shape, a), dtype=_code_dtype(spec), device="cpu")
     sums = torch.empty(2 + 2 * a.n, dtype=torch.float64, device="cpu")
     qparams = parts if given is None else given
-    gate.quantize(q, flat, (codes, qparams.scale, qparams.zero_point, qparams.offset), sums, threads)
+    gate_convert.quantize(q, flat, (codes, qparams.scale, qparams.zero_point, qparams.offset), sums, threads)
     if spec.layout == "bits":
         parts = parts._replace(zero_point=pack_zero_point(parts.zero_point, spec))
     return QuantizeResult(parts._replace(codes=codes), float(sums[0]), float(sums[1]))
@@ -163,7 +163,7 @@ def _chosen(
 ) -> tuple[Params, Parts]:
     """(dequantized parameters, parts without codes), chosen from the ranges of the blocks of x."""
     ends = torch.empty((a.n, a.groups, 2), dtype=x.dtype, device="cpu")
-    gate.ranges(a, x, ends, threads)
+    gate_convert.ranges(a, x, ends, threads)
     if a.row_block > 1:
         ends = ends.unflatten(0, (-1, a.row_block))
         ends = torch.stack([ends[..., 0].amin(1), ends[..., 1].amax(1)], -1)
@@ -183,12 +183,12 @@ def _chosen(
 def finite(x: Tensor) -> Any:
     """Whether x is free of NaN and inf, in one pass."""
     if (
-        missing() is not True
+        usable() is not True
         or x.dtype not in FLOATS
         or not (x.is_contiguous() or (x.ndim >= 2 and x.mT.is_contiguous()))
     ):
         return NotImplemented
-    return gate.finite(x, threads_for(x.numel()))
+    return gate_convert.finite(x, threads_for(x.numel()))
 
 
 CONVERSIONS["cpu"] = QuantizeBackend(dequantize, quantize, finite)

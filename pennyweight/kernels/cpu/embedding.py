@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core import blocks, quantize_backends
+from ...core import blocks
 from ...core.layouts import READABLE
 from ...core.numerics import Parts, dequantize
 from ...core.spec import DTYPES, QuantSpec
 from ...core.tensor import AffineQuantizedTensor, static_json
+from ...core.tracing import in_memory
 from .. import embedding
-from ..linear import LIBRARY, _flatten, _nest
+from ..linear_op import LIBRARY, _flatten, _nest
 from ..table import Case, Kernel, register_kernel
 from . import float_linear, int_linear
 from .convert import floats_of
-from .library import E8M0, missing
+from .library import E8M0, usable
 from .matrix_view import affine, part_kind
 from .pack_ops import TILE
 
@@ -48,7 +49,7 @@ def _unshared(kind: QuantSpec, spec: QuantSpec, shape: tuple[int, ...]) -> bool:
 
 
 def _accepts(case: Case) -> bool | str:
-    verdict = missing()
+    verdict = usable()
     if verdict is not True:
         return verdict
     if len(case.shape) != 2 or affine(_native_spec(case.spec), case.shape, case.dtype, by_row=True) is None:
@@ -115,7 +116,7 @@ def _gathered(w: Any, index: Tensor, spec: QuantSpec, shape: tuple[int, ...]) ->
 def lookup(index: Tensor, w: AffineQuantizedTensor, bias: None = None) -> Tensor:
     """w[index] as floats of w's dtype. Raises IndexError if out of range, as torch does."""
     if not torch.compiler.is_compiling():
-        if quantize_backends.in_memory(w._codes) and quantize_backends.in_memory(index):
+        if in_memory(w._codes) and in_memory(index):
             return rows(index, w.parts, w.spec, tuple(w.shape), w.dtype)
         if type(w._codes) is Tensor and w.spec.layout in READABLE:
             return (embedding.gather if _native_spec(w.spec) is w.spec else embedding.lookup)(index, w)

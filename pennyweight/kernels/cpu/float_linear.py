@@ -2,8 +2,8 @@
 
 Integers with groups too small for int_linear.py are also treated as tables.
 
-One kernel serves all formats, through their table of numbers. See src/float_linear.h for the arithmetic, src/pack.h for
-the packing. Quantized scales stay quantized and are decoded in the kernel.
+One kernel serves all formats, through their table of numbers. See src/float_microkernel.h for the arithmetic and
+src/pack.h for the packing. Quantized scales stay quantized and are decoded in the kernel.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.constant_tensors import plain_tensors
 from ...core.formats import DYNAMIC4, DYNAMIC8, E2M1, E3M2, E4M3, E5M2, E8M0, INT8, NF4, UINT5, UINT8, Format
 from ...core.layouts import Layout, register_layout
 from ...core.numerics import Parts
 from ...core.spec import NF4_DOUBLE, SPECS, QuantSpec
 from ...core.tensor import AffineQuantizedTensor
+from ...core.tracing import plain_tensors
 from .. import gate
 from ..table import Bound, Case, Kernel, case_of, register_kernel
 from . import library
 from .int_linear import coded_fits, is_coded_scale, padded_columns, tile_rows, untile_rows
-from .library import KINDS, FloatLinear, missing
+from .library import KINDS, FloatLinear, usable
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
 HALF = 16  # group sizes are multiples of this
 SUM_BLOCK = 256  # maximum columns of one float32 sum: longer ones lose precision
-TABLE16, SMALL_FLOAT, TABLE256, INTEGER = range(4)  # as in src/float_abi.h
+TABLE16, SMALL_FLOAT, TABLE256, INTEGER = range(4)  # as in src/abi.h
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NESTED = {E8M0: library.E8M0, E4M3: library.E4M3, INT8: library.I8}  # in addition to coded scales
 
@@ -180,7 +180,7 @@ LAYOUT = register_layout(Layout("cpu_float", pack, unpack, ("cpu",), _EXAMPLES, 
 
 
 def _accepts(case: Case) -> bool | str:
-    for verdict in (missing(), fits(case.spec, case.shape), case.act is None or "the activation is quantized"):
+    for verdict in (usable(), fits(case.spec, case.shape), case.act is None or "the activation is quantized"):
         if verdict is not True:
             return verdict
     return case.dtype in _FLOATS or f"for float32, bfloat16 and float16 inputs, not {case.dtype}"
@@ -225,7 +225,7 @@ def _group(spec: QuantSpec, shape: Sequence[int]) -> int:
 
 
 def describe(case: Case) -> FloatLinear:
-    """The case as the struct of src/float_abi.h."""
+    """The case as the struct of src/abi.h."""
     spec, (n, k) = case.spec, case.shape
     values, halves, exponent, mantissa = numbers(spec.format, spec.mid)
     integer = spec.format.kind == "int" and spec.format.bits in (5, 6)

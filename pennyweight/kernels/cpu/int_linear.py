@@ -1,7 +1,7 @@
 """Native ``linear`` for integer codes of 1 to 8 bits on a CPU, and the layout "cpu" that it reads.
 
 One kernel serves weight-only and int8 inputs: a float input is split into two or three int8 limbs with a power-of-two
-scale per block of columns, so every product is an exact integer product. See src/int_linear.h for the arithmetic and
+scale per block of columns, so every product is an exact integer product. See src/int_linear.cpp for the arithmetic and
 src/pack.h for the packing.
 """
 
@@ -23,7 +23,7 @@ from ...core.spec import SPECS, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
 from .. import gate
 from ..table import Bound, Case, Kernel, Together, case_of, register_kernel
-from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, missing
+from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, usable
 from .library import E8M0 as E8M0_KIND
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
@@ -191,7 +191,7 @@ def _activation(act: ActivationSpec | None) -> bool | str:
 
 
 def _accepts(case: Case) -> bool | str:
-    for verdict in (missing(), fits(case.spec, case.shape), _activation(case.act)):
+    for verdict in (usable(), fits(case.spec, case.shape), _activation(case.act)):
         if verdict is not True:
             return verdict
     return case.dtype in _FLOATS or f"for float32, bfloat16 and float16 inputs, not {case.dtype}"

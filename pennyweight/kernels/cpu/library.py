@@ -1,18 +1,25 @@
 """Loads the native library and selects its instruction set, once.
 
 It is loaded through ctypes after torch, whose OpenMP runtime it shares. ``PENNYWEIGHT_CPU_ISA`` names the instruction
-set to use; default: the best of this machine.
+set to use; default: the best of this machine. With ``PENNYWEIGHT_NATIVE=0`` it is not loaded. Where it is missing,
+torch's kernels run instead, and its first use warns.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
+import warnings
 from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
 import torch  # before the library: it brings the OpenMP runtime
+
+LIBRARY = Path(__file__).with_name("_native.so")
+REMEDY = "Install g++ and run `pip install --force-reinstall --no-deps pennyweight`, or install a wheel"
+OFF = LIBRARY.with_suffix(".off")  # written by setup.py if PENNYWEIGHT_NATIVE=0 when the package was installed
 
 # Number kinds, as in src/abi.h.
 NONE, F32, BF16, F16, E8M0, I8, U8, E4M3 = range(8)
@@ -21,7 +28,7 @@ KINDS = {
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
 ABI = 4  # as in src/abi.h
-PLAIN, BITS, TILES = range(3)  # storage of codes, as in src/affine.h
+PLAIN, BITS, TILES = range(3)  # storage of codes, as in src/abi.h
 INVALID = 2  # status for inconsistent arguments, as in src/abi.h
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # quantization of the input, as in src/abi.h
 
@@ -50,7 +57,7 @@ class LinearArgs(ctypes.Structure):
 
 
 class FloatLinear(ctypes.Structure):
-    """Static properties of a linear layer with float or table codes; see src/float_abi.h."""
+    """Static properties of a linear layer with float or table codes; see src/abi.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("n", "k", "kp", "scale_groups", "outer_groups")),
@@ -90,11 +97,12 @@ _SIGNATURES = {
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | str:
     """The library with an instruction set selected, or the reason why it is missing."""
-    found = sorted(Path(__file__).parent.glob("_native*.so"))
-    if not found:
-        return "not built: no C++ compiler when the package was installed (reinstall with g++, PENNYWEIGHT_NATIVE=1)"
+    if off := switched_off():
+        return off
+    if not LIBRARY.exists():
+        return "not built: no C++ compiler when the package was installed"
     try:
-        lib = ctypes.CDLL(str(found[0]))
+        lib = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         return f"built but cannot be loaded: {error}"
     for name, (result, arguments) in _SIGNATURES.items():
@@ -109,6 +117,15 @@ def load() -> ctypes.CDLL | str:
         names = ", ".join(_isas(lib))
         raise RuntimeError(f"PENNYWEIGHT_CPU_ISA={wanted!r} is not available; this machine has: {names}")
     return lib
+
+
+def switched_off() -> str | None:
+    """Why nobody expects the library here, or None."""
+    if os.environ.get("PENNYWEIGHT_NATIVE") == "0":
+        return "switched off by PENNYWEIGHT_NATIVE=0"
+    if OFF.exists():
+        return "not built: PENNYWEIGHT_NATIVE=0 when the package was installed"
+    return None if sys.platform == "linux" else f"not supported on {sys.platform} yet"
 
 
 def native() -> ctypes.CDLL:
@@ -139,3 +156,26 @@ def missing() -> bool | str:
     """True if the library is available, else the reason why not."""
     lib = load()
     return lib if isinstance(lib, str) else True
+
+
+def usable() -> bool | str:
+    """As :func:`missing`, for code that would use the library: warns, once, if it should be there and is not."""
+    verdict = missing()
+    if verdict is not True and not torch.compiler.is_compiling():
+        _warn_once(str(verdict))
+    return verdict
+
+
+_warned = False
+
+
+def _warn_once(reason: str) -> None:
+    global _warned  # noqa: PLW0603
+    if _warned or switched_off():
+        return
+    _warned = True  # also if the warning is an error
+    warnings.warn(
+        f"pennyweight runs without its native CPU kernels ({reason}): torch's kernels run instead, which is slower. "
+        f"{REMEDY}. PENNYWEIGHT_NATIVE=0 in the environment silences this.",
+        stacklevel=4,
+    )

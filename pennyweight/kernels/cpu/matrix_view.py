@@ -1,6 +1,6 @@
 """Describes quantized tensors for the native conversions: a matrix of codes with parts per row and group.
 
-Mirrors src/affine.h.
+Mirrors src/abi.h.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.constant_tensors import plain_tensors
 from ...core.formats import E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from ...core.spec import QuantSpec
+from ...core.tracing import plain_tensors
 from .. import gate
 from .library import BITS, KINDS, NONE, PLAIN, TILES
 from .library import E8M0 as E8M0_KIND
@@ -30,7 +30,7 @@ _MINIFLOATS = {E4M3: (3, 7, 0x7F), E5M2: (2, 15, 0x7C), E3M2: (2, 3, 1 << 8), E2
 
 
 class Affine(ctypes.Structure):
-    """A quantized matrix; see src/affine.h."""
+    """A quantized matrix; see src/abi.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("n", "k", "width", "stride", "group", "groups", "row_block")),

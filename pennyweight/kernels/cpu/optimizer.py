@@ -1,6 +1,6 @@
 """Native optimizer steps with quantized states: reads, updates and requantizes each block while it is in the cache.
 
-Mirrors src/optim_abi.h; the arithmetic is in src/optimizer.h. States can use any table format or float8.
+Mirrors src/abi.h; the arithmetic is in src/optimizer.h. States can use any table format or float8.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from ...core import blocks
-from ...core.constant_tensors import plain_tensors
 from ...core.errors import ArgumentError
 from ...core.formats import E4M3, UFLOAT4, UFLOAT8, Format, decision_levels
 from ...core.packing import stream_shape
-from ...core.quantize_backends import in_memory
 from ...core.tensor import AffineQuantizedTensor
-from .. import gate
-from .library import KINDS, missing
+from ...core.tracing import in_memory, plain_tensors
+from .. import gate, gate_convert
+from .library import KINDS, usable
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT, _TABLE, _UFLOAT = range(3)
@@ -35,7 +34,7 @@ _CHUNK = 1024  # elements of a float state per chunk
 
 
 class CodeTable(ctypes.Structure):
-    """Numbers of a format and lookup of the nearest; see src/optim_abi.h."""
+    """Numbers of a format and lookup of the nearest; see src/abi.h."""
 
     _fields_ = (
         ("cells", c_void_p), ("values", c_void_p),
@@ -145,7 +144,7 @@ def _takes(state: Tensor) -> bool:
 
 def accepts(p: Tensor, g: Tensor, states: Sequence[Tensor]) -> bool | str:
     """True if native code supports this step, else the reason why not."""
-    there = missing()
+    there = usable()
     if there is not True:
         return f"native CPU kernels: {there}"
     if p.device.type != "cpu" or g.device.type != "cpu":
@@ -166,7 +165,7 @@ def job(
     geometry: tuple[int, int, int, int], key: tuple[int, int],
 ) -> Job:  # fmt: skip
     """The Job fields that are constant over steps. p: contiguous. kept: for each state, whether it uses stochastic
-    rounding, and whether its scales are powers of two. geometry: slab, block, inner and row of src/optim_abi.h;
+    rounding, and whether its scales are powers of two. geometry: slab, block, inner and row of src/abi.h;
     ignored if all states are floats."""
     if not any(isinstance(s, AffineQuantizedTensor) for s in states):
         geometry = (max(1, p.numel()), _CHUNK, 1, _CHUNK)
@@ -211,4 +210,4 @@ def run(jobs: Sequence[Any]) -> None:
     every = (Job * len(jobs))(*jobs)
     elements = sum(j.count for j in jobs)
     threads = max(1, min(torch.get_num_threads(), elements >> 15))
-    gate.optimizer_steps(every, len(jobs), threads)
+    gate_convert.optimizer_steps(every, len(jobs), threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import gate
+from .. import gate_convert
 
 TILE, STEP = 16, 32  # rows and columns of a tile; see src/pack.h
 
@@ -30,7 +30,7 @@ def _pack_fake(codes: Tensor, columns: int, bits: int, flip: int) -> Tensor:
 
 def _pack(codes: Tensor, columns: int, bits: int, flip: int) -> Tensor:
     codes, out = codes.contiguous(), _pack_fake(codes, columns, bits, flip)
-    gate.pack_codes(codes, columns, bits, flip, out)
+    gate_convert.pack_codes(codes, columns, bits, flip, out)
     return out
 
 
@@ -40,7 +40,7 @@ def _unpack_fake(packed: Tensor, rows: int, width: int, columns: int, bits: int,
 
 def _unpack(packed: Tensor, rows: int, width: int, columns: int, bits: int, flip: int) -> Tensor:
     packed, out = packed.contiguous(), packed.new_empty((rows, width))
-    gate.unpack_codes(packed, columns, bits, flip, out)
+    gate_convert.unpack_codes(packed, columns, bits, flip, out)
     return out
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.distributed.full_tensor import local_tensor
 from ...core.formats import INT8, Format
 from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
+from ...distributed.dtensor import local_tensor
 from ...planning.configs.base import AnyDtype, AOBaseConfig, as_format
 from ...planning.module_handlers import register_quantize_module_handler
 from .gemm_table import Case, select

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...core.distributed.full_tensor import is_dtensor, wait_tensor
 from ...core.numerics import Parts
+from ...distributed.dtensor import is_dtensor, wait_tensor
+from ...distributed.sharded_linear import WHOLE, ShardedGroups, is_uneven, local_arguments
 from ...kernels.activation import autocast_dtype
-from .dtensor import WHOLE, ShardedGroups, is_uneven, local_arguments
 from .gemm_table import QuantizedOperand, case_of, select, wide_dtype
 from .quantize_operand import quantize_operand, rule_of_whole
 from .recipes import Operand, Recipe, get_recipe
@@ -36,9 +36,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str | 
     """x · weightᵀ + bias, its three products quantized. x: [.., K]; weight: [N, K]; returns [.., N] in x's dtype.
 
     Under autocast x and the result have the autocast dtype; the weight is quantized from its own dtype, which is also
-    the dtype of its gradient. DTensors: each rank multiplies its parts, see dtensor.py; returns a DTensor. Raises
-    ValueError for mismatched shapes, for other than floating-point dtypes, and for weights that are sharded other than
-    by outputs or by inputs.
+    the dtype of its gradient. DTensors: each rank multiplies its parts (distributed/sharded_linear.py); returns a
+    DTensor. Raises ValueError for mismatched shapes, for other than floating-point dtypes, and for weights that are
+    sharded other than by outputs or by inputs.
     """
     how = get_recipe(recipe)
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:

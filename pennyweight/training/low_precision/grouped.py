@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.distributed.full_tensor import is_dtensor
+from ...distributed.dtensor import is_dtensor
 from .functional import cast, gradients, linear, output
 from .quantize_operand import LIBRARY
 from .recipes import Recipe, get_recipe

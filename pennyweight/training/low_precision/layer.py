@@ -7,8 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...core.distributed.full_tensor import local_tensor
 from ...core.tensor import AffineQuantizedTensor
+from ...distributed.dtensor import local_tensor
 from .functional import linear
 from .recipes import Recipe, get_recipe
 

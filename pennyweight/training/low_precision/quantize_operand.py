@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import stochastic_rounding
-from ...core.distributed.full_tensor import all_reduce
 from ...core.numerics import Parts, quantize
 from ...core.qparams import BY_RANGE, default_rule
 from ...core.spec import QuantSpec
+from ...distributed.all_reduce import reduce_over_groups
 from .gemm_table import QuantizedOperand, wide_dtype
 from .recipes import Operand
 
@@ -92,12 +92,12 @@ def _of_whole(t: Tensor, rule: str, nan: Tensor, over: Sequence[str]) -> tuple[T
     """(values [1, n] for which the rule gives the same scale as for the parts t of all ranks, whether any has NaN)."""
     bad = nan.isnan().any().double()
     if rule == "absmean":
-        sums = all_reduce(
+        sums = reduce_over_groups(
             torch.stack([t.abs().sum(dtype=torch.float64), t.new_full((), t.numel()).double(), bad]), "sum", over
         )
         return (sums[:1] / sums[1:2]).reshape(1, 1), sums[2]
     ends = torch.stack([-t.amin(), t.amax()]) if t.numel() else t.new_full((2,), -math.inf)
-    low, high, bad = all_reduce(torch.cat([ends.double().nan_to_num(), bad.reshape(1)]), "max", over).unbind()
+    low, high, bad = reduce_over_groups(torch.cat([ends.double().nan_to_num(), bad.reshape(1)]), "max", over).unbind()
     return torch.stack([-low, high]).to(t.dtype).reshape(1, 2), bad
 
 

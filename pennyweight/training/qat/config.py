@@ -11,6 +11,7 @@ from ...planning.configs.aliases import named
 from ...planning.parameters import Site
 from ...planning.scheme import Scheme
 from ...quantize.pipeline import Pipeline
+from .modules import CONFIG
 from .prepare import LEARN, Convert, Prepare
 
 STEPS = ("prepare", "convert")
@@ -98,3 +99,6 @@ class QATConfig(AOBaseConfig):
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         raise ValueError("QATConfig must be passed to quantize_ itself; wrap it around FqnToConfig, not inside")
+
+
+CONFIG.append(QATConfig)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...core.numerics import dequantize, fake_quantize, quantize
 from ...kernels.activation import autocast_dtype
-from .act_ste import ClampSTE, clamp_ste
+from ...quantize.pipeline import quantize_
 from .fake_quantize import FakeQuantizer, QuantizeWeight, fake_quantized_weight
-from .linear import Addmm, Linear
+from .straight_through import Addmm, ClampSTE, Linear, clamp_ste
 
 
 class FakeQuantized(nn.Module):
@@ -322,13 +322,13 @@ def restore_(module: Any) -> None:
     del module.fake_quantized, module.fake_quant_enabled
 
 
+CONFIG: list[Callable[..., Any]] = []  # QATConfig, which its module adds: that module imports this one
+
+
 def _prepare_alone(module: Any, activation_config: Any, weight_config: Any) -> Any:
     """Prepare one layer with the configs of a QATConfig; without configs it is not changed."""
     if weight_config is not None:
-        from ...quantize.pipeline import quantize_
-        from .config import QATConfig
-
-        quantize_(module, QATConfig(None, activation_config, weight_config), lambda m, fqn: m is module)
+        quantize_(module, CONFIG[0](None, activation_config, weight_config), lambda m, fqn: m is module)
     elif activation_config is not None:
         raise ValueError("activation_config needs a weight_config")
     return module

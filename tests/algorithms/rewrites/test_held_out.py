@@ -11,8 +11,8 @@ import pennyweight as pw
 from pennyweight.algorithms.calibration import batches as entering
 from pennyweight.algorithms.rewrites import scale_search
 from pennyweight.algorithms.rewrites.awq import AWQ
-from pennyweight.algorithms.rewrites.held_out import HeldOutCheck
 from pennyweight.algorithms.rewrites.smoothquant import Smooth
+from pennyweight.algorithms.rewrites.verify_rewrite import HeldOutCheck
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.planning.plan import plan

@@ -8,8 +8,7 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.algorithms import Task
-from pennyweight.algorithms.solvers.block_search import BlockSearch
-from pennyweight.algorithms.solvers.clip import MSE, Importance
+from pennyweight.algorithms.solvers.block_search import MSE, BlockSearch, Importance
 from pennyweight.algorithms.solvers.hqq import HQQ
 from pennyweight.algorithms.solvers.kquant_search import search_kquant
 from pennyweight.algorithms.solvers.rtn import Nearest

@@ -1,4 +1,4 @@
-"""GPTQ and its kin against slow formulas: feedback, coordinate descent, refitted scales, moved targets."""
+"""GPTQ against slow formulas: error compensation, coordinate descent, refitted scales, asymmetric targets."""
 
 import pytest
 import torch
@@ -6,11 +6,18 @@ from torch import Tensor
 
 import pennyweight as pw
 from pennyweight.algorithms import Task
-from pennyweight.algorithms.solvers.gptq import AUTO, GPTAQ, GPTQ, Auto, asymmetric_target
-from pennyweight.algorithms.solvers.gptq_core import coordinate_descent, inverse_cholesky, quantize_columns
+from pennyweight.algorithms.solvers.gptq import (
+    AUTO,
+    GPTAQ,
+    GPTQ,
+    Auto,
+    asymmetric_target,
+    inverse_cholesky,
+    quantize_columns,
+)
 from pennyweight.algorithms.solvers.qparam_grid import QParamGrid, grid_candidates, make_grid
+from pennyweight.algorithms.solvers.refinement import coordinate_descent, refit
 from pennyweight.algorithms.solvers.rtn import output_error, total_error
-from pennyweight.algorithms.solvers.scale_refit import refit
 from pennyweight.core.formats import INT4, INT8, UINT4
 from pennyweight.core.numerics import dequantize
 from pennyweight.core.spec import QuantSpec
@@ -43,7 +50,7 @@ def error(task: Task, values: Tensor, h: Tensor) -> float:
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_feedback_by_hand(spec: QuantSpec, order: bool) -> None:
-    """Each column: round, and solve anew for all that are left (the optimal brain surgeon, without Cholesky)."""
+    """Each column: round, then solve again for all remaining columns (optimal brain surgeon, without Cholesky)."""
     task, h, g = setting(spec)
     f = inverse_cholesky(h, 0.01, order)
     assert f is not None
@@ -172,7 +179,7 @@ def test_damping_grows_until_it_works() -> None:
 
 
 def test_large_weights_are_searched_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pennyweight.algorithms.solvers.clip import MSE, Importance
+    from pennyweight.algorithms.solvers.block_search import MSE, Importance
     from pennyweight.algorithms.solvers.hqq import HQQ
 
     weight = torch.randn(10, 64)

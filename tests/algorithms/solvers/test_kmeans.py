@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.algorithms import ALGORITHMS, GPTQ, KMeans, Task
-from pennyweight.algorithms.solvers.gptq_core import inverse_cholesky
+from pennyweight.algorithms.solvers.gptq import inverse_cholesky
 from pennyweight.algorithms.solvers.kmeans import Problem
-from pennyweight.cli.spec_prose import describe
+from pennyweight.cli.explain import describe
 from pennyweight.core.formats import learned
 from pennyweight.core.numerics import dequantize
 from pennyweight.core.spec import QuantSpec

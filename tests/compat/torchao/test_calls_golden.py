@@ -16,8 +16,7 @@ from pennyweight.planning import granularity
 GOLDEN = Path(__file__).parents[2] / "golden"
 RELEASES = ("0.9", "0.12", "0.18")
 FILES = (
-    "primitives", "fake_quantize", "float8_primitives", "floatx", "hqq", "groupwise", "per_token", "observers",
-    "bitpacking", "uint4",
+    "qparams", "primitives", "format_primitives", "hqq", "groupwise", "int8_matmul", "observers", "v0_8_layouts",
 )  # fmt: skip
 ENUMS = {"MappingType": MappingType, "ZeroPointDomain": ZeroPointDomain}
 

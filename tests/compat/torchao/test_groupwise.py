@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from pennyweight.compat.torchao.bitpacking import pack, pack_cpu, unpack, unpack_cpu
 from pennyweight.compat.torchao.enums import MappingType, ZeroPointDomain
 from pennyweight.compat.torchao.groupwise import (
     compute_error,
@@ -18,7 +17,7 @@ from pennyweight.compat.torchao.groupwise import (
     recommended_inductor_config_setter,
     unpack_tinygemm_scales_and_zeros,
 )
-from pennyweight.compat.torchao.per_token import (
+from pennyweight.compat.torchao.int8_matmul import (
     _get_per_token_block_size,
     _quant_int8_dynamic_per_token_linear,
     _quant_int8_per_token_matmul,
@@ -28,10 +27,14 @@ from pennyweight.compat.torchao.per_token import (
     dynamically_quantize_per_channel,
     per_token_dynamic_quant,
 )
-from pennyweight.compat.torchao.uint4 import (
+from pennyweight.compat.torchao.v0_8_layouts import (
     dequantize_per_tensor_uint4,
+    pack,
+    pack_cpu,
     pack_uint4,
     quantize_per_tensor_uint4,
+    unpack,
+    unpack_cpu,
     unpack_uint4,
 )
 

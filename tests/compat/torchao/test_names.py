@@ -33,6 +33,13 @@ def test_every_name_is_there_or_explained(release: str) -> None:
     assert dumb == []
 
 
+def test_a_file_can_be_imported_before_the_package_is_asked_for_names() -> None:
+    """``from . import name`` in a file must not look the name up among those that the package serves."""
+    code = f"import {HOME}.safetensors_state"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("release", NAMES)
 def test_most_of_quantization_is_there(release: str) -> None:
     """What is explained away must not creep up: names of the package that users import from most."""

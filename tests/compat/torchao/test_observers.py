@@ -12,8 +12,8 @@ from pennyweight.compat.torchao.observers import (
     AffineQuantizedMSEObserver,
     AffineQuantizedObserverBase,
 )
-from pennyweight.compat.torchao.op_logging import LoggingTensorMode, _apply_logging_hook, _fqn_to_op_to_shape_to_count
 from pennyweight.compat.torchao.primitives import choose_qparams_affine
+from pennyweight.compat.torchao.tools import LoggingTensorMode, _apply_logging_hook, _fqn_to_op_to_shape_to_count
 from pennyweight.planning.granularity import PerAxis, PerGroup, PerRow, PerTensor
 
 SYM, ASYM = MappingType.SYMMETRIC, MappingType.ASYMMETRIC

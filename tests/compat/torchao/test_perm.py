@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pennyweight.compat.torchao.attributes  # noqa: F401  (w.qdata and its kin)
-from pennyweight.compat.torchao.serialized_classes import find_view, view_of
+from pennyweight.compat.torchao.safetensors_state import find_view, view_of
 from pennyweight.compat.torchao.v0_8_aqt import AffineQuantizedTensor as Founding
 from tests.tensors import quantized
 

@@ -9,28 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pennyweight.compat.torchao.enums import MappingType, TorchAODType, ZeroPointDomain
-from pennyweight.compat.torchao.fake_quantize import (
-    _do_fake_quantize_affine,
-    _fake_quantize_affine,
-    _fake_quantize_affine_cachemask,
-)
 from pennyweight.compat.torchao.groupwise import compute_error
-from pennyweight.compat.torchao.integer_ranges import (
-    _DTYPE_TO_BIT_WIDTH,
-    _DTYPE_TO_QVALUE_BOUNDS,
-    _get_and_check_qmin_qmax,
-    _get_reduction_params,
-    get_block_size,
-)
 from pennyweight.compat.torchao.primitives import (
     _choose_qparams_affine_dont_preserve_zero,
     _choose_qparams_affine_tinygemm,
     _dequantize_affine_no_zero_point,
+    _do_fake_quantize_affine,
+    _fake_quantize_affine,
+    _fake_quantize_affine_cachemask,
     _quantize_affine_no_zero_point,
     choose_qparams_affine,
     choose_qparams_affine_with_min_max,
     dequantize_affine,
     quantize_affine,
+)
+from pennyweight.compat.torchao.qparams import (
+    _DTYPE_TO_BIT_WIDTH,
+    _DTYPE_TO_QVALUE_BOUNDS,
+    _get_and_check_qmin_qmax,
+    _get_reduction_params,
+    get_block_size,
 )
 from pennyweight.planning.granularity import PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 

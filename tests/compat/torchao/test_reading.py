@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,13 @@ def test_tied_tensors_of_a_pickle_stay_one(tmp_path: Path) -> None:
     assert state["embed.weight"] is state["head.weight"]
     assert state["other.weight"] is not state["embed.weight"]
     assert all(torch.equal(t, w) for t in state.values())
+
+
+def test_io_alone_has_the_reader_and_imports_it_when_a_file_needs_it() -> None:
+    """Nothing in io names compat: the package registers the reader when io is imported."""
+    code = (
+        "import sys; from pennyweight.io.detect_format import EXTERNAL_READERS as readers; "
+        "print([r.format for r in readers], any(m.startswith('pennyweight.compat') for m in sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "['torchao'] False\n"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pennyweight.compat.torchao.enums import MappingType
-from pennyweight.compat.torchao.gguf import _choose_qparams_gguf, _dequantize_gguf, _quantize_gguf
+from pennyweight.compat.torchao.format_primitives import _choose_qparams_gguf, _dequantize_gguf, _quantize_gguf
 from pennyweight.compat.torchao.groupwise import compute_error
 from pennyweight.compat.torchao.hqq import (
     _choose_qparams_and_quantize_affine_hqq,

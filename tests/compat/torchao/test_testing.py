@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import pennyweight as pw
+from pennyweight.compat.torchao import hardware
 from pennyweight.compat.torchao import harness as testing
 from pennyweight.compat.torchao import harness_parallel as testing_parallel
-from pennyweight.compat.torchao import skip_decorators
 from pennyweight.compat.torchao.base_tensor import TorchAOBaseTensor
 from pennyweight.compat.torchao.dtypes import AffineQuantizedTensor, to_affine_quantized_intx
 from pennyweight.compat.torchao.quantization import Int8Tensor
@@ -302,8 +302,8 @@ def test_copied_conformance_tests_run() -> None:
 
 
 SKIPS = {
-    "cuda": (skip_decorators.skip_if_no_cuda(), "torch.cuda.is_available"),
-    "xpu": (skip_decorators.skip_if_no_xpu(), "torch.xpu.is_available"),
+    "cuda": (hardware.skip_if_no_cuda(), "torch.cuda.is_available"),
+    "xpu": (hardware.skip_if_no_xpu(), "torch.xpu.is_available"),
 }
 
 
@@ -326,8 +326,8 @@ def test_skips(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_skips_that_take_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     for skip, target, there in (
-        (skip_decorators.skip_if_rocm, "torch.version.hip", "6.0"),
-        (skip_decorators.skip_if_xpu, "torch.xpu.is_available", lambda: True),
+        (hardware.skip_if_rocm, "torch.version.hip", "6.0"),
+        (hardware.skip_if_xpu, "torch.xpu.is_available", lambda: True),
     ):
         forms = [skip(lambda: 1), skip()(lambda: 1), skip("slow")(lambda: 1)]
         monkeypatch.setattr(target, None if target.endswith("hip") else (lambda: False))
@@ -339,12 +339,12 @@ def test_skips_that_take_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_skip_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skip_decorators, "get_compute_capability", lambda: 8.9)
-    assert skip_decorators.skip_if_compute_capability_less_than(8.9)(lambda: 1)() == 1
+    monkeypatch.setattr(hardware, "get_compute_capability", lambda: 8.9)
+    assert hardware.skip_if_compute_capability_less_than(8.9)(lambda: 1)() == 1
     with pytest.raises(unittest.SkipTest, match="needs compute capability 9"):
-        skip_decorators.skip_if_compute_capability_less_than(9.0)(lambda: 1)()
+        hardware.skip_if_compute_capability_less_than(9.0)(lambda: 1)()
     with pytest.raises(unittest.SkipTest, match="gemlite"):
-        skip_decorators.skip_if_no_gemlite()(lambda: 1)()
+        hardware.skip_if_no_gemlite()(lambda: 1)()
 
 
 def test_rows_is_a_fair_example() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pennyweight as pw
-from pennyweight.compat.torchao import hardware, tools, unwrap
+from pennyweight.compat.torchao import hardware, tools
 from pennyweight.compat.torchao.base_tensor import TorchAOBaseTensor
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def nested() -> Halves:
 
 
 def test_nested_subclasses_come_back() -> None:
-    w, parametrization = nested(), unwrap.UnwrapTensorSubclass()
+    w, parametrization = nested(), tools.UnwrapTensorSubclass()
     plain = parametrization.right_inverse(w)
     assert [type(x) for x in plain] == [torch.Tensor] * 6
     again = parametrization(*plain)
@@ -332,7 +332,7 @@ def test_unwrapped_models_compute_the_same_and_export(config: pw.AOBaseConfig) -
     pw.quantize_(model, config)
     x = torch.randn(3, 64)
     want = model(x)
-    assert unwrap.unwrap_tensor_subclass(model) is model
+    assert tools.unwrap_tensor_subclass(model) is model
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert torch.equal(model(x), want)
     with torch.no_grad():
@@ -346,10 +346,10 @@ def test_unwrapping_reaches_the_root_and_obeys_the_filter() -> None:
     root.weight = nn.Parameter(nested(), requires_grad=True)
     x = torch.randn(2, 8)
     want = root(x)
-    unwrap.unwrap_tensor_subclass(root)
+    tools.unwrap_tensor_subclass(root)
     assert type(root.parametrizations.weight.original0) is nn.Parameter
     assert torch.equal(root(x), want)
-    unwrap.unwrap_tensor_subclass(root)  # what is unwrapped stays as it is
+    tools.unwrap_tensor_subclass(root)  # what is unwrapped stays as it is
     assert torch.equal(root(x), want)
     exported = torch.export.export(root, (x,))
     torch.testing.assert_close(exported.module()(x), want)
@@ -358,6 +358,6 @@ def test_unwrapping_reaches_the_root_and_obeys_the_filter() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(8, 4))
     for linear in model:
         linear.weight = nn.Parameter(nested(), requires_grad=False)
-    unwrap.unwrap_tensor_subclass(model, lambda module, fqn: seen.append(fqn) or fqn == "1")
+    tools.unwrap_tensor_subclass(model, lambda module, fqn: seen.append(fqn) or fqn == "1")
     assert seen == ["", "0", "1"]
     assert [hasattr(linear, "parametrizations") for linear in model] == [False, True]

@@ -13,7 +13,8 @@ from pennyweight.core.numerics import dequantize, quantize
 from pennyweight.core.spec import FP8_ROW, INT8_ROW, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io.codecs.awq import AWQ
-from pennyweight.io.manifest import KeyedError, Meta
+from pennyweight.io.file import KeyedError
+from pennyweight.io.manifest import Meta
 from tests.io.codecs.kept import Tensors, changed, find, read, same_bytes, write
 
 WRITING = AWQ.writing

@@ -17,7 +17,8 @@ from pennyweight.core.numerics import quantize
 from pennyweight.core.spec import INT8_ROW, NF4_DOUBLE, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io.codecs.bitsandbytes import BITSANDBYTES
-from pennyweight.io.manifest import KeyedError, Meta
+from pennyweight.io.file import KeyedError
+from pennyweight.io.manifest import Meta
 from tests.io.codecs.kept import Tensors, changed, find, read, same_bytes, write
 
 logging.disable(logging.WARNING)  # bitsandbytes logs on import that a kernel of the hub is not installed
@@ -310,8 +311,8 @@ BAD: list[tuple[str, Callable[[Tensor], Tensor] | None, str]] = [
     ("m.weight.nested_quant_map", lambda t: t[1:], "nested_quant_map is float32 [255]"),
     ("m.weight.nested_quant_map", lambda t: t * 2, "does not contain the values of dynamic8_float32 or dynamic8"),
     (STATE, None, "is unexpected"),
-    (STATE, lambda t: t.repeat(40), "expected at most 4096 bytes of JSON"),
-    (STATE, lambda t: t.unsqueeze(0), "expected at most 4096 bytes of JSON"),
+    (STATE, lambda t: t.repeat(40), "expected a text of at most 4096 bytes"),
+    (STATE, lambda t: t.unsqueeze(0), "expected a text of at most 4096 bytes"),
     (STATE, lambda t: t.float(), "float32"),
     (STATE, lambda t: t[:-1], "JSON"),
     (STATE, edit(dtype="float64"), "dtype 'float64'"),

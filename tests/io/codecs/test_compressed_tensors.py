@@ -17,9 +17,11 @@ from pennyweight.core.formats import E2M1, E4M3, E5M2, INT1, INT3, INT4, INT8, N
 from pennyweight.core.numerics import Parts, dequantize
 from pennyweight.core.spec import FP8_BLOCK, FP8_ROW, MXFP4, MXFP6, MXFP8, NVFP4, TINYGEMM, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.io.codecs.compressed_tensors import COMPRESSED_TENSORS, NVFP4_SCALE, find
-from pennyweight.io.codecs.schema import by_layer
-from pennyweight.io.manifest import KeyedError, Meta
+from pennyweight.io.codecs.base import by_layer
+from pennyweight.io.codecs.compressed_tensors import COMPRESSED_TENSORS, find
+from pennyweight.io.codecs.compressed_tensors_config import NVFP4_SCALE
+from pennyweight.io.file import KeyedError
+from pennyweight.io.manifest import Meta
 from tests.io.codecs.kept import entries_of, same_bytes, tensor_of, written
 
 INT_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}

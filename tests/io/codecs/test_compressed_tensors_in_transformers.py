@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaCon
 from pennyweight.core.formats import E4M3, INT3, INT4, INT8, UINT4
 from pennyweight.core.spec import MXFP4, MXFP8, NVFP4, ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.io.codecs.compressed_tensors import COMPRESSED_TENSORS, NVFP4_SCALE, find
+from pennyweight.io.codecs.compressed_tensors import COMPRESSED_TENSORS, find
+from pennyweight.io.codecs.compressed_tensors_config import NVFP4_SCALE
 from tests.io.codecs.kept import entries_of, tensor_of, written
 
 SIZES = {

@@ -15,7 +15,8 @@ from pennyweight.core.spec import NF4_DOUBLE, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io.codecs import CODECS
 from pennyweight.io.codecs.gptq import GPTQ, GPTQ_V2, find
-from pennyweight.io.manifest import KeyedError, Meta
+from pennyweight.io.file import KeyedError
+from pennyweight.io.manifest import Meta
 from pennyweight.io.safetensors_file import Entry
 from pennyweight.io.state_dict import describe, pack
 from pennyweight.io.validate import check_data

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pennyweight.core.formats import UINT2
 from pennyweight.io.codecs.hqq import HQQ
-from pennyweight.io.manifest import KeyedError
+from pennyweight.io.file import KeyedError
 from tests.io.codecs.kept import Tensors, changed, find, read
 
 CONFIG: dict[str, Any] = {"quant_method": "hqq", "skip_modules": ["lm_head"]}
@@ -172,7 +172,7 @@ BAD: list[tuple[str, Callable[[Tensor], Tensor] | None, str]] = [
     ("axis", number(0), "groups [64, 16]"),
     ("packing", None, "packing is None"),
     ("packing", lambda t: t[:-1], "packing is '4bit_u'"),
-    ("packing", lambda t: t.repeat(20), "at most 64 characters"),
+    ("packing", lambda t: t.repeat(20), "at most 64 bytes"),
     ("packing", lambda t: t.float(), "packing is float32"),
     ("compute_dtype", lambda t: text("torch.load"), "compute_dtype is 'torch.load'"),
     ("compute_dtype", lambda t: text("torch.float64"), "compute_dtype is 'torch.float64'"),

@@ -12,11 +12,10 @@ from torch import Tensor
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import MXFP4, NF4_DOUBLE, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.io.errors import CheckpointError
+from pennyweight.io.file import CheckpointError
 from pennyweight.io.gguf.architectures import ARCHITECTURES, Architecture, Row
 from pennyweight.io.gguf.config import config_from_kv, kv_from_config, rope_tensors
-from pennyweight.io.gguf.names import TIED, Patterns, read_patterns, to_gguf, to_hf
-from pennyweight.io.gguf.tensor_transforms import Transform
+from pennyweight.io.gguf.names import TIED, Patterns, Transform, read_patterns, to_gguf, to_hf
 from tests.io.gguf.models import MODELS, gguf_tensors, random
 
 ARCH_OF = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}

@@ -11,7 +11,7 @@ from torch import nn
 
 from pennyweight.io.gguf.architectures import ARCHITECTURES
 from pennyweight.io.gguf.config import POOLING, QUANTIZATION_VERSION, ROWS, config_from_kv, kv_from_config, rope_tensors
-from pennyweight.io.gguf.kv_checks import short
+from pennyweight.io.gguf.metadata import short
 from pennyweight.io.gguf.rope import FREQS, LONG, SHORT, llama3_factors, llama3_from_factors
 from tests.io.gguf.models import LLAMA3, MODELS, gguf_tensors, random
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from pennyweight.io import CheckpointError
 from pennyweight.io.gguf.blocks import TYPES, BlockType
-from pennyweight.io.gguf.gguf_file import File
+from pennyweight.io.gguf.gguf_file import File, Writer
 from pennyweight.io.gguf.metadata import Value
-from pennyweight.io.gguf.writer import Writer
 
 CASES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from pennyweight.io.errors import CheckpointError
-from pennyweight.io.gguf.config import POOLING, kv_from_config
-from pennyweight.io.gguf.pooling import pooling_files, pooling_of
+from pennyweight.io.file import CheckpointError
+from pennyweight.io.gguf.config import POOLING, kv_from_config, pooling_files, pooling_of
 from tests.io.gguf.models import MODELS
 
 

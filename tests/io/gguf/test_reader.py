@@ -16,9 +16,9 @@ from pennyweight.cli.app import app
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io import CheckpointError
 from pennyweight.io.gguf.blocks import TYPES
+from pennyweight.io.gguf.gguf_file import Writer
 from pennyweight.io.gguf.metadata import Value
 from pennyweight.io.gguf.reader import under_hf_names
-from pennyweight.io.gguf.writer import Writer
 from tests.io.gguf.models import MODELS, random
 from tests.io.gguf.samples import QUANTIZED, random_raw
 

@@ -23,11 +23,10 @@ from tokenizers import (
 )
 from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
 
-from pennyweight.io.errors import CheckpointError
-from pennyweight.io.gguf.pre_tokenizers import BY_NAME, PRE_TOKENIZERS, recognized, to_json
+from pennyweight.io.file import CheckpointError
 from pennyweight.io.gguf.tokenizer import tokenizer_kv
 from pennyweight.io.gguf.tokenizer_files import tokenizer_files
-from pennyweight.io.gguf.vocabulary import joinable, ranks
+from pennyweight.io.gguf.tokenizer_tables import BY_NAME, PRE_TOKENIZERS, joinable, ranks, recognized, to_json
 
 CORPUS = [topics[name] for name in sorted(topics)[:30]]  # English text with code, of the standard library
 TEXTS = (

@@ -305,7 +305,7 @@ def test_it_compiles(name: str, layout: str) -> None:
 def test_without_the_library_everything_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(16, 64)
     want = QT.from_float(x, INT4_GROUP)
-    monkeypatch.setattr(convert, "missing", lambda: "not built")
+    monkeypatch.setattr(convert, "usable", lambda: "not built")
     assert quantize_backends.quantize(x, INT4_GROUP) is NotImplemented
     assert quantize_backends.finite(x) is NotImplemented
     w, found = quantize_weight(x, Scheme(INT4_GROUP))

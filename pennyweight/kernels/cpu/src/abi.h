@@ -1,4 +1,5 @@
-// Interface between Python and the kernels. Mirrored by ../library.py; plain C types only.
+// Interface between Python and the kernels: the structures that exported functions read. Mirrored by ../library.py,
+// ../matrix_view.py, ../convert.py and ../optimizer.py; plain C types only.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,8 @@ enum Kind : int32_t {  // number kinds of parts and of inputs
 };
 
 enum Activation : int32_t { FLOAT = 0, SYMMETRIC = 1, ASYMMETRIC = 2, STATIC = 3 };
+
+// -- linear layers, integer codes -------------------------------------------------------------------------------------
 
 // Static properties of a linear layer with integer codes: value = (u - center - zero_point) * scale + offset.
 struct IntLinear {
@@ -43,4 +46,140 @@ struct LinearArgs {
     const void* act_scale;   // float32 [1], static activations
     int32_t act_zero_point;  // static activations
     int32_t bias_kind, threads;
+};
+
+// -- linear layers, float and table codes -----------------------------------------------------------------------------
+
+enum Decode : int32_t {
+    TABLE16 = 0,      // up to 4 bits: an index into `values`
+    SMALL_FLOAT = 1,  // 5 to 8 bits: sign, exponent, mantissa; subnormals, the bias of IEEE 754
+    TABLE256 = 2,     // 5 to 8 bits: an index into `values`
+    INTEGER = 3       // 5 or 6 bits: the code and values[0] together
+};
+
+// Static properties of a linear layer: value = values[code] * scale + offset, scale = scale code * outer scale + outer
+// offset, offset = offset code * its own outer scale.
+struct FloatLinear {
+    int64_t n, k;              // rows and columns of the weight
+    int64_t kp;                // columns of the packed codes, a multiple of 32
+    int64_t scale_groups;      // scales stored for each row (or row block)
+    int64_t outer_groups;      // outer scales stored for each row
+    const float* values;       // [256] the number of each code
+    const uint8_t *low, *high; // [256] their low and high bytes as bfloat16
+    int32_t bits, decode;
+    int32_t exponent, mantissa;  // bits of each, SMALL_FLOAT
+    int32_t group;             // columns per scale, a multiple of 16; 0: one scale per row; -1: one per tensor
+    int32_t block;             // columns per sum, a multiple of 16 that divides the group
+    int32_t row_block;         // rows that share a scale, a multiple of 16; 0: one row
+    int32_t scale;             // Kind; NONE: 1
+    int32_t offset;            // Kind of offsets, stored like scales; NONE: none. Only if group > 0
+    int32_t outer;             // scales per outer scale; 0: no outer scale; -1: one per tensor
+    int32_t outer_kind;        // Kind of outer scales; the outer offset is F32
+    int32_t x;                 // Kind of input and output: F32, BF16, F16
+    float limit;               // largest finite number of a SMALL_FLOAT
+};
+
+// Arguments of one call.
+struct FloatArgs {
+    const void* x;             // [m, k], rows ldx elements apart
+    int64_t m, ldx;
+    void* y;                   // [m, n]
+    const void* bias;          // [n] of kind bias_kind, or null
+    const void *codes, *scale, *outer_scale, *outer_offset, *offset, *offset_scale;
+    int32_t bias_kind, threads;
+};
+
+// -- conversions ------------------------------------------------------------------------------------------------------
+
+// Storage of codes: one per byte; bit streams per row; tiles (see pack.h).
+enum Store : int32_t { PLAIN = 0, BITS = 1, TILES = 2 };
+
+// Interpretation of a code: an integer, a small float with sign, an index into a table.
+enum Meaning : int32_t { UNSIGNED = 0, SIGNED = 1, MINIFLOAT = 2, LOOKUP = 3 };
+
+// A quantized matrix: value = (number(code) - center - zero_point) * scale + offset.
+//
+// Index of the scale, zero point and offset of row r, group g: r / row_block * groups + g; in TILES with row_block 1,
+// (r / 16 * groups + g) * 16 + r % 16.
+struct Affine {
+    int64_t n, k;              // rows and columns
+    int64_t width;             // columns with codes: k in whole groups; in TILES also in blocks of 32
+    int64_t stride;            // bytes from one row of codes to the next; of 16 rows in TILES
+    int64_t group, groups;     // columns that share a scale, and scales of a row
+    int64_t row_block;         // rows that share a scale
+    int32_t store, bits;
+    int32_t numbers;           // Meaning
+    int32_t center;
+    int32_t mantissa, bias;    // MINIFLOAT: bits of the mantissa, bias of the exponent
+    int32_t special;           // and the smallest code magnitude that is inf or NaN
+    int32_t scale, zero_point, offset, x;  // Kind
+    int32_t zero_bits, zero_lo;  // zero points as a bit stream for each row of blocks, less zero_lo; 0: not packed
+    const float* table;        // LOOKUP: 256 numbers
+};
+
+struct Parts {
+    void *codes, *scale, *zero_point, *offset;
+};
+
+// GIVEN: the parameters are given. The others are rules of core/qparams.py.
+enum Rule : int32_t { GIVEN = 0, RULE_SYMMETRIC = 1, NO_CLIP = 2, RULE_ASYMMETRIC = 3, MINMAX = 4 };
+
+// Quantization of a float matrix to codes lo..hi of an integer format.
+struct Rounding {
+    Affine to;
+    int32_t rule;
+    float lo, hi, mid;
+    float floor;               // minimum scale
+    float large;               // larger scales are reduced by a factor of 4 (offsets only)
+    float part, rest;          // (mid - lo) / (hi - lo), and 1 minus that
+};
+
+// -- optimizer steps --------------------------------------------------------------------------------------------------
+
+enum StateKind : int32_t {
+    STATE_FLOAT = 0,   // float32, no scale
+    STATE_TABLE = 1,   // codes of a table
+    STATE_UFLOAT = 2   // codes are the upper bits of a float32, minus a constant
+};
+enum OptimRule : int32_t { RULE_ADAM = 0, RULE_LION = 1, RULE_SGD = 2 };
+enum OptimFlags : int32_t { MAXIMIZE = 1, NESTEROV = 2, STOCHASTIC = 4 };
+
+// The numbers of a table format and a lookup of the nearest: the upper bits of |x| select a cell. A cell contains the
+// code at its lower end and the lower bits of the only decision level that may be within it: code | level << 8.
+struct CodeTable {
+    const int32_t* cells;  // [count], then those of negative numbers if they have their own
+    const float* values;   // [256]
+    int32_t shift;         // the cell is (|x| >> shift) - first
+    int32_t first, last;   // last: of each half
+    int32_t negative;      // start of the cells of negative numbers; 0: there are none
+    int32_t mirror;        // 1: a negative number has the code of |x|, and bit 7
+};
+
+// A state, in blocks as given by OptimJob: value = number(code) * scale.
+struct OptimState {
+    void* codes;
+    float* scale;
+    const CodeTable* table;
+    int32_t kind;          // StateKind
+    int32_t bits;          // 8 or 4
+    int32_t stochastic;    // 1: stochastic rounding, STATE_UFLOAT only
+    int32_t power;         // 1: scales are powers of two
+    int32_t shift, base;   // STATE_UFLOAT: code = (bits of float32 >> shift) - base; at most `top`
+    int32_t top;
+    int32_t split, low;    // codes below `split`: (bits >> (shift + 1)) - low
+    float hi;              // the largest number
+};
+
+// One step of one parameter. Its elements form slabs of `slab`, each with blocks of `block` (the last may be shorter).
+// Codes are stored in rows of `row`, each on whole bytes; every block has codes for `block` elements, of which missing
+// ones repeat the codes `inner` before.
+struct OptimJob {
+    void* p;
+    const void* g;
+    int64_t count, slab, block, inner, row;
+    int32_t p_kind, g_kind;    // Kind: F32, BF16, F16
+    int32_t rule, flags, states;
+    uint32_t key[2], turn;     // of the random bits, and the step mask added to them
+    float c[8];                // see the rules in optimizer.h
+    OptimState state[3];
 };

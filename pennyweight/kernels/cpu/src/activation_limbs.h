@@ -16,23 +16,6 @@ namespace {
 
 inline int digits_of(const IntLinear& w) { return w.act != FLOAT ? 1 : w.x == F32 ? 3 : 2; }
 
-// Reads 16 elements of a kind as float32.
-inline F load16(const void* p, int kind, int64_t i) {
-    switch (kind) {
-        case BF16: return fload_bf16((const uint16_t*)p + i);
-        case F16: return fload_f16((const uint16_t*)p + i);
-        default: return fload((const float*)p + i);
-    }
-}
-inline void store16(void* p, int kind, int64_t i, F v) {
-    switch (kind) {
-        case BF16: return fstore_bf16((uint16_t*)p + i, v);
-        case F16: return fstore_f16((uint16_t*)p + i, v);
-        default: return fstore((float*)p + i, v);
-    }
-}
-inline int64_t size_of(int kind) { return kind == F32 ? 4 : kind == BF16 || kind == F16 ? 2 : kind == NONE ? 0 : 1; }
-
 // A float rounded to a kind.
 inline float round_to(int kind, float f) {
     if (kind == BF16) {
@@ -48,23 +31,8 @@ inline float round_to(int kind, float f) {
     return f;
 }
 
-inline uint32_t bits_of(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
-inline float float_of(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
 constexpr float LARGEST[4] = {0, 3.40282346638528859812e+38f, 3.38953138925153547590e+38f, 65504.0f};
 inline float clamp_to(float f, float lo, float hi) { return f < lo ? lo : f > hi ? hi : f; }  // NaN passes
-
-// One row as float32 [kp], zero beyond k.
-void widen_row(const void* x, int kind, int64_t k, int64_t kp, float* out) {
-    int64_t i = 0;
-    for (; i + 16 <= k; i += 16) fstore(out + i, load16(x, kind, i));
-    if (i < k) {
-        alignas(64) float tail[16] = {0};
-        memcpy(tail, (const char*)x + i * size_of(kind), (size_t)((k - i) * size_of(kind)));
-        fstore(out + i, load16(tail, kind, 0));
-        i += 16;
-    }
-    for (; i < kp; i += 16) fstore(out + i, fset(0));
-}
 
 // Largest |x| as bits; in this order NaN is above infinity, and infinity above every number.
 inline uint32_t absmax_bits(const float* x, int64_t n) {

@@ -14,8 +14,6 @@
 
 namespace {
 
-enum Probe : int32_t { PROBE_READ = 0, PROBE_INT8 = 1, PROBE_BF16 = 2, PROBE_F32 = 3 };
-
 // Number of independent sums: 2 units times a latency of 4 to 5 cycles, plus a margin.
 constexpr int PROBE_SUMS = 12;
 
@@ -126,17 +124,20 @@ inline int64_t probe_read(const uint8_t* p, int64_t bytes) {
 #undef PROBE_LOOP
 #undef PROBE_OPAQUE
 
-// PROBE_READ: reads `p` [n bytes] once, each thread its own part. The others: n rounds in every thread. Returns the
-// bytes read or the number of operations (two per multiply-add); 0 if the instruction set does not support them.
-inline int64_t probe(int32_t what, const void* p, int64_t n, int32_t threads) {
+// n rounds of a loop above in every thread. Returns the number of operations (two per multiply-add); 0 if the
+// instruction set does not support them.
+template <int64_t (*LOOP)(int64_t)> int64_t probe_threads(const void*, int64_t n, int threads) {
     int64_t done = 0;
 #pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(+ : done)
-    for (int32_t t = 0; t < threads; ++t) {
-        if (what == PROBE_READ) done += probe_read((const uint8_t*)p + n / threads * t, n / threads);
-        else if (what == PROBE_INT8) done += probe_int8(n);
-        else if (what == PROBE_BF16) done += probe_bf16(n);
-        else done += probe_f32(n);
-    }
+    for (int t = 0; t < threads; ++t) done += LOOP(n);
+    return done;
+}
+
+// Reads `p` [n bytes] once, each thread its own part. Returns the bytes read.
+inline int64_t probe_memory(const void* p, int64_t n, int threads) {
+    int64_t done = 0;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(+ : done)
+    for (int t = 0; t < threads; ++t) done += probe_read((const uint8_t*)p + n / threads * t, n / threads);
     return done;
 }
 

@@ -4,10 +4,7 @@
 #pragma once
 
 #include "abi.h"
-#include "affine.h"
 #include "arguments.h"
-#include "float_abi.h"
-#include "optim_abi.h"
 
 namespace check {
 

@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
-#include "affine.h"
-#include "simd_helpers.h"
+#include "abi.h"
 #include "pack.h"
+#include "simd.h"
 
 namespace {
 

@@ -16,19 +16,26 @@
 
 namespace {
 
+using Part = void (*)(Table*);  // enters the functions of a part, see vtable.h
+
 struct Isa {
     const char* name;
-    const Table* (*table)();
-    bool (*has)();  // whether this machine supports it
-    bool here() const { return table && has(); }
+    int base;        // index of the instruction set whose functions it uses where it has none of its own; -1: none
+    bool (*has)();   // whether this machine supports it
+    Part parts[3];   // null where not compiled
+    bool built() const { return parts[0] || parts[1] || parts[2]; }
+    bool here() const { return built() && has(); }
 };
 
-// Weak: objects of instruction sets that the compiler does not support are missing.
-#define PW_ISA_ROW(name, test)                                       \
-    extern "C" __attribute__((weak)) const Table* pw_table_##name(); \
+// Weak: most parts are compiled for some instruction sets only, and a compiler may not support all of these.
+#define PW_WEAK(name) extern "C" __attribute__((weak)) void name(Table*);
+#define PW_ISA_ROW(name, test)                  \
+    PW_WEAK(PW_PART_NAME(int_linear, name))     \
+    PW_WEAK(PW_PART_NAME(float_linear, name))   \
+    PW_WEAK(PW_PART_NAME(conversions, name))    \
     bool has_##name() { return test; }
-
-}  // namespace
+#define PW_PARTS(name) \
+    { PW_PART_NAME(int_linear, name), PW_PART_NAME(float_linear, name), PW_PART_NAME(conversions, name) }
 
 PW_ISA_ROW(scalar, true)
 #if defined(__x86_64__)
@@ -43,23 +50,34 @@ PW_ISA_ROW(neon_dotprod, (getauxval(AT_HWCAP) >> 20) & 1)
 PW_ISA_ROW(neon_i8mm, has_neon_dotprod() && ((getauxval(AT_HWCAP2) >> 13) & 1))
 #endif
 
-namespace {
-
-// Best last.
+// Best last, after its base. setup.py has the same bases.
 const Isa ISAS[] = {
-    {"scalar", pw_table_scalar, has_scalar},
+    {"scalar", -1, has_scalar, PW_PARTS(scalar)},
 #if defined(__x86_64__)
-    {"avx2", pw_table_avx2, has_avx2},
-    {"avx_vnni", pw_table_avx_vnni, has_avx_vnni},
-    {"avx512", pw_table_avx512, has_avx512},
-    {"avx512_vnni", pw_table_avx512_vnni, has_avx512_vnni},
-    {"avx512_bf16", pw_table_avx512_bf16, has_avx512_bf16},
+    {"avx2", 0, has_avx2, PW_PARTS(avx2)},
+    {"avx_vnni", 1, has_avx_vnni, PW_PARTS(avx_vnni)},
+    {"avx512", 0, has_avx512, PW_PARTS(avx512)},
+    {"avx512_vnni", 3, has_avx512_vnni, PW_PARTS(avx512_vnni)},
+    {"avx512_bf16", 4, has_avx512_bf16, PW_PARTS(avx512_bf16)},
 #elif defined(__aarch64__) && defined(__linux__)
-    {"neon_dotprod", pw_table_neon_dotprod, has_neon_dotprod},
-    {"neon_i8mm", pw_table_neon_i8mm, has_neon_i8mm},
+    {"neon_dotprod", 0, has_neon_dotprod, PW_PARTS(neon_dotprod)},
+    {"neon_i8mm", 1, has_neon_i8mm, PW_PARTS(neon_i8mm)},
 #endif
 };
 constexpr int COUNT = sizeof(ISAS) / sizeof(ISAS[0]);
+
+struct Tables {
+    Table of[COUNT] = {};
+    Tables() {
+        for (int i = 0; i < COUNT; ++i) {
+            const Isa& isa = ISAS[i];
+            if (!isa.here()) continue;
+            if (isa.base >= 0) of[i] = of[isa.base];
+            for (const Part part : isa.parts)
+                if (part) part(&of[i]);
+        }
+    }
+};
 
 int chosen = -1;
 
@@ -90,7 +108,8 @@ namespace {
 
 const Table& table() {
     if (chosen < 0) pw_isa_use("");  // plain C++ is always available
-    return *ISAS[chosen].table();
+    static const Tables tables;
+    return tables.of[chosen];
 }
 
 // Requests 2 MB pages for large outputs: page faults for 4 KB pages take several times as long as the writes. No effect
@@ -114,7 +133,7 @@ PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_
     if (!check::int_linears("pw_int_linear", w, &a, 1)) return INVALID;
     return table().int_linear(w, &a, 1);
 }
-// Several weights with one input; see int_linear.h.
+// Several weights with one input; see int_linear.cpp.
 PW_EXPORT int pw_int_linears(const IntLinear* weights, const LinearArgs* args, int count) {
     if (!check::int_linears("pw_int_linears", weights, args, count)) return INVALID;
     return count ? table().int_linear(weights, args, count) : DONE;
@@ -142,7 +161,7 @@ PW_EXPORT int pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64
 }
 // Peak rates of this machine, for benchmarks; see bandwidth_probe.h.
 PW_EXPORT int64_t pw_probe(int what, const void* p, int64_t n, int threads) {
-    return check::probe("pw_probe", what, p, n, threads) ? table().probe(what, p, n, threads) : 0;
+    return check::probe("pw_probe", what, p, n, threads) ? table().probe[what](p, n, threads) : 0;
 }
 
 // 1: an index is out of range.

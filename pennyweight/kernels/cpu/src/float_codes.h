@@ -5,9 +5,8 @@
 // of columns per lane: (0, 2) and (1, 3), the order in which bytes become words with the fewest instructions.
 #pragma once
 
-#include "float_abi.h"
-#include "float_simd.h"
-#include "activation_limbs.h"
+#include "abi.h"
+#include "simd.h"
 
 namespace {
 
@@ -34,6 +33,7 @@ struct Float32 {  // products and sums in float32
     using W = F;
     using X = F;
     static constexpr int PER = 4;  // vectors for 4 columns
+    static constexpr bool SMALL_ONLY = false;
     static W load(const uint8_t* p) { return fload((const float*)p); }
     static void store(uint8_t* p, W v) { fstore((float*)p, v); }
     static X spread(const uint32_t* p) { return fset(float_of(*p)); }
@@ -90,6 +90,7 @@ struct Bfloat16 {  // products of bfloat16, two at a time, sums in float32
     using W = __m512i;
     using X = __m512i;
     static constexpr int PER = 2;
+    static constexpr bool SMALL_ONLY = false;
     static W load(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static void store(uint8_t* p, W v) { _mm512_storeu_si512(p, v); }
     static X spread(const uint32_t* p) { return _mm512_set1_epi32((int32_t)*p); }
@@ -147,8 +148,9 @@ struct Bfloat16 {  // products of bfloat16, two at a time, sums in float32
     };
 };
 
-// Small floats are exact in bfloat16, so float32 uses the same bytes.
+// Small floats are exact in bfloat16, so float32 uses the same bytes. Other codes are those of Float32.
 struct Float32ByBytes : Float32 {
+    static constexpr bool SMALL_ONLY = true;
     struct Small {
         Bfloat16::Small f;
         explicit Small(const FloatLinear& w) : f(w) {}
@@ -162,15 +164,13 @@ struct Float32ByBytes : Float32 {
         }
     };
 };
-using Single = Float32ByBytes;
-#else
-using Single = Float32;
+
 #endif
 
 // Sources of codes: packed in 4, 6 or 8 bits, or numbers decoded before. A tile of 32 columns is TILE bytes; quad j of
-// half h is columns 16h + 4j .. 16h + 4j + 3.
+// half h is columns 16h + 4j .. 16h + 4j + 3. STEP: quads whose instructions differ.
 template <class P, class D> struct Nibbles {
-    static constexpr int TILE = 256;
+    static constexpr int TILE = 256, STEP = 2;
     D d;
     explicit Nibbles(const FloatLinear& w) : d(w) {}
     PW_INLINE void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
@@ -180,7 +180,7 @@ template <class P, class D> struct Nibbles {
     }
 };
 template <class P, class D> struct Sixes {
-    static constexpr int TILE = 384;
+    static constexpr int TILE = 384, STEP = 4;
     D d;
     explicit Sixes(const FloatLinear& w) : d(w) {}
     PW_INLINE void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
@@ -190,7 +190,7 @@ template <class P, class D> struct Sixes {
     }
 };
 template <class P, class D> struct Bytes {
-    static constexpr int TILE = 512;
+    static constexpr int TILE = 512, STEP = 1;
     D d;
     explicit Bytes(const FloatLinear& w) : d(w) {}
     PW_INLINE void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
@@ -198,7 +198,7 @@ template <class P, class D> struct Bytes {
     }
 };
 template <class P> struct Numbers {
-    static constexpr int TILE = 8 * P::PER * 64;
+    static constexpr int TILE = 8 * P::PER * 64, STEP = 1;
     explicit Numbers(const FloatLinear&) {}
     PW_INLINE void quad(const uint8_t* p, int h, int j, typename P::W* out) const {
         for (int i = 0; i < P::PER; ++i) out[i] = P::load(p + TILE / 2 * h + 64 * (j * P::PER + i));

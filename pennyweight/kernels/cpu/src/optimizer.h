@@ -12,9 +12,9 @@
 #include <omp.h>
 #endif
 
+#include "abi.h"
 #include "dequantize.h"
-#include "simd_helpers.h"
-#include "optim_abi.h"
+#include "simd.h"
 
 namespace {
 

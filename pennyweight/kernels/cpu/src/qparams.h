@@ -5,9 +5,9 @@
 
 #include <algorithm>
 
-#include "affine.h"
+#include "abi.h"
 #include "dequantize.h"
-#include "simd_helpers.h"
+#include "simd.h"
 
 namespace {
 

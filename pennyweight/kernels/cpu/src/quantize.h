@@ -11,11 +11,11 @@
 #include <omp.h>
 #endif
 
-#include "affine.h"
-#include "qparams.h"
+#include "abi.h"
 #include "dequantize.h"
-#include "simd_helpers.h"
 #include "pack.h"
+#include "qparams.h"
+#include "simd.h"
 
 namespace {
 

@@ -1,20 +1,27 @@
-// The functions that each instruction set offers.
+// The functions that an instruction set offers. A part (int_linear.cpp, float_linear.cpp, conversions.cpp) is compiled
+// once for each instruction set that makes a difference to it, with PW_ISA as its name, and enters its functions into
+// the table. The other functions are those of the instruction set's base, see dispatch.cpp.
 #pragma once
 
 #include "abi.h"
-#include "affine.h"
-#include "float_abi.h"
-#include "optim_abi.h"
+
+enum Probe : int32_t { PROBE_READ = 0, PROBE_INT8 = 1, PROBE_BF16 = 2, PROBE_F32 = 3 };
 
 struct Table {
     int (*int_linear)(const IntLinear*, const LinearArgs*, int count);
+    int (*float_linear)(const FloatLinear*, const FloatArgs*);
     void (*pack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);
     void (*unpack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);
-    int64_t (*probe)(int what, const void* p, int64_t n, int threads);
-    int (*float_linear)(const FloatLinear*, const FloatArgs*);
     void (*dequantize)(const Affine*, const Parts*, const int64_t* index, int64_t m, char* out, int threads);
     int (*quantize)(const Rounding*, const char* x, int64_t ldx, const Parts*, double* sums, int threads);
     void (*ranges)(const Affine*, const char* x, int64_t ldx, char* out, int threads);
     int (*finite)(const void* x, int kind, int64_t count, int threads);
     int (*optim_steps)(const OptimJob*, int64_t count, int threads);
+    int64_t (*probe[4])(const void* p, int64_t n, int threads);  // see bandwidth_probe.h
 };
+
+// pw_part_<part>_<isa>: the function of a part that enters its functions. It must not run on a machine without the
+// instruction set.
+#define PW_PART_NAME2(part, isa) pw_part_##part##_##isa
+#define PW_PART_NAME(part, isa) PW_PART_NAME2(part, isa)
+#define PW_PART(part) extern "C" void PW_PART_NAME(part, PW_ISA)(Table* table)

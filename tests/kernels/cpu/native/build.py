@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
 sys.path.insert(0, str(ROOT))
 
-from setup import FLAGS, ISAS, SOURCE  # noqa: E402
+from setup import FLAGS, ISAS, SOURCE, units  # noqa: E402
 
 
 def main() -> None:
@@ -40,11 +40,8 @@ def main() -> None:
             return path
 
         src = ROOT / SOURCE
-        jobs = [("dispatch", src / "dispatch.cpp", []), ("every_isa", HERE / "every_isa.cpp", [])]
-        jobs += [
-            (isa, src / "isa.cpp", ["-fopenmp", f"-DPW_ISA={isa}", *more])
-            for isa, more in {"scalar": ["-O1"], **ISAS[o.machine]}.items()
-        ]
+        jobs = [("every_isa", HERE / "every_isa.cpp", [])]
+        jobs += [(f"{u.part}_{u.isa}", src / f"{u.part}.cpp", u.flags) for u in units(o.machine)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda job: compiled(*job), jobs))
         subprocess.run([o.compiler, *o.flags.split(), "-fopenmp", *objects, "-o", o.out], check=True)

@@ -2,9 +2,6 @@
 #pragma once
 
 #include "../../../../pennyweight/kernels/cpu/src/abi.h"
-#include "../../../../pennyweight/kernels/cpu/src/affine.h"
-#include "../../../../pennyweight/kernels/cpu/src/float_abi.h"
-#include "../../../../pennyweight/kernels/cpu/src/optim_abi.h"
 
 extern "C" {
 int pw_abi();

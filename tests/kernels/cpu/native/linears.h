@@ -175,7 +175,7 @@ void int_linears() {
     });
 }
 
-// A table of numbers that bfloat16 holds, as src/float_abi.h has it.
+// A table of numbers that bfloat16 holds, as src/abi.h has it.
 struct Numbers {
     Bytes values = Bytes(1024), low = Bytes(256), high = Bytes(256);
     explicit Numbers(const FloatLinear& w) {

@@ -1,0 +1,131 @@
+"""Refinement of solved codes: best candidate per row, least-squares scales for fixed codes, coordinate descent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Size, Tensor
+
+from ...core import blocks
+from ...core.qparams import Params
+from ...core.spec import QuantSpec
+from .qparam_grid import QParamGrid, make_grid, select_blocks
+from .rtn import output_error
+
+_CHUNK = 1 << 24  # elements of a temporary
+_COLUMNS = 128  # columns per block of coordinate descent: later blocks are updated by one matrix product
+
+
+class BestCandidate:
+    """The best candidate: per row if rows do not share scales, else for the whole matrix.
+
+    codes, values [N, K] on ``grid``; error [N]
+    """
+
+    def __init__(self, g: QParamGrid, codes: Tensor, values: Tensor, error: Tensor, shape: Size) -> None:
+        self.grid, self.codes, self.values, self.error = g, codes, values, error
+        self.shape, self.by_row = shape, g.spec.rows_independent(shape)
+
+    def offer(self, g: QParamGrid, codes: Tensor, values: Tensor, error: Tensor) -> None:
+        """Keep a candidate if it is better than all before; non-finite errors count as infinite."""
+        error = torch.where(error.isfinite(), error, torch.inf)
+        better = error < self.error if self.by_row else (error.sum() < self.error.sum()).expand(error.shape)
+        if not better.any():
+            return
+        which = better.unsqueeze(1)
+        if g is not self.grid:
+            chosen = select_blocks(which, g.chosen, self.grid.chosen) if self.by_row else g.chosen
+            self.grid = make_grid(chosen, g.spec, self.shape)
+        self.codes = torch.where(which, codes, self.codes)
+        self.values = torch.where(which, values, self.values)
+        self.error = torch.where(better, error, self.error)
+
+
+def refit_and_descend(
+    best: BestCandidate, target: Tensor, hessian: Tensor, sweeps: int, scales: bool = True, keep: Tensor | None = None
+) -> None:
+    """``sweeps`` times: refit the scales to the codes, then coordinate descent on the codes. Never worse.
+
+    scales  whether scales may change
+    keep    [N, K] elements that may change; None: all
+    """
+    h = hessian.unsqueeze(0)
+    for _ in range(sweeps):
+        again = refit(target, best.codes, best.grid, hessian) if scales else None
+        if again is not None:
+            values = again.values(best.codes)
+            best.offer(again, best.codes, values, output_error(values - target, h))
+        codes, values = coordinate_descent(target, best.codes, best.values, best.grid, hessian, keep)
+        best.offer(best.grid, codes, values, output_error(values - target, h))
+
+
+def refit(target: Tensor, codes: Tensor, g: QParamGrid, hessian: Tensor) -> QParamGrid | None:
+    """The grid whose scales (and offsets) minimise tr(D H D^T) for the given codes: for each row with blocks B_i of
+    inputs and u = codes - zero point,
+
+        (B_i u) H (B_j u)^T s_j = (B_i u) H w^T
+
+    target, codes [N, K]; hessian [K, K]. None if rows share scales, or if scales are quantized themselves. Scales whose
+    sign would change, and rows with a singular system, keep their values.
+    """
+    spec, (n, k) = g.spec, target.shape
+    if isinstance(spec.scale, QuantSpec) or isinstance(spec.offset, QuantSpec) or spec.scale is None:
+        return None
+    if not spec.rows_independent(target.shape):
+        return None
+    chosen = g.chosen
+    assert chosen.scale is not None
+    size = blocks.resolve(spec.block, target.shape)[1]
+    groups = chosen.scale.shape[1]
+    units = spec.format.decode(codes, torch.float32) - spec.mid
+    if g.columns.zero_point is not None:
+        units = units - g.columns.zero_point.t().float()
+    bases = [units] if spec.offset is None else [units, torch.ones_like(units)]
+    width = len(bases) * groups
+    scale, offset = chosen.scale.clone(), None if chosen.offset is None else chosen.offset.clone()
+    group_of = torch.arange(k, dtype=torch.int64, device=target.device) // size
+    member = torch.arange(groups, dtype=torch.int64, device=target.device).unsqueeze(1) == group_of  # [groups, K]
+    pull = target @ hessian
+    step = max(1, _CHUNK // max(1, k * width))
+    for begin in range(0, n, step):
+        rows = slice(begin, min(begin + step, n))
+        basis = torch.cat([torch.where(member, u[rows].unsqueeze(1), 0.0) for u in bases], 1)  # [rows, width, K]
+        system = basis @ hessian @ basis.mT
+        wanted = (basis @ pull[rows].unsqueeze(-1)).squeeze(-1)
+        system.diagonal(dim1=1, dim2=2).add_(1e-6 * system.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
+        found, info = torch.linalg.solve_ex(system, wanted)
+        new = found[:, :groups]
+        good = (info == 0).unsqueeze(1) & found.isfinite().all(1, keepdim=True) & (new * scale[rows] > 0)
+        scale[rows] = torch.where(good, new.to(scale.dtype), scale[rows])
+        if offset is not None:
+            offset[rows] = torch.where(good, found[:, groups:].to(offset.dtype), offset[rows])
+    return make_grid(Params(scale, chosen.zero_point, offset), spec, target.shape)
+
+
+def coordinate_descent(
+    weight: Tensor, codes: Tensor, values: Tensor, grid: QParamGrid, hessian: Tensor, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One sweep of coordinate descent on tr(D H D^T): each column in turn is rounded to its optimum given all others.
+    The objective never increases. Behdin et al. 2023 (QuantEase). keep: as in
+    :func:`.gptq.quantize_columns`.
+    """
+    w, v = weight.t(), values.t().contiguous()
+    codes = codes.t().contiguous()
+    k = w.shape[0]
+    diagonal = hessian.diagonal()
+    pull = hessian @ (w - v)  # [K, N]: minus half the gradient
+    for begin in range(0, k, _COLUMNS):
+        end = min(begin + _COLUMNS, k)
+        moved = torch.zeros(end - begin, w.shape[1], device=w.device, dtype=torch.float32)
+        here = pull[begin:end].clone()
+        for j in range(end - begin):
+            h = diagonal[begin + j]
+            if not h > 0:
+                continue
+            wanted = v[begin + j] + here[j] / h
+            wanted = wanted if keep is None else wanted * keep[:, begin + j]
+            c, new = grid.nearest(wanted.unsqueeze(0), begin + j)
+            moved[j] = new[0] - v[begin + j]
+            v[begin + j], codes[begin + j] = new[0], c[0]
+            here.addr_(hessian[begin:end, begin + j], moved[j], alpha=-1)
+        pull.addmm_(hessian[:, begin:end], moved, alpha=-1)
+    return codes.t().contiguous(), v.t().contiguous()

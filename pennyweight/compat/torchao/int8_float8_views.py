@@ -1,0 +1,387 @@
+"""torchao's weights with one code per byte: Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.formats import E4M3, E5M2, INT7, INT8, TERNARY
+from ...core.spec import DTYPES, ActivationSpec, QuantSpec
+from ...core.tensor import AffineQuantizedTensor as QT
+from ...planning.configs.integer import INT8_EPS
+from ...planning.granularity import Granularity, MappingType, PerBlock, PerRow, PerTensor
+from .class_view import (
+    FLOAT8,
+    View,
+    block_of,
+    block_size,
+    float_codes,
+    int_codes,
+    part,
+    plain_codes,
+    whole,
+    zero_points,
+)
+from .enums import Float8MMConfig, IntxChooseQParamsAlgorithm, KernelPreference
+from .primitives import choose_qparams_affine, quantize_affine
+from .qparams import get_block_size
+
+__all__ = [
+    "Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor", "IntxUnpackedToInt8TensorActivationQuantization",
+    "QuantizeTensorKwargs", "QuantizeTensorToFloat8Kwargs", "QuantizeTensorToInt8Kwargs",
+    "_choose_quant_func_and_quantize_tensor",
+]  # fmt: skip
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+
+
+class QuantizeTensorKwargs:
+    """Base of the activation quantization kwargs."""
+
+
+@dataclass
+class QuantizeTensorToInt8Kwargs(QuantizeTensorKwargs):
+    """An int8 activation with a scale per row (PerRow) or per tensor (PerTensor); ``reduce_range``: only 7 bits."""
+
+    granularity: Granularity
+    mapping_type: MappingType = MappingType.SYMMETRIC
+    reduce_range: bool = False
+
+
+class IntxUnpackedToInt8TensorActivationQuantization(str, Enum):  # noqa: UP042 - torchao's own kind
+    """int8, asymmetric, one scale and zero point per token."""
+
+    INT8_ASYM_PER_TOKEN = "int8_asym_per_token"
+
+
+def _plain_integers(w: QT) -> bool:
+    """Whole blocks of integer codes with plain scales, without a real offset."""
+    spec = w.spec
+    return (
+        spec.format.kind == "int" and spec.format is not TERNARY and isinstance(spec.scale, torch.dtype)
+        and spec.offset is None and spec.mid == 0 and whole(w)
+    )  # fmt: skip
+
+
+def _int8_activation(act: ActivationSpec | None) -> bool:
+    """Whether an Int8Tensor can represent this activation."""
+    if act is None:
+        return True
+    spec = act.spec
+    blocks_ = spec.block in ((-1,), None)
+    plain = spec.scale is torch.float32 and spec.offset is None and spec.mid == 0
+    return blocks_ and plain and spec.format in (INT7, INT8) and act.rule in (None, "symmetric", "asymmetric")
+
+
+def _settled(scale: Tensor | None, what: str) -> Tensor | None:
+    """A static activation's number: ours has one for the whole input."""
+    if scale is not None and scale.numel() != 1:
+        raise ValueError(f"{what} of shape {tuple(scale.shape)}: a static activation must have one per tensor")
+    return None if scale is None else scale.detach().reshape(1)
+
+
+class Int8Tensor(View):
+    """int8 codes, a float32 scale per row, group or tensor, optionally zero points and an int8 activation."""
+
+    tensor_data_names = ["qdata", "scale"]  # noqa: RUF012
+    tensor_attribute_names = ["block_size", "dtype"]  # noqa: RUF012
+    optional_tensor_data_names = ["zero_point", "act_quant_scale", "act_quant_zero_point", "act_pre_scale"]  # noqa: RUF012
+    optional_tensor_attribute_names = ["act_quant_kwargs", "reduce_range"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        spec = w.spec
+        return (
+            _plain_integers(w)
+            and spec.format in (INT7, INT8)
+            and spec.scale is torch.float32
+            and _int8_activation(w.act)
+        )
+
+    @classmethod
+    def build(
+        cls, qdata: Tensor, scale: Tensor, block_size: Any, dtype: torch.dtype, zero_point: Tensor | None = None,
+        act_quant_scale: Tensor | None = None, act_quant_zero_point: Tensor | None = None,
+        act_pre_scale: Tensor | None = None, act_quant_kwargs: QuantizeTensorToInt8Kwargs | None = None,
+        reduce_range: bool | None = False,
+    ) -> QT:  # fmt: skip
+        if qdata.dtype != torch.int8:
+            raise AssertionError(f"qdata must be int8, got {qdata.dtype}")
+        if act_pre_scale is not None:
+            raise NotImplementedError(
+                "act_pre_scale (AWQ, SmoothQuant) is not supported yet; fold it into the layer before"
+            )
+        lo, hi = (-64, 63) if reduce_range else (-128, 127)
+        act, static, zero = None, None, None
+        if act_quant_kwargs is not None:
+            static = _settled(act_quant_scale, "act_quant_scale")
+            asymmetric = act_quant_kwargs.mapping_type is MappingType.ASYMMETRIC
+            spec = QuantSpec(
+                INT7 if act_quant_kwargs.reduce_range else INT8,
+                None if static is not None or isinstance(act_quant_kwargs.granularity, PerTensor) else (-1,),
+                zero_point=asymmetric,
+            )
+            act = ActivationSpec(spec, "dynamic" if static is None else "static", None, INT8_EPS)
+            if static is not None and asymmetric:
+                given = _settled(act_quant_zero_point, "act_quant_zero_point")
+                zero = torch.zeros(1, dtype=torch.int8) if given is None else given.to(torch.int8)
+            static = None if static is None else static.float()
+        return int_codes(
+            qdata, scale, zero_point, block_size, dtype, lo, hi, act=act, act_scale=static, act_zero_point=zero
+        )
+
+    @classmethod
+    def from_hp(
+        cls, hp_tensor: Tensor, granularity: Granularity, mapping_type: MappingType = MappingType.SYMMETRIC,
+        scale: Tensor | None = None, zero_point: Tensor | None = None,
+        act_quant_kwargs: QuantizeTensorToInt8Kwargs | None = None, act_quant_scale: Tensor | None = None,
+        act_quant_zero_point: Tensor | None = None, act_pre_scale: Tensor | None = None,
+        reduce_range: bool | None = False,
+    ) -> QT:  # fmt: skip
+        """Round-to-nearest of a float tensor; ``scale`` and ``zero_point`` are used unchanged if given."""
+        block = list(get_block_size(tuple(hp_tensor.shape), granularity))
+        lo, hi = (-64, 63) if reduce_range else (-128, 127)
+        if scale is None:
+            scale, zero_point = choose_qparams_affine(
+                hp_tensor, mapping_type, block, torch.int8, lo, hi, eps=torch.finfo(torch.float32).eps,
+                scale_dtype=torch.float32, zero_point_dtype=torch.int8, keepdim=True,
+            )  # fmt: skip
+        else:
+            counts = [n // b for n, b in zip(hp_tensor.shape, block, strict=True)]
+            assert scale.ndim == hp_tensor.ndim, f"scale has {scale.ndim} axes, the tensor {hp_tensor.ndim}"
+            assert list(scale.shape) == counts, f"scale is {list(scale.shape)}, blocks are {counts}"
+            zero_point = torch.zeros_like(scale, dtype=torch.int8) if zero_point is None else zero_point
+        qdata = quantize_affine(hp_tensor, block, scale, zero_point, torch.int8, lo, hi)
+        return cls.build(
+            qdata, scale, block, hp_tensor.dtype, zero_point, act_quant_scale, act_quant_zero_point, act_pre_scale,
+            act_quant_kwargs, reduce_range,
+        )  # fmt: skip
+
+    @classmethod
+    def _normalize_granularity(cls, granularity: Any) -> tuple[Granularity, Granularity]:
+        """(activation's, weight's) of none, one or a list of two. Raises ValueError for anything else."""
+        if granularity is None or isinstance(granularity, Granularity):
+            return (granularity or PerRow(),) * 2
+        if not isinstance(granularity, list):
+            raise ValueError(f"Invalid granularity type: {granularity}. Expected None, one, or a list of two")
+        if len(granularity) != 2:
+            raise ValueError(f"Granularity list must have exactly 2 elements, got {len(granularity)}: {granularity}")
+        return tuple(granularity)
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        kwargs = None
+        if w.act is not None:
+            spec = w.act.spec
+            mapping = MappingType.ASYMMETRIC if spec.zero_point else MappingType.SYMMETRIC
+            granularity = PerTensor() if spec.block is None else PerRow()
+            kwargs = QuantizeTensorToInt8Kwargs(granularity, mapping, spec.format is INT7)
+        ones = (1,) * w.ndim
+        return {
+            "qdata": plain_codes(w), "scale": part(w, "scale"), "zero_point": zero_points(w),
+            "block_size": block_size(w),
+            "dtype": w.dtype, "act_quant_scale": None if w.act_scale is None else w.act_scale.reshape(ones),
+            "act_quant_zero_point": None if w.act_zero_point is None else w.act_zero_point.reshape(ones),
+            "act_pre_scale": None, "act_quant_kwargs": kwargs, "reduce_range": w.spec.format is INT7,
+        }  # fmt: skip
+
+
+_PER_TOKEN = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN
+
+
+class IntxUnpackedToInt8Tensor(View):
+    """int1 to int8 codes, one per int8, with a scale and zero point per block; optionally int8 activations per
+    token."""
+
+    tensor_data_names = ["qdata", "scale", "zero_point"]  # noqa: RUF012
+    tensor_attribute_names = ["target_dtype", "block_size", "dtype", "activation_quantization"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        return _plain_integers(w) and w.spec.format.lo < 0 and (w.act is None or _per_token(w.act, w.dtype))
+
+    @classmethod
+    def build(
+        cls, qdata: Tensor, scale: Tensor, zero_point: Tensor, target_dtype: torch.dtype, block_size: Any,
+        dtype: torch.dtype, activation_quantization: Any,
+    ) -> QT:  # fmt: skip
+        floats = (torch.float32, torch.bfloat16, torch.float16)
+        assert qdata.dtype == torch.int8, f"qdata must be int8, got {qdata.dtype}"
+        assert scale.dtype in floats, f"scale must be one of {floats}, got {scale.dtype}"
+        assert zero_point.dtype in (*floats, torch.int8), f"zero_point must be int8 or a float, got {zero_point.dtype}"
+        assert dtype in floats, f"dtype must be one of {floats}, got {dtype}"
+        names = [f"torch.int{n}" for n in range(1, 9)]
+        assert str(target_dtype) in names, f"target_dtype must be one of {', '.join(names)}, got {target_dtype}"
+        counts = [n // b for n, b in zip(qdata.shape, block_size, strict=True)]
+        block_of(block_size, qdata.shape)
+        for name, given in (("scale", scale), ("zero_point", zero_point)):
+            assert list(given.shape) == counts, f"{name} must be {counts} under {block_size}, is {list(given.shape)}"
+        act = None
+        if activation_quantization is not None:
+            assert activation_quantization == _PER_TOKEN.value, f"unknown activation {activation_quantization!r}"
+            act = ActivationSpec(QuantSpec(INT8, (-1,), dtype, zero_point=True))
+        half = 1 << (int(str(target_dtype).removeprefix("torch.int")) - 1)
+        return int_codes(qdata, scale, zero_point, block_size, dtype, -half, half - 1, act=act)
+
+    @classmethod
+    def from_hp(
+        cls, hp_tensor: Tensor, block_size: Any, target_dtype: torch.dtype, *,
+        mapping_type: MappingType = MappingType.SYMMETRIC, activation_quantization: Any = None,
+        intx_choose_qparams_algorithm: Any = IntxChooseQParamsAlgorithm.AFFINE, custom_scale: Tensor | None = None,
+        custom_zero_point: Tensor | None = None,
+    ) -> QT:  # fmt: skip
+        """Round-to-nearest of a float tensor. With the algorithm None the custom scale and zero point are used."""
+        half = 1 << (int(str(target_dtype).removeprefix("torch.int")) - 1)
+        custom = custom_scale is not None or custom_zero_point is not None
+        if intx_choose_qparams_algorithm is None:
+            assert custom_scale is not None, "custom_scale must be given"
+            assert custom_zero_point is not None, "custom_zero_point must be given"
+            scale, zero = custom_scale, custom_zero_point
+        else:
+            assert not custom, "custom_scale and custom_zero_point need intx_choose_qparams_algorithm=None"
+            if intx_choose_qparams_algorithm == IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY:
+                from .hqq import _choose_qparams_and_quantize_scale_only_hqq
+
+                qdata, scale = _choose_qparams_and_quantize_scale_only_hqq(hp_tensor, block_size, -half, half - 1)
+                return cls.build(
+                    qdata.to(torch.int8), scale, torch.zeros_like(scale, dtype=torch.int8), target_dtype, block_size,
+                    hp_tensor.dtype, activation_quantization,
+                )  # fmt: skip
+            if intx_choose_qparams_algorithm != IntxChooseQParamsAlgorithm.AFFINE:
+                raise ValueError(f"unknown IntxChooseQParamsAlgorithm {intx_choose_qparams_algorithm!r}")
+            scale, zero = choose_qparams_affine(
+                hp_tensor, mapping_type, block_size, torch.int8, -half, half - 1, zero_point_dtype=torch.int8,
+                keepdim=True,
+            )  # fmt: skip
+        qdata = quantize_affine(hp_tensor, block_size, scale, zero, torch.int8, -half, half - 1)
+        return cls.build(qdata, scale, zero, target_dtype, block_size, hp_tensor.dtype, activation_quantization)
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        return {
+            "qdata": plain_codes(w), "scale": part(w, "scale"), "zero_point": zero_points(w),
+            "target_dtype": getattr(torch, w.spec.format.name), "block_size": tuple(block_size(w)), "dtype": w.dtype,
+            "activation_quantization": None if w.act is None else _PER_TOKEN,
+        }  # fmt: skip
+
+
+def _per_token(act: ActivationSpec, dtype: torch.dtype) -> bool:
+    spec = act.spec
+    return (
+        act.mode == "dynamic" and spec.format is INT8 and spec.zero_point and spec.block == (-1,)
+        and spec.scale in (dtype, torch.float32) and act.rule in (None, "asymmetric")
+    )  # fmt: skip
+
+
+# -- float8 ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class QuantizeTensorToFloat8Kwargs(QuantizeTensorKwargs):
+    """A float8 activation."""
+
+    float8_dtype: torch.dtype = torch.float8_e4m3fn
+    granularity: Granularity = field(default_factory=PerRow)
+    mm_config: Float8MMConfig | None = None
+    hp_value_lb: float | None = None
+    hp_value_ub: float | None = None
+    kernel_preference: KernelPreference = KernelPreference.AUTO
+
+
+class Float8Tensor(View):
+    """float8 codes with a float32 scale per row, block or tensor; optionally float8 activations."""
+
+    tensor_data_names = ["qdata", "scale"]  # noqa: RUF012
+    optional_tensor_attribute_names = ["block_size", "mm_config", "act_quant_kwargs", "kernel_preference", "dtype"]  # noqa: RUF012
+
+    @staticmethod
+    def holds(w: QT) -> bool:
+        spec, act = w.spec, w.act
+        plain = spec.format in (E4M3, E5M2) and spec.scale is torch.float32 and spec.offset is None
+        if not plain or not whole(w):
+            return False
+        return act is None or (
+            act.mode == "dynamic" and act.spec.format in (E4M3, E5M2) and act.spec.scale is torch.float32
+        )
+
+    @classmethod
+    def build(
+        cls, qdata: Tensor, scale: Tensor, block_size: Any = None, mm_config: Float8MMConfig | None = None,
+        act_quant_kwargs: QuantizeTensorToFloat8Kwargs | None = None, kernel_preference: Any = KernelPreference.AUTO,
+        dtype: torch.dtype | None = None,
+    ) -> QT:  # fmt: skip
+        if qdata.dtype not in FLOAT8:
+            raise AssertionError(f"qdata must be float8_e4m3fn or float8_e5m2, got {qdata.dtype}")
+        act = None
+        if act_quant_kwargs is not None:
+            if act_quant_kwargs.hp_value_lb is not None or act_quant_kwargs.hp_value_ub is not None:
+                raise NotImplementedError("activation bounds (hp_value_lb, hp_value_ub) are not supported")
+            fmt = FLOAT8[act_quant_kwargs.float8_dtype]
+            act = ActivationSpec(QuantSpec(fmt, _activation_block(act_quant_kwargs.granularity)))
+        if scale.dtype not in DTYPES.values():
+            raise ValueError(f"scale must be one of {', '.join(DTYPES)}, got {scale.dtype}")
+        if scale.ndim not in (0, qdata.ndim) and scale.numel() != 1:
+            scale = scale.reshape(*scale.shape, *(1,) * (qdata.ndim - scale.ndim))
+        if not block_size and scale.numel() > 1:
+            block_size = [n // c for n, c in zip(qdata.shape, scale.shape, strict=True)]
+        return float_codes(
+            qdata, scale.float(), FLOAT8[qdata.dtype], block_size, dtype or torch.get_default_dtype(), act
+        )
+
+    @classmethod
+    def from_hp(
+        cls, hp_tensor: Tensor, float8_dtype: torch.dtype = torch.float8_e4m3fn, granularity: Granularity | None = None,
+        mm_config: Float8MMConfig | None = None, hp_value_lb: float | None = None, hp_value_ub: float | None = None,
+        kernel_preference: Any = KernelPreference.AUTO, act_quant_kwargs: QuantizeTensorToFloat8Kwargs | None = None,
+    ) -> QT:  # fmt: skip
+        """scale = absmax of the block, clamped to the bounds, / the float8 maximum. A zero block gets the smallest
+        normal scale, not zero, so its values are zeros and not NaN."""
+        from .format_primitives import _choose_scale_float8, _quantize_affine_float8
+
+        block = list(get_block_size(tuple(hp_tensor.shape), granularity or PerRow()))
+        scale = _choose_scale_float8(
+            hp_tensor, block, float8_dtype, hp_value_lb=hp_value_lb, hp_value_ub=hp_value_ub
+        )  # fmt: skip
+        qdata = _quantize_affine_float8(hp_tensor, scale, float8_dtype)
+        return cls.build(qdata, scale, block, mm_config, act_quant_kwargs, kernel_preference, hp_tensor.dtype)
+
+    @staticmethod
+    def take(w: QT) -> dict[str, Any]:
+        kwargs = None
+        if w.act is not None:
+            block, fmt = w.act.spec.block, w.act.spec.format
+            granularity = PerTensor() if block is None else PerRow() if block == (-1,) else PerBlock(block)
+            kwargs = QuantizeTensorToFloat8Kwargs(fmt.code_dtype, granularity)
+        return {
+            "qdata": plain_codes(w), "scale": part(w, "scale"), "block_size": block_size(w), "mm_config": None,
+            "act_quant_kwargs": kwargs, "kernel_preference": KernelPreference.AUTO, "dtype": w.dtype,
+        }  # fmt: skip
+
+
+def _activation_block(granularity: Granularity) -> tuple[int, ...] | None:
+    if isinstance(granularity, PerTensor):
+        return None
+    if isinstance(granularity, PerBlock):
+        return granularity.block_size
+    size = getattr(granularity, "group_size", None)
+    return (-1,) if size is None else (size,)
+
+
+def _choose_quant_func_and_quantize_tensor(
+    tensor: Tensor, quant_kwargs: QuantizeTensorKwargs, scale: Tensor | None = None, zero_point: Tensor | None = None
+) -> QT:
+    """``tensor`` quantized according to the kwargs. Raises NotImplementedError for unknown kwargs."""
+    k: Any = quant_kwargs
+    if isinstance(k, QuantizeTensorToFloat8Kwargs):
+        return Float8Tensor.from_hp(
+            tensor, k.float8_dtype, k.granularity, k.mm_config, k.hp_value_lb, k.hp_value_ub, k.kernel_preference
+        )
+    if isinstance(k, QuantizeTensorToInt8Kwargs):
+        return Int8Tensor.from_hp(
+            tensor, k.granularity, k.mapping_type, scale, zero_point, reduce_range=k.reduce_range
+        )  # fmt: skip
+    raise NotImplementedError(f"Quant kwargs not supported: {k}")

@@ -1,0 +1,100 @@
+"""Who makes the current call, read from the Python stack. The only file in the package that decides by the caller.
+
+It is the last resort: these callers need another result from an ordinary tensor function, and nothing in the call
+itself differs. Each question is asked only if the library in question is loaded or in use:
+
+    torch.distributed        :func:`caller`, for pennyweight/distributed/dispatch.py
+    accelerate               :func:`refuse_disk_offload`
+    peft                     :func:`copied_for_training`
+    Module.load_state_dict   :func:`load_state_dict_frames`, for load_state_dict.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+_SKIPPED = (__name__.partition(".")[0] + ".", "torch.overrides", "torch.nn.functional", "torch._tensor")
+_DISTRIBUTED = ("torch.distributed.", "torch.nn.parallel.distributed")
+_ACCELERATE, _ACCELERATE_DEPTH = "accelerate.utils.offload", 8  # frames from this file to the one that calls torch
+_PEFT = "peft.utils.other"
+LOAD_FROM_STATE_DICT = nn.Module._load_from_state_dict.__code__
+_LOAD_DEPTH = 12  # torch.overrides and hooks of subclasses can be in between
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of the current stack, innermost first, with those of this file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
+def caller() -> str:
+    """The torch.distributed module that makes the current call; "" for other callers.
+
+    It slices, pads, copies and flattens with the ordinary tensor functions (see pennyweight/distributed/dispatch.py).
+    """
+    for frame in _frames():
+        name = _module(frame)
+        if not f"{name}.".startswith(_SKIPPED):
+            return name if name.startswith(_DISTRIBUTED) else ""
+    return ""
+
+
+def refuse_disk_offload(w: Any) -> None:
+    """Raise TypeError if accelerate is offloading a weight to disk, because its array files can hold only floats.
+
+    The weight would be loaded as float: as large as without quantization, and with different results if activations
+    are quantized.
+    """
+    if _ACCELERATE in sys.modules and any(_module(f) == _ACCELERATE for f in islice(_frames(), _ACCELERATE_DEPTH)):
+        raise TypeError(
+            f"accelerate's offload to disk stores a quantized weight {tuple(w.shape)} ({w.spec}) as float numbers. "
+            "Save the model with pw.save(model, folder) and call "
+            "accelerate.cpu_offload(model, execution_device, state_dict=pw.open(folder)), which maps the files"
+        )
+
+
+def copied_for_training() -> bool:
+    """Whether PEFT is copying a module to train the whole copy (``modules_to_save``), which must then be float.
+
+    Codes cannot be trained directly: an optimizer step is smaller than the distance between two codes and is rounded
+    away. PEFT calls copy.deepcopy, which passes a parameter nothing but the memo.
+    """
+    if _PEFT not in sys.modules:
+        return False
+    frame = next((f for f in _frames() if _module(f) == _PEFT), None)
+    return frame is not None and hasattr(frame.f_locals.get("self"), "modules_to_save")
+
+
+def load_state_dict_frames() -> tuple[FrameType, FrameType] | None:
+    """Frames of ``Module._load_from_state_dict`` and of ``load`` in ``Module.load_state_dict``, if the current call
+    comes from there. Code that calls the former directly uses the assign mark (see load_state_dict.py) in its own way.
+
+    torch offers no hook for it: hooks are per module, and a float model into which quantized tensors are loaded has
+    none; the tensors of the state dict see only ``is_meta``, ``requires_grad_`` and ``copy_``.
+    """
+    into = None
+    for frame in islice(_frames(), _LOAD_DEPTH):
+        if frame.f_code is LOAD_FROM_STATE_DICT:
+            into = frame
+        elif into is not None and frame.f_code.co_name == "load" and frame.f_globals is nn.Module.__call__.__globals__:
+            return into, frame
+    return None
+
+
+def loads_state_dict() -> bool:
+    """Whether a torch function was called by ``Module._load_from_state_dict`` itself.
+
+    To be called by a handler of that function: a fixed frame is read, no stack walked."""
+    return sys._getframe(3).f_code is LOAD_FROM_STATE_DICT

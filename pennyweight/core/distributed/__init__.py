@@ -1,1 +1,0 @@
-"""Support for torch.distributed: DDP, FSDP2, DTensor, collectives, checkpoints."""

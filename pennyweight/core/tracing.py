@@ -1,0 +1,57 @@
+"""Modes, tracers and transforms: whether they must see an operation, and how to compute constants outside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def in_memory(t: Tensor) -> bool:
+    """Whether the memory of t can be read directly at its address.
+
+    False for tensors of a trace, a transform or another class, on the meta device, for negated or conjugated views, and
+    if a mode, tracer or transform must observe operations on t. Do not call under torch.compile, which cannot trace it.
+    """
+    return (
+        type(t) in (Tensor, torch.nn.Parameter)
+        and t.layout is torch.strided
+        and not (t.is_meta or t.is_nested or t.is_neg() or t.is_conj() or is_observed(t))
+    )
+
+
+def is_observed(*tensors: Tensor | None) -> bool:
+    """Whether operations on these tensors must be visible to a dispatch mode, torch.jit.trace, a torch.func transform,
+    or forward-mode differentiation of one of them.
+
+    False if torch has called an op below those, because they have already observed it.
+    """
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return True
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return False
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView):
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Tensors created within this context are plain: not affected by modes, torch.func transforms or inference mode.
+
+    Otherwise a cached table created under ``torch.func.grad`` would be a tensor of that transform and outlive it.
+    Specify dtype and device explicitly: changed defaults apply here too.
+    """
+    with (
+        _disable_current_modes(), torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(),
+        torch.inference_mode(False), torch.no_grad(),
+    ):  # fmt: skip
+        yield

@@ -1,0 +1,63 @@
+// Everything but linear layers: codes from and to floats and layouts, and optimizer steps.
+#include <algorithm>
+
+#include "bandwidth_probe.h"
+#include "dequantize.h"
+#include "optimizer.h"
+#include "pack.h"
+#include "quantize.h"
+#include "vtable.h"
+
+namespace {
+
+// Plain codes [n, k] (bytes, to which flip is added) -> tiles [ceil(n/16), kp/32, 64 * bits]. Padding is code 0.
+void pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
+    const int64_t rows = (n + 15) / 16, cols = kp / 32;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < rows; ++t)
+        for (int64_t c = 0; c < cols; ++c) {
+            const uint8_t* src = codes + 16 * t * k + 32 * c;
+            uint8_t* tile = out + (t * cols + c) * 64 * bits;
+            const int64_t height = std::min<int64_t>(n - 16 * t, 16), width = std::min<int64_t>(k - 32 * c, 32);
+            if (height == 16 && width == 32) {
+                tile_of_rows(bits, src, k, (uint8_t)flip, tile);
+                continue;
+            }
+            uint8_t edge[512] = {0};
+            for (int64_t r = 0; r < height && width > 0; ++r) memcpy(edge + 32 * r, src + r * k, (size_t)width);
+            tile_of_rows(bits, edge, 32, (uint8_t)flip, tile);
+        }
+}
+
+// The inverse of pack_codes.
+void unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
+    const int64_t rows = (n + 15) / 16, cols = kp / 32;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < rows; ++t)
+        for (int64_t c = 0; c < cols; ++c) {
+            uint8_t* dst = codes + 16 * t * k + 32 * c;
+            const uint8_t* tile = packed + (t * cols + c) * 64 * bits;
+            const int64_t height = std::min<int64_t>(n - 16 * t, 16), width = std::min<int64_t>(k - 32 * c, 32);
+            if (height == 16 && width == 32) {
+                rows_of_tile(bits, tile, (uint8_t)-flip, dst, k);
+                continue;
+            }
+            uint8_t edge[512];
+            rows_of_tile(bits, tile, (uint8_t)-flip, edge, 32);
+            for (int64_t r = 0; r < height && width > 0; ++r) memcpy(dst + r * k, edge + 32 * r, (size_t)width);
+        }
+}
+
+}  // namespace
+
+PW_PART(conversions) {
+    table->pack_codes = pack_codes;
+    table->unpack_codes = unpack_codes;
+    table->dequantize = dequantize;
+    table->quantize = quantize;
+    table->ranges = ranges;
+    table->finite = finite;
+    table->optim_steps = optim_steps;
+    table->probe[PROBE_READ] = probe_memory;
+    table->probe[PROBE_F32] = probe_threads<probe_f32>;
+}

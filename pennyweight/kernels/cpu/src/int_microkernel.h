@@ -1,0 +1,222 @@
+// y = x @ w.T + bias with integer codes. Sums over a block of columns are exact integer sums; blocks are added in
+// float32 in the order of the columns. So a result depends only on its row of x and its row of w: not on the batch, the
+// threads, or the instruction set.
+//
+//   I = sum_k X[k] * (u[n,k] - center - zero_point)         int32, one block
+//   y[n] += I * scale[n,block] * 2**e[block] + offset[n,block] * sum_k x[k]
+//
+// One kernel serves any number of rows: it processes a tile of 16 columns of y with packed codes, decoded in registers
+// for a few tokens at a time. With few rows it is memory-bound. With many rows the tile stays in the cache and it is
+// compute-bound.
+#pragma once
+
+#include <algorithm>
+
+#include "pack.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int AHEAD = 2304;  // prefetch distance in bytes
+
+// 4- and 8-bit codes have a kernel for every number of tokens. Other widths have one for one token; they share those
+// for the largest number and for a few, which keeps the build short.
+constexpr bool every_count(int bits) { return bits == 4 || bits == 8; }
+constexpr int FEW[] = {4, 3, 2};                  // by limbs - 1
+constexpr int LEAST_WORDS = (TOKENS[3] + 1) / 2;  // words are used for more tokens, in blocks of equal size (see plan)
+// Codes of other widths to registers.
+PW_INLINE void decode_other(int bits, const uint8_t* codes, B* out) {
+    switch (bits) {
+        case 1: return decode<1>(codes, out);
+        case 2: return decode<2>(codes, out);
+        case 3: return decode<3>(codes, out);
+        case 5: return decode<5>(codes, out);
+        case 6: return decode<6>(codes, out);
+        default: return decode<7>(codes, out);
+    }
+}
+
+struct Part {            // scales, zero points or offsets of a tile: 16 numbers per group
+    const void* p;
+    int32_t kind;
+};
+
+inline F part16(const Part& a, int64_t i) {
+    switch (a.kind) {
+        case BF16: return fload_bf16((const uint16_t*)a.p + i);
+        case F16: return fload_f16((const uint16_t*)a.p + i);
+        case E8M0:  // 2**(byte - 127); byte 0 is 2**-127, a subnormal
+            return bitcast(imax(ishl(iload8u((const uint8_t*)a.p + i), 23), iset(1 << 22)));
+        default: return fload((const float*)a.p + i);
+    }
+}
+inline I zero16(const Part& a, int64_t i) {
+    return a.kind == U8 ? iload8u((const uint8_t*)a.p + i) : iload8s((const int8_t*)a.p + i);
+}
+
+// Decodes `count` groups of a tile, from group `first` on, whose scale codes have outer scales.
+inline Part numbers_of(const Part& codes, const Part& outer, int64_t per_outer, int64_t first, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; ++i)
+        fstore(out + 16 * i, fmul(cvt(zero16(codes, (first + i) * 16)), part16(outer, (first + i) / per_outer * 16)));
+    return {out, F32};
+}
+
+struct Tile {                 // 16 rows of the weight, from one block of columns on
+    const uint8_t* codes;
+    Part scale, zero, offset;
+    int64_t per_scale;        // blocks that share a scale; 0: no scale inside the sum
+    int64_t first, blocks;    // blocks of columns
+    int64_t block, tail;      // columns of a block, and of the last block
+    int32_t bits, center;
+    int64_t true_columns;     // from here on, without padding
+    const int8_t* ones;       // 1 per true column, for inputs with a zero point; else null
+    float* sums;              // [blocks][16] of the codes minus center and zero point, for such inputs
+};
+
+struct Rows {                 // a block of tokens, from the same column on
+    const int8_t* digits;
+    const int32_t* sums;
+    const float* scale;
+    const float* value;
+    const float* token_zero;
+};
+
+// c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. BITS 0: any width but 4 and 8. `fresh`:
+// c is not read. Inputs with a zero point need the sums of the codes: SUM computes and stores them, other calls for the
+// tile read them.
+template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows& x, float* c, bool fresh) {
+    constexpr int R = D ? T * D : T;
+    constexpr int CHAINS = R == 1 ? 4 : R <= 3 ? 2 : 1;  // independent sums hide the latency of dot4
+    // Vectors of codes per iteration of the innermost loop: enough products to hide its overhead, at most all.
+    constexpr int STEP = !every_count(BITS) || R < 8 ? 8 : 4;
+    constexpr int WORD_STEP = BITS == 8 ? (R < 8 ? 4 : 2) : R < 8 ? 2 : 1;
+    F sum[T];
+    PW_UNROLL for (int t = 0; t < T; ++t) sum[t] = fresh ? fset(0) : fload(c + 16 * t);
+    const int8_t* xs = x.digits;
+    const int8_t* ones = w.ones;
+    const uint8_t* codes = w.codes;
+    const int bits = BITS ? BITS : w.bits;
+    for (int64_t b = 0; b < w.blocks; ++b) {
+        const int64_t group = w.per_scale ? (w.first + b) / w.per_scale * 16 : 0;
+        I acc[CHAINS][R], column[2];
+        if (SUM) column[0] = column[1] = iset(0);
+        PW_UNROLL for (int r = 0; r < R; ++r) {
+            const int32_t s = x.sums[b * R + r];
+            acc[0][r] = iset(-w.center * s);
+            if (w.zero.kind) acc[0][r] = iadd(acc[0][r], imul(zero16(w.zero, group), iset(-s)));
+            PW_UNROLL for (int h = 1; h < CHAINS; ++h) acc[h][r] = iset(0);
+        }
+        const int64_t steps = (b + 1 == w.blocks ? w.tail : w.block) / 32;
+        for (int64_t s = 0; s < steps; ++s) {
+            PW_UNROLL for (int j = 0; j < bits; ++j) __builtin_prefetch(codes + AHEAD + 64 * j);
+            if constexpr (D == 0) {
+                const auto pair = [&](B u, int at) {
+                    PW_UNROLL for (int r = 0; r < R; ++r)
+                        acc[at % CHAINS][r] = dot2(acc[at % CHAINS][r], u, xload(xs + (at * R + r) * 4));
+                };
+                PW_ROLLED for (int at = 0; at < BITS; at += WORD_STEP) {
+                    PW_UNROLL for (int j = 0; j < WORD_STEP; ++j) {
+                        const B v = bload(codes + 64 * (at + j));
+                        if constexpr (BITS == 8) {
+                            pair(words<0, 8>(v), 2 * j);
+                            pair(words<8, 8>(v), 2 * j + 1);
+                        } else {
+                            pair(words<0, 4>(v), 4 * j);
+                            pair(words<8, 4>(v), 4 * j + 1);
+                            pair(words<4, 4>(v), 4 * j + 2);
+                            pair(words<12, 4>(v), 4 * j + 3);
+                        }
+                    }
+                    xs += 64 / BITS * WORD_STEP * R;
+                }
+            } else {
+                B u[8];
+                if constexpr (BITS == 0) decode_other(bits, codes, u);
+                else if constexpr (!every_count(BITS)) decode<BITS>(codes, u);
+                PW_ROLLED for (int at = 0; at < 8; at += STEP) {
+                    PW_UNROLL for (int j = 0; j < STEP; ++j) {
+                        if constexpr (BITS == 8) u[j] = bload(codes + 64 * (at + j));
+                        if constexpr (BITS == 4) {  // as in `decode`, but on demand
+                            if (j % 2 == 0) {
+                                const B two = bload(codes + 32 * (at + j));
+                                u[j] = bmask(two, 15);
+                                u[j + 1] = bmask(bright(two, 4), 15);
+                            }
+                        }
+                        PW_UNROLL for (int r = 0; r < R; ++r)
+                            acc[j % CHAINS][r] = dot4<BITS == 8>(acc[j % CHAINS][r], u[j], xload(xs + (j * R + r) * 4));
+                        if (SUM) column[j % 2] = dot4<BITS == 8>(column[j % 2], u[j], xload(ones + 4 * j));
+                    }
+                    if (SUM) ones += 4 * STEP;
+                    xs += 4 * STEP * R;
+                }
+            }
+            codes += 64 * bits;
+        }
+        F weight_scale = fset(1), weight_offset = fset(0), weight_sum = fset(0);
+        if (SUM) {
+            const int32_t count = (int32_t)std::min(w.block, std::max<int64_t>(0, w.true_columns - b * w.block));
+            I all = iadd(iadd(column[0], column[1]), iset(-w.center * count));
+            if (w.zero.kind) all = iadd(all, imul(zero16(w.zero, group), iset(-count)));
+            weight_sum = cvt(all);
+            fstore(w.sums + 16 * b, weight_sum);
+        } else if (D == 1 && w.ones) {
+            weight_sum = fload(w.sums + 16 * b);
+        }
+        if (w.per_scale) weight_scale = part16(w.scale, group);
+        if (w.offset.kind) weight_offset = part16(w.offset, group);
+        PW_UNROLL for (int t = 0; t < T; ++t) {
+            constexpr int DIGITS = D ? D : 1;
+            I part[DIGITS];
+            PW_UNROLL for (int d = 0; d < DIGITS; ++d) {
+                part[d] = acc[0][t * DIGITS + d];
+                PW_UNROLL for (int h = 1; h < CHAINS; ++h) part[d] = iadd(part[d], acc[h][t * DIGITS + d]);
+            }
+            F f;
+            if constexpr (D <= 1) f = cvt(part[0]);
+            else if constexpr (D == 2) f = cvt(iadd(ishl8(part[0]), part[1]));
+            else f = fma(cvt(part[0]), fset(65536), cvt(iadd(ishl8(part[1]), part[2])));
+            // exact: with a zero point, blocks are short enough for every term to fit a float
+            if (D == 1 && w.ones) f = fma(weight_sum, fset(-x.token_zero[t]), f);
+            if (D != 1) {
+                const F e = fset(x.scale[b * T + t]);
+                sum[t] = fma(f, w.per_scale ? fmul(weight_scale, e) : e, sum[t]);
+            } else {
+                sum[t] = w.per_scale ? fma(f, weight_scale, sum[t]) : fadd(f, sum[t]);
+            }
+            if (w.offset.kind) sum[t] = fma(weight_offset, fset(x.value[b * T + t]), sum[t]);
+        }
+    }
+    PW_UNROLL for (int t = 0; t < T; ++t) fstore(c + 16 * t, sum[t]);
+}
+
+using Micro = void (*)(const Tile&, const Rows&, float*, bool);
+
+// The kernel for a number of limbs (0: words) and of tokens, from T on; null if there is none.
+template <int BITS, int D, bool SUM, int T> Micro pick_tokens(int tokens) {
+    if constexpr (T > TOKENS[D ? D - 1 : 3]) return nullptr;
+    else return tokens == T ? &micro<BITS, T, D, SUM> : pick_tokens<BITS, D, SUM, T + 1>(tokens);
+}
+template <int BITS, int D, bool SUM = false> Micro pick_count(int tokens) {
+    constexpr int MOST = TOKENS[D - 1], FEWER = std::min(FEW[D - 1], MOST);
+    if constexpr (every_count(BITS)) return pick_tokens<BITS, D, SUM, 1>(tokens);
+    else if constexpr (TOKENS[0] == 1) return &micro<0, 1, D, SUM>;  // plain C++
+    else if constexpr (MOST == 1) return &micro<BITS, 1, D, SUM>;
+    else if (tokens == 1) return &micro<BITS, 1, D, SUM>;
+    else return tokens == MOST ? &micro<0, MOST, D, SUM> : &micro<0, FEWER, D, SUM>;
+}
+template <int BITS = 1> Micro pick(int bits, int digits, bool sum, int tokens) {
+    if constexpr (BITS > 8) {
+        return nullptr;
+    } else {
+        if (bits != BITS) return pick<BITS + 1>(bits, digits, sum, tokens);
+        if constexpr (every_count(BITS))
+            if (digits == 0) return pick_tokens<BITS, 0, false, LEAST_WORDS>(tokens);
+        return sum           ? pick_count<BITS, 1, true>(tokens)
+               : digits == 1 ? pick_count<BITS, 1>(tokens)
+               : digits == 2 ? pick_count<BITS, 2>(tokens)
+                             : pick_count<BITS, 3>(tokens);
+    }
+}
+
+}  // namespace

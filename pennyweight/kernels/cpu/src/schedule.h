@@ -1,0 +1,70 @@
+// Distributes the work of a linear layer over threads: first its inputs are prepared, then its units of work run.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace {
+
+// Minimum number of products for a second thread.
+constexpr double PRODUCTS_PER_THREAD = 1 << 17;
+
+// Memory kept between calls; large buffers are freed.
+class Workspace {
+    char* data = nullptr;
+    size_t size = 0;
+    static constexpr size_t KEEP = 4u << 20;
+
+  public:
+    char* get(size_t bytes) {
+        if (bytes > size) {
+            std::free(data);
+            size = (bytes + 4095) / 4096 * 4096;
+            data = (char*)std::aligned_alloc(4096, size);
+            if (!data) size = 0;
+        }
+        return data;
+    }
+    void trim() {
+        if (size > KEEP) { std::free(data); data = nullptr; size = 0; }
+    }
+    ~Workspace() { std::free(data); }
+};
+thread_local Workspace inputs;   // of a thread that calls a kernel: the prepared inputs
+thread_local Workspace scratch;  // of each thread that works for it
+
+inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Calls prepare(thread, i) for every i < `count`, then run(thread, u) for every u < `units`, each taken by the next
+// free thread. copies: every thread prepares all inputs for itself, which for few is cheaper than waiting for others.
+template <class Prepare, class Run>
+void run_units(int threads, bool copies, int64_t count, int64_t units, const Prepare& prepare, const Run& run) {
+    std::atomic<int64_t> next_input{0}, next_unit{0};
+    auto body = [&](int id, int team) {
+        if (copies || team == 1) {
+            for (int64_t i = 0; i < count; ++i) prepare(id, i);
+        } else {
+            for (int64_t i; (i = next_input.fetch_add(1)) < count;) prepare(id, i);
+#if defined(_OPENMP)
+#pragma omp barrier
+#endif
+        }
+        for (int64_t u; (u = next_unit.fetch_add(1)) < units;) run(id, u);
+        scratch.trim();
+    };
+#if defined(_OPENMP)
+    if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+        body(omp_get_thread_num(), omp_get_num_threads());
+    } else
+#endif
+        body(0, 1);
+    inputs.trim();
+}
+
+}  // namespace

@@ -1,0 +1,141 @@
+// Vectors in plain C++, for any machine; the reference in tests of the others; included by simd.h, which describes the types.
+#pragma once
+
+namespace {
+
+struct I { int32_t v[16]; };
+struct F { float v[16]; };
+struct B { uint8_t v[64]; };
+struct X { int8_t v[4]; };
+constexpr int TOKENS[] = {1, 1, 1, 1};
+constexpr int FLOAT_ROWS = 4, DIRECT_ROWS = 1, FLOAT_TILES = 1, DIRECT_TILES = 1;
+constexpr bool SIGNED_BYTES = false;
+
+#define PW_EACH(type, n, expr) type r; for (int i = 0; i < n; ++i) r.v[i] = expr; return r
+inline I iset(int32_t a) { PW_EACH(I, 16, a); }
+inline I iload(const int32_t* p) { PW_EACH(I, 16, p[i]); }
+inline void istore(int32_t* p, I a) { for (int i = 0; i < 16; ++i) p[i] = a.v[i]; }
+inline I iadd(I a, I b) { PW_EACH(I, 16, a.v[i] + b.v[i]); }
+inline I isub(I a, I b) { PW_EACH(I, 16, a.v[i] - b.v[i]); }
+inline I imul(I a, I b) { PW_EACH(I, 16, a.v[i] * b.v[i]); }
+inline I ishl8(I a) { PW_EACH(I, 16, a.v[i] * 256); }
+inline I ishr8(I a) { PW_EACH(I, 16, a.v[i] >> 8); }
+inline int32_t isum(I a) { int32_t s = 0; for (int i = 0; i < 16; ++i) s += a.v[i]; return s; }
+inline void istore8(int8_t* p, I a) { for (int i = 0; i < 16; ++i) p[i] = (int8_t)a.v[i]; }  // low bytes
+inline void istore16(int16_t* p, I a) { for (int i = 0; i < 16; ++i) p[i] = (int16_t)a.v[i]; }
+inline I iload8s(const int8_t* p) { PW_EACH(I, 16, p[i]); }
+inline I iload8u(const uint8_t* p) { PW_EACH(I, 16, p[i]); }
+
+inline F fset(float a) { PW_EACH(F, 16, a); }
+inline F fload(const float* p) { PW_EACH(F, 16, p[i]); }
+inline void fstore(float* p, F a) { for (int i = 0; i < 16; ++i) p[i] = a.v[i]; }
+inline F fadd(F a, F b) { PW_EACH(F, 16, a.v[i] + b.v[i]); }
+inline F fmul(F a, F b) { PW_EACH(F, 16, a.v[i] * b.v[i]); }
+inline F fma(F a, F b, F c) { PW_EACH(F, 16, __builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+inline F cvt(I a) { PW_EACH(F, 16, (float)a.v[i]); }
+inline I iround(F a) { PW_EACH(I, 16, (int32_t)__builtin_rintf(a.v[i])); }  // ties to even
+inline F fleast(F a, F b) { PW_EACH(F, 16, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }  // b where a is NaN
+inline F fmost(F a, F b) { PW_EACH(F, 16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline F bitcast(I a) { F r; memcpy(&r, &a, 64); return r; }
+inline float widen_bf16(uint16_t h) { uint32_t b = (uint32_t)h << 16; float f; memcpy(&f, &b, 4); return f; }
+inline F fload_bf16(const uint16_t* p) { PW_EACH(F, 16, widen_bf16(p[i])); }
+inline float widen_f16(uint16_t h) {
+    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 1023;
+    uint32_t b;
+    if (e == 31) b = sign | 0x7f800000 | m << 13;
+    else if (e) b = sign | (e + 112) << 23 | m << 13;
+    else { const float f = (float)m * 5.9604644775390625e-08f; memcpy(&b, &f, 4); b |= sign; }
+    float f; memcpy(&f, &b, 4); return f;
+}
+inline uint16_t narrow_f16(float f) {  // to nearest, ties to even
+    uint32_t b; memcpy(&b, &f, 4);
+    const uint16_t sign = (uint16_t)((b >> 16) & 0x8000);
+    b &= 0x7fffffff;
+    if (b > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (b >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    if (b < 0x38800000) {  // subnormal: adding 0.5 leaves the rounded mantissa in the low bits
+        float a; memcpy(&a, &b, 4); a += 0.5f; memcpy(&b, &a, 4);
+        return (uint16_t)(sign | (b - 0x3f000000));
+    }
+    return (uint16_t)(sign | ((b - 0x38000000 + 0xfff + ((b >> 13) & 1)) >> 13));
+}
+inline F fload_f16(const uint16_t* p) { PW_EACH(F, 16, widen_f16(p[i])); }
+inline void fstore_f16(uint16_t* p, F a) { for (int i = 0; i < 16; ++i) p[i] = narrow_f16(a.v[i]); }
+
+inline B bload(const uint8_t* p) { PW_EACH(B, 64, p[i]); }
+inline void bstore(uint8_t* p, B a) { memcpy(p, a.v, 64); }
+inline B bmask(B a, uint8_t m) { PW_EACH(B, 64, (uint8_t)(a.v[i] & m)); }
+inline B bor(B a, B b) { PW_EACH(B, 64, (uint8_t)(a.v[i] | b.v[i])); }
+inline B bright(B a, int n) { PW_EACH(B, 64, (uint8_t)(a.v[i] >> n)); }
+inline B bleft(B a, int n) { PW_EACH(B, 64, (uint8_t)(a.v[i] << n)); }
+inline X xload(const int8_t* p) { X r; memcpy(r.v, p, 4); return r; }
+template <int FROM, int BITS> inline B words(B a) {
+    uint16_t h[32];
+    memcpy(h, a.v, 64);
+    for (int i = 0; i < 32; ++i) h[i] = (uint16_t)((h[i] >> FROM) & ((1 << BITS) - 1));
+    memcpy(a.v, h, 64);
+    return a;
+}
+inline I dot2(I acc, B w, X x) {
+    int16_t u[32], v[2];
+    memcpy(u, w.v, 64);
+    memcpy(v, x.v, 4);
+    for (int i = 0; i < 32; ++i) acc.v[i / 2] += (int32_t)u[i] * v[i % 2];
+    return acc;
+}
+template <bool ALL8> inline I dot4(I acc, B w, X x) {
+    for (int i = 0; i < 64; ++i) acc.v[i / 4] += (int32_t)w.v[i] * x.v[i % 4];
+    return acc;
+}
+
+inline I lanes(B v) { I r; memcpy(&r, &v, 64); return r; }
+inline I bits(F a) { I r; memcpy(&r, &a, 64); return r; }
+inline I iand(I a, I b) { PW_EACH(I, 16, a.v[i] & b.v[i]); }
+inline I ior(I a, I b) { PW_EACH(I, 16, a.v[i] | b.v[i]); }
+inline I ixor(I a, I b) { PW_EACH(I, 16, a.v[i] ^ b.v[i]); }
+inline I umul(I a, I b) { PW_EACH(I, 16, (int32_t)((uint32_t)a.v[i] * (uint32_t)b.v[i])); }  // of words that wrap round
+inline I uadd(I a, I b) { PW_EACH(I, 16, (int32_t)((uint32_t)a.v[i] + (uint32_t)b.v[i])); }
+inline I ishl(I a, int n) { PW_EACH(I, 16, (int32_t)((uint32_t)a.v[i] << n)); }
+inline I ishr(I a, int n) { PW_EACH(I, 16, (int32_t)((uint32_t)a.v[i] >> n)); }
+inline I imax(I a, I b) { PW_EACH(I, 16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+template <int N> inline I ishr(I a) { return ishr(a, N); }
+inline F fmin(F a, F b) { PW_EACH(F, 16, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+inline F special_above(F a, F limit) {
+    I v = bits(a);
+    for (int i = 0; i < 16; ++i) v.v[i] |= a.v[i] > limit.v[i] ? 0x7f800000 : 0;
+    return bitcast(v);
+}
+struct Lookup16 {
+    const float* t;
+    explicit Lookup16(const float* values) : t(values) {}
+    F at(I index) const { PW_EACH(F, 16, t[index.v[i] & 15]); }
+};
+
+inline F fsub(F a, F b) { PW_EACH(F, 16, a.v[i] - b.v[i]); }
+inline F fdiv(F a, F b) { PW_EACH(F, 16, a.v[i] / b.v[i]); }
+inline F fsqrt(F a) { PW_EACH(F, 16, __builtin_sqrtf(a.v[i])); }
+inline F fclip(F a, F lo, F hi) { PW_EACH(F, 16, a.v[i] > hi.v[i] ? hi.v[i] : a.v[i] < lo.v[i] ? lo.v[i] : a.v[i]); }
+inline F frint(F a) { PW_EACH(F, 16, __builtin_rintf(a.v[i])); }
+inline F fabove(F a, F b, F x, F y) { PW_EACH(F, 16, a.v[i] > b.v[i] ? x.v[i] : y.v[i]); }
+inline I iabove(I a, I b, I x, I y) { PW_EACH(I, 16, a.v[i] > b.v[i] ? x.v[i] : y.v[i]); }
+inline F round_f16(F a) { PW_EACH(F, 16, widen_f16(narrow_f16(a.v[i]))); }
+inline F pick(const float* table, I a) { PW_EACH(F, 16, table[a.v[i]]); }
+inline F pick16(const float* table, I a) { return pick(table, a); }
+inline I stream16(const uint8_t* p, int bits) {
+    const Stream& s = STREAMS[bits];
+    PW_EACH(I, 16, (int32_t)(((p[s.at[4 * i]] | (uint32_t)p[s.at[4 * i + 1]] << 8) >> s.shift[i]) & ((1u << bits) - 1)));
+}
+
+inline B badd(B a, uint8_t n) { PW_EACH(B, 64, (uint8_t)(a.v[i] + n)); }
+inline B bload4(const uint8_t* p, int64_t step) { B r; for (int i = 0; i < 4; ++i) memcpy(r.v + 16 * i, p + i * step, 16); return r; }
+inline void bstore4(uint8_t* p, int64_t step, B a) { for (int i = 0; i < 4; ++i) memcpy(p + i * step, a.v + 16 * i, 16); }
+inline void transpose4(B* v) {
+    B t[4];
+    for (int q = 0; q < 4; ++q)
+        for (int i = 0; i < 4; ++i)
+            for (int j = 0; j < 4; ++j) memcpy(t[i].v + 16 * q + 4 * j, v[j].v + 16 * q + 4 * i, 4);
+    memcpy(v, t, sizeof t);
+}
+#undef PW_EACH
+
+}  // namespace

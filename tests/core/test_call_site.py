@@ -1,0 +1,114 @@
+"""Results that depend on the calling code are decided in one file, and only for the libraries that need it."""
+
+import copy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pennyweight as pw
+from pennyweight.core import call_site
+
+PACKAGE = Path(pw.__file__).parent
+# Others that read frames, and what for: not to decide what a tensor does
+READERS = {
+    "core/call_site.py": "",
+    "compat/install.py": "whether a missing name is an ImportError or an AttributeError",
+    "planning/run_batch.py": "the line that a warning points to",
+}
+
+
+def test_one_file_decides_by_the_caller() -> None:
+    words = ("_getframe", "currentframe", "inspect.stack", "extract_stack", "walk_stack")
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if any(word in path.read_text(encoding="utf-8") for word in words)
+    }
+    assert found == READERS.keys()
+
+
+def run_in(module: str, text: str, **names: Any) -> Any:
+    """The value of an expression in a function of a module of that name."""
+    scope = {"__name__": module, "torch": torch, "copy": copy, **names}
+    exec(f"def run(self, w): return {text}", scope)
+    return scope["run"]
+
+
+@pytest.fixture
+def weight() -> nn.Parameter:
+    layer = nn.Sequential(nn.Linear(32, 32))
+    pw.quantize_(layer, pw.Int8WeightOnlyConfig())
+    return layer[0].weight
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "w.view(torch.int16)",
+        "torch.Tensor.view(w, -1)",
+        "w.numpy()",
+        "w.tolist()",
+        "w.__array__()",
+        "w.__dlpack__()",
+    ],
+)
+def test_accelerate_cannot_offload_codes_to_disk(text: str, weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate.utils.offload", SimpleNamespace())
+    with pytest.raises(TypeError, match="accelerate's offload to disk"):
+        run_in("accelerate.utils.offload", text)(None, weight.detach())
+
+
+def test_peft_trains_a_float_copy(weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft.utils.other", SimpleNamespace())
+    copied = run_in("peft.utils.other", "copy.deepcopy(w)")
+    assert type(copied(SimpleNamespace(modules_to_save={}), weight)) is nn.Parameter
+    assert isinstance(copied(SimpleNamespace(), weight), pw.AffineQuantizedTensor)
+    assert isinstance(copy.deepcopy(weight), pw.AffineQuantizedTensor)
+
+
+@pytest.mark.parametrize("library", ["accelerate.utils.offload", "peft.utils.other"])
+def test_a_library_that_is_not_loaded_is_not_looked_for(
+    library: str, weight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, library, raising=False)
+    monkeypatch.setattr(call_site, "_frames", lambda: pytest.fail("read the stack"))
+    if library.startswith("peft"):
+        copy.deepcopy(weight)
+    else:
+        pw.reset_fallbacks()
+        with pytest.warns(pw.FallbackWarning):
+            weight.detach().numpy()
+
+
+@pytest.mark.parametrize("module", ["user", "torch.distributed.tensor.x", "torch.nn.parallel.distributed"])
+def test_caller(module: str) -> None:
+    asked = run_in(module, "w()")(None, call_site.caller)
+    assert asked == (module if module.startswith("torch") else "")
+
+
+def test_load_state_dict_frames(weight: Any) -> None:
+    """``assign`` of torch.nn.Module.load_state_dict: is_meta, requires_grad_ and copy_ find the call, and only that."""
+    assert call_site.load_state_dict_frames() is None
+    seen = []
+
+    class Spy(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            seen.append(call_site.load_state_dict_frames())
+            super()._load_from_state_dict(*args)
+
+    model, names = Spy(32, 32, bias=False), {"weight": weight}
+    with pytest.warns(UserWarning, match="writes the values of quantized tensors"):  # by copy_
+        model.load_state_dict(names)
+    assert type(model.weight) is nn.Parameter
+    model.load_state_dict(names, assign=True)  # by requires_grad_
+    assert isinstance(model.weight, pw.AffineQuantizedTensor)
+    model.load_state_dict({"weight": torch.ones(32, 32)})  # by is_meta
+    assert isinstance(model.weight, pw.AffineQuantizedTensor)
+    assert seen == [None] * 3  # Module._load_from_state_dict itself has not been entered
+    with torch.no_grad():
+        nn.Linear(32, 32, bias=False).weight.copy_(weight)  # no warning
