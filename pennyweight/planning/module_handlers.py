@@ -18,7 +18,7 @@ from .run_batch import user_level
 Handler = Callable[..., nn.Module]
 HANDLERS: dict[type, Handler] = {}
 Tells = Callable[[nn.Module, Any], tuple[bool, str]]
-TELLS: dict[type, Tells] = {}
+PREVIEWS: dict[type, Tells] = {}
 
 
 def register_quantize_module_handler(config_type: type, tells: Tells | None = None) -> Callable[[Handler], Handler]:
@@ -34,7 +34,7 @@ def register_quantize_module_handler(config_type: type, tells: Tells | None = No
             raise ValueError(f"{config_type.__name__} already has a handler: {_name(HANDLERS[config_type])}")
         HANDLERS[config_type] = handler
         if tells is not None:
-            TELLS[config_type] = tells
+            PREVIEWS[config_type] = tells
         return handler
 
     return add

@@ -18,7 +18,7 @@ from ..kernels.repack import choose_layout
 from ..kernels.table import Case, case_of, get_kernel, select
 from .config_resolution import Choice, Filter, Left, PlanError, Rules, Skip, resolve_config, rules, skips
 from .configs import AOBaseConfig
-from .module_handlers import HANDLERS, TELLS, Handler, module_nbytes, run_handler, takes_parameter_name
+from .module_handlers import HANDLERS, PREVIEWS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .parameters import Indivisible, Place, Site, make_site, places
 from .report import Latency, Report, Row
 from .scheme import Scheme
@@ -154,7 +154,7 @@ def plan(
             rows.append(_handled_parameter(choice, tensor, handler))
             continue
         if handler is not None:  # a handler for whole modules that was not selected for this module
-            module, tells = choice.place.module, TELLS.get(type(choice.config))
+            module, tells = choice.place.module, PREVIEWS.get(type(choice.config))
             why = refused.get(id(tensor)) or (tells(module, choice.config)[1] if tells is not None else "")
             choice = choice._replace(config=None, why=why or f"{type(module).__name__}: not selected by default")
         rows.append(_row(where, tensor, choice, on_indivisible, device))
@@ -299,7 +299,7 @@ def _handled(
             continue
         if any(id(p) in excluded for p in module.parameters()):
             continue
-        takes, note = TELLS[type(config)](module, config) if type(config) in TELLS else (True, "")
+        takes, note = PREVIEWS[type(config)](module, config) if type(config) in PREVIEWS else (True, "")
         if not takes:
             refused |= {id(p): note for p in module.parameters(recurse=False)}
             continue

@@ -19,7 +19,7 @@ _Dict = dict[Any, Any]
 
 
 @dataclass(eq=False)
-class _Kept:
+class _Saved:
     """The value of a tensor that is no longer in the model: in memory or in a file."""
 
     value: Tensor | Path
@@ -75,7 +75,7 @@ class ModelSnapshot:
         if t is None or key not in self.plain or t.is_meta or (key not in self.copies and self.folder is None):
             return
         value = self.copies.pop(key) if key in self.copies else self._stored(t.detach())
-        kept = _Kept(value, isinstance(t, nn.Parameter), self.plain.pop(key)[2])
+        kept = _Saved(value, isinstance(t, nn.Parameter), self.plain.pop(key)[2])
         for held, name in self.homes.pop(key):
             held[name] = kept
 
@@ -107,7 +107,7 @@ class ModelSnapshot:
             vars(config).update(values)
 
     def _value(self, value: Any, loaded: dict[int, Tensor]) -> Any:
-        if not isinstance(value, _Kept):
+        if not isinstance(value, _Saved):
             return value
         if id(value) not in loaded:  # load once, so that tied tensors stay tied
             loaded[id(value)] = value.load()

@@ -96,10 +96,10 @@ def becomes() -> str:
                 said = conversion_kind(spec, SHAPE, choice.kind.spec)
                 inputs = ", float inputs" if choice.kind.act is None and act is not None else ""
                 cells.append(
-                    f"{f'anew: {choice.kind.spec}' if said is None else said.replace('rounded', 'codes')}{inputs}"
+                    (f"requantized: {choice.kind.spec}" if said is None else said.replace("rounded", "codes")) + inputs
                 )
         planned = planned_as("blk.0.ffn_up.weight", "m.up.weight", held, None)
-        how = "exact" if planned.note == "exact" else "codes" if "scales rounded" in planned.note else "anew"
+        how = "exact" if planned.note == "exact" else "codes" if "scales rounded" in planned.note else "requantized"
         cells.append(f"{how}: {planned.type.name}" if act is None else f"{how}: {planned.type.name}, float inputs")
         out += f"| {word} | {' | '.join(cells)} |\n"
     return out
@@ -121,7 +121,7 @@ TABLES = {"formats": formats, "becomes": becomes, "types": types}
 
 
 def filled(text: str) -> str:
-    """The page with its tables made anew."""
+    """The page with its tables generated."""
     for name, make in TABLES.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         head, rest = text.split(begin)

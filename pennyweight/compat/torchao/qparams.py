@@ -225,7 +225,7 @@ def _as_asked(
     scale: Tensor, zero_point: Tensor | None, domain: ZeroPointDomain,
     scale_dtype: torch.dtype | None, zero_point_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """In the dtypes asked for. A zero point is int32 by default, or in the float domain as the input."""
+    """In the requested dtypes. A zero point is int32 by default, or in the float domain as the input."""
     if zero_point is not None:
         if zero_point_dtype is None:
             zero_point_dtype = torch.int32 if domain is INT else scale.dtype

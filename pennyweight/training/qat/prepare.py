@@ -94,7 +94,7 @@ class Prepare(Pipeline):
             format_range(row.scheme.weight),
         )  # fmt: skip
         if solved:
-            latent.data.copy_(_into_cells(fake, latent.detach(), stored, tensors))
+            latent.data.copy_(_into_intervals(fake, latent.detach(), stored, tensors))
             lost = int((~_same(fake, latent.detach(), tensors, parts)).sum())
             if lost:
                 notes.append(f"{lost} of {parts.codes.numel()} codes cannot be represented in {latent.dtype}")
@@ -174,7 +174,7 @@ def _same(fake: FakeQuantizer, x: Tensor, tensors: Tensors, parts: Parts) -> Ten
     return f.decode(codes, torch.float32) == f.decode(parts.codes, torch.float32)
 
 
-def _into_cells(fake: FakeQuantizer, x: Tensor, w: AffineQuantizedTensor, tensors: Tensors) -> Tensor:
+def _into_intervals(fake: FakeQuantizer, x: Tensor, w: AffineQuantizedTensor, tensors: Tensors) -> Tensor:
     """The float weight, clamped so that each element rounds to its code in w and lies within the range."""
     spec, frame = fake.spec, fake.frame(x, tensors)
     parts = w.to_layout("plain").plain_parts()

@@ -81,7 +81,7 @@ class Arguments {
         if (!holds) {
             whole = false;
 #if PENNYWEIGHT_ASSERT
-            std::fprintf(stderr, "pennyweight: %s: asked for: %s\n", function, rule);
+            std::fprintf(stderr, "pennyweight: %s: expected: %s\n", function, rule);
             std::abort();
 #else
             (void)rule;
