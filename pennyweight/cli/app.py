@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .aliases import listing
+from ..planning.configs.aliases import CONFIGS
 from .convert import convert
 from .doctor import doctor
 from .evaluate import evaluate
@@ -44,8 +44,10 @@ def root(
     pass
 
 
+_width = max(map(len, CONFIGS))
+_listing = "\n".join(f"{name:<{_width}}  {entry.text}" for name, entry in CONFIGS.items())
 # \b prevents rewrapping of the list
-app.command(epilog=f"\b\nConfigs:\n{listing()}")(quantize)
+app.command(epilog=f"\b\nConfigs:\n{_listing}")(quantize)
 for _command in (convert, inspect, verify, report, explain, doctor):
     app.command()(_command)
 app.command("export-onnx")(export_onnx)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .aliases import CONFIGS, build
+from ..planning.configs.aliases import CONFIGS, by_name
 from .output import Traceback, report_errors, table
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _weight(name: str, op: str, dtype: torch.dtype, device: str) -> AffineQuanti
     shape = _SHAPES[op]
     site = Site("weight", "", "weight", op, shape, dtype, device, "Linear")
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    return quantize_weight(values, build(name).scheme(site))[0]
+    return quantize_weight(values, by_name(name).scheme(site))[0]
 
 
 def _distance(kernel: Kernel, reference: Kernel, weight: AffineQuantizedTensor) -> float:
@@ -276,7 +276,7 @@ def measure() -> list[Timing]:
         for name in NAMES:
             quantized = nn.Linear(SIZE, SIZE, bias=False, dtype=dtype)
             quantized.weight.data.copy_(layer.weight)
-            quantize_(quantized, build(name))
+            quantize_(quantized, by_name(name))
             weight: Any = quantized.weight
             for rows in ROWS:
                 x = torch.randn(rows, SIZE, dtype=dtype)

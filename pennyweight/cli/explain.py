@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .aliases import close_to
+from ..planning.configs.aliases import close_to
 from .output import Traceback, report_errors
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .aliases import CONFIGS, build
+from ..planning.configs.aliases import CONFIGS, by_name
 from .output import Traceback, check_report_path, report_errors
 
 
@@ -36,7 +36,7 @@ def export_onnx(
     traceback: Traceback = False,
 ) -> None:
     """Write a checkpoint as ONNX for onnxruntime."""
-    chosen = build(config, group_size) if config else None
+    chosen = by_name(config, group_size) if config else None
     if chosen is None and group_size is not None:
         raise ValueError(f"--group-size needs --config, one of {', '.join(CONFIGS)}")
     if os.path.isdir(out):

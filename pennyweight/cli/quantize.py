@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .aliases import CONFIGS, build
+from ..planning.configs.aliases import CONFIGS, by_name
 from .evaluate import MaxKL, Texts, check_bound, check_room, run_gated
 from .output import (
     Traceback,
@@ -111,7 +111,7 @@ def quantize(
         raise ValueError("--latency-tokens must be positive and needs --budget")
     if budget and group_size is not None:
         raise ValueError("--group-size needs --config; --budget chooses the group size too")
-    chosen, max_shard_bytes = build(config, group_size) if config else None, nbytes_of(max_shard_size)
+    chosen, max_shard_bytes = by_name(config, group_size) if config else None, nbytes_of(max_shard_size)
     check_report_path(report_path, None if dry_run else out_dir)
     check_bound(max_kl)
     if (max_kl is None) != (not text):

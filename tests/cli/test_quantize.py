@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import pennyweight as pw
-from pennyweight.cli.aliases import build
 from pennyweight.io import quantize_checkpoint
+from pennyweight.planning.configs.aliases import by_name
 from pennyweight.planning.report import size
 
 LINEAR = {"head.weight", *(f"blocks.{i}.{n}.weight" for i in range(2) for n in ("q", "up"))}
@@ -76,7 +76,7 @@ def test_the_weights_are_those_of_quantize_(run: Any, plain: Path, tmp_path: Pat
             continue
         layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
         layer.weight = torch.nn.Parameter(weight)
-        (row,) = pw.quantize_(layer, build("int4", 32)).rows
+        (row,) = pw.quantize_(layer, by_name("int4", 32)).rows
         assert torch.equal(after[name].dequantize(), layer.weight.dequantize())
         assert sqnr[name] == pytest.approx(row.sqnr, abs=1e-3)
 

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import pennyweight as pw
-from pennyweight.cli.aliases import build
 from pennyweight.cli.app import app
 from pennyweight.io import CheckpointError, quantize_checkpoint, resumable_write
+from pennyweight.planning.configs.aliases import by_name
 from tests.distributed.group import METHOD
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
@@ -46,7 +46,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def convert(src: Path, dst: Path, **how: Any) -> Any:
-    return quantize_checkpoint(src, dst, build("int8", None), max_shard_bytes=SIZE, **how)
+    return quantize_checkpoint(src, dst, by_name("int8", None), max_shard_bytes=SIZE, **how)
 
 
 def work(rank: int, ranks: int, meet: str, src: str, dst: str, fault: str) -> None:
@@ -65,7 +65,7 @@ def work(rank: int, ranks: int, meet: str, src: str, dst: str, fault: str) -> No
         write(*args)
 
     resumable_write.write_shard = faulty if fault in ("dies", "fails") else write
-    config = build("int4" if fault == "differs" and rank else "int8", None)
+    config = by_name("int4" if fault == "differs" and rank else "int8", None)
     said = Path(f"{dst}.{rank}")
     try:
         report = quantize_checkpoint(src, dst, config, max_shard_bytes=SIZE, ranks=True)
