@@ -312,8 +312,10 @@ def test_check() -> None:
 
 
 def test_the_table_describes_schemes_in_words_and_folds_what_was_left_alone() -> None:
-    text = str(pw.quantize_(mlp(3), pw.NF4WeightOnlyConfig()))
-    assert "nf4, groups of 64, int8 scales (groups of 256, f32 scales)" in text
+    report = pw.quantize_(mlp(3), pw.NF4WeightOnlyConfig())
+    text = str(report)
+    assert report.rows[0].scheme_text == "nf4, groups of 64, int8 scales (groups of 256, f32 scales)"
+    assert "nf4, groups of 64" in text
     assert "0.bias and 2 more" in text
     assert "bias of Linear is not quantized" in text
 

@@ -334,7 +334,9 @@ def test_inputs_and_bounds_that_mean_nothing() -> None:
         with pytest.raises(ValueError, match="must be positive"):
             pw.recommend(Two(), X, **bounds)
     with pytest.raises(ValueError, match="candidates are configs"):
-        pw.recommend(Two(), X, candidates=["int8"])
+        pw.recommend(Two(), X, candidates=[8])
+    with pytest.raises(ValueError, match="unknown config 'int88'"):
+        pw.recommend(Two(), X, candidates=["int88"])
 
 
 def test_the_error() -> None:
