@@ -62,7 +62,7 @@ def split(x: Tensor, part_shape: Sequence[int]) -> Tensor:
     return x
 
 
-def spread(part: Tensor) -> Tensor:
+def expand(part: Tensor) -> Tensor:
     """A part [g0, g1, ..] as [g0, 1, g1, 1, ..], so that it broadcasts against :func:`split`."""
     for axis in reversed(range(part.ndim)):
         part = part.unsqueeze(axis + 1)

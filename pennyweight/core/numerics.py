@@ -142,23 +142,23 @@ def encode(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
         return codebook.nearest(table_vectors(view, spec, p), p.table)
     if p.scale is None:
         return f.encode(view)
-    scale = blocks.spread(p.scale)
+    scale = blocks.expand(p.scale)
     if f.kind != "int":  # a scale that underflowed to zero maps every value to zero
         wide = view if view.dtype is torch.float64 else view.float()
-        centred = wide if p.offset is None else wide - blocks.spread(p.offset)
+        centred = wide if p.offset is None else wide - blocks.expand(p.offset)
         return f.encode(centred / torch.where(scale == 0, torch.inf, scale))
     if p.offset is not None:
         # A block whose range overflows the dtype is scaled by a power of two; the factor 1 leaves others unchanged.
         limit = torch.finfo(torch.promote_types(view.dtype, scale.dtype)).max
         down = 1 - 0.75 * (scale > limit / (4 * (f.hi - f.lo))).to(scale.dtype)
         scale = scale * down
-        least = blocks.spread(p.offset) * down - scale * (spec.mid - f.lo)
+        least = blocks.expand(p.offset) * down - scale * (spec.mid - f.lo)
         steps = ((view * down - least) / torch.where(scale == 0, torch.inf, scale)).round()
         return (steps + f.lo if f.lo else steps).clamp(f.lo, f.hi).to(f.code_dtype)
     # Multiply by the reciprocal and round before adding the zero point, bit-identical to torchao.
     steps = (view * _reciprocal(scale)).to(torch.promote_types(view.dtype, scale.dtype)).round()
     if p.zero_point is not None:
-        steps = steps + blocks.spread(p.zero_point)
+        steps = steps + blocks.expand(p.zero_point)
     return (steps + spec.mid if spec.mid else steps).clamp(f.lo, f.hi).to(f.code_dtype)
 
 
@@ -166,12 +166,12 @@ def scaled_values(view: Tensor, spec: QuantSpec, p: Params) -> Tensor:
     """x in code units before rounding: (x - offset) / scale + zero_point + mid, of a block view."""
     x = view if view.dtype is torch.float64 else view.float()
     if p.offset is not None:
-        x = x - blocks.spread(p.offset)
+        x = x - blocks.expand(p.offset)
     if p.scale is not None:  # a scale that underflowed to zero maps every value to zero
-        scale = blocks.spread(p.scale).to(x.dtype)
+        scale = blocks.expand(p.scale).to(x.dtype)
         x = x / torch.where(scale == 0, torch.inf, scale)
     if p.zero_point is not None:
-        x = x + blocks.spread(p.zero_point)
+        x = x + blocks.expand(p.zero_point)
     return x + spec.mid if spec.mid else x
 
 
@@ -203,11 +203,11 @@ def stored_value(view: Tensor, spec: QuantSpec, p: Params, dtype: torch.dtype = 
     if spec.mid:
         x = x - spec.mid
     if p.zero_point is not None:
-        x = x - blocks.spread(p.zero_point).to(dtype)
+        x = x - blocks.expand(p.zero_point).to(dtype)
     if p.scale is not None:
-        x = x * blocks.spread(p.scale).to(dtype)
+        x = x * blocks.expand(p.scale).to(dtype)
     if p.offset is not None:
-        x = x + blocks.spread(p.offset).to(dtype)
+        x = x + blocks.expand(p.offset).to(dtype)
     return x
 
 

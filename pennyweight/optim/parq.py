@@ -51,7 +51,7 @@ def proximal_map(x: Tensor, spec: QuantSpec, t: float, rule: str | None = None, 
     here = stored_value(codes, spec, seen, torch.float32)
     numbers = spec.format.numbers(x.device)
     at = torch.searchsorted(numbers, spec.format.decode(codes, torch.float32))
-    scale = None if seen.scale is None else blocks.spread(seen.scale).float()
+    scale = None if seen.scale is None else blocks.expand(seen.scale).float()
     up = view.float() >= here
     up = up if scale is None else up == (scale >= 0)
     next_to = numbers[(at + torch.where(up, 1, -1)).clamp(0, len(numbers) - 1)] - numbers[at]

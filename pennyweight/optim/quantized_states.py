@@ -102,7 +102,7 @@ def write_(state: QT, x: Tensor, kept: StateFormat, key: tuple[int, int] | None 
         wide = blocks.pad(x, spec.block)
         params = choose(wide, spec, rule)
         assert params.scale is not None
-        y = (blocks.split(wide, params.scale.shape) / blocks.spread(params.scale)).reshape(wide.shape)
+        y = (blocks.split(wide, params.scale.shape) / blocks.expand(params.scale)).reshape(wide.shape)
         bits16 = blocks.pad(
             stochastic_rounding.high_bits(stochastic_rounding.random_bits(x.shape, key, x.device), turn), spec.block
         )

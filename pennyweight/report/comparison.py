@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..planning.report import size
-from .metrics import Spread
+from .metrics import Distribution
 
 # The name of the KL of each kind of output
 KL_OF = {"logits": "KL(float || quantized)", "embeddings": "retrieval KL"}
@@ -84,7 +84,7 @@ class Comparison:
     kind: str
     sequences: int
     rows: int
-    kl: Spread | None
+    kl: Distribution | None
     kl_interval: tuple[float, float] | None
     top1: float | None
     perplexity: Perplexity | None

@@ -28,7 +28,7 @@ from ..io.safetensors_file import Entry, File, Writer, place
 from ..io.strict_json import parse
 from ..planning.run_batch import run_batch
 from .layers import unwrapped
-from .metrics import Spread, ratio, spread
+from .metrics import Distribution, distribution, ratio
 from .outputs import batches_of, evaluating, floats, kind_of_output, logits_of, mask_of
 
 FILE = "golden.safetensors"  # its name in a checkpoint's folder
@@ -80,7 +80,7 @@ class Verification:
 
     kind: str
     rows: int
-    kl: Spread | None
+    kl: Distribution | None
     error: float
     top1: float
     bound: float
@@ -201,7 +201,7 @@ def verify(model: nn.Module, expected: Golden | str | os.PathLike[str], bound: f
             a, b = (x.exp() if expected.kind == "logits" else x for x in (values.double(), ours))
             signal, noise = signal + float(a.square().sum()), noise + float((b - a).square().sum())
     top1 = torch.cat(same).double()
-    kl = spread(torch.cat(kls)) if kls else None
+    kl = distribution(torch.cat(kls)) if kls else None
     return Verification(
         expected.kind, len(top1), kl, ratio(signal, noise), float(top1.mean()),
         expected.bound if bound is None else bound,

@@ -181,9 +181,11 @@ def text_batches(
     else:
         lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
         sequences = (
-            [] if not lines else tokenizer(_spread(lines, limit), truncation=True, max_length=length)["input_ids"]
+            []
+            if not lines
+            else tokenizer(_evenly_spaced(lines, limit), truncation=True, max_length=length)["input_ids"]
         )
-    sequences = _spread(sequences, limit)
+    sequences = _evenly_spaced(sequences, limit)
     if not sequences:
         raise ValueError("the text contains no sequence of at least two tokens")
     padding = getattr(tokenizer, "pad_token_id", None) or 0  # any number works where the mask is 0
@@ -195,7 +197,7 @@ def _windows(tokenizer: Any, text: str, length: int) -> list[list[int]]:
     return [w for i in range(0, len(ids), length) if len(w := ids[i : i + length]) > 1]
 
 
-def _spread(some: list[Any], limit: int | None) -> list[Any]:
+def _evenly_spaced(some: list[Any], limit: int | None) -> list[Any]:
     if limit is None or len(some) <= limit:
         return some
     return [some[i * len(some) // limit] for i in range(limit)]

@@ -18,7 +18,7 @@ POOLINGS = ("mean", "first", "last")
 _CHUNK = 1 << 22  # logits in float64 at a time
 
 
-class Spread(NamedTuple):
+class Distribution(NamedTuple):
     """Number of values, mean, median, 99th percentile (linear interpolation, as in numpy), maximum."""
 
     number: int
@@ -38,13 +38,13 @@ class TokenFigures(NamedTuple):
     nll_quantized: Tensor | None
 
 
-def spread(values: Tensor) -> Spread:
-    """The spread of a 1-d tensor; all NaN if it is empty or contains NaN."""
+def distribution(values: Tensor) -> Distribution:
+    """Mean, median, 99th percentile and maximum of a 1-d tensor; all NaN if it is empty or contains NaN."""
     values = values.detach().double().reshape(-1).sort().values
     n = values.numel()
     if n == 0 or bool(values.isnan().any()):
-        return Spread(n, *(math.nan,) * 4)
-    return Spread(n, float(values.mean()), _percentile(values, 0.5), _percentile(values, 0.99), float(values[-1]))
+        return Distribution(n, *(math.nan,) * 4)
+    return Distribution(n, float(values.mean()), _percentile(values, 0.5), _percentile(values, 0.99), float(values[-1]))
 
 
 def _percentile(ascending: Tensor, q: float) -> float:

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .comparison import Perplexity
-from .metrics import bootstrap, cosine, energies, next_tokens, pooled, retrieval_kl, same_nearest, spread, token_figures
+from .metrics import (
+    bootstrap,
+    cosine,
+    distribution,
+    energies,
+    next_tokens,
+    pooled,
+    retrieval_kl,
+    same_nearest,
+    token_figures,
+)
 
 KINDS = ("logits", "embeddings", "tensor")
 LABELS = ("next", "same", "none")
@@ -219,11 +229,11 @@ class Sums:
             interval = bootstrap(table[:, 0], table[:, 1], seed=seed) if several else None
             same = torch.cat(self.same).double()
             top1 = float(same.mean()) if same.numel() else math.nan
-            return spread(torch.cat(self.kl)), interval, top1, _perplexity(table, seed)
+            return distribution(torch.cat(self.kl)), interval, top1, _perplexity(table, seed)
         if self.kind == "embeddings":
             a, b = map(torch.cat, self.embeddings)
             kl = retrieval_kl(a, b, temperature)
-            return spread(kl), bootstrap(kl, seed=seed), same_nearest(a, b), None
+            return distribution(kl), bootstrap(kl, seed=seed), same_nearest(a, b), None
         return None, None, None, None
 
 

@@ -54,7 +54,7 @@ def test_split_and_spread_meet_each_element_with_its_block(
     padded = blocks.padded(block, shape)
     part = torch.arange(math.prod(count)).reshape(count)
     x = torch.zeros(padded, dtype=torch.int64)
-    got = (blocks.split(x, count) + blocks.spread(part)).reshape(padded)
+    got = (blocks.split(x, count) + blocks.expand(part)).reshape(padded)
     want = part
     for axis, b in enumerate(size):  # the plain way: repeat each block's entry over the block
         want = want.repeat_interleave(b, axis)

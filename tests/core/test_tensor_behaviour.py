@@ -184,7 +184,7 @@ def same_update(w: QT, old: QT, expected: torch.Tensor) -> None:
     same(w, again(expected, w, Params(new)))
     # In units of a scale that was kept: nothing lies more than half a step beyond the codes, something near their end.
     stored = expected if w.perm is None else expected[:, w.perm]
-    steps = (blocks.split(blocks.pad(stored, spec.block), new.shape) / blocks.spread(had)).abs()
+    steps = (blocks.split(blocks.pad(stored, spec.block), new.shape) / blocks.expand(had)).abs()
     reach = steps.amax(blocks.inner_axes(2))[kept]
     least, most = sorted([-(spec.format.lo - spec.mid), spec.format.hi - spec.mid])
     assert bool(((reach >= least - 0.25) & (reach <= most + 0.5)).all())

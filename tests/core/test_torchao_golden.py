@@ -156,7 +156,7 @@ def close_to_tinygemm(parts: Parts, spec: QuantSpec, want: torch.Tensor) -> None
     product = parts.scale.float() * (spec.format.hi - spec.format.lo + 1) / 2  # the largest of the block
     unit = torch.finfo(want.dtype).eps * (1.5 * product + parts.offset.float().abs())
     error = blocks.split((got.float() - want.float()).abs(), parts.scale.shape)
-    assert (error <= blocks.spread(unit)).all()
+    assert (error <= blocks.expand(unit)).all()
 
 
 @cases("float8_wo")
@@ -227,7 +227,7 @@ def test_affine_no_preserve_zero(name: str) -> None:
     view = blocks.split(x, parts.scale.shape)
     inner = blocks.inner_axes(x.ndim)
     reaches = (view.amin(inner) <= 0) & (view.amax(inner) >= 0)
-    everywhere = blocks.spread(reaches).expand(view.shape).reshape(x.shape)
+    everywhere = blocks.expand(reaches).expand(view.shape).reshape(x.shape)
     same(parts.codes[everywhere], role(name, "codes")[everywhere])
     same(parts.scale[reaches], role(name, "scale").reshape(reaches.shape)[reaches])
     same(parts.zero_point[reaches], role(name, "zero_point").reshape(reaches.shape)[reaches], dtype=False)
@@ -245,7 +245,7 @@ def test_mx(name: str) -> None:
     parts = quantize(x, spec, f"mx_{mode}")
     same(parts.scale.codes, role(name, "scale"))
     # Byte 0 is 2**-127; torchao divides and multiplies such blocks by 2**-126 instead, for want of subnormal numbers.
-    normal = blocks.spread(parts.scale.codes > 0).expand(8, 1, 2, 32).reshape(x.shape)
+    normal = blocks.expand(parts.scale.codes > 0).expand(8, 1, 2, 32).reshape(x.shape)
     assert normal.sum() >= 12 * 32
     same(parts.codes.view(torch.uint8)[normal], role(name, "codes")[normal])
     values = dequantize(parts, spec, x.shape, x.dtype)
@@ -266,7 +266,7 @@ def test_nvfp4(name: str) -> None:
     raised = theirs == torch.tensor(2.0**-6).to(torch.float8_e4m3fn).view(torch.uint8)
     assert 0 < raised.sum() <= 8
     same(parts.scale.codes.view(torch.uint8)[~raised], theirs[~raised])
-    everywhere = blocks.spread(raised).expand(8, 1, 4, 16).reshape(x.shape)
+    everywhere = blocks.expand(raised).expand(8, 1, 4, 16).reshape(x.shape)
     values, want = dequantize(parts, spec, x.shape, x.dtype), role(name, "dequantized")
     # torchao multiplies by a rounded reciprocal where we divide, which may turn a tie: then both are equally near.
     apart = (parts.codes != role(name, "codes")) & ~everywhere

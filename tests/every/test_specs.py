@@ -128,11 +128,11 @@ def test_codes_are_the_nearest_under_the_stored_parts(spec: QuantSpec, value: st
     bottom, top = spec.format.lo - zero, spec.format.hi - zero
     low, high = (torch.minimum(bottom * scale, top * scale), torch.maximum(bottom * scale, top * scale))
     x64, y64 = (blocks.split(blocks.pad(t, spec.block), count) for t in (x.double(), _value64(parts, spec, x.shape)))
-    inside = torch.minimum(torch.maximum(x64, blocks.spread(low + offset)), blocks.spread(high + offset))
+    inside = torch.minimum(torch.maximum(x64, blocks.expand(low + offset)), blocks.expand(high + offset))
     gap = _largest_gap(spec) * scale.abs()
     # encode computes with the stored parts in their dtype: relative to the number of steps, and to the offset
-    noise = _unit(spec) * blocks.spread(torch.maximum(low.abs(), high.abs()) + torch.as_tensor(offset).abs())
-    assert ((y64 - inside).abs() <= blocks.spread(gap) / 2 + noise).all()
+    noise = _unit(spec) * blocks.expand(torch.maximum(low.abs(), high.abs()) + torch.as_tensor(offset).abs())
+    assert ((y64 - inside).abs() <= blocks.expand(gap) / 2 + noise).all()
     clipped = ((x64 - inside).abs() - noise).amax(blocks.inner_axes(x.ndim))
     reach = max(spec.format.hi, -spec.format.lo)
     steps = reach * _scale_step(parts, spec) + _offset_step(parts, spec)

@@ -47,12 +47,12 @@ def test_kl_refuses_other_shapes() -> None:
 
 def test_spread_is_numpys() -> None:
     x = torch.randn(997, generator=torch.Generator().manual_seed(1)).exp()
-    found = metrics.spread(x)
+    found = metrics.distribution(x)
     expected = [np.mean(x.double().numpy()), *np.percentile(x.double().numpy(), [50, 99, 100])]
     assert found.number == 997
     np.testing.assert_allclose(found[1:], expected, rtol=1e-12)
-    assert metrics.spread(torch.zeros(0)).number == 0
-    assert math.isnan(metrics.spread(torch.tensor([1.0, math.nan])).max)
+    assert metrics.distribution(torch.zeros(0)).number == 0
+    assert math.isnan(metrics.distribution(torch.tensor([1.0, math.nan])).max)
 
 
 def test_nll_and_perplexity(logits) -> None:

@@ -101,7 +101,7 @@ class EqualizationPair:
     def tensors(self) -> list[Tensor]:
         return [*self.writer.tensors(), *(r.weight for r in self.readers)]
 
-    def spread(self, s: Tensor) -> Tensor:
+    def scale_of_readers(self, s: Tensor) -> Tensor:
         return s if self.index is None else s[self.index.to(s.device)]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class EqualizationPair:
 
     def scale_readers(self, s: Tensor) -> None:
         for r in self.readers:
-            r.view.copy_(r.view.double() * self.spread(s))
+            r.view.copy_(r.view.double() * self.scale_of_readers(s))
 
     def apply(self, s: Tensor) -> None:
         """Divide the writer by s, float64 [its width], and multiply the readers' columns."""

@@ -126,7 +126,7 @@ class ScaleSearch(Rewrite):
             return ""
         if held is None:
             return "no held-out data"
-        options = (pair.spread(torch.ones_like(s)), pair.spread(s))
+        options = (pair.scale_of_readers(torch.ones_like(s)), pair.scale_of_readers(s))
         found = [group_error(pair.readers, held.tokens, one, target) for one in options]
         before, after = all_reduce.reduce_sum(torch.tensor(found, dtype=torch.float64, device="cpu")).tolist()
         return "" if after < before else f"no scale reduces its error on held-out data: {before:.3g} -> {after:.3g}"
@@ -186,7 +186,7 @@ class ScaleSearch(Rewrite):
         options = [(text, normalize_scales(s)) for text, s in self.candidates(pair, seen, weights)]
         if len(options) == 1:
             return options[0]
-        found = [group_error(pair.readers, seen.tokens, pair.spread(s), target) for _, s in options]
+        found = [group_error(pair.readers, seen.tokens, pair.scale_of_readers(s), target) for _, s in options]
         errors = all_reduce.reduce_sum(torch.tensor(found, dtype=torch.float64, device="cpu")).tolist()
         return options[min(range(len(errors)), key=errors.__getitem__)]
 

@@ -46,7 +46,7 @@ def learn_rotation(
         expected = losses.references(model, guard)
         measure = losses.divergence(None, run_batch(model, guard[0]))
 
-        def apart(q: Tensor) -> float:
+        def divergence_of(q: Tensor) -> float:
             with torch.no_grad():
                 found = [measure(y, student(q, b), b) for b, y in zip(guard, expected, strict=True)]
             return float(all_reduce.reduce_sum(torch.stack(found).double().mean()))
@@ -54,7 +54,7 @@ def learn_rotation(
         n = stream.width - stream.centred
         free = torch.zeros(n, n, dtype=torch.float64, requires_grad=True, device="cpu")
         optimizer = torch.optim.Adam([free], lr=rate)
-        before = apart(start)
+        before = divergence_of(start)
         order = shuffled_forever(len(trained))
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
@@ -65,7 +65,7 @@ def learn_rotation(
             (free.grad,) = (all_reduce.reduce_sum(g) for g in torch.autograd.grad(loss, [free]))
             optimizer.step()
         q = (start @ cayley(free, stream.centred)).detach()
-        after = apart(q)
+        after = divergence_of(q)
     if not after < before:
         return start, f"learned rotation undone: held-out divergence {before:.3g} -> {after:.3g}"
     return q, f"rotation learned: held-out divergence {before:.3g} -> {after:.3g}"
@@ -104,7 +104,7 @@ class Student:
 
     def __call__(self, q: Tensor, batch: Any) -> Any:
         q = q.float()
-        state = {name: value for names, turn in self.rotated for value in (turn(q),) for name in names}
+        state = {name: value for names, rotate in self.rotated for value in (rotate(q),) for name in names}
         acts = {}
         if self.inputs:
             weights = {**dict(self.model.named_parameters(remove_duplicate=False)), **state}
@@ -116,7 +116,7 @@ class Student:
         return losses.compared_tensor(output)
 
     def _weight(self, m: Any, reads: bool, writes: bool) -> Callable[[Tensor], Tensor]:
-        def turn(q: Tensor) -> Tensor:
+        def rotate(q: Tensor) -> Tensor:
             x = m.view.float()
             q = q.to(x.device)
             if m.kind == "embedding":
@@ -125,7 +125,7 @@ class Student:
             x = torch.tensordot(q.t(), x, 1) if writes else x
             return (x.t() if m.transposed else x).to(m.weight.dtype)
 
-        return turn
+        return rotate
 
     def _rounded(self, name: str, value: Tensor) -> Tensor:
         scheme = self.target.get(name)

@@ -76,7 +76,7 @@ class BlockSearch:
         codes, seen = self.codes(self.best)
         u = self.spec.format.decode(codes, torch.float32) - self.spec.mid
         if seen.zero_point is not None:
-            u = u - blocks.spread(seen.zero_point).float()
+            u = u - blocks.expand(seen.zero_point).float()
         inner, h = blocks.inner_axes(2), self.counts
         hu, uw, uu = (h * u).sum(inner), (h * u * self.view).sum(inner), (h * u * u).sum(inner)
         if self.best.offset is None:

@@ -66,7 +66,7 @@ class HQQ(Solver):
         for _ in range(self.steps):
             codes, seen = found.codes(params)
             assert seen.scale is not None
-            scale = blocks.spread(seen.scale).float()
+            scale = blocks.expand(seen.scale).float()
             step = torch.where(scale == 0, torch.inf, scale)
             units = spec.format.decode(codes, torch.float32) - spec.mid
             zero = _zero(seen)
@@ -96,8 +96,8 @@ class HQQ(Solver):
 def _zero(seen: Params) -> Tensor | float:
     """Zero point in units of the step."""
     if seen.zero_point is not None:
-        return blocks.spread(seen.zero_point).float()
+        return blocks.expand(seen.zero_point).float()
     assert seen.offset is not None
     assert seen.scale is not None
-    scale = blocks.spread(seen.scale).float()
-    return -blocks.spread(seen.offset).float() / torch.where(scale == 0, torch.inf, scale)
+    scale = blocks.expand(seen.scale).float()
+    return -blocks.expand(seen.offset).float() / torch.where(scale == 0, torch.inf, scale)

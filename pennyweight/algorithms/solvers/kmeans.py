@@ -136,14 +136,14 @@ class Problem:
         """Set scales and offsets, rounded as stored."""
         self.params, seen = params, store_qparams(params._replace(table=None), self.spec)[1]
 
-        def spread(part: Tensor | None, default: float) -> Tensor:
+        def expand(part: Tensor | None, default: float) -> Tensor:
             if part is None:
                 return torch.full_like(self.counts, default)
-            view = blocks.split(torch.ones_like(self.wide), part.shape) * blocks.spread(part.float())
+            view = blocks.split(torch.ones_like(self.wide), part.shape) * blocks.expand(part.float())
             return self._columns(view.reshape(self.wide.shape))
 
-        self.scale = spread(seen.scale, 1.0)
-        self.target = self._columns(self.wide) - spread(seen.offset, 0.0)
+        self.scale = expand(seen.scale, 1.0)
+        self.target = self._columns(self.wide) - expand(seen.offset, 0.0)
         self.safe = torch.where(self.scale == 0, torch.inf, self.scale)
 
     def quantized(self) -> Tensor:
@@ -280,7 +280,7 @@ class Problem:
             total = torch.zeros(self.table.shape, dtype=torch.float64, device=flat.device)
             return total.index_add_(0, flat, (pulled * self.scale).reshape(-1, self.dim).double())
 
-        def spread(table: Tensor) -> Tensor:
+        def expand(table: Tensor) -> Tensor:
             return table.float()[self.codes].flatten(1) * self.scale
 
         table = self.table.double()
@@ -291,7 +291,7 @@ class Problem:
             if not square > 1e-12 * first or not first > 0:
                 break
             size = float(direction.abs().max())  # normalize: gradients may have any magnitude
-            image = gathered(spread(direction / size)) * size
+            image = gathered(expand(direction / size)) * size
             curved = float((direction * image).sum())
             if not curved > 0:
                 break

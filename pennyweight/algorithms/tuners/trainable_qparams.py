@@ -56,7 +56,7 @@ class TrainableWeight:
         codes, params = self._view(self.parts.codes), self._params()
         self.was = f.decode(codes, torch.float32)
         off = self._view(weight) - stored_value(codes, self.spec, params)
-        off = off if params.scale is None else off / blocks.spread(params.scale)
+        off = off if params.scale is None else off / blocks.expand(params.scale)
         off = torch.where(off.isfinite(), off, 0.0)
         numbers = f.decode(torch.unique(codes), torch.float32)
         self.step = float((numbers.max() - numbers.min()) / max(1, len(numbers) - 1)) or 1.0
@@ -73,7 +73,7 @@ class TrainableWeight:
         if self.codes:
             latent, f = self._latent(), self.spec.format
             now = latent + (f.decode(f.encode(latent.detach()), torch.float32) - latent).detach()
-            x = x + (now - self.was) * (1.0 if params.scale is None else blocks.spread(params.scale))
+            x = x + (now - self.was) * (1.0 if params.scale is None else blocks.expand(params.scale))
         x = x.reshape(*self.parts.codes.shape[:-1], self.parts.codes.shape[-1] * self.spec.format.dim)
         for axis, n in enumerate(shape):
             x = x.narrow(axis, 0, n)

@@ -30,8 +30,8 @@ from .qparams import (
     check_domain,
     choose_qparams_affine,
     choose_qparams_affine_with_min_max,
+    expand_to_groups,
     require,
-    spread,
     stored_dtype,
     straight_round,
 )
@@ -75,8 +75,10 @@ def unclamped(
     """
     require(input.dtype in VALUE_DTYPES, f"Unsupported input dtype: {input.dtype}")
     view, _, shape = block_view(input, block_size)
-    scale = spread(scale, shape, "scale")
-    zero_point = None if zero_point is None or zero_point.numel() == 0 else spread(zero_point, shape, "zero_point")
+    scale = expand_to_groups(scale, shape, "scale")
+    zero_point = (
+        None if zero_point is None or zero_point.numel() == 0 else expand_to_groups(zero_point, shape, "zero_point")
+    )
     if domain is FLOAT:
         base = -scale * ((quant_max + quant_min + 1) / 2)
         steps = (view - (base if zero_point is None else zero_point + base)) / torch.where(scale == 0, torch.inf, scale)
@@ -151,8 +153,8 @@ def values(
 ) -> Tensor:  # fmt: skip
     """Values of codes, each operation in the wider of the output's dtype and the scale's, in torchao's order."""
     view, _, shape = block_view(codes, block_size)
-    scale = spread(scale, shape, "scale")
-    zero_point = None if zero_point is None else spread(zero_point, shape, "zero_point")
+    scale = expand_to_groups(scale, shape, "scale")
+    zero_point = None if zero_point is None else expand_to_groups(zero_point, shape, "zero_point")
     if domain is FLOAT:
         x = (view - (quant_max + quant_min + 1) / 2).to(output_dtype)
         x = (x * scale).to(output_dtype)

@@ -118,7 +118,7 @@ def block_view(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int],
     return x.reshape(shape), reduced, [1 if axis in reduced else n for axis, n in enumerate(shape)]
 
 
-def spread(part: Tensor, shape: list[int], name: str) -> Tensor:
+def expand_to_groups(part: Tensor, shape: list[int], name: str) -> Tensor:
     """A parameter in its broadcast shape for a block view. Raises RuntimeError unless it has one value per block."""
     blocks = 1
     for n in shape:

@@ -57,6 +57,6 @@ class BlockView:
             x = x.narrow(axis, 0, n)
         return self.flip(unpermute_last_axis(x, self.perm))
 
-    def spread(self, part: Tensor) -> Tensor:
+    def expand(self, part: Tensor) -> Tensor:
         """Expand one value per block to one per element."""
-        return self.back(blocks.spread(part))
+        return self.back(blocks.expand(part))

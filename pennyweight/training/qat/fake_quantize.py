@@ -184,7 +184,7 @@ def fake_quantized_weight(fake: FakeQuantizer, x: Tensor, tensors: Tensors) -> T
             found = codebook.numbers(parts.codes, part, torch.float32)
             found = frame.back_flat(found[tuple(slice(n) for n in frame.padded)])
         else:
-            found = frame.spread(part)
+            found = frame.expand(part)
         w = w + (found * slope.parts[name]).to(w.dtype)
     return w
 
@@ -217,7 +217,7 @@ def weight_gradients(fake: FakeQuantizer, x: Tensor, tensors: Tensors, parts: Pa
     """
     spec, frame = fake.spec, fake.frame(x, tensors)
     f, p = spec.format, _held(fake, frame, tensors)[1]
-    scale, offset, zero = (None if v is None else blocks.spread(v.float()) for v in (p.scale, p.offset, p.zero_point))
+    scale, offset, zero = (None if v is None else blocks.expand(v.float()) for v in (p.scale, p.offset, p.zero_point))
     view = frame.view(x.detach()).float()
     if p.table is not None:
         number = codebook.numbers(parts.codes, p.table, torch.float32)[tuple(slice(n) for n in frame.padded)]

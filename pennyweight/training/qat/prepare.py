@@ -181,7 +181,7 @@ def _into_intervals(fake: FakeQuantizer, x: Tensor, w: AffineQuantizedTensor, te
     exact = frame.flip(dequantize(parts, spec, frame.shape))
     scale = None if parts.scale is None else w.scale
     scale = scale.dequantize() if isinstance(scale, AffineQuantizedTensor) else scale
-    size = torch.ones_like(exact) if scale is None else frame.spread(scale.float()).abs()
+    size = torch.ones_like(exact) if scale is None else frame.expand(scale.float()).abs()
     f = spec.format
     if f.kind == "learned":
         assert parts.table is not None

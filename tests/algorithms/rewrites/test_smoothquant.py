@@ -84,7 +84,7 @@ def test_search_is_no_worse_than_any_alpha_nor_than_nothing() -> None:
         weights = torch.stack([r.view.double().abs().amax(0) for r in pair.readers]).amax(0)
 
         def err(s: torch.Tensor, pair: Any = pair, seen: Any = seen, goal: Any = goal) -> float:
-            return group_error(pair.readers, seen.tokens, pair.spread(normalize_scales(s)), goal)
+            return group_error(pair.readers, seen.tokens, pair.scale_of_readers(normalize_scales(s)), goal)
 
         found = err(step._choose(pair, seen, goal)[1])
         assert found <= min(err(s) for _, s in step.candidates(pair, seen, weights))
