@@ -34,7 +34,8 @@ _device_constructors()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--each-value", action="store_true",
-        help="of the combinations of a parametrized test, run those that have a value which no earlier one has",
+        help="of the combinations of a parametrized test, run those that have a value which no earlier one has; leave "
+        "out what is marked as exhaustive",
     )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         known = seen.setdefault((item.path, getattr(item, "originalname", item.name)), set())
         given = getattr(item, "callspec", None)
         values = {(name, _identity(value)) for name, value in given.params.items()} if given else {item.name}
-        (kept if values - known else dropped).append(item)
+        (kept if values - known and "exhaustive" not in item.keywords else dropped).append(item)
         known |= values
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept

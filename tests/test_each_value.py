@@ -9,7 +9,10 @@ from tests.conftest import pytest_collection_modifyitems
 
 def item(name: str, **params: Any) -> Any:
     given = SimpleNamespace(params=params) if params else None
-    return SimpleNamespace(path=Path("test_x.py"), originalname=name, name=f"{name}[{params}]", callspec=given)
+    keywords = {name, "exhaustive"} if name == "test_long" else {name}
+    return SimpleNamespace(
+        path=Path("test_x.py"), originalname=name, name=f"{name}[{params}]", callspec=given, keywords=keywords
+    )
 
 
 def selected(items: list[Any], each_value: bool = True) -> list[Any]:
@@ -24,7 +27,7 @@ def selected(items: list[Any], each_value: bool = True) -> list[Any]:
 def test_each_value_is_kept_and_combinations_are_not() -> None:
     shapes, dtypes = [object(), object(), object()], ["float32", "bfloat16"]
     items = [item("test_a", shape=s, dtype=d) for s in shapes for d in dtypes]
-    items += [item("test_b", dtype=d) for d in dtypes] + [item("test_c"), item("test_d")]
+    items += [item("test_b", dtype=d) for d in dtypes] + [item("test_c"), item("test_d"), item("test_long")]
     kept = selected(items)
     assert [i.name for i in kept if i.originalname == "test_a"] == [items[k].name for k in (0, 1, 2, 4)]
     assert [i.originalname for i in kept[4:]] == ["test_b", "test_b", "test_c", "test_d"]

@@ -178,6 +178,7 @@ def solved(name):
     return any(word in name for word in SOLVED) or (name.endswith(" auto") and not name.startswith("mixed"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "row",
     [r for r in methods.ROWS if not solved(r.name) and r.subjects != CONVOLUTIONS],

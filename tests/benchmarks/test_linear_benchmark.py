@@ -35,6 +35,7 @@ def test_a_missing_package_is_a_sentence():
     assert "no_such_package not installed; pip install torchao" in family.missing()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("m", [1, 5, 16])
 @pytest.mark.parametrize("family", ["torch", "pennyweight"])
 def test_competitors_pass_their_gate(case, family, m, monkeypatch):

@@ -44,6 +44,7 @@ def test_every_section_has_its_conformance_tests() -> None:
     assert re.findall(r"^### Add a (.*)$", TEXT, re.M) == list(CONFORMANCE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("thing", CONFORMANCE)
 def test_the_diff_applies_and_works(thing: str, tmp_path: Path) -> None:
     diff, code = example(thing)

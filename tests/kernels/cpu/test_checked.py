@@ -88,6 +88,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "every_isa"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "rounds", "says"),
     [
