@@ -19,12 +19,12 @@ namespace {
 
 constexpr int AHEAD = 2304;  // prefetch distance in bytes
 
-// 4- and 8-bit codes have a kernel for every number of tokens. Other widths have one for one token; they share those
-// for the largest number and for a few, which keeps the build short.
+// 4- and 8-bit codes have a kernel for every number of tokens. Other widths have one for one token and two for more; in
+// plain C++ they share one.
 constexpr bool every_count(int bits) { return bits == 4 || bits == 8; }
 constexpr int FEW[] = {4, 3, 2};                  // by limbs - 1
 constexpr int LEAST_WORDS = (TOKENS[3] + 1) / 2;  // words are used for more tokens, in blocks of equal size (see plan)
-// Codes of other widths to registers.
+// Codes of a width that is known only at run time, to registers.
 PW_INLINE void decode_other(int bits, const uint8_t* codes, B* out) {
     switch (bits) {
         case 1: return decode<1>(codes, out);
@@ -81,9 +81,9 @@ struct Rows {                 // a block of tokens, from the same column on
     const float* token_zero;
 };
 
-// c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. BITS 0: any width but 4 and 8. `fresh`:
-// c is not read. Inputs with a zero point need the sums of the codes: SUM computes and stores them, other calls for the
-// tile read them.
+// c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. BITS 0: any width but 4 and 8, in plain
+// C++. `fresh`: c is not read. Inputs with a zero point need the sums of the codes: SUM computes and stores them, other
+// calls for the tile read them.
 template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows& x, float* c, bool fresh) {
     constexpr int R = D ? T * D : T;
     constexpr int CHAINS = R == 1 ? 4 : R <= 3 ? 2 : 1;  // independent sums hide the latency of dot4
@@ -203,7 +203,7 @@ template <int BITS, int D, bool SUM = false> Micro pick_count(int tokens) {
     else if constexpr (TOKENS[0] == 1) return &micro<0, 1, D, SUM>;  // plain C++
     else if constexpr (MOST == 1) return &micro<BITS, 1, D, SUM>;
     else if (tokens == 1) return &micro<BITS, 1, D, SUM>;
-    else return tokens == MOST ? &micro<0, MOST, D, SUM> : &micro<0, FEWER, D, SUM>;
+    else return tokens == MOST ? &micro<BITS, MOST, D, SUM> : &micro<BITS, FEWER, D, SUM>;
 }
 template <int BITS = 1> Micro pick(int bits, int digits, bool sum, int tokens) {
     if constexpr (BITS > 8) {
