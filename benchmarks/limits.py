@@ -30,7 +30,7 @@ def native_probe() -> Any:
     from pennyweight.kernels import gate_convert
     from pennyweight.kernels.cpu import library
 
-    return gate_convert.probe if library.missing() is True else None
+    return gate_convert.probe if library.available() is True else None
 
 
 class Limits:

@@ -109,9 +109,9 @@ def text(health: Health) -> str:
 
 
 def _native_kernels() -> str:
-    from ..kernels.cpu.library import REMEDY, isas, missing, switched_off
+    from ..kernels.cpu.library import REMEDY, available, isas, switched_off
 
-    verdict = missing()
+    verdict = available()
     if verdict is True:
         return ", ".join(isas())
     return f"none, torch's kernels run instead: {verdict}" + ("" if switched_off() else f". {REMEDY}")

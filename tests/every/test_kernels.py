@@ -351,7 +351,7 @@ def test_the_row_that_replaces_it_gives_the_same_numbers() -> None:
 
 @pytest.mark.parametrize(("layout", "row"), [("plain", "torch_int_mm_digits"), ("cpu", "cpu_int")])
 def test_digits_run_large_float32_weights_and_no_row_depends_on_its_neighbours(layout: str, row: str) -> None:
-    if layout == "cpu" and library.missing() is not True:
+    if layout == "cpu" and library.available() is not True:
         pytest.skip("the native library was not built")
     torch.manual_seed(0)
     layer = torch.nn.Linear(1024, 1040)

@@ -35,7 +35,7 @@ ADDRESSES = {
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
 }  # fmt: skip
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}
-native = pytest.mark.skipif(library.missing() is not True, reason=str(library.missing()))
+native = pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
 
 
 def uses(path: Path, name: str) -> bool:
@@ -118,7 +118,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
 
 
 @native
-@pytest.mark.parametrize("name", calls() if library.missing() is True else [])
+@pytest.mark.parametrize("name", calls() if library.available() is True else [])
 def test_tensors_that_do_not_fit_are_refused(name: str) -> None:
     run, tensors = calls()[name]
     run(*tensors)

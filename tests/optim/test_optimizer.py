@@ -209,7 +209,7 @@ def test_a_trainable_quantized_parameter_is_updated_in_its_codes() -> None:
     assert isinstance(w, QT)
     moved = (w.dequantize().detach() - before + 0.1 * w.grad.sign()).abs()
     assert moved.max() <= 1.01 * w.scale.max()
-    if library.missing() is True:
+    if library.available() is True:
         assert "the parameter itself is quantized" in str(optimizer.memory())
 
 

@@ -23,7 +23,7 @@ from pennyweight.optim import (
 )
 from tests.optim.models import SHAPES, parameters, set_gradients, trained
 
-NATIVE = pytest.mark.skipif(library.missing() is not True, reason="the native library is not built")
+NATIVE = pytest.mark.skipif(library.available() is not True, reason="the native library is not built")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pennyweight.quantize import fused_linear
 from tests.quantize.test_freeze import SCHEMES
 from tests.tensors import quantized
 
-pytestmark = pytest.mark.skipif(library.missing() is not True, reason="no native library here")
+pytestmark = pytest.mark.skipif(library.available() is not True, reason="no native library here")
 LAYERS = {"q_proj": 48, "k_proj": 16, "v_proj": 19}
 TOGETHER = ["int8_row", "int4_group", "tinygemm", "int8_dynamic", "int8_dynamic_int4", "uint8_dynamic_int4"]
 

@@ -152,15 +152,15 @@ def use_isa(name: str) -> None:
         raise ValueError(f"instruction set {name!r} is not available; this machine has: {', '.join(isas())}")
 
 
-def missing() -> bool | str:
+def available() -> bool | str:
     """True if the library is available, else the reason why not."""
     lib = load()
     return lib if isinstance(lib, str) else True
 
 
 def usable() -> bool | str:
-    """As :func:`missing`, for code that would use the library: warns, once, if it should be there and is not."""
-    verdict = missing()
+    """As :func:`available`, for code that would use the library: warns, once, if it should be there and is not."""
+    verdict = available()
     if verdict is not True and not torch.compiler.is_compiling():
         _warn_once(str(verdict))
     return verdict

@@ -21,7 +21,7 @@ from pennyweight.core.tensor import check_finite
 from pennyweight.kernels.cpu import convert, float_linear, int_linear, library
 from pennyweight.planning.scheme import Scheme
 
-pytestmark = pytest.mark.skipif(library.missing() is not True, reason=f"native library: {library.missing()}")
+pytestmark = pytest.mark.skipif(library.available() is not True, reason=f"native library: {library.available()}")
 
 PACKINGS: dict[str, Any] = {"cpu": int_linear, "cpu_float": float_linear}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

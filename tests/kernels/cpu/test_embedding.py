@@ -16,7 +16,7 @@ from pennyweight.kernels import get_kernel
 from pennyweight.kernels.cpu import float_linear, int_linear, library
 from pennyweight.kernels.table import case_of, select
 
-pytestmark = pytest.mark.skipif(library.missing() is not True, reason=f"native library: {library.missing()}")
+pytestmark = pytest.mark.skipif(library.available() is not True, reason=f"native library: {library.available()}")
 
 INT3, INT5 = (QuantSpec(pw.core.formats.get_format(f), (32,), scale=torch.bfloat16) for f in ("int3", "uint5"))
 MXINT8 = QuantSpec(INT8_ROW.format, (32,), scale=QuantSpec(E8M0, (1,), scale=None))

@@ -13,7 +13,7 @@ from pennyweight.kernels.cpu import library
 from pennyweight.kernels.table import case_of, select
 from tests.tensors import INT8_TOKEN
 
-pytestmark = pytest.mark.skipif(library.missing() is not True, reason="no native library here")
+pytestmark = pytest.mark.skipif(library.available() is not True, reason="no native library here")
 
 SPECS = {
     "int8_row": INT8_ROW, "int8_tensor": QuantSpec(INT8, None), "int4_group": INT4_GROUP, "fp8_tensor": FP8_TENSOR,

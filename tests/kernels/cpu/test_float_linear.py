@@ -24,7 +24,7 @@ from pennyweight.kernels import cpu_float_linear as cpu_float
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.table import Case, case_of, select
 
-pytestmark = pytest.mark.skipif(library.missing() is not True, reason="no native library here")
+pytestmark = pytest.mark.skipif(library.available() is not True, reason="no native library here")
 
 SPECS = {
     "fp8_row": FP8_ROW,

@@ -16,7 +16,7 @@ from pennyweight.kernels.table import case_of, select
 from tests.every.test_kernels import seen
 from tests.tensors import INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
 
-pytestmark = pytest.mark.skipif(library.missing() is not True, reason="the native library was not built")
+pytestmark = pytest.mark.skipif(library.available() is not True, reason="the native library was not built")
 
 ASYMMETRIC = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True))
 HALF = ActivationSpec(QuantSpec(INT8, (-1,), scale=torch.bfloat16))
@@ -41,7 +41,7 @@ SHAPES = [(1, 1), (16, 32), (37, 100), (50, 352)]  # [N, K]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=library.isas() if library.missing() is True else [])
+@pytest.fixture(params=library.isas() if library.available() is True else [])
 def isa(request: Any) -> Iterator[str]:
     library.use_isa(request.param)
     yield request.param

@@ -23,7 +23,7 @@ with warnings.catch_warnings(record=True) as seen:
         assert torch.isfinite(model(torch.randn(3, 64))).all()
     found = [str(w.message) for w in seen if "native CPU kernels" in str(w.message)]
 assert at_import == 0, found
-print(len(found), library.missing(), *found, sep="\\n")
+print(len(found), library.available(), *found, sep="\\n")
 """
 
 

@@ -19,7 +19,7 @@ from pennyweight.kernels.repack import choose_layout, prepare
 from pennyweight.kernels.table import case_of, select
 from pennyweight.quantize.freeze import freeze_
 
-pytestmark = pytest.mark.skipif(library.missing() is not True, reason="the native library was not built")
+pytestmark = pytest.mark.skipif(library.available() is not True, reason="the native library was not built")
 
 KERNELS = {
     "q2_k": "cpu_float", "q3_k": "cpu_float", "q4_k": "cpu_int", "q5_k": "cpu_int", "q6_k": "cpu_float",
