@@ -17,6 +17,7 @@ from tests.docs.test_tutorials import PAGES, ROOT, fences
 WARNINGS = ["-W", "error", "-W", "ignore:`torch.jit.script_method` is:DeprecationWarning"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_a_script_runs_and_prints_what_its_page_shows(page: Path) -> None:
     script = ROOT / "examples" / f"{page.stem}.py"

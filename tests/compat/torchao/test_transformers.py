@@ -53,6 +53,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CONFIGS)
 def test_quantized_on_load_saved_reloaded_and_generating(name: str, tmp_path: Path) -> None:
     """The same tokens as our own quantize_ gives, at each step."""

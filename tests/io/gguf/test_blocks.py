@@ -156,6 +156,7 @@ except ImportError as e:
     assert "pip install gguf" in done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(ggml() is None, reason="ggml's library comes with pywhispercpp")
 @pytest.mark.parametrize("kind", QUANTIZED.values(), ids=QUANTIZED)
 def test_what_ggml_quantized(kind: BlockType) -> None:
