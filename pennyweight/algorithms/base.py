@@ -59,13 +59,10 @@ class Solver:
     needs: required statistics; empty: the solver needs no data. Layers that no data reaches are rounded to nearest.
     wants: optional statistics.
     learns: whether it learns the table of values of formats with a learned table.
-    any_shape: whether ``rtn.quantize_weight`` computes the same on the weight itself, in any shape and dtype, on any
-    device; others get a float32 matrix.
     """
 
     name: ClassVar[str] = ""
     learns: ClassVar[bool] = False
-    any_shape: ClassVar[bool] = False
 
     @property
     def needs(self) -> tuple[str, ...]:

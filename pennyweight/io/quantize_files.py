@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.spec import DTYPES
-from ..planning.config_resolution import Filter, PlanError, resolve_config
+from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
 from ..planning.plan import Plan, PlanRow, plan
 from ..planning.report import Report
@@ -37,7 +36,7 @@ def quantize_checkpoint(
     config: AOBaseConfig | str,
     *,
     filter_fn: Filter | None = None,
-    skip: Sequence[str] = (),
+    skip: Skip = (),
     on_indivisible: str = "pad",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     resume: bool = True,
@@ -64,9 +63,10 @@ def quantize_checkpoint(
     that does not fit, CheckpointError for a bad source or a folder with other contents, OSError if a write fails;
     completed shards then stay for ``resume``.
     """
-    dst, config = os.path.abspath(os.fspath(dst)), resolve_config(config)
+    dst = os.path.abspath(os.fspath(dst))
+    chosen, skipped, policy = resolve_arguments(config, skip, on_indivisible)
     with open_checkpoint(src) as source:
-        decided = _decide(source, config, filter_fn, tuple(skip), on_indivisible, max_shard_bytes)
+        decided = _decide(source, chosen, filter_fn, skipped, policy, max_shard_bytes)
         check_places([file.path for file in source.files], source.path, dst)
         if not dry_run:
             _fill_report(decided, carry_out(decided.job, dst, resume, progress, ranks))
@@ -77,7 +77,7 @@ def quantize_checkpoint(
 
 
 def _decide(
-    source: Checkpoint, config: AOBaseConfig, filter_fn: Filter | None, skip: tuple[str, ...], policy: str, size: int
+    source: Checkpoint, config: AOBaseConfig, filter_fn: Filter | None, skip: Skip, policy: str, size: int
 ) -> PlannedTensor:
     if source.manifest.tensors:
         name = next(iter(source.manifest.tensors))
@@ -94,7 +94,7 @@ def _decide(
     report = todo.report()
     report.config = f"{report.config}; {how}"
     noise = QuantizationNoise({}, {})
-    method = quantization_config(config, skip or None)
+    method = quantization_config(config, None if callable(skip) else skip or None)
     job = Job(
         tuple(file.path for file in source.files),
         [f"{row.name}: {row.scheme!r}" for row in todo.rows],

@@ -52,6 +52,17 @@ def resolve_config(config: Any) -> AOBaseConfig:
     return config
 
 
+def resolve_arguments(config: Any, skip: Skip, on_indivisible: str) -> tuple[AOBaseConfig, Skip, str]:
+    """(config, skip, on_indivisible) of a call. A PennyweightConfig holds all three (``quantize_arguments``): the call
+    must not pass them too. Raises PlanError."""
+    if hasattr(config, "quantize_arguments") and not isinstance(config, type):
+        if skip or on_indivisible != "pad":
+            raise PlanError(f"{type(config).__name__} already holds skip and on_indivisible; pass them there")
+        given = config.quantize_arguments()
+        config, skip, on_indivisible = given["config"], given["skip"], given["on_indivisible"]
+    return resolve_config(config), skip, on_indivisible
+
+
 class Rules(Protocol):
     """choose: the config of a parameter, given all its places. of_module: the config of a module, for module handlers.
 

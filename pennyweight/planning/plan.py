@@ -16,7 +16,7 @@ from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..distributed.dtensor import local_tensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import Case, case_of, get_kernel, select
-from .config_resolution import Choice, Filter, Left, PlanError, Rules, Skip, resolve_config, rules, skips
+from .config_resolution import Choice, Filter, Left, PlanError, Rules, Skip, resolve_arguments, rules, skips
 from .configs import AOBaseConfig
 from .module_handlers import HANDLERS, PREVIEWS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .parameters import Indivisible, Place, Site, make_site, places
@@ -119,7 +119,7 @@ def plan(
     Works on the meta device. Raises PlanError if the plan quantizes nothing, a key or an entry of ``skip`` matches
     nothing, the config does not fit a layer, or the model is frozen.
     """
-    config = resolve_config(config)
+    config, skip, on_indivisible = resolve_arguments(config, skip, on_indivisible)
     if on_indivisible not in ON_INDIVISIBLE:
         raise PlanError(f"on_indivisible must be one of {ON_INDIVISIBLE}, got {on_indivisible!r}")
     if device is not None and torch.device(device).type == "meta":
@@ -298,6 +298,8 @@ def _handled(
         if handler is None:
             continue
         if any(id(p) in excluded for p in module.parameters()):
+            why = f"{name or 'the model'} holds a skipped parameter, and its handler transforms it as a whole"
+            refused |= {id(p): why for p in module.parameters()}
             continue
         takes, note = PREVIEWS[type(config)](module, config) if type(config) in PREVIEWS else (True, "")
         if not takes:

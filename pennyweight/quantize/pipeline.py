@@ -20,7 +20,7 @@ from ..algorithms.calibration.loop import CollectedStatistics, parse_bytes
 from ..algorithms.solve import Solved, solve, stages
 from ..core.tensor import AffineQuantizedTensor
 from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
-from ..planning.config_resolution import Filter, PlanError, Skip, resolve_config
+from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
 from ..planning.module_handlers import apply_callable, module_nbytes
@@ -93,11 +93,6 @@ def quantize_(
 
     Raises PlanError (a ValueError).
     """
-    if hasattr(config, "quantize_arguments"):
-        given = config.quantize_arguments()
-        if skip or on_indivisible != "pad":
-            raise PlanError(f"{type(config).__name__} already holds skip and on_indivisible; pass them there")
-        config, skip, on_indivisible = given["config"], given["skip"], given["on_indivisible"]
     if not isinstance(config, (AOBaseConfig, str)) and callable(config):
         if calibration is not None or algorithm is not None:
             raise PlanError("an algorithm needs a config such as Int4WeightOnlyConfig(), not a function over modules")
@@ -106,7 +101,7 @@ def quantize_(
         report = apply_callable(model, config, filter_fn, device)
         settle_saving_(model)
         return report
-    config = resolve_config(config)
+    config, skip, on_indivisible = resolve_arguments(config, skip, on_indivisible)
     options = Options(
         filter_fn, device, skip, calibration, algorithm, resume, spill, max_ram, dry_run, on_indivisible, measure,
         on_slower, progress,

@@ -140,15 +140,16 @@ def test_a_short_name_a_group_size_and_skip_mean_the_same_everywhere(folder: Pat
     command = [sys.executable, "-m", "pennyweight", "quantize", str(folder), str(tmp_path / "cli"), *options]
     subprocess.run(command, check=True, capture_output=True)
     on_load = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked)
-    assert any(
-        n.endswith("up_proj.weight") and isinstance(p, pw.AffineQuantizedTensor) for n, p in model.named_parameters()
-    )
-    assert not any(
-        isinstance(p, pw.AffineQuantizedTensor)
-        for n, p in model.named_parameters()
-        if "down_proj" in n or "lm_head" in n
-    )
-    for other in (by_hand, on_load, *map(AutoModelForCausalLM.from_pretrained, (tmp_path / "files", tmp_path / "cli"))):
+    done = [name for name, p in model.named_parameters() if isinstance(p, pw.AffineQuantizedTensor)]
+    assert "model.layers.0.mlp.up_proj.weight" in done
+    assert not any("down_proj" in name or "lm_head" in name for name in done)
+    assert [r.name for r in pw.plan(llama(), asked).active] == done
+    pw.quantize_checkpoint(folder, tmp_path / "asked", asked)
+    for other in (
+        by_hand,
+        on_load,
+        *map(AutoModelForCausalLM.from_pretrained, (tmp_path / "files", tmp_path / "asked", tmp_path / "cli")),
+    ):
         assert_same_weights(other, model)
     on_load.save_pretrained(tmp_path / "saved")
     said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]

@@ -1,6 +1,7 @@
 """quantize_ with calibration: reports, ties, handlers, interruptions, remedies."""
 
 import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import pennyweight as pw
+from pennyweight.algorithms.base import Solution, Task
 from pennyweight.algorithms.solvers.gptq import GPTAQ, GPTQ
+from pennyweight.algorithms.solvers.rtn import Nearest
 from tests.algorithms.models import bert
 from tests.algorithms.models import deep_mlp as mlp
 from tests.algorithms.models import padded_tokens as tokens
@@ -333,3 +336,16 @@ def test_a_wrong_amount_is_found_before_anything_is_changed() -> None:
     with pytest.raises(pw.PlanError, match="a memory limit is"):
         pw.quantize_(model, INT4, calibration=[correlated()], algorithm=["rotate", "gptq"], max_ram="4 gigs")
     assert same(model, before)
+
+
+def test_a_subclass_of_round_to_nearest_solves_in_its_own_way() -> None:
+    @dataclass(frozen=True)
+    class Halved(Nearest):
+        def solve(self, task: Task) -> Solution:
+            return Nearest.solve(self, replace(task, weight=task.weight / 2))
+
+    model = nn.Sequential(nn.Linear(32, 16, bias=False))
+    plain = copy.deepcopy(model)
+    pw.quantize_(model, INT4, algorithm=Halved())
+    pw.quantize_(plain, INT4)
+    assert torch.equal(2 * model[0].weight.dequantize(), plain[0].weight.dequantize())

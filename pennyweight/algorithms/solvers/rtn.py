@@ -47,7 +47,6 @@ class Nearest(Solver):
     Needs no data."""
 
     learns: ClassVar = True
-    any_shape: ClassVar = True
 
     def solve(self, task: Task) -> Solution:
         return Solution(nearest_parts(task)[0])
