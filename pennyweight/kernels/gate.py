@@ -131,7 +131,7 @@ def _codes(n: int, kp: int, bits: int) -> Part:
 
 
 def int_parts(w: IntLinear) -> tuple[Part, ...]:
-    """Codes, scale, zero point, offset, outer scale, outer offset of a weight; see tile_at in src/int_linear.cpp."""
+    """Codes, scale, zero point, offset, outer scale, outer offset of a weight; see tile_at in src/int_matmul.h."""
     tiles, groups = count_tiles(w.n), w.kp // w.group if w.group > 0 else 1
     outers = -(-groups // w.outer) if w.outer else 0
     count = 1 if w.group < 0 else tiles * TILE * (outers * w.outer if w.outer else groups)

@@ -1,0 +1,143 @@
+// The pieces of y = x @ w.T + bias with integer codes: tiles of 16 rows of the weight times blocks of tokens, for the
+// kernels in int_microkernel.h. int_linear.cpp divides a call into such units of work.
+#pragma once
+
+#include <algorithm>
+
+#include "activation_limbs.h"
+#include "int_microkernel.h"
+
+namespace {
+
+// y of one tile: applies the per-row or per-tensor scale, the token scale and the bias, and rounds once.
+void finish(const IntLinear& w, const LinearArgs& a, const float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) {
+    const int64_t width = std::min<int64_t>(16, w.n - col);
+    alignas(64) char tail[64] = {0};
+    F scale = fset(1), bias = fset(0);
+    if (w.group == 0) scale = part16({a.scale, w.scale}, col);
+    if (w.group < 0) {
+        memcpy(tail, a.scale, (size_t)size_of(w.scale));
+        alignas(64) float f[16];
+        fstore(f, part16({tail, w.scale}, 0));
+        scale = fset(f[0]);
+    }
+    if (a.bias) {
+        memcpy(tail, (const char*)a.bias + col * size_of(a.bias_kind), (size_t)(width * size_of(a.bias_kind)));
+        bias = load16(tail, a.bias_kind, 0);
+    }
+    for (int t = 0; t < tokens; ++t, ++m) {
+        F y = fmul(fload(c + 16 * t), fset(tok.token_scale[t]));
+        if (w.group <= 0) y = fmul(y, scale);
+        if (a.bias) y = fadd(y, bias);
+        char* out = (char*)a.y + (m * w.n + col) * size_of(w.x);
+        if (width == 16) {
+            store16(out, w.x, 0, y);
+        } else {
+            store16(tail, w.x, 0, y);
+            memcpy(out, tail, (size_t)(width * size_of(w.x)));
+        }
+    }
+}
+
+// Columns processed at a time for many rows: the tile and the limbs of the rows stay in the cache.
+constexpr int64_t CHUNK = 4096;
+// Bytes of limbs of the rows processed together with a tile: about the size of the L2 cache.
+constexpr int64_t INPUT_BYTES = 512 << 10;
+
+// State of one call, shared by its weights.
+struct Work {
+    const IntLinear& w;          // the first; the others differ only in their rows
+    bool words;
+    int digits, most;            // limbs per token; maximum tokens per block
+    int64_t token_blocks;        // the first `larger` have `size` tokens, then one may have `few`, the others `smaller`
+    int64_t larger;
+    int size, few, smaller;      // few: 0 if there is no such block
+    int64_t blocks, chunk;       // blocks of columns, and how many of them are processed at a time
+    const int8_t* ones;          // [kp] 1 per true column, if inputs have zero points; else null
+
+    int64_t first_token(int64_t mb) const {
+        if (mb <= larger) return mb * size;
+        return larger * size + (few ? few + (mb - larger - 1) * smaller : (mb - larger) * smaller);
+    }
+    int tokens_in(int64_t mb) const { return mb < larger ? size : mb == larger && few ? few : smaller; }
+    int rows(int tokens) const { return words ? tokens : tokens * digits; }
+    int64_t row_bytes(int tokens) const { return rows(tokens) * (words ? 2 : 1); }  // of limbs, per column
+};
+
+Work plan(const IntLinear& w, const LinearArgs& a) {
+    const int digits = digits_of(w);
+    // Words halve the number of sums to combine after each block, but need decoding to 16 bits, which many rows share.
+    const bool words = digits == 2 && every_count(w.bits) && a.m > TOKENS[1];
+    Work k{w, words, digits, TOKENS[words ? 3 : digits - 1], 0, 0, 0, 0, 0, (w.kp + w.block - 1) / w.block, 0, nullptr};
+    if (every_count(w.bits)) {
+        k.token_blocks = (a.m + k.most - 1) / k.most;
+        k.smaller = (int)(a.m / k.token_blocks);
+        k.larger = a.m % k.token_blocks;
+        k.size = k.smaller + 1;
+    } else {
+        k.size = k.most;
+        k.smaller = 1;
+        k.larger = a.m / k.most;
+        const int64_t rest = a.m % k.most;
+        if (rest >= FEW[digits - 1]) k.few = FEW[digits - 1];
+        k.token_blocks = k.larger + (k.few ? 1 + rest - k.few : rest);
+    }
+    k.chunk = k.token_blocks > 1 || w.outer ? std::max<int64_t>(1, CHUNK / w.block) : k.blocks;
+    return k;
+}
+
+// Tile `tile` of one weight from block b0 on. sums: scratch [chunk][16]; nested: scratch 2 [chunk + 1][16].
+Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float* sums, float* nested) {
+    const IntLinear& w = k.w;
+    const int64_t at = b0 * w.block, columns = std::min(w.kp - at, k.chunk * w.block);
+    const int64_t groups = w.group > 0 ? w.kp / w.group : 1, outers = w.outer ? (groups + w.outer - 1) / w.outer : 0;
+    const int64_t numbers = (w.outer ? outers * w.outer : groups) * 16;
+    auto part = [&](const void* base, int32_t kind) {
+        return Part{(const char*)base + tile * numbers * size_of(kind), kind};
+    };
+    Tile p;
+    p.codes = (const uint8_t*)a.codes + (tile * w.kp + at) / 32 * 64 * w.bits;
+    p.scale = part(a.scale, w.scale);
+    p.zero = part(a.zero_point, w.zero_point);
+    p.offset = part(a.offset, w.offset);
+    p.per_scale = w.group > 0 ? w.group / w.block : 0;
+    p.first = b0;
+    p.blocks = (columns + w.block - 1) / w.block;
+    p.block = w.block;
+    p.tail = columns - (p.blocks - 1) * w.block;
+    p.bits = w.bits;
+    p.center = w.center - (SIGNED_BYTES && w.bits == 8 && !k.words ? 128 : 0);
+    p.true_columns = w.k - at;
+    p.ones = k.ones ? k.ones + at : nullptr;
+    p.sums = sums;
+    if (w.outer) {  // micro gets decoded numbers of these columns only
+        const int64_t first = b0 / p.per_scale, count = (b0 + p.blocks - 1) / p.per_scale - first + 1;
+        auto outer = [&](const void* base) {
+            return Part{(const char*)base + tile * outers * 16 * size_of(w.outer_kind), w.outer_kind};
+        };
+        p.scale = numbers_of(p.scale, outer(a.outer_scale), w.outer, first, count, nested);
+        if (w.offset) p.offset = numbers_of(p.offset, outer(a.outer_offset), w.outer, first, count, nested + 16 * (k.chunk + 1));
+        p.first = b0 % p.per_scale;
+    }
+    return p;
+}
+
+// One tile of a weight for token blocks [mb0, mb1). room: float [chunk][16], [mb1 - mb0][most][16], 2 [chunk + 1][16].
+void run_tile(const Work& k, const IntLinear& w, const LinearArgs& a, const Tokens* tokens, int64_t tile, int64_t mb0,
+              int64_t mb1, float* room) {
+    float* c = room + (k.ones ? k.chunk * 16 : 0);
+    for (int64_t b0 = 0; b0 < k.blocks; b0 += k.chunk) {
+        const Tile p = tile_at(k, a, tile, b0, room, c + (mb1 - mb0) * k.most * 16);
+        for (int64_t mb = mb0; mb < mb1; ++mb) {
+            const Tokens& tok = tokens[mb];
+            const int t = k.tokens_in(mb), r = k.rows(t);
+            const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r, tok.scale + b0 * t,
+                            tok.value + b0 * t, tok.token_zero};
+            float* here = c + (mb - mb0) * k.most * 16;
+            pick(w.bits, k.words ? 0 : k.digits, k.ones && mb == mb0, t)(p, rows, here, b0 == 0);
+            if (b0 + k.chunk >= k.blocks) finish(w, a, here, k.first_token(mb), t, tile * 16, tok);
+        }
+    }
+}
+
+}  // namespace
