@@ -24,7 +24,7 @@ from pennyweight.kernels.activation import encode_activation, static_params
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.table import case_of
 from pennyweight.kernels.torch_int8 import int_mm_saturates
-from tests.tensors import INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
+from tests.tensors import INT8_GROUPS, INT8_GROUPS_ASYMMETRIC, INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
 from tests.tensors import SPECS as TENSORS
 
 SPECS = TENSORS | {name: NAMED[name] for name in ("q2_k", "q4_k", "q6_k", "iq4_xs")}
@@ -36,6 +36,8 @@ ACTIVATIONS = {
     "int7_tensor": ActivationSpec(QuantSpec(INT7, None)),
     "int8_asymmetric": ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True)),
     "uint8_token": UINT8_TOKEN,
+    "int8_groups": INT8_GROUPS,
+    "int8_groups_asymmetric": INT8_GROUPS_ASYMMETRIC,
     "int8_static": INT8_STATIC,
     "int8_static_asymmetric": ActivationSpec(QuantSpec(INT8, None, zero_point=True), "static"),
 }

@@ -27,7 +27,7 @@ KINDS = {
     None: NONE, torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: I8, torch.uint8: U8,
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
-ABI = 4  # as in src/abi.h
+ABI = 5  # as in src/abi.h
 PLAIN, BITS, TILES = range(3)  # storage of codes, as in src/abi.h
 INVALID = 2  # status for inconsistent arguments, as in src/abi.h
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # quantization of the input, as in src/abi.h
@@ -37,7 +37,7 @@ class IntLinear(ctypes.Structure):
     """Static properties of a linear layer with integer codes; see src/abi.h."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("n", "k", "kp")),
+        *((name, c_int64) for name in ("n", "k", "kp", "act_group")),
         *((name, c_int32) for name in ("bits", "center", "group", "block", "scale", "zero_point", "offset")),
         *((name, c_int32) for name in ("outer", "outer_kind", "x", "act")),
         *((name, c_int32) for name in ("act_lo", "act_hi", "act_scale")),

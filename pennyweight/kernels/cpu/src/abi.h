@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int ABI = 4;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 5;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -21,10 +21,11 @@ enum Activation : int32_t { FLOAT = 0, SYMMETRIC = 1, ASYMMETRIC = 2, STATIC = 3
 struct IntLinear {
     int64_t n, k;        // rows and columns of the weight
     int64_t kp;          // k in whole groups and whole blocks of 32
+    int64_t act_group;   // columns per scale of a dynamic activation, a multiple of the block; 0: one scale per token
     int32_t bits;        // of a code, 1..8
     int32_t center;      // constant subtracted from the unsigned code
     int32_t group;       // columns per weight scale; 0: one scale per row; -1: one per tensor
-    int32_t block;       // columns per integer sum, a multiple of 32 that divides the group
+    int32_t block;       // columns per integer sum, a multiple of 32 that divides both groups
     int32_t scale, zero_point, offset;  // Kind; I8 and U8: scales and offsets are codes with outer scales
     int32_t outer;       // number of such codes per outer scale in a row; 0: none
     int32_t outer_kind;  // Kind of the outer scales

@@ -52,6 +52,8 @@ inline bool int_weight(Arguments& c, const IntLinear& w) {
            c.must(w.group <= 0 || (w.group % w.block == 0 && w.kp % w.group == 0), "block divides group divides kp") &&
            c.must(is_float(w.x) && is_float(w.act_scale), "x and scales of activations of a float kind") &&
            c.must(within(w.act, FLOAT, STATIC), "act FLOAT to STATIC") &&
+           c.must(w.act_group == 0 || (within(w.act_group, 1, MOST) && w.act_group % w.block == 0 && (w.act == SYMMETRIC || w.act == ASYMMETRIC)),
+                  "groups of a dynamic activation, of whole blocks") &&
            c.must(w.act == FLOAT || (within(w.act_lo, -128, 127) && within(w.act_hi, w.act_lo, 127)), "act_lo to act_hi within int8") &&
            c.must(w.outer >= 0 && (outer ? is_integer(w.scale) && w.group > 0 && !w.zero_point : is_float(w.scale) || w.scale == E8M0),
                   "scales of a float kind or E8M0, or integers in groups under outer numbers") &&

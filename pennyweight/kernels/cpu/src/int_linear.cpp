@@ -32,7 +32,7 @@ int int_linear(const IntLinear* weights, const LinearArgs* args, int count) {
     const auto up = whole_lines;
     const int copies = a.m <= 2 ? threads : 1;
     const int64_t digits = up(w.kp * k.row_bytes(k.most)), sums = up(k.blocks * k.rows(k.most) * 4);
-    const int64_t numbers = up(k.blocks * k.most * 4), per_block = digits + sums + 2 * numbers;
+    const int64_t numbers = up(k.blocks * k.most * 4), per_block = digits + sums + 3 * numbers;
     const int64_t table = up((int64_t)sizeof(Tokens) * k.token_blocks), one_copy = table + per_block * k.token_blocks;
     const int64_t row_room = up(w.kp * 4) + up(w.kp * 3), per_thread = row_room + (step * k.most + k.chunk + (w.outer ? 2 * (k.chunk + 1) : 0)) * 64;
     char* space = inputs.get((size_t)(one_copy * copies + per_thread * threads + up(w.kp)));
@@ -52,6 +52,7 @@ int int_linear(const IntLinear* weights, const LinearArgs* args, int count) {
         tok.sums = (int32_t*)(p += digits);
         tok.scale = (float*)(p += sums);
         tok.value = (float*)(p += numbers);
+        tok.zero = (float*)(p += numbers);
         const int t = k.tokens_in(mb);
         for (int i = 0; i < t; ++i)
             take_row(w, a, k.first_token(mb) + i, tok, t, i, k.words, (float*)room, (int8_t*)(room + up(w.kp * 4)));

@@ -131,8 +131,9 @@ void run_tile(const Work& k, const IntLinear& w, const LinearArgs& a, const Toke
         for (int64_t mb = mb0; mb < mb1; ++mb) {
             const Tokens& tok = tokens[mb];
             const int t = k.tokens_in(mb), r = k.rows(t);
-            const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r, tok.scale + b0 * t,
-                            tok.value + b0 * t, tok.token_zero};
+            const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r,
+                            w.act == FLOAT || w.act_group ? tok.scale + b0 * t : nullptr, tok.value + b0 * t,
+                            w.act_group ? tok.zero + b0 * t : tok.token_zero};
             float* here = c + (mb - mb0) * k.most * 16;
             pick(w.bits, k.words ? 0 : k.digits, k.ones && mb == mb0, t)(p, rows, here, b0 == 0);
             if (b0 + k.chunk >= k.blocks) finish(w, a, here, k.first_token(mb), t, tile * 16, tok);
