@@ -82,6 +82,7 @@ _SIGNATURES = {
     # weight, x, m, ldx, y, bias, bias kind, codes, scale, outer scale, outer offset, offset, its outer scale, threads
     "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _I)),
     "pw_pack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
+    "pw_pack_stream": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
     "pw_unpack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
     # matrix; codes, scale, zero point, offset; index or null, rows, out, threads
     "pw_dequantize": (_I, (_P, _P, _P, _P, _P, _P, _N, _P, _I)),

@@ -152,13 +152,23 @@ inline bool float_linear(const char* function, const FloatLinear* weight, const 
 
 // -- codes ------------------------------------------------------------------------------------------------------------
 
-inline bool packing(const char* function, const void* plain, int64_t n, int64_t k, int64_t kp, int bits, const void* tiles, int count) {
-    Arguments c(function);
+inline bool tiled(Arguments& c, int64_t n, int64_t k, int64_t kp, int bits, const void* tiles, int count) {
     if (!c.must(size(n) && size(k) && size(kp), "n, k and kp from 0 to 2**40") ||
         !c.must(kp % 32 == 0 && kp >= k, "kp a multiple of 32 and not below k") || !c.must(within(bits, 1, 8), "1 to 8 bits") || !threads(c, count))
         return false;
-    c.memory("codes", plain, times({n, k}));
     c.memory("tiles", tiles, times({over(n, 16), kp / 32, 64 * bits}));
+    return true;
+}
+inline bool packing(const char* function, const void* plain, int64_t n, int64_t k, int64_t kp, int bits, const void* tiles, int count) {
+    Arguments c(function);
+    if (!tiled(c, n, k, kp, bits, tiles, count)) return false;
+    c.memory("codes", plain, times({n, k}));
+    return c.fit();
+}
+inline bool streaming(const char* function, const void* stream, int64_t n, int64_t k, int64_t kp, int bits, int pad, const void* tiles, int count) {
+    Arguments c(function);
+    if (!tiled(c, n, k, kp, bits, tiles, count) || !c.must(within(pad, 0, (1 << bits) - 1), "padding of these bits")) return false;
+    c.memory("stream", stream, times({n, over(k * bits, 8)}));
     return c.fit();
 }
 

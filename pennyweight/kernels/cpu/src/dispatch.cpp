@@ -153,6 +153,12 @@ PW_EXPORT int pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t 
     table().pack_codes(codes, n, k, kp, bits, flip, out, threads);
     return DONE;
 }
+PW_EXPORT int pw_pack_stream(const uint8_t* stream, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out, int threads) {
+    if (!check::streaming("pw_pack_stream", stream, n, k, kp, bits, pad, out, threads)) return INVALID;
+    huge_pages(out, (n + 15) / 16 * kp / 32 * 64 * bits);
+    table().pack_stream(stream, n, k, kp, bits, pad, out, threads);
+    return DONE;
+}
 PW_EXPORT int pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
     if (!check::packing("pw_unpack_codes", codes, n, k, kp, bits, packed, threads)) return INVALID;
     huge_pages(codes, n * k);

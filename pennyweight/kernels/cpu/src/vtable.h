@@ -11,6 +11,7 @@ struct Table {
     int (*int_linear)(const IntLinear*, const LinearArgs*, int count);
     int (*float_linear)(const FloatLinear*, const FloatArgs*);
     void (*pack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);
+    void (*pack_stream)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out, int threads);
     void (*unpack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);
     void (*dequantize)(const Affine*, const Parts*, const int64_t* index, int64_t m, char* out, int threads);
     int (*quantize)(const Rounding*, const char* x, int64_t ldx, const Parts*, double* sums, int threads);
