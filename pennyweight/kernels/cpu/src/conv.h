@@ -95,6 +95,7 @@ void decode_conv(const ConvWork& k, int64_t tile) {
 // Scratch of a thread for one unit of work.
 struct ConvRoom {
     const int8_t* px[CONV_BLOCK];
+    int64_t patch_of;                                        // its set of channels, -1: none
     int32_t patch[CONV_BLOCK];                               // sums of the codes under a kernel
     alignas(64) int32_t sums[CONV_TILES * CONV_BLOCK * 16];  // [tile][pixel][16]
     alignas(64) float out[CONV_TILES * CONV_BLOCK * 16];
@@ -105,23 +106,34 @@ class ConvUnits {
     const Sample& x;
     char* y;  // of the sample
 
+    int64_t first_of_row(int64_t p) const { return p - p % k.a.ow; }
     int64_t pixel_at(int64_t p) const {  // of the buffer
         return p / k.a.ow * k.a.stride_h * k.s.columns + p % k.a.ow * k.a.stride_w;
     }
 
-    void patch_sums(int64_t first, int64_t count, int64_t set, int32_t* out) const {
+    // Sums of the codes under the kernel, times center if all rows have the same.
+    void patch_sums(int64_t first, int64_t count, int64_t set, ConvRoom& room) const {
+        if (room.patch_of == set) return;
+        room.patch_of = set;
         const Conv& w = k.w;
-        for (int64_t i = 0; i < count; ++i) {
-            const int32_t* at = x.sums + pixel_at(first + i) * k.s.sets + set;
-            int32_t sum = 0;
-            for (int64_t ky = 0; ky < w.kh; ++ky)
-                for (int64_t kx = 0; kx < w.kw; ++kx)
-                    sum += at[(ky * k.a.dilation_h * k.s.columns + kx * k.a.dilation_w) * k.s.sets];
-            out[i] = sum;
+        const ConvArgs& a = k.a;
+        const int64_t sets = k.s.sets;
+        const int32_t factor = w.zero_point ? 1 : k.center();
+        for (int64_t i = 0; i < count;) {
+            const int64_t oy = (first + i) / a.ow, ox = (first + i) % a.ow, n = std::min(count - i, a.ow - ox);
+            const int32_t* at = x.sums + (oy * a.stride_h * a.ow + ox) * sets + set;
+            int32_t* out = room.patch + i;
+            for (int64_t j = 0; j < n; ++j) out[j] = at[j * sets];
+            for (int64_t ky = 1; ky < w.kh; ++ky) {
+                at += a.dilation_h * a.ow * sets;
+                for (int64_t j = 0; j < n; ++j) out[j] += at[j * sets];
+            }
+            for (int64_t j = 0; j < n; ++j) out[j] *= factor;
+            i += n;
         }
     }
 
-    // room.out = the float sums of tiles [t0, t1) for the channels of one group; without the sample's scale.
+    // Sums of tiles [t0, t1) for the channels of one group: room.sums and room.patch, or if `folded` room.out.
     void dense(int64_t t0, int64_t t1, int64_t group, int64_t first, int64_t count, ConvRoom& room) const {
         const int64_t blocks = (count + CONV_PIXELS - 1) / CONV_PIXELS, small = count / blocks, larger = count % blocks;
         const int8_t* px[CONV_BLOCK];
@@ -139,10 +151,13 @@ class ConvUnits {
                 }
                 piece += pieces;
             }
-            patch_sums(first, count, group * k.sets() + j, room.patch);
-            for (int64_t t = t0; t < t1; ++t) fold(t, j, count, room, (t - t0) * CONV_BLOCK * 16);
+            patch_sums(first, count, group * k.sets() + j, room);
+            for (int64_t t = t0; t < t1 && folded(); ++t) fold(t, j, count, room, (t - t0) * CONV_BLOCK * 16);
         }
     }
+
+    // Whether more than the center must be subtracted from sums, or several sets added.
+    bool folded() const { return k.sets() > 1 || k.w.zero_point || x.zero; }
 
     // Adds the sums of one set, corrected for center and zero points, to the float sums.
     void fold(int64_t tile, int64_t j, int64_t count, ConvRoom& room, int64_t at) const {
@@ -158,9 +173,12 @@ class ConvUnits {
             own = isub(iload(k.sums + index), umul(own, columns));
             shift = umul(own, iset(x.zero));
         }
+        const int32_t* patch = room.patch;
+        const bool centered = !w.zero_point;  // patch is multiplied
         const F scale = sets > 1 ? part16({k.a.scale, w.scale}, index) : fset(1);
         for (int64_t i = 0; i < count; ++i) {
-            const I part = uadd(uadd(iload(sums + 16 * i), umul(center, iset(-room.patch[i]))), isub(iset(0), shift));
+            const I less = centered ? iset(-patch[i]) : umul(center, iset(-patch[i]));
+            const I part = uadd(uadd(iload(sums + 16 * i), less), isub(iset(0), shift));
             if (sets == 1) fstore(out + 16 * i, cvt(part));
             else fstore(out + 16 * i, j ? fma(cvt(part), scale, fload(out + 16 * i)) : fmul(cvt(part), scale));
         }
@@ -171,9 +189,19 @@ class ConvUnits {
         const float* codes = k.direct_codes + 16 * tile;
         const int64_t width = 16 * k.tiles, taps = w.kh * w.kw;
         const I zero = iset(x.zero);
-        (void)first;
         if (k.rows_of_group == 1) {
             int64_t p = 0;
+            const int64_t pixel = k.s.pixel, neighbours = pixel * k.a.stride_w * (DIRECT_PIXELS - 1);
+            if (const DirectRow row = pick_direct(w.kw, k.a.stride_w, k.a.dilation_w))
+                while (p + DIRECT_PIXELS <= count) {
+                    if (room.px[p + DIRECT_PIXELS - 1] - room.px[p] == neighbours && first_of_row(first + p) + k.a.ow >= first + p + DIRECT_PIXELS) {
+                        row(codes, width, w.kh, k.a.dilation_h * k.s.columns * pixel, room.px[p] + 16 * tile, pixel, zero, room.out + 16 * p);
+                        p += DIRECT_PIXELS;
+                    } else {
+                        direct_micro<1>(codes, width, k.taps, taps, room.px + p, 16 * tile, zero, room.out + 16 * p);
+                        ++p;
+                    }
+                }
             for (; p + DIRECT_PIXELS <= count; p += DIRECT_PIXELS)
                 direct_micro<DIRECT_PIXELS>(codes, width, k.taps, taps, room.px + p, 16 * tile, zero, room.out + 16 * p);
             for (; p < count; ++p) direct_micro<1>(codes, width, k.taps, taps, room.px + p, 16 * tile, zero, room.out + 16 * p);
@@ -190,11 +218,13 @@ class ConvUnits {
     // Output pixels [first, first + count) of tiles [t0, t1).
     void run(int64_t first, int64_t count, int64_t t0, int64_t t1, ConvRoom& room) const {
         for (int64_t i = 0; i < count; ++i) room.px[i] = x.codes + pixel_at(first + i) * k.s.pixel;
+        room.patch_of = -1;
         const ConvOutput out(k.w, k.a, x.scale, y, k.pixels, k.sets() == 1);
         if (k.direct) {
             for (int64_t t = t0; t < t1; ++t) {
                 depthwise(t, first, count, room);
-                out.store(room.out, t, 16 * t, std::min(16 * t + 16, k.w.o), first, count);
+                const float* sums = room.out;
+                out.store([=](int64_t i) { return fload(sums + 16 * i); }, room.out, t, 16 * t, std::min(16 * t + 16, k.w.o), first, count);
             }
             return;
         }
@@ -207,7 +237,10 @@ class ConvUnits {
                 for (int64_t i = t; i < t + n; ++i) {
                     const int64_t r0 = std::max(16 * i, g * k.rows_of_group);
                     const int64_t r1 = std::min({16 * i + 16, (g + 1) * k.rows_of_group, k.w.o});
-                    out.store(room.out + (i - t) * CONV_BLOCK * 16, i, r0, r1, first, count);
+                    float* to = room.out + (i - t) * CONV_BLOCK * 16;
+                    const int32_t *sums = room.sums + (i - t) * CONV_BLOCK * 16, *patch = room.patch;
+                    if (folded()) out.store([=](int64_t p) { return fload(to + 16 * p); }, to, i, r0, r1, first, count);
+                    else out.store([=](int64_t p) { return cvt(isub(iload(sums + 16 * p), iset(patch[p]))); }, to, i, r0, r1, first, count);
                 }
             }
             t += n;

@@ -50,10 +50,20 @@ class ConvOutput {
     ConvOutput(const Conv& w_, const ConvArgs& a_, float x_scale_, char* y_, int64_t pixels_, bool one_set_)
         : w(w_), a(a_), x_scale(x_scale_), y(y_), pixels(pixels_), one_set(one_set_) {}
 
-    // Rows [r0, r1) of a tile for pixels [first, first + count) from sums [count][16], which are overwritten.
-    void store(float* sums, int64_t tile, int64_t r0, int64_t r1, int64_t first, int64_t count) const {
+    // Rows [r0, r1) of a tile for pixels [first, first + count): value(i) is the sum of pixel `first` + i, without the
+    // scale. room: [count][16].
+    template <class Value> void store(const Value& value, float* room, int64_t tile, int64_t r0, int64_t r1, int64_t first, int64_t count) const {
+        F scale, bias;
+        numbers(tile, scale, bias);
+        const auto plain = [&](int64_t i) { return fma(value(i), scale, bias); };
+        if (a.function == IDENTITY) write(plain, room, tile, r0, r1, first, count);
+        else write([&](int64_t i) { return activate(a.function, plain(i)); }, room, tile, r0, r1, first, count);
+    }
+
+  private:
+    void numbers(int64_t tile, F& scale, F& bias) const {
         alignas(64) char tail[64] = {0};
-        F scale = fset(x_scale), bias = fset(0);
+        scale = fset(x_scale), bias = fset(0);
         if (w.one_scale) {
             memcpy(tail, a.scale, (size_t)size_of(w.scale));
             alignas(64) float f[16];
@@ -64,30 +74,38 @@ class ConvOutput {
         }
         if (a.bias) {
             const int64_t width = std::min<int64_t>(16, w.o - 16 * tile), each = size_of(a.bias_kind);
+            if (width == 16) {
+                bias = load16(a.bias, a.bias_kind, 16 * tile);
+                return;
+            }
             memcpy(tail, (const char*)a.bias + 16 * tile * each, (size_t)(width * each));
             bias = load16(tail, a.bias_kind, 0);
         }
-        const bool whole = r1 - r0 == 16;
-        const int64_t each = size_of(w.x);
-        if (a.y_last) {
-            char* out = y + (first * w.o + r0) * each;
-            for (int64_t i = 0; i < count; ++i, out += w.o * each) {
-                const F v = activate(a.function, fma(fload(sums + 16 * i), scale, bias));
-                if (whole) {
-                    store16(out, w.x, 0, v);
-                } else {
-                    store16(tail, w.x, 0, v);
-                    memcpy(out, tail + (r0 - 16 * tile) * each, (size_t)((r1 - r0) * each));
-                }
-            }
-            return;
-        }
-        for (int64_t i = 0; i < count; ++i) fstore(sums + 16 * i, activate(a.function, fma(fload(sums + 16 * i), scale, bias)));
-        if (whole && w.x == F32) planes(sums, (float*)y + r0 * pixels + first, pixels, count);
-        else some_planes(sums, tile, r0, r1, first, count);
     }
 
-  private:
+    template <class Value> void write(const Value& value, float* room, int64_t tile, int64_t r0, int64_t r1, int64_t first, int64_t count) const {
+        const bool whole = r1 - r0 == 16;
+        const int64_t each = size_of(w.x);
+        if (!a.y_last) {
+            for (int64_t i = 0; i < count; ++i) fstore(room + 16 * i, value(i));
+            if (whole && w.x == F32) planes(room, (float*)y + r0 * pixels + first, pixels, count);
+            else some_planes(room, tile, r0, r1, first, count);
+            return;
+        }
+        char* out = y + (first * w.o + r0) * each;
+        if (whole && w.x == F32) {
+            for (int64_t i = 0; i < count; ++i, out += w.o * each) fstore((float*)out, value(i));
+        } else if (whole) {
+            for (int64_t i = 0; i < count; ++i, out += w.o * each) store16(out, w.x, 0, value(i));
+        } else {
+            for (int64_t i = 0; i < count; ++i, out += w.o * each) {
+                alignas(64) char tail[64];
+                store16(tail, w.x, 0, value(i));
+                memcpy(out, tail + (r0 - 16 * tile) * each, (size_t)((r1 - r0) * each));
+            }
+        }
+    }
+
     // 16 planes, `step` numbers apart.
     static void planes(const float* sums, float* out, int64_t step, int64_t count) {
         int64_t i = 0;

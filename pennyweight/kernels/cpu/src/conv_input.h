@@ -2,8 +2,8 @@
 //
 // A sample is quantized with one scale, and one zero point, for all of its numbers: x = (q - zero) * scale. Its buffer is
 // [rows][columns][pixel] bytes, a pixel being the channels of each group in whole fours (those added are 0). Padding is
-// the zero point. `sums` has the sum of the codes of each pixel, for every set of channels that shares a weight scale:
-// [rows][columns][sets]. Codes are bit-identical to core/qparams.py and core/numerics.py.
+// the zero point. `sums` has the sums of the codes under a row of the kernel, for every set of channels that shares a
+// weight scale: [rows][output columns][sets]. Codes are bit-identical to core/qparams.py and core/numerics.py.
 #pragma once
 
 #include <algorithm>
@@ -48,39 +48,44 @@ struct Range {
     uint32_t top;
 };
 
-template <int KIND> Range range_of(const char* x, int64_t n) {
-    I top = iset(0);
-    F lo = fset(0), hi = fset(0);  // zero is within the range
-    const auto add = [&](F v) {
-        top = imax(top, iand(bits(v), iset(0x7fffffff)));
-        lo = fleast(v, lo);
-        hi = fmost(v, hi);
+// ENDS: lo and hi, too.
+template <int KIND, bool ENDS> Range range_of(const char* x, int64_t n) {
+    constexpr int CHAINS = 4;  // hide the latency of a maximum
+    I top[CHAINS];
+    F lo[CHAINS], hi[CHAINS];
+    PW_UNROLL for (int j = 0; j < CHAINS; ++j) top[j] = iset(0), lo[j] = hi[j] = fset(0);  // zero is within the range
+    const auto add = [&](F v, int j) {
+        top[j] = imax(top[j], iand(bits(v), iset(0x7fffffff)));
+        if (ENDS) lo[j] = fleast(v, lo[j]), hi[j] = fmost(v, hi[j]);
     };
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) add(load_kind<KIND>(x + i * bytes_of(KIND)));
-    if (i < n) {
-        alignas(64) char tail[64] = {0};
-        memcpy(tail, x + i * bytes_of(KIND), (size_t)((n - i) * bytes_of(KIND)));
-        add(load_kind<KIND>(tail));
+    for (; i + 16 * CHAINS <= n; i += 16 * CHAINS) {
+        PW_UNROLL for (int j = 0; j < CHAINS; ++j) add(load_kind<KIND>(x + (i + 16 * j) * bytes_of(KIND)), j);
     }
+    for (; i < n; i += 16) {
+        alignas(64) char tail[64] = {0};
+        memcpy(tail, x + i * bytes_of(KIND), (size_t)(std::min<int64_t>(16, n - i) * bytes_of(KIND)));
+        add(load_kind<KIND>(tail), 0);
+    }
+    for (int j = 1; j < CHAINS; ++j) top[0] = imax(top[0], top[j]), lo[0] = fleast(lo[0], lo[j]), hi[0] = fmost(hi[0], hi[j]);
     alignas(64) int32_t t[16];
-    istore(t, top);
-    Range r = {fleast(lo), fmost(hi), 0};
+    istore(t, top[0]);
+    Range r = {fleast(lo[0]), fmost(hi[0]), 0};
     for (const int32_t each : t) r.top = std::max(r.top, (uint32_t)each);
     return r;
 }
 
-// Scale and zero point from the range of a whole sample, as for a row that contains its ends.
+// Scale and zero point from the range of a whole sample, as for a row that has its ends and its largest magnitude.
 inline void choose_sample_scale(const Conv& w, const ConvArgs& a, const Range& r, Sample& s) {
     if (w.act == STATIC) {
         s.zero = a.act_zero_point;
-        s.scale = r.top >= 0x7f800000 ? float_of(0x7fc00000) : *(const float*)a.act_scale;
+        s.scale = *(const float*)a.act_scale;
         return;
     }
-    alignas(64) float ends[16] = {r.lo, r.hi};
-    if (r.top >= 0x7f800000) ends[0] = float_of(0x7fc00000);
+    const bool odd = r.top >= 0x7f800000;
+    alignas(64) float ends[16] = {r.lo, r.hi, w.act == SYMMETRIC || odd ? float_of(r.top) : 0};
     IntLinear row = {};
-    row.k = 2, row.kp = 16;
+    row.k = 3, row.kp = 16;
     row.x = w.x, row.act = w.act, row.act_lo = w.act_lo, row.act_hi = w.act_hi, row.act_scale = w.act_scale;
     row.act_floor = w.act_floor, row.act_steps = w.act_steps;
     choose_scale(row, ends, &s.scale, &s.zero);
@@ -117,18 +122,36 @@ inline int32_t sum_bytes(const int8_t* q, int64_t n) {
 }
 
 class InputRows {
+    static constexpr int32_t MOST = 0x7f800000;
     const Conv& w;
     const ConvArgs& a;
     const ConvShape& s;
     const Sample& to;
     const Quantizer code;
     const char* x;  // the sample
+    int32_t* pixel_sums;  // [rows of a unit][columns][sets], from row `first_row` on
+    int64_t first_row;
+    I top;  // of the numbers read, as bits; static activations only
+    // The same in registers: bytes that are stored may be any member, as far as the compiler knows.
+    class Codes {
+        InputRows& from;
+        const Quantizer code;
+        I top;
+
+      public:
+        explicit Codes(InputRows& rows) : from(rows), code(rows.code), top(rows.top) {}
+        ~Codes() { from.top = top; }
+        PW_INLINE I operator()(F v) {
+            top = imax(top, iand(bits(v), iset(0x7fffffff)));
+            return code(v);
+        }
+    };
 
     int8_t* pixel_at(int64_t y, int64_t column) const {
         return to.codes + ((y + a.pad_h) * s.columns + a.pad_w + column) * s.pixel;
     }
     int32_t* sum_at(int64_t y, int64_t column) const {
-        return to.sums + ((y + a.pad_h) * s.columns + a.pad_w + column) * s.sets;
+        return pixel_sums + ((y + a.pad_h - first_row) * s.columns + a.pad_w + column) * s.sets;
     }
     // Columns of the input that the buffer has.
     int64_t width() const { return std::min(a.w, s.columns - a.pad_w); }
@@ -139,7 +162,7 @@ class InputRows {
     void fill(int64_t row, int64_t column, int64_t count) const {
         if (count <= 0) return;
         memset(to.codes + (row * s.columns + column) * s.pixel, to.zero, (size_t)(count * s.pixel));
-        if (s.sums) std::fill_n(to.sums + (row * s.columns + column) * s.sets, count * s.sets, (int32_t)(to.zero * s.set));
+        if (s.sums) std::fill_n(pixel_sums + ((row - first_row) * s.columns + column) * s.sets, count * s.sets, (int32_t)(to.zero * s.set));
         if (to.zero == 0 || s.group == w.c) return;
         for (int64_t i = 0; i < count * a.groups; ++i) {  // channels that do not exist are 0
             int8_t* p = to.codes + (row * s.columns + column) * s.pixel + i / a.groups * s.pixel + i % a.groups * s.group;
@@ -164,17 +187,19 @@ class InputRows {
     }
 
     // One row of channels-last input. room: [w * channels].
-    template <int KIND> void channels_last(int64_t y, int8_t* room) const {
+    template <int KIND> void channels_last(int64_t y, int8_t* room) {
         const char* from = x + y * a.w * s.channels * bytes_of(KIND);
         const int64_t count = width() * s.channels;
         const bool direct = s.pixel == s.channels;
         int8_t* out = direct ? pixel_at(y, 0) : room;
+        Codes code_of(*this);
         if (direct && s.sets == 1 && s.channels % 16 == 0 && s.sums) {
             int32_t* sums = sum_at(y, 0);
-            for (int64_t i = 0; i < width(); ++i) {
+            const int64_t n = width(), channels = s.channels;
+            for (int64_t i = 0; i < n; ++i) {
                 I sum = iset(0);
-                for (int64_t c = 0; c < s.channels; c += 16, from += 16 * bytes_of(KIND), out += 16) {
-                    const I q = code(load_kind<KIND>(from));
+                for (int64_t c = 0; c < channels; c += 16, from += 16 * bytes_of(KIND), out += 16) {
+                    const I q = code_of(load_kind<KIND>(from));
                     sum = iadd(sum, q);
                     istore8(out, q);
                 }
@@ -183,14 +208,28 @@ class InputRows {
             return;
         }
         int64_t i = 0;
-        for (; i + 16 <= count; i += 16) istore8(out + i, code(load_kind<KIND>(from + i * bytes_of(KIND))));
+        for (; i + 16 <= count; i += 16) istore8(out + i, code_of(load_kind<KIND>(from + i * bytes_of(KIND))));
         if (i < count) {
             alignas(64) char tail[64] = {0};
             alignas(16) int8_t q[16];
             memcpy(tail, from + i * bytes_of(KIND), (size_t)((count - i) * bytes_of(KIND)));
-            istore8(q, code(load_kind<KIND>(tail)));
+            istore8(q, code_of(load_kind<KIND>(tail)));
             memcpy(out + i, q, (size_t)(count - i));
         }
+        if (w.c < 4 && a.groups == 1 && s.sums) {  // pixels of one word
+            const uint32_t mask = 0xffffffffu >> (32 - 8 * w.c);
+            uint8_t* p = (uint8_t*)pixel_at(y, 0);
+            int32_t* sums = sum_at(y, 0);
+            for (int64_t at = 0; at < width(); ++at, p += 4) {
+                uint32_t four;
+                memcpy(&four, room + at * w.c, 4);
+                four &= mask;
+                memcpy(p, &four, 4);
+                sums[at] = (int8_t)four + (int8_t)(four >> 8) + (int8_t)(four >> 16);
+            }
+            return;
+        }
+        if (direct && !s.sums) return;
         for (int64_t at = 0; at < width(); ++at) {
             if (!direct) spread(room + at * s.channels, pixel_at(y, at));
             sum_pixel(pixel_at(y, at), sum_at(y, at));
@@ -198,17 +237,18 @@ class InputRows {
     }
 
     // `count` <= 16 pixels from pixel `first` of the planes of contiguous input. room: [16 * channels].
-    template <int KIND> void planes(int64_t first, int64_t count, int8_t* room) const {
+    template <int KIND> void planes(int64_t first, int64_t count, int8_t* room) {
         const int64_t plane = a.h * a.w;
         int8_t* out[16];
         int32_t* sums[16];
-        for (int64_t i = 0; i < count; ++i) {
-            const int64_t y = (first + i) / a.w, column = (first + i) % a.w;
-            const bool there = used(y) && column < width();
+        for (int64_t i = 0, y = first / a.w, column = first % a.w; i < count; ++i) {
+            const bool there = column < width();
             out[i] = there ? pixel_at(y, column) : nullptr;
             sums[i] = there ? sum_at(y, column) : nullptr;
+            if (++column == a.w) column = 0, ++y;
         }
         const bool direct = s.group == w.c || a.groups == 1;
+        Codes code_of(*this);
         I sum = iset(0);
         for (int64_t c0 = 0; c0 < s.channels; c0 += 16) {
             alignas(64) uint8_t fourths[4][64], pixels[16][16];
@@ -223,7 +263,7 @@ class InputRows {
                         memcpy(tail, from, (size_t)(count * bytes_of(KIND)));
                         from = tail;
                     }
-                    const I q = code(load_kind<KIND>(from));
+                    const I q = code_of(load_kind<KIND>(from));
                     sum = iadd(sum, q);
                     word = ior(word, ishl(iand(q, iset(255)), (int)(8 * j)));
                 }
@@ -237,6 +277,7 @@ class InputRows {
                 if (!out[i]) continue;
                 int8_t* p = direct ? out[i] + c0 : room + i * s.channels + c0;
                 if (bytes == 16) memcpy(p, pixels[i], 16);
+                else if (bytes == 4) memcpy(p, pixels[i], 4);
                 else memcpy(p, pixels[i], (size_t)bytes);
             }
         }
@@ -250,7 +291,7 @@ class InputRows {
         }
     }
 
-    template <int KIND> void quantize(int64_t y0, int64_t y1, int8_t* room) const {
+    template <int KIND> void quantize(int64_t y0, int64_t y1, int8_t* room) {
         if (a.x_last) {
             for (int64_t y = y0; y < y1; ++y)
                 if (used(y)) channels_last<KIND>(y, room);
@@ -273,11 +314,20 @@ class InputRows {
     }
 
   public:
-    InputRows(const Conv& w_, const ConvArgs& a_, const ConvShape& s_, const Sample& to_, const char* x_)
-        : w(w_), a(a_), s(s_), to(to_), code(w_, to_), x(x_) {}
+    // sums: [rows of a unit][columns][sets]
+    InputRows(const Conv& w_, const ConvArgs& a_, const ConvShape& s_, const Sample& to_, const char* x_, int32_t* sums)
+        : w(w_), a(a_), s(s_), to(to_), code(w_, to_), x(x_), pixel_sums(sums), first_row(0), top(iset(0)) {}
 
-    // Rows [r0, r1) of the buffer. room: [max(w, 16) * channels].
-    void run(int64_t r0, int64_t r1, int8_t* room) const {
+    // Whether all numbers that were read are finite.
+    bool finite() const {
+        alignas(64) int32_t t[16];
+        istore(t, top);
+        return *std::max_element(t, t + 16) < MOST;
+    }
+
+    // Rows [r0, r1) of the buffer. room: [max(w, 16) * channels + 4].
+    void run(int64_t r0, int64_t r1, int8_t* room) {
+        first_row = r0;
         const int64_t right = a.pad_w + std::max<int64_t>(width(), 0);
         for (int64_t r = r0; r < r1; ++r) {
             const bool inside = r >= a.pad_h && r < a.pad_h + a.h;
@@ -285,11 +335,29 @@ class InputRows {
             if (inside) fill(r, right, s.columns - right);
         }
         const int64_t y0 = std::max<int64_t>(0, r0 - a.pad_h), y1 = std::min(a.h, r1 - a.pad_h);
-        if (y0 >= y1 || width() <= 0) return;
-        switch (w.x) {
-            case BF16: return quantize<BF16>(y0, y1, room);
-            case F16: return quantize<F16>(y0, y1, room);
-            default: return quantize<F32>(y0, y1, room);
+        if (y0 < y1 && width() > 0) {
+            if (w.x == BF16) quantize<BF16>(y0, y1, room);
+            else if (w.x == F16) quantize<F16>(y0, y1, room);
+            else quantize<F32>(y0, y1, room);
+        }
+        for (int64_t r = r0; r < r1 && s.sums; ++r) sum_row(pixel_sums + (r - r0) * s.columns * s.sets, to.sums + r * a.ow * s.sets);
+    }
+
+  private:
+    // Sums under a row of the kernel for each output column.
+    void sum_row(const int32_t* from, int32_t* out) const {
+        const int64_t n = a.ow * s.sets;
+        for (int64_t kx = 0; kx < w.kw; ++kx, from += a.dilation_w * s.sets) {
+            if (a.stride_w == 1) {
+                if (kx == 0) std::copy_n(from, n, out);
+                else for (int64_t i = 0; i < n; ++i) out[i] += from[i];
+                continue;
+            }
+            for (int64_t i = 0; i < a.ow; ++i)
+                for (int64_t j = 0; j < s.sets; ++j) {
+                    const int32_t v = from[i * a.stride_w * s.sets + j];
+                    out[i * s.sets + j] = kx ? out[i * s.sets + j] + v : v;
+                }
         }
     }
 };

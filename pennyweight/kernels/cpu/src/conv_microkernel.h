@@ -86,6 +86,32 @@ void direct_micro(const float* w, int64_t step, const int64_t* taps, int64_t cou
     PW_UNROLL for (int t = 0; t < T; ++t) fstore(sums + 16 * t, acc[t]);
 }
 
+// The same for T neighbours of a row, `pixel` bytes apart, whose inputs are converted once. rows: of the kernel, `row`
+// bytes apart.
+template <int T, int KW, int STRIDE>
+void direct_row(const float* w, int64_t step, int64_t rows, int64_t row, const int8_t* px, int64_t pixel, I zero, float* sums) {
+    F acc[T];
+    PW_UNROLL for (int t = 0; t < T; ++t) acc[t] = fset(0);
+    for (int64_t ky = 0; ky < rows; ++ky, px += row, w += KW * step) {
+        F factor[KW];
+        PW_UNROLL for (int kx = 0; kx < KW; ++kx) factor[kx] = fload(w + kx * step);
+        PW_UNROLL for (int at = 0; at < (T - 1) * STRIDE + KW; ++at) {
+            const F v = cvt(isub(iload8s(px + at * pixel), zero));
+            PW_UNROLL for (int kx = 0; kx < KW; ++kx) {
+                const int t = (at - kx) / STRIDE;
+                if (at >= kx && (at - kx) % STRIDE == 0 && t < T) acc[t] = fma(v, factor[kx], acc[t]);
+            }
+        }
+    }
+    PW_UNROLL for (int t = 0; t < T; ++t) fstore(sums + 16 * t, acc[t]);
+}
+using DirectRow = void (*)(const float*, int64_t, int64_t, int64_t, const int8_t*, int64_t, I, float*);
+inline DirectRow pick_direct(int64_t kw, int64_t stride, int64_t dilation) {
+    if (dilation != 1 || (kw != 3 && kw != 5) || (stride != 1 && stride != 2)) return nullptr;
+    if (kw == 3) return stride == 1 ? &direct_row<DIRECT_PIXELS, 3, 1> : &direct_row<DIRECT_PIXELS, 3, 2>;
+    return stride == 1 ? &direct_row<DIRECT_PIXELS, 5, 1> : &direct_row<DIRECT_PIXELS, 5, 2>;
+}
+
 // The same for output channels that do not have the input channel of their own number: `source` gives it.
 inline void direct_micro(const float* w, int64_t step, const int64_t* taps, int64_t count, const int8_t* px,
                          const int32_t* source, I zero, float* sums) {

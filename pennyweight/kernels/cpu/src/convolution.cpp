@@ -32,11 +32,13 @@ inline void wait_for_team(int team) {
 }
 
 Range range_of(const Conv& w, const char* x, int64_t n) {
-    return w.x == BF16 ? range_of<BF16>(x, n) : w.x == F16 ? range_of<F16>(x, n) : range_of<F32>(x, n);
+    if (w.act == ASYMMETRIC) return w.x == BF16 ? range_of<BF16, true>(x, n) : w.x == F16 ? range_of<F16, true>(x, n) : range_of<F32, true>(x, n);
+    return w.x == BF16 ? range_of<BF16, false>(x, n) : w.x == F16 ? range_of<F16, false>(x, n) : range_of<F32, false>(x, n);
 }
 
-struct Counters {  // of one sample, or of a call
+struct Counters {  // of one sample
     int64_t range, rows, units;
+    int32_t odd;  // whether static inputs are not finite
 };
 
 class ConvCall {
@@ -45,7 +47,7 @@ class ConvCall {
     ConvWork k;
     int threads;
     bool own;  // each thread has its own samples
-    int64_t buffer_codes, buffer_sums, room_bytes, sample_numbers, parts, part, row_step, row_units;
+    int64_t buffer_codes, buffer_sums, row_sums, room_bytes, sample_numbers, parts, part, row_step, row_units;
     // memory
     char *buffers, *rooms;
     Range* ranges;
@@ -67,22 +69,24 @@ class ConvCall {
         Sample s = buffer_of(id);
         const char* x = x_of(sample);
         Range all = {0, 0, 0};
-        Counters none = {0, 0, 0}, *next = own ? &none : counters + sample;
-        for (int64_t i; (i = take_next(&next->range)) < parts;) {
+        Counters none = {0, 0, 0, 0}, *next = own ? &none : counters + sample;
+        for (int64_t i; w.act != STATIC && (i = take_next(&next->range)) < parts;) {
             const int64_t from = i * part;
             const Range r = range_of(w, x + from * size_of(w.x), std::min(part, sample_numbers - from));
             if (own) widen(all, r);
             else ranges[i] = r;
         }
-        wait_for_team(team);
-        for (int64_t i = 0; i < parts && !own; ++i) widen(all, ranges[i]);
+        wait_for_team(team);  // also for the units of the sample before
+        for (int64_t i = 0; i < parts && !own && w.act != STATIC; ++i) widen(all, ranges[i]);
         choose_sample_scale(w, a, all, s);
         {
-            const InputRows rows(w, a, k.s, s, x);
+            InputRows rows(w, a, k.s, s, x, (int32_t*)room_of(id));
             for (int64_t i; (i = take_next(&next->rows)) < row_units;)
-                rows.run(i * row_step, std::min(k.s.rows, (i + 1) * row_step), room_of(id));
+                rows.run(i * row_step, std::min(k.s.rows, (i + 1) * row_step), room_of(id) + row_sums);
+            if (w.act == STATIC && !rows.finite()) __atomic_store_n(&next->odd, 1, __ATOMIC_RELAXED);
         }
         wait_for_team(team);
+        if (__atomic_load_n(&next->odd, __ATOMIC_RELAXED)) s.scale = float_of(0x7fc00000);
         const ConvUnits units(k, s, y_of(sample));
         const int64_t blocks = (k.pixels + CONV_BLOCK - 1) / CONV_BLOCK, small = k.pixels / blocks, larger = k.pixels % blocks;
         const int64_t groups = (k.tiles + CONV_TILES - 1) / CONV_TILES;
@@ -115,8 +119,9 @@ class ConvCall {
         bool merged;
         const int64_t pixels = k.s.rows * k.s.columns, pieces = k.sets() * conv_pieces(w, a, &merged), taps = w.kh * w.kw;
         const auto up = whole_lines;
-        buffer_codes = up(pixels * k.s.pixel + 64), buffer_sums = k.s.sums ? up(pixels * k.s.sets * 4) : 0;
-        room_bytes = up(std::max<int64_t>(a.w, 16) * k.s.channels);
+        buffer_codes = up(pixels * k.s.pixel + 64), buffer_sums = k.s.sums ? up(k.s.rows * a.ow * k.s.sets * 4) : 0;
+        row_sums = k.s.sums ? up(row_step * k.s.columns * k.s.sets * 4) : 0;
+        room_bytes = row_sums + up(std::max<int64_t>(a.w, 16) * k.s.channels + 4);
         const int64_t counts = own ? 0 : a.n;
         const int64_t decoded = k.decoded ? k.tiles * k.tile_bytes : 0, sums = k.zeros && !k.direct ? k.tiles * k.sets() * 16 : 0;
         const int64_t numbers = k.direct ? taps * 16 * k.tiles : 0;
