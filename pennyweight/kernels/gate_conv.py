@@ -40,7 +40,8 @@ def convolution_sizes(
 
 
 def output_format(x: Tensor) -> torch.memory_format:
-    """Memory format of the output for an input [N, C, H, W]: that of torch's float convolution on a CPU."""
+    """Memory format of the output for an input [N, C, H, W]: that of torch's float convolution on a CPU. In one dimension
+    its outputs are contiguous."""
     plain, last = x.is_contiguous(), x.is_contiguous(memory_format=_CHANNELS_LAST)
     if plain != last:
         return torch.contiguous_format if plain else _CHANNELS_LAST
@@ -50,10 +51,10 @@ def output_format(x: Tensor) -> torch.memory_format:
 def convolution(struct: Conv, dtype: torch.dtype) -> ConvolutionProduct:
     """(x, operand, bias, stride, padding, dilation, groups) -> y, for weights that ``struct`` describes.
 
-    x: [N, groups * C, H, W] or [N, groups * C, W] of ``dtype``, the lists with one entry for each spatial axis. y: in
-    the memory format that torch's float convolution chooses. Returns None if native code cannot read x or the bias, or
-    if sizes do not fit: torch's own convolution has the message. Raises ArgumentError if a part lost its memory, and
-    MemoryError.
+    x: [N, groups * C, H, W] or [N, groups * C, W] of ``dtype``, the lists with one entry, or with one for
+    each spatial axis. y: in the memory format that torch's float convolution chooses. Returns None if native code cannot
+    read x or the bias, or if sizes do not fit: torch's own convolution has the message. Raises ArgumentError if a part
+    lost its memory, and MemoryError.
     """
     call, threads, weight = native_function("pw_convolution"), torch.get_num_threads, ctypes.addressof(struct)
     o, c, kernel = int(struct.o), int(struct.c), (int(struct.kh), int(struct.kw))
@@ -62,17 +63,17 @@ def convolution(struct: Conv, dtype: torch.dtype) -> ConvolutionProduct:
         x: Tensor, w: Operand, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
         dilation: Sequence[int], groups: int, function: int = 0, held: Any = struct,
     ) -> Tensor | None:  # fmt: skip
-        if not in_memory(x) or not x.is_cpu or x.dtype is not dtype or x.ndim != len(stride) + 2:
+        if not in_memory(x) or not x.is_cpu or x.dtype is not dtype or x.ndim not in (3, 4):
             return None
         flat = x.ndim == 3
+        stride, padding, dilation = (v if len(v) > 1 else (*v,) * (x.ndim - 2) for v in (stride, padding, dilation))
+        if min(stride) < 1 or min(dilation) < 1 or min(padding) < 0 or groups < 1:
+            return None
         if flat:
             x, stride, padding, dilation = x.unsqueeze(2), (1, *stride), (0, *padding), (1, *dilation)
         n, channels, *sizes = x.shape
         out = convolution_sizes(sizes, kernel, stride, padding, dilation)
-        if (
-            x.ndim != 4 or groups < 1 or channels != c * groups or o % groups or min(out) < 1 or min(stride) < 1
-            or min(dilation) < 1 or min(padding) < 0
-        ):  # fmt: skip
+        if channels != c * groups or o % groups or min(out) < 1:
             return None
         b, b_kind = None, 0
         if bias is not None:
@@ -81,7 +82,7 @@ def convolution(struct: Conv, dtype: torch.dtype) -> ConvolutionProduct:
             if bias.dtype not in FLOAT_KINDS or not bias.is_contiguous():
                 bias = bias.float().contiguous()
             b, b_kind = bias.data_ptr(), FLOAT_KINDS[bias.dtype]
-        kind = output_format(x)
+        kind = torch.contiguous_format if flat else output_format(x)
         if not x.is_contiguous() and not x.is_contiguous(memory_format=_CHANNELS_LAST):
             x = x.contiguous(memory_format=kind)
         y = torch.empty((n, o, *out), dtype=dtype, device="cpu", memory_format=kind)

@@ -226,10 +226,9 @@ def _call(x: Tensor, w: Any, case: Case, bias: Tensor | None, rest: Sequence[Any
         y = run(x.as_subclass(Tensor).resolve_neg(), operand(w), bias, stride, padding, dilation, groups)
     if y is not None:
         return y
-    meta = [torch.empty(t.shape, dtype=x.dtype, device="meta") for t in (x, bias) if t is not None]
-    torch.ops.aten.convolution.default(  # raises
-        meta[0], torch.empty(case.shape, dtype=x.dtype, device="meta"), meta[1] if bias is not None else None, *rest
-    )
+    one = torch.zeros(1, dtype=torch.float32, device="cpu")
+    shapes = [None if t is None else one.expand(t) for t in (x.shape, case.shape, None if bias is None else bias.shape)]
+    torch.ops.aten.convolution.default(*shapes, *rest)  # raises what torch raises for such sizes
     raise ArgumentError(
         f"convolution: input {list(x.shape)} {x.dtype} on {x.device}"
         + ("" if bias is None else f", bias {list(bias.shape)} {bias.dtype} on {bias.device}")
@@ -274,11 +273,10 @@ def _fake(
     groups: int, key: str,
 ) -> Tensor:  # fmt: skip
     o, _, *kernel = _parse_key(key)[3]
+    stride, padding, dilation = (v if len(v) > 1 else [*v] * len(kernel) for v in (stride, padding, dilation))
     out = gate_conv.convolution_sizes(x.shape[2:], kernel, stride, padding, dilation)
     if x.ndim == 3:
-        wide = x.unsqueeze(2)
-        y = x.new_empty((x.shape[0], o, 1, *out))
-        return y.contiguous(memory_format=gate_conv.output_format(wide)).squeeze(2)
+        return x.new_empty((x.shape[0], o, *out))
     return x.new_empty((x.shape[0], o, *out)).contiguous(memory_format=gate_conv.output_format(x))
 
 
