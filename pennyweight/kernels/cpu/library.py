@@ -68,6 +68,28 @@ class FloatLinear(ctypes.Structure):
     )
 
 
+class Conv(ctypes.Structure):
+    """Static properties of a convolution with integer codes; see src/abi.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("o", "c", "kh", "kw", "channels", "kp")),
+        *((name, c_int32) for name in ("bits", "center", "scale", "zero_point", "one_scale", "x", "act")),
+        *((name, c_int32) for name in ("act_lo", "act_hi", "act_scale")),
+        *((name, c_float) for name in ("act_floor", "act_steps")),
+    )
+
+
+class ConvArgs(ctypes.Structure):
+    """Arguments of one convolution; see src/abi.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "y", "bias", "codes", "scale", "zero_point", "act_scale")),
+        *((name, c_int64) for name in ("n", "h", "w", "oh", "ow", "groups", "stride_h", "stride_w")),
+        *((name, c_int64) for name in ("pad_h", "pad_w", "dilation_h", "dilation_w")),
+        *((name, c_int32) for name in ("act_zero_point", "bias_kind", "x_last", "y_last", "function", "threads")),
+    )
+
+
 _P, _N, _I = c_void_p, c_int64, c_int
 _SIGNATURES = {
     "pw_abi": (_I, ()),
@@ -81,6 +103,7 @@ _SIGNATURES = {
     "pw_int_linears": (_I, (_P, _P, _I)),  # weights, arguments, count
     # weight, x, m, ldx, y, bias, bias kind, codes, scale, outer scale, outer offset, offset, its outer scale, threads
     "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _I)),
+    "pw_convolution": (_I, (_P, _P)),  # convolution, arguments
     "pw_pack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
     "pw_pack_stream": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
     "pw_unpack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),

@@ -90,6 +90,42 @@ struct FloatArgs {
     int32_t bias_kind, threads;
 };
 
+// -- convolutions -----------------------------------------------------------------------------------------------------
+
+enum Function : int32_t { IDENTITY = 0, RELU = 1, RELU6 = 2, HARDSWISH = 3, SILU = 4, GELU = 5 };  // of the output
+
+// Static properties of a convolution with integer codes; codes as in IntLinear. The columns of a row of tiles are
+// [set][kh][kw][channels of a set in whole fours]; added channels have the code 0. With one input channel per group the
+// codes are bytes, [kh * kw][o in whole 16].
+struct Conv {
+    int64_t o, c;            // output channels; input channels of a group
+    int64_t kh, kw;          // kernel, kh 1 for one dimension
+    int64_t channels;        // input channels that share a weight scale, a set; divides c, and is c or a multiple of 4
+    int64_t kp;              // columns of the codes, in whole blocks of 32
+    int32_t bits;            // of a code, 1..8
+    int32_t center;          // constant subtracted from the unsigned code
+    int32_t scale, zero_point;  // Kind; [o in whole 16][sets], 16 rows interleaved
+    int32_t one_scale;       // 1: one scale for the whole weight
+    int32_t x;               // Kind of input and output: F32, BF16, F16
+    int32_t act;             // Activation, not FLOAT
+    int32_t act_lo, act_hi;
+    int32_t act_scale;       // Kind in which a dynamic activation scale is stored
+    float act_floor;         // minimum dynamic scale
+    float act_steps;         // divisor of the range for a dynamic scale
+};
+
+// Arguments of one call. oh and ow follow from the others.
+struct ConvArgs {
+    const void* x;           // [n, groups * c, h, w], or with x_last [n, h, w, groups * c]; no gaps
+    void* y;                 // [n, o, oh, ow], or with y_last [n, oh, ow, o]
+    const void* bias;        // [o] of kind bias_kind, or null
+    const void *codes, *scale, *zero_point;
+    const void* act_scale;   // float32 [1], static activations
+    int64_t n, h, w, oh, ow, groups;
+    int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    int32_t act_zero_point, bias_kind, x_last, y_last, function, threads;
+};
+
 // -- conversions ------------------------------------------------------------------------------------------------------
 
 // Storage of codes: one per byte; bit streams per row; tiles (see pack.h).

@@ -171,7 +171,7 @@ inline int32_t true_columns(const IntLinear& w, int64_t b) {  // of a block, wit
 }
 
 // Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
-void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
+inline void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
               int8_t* bytes) {
     const int D = words ? 1 : digits_of(w), R = T * D;
     widen_row((const char*)a.x + m * a.ldx * size_of(w.x), w.x, w.k, w.kp, wide);

@@ -17,6 +17,7 @@
 #include <ctime>
 
 #include "conversions.h"
+#include "convolutions.h"
 #include "linears.h"
 #include "steps.h"
 
@@ -35,7 +36,7 @@ void on_signal(int number) {
 }
 
 void one_round() {
-    static void (*const every[])() = {int_linear, int_linears, float_linear, packing, dequantize, quantize, finite, optimizers, probe, choosing};
+    static void (*const every[])() = {int_linear, int_linears, float_linear, convolution, packing, dequantize, quantize, finite, optimizers, probe, choosing};
     for (const auto f : every)
         for (Place p : {AT_BEGIN, AT_END}) {
             place = p;
