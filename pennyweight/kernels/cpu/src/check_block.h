@@ -66,7 +66,7 @@ inline bool block(const char* function, const Block* call) {
     for (int i = 0; i < b.buffer_count; ++i) {
         const Buffer& f = b.buffers[i];
         if (!c.must(size(f.width) && is_float(f.kind), "buffers of a float kind")) return false;
-        if (f.data) c.memory("data", f.data, times({b.rows, f.width}), bytes_of(f.kind));
+        if (f.data || b.rows == 0) c.memory("data", f.data, times({b.rows, f.width}), bytes_of(f.kind));
         else if (!c.must(f.kind == F32 && size(f.offset) && f.offset % 16 == 0 && f.offset + f.width <= b.scratch, "scratch buffers, float32, within the scratch"))
             return false;
     }
