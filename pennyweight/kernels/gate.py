@@ -1,6 +1,7 @@
-"""The gate to native code: checks of addresses, and the products. Other native calls are in gate_convert.py.
+"""The gate to native code: checks of addresses, and the products. Other native calls are in gate_convert.py,
+gate_block.py and gate_conv.py.
 
-Only these modules (and gate_conv.py) call the native library (enforced by a test). They check all arguments.
+Only these modules call the native library (enforced by a test). They check all arguments.
 
 C++ receives addresses and sizes and trusts them. So each function here takes tensors, checks the device, dtype, element
 count, contiguity and combination that the native code expects, and raises

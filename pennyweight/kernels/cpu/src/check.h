@@ -179,7 +179,7 @@ inline bool convolution(const char* function, const Conv* conv, const ConvArgs* 
         !c.must(w.o % a.groups == 0, "groups that divide o") ||
         !c.must(within(a.stride_h, 1, SIDE) && within(a.stride_w, 1, SIDE) && within(a.dilation_h, 1, SIDE) && within(a.dilation_w, 1, SIDE), "strides and dilations from 1 to 2**31") ||
         !c.must(within(a.pad_h, 0, SIDE) && within(a.pad_w, 0, SIDE), "padding from 0 to 2**31") ||
-        !c.must(within(a.act_zero_point, -128, 127), "a zero point of int8") || !c.must(within(a.function, IDENTITY, GELU), "function IDENTITY to GELU") ||
+        !c.must(within(a.act_zero_point, -128, 127), "a zero point of int8") || !c.must(within(a.function, IDENTITY, HARDSWISH), "function IDENTITY to HARDSWISH") ||
         !c.must(within(a.x_last, 0, 1) && within(a.y_last, 0, 1), "memory formats 0 or 1") || !bias_kind(c, a.bias, a.bias_kind) || !threads(c, a.threads))
         return false;
     const int64_t sets = w.c / w.channels, tiles = over(w.o, 16), columns = times({sets, w.kh, w.kw, over(w.channels, 4) * 4});

@@ -38,7 +38,7 @@ struct ConvCase {
         if (line) w.kh = 1;
         a.h = std::max(a.h, reach_h - 2 * a.pad_h);
         a.oh = (a.h + 2 * a.pad_h - reach_h) / a.stride_h + 1, a.ow = (a.w + 2 * a.pad_w - reach_w) / a.stride_w + 1;
-        a.x_last = (int32_t)below(2), a.y_last = (int32_t)below(2), a.function = (int32_t)(chance(2) ? 0 : below(6));
+        a.x_last = (int32_t)below(2), a.y_last = (int32_t)below(2), a.function = (int32_t)(chance(2) ? 0 : below(8));
         a.act_zero_point = w.act == STATIC && chance(2) ? (int32_t)(below(200) - 100) : 0;
         a.threads = 1;
         tiles = (w.o + 15) / 16;
@@ -110,7 +110,7 @@ void convolution() {
         {"h", with([](W&, A& b) { b.h = -1; })}, {"groups", with([](W& v, A& b) { b.groups = v.o + 1; })}, {"no groups", with([](W&, A& b) { b.groups = 0; })},
         {"stride", with([](W&, A& b) { b.stride_h = 0; })}, {"dilation", with([](W&, A& b) { b.dilation_w = 0; })}, {"padding", with([](W&, A& b) { b.pad_w = -1; })},
         {"oh", with([](W&, A& b) { ++b.oh; })}, {"ow", with([](W&, A& b) { b.ow = 0; })}, {"act_zero_point", with([](W&, A& b) { b.act_zero_point = 128; })},
-        {"function", with([](W&, A& b) { b.function = 6; })}, {"memory format", with([](W&, A& b) { b.x_last = 2; })}, {"threads", with([](W&, A& b) { b.threads = 0; })},
+        {"function", with([](W&, A& b) { b.function = 8; })}, {"memory format", with([](W&, A& b) { b.x_last = 2; })}, {"threads", with([](W&, A& b) { b.threads = 0; })},
         {"kind of bias", with([](W&, A& b) { b.bias = b.codes, b.bias_kind = I8; })}, {"no codes", with([](W&, A& b) { b.codes = nullptr; })},
         {"no scale", with([](W&, A& b) { b.scale = nullptr; })}, {"no y", with([](W&, A& b) { b.n = std::max<int64_t>(b.n, 1), b.y = nullptr; })},
         {"more than int64", with([](W&, A& b) { b.n = INT64_MAX; })},
