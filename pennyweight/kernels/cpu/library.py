@@ -27,7 +27,7 @@ KINDS = {
     None: NONE, torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: I8, torch.uint8: U8,
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
-ABI = 4  # as in src/abi.h
+ABI = 5  # as in src/abi.h
 PLAIN, BITS, TILES = range(3)  # storage of codes, as in src/abi.h
 INVALID = 2  # status for inconsistent arguments, as in src/abi.h
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # quantization of the input, as in src/abi.h
@@ -89,6 +89,8 @@ _SIGNATURES = {
     "pw_quantize": (_I, (_P, _P, _N, _P, _P, _P, _P, _P, _I)),
     "pw_ranges": (_I, (_P, _P, _N, _P, _I)),
     "pw_finite": (_I, (_P, _I, _N, _I)),
+    "pw_attention": (_I, (_P, _I)),  # arguments, threads
+    "pw_rotary": (_I, (_P, _I)),  # arguments, threads
     "pw_optim_steps": (_I, (_P, _N, _I)),  # jobs, count, threads
     "pw_probe": (c_int64, (_I, _P, _N, _I)),  # what, buffer, bytes or rounds, threads
 }

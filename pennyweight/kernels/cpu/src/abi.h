@@ -1,10 +1,10 @@
 // Interface between Python and the kernels: the structures that exported functions read. Mirrored by ../library.py,
-// ../matrix_view.py, ../convert.py and ../optimizer.py; plain C types only.
+// ../matrix_view.py, ../convert.py, ../optimizer.py and ../attention.py; plain C types only.
 #pragma once
 
 #include <cstdint>
 
-constexpr int ABI = 4;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 5;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -132,6 +132,46 @@ struct Rounding {
     float floor;               // minimum scale
     float large;               // larger scales are reduced by a factor of 4 (offsets only)
     float part, rest;          // (mid - lo) / (hi - lo), and 1 minus that
+};
+
+// -- attention --------------------------------------------------------------------------------------------------------
+
+enum Rotation : int32_t { UNROTATED = 0, HALVES = 1, INTERLEAVED = 2 };
+enum HeadNorm : int32_t { NO_NORM = 0, LAYER_NORM = 1, RMS_NORM = 2 };
+
+// Normalization and rotation of the heads of q and k, and the new tokens of a cache; see rotary.h. Strides are in elements.
+struct RotaryArgs {
+    float* q;                  // row batch * tokens + token, q_stride apart; head h from column h * size on; changed in place
+    const float *k, *v;        // the same with `shared` heads, only read
+    int64_t q_stride, k_stride, v_stride;
+    void *keys, *values;       // [batch, shared, past + tokens, size] of kind cache_kind: written from `past` on
+    int64_t key_strides[3], value_strides[3];  // of batch, head, token; channels are contiguous
+    const void *cos, *sin;     // [batch, tokens, rotated] of kind angle_kind; null if UNROTATED
+    int64_t cos_strides[2], sin_strides[2];    // of batch (0: the same for all), token; channels are contiguous
+    const float *q_weight, *q_bias, *k_weight, *k_bias;  // [size] of the norms, the offset added; null: 1 and 0
+    int64_t batch, tokens, past;
+    int32_t heads, shared, size;
+    int32_t rotation, rotated; // Rotation, and how many channels of a head are rotated, an even number
+    int32_t cache_kind, angle_kind;
+    int32_t q_norm, k_norm;    // HeadNorm
+    float q_eps, k_eps;
+};
+
+// out = softmax(cap(q @ keys.T * scale) + mask) @ values for each head; see attention.h. Strides are in elements.
+struct AttentionArgs {
+    const void* q;             // [batch, tokens, heads, size] of kind q_kind
+    void* out;                 // the same, of kind out_kind
+    const void *keys, *values; // [batch, shared, length, size] of kind `kind`
+    const void* mask;          // [batch, heads, tokens, length]: U8 (not 0: allowed) or of a float kind (added); null: none
+    int64_t q_strides[3], out_strides[3];      // of batch, token, head; channels are contiguous
+    int64_t key_strides[3], value_strides[3];  // of batch, head, token; channels are contiguous
+    int64_t mask_strides[4];                   // of batch, head, token, key; 0: the same for all
+    int64_t batch, tokens, length;
+    int64_t window;            // 0: none
+    int32_t heads, shared, size;
+    int32_t q_kind, out_kind, kind, mask_kind;
+    int32_t causal;
+    float scale, softcap;      // softcap 0: none
 };
 
 // -- optimizer steps --------------------------------------------------------------------------------------------------
