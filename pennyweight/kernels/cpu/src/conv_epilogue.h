@@ -3,40 +3,10 @@
 
 #include <algorithm>
 
+#include "elementwise.h"
 #include "int_microkernel.h"
 
 namespace {
-
-// e**x, relative error below 2e-7; 0 below -87.
-inline F exp16(F x) {
-    x = fclip(x, fset(-87.0f), fset(88.0f));
-    const F n = frint(fmul(x, fset(1.44269504088896341f)));
-    F r = fma(n, fset(-0.693359375f), x);
-    r = fma(n, fset(2.12194440e-4f), r);
-    F p = fset(1.9875691500e-4f);  // the polynomial of Cephes' expf
-    for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = fma(p, r, fset(c));
-    p = fma(fmul(p, r), r, fadd(r, fset(1)));
-    return fmul(p, bitcast(ishl(iadd(iround(n), iset(127)), 23)));
-}
-// The error function, absolute error below 2e-7: Abramowitz and Stegun 7.1.26.
-inline F erf16(F x) {
-    const F a = fmost(x, fsub(fset(0), x)), t = fdiv(fset(1), fma(a, fset(0.3275911f), fset(1)));
-    F p = fset(1.061405429f);
-    for (const float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, fset(c));
-    const F y = fsub(fset(1), fmul(fmul(p, t), exp16(fsub(fset(0), fmul(x, x)))));
-    return fabove(fset(0), x, fsub(fset(0), y), y);
-}
-
-inline F activate(int32_t function, F y) {
-    switch (function) {
-        case RELU: return fabove(fset(0), y, fset(0), y);
-        case RELU6: return fclip(y, fset(0), fset(6));
-        case HARDSWISH: return fdiv(fmul(y, fclip(fadd(y, fset(3)), fset(0), fset(6))), fset(6));
-        case SILU: return fdiv(y, fadd(fset(1), exp16(fsub(fset(0), y))));
-        case GELU: return fmul(fmul(y, fset(0.5f)), fadd(fset(1), erf16(fmul(y, fset(0.70710678118654752f)))));
-        default: return y;
-    }
-}
 
 class ConvOutput {
     const Conv& w;
@@ -56,8 +26,9 @@ class ConvOutput {
         F scale, bias;
         numbers(tile, scale, bias);
         const auto plain = [&](int64_t i) { return fma(value(i), scale, bias); };
-        if (a.function == IDENTITY) write(plain, room, tile, r0, r1, first, count);
-        else write([&](int64_t i) { return activate(a.function, plain(i)); }, room, tile, r0, r1, first, count);
+        with_function(a.function, [&](auto f) {
+            write([&](int64_t i) { return apply<decltype(f)::value>(plain(i)); }, room, tile, r0, r1, first, count);
+        });
     }
 
   private:

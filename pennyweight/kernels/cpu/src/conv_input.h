@@ -88,7 +88,7 @@ inline void choose_sample_scale(const Conv& w, const ConvArgs& a, const Range& r
     row.k = 3, row.kp = 16;
     row.x = w.x, row.act = w.act, row.act_lo = w.act_lo, row.act_hi = w.act_hi, row.act_scale = w.act_scale;
     row.act_floor = w.act_floor, row.act_steps = w.act_steps;
-    choose_scale(row, ends, &s.scale, &s.zero);
+    choose_scale(row, ends, row.k, row.kp, &s.scale, &s.zero);
 }
 
 // q = round(x * (1 / scale)) + zero, clamped; the same arithmetic as quantize_row.

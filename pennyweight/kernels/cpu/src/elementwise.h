@@ -1,10 +1,12 @@
-// Functions of float32 vectors for the steps of a block: exp, erf, the activation functions of feed-forward layers, and
+// Functions of float32 vectors for the steps of a block: the activation functions of feed-forward layers, and
 // the normalization of rows. Every operation rounds as IEEE 754 requires and sums have a fixed order, so every
 // instruction set gives the same bits.
 #pragma once
 
+#include <type_traits>
+
 #include "abi.h"
-#include "simd.h"
+#include "vector_math.h"
 
 namespace {
 
@@ -13,17 +15,6 @@ template <int N> PW_INLINE F polynomial(F x, const float (&c)[N]) {
     F p = fset(c[N - 1]);
     PW_UNROLL for (int i = N - 2; i >= 0; --i) p = fma(p, x, fset(c[i]));
     return p;
-}
-
-// e**x, within 1 ulp; x is clipped to [-87.3, 88.3]. NaN passes.
-PW_INLINE F fexp(F x) {
-    constexpr float MAGIC = 12582912;  // 1.5 * 2**23: the low bits of x + MAGIC are x rounded to an integer
-    constexpr float REST[] = {0.49999994f, 0.16666521f, 0.041668389f, 0.0083687250f, 0.0013814582f};  // (e**r - 1 - r) / r**2
-    x = fclip(x, fset(-87.3f), fset(88.3f));
-    const F t = fma(x, fset(1.44269504f), fset(MAGIC)), n = fsub(t, fset(MAGIC));
-    const F r = fma(n, fset(-1.428606765e-06f), fma(n, fset(-0.693145752f), x));  // x - n * log(2)
-    const F y = fadd(fma(fmul(r, r), polynomial(r, REST), r), fset(1));
-    return fmul(y, bitcast(uadd(ishl(bits(t), 23), iset(127 << 23))));
 }
 
 // erf(x / sqrt(2)), within 4e-7.
@@ -38,52 +29,43 @@ PW_INLINE F ferf_of_normal(F x) {
 // x / (1 + e**-z), with -z given.
 PW_INLINE F fgate(F x, F minus_z) { return fdiv(x, fadd(fexp(minus_z), fset(1))); }
 
-// The activation function in place for 16 * n floats. Both GELUs within 1e-6 and 2 ulps, the others within 16 ulps.
-inline void activate(int function, float* x, int64_t n) {
+// The activation function FUNCTION. Both GELUs within 1e-6 and 2 ulps, the others within 16 ulps. NaN passes.
+template <int FUNCTION> PW_INLINE F apply(F v) {
+    if constexpr (FUNCTION == RELU) return fabove(fset(0), v, fset(0), v);
+    if constexpr (FUNCTION == GELU) {
+        const F half = fmul(fabove(fset(-5.5f), v, fset(-5.5f), v), fset(0.5f));  // 1 + erf is 0 only nearly
+        return fma(half, ferf_of_normal(v), half);
+    }
+    if constexpr (FUNCTION == GELU_TANH) {  // 1 + tanh(u) = 2 / (1 + e**-2u), u = sqrt(2 / pi) * (x + 0.044715 x**3)
+        return fgate(v, fmul(v, fma(fmul(v, v), fset(-0.07135481283f), fset(-1.595769122f))));
+    }
+    if constexpr (FUNCTION == QUICK_GELU) return fgate(v, fmul(v, fset(-1.702f)));
+    if constexpr (FUNCTION == SILU) return fgate(v, fmul(v, fset(-1)));
+    if constexpr (FUNCTION == RELU6) return fclip(v, fset(0), fset(6));
+    if constexpr (FUNCTION == HARDSWISH) return fdiv(fmul(v, fclip(fadd(v, fset(3)), fset(0), fset(6))), fset(6));
+    return v;
+}
+
+// Calls run with the function as a template argument: run(std::integral_constant<int, FUNCTION>).
+template <class Run> inline void with_function(int function, const Run& run) {
     switch (function) {
-        case RELU:
-            PW_ROLLED for (int64_t i = 0; i < n; ++i) {
-                const F v = fload(x + 16 * i);
-                fstore(x + 16 * i, fabove(fset(0), v, fset(0), v));  // NaN passes
-            }
-            break;
-        case GELU:
-            PW_ROLLED for (int64_t i = 0; i < n; ++i) {
-                const F v = fload(x + 16 * i);
-                const F half = fmul(fabove(fset(-5.5f), v, fset(-5.5f), v), fset(0.5f));  // 1 + erf is 0 only nearly
-                fstore(x + 16 * i, fma(half, ferf_of_normal(v), half));
-            }
-            break;
-        case GELU_TANH:  // 1 + tanh(u) = 2 / (1 + e**-2u), u = sqrt(2 / pi) * (x + 0.044715 x**3)
-            PW_ROLLED for (int64_t i = 0; i < n; ++i) {
-                const F v = fload(x + 16 * i), square = fmul(v, v);
-                const F u = fmul(v, fma(square, fset(-0.07135481283f), fset(-1.595769122f)));
-                fstore(x + 16 * i, fgate(v, u));
-            }
-            break;
-        case QUICK_GELU:
-            PW_ROLLED for (int64_t i = 0; i < n; ++i) {
-                const F v = fload(x + 16 * i);
-                fstore(x + 16 * i, fgate(v, fmul(v, fset(-1.702f))));
-            }
-            break;
-        case SILU:
-            PW_ROLLED for (int64_t i = 0; i < n; ++i) {
-                const F v = fload(x + 16 * i);
-                fstore(x + 16 * i, fgate(v, fmul(v, fset(-1))));
-            }
-            break;
-        default: break;
+        case RELU: return run(std::integral_constant<int, RELU>());
+        case GELU: return run(std::integral_constant<int, GELU>());
+        case GELU_TANH: return run(std::integral_constant<int, GELU_TANH>());
+        case QUICK_GELU: return run(std::integral_constant<int, QUICK_GELU>());
+        case SILU: return run(std::integral_constant<int, SILU>());
+        case RELU6: return run(std::integral_constant<int, RELU6>());
+        case HARDSWISH: return run(std::integral_constant<int, HARDSWISH>());
+        default: return run(std::integral_constant<int, IDENTITY>());
     }
 }
 
-// The sum of 16 lanes, in a fixed order.
-inline float fsum(F a) {
-    alignas(64) float t[16];
-    fstore(t, a);
-    for (int step = 8; step > 0; step /= 2)
-        for (int i = 0; i < step; ++i) t[i] += t[i + step];
-    return t[0];
+// In place for 16 * n floats.
+inline void activate(int function, float* x, int64_t n) {
+    if (function == IDENTITY) return;
+    with_function(function, [&](auto f) {
+        PW_ROLLED for (int64_t i = 0; i < n; ++i) fstore(x + 16 * i, apply<decltype(f)::value>(fload(x + 16 * i)));
+    });
 }
 
 // Sum of f(x[i..i + 15]) for i below n, a multiple of 16: four sums, because an addition waits for
@@ -120,12 +102,11 @@ inline F keep_columns(F v, int64_t i, int64_t n) {
     return fload(t);
 }
 
-// A row of k numbers to float32 out [kp], normalized, zero beyond k. kp: a multiple of 16.
+// A row [k] in place, with zeros beyond it up to a multiple of 16, which stay zero.
 //
 //   LAYER_NORM   (x - mean(x)) / sqrt(var(x) + eps) * (weight + offset) + bias
 //   RMS_NORM     x / sqrt(mean(x**2) + eps) * (weight + offset) + bias
-inline void take_normalized(const RowNorm& norm, const void* x, int kind, int64_t k, int64_t kp, float* out) {
-    widen_row(x, kind, k, kp, out);
+inline void normalize(const RowNorm& norm, int64_t k, float* out) {
     if (norm.kind == NO_NORM) return;
     const int64_t whole = (k + 15) / 16 * 16;
     if (norm.kind == LAYER_NORM) {
@@ -140,6 +121,12 @@ inline void take_normalized(const RowNorm& norm, const void* x, int kind, int64_
         if (norm.bias) y = fadd(y, load_part(norm.bias, norm.bias_kind, i, k));
         fstore(out + i, keep_columns(y, i, k));
     }
+}
+
+// A row of k numbers of a kind to float32 out [kp], normalized, zero beyond k. kp: a multiple of 16.
+inline void take_normalized(const RowNorm& norm, const void* x, int kind, int64_t k, int64_t kp, float* out) {
+    widen_row(x, kind, k, kp, out);
+    normalize(norm, k, out);
 }
 
 }  // namespace
