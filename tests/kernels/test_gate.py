@@ -103,6 +103,9 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
     packed = torch.zeros(2, 2 * 64 * 4, dtype=torch.uint8)
     return {
         "pack_codes": (lambda c, o: gate_convert.pack_codes(c, 64, 4, 0, o), [codes.view(torch.uint8), packed]),
+        "pack_stream": (
+            lambda s, o: gate_convert.pack_stream(s, 64, 64, 4, 8, o), [torch.zeros(20, 32, dtype=torch.uint8), packed],
+        ),
         "unpack_codes": (
             lambda p, o: gate_convert.unpack_codes(p, 64, 4, 0, o), [packed, torch.zeros(20, 64, dtype=torch.uint8)],
         ),
