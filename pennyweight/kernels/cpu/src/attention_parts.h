@@ -91,13 +91,6 @@ inline void store_output(const AttentionArgs& a, const AttentionPlan& p, int64_t
         }
     }
 }
-inline const char* key_at(const AttentionArgs& a, int64_t b, int64_t shared, int64_t key) {
-    return (const char*)a.keys + (b * a.key_strides[0] + shared * a.key_strides[1] + key * a.key_strides[2]) * size_of(a.kind);
-}
-inline const char* value_at(const AttentionArgs& a, int64_t b, int64_t shared, int64_t key) {
-    return (const char*)a.values + (b * a.value_strides[0] + shared * a.value_strides[1] + key * a.value_strides[2]) * size_of(a.kind);
-}
-
 // What is added to the scores of a block of keys: the mask, and -inf for a key that is not seen.
 struct Bias {
     const float* rows;   // null: nothing
