@@ -123,6 +123,17 @@ def test_a_row_without_a_key_is_zero() -> None:
         assert torch.equal(y[:, :, -1], v[:, :, 0].repeat_interleave(2, 1))
 
 
+def test_keys_that_are_not_seen_may_be_anything() -> None:
+    for s in (1, 20):
+        q, k, v = make((1, 2, 1, s, 300, 64))
+        mask = torch.rand(1, 1, s, 300) < 0.5
+        mask[..., 7] = False
+        expected = gate_attention.attention(q, k, v, mask)
+        for bad in (torch.nan, torch.inf):
+            k[:, :, 7] = bad
+            assert torch.equal(gate_attention.attention(q, k, v, mask), expected)
+
+
 def test_rows_of_the_least_number_are_means() -> None:
     """transformers masks with finfo.min: a row of padding has finite scores, which are all alike."""
     for s in (1, 20):

@@ -162,7 +162,10 @@ template <bool CAP> inline float finish_scores(const AttentionArgs& a, float* sc
     PW_ROLLED for (int64_t j = 0; j < n; j += 16) {
         F x = fload(scores + j);
         if (CAP) x = fmul(cap, ftanh(fmul(x, part)));
-        if (bias) x = fadd(x, fload(bias + j));
+        if (bias) {  // whatever the score of a key that is not seen
+            const F more = fload(bias + j);
+            x = fabove(fset(-3.4028235e38f), more, fset(NEVER), fadd(x, more));
+        }
         if (CAP || bias) fstore(scores + j, x);
         most = fmost(x, most);
     }
