@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.blocks import counts, resolve
 from ..core.errors import ArgumentError
+from ..core.layouts import portable_layout
+from ..core.packing import stream_shape
+from ..core.tensor import AffineQuantizedTensor
 from .block import Norm
-from .cpu.attention import NORMS, ROTATIONS, AttentionArgs, RotaryArgs
+from .cpu.attention import NORMS, ROTATIONS, AttentionArgs, CacheCodes, RotaryArgs
 from .cpu.library import KINDS
 from .gate import FLOAT_KINDS, address, check_status, native_function
 
@@ -24,7 +29,7 @@ _FLOATS = tuple(FLOAT_KINDS)
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, window: int = 0,
-    scale: float | None = None, softcap: float = 0.0, out: Tensor | None = None,
+    scale: float | None = None, softcap: float = 0.0, past: tuple[Any, Any] | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(cap(q @ k.T * scale) + mask) @ v for each head; a row without an allowed key is 0.
 
@@ -35,6 +40,8 @@ def attention(
     window   if positive, and if j > L - S + s - window
     scale    default: 1 / sqrt(D)
     softcap  if positive: cap(x) = softcap * tanh(x / softcap)
+    past     quantized keys and values [B, shared, P, D] before k and v, as integrations/kv_cache.py holds them; L is
+             then P and the tokens of k together. See :func:`past_reason`
     out      the result, by default a new tensor in the memory order [B, S, H, D]
 
     Returns [B, H, S, D] in q's dtype. Arithmetic is in float32. Raises ArgumentError for tensors that do not go
@@ -43,6 +50,12 @@ def attention(
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
         raise ArgumentError(f"attention: expected q [B, H, S, D] and k, v [B, shared, L, D], got {_shapes(q, k, v)}")
     (b, h, s, d), (kb, shared, length, kd) = q.shape, k.shape
+    newest = length
+    if past is not None:
+        reason = past_reason(past, k)
+        if reason is not True:
+            raise ArgumentError(f"attention: {reason}")
+        length += past[0].shape[2]
     if kb != b or kd != d or not shared or h % shared or not 1 <= d <= MOST_CHANNELS:
         raise ArgumentError(
             f"attention: q has batch {b}, {h} heads of {d} channels, keys have batch {kb}, {shared} heads of {kd}; "
@@ -70,12 +83,57 @@ def attention(
         a.mask_strides = tuple(strides)
         a.mask_kind = KINDS[torch.uint8 if mask.dtype is torch.bool else mask.dtype]
     a.batch, a.tokens, a.length, a.window = b, s, length, window
+    held = None
+    if past is not None:
+        held = [_codes(t, name) for t, name in zip(past, ("past keys", "past values"), strict=True)]
+        a.past, (a.past_keys, a.past_values) = length - newest, map(ctypes.addressof, held)
     a.heads, a.shared, a.size = h, shared, d
     a.q_kind, a.out_kind, a.kind, a.causal = KINDS[q.dtype], KINDS[out.dtype], KINDS[k.dtype], int(causal)
     a.scale, a.softcap = d**-0.5 if scale is None else scale, softcap
     status = native_function("pw_attention")(ctypes.addressof(a), torch.get_num_threads())
     check_status(status, f"attention: {_shapes(q, k, v)}")
+    del held  # the structures of the past live until here
     return out
+
+
+def past_reason(past: tuple[Any, Any], newest: Tensor) -> bool | str:
+    """True if :func:`attention` reads this quantized past before keys ``newest`` [B, shared, N, D], or why not.
+
+    Codes are unsigned integers of 1 to 8 bits, with a scale and an offset for a group of tokens or of channels.
+    """
+    for t in past:
+        if type(t) is not AffineQuantizedTensor or t.ndim != 4 or newest.ndim != 4:
+            return f"a quantized past is a tensor [B, shared, P, D], got {type(t).__name__}"
+        spec = t.spec
+        if t.shape[:2] != newest.shape[:2] or t.shape[3] != newest.shape[3] or t.shape != past[0].shape:
+            return f"a past {list(t.shape)} does not go before keys {list(newest.shape)}"
+        if spec.format.name != f"uint{spec.format.bits}" or spec.layout != portable_layout(spec):
+            return f"codes of {spec.format.name} in layout {spec.layout} are not read"
+        if resolve(spec.block, t.shape)[:2] != (1, 1):
+            return f"each head has scales of its own, got block {spec.block}"
+        if spec.zero_point or spec.scale not in _FLOATS or spec.scale != spec.offset:
+            return f"a past has scales and offsets of one float dtype, got {spec.scale} and {spec.offset}"
+    return True
+
+
+def _codes(t: Any, what: str) -> CacheCodes:
+    """The structure of keys or values that :func:`past_reason` accepted."""
+    shape, bits = t.shape, t.spec.format.bits
+    parts = (
+        ("codes", t._codes, (torch.uint8,), stream_shape(t.spec.codes_shape(shape), bits)),
+        ("scale", t._scale, (t.spec.scale,), counts(t.spec.block, shape)),
+        ("offset", t._offset, (t.spec.scale,), counts(t.spec.block, shape)),
+    )
+    c = CacheCodes()
+    for name, part, dtypes, expected in parts:
+        if tuple(part.shape) != tuple(expected):
+            raise ArgumentError(f"attention: {name} of {what}: expected {list(expected)}, got {list(part.shape)}")
+        at, strides = _strided(part, f"attention: {name} of {what}", dtypes, (0, 1, 2))
+        setattr(c, name, at)
+        setattr(c, f"{'code' if name == 'codes' else name}_strides", strides)
+    _, _, c.tokens, c.channels = resolve(t.spec.block, shape)
+    c.row, c.bits, c.kind = t._codes.shape[-1], bits, KINDS[t.spec.scale]
+    return c
 
 
 def rotary(
