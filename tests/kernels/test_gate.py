@@ -26,6 +26,7 @@ SOURCES = PACKAGE / "kernels" / "cpu" / "src"
 # Who may ask for an address, and what for. None of them gives it to native code.
 ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
+    "kernels/gate_attention.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
     "quantize/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
     "integrations/diffusers.py": "identity", "core/ops/view.py": "identity",
