@@ -35,7 +35,7 @@ void on_signal(int number) {
 }
 
 void one_round() {
-    static void (*const every[])() = {int_linear, int_linears, float_linear, packing, dequantize, quantize, finite, optimizers, probe, choosing};
+    static void (*const every[])() = {int_linear, int_linears, float_linear, packing, streaming, dequantize, quantize, finite, optimizers, probe, choosing};
     for (const auto f : every)
         for (Place p : {AT_BEGIN, AT_END}) {
             place = p;
