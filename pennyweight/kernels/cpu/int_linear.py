@@ -7,6 +7,7 @@ src/pack.h for the packing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -188,7 +189,7 @@ LAYOUT = register_layout(Layout("cpu", pack, unpack, ("cpu",), _EXAMPLES, _paddi
 # -- the kernel ------------------------------------------------------------------------------------------------------
 
 
-def _activation(act: ActivationSpec | None) -> bool | str:
+def _activation(act: ActivationSpec | None, columns: int) -> bool | str:
     if act is None:
         return True
     spec = act.spec
@@ -202,28 +203,40 @@ def _activation(act: ActivationSpec | None) -> bool | str:
         return True
     if act.rule not in ((None, "asymmetric") if spec.zero_point else (None, "symmetric", "absmax")):
         return f"does not support activations with the rule {act.rule!r}"
-    return spec.block == (-1,) or "needs one activation scale per token"
+    if spec.block is None or len(spec.block) > 1:
+        return "needs one activation scale per token, or per group of columns of a token"
+    group = _act_group(act, columns)
+    return group % STEP == 0 or f"needs groups of input columns that are multiples of {STEP}, not {group}"
+
+
+def _act_group(act: ActivationSpec | None, columns: int) -> int:
+    """Columns of a token that share a scale of a dynamic activation; 0: all."""
+    if act is None or act.mode == "static" or act.spec.block is None:
+        return 0
+    group = act.spec.block[-1]
+    return group if 0 < group < columns else 0
 
 
 def _accepts(case: Case) -> bool | str:
-    for verdict in (usable(), fits(case.spec, case.shape), _activation(case.act)):
+    for verdict in (usable(), fits(case.spec, case.shape), _activation(case.act, case.shape[-1])):
         if verdict is not True:
             return verdict
     return case.dtype in _FLOATS or f"for float32, bfloat16 and float16 inputs, not {case.dtype}"
 
 
-def _block(group: int, act: ActivationSpec | None, columns: int) -> int:
-    """Columns of one integer sum: a divisor of the group; a float input has one power of two per sum."""
+def _block(group: int, act_group: int, act: ActivationSpec | None) -> int:
+    """Columns of one integer sum: a divisor of the groups; a float input has one power of two per sum."""
     most = INPUT_BLOCK if act is None else ZERO_POINT_BLOCK if act.spec.zero_point else SUM_BLOCK
-    if group <= 0:
+    both = math.gcd(max(group, 0), act_group)
+    if both == 0:
         return most
-    return next(b for b in range(min(most, group) // STEP * STEP, 0, -STEP) if group % b == 0)
+    return next(b for b in range(min(most, both) // STEP * STEP, 0, -STEP) if both % b == 0)
 
 
 def describe(case: Case) -> IntLinear:
     """The case as the struct of src/abi.h."""
     spec, act, (n, k), kinds = case.spec, case.act, case.shape, cast("dict[Any, int]", KINDS)
-    group, columns = _group(spec, case.shape), _columns(spec, case.shape)
+    group, act_group, columns = _group(spec, case.shape), _act_group(act, k), _columns(spec, case.shape)
 
     def number_kind(kind: Any) -> int:
         if not isinstance(kind, QuantSpec):
@@ -231,8 +244,8 @@ def describe(case: Case) -> IntLinear:
         return E8M0_KIND if kind.format is E8M0 else kinds[kind.format.code_dtype]
 
     w = IntLinear(
-        n=n, k=k, kp=columns, bits=spec.format.bits, center=spec.mid - int(spec.format.lo), group=group,
-        block=_block(group, act, columns), scale=number_kind(spec.scale),
+        n=n, k=k, kp=columns, act_group=act_group, bits=spec.format.bits, center=spec.mid - int(spec.format.lo),
+        group=group, block=_block(group, act_group, act), scale=number_kind(spec.scale),
         zero_point=KINDS[spec.zero_point_dtype] if spec.zero_point else NONE,
         offset=number_kind(spec.offset), outer=outer(spec, case.shape),
         outer_kind=kinds[spec.scale.scale] if isinstance(spec.scale, QuantSpec) else NONE,

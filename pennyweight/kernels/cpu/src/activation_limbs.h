@@ -2,7 +2,8 @@
 //
 //   act FLOAT       each block of `block` columns of x is X * 2**e, X with 15 bits and sign (two limbs) for bfloat16
 //                   and float16, with 23 bits (three limbs) for float32; e is from the largest element of the block
-//   act SYMMETRIC, ASYMMETRIC, STATIC   x = (q - zero_point) * scale per token: one limb
+//   act SYMMETRIC, ASYMMETRIC, STATIC   x = (q - zero_point) * scale per token, or per group of columns of a token: one
+//                   limb
 //
 // Limbs are stored in the order in which the kernels read them: [k/4][R][4], row r = token * limbs + limb, the top limb
 // first. Two limbs may be stored as one 16-bit word: [k/4][2][T][2], columns 0 and 2 of four before 1 and 3.
@@ -48,7 +49,8 @@ inline uint32_t absmax_bits(const float* x, int64_t n) {
 struct Tokens {
     int8_t* digits;   // [kp/4][R][4]
     int32_t* sums;    // [blocks][R] sums of limbs
-    float* scale;     // [blocks][T] act FLOAT: scale of the block
+    float* scale;     // [blocks][T] act FLOAT and act_group: scale of the block
+    float* zero;      // [blocks][T] act_group: zero point of the block
     float* value;     // [blocks][T] sum of the block as a float, in units of token_scale
     float token_scale[12];
     float token_zero[12];
@@ -59,17 +61,18 @@ inline void put(int8_t* digits, int R, int r, const int8_t* row, int64_t kp) {
     for (int64_t q = 0; q < kp / 4; ++q) memcpy(digits + (q * R + r) * 4, row + 4 * q, 4);
 }
 
-// Scale and zero point of a dynamically quantized row; NaN if the row contains NaN or inf.
-void choose_scale(const IntLinear& w, const float* x, float* scale, int32_t* zero) {
+// Scale and zero point of the n columns of a dynamically quantized row from x on, `padded` columns with padding; the
+// scale is NaN if they contain NaN or inf.
+void choose_scale(const IntLinear& w, const float* x, int64_t n, int64_t padded, float* scale, int32_t* zero) {
     *zero = 0;
-    const uint32_t top = absmax_bits(x, w.k);
+    const uint32_t top = absmax_bits(x, n);
     if (top >= 0x7f800000) { *scale = float_of(0x7fc00000); return; }
     float s;
     if (w.act == SYMMETRIC) {
         s = clamp_to(round_to(w.x, float_of(top) / w.act_steps), w.act_floor, LARGEST[w.x]);
     } else {
         F least = fset(0), most = fset(0);  // padding is zero
-        for (int64_t i = 0; i < w.kp; i += 16) least = fleast(fload(x + i), least), most = fmost(fload(x + i), most);
+        for (int64_t i = 0; i < padded; i += 16) least = fleast(fload(x + i), least), most = fmost(fload(x + i), most);
         const float lo = fleast(least), hi = fmost(most);
         const float span = round_to(w.x, hi - lo);
         s = round_to(w.x, span / w.act_steps);
@@ -83,8 +86,10 @@ void choose_scale(const IntLinear& w, const float* x, float* scale, int32_t* zer
     *scale = w.act_scale == w.x ? s : clamp_to(s, -LARGEST[w.act_scale], LARGEST[w.act_scale]);
 }
 
-// One limb per element, q = round(x * (1 / scale)) + zero_point, clamped, and the sum of each block.
-void quantize_row(const IntLinear& w, const float* x, float scale, int32_t zero, int8_t* q, int32_t* sums, int step) {
+// One limb for each column from `from` to `to`, q = round(x * (1 / scale)) + zero_point, clamped, and the sum of each
+// block from that of column `from` on.
+void quantize_columns(const IntLinear& w, const float* x, int64_t from, int64_t to, float scale, int32_t zero, int8_t* q,
+                      int32_t* sums, int step) {
     float reciprocal = 1.0f / scale;
     if (w.act_scale != F32) {
         const float rounded = round_to(w.act_scale, reciprocal);
@@ -93,8 +98,8 @@ void quantize_row(const IntLinear& w, const float* x, float scale, int32_t zero,
     if (!(reciprocal <= LARGEST[F32])) reciprocal = 0;
     const F factor = fset(reciprocal), lo = fset((float)(w.act_lo - zero)), hi = fset((float)(w.act_hi - zero));
     const int wide = w.x == w.act_scale ? w.x : F32;  // the dtype of x * reciprocal
-    for (int64_t at = 0; at < w.kp; at += w.block, sums += step) {
-        const int64_t end = at + w.block < w.kp ? at + w.block : w.kp;
+    for (int64_t at = from; at < to; at += w.block, sums += step) {
+        const int64_t end = at + w.block < to ? at + w.block : to;
         I sum = iset(0);
         for (int64_t i = at; i < end; i += 16) {
             F v = fmul(fload(x + i), factor);
@@ -165,28 +170,38 @@ inline int32_t true_columns(const IntLinear& w, int64_t b) {  // of a block, wit
     return (int32_t)(left < 0 ? 0 : left < w.block ? left : w.block);
 }
 
-// Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
-void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
-              int8_t* bytes) {
+// A row, float32 [kp] with zeros beyond k, as token t of T. Scratch: bytes, [3 * kp].
+inline void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* wide, Tokens& tok, int T, int t, bool words,
+                   int8_t* bytes) {
     const int D = words ? 1 : digits_of(w), R = T * D;
-    widen_row((const char*)a.x + m * a.ldx * size_of(w.x), w.x, w.k, w.kp, wide);
     int8_t* row[3] = {bytes, bytes + w.kp, bytes + 2 * w.kp};
     tok.token_scale[t] = 1;
     tok.token_zero[t] = 0;
     if (w.act != FLOAT) {
-        float scale;
-        int32_t zero;
-        if (w.act == STATIC) {
-            zero = a.act_zero_point;
-            scale = absmax_bits(wide, w.k) >= 0x7f800000 ? float_of(0x7fc00000) : *(const float*)a.act_scale;
-        } else {
-            choose_scale(w, wide, &scale, &zero);
+        const int64_t group = w.act_group ? w.act_group : w.kp;
+        for (int64_t at = 0, b = 0; at < w.kp; at += group) {
+            const int64_t end = at + group < w.kp ? at + group : w.kp, there = end < w.k ? end : w.k;
+            float scale;
+            int32_t zero;
+            if (w.act == STATIC) {
+                zero = a.act_zero_point;
+                scale = absmax_bits(wide, w.k) >= 0x7f800000 ? float_of(0x7fc00000) : *(const float*)a.act_scale;
+            } else {
+                choose_scale(w, wide + at, there - at, end - at, &scale, &zero);
+            }
+            quantize_columns(w, wide, at, end, scale, zero, row[0], tok.sums + b * T + t, T);
+            if (!w.act_group) {
+                tok.token_scale[t] = scale;
+                tok.token_zero[t] = (float)zero;
+            }
+            for (; b * w.block < end; ++b) {
+                const float sum = (float)(tok.sums[b * T + t] - zero * true_columns(w, b));
+                tok.value[b * T + t] = w.act_group ? sum * scale : sum;
+                if (!w.act_group) continue;
+                tok.scale[b * T + t] = scale;
+                tok.zero[b * T + t] = (float)zero;
+            }
         }
-        quantize_row(w, wide, scale, zero, row[0], tok.sums + t, R);
-        tok.token_scale[t] = scale;
-        tok.token_zero[t] = (float)zero;
-        for (int64_t b = 0; b * w.block < w.kp; ++b)
-            tok.value[b * T + t] = (float)(tok.sums[b * T + t] - zero * true_columns(w, b));
     } else {
         for (int64_t b = 0, at = 0; at < w.kp; ++b, at += w.block) {
             const int64_t n = w.kp - at < w.block ? w.kp - at : w.block;
@@ -203,6 +218,13 @@ void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, i
     }
     if (words) put_words(tok.digits, T, t, (const int16_t*)bytes, w.kp);
     else for (int d = 0; d < D; ++d) put(tok.digits, R, t * D + d, row[d], w.kp);
+}
+
+// Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
+inline void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
+              int8_t* bytes) {
+    widen_row((const char*)a.x + m * a.ldx * size_of(w.x), w.x, w.k, w.kp, wide);
+    take_wide_row(w, a, wide, tok, T, t, words, bytes);
 }
 
 }  // namespace
