@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.formats import E8M0, INT7, INT8, UINT7, UINT8
-from ...core.layouts import Layout, register_layout
+from ...core.layouts import Layout, register_layout, unpack_zero_point
 from ...core.numerics import Parts
 from ...core.spec import SPECS, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
@@ -26,7 +26,7 @@ from .. import gate
 from ..table import Bound, Case, Kernel, Together, case_of, register_kernel
 from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, usable
 from .library import E8M0 as E8M0_KIND
-from .pack_ops import STEP, TILE, pack_codes, unpack_codes
+from .pack_ops import STEP, TILE, pack_codes, pack_stream, unpack_codes
 
 INPUT_BLOCK = 128  # maximum columns of a float input that share a power of two
 SUM_BLOCK = 2048  # maximum columns of one integer sum; far below the 65793 that fit int32
@@ -109,6 +109,8 @@ def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
 def tile_rows(p: Tensor) -> Tensor:
     """[n, groups] -> [ceil(n / 16), groups, 16], zero beyond n."""
     n, groups = p.shape
+    if n % TILE == 0:
+        return p.reshape(-1, TILE, groups).mT.clone(memory_format=torch.contiguous_format)
     out = p.new_zeros((padded_columns(n, TILE), groups))
     out[:n] = p
     return out.view(-1, TILE, groups).transpose(1, 2).contiguous()
@@ -133,11 +135,24 @@ def map_groups(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) ->
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: uint8 [ceil(N/16), K/32 * 64 * bits]; scale, zero_point, offset: [ceil(N/16), groups, 16]."""
+    _check_fits(spec, shape)
+    packed = pack_codes(parts.codes.view(torch.uint8), _columns(spec, shape), spec.format.bits, _flip(spec))
+    return map_groups(parts, spec, tile_rows)._replace(codes=packed)
+
+
+def from_bits(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    """As :func:`pack`, from parts in layout "bits"."""
+    _check_fits(spec, shape)
+    width = spec.codes_shape(shape)[-1]
+    packed = pack_stream(parts.codes, width, _columns(spec, shape), spec.format.bits, _flip(spec))
+    parts = parts._replace(zero_point=unpack_zero_point(parts.zero_point, spec, shape))
+    return map_groups(parts, spec, tile_rows)._replace(codes=packed)
+
+
+def _check_fits(spec: QuantSpec, shape: Sequence[int]) -> None:
     verdict = fits(spec, shape)
     if verdict is not True:
         raise ValueError(f'layout "cpu" of {tuple(shape)} {spec}: {verdict}')
-    packed = pack_codes(parts.codes.view(torch.uint8), _columns(spec, shape), spec.format.bits, _flip(spec))
-    return map_groups(parts, spec, tile_rows)._replace(codes=packed)
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
@@ -168,7 +183,7 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
 _EXAMPLES = tuple(
     (spec, shape) for spec in SPECS.values() for shape in ((16, 256), (33, 100)) if fits(spec, shape) is True
 )
-LAYOUT = register_layout(Layout("cpu", pack, unpack, ("cpu",), _EXAMPLES, _padding))
+LAYOUT = register_layout(Layout("cpu", pack, unpack, ("cpu",), _EXAMPLES, _padding, from_bits))
 
 
 # -- the kernel ------------------------------------------------------------------------------------------------------

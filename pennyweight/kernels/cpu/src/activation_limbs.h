@@ -197,14 +197,10 @@ inline int32_t true_columns(const IntLinear& w, int64_t b) {  // of a block, wit
     return (int32_t)(left < 0 ? 0 : left < w.block ? left : w.block);
 }
 
-// Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
-void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
-              int8_t* bytes) {
+// A row, float32 [kp] with zeros beyond k, as token t of T. Scratch: bytes, [3 * kp].
+inline void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* wide, Tokens& tok, int T, int t, bool words,
+                          int8_t* bytes) {
     const int D = words ? 1 : digits_of(w), R = T * D;
-    const char* from = (const char*)a.x + m * a.ldx * size_of(w.x);
-    const float* x = wide;
-    if (w.x == F32 && w.k == w.kp && w.act != FLOAT) x = (const float*)from;
-    else widen_row(from, w.x, w.k, w.kp, wide);
     int8_t* row[3] = {bytes, bytes + w.kp, bytes + 2 * w.kp};
     tok.token_scale[t] = 1;
     tok.token_zero[t] = 0;
@@ -216,7 +212,7 @@ void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, i
             const int64_t count = groups - first < 16 ? groups - first : 16;
             if (w.act == STATIC) {
                 const float scale = *(const float*)a.act_scale;
-                const bool finite = absmax_bits(x, w.k) < 0x7f800000;
+                const bool finite = absmax_bits(wide, w.k) < 0x7f800000;
                 chosen.scale[0] = finite ? scale : float_of(0x7fc00000);
                 alignas(64) float factor[16];
                 fstore(factor, factor_of(w, fset(scale)));
@@ -224,7 +220,7 @@ void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, i
                 chosen.zero[0] = a.act_zero_point;
             } else {
                 for (int64_t g = 0; g < count; ++g)
-                    range_of(w, x + (first + g) * group, x + end_of(first + g), chosen, g);
+                    range_of(w, wide + (first + g) * group, wide + end_of(first + g), chosen, g);
                 for (int64_t g = count; g < 16; ++g) chosen.least[g] = chosen.most[g] = 0;
                 choose_scales(w, chosen);
             }
@@ -232,7 +228,7 @@ void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, i
                 const int64_t at = (first + g) * group, end = end_of(first + g);
                 const float scale = chosen.scale[g];
                 const int32_t zero = chosen.zero[g];
-                quantize_columns(w, x, at, end, chosen.factor[g], zero, row[0], tok.sums + b * T + t, T);
+                quantize_columns(w, wide, at, end, chosen.factor[g], zero, row[0], tok.sums + b * T + t, T);
                 if (!w.act_group) {
                     tok.token_scale[t] = scale;
                     tok.token_zero[t] = (float)zero;
@@ -263,6 +259,15 @@ void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, i
     }
     if (words) put_words(tok.digits, T, t, (const int16_t*)bytes, w.kp);
     else for (int d = 0; d < D; ++d) put(tok.digits, R, t * D + d, row[d], w.kp);
+}
+
+// Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
+inline void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
+                     int8_t* bytes) {
+    const char* x = (const char*)a.x + m * a.ldx * size_of(w.x);
+    const bool as_is = w.x == F32 && w.k == w.kp;
+    if (!as_is) widen_row(x, w.x, w.k, w.kp, wide);
+    take_wide_row(w, a, as_is ? (const float*)x : wide, tok, T, t, words, bytes);
 }
 
 }  // namespace

@@ -28,6 +28,29 @@ void packing() {
         });
         if (mode != COMPARE) tiles.fill(0);
     }
+    {
+        const int64_t width = (k * bits + 7) / 8;
+        Bytes packed((size_t)(n * width), 0);
+        for (int64_t i = 0; i < n * k * bits; ++i) {
+            const int64_t r = i / (k * bits), at = i % (k * bits);
+            const int code = (uint8_t)(plain[(size_t)(r * k + at / bits)] + flip);
+            packed[(size_t)(r * width + at / 8)] |= (uint8_t)((code >> at % bits & 1) << at % 8);
+        }
+        const Room stream(packed), same((size_t)((n + 15) / 16 * kp / 32 * 64 * bits));
+        const auto call = [&](int64_t n, int64_t k, int64_t kp, int bits, int pad, int threads) {
+            return pw_pack_stream(stream.data(), n, k, kp, bits, pad, same.data(), threads);
+        };
+        compare(std::string("pw_pack_stream ") + what, {{same}}, [&](int threads) { return call(n, k, kp, bits, flip, threads); });
+        if (mode == COMPARE && same.copy() != tiles.copy()) ++wrong, printf("a stream is packed into other tiles: %s\n", what);
+        refuse("pw_pack_stream", {
+            {"n", [&] { return (int64_t)call(-1, k, kp, bits, flip, 1); }}, {"k", [&] { return (int64_t)call(n, -1, kp, bits, flip, 1); }},
+            {"kp", [&] { return (int64_t)call(n, k, kp + 1, bits, flip, 1); }}, {"k above kp", [&] { return (int64_t)call(n, kp + 1, kp, bits, flip, 1); }},
+            {"bits", [&] { return (int64_t)call(n, k, kp, 0, 0, 1); }}, {"threads", [&] { return (int64_t)call(n, k, kp, bits, flip, 0); }},
+            {"negative padding", [&] { return (int64_t)call(n, k, kp, bits, -1, 1); }}, {"padding of more bits", [&] { return (int64_t)call(n, k, kp, bits, 1 << bits, 1); }},
+            {"no stream", [&] { return (int64_t)pw_pack_stream(nullptr, n, k, kp, bits, flip, same.data(), 1); }},
+            {"no tiles", [&] { return (int64_t)pw_pack_stream(stream.data(), n, k, kp, bits, flip, nullptr, 1); }},
+        });
+    }
     Room back((size_t)(n * k));
     compare(std::string("pw_unpack_codes ") + what, {{back}},
             [&](int threads) { return pw_unpack_codes(tiles.data(), n, k, kp, bits, flip, back.data(), threads); });
