@@ -75,7 +75,7 @@ template <int KIND, bool ENDS> Range range_of(const char* x, int64_t n) {
     return r;
 }
 
-// Scale and zero point from the range of a whole sample, as for a row that has its ends and its largest magnitude.
+// Scale and zero point from the range of a whole sample, as for a row.
 inline void choose_sample_scale(const Conv& w, const ConvArgs& a, const Range& r, Sample& s) {
     if (w.act == STATIC) {
         s.zero = a.act_zero_point;
@@ -83,12 +83,15 @@ inline void choose_sample_scale(const Conv& w, const ConvArgs& a, const Range& r
         return;
     }
     const bool odd = r.top >= 0x7f800000;
-    alignas(64) float ends[16] = {r.lo, r.hi, w.act == SYMMETRIC || odd ? float_of(r.top) : 0};
+    Chosen chosen = {};
+    chosen.most[0] = (int32_t)(w.act == SYMMETRIC || odd ? r.top : bits_of(r.hi));
+    chosen.least[0] = (int32_t)(w.act == SYMMETRIC ? 0 : bits_of(0 - r.lo));
     IntLinear row = {};
-    row.k = 3, row.kp = 16;
     row.x = w.x, row.act = w.act, row.act_lo = w.act_lo, row.act_hi = w.act_hi, row.act_scale = w.act_scale;
     row.act_floor = w.act_floor, row.act_steps = w.act_steps;
-    choose_scale(row, ends, row.k, row.kp, &s.scale, &s.zero);
+    choose_scales(row, chosen);
+    s.scale = chosen.scale[0];
+    s.zero = chosen.zero[0];
 }
 
 // q = round(x * (1 / scale)) + zero, clamped; the same arithmetic as quantize_row.
