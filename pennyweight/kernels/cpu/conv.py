@@ -1,8 +1,9 @@
-"""Native ``convolution`` with integer codes of 1 to 8 bits and int8 inputs on a CPU, and the layout "cpu_conv".
+"""Native ``convolution`` with integer codes of 1 to 8 bits on a CPU, and the layout "cpu_conv".
 
 An implicit matrix product over tiles of 16 output channels; the input is quantized once, with one scale per sample, to
-int8 channels-last. See src/conv.h for the arithmetic. One and two dimensions, any stride, padding, dilation and number
-of groups.
+int8 channels-last. With weights alone, a float32 input is split into three int8 limbs with a power-of-two scale per
+sample, so every product is an exact integer product. See src/conv.h for the arithmetic. One and two dimensions, any
+stride, padding, dilation and number of groups.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..linear_op import LIBRARY, _flatten, _nest
 from ..table import Case, Kernel, case_of, register_kernel
 from .int_linear import describe as describe_linear
 from .int_linear import map_groups, padded_columns, tile_rows, untile_rows
-from .library import KINDS, NONE, Conv, usable
+from .library import FLOAT, KINDS, NONE, Conv, usable
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
 MOST_COLUMNS = 1 << 15  # of one integer sum: 2**15 * 255 * 128 < 2**31
@@ -150,7 +151,7 @@ LAYOUT = register_layout(Layout("cpu_conv", pack, unpack, ("cpu",), _EXAMPLES, _
 
 def _activation(act: ActivationSpec | None, rank: int) -> bool | str:
     if act is None:
-        return "weight-only: the input is not quantized, so the convolution is torch's float one"
+        return "weight-only: the input is not quantized"
     spec = act.spec
     if spec.format not in (INT7, INT8, UINT7, UINT8) or spec.mid or spec.offset is not None:
         return "needs 7- or 8-bit integer activations without an offset"
@@ -172,15 +173,28 @@ def _accepts(case: Case) -> bool | str:
     return case.dtype in _FLOATS or f"for float32, bfloat16 and float16 inputs, not {case.dtype}"
 
 
+def _accepts_float(case: Case) -> bool | str:
+    if case.act is not None:
+        return "the input is quantized"
+    for verdict in (usable(), fits(case.spec, case.shape)):
+        if verdict is not True:
+            return verdict
+    if case.dtype is not torch.float32:
+        return f"faster than torch's float convolution for float32 only, not for {case.dtype}"
+    return not sizes(case.spec, case.shape).direct or "torch's float convolution is faster with one input channel"
+
+
 def describe(case: Case) -> Conv:
     """The case as the struct of src/abi.h."""
     spec, z, kinds = case.spec, sizes(case.spec, case.shape), cast("dict[Any, int]", KINDS)
-    assert case.act is not None
     w = Conv(
         o=z.o, c=z.c, kh=z.kernel[0], kw=z.kernel[1], channels=z.channels, kp=z.columns, bits=spec.format.bits,
         center=spec.mid - int(spec.format.lo), scale=kinds[spec.scale], one_scale=spec.block is None,
         zero_point=KINDS[spec.zero_point_dtype] if spec.zero_point else NONE, x=KINDS[case.dtype],
     )  # fmt: skip
+    if case.act is None:
+        w.act, w.act_scale = FLOAT, KINDS[torch.float32]
+        return w
     act = case.act if case.act.mode == "static" else replace(case.act, spec=case.act.spec.with_(block=(-1,)))
     token = describe_linear(Case(INT8_ROW, act, (1, STEP), case.dtype, "cpu"))  # a sample is quantized as a token is
     for name in ("act", "act_lo", "act_hi", "act_scale", "act_floor", "act_steps"):
@@ -201,12 +215,11 @@ def bind(case: Case) -> Bound:
     struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
     check = gate.operands(f"convolution {list(case.shape)} {case.spec}", gate_conv.conv_parts(struct), 0)
     act = case.act
-    assert act is not None
-    shift = 128 if act.spec.format is UINT8 else 0
+    shift = 128 if act is not None and act.spec.format is UINT8 else 0
 
     def operand(w: Any) -> gate.Operand:
         static = None
-        if act.mode == "static":
+        if act is not None and act.mode == "static":
             if w.act_scale is None:
                 raise RuntimeError(
                     "a static activation needs act_scale on the weight; calibrate, or pass it in the config"
@@ -289,3 +302,8 @@ torch.library.register_fake("pennyweight::convolution", _fake, lib=LIBRARY)
 
 # Integer sums are exact; scales are applied, and sets of channels are added, in float32.
 register_kernel(Kernel("convolution", "cpu_conv", run, _accepts, ("cpu",), LAYOUT.name, rank=30, row_independent=True))
+# Float inputs are rounded to 2**-22 of the largest magnitude of their sample.
+register_kernel(
+    Kernel("convolution", "cpu_conv_float", run, _accepts_float, ("cpu",), LAYOUT.name, rank=20, tolerance="fixed22",
+           row_independent=True)
+)  # fmt: skip

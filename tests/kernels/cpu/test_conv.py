@@ -161,6 +161,35 @@ def test_samples_threads_and_instruction_sets_give_the_same_bits(
                 assert torch.equal(alone, y), (isa, threads)
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0][1] > 1])
+def test_weights_alone(name: str, each_isa: list[str], two_threads: None) -> None:
+    """A float input is rounded to 2**-22 of its sample's largest magnitude; everything else is float32."""
+    shape, (n, h, w), stride, padding, dilation, groups = CASES[name]
+    rest = [pair(stride), pair(padding), pair(dilation), False, [0, 0], groups]
+    for spec in (CHANNEL, QuantSpec(UINT4, (-1, -1, -1), zero_point=True), QuantSpec(INT4, (4, -1, -1), scale=torch.bfloat16)):
+        if shape[1] % 4 and spec.block == (4, -1, -1):
+            continue
+        weight = QT.from_float(torch.randn(shape) / 8, spec).to_layout("cpu_conv")
+        x, bias = torch.randn(n, shape[1] * groups, h, w), torch.randn(shape[0])
+        kernel = select("convolution", case_of(weight))
+        assert kernel.name == "cpu_conv_float"
+        torch.set_num_threads(1)
+        y = kernel.run(x, weight, bias, *rest)
+        wq = weight.dequantize(torch.float64)
+        exact = torch.ops.aten.convolution.default(x.double(), wq, bias.double(), *rest)
+        largest = x.abs().amax((1, 2, 3), keepdim=True).expand_as(x).double()
+        most = torch.ops.aten.convolution.default(largest, wq.abs(), bias.double().abs(), *rest)
+        assert bool(((y.double() - exact).abs() <= 2.0**-22 * most).all())
+        assert bool((kernel.run(torch.zeros_like(x), weight, None, *rest) == 0).all())
+        assert kernel.run(torch.full_like(x, torch.inf), weight, None, *rest).isnan().all()
+        for isa in each_isa:
+            library.use_isa(isa)
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                last = x.contiguous(memory_format=LAST)
+                assert torch.equal(kernel.run(last, weight, bias, *rest), y), (isa, threads)
+
+
 def test_many_units_of_work(two_threads: None) -> None:
     torch.set_num_threads(2)
     for n in (1, 3, 9):  # all threads share a sample, or each has its own
@@ -273,11 +302,13 @@ def test_gradients_use_the_dequantized_weight() -> None:
 
 
 def test_what_is_refused_says_why() -> None:
-    def reason(spec: QuantSpec, shape: tuple[int, ...], act: ActivationSpec | None = SAMPLE) -> str:
+    def reason(spec: QuantSpec, shape: tuple[int, ...], act: ActivationSpec | None = SAMPLE, row: str = "cpu_conv") -> str:
         w = QT.from_float(torch.randn(shape), spec, act=act)
-        return dict((name, verdict) for name, _, verdict in explain(torch.float32, w, "convolution").rows)["cpu_conv"]
+        return dict((name, verdict) for name, _, verdict in explain(torch.float32, w, "convolution").rows)[row]
 
     assert "weight-only" in reason(CHANNEL, (8, 4, 3, 3), None)
+    assert "input is quantized" in reason(CHANNEL, (8, 4, 3, 3), SAMPLE, row="cpu_conv_float")
+    assert "one input channel" in reason(CHANNEL, (8, 1, 3, 3), None, row="cpu_conv_float")
     assert "scales for whole kernels" in reason(QuantSpec(INT8, (-1,)), (8, 4, 3, 3))
     assert "multiple of 4, not of 2" in reason(QuantSpec(INT8, (2, -1, -1)), (8, 4, 3, 3))
     assert "one activation scale per sample" in reason(CHANNEL, (8, 4, 3, 3), ActivationSpec(QuantSpec(INT8, (-1,))))
