@@ -1,4 +1,4 @@
-"""Native code is called from kernels/gate.py, gate_conv.py and gate_convert.py alone, with arguments that were checked."""
+"""Native code is called from kernels/gate.py, gate_conv.py and gate_convert.py alone, with checked arguments."""
 
 import ast
 import re

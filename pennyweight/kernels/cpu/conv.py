@@ -132,15 +132,17 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     z = sizes(spec, shape)
     rows = padded_columns(z.o, TILE)
     codes = rows * z.taps if z.direct else rows * z.columns * spec.format.bits // 8
-    parts = sum(kind.itemsize for kind in spec.part_specs().values())  # type: ignore[union-attr]
+    parts = sum(cast("torch.dtype", kind).itemsize for kind in spec.part_specs().values())
     extra = 0 if spec.block is None else (rows - z.o) * z.sets * parts
     return codes + extra - math.prod(shape[:-1]) * -(-shape[-1] * spec.format.bits // 8)
 
 
 _ROW, _KERNELS = (-1, -1, -1), (4, -1, -1)
 _EXAMPLES: tuple[tuple[QuantSpec, tuple[int, ...]], ...] = (
-    (QuantSpec(INT8, _ROW), (17, 3, 3, 3)), (QuantSpec(INT8, _ROW), (33, 1, 3, 5)), (QuantSpec(INT3, _ROW), (16, 8, 1, 1)),
-    (QuantSpec(INT4, _KERNELS, scale=torch.bfloat16), (5, 12, 3, 3)), (QuantSpec(UINT4, _ROW, zero_point=True), (20, 6, 2, 3)),
+    (QuantSpec(INT8, _ROW), (17, 3, 3, 3)), (QuantSpec(INT8, _ROW), (33, 1, 3, 5)),
+    (QuantSpec(INT3, _ROW), (16, 8, 1, 1)),
+    (QuantSpec(INT4, _KERNELS, scale=torch.bfloat16), (5, 12, 3, 3)),
+    (QuantSpec(UINT4, _ROW, zero_point=True), (20, 6, 2, 3)),
     (QuantSpec(INT4, (-1, -1)), (7, 9, 5)), (QuantSpec(INT8, None), (18, 5, 3)),
 )  # fmt: skip
 LAYOUT = register_layout(Layout("cpu_conv", pack, unpack, ("cpu",), _EXAMPLES, _padding))
@@ -227,7 +229,7 @@ def bind(case: Case) -> Bound:
             static = (w.act_scale, act.spec.scale, w.act_zero_point, shift)
         return check((w.codes, w.scale, w.zero_point), None, static)
 
-    return Bound(gate_conv.convolution(struct, case.dtype), operand)  # type: ignore[arg-type]
+    return Bound(gate_conv.convolution(struct, case.dtype), operand)
 
 
 def _call(x: Tensor, w: Any, case: Case, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
@@ -245,8 +247,8 @@ def _call(x: Tensor, w: Any, case: Case, bias: Tensor | None, rest: Sequence[Any
     raise ArgumentError(
         f"convolution: input {list(x.shape)} {x.dtype} on {x.device}"
         + ("" if bias is None else f", bias {list(bias.shape)} {bias.dtype} on {bias.device}")
-        + f" and the quantized weight {list(case.shape)} ({case.spec}) with stride {list(stride)}, padding {list(padding)}, "
-        f"dilation {list(dilation)} and {groups} groups do not fit"
+        + f" and the quantized weight {list(case.shape)} ({case.spec}) with stride {list(stride)}, "
+        f"padding {list(padding)}, dilation {list(dilation)} and {groups} groups do not fit"
     )
 
 
@@ -256,7 +258,9 @@ def run(x: Tensor, w: QT, bias: Tensor | None, *rest: Any) -> Tensor:
     if torch.compiler.is_compiling() or not in_memory(w._codes) or not in_memory(x):
         key = json.dumps({"tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
         stride, padding, dilation, _, _, groups = rest
-        return torch.ops.pennyweight.convolution.default(x, _flatten(w)[0], bias, stride, padding, dilation, groups, key)
+        return torch.ops.pennyweight.convolution.default(
+            x, _flatten(w)[0], bias, stride, padding, dilation, groups, key
+        )
     return _call(x, w.parts, case, bias, rest)
 
 
