@@ -66,7 +66,7 @@ struct LinearPlan {
         return found;
     }
     int64_t shared(int threads) const { return in.bytes * (own ? threads : 1); }
-    int64_t gate_room() const { return s.gated ? units.step * k.most * 64 : 0; }
+    int64_t gate_room() const { return s.gated ? 2 * units.step * k.most * 64 : 0; }
     int64_t per_thread() const { return in.row + gate_room() + units.room(k); }
 
     void prepare(const Buffers& f, int id, char* base, char* room, int64_t mb) const {
@@ -86,30 +86,35 @@ struct LinearPlan {
         const LinearPlan& p;
         const Buffers& f;
         int out, function;
-        int64_t before;     // columns of the weight before those of the buffer
-        const float* gate;  // [rows from `first` on][16], or null
-        int64_t first;
+        int64_t before;      // columns of the weight before those of the buffer
+        const float* gate;   // what KeepGate keeps, or null
+        int64_t first, column, rows;
 
         void operator()(const Finish& finish, float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) const {
-            const int64_t n = f.width(out), column = col - before;
-            const int residual = p.s.residual, kind = f.kind(out);
-            for (int t = 0; t < tokens; ++t) fstore(c + 16 * t, finish.at(c, tok, t));
-            activate(function, c, tokens);
-            for (int t = 0; t < tokens; ++t) {
-                F y = fload(c + 16 * t);
-                if (gate) y = fmul(y, fload(gate + (m + t - first) * 16));
-                if (residual >= 0) y = fadd(y, load_part(f.at(residual, m + t), f.kind(residual), column, n));
-                store_part(f.at(out, m + t), kind, column, n, y);
+            const int64_t n = f.width(out), at = col - before;
+            const int residual = p.s.residual, kind = f.kind(out), other = residual < 0 ? NONE : f.kind(residual);
+            char* to = f.at(out, m, at);
+            const char* from = residual < 0 ? nullptr : f.at(residual, m, at);
+            const float* gates = gate ? gate + (at - column) / 16 * rows + (m - first) * 16 : nullptr;
+            if (function != IDENTITY) {
+                for (int t = 0; t < tokens; ++t) fstore(c + 16 * t, finish.at(c, tok, t));
+                activate(function, c, tokens);
+            }
+            for (int t = 0; t < tokens; ++t, to += n * size_of(kind)) {
+                F y = function != IDENTITY ? fload(c + 16 * t) : finish.at(c, tok, t);
+                if (gates) y = fmul(y, fload(gates + 16 * t));
+                if (from) y = fadd(y, load_part(from + t * n * size_of(other), other, 0, n - at));
+                store_part(to, kind, 0, n - at, y);
             }
         }
     };
-    // Keeps the columns of a tile of the gate, after the activation function.
+    // Keeps the columns of tiles of the gate, from `column` on, after the activation function: [tile][rows from `first`][16].
     struct KeepGate {
         int function;
         float* gate;
-        int64_t first;
-        void operator()(const Finish& finish, float* c, int64_t m, int tokens, int64_t, const Tokens& tok) const {
-            float* to = gate + (m - first) * 16;
+        int64_t first, column, rows;  // rows: floats of a tile
+        void operator()(const Finish& finish, float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) const {
+            float* to = gate + (col - column) / 16 * rows + (m - first) * 16;
             for (int t = 0; t < tokens; ++t) fstore(to + 16 * t, finish.at(c, tok, t));
             activate(function, to, tokens);
         }
@@ -117,20 +122,18 @@ struct LinearPlan {
 
     void run(const Buffers& f, const Tokens* tokens, char* room, int64_t u) const {
         float* sums = (float*)(room + in.row + gate_room());
-        units.each(k, u, [&](int64_t tile, int64_t mb0, int64_t mb1) {
+        units.each(k, u, [&](int64_t tile, int64_t end, int64_t mb0, int64_t mb1) {
             if (s.gated) {
                 float* gate = (float*)(room + in.row);
                 const int last = s.count - 1;
-                const int64_t first = k.first_token(mb0), half = s.count == 1 ? units.tiles : 0;
-                run_tile(k, *s.weights, *s.args, tokens, tile, mb0, mb1, sums, KeepGate{s.function, gate, first});
-                run_tile(k, s.weights[last], s.args[last], tokens, tile + half, mb0, mb1, sums,
-                         Write{*this, f, *s.out, IDENTITY, half * 16, gate, first});
-                return;
+                const int64_t first = k.first_token(mb0), half = s.count == 1 ? units.tiles : 0, rows = units.step * k.most * 16;
+                const int count = run_tiles(k, *s.weights, *s.args, tokens, tile, end, mb0, mb1, sums, KeepGate{s.function, gate, first, tile * 16, rows});
+                return run_tiles(k, s.weights[last], s.args[last], tokens, tile + half, tile + half + count, mb0, mb1, sums,
+                                 Write{*this, f, *s.out, IDENTITY, half * 16, gate, first, tile * 16, rows});
             }
-            int64_t i = 0;
-            for (int64_t own; tile >= (own = (s.weights[i].n + 15) / 16); ++i) tile -= own;
-            run_tile(k, s.weights[i], s.args[i], tokens, tile, mb0, mb1, sums,
-                     Write{*this, f, s.out[i], s.function, 0, nullptr, 0});
+            const Place at(s.weights, tile, end);
+            return run_tiles(k, s.weights[at.weight], s.args[at.weight], tokens, at.tile, at.end, mb0, mb1, sums,
+                             Write{*this, f, s.out[at.weight], s.function, 0, nullptr, 0, 0, 0});
         });
     }
 };
