@@ -30,11 +30,13 @@ struct Finish {
             bias = load16(tail, a.bias_kind, 0);
         }
     }
-    // y of token t of a block, from its sums.
-    PW_INLINE F at(const float* c, const Tokens& tok, int t) const {
-        F y = fmul(fload(c + 16 * t), fset(tok.token_scale[t]));
-        if (scaled) y = fmul(y, scale);
-        return biased ? fadd(y, bias) : y;
+    // Calls put(t, y) with y of each token t of a block, from its sums.
+    template <class Put> PW_INLINE void each(const float* c, const Tokens& tok, int tokens, const Put& put) const {
+        const F s = scale, b = bias;
+        if (scaled && biased) for (int t = 0; t < tokens; ++t) put(t, fadd(fmul(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), s), b));
+        else if (scaled) for (int t = 0; t < tokens; ++t) put(t, fmul(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), s));
+        else if (biased) for (int t = 0; t < tokens; ++t) put(t, fadd(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), b));
+        else for (int t = 0; t < tokens; ++t) put(t, fmul(fload(c + 16 * t), fset(tok.token_scale[t])));
     }
 };
 
@@ -51,9 +53,10 @@ struct WriteRows {
     const IntLinear& w;
     const LinearArgs& a;
     void operator()(const Finish& finish, const float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) const {
-        const int64_t width = std::min<int64_t>(16, w.n - col);
-        for (int t = 0; t < tokens; ++t)
-            store_columns((char*)a.y + ((m + t) * w.n + col) * size_of(w.x), w.x, width, finish.at(c, tok, t));
+        const int64_t width = std::min<int64_t>(16, w.n - col), step = w.n * size_of(w.x);
+        char* out = (char*)a.y + (m * w.n + col) * size_of(w.x);
+        if (width == 16 && w.x == F32) finish.each(c, tok, tokens, [&](int t, F y) { fstore((float*)(out + t * step), y); });
+        else finish.each(c, tok, tokens, [&](int t, F y) { store_columns(out + t * step, w.x, width, y); });
     }
 };
 
