@@ -298,7 +298,7 @@ def _rotary(step: RotaryStep, held: dict[int, Tensor], heads: Callable[..., Tens
             raise ArgumentError("rotary step: the call has no cos and sin")
         q, k = (rotate(t, call.cos, call.sin, step.rotary, step.rotated) for t in (q, k))
     width = step.heads.query * step.heads.size
-    held[step.q.buffer][:, step.q.start : step.q.start + width] = q.reshape(-1, width)
+    held[step.q.buffer][:, step.q.start : step.q.start + width] = q.reshape(-1, width).clone()
     v = heads(step.v, step.heads.shared, step.heads.size)
     for cache, new in ((call.keys, k), (call.values, v)):
         cache[:, :, call.past : call.past + tokens] = new.transpose(1, 2).to(cache.dtype)

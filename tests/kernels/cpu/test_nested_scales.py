@@ -17,7 +17,7 @@ from pennyweight.kernels import explain, get_kernel
 from pennyweight.kernels.cpu import float_linear, int_linear, library
 from pennyweight.kernels.repack import choose_layout, prepare
 from pennyweight.kernels.table import case_of, select
-from pennyweight.quantize.freeze import freeze_
+from pennyweight.inference.freeze import freeze_
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason="the native library was not built")
 

@@ -1,0 +1,225 @@
+"""A recipe bound to the tensors of one block: checks each call and runs the fused steps."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _modules
+
+from ..core.tracing import in_memory
+from ..kernels.activation import autocast_dtype
+from ..kernels.block import Call
+from . import block_cache
+from .recipe import Recipe
+from .runner import Runner, runner
+from .trace_block import Refusal
+
+_GLOBAL_HOOKS = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
+_CAPTURING = "transformers.utils.output_capturing"
+CACHED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of keys and values
+
+
+class Bound:
+    """One block's steps with its tensors. Raises Refusal if native code cannot run them.
+
+    A call is not fused if something in the block has changed since, or needs the original forward; :meth:`run` then
+    returns the reason.
+    """
+
+    def __init__(self, block: nn.Module, recipe: Recipe) -> None:
+        self.block, self.recipe = weakref.ref(block), recipe
+        self.steps = recipe.build(block)
+        self.whole = _compiled(self.steps)
+        self.halves: tuple[Runner, Runner] | None = None
+        self.parameters: list[Any] = []
+        self.watched: list[tuple[dict[str, Any], str, Any]] = []
+        hooks: list[Any] = []
+        for name in recipe.parameters():
+            path, _, own = name.rpartition(".")
+            held = block.get_submodule(path)._parameters
+            self.parameters.append(held[own])
+            self.watched.append((held, own, held[own]))  # type: ignore[arg-type]
+        for module in block.modules():
+            self.watched.append((module.__dict__, "training", False))
+            if module is not block:
+                self.watched.append((module.__dict__, "forward", None))
+                hooks += [module._forward_hooks, module._forward_pre_hooks]
+            self.watched += [(module._modules, key, child) for key, child in module._modules.items()]  # type: ignore[misc]
+        self.hooks = tuple(hooks)
+        a = recipe.arguments
+        self.roles = {a.hidden: "hidden", a.mask: "mask", a.rotary: "rotary", a.cache: "cache", a.bias: "bias"}
+        self.roles.pop("", None)
+        path, choice = recipe.attention
+        self.config = block.get_submodule(path).config if choice else None
+        self.columns = recipe.heads.shared, recipe.heads.size
+
+    def unchanged(self, block: nn.Module) -> bool:
+        """Whether the block still consists of the same modules, parameters and modes."""
+        if self.block() is not block:
+            return False
+        for held, key, value in self.watched:
+            if held.get(key) is not value:
+                return False
+        return True
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the block for a call of its forward, or the reason (str) why it is not fused."""
+        given = kwargs if not args else {**dict(zip(self.recipe.arguments.names, args, strict=False)), **kwargs}
+        if len(args) > len(self.recipe.arguments.names):
+            return "more positional arguments than forward names"
+        x = given.get(self.recipe.arguments.hidden)
+        recipe = self.recipe
+        if type(x) is not Tensor or x.ndim != 3 or x.dtype is not recipe.dtype or x.shape[2] != recipe.widths[0]:
+            return f"the input is not a tensor [batch, tokens, {recipe.widths[0]}] of {recipe.dtype}"
+        if x.device.type != "cpu" or not in_memory(x):
+            return "the input is not in the memory of the CPU, or a mode or transform observes it"
+        if x.numel() == 0:
+            return "the input is empty"
+        if autocast_dtype(x) is not None:
+            return "autocast is on"
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters)):
+            return "gradients are enabled; call the model under torch.inference_mode() or torch.no_grad()"
+        if (any(self.hooks) or any(_GLOBAL_HOOKS)) and self._hooked():
+            return "a module in the block has a forward hook"
+        if self.config is not None and self.config._attn_implementation != recipe.attention[1]:
+            return "the attention implementation of the model was changed"
+        call, cache = Call(), None
+        for name, value in given.items():
+            role = self.roles.get(name)
+            if role == "hidden" or value is None or value is False:
+                continue
+            if role == "mask" or role == "bias":
+                if call.mask is not None or type(value) is not Tensor or value.ndim != 4 or not in_memory(value):
+                    return f"{name} is not one tensor [batch, heads, tokens, keys]"
+                if value.dtype is not torch.bool and not value.is_floating_point():
+                    return f"{name} is neither bool nor floating point"
+                call.mask = value
+            elif role == "rotary":
+                if not _is_pair(value, x):
+                    return f"{name} is not a pair of tensors [batch, tokens, channels]"
+                call.cos, call.sin = value
+            elif role == "cache":
+                cache = value
+            elif name not in recipe.arguments.unused and not _same(recipe.arguments.constants, name, value):
+                return f"argument {name} is not one of those of the recognized call"
+        if "rotary" in self.roles.values() and call.cos is None:
+            return "cos and sin are missing"
+        y = self._attend(x, call, cache)
+        return y if isinstance(y, str) or recipe.output == "tensor" else (y,)
+
+    def _hooked(self) -> bool:
+        """Whether a hook needs outputs of inner modules. transformers leaves hooks that are inactive in most calls."""
+        library = sys.modules.get(_CAPTURING)
+        if library is None or any(_GLOBAL_HOOKS):
+            return True
+        collector = library._active_collector.get()
+        for hooks in self.hooks:
+            for hook in hooks.values():
+                if getattr(hook, "__module__", "") != _CAPTURING or getattr(hook, "__closure__", None) is None:
+                    return True
+                cells = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
+                if collector is not None and cells["key"].cell_contents in collector:
+                    return True
+        return False
+
+    # -- keys and values -----------------------------------------------------------------------------------------------
+
+    def _attend(self, x: Tensor, call: Call, cache: Any) -> Tensor | str:
+        batch, tokens, _ = x.shape
+        recipe = self.recipe
+        if not recipe.cached:
+            reason = _mask_refusal(call.mask, batch, recipe.heads.query, tokens, tokens)
+            if reason:
+                return reason
+            call.causal = recipe.causal and call.mask is None
+            return _ran(self.whole.run(x, call))
+        shape = (batch, recipe.heads.shared, tokens, recipe.heads.size)
+        if cache is None:
+            reason = _mask_refusal(call.mask, batch, recipe.heads.query, tokens, tokens)
+            if reason:
+                return reason
+            call.keys, call.values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
+            call.length = tokens
+            call.causal = recipe.causal and call.mask is None
+            return _ran(self.whole.run(x, call))
+        cache = getattr(cache, "self_attention_cache", cache)
+        layer = block_cache.layer_of(cache, recipe.layer)
+        if layer is not None and (at := self._slots(layer, shape, x.dtype, call)) is not None:
+            if isinstance(at, str):
+                return at
+            call.keys, call.values, call.past, call.length = at
+            self._limit(call, tokens)
+            return _ran(self.whole.run(x, call))
+        return self._in_two_parts(x, call, cache, shape)
+
+    def _slots(self, layer: Any, shape: Any, dtype: torch.dtype, call: Call) -> Any:
+        """Room in a layer of a cache, or None if its own ``update`` must run, or the reason for a refusal."""
+        length = block_cache.length_after(layer, shape, dtype)
+        if length is None:
+            return None
+        reason = _mask_refusal(call.mask, shape[0], self.recipe.heads.query, shape[2], length)
+        return reason or block_cache.slots(layer, shape, dtype)
+
+    def _limit(self, call: Call, tokens: int) -> None:
+        """The number of keys that are read, and whether the mask is causal, as transformers' sdpa attention does."""
+        if call.mask is None:
+            if tokens > 1 and self.recipe.causal:
+                call.causal, call.length = True, tokens  # it reads the first tokens: the cache was empty
+        elif call.mask.dtype is torch.bool:
+            used = call.past + tokens
+            if call.length - used >= 64 and not bool(call.mask[..., used:].any()):
+                call.length, call.mask = used, call.mask[..., :used]
+
+    def _in_two_parts(self, x: Tensor, call: Call, cache: Any, shape: Any) -> Tensor | str:
+        if self.halves is None:
+            first, second = (_compiled(part) for part in self.recipe.parts(self.steps))
+            self.halves = first, second
+        rows = x.shape[0] * x.shape[1]
+        call.kept = {b: torch.empty((rows, width), dtype=torch.float32) for b, width in self.recipe.kept}
+        call.keys, call.values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
+        self.halves[0].run(x, call)
+        keys, values = cache.update(call.keys, call.values, self.recipe.layer)
+        call.keys, call.values = (t if t.stride(-1) == 1 else t.contiguous() for t in (keys, values))
+        call.length = keys.shape[2]
+        self._limit(call, shape[2])
+        y = self.halves[1].run(x, call)
+        assert y is not None
+        return y
+
+
+def _compiled(steps: Any) -> Runner:
+    found = runner(steps)
+    if isinstance(found, str):
+        raise Refusal(found)
+    return found
+
+
+def _ran(y: Tensor | None) -> Tensor | str:
+    return "native code refused the call" if y is None else y
+
+
+def _same(constants: dict[str, Any], name: str, value: Any) -> bool:
+    return name in constants and type(value) is type(constants[name]) and bool(value == constants[name])
+
+
+def _is_pair(value: Any, x: Tensor) -> bool:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    for t in value:
+        if type(t) is not Tensor or t.ndim != 3 or not t.is_floating_point() or not in_memory(t):
+            return False
+        if t.shape[0] not in (1, x.shape[0]) or t.shape[1] != x.shape[1]:
+            return False
+    return bool(value[0].shape == value[1].shape)
+
+
+def _mask_refusal(mask: Tensor | None, batch: int, heads: int, tokens: int, length: int) -> str:
+    if mask is None:
+        return ""
+    b, h, s, n = mask.shape
+    fits = b in (1, batch) and h in (1, heads) and s == tokens and n == length
+    return "" if fits else f"the mask has shape {[b, h, s, n]}, expected [{batch}, {heads} or 1, {tokens}, {length}]"
