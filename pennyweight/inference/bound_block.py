@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.modules import module as _modules
 
 from ..core.tracing import in_memory
 from ..kernels.activation import autocast_dtype
-from ..kernels.block import Call
+from ..kernels.block import Call, Steps
 from . import block_cache
 from .recipe import Recipe
 from .runner import Runner, runner
@@ -20,7 +21,7 @@ from .trace_block import Refusal
 
 _GLOBAL_HOOKS = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
 _CAPTURING = "transformers.utils.output_capturing"
-CACHED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of keys and values
+Compile = Callable[[Steps], Runner | str]
 
 
 class Bound:
@@ -30,10 +31,10 @@ class Bound:
     returns the reason.
     """
 
-    def __init__(self, block: nn.Module, recipe: Recipe) -> None:
-        self.block, self.recipe = weakref.ref(block), recipe
+    def __init__(self, block: nn.Module, recipe: Recipe, compile: Compile = runner) -> None:
+        self.block, self.recipe, self.compile = weakref.ref(block), recipe, compile
         self.steps = recipe.build(block)
-        self.whole = _compiled(self.steps)
+        self.whole = self._compiled(self.steps)
         self.halves: tuple[Runner, Runner] | None = None
         self.parameters: list[Any] = []
         self.watched: list[tuple[dict[str, Any], str, Any]] = []
@@ -52,10 +53,18 @@ class Bound:
         self.hooks = tuple(hooks)
         a = recipe.arguments
         self.roles = {a.hidden: "hidden", a.mask: "mask", a.rotary: "rotary", a.cache: "cache", a.bias: "bias"}
+        if a.padding:
+            self.roles |= {a.mask: "excluded", a.padding: "padding"}
         self.roles.pop("", None)
         path, choice = recipe.attention
         self.config = block.get_submodule(path).config if choice else None
         self.columns = recipe.heads.shared, recipe.heads.size
+
+    def _compiled(self, steps: Any) -> Runner:
+        found = self.compile(steps)
+        if isinstance(found, str):
+            raise Refusal(found)
+        return found
 
     def unchanged(self, block: nn.Module) -> bool:
         """Whether the block still consists of the same modules, parameters and modes."""
@@ -88,16 +97,21 @@ class Bound:
         if self.config is not None and self.config._attn_implementation != recipe.attention[1]:
             return "the attention implementation of the model was changed"
         call, cache = Call(), None
+        added: dict[str, Tensor] = {}
         for name, value in given.items():
             role = self.roles.get(name)
             if role == "hidden" or value is None or value is False:
                 continue
-            if role == "mask" or role == "bias":
-                if call.mask is not None or type(value) is not Tensor or value.ndim != 4 or not in_memory(value):
-                    return f"{name} is not one tensor [batch, heads, tokens, keys]"
+            if role == "mask":
+                if type(value) is not Tensor or value.ndim != 4 or not in_memory(value):
+                    return f"{name} is not a tensor [batch, heads, tokens, keys]"
                 if value.dtype is not torch.bool and not value.is_floating_point():
                     return f"{name} is neither bool nor floating point"
                 call.mask = value
+            elif role in ("bias", "excluded", "padding"):
+                if type(value) is not Tensor or not in_memory(value):
+                    return f"{name} is not a tensor in memory"
+                added[role] = value
             elif role == "rotary":
                 if not _is_pair(value, x):
                     return f"{name} is not a pair of tensors [batch, tokens, channels]"
@@ -108,8 +122,55 @@ class Bound:
                 return f"argument {name} is not one of those of the recognized call"
         if "rotary" in self.roles.values() and call.cos is None:
             return "cos and sin are missing"
+        if recipe.arguments.padding and given.get("is_causal") and "excluded" not in added:
+            return "is_causal is given without a mask"
+        if (added or recipe.arguments.bias) and (reason := self._add_masks(call, added, x)):
+            return reason
+        x = x if recipe.arguments.batch_first else x.transpose(0, 1).contiguous()
         y = self._attend(x, call, cache)
-        return y if isinstance(y, str) or recipe.output == "tensor" else (y,)
+        if isinstance(y, str):
+            return y
+        y = y if recipe.arguments.batch_first else y.transpose(0, 1).contiguous()
+        if recipe.output is None:
+            return y
+        return tuple(y if name == "" else None if name is None else given.get(name) for name in recipe.output)
+
+    def _add_masks(self, call: Call, added: dict[str, Tensor], x: Tensor) -> str:
+        """Make one mask of several; the reason if they have unexpected shapes or there is none."""
+        if self.recipe.arguments.bias:
+            bias, mask = added.get("bias"), call.mask
+            if bias is None or bias.ndim != 4 or not bias.is_floating_point():
+                return "the bias of the scores is missing or is not a float tensor [batch, heads, tokens, keys]"
+            if mask is None:
+                call.mask = bias
+            elif mask.dtype is torch.bool:  # as transformers does, whose least number is that of the dtype of keys
+                call.mask = torch.where(mask, bias, torch.finfo(x.dtype).min)
+            else:
+                call.mask = mask + bias
+            call.causal = mask is None and self.recipe.causal and x.shape[1] > 1
+            return ""
+        tokens, batch = x.shape[:2] if not self.recipe.arguments.batch_first else x.shape[1::-1]
+        excluded, padding = added.get("excluded"), added.get("padding")
+        masks = []
+        if excluded is not None:
+            if excluded.shape == (tokens, tokens):
+                masks.append(excluded[None, None])
+            elif excluded.shape == (batch * self.recipe.heads.query, tokens, tokens):
+                masks.append(excluded.unflatten(0, (batch, self.recipe.heads.query)))
+            else:
+                return f"the mask has shape {list(excluded.shape)}"
+        if padding is not None:
+            if padding.shape != (batch, tokens):
+                return f"the padding mask has shape {list(padding.shape)}"
+            masks.append(padding[:, None, None])
+        if all(m.dtype is torch.bool for m in masks):
+            call.mask = ~(masks[0] | masks[1]) if len(masks) > 1 else ~masks[0]
+            return ""
+        floats = [torch.zeros(m.shape).masked_fill(m, -torch.inf) if m.dtype is torch.bool else m for m in masks]
+        if not all(m.is_floating_point() for m in floats):
+            return "a mask is neither bool nor floating point"
+        call.mask = sum(floats[1:], floats[0])
+        return ""
 
     def _hooked(self) -> bool:
         """Whether a hook needs outputs of inner modules. transformers leaves hooks that are inactive in most calls."""
@@ -135,7 +196,7 @@ class Bound:
             reason = _mask_refusal(call.mask, batch, recipe.heads.query, tokens, tokens)
             if reason:
                 return reason
-            call.causal = recipe.causal and call.mask is None
+            call.causal |= recipe.causal and call.mask is None
             return _ran(self.whole.run(x, call))
         shape = (batch, recipe.heads.shared, tokens, recipe.heads.size)
         if cache is None:
@@ -144,7 +205,7 @@ class Bound:
                 return reason
             call.keys, call.values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
             call.length = tokens
-            call.causal = recipe.causal and call.mask is None
+            call.causal |= recipe.causal and call.mask is None
             return _ran(self.whole.run(x, call))
         cache = getattr(cache, "self_attention_cache", cache)
         layer = block_cache.layer_of(cache, recipe.layer)
@@ -166,9 +227,10 @@ class Bound:
 
     def _limit(self, call: Call, tokens: int) -> None:
         """The number of keys that are read, and whether the mask is causal, as transformers' sdpa attention does."""
-        if call.mask is None:
-            if tokens > 1 and self.recipe.causal:
-                call.causal, call.length = True, tokens  # it reads the first tokens: the cache was empty
+        if call.mask is None or call.causal:
+            if tokens > 1 and self.recipe.causal:  # it reads the first tokens: the cache was empty
+                call.causal, call.length = True, tokens
+                call.mask = None if call.mask is None else call.mask[..., :tokens]
         elif call.mask.dtype is torch.bool:
             used = call.past + tokens
             if call.length - used >= 64 and not bool(call.mask[..., used:].any()):
@@ -176,7 +238,7 @@ class Bound:
 
     def _in_two_parts(self, x: Tensor, call: Call, cache: Any, shape: Any) -> Tensor | str:
         if self.halves is None:
-            first, second = (_compiled(part) for part in self.recipe.parts(self.steps))
+            first, second = (self._compiled(part) for part in self.recipe.parts(self.steps))
             self.halves = first, second
         rows = x.shape[0] * x.shape[1]
         call.kept = {b: torch.empty((rows, width), dtype=torch.float32) for b, width in self.recipe.kept}
@@ -189,13 +251,6 @@ class Bound:
         y = self.halves[1].run(x, call)
         assert y is not None
         return y
-
-
-def _compiled(steps: Any) -> Runner:
-    found = runner(steps)
-    if isinstance(found, str):
-        raise Refusal(found)
-    return found
 
 
 def _ran(y: Tensor | None) -> Tensor | str:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from .examples import Observed, signature
 from .recipe import Arguments, Recipe, module_classes
 from .recognize_block import Found, recognize
-from .trace_block import Graph, Refusal, Value, record, tensors
+from .trace_block import Graph, Refusal, Value, record, replay, tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TORCH_LAYER = ("src", "src_mask", "src_key_padding_mask", "is_causal")  # arguments of nn.TransformerEncoderLayer
 ROWS = 16  # more tokens than this are cut if nothing else has their number
 
 
@@ -47,18 +48,21 @@ def derive(block: nn.Module, observed: Observed) -> Recipe:
         raise Refusal("its first argument is not a tensor [batch, tokens, channels] of float32, bfloat16 or float16")
     if x.device.type != "cpu":
         raise Refusal(f"it runs on {x.device.type}; fused blocks run on the CPU")
+    first = getattr(getattr(block, "self_attn", None), "batch_first", True) if is_torch_layer(block) else True
     batch, tokens, width = x.shape
-    if tokens > ROWS and not any(isinstance(v, (Tensor, tuple)) for n, v in given.items() if n != hidden):
+    if first and tokens > ROWS and not any(isinstance(v, (Tensor, tuple)) for n, v in given.items() if n != hidden):
         tokens = ROWS // 2 + 1
     generator = torch.Generator().manual_seed(0)
     given[hidden] = torch.randn(batch, tokens, width, generator=generator).to(x.dtype)
     cache = next((n for n, v in given.items() if is_cache(v)), "")
-    mask = _mask_name(given, names)
+    mask = "" if is_torch_layer(block) else _mask_name(given, names)
+    if is_torch_layer(block):
+        given = {hidden: given[hidden]}
 
     plain, _ = _record(block, {**given, mask: None} if mask else given, cache)
     has_sdpa = any(op.name == "scaled_dot_product_attention" for op in plain.ops)
-    found = recognize(plain, hidden, _output(plain)[0], bool(cache))
-    causal = found.causal
+    found = recognize(plain, hidden, _output(plain)[0], bool(cache), first)
+    causal, plain_mask = found.causal, found.mask
     if mask:
         allowed = torch.rand(batch, 1, tokens, tokens, generator=generator) < 0.7
         allowed |= torch.eye(tokens, dtype=torch.bool)
@@ -66,10 +70,11 @@ def derive(block: nn.Module, observed: Observed) -> Recipe:
         given[mask] = value
     graph, probe = _record(block, given, cache)
     output, kind = _output(graph)
-    found = recognize(graph, hidden, output, bool(cache))
-    mask = _used_mask(found, mask)
+    found = recognize(graph, hidden, output, bool(cache), first)
+    mask, bias = _used_masks(found, mask)
+    causal = causal or (bias != "" and _is_causal(plain_mask, bias))
     layer = _layer(probe) if probe is not None else 0
-    arguments = _arguments(given, names, hidden, mask, cache, found, graph, output)
+    arguments = _arguments(given, names, hidden, (mask, bias), cache, found, output, first)
     return Recipe(
         found.steps, found.widths, arguments, found.heads, causal, found.cached, found.cut, found.kept, layer,
         _attention(block), kind, x.dtype, module_classes(block),
@@ -98,22 +103,44 @@ def _record(block: nn.Module, given: dict[str, Any], cache: str) -> tuple[Graph,
         raise Refusal(f"its forward failed while it was recorded: {type(error).__name__}: {error}") from error
 
 
-def _output(graph: Graph) -> tuple[Value, Any]:
+def _output(graph: Graph) -> tuple[Value, tuple[str | None, ...] | None]:
     out = graph.output
     if isinstance(out, Value):
-        return out, "tensor"
-    if isinstance(out, tuple) and len(out) == 1 and isinstance(out[0], Value):
-        return out[0], "tuple"
+        return out, None
+    if isinstance(out, tuple) and out and isinstance(out[0], Value):
+        rest = [v for v in out[1:] if not (v is None or (isinstance(v, Value) and v.argument))]
+        if not rest:
+            return out[0], ("", *(None if v is None else v.name for v in out[1:]))
     raise Refusal("it returns more than its hidden states")
 
 
-def _used_mask(found: Found, mask: str) -> str:
+def _used_masks(found: Found, mask: str) -> tuple[str, str]:
+    """Names of the arguments for the mask and for a bias that is added with it."""
     value = found.mask
     if value is None:
-        return ""
-    if not value.argument or value.name != mask:
-        raise Refusal("the mask of attention is computed in the block")
-    return mask
+        return "", ""
+    if value.argument and value.name == mask:
+        return mask, ""
+    leaves = _leaves(value)
+    biases = {v.name for v in leaves if v.name != mask and v.tensor.ndim == 4 and v.tensor.is_floating_point()}
+    if len(biases) == 1 and {v.name for v in leaves} == biases | {mask}:
+        return mask, biases.pop()
+    raise Refusal("the mask of attention is computed in the block")
+
+
+def _is_causal(value: Value | None, bias: str) -> bool:
+    """Whether a mask that is computed from the bias alone excludes later tokens."""
+    if value is None:
+        return False
+    (leaf,) = [v for v in _leaves(value) if v.name == bias]
+    scores = replay(value, {leaf: torch.zeros(tuple(leaf.shape))})
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return later.any().item() and bool((scores[..., later] < -6e4).all())
+
+
+def is_torch_layer(block: nn.Module) -> bool:
+    """nn.TransformerEncoderLayer, whose masks have their own meaning."""
+    return isinstance(block, nn.TransformerEncoderLayer)
 
 
 def _layer(probe: CacheProbe) -> int:
@@ -126,15 +153,17 @@ def _layer(probe: CacheProbe) -> int:
 
 
 def _arguments(
-    given: dict[str, Any], names: tuple[str, ...], hidden: str, mask: str, cache: str, found: Found, graph: Graph,
-    output: Value,
+    given: dict[str, Any], names: tuple[str, ...], hidden: str, masks: tuple[str, str], cache: str, found: Found,
+    output: Value, first: bool,
 ) -> Arguments:  # fmt: skip
     rotary = ""
     if found.cos_sin != ("", ""):
         rotary, _, first = found.cos_sin[0].rpartition(".")
         if found.cos_sin != (f"{rotary}.0", f"{rotary}.1") or first != "0":
             raise Refusal("cos and sin are not passed as one pair")
-    roles = {hidden, mask, rotary, cache}
+    roles = {hidden, rotary, cache, *masks}
+    if names == TORCH_LAYER:
+        return Arguments(names, hidden, names[1], names[2], unused=frozenset(names[3:]), batch_first=first)
     used = {leaf.name.partition(".")[0] for leaf in _leaves(output)}
     unused, constants = {"use_cache"}, {}
     for name, value in given.items():
@@ -148,7 +177,8 @@ def _arguments(
             constants[name] = value
         elif any(True for _ in tensors(value)):
             raise Refusal(f"its argument {name} has no role in a fused block")
-    return Arguments(names, hidden, mask, rotary, cache, "", frozenset(unused), constants)
+    mask, bias = masks
+    return Arguments(names, hidden, mask, "", rotary, cache, bias, frozenset(unused), constants)
 
 
 def _leaves(output: Value) -> set[Value]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +21,25 @@ class Arguments:
     names      of all parameters of forward, in order
     hidden     name of the input
     mask       name of the attention mask; "" if there is none
+    padding    name of nn.TransformerEncoderLayer's mask of padded keys; its masks are True where a key is not allowed
     rotary     name of the pair (cos, sin); "" if there is none
     cache      name of the cache; "" if there is none
     bias       name of a float tensor that is added to the scores with the mask (T5's position_bias); "" if none
     unused     arguments that change nothing
     constants  other arguments with the values for which the block was recognized
+    batch_first  whether the input is [batch, tokens, width], else [tokens, batch, width]
     """
 
     names: tuple[str, ...]
     hidden: str
     mask: str = ""
+    padding: str = ""
     rotary: str = ""
     cache: str = ""
     bias: str = ""
     unused: frozenset[str] = frozenset()
     constants: dict[str, Any] = field(default_factory=dict)
+    batch_first: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Recipe:
     kept       (buffer, width) of the buffers that both parts of a block read, if it runs in two parts
     layer      index of the block in the cache
     attention  path of the module that holds the choice of the attention function, and that choice; ("", "") if none
-    output     "tensor" or "tuple": the block returns its output, or a tuple of it alone
+    output     what the block returns: None: its hidden states; else a tuple, of "" for them, of names of arguments that
+               it passes on, and of None
     dtype      of the input and the output
     modules    paths and classes of all modules in the block
     shapes     names and shapes of its parameters
@@ -67,7 +72,7 @@ class Recipe:
     kept: tuple[tuple[int, int], ...]
     layer: int
     attention: tuple[str, str]
-    output: Literal["tensor", "tuple"]
+    output: tuple[str | None, ...] | None
     dtype: torch.dtype
     modules: tuple[tuple[str, str], ...]
     shapes: tuple[tuple[str, tuple[int, ...]], ...]

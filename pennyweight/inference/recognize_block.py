@@ -68,20 +68,20 @@ class Found:
     mask: Value | None
 
 
-def recognize(graph: Graph, hidden: str, output: Value, cached: bool) -> Found:
-    """The steps that compute ``output`` from the argument ``hidden`` [batch, tokens, width]. ``cached``: the block can
-    be called with a cache of keys and values. Raises Refusal."""
-    return _Recognizer(graph, graph.arguments[hidden], cached).found(output)
+def recognize(graph: Graph, hidden: str, output: Value, cached: bool, batch_first: bool = True) -> Found:
+    """The steps that compute ``output`` from the argument ``hidden`` [batch, tokens, width], or [tokens, batch, width].
+    ``cached``: the block can be called with a cache of keys and values. Raises Refusal."""
+    return _Recognizer(graph, graph.arguments[hidden], cached, batch_first).found(output)
 
 
 class _Recognizer:
-    def __init__(self, graph: Graph, x: Value, cached: bool) -> None:
+    def __init__(self, graph: Graph, x: Value, cached: bool, batch_first: bool) -> None:
         self.graph, self.x, self.cached = graph, x, cached
-        self.batch, self.tokens, self.width = x.shape
+        (self.batch, self.tokens), self.width = x.shape[:2] if batch_first else x.shape[1::-1], x.shape[2]
         self.steps: list[Any] = []
         self.widths = [self.width, self.width]
         self.held: dict[Value, int] = {x: 0}
-        self.swapped: dict[Value, bool] = {x: False}  # whether rows are in the order (token, batch)
+        self.swapped: dict[Value, bool] = {x: not batch_first}  # whether rows are in the order (token, batch)
         self.origins: dict[Value, tuple[Value, bool]] = {}
         self.norms: dict[Op, NormForm | None] = {}
         self.attention = self._find_attention()
@@ -96,14 +96,15 @@ class _Recognizer:
     def found(self, output: Value) -> Found:
         value = self.rows(output)
         self.emit(value, into=1)
-        if self.attention is None:
-            raise Refusal("there is no attention")
+        attention = self.attention
+        if attention is not None and attention.out not in self.held:
+            raise Refusal("its output does not depend on its attention")
         written = {b for s in self.steps[: self.cut] for b in _written(s)}
         later = {b for s in self.steps[self.cut :] for b in _read(s)}
         kept = tuple((b, self.widths[b]) for b in sorted(written & later))
         return Found(
             tuple(self.steps), tuple(self.widths), self.heads, self.cut, kept, self.cached, self.cos_sin,
-            self.attention.causal, self.attention.mask,
+            attention is not None and attention.causal, None if attention is None else attention.mask,
         )  # fmt: skip
 
     # -- rows ----------------------------------------------------------------------------------------------------------
@@ -138,9 +139,9 @@ class _Recognizer:
         return value, False
 
     def rows(self, value: Value) -> Value:
-        """The value of which this is a view or copy, with its rows in the order (batch, token)."""
+        """The value of which this is a view or copy, with its rows in the order of the input."""
         source, exchanged = self.origin(value)
-        if exchanged != self.order(source):
+        if (exchanged != self.order(source)) != self.order(self.x):
             raise Refusal("rows are exchanged in an unsupported way")
         return source
 

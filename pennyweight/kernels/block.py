@@ -239,7 +239,8 @@ def _act(name: str | None, y: Tensor) -> Tensor:
 
 
 def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
-    """The output [batch, tokens, width] for an input [batch, tokens, width], with torch ops in float32.
+    """The output [batch, tokens, width] for an input [batch, tokens, width], with torch ops in float32; x itself if no
+    step writes it, as in the first of two parts of a block.
 
     Products are ``F.linear`` with the layers' quantized weights.
     """
@@ -284,6 +285,8 @@ def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
                     raise ArgumentError("attention step: the call has no keys and values")
                 k, v = (t[:, :, : call.length].float() for t in (call.keys, call.values))
             put(step.out, attend(held_q, k, v, call, step.scale, step.softcap))
+    if 1 not in held:
+        return x
     return held[1].to(block.dtype).view(batch, tokens, -1)
 
 
