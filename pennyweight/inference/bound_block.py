@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
+from ..core.tensor import STORED, AffineQuantizedTensor
 from ..core.tracing import in_memory
 from ..kernels.activation import autocast_dtype
 from ..kernels.block import Call, Steps
@@ -41,9 +42,12 @@ class Bound:
         hooks: list[Any] = []
         for name in recipe.parameters():
             path, _, own = name.rpartition(".")
-            held = block.get_submodule(path)._parameters
+            held: Any = block.get_submodule(path)._parameters
             self.parameters.append(held[own])
-            self.watched.append((held, own, held[own]))  # type: ignore[arg-type]
+            self.watched.append((held, own, held[own]))
+            if isinstance(held[own], AffineQuantizedTensor):  # an assignment to .data replaces its parts
+                stored: dict[str, Any] = held[own].__dict__
+                self.watched += [(stored, part, stored[part]) for part in STORED if stored.get(part) is not None]
         for module in block.modules():
             self.watched.append((module.__dict__, "training", False))
             if module is not block:
@@ -82,10 +86,10 @@ class Bound:
             return "more positional arguments than forward names"
         x = given.get(self.recipe.arguments.hidden)
         recipe = self.recipe
-        if type(x) is not Tensor or x.ndim != 3 or x.dtype is not recipe.dtype or x.shape[2] != recipe.widths[0]:
+        if type(x) is not Tensor or not x.is_cpu or not in_memory(x):
+            return "the input is not in the memory of the CPU, or a mode, tracer or transform observes it"
+        if x.ndim != 3 or x.dtype is not recipe.dtype or x.shape[2] != recipe.widths[0]:
             return f"the input is not a tensor [batch, tokens, {recipe.widths[0]}] of {recipe.dtype}"
-        if x.device.type != "cpu" or not in_memory(x):
-            return "the input is not in the memory of the CPU, or a mode or transform observes it"
         if x.numel() == 0:
             return "the input is empty"
         if autocast_dtype(x) is not None:
@@ -107,7 +111,7 @@ class Bound:
                     return f"{name} is not a tensor [batch, heads, tokens, keys]"
                 if value.dtype is not torch.bool and not value.is_floating_point():
                     return f"{name} is neither bool nor floating point"
-                call.mask = value
+                call.mask = value if value.shape[2] != 1 else value.expand(-1, -1, x.shape[1], -1)
             elif role in ("bias", "excluded", "padding"):
                 if type(value) is not Tensor or not in_memory(value):
                     return f"{name} is not a tensor in memory"
@@ -276,5 +280,5 @@ def _mask_refusal(mask: Tensor | None, batch: int, heads: int, tokens: int, leng
     if mask is None:
         return ""
     b, h, s, n = mask.shape
-    fits = b in (1, batch) and h in (1, heads) and s == tokens and n == length
+    fits = b in (1, batch) and h in (1, heads) and s in (1, tokens) and n == length
     return "" if fits else f"the mask has shape {[b, h, s, n]}, expected [{batch}, {heads} or 1, {tokens}, {length}]"

@@ -15,6 +15,8 @@ from .trace_block import Graph, Refusal, Value, record, replay, tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCH_LAYER = ("src", "src_mask", "src_key_padding_mask", "is_causal")  # arguments of nn.TransformerEncoderLayer
+# Options of transformers models that are passed on to the blocks, and do not change what those compute
+UNUSED = ("use_cache", "output_hidden_states", "return_dict")
 ROWS = 16  # more tokens than this are cut if nothing else has their number
 
 
@@ -38,7 +40,7 @@ def is_cache(value: Any) -> bool:
     return callable(getattr(value, "update", None)) and hasattr(value, "get_seq_length")
 
 
-def derive(block: nn.Module, observed: Observed) -> Recipe:
+def derive(name: str, block: nn.Module, observed: Observed) -> Recipe:
     """The recipe of a block. Raises Refusal with the reason if it has none."""
     given = dict(observed.arguments)
     names = signature(block)
@@ -76,7 +78,7 @@ def derive(block: nn.Module, observed: Observed) -> Recipe:
     layer = _layer(probe) if probe is not None else 0
     arguments = _arguments(given, names, hidden, (mask, bias), cache, found, output, first)
     return Recipe(
-        found.steps, found.widths, arguments, found.heads, causal, found.cached, found.cut, found.kept, layer,
+        name, found.steps, found.widths, arguments, found.heads, causal, found.cached, found.cut, found.kept, layer,
         _attention(block), kind, x.dtype, module_classes(block),
         tuple((name, tuple(p.shape)) for name, p in block.named_parameters()),
     )  # fmt: skip
@@ -165,7 +167,7 @@ def _arguments(
     if names == TORCH_LAYER:
         return Arguments(names, hidden, names[1], names[2], unused=frozenset(names[3:]), batch_first=first)
     used = {leaf.name.partition(".")[0] for leaf in _leaves(output)}
-    unused, constants = {"use_cache"}, {}
+    unused, constants = set(UNUSED), {}
     for name, value in given.items():
         if name in roles or name in unused:
             continue

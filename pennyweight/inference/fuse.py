@@ -15,6 +15,7 @@ from torch import nn
 from ..core import fallback
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.report import Report, Row
+from . import check_block as checks
 from .bound_block import Bound
 from .derive_recipe import derive
 from .examples import Observed, candidates, examples, observe
@@ -33,12 +34,12 @@ class FusedBlock:
 
     thawed: type[nn.Module]
     recipe: Recipe
-    bound: Bound | str | None = None  # str: the reason why this copy of a block cannot be bound
+    bound: Bound | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cls: Any = type(self)
         if not torch.compiler.is_compiling():
-            y = _run(self, cls, args, kwargs)
+            y = checks.run(_run, self, args, kwargs) if checks.enabled() else _run(self, cls, args, kwargs)
             if type(y) is not str:
                 return y
             fallback.count(f"fused block: {y}")
@@ -60,8 +61,9 @@ class FusedBlock:
 
 
 def _run(block: Any, cls: Any, args: Any, kwargs: Any) -> Any:
+    """The output of a call, or the reason (str) why it is not fused."""
     bound = cls.bound
-    if type(bound) is not Bound or not bound.unchanged(block):
+    if bound is None or not bound.unchanged(block):
         bound = _bind_again(block, cls)
         if type(bound) is str:
             return bound
@@ -134,12 +136,12 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
         if problem:
             notes.append(problem)
         for name, block in blocks.items():
-            rows.append(_row(name, block, _fuse_block(block, seen.get(name))))
+            rows.append(_row(name, block, _fuse_block(name, block, seen.get(name))))
     frozen = freeze_(model)
     return Report("fuse_", rows + frozen.rows, verb="fused or frozen", notes=notes)
 
 
-def _fuse_block(block: nn.Module, observed: Observed | Refusal | None) -> str:
+def _fuse_block(name: str, block: nn.Module, observed: Observed | Refusal | None) -> str:
     """Fuse a block; the reason if it is left alone."""
     if isinstance(block, FusedBlock):
         return ""
@@ -148,7 +150,7 @@ def _fuse_block(block: nn.Module, observed: Observed | Refusal | None) -> str:
     try:
         if isinstance(observed, Refusal):
             raise observed
-        recipe = derive(block, observed)
+        recipe = derive(name, block, observed)
         bound = Bound(block, recipe)
         verify(block, bound, observed)
     except Refusal as refusal:

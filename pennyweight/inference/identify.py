@@ -98,6 +98,7 @@ def activation(op: Op) -> str | None:
 
 def again(op: Op, x: Tensor) -> Any:
     """The operation on x instead of its only input."""
+
     def get(value: Value) -> Tensor:
         return x if value.op is not None or value.argument else value.tensor
 

@@ -46,6 +46,7 @@ class Arguments:
 class Recipe:
     """Steps of a block without its tensors.
 
+    name       of the block in its model
     steps      as :class:`Steps`; a layer is a Product and a norm a NormForm
     widths     of the buffers
     arguments  of forward
@@ -62,6 +63,7 @@ class Recipe:
     shapes     names and shapes of its parameters
     """
 
+    name: str
     steps: tuple[Any, ...]
     widths: tuple[int, ...]
     arguments: Arguments
