@@ -1,6 +1,7 @@
-"""The gate to native code: checks of addresses, and the products. Other native calls are in gate_convert.py.
+"""The gate to native code: checks of addresses, and the products. Other native calls are in gate_convert.py and
+gate_block.py.
 
-Only these two modules call the native library (enforced by a test). They check all arguments.
+Only these modules call the native library (enforced by a test). They check all arguments.
 
 C++ receives addresses and sizes and trusts them. So each function here takes tensors, checks the device, dtype, element
 count, contiguity and combination that the native code expects, and raises

@@ -1,4 +1,4 @@
-"""Native code is called from kernels/gate.py and gate_convert.py alone, with arguments that were checked."""
+"""Native code is called from the gates alone (kernels/gate*.py), with arguments that were checked."""
 
 import ast
 import re
@@ -23,9 +23,11 @@ from pennyweight.kernels.repack import prepare
 
 PACKAGE = Path(pennyweight.__file__).parent
 SOURCES = PACKAGE / "kernels" / "cpu" / "src"
+GATES = ("kernels/gate.py", "kernels/gate_convert.py", "kernels/gate_block.py")
 # Who may ask for an address, and what for. None of them gives it to native code.
 ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
+    "kernels/gate_block.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
     "quantize/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
     "integrations/diffusers.py": "identity", "core/ops/view.py": "identity",
@@ -53,7 +55,7 @@ def files() -> list[Path]:
 
 def test_only_the_gate_calls_native_functions() -> None:
     native_names = re.compile(r"\bpw_[a-z_]+\b")
-    inside = {"kernels/gate.py", "kernels/gate_convert.py", "kernels/cpu/library.py"}
+    inside = {*GATES, "kernels/cpu/library.py"}
     for path in files():
         name = path.relative_to(PACKAGE).as_posix()
         if name in inside:
@@ -73,7 +75,7 @@ def test_only_the_gate_gives_addresses_away() -> None:
 def test_every_exported_function_has_its_gate() -> None:
     source = (SOURCES / "dispatch.cpp").read_text(encoding="utf-8")
     exported = set(re.findall(r"PW_EXPORT\s+[\w\s*]*?\b(pw_\w+)\(", source))
-    gates = [(PACKAGE / "kernels" / name).read_text(encoding="utf-8") for name in ("gate.py", "gate_convert.py")]
+    gates = [(PACKAGE / name).read_text(encoding="utf-8") for name in GATES]
     called = set(re.findall(r'"(pw_\w+)"', "".join(gates)))
     assert exported == library._SIGNATURES.keys()
     assert called == exported - WITHOUT_ADDRESSES

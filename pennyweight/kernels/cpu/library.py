@@ -27,7 +27,7 @@ KINDS = {
     None: NONE, torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: I8, torch.uint8: U8,
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
-ABI = 4  # as in src/abi.h
+ABI = 5  # as in src/abi.h
 PLAIN, BITS, TILES = range(3)  # storage of codes, as in src/abi.h
 INVALID = 2  # status for inconsistent arguments, as in src/abi.h
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # quantization of the input, as in src/abi.h
@@ -79,6 +79,7 @@ _SIGNATURES = {
     # act zero point, threads
     "pw_int_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _P, _N, _I)),
     "pw_int_linears": (_I, (_P, _P, _I)),  # weights, arguments, count
+    "pw_block": (_I, (_P,)),
     # weight, x, m, ldx, y, bias, bias kind, codes, scale, outer scale, outer offset, offset, its outer scale, threads
     "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _I)),
     "pw_pack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),

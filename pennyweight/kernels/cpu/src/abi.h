@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int ABI = 4;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 5;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -46,6 +46,63 @@ struct LinearArgs {
     const void* act_scale;   // float32 [1], static activations
     int32_t act_zero_point;  // static activations
     int32_t bias_kind, threads;
+};
+
+// -- blocks of a transformer ------------------------------------------------------------------------------------------
+
+enum Function : int32_t { IDENTITY = 0, RELU = 1, GELU = 2, GELU_TANH = 3, QUICK_GELU = 4, SILU = 5 };
+enum NormKind : int32_t { NO_NORM = 0, LAYER_NORM = 1, RMS_NORM = 2 };
+
+// Normalization of rows, see elementwise.h. weight, bias: one number per column, or null for 1 and 0.
+struct RowNorm {
+    const void *weight, *bias;
+    int32_t kind, weight_kind, bias_kind;  // NormKind; Kind
+    float eps, offset;                     // offset: added to the weight, 0 without one
+};
+
+// A matrix [rows of the call, width] with contiguous rows.
+struct Buffer {
+    void* data;       // null: scratch of the call, float32
+    int64_t width;
+    int64_t offset;   // scratch: position, in floats per row of the call; a multiple of 16
+    int32_t kind;     // Kind: F32, BF16, F16
+};
+
+// out[i] = function(h @ weights[i].T + bias) + residual, h = norm(x); see kernels/block.py.
+//
+// Buffers are given by their index; -1: none. `x` of a weight is the kind that determines the limbs of its input: F32
+// or, for act FLOAT, also BF16 and F16. Of a LinearArgs only the parts of the weight and the bias are read.
+struct BlockLinear {
+    RowNorm norm;
+    const IntLinear* weights;  // [count], which differ in their rows only
+    const LinearArgs* args;    // [count]
+    const int32_t* out;        // [count]; [1] if gated
+    int32_t count, x;
+    int32_t normed;            // buffer that keeps h
+    int32_t residual;
+    int32_t function;          // Function
+    int32_t gated;             // out[0] = function(gate) * up + residual; weights: gate and up, or one with both halves
+};
+
+// out = norm(x) + residual
+struct BlockNorm {
+    RowNorm norm;
+    int32_t x, out, residual;
+};
+
+enum StepKind : int32_t { STEP_LINEAR = 0, STEP_NORM = 1 };
+struct BlockStep {
+    const BlockLinear* linear;
+    const BlockNorm* norm;
+    int32_t kind;              // StepKind: which of them
+};
+
+struct Block {
+    const BlockStep* steps;
+    const Buffer* buffers;
+    int64_t rows;              // batch * tokens
+    int64_t scratch;           // floats per row of all scratch buffers
+    int32_t step_count, buffer_count, threads;
 };
 
 // -- linear layers, float and table codes -----------------------------------------------------------------------------

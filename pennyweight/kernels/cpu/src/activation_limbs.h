@@ -165,11 +165,10 @@ inline int32_t true_columns(const IntLinear& w, int64_t b) {  // of a block, wit
     return (int32_t)(left < 0 ? 0 : left < w.block ? left : w.block);
 }
 
-// Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
-void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
-              int8_t* bytes) {
+// A row, float32 [kp] with zeros beyond k, as token t of T. Scratch: bytes, [3 * kp].
+void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* wide, Tokens& tok, int T, int t, bool words,
+                   int8_t* bytes) {
     const int D = words ? 1 : digits_of(w), R = T * D;
-    widen_row((const char*)a.x + m * a.ldx * size_of(w.x), w.x, w.k, w.kp, wide);
     int8_t* row[3] = {bytes, bytes + w.kp, bytes + 2 * w.kp};
     tok.token_scale[t] = 1;
     tok.token_zero[t] = 0;
@@ -203,6 +202,13 @@ void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, i
     }
     if (words) put_words(tok.digits, T, t, (const int16_t*)bytes, w.kp);
     else for (int d = 0; d < D; ++d) put(tok.digits, R, t * D + d, row[d], w.kp);
+}
+
+// Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
+void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
+              int8_t* bytes) {
+    widen_row((const char*)a.x + m * a.ldx * size_of(w.x), w.x, w.k, w.kp, wide);
+    take_wide_row(w, a, wide, tok, T, t, words, bytes);
 }
 
 }  // namespace

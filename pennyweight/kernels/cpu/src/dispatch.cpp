@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "check.h"
+#include "check_block.h"
 #include "vtable.h"
 
 #if defined(__linux__)
@@ -137,6 +138,11 @@ PW_EXPORT int pw_int_linear(const IntLinear* w, const void* x, int64_t m, int64_
 PW_EXPORT int pw_int_linears(const IntLinear* weights, const LinearArgs* args, int count) {
     if (!check::int_linears("pw_int_linears", weights, args, count)) return INVALID;
     return count ? table().int_linear(weights, args, count) : DONE;
+}
+// The steps of a transformer block; see block.h.
+PW_EXPORT int pw_block(const Block* block) {
+    if (!check::block("pw_block", block)) return INVALID;
+    return table().block(block);
 }
 PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
                               int bias_kind, const void* codes, const void* scale, const void* outer_scale,

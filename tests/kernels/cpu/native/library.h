@@ -12,6 +12,7 @@ int pw_isa_use(const char*);
 int pw_int_linear(const IntLinear*, const void*, int64_t, int64_t, void*, const void*, int, const void*, const void*,
                   const void*, const void*, const void*, const void*, const void*, int64_t, int);
 int pw_int_linears(const IntLinear*, const LinearArgs*, int);
+int pw_block(const Block*);
 int pw_float_linear(const FloatLinear*, const void*, int64_t, int64_t, void*, const void*, int, const void*, const void*,
                     const void*, const void*, const void*, const void*, int);
 int pw_pack_codes(const uint8_t*, int64_t, int64_t, int64_t, int, int, uint8_t*, int);

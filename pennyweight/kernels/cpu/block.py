@@ -1,0 +1,78 @@
+"""The structures of src/abi.h for the steps of a transformer block, and the layout of scratch buffers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+
+from .library import IntLinear, LinearArgs
+
+STEP_LINEAR, STEP_NORM = range(2)
+FUNCTIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4, "silu": 5}
+NORMS = {None: 0, "layer": 1, "rms": 2}
+
+
+class RowNorm(ctypes.Structure):
+    """Normalization of rows; see src/abi.h."""
+
+    _fields_ = (
+        ("weight", c_void_p), ("bias", c_void_p),
+        *((name, c_int32) for name in ("kind", "weight_kind", "bias_kind")), ("eps", c_float), ("offset", c_float),
+    )  # fmt: skip
+
+
+class Buffer(ctypes.Structure):
+    """A matrix with one row for each row of the call; see src/abi.h."""
+
+    _fields_ = (("data", c_void_p), ("width", c_int64), ("offset", c_int64), ("kind", c_int32))
+
+
+class BlockLinear(ctypes.Structure):
+    """Linear layers with one input; see src/abi.h."""
+
+    _fields_ = (
+        ("norm", RowNorm), ("weights", POINTER(IntLinear)), ("args", POINTER(LinearArgs)), ("out", POINTER(c_int32)),
+        *((name, c_int32) for name in ("count", "x", "normed", "residual", "function", "gated")),
+    )  # fmt: skip
+
+
+class BlockNorm(ctypes.Structure):
+    """A normalization with residual; see src/abi.h."""
+
+    _fields_ = (("norm", RowNorm), *((name, c_int32) for name in ("x", "out", "residual")))
+
+
+class BlockStep(ctypes.Structure):
+    """One step; see src/abi.h."""
+
+    _fields_ = (("linear", POINTER(BlockLinear)), ("norm", POINTER(BlockNorm)), ("kind", c_int32))
+
+
+class Block(ctypes.Structure):
+    """A call; see src/abi.h."""
+
+    _fields_ = (
+        ("steps", POINTER(BlockStep)), ("buffers", POINTER(Buffer)), ("rows", c_int64), ("scratch", c_int64),
+        *((name, c_int32) for name in ("step_count", "buffer_count", "threads")),
+    )  # fmt: skip
+
+
+def place_buffers(widths: Sequence[int], used: Sequence[tuple[int, int] | None]) -> tuple[list[int], int]:
+    """Positions of buffers in the scratch, and its size, in floats per row.
+
+    used: for each buffer the first and the last step that uses it, or None. Buffers that are used by no common step may
+    share memory.
+    """
+    offsets, total = [0] * len(widths), 0
+    placed: list[tuple[int, int, int, int]] = []  # first and last step, begin and end in the scratch
+    for i in sorted((i for i, span in enumerate(used) if span), key=lambda i: -widths[i]):
+        first, last = used[i] or (0, 0)
+        width, at = -(-widths[i] // 16) * 16, 0
+        for begin, end in sorted((b, e) for f, n, b, e in placed if f <= last and first <= n):
+            if at + width <= begin:
+                break
+            at = max(at, end)
+        placed.append((first, last, at, at + width))
+        offsets[i], total = at, max(total, at + width)
+    return offsets, total
