@@ -18,8 +18,8 @@ SPARE = 64  # tokens added to a buffer at least, when it grows
 
 
 class Slots(NamedTuple):
-    """Where a block writes its keys and values: ``past`` tokens into tensors [batch, heads, capacity, channels]; it then
-    reads the first ``length`` tokens."""
+    """Tensors [batch, heads, capacity, channels] to which a block writes its keys and values from token ``past`` on,
+    and the number of tokens that it then reads."""
 
     keys: Tensor
     values: Tensor

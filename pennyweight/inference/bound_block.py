@@ -32,8 +32,8 @@ class Bound:
     returns the reason.
     """
 
-    def __init__(self, block: nn.Module, recipe: Recipe, compile: Compile = runner) -> None:
-        self.block, self.recipe, self.compile = weakref.ref(block), recipe, compile
+    def __init__(self, block: nn.Module, recipe: Recipe, compile: Compile | None = None) -> None:
+        self.block, self.recipe, self.compile = weakref.ref(block), recipe, compile or runner
         self.steps = recipe.build(block)
         self.whole = self._compiled(self.steps)
         self.halves: tuple[Runner, Runner] | None = None
@@ -53,7 +53,7 @@ class Bound:
             if module is not block:
                 self.watched.append((module.__dict__, "forward", None))
                 hooks += [module._forward_hooks, module._forward_pre_hooks]
-            self.watched += [(module._modules, key, child) for key, child in module._modules.items()]  # type: ignore[misc]
+            self.watched += [(module._modules, key, child) for key, child in module._modules.items()]
         self.hooks = tuple(hooks)
         a = recipe.arguments
         self.roles = {a.hidden: "hidden", a.mask: "mask", a.rotary: "rotary", a.cache: "cache", a.bias: "bias"}
@@ -61,7 +61,7 @@ class Bound:
             self.roles |= {a.mask: "excluded", a.padding: "padding"}
         self.roles.pop("", None)
         path, choice = recipe.attention
-        self.config = block.get_submodule(path).config if choice else None
+        self.config: Any = block.get_submodule(path).config if choice else None
         self.columns = recipe.heads.shared, recipe.heads.size
 
     def _compiled(self, steps: Any) -> Runner:
@@ -74,7 +74,7 @@ class Bound:
         """Whether the block still consists of the same modules, parameters and modes."""
         if self.block() is not block:
             return False
-        for held, key, value in self.watched:
+        for held, key, value in self.watched:  # noqa: SIM110  # a generator takes twice as long
             if held.get(key) is not value:
                 return False
         return True

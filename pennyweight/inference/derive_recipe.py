@@ -137,7 +137,7 @@ def _is_causal(value: Value | None, bias: str) -> bool:
     (leaf,) = [v for v in _leaves(value) if v.name == bias]
     scores = replay(value, {leaf: torch.zeros(tuple(leaf.shape))})
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return later.any().item() and bool((scores[..., later] < -6e4).all())
+    return bool(later.any()) and bool((scores[..., later] < -6e4).all())
 
 
 def is_torch_layer(block: nn.Module) -> bool:
@@ -160,8 +160,8 @@ def _arguments(
 ) -> Arguments:  # fmt: skip
     rotary = ""
     if found.cos_sin != ("", ""):
-        rotary, _, first = found.cos_sin[0].rpartition(".")
-        if found.cos_sin != (f"{rotary}.0", f"{rotary}.1") or first != "0":
+        rotary, _, place = found.cos_sin[0].rpartition(".")
+        if found.cos_sin != (f"{rotary}.0", f"{rotary}.1") or place != "0":
             raise Refusal("cos and sin are not passed as one pair")
     roles = {hidden, rotary, cache, *masks}
     if names == TORCH_LAYER:

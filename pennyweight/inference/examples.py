@@ -108,7 +108,7 @@ def examples(model: nn.Module, block: nn.Module) -> Iterator[Any]:
     def make(name: str) -> Tensor | None:
         return _input(name, model, config, generator, dtype)
 
-    main = model.main_input_name
+    main: Any = model.main_input_name
     first = {main: make(main)}
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         first["decoder_input_ids"] = make("decoder_input_ids")

@@ -131,8 +131,8 @@ def _scheme(w: AffineQuantizedTensor) -> tuple[str, str]:
 
 
 def thaw_(model: nn.Module) -> Report:
-    """Undo :func:`freeze_` and :func:`~pennyweight.fuse_`: each frozen layer and fused block gets its original class back.
-    Returns a report."""
+    """Undo :func:`freeze_` and :func:`~pennyweight.fuse_`: each frozen layer and fused block gets its original class
+    back. Returns a report."""
     rows = []
     for name, module in thaw_classes_(model):
         w: Any = module._parameters.get("weight")

@@ -100,11 +100,13 @@ def _changed(block: nn.Module, recipe: Recipe) -> str:
     return ""
 
 
-def fused_class(kind: type, recipe: Recipe) -> type:
+def fused_class(kind: Any, recipe: Recipe) -> type:
     """The class of one fused block: a subclass of its class, so that its methods and registrations still apply."""
     kind = getattr(kind, "thawed", kind)
-    made = type(f"Fused{kind.__name__}", (FusedBlock, kind), {"thawed": kind, "recipe": recipe, "__module__": __name__})
-    made.forward = FusedBlock.forward  # type: ignore[attr-defined]  # a class hook of the library may have wrapped it
+    made: Any = type(
+        f"Fused{kind.__name__}", (FusedBlock, kind), {"thawed": kind, "recipe": recipe, "__module__": __name__}
+    )
+    made.forward = FusedBlock.forward  # a class hook of the library may have wrapped it
     return made
 
 
@@ -115,9 +117,9 @@ def _blank(kind: type, recipe: Recipe) -> Any:
 
 
 def fuse_(model: nn.Module, example: Any = None) -> Report:
-    """Convert transformer blocks to :class:`FusedBlock` and the other quantized linear layers to
-    :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the reason why it
-    is not, and one for each quantized parameter.
+    """Convert transformer blocks to :class:`FusedBlock` and quantized linear layers to
+    :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the reason why
+    it is not, and one for each quantized parameter.
 
     example   an input of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments. Default: made
               from the config for models of transformers, random rows for nn.TransformerEncoder

@@ -20,6 +20,9 @@ from .trace_block import Op, Value, call_again, call_module
 SAME = 2e-5
 
 
+KINDS: tuple[Literal["layer", "rms"], ...] = ("layer", "rms")
+
+
 @dataclass(frozen=True)
 class NormForm:
     """A :class:`Norm` with the names of its parameters in the block; "" for none."""
@@ -57,12 +60,12 @@ def norm_form(op: Op) -> NormForm | None:
             ys = [_plain(call_module(module, t, parameters=parameters)) for t in (x, small)]
         except (RuntimeError, TypeError, ValueError):
             return None
-        for kind in ("layer", "rms"):
+        for kind in KINDS:
             for offset in (0.0, 1.0) if weight is not None else (0.0,):
-                norm = Norm(kind, eps, weight, bias, offset)  # type: ignore[arg-type]
+                norm = Norm(kind, eps, weight, bias, offset)
                 if all(y is not None and close(y, normalize(t, norm)) for t, y in zip((x, small), ys, strict=True)):
-                    names = (path + name if name in held else "" for name in ("weight", "bias"))
-                    return NormForm(kind, eps, *names, offset, width)  # type: ignore[arg-type]
+                    names = [path + name if name in held else "" for name in ("weight", "bias")]
+                    return NormForm(kind, eps, names[0], names[1], offset, width)
     return None
 
 

@@ -99,7 +99,7 @@ class Recipe:
             return block.get_submodule(path)._parameters[own]
 
         def norm(form: NormForm | None) -> Norm | None:
-            return form and Norm(form.kind, form.eps, get(form.weight), get(form.bias), form.offset)
+            return None if form is None else Norm(form.kind, form.eps, get(form.weight), get(form.bias), form.offset)
 
         def layer(product: Product) -> Layer:
             weight: Any = get(product[0])

@@ -183,10 +183,10 @@ class _Recognizer:
         elif op.name in MULTIPLIES and len(op.inputs) == 2:
             out = self._gated(op)
         elif (act := activation(op)) is not None:
-            source = self.origin(op.inputs[0])[0]
-            if source.op is None or source.op.product is None:
+            linear = self.origin(op.inputs[0])[0].op
+            if linear is None or linear.product is None:
                 raise Refusal(f"the activation {act} does not follow a quantized linear layer")
-            out = self._product([source.op], act=act)[0]
+            out = self._product([linear], act=act)[0]
         else:
             raise Refusal(f"the operation {_title(op)} has no step")
         if into is not None and out != into:
@@ -337,8 +337,8 @@ class _Recognizer:
         result = self.buffer(count * size)
         self.cached = self.cached or q.rotary is not None or q.norm is not None or k.norm is not None
         if self.cached:
-            norms: Any = (q.norm, k.norm)
-            self.steps.append(RotaryStep(*at, heads, q.rotary, q.rotated, *norms))  # type: ignore[arg-type]
+            rotary: Any = q.rotary, q.rotated, q.norm, k.norm
+            self.steps.append(RotaryStep(at[0], at[1], at[2], heads, *rotary))
             self.cut = len(self.steps)
             self.steps.append(AttentionStep(at[0], result, heads, scale, softcap=found.softcap))
         else:

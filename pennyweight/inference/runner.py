@@ -1,4 +1,4 @@
-"""Runs the steps of a block in one native call."""
+"""Runs the steps of a block: in one native call, or by the plain reference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Protocol
 from torch import Tensor
 
 from ..kernels.block import Call, Steps, run_reference
+from ..kernels.gate_block import compile_steps
 
 
 class Runner(Protocol):
+    """None: native code cannot take the call."""
+
     def run(self, x: Tensor, call: Call) -> Tensor | None: ...
 
 
@@ -24,5 +27,5 @@ class Reference:
 
 
 def runner(steps: Steps) -> Runner | str:
-    """How to run the steps, or the reason why native code cannot."""
-    return Reference(steps)
+    """How native code runs the steps, or the reason why it cannot."""
+    return compile_steps(steps)

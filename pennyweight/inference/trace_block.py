@@ -164,8 +164,8 @@ class _Recorder(TorchFunctionMode):
             self.inside -= 1
             if self.inside:
                 return
-            op = Op(type(module).__name__, module, *_map((tuple(args), dict(kwargs)), Tensor, self.value), [], module)
-            op.path, op.product = path, _module_product(module, path)
+            args, kwargs = _map((tuple(args), dict(kwargs)), Tensor, self.value)
+            op = Op(type(module).__name__, module, args, kwargs, [], module, path, _module_product(module, path))
             self.add(op, out)
 
         return hook
@@ -246,7 +246,7 @@ def call_module(module: nn.Module, *args: Any, parameters: Mapping[str, Tensor] 
 
     The call is made on a copy that shares the tensors, so that other threads can use the module meanwhile.
     """
-    twin = copy.copy(module)
+    twin: Any = copy.copy(module)
     twin._parameters = {**module._parameters, **(parameters or {})}
     twin._buffers = dict(module._buffers)
     for held in (twin._parameters, twin._buffers):

@@ -75,9 +75,9 @@ def _twin(recipe: Recipe, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[
 def _cases(recipe: Recipe, observed: Observed) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     generator = torch.Generator().manual_seed(1)
     a = recipe.arguments
-    masks = ("no mask", "a bool mask", "a float mask") if a.mask else ("no mask",)
-    if recipe.attention[1] == "eager":
-        masks = ("no mask", "a float mask") if a.mask else masks
+    masks = ["no mask", "a bool mask", "a float mask"] if a.mask else ["no mask"]
+    if recipe.attention[1] == "eager" and a.mask:
+        masks.remove("a bool mask")
     for batch, tokens in SHAPES:
         for mask in masks:
             kwargs = _arguments(recipe, observed, batch, tokens, 0, mask, generator)
@@ -129,8 +129,7 @@ def _arguments(
     elif a.mask:
         kwargs[a.mask] = _mask(mask, batch, tokens, past, recipe.dtype, generator)
     if a.bias:
-        shape = (1, recipe.heads.query, tokens, past + tokens)
-        kwargs[a.bias] = torch.randn(shape, generator=generator).to(recipe.dtype)
+        kwargs[a.bias] = torch.randn(1, recipe.heads.query, tokens, past + tokens, generator=generator).to(recipe.dtype)
     if a.cache:
         kwargs[a.cache] = None
     if a.rotary:

@@ -48,7 +48,7 @@ def thaw_classes_(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     found = [(n, m) for n, m in model.named_modules() if getattr(type(m), "thawed", None) is not None]
     for _, module in found:
-        module.__class__ = type(module).thawed  # type: ignore[attr-defined]
+        module.__class__ = type(module).thawed
     return found
 
 

@@ -217,20 +217,28 @@ def test_lora() -> None:
     assert error(*found) < LIMITS[torch.float32]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
-def test_tracing_and_compile() -> None:
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_tracing_and_transforms() -> None:
     model, other = fused("encoder")
     x = inputs("encoder")["src"]
     with torch.no_grad():
         traced = torch.jit.trace(other.layers[0], x[:1], check_trace=False)
         assert error(traced(x), model.layers[0](x)) < LIMITS[torch.float32]
-        torch._dynamo.reset()
-        compiled = torch.compile(other.layers[0], backend="eager")
-        assert error(compiled(x), model.layers[0](x)) < LIMITS[torch.float32]
-        torch._dynamo.reset()
         jacobian = torch.func.jvp(other.layers[0], (x,), (torch.ones_like(x),))
         want = torch.func.jvp(model.layers[0], (x,), (torch.ones_like(x),))
         assert error(jacobian[1], want[1]) < 1e-4
+
+
+def test_compile() -> None:
+    model, other = fused("bert")
+    x = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        torch._dynamo.reset()
+        pw.reset_fallbacks()
+        y = torch.compile(other.encoder.layer[0], backend="eager", fullgraph=True)(x)
+        assert not reasons()
+        assert error(y, model.encoder.layer[0](x)) < LIMITS[torch.float32]
+        torch._dynamo.reset()
 
 
 def test_inputs_of_another_kind() -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.kernels.cpu import library
 from pennyweight.inference import fused_linear
+from pennyweight.kernels.cpu import library
 from tests.inference.test_freeze import SCHEMES
 from tests.tensors import quantized
 
