@@ -17,23 +17,28 @@ from torch import Tensor
 SPARE = 64  # tokens added to a buffer at least, when it grows
 
 
-class Slots(NamedTuple):
-    """Tensors [batch, heads, capacity, channels] to which a block writes its keys and values from token ``past`` on,
-    and the number of tokens that it then reads."""
+class Room(NamedTuple):
+    """Where new keys and values [batch, heads, tokens, channels] of ``dtype`` go in a layer: after the first ``past``
+    tokens. Attention then reads ``length`` tokens."""
 
-    keys: Tensor
-    values: Tensor
     past: int
     length: int
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
 
 
 class _Grown:
-    """Buffers of a DynamicLayer, and the views of them that the layer holds."""
+    """Buffers of a DynamicLayer with spare capacity, the views of them that the layer holds."""
 
-    __slots__ = ("buffers", "views")
+    __slots__ = ("buffers", "capacity", "views")
 
-    def __init__(self, buffers: tuple[Tensor, Tensor], views: tuple[Tensor, Tensor]) -> None:
-        self.buffers, self.views = buffers, views
+    def __init__(self, buffers: tuple[Tensor, Tensor], capacity: int) -> None:
+        self.buffers, self.capacity = buffers, capacity
+        self.views: tuple[Tensor, Tensor] = buffers
+
+    def holds(self, layer: Any) -> bool:
+        """Whether the layer has the newest views. A copy or a crop of it may not write after them."""
+        return layer.keys is self.views[0] and layer.values is self.views[1]
 
 
 _GROWN: WeakKeyDictionary[Any, _Grown] = WeakKeyDictionary()
@@ -50,61 +55,55 @@ def layer_of(cache: Any, index: int) -> Any:
     return cache.layers[index] if index < len(cache.layers) else None
 
 
-def length_after(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int | None:
-    """The number of keys that attention reads after keys and values of this shape [batch, heads, tokens, channels] were
-    added to a layer. None: :func:`slots` does not support the layer in its state."""
+def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Room | None:
+    """Room for keys and values of this shape [batch, heads, tokens, channels]; changes nothing. None: the layer's own
+    ``update`` must be called."""
     library = sys.modules["transformers.cache_utils"]
     batch, heads, tokens, channels = shape
     keys, values = layer.keys, layer.values
     if type(layer) is library.DynamicLayer:
-        past = 0 if not layer.is_initialized or keys.numel() == 0 else keys.shape[-2]
+        filled = past = 0 if not layer.is_initialized or keys.numel() == 0 else keys.shape[-2]
         length = past + tokens
     elif type(layer) is library.StaticLayer:
         length = layer.max_cache_len
-        if layer.is_initialized and int(layer.cumulative_length) + tokens > length:
+        past = int(layer.cumulative_length) if layer.is_initialized else 0
+        filled = length if layer.is_initialized else 0
+        if past + tokens > length:
             return None  # update raises
-        past = length if layer.is_initialized else 0
     else:
         return None
-    if past:  # else update initializes the layer
-        expected = (batch, heads, past, channels)
-        for t in (keys, values):
-            if t.shape != expected or t.dtype != dtype or t.device.type != "cpu":
-                return None  # update raises, or promotes
-    return length if tokens <= length else None
+    if filled:  # else update initializes the layer
+        expected = (batch, heads, filled, channels)
+        if keys.shape != expected or values.shape != expected or keys.dtype is not dtype or values.dtype is not dtype:
+            return None  # update raises, or promotes
+        if not (keys.is_cpu and values.is_cpu):
+            return None
+    return Room(past, length, shape, dtype)
 
 
-def slots(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Slots:
-    """Make room for new keys and values in a layer for which :func:`length_after` is known, and count them as its
-    own."""
+def take(layer: Any, found: Room) -> tuple[Tensor, Tensor]:
+    """Make the room part of the layer, as its ``update`` does. Returns the tensors [batch, heads, capacity, channels]
+    to which keys and values are to be written."""
+    past, length, shape, dtype = found
     if not layer.is_initialized:
         empty = torch.empty((*shape[:2], 0, shape[3]), dtype=dtype, device="cpu")
         layer.lazy_initialization(empty, empty)
     if type(layer) is sys.modules["transformers.cache_utils"].StaticLayer:
-        past = int(layer.cumulative_length)
         layer.cumulative_length.add_(shape[2])
-        return Slots(layer.keys, layer.values, past, layer.max_cache_len)
-    return _append(layer, shape, dtype)
-
-
-def _append(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Slots:
-    batch, heads, tokens, channels = shape
-    keys, values = layer.keys, layer.values
-    past = 0 if keys.numel() == 0 else keys.shape[2]
-    length = past + tokens
+        return layer.keys, layer.values
     grown = _GROWN.get(layer)
-    # Other holders of the buffer (a copy of the layer, a cropped layer) may have written after these views
-    newest = grown is not None and past > 0 and keys is grown.views[0] and values is grown.views[1]
-    if grown is not None and newest and grown.buffers[0].shape[2] >= length:
-        buffers = grown.buffers
-    else:
-        capacity = length + SPARE + length // 4
-        with torch.inference_mode(False), torch.no_grad():
-            made = [torch.empty((batch, heads, capacity, channels), dtype=dtype, device="cpu") for _ in range(2)]
-            for new, old in zip(made, (keys, values) if past else (), strict=False):
-                new[:, :, :past].copy_(old)
-        buffers = made[0], made[1]
-    views = buffers[0].narrow(2, 0, length), buffers[1].narrow(2, 0, length)
-    _GROWN[layer] = _Grown(buffers, views)
-    layer.keys, layer.values = views
-    return Slots(*buffers, past, length)
+    if grown is None or not grown.holds(layer) or grown.capacity < length:
+        grown = _GROWN[layer] = _grow(layer, past, length, shape, dtype)
+    keys, values = grown.buffers
+    layer.keys, layer.values = grown.views = keys.narrow(2, 0, length), values.narrow(2, 0, length)
+    return grown.buffers
+
+
+def _grow(layer: Any, past: int, length: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> _Grown:
+    capacity = length + SPARE + length // 4
+    batch, heads, _, channels = shape
+    with torch.inference_mode(False), torch.no_grad():
+        made = [torch.empty((batch, heads, capacity, channels), dtype=dtype, device="cpu") for _ in range(2)]
+        for new, old in zip(made, (layer.keys, layer.values) if past else (), strict=False):
+            new[:, :, :past].copy_(old)
+    return _Grown((made[0], made[1]), capacity)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
-from ..core.tensor import STORED, AffineQuantizedTensor
+from ..core.tensor import AffineQuantizedTensor
 from ..core.tracing import in_memory
-from ..kernels.activation import autocast_dtype
 from ..kernels.block import Call, Steps
 from . import block_cache
 from .recipe import Recipe
@@ -22,6 +22,7 @@ from .trace_block import Refusal
 
 _GLOBAL_HOOKS = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
 _CAPTURING = "transformers.utils.output_capturing"
+CHOICE = "_attn_implementation_internal"  # in a config of transformers: the attention function
 Compile = Callable[[Steps], Runner | str]
 
 
@@ -36,33 +37,39 @@ class Bound:
         self.block, self.recipe, self.compile = weakref.ref(block), recipe, compile or runner
         self.steps = recipe.build(block)
         self.whole = self._compiled(self.steps)
+        self.heads = recipe.heads.query, recipe.heads.shared, recipe.heads.size
         self.halves: tuple[Runner, Runner] | None = None
         self.parameters: list[Any] = []
-        self.watched: list[tuple[dict[str, Any], str, Any]] = []
+        watched: list[tuple[dict[str, Any], str, Any]] = []
         hooks: list[Any] = []
         for name in recipe.parameters():
             path, _, own = name.rpartition(".")
             held: Any = block.get_submodule(path)._parameters
             self.parameters.append(held[own])
-            self.watched.append((held, own, held[own]))
-            if isinstance(held[own], AffineQuantizedTensor):  # an assignment to .data replaces its parts
-                stored: dict[str, Any] = held[own].__dict__
-                self.watched += [(stored, part, stored[part]) for part in STORED if stored.get(part) is not None]
+            watched.append((held, own, held[own]))
+            if isinstance(held[own], AffineQuantizedTensor):  # an assignment to .data replaces all parts
+                watched.append((held[own].__dict__, "_codes", held[own]._codes))
         for module in block.modules():
-            self.watched.append((module.__dict__, "training", False))
+            if any(True for _ in module.children()) or "dropout" in type(module).__name__.lower():
+                watched.append((module.__dict__, "training", False))
             if module is not block:
-                self.watched.append((module.__dict__, "forward", None))
+                watched.append((module.__dict__, "forward", None))
                 hooks += [module._forward_hooks, module._forward_pre_hooks]
-            self.watched += [(module._modules, key, child) for key, child in module._modules.items()]
+            children: Any = module._modules
+            watched += [(children, key, child) for key, child in children.items()]
+        path, choice = recipe.attention
+        if choice:  # transformers' choice of the attention function
+            config: Any = block.get_submodule(path).config  # a property would cost 1 µs
+            watched.append((config.__dict__, CHOICE, config.__dict__.get(CHOICE)))
+        self.dicts, self.keys, self.values = zip(*watched, strict=True)
         self.hooks = tuple(hooks)
         a = recipe.arguments
         self.roles = {a.hidden: "hidden", a.mask: "mask", a.rotary: "rotary", a.cache: "cache", a.bias: "bias"}
         if a.padding:
             self.roles |= {a.mask: "excluded", a.padding: "padding"}
         self.roles.pop("", None)
-        path, choice = recipe.attention
-        self.config: Any = block.get_submodule(path).config if choice else None
-        self.columns = recipe.heads.shared, recipe.heads.size
+        self.roles |= dict.fromkeys(a.unused, "unused")
+        self.combined = bool(a.bias or a.padding)  # several masks make one
 
     def _compiled(self, steps: Any) -> Runner:
         found = self.compile(steps)
@@ -72,75 +79,73 @@ class Bound:
 
     def unchanged(self, block: nn.Module) -> bool:
         """Whether the block still consists of the same modules, parameters and modes."""
-        if self.block() is not block:
-            return False
-        for held, key, value in self.watched:  # noqa: SIM110  # a generator takes twice as long
-            if held.get(key) is not value:
-                return False
-        return True
+        return self.block() is block and all(map(is_, map(dict.get, self.dicts, self.keys), self.values))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the block for a call of its forward, or the reason (str) why it is not fused."""
-        given = kwargs if not args else {**dict(zip(self.recipe.arguments.names, args, strict=False)), **kwargs}
-        if len(args) > len(self.recipe.arguments.names):
-            return "more positional arguments than forward names"
-        x = given.get(self.recipe.arguments.hidden)
         recipe = self.recipe
+        a = recipe.arguments
+        given = kwargs
+        if args:
+            if len(args) > len(a.names):
+                return "it has more positional arguments than forward names"
+            given = {**dict(zip(a.names, args, strict=False)), **kwargs}
+        x = given.get(a.hidden)
         if type(x) is not Tensor or not x.is_cpu or not in_memory(x):
             return "the input is not in the memory of the CPU, or a mode, tracer or transform observes it"
-        if x.ndim != 3 or x.dtype is not recipe.dtype or x.shape[2] != recipe.widths[0]:
+        shape = x.shape
+        if len(shape) != 3 or x.dtype is not recipe.dtype or shape[2] != recipe.widths[0] or 0 in shape:
             return f"the input is not a tensor [batch, tokens, {recipe.widths[0]}] of {recipe.dtype}"
-        if x.numel() == 0:
-            return "the input is empty"
-        if autocast_dtype(x) is not None:
-            return "autocast is on"
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters)):
             return "gradients are enabled; call the model under torch.inference_mode() or torch.no_grad()"
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast is on"
         if (any(self.hooks) or any(_GLOBAL_HOOKS)) and self._hooked():
             return "a module in the block has a forward hook"
-        if self.config is not None and self.config._attn_implementation != recipe.attention[1]:
-            return "the attention implementation of the model was changed"
+        batch, tokens = shape[:2] if a.batch_first else shape[1::-1]
         call, cache = Call(), None
         added: dict[str, Tensor] = {}
         for name, value in given.items():
+            if value is None or value is False:
+                continue
             role = self.roles.get(name)
-            if role == "hidden" or value is None or value is False:
+            if role in ("hidden", "unused"):
                 continue
             if role == "mask":
-                if type(value) is not Tensor or value.ndim != 4 or not in_memory(value):
+                if type(value) is not Tensor or value.ndim != 4 or not value.is_cpu:
                     return f"{name} is not a tensor [batch, heads, tokens, keys]"
                 if value.dtype is not torch.bool and not value.is_floating_point():
                     return f"{name} is neither bool nor floating point"
-                call.mask = value if value.shape[2] != 1 else value.expand(-1, -1, x.shape[1], -1)
-            elif role in ("bias", "excluded", "padding"):
-                if type(value) is not Tensor or not in_memory(value):
-                    return f"{name} is not a tensor in memory"
-                added[role] = value
+                if value.shape[2] == 1 != tokens:
+                    value = value.expand(-1, -1, tokens, -1)
+                call.mask = value
             elif role == "rotary":
-                if not _is_pair(value, x):
+                if not _is_pair(value, batch, tokens):
                     return f"{name} is not a pair of tensors [batch, tokens, channels]"
                 call.cos, call.sin = value
             elif role == "cache":
                 cache = value
-            elif name not in recipe.arguments.unused and not _same(recipe.arguments.constants, name, value):
+            elif role is not None:
+                if type(value) is not Tensor or not value.is_cpu:
+                    return f"{name} is not a tensor in memory"
+                added[role] = value
+            elif not _same(a.constants, name, value):
                 return f"argument {name} is not one of those of the recognized call"
-        if "rotary" in self.roles.values() and call.cos is None:
+        if a.rotary and call.cos is None:
             return "cos and sin are missing"
-        if recipe.arguments.padding and given.get("is_causal") and "excluded" not in added:
-            return "is_causal is given without a mask"
-        if (added or recipe.arguments.bias) and (reason := self._add_masks(call, added, x)):
+        if self.combined and (reason := self._add_masks(call, added, x, bool(given.get("is_causal")))):
             return reason
-        x = x if recipe.arguments.batch_first else x.transpose(0, 1).contiguous()
-        y = self._attend(x, call, cache)
-        if isinstance(y, str):
+        y = self._attend(x if a.batch_first else x.transpose(0, 1).contiguous(), call, cache)
+        if type(y) is str:
             return y
-        y = y if recipe.arguments.batch_first else y.transpose(0, 1).contiguous()
+        if not a.batch_first:
+            y = y.transpose(0, 1).contiguous()
         if recipe.output is None:
             return y
         return tuple(y if name == "" else None if name is None else given.get(name) for name in recipe.output)
 
-    def _add_masks(self, call: Call, added: dict[str, Tensor], x: Tensor) -> str:
-        """Make one mask of several; the reason if they have unexpected shapes or there is none."""
+    def _add_masks(self, call: Call, added: dict[str, Tensor], x: Tensor, hint: bool) -> str:
+        """Make one mask of several; the reason if they have unexpected shapes or there is none. hint: is_causal."""
         if self.recipe.arguments.bias:
             bias, mask = added.get("bias"), call.mask
             if bias is None or bias.ndim != 4 or not bias.is_floating_point():
@@ -156,6 +161,8 @@ class Bound:
         tokens, batch = x.shape[:2] if not self.recipe.arguments.batch_first else x.shape[1::-1]
         excluded, padding = added.get("excluded"), added.get("padding")
         masks = []
+        if hint and excluded is None:
+            return "is_causal is given without a mask"
         if excluded is not None:
             if excluded.shape == (tokens, tokens):
                 masks.append(excluded[None, None])
@@ -167,6 +174,8 @@ class Bound:
             if padding.shape != (batch, tokens):
                 return f"the padding mask has shape {list(padding.shape)}"
             masks.append(padding[:, None, None])
+        if not masks:
+            return ""
         if all(m.dtype is torch.bool for m in masks):
             call.mask = ~(masks[0] | masks[1]) if len(masks) > 1 else ~masks[0]
             return ""
@@ -193,41 +202,34 @@ class Bound:
 
     # -- keys and values -----------------------------------------------------------------------------------------------
 
-    def _attend(self, x: Tensor, call: Call, cache: Any) -> Tensor | str:
+    def _attend(self, x: Tensor, call: Call, cache: Any) -> Any:
         batch, tokens, _ = x.shape
         recipe = self.recipe
-        if not recipe.cached:
-            reason = _mask_refusal(call.mask, batch, recipe.heads.query, tokens, tokens)
-            if reason:
+        heads, (_, shared, size) = recipe.heads.query, self.heads
+        if cache is None or not recipe.cached:
+            if call.mask is not None and (reason := _mask_refusal(call.mask, batch, heads, tokens, tokens)):
                 return reason
             call.causal |= recipe.causal and call.mask is None
-            return _ran(self.whole.run(x, call))
-        shape = (batch, recipe.heads.shared, tokens, recipe.heads.size)
-        if cache is None:
-            reason = _mask_refusal(call.mask, batch, recipe.heads.query, tokens, tokens)
-            if reason:
-                return reason
-            call.keys, call.values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
-            call.length = tokens
-            call.causal |= recipe.causal and call.mask is None
+            if recipe.cached:
+                shape = (batch, shared, tokens, size)
+                call.keys, call.values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
+                call.length = tokens
             return _ran(self.whole.run(x, call))
         cache = getattr(cache, "self_attention_cache", cache)
         layer = block_cache.layer_of(cache, recipe.layer)
-        if layer is not None and (at := self._slots(layer, shape, x.dtype, call)) is not None:
-            if isinstance(at, str):
-                return at
-            call.keys, call.values, call.past, call.length = at
-            self._limit(call, tokens)
-            return _ran(self.whole.run(x, call))
-        return self._in_two_parts(x, call, cache, shape)
-
-    def _slots(self, layer: Any, shape: Any, dtype: torch.dtype, call: Call) -> Any:
-        """Room in a layer of a cache, or None if its own ``update`` must run, or the reason for a refusal."""
-        length = block_cache.length_after(layer, shape, dtype)
-        if length is None:
-            return None
-        reason = _mask_refusal(call.mask, shape[0], self.recipe.heads.query, shape[2], length)
-        return reason or block_cache.slots(layer, shape, dtype)
+        shape = (batch, shared, tokens, size)
+        room = None if layer is None else block_cache.room(layer, shape, x.dtype)
+        if room is None:
+            return self._in_two_parts(x, call, cache, shape)
+        if call.mask is not None and (reason := _mask_refusal(call.mask, batch, heads, tokens, room.length)):
+            return reason
+        call.keys, call.values = block_cache.take(layer, room)
+        call.past, call.length = room.past, room.length
+        self._limit(call, tokens)
+        y = self.whole.run(x, call)
+        if y is None:  # run() has checked the input before the cache was changed
+            raise RuntimeError(f"{recipe.name}: native code refused an input {list(x.shape)} of {x.dtype}")
+        return y
 
     def _limit(self, call: Call, tokens: int) -> None:
         """The number of keys that are read, and whether the mask is causal, as transformers' sdpa attention does."""
@@ -265,20 +267,18 @@ def _same(constants: dict[str, Any], name: str, value: Any) -> bool:
     return name in constants and type(value) is type(constants[name]) and bool(value == constants[name])
 
 
-def _is_pair(value: Any, x: Tensor) -> bool:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+def _is_pair(value: Any, batch: int, tokens: int) -> bool:
+    if type(value) is not tuple or len(value) != 2:
         return False
-    for t in value:
-        if type(t) is not Tensor or t.ndim != 3 or not t.is_floating_point() or not in_memory(t):
-            return False
-        if t.shape[0] not in (1, x.shape[0]) or t.shape[1] != x.shape[1]:
-            return False
-    return bool(value[0].shape == value[1].shape)
+    cos, sin = value
+    if type(cos) is not Tensor or type(sin) is not Tensor or not (cos.is_cpu and sin.is_cpu):
+        return False
+    shape = cos.shape
+    fits = len(shape) == 3 and shape[1] == tokens and shape[0] in (1, batch) and sin.shape == shape
+    return fits and cos.is_floating_point() and sin.dtype is cos.dtype
 
 
-def _mask_refusal(mask: Tensor | None, batch: int, heads: int, tokens: int, length: int) -> str:
-    if mask is None:
-        return ""
+def _mask_refusal(mask: Tensor, batch: int, heads: int, tokens: int, length: int) -> str:
     b, h, s, n = mask.shape
-    fits = b in (1, batch) and h in (1, heads) and s in (1, tokens) and n == length
+    fits = b in (1, batch) and h in (1, heads) and s == tokens and n == length
     return "" if fits else f"the mask has shape {[b, h, s, n]}, expected [{batch}, {heads} or 1, {tokens}, {length}]"

@@ -76,7 +76,7 @@ def _bind_again(block: nn.Module, cls: Any) -> Bound | str:
         return "it is in training mode"
     was = cls.bound
     if type(was) is Bound and was.block() is not block:  # the class is shared by a shallow copy
-        block.__class__ = cls = fused_class(cls.thawed, cls.recipe)  # type: ignore[assignment]
+        block.__class__ = cls = fused_class(cls.thawed, cls.recipe)
     reason = _changed(block, cls.recipe)
     if reason:
         return reason
@@ -112,7 +112,7 @@ def fused_class(kind: Any, recipe: Recipe) -> type:
 
 def _blank(kind: type, recipe: Recipe) -> Any:
     """Unpickle: a fused block without its state."""
-    cls = fused_class(kind, recipe)
+    cls: Any = fused_class(kind, recipe)
     return cls.__new__(cls)
 
 

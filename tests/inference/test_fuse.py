@@ -217,7 +217,7 @@ def test_lora() -> None:
     assert error(*found) < LIMITS[torch.float32]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_tracing_and_transforms() -> None:
     model, other = fused("encoder")
     x = inputs("encoder")["src"]

@@ -112,21 +112,15 @@ def test_a_growing_cache_is_not_copied_at_each_token() -> None:
     assert len(places) == 1
 
 
-def grown() -> tuple[DynamicLayer, block_cache.Slots]:
-    layer = DynamicLayer()
-    at = append(layer, 3, 1.0)
-    return layer, at
-
-
-def append(layer: DynamicLayer, count: int, value: float) -> block_cache.Slots:
-    """What a block does."""
-    shape = (2, 1, count, 4)
-    assert block_cache.length_after(layer, shape, torch.float32) is not None
-    at = block_cache.slots(layer, shape, torch.float32)
-    for t in (at.keys, at.values):
-        t[:, :, at.past : at.past + count] = value
-    assert at.length == at.past + count
-    return at
+def append(layer: DynamicLayer, count: int, value: float) -> Tensor:
+    """What a block does. Returns the buffer of the keys."""
+    room = block_cache.room(layer, (2, 1, count, 4), torch.float32)
+    assert room is not None
+    buffers = block_cache.take(layer, room)
+    for t in buffers:
+        t[:, :, room.past : room.past + count] = value
+    assert room.length == room.past + count
+    return buffers[0]
 
 
 def contents(layer: DynamicLayer) -> list[float]:
@@ -135,10 +129,11 @@ def contents(layer: DynamicLayer) -> list[float]:
 
 
 def test_copies_and_crops_of_a_grown_layer() -> None:
-    layer, first = grown()
+    layer = DynamicLayer()
+    first = append(layer, 3, 1.0)
     twin, deep = copy.copy(layer), copy.deepcopy(layer)
     second = append(layer, 1, 2.0)
-    assert second.keys is first.keys
+    assert second is first
     append(twin, 1, 3.0)
     append(deep, 1, 4.0)
     assert [contents(t)[3:] for t in (layer, twin, deep)] == [[2.0], [3.0], [4.0]]
@@ -159,12 +154,13 @@ def test_copies_and_crops_of_a_grown_layer() -> None:
 
 
 def test_a_layer_that_does_not_fit_is_left_to_its_own_code() -> None:
-    layer, _ = grown()
-    assert block_cache.length_after(layer, (3, 1, 1, 4), torch.float32) is None  # another batch
-    assert block_cache.length_after(layer, (2, 1, 1, 4), torch.bfloat16) is None
+    layer = DynamicLayer()
+    append(layer, 3, 1.0)
+    assert block_cache.room(layer, (3, 1, 1, 4), torch.float32) is None  # another batch
+    assert block_cache.room(layer, (2, 1, 1, 4), torch.bfloat16) is None
     full = transformers.cache_utils.StaticLayer(max_cache_len=2)
-    assert block_cache.length_after(full, (2, 1, 3, 4), torch.float32) is None
-    assert block_cache.length_after(transformers.cache_utils.DynamicSlidingWindowLayer(4), (2, 1, 1, 4), None) is None
+    assert block_cache.room(full, (2, 1, 3, 4), torch.float32) is None
+    assert block_cache.room(transformers.cache_utils.DynamicSlidingWindowLayer(4), (2, 1, 1, 4), None) is None
 
     class Other(DynamicCache):
         def update(self, *args: Any, **kwargs: Any) -> Any:
