@@ -116,8 +116,6 @@ class Bound:
                     return f"{name} is not a tensor [batch, heads, tokens, keys]"
                 if value.dtype is not torch.bool and not value.is_floating_point():
                     return f"{name} is neither bool nor floating point"
-                if value.shape[2] == 1 != tokens:
-                    value = value.expand(-1, -1, tokens, -1)
                 call.mask = value
             elif role == "rotary":
                 if not _is_pair(value, batch, tokens):
@@ -135,6 +133,8 @@ class Bound:
             return "cos and sin are missing"
         if self.combined and (reason := self._add_masks(call, added, x, bool(given.get("is_causal")))):
             return reason
+        if call.mask is not None and call.mask.shape[2] == 1 != tokens:
+            call.mask = call.mask.expand(-1, -1, tokens, -1)
         y = self._attend(x if a.batch_first else x.transpose(0, 1).contiguous(), call, cache)
         if type(y) is str:
             return y

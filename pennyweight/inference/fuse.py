@@ -91,6 +91,9 @@ def _changed(block: nn.Module, recipe: Recipe) -> str:
     """Why a block is no longer the one that was recognized, or ""."""
     if module_classes(block) != recipe.modules:
         return "a module in it was replaced"
+    path, choice = recipe.attention
+    if choice and block.get_submodule(path).config._attn_implementation != choice:  # type: ignore[union-attr]
+        return "the attention implementation of the model was changed"
     for name, shape in recipe.shapes:
         path, _, own = name.rpartition(".")
         held = block.get_submodule(path)._parameters.get(own)
