@@ -214,6 +214,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary: str | None, rotated: int
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float, softcap: float) -> Tensor:
     """q [B, H, S, D], k and v [B, shared, L, D], float32 -> [B * S, H * D]."""
     (b, h, s, d), length = q.shape, k.shape[2]
+    if length == 0:
+        return q.new_zeros(b * s, h * d)
     k, v = (t.repeat_interleave(h // t.shape[1], 1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
     if softcap:

@@ -12,25 +12,30 @@ from torch import Tensor
 
 from ..core.errors import ArgumentError
 from ..core.tensor import AffineQuantizedTensor
-from .block import ACTIVATIONS, LinearStep, Norm, NormStep, Step, Steps
+from .block import ACTIVATIONS, AttentionStep, Columns, LinearStep, Norm, NormStep, RotaryStep, Step, Steps
 from .cpu import int_linear
+from .cpu.attention import NORMS, ROTATIONS, RowNorm
 from .cpu.block import (
     FUNCTIONS,
-    NORMS,
+    STEP_ATTENTION,
     STEP_LINEAR,
     STEP_NORM,
+    STEP_ROTARY,
     Block,
+    BlockAttention,
     BlockLinear,
     BlockNorm,
+    BlockRotary,
     BlockStep,
     Buffer,
-    RowNorm,
     place_buffers,
 )
+from .cpu.block import Columns as NativeColumns
 from .cpu.library import F32, NONE, IntLinear, LinearArgs
 from .gate import FLOAT_KINDS, Operand
 from .table import case_of
 
+MOST_CHANNELS = 1024  # of a head, as in src/check.h
 _PARTS = ("zero_point", "offset", "outer_scale", "outer_offset")  # of an Operand, in the order of ``more``
 
 
@@ -48,7 +53,9 @@ def indices(step: Step) -> tuple[list[int], list[int]]:
         return given(step.x, step.residual), given(step.normed, *step.out)
     if isinstance(step, NormStep):
         return given(step.x, step.residual), [step.out]
-    raise Refused(f"{type(step).__name__} has no native code")
+    if isinstance(step, RotaryStep):
+        return [step.q.buffer, step.k.buffer, step.v.buffer], [step.q.buffer]
+    return given(step.q.buffer, *(c.buffer for c in (step.k, step.v) if c is not None)), [step.out]
 
 
 # -- checks of the steps -----------------------------------------------------------------------------------------------
@@ -92,8 +99,34 @@ def _check_linear(step: LinearStep, widths: tuple[int, ...], what: str) -> None:
     _check_norm(step.norm, k, what)
 
 
+def _check_heads(step: RotaryStep | AttentionStep, widths: tuple[int, ...], what: str) -> None:
+    h, rotary = step.heads, isinstance(step, RotaryStep)
+    if not (1 <= h.size <= MOST_CHANNELS and h.shared >= 1 and h.query % h.shared == 0 and h.query):
+        raise ArgumentError(f"{what}: {h}; expected 1 to {MOST_CHANNELS} channels, and a divisor of the query heads")
+    for name, columns, count in (("q", step.q, h.query), ("k", step.k, h.shared), ("v", step.v, h.shared)):
+        if columns is None:
+            continue
+        end = columns.start + count * h.size
+        if columns.start < 0 or end > widths[columns.buffer]:
+            raise ArgumentError(f"{what}: {name} needs columns up to {end}, its buffer has {widths[columns.buffer]}")
+        if rotary and columns.buffer < 2:
+            raise ArgumentError(f"{what}: {name} must be in a scratch buffer, not in the input or output")
+    if isinstance(step, RotaryStep):
+        if step.rotary not in ROTATIONS or (
+            step.rotary is not None and not (2 <= step.rotated <= h.size and step.rotated % 2 == 0)
+        ):
+            raise ArgumentError(f"{what}: rotary {step.rotary!r} of {step.rotated} channels of {h.size}")
+        _check_norm(step.q_norm, h.size, what)
+        _check_norm(step.k_norm, h.size, what)
+        return
+    if (step.k is None) != (step.v is None) or widths[step.out] != h.query * h.size:
+        raise ArgumentError(f"{what}: k and v go together, and the output has {h.query * h.size} columns")
+    if step.out in indices(step)[0] or step.softcap < 0:
+        raise ArgumentError(f"{what}: an output that is an input, or a negative softcap {step.softcap}")
+
+
 def check_steps(steps: Steps) -> None:
-    """Raise ArgumentError if sizes or indices of the steps do not fit; Refused for a step without native code."""
+    """Raise ArgumentError if sizes or indices of the steps do not fit."""
     widths, count = steps.widths, len(steps.widths)
     if count < 2 or not steps.steps or any(n < 1 for n in widths):
         raise ArgumentError(f"a block needs steps, an input and an output; it has {len(steps.steps)} steps, {widths}")
@@ -114,6 +147,8 @@ def check_steps(steps: Steps) -> None:
             if len({widths[j] for j in (*reads, *writes)}) > 1:
                 raise ArgumentError(f"{what}: buffers of {[widths[j] for j in (*reads, *writes)]} columns")
             _check_norm(step.norm, widths[step.x], what)
+        else:
+            _check_heads(step, widths, what)
     if 1 not in written:
         raise ArgumentError("no step of the block writes the output (buffer 1)")
 
@@ -195,10 +230,13 @@ class Plan:
     """What is the same in all calls of a block."""
 
     steps: Steps
-    native: tuple[LinearGroup | NormStep, ...]
+    native: tuple[LinearGroup | NormStep | RotaryStep | AttentionStep, ...]
     offsets: tuple[int, ...]
     scratch: int
     given: frozenset[int]  # scratch buffers that are read before they are written: the call must keep them
+    rotary: RotaryStep | None  # steps that read the call's tensors: the first one of each kind
+    attention: AttentionStep | None
+    cached: AttentionStep | None  # reads the call's keys and values
 
 
 def plan(steps: Steps) -> Plan:
@@ -206,18 +244,18 @@ def plan(steps: Steps) -> Plan:
     if steps.dtype not in FLOAT_KINDS:
         raise Refused(f"needs float32, bfloat16 or float16, not {steps.dtype}")
     check_steps(steps)
-    native: list[LinearGroup | NormStep] = []
+    native: list[LinearGroup | NormStep | RotaryStep | AttentionStep] = []
     used: list[tuple[int, int] | None] = [None] * len(steps.widths)
     given, written = set(), {0}
     for at, step in enumerate(steps.steps):
         try:
             if isinstance(step, LinearStep):
                 native += _groups(step, steps.dtype)
-            elif isinstance(step, NormStep):
+            else:
                 native.append(step)
-            norm = getattr(step, "norm", None)
-            for p in () if norm is None else (norm.weight, norm.bias):
-                _bias_kind(p, "weights of a norm")
+            for norm in (getattr(step, name, None) for name in ("norm", "q_norm", "k_norm")):
+                for p in () if norm is None else (norm.weight, norm.bias):
+                    _bias_kind(p, "weights of a norm")
         except Refused as reason:
             raise Refused(f"step {at} ({type(step).__name__}): {reason}") from None
         reads, writes = indices(step)
@@ -227,7 +265,17 @@ def plan(steps: Steps) -> Plan:
             if i > 1:
                 used[i] = ((used[i] or (at, at))[0], at)
     offsets, scratch = place_buffers(steps.widths, used)
-    return Plan(steps, tuple(native), tuple(offsets), scratch, frozenset(given))
+    rotary = [s for s in steps.steps if isinstance(s, RotaryStep)]
+    attention = [s for s in steps.steps if isinstance(s, AttentionStep)]
+    cached = [s for s in attention if s.k is None]
+    sizes = {(s.heads.shared, s.heads.size) for s in rotary} | {(s.heads.shared, s.heads.size) for s in cached}
+    turned = [s for s in rotary if s.rotary is not None]
+    if len(sizes) > 1 or len({s.rotated for s in turned}) > 1 or len({s.heads.query for s in attention}) > 1:
+        raise Refused("needs one number and size of heads, and of rotated channels, in all steps")
+    return Plan(
+        steps, tuple(native), tuple(offsets), scratch, frozenset(given), next(iter((*turned, *rotary)), None),
+        next(iter(attention), None), next(iter(cached), None),
+    )  # fmt: skip
 
 
 @dataclass
@@ -283,6 +331,10 @@ def _linear(s: Structures, g: LinearGroup) -> BlockLinear:
     return to
 
 
+def _columns(c: Columns | None) -> NativeColumns:
+    return NativeColumns(-1, 0) if c is None else NativeColumns(c.buffer, c.start)
+
+
 def structures(p: Plan) -> Structures:
     """New structures for calls, without addresses."""
     kinds = [FLOAT_KINDS[p.steps.dtype]] * 2 + [F32] * (len(p.steps.widths) - 2)
@@ -300,9 +352,25 @@ def structures(p: Plan) -> Structures:
     for to, step in zip(native, p.native, strict=True):
         if isinstance(step, LinearGroup):
             to.kind, to.linear = STEP_LINEAR, ctypes.pointer(_linear(s, step))
-        else:
+        elif isinstance(step, NormStep):
             norm = BlockNorm(x=step.x, out=step.out, residual=-1 if step.residual is None else step.residual)
             to.kind, to.norm = STEP_NORM, ctypes.pointer(norm)
-            _norm(s, step.norm, to.norm.contents.norm)
+            _norm(s, step.norm, norm.norm)
+        elif isinstance(step, RotaryStep):
+            rotary = BlockRotary(
+                q=_columns(step.q), k=_columns(step.k), v=_columns(step.v), heads=step.heads.query,
+                shared=step.heads.shared, size=step.heads.size, rotation=ROTATIONS[step.rotary], rotated=step.rotated,
+            )  # fmt: skip
+            to.kind, to.rotary = STEP_ROTARY, ctypes.pointer(rotary)
+            _norm(s, step.q_norm, rotary.q_norm)
+            _norm(s, step.k_norm, rotary.k_norm)
+        else:
+            to.kind = STEP_ATTENTION
+            to.attention = ctypes.pointer(
+                BlockAttention(
+                    q=_columns(step.q), k=_columns(step.k), v=_columns(step.v), out=step.out, heads=step.heads.query,
+                    shared=step.heads.shared, size=step.heads.size, scale=step.scale, softcap=step.softcap,
+                )
+            )  # fmt: skip
     s.address = ctypes.addressof(s.block)
     return s

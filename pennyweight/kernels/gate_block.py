@@ -16,8 +16,10 @@ from ..core.errors import ArgumentError
 from ..core.tracing import is_observed
 from .block import Call, Steps
 from .block_plan import Plan, Refused, Structures, plan, structures
-from .cpu.library import usable
-from .gate import _CPU, PLAIN, address, check_status, native_function
+from .cpu.library import U8, usable
+from .gate import _CPU, FLOAT_KINDS, PLAIN, address, check_status, native_function
+
+_MASK_KINDS = {torch.bool: U8, **FLOAT_KINDS}
 
 
 def compile_steps(steps: Steps) -> NativeBlock | str:
@@ -73,6 +75,7 @@ class NativeBlock:
         self.plan = plan
         self._call = native_function("pw_block")
         self._dtype, self._widths = plan.steps.dtype, plan.steps.widths
+        self._reads = plan.rotary is not None or plan.attention is not None
         self._ready = [_Ready(plan)]  # not in use by a call
 
     def run(self, x: Tensor, call: Call) -> Tensor | None:
@@ -108,7 +111,9 @@ class NativeBlock:
             ready.renew()
             ready.input.data, ready.output.data = x.data_ptr(), y.data_ptr()
             block: Any = ready.block
-            block.rows, block.threads = batch * tokens, torch.get_num_threads()
+            block.batch, block.tokens, block.threads = batch, tokens, torch.get_num_threads()
+            if self._reads:
+                self._enter(ready, call, batch, tokens)
             if kept or self.plan.given:
                 self._keep(ready, kept, batch * tokens)
             status = self._call(ready.address)
@@ -121,6 +126,65 @@ class NativeBlock:
             check_status(status, f"block: input {list(shape)}")
         return y
 
+    def _enter(self, ready: _Ready, call: Call, batch: int, tokens: int) -> None:
+        """Enter what rotary steps and attention steps read. Raises ArgumentError if it does not fit."""
+        block, rotary, attention, cached = ready.block, self.plan.rotary, self.plan.attention, self.plan.cached
+        past, length, window = call.past, call.length, call.window
+        if past < 0 or length < 0 or window < 0:
+            raise ArgumentError(f"block: past {past}, length {length} and window {window} must not be negative")
+        block.past, block.length, block.window, block.causal = past, length, window, call.causal
+        reader = rotary or cached
+        if reader is not None:
+            keys, values, heads = call.keys, call.values, reader.heads
+            end = max(past + tokens if rotary else 0, length if cached else 0)
+            if keys is None or values is None:
+                raise ArgumentError(f"block: the call has no keys and values; expected [{batch}, {heads.shared}, ..]")
+            shape = keys.shape
+            if (
+                values.shape != shape or len(shape) != 4 or shape[0] != batch or shape[1] != heads.shared
+                or shape[2] < end or shape[3] != heads.size or values.dtype is not keys.dtype
+            ):  # fmt: skip
+                raise ArgumentError(
+                    f"block: expected keys and values [{batch}, {heads.shared}, {end} or more, {heads.size}] of one "
+                    f"dtype, got {list(shape)} {keys.dtype} and {list(values.shape)} {values.dtype}"
+                )
+            block.keys, strides = _strided(keys, "keys", FLOAT_KINDS)
+            block.key_strides = strides[:3]
+            block.values, strides = _strided(values, "values", FLOAT_KINDS)
+            block.value_strides = strides[:3]
+            block.cache_kind = FLOAT_KINDS[keys.dtype]
+        if rotary is not None and rotary.rotary is not None:
+            cos, sin = call.cos, call.sin
+            if cos is None or sin is None or cos.shape != sin.shape or cos.dtype is not sin.dtype:
+                raise ArgumentError("block: the call needs cos and sin of one shape and dtype")
+            shape = cos.shape
+            if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] != tokens or shape[2] != rotary.rotated:
+                raise ArgumentError(
+                    f"block: expected cos and sin [1 or {batch}, {tokens}, {rotary.rotated}], got {list(shape)}"
+                )
+            one = shape[0] == 1
+            block.cos, strides = _strided(cos, "cos", FLOAT_KINDS)
+            block.cos_strides = (0 if one else strides[0], strides[1])
+            block.sin, strides = _strided(sin, "sin", FLOAT_KINDS)
+            block.sin_strides = (0 if one else strides[0], strides[1])
+            block.angle_kind = FLOAT_KINDS[cos.dtype]
+        mask = None if attention is None else call.mask
+        if mask is None or attention is None:
+            block.mask = None
+            return
+        shape, least = mask.shape, length if cached else tokens
+        if (
+            len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, attention.heads.query)
+            or shape[2] not in (1, tokens) or shape[3] < least
+        ):  # fmt: skip
+            raise ArgumentError(
+                f"block: expected a mask [1 or {batch}, 1 or {attention.heads.query}, 1 or {tokens}, {least} or more], "
+                f"got {list(shape)}"
+            )
+        block.mask, strides = _strided(mask, "mask", _MASK_KINDS, channels=False)
+        block.mask_strides = tuple(0 if n == 1 else step for n, step in zip(shape, strides, strict=True))
+        block.mask_kind = _MASK_KINDS[mask.dtype]
+
     def _keep(self, ready: _Ready, kept: dict[int, Tensor], rows: int) -> None:
         if missing := self.plan.given - kept.keys():
             raise ArgumentError(f"block: buffers {sorted(missing)} are read before they are written; keep them")
@@ -129,3 +193,15 @@ class NativeBlock:
                 raise ArgumentError(f"block: cannot keep buffer {i}; scratch buffers are 2 to {len(self._widths) - 1}")
             what = f"block: kept buffer {i}"
             ready.buffers[i].data = address(t, what, (torch.float32,), rows * self._widths[i], exact=True)
+
+
+def _strided(
+    t: Tensor, name: str, kinds: dict[torch.dtype, int], *, channels: bool = True
+) -> tuple[int, tuple[int, ...]]:
+    """Address and strides of a tensor of the call. channels: the last dimension must be contiguous."""
+    if type(t) in PLAIN and t.is_cpu and t.layout is torch.strided and t.dtype in kinds and not t.is_neg():
+        strides = t.stride()
+        if not channels or strides[-1] == 1 or t.shape[-1] <= 1:
+            return t.data_ptr(), strides
+        raise ArgumentError(f"block: {name} {list(t.shape)} need contiguous channels, the strides are {list(strides)}")
+    return address(t, f"block: {name}", tuple(kinds), 0, contiguous=False), t.stride()  # raises

@@ -1,4 +1,4 @@
-"""Native code is called from the gates alone (kernels/gate*.py), with arguments that were checked."""
+"""Native code is called from kernels/gate*.py alone, with arguments that were checked."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels import gate_convert
+from pennyweight.kernels import gate_attention, gate_convert
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.cpu.convert import rounding_of
 from pennyweight.kernels.cpu.matrix_view import affine
@@ -23,7 +23,6 @@ from pennyweight.kernels.repack import prepare
 
 PACKAGE = Path(pennyweight.__file__).parent
 SOURCES = PACKAGE / "kernels" / "cpu" / "src"
-GATES = ("kernels/gate.py", "kernels/gate_convert.py", "kernels/gate_block.py")
 # Who may ask for an address, and what for. None of them gives it to native code.
 ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
@@ -36,6 +35,7 @@ ADDRESSES = {
     "distributed/sharding.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
 }  # fmt: skip
+GATES = ("kernels/gate.py", "kernels/gate_attention.py", "kernels/gate_block.py", "kernels/gate_convert.py")
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}
 native = pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
 
@@ -115,6 +115,15 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
         ),
         "ranges": (lambda x, o: gate_convert.ranges(a, x, o, 1), [x, torch.zeros(20, 1, 2)]),
         "finite": (lambda x: gate_convert.finite(x, 1), [x]),
+        "attention": (
+            lambda q, k, v, m, o: gate_attention.attention(q, k, v, m, out=o),
+            [torch.ones(2, 4, 3, 8), torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 8), torch.ones(3, 5), torch.ones(2, 4, 3, 8)],
+        ),
+        "rotary": (
+            lambda q, k, v, keys, values, c, s: gate_attention.rotary(q, k, v, keys, values, 1, c, s, "half"),
+            [torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(2, 3, 2, 8), torch.ones(2, 2, 5, 8),
+             torch.ones(2, 2, 5, 8), torch.ones(2, 3, 8), torch.ones(2, 3, 8)],
+        ),
         "probe": (lambda x: gate_convert.probe(0, x, x.numel() * 4, 1), [torch.ones(4096)]),
     }  # fmt: skip
 
@@ -129,6 +138,8 @@ def test_tensors_that_do_not_fit_are_refused(name: str) -> None:
         for label, wrong in bad(t).items():
             if (name, label) in (("finite", "short"), ("quantize", "every second"), ("probe", "short")):
                 continue  # one piece of memory as well; rows may lie apart; its size goes with it
+            if name == "attention" and i == 3 and label in ("every second", "short"):
+                continue  # a mask has any strides, and expands
             if name == "quantize" and label == "float64" and t.dtype is torch.float64:
                 continue
             with pytest.raises(ArgumentError):

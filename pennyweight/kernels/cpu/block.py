@@ -6,20 +6,11 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
+from .attention import RowNorm
 from .library import IntLinear, LinearArgs
 
-STEP_LINEAR, STEP_NORM = range(2)
+STEP_LINEAR, STEP_NORM, STEP_ROTARY, STEP_ATTENTION = range(4)
 FUNCTIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4, "silu": 5}
-NORMS = {None: 0, "layer": 1, "rms": 2}
-
-
-class RowNorm(ctypes.Structure):
-    """Normalization of rows; see src/abi.h."""
-
-    _fields_ = (
-        ("weight", c_void_p), ("bias", c_void_p),
-        *((name, c_int32) for name in ("kind", "weight_kind", "bias_kind")), ("eps", c_float), ("offset", c_float),
-    )  # fmt: skip
 
 
 class Buffer(ctypes.Structure):
@@ -43,17 +34,49 @@ class BlockNorm(ctypes.Structure):
     _fields_ = (("norm", RowNorm), *((name, c_int32) for name in ("x", "out", "residual")))
 
 
+class Columns(ctypes.Structure):
+    """Heads in a buffer; see src/abi.h."""
+
+    _fields_ = (("buffer", c_int32), ("start", c_int32))
+
+
+class BlockRotary(ctypes.Structure):
+    """Normalization and rotation of heads, and the new tokens of a cache; see src/abi.h."""
+
+    _fields_ = (
+        ("q_norm", RowNorm), ("k_norm", RowNorm), *((name, Columns) for name in ("q", "k", "v")),
+        *((name, c_int32) for name in ("heads", "shared", "size", "rotation", "rotated")),
+    )  # fmt: skip
+
+
+class BlockAttention(ctypes.Structure):
+    """Attention; see src/abi.h."""
+
+    _fields_ = (
+        *((name, Columns) for name in ("q", "k", "v")),
+        *((name, c_int32) for name in ("out", "heads", "shared", "size")), ("scale", c_float), ("softcap", c_float),
+    )  # fmt: skip
+
+
 class BlockStep(ctypes.Structure):
     """One step; see src/abi.h."""
 
-    _fields_ = (("linear", POINTER(BlockLinear)), ("norm", POINTER(BlockNorm)), ("kind", c_int32))
+    _fields_ = (
+        ("linear", POINTER(BlockLinear)), ("norm", POINTER(BlockNorm)), ("rotary", POINTER(BlockRotary)),
+        ("attention", POINTER(BlockAttention)), ("kind", c_int32),
+    )  # fmt: skip
 
 
 class Block(ctypes.Structure):
     """A call; see src/abi.h."""
 
     _fields_ = (
-        ("steps", POINTER(BlockStep)), ("buffers", POINTER(Buffer)), ("rows", c_int64), ("scratch", c_int64),
+        ("steps", POINTER(BlockStep)), ("buffers", POINTER(Buffer)),
+        *((name, c_void_p) for name in ("keys", "values", "cos", "sin", "mask")),
+        ("key_strides", c_int64 * 3), ("value_strides", c_int64 * 3), ("cos_strides", c_int64 * 2),
+        ("sin_strides", c_int64 * 2), ("mask_strides", c_int64 * 4),
+        *((name, c_int64) for name in ("batch", "tokens", "past", "length", "window", "scratch")),
+        *((name, c_int32) for name in ("cache_kind", "angle_kind", "mask_kind", "causal")),
         *((name, c_int32) for name in ("step_count", "buffer_count", "threads")),
     )  # fmt: skip
 

@@ -6,11 +6,13 @@
 #pragma once
 
 #include <atomic>
-#include <memory>
+#include <optional>
 #include <vector>
 
+#include "attention.h"
 #include "elementwise.h"
 #include "int_matmul.h"
+#include "rotary.h"
 #include "schedule.h"
 
 namespace {
@@ -21,14 +23,17 @@ thread_local Workspace block_room{64u << 20};  // of a thread that runs a block:
 struct Buffers {
     const Block& b;
     char* scratch;
+    int64_t rows;
 
     int kind(int i) const { return b.buffers[i].kind; }
     int64_t width(int i) const { return b.buffers[i].width; }
     char* at(int i, int64_t row, int64_t column = 0) const {
         const Buffer& f = b.buffers[i];
-        char* data = f.data ? (char*)f.data : scratch + f.offset * b.rows * 4;
+        char* data = f.data ? (char*)f.data : scratch + f.offset * rows * 4;
         return data + (row * f.width + column) * size_of(f.kind);
     }
+    // The first head of the first row.
+    char* at(const Columns& p) const { return at(p.buffer, 0, p.start); }
     void put_row(int i, int64_t row, const float* x) const {
         const int64_t n = width(i);
         char* out = at(i, row);
@@ -131,7 +136,7 @@ struct LinearPlan {
 };
 
 inline void norm_rows(const BlockNorm& s, const Buffers& f, float* wide, int64_t unit) {
-    const int64_t n = f.width(s.x), end = std::min(f.b.rows, (unit + 1) * NORM_ROWS);
+    const int64_t n = f.width(s.x), end = std::min(f.rows, (unit + 1) * NORM_ROWS);
     for (int64_t row = unit * NORM_ROWS; row < end; ++row) {
         take_normalized(s.norm, f.at(s.x, row), f.kind(s.x), n, (n + 15) / 16 * 16, wide);
         if (s.residual >= 0)
@@ -141,82 +146,149 @@ inline void norm_rows(const BlockNorm& s, const Buffers& f, float* wide, int64_t
     }
 }
 
+inline RotaryArgs rotary_of(const BlockRotary& s, const Buffers& f) {
+    const Block& b = f.b;
+    RotaryArgs a = {};
+    a.q = (float*)f.at(s.q), a.k = (const float*)f.at(s.k), a.v = (const float*)f.at(s.v);
+    a.q_stride = f.width(s.q.buffer), a.k_stride = f.width(s.k.buffer), a.v_stride = f.width(s.v.buffer);
+    a.keys = b.keys, a.values = b.values, a.cos = b.cos, a.sin = b.sin;
+    memcpy(a.key_strides, b.key_strides, sizeof a.key_strides), memcpy(a.value_strides, b.value_strides, sizeof a.value_strides);
+    memcpy(a.cos_strides, b.cos_strides, sizeof a.cos_strides), memcpy(a.sin_strides, b.sin_strides, sizeof a.sin_strides);
+    a.q_norm = s.q_norm, a.k_norm = s.k_norm;
+    a.batch = b.batch, a.tokens = b.tokens, a.past = b.past;
+    a.heads = s.heads, a.shared = s.shared, a.size = s.size, a.rotation = s.rotation, a.rotated = s.rotated;
+    a.cache_kind = b.cache_kind, a.angle_kind = b.angle_kind;
+    return a;
+}
+
+inline AttentionArgs attention_of(const BlockAttention& s, const Buffers& f) {
+    const Block& b = f.b;
+    AttentionArgs a = {};
+    const auto strides = [&](int64_t* to, int i, int64_t first, int64_t second) {  // batch, and two more
+        to[0] = b.tokens * f.width(i), to[1] = first, to[2] = second;
+    };
+    const int64_t size = s.size;
+    a.q = f.at(s.q), a.out = f.at(s.out, 0), a.q_kind = f.kind(s.q.buffer), a.out_kind = f.kind(s.out);
+    strides(a.q_strides, s.q.buffer, f.width(s.q.buffer), size), strides(a.out_strides, s.out, f.width(s.out), size);
+    if (s.k.buffer < 0) {
+        a.keys = b.keys, a.values = b.values, a.kind = b.cache_kind, a.length = b.length;
+        memcpy(a.key_strides, b.key_strides, sizeof a.key_strides), memcpy(a.value_strides, b.value_strides, sizeof a.value_strides);
+    } else {
+        a.keys = f.at(s.k), a.values = f.at(s.v), a.kind = f.kind(s.k.buffer), a.length = b.tokens;
+        strides(a.key_strides, s.k.buffer, size, f.width(s.k.buffer)), strides(a.value_strides, s.v.buffer, size, f.width(s.v.buffer));
+    }
+    a.mask = b.mask, a.mask_kind = b.mask_kind;
+    memcpy(a.mask_strides, b.mask_strides, sizeof a.mask_strides);
+    a.batch = b.batch, a.tokens = b.tokens, a.window = b.window, a.causal = b.causal;
+    a.heads = s.heads, a.shared = s.shared, a.size = s.size, a.scale = s.scale, a.softcap = s.softcap;
+    return a;
+}
+
 // Threads that the largest step can keep busy.
 int threads_for(const Block& b) {
     double most = 0;
+    const double rows = (double)(b.batch * b.tokens);
     for (const BlockStep* s = b.steps; s < b.steps + b.step_count; ++s) {
         double products = 0;
         if (s->kind == STEP_LINEAR)
-            for (int i = 0; i < s->linear->count; ++i)
-                products += (double)b.rows * (double)s->linear->weights[i].n * (double)s->linear->weights[i].kp;
+            for (int i = 0; i < s->linear->count; ++i) products += rows * (double)s->linear->weights[i].n * (double)s->linear->weights[i].kp;
         else if (s->kind == STEP_NORM)
-            products = 16.0 * (double)b.rows * (double)b.buffers[s->norm->x].width;
+            products = 16 * rows * (double)b.buffers[s->norm->x].width;
+        else if (s->kind == STEP_ROTARY)
+            products = 16 * rows * ((double)s->rotary->heads + 2.0 * s->rotary->shared) * s->rotary->size;
+        else
+            products = 2 * rows * s->attention->heads * s->attention->size * (double)(s->attention->k.buffer < 0 ? b.length : b.tokens);
         most = std::max(most, products);
     }
     return (int)std::min<double>(b.threads, 1 + most / PRODUCTS_PER_THREAD);
 }
 
+// A step with what its kind needs.
+struct StepPlan {
+    const BlockStep& s;
+    std::optional<LinearPlan> linear;
+    RotaryArgs rotary;
+    AttentionArgs attention;
+    int phases = 1;
+
+    StepPlan(const BlockStep& step, const Buffers& f, int threads) : s(step) {
+        if (s.kind == STEP_LINEAR) linear.emplace(*s.linear, f.rows, threads);
+        fill(f);
+        if (s.kind == STEP_ATTENTION) phases = attention_phases(attention);
+        if (linear && !linear->own) phases = 2;
+    }
+    void fill(const Buffers& f) {  // again when the scratch has an address
+        if (s.kind == STEP_ROTARY) rotary = rotary_of(*s.rotary, f);
+        if (s.kind == STEP_ATTENTION) attention = attention_of(*s.attention, f);
+    }
+    int64_t shared(int threads) const {
+        return linear ? linear->shared(threads) : s.kind == STEP_ATTENTION ? attention_shared(attention) : 0;
+    }
+    int64_t per_thread(const Buffers& f) const {
+        if (linear) return linear->per_thread();
+        return s.kind == STEP_ATTENTION ? whole_lines(attention_room(attention)) : s.kind == STEP_NORM ? whole_lines(f.width(s.norm->x) * 4) : 0;
+    }
+    int64_t units(const Buffers& f, int phase) const {
+        if (linear) return phase + 1 < phases ? linear->k.token_blocks : linear->units.count;
+        return s.kind == STEP_NORM ? (f.rows + NORM_ROWS - 1) / NORM_ROWS : s.kind == STEP_ROTARY ? rotary_units(rotary) : attention_units(attention, phase);
+    }
+    // What a thread does by itself before it takes units.
+    void begin(const Buffers& f, int id, char* room, char* common) const {
+        if (!linear || !linear->own) return;
+        for (int64_t mb = 0; mb < linear->k.token_blocks; ++mb) linear->prepare(f, id, common + linear->in.bytes * id, room, mb);
+    }
+    void run(const Buffers& f, int id, int phase, int64_t u, char* room, char* common) const {
+        if (s.kind == STEP_NORM) return norm_rows(*s.norm, f, (float*)room, u);
+        if (s.kind == STEP_ROTARY) return rotary_unit(rotary, u);
+        if (s.kind == STEP_ATTENTION) return attention_unit(attention, phase, u, room, common);
+        if (phase + 1 < phases) return linear->prepare(f, id, common, room, u);
+        linear->run(f, (const Tokens*)(common + (linear->own ? linear->in.bytes * id : 0)), room, u);
+    }
+};
+
 int block(const Block* call) {
     const Block& b = *call;
-    if (b.rows == 0 || b.step_count == 0) return DONE;
+    const int64_t rows = b.batch * b.tokens, scratch = whole_lines(b.scratch * rows * 4);
+    if (rows == 0 || b.step_count == 0) return DONE;
     const int threads = threads_for(b);
-    std::vector<LinearPlan> linears;
-    linears.reserve((size_t)b.step_count);
-    int64_t shared = 0, per_thread = 0, ones = 0;
+    Buffers f{b, nullptr, rows};
+    std::vector<StepPlan> plans;
+    plans.reserve((size_t)b.step_count);
+    int64_t shared = 0, per_thread = 0, more = 16 * (int64_t)b.step_count;
     for (const BlockStep* s = b.steps; s < b.steps + b.step_count; ++s) {
-        if (s->kind == STEP_LINEAR) {
-            linears.emplace_back(*s->linear, b.rows, threads);
-            shared = std::max(shared, linears.back().shared(threads));
-            per_thread = std::max(per_thread, linears.back().per_thread());
-            ones += whole_lines(s->linear->weights->kp);
-        } else {
-            per_thread = std::max(per_thread, whole_lines(b.buffers[s->norm->x].width * 4));
+        plans.emplace_back(*s, f, threads);
+        const StepPlan& p = plans.back();
+        shared = std::max(shared, p.shared(threads)), per_thread = std::max(per_thread, p.per_thread(f));
+        if (p.linear) more += whole_lines(p.linear->k.w.kp);
+    }
+    f.scratch = block_room.get((size_t)(scratch + shared + per_thread * threads + more));
+    if (!f.scratch) return NO_MEMORY;
+    char *common = f.scratch + scratch, *free = common + shared + per_thread * threads;
+    for (StepPlan& p : plans) {
+        p.fill(f);
+        if (p.linear && has_zero_points(p.linear->k.w, *p.s.linear->args)) {
+            p.linear->k.ones = fill_ones(p.linear->k.w, free);
+            free += whole_lines(p.linear->k.w.kp);
         }
     }
-    const int64_t scratch = whole_lines(b.scratch * b.rows * 4);
-    char* space = block_room.get((size_t)(scratch + shared + per_thread * threads + ones));
-    if (!space) return NO_MEMORY;
-    const Buffers f{b, space};
-    char* common = space + scratch;
-    char* free = common + shared + per_thread * threads;
-    for (LinearPlan& p : linears)
-        if (has_zero_points(p.k.w, *p.s.args)) {
-            p.k.ones = fill_ones(p.k.w, free);
-            free += whole_lines(p.k.w.kp);
-        }
-    const std::unique_ptr<std::atomic<int64_t>[]> taken(new std::atomic<int64_t>[2 * (size_t)b.step_count]());
+    std::atomic<int64_t>* const taken = (std::atomic<int64_t>*)free;  // units of each phase
+    for (int i = 0; i < 2 * b.step_count; ++i) new (taken + i) std::atomic<int64_t>(0);
 
     const auto body = [&](int id, int team) {
-        std::atomic<int64_t>* next = taken.get();
+        std::atomic<int64_t>* next = taken;
         char* room = common + shared + per_thread * id;
-        const auto wait = [&] {
+        for (const StepPlan& p : plans)
+            for (int phase = 0; phase < p.phases; ++phase, ++next) {
 #if defined(_OPENMP)
-            if (team > 1) {
+                if (team > 1 && next != taken) {
 #pragma omp barrier
-            }
+                }
 #endif
-        };
-        const auto each = [&](int64_t count, const auto& run) {
-            for (int64_t u; (u = next->fetch_add(1, std::memory_order_relaxed)) < count;) run(u);
-            ++next;
-        };
-        const LinearPlan* p = linears.data();
-        for (const BlockStep* s = b.steps; s < b.steps + b.step_count; ++s) {
-            if (s != b.steps) wait();
-            if (s->kind == STEP_NORM) {
-                each((b.rows + NORM_ROWS - 1) / NORM_ROWS, [&](int64_t u) { norm_rows(*s->norm, f, (float*)room, u); });
-                continue;
+                if (phase == 0) p.begin(f, id, room, common);
+                const int64_t count = p.units(f, phase);
+                for (int64_t u; (u = next->fetch_add(1, std::memory_order_relaxed)) < count;) p.run(f, id, phase, u, room, common);
             }
-            char* base = common + (p->own ? p->in.bytes * id : 0);
-            if (p->own) {
-                for (int64_t mb = 0; mb < p->k.token_blocks; ++mb) p->prepare(f, id, base, room, mb);
-            } else {
-                each(p->k.token_blocks, [&](int64_t mb) { p->prepare(f, id, base, room, mb); });
-                wait();
-            }
-            each(p->units.count, [&](int64_t u) { p->run(f, (const Tokens*)base, room, u); });
-            ++p;
-        }
+        (void)team;
     };
 #if defined(_OPENMP)
     if (threads > 1) {

@@ -198,6 +198,12 @@ PW_EXPORT int pw_ranges(const Affine* w, const void* x, int64_t ldx, void* out, 
 PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads) {
     return check::finite("pw_finite", x, kind, count, threads) && table().finite(x, kind, count, threads);
 }
+PW_EXPORT int pw_attention(const AttentionArgs* args, int threads) {
+    return check::attention("pw_attention", args, threads) ? table().attention(args, threads) : (int)INVALID;
+}
+PW_EXPORT int pw_rotary(const RotaryArgs* args, int threads) {
+    return check::rotary("pw_rotary", args, threads) ? table().rotary(args, threads) : (int)INVALID;
+}
 PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads) {
     if (!check::optim_steps("pw_optim_steps", jobs, count, threads)) return INVALID;
     return table().optim_steps(jobs, count, threads);

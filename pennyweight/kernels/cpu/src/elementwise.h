@@ -1,10 +1,10 @@
-// Functions of float32 vectors for the steps of a block: exp, erf, the activation functions of feed-forward layers, and
+// Functions of float32 vectors for the steps of a block: the activation functions of feed-forward layers, and
 // the normalization of rows. Every operation rounds as IEEE 754 requires and sums have a fixed order, so every
 // instruction set gives the same bits.
 #pragma once
 
 #include "abi.h"
-#include "simd.h"
+#include "vector_math.h"
 
 namespace {
 
@@ -13,17 +13,6 @@ template <int N> PW_INLINE F polynomial(F x, const float (&c)[N]) {
     F p = fset(c[N - 1]);
     PW_UNROLL for (int i = N - 2; i >= 0; --i) p = fma(p, x, fset(c[i]));
     return p;
-}
-
-// e**x, within 1 ulp; x is clipped to [-87.3, 88.3]. NaN passes.
-PW_INLINE F fexp(F x) {
-    constexpr float MAGIC = 12582912;  // 1.5 * 2**23: the low bits of x + MAGIC are x rounded to an integer
-    constexpr float REST[] = {0.49999994f, 0.16666521f, 0.041668389f, 0.0083687250f, 0.0013814582f};  // (e**r - 1 - r) / r**2
-    x = fclip(x, fset(-87.3f), fset(88.3f));
-    const F t = fma(x, fset(1.44269504f), fset(MAGIC)), n = fsub(t, fset(MAGIC));
-    const F r = fma(n, fset(-1.428606765e-06f), fma(n, fset(-0.693145752f), x));  // x - n * log(2)
-    const F y = fadd(fma(fmul(r, r), polynomial(r, REST), r), fset(1));
-    return fmul(y, bitcast(uadd(ishl(bits(t), 23), iset(127 << 23))));
 }
 
 // erf(x / sqrt(2)), within 4e-7.
@@ -77,15 +66,6 @@ inline void activate(int function, float* x, int64_t n) {
     }
 }
 
-// The sum of 16 lanes, in a fixed order.
-inline float fsum(F a) {
-    alignas(64) float t[16];
-    fstore(t, a);
-    for (int step = 8; step > 0; step /= 2)
-        for (int i = 0; i < step; ++i) t[i] += t[i + step];
-    return t[0];
-}
-
 // Sum of f(x[i..i + 15]) for i below n, a multiple of 16: four sums, because an addition waits for
 // the one before.
 template <class Each> PW_INLINE float sum_of_row(const float* x, int64_t n, const Each& f) {
@@ -120,12 +100,11 @@ inline F keep_columns(F v, int64_t i, int64_t n) {
     return fload(t);
 }
 
-// A row of k numbers to float32 out [kp], normalized, zero beyond k. kp: a multiple of 16.
+// A row [k] in place, with zeros beyond it up to a multiple of 16, which stay zero.
 //
 //   LAYER_NORM   (x - mean(x)) / sqrt(var(x) + eps) * (weight + offset) + bias
 //   RMS_NORM     x / sqrt(mean(x**2) + eps) * (weight + offset) + bias
-inline void take_normalized(const RowNorm& norm, const void* x, int kind, int64_t k, int64_t kp, float* out) {
-    widen_row(x, kind, k, kp, out);
+inline void normalize(const RowNorm& norm, int64_t k, float* out) {
     if (norm.kind == NO_NORM) return;
     const int64_t whole = (k + 15) / 16 * 16;
     if (norm.kind == LAYER_NORM) {
@@ -140,6 +119,12 @@ inline void take_normalized(const RowNorm& norm, const void* x, int kind, int64_
         if (norm.bias) y = fadd(y, load_part(norm.bias, norm.bias_kind, i, k));
         fstore(out + i, keep_columns(y, i, k));
     }
+}
+
+// A row of k numbers of a kind to float32 out [kp], normalized, zero beyond k. kp: a multiple of 16.
+inline void take_normalized(const RowNorm& norm, const void* x, int kind, int64_t k, int64_t kp, float* out) {
+    widen_row(x, kind, k, kp, out);
+    normalize(norm, k, out);
 }
 
 }  // namespace

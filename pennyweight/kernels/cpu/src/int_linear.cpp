@@ -1,9 +1,11 @@
 // y = x @ w.T + bias with integer codes: divides a call into units of work for threads; see int_matmul.h.
 #include <algorithm>
 
+#include "attention.h"
 #include "bandwidth_probe.h"
 #include "block.h"
 #include "int_matmul.h"
+#include "rotary.h"
 #include "schedule.h"
 #include "vtable.h"
 
@@ -56,5 +58,7 @@ int int_linear(const IntLinear* weights, const LinearArgs* args, int count) {
 PW_PART(int_linear) {
     table->int_linear = int_linear;
     table->block = block;
+    table->attention = attention;
+    table->rotary = rotary;
     table->probe[PROBE_INT8] = probe_threads<probe_int8>;
 }

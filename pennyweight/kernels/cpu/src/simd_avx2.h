@@ -121,6 +121,7 @@ template <bool ALL8> inline I dot4(I acc, B w, X x) {
 #endif
 
 inline I lanes(B v) { PW_EACH(I, v.v[i]); }
+inline B bytes(F a) { PW_EACH(B, _mm256_castps_si256(a.v[i])); }
 inline I bits(F a) { PW_EACH(I, _mm256_castps_si256(a.v[i])); }
 inline I iand(I a, I b) { PW_EACH(I, _mm256_and_si256(a.v[i], b.v[i])); }
 inline I ior(I a, I b) { PW_EACH(I, _mm256_or_si256(a.v[i], b.v[i])); }

@@ -96,6 +96,7 @@ template <bool ALL8> inline I dot4(I acc, B w, X x) {
 #endif
 
 inline I lanes(B v) { return {v.v}; }
+inline B bytes(F a) { return {_mm512_castps_si512(a.v)}; }
 inline I bits(F a) { return {_mm512_castps_si512(a.v)}; }
 inline I iand(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline I ior(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }

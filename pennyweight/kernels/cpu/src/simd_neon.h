@@ -84,6 +84,7 @@ template <bool ALL8> inline I dot4(I acc, B w, X x) {
 #endif
 
 inline I lanes(B v) { PW_EACH(I, vreinterpretq_s32_u8(v.v[i])); }
+inline B bytes(F a) { PW_EACH(B, vreinterpretq_u8_f32(a.v[i])); }
 inline I bits(F a) { PW_EACH(I, vreinterpretq_s32_f32(a.v[i])); }
 inline I iand(I a, I b) { PW_EACH(I, vandq_s32(a.v[i], b.v[i])); }
 inline I ior(I a, I b) { PW_EACH(I, vorrq_s32(a.v[i], b.v[i])); }

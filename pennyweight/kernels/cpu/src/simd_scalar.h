@@ -89,6 +89,7 @@ template <bool ALL8> inline I dot4(I acc, B w, X x) {
 }
 
 inline I lanes(B v) { I r; memcpy(&r, &v, 64); return r; }
+inline B bytes(F a) { B r; memcpy(&r, &a, 64); return r; }
 inline I bits(F a) { I r; memcpy(&r, &a, 64); return r; }
 inline I iand(I a, I b) { PW_EACH(I, 16, a.v[i] & b.v[i]); }
 inline I ior(I a, I b) { PW_EACH(I, 16, a.v[i] | b.v[i]); }

@@ -18,6 +18,8 @@ struct Table {
     void (*ranges)(const Affine*, const char* x, int64_t ldx, char* out, int threads);
     int (*finite)(const void* x, int kind, int64_t count, int threads);
     int (*optim_steps)(const OptimJob*, int64_t count, int threads);
+    int (*attention)(const AttentionArgs*, int threads);
+    int (*rotary)(const RotaryArgs*, int threads);
     int64_t (*probe[4])(const void* p, int64_t n, int threads);  // see bandwidth_probe.h
 };
 
