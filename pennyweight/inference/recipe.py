@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.block import AttentionStep, Heads, Layer, LinearStep, Norm, NormStep, RotaryStep, Steps
+from ..kernels.block_plan import indices
 from .identify import NormForm
 
 Product = tuple[str, str, bool]  # name of the weight, of the bias or "", whether the weight is stored as [in, out]
@@ -121,7 +122,13 @@ class Recipe:
 
     def parts(self, steps: Steps) -> tuple[Steps, Steps]:
         """The steps before and after the keys and values are complete."""
-        return replace(steps, steps=steps.steps[: self.cut]), replace(steps, steps=steps.steps[self.cut :])
+        return _part(steps, steps.steps[: self.cut]), _part(steps, steps.steps[self.cut :])
+
+
+def _part(whole: Steps, steps: tuple[Any, ...]) -> Steps:
+    """Some of the steps; buffers that they do not use take no memory."""
+    used = {0, 1}.union(*(set(reads) | set(writes) for reads, writes in map(indices, steps)))
+    return replace(whole, steps=steps, widths=tuple(n if i in used else 1 for i, n in enumerate(whole.widths)))
 
 
 def module_classes(block: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -231,18 +231,27 @@ class _Recognizer:
         assert before is not None
         return before
 
-    def _terms(self, value: Value) -> Iterator[Value]:
+    def uses(self, value: Value) -> int:
+        """The number of operations that use a value or a view or copy of it."""
+        total = 0
+        for op in self.graph.ops:
+            if value in op.inputs:
+                moved = len(op.inputs) == 1 and all(_is_move(op, out) for out in op.outs)
+                total += sum(map(self.uses, op.outs)) if moved else 1
+        return total
+
+    def _terms(self, value: Value, outer: bool = True) -> Iterator[Value]:
         """The addends of nested sums."""
         op = value.op
         inner = value not in self.held and op is not None and op.name in ADDS and len(op.inputs) == 2
-        if not inner:
+        if not inner or (not outer and self.uses(value) > 1):  # a sum that is also used elsewhere has its own buffer
             yield value
             return
         assert op is not None
         if op.kwargs.get("alpha", 1) != 1 or any(v.shape != value.shape for v in op.inputs):
             raise Refusal("a sum with a factor or with broadcasting has no step")
         for part in op.args[:2]:
-            yield from self._terms(self.rows(part))
+            yield from self._terms(self.rows(part), outer=False)
 
     def _input(self, op: Any) -> tuple[int, Any, int | None]:
         """(buffer, norm, buffer that keeps the normalized rows) for the input of a product."""

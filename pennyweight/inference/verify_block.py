@@ -102,11 +102,18 @@ def _caches() -> list[Any]:
     def static() -> Any:
         return library.Cache(layer_class_to_replicate=lambda: library.StaticLayer(max_cache_len=12))
 
-    return [library.DynamicCache, static]
+    class Other(library.DynamicLayer):  # type: ignore[name-defined]
+        """A layer that a block does not know: its ``update`` is called."""
+
+    def other() -> Any:
+        return library.Cache(layer_class_to_replicate=Other)
+
+    return [library.DynamicCache, static, other]
 
 
 def _length(cache: Any, tokens: int) -> int:
-    return tokens if cache.layer_class_to_replicate is not None and type(cache).__name__ == "DynamicCache" else 12
+    made = cache.layer_class_to_replicate()
+    return int(made.max_cache_len) if made.get_max_length() > 0 else tokens
 
 
 def _arguments(
