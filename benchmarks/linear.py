@@ -2,7 +2,7 @@
 
     python benchmarks/linear.py                          # 4096x4096; 1, 16 and 128 rows
     python benchmarks/linear.py --full --json out.json   # all shapes and rows
-    python benchmarks/linear.py --report out.json [llm.json]   # writes docs/benchmarks.md; measures nothing
+    python benchmarks/linear.py --report out.json        # the sections of docs/benchmarks.md; measures nothing
 
 Every competitor is visited in turn, round after round (A B C A B C ...), families with thread pools of their own in
 processes of their own, one of them active at a time. A visit is the median of the calls that fit into it; what counts

@@ -3,7 +3,7 @@
     python -m benchmarks.models                                 # every model; an hour
     python -m benchmarks.models --quick --models minilm,llama   # fewer rounds, without torch.compile
     python -m benchmarks.models --json models.json
-    python -m benchmarks.models --report models.json            # the section of docs/benchmarks.md; measures nothing
+    python -m benchmarks.models --report [models.json]          # the section of docs/benchmarks.md; measures nothing
 
 Families of runtimes live in processes of their own with the same number of threads, one of them active at a time. Every
 way is visited in turn, round after round; a visit is the median of its calls, what counts is the second best visit.
@@ -34,7 +34,7 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.arithmetic import steady
-from benchmarks.models import cases, costs, worker
+from benchmarks.models import cases, costs, page, worker
 from benchmarks.models.measure import Measurement, Plan
 from benchmarks.models.rows import rows_of
 from benchmarks.peers.pool import Pool
@@ -54,7 +54,8 @@ def table_of(row: dict[str, Any], competitors: dict[str, dict[str, Any]]) -> Tab
             continue
         table.add_row(
             r.name, str(r.bits), "" if r.seconds is None else f"{r.seconds * 1e3:.2f}",
-            "" if r.rate is None else f"{r.rate:.1f}", *("" if v is None else f"{v:.2f}" for v in (r.x_float, r.x_peer)),
+            "" if r.rate is None else f"{r.rate:.1f}",
+            *("" if v is None else f"{v:.2f}" for v in (r.x_float, r.x_peer)),
             "" if r.fraction is None else f"{r.fraction:.2f} {r.limit}", "" if r.error is None else f"{r.error:.3f}",
             f"{r.nbytes / 1e6:.0f}" if r.nbytes else "", r.note[:70], style="bold" if r.ours else None,
         )  # fmt: skip
@@ -76,7 +77,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--threads", type=int, default=machine.cores())
     p.add_argument("--folder", type=Path, help="for the models' files, some 8 GB; a temporary one by default")
     p.add_argument("--json", type=Path, metavar="OUT")
-    p.add_argument("--report", type=Path, nargs="+", metavar="JSON")
+    p.add_argument("--report", type=Path, nargs="*", metavar="JSON", help="by default what the repository holds")
     o = p.parse_args(arguments)
     o.rounds = o.rounds or (3 if o.quick else 7)
     o.extra_rounds = 0 if o.quick else o.extra_rounds
@@ -96,10 +97,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     o = parse()
-    if o.report:
+    if o.report is not None:
         from benchmarks.report import write
 
-        return write(*(json.loads(path.read_text()) for path in o.report))
+        return write(*(json.loads(path.read_text(encoding="utf-8")) for path in o.report or [page.MEASURED]))
     console, begin = Console(width=150), time.perf_counter()
     families = list(dict.fromkeys(["limits", "torch", *o.families]))
     pool = Pool(families, o.threads, {f: worker.main for f in families if f != "limits"}, worker.FAMILIES)
@@ -127,7 +128,7 @@ def main() -> None:
         for row in Measurement(pool, plan).rows():
             data["cases"].append(row)
             if o.json:  # after each case: an interrupted run keeps what it has
-                o.json.write_text(json.dumps(data, indent=1))
+                page.dump(data, o.json)
     finally:
         pool.close()
     console.print(f"{len(data['cases'])} cases in {time.perf_counter() - begin:.0f} s")

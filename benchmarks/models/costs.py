@@ -24,7 +24,8 @@ def count(net: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, float]:
         for m in net.modules()
         if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)
     ]
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    known = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}  # torch 2.13 counts other devices'
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=known) as counter:
         net(*inputs)
     for hook in hooks:
         hook.remove()
@@ -33,6 +34,12 @@ def count(net: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, float]:
         name = str(op)
         totals["attention" if "bmm" in name or "attention" in name else "linear"] += flops
     return {**totals, "weights": float(sum(used.values())), "cache_bytes": 0.0}
+
+
+def _attention(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
+    """Operations of q.k and p.v, of shapes [batch, heads, tokens, channels]."""
+    b, h, n, d = query
+    return 2 * b * h * n * key[2] * (d + value[3])
 
 
 def of_llama(case: Case) -> dict[str, float]:

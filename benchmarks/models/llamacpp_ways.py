@@ -167,7 +167,9 @@ def _load(kind: str) -> Callable[[Path, int], Loaded]:
                 return FirstToken(first)
             if case.task == "file to file":
                 again = folder / f"again-{kind}.gguf"  # the other file is mapped
-                return FileToFile(partial(_quantize, source, again, kind, threads), [source], again, partial(first, again))
+                return FileToFile(
+                    partial(_quantize, source, again, kind, threads), [source], again, partial(first, again)
+                )
             sequences = Sequences(model, threads, case.batch, case.tokens + 512, case.cache)
             return transformers_llama.bind(sequences, case)
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-
 from benchmarks.peers import FAMILIES as LAYER_FAMILIES
 from benchmarks.peers import Family
 from benchmarks.peers.worker import serve
