@@ -72,6 +72,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--families", help=f"of {', '.join(worker.FAMILIES)}; all by default")
     p.add_argument("--rounds", type=int)
     p.add_argument("--extra-rounds", type=int, default=3, help="at most, where neighbours took part of the processor")
+    p.add_argument("--realtime", action="store_true", help="visits take precedence over other processes; needs root")
     p.add_argument("--visit-ms", type=float, default=200)
     p.add_argument("--case-seconds", type=float, default=40, help="a slower way gets fewer rounds, at least 3")
     p.add_argument("--threads", type=int, default=machine.cores())
@@ -102,6 +103,8 @@ def main() -> None:
 
         return write(*(json.loads(path.read_text(encoding="utf-8")) for path in o.report or [page.MEASURED]))
     console, begin = Console(width=150), time.perf_counter()
+    if o.realtime:
+        os.environ[machine.REALTIME] = "1"  # inherited by the workers
     families = list(dict.fromkeys(["limits", "torch", *o.families]))
     pool = Pool(families, o.threads, {f: worker.main for f in families if f != "limits"}, worker.FAMILIES)
     for family, why in pool.missing.items():
@@ -119,7 +122,7 @@ def main() -> None:
         "machine": machine.describe(o.threads),
         "versions": {k: v for d in pool.described.values() for k, v in d["versions"].items()},
         "method": {"rounds": o.rounds, "visit_ms": o.visit_ms, "extra_rounds": o.extra_rounds,
-                   "case_seconds": o.case_seconds},
+                   "case_seconds": o.case_seconds, "realtime": o.realtime},
         "missing": pool.missing,
         "competitors": pool.competitors,
         "cases": [],

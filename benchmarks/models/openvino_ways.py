@@ -64,7 +64,7 @@ def ways() -> list[Way]:
     fp32 = {"INFERENCE_PRECISION_HINT": "f32"}
     return [
         Way("openvino fp32", family, 32, 32, "fp32", 1e-3, both, _compiled(_plain, **fp32)),
-        Way("openvino default float", family, 16, 16, "bf16", 0.1, both, _compiled(_plain)),
+        Way("openvino default float", family, 16, 16, "bf16", 0.2, both, _compiled(_plain)),
         Way("openvino int8 weights", family, 8, 8, "int8", 0.3, TRANSFORMERS, _compiled(_compressed)),
         Way("openvino int8 weights, fp32", family, 8, 8, "int8", 0.3, TRANSFORMERS, _compiled(_compressed, **fp32)),
         Way("openvino int8 static", family, 8, 8, "int8", 0.5, CONVOLUTIONAL, _compiled(_static)),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import machine
 from benchmarks.peers import FAMILIES as LAYER_FAMILIES
 from benchmarks.peers import Family
 from benchmarks.peers.worker import serve
@@ -111,7 +112,8 @@ class Worker:
         return bound.output().numpy().copy(), getattr(bound, "floor", None)
 
     def visit(self, way: str, seconds: float) -> float:
-        return self.timers[way].visit(seconds)
+        with machine.undisturbed():
+            return self.timers[way].visit(seconds)
 
     def unbind(self, way: str) -> None:
         """Drop the case, its caches too."""

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import report
+from benchmarks import machine, report
 from benchmarks.models import cases, costs, llama, page, subjects, vision, worker
 from benchmarks.models.__main__ import parse
 from benchmarks.models.base import MOST_STEPS, TASKS, Call, Case, Inputs, Timer, mean_error, visit
@@ -167,6 +168,25 @@ def test_a_visit_takes_a_bounded_number_of_steps():
     assert len(steps) == 1
     timer = Timer(Call(lambda: steps.append(1), lambda y: y))
     assert timer.visit(0.0) == timer.took
+
+
+def test_visits_take_precedence_only_while_they_last(monkeypatch):
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(machine.os, "sched_setscheduler", lambda tid, policy, param: calls.append((tid, policy)))
+    with machine.undisturbed():
+        pass
+    assert calls == []
+    monkeypatch.setenv(machine.REALTIME, "1")
+
+    def fail() -> None:
+        with machine.undisturbed():
+            assert (os.getpid(), os.SCHED_RR) in calls
+            calls.clear()
+            raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        fail()
+    assert (os.getpid(), os.SCHED_OTHER) in calls
 
 
 def test_options():
