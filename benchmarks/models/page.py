@@ -38,6 +38,8 @@ whichever is longer, divided by the measured time. Weights that fit into the las
 limit says. For "file to file": the time to read the one and write as many bytes as the other. Limits measured in the
 rounds: {limits}."""
 
+REALTIME = "\n\nVisits took precedence over other processes of the machine (`--realtime`)."
+
 SUMMARY = """\
 Our fastest way and the fastest peer at the same bits of a weight. Above 1, pennyweight is faster; in brackets the ratio
 wanted."""
@@ -83,7 +85,7 @@ def section(d: dict[str, Any]) -> list[str]:
     return [
         HEADING,
         machine_of(d),
-        METHOD.format(**d["method"], limits=limits_of(d)),
+        METHOD.format(**d["method"], limits=limits_of(d)) + (REALTIME if d["method"].get("realtime") else ""),
         "### Beside the fastest peer",
         summary_table(d),
         SUMMARY,
