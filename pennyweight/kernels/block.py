@@ -3,8 +3,8 @@
 The native executor (gate_block.py, cpu/src/block.h) runs the steps of a block in one call with one parallel region. The
 reference here is the definition of every step; the native result agrees with it within float32 rounding.
 
-Buffers are matrices [rows, width], rows = batch * tokens. Buffer 0 is the block's input and buffer 1 its output, both in
-the dtype of the model; the others are scratch in float32. All arithmetic between products is in float32.
+Buffers are matrices [rows, width], rows = batch * tokens. Buffer 0 is the block's input and buffer 1 its output, both
+in the dtype of the model; the others are scratch in float32. All arithmetic between products is in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.errors import ArgumentError
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,  # x / 2 * (1 + erf(x / sqrt(2)))
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -71,8 +71,8 @@ class LinearStep:
     out       one buffer for each layer
     norm      applied to the rows of x
     normed    buffer that keeps h, if a later step reads it
-    gated     out[0] = act(h @ gate.T + b) * (h @ up.T + b) + residual. gate and up are two layers of the same size, or the
-              first and the second half of the rows of one layer
+    gated     out[0] = act(h @ gate.T + b) * (h @ up.T + b) + residual. gate and up are two layers of the same size, or
+              the first and the second half of the rows of one layer
     residual  buffer that is added; may be the same as out[0]
     """
 
@@ -135,8 +135,8 @@ class AttentionStep:
     k, v   columns of buffers: keys are the call's own tokens. None: the call's ``keys`` and ``values``
     cap    softcap > 0: softcap * tanh(x / softcap)
 
-    Query token s of S sees key j of L if j <= L - S + s (``causal`` of the call), if j > L - S + s - window (``window`` of
-    the call, 0: none), and if the mask allows it.
+    Query token s of S sees key j of L if j <= L - S + s (``causal`` of the call), if j > L - S + s - window (``window``
+    of the call, 0: none), and if the mask allows it.
     """
 
     q: Columns
@@ -212,8 +212,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary: str | None, rotated: int
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float, softcap: float) -> Tensor:
-    """q [B, H, S, D], k and v [B, shared, L, D], float32 -> [B, S, H * D]."""
+    """q [B, H, S, D], k and v [B, shared, L, D], float32 -> [B * S, H * D]."""
     (b, h, s, d), length = q.shape, k.shape[2]
+    if length == 0:
+        return q.new_zeros(b * s, h * d)
     k, v = (t.repeat_interleave(h // t.shape[1], 1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
     if softcap:
@@ -231,7 +233,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float, softcap: f
     weights = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
     total = weights.sum(-1, keepdim=True)
     y = weights @ v / torch.where(total == 0, 1.0, total)
-    return y.transpose(1, 2).reshape(b, s, h * d)
+    return y.transpose(1, 2).reshape(b * s, h * d)
+
+
+def _act(name: str | None, y: Tensor) -> Tensor:
+    return y if name is None else ACTIVATIONS[name](y)
 
 
 def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
@@ -249,7 +255,7 @@ def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
         else:
             held[index] = value
 
-    def heads(columns: Columns, count: int, size: int) -> Tensor:
+    def heads(columns: Columns, count: int, size: int) -> Tensor:  # [batch, tokens, count, size]
         part = held[columns.buffer][:, columns.start : columns.start + count * size]
         return part.reshape(batch, tokens, count, size)
 
@@ -259,12 +265,11 @@ def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
             if step.normed is not None:
                 put(step.normed, h)
             ys = [F.linear(h, w.weight, None if w.bias is None else w.bias.float()) for w in step.layers]
-            act = (lambda y: y) if step.act is None else ACTIVATIONS[step.act]
             if step.gated:
                 gate, up = ys if len(ys) == 2 else ys[0].chunk(2, -1)
-                ys = [act(gate) * up]
+                ys = [_act(step.act, gate) * up]
             else:
-                ys = [act(y) for y in ys]
+                ys = [_act(step.act, y) for y in ys]
             for index, y in zip(step.out, ys, strict=True):
                 put(index, y if step.residual is None else y + held[step.residual])
         elif isinstance(step, NormStep):

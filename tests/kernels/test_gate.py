@@ -1,4 +1,4 @@
-"""Native code is called from kernels/gate.py and gate_convert.py alone, with arguments that were checked."""
+"""Native code is called from kernels/gate*.py alone, with arguments that were checked."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ from pennyweight.core.errors import ArgumentError
 from pennyweight.core.formats import INT4, INT8
 from pennyweight.core.spec import QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels import gate_convert
+from pennyweight.kernels import gate_attention, gate_convert
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.cpu.convert import rounding_of
 from pennyweight.kernels.cpu.matrix_view import affine
@@ -26,6 +26,9 @@ SOURCES = PACKAGE / "kernels" / "cpu" / "src"
 # Who may ask for an address, and what for. None of them gives it to native code.
 ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
+    "kernels/gate_conv.py": "gives them to native code, checked",
+    "kernels/gate_block.py": "gives them to native code, checked",
+    "kernels/gate_attention.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
     "quantize/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
     "integrations/diffusers.py": "identity", "core/ops/view.py": "identity",
@@ -34,6 +37,7 @@ ADDRESSES = {
     "distributed/sharding.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
 }  # fmt: skip
+GATES = tuple(f"kernels/gate{part}.py" for part in ("", "_attention", "_block", "_conv", "_convert"))
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}
 native = pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
 
@@ -53,7 +57,7 @@ def files() -> list[Path]:
 
 def test_only_the_gate_calls_native_functions() -> None:
     native_names = re.compile(r"\bpw_[a-z_]+\b")
-    inside = {"kernels/gate.py", "kernels/gate_convert.py", "kernels/cpu/library.py"}
+    inside = {*GATES, "kernels/cpu/library.py"}
     for path in files():
         name = path.relative_to(PACKAGE).as_posix()
         if name in inside:
@@ -73,7 +77,7 @@ def test_only_the_gate_gives_addresses_away() -> None:
 def test_every_exported_function_has_its_gate() -> None:
     source = (SOURCES / "dispatch.cpp").read_text(encoding="utf-8")
     exported = set(re.findall(r"PW_EXPORT\s+[\w\s*]*?\b(pw_\w+)\(", source))
-    gates = [(PACKAGE / "kernels" / name).read_text(encoding="utf-8") for name in ("gate.py", "gate_convert.py")]
+    gates = [(PACKAGE / name).read_text(encoding="utf-8") for name in GATES]
     called = set(re.findall(r'"(pw_\w+)"', "".join(gates)))
     assert exported == library._SIGNATURES.keys()
     assert called == exported - WITHOUT_ADDRESSES
@@ -100,6 +104,9 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
     packed = torch.zeros(2, 2 * 64 * 4, dtype=torch.uint8)
     return {
         "pack_codes": (lambda c, o: gate_convert.pack_codes(c, 64, 4, 0, o), [codes.view(torch.uint8), packed]),
+        "pack_stream": (
+            lambda s, o: gate_convert.pack_stream(s, 64, 64, 4, 8, o), [torch.zeros(20, 32, dtype=torch.uint8), packed],
+        ),
         "unpack_codes": (
             lambda p, o: gate_convert.unpack_codes(p, 64, 4, 0, o), [packed, torch.zeros(20, 64, dtype=torch.uint8)],
         ),
@@ -113,6 +120,18 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
         ),
         "ranges": (lambda x, o: gate_convert.ranges(a, x, o, 1), [x, torch.zeros(20, 1, 2)]),
         "finite": (lambda x: gate_convert.finite(x, 1), [x]),
+        "attention": (
+            lambda q, k, v, m, o: gate_attention.attention(q, k, v, m, out=o),
+            [
+                torch.ones(2, 4, 3, 8), torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 8), torch.ones(3, 5),
+                torch.ones(2, 4, 3, 8),
+            ],
+        ),
+        "rotary": (
+            lambda q, k, v, keys, values, c, s: gate_attention.rotary(q, k, v, keys, values, 1, c, s, "half"),
+            [torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(2, 3, 2, 8), torch.ones(2, 2, 5, 8),
+             torch.ones(2, 2, 5, 8), torch.ones(2, 3, 8), torch.ones(2, 3, 8)],
+        ),
         "probe": (lambda x: gate_convert.probe(0, x, x.numel() * 4, 1), [torch.ones(4096)]),
     }  # fmt: skip
 
@@ -127,6 +146,8 @@ def test_tensors_that_do_not_fit_are_refused(name: str) -> None:
         for label, wrong in bad(t).items():
             if (name, label) in (("finite", "short"), ("quantize", "every second"), ("probe", "short")):
                 continue  # one piece of memory as well; rows may lie apart; its size goes with it
+            if name == "attention" and i == 3 and label == "every second":
+                continue  # a mask has any strides
             if name == "quantize" and label == "float64" and t.dtype is torch.float64:
                 continue
             with pytest.raises(ArgumentError):

@@ -12,11 +12,12 @@ from tests.kernels.cpu.native import called
 
 NATIVE = Path(called.__file__).parent
 ROOT = NATIVE.parents[3]
+RULES = "".join((called.SOURCE / name).read_text() for name in ("check.h", "check_block.h"))
 DEBUG = ["-std=c++17", "-O0", "-g1", "-w", "-fopenmp", "-fsanitize=address", "-ffp-contract=off"]
 
 
 def test_every_exported_function_checks_its_arguments_first() -> None:
-    rules = (called.SOURCE / "check.h").read_text()
+    rules = RULES
     bodies = called.exported()
     assert {"pw_int_linear", "pw_float_linear", "pw_quantize", "pw_optim_steps"} < set(bodies)
     for name in called.counted():
@@ -40,7 +41,7 @@ def test_the_program_calls_every_exported_function_and_breaks_its_rules() -> Non
 
 def test_every_pointer_of_a_structure_has_an_extent() -> None:
     """A pointer that is added to a structure must be added to check.h."""
-    rules, seen = (called.SOURCE / "check.h").read_text(), set()
+    rules, seen = RULES, set()
     text = re.sub(r"//.*", "", (called.SOURCE / "abi.h").read_text())
     for one, several in re.findall(r"^ *(?:const )?\w+(?:\* (\w+)| (\*[^;()]*));", text, re.MULTILINE):
         seen.update(re.findall(r"\w+", one or several))
@@ -72,7 +73,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("needs g++")
     out = tmp_path_factory.mktemp("native")
-    parts = ("int_linear", "float_linear", "conversions")
+    parts = ("int_linear", "float_linear", "convolution", "conversions")
     sources = {name: called.SOURCE / f"{name}.cpp" for name in ("dispatch", *parts)}
     sources["main"] = NATIVE / "every_isa.cpp"
 

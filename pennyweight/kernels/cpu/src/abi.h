@@ -1,10 +1,10 @@
 // Interface between Python and the kernels: the structures that exported functions read. Mirrored by ../library.py,
-// ../matrix_view.py, ../convert.py and ../optimizer.py; plain C types only.
+// ../matrix_view.py, ../convert.py, ../optimizer.py and ../attention.py; plain C types only.
 #pragma once
 
 #include <cstdint>
 
-constexpr int ABI = 4;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 6;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -15,16 +15,21 @@ enum Kind : int32_t {  // number kinds of parts and of inputs
 
 enum Activation : int32_t { FLOAT = 0, SYMMETRIC = 1, ASYMMETRIC = 2, STATIC = 3 };
 
+enum Function : int32_t {  // activation functions, see elementwise.h
+    IDENTITY = 0, RELU = 1, GELU = 2, GELU_TANH = 3, QUICK_GELU = 4, SILU = 5, RELU6 = 6, HARDSWISH = 7
+};
+
 // -- linear layers, integer codes -------------------------------------------------------------------------------------
 
 // Static properties of a linear layer with integer codes: value = (u - center - zero_point) * scale + offset.
 struct IntLinear {
     int64_t n, k;        // rows and columns of the weight
     int64_t kp;          // k in whole groups and whole blocks of 32
+    int64_t act_group;   // columns per scale of a dynamic activation, a multiple of the block; 0: one scale per token
     int32_t bits;        // of a code, 1..8
     int32_t center;      // constant subtracted from the unsigned code
     int32_t group;       // columns per weight scale; 0: one scale per row; -1: one per tensor
-    int32_t block;       // columns per integer sum, a multiple of 32 that divides the group
+    int32_t block;       // columns per integer sum, a multiple of 32 that divides both groups
     int32_t scale, zero_point, offset;  // Kind; I8 and U8: scales and offsets are codes with outer scales
     int32_t outer;       // number of such codes per outer scale in a row; 0: none
     int32_t outer_kind;  // Kind of the outer scales
@@ -89,6 +94,40 @@ struct FloatArgs {
     int32_t bias_kind, threads;
 };
 
+// -- convolutions -----------------------------------------------------------------------------------------------------
+
+// Static properties of a convolution with integer codes; codes as in IntLinear. The columns of a row of tiles are
+// [set][kh][kw][channels of a set in whole fours]; added channels have the code 0. With one input channel per group the
+// codes are bytes, [kh * kw][o in whole 16].
+struct Conv {
+    int64_t o, c;            // output channels; input channels of a group
+    int64_t kh, kw;          // kernel, kh 1 for one dimension
+    int64_t channels;        // input channels that share a weight scale, a set; divides c, and is c or a multiple of 4
+    int64_t kp;              // columns of the codes, in whole blocks of 32
+    int32_t bits;            // of a code, 1..8
+    int32_t center;          // constant subtracted from the unsigned code
+    int32_t scale, zero_point;  // Kind; [o in whole 16][sets], 16 rows interleaved
+    int32_t one_scale;       // 1: one scale for the whole weight
+    int32_t x;               // Kind of input and output: F32, BF16, F16
+    int32_t act;             // Activation, not FLOAT
+    int32_t act_lo, act_hi;
+    int32_t act_scale;       // Kind in which a dynamic activation scale is stored
+    float act_floor;         // minimum dynamic scale
+    float act_steps;         // divisor of the range for a dynamic scale
+};
+
+// Arguments of one call. oh and ow follow from the others.
+struct ConvArgs {
+    const void* x;           // [n, groups * c, h, w], or with x_last [n, h, w, groups * c]; no gaps
+    void* y;                 // [n, o, oh, ow], or with y_last [n, oh, ow, o]
+    const void* bias;        // [o] of kind bias_kind, or null
+    const void *codes, *scale, *zero_point;
+    const void* act_scale;   // float32 [1], static activations
+    int64_t n, h, w, oh, ow, groups;
+    int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    int32_t act_zero_point, bias_kind, x_last, y_last, function, threads;
+};
+
 // -- conversions ------------------------------------------------------------------------------------------------------
 
 // Storage of codes: one per byte; bit streams per row; tiles (see pack.h).
@@ -132,6 +171,139 @@ struct Rounding {
     float floor;               // minimum scale
     float large;               // larger scales are reduced by a factor of 4 (offsets only)
     float part, rest;          // (mid - lo) / (hi - lo), and 1 minus that
+};
+
+// -- norms ------------------------------------------------------------------------------------------------------------
+
+enum NormKind : int32_t { NO_NORM = 0, LAYER_NORM = 1, RMS_NORM = 2 };
+
+// Normalization of rows, see elementwise.h. weight, bias: one number per column, or null for 1 and 0.
+struct RowNorm {
+    const void *weight, *bias;
+    int32_t kind, weight_kind, bias_kind;  // NormKind; Kind
+    float eps, offset;                     // offset: added to the weight, 0 without one
+};
+
+// -- attention --------------------------------------------------------------------------------------------------------
+
+enum Rotation : int32_t { UNROTATED = 0, HALVES = 1, INTERLEAVED = 2 };
+
+// Normalization and rotation of the heads of q and k, and the new tokens of a cache; see rotary.h. Strides are in elements.
+struct RotaryArgs {
+    float* q;                  // row batch * tokens + token, q_stride apart; head h from column h * size on; changed in place
+    const float *k, *v;        // the same with `shared` heads, only read
+    int64_t q_stride, k_stride, v_stride;
+    void *keys, *values;       // [batch, shared, past + tokens, size] of kind cache_kind: written from `past` on
+    int64_t key_strides[3], value_strides[3];  // of batch, head, token; channels are contiguous
+    const void *cos, *sin;     // [batch, tokens, rotated] of kind angle_kind; null if UNROTATED
+    int64_t cos_strides[2], sin_strides[2];    // of batch (0: the same for all), token; channels are contiguous
+    RowNorm q_norm, k_norm;    // of each head
+    int64_t batch, tokens, past;
+    int32_t heads, shared, size;
+    int32_t rotation, rotated; // Rotation, and how many channels of a head are rotated, an even number
+    int32_t cache_kind, angle_kind;
+};
+
+// Keys or values as codes: value = code * scale + offset. Strides are in elements of the part.
+struct CacheCodes {
+    const uint8_t* codes;        // [batch, shared, past, row]: a stream of bits for each token
+    const void *scale, *offset;  // [batch, shared, past / tokens, size / channels], rounded up, of kind `kind`
+    int64_t code_strides[3], scale_strides[3], offset_strides[3];  // of batch, head, token or group of tokens
+    int64_t row;                 // bytes of codes of a token
+    int32_t bits, kind;
+    int32_t tokens, channels;    // that share a scale and an offset
+};
+
+// out = softmax(cap(q @ keys.T * scale) + mask) @ values for each head; see attention.h. Strides are in elements.
+struct AttentionArgs {
+    const void* q;             // [batch, tokens, heads, size] of kind q_kind
+    void* out;                 // the same, of kind out_kind
+    const void *keys, *values; // [batch, shared, length - past, size] of kind `kind`
+    const void* mask;          // [batch, heads, tokens, length]: U8 (not 0: allowed) or of a float kind (added); null: none
+    int64_t q_strides[3], out_strides[3];      // of batch, token, head; channels are contiguous
+    int64_t key_strides[3], value_strides[3];  // of batch, head, token; channels are contiguous
+    int64_t mask_strides[4];                   // of batch, head, token, key; 0: the same for all
+    int64_t batch, tokens, length;
+    int64_t window;            // 0: none
+    int32_t heads, shared, size;
+    int32_t q_kind, out_kind, kind, mask_kind;
+    int32_t causal;
+    float scale, softcap;      // softcap 0: none
+    int64_t past;              // keys and values that are codes, before the others
+    const CacheCodes *past_keys, *past_values;  // null if there are none
+};
+
+// -- blocks of a transformer ------------------------------------------------------------------------------------------
+
+// A matrix [batch * tokens, width] with contiguous rows.
+struct Buffer {
+    void* data;       // null: scratch of the call, float32
+    int64_t width;
+    int64_t offset;   // scratch: position, in floats per row of the call; a multiple of 16
+    int32_t kind;     // Kind: F32, BF16, F16
+};
+
+// out[i] = function(h @ weights[i].T + bias) + residual, h = norm(x); see kernels/block.py.
+//
+// Buffers are given by their index; -1: none. `x` of a weight is the kind that determines the limbs of its input: F32
+// or, for act FLOAT, also BF16 and F16. Of a LinearArgs only the parts of the weight and the bias are read.
+struct BlockLinear {
+    RowNorm norm;
+    const IntLinear* weights;  // [count], which differ in their rows only
+    const LinearArgs* args;    // [count]
+    const int32_t* out;        // [count]; [1] if gated
+    int32_t count, x;
+    int32_t normed;            // buffer that keeps h
+    int32_t residual;
+    int32_t function;          // Function
+    int32_t gated;             // out[0] = function(gate) * up + residual; weights: gate and up, or one with both halves
+};
+
+// out = norm(x) + residual
+struct BlockNorm {
+    RowNorm norm;
+    int32_t x, out, residual;
+};
+
+// Heads side by side in a buffer, from column `start` on.
+struct Columns {
+    int32_t buffer, start;
+};
+
+// RotaryArgs with q, k and v in buffers (float32), and the keys, values and angles of the call.
+struct BlockRotary {
+    RowNorm q_norm, k_norm;
+    Columns q, k, v;
+    int32_t heads, shared, size, rotation, rotated;
+};
+
+// AttentionArgs with q and out in buffers. k, v: the tokens of the call; buffer -1: the keys and values of the call.
+struct BlockAttention {
+    Columns q, k, v;
+    int32_t out, heads, shared, size;
+    float scale, softcap;
+};
+
+enum StepKind : int32_t { STEP_LINEAR = 0, STEP_NORM = 1, STEP_ROTARY = 2, STEP_ATTENTION = 3 };
+struct BlockStep {
+    const BlockLinear* linear;
+    const BlockNorm* norm;
+    const BlockRotary* rotary;
+    const BlockAttention* attention;
+    int32_t kind;              // StepKind: which of them
+};
+
+// A call. What rotary steps and attention steps read is as in their arguments; null if no step reads it.
+struct Block {
+    const BlockStep* steps;
+    const Buffer* buffers;
+    void *keys, *values;
+    const void *cos, *sin, *mask;
+    int64_t key_strides[3], value_strides[3], cos_strides[2], sin_strides[2], mask_strides[4];
+    int64_t batch, tokens, past, length, window;
+    int64_t scratch;           // floats per row of all scratch buffers
+    int32_t cache_kind, angle_kind, mask_kind, causal;
+    int32_t step_count, buffer_count, threads;
 };
 
 // -- optimizer steps --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "check.h"
+#include "check_block.h"
 #include "vtable.h"
 
 #if defined(__linux__)
@@ -22,8 +23,8 @@ struct Isa {
     const char* name;
     int base;        // index of the instruction set whose functions it uses where it has none of its own; -1: none
     bool (*has)();   // whether this machine supports it
-    Part parts[3];   // null where not compiled
-    bool built() const { return parts[0] || parts[1] || parts[2]; }
+    Part parts[4];   // null where not compiled
+    bool built() const { return parts[0] || parts[1] || parts[2] || parts[3]; }
     bool here() const { return built() && has(); }
 };
 
@@ -32,10 +33,11 @@ struct Isa {
 #define PW_ISA_ROW(name, test)                  \
     PW_WEAK(PW_PART_NAME(int_linear, name))     \
     PW_WEAK(PW_PART_NAME(float_linear, name))   \
+    PW_WEAK(PW_PART_NAME(convolution, name))    \
     PW_WEAK(PW_PART_NAME(conversions, name))    \
     bool has_##name() { return test; }
 #define PW_PARTS(name) \
-    { PW_PART_NAME(int_linear, name), PW_PART_NAME(float_linear, name), PW_PART_NAME(conversions, name) }
+    { PW_PART_NAME(int_linear, name), PW_PART_NAME(float_linear, name), PW_PART_NAME(convolution, name), PW_PART_NAME(conversions, name) }
 
 PW_ISA_ROW(scalar, true)
 #if defined(__x86_64__)
@@ -138,6 +140,11 @@ PW_EXPORT int pw_int_linears(const IntLinear* weights, const LinearArgs* args, i
     if (!check::int_linears("pw_int_linears", weights, args, count)) return INVALID;
     return count ? table().int_linear(weights, args, count) : DONE;
 }
+// The steps of a transformer block; see block.h.
+PW_EXPORT int pw_block(const Block* block) {
+    if (!check::block("pw_block", block)) return INVALID;
+    return table().block(block);
+}
 PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, int64_t ldx, void* y, const void* bias,
                               int bias_kind, const void* codes, const void* scale, const void* outer_scale,
                               const void* outer_offset, const void* offset, const void* offset_scale, int threads) {
@@ -146,11 +153,22 @@ PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, in
     if (!check::float_linear("pw_float_linear", w, a)) return INVALID;
     return table().float_linear(w, &a);
 }
+PW_EXPORT int pw_convolution(const Conv* w, const ConvArgs* a) {
+    if (!check::convolution("pw_convolution", w, a)) return INVALID;
+    huge_pages(a->y, a->n * w->o * a->oh * a->ow * (w->x == F32 ? 4 : 2));
+    return table().convolution(w, a);
+}
 
 PW_EXPORT int pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
     if (!check::packing("pw_pack_codes", codes, n, k, kp, bits, out, threads)) return INVALID;
     huge_pages(out, (n + 15) / 16 * kp / 32 * 64 * bits);
     table().pack_codes(codes, n, k, kp, bits, flip, out, threads);
+    return DONE;
+}
+PW_EXPORT int pw_pack_stream(const uint8_t* stream, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out, int threads) {
+    if (!check::streaming("pw_pack_stream", stream, n, k, kp, bits, pad, out, threads)) return INVALID;
+    huge_pages(out, (n + 15) / 16 * kp / 32 * 64 * bits);
+    table().pack_stream(stream, n, k, kp, bits, pad, out, threads);
     return DONE;
 }
 PW_EXPORT int pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
@@ -191,6 +209,12 @@ PW_EXPORT int pw_ranges(const Affine* w, const void* x, int64_t ldx, void* out, 
 // 1: all of them are finite.
 PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads) {
     return check::finite("pw_finite", x, kind, count, threads) && table().finite(x, kind, count, threads);
+}
+PW_EXPORT int pw_attention(const AttentionArgs* args, int threads) {
+    return check::attention("pw_attention", args, threads) ? table().attention(args, threads) : (int)INVALID;
+}
+PW_EXPORT int pw_rotary(const RotaryArgs* args, int threads) {
+    return check::rotary("pw_rotary", args, threads) ? table().rotary(args, threads) : (int)INVALID;
 }
 PW_EXPORT int pw_optim_steps(const OptimJob* jobs, int64_t count, int threads) {
     if (!check::optim_steps("pw_optim_steps", jobs, count, threads)) return INVALID;

@@ -6,38 +6,56 @@
 
 #include "activation_limbs.h"
 #include "int_microkernel.h"
+#include "schedule.h"
 
 namespace {
 
-// y of one tile: applies the per-row or per-tensor scale, the token scale and the bias, and rounds once.
-void finish(const IntLinear& w, const LinearArgs& a, const float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) {
-    const int64_t width = std::min<int64_t>(16, w.n - col);
-    alignas(64) char tail[64] = {0};
+// What follows the sums of a tile: the per-row or per-tensor scale, the token scale and the bias.
+struct Finish {
     F scale = fset(1), bias = fset(0);
-    if (w.group == 0) scale = part16({a.scale, w.scale}, col);
-    if (w.group < 0) {
-        memcpy(tail, a.scale, (size_t)size_of(w.scale));
-        alignas(64) float f[16];
-        fstore(f, part16({tail, w.scale}, 0));
-        scale = fset(f[0]);
-    }
-    if (a.bias) {
-        memcpy(tail, (const char*)a.bias + col * size_of(a.bias_kind), (size_t)(width * size_of(a.bias_kind)));
-        bias = load16(tail, a.bias_kind, 0);
-    }
-    for (int t = 0; t < tokens; ++t, ++m) {
-        F y = fmul(fload(c + 16 * t), fset(tok.token_scale[t]));
-        if (w.group <= 0) y = fmul(y, scale);
-        if (a.bias) y = fadd(y, bias);
-        char* out = (char*)a.y + (m * w.n + col) * size_of(w.x);
-        if (width == 16) {
-            store16(out, w.x, 0, y);
-        } else {
-            store16(tail, w.x, 0, y);
-            memcpy(out, tail, (size_t)(width * size_of(w.x)));
+    bool scaled, biased;
+
+    Finish(const IntLinear& w, const LinearArgs& a, int64_t col) : scaled(w.group <= 0), biased(a.bias != nullptr) {
+        alignas(64) char tail[64] = {0};
+        if (w.group == 0) scale = part16({a.scale, w.scale}, col);
+        if (w.group < 0) {
+            memcpy(tail, a.scale, (size_t)size_of(w.scale));
+            alignas(64) float f[16];
+            fstore(f, part16({tail, w.scale}, 0));
+            scale = fset(f[0]);
+        }
+        if (biased) {
+            const int64_t width = std::min<int64_t>(16, w.n - col);
+            memcpy(tail, (const char*)a.bias + col * size_of(a.bias_kind), (size_t)(width * size_of(a.bias_kind)));
+            bias = load16(tail, a.bias_kind, 0);
         }
     }
+    // y of token t of a block, from its sums.
+    PW_INLINE F at(const float* c, const Tokens& tok, int t) const {
+        F y = fmul(fload(c + 16 * t), fset(tok.token_scale[t]));
+        if (scaled) y = fmul(y, scale);
+        return biased ? fadd(y, bias) : y;
+    }
+};
+
+// 16 numbers, or the first `width` of them, rounded to a kind.
+PW_INLINE void store_columns(void* out, int kind, int64_t width, F y) {
+    if (width == 16) return store16(out, kind, 0, y);
+    alignas(64) char tail[64];
+    store16(tail, kind, 0, y);
+    memcpy(out, tail, (size_t)(width * size_of(kind)));
 }
+
+// Writes y [m, n] of a call.
+struct WriteRows {
+    const IntLinear& w;
+    const LinearArgs& a;
+    void operator()(const Finish& finish, const float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) const {
+        const int64_t width = std::min<int64_t>(16, w.n - col);
+        for (int t = 0; t < tokens; ++t)
+            store_columns((char*)a.y + ((m + t) * w.n + col) * size_of(w.x), w.x, width, finish.at(c, tok, t));
+    }
+};
 
 // Columns processed at a time for many rows: the tile and the limbs of the rows stay in the cache.
 constexpr int64_t CHUNK = 4096;
@@ -64,21 +82,21 @@ struct Work {
     int64_t row_bytes(int tokens) const { return rows(tokens) * (words ? 2 : 1); }  // of limbs, per column
 };
 
-Work plan(const IntLinear& w, const LinearArgs& a) {
+Work plan(const IntLinear& w, int64_t m) {
     const int digits = digits_of(w);
     // Words halve the number of sums to combine after each block, but need decoding to 16 bits, which many rows share.
-    const bool words = digits == 2 && every_count(w.bits) && a.m > TOKENS[1];
+    const bool words = digits == 2 && every_count(w.bits) && m > TOKENS[1];
     Work k{w, words, digits, TOKENS[words ? 3 : digits - 1], 0, 0, 0, 0, 0, (w.kp + w.block - 1) / w.block, 0, nullptr};
     if (every_count(w.bits)) {
-        k.token_blocks = (a.m + k.most - 1) / k.most;
-        k.smaller = (int)(a.m / k.token_blocks);
-        k.larger = a.m % k.token_blocks;
+        k.token_blocks = (m + k.most - 1) / k.most;
+        k.smaller = (int)(m / k.token_blocks);
+        k.larger = m % k.token_blocks;
         k.size = k.smaller + 1;
     } else {
         k.size = k.most;
         k.smaller = 1;
-        k.larger = a.m / k.most;
-        const int64_t rest = a.m % k.most;
+        k.larger = m / k.most;
+        const int64_t rest = m % k.most;
         if (rest >= FEW[digits - 1]) k.few = FEW[digits - 1];
         k.token_blocks = k.larger + (k.few ? 1 + rest - k.few : rest);
     }
@@ -122,20 +140,79 @@ Tile tile_at(const Work& k, const LinearArgs& a, int64_t tile, int64_t b0, float
     return p;
 }
 
-// One tile of a weight for token blocks [mb0, mb1). room: float [chunk][16], [mb1 - mb0][most][16], 2 [chunk + 1][16].
+// Whether inputs have zero points: products then need the sums of the codes.
+inline bool has_zero_points(const IntLinear& w, const LinearArgs& a) {
+    return w.act == ASYMMETRIC || (w.act == STATIC && a.act_zero_point);
+}
+// 1 for each true column, in `room` [kp].
+inline const int8_t* fill_ones(const IntLinear& w, char* room) {
+    memset(room, 0, (size_t)w.kp);
+    memset(room, 1, (size_t)w.k);
+    return (const int8_t*)room;
+}
+
+// Memory of the prepared inputs of a call: a table of token blocks, and their buffers. Per thread: scratch for one row.
+struct InputRoom {
+    int64_t digits, sums, numbers, table, per_block, bytes, wide, row;
+
+    explicit InputRoom(const Work& k) {
+        digits = whole_lines(k.w.kp * k.row_bytes(k.most)), sums = whole_lines(k.blocks * k.rows(k.most) * 4);
+        numbers = whole_lines(k.blocks * k.most * 4), table = whole_lines((int64_t)sizeof(Tokens) * k.token_blocks);
+        per_block = digits + sums + 3 * numbers, bytes = table + per_block * k.token_blocks;
+        wide = whole_lines(k.w.kp * 4), row = wide + whole_lines(k.w.kp * 3);
+    }
+    // Block mb, with its buffers, which are empty.
+    Tokens& begin(char* base, int64_t mb) const {
+        Tokens& tok = ((Tokens*)base)[mb];
+        char* p = base + table + per_block * mb;
+        tok.digits = (int8_t*)p;
+        tok.sums = (int32_t*)(p += digits);
+        tok.scale = (float*)(p += sums);
+        tok.value = (float*)(p += numbers);
+        tok.zero = (float*)(p += numbers);
+        return tok;
+    }
+};
+
+// How a call is divided into units of work: `grain` tiles times `step` token blocks.
+struct Units {
+    int64_t tiles, grain, step, row_units, count;
+
+    Units(const Work& k, int64_t tiles_, int threads) : tiles(tiles_) {
+        grain = std::max<int64_t>(1, std::min<int64_t>(8, tiles / (threads * 8)));
+        const int64_t together = std::max<int64_t>(8, INPUT_BYTES / (k.row_bytes(k.most) * k.w.kp));
+        step = std::min(k.token_blocks, together);
+        row_units = (k.token_blocks + step - 1) / step;
+        count = (tiles + grain - 1) / grain * row_units;
+    }
+    // Bytes of scratch of run_tile.
+    int64_t room(const Work& k) const { return (step * k.most + k.chunk + (k.w.outer ? 2 * (k.chunk + 1) : 0)) * 64; }
+    // Calls f(tile, mb0, mb1) for the tiles of unit u and its token blocks [mb0, mb1).
+    template <class Each> void each(const Work& k, int64_t u, const Each& f) const {
+        const int64_t first = u / row_units * grain, mb0 = u % row_units * step, mb1 = std::min(k.token_blocks, mb0 + step);
+        for (int64_t tile = first; tile < std::min(tiles, first + grain); ++tile) f(tile, mb0, mb1);
+    }
+};
+
+// One tile of a weight for token blocks [mb0, mb1). room: see Units::room. Calls write(finish, sums, first token, tokens,
+// first column, token block) for each block.
+template <class Write>
 void run_tile(const Work& k, const IntLinear& w, const LinearArgs& a, const Tokens* tokens, int64_t tile, int64_t mb0,
-              int64_t mb1, float* room) {
+              int64_t mb1, float* room, const Write& write) {
     float* c = room + (k.ones ? k.chunk * 16 : 0);
+    const bool once = k.chunk >= k.blocks;  // then the sums of a block are used at once, and need not be kept
+    const Finish finish(w, a, tile * 16);
     for (int64_t b0 = 0; b0 < k.blocks; b0 += k.chunk) {
         const Tile p = tile_at(k, a, tile, b0, room, c + (mb1 - mb0) * k.most * 16);
         for (int64_t mb = mb0; mb < mb1; ++mb) {
             const Tokens& tok = tokens[mb];
             const int t = k.tokens_in(mb), r = k.rows(t);
-            const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r, tok.scale + b0 * t,
-                            tok.value + b0 * t, tok.token_zero};
-            float* here = c + (mb - mb0) * k.most * 16;
+            const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r,
+                            w.act == FLOAT || w.act_group ? tok.scale + b0 * t : nullptr, tok.value + b0 * t,
+                            w.act_group ? tok.zero + b0 * t : tok.token_zero};
+            float* here = c + (once ? 0 : mb - mb0) * k.most * 16;
             pick(w.bits, k.words ? 0 : k.digits, k.ones && mb == mb0, t)(p, rows, here, b0 == 0);
-            if (b0 + k.chunk >= k.blocks) finish(w, a, here, k.first_token(mb), t, tile * 16, tok);
+            if (b0 + k.chunk >= k.blocks) write(finish, here, k.first_token(mb), t, tile * 16, tok);
         }
     }
 }

@@ -14,13 +14,15 @@ namespace {
 // Minimum number of products for a second thread.
 constexpr double PRODUCTS_PER_THREAD = 1 << 17;
 
-// Memory kept between calls; large buffers are freed.
+// Memory kept between calls; after trim() at most `keep` bytes.
 class Workspace {
     char* data = nullptr;
-    size_t size = 0;
-    static constexpr size_t KEEP = 4u << 20;
+    size_t size = 0, keep;
 
   public:
+    explicit Workspace(size_t most) : keep(most) {}
+    Workspace(const Workspace&) = delete;
+    Workspace& operator=(const Workspace&) = delete;
     char* get(size_t bytes) {
         if (bytes > size) {
             std::free(data);
@@ -31,12 +33,12 @@ class Workspace {
         return data;
     }
     void trim() {
-        if (size > KEEP) { std::free(data); data = nullptr; size = 0; }
+        if (size > keep) { std::free(data); data = nullptr; size = 0; }
     }
     ~Workspace() { std::free(data); }
 };
-thread_local Workspace inputs;   // of a thread that calls a kernel: the prepared inputs
-thread_local Workspace scratch;  // of each thread that works for it
+thread_local Workspace inputs{4u << 20};   // of a thread that calls a kernel: the prepared inputs
+thread_local Workspace scratch{4u << 20};  // of each thread that works for it
 
 inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 

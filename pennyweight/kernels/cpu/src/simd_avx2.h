@@ -32,6 +32,12 @@ inline int32_t isum(I a) {
     const __m128i u = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(u, _mm_shuffle_epi32(u, 0xb1)));
 }
+inline int32_t imost(I a) {
+    const __m256i s = _mm256_max_epi32(a.v[0], a.v[1]);
+    const __m128i t = _mm_max_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    const __m128i u = _mm_max_epi32(t, _mm_shuffle_epi32(t, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(u, _mm_shuffle_epi32(u, 0xb1)));
+}
 // The low 16 bits of 16 numbers.
 inline __m256i low16(I a) {
     const __m256i m = _mm256_set1_epi32(0xffff);
@@ -121,6 +127,7 @@ template <bool ALL8> inline I dot4(I acc, B w, X x) {
 #endif
 
 inline I lanes(B v) { PW_EACH(I, v.v[i]); }
+inline B bytes(F a) { PW_EACH(B, _mm256_castps_si256(a.v[i])); }
 inline I bits(F a) { PW_EACH(I, _mm256_castps_si256(a.v[i])); }
 inline I iand(I a, I b) { PW_EACH(I, _mm256_and_si256(a.v[i], b.v[i])); }
 inline I ior(I a, I b) { PW_EACH(I, _mm256_or_si256(a.v[i], b.v[i])); }

@@ -1,0 +1,149 @@
+// Cases of the steps of a transformer block.
+#pragma once
+
+#include "linears.h"
+
+namespace {
+
+// The layers of a linear step, which differ in their rows only. x: the kind of the model.
+struct LinearCase {
+    struct One {
+        Room codes, scale, zero, offset, outer_scale, outer_offset;
+        Bias bias;
+        explicit One(const IntCase& c)
+            : codes(any_bytes((c.w.n + 15) / 16 * c.w.kp / 32 * 64 * c.w.bits)), scale(numbers(c.w.scale, c.parts, 0.02f, true)),
+              zero(numbers(c.w.zero_point, c.parts)), offset(numbers(c.w.offset, c.parts, 0.02f)),
+              outer_scale(numbers(c.w.outer ? c.w.outer_kind : NONE, c.outers, 0.02f, true)),
+              outer_offset(numbers(c.w.outer && c.w.offset ? c.w.outer_kind : NONE, c.outers, 0.02f)), bias(c.w.n) {}
+    };
+    std::vector<IntLinear> weights;
+    std::vector<std::unique_ptr<One>> own;
+    std::vector<LinearArgs> args;
+    std::unique_ptr<Room> act_scale, every_weight, every_args, outs, step;
+    BlockLinear s = {};
+
+    LinearCase(const std::vector<int64_t>& rows, int64_t k, int x) {
+        IntCase c(rows[0], k, x);
+        if (c.w.act != FLOAT || chance(3)) c.w.x = F32;
+        act_scale = std::make_unique<Room>(numbers(c.w.act == STATIC ? F32 : NONE, 1, 0.02f, true));
+        const int32_t act_zero = c.w.act == STATIC && chance(2) ? (int32_t)below(20) - 10 : 0;
+        for (const int64_t n : rows) {
+            c.w.n = n;
+            c.resize();
+            weights.push_back(c.w);
+            own.push_back(std::make_unique<One>(c));
+            const One& o = *own.back();
+            args.push_back({nullptr, 0, 0, nullptr, o.bias.room.pointer(), o.codes.pointer(), o.scale.pointer(), o.zero.pointer(), o.offset.pointer(),
+                            o.outer_scale.pointer(), o.outer_offset.pointer(), act_scale->pointer(), act_zero, o.bias.kind, 0});
+        }
+    }
+    template <class T> static Bytes bytes(const std::vector<T>& items) {
+        return Bytes((const uint8_t*)items.data(), (const uint8_t*)(items.data() + items.size()));
+    }
+    // Puts the structures into rooms.
+    void finish(std::vector<int32_t> out) {
+        every_weight = std::make_unique<Room>(bytes(weights)), every_args = std::make_unique<Room>(bytes(args));
+        outs = std::make_unique<Room>(bytes(out));
+        s.weights = (const IntLinear*)every_weight->data(), s.args = (const LinearArgs*)every_args->data(), s.out = (const int32_t*)outs->data();
+        s.count = (int32_t)weights.size();
+        step = std::make_unique<Room>(bytes(std::vector<BlockLinear>{s}));
+    }
+    BlockStep as_step() const { return {(const BlockLinear*)step->data(), nullptr, STEP_LINEAR}; }
+};
+
+struct NormCase {
+    RowNorm n = {};
+    Room weight, bias;
+    explicit NormCase(int64_t width)
+        : n{nullptr, nullptr, (int32_t)below(3), one_of<int32_t>({NONE, F32, BF16, F16}), one_of<int32_t>({NONE, F32, BF16, F16}), 1e-5f, chance(2) ? 1.0f : 0.0f},
+          weight(numbers(n.weight_kind, width)), bias(numbers(n.bias_kind, width)) {
+        n.weight = weight.pointer(), n.bias = bias.pointer();
+    }
+};
+
+// Linear layers with a normalized input that is kept, a gated one, one with a residual, and a normalization.
+void block() {
+    const int64_t k = columns_of(), n = rows_of(), f = rows_of(), rows = std::min<int64_t>(Input::rows(std::max(n, f), k), 400);
+    const int x = one_of<int>({F32, BF16, F16});
+    const bool halves = chance(2);  // gate and up in one weight
+    const int64_t gated = halves ? up(f, 16) : f;
+    const Room in(numbers(x, rows * k)), kept((size_t)(rows * k * 4)), y((size_t)(rows * k * size_of(x)));
+    NormCase before(k), middle(n), after(k);
+    LinearCase first(chance(2) ? std::vector<int64_t>{n, k} : std::vector<int64_t>{n, k, rows_of()}, k, x);
+    LinearCase second(halves ? std::vector<int64_t>{2 * gated} : std::vector<int64_t>{f, f}, n, x), third({k}, gated, x);
+    const auto function = [] { return (int32_t)below(8); };
+    first.s.norm = before.n, first.s.x = 0, first.s.normed = 4, first.s.residual = -1, first.s.function = function();
+    second.s.norm = middle.n, second.s.x = 2, second.s.normed = -1, second.s.residual = -1, second.s.function = function(), second.s.gated = 1;
+    third.s.x = 5, third.s.normed = -1, third.s.residual = one_of<int32_t>({0, 3, 4, 6}), third.s.function = function();
+    if (third.s.residual == 6) third.s.residual = 3;
+    const bool in_place = chance(3);
+    const int32_t sum = in_place ? 3 : 6;
+    std::vector<int32_t> out{2, 3};
+    if (first.weights.size() == 3) out.push_back(7);
+    first.finish(out), second.finish({5}), third.finish({sum});
+    const Room last(LinearCase::bytes(std::vector<BlockNorm>{{after.n, sum, 1, chance(2) ? 0 : -1}}));
+    const Room steps(LinearCase::bytes(std::vector<BlockStep>{first.as_step(), second.as_step(), third.as_step(),
+                                                              {nullptr, (const BlockNorm*)last.data(), STEP_NORM}}));
+    int64_t at = 0;
+    const auto scratch = [&](int64_t width) {
+        const int64_t offset = at;
+        at += up(width, 16);
+        return Buffer{nullptr, width, offset, F32};
+    };
+    const Room buffers(LinearCase::bytes(std::vector<Buffer>{
+        {in.pointer(), k, 0, x}, {y.pointer(), k, 0, x}, scratch(n), scratch(k), {kept.pointer(), k, at, F32}, scratch(gated), scratch(k),
+        scratch(first.weights.back().n)}));
+    if (rows == 0) at = up(at, 16);
+    std::vector<std::unique_ptr<Room>> calls;  // of 1 thread, of 2, ..
+    for (int threads = 1; threads <= (mode == COMPARE ? 4 : 1); ++threads)
+        calls.push_back(std::make_unique<Room>(LinearCase::bytes(
+            std::vector<Block>{{(const BlockStep*)steps.data(), (const Buffer*)buffers.data(), rows, at, 4, 8, threads}})));
+    char what[200];
+    snprintf(what, sizeof what, "pw_block k %ld n %ld f %ld rows %ld x %d halves %d functions %d %d %d acts %d %d %d norms %d %d %d residual %d", (long)k, (long)n,
+             (long)f, (long)rows, x, halves, first.s.function, second.s.function, third.s.function, first.weights[0].act, second.weights[0].act,
+             third.weights[0].act, before.n.kind, middle.n.kind, after.n.kind, third.s.residual);
+    compare(what, {{y, x}, {kept, F32}}, [&](int threads) { return pw_block((const Block*)calls[(size_t)threads - 1]->data()); });
+
+    struct Parts {  // to be broken
+        std::vector<BlockStep> steps;
+        std::vector<Buffer> buffers;
+        BlockLinear linear, gated;
+        BlockNorm norm;
+        Block call;
+    };
+    const auto with = [&](auto change) {
+        return [&, change] {
+            const auto* s = (const BlockStep*)steps.data();
+            const auto* b = (const Buffer*)buffers.data();
+            Parts p{{s, s + 4}, {b, b + 8}, *s[0].linear, *s[1].linear, *s[3].norm, *(const Block*)calls[0]->data()};
+            p.steps[0].linear = &p.linear, p.steps[1].linear = &p.gated, p.steps[3].norm = &p.norm;
+            p.call.steps = p.steps.data(), p.call.buffers = p.buffers.data(), p.call.rows = std::max<int64_t>(rows, 1);
+            change(p);
+            return (int64_t)pw_block(&p.call);
+        };
+    };
+    using P = Parts;
+    refuse("pw_block", {
+        {"no block", [] { return (int64_t)pw_block(nullptr); }}, {"rows", with([](P& p) { p.call.rows = -1; })},
+        {"scratch", with([](P& p) { p.call.scratch = -1; })}, {"much scratch", with([](P& p) { p.call.scratch = (int64_t)1 << 39; })},
+        {"threads", with([](P& p) { p.call.threads = 0; })}, {"count of steps", with([](P& p) { p.call.step_count = -1; })},
+        {"count of buffers", with([](P& p) { p.call.buffer_count = -1; })}, {"no steps", with([](P& p) { p.call.steps = nullptr; })},
+        {"no buffers", with([](P& p) { p.call.buffers = nullptr; })}, {"kind of a step", with([](P& p) { p.steps[0].kind = 9; })},
+        {"no linear", with([](P& p) { p.steps[0].linear = nullptr; })}, {"no norm", with([](P& p) { p.steps[3].norm = nullptr; })},
+        {"kind of a buffer", with([](P& p) { p.buffers[0].kind = I8; })}, {"scratch of bfloat16", with([](P& p) { p.buffers[2].kind = BF16; })},
+        {"beyond the scratch", with([](P& p) { p.buffers[2].offset = p.call.scratch; })}, {"an odd place", with([](P& p) { p.buffers[2].offset += 1; })},
+        {"a negative place", with([](P& p) { p.buffers[2].offset = -16; })}, {"width", with([](P& p) { p.buffers[0].width += 1; })},
+        {"no input", with([](P& p) { p.buffers[0].data = nullptr, p.buffers[0].kind = BF16; })}, {"x", with([](P& p) { p.linear.x = 8; })},
+        {"a negative x", with([](P& p) { p.linear.x = -1; })}, {"normed", with([](P& p) { p.linear.normed = 8; })},
+        {"residual", with([](P& p) { p.linear.residual = -2; })}, {"function", with([](P& p) { p.linear.function = 8; })},
+        {"gated", with([](P& p) { p.gated.gated = 2; })}, {"no weight", with([](P& p) { p.linear.count = 0; })}, {"three gates", with([](P& p) { p.gated.count = 3; })},
+        {"no weights", with([](P& p) { p.linear.weights = nullptr; })}, {"no arguments", with([](P& p) { p.linear.args = nullptr; })},
+        {"no out", with([](P& p) { p.linear.out = nullptr; })}, {"an output that is the residual", with([](P& p) { p.linear.residual = 3; })},
+        {"kind of a norm", with([](P& p) { p.linear.norm.kind = 3; })},
+        {"weight of a norm", with([](P& p) { p.norm.norm.weight = &p, p.norm.norm.weight_kind = I8; })},
+        {"bias of a norm", with([](P& p) { p.norm.norm.bias = &p, p.norm.norm.bias_kind = NONE; })}, {"x of a norm", with([](P& p) { p.norm.x = 8; })},
+        {"out of a norm", with([](P& p) { p.norm.out = -1; })}, {"residual of a norm", with([](P& p) { p.norm.residual = 8; })},
+    });
+}
+
+}  // namespace
