@@ -109,7 +109,7 @@ struct Conv {
     int32_t scale, zero_point;  // Kind; [o in whole 16][sets], 16 rows interleaved
     int32_t one_scale;       // 1: one scale for the whole weight
     int32_t x;               // Kind of input and output: F32, BF16, F16
-    int32_t act;             // Activation, not FLOAT
+    int32_t act;             // Activation; FLOAT: for x F32 and c above 1
     int32_t act_lo, act_hi;
     int32_t act_scale;       // Kind in which a dynamic activation scale is stored
     float act_floor;         // minimum dynamic scale

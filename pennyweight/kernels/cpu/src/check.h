@@ -173,8 +173,9 @@ inline bool convolution(const char* function, const Conv* conv, const ConvArgs* 
         !c.must(is_float(w.scale), "scales of a float kind") || !c.must(w.zero_point == NONE || is_integer(w.zero_point), "zero points I8 or U8") ||
         !c.must(within(w.one_scale, 0, 1) && (!w.one_scale || (w.channels == w.c && !w.zero_point)), "one scale alone, or scales of rows") ||
         !c.must(is_float(w.x) && is_float(w.act_scale), "x and scales of activations of a float kind") ||
-        !c.must(within(w.act, SYMMETRIC, STATIC), "act SYMMETRIC to STATIC") ||
-        !c.must(within(w.act_lo, -128, 127) && within(w.act_hi, w.act_lo, 127), "act_lo to act_hi within int8") ||
+        !c.must(within(w.act, FLOAT, STATIC), "act FLOAT to STATIC") ||
+        !c.must(w.act != FLOAT || (w.x == F32 && w.c > 1), "act FLOAT for float32 and several input channels") ||
+        !c.must(w.act == FLOAT || (within(w.act_lo, -128, 127) && within(w.act_hi, w.act_lo, 127)), "act_lo to act_hi within int8") ||
         !c.must(within(a.n, 0, SIDE) && within(a.h, 0, SIDE) && within(a.w, 0, SIDE) && within(a.groups, 1, SIDE), "n, h, w and groups from 0 to 2**31") ||
         !c.must(w.o % a.groups == 0, "groups that divide o") ||
         !c.must(within(a.stride_h, 1, SIDE) && within(a.stride_w, 1, SIDE) && within(a.dilation_h, 1, SIDE) && within(a.dilation_w, 1, SIDE), "strides and dilations from 1 to 2**31") ||

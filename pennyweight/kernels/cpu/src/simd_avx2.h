@@ -10,6 +10,7 @@ struct F { __m256 v[2]; };
 struct B { __m256i v[2]; };
 using X = __m256i;
 constexpr int TOKENS[] = {4, 2, 1, 4};
+constexpr bool PAIRS = false;
 constexpr int FLOAT_ROWS = 4, DIRECT_ROWS = 2, FLOAT_TILES = 1, DIRECT_TILES = 2;
 
 // One expression of i for each of the two halves. Written out, because loops cost compile time.

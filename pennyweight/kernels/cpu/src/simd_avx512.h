@@ -11,6 +11,7 @@ struct B { __m512i v; };
 using X = __m512i;  // four bytes of one input row, in every lane
 
 constexpr int TOKENS[] = {8, 6, 4, 12};
+constexpr bool PAIRS = true;  // registers for the sums of two tiles of integer codes
 constexpr int FLOAT_ROWS = 6, DIRECT_ROWS = 4, FLOAT_TILES = 2, DIRECT_TILES = 4;
 
 inline I iset(int32_t a) { return {_mm512_set1_epi32(a)}; }

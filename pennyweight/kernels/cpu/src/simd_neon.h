@@ -10,6 +10,7 @@ struct F { float32x4_t v[4]; };
 struct B { uint8x16_t v[4]; };
 using X = int8x16_t;
 constexpr int TOKENS[] = {4, 2, 1, 4};
+constexpr bool PAIRS = false;
 constexpr int FLOAT_ROWS = 4, DIRECT_ROWS = 2, FLOAT_TILES = 1, DIRECT_TILES = 2;
 
 #define PW_EACH(type, expr) type r; for (int i = 0; i < 4; ++i) r.v[i] = expr; return r

@@ -8,6 +8,7 @@ struct F { float v[16]; };
 struct B { uint8_t v[64]; };
 struct X { int8_t v[4]; };
 constexpr int TOKENS[] = {1, 1, 1, 1};
+constexpr bool PAIRS = false;
 constexpr int FLOAT_ROWS = 4, DIRECT_ROWS = 1, FLOAT_TILES = 1, DIRECT_TILES = 1;
 constexpr bool SIGNED_BYTES = false;
 
