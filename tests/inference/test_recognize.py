@@ -137,7 +137,7 @@ def test_other_reasons() -> None:
         (reason,) = set(blocks_of(report).values())
         return reason
 
-    assert "Linear (up) has no step" in only(pw.fuse_(build(skip=["up"]), X))
+    assert "up is not quantized" in only(pw.fuse_(build(skip=["up"]), X))
     assert "no step" in only(pw.fuse_(build(act=torch.sin), X))
     report = pw.fuse_(build())
     assert "example" in only(report)
