@@ -114,8 +114,8 @@ class Bound:
             if role == "mask":
                 if type(value) is not Tensor or value.ndim != 4 or not value.is_cpu:
                     return f"{name} is not a tensor [batch, heads, tokens, keys]"
-                if value.dtype is not torch.bool and not value.is_floating_point():
-                    return f"{name} is neither bool nor floating point"
+                if not (a.selects if value.dtype is torch.bool else value.is_floating_point()):
+                    return f"{name} is of {value.dtype}"
                 call.mask = value
             elif role == "rotary":
                 if not _is_pair(value, batch, tokens):

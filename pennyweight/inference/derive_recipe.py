@@ -165,7 +165,7 @@ def _arguments(
             raise Refusal("cos and sin are not passed as one pair")
     roles = {hidden, rotary, cache, *masks}
     if names == TORCH_LAYER:
-        return Arguments(names, hidden, names[1], names[2], unused=frozenset(names[3:]), batch_first=first)
+        return Arguments(names, hidden, names[1], True, names[2], unused=frozenset(names[3:]), batch_first=first)
     used = {leaf.name.partition(".")[0] for leaf in _leaves(output)}
     unused, constants = set(UNUSED), {}
     for name, value in given.items():
@@ -180,7 +180,7 @@ def _arguments(
         elif any(True for _ in tensors(value)):
             raise Refusal(f"its argument {name} has no role in a fused block")
     mask, bias = masks
-    return Arguments(names, hidden, mask, "", rotary, cache, bias, frozenset(unused), constants)
+    return Arguments(names, hidden, mask, found.selects, "", rotary, cache, bias, frozenset(unused), constants)
 
 
 def _leaves(output: Value) -> set[Value]:

@@ -98,7 +98,7 @@ def _changed(block: nn.Module, recipe: Recipe) -> str:
         path, _, own = name.rpartition(".")
         held = block.get_submodule(path)._parameters.get(own)
         quantized = any(name == product[0] for product in recipe.products())
-        if held is None or tuple(held.shape) != shape or quantized != isinstance(held, AffineQuantizedTensor):
+        if held is None or tuple(held.shape) != shape or quantized != is_quantized(held):
             return f"{name} was replaced"
     return ""
 
@@ -159,11 +159,16 @@ def _fuse_block(name: str, block: nn.Module, observed: Observed | Refusal | None
         bound = Bound(block, recipe)
         verify(block, bound, observed)
     except Refusal as refusal:
-        return str(refusal)
+        floats = [path for path, m in block.named_modules() if isinstance(m, nn.Linear) and not is_quantized(m.weight)]
+        return f"{floats[0]} is not quantized" if floats else str(refusal)
     cls: Any = fused_class(type(block), recipe)
     cls.bound = bound
     block.__class__ = cls
     return ""
+
+
+def is_quantized(parameter: Any) -> bool:
+    return isinstance(parameter, AffineQuantizedTensor)
 
 
 def _observed(model: nn.Module, blocks: dict[str, nn.Module], example: Any) -> tuple[dict[str, Any], str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.block import ACTIVATIONS, Norm, normalize
-from .trace_block import Op, Value, call_again, call_module
+from .trace_block import Op, call_module
 
 # Largest error against the formula, as a fraction of max |y|: float32 rounding, and cos, erf and tanh of other
 # libraries. The two GELU formulas differ by 5e-4.
@@ -82,28 +82,6 @@ def _constants(module: nn.Module) -> Iterator[float]:
         yield torch.finfo(torch.float32).eps
 
 
-def activation(op: Op) -> str | None:
-    """The name in ACTIVATIONS of an operation on one tensor; None if it is another function."""
-    inputs = op.inputs
-    if len(inputs) != 1 or len(op.outs) != 1 or op.product is not None or op.outs[0].shape != inputs[0].shape:
-        return None
-    if op.module is not None and any(True for _ in op.module.parameters()):
-        return None
-    x = torch.linspace(-9, 9, 4099).reshape(1, 1, -1)
-    try:
-        y = _plain(again(op, x))
-    except Exception:  # any function of any model may refuse another shape: then it is not an activation
-        return None
-    if y is None or y.shape != x.shape:
-        return None
+def activation(x: Tensor, y: Tensor) -> str | None:
+    """The name in ACTIVATIONS of the function that gives y for x, of the same shape; None if there is none."""
     return next((name for name, formula in ACTIVATIONS.items() if close(y, formula(x))), None)
-
-
-def again(op: Op, x: Tensor) -> Any:
-    """The operation on x instead of its only input."""
-
-    def get(value: Value) -> Tensor:
-        return x if value.op is not None or value.argument else value.tensor
-
-    with torch.no_grad():
-        return call_again(op, get)

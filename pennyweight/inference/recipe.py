@@ -22,6 +22,7 @@ class Arguments:
     names      of all parameters of forward, in order
     hidden     name of the input
     mask       name of the attention mask; "" if there is none
+    selects    whether a bool mask selects the keys that are allowed; else only float masks are
     padding    name of nn.TransformerEncoderLayer's mask of padded keys; its masks are True where a key is not allowed
     rotary     name of the pair (cos, sin); "" if there is none
     cache      name of the cache; "" if there is none
@@ -34,6 +35,7 @@ class Arguments:
     names: tuple[str, ...]
     hidden: str
     mask: str = ""
+    selects: bool = True
     padding: str = ""
     rotary: str = ""
     cache: str = ""

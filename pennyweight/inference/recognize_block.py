@@ -54,6 +54,15 @@ class HeadsOf:
 
 
 @dataclass(frozen=True)
+class Acting:
+    """act(product), or act of a half of the product's columns. act: None for the product itself."""
+
+    product: Op
+    act: str | None
+    half: int | None
+
+
+@dataclass(frozen=True)
 class Found:
     """The result: steps as in :class:`Recipe`, and the names of arguments."""
 
@@ -66,6 +75,7 @@ class Found:
     cos_sin: tuple[str, str]
     causal: bool
     mask: Value | None
+    selects: bool  # whether a bool mask selects keys
 
 
 def recognize(graph: Graph, hidden: str, output: Value, cached: bool, batch_first: bool = True) -> Found:
@@ -105,6 +115,7 @@ class _Recognizer:
         return Found(
             tuple(self.steps), tuple(self.widths), self.heads, self.cut, kept, self.cached, self.cos_sin,
             attention is not None and attention.causal, None if attention is None else attention.mask,
+            attention is not None and not attention.transposed,
         )  # fmt: skip
 
     # -- rows ----------------------------------------------------------------------------------------------------------
@@ -180,13 +191,10 @@ class _Recognizer:
             source = self.emit(self.origin(op.inputs[0])[0])
             out = self.buffer(self.width) if into is None else into
             self.steps.append(NormStep(source, out, self._form(op, self.width)))
+        elif (acting := self._acting(value)) is not None and acting.half is None:
+            out = self._product([acting.product], act=acting.act)[0]
         elif op.name in MULTIPLIES and len(op.inputs) == 2:
             out = self._gated(op)
-        elif (act := activation(op)) is not None:
-            linear = self.origin(op.inputs[0])[0].op
-            if linear is None or linear.product is None:
-                raise Refusal(f"the activation {act} does not follow a quantized linear layer")
-            out = self._product([linear], act=act)[0]
         else:
             raise Refusal(f"the operation {_title(op)} has no step")
         if into is not None and out != into:
@@ -219,7 +227,8 @@ class _Recognizer:
             total -= 1
             op = term.op
             if term in self.held or op is None or self.norm(op) is None:
-                raise Refusal("a sum of two values that are not outputs of layers has no step")
+                what = term.name or "a constant" if op is None else f"the output of {_title(op)}"
+                raise Refusal(f"a sum with {what} has no step")
             source = self.emit(self.origin(op.inputs[0])[0])
             out = into if into is not None and total == 0 else self.buffer(self.width)
             self.steps.append(NormStep(source, out, self._form(op, self.width), before))
@@ -289,31 +298,35 @@ class _Recognizer:
     def _gated(self, op: Op) -> int:
         """act(gate) * up, with gate and up two products with the same input, or the halves of one."""
         for first, second in (op.inputs, op.inputs[::-1]):
-            acting = first.op
-            act = None if acting is None else activation(acting)
-            if act is None or acting is None:
+            gate, up = self._acting(first), self._acting(second)
+            if gate is None or up is None or gate.act is None or up.act is not None:
                 continue
-            gate, up = (self._half(v) for v in (acting.inputs[0], second))
-            if gate is None or up is None:
-                continue
-            if gate[1:] == up[1:] == (0, False) and self._input_value(gate[0]) is self._input_value(up[0]):
-                return self._product([gate[0], up[0]], act=act, gated=True)[0]
-            if gate[0] is up[0] and gate[1:] == (0, True) and up[1:] == (1, True):
-                return self._product([gate[0]], act=act, gated=True)[0]
+            if gate.half is None and up.half is None and self._same_input(gate.product, up.product):
+                return self._product([gate.product, up.product], act=gate.act, gated=True)[0]
+            if gate.product is up.product and (gate.half, up.half) == (0, 1):
+                return self._product([gate.product], act=gate.act, gated=True)[0]
         raise Refusal("a product of two values is not that of an activation and a linear layer")
 
-    def _half(self, value: Value) -> tuple[Op, int, bool] | None:
-        """(product, which half of its rows, whether it is a half) of a value."""
-        source = list(_moves_up(value))[-1]
-        if source.op is None or source.op.product is None:
+    def _same_input(self, first: Op, second: Op) -> bool:
+        return self._input_value(first) is self._input_value(second)
+
+    def _acting(self, value: Value) -> Acting | None:
+        """How a value is computed from a product, if by an activation of its elements, or of half of its columns."""
+        products = [op for op in _between(value) if op.product is not None]
+        if len(products) != 1:
             return None
-        probe = self.random(source.shape)
-        moved = replay(value, {source: probe})
-        if moved.numel() == probe.numel():
-            return (source.op, 0, False) if torch.equal(moved.flatten(), probe.flatten()) else None
-        for i, half in enumerate(probe.chunk(2, -1)):
-            if moved.numel() == half.numel() and torch.equal(moved.flatten(), half.flatten()):
-                return source.op, i, True
+        (made,) = products[0].outs
+        probe = self.random(made.shape) * 3
+        try:
+            y = replay(value, {made: probe})
+        except Refusal:
+            return None
+        for half, x in ((None, probe), *enumerate(probe.chunk(2, -1))):
+            if y.numel() == x.numel() and y.shape[-1] == x.shape[-1]:
+                x = x.reshape(y.shape)
+                act = activation(x, y)
+                if act is not None or torch.equal(x, y):
+                    return Acting(products[0], act, half)
         return None
 
     # -- attention -----------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def _cases(recipe: Recipe, observed: Observed) -> Iterator[tuple[str, list[dict[
     generator = torch.Generator().manual_seed(1)
     a = recipe.arguments
     masks = ["no mask", "a bool mask", "a float mask"] if a.mask else ["no mask"]
-    if recipe.attention[1] == "eager" and a.mask:
+    if a.mask and not a.selects:
         masks.remove("a bool mask")
     for batch, tokens in SHAPES:
         for mask in masks:

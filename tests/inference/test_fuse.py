@@ -2,7 +2,10 @@
 
 import copy
 import io
+import os
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
-from pennyweight.inference import FusedBlock
+from pennyweight.inference import CheckError, FusedBlock, checked
 from tests.inference.fuse_models import FAMILIES, SCHEMES, blocks_of, inputs, model_of, states
 
 transformers = pytest.importorskip("transformers")
@@ -332,3 +335,52 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert bad == []
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fault_in_a_fused_block_is_found() -> None:
+    _, other = fused("llama")
+    given = inputs("llama")
+    with checked():
+        run(other, given)
+    bound = type(other.model.layers[1]).bound
+    own = bound.whole
+
+    class Faulty:
+        def run(self, x: Tensor, call: Any) -> Tensor:
+            y = own.run(x, call).clone()
+            y[0, 0, :8] += 0.3
+            return y
+
+    bound.whole = Faulty()
+    run(other, given)
+    with checked(), pytest.raises(CheckError, match=r"model\.layers\.1: the output of the fused block differs"):
+        run(other, given)
+
+
+def test_a_fault_in_the_cache_is_found() -> None:
+    _, other = fused("llama")
+    bound = type(other.model.layers[0]).bound
+    own = bound.whole
+
+    class Faulty:
+        def run(self, x: Tensor, call: Any) -> Tensor:
+            y = own.run(x, call)
+            call.keys[:, 0, call.past] += 1
+            return y
+
+    bound.whole = Faulty()
+    with checked(), pytest.raises(CheckError, match=r"model\.layers\.0: keys in the cache"):
+        run(other, inputs("llama"))
+
+
+def test_the_environment_variable() -> None:
+    code = "from pennyweight.inference.check_block import enabled; print(enabled())"
+    for value, expected in (("1", "True"), ("0", "False")):
+        result = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PENNYWEIGHT_CHECK": value}, capture_output=True,
+            text=True, check=True,
+        )  # fmt: skip
+        assert result.stdout.strip() == expected

@@ -112,9 +112,9 @@ def test_a_block_of_ones_own(form: str, norm: Any, act: str) -> None:
 REASONS = {
     "interleaved": "not columns of a linear layer",
     "tanh": "not columns of a linear layer",
-    "relu scores": "depend|attention",
+    "relu scores": "transpose",
     "halved": "mul",
-    "scaled branch": "mul",
+    "scaled branch": "output of mul",
     "two outputs": "more than its hidden states",
 }
 
@@ -126,7 +126,7 @@ def test_the_reasons_for_a_refusal(form: str) -> None:
     reasons = blocks_of(pw.fuse_(model, X))
     assert len(reasons) == 2
     for reason in reasons.values():
-        assert any(part in reason for part in REASONS[form].split("|")), reason
+        assert REASONS[form] in reason, reason
     assert not any(isinstance(module, FusedBlock) for module in model.modules())
     with torch.no_grad():
         assert torch.equal(model(X), expected)
@@ -137,7 +137,7 @@ def test_other_reasons() -> None:
         (reason,) = set(blocks_of(report).values())
         return reason
 
-    assert "no step" in only(pw.fuse_(build(skip=["up"]), X)) or "quantized" in only(pw.fuse_(build(skip=["up"]), X))
+    assert "up is not quantized" in only(pw.fuse_(build(skip=["up"]), X))
     assert "no step" in only(pw.fuse_(build(act=torch.sin), X))
     report = pw.fuse_(build())
     assert "example" in only(report)
@@ -207,8 +207,8 @@ def test_formulas_of_norms(kind: str, eps: float) -> None:
 
 
 def test_formulas_of_activations() -> None:
-    made = {"relu": nn.ReLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU("tanh"), "silu": nn.SiLU()}
-    for name, module in made.items():
-        assert activation(record(nn.Sequential(module), {"input": torch.randn(3, 8)}).ops[0]) == name
-    for module in (nn.Tanh(), nn.LeakyReLU(), nn.Softmax(-1), nn.Hardswish()):
-        assert activation(record(nn.Sequential(module), {"input": torch.randn(3, 8)}).ops[0]) is None
+    x = torch.randn(9, 50) * 3
+    for name, module in (("relu", nn.ReLU()), ("gelu", nn.GELU()), ("gelu_tanh", nn.GELU("tanh")), ("silu", nn.SiLU())):
+        assert activation(x, module(x)) == name
+    for other in (nn.Tanh(), nn.LeakyReLU(), nn.Softmax(-1), nn.Hardswish()):
+        assert activation(x, other(x)) is None
