@@ -28,6 +28,7 @@ from .cpu.block import (
     BlockRotary,
     BlockStep,
     Buffer,
+    Span,
     place_buffers,
 )
 from .cpu.block import Columns as NativeColumns
@@ -149,7 +150,7 @@ def check_steps(steps: Steps) -> None:
             _check_norm(step.norm, widths[step.x], what)
         else:
             _check_heads(step, widths, what)
-    if 1 not in written:
+    if 1 not in written and not isinstance(steps.steps[-1], RotaryStep):  # the first of two parts ends with one
         raise ArgumentError("no step of the block writes the output (buffer 1)")
 
 
@@ -239,13 +240,28 @@ class Plan:
     cached: AttentionStep | None  # reads the call's keys and values
 
 
+def _spans(steps: Steps) -> list[Span | None]:
+    """The use of each scratch buffer. Segments are attention alone, and the steps between."""
+    spans: list[Span | None] = [None] * len(steps.widths)
+    segment, before = -1, True  # before: whether the step before was attention
+    for at, step in enumerate(steps.steps):
+        attention = isinstance(step, AttentionStep)
+        segment, before = segment + (attention or before), attention
+        reads, writes = indices(step)
+        for i in (*reads, *writes):
+            if i > 1:
+                span = spans[i] or Span(at, at, segment, segment, True)
+                alone = span.alone and span.begin == segment and isinstance(step, (LinearStep, NormStep))
+                spans[i] = Span(span.first, at, span.begin, segment, alone)
+    return spans
+
+
 def plan(steps: Steps) -> Plan:
     """Raises ArgumentError if the steps are inconsistent, and Refused if the native library cannot run them."""
     if steps.dtype not in FLOAT_KINDS:
         raise Refused(f"needs float32, bfloat16 or float16, not {steps.dtype}")
     check_steps(steps)
     native: list[LinearGroup | NormStep | RotaryStep | AttentionStep] = []
-    used: list[tuple[int, int] | None] = [None] * len(steps.widths)
     given, written = set(), {0}
     for at, step in enumerate(steps.steps):
         try:
@@ -261,10 +277,7 @@ def plan(steps: Steps) -> Plan:
         reads, writes = indices(step)
         given |= {*reads} - written
         written |= {*writes}
-        for i in (*reads, *writes):
-            if i > 1:
-                used[i] = ((used[i] or (at, at))[0], at)
-    offsets, scratch = place_buffers(steps.widths, used)
+    offsets, scratch = place_buffers(steps.widths, _spans(steps))
     rotary = [s for s in steps.steps if isinstance(s, RotaryStep)]
     attention = [s for s in steps.steps if isinstance(s, AttentionStep)]
     cached = [s for s in attention if s.k is None]

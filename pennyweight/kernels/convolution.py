@@ -28,8 +28,9 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
 
 @implements(torch.conv1d, torch.conv2d, table=FUNCTIONS)
 def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
-    rest = zip(_NAMES[len(args) :], _DEFAULTS[len(args) :], strict=True)
-    x, w, bias, stride, padding, dilation, groups = (*args, *(kwargs.get(name, value) for name, value in rest))
+    rest = list(zip(_NAMES, _DEFAULTS, strict=True))[len(args) :]
+    given: list[Any] = [*args] + [kwargs.get(name, value) for name, value in rest]
+    x, w, bias, stride, padding, dilation, groups = given
     if (
         type(w) is not QT or type(x) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling()
         or torch._C._is_any_autocast_enabled() or isinstance(padding, str)

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.blocks import counts, resolve
 from ..core.errors import ArgumentError
+from ..core.layouts import portable_layout
+from ..core.packing import stream_shape
+from ..core.tensor import AffineQuantizedTensor
+from ..core.tracing import in_memory
 from .block import Norm
-from .cpu.attention import NORMS, ROTATIONS, AttentionArgs, RotaryArgs
-from .cpu.library import KINDS
+from .cpu.attention import NORMS, ROTATIONS, AttentionArgs, CacheCodes, RotaryArgs
+from .cpu.library import KINDS, NONE, U8
 from .gate import FLOAT_KINDS, address, check_status, native_function
 
 MOST_CHANNELS = 1024  # of a head, as in src/check.h
 _FLOATS = tuple(FLOAT_KINDS)
+_PAST = ("past keys", "past values")
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, window: int = 0,
-    scale: float | None = None, softcap: float = 0.0, out: Tensor | None = None,
+    scale: float | None = None, softcap: float = 0.0, past: tuple[Any, Any] | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(cap(q @ k.T * scale) + mask) @ v for each head; a row without an allowed key is 0.
 
@@ -35,47 +42,113 @@ def attention(
     window   if positive, and if j > L - S + s - window
     scale    default: 1 / sqrt(D)
     softcap  if positive: cap(x) = softcap * tanh(x / softcap)
+    past     quantized keys and values [B, shared, P, D] before k and v, as integrations/kv_cache.py holds them; L is
+             then P and the tokens of k together. See :func:`past_reason`
     out      the result, by default a new tensor in the memory order [B, S, H, D]
 
     Returns [B, H, S, D] in q's dtype. Arithmetic is in float32. Raises ArgumentError for tensors that do not go
     together or that are not plain CPU memory, and MemoryError.
     """
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
-        raise ArgumentError(f"attention: expected q [B, H, S, D] and k, v [B, shared, L, D], got {_shapes(q, k, v)}")
-    (b, h, s, d), (kb, shared, length, kd) = q.shape, k.shape
-    if kb != b or kd != d or not shared or h % shared or not 1 <= d <= MOST_CHANNELS:
-        raise ArgumentError(
-            f"attention: q has batch {b}, {h} heads of {d} channels, keys have batch {kb}, {shared} heads of {kd}; "
-            f"expected the same batch and channels, 1 to {MOST_CHANNELS}, and a divisor of the heads"
-        )
+    fits = reason(q, k, v, mask, past)
+    if fits is not True:
+        raise ArgumentError(f"attention: {fits}")
+    (b, h, s, d), (_, shared, newest, _) = q.shape, k.shape
     if window < 0 or softcap < 0:
         raise ArgumentError(f"attention: window and softcap must not be negative, got {window} and {softcap}")
     if out is None:
         out = torch.empty((b, s, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
     elif out.shape != q.shape:
         raise ArgumentError(f"attention: the result has the shape of q {list(q.shape)}, got {list(out.shape)}")
-    a = AttentionArgs()
-    a.q, a.q_strides = _strided(q, "attention: q", _FLOATS, (0, 2, 1))
-    a.out, a.out_strides = _strided(out, "attention: result", _FLOATS, (0, 2, 1))
-    a.keys, a.key_strides = _strided(k, "attention: keys", _FLOATS, (0, 1, 2))
-    a.values, a.value_strides = _strided(v, "attention: values", _FLOATS, (0, 1, 2))
+    held = () if past is None else tuple(_codes(t, name) for t, name in zip(past, _PAST, strict=True))
+    length = newest if past is None else newest + past[0].shape[2]
+    marks, mask_kind = None, NONE
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
-        try:
-            mask = mask.expand(b, h, s, length)
-        except RuntimeError:
-            raise ArgumentError(
-                f"attention: the mask {list(mask.shape)} does not expand to [{b}, {h}, {s}, {length}]"
-            ) from None
-        a.mask, strides = _strided(mask, "attention: mask", (torch.bool, *_FLOATS), (0, 1, 2, 3), channels=False)
-        a.mask_strides = tuple(strides)
-        a.mask_kind = KINDS[torch.uint8 if mask.dtype is torch.bool else mask.dtype]
-    a.batch, a.tokens, a.length, a.window = b, s, length, window
-    a.heads, a.shared, a.size = h, shared, d
-    a.q_kind, a.out_kind, a.kind, a.causal = KINDS[q.dtype], KINDS[out.dtype], KINDS[k.dtype], int(causal)
-    a.scale, a.softcap = d**-0.5 if scale is None else scale, softcap
+        mask = mask.expand(b, h, s, length)
+        marks, mask_strides = mask.data_ptr(), mask.stride()
+        mask_kind = U8 if mask.dtype is torch.bool else FLOAT_KINDS[mask.dtype]
+    q0, q1, q2, _ = q.stride()
+    at, out_strides = _strided(out, "attention: result", _FLOATS, (0, 2, 1))
+    a = AttentionArgs(
+        q.data_ptr(), at, k.data_ptr(), v.data_ptr(), marks, (q0, q2, q1), out_strides, k.stride()[:3], v.stride()[:3],
+        mask_strides, b, s, length, window, h, shared, d, FLOAT_KINDS[q.dtype], FLOAT_KINDS[out.dtype],
+        FLOAT_KINDS[k.dtype], mask_kind, causal, d**-0.5 if scale is None else scale, softcap, length - newest,
+        *map(ctypes.addressof, held),
+    )  # fmt: skip
     status = native_function("pw_attention")(ctypes.addressof(a), torch.get_num_threads())
-    check_status(status, f"attention: {_shapes(q, k, v)}")
+    if status:
+        check_status(status, f"attention: {_shapes(q, k, v)}")
+    del held  # the structures of the past live until here
     return out
+
+
+def reason(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, past: tuple[Any, Any] | None = None
+) -> bool | str:
+    """True if :func:`attention` takes these tensors, or why not."""
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
+        return f"expected q [B, H, S, D] and k, v [B, shared, L, D], got {_shapes(q, k, v)}"
+    (b, h, s, d), (kb, shared, length, kd) = q.shape, k.shape
+    if kb != b or kd != d or not shared or h % shared or not 1 <= d <= MOST_CHANNELS:
+        return (
+            f"q has batch {b}, {h} heads of {d} channels, keys have batch {kb}, {shared} heads of {kd}; "
+            f"expected the same batch and channels, 1 to {MOST_CHANNELS}, and a divisor of the heads"
+        )
+    for t in (q, k, v):
+        if t.dtype not in FLOAT_KINDS or not in_memory(t) or not t.is_cpu or (d > 1 and t.stride(3) != 1):
+            return f"expected float tensors in plain CPU memory with contiguous channels, got {_shapes(q, k, v)}"
+    if past is not None:
+        fits = past_reason(past, k)
+        if fits is not True:
+            return fits
+        length += past[0].shape[2]
+    if mask is not None:
+        sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        if mask.ndim > 4 or any(n not in (1, full) for n, full in zip(sizes, (b, h, s, length), strict=True)):
+            return f"the mask {list(mask.shape)} does not expand to [{b}, {h}, {s}, {length}]"
+        if mask.dtype not in (torch.bool, *_FLOATS) or not in_memory(mask) or not mask.is_cpu:
+            return f"expected a bool or float mask in plain CPU memory, got {_shapes(mask)}"
+    return True
+
+
+def past_reason(past: tuple[Any, Any], newest: Tensor) -> bool | str:
+    """True if :func:`attention` reads this quantized past before keys ``newest`` [B, shared, N, D], or why not.
+
+    Codes are unsigned integers of 1 to 8 bits, with a scale and an offset for a group of tokens or of channels.
+    """
+    for t in past:
+        if type(t) is not AffineQuantizedTensor or t.ndim != 4 or newest.ndim != 4:
+            return f"a quantized past is a tensor [B, shared, P, D], got {type(t).__name__}"
+        spec = t.spec
+        if t.shape[:2] != newest.shape[:2] or t.shape[3] != newest.shape[3] or t.shape != past[0].shape:
+            return f"a past {list(t.shape)} does not go before keys {list(newest.shape)}"
+        if spec.format.name != f"uint{spec.format.bits}" or spec.layout != portable_layout(spec):
+            return f"codes of {spec.format.name} in layout {spec.layout} are not read"
+        if resolve(spec.block, t.shape)[:2] != (1, 1):
+            return f"each head has scales of its own, got block {spec.block}"
+        if spec.zero_point or spec.scale not in _FLOATS or spec.scale != spec.offset:
+            return f"a past has scales and offsets of one float dtype, got {spec.scale} and {spec.offset}"
+    return True
+
+
+def _codes(t: Any, what: str) -> CacheCodes:
+    """The structure of keys or values that :func:`past_reason` accepted."""
+    shape, bits = t.shape, t.spec.format.bits
+    parts = (
+        ("codes", t._codes, (torch.uint8,), stream_shape(t.spec.codes_shape(shape), bits)),
+        ("scale", t._scale, (t.spec.scale,), counts(t.spec.block, shape)),
+        ("offset", t._offset, (t.spec.scale,), counts(t.spec.block, shape)),
+    )
+    c = CacheCodes()
+    for name, part, dtypes, expected in parts:
+        if tuple(part.shape) != tuple(expected):
+            raise ArgumentError(f"attention: {name} of {what}: expected {list(expected)}, got {list(part.shape)}")
+        at, strides = _strided(part, f"attention: {name} of {what}", dtypes, (0, 1, 2))
+        setattr(c, name, at)
+        setattr(c, f"{'code' if name == 'codes' else name}_strides", strides)
+    _, _, c.tokens, c.channels = resolve(t.spec.block, shape)
+    c.row, c.bits, c.kind = t._codes.shape[-1], bits, KINDS[t.spec.scale]
+    return c
 
 
 def rotary(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from ..core.tracing import in_memory
-from .cpu.library import F32, U8, Conv, ConvArgs
+from .cpu.library import U8, Conv, ConvArgs
 from .gate import FLOAT_KINDS, TILE, Operand, Part, _changed, address, check_status, count_tiles, native_function
 
 _CHANNELS_LAST = torch.channels_last
@@ -40,8 +40,8 @@ def convolution_sizes(
 
 
 def output_format(x: Tensor) -> torch.memory_format:
-    """Memory format of the output for an input [N, C, H, W]: that of torch's float convolution on a CPU. In one dimension
-    its outputs are contiguous."""
+    """Memory format of the output for an input [N, C, H, W]: that of torch's float convolution on a CPU. In one
+    dimension its outputs are contiguous."""
     plain, last = x.is_contiguous(), x.is_contiguous(memory_format=_CHANNELS_LAST)
     if plain != last:
         return torch.contiguous_format if plain else _CHANNELS_LAST
@@ -52,9 +52,9 @@ def convolution(struct: Conv, dtype: torch.dtype) -> ConvolutionProduct:
     """(x, operand, bias, stride, padding, dilation, groups) -> y, for weights that ``struct`` describes.
 
     x: [N, groups * C, H, W] or [N, groups * C, W] of ``dtype``, the lists with one entry, or with one for
-    each spatial axis. y: in the memory format that torch's float convolution chooses. Returns None if native code cannot
-    read x or the bias, or if sizes do not fit: torch's own convolution has the message. Raises ArgumentError if a part
-    lost its memory, and MemoryError.
+    each spatial axis. y: in the memory format that torch's float convolution chooses. Returns None if native code
+    cannot read x or the bias, or if sizes do not fit: torch's own convolution has the message. Raises ArgumentError if
+    a part lost its memory, and MemoryError.
     """
     call, threads, weight = native_function("pw_convolution"), torch.get_num_threads, ctypes.addressof(struct)
     o, c, kernel = int(struct.o), int(struct.c), (int(struct.kh), int(struct.kw))
@@ -90,16 +90,16 @@ def convolution(struct: Conv, dtype: torch.dtype) -> ConvolutionProduct:
             parts = ((w.codes, w.codes_bytes), (w.scale, w.scale_bytes), *(w.more or ()))
             if any(p is not None and p.nbytes != size for p, size in parts):
                 raise _changed("convolution")
-            act_scale, act_zero, scale = None, 0, w.scale
+            factor, act_zero, scale = None, 0, w.scale
             if w.static is not None:
                 s, scale_dtype, zero, shift = w.static
                 act_scale = s.to(scale_dtype).float()
+                factor = address(act_scale, "convolution: act_scale", (torch.float32,), 1, exact=True)
                 act_zero = (0 if zero is None else int(zero)) - shift
             args = ConvArgs(
                 x.data_ptr(), y.data_ptr(), b, w.codes.data_ptr(), None if scale is None else scale.data_ptr(),
                 None if w.more is None or w.more[0][0] is None else w.more[0][0].data_ptr(),
-                None if act_scale is None else address(act_scale, "convolution: act_scale", (torch.float32,), 1, exact=True),
-                n, *sizes, *out, groups, *stride, *padding, *dilation, act_zero, b_kind, not x.is_contiguous(),
+                factor, n, *sizes, *out, groups, *stride, *padding, *dilation, act_zero, b_kind, not x.is_contiguous(),
                 kind is _CHANNELS_LAST, function, threads(),
             )  # fmt: skip
             status = call(weight, ctypes.addressof(args))

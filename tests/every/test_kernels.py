@@ -125,7 +125,8 @@ def check(
     assert got.dtype == x.dtype, label
     assert got.shape == exact.shape, label
     if kernel.tolerance == "fixed22":  # x is rounded at absmax / (127 * 2**14) / 2, just over 2**-22
-        least = least + 2.0**-21 * op(xq.abs().amax(-1, keepdim=True).expand_as(xq), wq.abs())
+        dims = tuple(range(1, xq.ndim)) if kernel.op == "convolution" else -1
+        least = least + 2.0**-21 * op(xq.abs().amax(dims, keepdim=True).expand_as(xq), wq.abs())
     unit = max(ULP.get(kernel.tolerance, 0.0), torch.finfo(x.dtype).eps)
     error = (got.double() - exact).abs()
     assert bool((error <= 8 * unit * magnitude + least).all()), f"{label}: {(error / magnitude).max() / unit} units"

@@ -7,7 +7,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from pennyweight.integrations import attention  # noqa: E402
 from pennyweight.integrations.attention import use_grouped_attention  # noqa: E402
+from pennyweight.kernels.cpu import library  # noqa: E402
 
 
 def llama(heads: int, kv_heads: int) -> torch.nn.Module:
@@ -31,6 +33,13 @@ def logits(model: torch.nn.Module, mask: torch.Tensor | None) -> list[torch.Tens
     return out
 
 
+@pytest.fixture(params=["native", "torch"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(attention, "_native", lambda *args: None)
+
+
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (4, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,7 +71,31 @@ def test_one_token_takes_the_rows_together(monkeypatch: pytest.MonkeyPatch) -> N
     model = llama(4, 2)
     use_grouped_attention(model)
     logits(model, None)
+    native = library.available() is True
+    assert bool(shapes) != native
+    model(torch.tensor([[3]])).logits.sum().backward()  # with a gradient
+    assert shapes[-2:] == [(1, 2, 2, 16)] * 2
+    shapes.clear()
+    monkeypatch.setattr(attention, "_native", lambda *args: None)
+    logits(model, None)
     assert shapes == [(2, 4, 5, 16)] * 2 + [(2, 2, 2, 16)] * 6
+
+
+@pytest.mark.usefixtures("_way")
+def test_the_prompt_of_a_static_cache() -> None:
+    """Its keys are longer than the prompt, and there is no mask."""
+    model = llama(4, 2)
+    tokens = torch.arange(7)[None]
+    expected = model(tokens).logits
+    use_grouped_attention(model)
+    with torch.no_grad():
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        y = model(tokens, past_key_values=cache, use_cache=True).logits
+        more = model(torch.tensor([[7]]), past_key_values=cache, use_cache=True).logits
+        model.set_attn_implementation("sdpa")
+        both = model(torch.arange(8)[None]).logits
+    assert torch.allclose(y, expected, atol=1e-5)
+    assert torch.allclose(more[:, -1], both[:, -1], atol=1e-5)
 
 
 def test_a_model_that_needs_another_attention_is_refused() -> None:

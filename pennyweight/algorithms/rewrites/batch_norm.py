@@ -106,7 +106,9 @@ def _fold(norm: Any, layer: Matrix) -> None:
     gain = (norm.running_var.double() + norm.eps).rsqrt()
     if norm.weight is not None:
         gain = gain * norm.weight.double()
-    bias: Tensor = -norm.running_mean.double() if layer.bias is None else layer.bias.double() - norm.running_mean.double()
+    bias: Tensor = (
+        -norm.running_mean.double() if layer.bias is None else layer.bias.double() - norm.running_mean.double()
+    )
     bias = bias * gain if norm.bias is None else bias * gain + norm.bias.double()
     w.data.copy_(w.double() * gain.reshape(-1, *(1,) * (w.ndim - 1)))
     if layer.bias is None:

@@ -34,6 +34,17 @@ class RotaryArgs(ctypes.Structure):
     )  # fmt: skip
 
 
+class CacheCodes(ctypes.Structure):
+    """Keys or values as codes; see src/abi.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scale", "offset")),
+        *((name, _STRIDES3) for name in ("code_strides", "scale_strides", "offset_strides")),
+        ("row", c_int64),
+        *((name, c_int32) for name in ("bits", "kind", "tokens", "channels")),
+    )
+
+
 class AttentionArgs(ctypes.Structure):
     """One call of attention; see src/abi.h."""
 
@@ -44,4 +55,5 @@ class AttentionArgs(ctypes.Structure):
         *((name, c_int64) for name in ("batch", "tokens", "length", "window")),
         *((name, c_int32) for name in ("heads", "shared", "size", "q_kind", "out_kind", "kind", "mask_kind", "causal")),
         ("scale", c_float), ("softcap", c_float),
+        ("past", c_int64), ("past_keys", c_void_p), ("past_values", c_void_p),
     )  # fmt: skip

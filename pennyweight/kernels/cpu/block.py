@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from typing import NamedTuple
 
 from .attention import RowNorm
 from .library import IntLinear, LinearArgs
@@ -81,21 +82,35 @@ class Block(ctypes.Structure):
     )  # fmt: skip
 
 
-def place_buffers(widths: Sequence[int], used: Sequence[tuple[int, int] | None]) -> tuple[list[int], int]:
-    """Positions of buffers in the scratch, and its size, in floats per row.
+class Span(NamedTuple):
+    """The first and the last step that uses a buffer, and the first and the last segment (see src/block.h).
 
-    used: for each buffer the first and the last step that uses it, or None. Buffers that are used by no common step may
-    share memory.
+    A buffer of one segment alone may share memory with others by steps, because each thread has its own.
     """
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    alone: bool
+
+    def meets(self, other: Span) -> bool:
+        if self.alone and other.alone and self.begin == other.begin:
+            return self.first <= other.last and other.first <= self.last
+        return self.begin <= other.end and other.begin <= self.end
+
+
+def place_buffers(widths: Sequence[int], used: Sequence[Span | None]) -> tuple[list[int], int]:
+    """Positions of buffers in the scratch, and its size, in floats per row. used: None for a buffer without scratch."""
     offsets, total = [0] * len(widths), 0
-    placed: list[tuple[int, int, int, int]] = []  # first and last step, begin and end in the scratch
+    placed: list[tuple[Span, int, int]] = []  # and begin and end in the scratch
     for i in sorted((i for i, span in enumerate(used) if span), key=lambda i: -widths[i]):
-        first, last = used[i] or (0, 0)
-        width, at = -(-widths[i] // 16) * 16, 0
-        for begin, end in sorted((b, e) for f, n, b, e in placed if f <= last and first <= n):
+        span, width, at = used[i], -(-widths[i] // 16) * 16, 0
+        assert span is not None
+        for begin, end in sorted((b, e) for other, b, e in placed if span.meets(other)):
             if at + width <= begin:
                 break
             at = max(at, end)
-        placed.append((first, last, at, at + width))
+        placed.append((span, at, at + width))
         offsets[i], total = at, max(total, at + width)
     return offsets, total

@@ -1,8 +1,9 @@
-"""Native ``convolution`` with integer codes of 1 to 8 bits and int8 inputs on a CPU, and the layout "cpu_conv".
+"""Native ``convolution`` with integer codes of 1 to 8 bits on a CPU, and the layout "cpu_conv".
 
 An implicit matrix product over tiles of 16 output channels; the input is quantized once, with one scale per sample, to
-int8 channels-last. See src/conv.h for the arithmetic. One and two dimensions, any stride, padding, dilation and number
-of groups.
+int8 channels-last. With weights alone, a float32 input is split into three int8 limbs with a power-of-two scale per
+sample, so every product is an exact integer product. See src/conv.h for the arithmetic. One and two dimensions, any
+stride, padding, dilation and number of groups.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..linear_op import LIBRARY, _flatten, _nest
 from ..table import Case, Kernel, case_of, register_kernel
 from .int_linear import describe as describe_linear
 from .int_linear import map_groups, padded_columns, tile_rows, untile_rows
-from .library import KINDS, NONE, Conv, usable
+from .library import FLOAT, KINDS, NONE, Conv, usable
 from .pack_ops import STEP, TILE, pack_codes, unpack_codes
 
 MOST_COLUMNS = 1 << 15  # of one integer sum: 2**15 * 255 * 128 < 2**31
@@ -131,15 +132,17 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
     z = sizes(spec, shape)
     rows = padded_columns(z.o, TILE)
     codes = rows * z.taps if z.direct else rows * z.columns * spec.format.bits // 8
-    parts = sum(kind.itemsize for kind in spec.part_specs().values())  # type: ignore[union-attr]
+    parts = sum(cast("torch.dtype", kind).itemsize for kind in spec.part_specs().values())
     extra = 0 if spec.block is None else (rows - z.o) * z.sets * parts
     return codes + extra - math.prod(shape[:-1]) * -(-shape[-1] * spec.format.bits // 8)
 
 
 _ROW, _KERNELS = (-1, -1, -1), (4, -1, -1)
 _EXAMPLES: tuple[tuple[QuantSpec, tuple[int, ...]], ...] = (
-    (QuantSpec(INT8, _ROW), (17, 3, 3, 3)), (QuantSpec(INT8, _ROW), (33, 1, 3, 5)), (QuantSpec(INT3, _ROW), (16, 8, 1, 1)),
-    (QuantSpec(INT4, _KERNELS, scale=torch.bfloat16), (5, 12, 3, 3)), (QuantSpec(UINT4, _ROW, zero_point=True), (20, 6, 2, 3)),
+    (QuantSpec(INT8, _ROW), (17, 3, 3, 3)), (QuantSpec(INT8, _ROW), (33, 1, 3, 5)),
+    (QuantSpec(INT3, _ROW), (16, 8, 1, 1)),
+    (QuantSpec(INT4, _KERNELS, scale=torch.bfloat16), (5, 12, 3, 3)),
+    (QuantSpec(UINT4, _ROW, zero_point=True), (20, 6, 2, 3)),
     (QuantSpec(INT4, (-1, -1)), (7, 9, 5)), (QuantSpec(INT8, None), (18, 5, 3)),
 )  # fmt: skip
 LAYOUT = register_layout(Layout("cpu_conv", pack, unpack, ("cpu",), _EXAMPLES, _padding))
@@ -150,7 +153,7 @@ LAYOUT = register_layout(Layout("cpu_conv", pack, unpack, ("cpu",), _EXAMPLES, _
 
 def _activation(act: ActivationSpec | None, rank: int) -> bool | str:
     if act is None:
-        return "weight-only: the input is not quantized, so the convolution is torch's float one"
+        return "weight-only: the input is not quantized"
     spec = act.spec
     if spec.format not in (INT7, INT8, UINT7, UINT8) or spec.mid or spec.offset is not None:
         return "needs 7- or 8-bit integer activations without an offset"
@@ -172,15 +175,28 @@ def _accepts(case: Case) -> bool | str:
     return case.dtype in _FLOATS or f"for float32, bfloat16 and float16 inputs, not {case.dtype}"
 
 
+def _accepts_float(case: Case) -> bool | str:
+    if case.act is not None:
+        return "the input is quantized"
+    for verdict in (usable(), fits(case.spec, case.shape)):
+        if verdict is not True:
+            return verdict
+    if case.dtype is not torch.float32:
+        return f"faster than torch's float convolution for float32 only, not for {case.dtype}"
+    return not sizes(case.spec, case.shape).direct or "torch's float convolution is faster with one input channel"
+
+
 def describe(case: Case) -> Conv:
     """The case as the struct of src/abi.h."""
     spec, z, kinds = case.spec, sizes(case.spec, case.shape), cast("dict[Any, int]", KINDS)
-    assert case.act is not None
     w = Conv(
         o=z.o, c=z.c, kh=z.kernel[0], kw=z.kernel[1], channels=z.channels, kp=z.columns, bits=spec.format.bits,
         center=spec.mid - int(spec.format.lo), scale=kinds[spec.scale], one_scale=spec.block is None,
         zero_point=KINDS[spec.zero_point_dtype] if spec.zero_point else NONE, x=KINDS[case.dtype],
     )  # fmt: skip
+    if case.act is None:
+        w.act, w.act_scale = FLOAT, KINDS[torch.float32]
+        return w
     act = case.act if case.act.mode == "static" else replace(case.act, spec=case.act.spec.with_(block=(-1,)))
     token = describe_linear(Case(INT8_ROW, act, (1, STEP), case.dtype, "cpu"))  # a sample is quantized as a token is
     for name in ("act", "act_lo", "act_hi", "act_scale", "act_floor", "act_steps"):
@@ -201,12 +217,11 @@ def bind(case: Case) -> Bound:
     struct = describe(replace(case, spec=case.spec.with_(layout="plain")))
     check = gate.operands(f"convolution {list(case.shape)} {case.spec}", gate_conv.conv_parts(struct), 0)
     act = case.act
-    assert act is not None
-    shift = 128 if act.spec.format is UINT8 else 0
+    shift = 128 if act is not None and act.spec.format is UINT8 else 0
 
     def operand(w: Any) -> gate.Operand:
         static = None
-        if act.mode == "static":
+        if act is not None and act.mode == "static":
             if w.act_scale is None:
                 raise RuntimeError(
                     "a static activation needs act_scale on the weight; calibrate, or pass it in the config"
@@ -214,7 +229,7 @@ def bind(case: Case) -> Bound:
             static = (w.act_scale, act.spec.scale, w.act_zero_point, shift)
         return check((w.codes, w.scale, w.zero_point), None, static)
 
-    return Bound(gate_conv.convolution(struct, case.dtype), operand)  # type: ignore[arg-type]
+    return Bound(gate_conv.convolution(struct, case.dtype), operand)
 
 
 def _call(x: Tensor, w: Any, case: Case, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
@@ -232,8 +247,8 @@ def _call(x: Tensor, w: Any, case: Case, bias: Tensor | None, rest: Sequence[Any
     raise ArgumentError(
         f"convolution: input {list(x.shape)} {x.dtype} on {x.device}"
         + ("" if bias is None else f", bias {list(bias.shape)} {bias.dtype} on {bias.device}")
-        + f" and the quantized weight {list(case.shape)} ({case.spec}) with stride {list(stride)}, padding {list(padding)}, "
-        f"dilation {list(dilation)} and {groups} groups do not fit"
+        + f" and the quantized weight {list(case.shape)} ({case.spec}) with stride {list(stride)}, "
+        f"padding {list(padding)}, dilation {list(dilation)} and {groups} groups do not fit"
     )
 
 
@@ -243,7 +258,9 @@ def run(x: Tensor, w: QT, bias: Tensor | None, *rest: Any) -> Tensor:
     if torch.compiler.is_compiling() or not in_memory(w._codes) or not in_memory(x):
         key = json.dumps({"tree": _flatten(w)[1], "weight": json.loads(static_json(w))})
         stride, padding, dilation, _, _, groups = rest
-        return torch.ops.pennyweight.convolution.default(x, _flatten(w)[0], bias, stride, padding, dilation, groups, key)
+        return torch.ops.pennyweight.convolution.default(
+            x, _flatten(w)[0], bias, stride, padding, dilation, groups, key
+        )
     return _call(x, w.parts, case, bias, rest)
 
 
@@ -289,3 +306,8 @@ torch.library.register_fake("pennyweight::convolution", _fake, lib=LIBRARY)
 
 # Integer sums are exact; scales are applied, and sets of channels are added, in float32.
 register_kernel(Kernel("convolution", "cpu_conv", run, _accepts, ("cpu",), LAYOUT.name, rank=30, row_independent=True))
+# Float inputs are rounded to 2**-22 of the largest magnitude of their sample.
+register_kernel(
+    Kernel("convolution", "cpu_conv_float", run, _accepts_float, ("cpu",), LAYOUT.name, rank=20, tolerance="fixed22",
+           row_independent=True)
+)  # fmt: skip

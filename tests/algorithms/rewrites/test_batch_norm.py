@@ -46,7 +46,8 @@ def test_the_function_is_the_same_and_the_norms_are_gone() -> None:
     torch.testing.assert_close(model(x), was, rtol=1e-5, atol=1e-5)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
     assert notes == {
-        "0.weight": "1 folded in", "3.conv.weight": "3.bn folded in; bias added", "3.depthwise.weight": "3.bn2 folded in"
+        "0.weight": "1 folded in", "3.conv.weight": "3.bn folded in; bias added",
+        "3.depthwise.weight": "3.bn2 folded in"
     }  # fmt: skip
 
 
@@ -94,7 +95,9 @@ def test_what_cannot_be_folded(kind: str) -> None:
 
 def test_linear_layers_and_one_dimension() -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 3), nn.BatchNorm1d(3))
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 3), nn.BatchNorm1d(3)
+    )
     for module in model:
         if isinstance(module, nn.BatchNorm1d):
             nn.init.uniform_(module.running_mean, -1, 1)  # type: ignore[arg-type]

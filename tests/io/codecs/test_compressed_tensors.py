@@ -143,7 +143,7 @@ def sizes(name: str) -> list[tuple[int, int]]:
     args = SCHEMES[name][1]
     if name == "W4-asym":  # its own decompressor fails where zero points are one row of words
         return [(24, 64), (9, 96), (33, 480)]
-    if "group_size" in args or "group_size" in (SCHEMES[name][2] or {}) and args["strategy"] != "block":
+    if "group_size" in args or ("group_size" in (SCHEMES[name][2] or {}) and args["strategy"] != "block"):
         return [(24, 64), (7, 96), (1, 32), (33, 480)]
     if args["strategy"] == "block":
         return [(128, 256), (130, 300), (40, 64), (257, 129), (1, 128)]

@@ -1,5 +1,5 @@
-"""Native attention and rotary embeddings beside their plain reference in kernels/block.py: values, masks, sizes, strides;
-every instruction set and number of threads gives the same bits, and no sequence depends on its batch."""
+"""Native attention and rotary embeddings beside their plain reference in kernels/block.py: values, masks, sizes,
+strides; every instruction set and number of threads gives the same bits, and no sequence depends on its batch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pennyweight.core import blocks
 from pennyweight.core.errors import ArgumentError
+from pennyweight.core.formats import INT8, get_format
+from pennyweight.core.layouts import portable_layout
+from pennyweight.core.packing import unpack_bits
+from pennyweight.core.spec import QuantSpec
+from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels import gate_attention
 from pennyweight.kernels.block import Call, Norm, attend, normalize, rotate
 from pennyweight.kernels.cpu import library
@@ -67,7 +73,7 @@ def close(y: Tensor, expected: Tensor, bound: float = 4e-6) -> None:
 
 MASKS = {
     "none": lambda b, h, s, n: None,
-    "padding": lambda b, h, s, n: (torch.arange(n) >= torch.tensor([n // 3, 0])[:b, None])[:, None, None].expand(b, 1, s, n),
+    "padding": lambda b, h, s, n: (torch.arange(n) >= torch.tensor([n // 3, 0])[:b, None]).view(b, 1, 1, n),
     "bool": lambda b, h, s, n: torch.rand(b, 1, s, n) < 0.7,
     "by head": lambda b, h, s, n: torch.rand(1, h, s, n) < 0.7,
     "float": lambda b, h, s, n: torch.randn(1, h, 1, n),
@@ -117,6 +123,17 @@ def test_a_row_without_a_key_is_zero() -> None:
         assert torch.equal(y[:, :, -1], v[:, :, 0].repeat_interleave(2, 1))
 
 
+def test_keys_that_are_not_seen_may_be_anything() -> None:
+    for s in (1, 20):
+        q, k, v = make((1, 2, 1, s, 300, 64))
+        mask = torch.rand(1, 1, s, 300) < 0.5
+        mask[..., 7] = False
+        expected = gate_attention.attention(q, k, v, mask)
+        for bad in (torch.nan, torch.inf):
+            k[:, :, 7] = bad
+            assert torch.equal(gate_attention.attention(q, k, v, mask), expected)
+
+
 def test_rows_of_the_least_number_are_means() -> None:
     """transformers masks with finfo.min: a row of padding has finite scores, which are all alike."""
     for s in (1, 20):
@@ -134,11 +151,11 @@ def test_large_scores_and_nan() -> None:
         assert not gate_attention.attention(q, k[:, :, 8:], v[:, :, 8:]).isnan().any()
 
 
-@pytest.mark.parametrize("kind", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_instruction_sets_and_threads_give_the_same_bits(shape: tuple[int, ...], kind: torch.dtype) -> None:
     q, k, v = make(shape, kind)
-    b, h, _, s, n, _ = shape
+    b, _, _, s, n, _ = shape
     mask, seen = torch.randn(b, 1, s, n), []
     for isa in library.isas():
         library.use_isa(isa)
@@ -148,7 +165,7 @@ def test_instruction_sets_and_threads_give_the_same_bits(shape: tuple[int, ...],
     assert all(torch.equal(y, seen[0]) for y in seen)
 
 
-@pytest.mark.parametrize("s", (1, 4, 40))
+@pytest.mark.parametrize("s", [1, 4, 40])
 def test_sequences_do_not_depend_on_their_batch(s: int) -> None:
     """70 sequences are units of work of their own, one is divided into chunks of keys."""
     q, k, v = make((70, 2, 1, s, 600, 32))
@@ -159,7 +176,7 @@ def test_sequences_do_not_depend_on_their_batch(s: int) -> None:
         assert torch.equal(gate_attention.attention(q[own], k[own], v[own], mask[own]), y[own])
 
 
-@pytest.mark.parametrize("s", (1, 5))
+@pytest.mark.parametrize("s", [1, 5])
 def test_memory_of_transformers_caches(s: int) -> None:
     """A static cache has room for more tokens; heads of a projection are views [B, S, H, D] transposed."""
     q = torch.randn(2, s, 8, 64).transpose(1, 2)
@@ -200,6 +217,98 @@ def test_what_does_not_fit_is_refused() -> None:
             wrong()
 
 
+# -- a quantized past --------------------------------------------------------------------------------------------------
+
+
+def quantized(bits: int, group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[QT, QT, Tensor, Tensor]:
+    """Keys and values as integrations/kv_cache.py quantizes them, and their exact values in float64."""
+    made = []
+    for block in ((group, 1), (group,)):
+        spec = QuantSpec(get_format(f"uint{bits}"), block, dtype, offset=dtype)
+        spec = spec.with_(layout=portable_layout(spec))
+        made.append(QT.from_float(torch.randn(shape).to(dtype), spec, "minmax"))
+    return (*made, *(exact_values(t) for t in made))
+
+
+def exact_values(t: QT) -> Tensor:
+    shape, spec = t.shape, t.spec
+    codes = unpack_bits(t._codes, spec.format.bits, spec.codes_shape(shape)[-1]).double()
+    parts = []
+    for part in (t._scale, t._offset):
+        part = part.double()
+        for axis, size in enumerate(blocks.resolve(spec.block, shape)):
+            part = part.repeat_interleave(size, axis)
+        parts.append(part)
+    return (codes * parts[0] + parts[1])[..., : shape[-1]]
+
+
+PASTS = [  # bits, group, dtype, (batch, heads, shared heads, query tokens, past, newest, channels)
+    (8, 32, torch.float32, (2, 4, 2, 1, 320, 7, 64)),
+    (8, 32, torch.bfloat16, (1, 8, 2, 1, 96, 140, 128)),
+    (4, 32, torch.bfloat16, (1, 8, 1, 1, 640, 33, 128)),
+    (4, 32, torch.float16, (2, 4, 4, 3, 256, 5, 64)),
+    (4, 64, torch.float32, (1, 4, 2, 1, 64, 1, 32)),
+    (4, 32, torch.float32, (1, 2, 2, 1, 96, 1, 16)),
+    (3, 32, torch.float32, (1, 2, 1, 1, 320, 9, 64)),
+    (8, 32, torch.float32, (1, 2, 1, 1, 64, 9, 80)),
+    (8, 24, torch.float32, (1, 2, 1, 2, 72, 9, 48)),
+    (5, 32, torch.float32, (1, 2, 1, 1, 64, 4, 33)),
+    (8, 32, torch.float32, (2, 4, 2, 20, 96, 20, 64)),
+    (4, 32, torch.float32, (1, 4, 2, 50, 320, 60, 33)),
+    (2, 32, torch.float32, (1, 4, 2, 9, 32, 9, 96)),
+]
+
+
+@pytest.mark.parametrize("case", PASTS, ids=str)
+def test_a_quantized_past(case: tuple[int, int, torch.dtype, tuple[int, ...]]) -> None:
+    bits, group, dtype, (b, h, shared, s, past, new, d) = case
+    q, k, v = make((b, h, shared, s, new, d), dtype)
+    *pair, exact_k, exact_v = quantized(bits, group, dtype, (b, shared, past, d))
+    all_k, all_v = torch.cat([exact_k, k.double()], 2), torch.cat([exact_v, v.double()], 2)
+    mask = torch.rand(b, 1, s, past + new) < 0.7
+    mask[..., -1] = True
+    for how in ({}, {"causal": True}, {"causal": True, "window": 90}, {"mask": mask, "softcap": 4.0}):
+        seen = []
+        for isa in library.isas():
+            library.use_isa(isa)
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                seen.append(gate_attention.attention(q, k, v, past=(pair[0], pair[1]), **how))
+        close(seen[0], reference(q, all_k, all_v, **how), 1e-5)
+        assert all(torch.equal(y, seen[0]) for y in seen)
+
+
+def test_the_past_of_a_cache() -> None:
+    """After tokens were added, sequences selected and tokens removed; codes are views of larger memory."""
+    from pennyweight.integrations.kv_cache import QuantizedLayer
+
+    for bits in (8, 4):
+        layer = QuantizedLayer(bits, 32, 40)
+        for n in (100, 1, 30, 70):
+            layer.update(torch.randn(3, 2, n, 64), torch.randn(3, 2, n, 64))
+        layer.batch_select_indices(torch.tensor([2, 0]))
+        layer.crop(-3)
+        past = layer.past_keys, layer.past_values
+        q = torch.randn(2, 8, 1, 64)
+        y = gate_attention.attention(q, layer.keys, layer.values, past=past)
+        k = torch.cat([exact_values(past[0]), layer.keys.double()], 2)  # type: ignore[arg-type]
+        v = torch.cat([exact_values(past[1]), layer.values.double()], 2)  # type: ignore[arg-type]
+        close(y, reference(q, k, v), 1e-5)
+
+
+def test_a_past_that_does_not_fit_is_refused() -> None:
+    q, k, v = make((1, 4, 2, 1, 5, 64))
+    a, b, *_ = quantized(8, 32, torch.float32, (1, 2, 64, 64))
+    attention = gate_attention.attention
+    attention(q, k, v, past=(a, b))
+    signed = QT.from_float(torch.randn(1, 2, 64, 64), QuantSpec(INT8, (32,)))
+    wider = QT.from_float(torch.randn(1, 2, 64, 64), a.spec.with_(block=(2, 32, 1)), "minmax")
+    short = a.with_(codes=a._codes[:, :, :40])
+    for past in ((a, a[:, :, :32].clone()), (a, v), (signed, signed), (a, wider), (short, b), (a.dequantize(), b)):
+        with pytest.raises(ArgumentError):
+            attention(q, k, v, past=past)
+
+
 # -- rotary embeddings -------------------------------------------------------------------------------------------------
 
 NORMS = {
@@ -210,8 +319,8 @@ NORMS = {
 
 
 @pytest.mark.parametrize("isa", library.isas())
-@pytest.mark.parametrize("kind", ("half", "interleaved", None))
-@pytest.mark.parametrize("size, rotated", ((64, 64), (80, 32), (33, 6), (128, 90), (200, 200)))
+@pytest.mark.parametrize("kind", ["half", "interleaved", None])
+@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (80, 32), (33, 6), (128, 90), (200, 200)])
 def test_rotary(size: int, rotated: int, kind: str | None, isa: str) -> None:
     library.use_isa(isa)
     for dtype, norm, batch, s, past in (
@@ -246,7 +355,7 @@ def test_rotary(size: int, rotated: int, kind: str | None, isa: str) -> None:
             assert (t[:, :, past + s :] == 9).all()
 
 
-@pytest.mark.parametrize("kind", ("half", "interleaved"))
+@pytest.mark.parametrize("kind", ["half", "interleaved"])
 def test_rotary_gives_the_same_bits_everywhere(kind: str) -> None:
     seen = []
     for isa in library.isas():

@@ -144,7 +144,9 @@ def test_options_of_heads(isa: str, options: dict[str, Any]) -> None:
     def make() -> Call:
         keys, values = cache(2, h, 20, 8, torch.float32)
         cos, sin = angles(2, 6, rotated, 8)
-        mask = torch.ones(2, 1, 6, 17, dtype=torch.bool).tril(8) & (torch.arange(17) > torch.arange(2)[:, None, None, None])
+        mask = torch.ones(2, 1, 6, 17, dtype=torch.bool).tril(8) & (
+            torch.arange(17) > torch.arange(2)[:, None, None, None]
+        )
         return Call(cos, sin, mask, False, 9, keys, values, 8, 14)
 
     check(decoder(torch.float32, **options), random(2, 6, 96), make, 1e-5)

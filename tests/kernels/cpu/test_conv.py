@@ -69,7 +69,9 @@ def pair(value: Any) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
-def made(name: str, spec: QuantSpec, act: ActivationSpec, dtype: torch.dtype, form: torch.memory_format) -> tuple[Any, ...]:
+def made(
+    name: str, spec: QuantSpec, act: ActivationSpec, dtype: torch.dtype, form: torch.memory_format
+) -> tuple[Any, ...]:
     """Weight in layout "cpu_conv", input, bias, and the arguments of aten.convolution after them."""
     shape, (n, h, w), stride, padding, dilation, groups = CASES[name]
     weight = QT.from_float((torch.randn(shape) / 8).to(dtype), spec, act=act)
@@ -161,6 +163,39 @@ def test_samples_threads_and_instruction_sets_give_the_same_bits(
                 assert torch.equal(alone, y), (isa, threads)
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0][1] > 1])
+def test_weights_alone(name: str, each_isa: list[str], two_threads: None) -> None:
+    """A float input is rounded to 2**-22 of its sample's largest magnitude; everything else is float32."""
+    shape, (n, h, w), stride, padding, dilation, groups = CASES[name]
+    rest = [pair(stride), pair(padding), pair(dilation), False, [0, 0], groups]
+    for spec in (
+        CHANNEL,
+        QuantSpec(UINT4, (-1, -1, -1), zero_point=True),
+        QuantSpec(INT4, (4, -1, -1), scale=torch.bfloat16),
+    ):
+        if shape[1] % 4 and spec.block == (4, -1, -1):
+            continue
+        weight = QT.from_float(torch.randn(shape) / 8, spec).to_layout("cpu_conv")
+        x, bias = torch.randn(n, shape[1] * groups, h, w), torch.randn(shape[0])
+        kernel = select("convolution", case_of(weight))
+        assert kernel.name == "cpu_conv_float"
+        torch.set_num_threads(1)
+        y = kernel.run(x, weight, bias, *rest)
+        wq = weight.dequantize(torch.float64)
+        exact = torch.ops.aten.convolution.default(x.double(), wq, bias.double(), *rest)
+        largest = x.abs().amax((1, 2, 3), keepdim=True).expand_as(x).double()
+        most = torch.ops.aten.convolution.default(largest, wq.abs(), bias.double().abs(), *rest)
+        assert bool(((y.double() - exact).abs() <= 2.0**-22 * most).all())
+        assert bool((kernel.run(torch.zeros_like(x), weight, None, *rest) == 0).all())
+        assert kernel.run(torch.full_like(x, torch.inf), weight, None, *rest).isnan().all()
+        for isa in each_isa:
+            library.use_isa(isa)
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                last = x.contiguous(memory_format=LAST)
+                assert torch.equal(kernel.run(last, weight, bias, *rest), y), (isa, threads)
+
+
 def test_many_units_of_work(two_threads: None) -> None:
     torch.set_num_threads(2)
     for n in (1, 3, 9):  # all threads share a sample, or each has its own
@@ -175,7 +210,9 @@ def test_one_dimension() -> None:
     for form in ("contiguous", "transposed"):
         for stride, padding, dilation, groups in ((1, 1, 1, 1), (2, 3, 2, 2), (1, 0, 1, 12)):
             x = torch.randn(3, 12, 50) if form == "contiguous" else torch.randn(3, 50, 12).transpose(1, 2)
-            w = QT.from_float(torch.randn(24, 12 // groups, 5), QuantSpec(INT8, (-1, -1)), act=act).to_layout("cpu_conv")
+            w = QT.from_float(torch.randn(24, 12 // groups, 5), QuantSpec(INT8, (-1, -1)), act=act).to_layout(
+                "cpu_conv"
+            )
             bias, rest = torch.randn(24), [[stride], [padding], [dilation], False, [0], groups]
             y = run(w, x, bias, rest)
             check(w, x, bias, rest, y)
@@ -233,7 +270,13 @@ def test_f_conv_with_every_form_of_its_arguments() -> None:
 
 
 def model() -> nn.Module:
-    layers = [nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.ReLU(), nn.Conv2d(16, 24, 1)]
+    layers = [
+        nn.Conv2d(3, 16, 3, 2, 1),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        nn.ReLU(),
+        nn.Conv2d(16, 24, 1),
+    ]
     quantized = nn.Sequential(*layers).eval()
     pw.quantize_(quantized, pw.Int8DynamicActivationInt8WeightConfig(), filter_fn=lambda m, n: isinstance(m, nn.Conv2d))
     return quantized
@@ -256,15 +299,13 @@ def test_gradients_use_the_dequantized_weight() -> None:
     y = net(x)
     up = torch.randn_like(y)
     y.backward(up)
-    reference = nn.Sequential(*[nn.Conv2d(m.in_channels, m.out_channels, m.kernel_size, m.stride, m.padding, groups=m.groups)
-                                if isinstance(m, nn.Conv2d) else m for m in net])  # fmt: skip
     masks = [net[:2](x) > 0, net[:4](x) > 0]
     grad = up
     for i in (4, 2, 0):
-        conv_, quantized = reference[i], net[i]
+        layer = net[i]
         size = x.shape if i == 0 else net[:i](x).shape
         grad = torch.nn.grad.conv2d_input(
-            size, quantized.weight.dequantize(), grad, conv_.stride, conv_.padding, conv_.dilation, conv_.groups
+            size, layer.weight.dequantize(), grad, layer.stride, layer.padding, layer.dilation, layer.groups
         )
         if i:
             grad = grad * masks[i // 2 - 1]
@@ -273,11 +314,15 @@ def test_gradients_use_the_dequantized_weight() -> None:
 
 
 def test_what_is_refused_says_why() -> None:
-    def reason(spec: QuantSpec, shape: tuple[int, ...], act: ActivationSpec | None = SAMPLE) -> str:
+    def reason(
+        spec: QuantSpec, shape: tuple[int, ...], act: ActivationSpec | None = SAMPLE, row: str = "cpu_conv"
+    ) -> str:
         w = QT.from_float(torch.randn(shape), spec, act=act)
-        return dict((name, verdict) for name, _, verdict in explain(torch.float32, w, "convolution").rows)["cpu_conv"]
+        return {name: verdict for name, _, verdict in explain(torch.float32, w, "convolution").rows}[row]
 
     assert "weight-only" in reason(CHANNEL, (8, 4, 3, 3), None)
+    assert "input is quantized" in reason(CHANNEL, (8, 4, 3, 3), SAMPLE, row="cpu_conv_float")
+    assert "one input channel" in reason(CHANNEL, (8, 1, 3, 3), None, row="cpu_conv_float")
     assert "scales for whole kernels" in reason(QuantSpec(INT8, (-1,)), (8, 4, 3, 3))
     assert "multiple of 4, not of 2" in reason(QuantSpec(INT8, (2, -1, -1)), (8, 4, 3, 3))
     assert "one activation scale per sample" in reason(CHANNEL, (8, 4, 3, 3), ActivationSpec(QuantSpec(INT8, (-1,))))

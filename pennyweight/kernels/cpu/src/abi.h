@@ -109,7 +109,7 @@ struct Conv {
     int32_t scale, zero_point;  // Kind; [o in whole 16][sets], 16 rows interleaved
     int32_t one_scale;       // 1: one scale for the whole weight
     int32_t x;               // Kind of input and output: F32, BF16, F16
-    int32_t act;             // Activation, not FLOAT
+    int32_t act;             // Activation; FLOAT: for x F32 and c above 1
     int32_t act_lo, act_hi;
     int32_t act_scale;       // Kind in which a dynamic activation scale is stored
     float act_floor;         // minimum dynamic scale
@@ -204,11 +204,21 @@ struct RotaryArgs {
     int32_t cache_kind, angle_kind;
 };
 
+// Keys or values as codes: value = code * scale + offset. Strides are in elements of the part.
+struct CacheCodes {
+    const uint8_t* codes;        // [batch, shared, past, row]: a stream of bits for each token
+    const void *scale, *offset;  // [batch, shared, past / tokens, size / channels], rounded up, of kind `kind`
+    int64_t code_strides[3], scale_strides[3], offset_strides[3];  // of batch, head, token or group of tokens
+    int64_t row;                 // bytes of codes of a token
+    int32_t bits, kind;
+    int32_t tokens, channels;    // that share a scale and an offset
+};
+
 // out = softmax(cap(q @ keys.T * scale) + mask) @ values for each head; see attention.h. Strides are in elements.
 struct AttentionArgs {
     const void* q;             // [batch, tokens, heads, size] of kind q_kind
     void* out;                 // the same, of kind out_kind
-    const void *keys, *values; // [batch, shared, length, size] of kind `kind`
+    const void *keys, *values; // [batch, shared, length - past, size] of kind `kind`
     const void* mask;          // [batch, heads, tokens, length]: U8 (not 0: allowed) or of a float kind (added); null: none
     int64_t q_strides[3], out_strides[3];      // of batch, token, head; channels are contiguous
     int64_t key_strides[3], value_strides[3];  // of batch, head, token; channels are contiguous
@@ -219,6 +229,8 @@ struct AttentionArgs {
     int32_t q_kind, out_kind, kind, mask_kind;
     int32_t causal;
     float scale, softcap;      // softcap 0: none
+    int64_t past;              // keys and values that are codes, before the others
+    const CacheCodes *past_keys, *past_values;  // null if there are none
 };
 
 // -- blocks of a transformer ------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 //
 // A row without a key that it may see is 0. All arithmetic is in float32, in an order that depends only on the row, its
 // keys and the number of tokens of the call: neither on the number of threads nor on other rows. Every instruction set
-// gives the same bits.
+// gives the same bits. Keys that are not seen may be anything; their values must be finite, or rows may become NaN.
 //
 // A call has one or two phases of units; the units of a phase are independent, and a phase begins when the one before
 // it is complete. Prompts (attention_prompt.h): a unit is a block of query tokens with all query heads that share their

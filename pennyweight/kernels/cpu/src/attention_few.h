@@ -2,21 +2,24 @@
 // share them. Chunks of keys give partial results, which are combined in order.
 #pragma once
 
-#include "attention_parts.h"
+#include "attention_cache.h"
 
 namespace {
 namespace attend {
 
 constexpr int FEW_ROWS = FLOAT_TILES == 2 ? 4 : 1;   // rows of q for four keys in registers
 constexpr int FEW_TILES = FLOAT_TILES == 2 ? 4 : 1;  // vectors of channels of four rows of sums in registers
-constexpr int64_t AHEAD = 2;                         // blocks of 16 keys to prefetch
+constexpr int64_t AHEAD = 24;                        // keys from what is read to what is prefetched
 
 struct FewRoom : Pieces {
     int64_t q, scores, bias, wide, part;
+    int64_t scaled, base, weights, offsets, codes;  // only for a past of codes
     FewRoom(const AttentionArgs& a, const AttentionPlan& p) {
         q = take(p.rows * p.width), scores = take(p.rows * CHUNK), bias = take(p.rows * CHUNK);
         wide = take(16 * p.width), part = take(2 * p.part_bytes() / 4);
-        (void)a;
+        const int64_t rows = a.past ? p.rows : 0;
+        scaled = take(rows * p.width), base = take(rows), weights = take(rows * 16), offsets = take(rows * p.width);
+        codes = take(4 * (p.width + 16));
     }
 };
 
@@ -26,17 +29,22 @@ struct Partial {
     Partial(const AttentionPlan& p, char* at) : sums((float*)at), total(sums + p.rows * p.width), top(total + p.rows) {}
 };
 
-// Scores of 16 keys `step` bytes apart for R rows of q: scores[r][16].
-template <int KIND, int R> void score16(const char* keys, int64_t step, const float* q, int64_t width, float* scores, int64_t ld) {
+PW_INLINE void prefetch_row(const char* p, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
+}
+// Scores of 16 keys `step` bytes apart for R rows of q: scores[r][16]. ahead: bytes to what is prefetched, or 0.
+template <int KIND, int R> void score16(const char* keys, int64_t step, int64_t ahead, const float* q, int64_t width, float* scores, int64_t ld) {
     alignas(64) float parts[R][4][16];  // [row][quarter of the channels][key]
     for (int i = 0; i < 4; ++i) {
         const char* k = keys + 4 * i * step;
+        if (ahead)
+            for (int j = 0; j < 4; ++j) prefetch_row(k + j * step + ahead, width / 16 * bytes_of_16(KIND));
         F sum[4][R];
         PW_UNROLL for (int j = 0; j < 4; ++j)
             PW_UNROLL for (int r = 0; r < R; ++r) sum[j][r] = fset(0);
         PW_ROLLED for (int64_t d = 0; d < width; d += 16) {
             F x[4];
-            PW_UNROLL for (int j = 0; j < 4; ++j) x[j] = load_kind<KIND>(k + j * step + d * bytes_of(KIND));
+            PW_UNROLL for (int j = 0; j < 4; ++j) x[j] = load_numbers<KIND>(k + j * step + d / 16 * bytes_of_16(KIND));
             PW_UNROLL for (int r = 0; r < R; ++r) {
                 const F y = fload(q + r * width + d);
                 PW_UNROLL for (int j = 0; j < 4; ++j) sum[j][r] = fma(x[j], y, sum[j][r]);
@@ -55,13 +63,14 @@ template <int KIND, int R> void score16(const char* keys, int64_t step, const fl
 }
 // sums[r][16 * T] += sum over n keys of weights[r] * values
 template <int KIND, int R, int T>
-void weigh(const char* values, int64_t step, int64_t n, const float* weights, int64_t ldw, float* sums, int64_t lds) {
+void weigh(const char* values, int64_t step, int64_t ahead, int64_t n, const float* weights, int64_t ldw, float* sums, int64_t lds) {
     F sum[R][T];
     PW_UNROLL for (int r = 0; r < R; ++r)
         PW_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = fload(sums + r * lds + 16 * t);
     PW_ROLLED for (int64_t j = 0; j < n; ++j, values += step, ++weights) {
         F v[T];
-        PW_UNROLL for (int t = 0; t < T; ++t) v[t] = load_kind<KIND>(values + 16 * t * bytes_of(KIND));
+        if (ahead) prefetch_row(values + ahead, T * bytes_of_16(KIND));
+        PW_UNROLL for (int t = 0; t < T; ++t) v[t] = load_numbers<KIND>(values + t * bytes_of_16(KIND));
         PW_UNROLL for (int r = 0; r < R; ++r) {
             const F w = fset(weights[r * ldw]);
             PW_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = fma(w, v[t], sum[r][t]);
@@ -71,8 +80,8 @@ void weigh(const char* values, int64_t step, int64_t n, const float* weights, in
         PW_UNROLL for (int t = 0; t < T; ++t) fstore(sums + r * lds + 16 * t, sum[r][t]);
 }
 
-using Score16 = void (*)(const char*, int64_t, const float*, int64_t, float*, int64_t);
-using Weigh = void (*)(const char*, int64_t, int64_t, const float*, int64_t, float*, int64_t);
+using Score16 = void (*)(const char*, int64_t, int64_t, const float*, int64_t, float*, int64_t);
+using Weigh = void (*)(const char*, int64_t, int64_t, int64_t, const float*, int64_t, float*, int64_t);
 template <int KIND, int R = 1> Score16 score_of(int rows) {
     if constexpr (R >= FEW_ROWS) return &score16<KIND, R>;
     else return rows == R ? &score16<KIND, R> : score_of<KIND, R + 1>(rows);
@@ -82,68 +91,167 @@ template <int KIND, int T, int R = 1> Weigh weigh_of(int rows) {
     else return rows == R ? &weigh<KIND, R, T> : weigh_of<KIND, T, R + 1>(rows);
 }
 inline Score16 score_of(int kind, int rows) {
-    return kind == BF16 ? score_of<BF16>(rows) : kind == F16 ? score_of<F16>(rows) : score_of<F32>(rows);
+    switch (kind) {
+        case BF16: return score_of<BF16>(rows);
+        case F16: return score_of<F16>(rows);
+        case U8: return score_of<U8>(rows);
+        case NIBBLES: return score_of<NIBBLES>(rows);
+        default: return score_of<F32>(rows);
+    }
 }
-inline Weigh weigh_of(int kind, int rows, int tiles) {
-    if (tiles == 1) return kind == BF16 ? weigh_of<BF16, 1>(rows) : kind == F16 ? weigh_of<F16, 1>(rows) : weigh_of<F32, 1>(rows);
-    return kind == BF16 ? weigh_of<BF16, FEW_TILES>(rows) : kind == F16 ? weigh_of<F16, FEW_TILES>(rows) : weigh_of<F32, FEW_TILES>(rows);
+template <int T> Weigh weigh_of(int kind, int rows) {
+    switch (kind) {
+        case BF16: return weigh_of<BF16, T>(rows);
+        case F16: return weigh_of<F16, T>(rows);
+        case U8: return weigh_of<U8, T>(rows);
+        case NIBBLES: return weigh_of<NIBBLES, T>(rows);
+        default: return weigh_of<F32, T>(rows);
+    }
 }
-
-inline void prefetch_rows(const char* p, int64_t step, int64_t bytes) {
-    for (int i = 0; i < 16; ++i)
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + i * step + at);
+// Adds weights [rows][16], `ldw` apart, times `count` rows of values to `width` channels of sums.
+inline void add_values(const AttentionPlan& p, int kind, const char* values, int64_t step, int64_t ahead, int64_t count, const float* weights, int64_t ldw,
+                       float* sums, int64_t width) {
+    for (int64_t r = 0; r < p.rows; r += 4) {
+        const int rows = (int)std::min<int64_t>(4, p.rows - r);
+        for (int64_t d = 0; d < width;) {
+            const int tiles = width - d >= 16 * FEW_TILES ? FEW_TILES : width - d >= 32 && FEW_TILES > 2 ? 2 : 1;
+            (tiles == 1 ? weigh_of<1>(kind, rows) : tiles == 2 ? weigh_of<std::min(2, FEW_TILES)>(kind, rows) : weigh_of<FEW_TILES>(kind, rows))(
+                values + d / 16 * bytes_of_16(kind), step, r ? 0 : ahead, count, weights + r * ldw, ldw, sums + r * p.width + d, p.width);
+            d += 16 * tiles;
+        }
+    }
 }
 
 inline void start(const AttentionPlan& p, const Partial& part) {
     memset(part.sums, 0, (size_t)(p.rows * p.width) * 4);
     for (int64_t r = 0; r < p.rows; ++r) part.total[r] = 0, part.top[r] = NEVER;
 }
-// The partial result of keys [key, key + n), n at most CHUNK. q: rows as load_queries writes them.
-inline void few_keys(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t n, const float* q,
-                     char* space, const FewRoom& room, const Partial& part) {
-    float *scores = (float*)(space + room.scores), *wide = (float*)(space + room.wide);
-    const int64_t up = (n + 15) / 16 * 16, each = size_of(a.kind), bytes = a.size * each;
-    start(p, part);
-    Bias bias;
-    if (!take_bias(a, p, b, shared, 0, a.tokens, key, n, CHUNK, (float*)(space + room.bias), &bias)) return;
-    for (int64_t j = 0; j < up; j += 16) {
-        const char* k = key_at(a, b, shared, key + j);
-        int64_t step = a.key_strides[2] * each;
-        int kind = a.kind;
-        if (j + 16 * AHEAD < n) prefetch_rows(k + 16 * AHEAD * step, step, bytes);
-        if (a.size != p.width || j + 16 > n) {
+// What the two passes over a chunk of keys have in common: keys [key, key + n) of one shared head, n at most CHUNK.
+struct FewKeys {
+    const AttentionArgs& a;
+    const AttentionPlan& p;
+    const FewRoom& room;
+    char* space;
+    int64_t b, shared, key, n;
+    float* at(int64_t piece) const { return (float*)(space + piece); }
+    bool coded(int64_t j) const { return key + j + 16 <= a.past; }  // 16 keys
+};
+
+// q * scale and q . offset of a group of keys with codes, so that a score is a product with the codes themselves.
+inline void scale_queries(const FewKeys& k, int64_t key, const float* q) {
+    const CacheCodes& c = *k.a.past_keys;
+    const char *scale = scale_at(c, k.b, k.shared, key), *offset = offset_at(c, k.b, k.shared, key);
+    float *scaled = k.at(k.room.scaled), *base = k.at(k.room.base);
+    for (int64_t r = 0; r < k.p.rows; ++r) {
+        F sum = fset(0);
+        for (int64_t d = 0; d < k.p.width; d += 16) {
+            const F x = fload(q + r * k.p.width + d);
+            fstore(scaled + r * k.p.width + d, fmul(x, load16(scale, c.kind, d)));
+            sum = fma(x, load16(offset, c.kind, d), sum);
+        }
+        base[r] = fsum(sum);
+    }
+}
+// Scores [rows][CHUNK] of the keys.
+inline void few_scores(const FewKeys& k, const float* q, float* scores) {
+    const AttentionArgs& a = k.a;
+    const AttentionPlan& p = k.p;
+    const bool plain = plain_keys(a, p);
+    float* wide = k.at(k.room.wide);
+    int64_t group = -1;
+    for (int64_t j = 0; j < k.n; j += 16) {
+        const int64_t key = k.key + j;
+        int kind = F32;
+        int64_t step = p.width * 4, ahead = 0;
+        const char* from = (const char*)wide;
+        const float *rows = q, *base = nullptr;
+        if (plain && k.coded(j)) {
+            const CacheCodes& c = *a.past_keys;
+            if (key / c.tokens != group) scale_queries(k, key, q), group = key / c.tokens;
+            kind = c.bits == 8 ? (int)U8 : NIBBLES;
+            from = (const char*)code_rows(a, p, c, k.b, k.shared, key, (uint8_t*)k.at(k.room.codes), &step);
+            ahead = AHEAD * c.code_strides[2], rows = k.at(k.room.scaled), base = k.at(k.room.base);
+        } else if (a.size == p.width && j + 16 <= k.n && key >= a.past) {
+            kind = a.kind, from = key_at(a, k.b, k.shared, key), step = a.key_strides[2] * size_of(kind), ahead = AHEAD * step;
+        } else {
             for (int64_t i = 0; i < 16; ++i)
-                if (j + i < n) widen_row(k + i * step, a.kind, a.size, p.width, wide + i * p.width);
+                if (j + i < k.n) widen_key(a, p, k.b, k.shared, key + i, wide + i * p.width);
                 else memset(wide + i * p.width, 0, (size_t)p.width * 4);
-            k = (const char*)wide, step = p.width * 4, kind = F32;
         }
         for (int64_t r = 0; r < p.rows; r += FEW_ROWS)
-            score_of(kind, (int)std::min<int64_t>(FEW_ROWS, p.rows - r))(k, step, q + r * p.width, p.width, scores + r * CHUNK + j, CHUNK);
+            score_of(kind, (int)std::min<int64_t>(FEW_ROWS, p.rows - r))(from, step, r ? 0 : ahead, rows + r * p.width, p.width,
+                                                                         scores + r * CHUNK + j, CHUNK);
+        for (int64_t r = 0; base && r < p.rows; ++r) {
+            float* x = scores + r * CHUNK + j;
+            fstore(x, fadd(fload(x), fset(base[r])));
+        }
     }
-    for (int64_t r = 0; r < p.rows; ++r) {
+}
+// Adds 16 values with codes to the sums: for each group of channels, the weights are multiplied by the scales, and what
+// the offsets add is summed up in `offsets` [rows][groups][16].
+inline void add_coded_values(const FewKeys& k, int64_t j, int64_t count, const float* scores, float* sums) {
+    const CacheCodes& c = *k.a.past_values;
+    const int64_t key = k.key + j, each = size_of(c.kind), width = std::min<int64_t>(c.channels, k.p.width), groups = (k.p.width + width - 1) / width;
+    const char *scale = scale_at(c, k.b, k.shared, key), *offset = offset_at(c, k.b, k.shared, key);
+    float *weights = k.at(k.room.weights), *offsets = k.at(k.room.offsets);
+    int64_t step;
+    const int kind = c.bits == 8 ? (int)U8 : NIBBLES;
+    const char* codes = (const char*)code_rows(k.a, k.p, c, k.b, k.shared, key, (uint8_t*)k.at(k.room.codes), &step);
+    for (int64_t g = 0; g < groups; ++g) {
+        const F s = load_apart(scale + g * each, c.scale_strides[2] * each, c.kind), o = load_apart(offset + g * each, c.offset_strides[2] * each, c.kind);
+        for (int64_t r = 0; r < k.p.rows; ++r) {
+            const F w = fload(scores + r * CHUNK + j);
+            float* all = offsets + (r * groups + g) * 16;
+            fstore(weights + r * 16, fmul(w, s));
+            fstore(all, fma(w, o, fload(all)));
+        }
+        add_values(k.p, kind, codes + g * width / 16 * bytes_of_16(kind), step, AHEAD * c.code_strides[2], count, weights, 16, sums + g * width,
+                   std::min(width, k.p.width - g * width));
+    }
+}
+inline void few_values(const FewKeys& k, const float* scores, float* sums) {
+    const AttentionArgs& a = k.a;
+    const AttentionPlan& p = k.p;
+    const bool plain = plain_values(a, p) && k.coded(0);
+    float *wide = k.at(k.room.wide), *offsets = k.at(k.room.offsets);
+    const int64_t width = plain ? std::min<int64_t>(a.past_values->channels, p.width) : p.width, groups = (p.width + width - 1) / width;
+    if (plain) memset(offsets, 0, (size_t)(p.rows * groups) * 64);
+    for (int64_t j = 0; j < k.n; j += 16) {
+        const int64_t count = std::min<int64_t>(16, k.n - j), key = k.key + j;
+        if (plain && k.coded(j)) {
+            add_coded_values(k, j, count, scores, sums);
+        } else if (a.size == p.width && key >= a.past) {
+            const int64_t step = a.value_strides[2] * size_of(a.kind);
+            add_values(p, a.kind, value_at(a, k.b, k.shared, key), step, AHEAD * step, count, scores + j, CHUNK, sums, p.width);
+        } else {
+            for (int64_t i = 0; i < count; ++i) widen_value(a, p, k.b, k.shared, key + i, wide + i * p.width);
+            add_values(p, F32, (const char*)wide, p.width * 4, 0, count, scores + j, CHUNK, sums, p.width);
+        }
+    }
+    for (int64_t r = 0; plain && r < p.rows; ++r)
+        for (int64_t g = 0; g < groups; ++g) {
+            const F all = fset(fsum(fload(offsets + (r * groups + g) * 16)));
+            for (int64_t d = g * width; d < std::min(p.width, (g + 1) * width); d += 16)
+                fstore(sums + r * p.width + d, fadd(fload(sums + r * p.width + d), all));
+        }
+}
+
+// The partial result of the keys. q: rows as load_queries writes them.
+inline void few_keys(const FewKeys& k, const float* q, const Partial& part) {
+    const AttentionArgs& a = k.a;
+    float* scores = k.at(k.room.scores);
+    start(k.p, part);
+    Bias bias;
+    if (!take_bias(a, k.p, k.b, k.shared, 0, a.tokens, k.key, k.n, CHUNK, k.at(k.room.bias), &bias)) return;
+    few_scores(k, q, scores);
+    const int64_t up = (k.n + 15) / 16 * 16;
+    for (int64_t r = 0; r < k.p.rows; ++r) {
         float* x = scores + r * CHUNK;
         const float* add = bias.of(r);
         part.top[r] = a.softcap > 0 ? finish_scores<true>(a, x, add, up) : finish_scores<false>(a, x, add, up);
         part.total[r] = fsum(take_weights(x, part.top[r], up, fset(0)));
     }
-    for (int64_t j = 0; j < n; j += 16) {
-        const int64_t count = std::min<int64_t>(16, n - j);
-        const char* v = value_at(a, b, shared, key + j);
-        int64_t step = a.value_strides[2] * each;
-        int kind = a.kind;
-        if (j + 16 * AHEAD < n) prefetch_rows(v + 16 * AHEAD * step, step, bytes);
-        if (a.size != p.width) {
-            for (int64_t i = 0; i < count; ++i) widen_row(v + i * step, a.kind, a.size, p.width, wide + i * p.width);
-            v = (const char*)wide, step = p.width * 4, kind = F32;
-        }
-        for (int64_t r = 0; r < p.rows; r += 4)
-            for (int64_t d = 0; d < p.width;) {
-                const int tiles = p.width - d >= 16 * FEW_TILES ? FEW_TILES : 1;
-                weigh_of(kind, (int)std::min<int64_t>(4, p.rows - r), tiles)(v + d * size_of(kind), step, count, scores + r * CHUNK + j, CHUNK,
-                                                                           part.sums + r * p.width + d, p.width);
-                d += 16 * tiles;
-            }
-    }
+    few_values(k, scores, part.sums);
 }
 
 inline float flane(F a) {
@@ -170,7 +278,8 @@ inline void few_output(const AttentionArgs& a, const AttentionPlan& p, int64_t b
 }
 inline void one_chunk(const AttentionArgs& a, const AttentionPlan& p, int64_t heads, int64_t chunk, char* space, const FewRoom& room, const Partial& part) {
     const int64_t key = (p.chunk0 + chunk) * CHUNK, end = visible(a, 0, a.tokens).end;
-    few_keys(a, p, heads / a.shared, heads % a.shared, key, std::min(CHUNK, end - key), (const float*)(space + room.q), space, room, part);
+    const FewKeys k{a, p, room, space, heads / a.shared, heads % a.shared, key, std::min(CHUNK, end - key)};
+    few_keys(k, k.at(room.q), part);
 }
 
 // Both phases at once, for one shared head of one sequence.

@@ -91,13 +91,6 @@ inline void store_output(const AttentionArgs& a, const AttentionPlan& p, int64_t
         }
     }
 }
-inline const char* key_at(const AttentionArgs& a, int64_t b, int64_t shared, int64_t key) {
-    return (const char*)a.keys + (b * a.key_strides[0] + shared * a.key_strides[1] + key * a.key_strides[2]) * size_of(a.kind);
-}
-inline const char* value_at(const AttentionArgs& a, int64_t b, int64_t shared, int64_t key) {
-    return (const char*)a.values + (b * a.value_strides[0] + shared * a.value_strides[1] + key * a.value_strides[2]) * size_of(a.kind);
-}
-
 // What is added to the scores of a block of keys: the mask, and -inf for a key that is not seen.
 struct Bias {
     const float* rows;   // null: nothing
@@ -169,7 +162,10 @@ template <bool CAP> inline float finish_scores(const AttentionArgs& a, float* sc
     PW_ROLLED for (int64_t j = 0; j < n; j += 16) {
         F x = fload(scores + j);
         if (CAP) x = fmul(cap, ftanh(fmul(x, part)));
-        if (bias) x = fadd(x, fload(bias + j));
+        if (bias) {  // whatever the score of a key that is not seen
+            const F more = fload(bias + j);
+            x = fabove(fset(-3.4028235e38f), more, fset(NEVER), fadd(x, more));
+        }
         if (CAP || bias) fstore(scores + j, x);
         most = fmost(x, most);
     }

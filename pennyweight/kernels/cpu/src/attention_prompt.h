@@ -4,7 +4,7 @@
 // Gimelshein 2018).
 #pragma once
 
-#include "attention_parts.h"
+#include "attention_cache.h"
 
 namespace {
 namespace attend {
@@ -31,18 +31,18 @@ inline void transpose16(const float* from, int64_t step, int64_t width, float* t
 // Keys [key, key + n) as tiles; keys beyond are 0.
 inline void pack_keys(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t n, float* wide, float* to) {
     for (int64_t j = 0; j < n; j += 16, to += 16 * p.width) {
-        if (a.kind == F32 && a.size == p.width && j + 16 <= n) {
+        if (a.kind == F32 && a.size == p.width && j + 16 <= n && key + j >= a.past) {
             transpose16((const float*)key_at(a, b, shared, key + j), a.key_strides[2], p.width, to);
             continue;
         }
         for (int64_t i = 0; i < 16; ++i)
-            if (j + i < n) widen_row(key_at(a, b, shared, key + j + i), a.kind, a.size, p.width, wide + i * p.width);
+            if (j + i < n) widen_key(a, p, b, shared, key + j + i, wide + i * p.width);
             else memset(wide + i * p.width, 0, (size_t)p.width * 4);
         transpose16(wide, p.width, p.width, to);
     }
 }
 inline void pack_values(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t n, float* to) {
-    for (int64_t j = 0; j < n; ++j) widen_row(value_at(a, b, shared, key + j), a.kind, a.size, p.width, to + j * p.width);
+    for (int64_t j = 0; j < n; ++j) widen_value(a, p, b, shared, key + j, to + j * p.width);
 }
 
 // c[t][16 * n ..] = sum over k of x[t][k] * y[n][k][16] (+ c * factor[t], if there are factors) for R rows and T tiles.

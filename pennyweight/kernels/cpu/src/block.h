@@ -1,188 +1,22 @@
-// The steps of a transformer block in one call with one parallel region; kernels/block.py defines each step.
+// The steps of a transformer block in one call with one parallel region; block_steps.h has the steps.
 //
-// A step is one or two phases. A phase is a number of units of work, each taken by the next free thread; threads wait for
-// each other between phases. Which thread runs a unit, and what else is in the call, does not change a result: a row of
-// the output depends on its own row of the input (and, after attention, on its own sequence) alone.
+// Steps are grouped into segments: attention alone, and what is between. All steps between are row by row, so with many
+// rows a thread takes a range of rows through all steps of a segment by itself: buffers that only this segment uses stay
+// in its cache, and threads need not wait for each other. With fewer rows threads share each phase of a step and wait
+// for each other between phases.
+//
+// Which thread runs what, and what else is in the call, does not change a result: a row of the output depends on its own
+// row of the input (and, after attention, on its own sequence) alone.
 #pragma once
 
 #include <atomic>
-#include <optional>
 #include <vector>
 
-#include "attention.h"
-#include "elementwise.h"
-#include "int_matmul.h"
-#include "rotary.h"
-#include "schedule.h"
+#include "block_steps.h"
 
 namespace {
 
 thread_local Workspace block_room{64u << 20};  // of a thread that runs a block: buffers, prepared inputs, scratch
-
-// The buffers of a call.
-struct Buffers {
-    const Block& b;
-    char* scratch;
-    int64_t rows;
-
-    int kind(int i) const { return b.buffers[i].kind; }
-    int64_t width(int i) const { return b.buffers[i].width; }
-    char* at(int i, int64_t row, int64_t column = 0) const {
-        const Buffer& f = b.buffers[i];
-        char* data = f.data ? (char*)f.data : scratch + f.offset * rows * 4;
-        return data + (row * f.width + column) * size_of(f.kind);
-    }
-    // The first head of the first row.
-    char* at(const Columns& p) const { return at(p.buffer, 0, p.start); }
-    void put_row(int i, int64_t row, const float* x) const {
-        const int64_t n = width(i);
-        char* out = at(i, row);
-        for (int64_t c = 0; c < n; c += 16) store_part(out, kind(i), c, n, fload(x + c));
-    }
-};
-
-constexpr int64_t NORM_ROWS = 8;  // rows of a unit of a NormStep
-
-struct LinearPlan {
-    const BlockLinear& s;
-    Work k;
-    Units units;
-    InputRoom in;
-    bool own;  // each thread prepares the inputs for itself, which for few rows is cheaper than waiting for others
-
-    static int64_t tiles_of(const BlockLinear& s) {  // units of 16 columns of the output
-        if (s.gated) return (s.count == 1 ? s.weights->n / 2 : s.weights->n) / 16 + (s.count == 2 && s.weights->n % 16);
-        int64_t tiles = 0;
-        for (int i = 0; i < s.count; ++i) tiles += (s.weights[i].n + 15) / 16;
-        return tiles;
-    }
-    LinearPlan(const BlockLinear& step, int64_t rows, int threads)
-        : s(step), k(plan(*s.weights, rows)), units(k, tiles_of(s), threads), in(k), own(rows <= 2 && !hazard()) {}
-
-    // Whether the step writes what another thread may still read if threads do not wait after preparing the inputs.
-    bool hazard() const {
-        bool found = s.normed >= 0 && (s.normed == s.x || s.normed == s.residual);
-        for (int i = 0; i < (s.gated ? 1 : s.count); ++i) found |= s.out[i] == s.x;
-        return found;
-    }
-    int64_t shared(int threads) const { return in.bytes * (own ? threads : 1); }
-    int64_t gate_room() const { return s.gated ? units.step * k.most * 64 : 0; }
-    int64_t per_thread() const { return in.row + gate_room() + units.room(k); }
-
-    void prepare(const Buffers& f, int id, char* base, char* room, int64_t mb) const {
-        Tokens& tok = in.begin(base, mb);
-        const int t = k.tokens_in(mb);
-        float* wide = (float*)room;
-        for (int i = 0; i < t; ++i) {
-            const int64_t row = k.first_token(mb) + i;
-            take_normalized(s.norm, f.at(s.x, row), f.kind(s.x), k.w.k, k.w.kp, wide);
-            if (s.normed >= 0 && (!own || id == 0)) f.put_row(s.normed, row, wide);
-            take_wide_row(k.w, *s.args, wide, tok, t, i, k.words, (int8_t*)(room + in.wide));
-        }
-    }
-
-    // Writes the columns of a tile to a buffer, after the activation function, the gate and the residual.
-    struct Write {
-        const LinearPlan& p;
-        const Buffers& f;
-        int out, function;
-        int64_t before;     // columns of the weight before those of the buffer
-        const float* gate;  // [rows from `first` on][16], or null
-        int64_t first;
-
-        void operator()(const Finish& finish, float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) const {
-            const int64_t n = f.width(out), column = col - before;
-            const int residual = p.s.residual, kind = f.kind(out);
-            for (int t = 0; t < tokens; ++t) fstore(c + 16 * t, finish.at(c, tok, t));
-            activate(function, c, tokens);
-            for (int t = 0; t < tokens; ++t) {
-                F y = fload(c + 16 * t);
-                if (gate) y = fmul(y, fload(gate + (m + t - first) * 16));
-                if (residual >= 0) y = fadd(y, load_part(f.at(residual, m + t), f.kind(residual), column, n));
-                store_part(f.at(out, m + t), kind, column, n, y);
-            }
-        }
-    };
-    // Keeps the columns of a tile of the gate, after the activation function.
-    struct KeepGate {
-        int function;
-        float* gate;
-        int64_t first;
-        void operator()(const Finish& finish, float* c, int64_t m, int tokens, int64_t, const Tokens& tok) const {
-            float* to = gate + (m - first) * 16;
-            for (int t = 0; t < tokens; ++t) fstore(to + 16 * t, finish.at(c, tok, t));
-            activate(function, to, tokens);
-        }
-    };
-
-    void run(const Buffers& f, const Tokens* tokens, char* room, int64_t u) const {
-        float* sums = (float*)(room + in.row + gate_room());
-        units.each(k, u, [&](int64_t tile, int64_t mb0, int64_t mb1) {
-            if (s.gated) {
-                float* gate = (float*)(room + in.row);
-                const int last = s.count - 1;
-                const int64_t first = k.first_token(mb0), half = s.count == 1 ? units.tiles : 0;
-                run_tile(k, *s.weights, *s.args, tokens, tile, mb0, mb1, sums, KeepGate{s.function, gate, first});
-                run_tile(k, s.weights[last], s.args[last], tokens, tile + half, mb0, mb1, sums,
-                         Write{*this, f, *s.out, IDENTITY, half * 16, gate, first});
-                return;
-            }
-            int64_t i = 0;
-            for (int64_t own; tile >= (own = (s.weights[i].n + 15) / 16); ++i) tile -= own;
-            run_tile(k, s.weights[i], s.args[i], tokens, tile, mb0, mb1, sums,
-                     Write{*this, f, s.out[i], s.function, 0, nullptr, 0});
-        });
-    }
-};
-
-inline void norm_rows(const BlockNorm& s, const Buffers& f, float* wide, int64_t unit) {
-    const int64_t n = f.width(s.x), end = std::min(f.rows, (unit + 1) * NORM_ROWS);
-    for (int64_t row = unit * NORM_ROWS; row < end; ++row) {
-        take_normalized(s.norm, f.at(s.x, row), f.kind(s.x), n, (n + 15) / 16 * 16, wide);
-        if (s.residual >= 0)
-            for (int64_t c = 0; c < n; c += 16)
-                fstore(wide + c, fadd(fload(wide + c), load_part(f.at(s.residual, row), f.kind(s.residual), c, n)));
-        f.put_row(s.out, row, wide);
-    }
-}
-
-inline RotaryArgs rotary_of(const BlockRotary& s, const Buffers& f) {
-    const Block& b = f.b;
-    RotaryArgs a = {};
-    a.q = (float*)f.at(s.q), a.k = (const float*)f.at(s.k), a.v = (const float*)f.at(s.v);
-    a.q_stride = f.width(s.q.buffer), a.k_stride = f.width(s.k.buffer), a.v_stride = f.width(s.v.buffer);
-    a.keys = b.keys, a.values = b.values, a.cos = b.cos, a.sin = b.sin;
-    memcpy(a.key_strides, b.key_strides, sizeof a.key_strides), memcpy(a.value_strides, b.value_strides, sizeof a.value_strides);
-    memcpy(a.cos_strides, b.cos_strides, sizeof a.cos_strides), memcpy(a.sin_strides, b.sin_strides, sizeof a.sin_strides);
-    a.q_norm = s.q_norm, a.k_norm = s.k_norm;
-    a.batch = b.batch, a.tokens = b.tokens, a.past = b.past;
-    a.heads = s.heads, a.shared = s.shared, a.size = s.size, a.rotation = s.rotation, a.rotated = s.rotated;
-    a.cache_kind = b.cache_kind, a.angle_kind = b.angle_kind;
-    return a;
-}
-
-inline AttentionArgs attention_of(const BlockAttention& s, const Buffers& f) {
-    const Block& b = f.b;
-    AttentionArgs a = {};
-    const auto strides = [&](int64_t* to, int i, int64_t first, int64_t second) {  // batch, and two more
-        to[0] = b.tokens * f.width(i), to[1] = first, to[2] = second;
-    };
-    const int64_t size = s.size;
-    a.q = f.at(s.q), a.out = f.at(s.out, 0), a.q_kind = f.kind(s.q.buffer), a.out_kind = f.kind(s.out);
-    strides(a.q_strides, s.q.buffer, f.width(s.q.buffer), size), strides(a.out_strides, s.out, f.width(s.out), size);
-    if (s.k.buffer < 0) {
-        a.keys = b.keys, a.values = b.values, a.kind = b.cache_kind, a.length = b.length;
-        memcpy(a.key_strides, b.key_strides, sizeof a.key_strides), memcpy(a.value_strides, b.value_strides, sizeof a.value_strides);
-    } else {
-        a.keys = f.at(s.k), a.values = f.at(s.v), a.kind = f.kind(s.k.buffer), a.length = b.tokens;
-        strides(a.key_strides, s.k.buffer, size, f.width(s.k.buffer)), strides(a.value_strides, s.v.buffer, size, f.width(s.v.buffer));
-    }
-    a.mask = b.mask, a.mask_kind = b.mask_kind;
-    memcpy(a.mask_strides, b.mask_strides, sizeof a.mask_strides);
-    a.batch = b.batch, a.tokens = b.tokens, a.window = b.window, a.causal = b.causal;
-    a.heads = s.heads, a.shared = s.shared, a.size = s.size, a.scale = s.scale, a.softcap = s.softcap;
-    return a;
-}
 
 // Threads that the largest step can keep busy.
 int threads_for(const Block& b) {
@@ -203,91 +37,163 @@ int threads_for(const Block& b) {
     return (int)std::min<double>(b.threads, 1 + most / PRODUCTS_PER_THREAD);
 }
 
-// A step with what its kind needs.
-struct StepPlan {
-    const BlockStep& s;
-    std::optional<LinearPlan> linear;
-    RotaryArgs rotary;
-    AttentionArgs attention;
-    int phases = 1;
+// Rows that a thread takes through a segment: their buffers about fit its L2 cache. Every range reads all weights, so
+// ranges are longer if these come from memory.
+constexpr int64_t RANGE_BYTES = 512 << 10, FEWEST_ROWS = 32, MOST_ROWS = 128;
+constexpr double CACHED_WEIGHTS = 4 << 20;  // bytes of a segment's weights that stay in the cache of all cores
 
-    StepPlan(const BlockStep& step, const Buffers& f, int threads) : s(step) {
-        if (s.kind == STEP_LINEAR) linear.emplace(*s.linear, f.rows, threads);
-        fill(f);
-        if (s.kind == STEP_ATTENTION) phases = attention_phases(attention);
-        if (linear && !linear->own) phases = 2;
+struct Segment {
+    const BlockStep *first, *end;
+    int index;
+    int64_t range = 0, ranges = 0;      // rows of a range, and their number; 0: threads share the steps
+    std::vector<StepPlan> steps, rest;  // rest: those of the last range, if it is shorter
+
+    Segment(const BlockStep* from, const BlockStep* to, int i) : first(from), end(to), index(i) {}
+    bool by_row() const { return first->kind != STEP_ATTENTION; }
+
+    void plan(const Buffers& f, int threads) {
+        double weights = 0;
+        for (const BlockStep* s = first; s < end; ++s)
+            if (s->kind == STEP_LINEAR)
+                for (int i = 0; i < s->linear->count; ++i) {
+                    const IntLinear& w = s->linear->weights[i];
+                    weights += (double)w.n * (double)w.kp * w.bits / 8;
+                }
+        const int64_t least = weights > CACHED_WEIGHTS ? MOST_ROWS : FEWEST_ROWS;
+        if (by_row() && f.rows >= 2 * threads * least) {
+            const int64_t fitting = std::max(least, std::min(MOST_ROWS, RANGE_BYTES / std::max<int64_t>(1, f.b.scratch * 4)));
+            range = std::min(fitting, f.rows / (2 * threads)) / 8 * 8;
+            ranges = (f.rows + range - 1) / range;
+        }
+        const auto make = [&](std::vector<StepPlan>& to, int64_t rows, int count) {
+            Buffers part = f;
+            part.rows = rows;
+            to.reserve((size_t)(end - first));
+            for (const BlockStep* s = first; s < end; ++s) to.emplace_back(*s, part, count);
+        };
+        make(steps, range ? range : f.rows, range ? 1 : threads);
+        if (range && f.rows % range) make(rest, f.rows % range, 1);
     }
-    void fill(const Buffers& f) {  // again when the scratch has an address
-        if (s.kind == STEP_ROTARY) rotary = rotary_of(*s.rotary, f);
-        if (s.kind == STEP_ATTENTION) attention = attention_of(*s.attention, f);
+    template <class Each> void each(const Each& call) {
+        for (StepPlan& p : steps) call(p);
+        for (StepPlan& p : rest) call(p);
     }
-    int64_t shared(int threads) const {
-        return linear ? linear->shared(threads) : s.kind == STEP_ATTENTION ? attention_shared(attention) : 0;
+    // Scratch of a thread for ranges of rows: buffers, prepared inputs, and what steps need.
+    struct Room {
+        int64_t buffers = 0, inputs = 0, own = 0;
+    };
+    Room room(const Buffers& f) {
+        Room r;
+        if (range) r.buffers = whole_lines(f.b.scratch * range * 4);
+        each([&](StepPlan& p) {
+            r.inputs = std::max(r.inputs, p.shared(1));
+            r.own = std::max(r.own, p.per_thread(f));
+        });
+        return r;
     }
-    int64_t per_thread(const Buffers& f) const {
-        if (linear) return linear->per_thread();
-        return s.kind == STEP_ATTENTION ? whole_lines(attention_room(attention)) : s.kind == STEP_NORM ? whole_lines(f.width(s.norm->x) * 4) : 0;
-    }
-    int64_t units(const Buffers& f, int phase) const {
-        if (linear) return phase + 1 < phases ? linear->k.token_blocks : linear->units.count;
-        return s.kind == STEP_NORM ? (f.rows + NORM_ROWS - 1) / NORM_ROWS : s.kind == STEP_ROTARY ? rotary_units(rotary) : attention_units(attention, phase);
-    }
-    // What a thread does by itself before it takes units.
-    void begin(const Buffers& f, int id, char* room, char* common) const {
-        if (!linear || !linear->own) return;
-        for (int64_t mb = 0; mb < linear->k.token_blocks; ++mb) linear->prepare(f, id, common + linear->in.bytes * id, room, mb);
-    }
-    void run(const Buffers& f, int id, int phase, int64_t u, char* room, char* common) const {
-        if (s.kind == STEP_NORM) return norm_rows(*s.norm, f, (float*)room, u);
-        if (s.kind == STEP_ROTARY) return rotary_unit(rotary, u);
-        if (s.kind == STEP_ATTENTION) return attention_unit(attention, phase, u, room, common);
-        if (phase + 1 < phases) return linear->prepare(f, id, common, room, u);
-        linear->run(f, (const Tokens*)(common + (linear->own ? linear->in.bytes * id : 0)), room, u);
+    // A range of rows through all steps.
+    void run(const Buffers& whole, const Room& sizes, int64_t unit, char* room) const {
+        Buffers f = whole;
+        f.row0 = unit * range, f.rows = std::min(range, whole.rows - f.row0);
+        f.local = room, f.local_rows = range, f.segment = index;
+        char *inputs = room + sizes.buffers, *own = inputs + sizes.inputs;
+        for (const StepPlan& p : f.rows == range ? steps : rest)
+            for (int phase = 0; phase < p.phases; ++phase) {
+                if (phase == 0) p.begin(f, 0, own, inputs);
+                for (int64_t u = 0, count = p.units(f, phase); u < count; ++u) p.run(f, 0, phase, u, own, inputs);
+            }
     }
 };
+
+// Finds the segments of the steps, and which buffers only one segment uses.
+void divide(const Block& b, std::vector<Segment>& segments, std::vector<Use>& uses) {
+    uses.assign((size_t)b.buffer_count, Use{Use::NO});
+    for (int i = 0; i < b.buffer_count; ++i)
+        if (b.buffers[i].data) uses[(size_t)i].segment = Use::ALL;
+    segments.reserve((size_t)b.step_count);
+    const auto use = [&](int buffer, int segment) {
+        if (buffer < 0) return;
+        int& known = uses[(size_t)buffer].segment;
+        known = known == Use::NO || known == segment ? segment : Use::ALL;
+    };
+    for (const BlockStep* s = b.steps; s < b.steps + b.step_count; ++s) {
+        const bool more = !segments.empty() && s->kind != STEP_ATTENTION && segments.back().by_row();
+        if (more) segments.back().end = s + 1;
+        else segments.emplace_back(s, s + 1, (int)segments.size());
+        const int here = segments.back().index;
+        if (s->kind == STEP_LINEAR) {
+            const BlockLinear& p = *s->linear;
+            use(p.x, here), use(p.normed, here), use(p.residual, here);
+            for (int i = 0; i < (p.gated ? 1 : p.count); ++i) use(p.out[i], here);
+        } else if (s->kind == STEP_NORM) {
+            use(s->norm->x, here), use(s->norm->out, here), use(s->norm->residual, here);
+        } else if (s->kind == STEP_ROTARY) {  // reads buffers of the whole call
+            for (const Columns* p : {&s->rotary->q, &s->rotary->k, &s->rotary->v}) use(p->buffer, Use::ALL);
+        } else {
+            for (const Columns* p : {&s->attention->q, &s->attention->k, &s->attention->v}) use(p->buffer, Use::ALL);
+            use(s->attention->out, Use::ALL);
+        }
+    }
+}
 
 int block(const Block* call) {
     const Block& b = *call;
     const int64_t rows = b.batch * b.tokens, scratch = whole_lines(b.scratch * rows * 4);
     if (rows == 0 || b.step_count == 0) return DONE;
     const int threads = threads_for(b);
-    Buffers f{b, nullptr, rows};
-    std::vector<StepPlan> plans;
-    plans.reserve((size_t)b.step_count);
+    std::vector<Segment> segments;
+    std::vector<Use> uses;
+    divide(b, segments, uses);
+    Buffers f{b, rows, nullptr};
+    f.uses = uses.data();
     int64_t shared = 0, per_thread = 0, more = 16 * (int64_t)b.step_count;
-    for (const BlockStep* s = b.steps; s < b.steps + b.step_count; ++s) {
-        plans.emplace_back(*s, f, threads);
-        const StepPlan& p = plans.back();
-        shared = std::max(shared, p.shared(threads)), per_thread = std::max(per_thread, p.per_thread(f));
-        if (p.linear) more += whole_lines(p.linear->k.w.kp);
+    for (Segment& s : segments) {
+        s.plan(f, threads);
+        const Segment::Room r = s.room(f);
+        per_thread = std::max(per_thread, r.buffers + r.own + (s.range ? r.inputs : 0));
+        s.each([&](StepPlan& p) {
+            if (!s.range) shared = std::max(shared, p.shared(threads));
+            if (p.linear) more += whole_lines(p.linear->k.w.kp);
+        });
     }
     f.scratch = block_room.get((size_t)(scratch + shared + per_thread * threads + more));
     if (!f.scratch) return NO_MEMORY;
     char *common = f.scratch + scratch, *free = common + shared + per_thread * threads;
-    for (StepPlan& p : plans) {
-        p.fill(f);
-        if (p.linear && has_zero_points(p.linear->k.w, *p.s.linear->args)) {
-            p.linear->k.ones = fill_ones(p.linear->k.w, free);
-            free += whole_lines(p.linear->k.w.kp);
-        }
-    }
+    for (Segment& s : segments)
+        s.each([&](StepPlan& p) {
+            p.fill(f);
+            if (p.linear && has_zero_points(p.linear->k.w, *p.s.linear->args)) {
+                p.linear->k.ones = fill_ones(p.linear->k.w, free);
+                free += whole_lines(p.linear->k.w.kp);
+            }
+        });
     std::atomic<int64_t>* const taken = (std::atomic<int64_t>*)free;  // units of each phase
     for (int i = 0; i < 2 * b.step_count; ++i) new (taken + i) std::atomic<int64_t>(0);
 
     const auto body = [&](int id, int team) {
         std::atomic<int64_t>* next = taken;
         char* room = common + shared + per_thread * id;
-        for (const StepPlan& p : plans)
-            for (int phase = 0; phase < p.phases; ++phase, ++next) {
+        const auto phase = [&](int64_t count, const auto& begin, const auto& run) {
 #if defined(_OPENMP)
-                if (team > 1 && next != taken) {
+            if (team > 1 && next != taken) {
 #pragma omp barrier
-                }
-#endif
-                if (phase == 0) p.begin(f, id, room, common);
-                const int64_t count = p.units(f, phase);
-                for (int64_t u; (u = next->fetch_add(1, std::memory_order_relaxed)) < count;) p.run(f, id, phase, u, room, common);
             }
+#endif
+            begin();
+            for (int64_t u; (u = next->fetch_add(1, std::memory_order_relaxed)) < count;) run(u);
+            ++next;
+        };
+        for (Segment& s : segments) {
+            if (s.range) {
+                const Segment::Room sizes = s.room(f);
+                phase(s.ranges, [] {}, [&](int64_t u) { s.run(f, sizes, u, room); });
+                continue;
+            }
+            for (const StepPlan& p : s.steps)
+                for (int i = 0; i < p.phases; ++i)
+                    phase(p.units(f, i), [&] { if (i == 0) p.begin(f, id, room, common); },
+                          [&](int64_t u) { p.run(f, id, i, u, room, common); });
+        }
         (void)team;
     };
 #if defined(_OPENMP)

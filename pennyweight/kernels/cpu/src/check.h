@@ -173,8 +173,9 @@ inline bool convolution(const char* function, const Conv* conv, const ConvArgs* 
         !c.must(is_float(w.scale), "scales of a float kind") || !c.must(w.zero_point == NONE || is_integer(w.zero_point), "zero points I8 or U8") ||
         !c.must(within(w.one_scale, 0, 1) && (!w.one_scale || (w.channels == w.c && !w.zero_point)), "one scale alone, or scales of rows") ||
         !c.must(is_float(w.x) && is_float(w.act_scale), "x and scales of activations of a float kind") ||
-        !c.must(within(w.act, SYMMETRIC, STATIC), "act SYMMETRIC to STATIC") ||
-        !c.must(within(w.act_lo, -128, 127) && within(w.act_hi, w.act_lo, 127), "act_lo to act_hi within int8") ||
+        !c.must(within(w.act, FLOAT, STATIC), "act FLOAT to STATIC") ||
+        !c.must(w.act != FLOAT || (w.x == F32 && w.c > 1), "act FLOAT for float32 and several input channels") ||
+        !c.must(w.act == FLOAT || (within(w.act_lo, -128, 127) && within(w.act_hi, w.act_lo, 127)), "act_lo to act_hi within int8") ||
         !c.must(within(a.n, 0, SIDE) && within(a.h, 0, SIDE) && within(a.w, 0, SIDE) && within(a.groups, 1, SIDE), "n, h, w and groups from 0 to 2**31") ||
         !c.must(w.o % a.groups == 0, "groups that divide o") ||
         !c.must(within(a.stride_h, 1, SIDE) && within(a.stride_w, 1, SIDE) && within(a.dilation_h, 1, SIDE) && within(a.dilation_w, 1, SIDE), "strides and dilations from 1 to 2**31") ||
@@ -343,13 +344,28 @@ inline bool row_norm(Arguments& c, const RowNorm& n, int64_t width) {
     return c.fit();
 }
 
+inline bool cache_codes(Arguments& c, const AttentionArgs& a, const CacheCodes& p) {
+    if (!c.must(within(p.bits, 1, 8) && is_float(p.kind), "codes of 1 to 8 bits, scales and offsets of a float kind") ||
+        !c.must(p.tokens > 0 && p.channels > 0, "tokens and channels that share a scale from 1 on") ||
+        !c.must(size(p.row) && p.row >= over((int64_t)a.size * p.bits, 8), "rows of whole bytes for all channels") ||
+        !c.must(strides(p.code_strides, 3) && strides(p.scale_strides, 3) && strides(p.offset_strides, 3), "strides from 0 to 2**40"))
+        return false;
+    const auto parts = [&](const int64_t* s) {
+        return a.tokens ? reach({a.batch, a.shared, over(a.past, p.tokens), over(a.size, p.channels)}, {s[0], s[1], s[2], 1}) : 0;
+    };
+    c.memory("codes", p.codes, a.tokens ? reach({a.batch, a.shared, a.past, p.row}, {p.code_strides[0], p.code_strides[1], p.code_strides[2], 1}) : 0);
+    c.memory("scale", p.scale, parts(p.scale_strides), bytes_of(p.kind));
+    c.memory("offset", p.offset, parts(p.offset_strides), bytes_of(p.kind));
+    return c.fit();
+}
+
 inline bool attention(const char* function, const AttentionArgs* args, int count) {
     Arguments c(function);
     c.memory("args", args, 1, sizeof *args);
     if (!c.fit()) return false;
     const AttentionArgs& a = *args;
     if (!threads(c, count) || !heads(c, a.batch, a.tokens, a.heads, a.shared, a.size) ||
-        !c.must(size(a.length) && size(a.window), "length and window from 0 to 2**40") ||
+        !c.must(size(a.length) && size(a.window) && within(a.past, 0, a.length), "length and window from 0 to 2**40, past up to length") ||
         !c.must(is_float(a.q_kind) && is_float(a.out_kind) && is_float(a.kind), "q, out, keys and values of a float kind") ||
         !c.must(!a.mask || a.mask_kind == U8 || is_float(a.mask_kind), "a mask of bytes or of a float kind") ||
         !c.must(a.scale - a.scale == 0 && a.softcap - a.softcap == 0 && a.softcap >= 0, "a finite scale and a softcap from 0 on") ||
@@ -357,11 +373,16 @@ inline bool attention(const char* function, const AttentionArgs* args, int count
                     (!a.mask || strides(a.mask_strides, 4)), "strides from 0 to 2**40"))
         return false;
     const auto rows = [&](const int64_t* s) { return reach({a.batch, a.tokens, a.heads, a.size}, {s[0], s[1], s[2], 1}); };
-    const auto past = [&](const int64_t* s) { return a.tokens ? reach({a.batch, a.shared, a.length, a.size}, {s[0], s[1], s[2], 1}) : 0; };
+    const auto past = [&](const int64_t* s) { return a.tokens ? reach({a.batch, a.shared, a.length - a.past, a.size}, {s[0], s[1], s[2], 1}) : 0; };
     c.memory("q", a.q, rows(a.q_strides), bytes_of(a.q_kind));
     c.memory("out", a.out, rows(a.out_strides), bytes_of(a.out_kind));
     c.memory("keys", a.keys, past(a.key_strides), bytes_of(a.kind));
     c.memory("values", a.values, past(a.value_strides), bytes_of(a.kind));
+    if (a.past) {
+        c.memory("past_keys", a.past_keys, 1, sizeof *a.past_keys);
+        c.memory("past_values", a.past_values, 1, sizeof *a.past_values);
+        if (!c.fit() || !cache_codes(c, a, *a.past_keys) || !cache_codes(c, a, *a.past_values)) return false;
+    }
     if (a.mask)
         c.memory("mask", a.mask, reach({a.batch, a.heads, a.tokens, a.length}, {a.mask_strides[0], a.mask_strides[1], a.mask_strides[2], a.mask_strides[3]}),
                  bytes_of(a.mask_kind));

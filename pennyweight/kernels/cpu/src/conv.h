@@ -3,7 +3,8 @@
 //   I = sum_k (q[k] - zero) * (u[o,k] - center - zero_point[o])        int32, over the kernel and the channels of a set
 //   y[o] = f(sum over sets of I * scale[o,set] * scale of the sample + bias[o])
 //
-// A sample is quantized with one scale. Integer sums are exact and sets are added in their order, so a result depends
+// A sample is quantized with one scale; a float input that is not quantized is an integer of three limbs times a power
+// of two, see conv_input.h. Integer sums are exact and sets are added in their order, so a result depends
 // only on its sample and on its row of w: not on the batch, the threads, the memory format or the instruction set.
 //
 // Each thread has its own samples, or all threads share each sample where there are few. A unit of work is a block of
@@ -99,6 +100,7 @@ struct ConvRoom {
     int32_t patch[CONV_BLOCK];                               // sums of the codes under a kernel
     alignas(64) int32_t sums[CONV_TILES * CONV_BLOCK * 16];  // [tile][pixel][16]
     alignas(64) float out[CONV_TILES * CONV_BLOCK * 16];
+    alignas(64) float limbs[CONV_TILES * CONV_BLOCK * 16];   // sums of the limbs so far
 };
 
 class ConvUnits {
@@ -112,16 +114,17 @@ class ConvUnits {
     }
 
     // Sums of the codes under the kernel, times center if all rows have the same.
-    void patch_sums(int64_t first, int64_t count, int64_t set, ConvRoom& room) const {
-        if (room.patch_of == set) return;
-        room.patch_of = set;
+    void patch_sums(int64_t first, int64_t count, int64_t set, int limb, ConvRoom& room) const {
+        const int64_t key = set * limbs_of(k.w) + limb;
+        if (room.patch_of == key) return;
+        room.patch_of = key;
         const Conv& w = k.w;
         const ConvArgs& a = k.a;
         const int64_t sets = k.s.sets;
         const int32_t factor = w.zero_point ? 1 : k.center();
         for (int64_t i = 0; i < count;) {
             const int64_t oy = (first + i) / a.ow, ox = (first + i) % a.ow, n = std::min(count - i, a.ow - ox);
-            const int32_t* at = x.sums + (oy * a.stride_h * a.ow + ox) * sets + set;
+            const int32_t* at = x.sums + limb * x.limb_sums + (oy * a.stride_h * a.ow + ox) * sets + set;
             int32_t* out = room.patch + i;
             for (int64_t j = 0; j < n; ++j) out[j] = at[j * sets];
             for (int64_t ky = 1; ky < w.kh; ++ky) {
@@ -137,34 +140,36 @@ class ConvUnits {
     void dense(int64_t t0, int64_t t1, int64_t group, int64_t first, int64_t count, ConvRoom& room) const {
         const int64_t blocks = (count + CONV_PIXELS - 1) / CONV_PIXELS, small = count / blocks, larger = count % blocks;
         const int8_t* px[CONV_BLOCK];
-        for (int64_t i = 0; i < count; ++i) px[i] = room.px[i] + group * k.s.group;
-        for (int64_t j = 0; j < k.sets(); ++j) {
-            const Piece *piece = k.pieces + j * k.pieces_of_set, *end = piece + k.pieces_of_set;
-            for (bool fresh = true; piece < end; fresh = false) {
-                int64_t pieces = 0, columns = 0;
-                while (piece + pieces < end && (!pieces || columns + piece[pieces].count <= CONV_CHUNK)) columns += piece[pieces++].count;
-                for (int64_t b = 0, p = 0; b < blocks; ++b) {
-                    const int64_t n = small + (b < larger);
-                    const ConvMicro micro = k.all8() ? pick_conv<true>(t1 - t0, n) : pick_conv<false>(t1 - t0, n);
-                    micro(k.codes + t0 * k.tile_bytes, k.tile_bytes, piece, pieces, px + p, room.sums + 16 * p, 16 * CONV_BLOCK, fresh);
-                    p += n;
+        for (int64_t j = 0; j < k.sets(); ++j)
+            for (int limb = 0; limb < limbs_of(k.w); ++limb) {
+                for (int64_t i = 0; i < count; ++i) px[i] = room.px[i] + group * k.s.group + limb * x.limb_codes;
+                const Piece *piece = k.pieces + j * k.pieces_of_set, *end = piece + k.pieces_of_set;
+                for (bool fresh = true; piece < end; fresh = false) {
+                    int64_t pieces = 0, columns = 0;
+                    while (piece + pieces < end && (!pieces || columns + piece[pieces].count <= CONV_CHUNK)) columns += piece[pieces++].count;
+                    for (int64_t b = 0, p = 0; b < blocks; ++b) {
+                        const int64_t n = small + (b < larger);
+                        const ConvMicro micro = k.all8() ? pick_conv<true>(t1 - t0, n) : pick_conv<false>(t1 - t0, n);
+                        micro(k.codes + t0 * k.tile_bytes, k.tile_bytes, piece, pieces, px + p, room.sums + 16 * p, 16 * CONV_BLOCK, fresh);
+                        p += n;
+                    }
+                    piece += pieces;
                 }
-                piece += pieces;
+                patch_sums(first, count, group * k.sets() + j, limb, room);
+                for (int64_t t = t0; t < t1 && folded(); ++t) fold(t, j, limb, count, room, (t - t0) * CONV_BLOCK * 16);
             }
-            patch_sums(first, count, group * k.sets() + j, room);
-            for (int64_t t = t0; t < t1 && folded(); ++t) fold(t, j, count, room, (t - t0) * CONV_BLOCK * 16);
-        }
     }
 
     // Whether more than the center must be subtracted from sums, or several sets added.
-    bool folded() const { return k.sets() > 1 || k.w.zero_point || x.zero; }
+    bool folded() const { return k.sets() > 1 || k.w.zero_point || x.zero || k.w.act == FLOAT; }
 
-    // Adds the sums of one set, corrected for center and zero points, to the float sums.
-    void fold(int64_t tile, int64_t j, int64_t count, ConvRoom& room, int64_t at) const {
+    // Adds the sums of one set, corrected for center and zero points, to the float sums; with limbs after the last one.
+    void fold(int64_t tile, int64_t j, int limb, int64_t count, ConvRoom& room, int64_t at) const {
         const Conv& w = k.w;
         const int64_t sets = k.sets(), index = (tile * sets + j) * 16;
         const int32_t* sums = room.sums + at;
-        float* out = room.out + at;
+        float *out = room.out + at, *limbs = room.limbs + at;
+        const bool last = limb + 1 == limbs_of(w);
         const I center = w.zero_point ? iadd(iset(k.center()), zero16({k.a.zero_point, w.zero_point}, index)) : iset(k.center());
         I shift = iset(0);
         if (k.zeros && x.zero) {
@@ -179,8 +184,11 @@ class ConvUnits {
         for (int64_t i = 0; i < count; ++i) {
             const I less = centered ? iset(-patch[i]) : umul(center, iset(-patch[i]));
             const I part = uadd(uadd(iload(sums + 16 * i), less), isub(iset(0), shift));
-            if (sets == 1) fstore(out + 16 * i, cvt(part));
-            else fstore(out + 16 * i, j ? fma(cvt(part), scale, fload(out + 16 * i)) : fmul(cvt(part), scale));
+            F sum = cvt(part);
+            if (limb) sum = fma(fload(limbs + 16 * i), fset(256), sum);
+            if (!last) fstore(limbs + 16 * i, sum);
+            else if (sets == 1) fstore(out + 16 * i, sum);
+            else fstore(out + 16 * i, j ? fma(sum, scale, fload(out + 16 * i)) : fmul(sum, scale));
         }
     }
 

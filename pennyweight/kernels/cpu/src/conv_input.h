@@ -22,11 +22,17 @@ struct ConvShape {
     bool sums;                       // whether sums of codes are needed
 };
 
+// Inputs that are not quantized are X * 2**e for a whole sample, X with 23 bits and sign in three limbs: three buffers,
+// the top limb first.
+inline int limbs_of(const Conv& w) { return w.act == FLOAT ? 3 : 1; }
+
 struct Sample {
-    int8_t* codes;
+    int8_t* codes;      // of the first limb
     int32_t* sums;
     float scale;
     int32_t zero;
+    float part[2];      // FLOAT: factors of x, whose product may overflow
+    int64_t limb_codes, limb_sums;  // from one limb to the next
 };
 
 inline ConvShape conv_shape(const Conv& w, const ConvArgs& a) {
@@ -75,7 +81,7 @@ template <int KIND, bool ENDS> Range range_of(const char* x, int64_t n) {
     return r;
 }
 
-// Scale and zero point from the range of a whole sample, as for a row that has its ends and its largest magnitude.
+// Scale and zero point from the range of a whole sample, as for a row.
 inline void choose_sample_scale(const Conv& w, const ConvArgs& a, const Range& r, Sample& s) {
     if (w.act == STATIC) {
         s.zero = a.act_zero_point;
@@ -83,20 +89,38 @@ inline void choose_sample_scale(const Conv& w, const ConvArgs& a, const Range& r
         return;
     }
     const bool odd = r.top >= 0x7f800000;
-    alignas(64) float ends[16] = {r.lo, r.hi, w.act == SYMMETRIC || odd ? float_of(r.top) : 0};
+    if (w.act == FLOAT) {
+        s.zero = 0, s.scale = odd ? float_of(0x7fc00000) : 0, s.part[0] = s.part[1] = 0;
+        if (odd || r.top == 0) return;
+        const int e = r.top < 0x00800000 ? -126 : (int)(r.top >> 23) - 126;  // |x| < 2**e
+        const int half = (22 - e) / 2, p = e - 22;                          // 2**p, subnormal below -126
+        s.part[0] = float_of((uint32_t)(half + 127) << 23), s.part[1] = float_of((uint32_t)(22 - e - half + 127) << 23);
+        s.scale = p >= -126 ? float_of((uint32_t)(p + 127) << 23) : float_of(1u << (149 + p));
+        return;
+    }
+    Chosen chosen = {};
+    chosen.most[0] = (int32_t)(w.act == SYMMETRIC || odd ? r.top : bits_of(r.hi));
+    chosen.least[0] = (int32_t)(w.act == SYMMETRIC ? 0 : bits_of(0 - r.lo));
     IntLinear row = {};
-    row.k = 3, row.kp = 16;
     row.x = w.x, row.act = w.act, row.act_lo = w.act_lo, row.act_hi = w.act_hi, row.act_scale = w.act_scale;
     row.act_floor = w.act_floor, row.act_steps = w.act_steps;
-    choose_scale(row, ends, row.k, row.kp, &s.scale, &s.zero);
+    choose_scales(row, chosen);
+    s.scale = chosen.scale[0];
+    s.zero = chosen.zero[0];
 }
 
-// q = round(x * (1 / scale)) + zero, clamped; the same arithmetic as quantize_row.
+// q = round(x * (1 / scale)) + zero, clamped; the same arithmetic as quantize_row. Or one limb, as in split_block.
 struct Quantizer {
     F factor, lo, hi;
     I zero;
     int wide;
-    Quantizer(const Conv& w, const Sample& s) {
+    int low = -1;  // FLOAT: limbs below this one
+    Quantizer(const Conv& w, const Sample& s, int limb) {
+        if (w.act == FLOAT) {
+            low = limbs_of(w) - 1 - limb;
+            factor = fset(s.part[0]), lo = fset(s.part[1]), hi = fset(0), zero = iset(0), wide = F32;
+            return;
+        }
         float reciprocal = 1.0f / s.scale;
         if (w.act_scale != F32) {
             const float rounded = round_to(w.act_scale, reciprocal);
@@ -109,11 +133,22 @@ struct Quantizer {
         wide = w.x == w.act_scale ? w.x : F32;
     }
     PW_INLINE I operator()(F x) const {
+        if (low >= 0) {
+            I v = iround(fmul(fmul(x, factor), lo));
+            for (int i = 0; i < low; ++i) v = ishr8(iadd(v, iset(128)));
+            return low == 2 ? v : isub(v, ishl8(ishr8(iadd(v, iset(128)))));
+        }
         F v = fmul(x, factor);
         if (wide != F32) v = round_kind(wide, v);
         return iadd(iround(fleast(fmost(v, lo), hi)), zero);
     }
 };
+
+inline Sample limb_of(Sample s, int limb) {
+    s.codes += limb * s.limb_codes;
+    s.sums += limb * s.limb_sums;
+    return s;
+}
 
 inline int32_t sum_bytes(const int8_t* q, int64_t n) {
     int32_t sum = 0;
@@ -126,7 +161,7 @@ class InputRows {
     const Conv& w;
     const ConvArgs& a;
     const ConvShape& s;
-    const Sample& to;
+    const Sample to;
     const Quantizer code;
     const char* x;  // the sample
     int32_t* pixel_sums;  // [rows of a unit][columns][sets], from row `first_row` on
@@ -315,8 +350,8 @@ class InputRows {
 
   public:
     // sums: [rows of a unit][columns][sets]
-    InputRows(const Conv& w_, const ConvArgs& a_, const ConvShape& s_, const Sample& to_, const char* x_, int32_t* sums)
-        : w(w_), a(a_), s(s_), to(to_), code(w_, to_), x(x_), pixel_sums(sums), first_row(0), top(iset(0)) {}
+    InputRows(const Conv& w_, const ConvArgs& a_, const ConvShape& s_, const Sample& to_, int limb, const char* x_, int32_t* sums)
+        : w(w_), a(a_), s(s_), to(limb_of(to_, limb)), code(w_, to_, limb), x(x_), pixel_sums(sums), first_row(0), top(iset(0)) {}
 
     // Whether all numbers that were read are finite.
     bool finite() const {

@@ -56,8 +56,9 @@ class ConvCall {
 
     int8_t* room_of(int id) const { return (int8_t*)rooms + id * room_bytes; }
     Sample buffer_of(int id) const {
-        char* p = buffers + (own ? id * (buffer_codes + buffer_sums) : 0);
-        return {(int8_t*)p, (int32_t*)(p + buffer_codes), 0, 0};
+        char* p = buffers + (own ? id * limbs_of(w) * (buffer_codes + buffer_sums) : 0);
+        const int limbs = limbs_of(w);
+        return {(int8_t*)p, (int32_t*)(p + limbs * buffer_codes), 0, 0, {0, 0}, buffer_codes, buffer_sums / 4};
     }
     const char* x_of(int64_t sample) const { return (const char*)a.x + sample * sample_numbers * size_of(w.x); }
     char* y_of(int64_t sample) const { return (char*)a.y + sample * w.o * k.pixels * size_of(w.x); }
@@ -80,10 +81,11 @@ class ConvCall {
         for (int64_t i = 0; i < parts && !own && w.act != STATIC; ++i) widen(all, ranges[i]);
         choose_sample_scale(w, a, all, s);
         {
-            InputRows rows(w, a, k.s, s, x, (int32_t*)room_of(id));
+            InputRows rows[3] = {{w, a, k.s, s, 0, x, (int32_t*)room_of(id)}, {w, a, k.s, s, 1, x, (int32_t*)room_of(id)}, {w, a, k.s, s, 2, x, (int32_t*)room_of(id)}};
             for (int64_t i; (i = take_next(&next->rows)) < row_units;)
-                rows.run(i * row_step, std::min(k.s.rows, (i + 1) * row_step), room_of(id) + row_sums);
-            if (w.act == STATIC && !rows.finite()) __atomic_store_n(&next->odd, 1, __ATOMIC_RELAXED);
+                for (int limb = 0; limb < limbs_of(w); ++limb)
+                    rows[limb].run(i * row_step, std::min(k.s.rows, (i + 1) * row_step), room_of(id) + row_sums);
+            if (w.act == STATIC && !rows[0].finite()) __atomic_store_n(&next->odd, 1, __ATOMIC_RELAXED);
         }
         wait_for_team(team);
         if (__atomic_load_n(&next->odd, __ATOMIC_RELAXED)) s.scale = float_of(0x7fc00000);
@@ -128,7 +130,7 @@ class ConvCall {
         const int64_t shared = up(decoded) + up(sums * 4) + up(numbers * 4) + up(taps * 8) + up(pieces * (int64_t)sizeof(Piece)) +
                                up(MOST_PARTS * 2 * (int64_t)sizeof(Range)) + up(counts * (int64_t)sizeof(Counters)) + up(16);
         const int buffers_needed = own ? threads : 1;
-        char* space = inputs.get((size_t)(shared + buffers_needed * (buffer_codes + buffer_sums) + threads * room_bytes));
+        char* space = inputs.get((size_t)(shared + buffers_needed * limbs_of(w) * (buffer_codes + buffer_sums) + threads * room_bytes));
         if (!space) return NO_MEMORY;
         Carver carve{space};
         uint8_t* bytes = carve.take<uint8_t>(decoded);

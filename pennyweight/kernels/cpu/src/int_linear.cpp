@@ -42,11 +42,10 @@ int int_linear(const IntLinear* weights, const LinearArgs* args, int count) {
             take_row(w, a, k.first_token(mb) + i, tok, t, i, k.words, (float*)room, (int8_t*)(room + in.wide));
     };
     const auto run = [&](int id, int64_t u) {
-        units.each(k, u, [&](int64_t tile, int64_t mb0, int64_t mb1) {
-            int64_t i = 0;
-            for (int64_t own; tile >= (own = (weights[i].n + 15) / 16); ++i) tile -= own;
-            run_tile(k, weights[i], args[i], (Tokens*)base_of(id), tile, mb0, mb1, (float*)(room_of(id) + in.row),
-                     WriteRows{weights[i], args[i]});
+        units.each(k, u, [&](int64_t tile, int64_t end, int64_t mb0, int64_t mb1) {
+            const Place at(weights, tile, end);
+            return run_tiles(k, weights[at.weight], args[at.weight], (Tokens*)base_of(id), at.tile, at.end, mb0, mb1,
+                             (float*)(room_of(id) + in.row), WriteRows{weights[at.weight], args[at.weight]});
         });
     };
     run_units(threads, copies > 1, k.token_blocks, units.count, prepare, run);

@@ -30,11 +30,13 @@ struct Finish {
             bias = load16(tail, a.bias_kind, 0);
         }
     }
-    // y of token t of a block, from its sums.
-    PW_INLINE F at(const float* c, const Tokens& tok, int t) const {
-        F y = fmul(fload(c + 16 * t), fset(tok.token_scale[t]));
-        if (scaled) y = fmul(y, scale);
-        return biased ? fadd(y, bias) : y;
+    // Calls put(t, y) with y of each token t of a block, from its sums.
+    template <class Put> PW_INLINE void each(const float* c, const Tokens& tok, int tokens, const Put& put) const {
+        const F s = scale, b = bias;
+        if (scaled && biased) for (int t = 0; t < tokens; ++t) put(t, fadd(fmul(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), s), b));
+        else if (scaled) for (int t = 0; t < tokens; ++t) put(t, fmul(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), s));
+        else if (biased) for (int t = 0; t < tokens; ++t) put(t, fadd(fmul(fload(c + 16 * t), fset(tok.token_scale[t])), b));
+        else for (int t = 0; t < tokens; ++t) put(t, fmul(fload(c + 16 * t), fset(tok.token_scale[t])));
     }
 };
 
@@ -51,9 +53,10 @@ struct WriteRows {
     const IntLinear& w;
     const LinearArgs& a;
     void operator()(const Finish& finish, const float* c, int64_t m, int tokens, int64_t col, const Tokens& tok) const {
-        const int64_t width = std::min<int64_t>(16, w.n - col);
-        for (int t = 0; t < tokens; ++t)
-            store_columns((char*)a.y + ((m + t) * w.n + col) * size_of(w.x), w.x, width, finish.at(c, tok, t));
+        const int64_t width = std::min<int64_t>(16, w.n - col), step = w.n * size_of(w.x);
+        char* out = (char*)a.y + (m * w.n + col) * size_of(w.x);
+        if (width == 16 && w.x == F32) finish.each(c, tok, tokens, [&](int t, F y) { fstore((float*)(out + t * step), y); });
+        else finish.each(c, tok, tokens, [&](int t, F y) { store_columns(out + t * step, w.x, width, y); });
     }
 };
 
@@ -174,47 +177,79 @@ struct InputRoom {
     }
 };
 
+// Whether pairs of tiles are processed together; see micro_pair.
+inline bool in_pairs(const Work& k) {
+    const IntLinear& w = k.w;
+    return PAIRS && every_count(w.bits) && w.act != FLOAT && !k.ones && !w.zero_point && !w.offset && !w.outer && k.smaller >= LEAST_PAIRED;
+}
+
 // How a call is divided into units of work: `grain` tiles times `step` token blocks.
 struct Units {
     int64_t tiles, grain, step, row_units, count;
 
     Units(const Work& k, int64_t tiles_, int threads) : tiles(tiles_) {
         grain = std::max<int64_t>(1, std::min<int64_t>(8, tiles / (threads * 8)));
+        if (in_pairs(k)) grain = (grain + 1) / 2 * 2;
         const int64_t together = std::max<int64_t>(8, INPUT_BYTES / (k.row_bytes(k.most) * k.w.kp));
         step = std::min(k.token_blocks, together);
         row_units = (k.token_blocks + step - 1) / step;
         count = (tiles + grain - 1) / grain * row_units;
     }
-    // Bytes of scratch of run_tile.
-    int64_t room(const Work& k) const { return (step * k.most + k.chunk + (k.w.outer ? 2 * (k.chunk + 1) : 0)) * 64; }
-    // Calls f(tile, mb0, mb1) for the tiles of unit u and its token blocks [mb0, mb1).
+    // Bytes of scratch of run_tiles.
+    int64_t room(const Work& k) const { return (2 * step * k.most + k.chunk + (k.w.outer ? 2 * (k.chunk + 1) : 0)) * 64; }
+    // Calls f(tile, mb0, mb1) for the tiles of unit u and its token blocks [mb0, mb1); f returns how many tiles it did,
+    // which may be one more than the one that it gets.
     template <class Each> void each(const Work& k, int64_t u, const Each& f) const {
         const int64_t first = u / row_units * grain, mb0 = u % row_units * step, mb1 = std::min(k.token_blocks, mb0 + step);
-        for (int64_t tile = first; tile < std::min(tiles, first + grain); ++tile) f(tile, mb0, mb1);
+        const int64_t end = std::min(tiles, first + grain);
+        for (int64_t tile = first; tile < end;) tile += f(tile, end, mb0, mb1);
     }
 };
 
-// One tile of a weight for token blocks [mb0, mb1). room: see Units::room. Calls write(finish, sums, first token, tokens,
-// first column, token block) for each block.
+// Tile `tile` of a weight for token blocks [mb0, mb1), and the next one with it if it is before `end` and if pairs are
+// possible. room: see Units::room. Calls write(finish, sums, first token, tokens, first column, token block) for each
+// block and tile. Returns the number of tiles.
 template <class Write>
-void run_tile(const Work& k, const IntLinear& w, const LinearArgs& a, const Tokens* tokens, int64_t tile, int64_t mb0,
-              int64_t mb1, float* room, const Write& write) {
+int run_tiles(const Work& k, const IntLinear& w, const LinearArgs& a, const Tokens* tokens, int64_t tile, int64_t end,
+              int64_t mb0, int64_t mb1, float* room, const Write& write) {
+    const int64_t sums = (mb1 - mb0) * k.most * 16;
     float* c = room + (k.ones ? k.chunk * 16 : 0);
     const bool once = k.chunk >= k.blocks;  // then the sums of a block are used at once, and need not be kept
-    const Finish finish(w, a, tile * 16);
+    const int count = in_pairs(k) && tile + 1 < end ? 2 : 1;
+    const Finish finish[2] = {{w, a, tile * 16}, {w, a, (tile + count - 1) * 16}};
+    Micro micro = nullptr;
+    MicroPair pair = nullptr;
     for (int64_t b0 = 0; b0 < k.blocks; b0 += k.chunk) {
-        const Tile p = tile_at(k, a, tile, b0, room, c + (mb1 - mb0) * k.most * 16);
-        for (int64_t mb = mb0; mb < mb1; ++mb) {
+        const Tile p[2] = {tile_at(k, a, tile, b0, room, c + 2 * sums), count == 2 ? tile_at(k, a, tile + 1, b0, room, c + 2 * sums) : Tile{}};
+        for (int64_t mb = mb0, last = -1; mb < mb1; ++mb) {
             const Tokens& tok = tokens[mb];
             const int t = k.tokens_in(mb), r = k.rows(t);
             const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r,
                             w.act == FLOAT || w.act_group ? tok.scale + b0 * t : nullptr, tok.value + b0 * t,
                             w.act_group ? tok.zero + b0 * t : tok.token_zero};
-            float* here = c + (once ? 0 : mb - mb0) * k.most * 16;
-            pick(w.bits, k.words ? 0 : k.digits, k.ones && mb == mb0, t)(p, rows, here, b0 == 0);
-            if (b0 + k.chunk >= k.blocks) write(finish, here, k.first_token(mb), t, tile * 16, tok);
+            float* const here[2] = {c + (once ? 0 : mb - mb0) * k.most * 16, c + sums + (once ? 0 : mb - mb0) * k.most * 16};
+            if (t != last || k.ones) {
+                if (count == 2) pair = w.bits == 8 ? pick_pair<8>(t) : pick_pair<4>(t);
+                else micro = pick(w.bits, k.words ? 0 : k.digits, k.ones && mb == mb0, t);
+                last = t;
+            }
+            if (count == 2) pair(p, rows, here, b0 == 0);
+            else micro(*p, rows, *here, b0 == 0);
+            if (b0 + k.chunk >= k.blocks)
+                for (int n = 0; n < count; ++n) write(finish[n], here[n], k.first_token(mb), t, (tile + n) * 16, tok);
         }
     }
+    return count;
 }
+
+// Tile `tile` of several weights counted together: the weight, its own tile, and the end of its tiles or of `end`.
+struct Place {
+    int weight;
+    int64_t tile, end;
+    Place(const IntLinear* weights, int64_t at, int64_t end_) : weight(0), tile(at), end(end_) {
+        for (int64_t own; tile >= (own = (weights[weight].n + 15) / 16); ++weight) tile -= own, end -= own;
+        end = std::min(end, (weights[weight].n + 15) / 16);
+    }
+};
 
 }  // namespace

@@ -200,6 +200,66 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
     PW_UNROLL for (int t = 0; t < T; ++t) fstore(c + 16 * t, sum[t]);
 }
 
+// Two tiles at once for T tokens of one limb: a product needs fewer loads, and more sums hide its latency. For weights
+// without zero points and offsets, and inputs with one scale per token and no zero point. Same bits as `micro`.
+template <int BITS, int T> void micro_pair(const Tile* w, const Rows& x, float* const* c, bool fresh) {
+    F sum[2][T];
+    PW_UNROLL for (int n = 0; n < 2; ++n)
+        PW_UNROLL for (int t = 0; t < T; ++t) sum[n][t] = fresh ? fset(0) : fload(c[n] + 16 * t);
+    const int8_t* xs = x.digits;
+    const uint8_t *one = w[0].codes, *two = w[1].codes;
+    for (int64_t b = 0; b < w->blocks; ++b) {
+        I acc[2][T];
+        PW_UNROLL for (int t = 0; t < T; ++t) acc[0][t] = acc[1][t] = iset(-w->center * x.sums[b * T + t]);
+        const int64_t steps = (b + 1 == w->blocks ? w->tail : w->block) / 32;
+        const auto multiply = [&](B u, B v, const int8_t* at) {
+            PW_UNROLL for (int t = 0; t < T; ++t) {
+                const X value = xload(at + 4 * t);
+                acc[0][t] = dot4<BITS == 8>(acc[0][t], u, value);
+                acc[1][t] = dot4<BITS == 8>(acc[1][t], v, value);
+            }
+        };
+        for (int64_t s = 0; s < steps; ++s) {
+            PW_UNROLL for (int j = 0; j < BITS; ++j) __builtin_prefetch(one + AHEAD + 64 * j), __builtin_prefetch(two + AHEAD + 64 * j);
+            PW_ROLLED for (int at = 0; at < BITS; at += 2) {  // vectors of codes
+                PW_UNROLL for (int j = 0; j < 2; ++j) {
+                    const B u = bload(one + 64 * (at + j)), v = bload(two + 64 * (at + j));
+                    if constexpr (BITS == 8) {
+                        multiply(u, v, xs + 4 * T * j);
+                    } else {
+                        multiply(bmask(u, 15), bmask(v, 15), xs + 4 * T * 2 * j);
+                        multiply(bmask(bright(u, 4), 15), bmask(bright(v, 4), 15), xs + 4 * T * (2 * j + 1));
+                    }
+                }
+                xs += 16 / BITS * 4 * T;
+            }
+            one += 64 * BITS, two += 64 * BITS;
+        }
+        const int64_t group = w->per_scale ? (w->first + b) / w->per_scale * 16 : 0;
+        PW_UNROLL for (int n = 0; n < 2; ++n) {
+            const F scale = w->per_scale ? part16(w[n].scale, group) : fset(1);
+            if (x.scale) {
+                PW_UNROLL for (int t = 0; t < T; ++t) {
+                    const F e = fset(x.scale[b * T + t]);
+                    sum[n][t] = fma(cvt(acc[n][t]), w->per_scale ? fmul(scale, e) : e, sum[n][t]);
+                }
+            } else {
+                PW_UNROLL for (int t = 0; t < T; ++t)
+                    sum[n][t] = w->per_scale ? fma(cvt(acc[n][t]), scale, sum[n][t]) : fadd(cvt(acc[n][t]), sum[n][t]);
+            }
+        }
+    }
+    PW_UNROLL for (int n = 0; n < 2; ++n)
+        PW_UNROLL for (int t = 0; t < T; ++t) fstore(c[n] + 16 * t, sum[n][t]);
+}
+constexpr int LEAST_PAIRED = 4;  // tokens of a block; with fewer a call is memory-bound
+
+using MicroPair = void (*)(const Tile*, const Rows&, float* const*, bool);
+template <int BITS, int T = LEAST_PAIRED> MicroPair pick_pair(int tokens) {
+    if constexpr (!PAIRS || T > TOKENS[0]) return nullptr;
+    else return tokens == T ? &micro_pair<BITS, T> : pick_pair<BITS, T + 1>(tokens);
+}
+
 using Micro = void (*)(const Tile&, const Rows&, float*, bool);
 
 // The kernel for a number of limbs (0: words) and of tokens, from T on; null if there is none.

@@ -4,7 +4,7 @@
 //   X  four bytes of one input row, as dot4 and dot2 take them
 //
 // Each simd_*.h also has the sizes of register blocks. TOKENS: tokens processed together per tile with one, two and
-// three limbs, and with 16-bit words. FLOAT_ROWS and DIRECT_ROWS: rows of x per tile of numbers, and of codes that are
+// three limbs, and with 16-bit words. PAIRS: whether two tiles are processed together for one limb. FLOAT_ROWS and DIRECT_ROWS: rows of x per tile of numbers, and of codes that are
 // decoded directly; FLOAT_TILES and DIRECT_TILES: tiles side by side.
 //
 // A file that includes this one is compiled once per instruction set (see setup.py). Everything is in an anonymous

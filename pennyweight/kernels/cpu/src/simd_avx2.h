@@ -10,6 +10,7 @@ struct F { __m256 v[2]; };
 struct B { __m256i v[2]; };
 using X = __m256i;
 constexpr int TOKENS[] = {4, 2, 1, 4};
+constexpr bool PAIRS = false;
 constexpr int FLOAT_ROWS = 4, DIRECT_ROWS = 2, FLOAT_TILES = 1, DIRECT_TILES = 2;
 
 // One expression of i for each of the two halves. Written out, because loops cost compile time.
@@ -31,6 +32,12 @@ inline int32_t isum(I a) {
     const __m128i t = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
     const __m128i u = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(u, _mm_shuffle_epi32(u, 0xb1)));
+}
+inline int32_t imost(I a) {
+    const __m256i s = _mm256_max_epi32(a.v[0], a.v[1]);
+    const __m128i t = _mm_max_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    const __m128i u = _mm_max_epi32(t, _mm_shuffle_epi32(t, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(u, _mm_shuffle_epi32(u, 0xb1)));
 }
 // The low 16 bits of 16 numbers.
 inline __m256i low16(I a) {

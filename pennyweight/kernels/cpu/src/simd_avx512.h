@@ -11,6 +11,7 @@ struct B { __m512i v; };
 using X = __m512i;  // four bytes of one input row, in every lane
 
 constexpr int TOKENS[] = {8, 6, 4, 12};
+constexpr bool PAIRS = true;  // registers for the sums of two tiles of integer codes
 constexpr int FLOAT_ROWS = 6, DIRECT_ROWS = 4, FLOAT_TILES = 2, DIRECT_TILES = 4;
 
 inline I iset(int32_t a) { return {_mm512_set1_epi32(a)}; }
@@ -22,6 +23,7 @@ inline I imul(I a, I b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline I ishl8(I a) { return {_mm512_slli_epi32(a.v, 8)}; }
 inline I ishr8(I a) { return {_mm512_srai_epi32(a.v, 8)}; }
 inline int32_t isum(I a) { return _mm512_reduce_add_epi32(a.v); }
+inline int32_t imost(I a) { return _mm512_reduce_max_epi32(a.v); }
 inline void istore8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }  // low bytes
 inline void istore16(int16_t* p, I a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(a.v)); }
 inline I iload8s(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }

@@ -24,7 +24,9 @@ struct ConvCase {
         w.scale = one_of<int32_t>({F32, BF16, F16}), w.x = one_of<int32_t>({F32, BF16, F16});
         w.zero_point = one_of<int32_t>({NONE, NONE, I8, U8});
         w.one_scale = sets == 1 && !w.zero_point && chance(4);
-        w.act = one_of<int32_t>({SYMMETRIC, SYMMETRIC, ASYMMETRIC, STATIC});
+        w.act = one_of<int32_t>({SYMMETRIC, SYMMETRIC, ASYMMETRIC, STATIC, FLOAT});
+        if (w.act == FLOAT && w.c == 1) w.act = SYMMETRIC;
+        if (w.act == FLOAT) w.x = F32;
         w.act_lo = one_of<int32_t>({-128, -127, -64}), w.act_hi = w.act_lo == -64 ? 63 : 127;
         w.act_scale = one_of<int32_t>({F32, BF16, F16});
         w.act_floor = 1e-30f, w.act_steps = w.act == ASYMMETRIC ? 255.0f : 127.5f;
@@ -105,7 +107,7 @@ void convolution() {
         {"kp", with([](W& v, A&) { v.c = std::max<int64_t>(v.c, 2), v.channels = v.c, v.kp += 32; })}, {"bits", with([](W& v, A&) { v.bits = 9; })},
         {"center", with([](W& v, A&) { v.center = 256; })}, {"kind of scales", with([](W& v, A&) { v.scale = E8M0; })},
         {"kind of zero points", with([](W& v, A&) { v.zero_point = F32; })}, {"one scale with zero points", with([](W& v, A&) { v.one_scale = 1, v.zero_point = I8; })},
-        {"kind of x", with([](W& v, A&) { v.x = I8; })}, {"act", with([](W& v, A&) { v.act = FLOAT; })}, {"act_hi", with([](W& v, A&) { v.act_hi = 128; })},
+        {"kind of x", with([](W& v, A&) { v.x = I8; })}, {"act", with([](W& v, A&) { v.act = FLOAT, v.x = BF16; })}, {"act of no kind", with([](W& v, A&) { v.act = 4; })}, {"act_hi", with([](W& v, A&) { v.act_hi = 128; })},
         {"kind of scales of activations", with([](W& v, A&) { v.act_scale = NONE; })}, {"n", with([](W&, A& b) { b.n = -1; })},
         {"h", with([](W&, A& b) { b.h = -1; })}, {"groups", with([](W& v, A& b) { b.groups = v.o + 1; })}, {"no groups", with([](W&, A& b) { b.groups = 0; })},
         {"stride", with([](W&, A& b) { b.stride_h = 0; })}, {"dilation", with([](W&, A& b) { b.dilation_w = 0; })}, {"padding", with([](W&, A& b) { b.pad_w = -1; })},

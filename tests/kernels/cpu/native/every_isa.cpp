@@ -16,6 +16,7 @@
 // products of small floats may be added in another order: they must be as near as the kind of the input allows.
 #include <ctime>
 
+#include "attention.h"
 #include "blocks.h"
 #include "conversions.h"
 #include "convolutions.h"
@@ -37,7 +38,7 @@ void on_signal(int number) {
 }
 
 void one_round() {
-    static void (*const every[])() = {int_linear, int_linears, block, float_linear, convolution, packing, streaming, dequantize, quantize, finite, optimizers, probe, choosing};
+    static void (*const every[])() = {int_linear, int_linears, block, float_linear, convolution, packing, streaming, dequantize, quantize, finite, optimizers, attention, rotary, probe, choosing};
     for (const auto f : every)
         for (Place p : {AT_BEGIN, AT_END}) {
             place = p;

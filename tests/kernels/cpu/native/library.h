@@ -24,5 +24,7 @@ int pw_dequantize(const Affine*, void*, void*, void*, void*, const int64_t*, int
 int pw_quantize(const Rounding*, const void*, int64_t, void*, void*, void*, void*, double*, int);
 int pw_ranges(const Affine*, const void*, int64_t, void*, int);
 int pw_finite(const void*, int, int64_t, int);
+int pw_attention(const AttentionArgs*, int);
+int pw_rotary(const RotaryArgs*, int);
 int pw_optim_steps(const OptimJob*, int64_t, int);
 }

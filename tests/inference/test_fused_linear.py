@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
+from pennyweight.inference import fused_linear
 from pennyweight.kernels.cpu import library
-from pennyweight.quantize import fused_linear
-from tests.quantize.test_freeze import SCHEMES
+from tests.inference.test_freeze import SCHEMES
 from tests.tensors import quantized
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason="no native library here")
