@@ -141,8 +141,9 @@ __all__ = [
 
 # Tensors and kernels are imported at once, so that a pickled weight loads and runs. The rest is imported at first use,
 # because it would more than double the import time.
-_MODULES = ("planning.configs", "planning.granularity", "quantize", "inference")
-_MODULES += ("algorithms", "training", "report", "io")
+_MODULES: tuple[str, ...] = (
+    "planning.configs", "planning.granularity", "quantize", "inference", "algorithms", "training", "report", "io",
+)  # fmt: skip
 # Not in __all__: `from pennyweight import *` must not need their library
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 

@@ -38,7 +38,9 @@ class RowwiseParallel(TorchRowwise):
         if act is None or act.mode != "dynamic":
             return
         if (act.spec.block or (-1,)) != (-1,):
-            _require_whole_groups(name, act, -(-module.weight.shape[-1] // device_mesh.size()))
+            weight: Any = module.weight
+            width = int(weight.shape[-1])
+            _require_whole_groups(name, act, -(-width // device_mesh.size()))
             return
         if (act.rule or default_rule(act.spec)) not in BY_RANGE or not isinstance(act.spec.scale, torch.dtype):
             raise ValueError(
