@@ -247,3 +247,78 @@ def test_static_inputs_with_a_zero_point() -> None:
     w = make("row", (48, 96), torch.float32, ASYMMETRIC_STATIC)
     w = w.with_(act_scale=torch.tensor([0.04]), act_zero_point=torch.tensor([5], dtype=torch.int8)).to_layout("cpu")
     check(one(48, 96, Layer(w)), random(1, 5, 96), 1e-6)
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.layers[0].weight._codes.resize_(1),
+        lambda s: s.layers[0].weight._scale.resize_(1),
+        lambda s: s.layers[0].weight._codes.untyped_storage().resize_(0),
+        lambda s: setattr(s.layers[0].bias, "data", torch.randn(9)),
+        lambda s: setattr(s.layers[0].bias, "data", torch.randn(48, dtype=torch.bfloat16)),
+        lambda s: setattr(s.norm.weight, "data", torch.randn(95)),
+    ],
+)
+def test_a_parameter_that_changed_is_refused(change: Any) -> None:
+    w = layer(48, 96)
+    step = LinearStep(0, (Layer(w.weight.clone(), w.bias),), (1,), norm("rms", 96))
+    block, x = compiled(Steps((step,), (96, 48), torch.float32)), random(1, 3, 96)
+    before = run(block, x)
+    w.bias.add_(1)  # type: ignore[union-attr]  # changes in place are seen
+    assert torch.allclose(run(block, x), before + 1, atol=1e-5)
+    change(step)
+    with pytest.raises(ArgumentError):
+        block.run(x, Call())
+
+
+def test_calls_that_others_must_see_are_left_to_the_caller() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    block, x = compiled(one(48, 96, layer(48, 96))), random(1, 3, 96)
+    assert block.run(x.double(), Call()) is None
+    assert block.run(x.to("meta"), Call()) is None
+    assert block.run(torch._neg_view(x), Call()) is None
+    assert block.run(x.clone().requires_grad_(), Call()) is None
+    with torch.no_grad():
+        assert block.run(x.clone().requires_grad_(), Call()) is not None
+    with FakeTensorMode():
+        assert block.run(torch.empty(1, 3, 96), Call()) is None
+    with FlopCounterMode(display=False):
+        assert block.run(x, Call()) is None
+    seen = []
+    torch.func.vmap(lambda x: seen.append(block.run(x, Call())) or x)(x[None])
+    assert seen == [None]
+    assert torch.equal(run(block, x.transpose(0, 1).contiguous().transpose(0, 1)), run(block, x))
+
+
+def test_reasons() -> None:
+    """What the native library cannot run, with the reason; steps that contradict themselves are errors."""
+    float_weight = compile_steps(one(8, 16, Layer(torch.zeros(8, 16))))
+    assert isinstance(float_weight, str)
+    assert "step 0 (LinearStep): needs a quantized weight" in float_weight
+    w = make("row", (8, 16), torch.float32)
+    assert "layout" in str(compile_steps(one(8, 16, Layer(w))))
+    order = w.to_layout("cpu").with_(perm=torch.arange(16, dtype=torch.int32))
+    assert "not permuted" in str(compile_steps(one(8, 16, Layer(order))))
+    packed = layer(8, 16)
+    assert "float64" in str(compile_steps(one(8, 16, packed, torch.float64)))
+    half = LinearStep(0, (layer(40, 16),), (1,), gated=True)
+    assert "whole tiles" in str(compile_steps(Steps((half,), (16, 20), torch.float32)))
+    mixed = LinearStep(0, (layer(8, 16), layer(8, 16, "int4")), (1,), gated=True)
+    assert "alike" in str(compile_steps(Steps((mixed,), (16, 8), torch.float32)))
+    wrong = {
+        "a weight": (LinearStep(0, (layer(8, 15),), (1,)),), "outputs of": (LinearStep(0, (layer(9, 16),), (1,)),),
+        "a residual of": (LinearStep(0, (packed,), (1,), residual=0),),
+        "same size": (LinearStep(0, (packed,) * 3, (1,), gated=True),),
+        "there are": (LinearStep(0, (packed,), (2,)),), "writes to the input": (NormStep(0, 0, Norm("rms", 0.1)),),
+        "writes the output": (), "of the norm": (LinearStep(0, (packed,), (1,), norm("rms", 15)),),
+        "before it is written": (NormStep(1, 1, Norm("rms", 0.1)),),
+    }  # fmt: skip
+    for message, steps in wrong.items():
+        with pytest.raises(ArgumentError, match=message if steps else "needs steps"):
+            compile_steps(Steps(steps, (16, 8), torch.float32))

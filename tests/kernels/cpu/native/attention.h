@@ -144,14 +144,24 @@ void attention() {
     });
 }
 
+struct NormCase {
+    RowNorm n = {};
+    Room weight, bias;
+    explicit NormCase(int64_t width)
+        : n{nullptr, nullptr, (int32_t)below(3), one_of<int32_t>({NONE, F32, BF16, F16}), one_of<int32_t>({NONE, F32, BF16, F16}), 1e-5f, chance(2) ? 1.0f : 0.0f},
+          weight(numbers(n.weight_kind, width)), bias(numbers(n.bias_kind, width)) {
+        n.weight = weight.pointer(), n.bias = bias.pointer();
+    }
+};
+
 void rotary() {
     const Heads h;
     RotaryArgs a = {};
     a.batch = h.batch, a.tokens = h.tokens, a.heads = h.heads, a.shared = h.shared, a.size = h.size, a.past = below(20);
     a.cache_kind = one_of<int32_t>({F32, BF16, F16});
     a.rotation = a.size > 1 ? one_of<int32_t>({UNROTATED, HALVES, INTERLEAVED}) : (int32_t)UNROTATED;
-    a.q_norm = one_of<int32_t>({NO_NORM, LAYER_NORM, RMS_NORM}), a.k_norm = one_of<int32_t>({NO_NORM, LAYER_NORM, RMS_NORM});
-    a.q_eps = 1e-5f, a.k_eps = 1e-6f;
+    const NormCase q_norm(a.size), k_norm(a.size);
+    a.q_norm = q_norm.n, a.k_norm = k_norm.n;
     a.q_stride = a.heads * a.size + below(5), a.k_stride = a.shared * a.size + below(5), a.v_stride = a.shared * a.size;
     const int64_t rows = a.batch * a.tokens;
     lay_out(a.key_strides, a.shared, a.past + a.tokens, a.size);
@@ -168,16 +178,10 @@ void rotary() {
         sin = std::make_unique<Room>(numbers(a.angle_kind, extent({a.batch, a.tokens}, a.sin_strides) + a.rotated - 1));
         a.cos = cos->data(), a.sin = sin->data();
     }
-    std::vector<std::unique_ptr<Room>> parts;
-    for (const float** part : {&a.q_weight, &a.q_bias, &a.k_weight, &a.k_bias})
-        if (chance(2)) {
-            parts.push_back(std::make_unique<Room>(numbers(F32, a.size)));
-            *part = (const float*)parts.back()->data();
-        }
     a.q = (float*)q.data(), a.k = (const float*)k.data(), a.v = (const float*)v.data(), a.keys = keys.data(), a.values = values.data();
     char what[160];
     snprintf(what, sizeof what, "pw_rotary %ld x %ld heads %d of %d size %d past %ld rotation %d of %d kinds %d %d norms %d %d", (long)a.batch, (long)a.tokens, a.heads,
-             a.shared, a.size, (long)a.past, a.rotation, a.rotated, a.cache_kind, a.angle_kind, a.q_norm, a.k_norm);
+             a.shared, a.size, (long)a.past, a.rotation, a.rotated, a.cache_kind, a.angle_kind, a.q_norm.kind, a.k_norm.kind);
     compare(what, {{q, F32, 0, before}, {keys, a.cache_kind}, {values, a.cache_kind}}, [&](int threads) { return pw_rotary(&a, threads); });
     const auto broken = [&](const std::function<void(RotaryArgs&)>& change, int threads = 1) {
         return [&a, change, threads] {
@@ -192,7 +196,7 @@ void rotary() {
         {"size", broken([](RotaryArgs& b) { b.size = 1025; })}, {"past", broken([](RotaryArgs& b) { b.past = -1; })},
         {"stride", broken([](RotaryArgs& b) { b.k_stride = -1; })}, {"cache_kind", broken([](RotaryArgs& b) { b.cache_kind = U8; })},
         {"rotation", broken([](RotaryArgs& b) { b.rotation = 3; })}, {"odd", broken([](RotaryArgs& b) { b.rotation = HALVES, b.angle_kind = F32, b.rotated = 1; })},
-        {"angle_kind", broken([](RotaryArgs& b) { b.rotation = HALVES, b.angle_kind = U8; })}, {"norm", broken([](RotaryArgs& b) { b.q_norm = 3; })},
+        {"angle_kind", broken([](RotaryArgs& b) { b.rotation = HALVES, b.angle_kind = U8; })}, {"norm", broken([](RotaryArgs& b) { b.q_norm.kind = 3; })},
         {"no q", broken([](RotaryArgs& b) { b.q = nullptr; })}, {"no k", broken([](RotaryArgs& b) { b.k = nullptr; })}, {"no v", broken([](RotaryArgs& b) { b.v = nullptr; })},
         {"no keys", broken([](RotaryArgs& b) { b.keys = nullptr; })}, {"no values", broken([](RotaryArgs& b) { b.values = nullptr; })},
     });
