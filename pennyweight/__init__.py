@@ -17,7 +17,7 @@ from .kernels import explain
 
 if TYPE_CHECKING:
     from .algorithms import calibrate, improve, sample, search, sparsify_
-    from .inference import FrozenLinear, freeze_, fuse_, thaw_, together
+    from .inference import FrozenLinear, Recommendation, freeze_, fuse_, recommend, thaw_, together
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, quantize_checkpoint, save, unflatten
     from .planning.configs import *  # noqa: F403
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
         PerformanceWarning,
         Plan,
         PlanError,
-        Recommendation,
         Report,
         Scheme,
         dequantize_,
         plan,
         quantize_,
-        recommend,
         register_quantize_module_handler,
     )
     from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify

@@ -4,5 +4,9 @@ from .check_block import CheckError, checked
 from .freeze import FrozenLinear, freeze_, thaw_
 from .fuse import FusedBlock, fuse_
 from .fused_linear import together
+from .recommend_config import Candidate, Recommendation, recommend
 
-__all__ = ["CheckError", "FrozenLinear", "FusedBlock", "checked", "freeze_", "fuse_", "thaw_", "together"]
+__all__ = [
+    "Candidate", "CheckError", "FrozenLinear", "FusedBlock", "Recommendation", "checked", "freeze_", "fuse_",
+    "recommend", "thaw_", "together",
+]  # fmt: skip

@@ -8,9 +8,8 @@ from ..planning.plan import Plan, plan
 from ..planning.report import Latency, Report, Row
 from ..planning.scheme import Scheme
 from .pipeline import dequantize_, quantize_
-from .recommend_config import Candidate, Recommendation, recommend
 
 __all__ = [
-    "AOBaseConfig", "Candidate", "FqnToConfig", "Latency", "PerformanceWarning", "Plan", "PlanError", "Recommendation",
-    "Report", "Row", "Scheme", "dequantize_", "plan", "quantize_", "recommend", "register_quantize_module_handler",
+    "AOBaseConfig", "FqnToConfig", "Latency", "PerformanceWarning", "Plan", "PlanError", "Report", "Row", "Scheme",
+    "dequantize_", "plan", "quantize_", "register_quantize_module_handler",
 ]  # fmt: skip

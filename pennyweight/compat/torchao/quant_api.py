@@ -117,8 +117,8 @@ def autoquant(
     ``example_input`` determines the number of rows; ``min_sqnr`` in dB rejects larger errors. Other arguments are
     torchao's and ignored. Raises ValueError without an example input: torchao uses the first call's instead.
     """
+    from ...inference.recommend_config import recommend
     from ...planning.configs import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
-    from ...quantize.recommend_config import recommend
 
     if example_input is None:
         raise ValueError(

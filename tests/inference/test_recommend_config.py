@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.core.tensor import AffineQuantizedTensor
+from pennyweight.inference import Candidate, recommend_config
+from pennyweight.inference.recommend_config import best, fastest_per_layer, verdict
+from pennyweight.kernels.cpu import library
 from pennyweight.planning import layer_timing
 from pennyweight.planning.configs.aliases import FASTEST
 from pennyweight.planning.module_handlers import HANDLERS
 from pennyweight.planning.plan import PlanRow
-from pennyweight.quantize import Candidate, Latency, recommend_config
-from pennyweight.quantize.recommend_config import best, fastest_per_layer, verdict
+from pennyweight.quantize import Latency
 
 INT8, DYNAMIC, INT4 = pw.Int8WeightOnlyConfig(), pw.Int8DynamicActivationInt8WeightConfig(), pw.Int4WeightOnlyConfig(32)
 
@@ -386,3 +388,16 @@ def test_for_real(quick: None) -> None:
     assert found.chosen.error <= 0.05
     if found.config is not None:
         pw.quantize_(model, found.config)
+
+
+@pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
+def test_candidates_are_timed_with_fused_blocks(quick: None) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 5, 64)
+    plain, fused = (pw.recommend(model, x, candidates=[DYNAMIC], fuse=fuse).candidates[1] for fuse in (False, True))
+    assert (plain.fused, fused.fused) == (0, 2)
+    assert fused.speed
+    assert fused.note == "2 blocks fused"
+    assert (fused.error or math.inf) < 1.5 * (plain.error or 0)
+    assert not any(isinstance(p, AffineQuantizedTensor) for p in model.parameters())

@@ -24,7 +24,8 @@ from ..planning.module_handlers import HANDLERS
 from ..planning.plan import plan
 from ..planning.report import NOISE, size
 from ..planning.run_batch import run_batch
-from .pipeline import quantize_
+from ..quantize.pipeline import quantize_
+from .fuse import FusedBlock, fuse_
 
 SECONDS = 0.5  # to time one candidate against float
 TURN = 0.05  # seconds of consecutive calls of one model, so that a model that fits into a cache stays there, as in use
@@ -43,6 +44,7 @@ def recommend(
     max_error: float | None = None,
     candidates: Sequence[AOBaseConfig | str] | None = None,
     seconds: float = SECONDS,
+    fuse: bool = False,
 ) -> Recommendation:
     """The fastest config for this model, these inputs and this machine within the bounds.
 
@@ -52,6 +54,7 @@ def recommend(
     candidates      configs to try; default: int8 dynamic and weight-only, int4 in groups of 128 and 32, int8 dynamic
                     on int4. The unchanged model is always a candidate
     seconds         to time each candidate
+    fuse            run quantized candidates with :func:`~pennyweight.fuse_`, as the model will be run then
 
     A mixed-precision config is tried last: each linear layer gets the fastest config at the numbers of rows of its
     calls, float included; if the result is too large, float is excluded. Among the candidates within 5 % of the fastest
@@ -66,7 +69,7 @@ def recommend(
     if not all(isinstance(c, AOBaseConfig) for c in configs):
         raise ValueError(f"candidates are configs such as Int8WeightOnlyConfig(), got {configs!r}")
     with torch.inference_mode(False), torch.no_grad():
-        trial = _Trial(model, example_inputs, max_bytes, max_error, seconds)
+        trial = _Trial(model, example_inputs, max_bytes, max_error, seconds, fuse)
         found = [trial.floating(), *(trial.run(config) for config in configs)]
         for config, name in trial.mixtures(found[1:]):
             found.append(trial.run(config, name))
@@ -80,9 +83,9 @@ class _Trial:
     """One model, its reference outputs, and the bounds."""
 
     def __init__(
-        self, model: nn.Module, inputs: Any, max_bytes: int | None, max_error: float | None, seconds: float
+        self, model: nn.Module, inputs: Any, max_bytes: int | None, max_error: float | None, seconds: float, fuse: bool
     ) -> None:
-        self.model, self.inputs, self.seconds = model, inputs, seconds
+        self.model, self.inputs, self.seconds, self.fuse = model, inputs, seconds, fuse
         self.max_bytes, self.max_error = max_bytes, max_error
         self.base = _copy(model, None)
         self.rows, output = layer_calls(self.base, lambda: self.call(self.base))
@@ -112,6 +115,9 @@ class _Trial:
         except PlanError as error:
             out.why = f"cannot be applied: {error}"
             return out
+        if self.fuse:
+            fuse_(model, self.inputs)
+            out.fused = sum(isinstance(module, FusedBlock) for module in model.modules())
         out.nbytes, out.error = _nbytes(model), _error(self.exact, _floats(self.call(model)))
         out.why = self._misfit(out)
         if out.fits:
@@ -246,6 +252,7 @@ class Candidate:
     seconds        minimum time of one call; float_seconds: that of the unchanged model in the same rounds;
                    None: not timed, because it is outside the bounds
     why            the reason if it is outside the bounds or could not be tried
+    fused          blocks that run as one native call, if ``fuse`` was given
     """
 
     name: str
@@ -255,10 +262,15 @@ class Candidate:
     seconds: float | None = None
     float_seconds: float | None = None
     why: str = ""
+    fused: int = 0
 
     @property
     def fits(self) -> bool:
         return not self.why
+
+    @property
+    def note(self) -> str:
+        return self.why or (f"{self.fused} blocks fused" if self.fused else "")
 
     @property
     def speed(self) -> float | None:
@@ -317,7 +329,7 @@ class Recommendation:
         for c in self.candidates:
             error, sqnr = ("", "") if c.error is None else (f"{c.error:.2g}", f"{c.sqnr:.1f}")
             time, speed = ("", "") if c.seconds is None else (f"{c.seconds * 1e3:.3g}", f"{c.speed:.2f}x")
-            cells = ("→" if c is self.chosen else "", c.name, size(c.nbytes), error, sqnr, time, speed, c.why)
+            cells = ("→" if c is self.chosen else "", c.name, size(c.nbytes), error, sqnr, time, speed, c.note)
             table.add_row(*map(Text, cells))
         out = StringIO()
         Console(file=out, width=120).print(table)
