@@ -21,7 +21,7 @@ from setuptools.errors import BaseError, CCompilerError, CompileError, PlatformE
 SOURCE = Path("pennyweight/kernels/cpu/src")
 LIBRARY = "pennyweight.kernels.cpu._native"
 OFF = ".off"  # suffix of the file that stands in for the library after PENNYWEIGHT_NATIVE=0
-PARTS = ("int_linear", "float_linear", "conversions")  # files of SOURCE, the slowest to compile first
+PARTS = ("int_linear", "float_linear", "convolution", "conversions")  # files of SOURCE, the slowest to compile first
 
 
 class Isa(NamedTuple):
@@ -40,14 +40,14 @@ SCALAR = Isa("", ["-O1"])
 ISAS = {
     "x86_64": {
         "avx512": Isa("scalar", AVX512),
-        "avx512_vnni": Isa("avx512", VNNI512, ("int_linear",)),
+        "avx512_vnni": Isa("avx512", VNNI512, ("int_linear", "convolution")),
         "avx512_bf16": Isa("avx512_vnni", [*VNNI512, "-mavx512vbmi", "-mavx512bf16"], ("float_linear",)),
         "avx2": Isa("scalar", AVX2),
-        "avx_vnni": Isa("avx2", [*AVX2, "-mavxvnni"], ("int_linear",)),
+        "avx_vnni": Isa("avx2", [*AVX2, "-mavxvnni"], ("int_linear", "convolution")),
     },
     "aarch64": {
         "neon_dotprod": Isa("scalar", ["-march=armv8.2-a+dotprod+fp16"]),
-        "neon_i8mm": Isa("neon_dotprod", ["-march=armv8.2-a+dotprod+fp16+i8mm"], ("int_linear",)),
+        "neon_i8mm": Isa("neon_dotprod", ["-march=armv8.2-a+dotprod+fp16+i8mm"], ("int_linear", "convolution")),
     },
 }
 # No FMA contraction, so that every instruction set rounds alike. Only the symbols exported by dispatch.cpp are visible.

@@ -2,7 +2,7 @@
 
     python benchmarks/linear.py                          # 4096x4096; 1, 16 and 128 rows
     python benchmarks/linear.py --full --json out.json   # all shapes and rows
-    python benchmarks/linear.py --report out.json [llm.json]   # writes docs/benchmarks.md; measures nothing
+    python benchmarks/linear.py --report out.json        # the sections of docs/benchmarks.md; measures nothing
 
 Every competitor is visited in turn, round after round (A B C A B C ...), families with thread pools of their own in
 processes of their own, one of them active at a time. A visit is the median of the calls that fit into it; what counts
@@ -71,6 +71,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--peers", help=f"families, of {', '.join(FAMILIES)}; all by default")
     p.add_argument("--only", default="", help="parts of competitors' names, with commas between; bf16 F.linear stays")
     p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--realtime", action="store_true", help="visits take precedence over other processes; needs root")
     p.add_argument("--visit-ms", type=float, default=30)
     p.add_argument("--cell-seconds", type=float, default=1.2, help="a slower competitor gets fewer rounds")
     p.add_argument("--extra-rounds", type=int, default=3, help="at most, where neighbours took part of the processor")
@@ -101,6 +102,8 @@ def main() -> None:
 
         return write(*(json.loads(path.read_text()) for path in o.report))
     console, begin = Console(width=140), time.perf_counter()
+    if o.realtime:
+        os.environ[machine.REALTIME] = "1"  # inherited by the workers
     pool = Pool(list(dict.fromkeys(["limits", "torch", *o.peers])), o.threads)
     for family, why in pool.missing.items():
         console.print(f"{family} is left out: {why}")

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,32 @@ class Others:
             fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
             busy -= sum(map(int, fields[11:13]))  # utime, stime
         return busy / os.sysconf("SC_CLK_TCK")
+
+
+REALTIME = "PENNYWEIGHT_BENCH_REALTIME"  # set: visits take precedence over all other processes; needs root, and Linux
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """All threads of this process, those that start meanwhile too, run before those of other processes, if the
+    environment has `REALTIME`. Linux leaves the others 5 % of the time.
+
+    A thread that waits at a barrier gives way, and would come back milliseconds later under any niceness.
+    """
+    if not os.environ.get(REALTIME):
+        yield
+        return
+    _schedule(os.SCHED_RR, 10)
+    try:
+        yield
+    finally:
+        _schedule(os.SCHED_OTHER, 0)
+
+
+def _schedule(policy: int, priority: int) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it ended
+            os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
 
 
 def _read(path: str | Path) -> str:

@@ -30,15 +30,6 @@ COMPETITORS = """\
 Microseconds (fraction of the limit), and the largest error. Missing entries were rejected, failed or exceeded their
 error bound; see below."""
 
-LLM = """\
-0.85 B parameters (hidden 2048, 16 layers, ffn 5632, 32 heads, 8 key-value heads, vocabulary 32000), random
-weights, bf16. A prompt of 128 tokens, then 16 tokens one by one; transformers in eager mode (pennyweight after
-`freeze_`), llama.cpp through llama-cpp-python. {rounds} rounds in turn, one process at a time; the second best
-run counts. In brackets the fraction of the limit: reading the linear weights once per token; computing at the
-measured peak for a prompt ({limits}). The head is computed for the last token only. Logits error: relative to
-bf16's, on random weights, which amplify it. Disk to disk: from the bf16 file to the quantized one; next to it the
-time to read the one and write the same bytes as the other (files in the page cache)."""
-
 HELD = """\
 All libraries are limited to the older instruction set by their own switches; fbgemm has no working one and runs
 on the newest. oneDNN's int8 products without VNNI (`_int_mm`, `quantize_dynamic onednn`) saturate: with all codes 127
@@ -59,8 +50,3 @@ Reasons:
   and pages of 2 MB. Reading a weight of 1536 x 1536 takes 30 to 60 µs, of which the call takes 7.
 - From 64 rows int8-dynamic reaches 0.85 to 0.93 of the processor's int8 peak, and so do fbgemm and oneDNN: the
   processor cannot be a quarter faster than the fastest peer."""
-
-LLM_SHORT = """\
-For one token, transformers' own thousand operators (norms, rotary embedding, cache) take as long as the linear layers,
-which run at memory bandwidth. llama.cpp does not have this overhead, so 1.2 times its speed is out of reach in eager
-mode: at the measured bandwidth the weights alone take five sixths of its time per token."""

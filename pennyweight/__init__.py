@@ -17,12 +17,12 @@ from .kernels import explain
 
 if TYPE_CHECKING:
     from .algorithms import calibrate, improve, sample, search, sparsify_
+    from .inference import FrozenLinear, freeze_, fuse_, thaw_, together
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, quantize_checkpoint, save, unflatten
     from .planning.configs import *  # noqa: F403
     from .planning.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .quantize import (
-        FrozenLinear,
         PerformanceWarning,
         Plan,
         PlanError,
@@ -30,13 +30,10 @@ if TYPE_CHECKING:
         Report,
         Scheme,
         dequantize_,
-        freeze_,
         plan,
         quantize_,
         recommend,
         register_quantize_module_handler,
-        thaw_,
-        together,
     )
     from .report import Comparison, Golden, Verification, assert_kl, compare, golden, load, verify
     from .training import QATConfig, distillation_loss, enable_fake_quant
@@ -112,6 +109,7 @@ __all__ = [
     "float8_weight_only",
     "fpx_weight_only",
     "freeze_",
+    "fuse_",
     "get_format",
     "golden",
     "improve",
@@ -143,7 +141,9 @@ __all__ = [
 
 # Tensors and kernels are imported at once, so that a pickled weight loads and runs. The rest is imported at first use,
 # because it would more than double the import time.
-_MODULES = ("planning.configs", "planning.granularity", "quantize", "algorithms", "training", "report", "io")
+_MODULES: tuple[str, ...] = (
+    "planning.configs", "planning.granularity", "quantize", "inference", "algorithms", "training", "report", "io",
+)  # fmt: skip
 # Not in __all__: `from pennyweight import *` must not need their library
 _ADAPTERS = {"PennyweightConfig": "integrations.transformers"}
 

@@ -36,6 +36,8 @@ SPECS = {
 }
 REORDERED = {"int4_perm": torch.int32, "uint4_perm": torch.int64, "int8_perm": torch.int32, "nf4_perm": torch.int64}
 INT8_TOKEN = ActivationSpec(QuantSpec(INT8, (-1,)))
+INT8_GROUPS = ActivationSpec(QuantSpec(INT8, (32,)))
+INT8_GROUPS_ASYMMETRIC = ActivationSpec(QuantSpec(INT8, (64,), zero_point=True))
 UINT8_TOKEN = ActivationSpec(QuantSpec(UINT8, (-1,), zero_point=True))
 INT8_STATIC = ActivationSpec(QuantSpec(INT8, None), "static")
 

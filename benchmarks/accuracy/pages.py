@@ -62,6 +62,8 @@ PAGES: dict[str, tuple[Pair, ...]] = {
                Pair("mixed 3.15 auto tune", "int3 g128 zero point auto"), Pair("mixed 2.75 auto tune"),
                Pair("mixed 2.3 auto tune", "int2 g64 zero point auto")),
 }  # fmt: skip
+# Algorithms without a section, and why.
+UNMEASURED = {"fold": "no model of these benchmarks has a batch norm; the function stays, to float rounding"}
 
 
 def section(results: Results, page: str, source: str = "accuracy.md") -> str:

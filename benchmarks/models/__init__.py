@@ -1,1 +1,1 @@
-"""Whole language models for `llm.py`: through transformers, and through llama.cpp."""
+"""Whole models on a CPU, through pennyweight and through what else users would take; see __main__.py."""

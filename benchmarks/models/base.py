@@ -1,4 +1,4 @@
-"""What a way to run the model is, and what is timed of it."""
+"""What a way to run a model is, what it is asked to do, and how one visit is timed."""
 
 from __future__ import annotations
 
@@ -9,49 +9,77 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-HIDDEN, LAYERS, FFN, HEADS, KV_HEADS, VOCAB = 2048, 16, 5632, 32, 8, 32000
-PROMPT, DECODED = 128, 16  # tokens
-DECODE_SECONDS = 1.5  # a slower way decodes fewer tokens a visit, at least one
+import torch
+from torch import Tensor
+
+from benchmarks.peers.base import WARM_SECONDS
+from benchmarks.peers.worker import SLOW_SECONDS
+
+TASKS = ("forward", "prompt", "decode", "first token", "file to file")
 
 
-def tokens(n: int) -> list[int]:
-    """The same token numbers for all, spread over the vocabulary."""
-    return [(7919 * i + 13) % VOCAB for i in range(n)]
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: a model and what it does.
+
+    task     forward       one call; `tokens` of a text, 0 for images and sound
+             prompt        logits after a prompt of `tokens`
+             decode        one token more for each sequence, after a prompt of `tokens`
+             first token   load from the quantized file, logits after one token
+             file to file  from the float file to the quantized one
+    batch    sequences or images
+    cache    "plain" or "int8": keys and values
+    wanted   by bits: the speed wanted, relative to the fastest peer at the same bits
+    """
+
+    name: str
+    model: str
+    task: str = "forward"
+    batch: int = 1
+    tokens: int = 0
+    cache: str = "plain"
+    wanted: tuple[tuple[int, float], ...] = ()
 
 
-def linear_elements() -> tuple[int, int]:
-    """Weights of linear layers: in the blocks, and in the head."""
-    kv = HIDDEN * KV_HEADS // HEADS
-    return LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 3 * HIDDEN * FFN), HIDDEN * VOCAB
+class Bound(Protocol):
+    """A loaded model with the input of a case."""
 
+    def output(self) -> Tensor:
+        """What is compared with float, as float32."""
 
-class Model(Protocol):
-    """A loaded model with one sequence."""
-
-    def prompt(self, numbers: list[int]) -> Any:
-        """Start anew with these tokens; logits after the last, [vocab]."""
-
-    def step(self, number: int) -> Any:
-        """One more token; logits after it."""
+    def step(self) -> None:
+        """What is timed."""
 
 
 @dataclass
 class Loaded:
-    """A model, the bytes of its files or parts, and what it cost: seconds by name."""
+    """A model ready to run.
 
-    model: Model
-    nbytes: int
-    costs: dict[str, float] = field(default_factory=dict)
+    bind    case -> Bound
+    nbytes  of its file or parts; 0 where not known
+    detail  what became of it, where that is not always the same
+    """
+
+    bind: Callable[[Case], Bound]
+    nbytes: int = 0
+    detail: str = ""
+
+
+def any_case(case: Case) -> bool | str:
+    return True
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run the model.
+    """One way to run some of the models.
 
-    stored_bits  of a weight of a linear layer, scales included
-    arithmetic   "int8", "bf16" or "fp32": the peak that bounds the prompt
-    bound        greatest relative error of the logits, against bf16, that is not a fault
-    load         (folder of the bf16 model, threads) -> Loaded
+    bits         of a weight of a linear layer or convolution; ways are compared at equal bits
+    stored_bits  of such a weight, scales included: what must be read
+    arithmetic   "int8", "bf16" or "fp32": the peak that bounds its products
+    bound        greatest error that is not a fault
+    models       their names
+    load         (folder of the model's files, threads) -> Loaded
+    accepts      case -> True, or the sentence that refuses
     """
 
     name: str
@@ -60,38 +88,76 @@ class Way:
     stored_bits: float
     arithmetic: str
     bound: float
+    models: tuple[str, ...]
     load: Callable[[Path, int], Loaded]
+    accepts: Callable[[Case], bool | str] = any_case
 
 
-def visit(model: Model) -> tuple[float, float]:
-    """(seconds of a prompt, median seconds of a token after it)."""
-    clock, numbers = time.perf_counter, tokens(PROMPT + DECODED)
-    model.prompt(numbers[:PROMPT])  # the threads of the process visited before come to rest
-    begin = clock()
-    model.prompt(numbers[:PROMPT])
-    prompt = clock() - begin
+def mean_error(y: Tensor, reference: Tensor) -> float:
+    """mean |y − reference| / mean |reference|; inf where y is not finite or has another shape."""
+    if y.shape != reference.shape:
+        return float("inf")
+    error = float((y.double() - reference.double()).abs().mean() / reference.double().abs().mean())
+    return error if error == error else float("inf")  # noqa: PLR0124
+
+
+MOST_STEPS = 16  # of a visit: a decoding model's context grows by one token with each
+
+
+def visit(step: Callable[[], Any], seconds: float, warm: bool) -> float:
+    """Median seconds of a step. `warm` runs untimed steps first: the threads of the process visited before spin for
+    some milliseconds more."""
+    clock = time.perf_counter
+    if warm:
+        end = clock() + WARM_SECONDS
+        while clock() < end:
+            step()
     times: list[float] = []
-    for number in numbers[PROMPT:]:
+    while not times or (sum(times) < seconds and len(times) < MOST_STEPS):
         before = clock()
-        model.step(number)
+        step()
         times.append(clock() - before)
-        if sum(times) > DECODE_SECONDS:
-            break
-    return prompt, median(times)
+    return median(times)
 
 
-def read_and_write(source: list[Path], nbytes: int, scratch: Path) -> dict[str, float]:
-    """Seconds to read files whole, and to write so many bytes: what no way of quantizing files can beat."""
-    begin, buffer = time.perf_counter(), bytearray(1 << 24)
-    for path in source:
-        with path.open("rb", buffering=0) as f:
-            while f.readinto(buffer):
-                pass
-    read = time.perf_counter() - begin
-    begin = time.perf_counter()
-    with scratch.open("wb", buffering=0) as f:
-        for at in range(0, nbytes, len(buffer)):
-            f.write(memoryview(buffer)[: min(len(buffer), nbytes - at)])
-    write = time.perf_counter() - begin
-    scratch.unlink()
-    return {"read": read, "write": write}
+@dataclass
+class Timer:
+    """Visits to one bound case; slow steps need no warm-up, the disturbance is lost in them."""
+
+    bound: Bound
+    took: float = field(default=0.0)
+
+    def visit(self, seconds: float) -> float:
+        self.took = visit(self.bound.step, seconds, self.took < SLOW_SECONDS)
+        return self.took
+
+
+@dataclass(frozen=True)
+class Call:
+    """A case whose step is one call, without a state."""
+
+    run: Callable[[], Any]
+    read: Callable[[Any], Tensor]
+
+    def output(self) -> Tensor:
+        return self.read(self.run())
+
+    def step(self) -> None:
+        self.run()
+
+
+class Inputs:
+    """Inputs of a model, by case, and for calibration; written once, read by every way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "inputs.pt"
+
+    def write(self, by_case: dict[str, tuple[Tensor, ...]], calibration: list[tuple[Tensor, ...]]) -> None:
+        torch.save({"cases": by_case, "calibration": calibration}, self.path)
+
+    def of(self, case: Case) -> tuple[Tensor, ...]:
+        return torch.load(self.path)["cases"][case.name]
+
+    @property
+    def calibration(self) -> list[tuple[Tensor, ...]]:
+        return torch.load(self.path)["calibration"]

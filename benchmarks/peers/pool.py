@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from . import FAMILIES, worker
+from . import FAMILIES, Family, worker
 
 PATIENCE = 600  # seconds; a worker that answers later is taken for dead
 
@@ -23,10 +23,14 @@ class Died(Exception):
 class Pool:
     """Workers by family. `missing` says which could not be started, and what to install.
 
-    serve   family -> what its process runs, as serve(connection, family, threads); peers/worker.py by default
+    serve     family -> what its process runs, as serve(connection, family, threads); peers/worker.py by default
+    registry  what the families need; those of one layer by default
     """
 
-    def __init__(self, families: list[str], threads: int, serve: dict[str, Callable[..., None]] | None = None) -> None:
+    def __init__(
+        self, families: list[str], threads: int, serve: dict[str, Callable[..., None]] | None = None,
+        registry: dict[str, Family] = FAMILIES,
+    ) -> None:  # fmt: skip
         # inherited by the workers before their runtimes read it
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
         self.threads, self.serve = threads, serve or {}
@@ -34,7 +38,7 @@ class Pool:
         self.described: dict[str, dict[str, Any]] = {}
         self._workers: dict[str, tuple[Any, Any]] = {}
         for family in families:
-            why = FAMILIES[family].missing()
+            why = registry[family].missing()
             if why is None:
                 try:
                     self._start(family)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import machine
+
 from . import FAMILIES
 from .base import Bind, Competitor, Run, gate, visit
 
@@ -70,14 +72,16 @@ class Worker:
 
     def visit(self, name: str, seconds: float) -> tuple[float, int]:
         run = self.runs[name]
-        took, steps = visit(run, seconds, self.next[name], warm=self.took.get(name, 0) < SLOW_SECONDS)
+        with machine.undisturbed():
+            took, steps = visit(run, seconds, self.next[name], warm=self.took.get(name, 0) < SLOW_SECONDS)
         self.next[name] += steps
         self.took[name] = took * run.products
         return took, steps
 
     def limit(self, name: str, seconds: float) -> float | None:
         """One visit to a limit of the machine."""
-        return self.limits.rate(name, seconds)
+        with machine.undisturbed():
+            return self.limits.rate(name, seconds)
 
 
 def serve(connection: Connection, make: Callable[[], Any]) -> None:

@@ -6,6 +6,7 @@ from .calibration.static_ranges import calibrate
 from .calibration.statistics import STATISTICS, Statistic, register_statistic
 from .mixed_precision.search import Search, search
 from .rewrites.awq import AWQ
+from .rewrites.batch_norm import Fold
 from .rewrites.quarot import Rotate
 from .rewrites.smoothquant import Smooth
 from .solvers.block_search import MSE, Importance
@@ -20,7 +21,7 @@ from .tuners.finetune import improve
 from .tuners.reconstruct import Reconstruct
 
 __all__ = [
-    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Distill", "Importance",
+    "ALGORITHMS", "AWQ", "GPTAQ", "GPTQ", "HQQ", "MSE", "STATISTICS", "Auto", "Bias", "Distill", "Fold", "Importance",
     "KMeans", "Nearest", "Reconstruct", "Rewrite", "Rotate", "Search", "Smooth", "Solution", "Solver", "Statistic",
     "Task", "Tune", "Tuner", "calibrate", "improve", "register", "register_statistic", "sample",
     "search", "sparsify_",

@@ -167,11 +167,9 @@ def _block(block: tuple[int, ...] | None, shape: tuple[int, ...] | None, things:
     if block is None:
         return "the whole tensor"
     if shape is None:
-        return (
-            "each row (token)"
-            if block == (-1,)
-            else f"each block of {'×'.join('all' if b == -1 else str(b) for b in block)}"
-        )
+        if len(block) == 1:
+            return "each row (token)" if block == (-1,) else f"each {block[0]} consecutive {things} of a row (token)"
+        return f"each block of {'×'.join('all' if b == -1 else str(b) for b in block)}"
     sizes = blocks.resolve(block, shape)
     if any(n > 1 for n in sizes[:-1]):
         return f"each block of {'×'.join(map(str, sizes))} {things}"

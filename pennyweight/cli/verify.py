@@ -32,6 +32,13 @@ def verify(
     text: Annotated[
         list[str] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text for --make. Repeatable.")
     ] = None,
+    fused: Annotated[
+        bool,
+        typer.Option(
+            "--fused",
+            help="Fuse the model's blocks (pw.fuse_), and compare each call of a fused block with its own forward.",
+        ),
+    ] = False,
     traceback: Traceback = False,
 ) -> None:
     """Check a checkpoint against its golden outputs.
@@ -43,8 +50,8 @@ def verify(
         raise ValueError("--make and --text must be used together: the golden outputs are for that text")
     if bound is not None and not bound > 0:
         raise ValueError(f"--bound must be positive, got {bound}")
-    if make and bound is not None:
-        raise ValueError("--bound cannot be used with --make")
+    if make and (bound is not None or fused):
+        raise ValueError(f"{'--fused' if fused else '--bound'} cannot be used with --make")
 
     from ..report.loading import check, expected_beside, load_folder, load_tokenizer, read_texts, text_batches
     from ..report.loading import make as written
@@ -55,5 +62,20 @@ def verify(
         batches = text_batches(model, tokenizer, words, batch=SEQUENCES, length=LENGTH, limit=SEQUENCES)
         typer.echo(f"written: {written(model, path, batches)}")
         return
-    expected = expected_beside(path)
-    typer.echo(str(check(load_folder(path, like), path, expected, bound)))
+    expected, model = expected_beside(path), load_folder(path, like)
+    if not fused:
+        typer.echo(str(check(model, path, expected, bound)))
+        return
+    from ..inference import CheckError, FusedBlock, checked, fuse_
+
+    report = fuse_(model)
+    count = sum(isinstance(module, FusedBlock) for module in model.modules())
+    if not count:
+        reasons = dict.fromkeys((*report.notes, *(row.note for row in report.rows if row.note)))
+        raise ValueError(f"{path}: no block is fused: {'; '.join(reasons)}")
+    try:
+        with checked():
+            found = check(model, path, expected, bound)
+    except CheckError as error:
+        raise ValueError(f"{path}: {error}") from error
+    typer.echo(f"{found}; each call of {count} fused blocks agrees with the block's own forward")

@@ -22,7 +22,8 @@ class Layout:
 
     shape is the stored shape of the tensor. ``devices`` None: any. Files use "bits", never a kernel layout.
     ``extra`` returns the bytes stored in addition to ``spec.nbytes``. ``examples`` are supported specs and shapes;
-    tests/every/test_layouts.py runs each.
+    tests/every/test_layouts.py runs each. ``from_bits``(parts in layout "bits", spec, shape) returns what ``pack`` does
+    for the same parts in layout "plain", without unpacking all codes first; None: there is no such way.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Layout:
     devices: tuple[str, ...] | None = None
     examples: tuple[tuple[QuantSpec, tuple[int, ...]], ...] = ()
     extra: Callable[[QuantSpec, Sequence[int]], int] = lambda spec, shape: 0
+    from_bits: Callable[[Parts, QuantSpec, Sequence[int]], Parts] | None = None
 
     def nbytes(self, spec: QuantSpec, shape: Sequence[int]) -> int:
         """Bytes of all parts of a tensor of that shape in this layout."""
@@ -53,6 +55,15 @@ def get_layout(name: str) -> Layout:
     if name not in LAYOUTS:
         raise ValueError(f"unknown layout {name!r}; known: {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
+
+
+def change_layout(parts: Parts, spec: QuantSpec, layout: str, shape: Sequence[int]) -> Parts:
+    """Parts of a tensor under ``spec`` in another layout; exact. Raises ValueError if it does not support the spec."""
+    source, target = get_layout(spec.layout), get_layout(layout)
+    wanted = spec.with_(layout=layout)
+    if source is BITS and target.from_bits is not None:
+        return target.from_bits(parts, wanted, shape)
+    return target.pack(source.unpack(parts, spec, shape), wanted, shape)
 
 
 READABLE = ("plain", "bits")  # every op reads these row by row; any other layout belongs to one kernel

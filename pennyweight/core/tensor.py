@@ -28,7 +28,7 @@ from torch import Tensor
 
 from . import blocks, codebook, quantize_backends
 from .call_site import copied_for_training
-from .layouts import READABLE, get_layout, portable_layout, unpack_zero_point
+from .layouts import READABLE, change_layout, get_layout, portable_layout, unpack_zero_point
 from .numerics import Parts, dequantize, is_permutation, permute_last_axis, quantize, sqnr
 from .packing import stream_shape
 from .qparams import Params
@@ -271,8 +271,8 @@ class AffineQuantizedTensor(Tensor):
         if name == self.spec.layout:
             return self
         spec, shape = self.spec.with_(layout=name), self.stored_shape
-        parts = get_layout(self.spec.layout).unpack(self.parts._replace(perm=None), self.spec, shape)
-        return self.with_(parts=get_layout(name).pack(parts, spec, shape)._replace(perm=self._perm), spec=spec)
+        parts = change_layout(self.parts._replace(perm=None), self.spec, name, shape)
+        return self.with_(parts=parts._replace(perm=self._perm), spec=spec)
 
     def with_(self, **changes: Any) -> AffineQuantizedTensor:
         """A copy with some of parts, spec, shape, dtype, act, axes, readonly (or single parts) changed."""

@@ -35,7 +35,12 @@ class RowwiseParallel(TorchRowwise):
         super()._partition_linear_fn(name, module, device_mesh)
         local: Any = local_tensor(module.weight)
         act = local.act if isinstance(local, AffineQuantizedTensor) else None
-        if act is None or act.mode != "dynamic" or (act.spec.block or (-1,)) != (-1,):
+        if act is None or act.mode != "dynamic":
+            return
+        if (act.spec.block or (-1,)) != (-1,):
+            weight: Any = module.weight
+            width = int(weight.shape[-1])
+            _require_whole_groups(name, act, -(-width // device_mesh.size()))
             return
         if (act.rule or default_rule(act.spec)) not in BY_RANGE or not isinstance(act.spec.scale, torch.dtype):
             raise ValueError(
@@ -55,6 +60,17 @@ class RowwiseParallel(TorchRowwise):
             return x
         seen = over_ranks(x.to_local(), act, device_mesh)
         return DTensor.from_local(seen, device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def _require_whole_groups(name: str, act: ActivationSpec, columns: int) -> None:
+    """Raise ValueError if the columns of one rank cut through a group of input columns: it would get two scales."""
+    group = act.spec.block[-1] if act.spec.block is not None else -1
+    if group > 0 and columns % group:
+        raise ValueError(
+            f"{name}: a rank has {columns} columns of its input, which cut through the groups of {group} that share a "
+            "scale; use a group size that divides them, or torch's RowwiseParallel, which quantizes each rank's part "
+            "separately"
+        )
 
 
 def over_ranks(x: Tensor, act: ActivationSpec, mesh: DeviceMesh) -> Tensor:

@@ -1,6 +1,7 @@
 """The kernel table and its rows. Each file defines one family of kernels, the layout it reads, and when it applies."""
 
-from . import embedding, linear, ops, reference, repack, torch_int4, torch_int8
+from . import convolution, embedding, linear, ops, reference, repack, torch_int4, torch_int8
+from .cpu import conv as cpu_conv
 from .cpu import convert as cpu_convert
 from .cpu import embedding as cpu_embedding
 from .cpu import experts as cpu_experts
@@ -12,6 +13,8 @@ __all__ = [
     "Case",
     "Explanation",
     "Kernel",
+    "convolution",
+    "cpu_conv",
     "cpu_convert",
     "cpu_embedding",
     "cpu_experts",

@@ -241,7 +241,8 @@ def _act(name: str | None, y: Tensor) -> Tensor:
 
 
 def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
-    """The output [batch, tokens, width] for an input [batch, tokens, width], with torch ops in float32.
+    """The output [batch, tokens, width] for an input [batch, tokens, width], with torch ops in float32; x itself if no
+    step writes it, as in the first of two parts of a block.
 
     Products are ``F.linear`` with the layers' quantized weights.
     """
@@ -286,6 +287,8 @@ def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
                     raise ArgumentError("attention step: the call has no keys and values")
                 k, v = (t[:, :, : call.length].float() for t in (call.keys, call.values))
             put(step.out, attend(held_q, k, v, call, step.scale, step.softcap))
+    if 1 not in held:
+        return x
     return held[1].to(block.dtype).view(batch, tokens, -1)
 
 
@@ -300,7 +303,7 @@ def _rotary(step: RotaryStep, held: dict[int, Tensor], heads: Callable[..., Tens
             raise ArgumentError("rotary step: the call has no cos and sin")
         q, k = (rotate(t, call.cos, call.sin, step.rotary, step.rotated) for t in (q, k))
     width = step.heads.query * step.heads.size
-    held[step.q.buffer][:, step.q.start : step.q.start + width] = q.reshape(-1, width)
+    held[step.q.buffer][:, step.q.start : step.q.start + width] = q.reshape(-1, width).clone()
     v = heads(step.v, step.heads.shared, step.heads.size)
     for cache, new in ((call.keys, k), (call.values, v)):
         cache[:, :, call.past : call.past + tokens] = new.transpose(1, 2).to(cache.dtype)

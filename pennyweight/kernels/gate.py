@@ -1,5 +1,5 @@
-"""The gate to native code: checks of addresses, and the products. Other native calls are in gate_convert.py and
-gate_block.py.
+"""The gate to native code: checks of addresses, and the products. Other native calls are in gate_convert.py,
+gate_block.py and gate_conv.py.
 
 Only these modules call the native library (enforced by a test). They check all arguments.
 
@@ -327,8 +327,8 @@ def _readable(x: Tensor, dtype: torch.dtype) -> bool:
     return in_memory(x) and x.is_cpu and x.dtype is dtype
 
 
-def _changed() -> ArgumentError:
+def _changed(op: str = "linear") -> ArgumentError:
     return ArgumentError(
-        "linear: a stored part of the quantized weight was resized or replaced after the weight was packed; assign a "
+        f"{op}: a stored part of the quantized weight was resized or replaced after the weight was packed; assign a "
         "new weight instead (module.weight = ..., or weight.data = another quantized tensor)"
     )

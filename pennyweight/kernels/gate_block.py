@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from ..core.errors import ArgumentError
 from ..core.tracing import is_observed
 from .block import Call, Steps
-from .block_plan import Plan, Refused, Structures, plan, structures
+from .block_plan import Plan, Refused, Structures, indices, plan, structures
 from .cpu.library import U8, usable
 from .gate import _CPU, FLOAT_KINDS, PLAIN, address, check_status, native_function
 
@@ -76,6 +76,7 @@ class NativeBlock:
         self._call = native_function("pw_block")
         self._dtype, self._widths = plan.steps.dtype, plan.steps.widths
         self._reads = plan.rotary is not None or plan.attention is not None
+        self._writes = any(1 in indices(step)[1] for step in plan.steps.steps)
         self._ready = [_Ready(plan)]  # not in use by a call
 
     def run(self, x: Tensor, call: Call) -> Tensor | None:
@@ -124,7 +125,7 @@ class NativeBlock:
             self._ready.append(ready)
         if status:
             check_status(status, f"block: input {list(shape)}")
-        return y
+        return y if self._writes else x
 
     def _enter(self, ready: _Ready, call: Call, batch: int, tokens: int) -> None:
         """Enter what rotary steps and attention steps read. Raises ArgumentError if it does not fit."""

@@ -44,6 +44,22 @@ def pack_codes(codes: Tensor, columns: int, bits: int, flip: int, out: Tensor) -
         )
 
 
+def pack_stream(stream: Tensor, k: int, columns: int, bits: int, pad: int, out: Tensor) -> None:
+    """As :func:`pack_codes`, from bit streams. stream: uint8 [n, ceil(k * bits / 8)]; pad: the code of padding."""
+    n, width = _sizes(stream, "pack: bit stream")
+    _tile_arguments("pack", k, columns, bits)
+    if k < 0 or width != -(-k * bits // 8) or not 0 <= pad < 1 << bits:
+        raise ArgumentError(
+            f"pack: got a bit stream {list(stream.shape)} and padding {pad} for {k} columns of {bits} bits; expected "
+            f"{-(-k * bits // 8)} bytes in a row, and padding from 0 to {(1 << bits) - 1}"
+        )
+    source = address(stream, "pack: bit stream", (torch.uint8,), n * width)
+    target = address(out, "pack: packed codes", (torch.uint8,), count_tiles(n) * columns * 2 * bits, exact=True)
+    if n and columns:
+        status = native_function("pw_pack_stream")(source, n, k, columns, bits, pad, target, torch.get_num_threads())
+        check_status(status, "pack")
+
+
 def unpack_codes(packed: Tensor, columns: int, bits: int, flip: int, out: Tensor) -> None:
     """Inverse of :func:`pack_codes`. out: uint8 [n, k] with k <= columns."""
     n, k = _sizes(out, "unpack: codes")

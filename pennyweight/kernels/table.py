@@ -83,7 +83,8 @@ class Kernel:
     accepts    case -> True, or the reason for rejecting it
     rank       higher wins; -1 dequantizes and computes, and is counted when it runs
     tolerance  how close to the reference: "exact"; "float32", "bfloat16": the relative error of that arithmetic;
-               "fixed22": float32, with inputs rounded to 2**-22 of the largest magnitude of their token
+               "fixed22": float32, with inputs rounded to 2**-22 of the largest magnitude of their token (convolutions:
+               of their sample)
     bind       case -> :class:`Bound`. Such kernels handle the weight's ``perm`` themselves
     together   cases of weights with the same input -> :class:`Together`, or None if one call cannot run them; each y is
                bit-identical to that of ``run``

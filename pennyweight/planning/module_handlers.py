@@ -40,6 +40,18 @@ def register_quantize_module_handler(config_type: type, tells: Tells | None = No
     return add
 
 
+def thaw_classes_(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Give each module whose class names its original in ``thawed`` that class back. Returns their names and modules.
+
+    Higher layers replace classes of modules for inference (frozen layers, fused blocks); nothing else of a module
+    changes, so this undoes it.
+    """
+    found = [(n, m) for n, m in model.named_modules() if getattr(type(m), "thawed", None) is not None]
+    for _, module in found:
+        module.__class__ = type(module).thawed
+    return found
+
+
 def takes_parameter_name(handler: Handler) -> bool:
     return "parameter_name" in inspect.signature(handler).parameters
 

@@ -68,8 +68,11 @@ def describe(spec: QuantSpec) -> str:
 
 
 def describe_activation(act: ActivationSpec) -> str:
-    """An activation in words: "inputs int8 per row, dynamic"."""
-    return f"inputs {act.spec.format} {_granularity(act.spec)}, {act.mode}"
+    """An activation in words: "inputs int8 per row, dynamic", "inputs int8 in groups of 128 columns, dynamic"."""
+    block, how = act.spec.block, _granularity(act.spec)
+    if block is not None and len(block) == 1 and block[0] > 1:
+        how = f"in groups of {block[0]} columns"
+    return f"inputs {act.spec.format} {how}, {act.mode}"
 
 
 def _granularity(spec: QuantSpec) -> str:

@@ -7,13 +7,10 @@ from ..planning.module_handlers import register_quantize_module_handler
 from ..planning.plan import Plan, plan
 from ..planning.report import Latency, Report, Row
 from ..planning.scheme import Scheme
-from .freeze import FrozenLinear, freeze_, thaw_
-from .fused_linear import together
 from .pipeline import dequantize_, quantize_
 from .recommend_config import Candidate, Recommendation, recommend
 
 __all__ = [
-    "AOBaseConfig", "Candidate", "FqnToConfig", "FrozenLinear", "Latency", "PerformanceWarning", "Plan", "PlanError",
-    "Recommendation", "Report", "Row", "Scheme", "dequantize_", "freeze_", "plan", "quantize_", "recommend",
-    "register_quantize_module_handler", "thaw_", "together",
+    "AOBaseConfig", "Candidate", "FqnToConfig", "Latency", "PerformanceWarning", "Plan", "PlanError", "Recommendation",
+    "Report", "Row", "Scheme", "dequantize_", "plan", "quantize_", "recommend", "register_quantize_module_handler",
 ]  # fmt: skip

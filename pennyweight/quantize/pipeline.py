@@ -23,12 +23,11 @@ from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
-from ..planning.module_handlers import apply_callable, module_nbytes
+from ..planning.module_handlers import apply_callable, module_nbytes, thaw_classes_
 from ..planning.parameters import places
 from ..planning.plan import Plan, PlanRow, check_values, plan
 from ..planning.report import Report, Row
 from ..planning.scheme import Scheme
-from .freeze import thaw_
 from .rollback import ModelSnapshot
 from .save_pretrained import settle_saving_
 
@@ -371,7 +370,7 @@ def dequantize_(model: nn.Module) -> Report:
     A frozen model is thawed first. requires_grad is copied from the quantized parameter (quantize_ leaves it False).
     """
     rows = []
-    thaw_(model)
+    thaw_classes_(model)
     with torch.inference_mode(False), torch.no_grad():
         for where in list(places(model)):
             w = where[0].get()

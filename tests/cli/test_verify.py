@@ -31,6 +31,18 @@ def test_it_gives_what_it_gave(run: Any, small: Path, writer: Path) -> None:
     assert run("verify", small, "--like", writer).exit_code == 0
 
 
+def test_fused_blocks(run: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run("verify", small, "--fused")
+    if "no block is fused" in result.stderr:  # no native library here
+        return
+    assert result.exit_code == 0, result.stderr
+    assert "2 fused blocks agree" in result.stdout.replace("agrees", "agree").replace("each call of ", "")
+    monkeypatch.setattr("pennyweight.inference.check_block.tolerance", lambda recipe, block: -1.0)
+    result = run("verify", small, "--fused")
+    assert result.exit_code == 2
+    assert "model.layers.0: the output of the fused block differs" in result.stderr
+
+
 def test_it_does_not(run: Any, small: Path, writer: Path) -> None:
     (small / "model.safetensors").write_bytes((writer / "model.safetensors").read_bytes())  # the float weights
     result = run("verify", small)
@@ -50,6 +62,7 @@ def test_it_does_not(run: Any, small: Path, writer: Path) -> None:
         (["--text", "a.txt"], "--make and --text must be used together"),
         (["--bound", "0"], "--bound must be positive"),
         (["--make", "--text", "a.txt", "--bound", "1"], "--bound cannot be used with --make"),
+        (["--make", "--text", "a.txt", "--fused"], "--fused cannot be used with --make"),
     ],
 )
 def test_what_does_not_fit(run: Any, writer: Path, arguments: list[str], message: str) -> None:

@@ -70,6 +70,9 @@ def two(mesh: DeviceMesh) -> None:
     other = mlp(SOME[mesh.get_local_rank()]).up.weight.detach()
     refuses(ValueError, "ranks have different", lambda: distribute_tensor(other, mesh, [Shard(0)]))
     refuses(TypeError, "exchange w.dequantize()", lambda: dist.all_reduce(other))
+    grouped = mlp("pw.Int8DynamicActivationInt8WeightConfig(act_group_size=48)")  # 64 columns of down on each rank
+    cut = "has 64 columns of its input, which cut through the groups of 48"
+    refuses(ValueError, cut, lambda: parallel(grouped, mesh, pwd.RowwiseParallel))
     quantize_later(mesh)
     compiled(mesh)
 

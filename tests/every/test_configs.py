@@ -33,6 +33,8 @@ EXAMPLES = {
         "act_mapping_type=ASYMMETRIC",
         "granularity=(pw.PerTensor(), pw.PerRow())",
         "reduce_range=True",
+        "act_group_size=32",
+        "act_mapping_type=ASYMMETRIC, granularity=pw.PerGroup(32)",
     ],
     pw.Int8StaticActivationInt8WeightConfig: [
         "0.03",
@@ -46,6 +48,7 @@ EXAMPLES = {
         "torch.int1, mapping_type=NO_CLIP",
         "torch.int4, mapping_type=ASYMMETRIC, scale_dtype=torch.float32",
     ],
+    configs.Int8DynamicActivationInt4WeightConfig: ["", "act_group_size=32"],
     pw.Int8DynamicActivationIntxWeightConfig: ["", "torch.int4, act_mapping_type=pw.MappingType.SYMMETRIC"],
     pw.UIntXWeightOnlyConfig: ["", "torch.uint8", "torch.uint2, group_size=32"],
     pw.FPXWeightOnlyConfig: ["", "2, 3", "2, 1"],

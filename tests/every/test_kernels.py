@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import pennyweight as pw
-from pennyweight.core.formats import INT7, INT8
+from pennyweight.core.formats import INT4, INT7, INT8, UINT3, UINT8, get_format
 from pennyweight.core.numerics import dequantize, quantize
 from pennyweight.core.qparams import RULES
 from pennyweight.core.spec import SPECS as NAMED
@@ -24,7 +24,7 @@ from pennyweight.kernels.activation import encode_activation, static_params
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.table import case_of
 from pennyweight.kernels.torch_int8 import int_mm_saturates
-from tests.tensors import INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
+from tests.tensors import INT8_GROUPS, INT8_GROUPS_ASYMMETRIC, INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
 from tests.tensors import SPECS as TENSORS
 
 SPECS = TENSORS | {name: NAMED[name] for name in ("q2_k", "q4_k", "q6_k", "iq4_xs")}
@@ -36,8 +36,22 @@ ACTIVATIONS = {
     "int7_tensor": ActivationSpec(QuantSpec(INT7, None)),
     "int8_asymmetric": ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True)),
     "uint8_token": UINT8_TOKEN,
+    "int8_groups": INT8_GROUPS,
+    "int8_groups_asymmetric": INT8_GROUPS_ASYMMETRIC,
     "int8_static": INT8_STATIC,
     "int8_static_asymmetric": ActivationSpec(QuantSpec(INT8, None, zero_point=True), "static"),
+}
+# Scales of whole kernels, and inputs with one scale per sample, as planning gives convolutions.
+CONVOLUTIONS = {
+    "int8_channel": QuantSpec(INT8, (-1, -1, -1)), "int4_kernels": QuantSpec(INT4, (4, -1, -1), scale=torch.bfloat16),
+    "uint3_zeros": QuantSpec(UINT3, (-1, -1, -1), zero_point=True), "int8_line": QuantSpec(INT8, (-1, -1)),
+    "int5_tensor": QuantSpec(get_format("int5"), None),
+}  # fmt: skip
+SAMPLES = {
+    "int8_sample": ActivationSpec(QuantSpec(INT8, (-1, -1, -1))),
+    "uint8_sample": ActivationSpec(QuantSpec(UINT8, (-1, -1, -1), zero_point=True)),
+    "int8_line_sample": ActivationSpec(QuantSpec(INT8, (-1, -1))),
+    "int8_static": INT8_STATIC,
 }
 MATRICES = [(32, 64), (17, 37), (48, 100), (16, 256), (1, 64), (2, 16)]  # [N, K]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -64,7 +78,7 @@ def accepted(kernel: Kernel, shapes: list[tuple[int, ...]], acts: dict[str, Any]
     """Weights of every spec, shape and dtype that the row accepts, in its layout."""
     if kernel.devices is not None and "cpu" not in kernel.devices:
         return
-    for name, spec in SPECS.items():
+    for name, spec in (SPECS | CONVOLUTIONS if kernel.op == "convolution" else SPECS).items():
         if spec.layout not in ("plain", kernel.layout):
             continue  # the same numbers stand in the list in layout "plain" or in this row's
         for act_name, act in acts.items():
@@ -111,7 +125,8 @@ def check(
     assert got.dtype == x.dtype, label
     assert got.shape == exact.shape, label
     if kernel.tolerance == "fixed22":  # x is rounded at absmax / (127 * 2**14) / 2, just over 2**-22
-        least = least + 2.0**-21 * op(xq.abs().amax(-1, keepdim=True).expand_as(xq), wq.abs())
+        dims = tuple(range(1, xq.ndim)) if kernel.op == "convolution" else -1
+        least = least + 2.0**-21 * op(xq.abs().amax(dims, keepdim=True).expand_as(xq), wq.abs())
     unit = max(ULP.get(kernel.tolerance, 0.0), torch.finfo(x.dtype).eps)
     error = (got.double() - exact).abs()
     assert bool((error <= 8 * unit * magnitude + least).all()), f"{label}: {(error / magnitude).max() / unit} units"
@@ -206,11 +221,14 @@ def convolve(args: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernel", row_ids("convolution"))
 def test_convolution(kernel: Kernel) -> None:
-    for label, w in accepted(kernel, [(16, 8, 3), (8, 4, 3, 3), (4, 2, 3, 1, 2)], {"none": None, "int8": INT8_TOKEN}):
+    acts = {"none": None, "int8": INT8_TOKEN, **SAMPLES}
+    for label, w in accepted(kernel, [(16, 8, 3), (8, 4, 3, 3), (6, 1, 2, 3), (4, 2, 3, 1, 2)], acts):
         dims = w.ndim - 2
         for groups, stride in ((1, 1), (2, 2)):
             args = ([stride] * dims, [1] * dims, [1] * dims, False, [0] * dims, groups)
             x = torch.randn(2, w.shape[1] * groups, *[5, 6, 7][:dims]).to(w.dtype)
+            if w.act is not None and w.act.spec.block is not None and len(w.act.spec.block) > dims + 1:
+                continue  # a sample of another rank
             bias = torch.randn(w.shape[0]).to(w.dtype)
             check(label, kernel, kernel.run(x, w, bias, *args), partial(convolve, args), x, w, bias)
 
@@ -229,7 +247,7 @@ def test_every_row_is_reached_and_every_op_has_a_test() -> None:
         assert kernel.op in tests, f"op {kernel.op} is new: write its conformance test here"
         if kernel.devices is not None and "cpu" not in kernel.devices:
             continue
-        reached = next(accepted(kernel, tests[kernel.op], ACTIVATIONS), None)
+        reached = next(accepted(kernel, tests[kernel.op], ACTIVATIONS | SAMPLES), None)
         name = f"{kernel.op}/{kernel.name}"
         if name in UNREACHED:
             assert reached is None, f"{name} is reached: take it off the list"

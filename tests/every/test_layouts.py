@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pennyweight.kernels  # noqa: F401  # registers the layouts of the kernels
-from pennyweight.core.layouts import LAYOUTS, Layout, get_layout, register_layout
+from pennyweight.core.layouts import LAYOUTS, Layout, change_layout, get_layout, register_layout
 from pennyweight.core.numerics import Parts, quantize
 from pennyweight.core.spec import QuantSpec
 
@@ -58,6 +58,20 @@ def test_unpack_is_the_inverse_of_pack(layout: Layout, spec: QuantSpec, shape: t
         packed = layout.pack(parts, spec.with_(layout=layout.name), shape)
         check_equal(layout.unpack(packed, spec.with_(layout=layout.name), shape), before)
         check_equal(parts, before)
+
+
+@pytest.mark.parametrize(("layout", "spec", "shape"), CASES)
+def test_bit_streams_are_packed_as_plain_codes_are(layout: Layout, spec: QuantSpec, shape: tuple[int, ...]) -> None:
+    if layout.from_bits is None:
+        assert not layout.name.startswith("cpu"), f"layout {layout.name!r} unpacks all codes of a file to pack them"
+        pytest.skip("packs plain codes only")
+    plain = quantize(torch.randn(shape), spec)._replace(act_scale=torch.tensor([[0.5]]))
+    stream = LAYOUTS["bits"].pack(plain, spec.with_(layout="bits"), shape)
+    before = stream.map(torch.clone)
+    spec = spec.with_(layout=layout.name)
+    check_equal(layout.from_bits(stream, spec, shape), layout.pack(plain, spec, shape))
+    check_equal(change_layout(stream, spec.with_(layout="bits"), layout.name, shape), layout.pack(plain, spec, shape))
+    check_equal(stream, before)
 
 
 @pytest.mark.parametrize(("layout", "spec", "shape"), [c for c in CASES if c.values[0].name in ("plain", "bits")])

@@ -15,7 +15,7 @@ import pennyweight as pw
 from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN, quantized
+from tests.tensors import INT8_GROUPS, INT8_GROUPS_ASYMMETRIC, INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN, quantized
 
 SCHEMES: dict[str, tuple[str, ActivationSpec | None]] = {
     **{name: (name, None) for name in SPECS},
@@ -23,6 +23,8 @@ SCHEMES: dict[str, tuple[str, ActivationSpec | None]] = {
     "int8_dynamic_tensor": ("int8_row", ActivationSpec(QuantSpec(INT8, None))),
     "int8_dynamic_asymmetric": ("int8_row", ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True))),
     "int8_static": ("int8_row", INT8_STATIC),
+    "int8_groups": ("int8_row", INT8_GROUPS),
+    "int8_groups_asymmetric_int4": ("int4_group", INT8_GROUPS_ASYMMETRIC),
     "int8_dynamic_int4": ("int4_group", INT8_TOKEN),
     "uint8_dynamic_int4": ("int4_bits", UINT8_TOKEN),
     "float8_dynamic": ("float8_row", ActivationSpec(SPECS["float8_row"])),

@@ -26,6 +26,7 @@ SOURCES = PACKAGE / "kernels" / "cpu" / "src"
 # Who may ask for an address, and what for. None of them gives it to native code.
 ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
+    "kernels/gate_conv.py": "gives them to native code, checked",
     "kernels/gate_block.py": "gives them to native code, checked",
     "kernels/gate_attention.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
@@ -36,7 +37,7 @@ ADDRESSES = {
     "distributed/sharding.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
 }  # fmt: skip
-GATES = ("kernels/gate.py", "kernels/gate_attention.py", "kernels/gate_block.py", "kernels/gate_convert.py")
+GATES = tuple(f"kernels/gate{part}.py" for part in ("", "_attention", "_block", "_conv", "_convert"))
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}
 native = pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
 
@@ -103,6 +104,9 @@ def calls() -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
     packed = torch.zeros(2, 2 * 64 * 4, dtype=torch.uint8)
     return {
         "pack_codes": (lambda c, o: gate_convert.pack_codes(c, 64, 4, 0, o), [codes.view(torch.uint8), packed]),
+        "pack_stream": (
+            lambda s, o: gate_convert.pack_stream(s, 64, 64, 4, 8, o), [torch.zeros(20, 32, dtype=torch.uint8), packed],
+        ),
         "unpack_codes": (
             lambda p, o: gate_convert.unpack_codes(p, 64, 4, 0, o), [packed, torch.zeros(20, 64, dtype=torch.uint8)],
         ),

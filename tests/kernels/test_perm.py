@@ -12,11 +12,11 @@ import pennyweight as pw
 from pennyweight.core.formats import E2M1, INT4, INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
+from pennyweight.inference import fused_linear
+from pennyweight.inference.freeze import freeze_
 from pennyweight.kernels.linear import linear
 from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import case_of, explain, select
-from pennyweight.quantize import fused_linear
-from pennyweight.quantize.freeze import freeze_
 from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN
 
 WEIGHTS = {

@@ -69,6 +69,10 @@ def _how(name: str, meta: Meta) -> _How | str:
     strategy, size = _strategy(spec, shape)
     if strategy == "group" and shape[1] % size:
         return f"groups of {size} do not divide {shape[1]} columns"
+    inputs = {} if act is None else dict(act)
+    group = inputs["group_size"] if inputs.get("type") == "int" else None  # files of float8 blocks may have a short one
+    if group is not None and group < shape[1] and shape[1] % group:
+        return f"groups of {group} input columns do not divide {shape[1]} columns"
     f = spec.format
     if spec.offset is not None:
         return "compressed-tensors does not support offsets in value units"

@@ -78,11 +78,22 @@ def _each(parts: Parts, n: int, fn: Callable[[Parts], Parts]) -> Parts:
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """The layout of one expert, with a leading axis for experts."""
+    _check_fits(spec, shape)
+    inner = _family(spec).LAYOUT
+    return _each(parts, shape[0], lambda p: inner.pack(p, spec, shape[1:]))
+
+
+def from_bits(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    """As :func:`pack`, from parts in layout "bits"."""
+    _check_fits(spec, shape)
+    inner = _family(spec)
+    return _each(parts, shape[0], lambda p: inner.from_bits(p, spec, shape[1:]))
+
+
+def _check_fits(spec: QuantSpec, shape: Sequence[int]) -> None:
     verdict = fits(spec, shape)
     if verdict is not True:
         raise ValueError(f'layout "cpu_experts" of {tuple(shape)} {spec}: {verdict}')
-    inner = _family(spec).LAYOUT
-    return _each(parts, shape[0], lambda p: inner.pack(p, spec, shape[1:]))
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
@@ -98,7 +109,7 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
 _EXAMPLES = tuple(
     (spec, shape) for spec in SPECS.values() for shape in ((3, 16, 256), (1, 33, 100)) if fits(spec, shape) is True
 )
-LAYOUT = register_layout(Layout("cpu_experts", pack, unpack, ("cpu",), _EXAMPLES, _padding))
+LAYOUT = register_layout(Layout("cpu_experts", pack, unpack, ("cpu",), _EXAMPLES, _padding, from_bits))
 
 
 def _accepts(case: Case) -> bool | str:

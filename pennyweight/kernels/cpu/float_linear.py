@@ -27,7 +27,7 @@ from ..table import Bound, Case, Kernel, case_of, register_kernel
 from . import library
 from .int_linear import coded_fits, is_coded_scale, padded_columns, tile_rows, untile_rows
 from .library import KINDS, FloatLinear, usable
-from .pack_ops import STEP, TILE, pack_codes, unpack_codes
+from .pack_ops import STEP, TILE, pack_codes, pack_stream, unpack_codes
 
 HALF = 16  # group sizes are multiples of this
 SUM_BLOCK = 256  # maximum columns of one float32 sum: longer ones lose precision
@@ -136,13 +136,28 @@ def _scales(scale: Any, spec: QuantSpec, shape: Sequence[int], fn: Callable[[Ten
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: uint8 [tiles of rows, K/32 * 64 * bits]; scales of rows and groups: [tiles of rows, groups, 16]."""
+    _check_fits(spec, shape)
+    columns, bits = _columns(spec, shape), spec.format.bits
+    packed = pack_codes(spec.format.to_unsigned(parts.codes.contiguous()), columns, bits, 0)
+    return _tiled(parts, spec, shape, packed)
+
+
+def from_bits(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    """As :func:`pack`, from parts in layout "bits"."""
+    _check_fits(spec, shape)
+    width = spec.codes_shape(shape)[-1]
+    return _tiled(parts, spec, shape, pack_stream(parts.codes, width, _columns(spec, shape), spec.format.bits, 0))
+
+
+def _check_fits(spec: QuantSpec, shape: Sequence[int]) -> None:
     verdict = fits(spec, shape)
     if verdict is not True:
         raise ValueError(f'layout "cpu_float" of {tuple(shape)} {spec}: {verdict}')
-    columns, bits = _columns(spec, shape), spec.format.bits
-    packed = pack_codes(spec.format.to_unsigned(parts.codes.contiguous()), columns, bits, 0)
+
+
+def _tiled(parts: Parts, spec: QuantSpec, shape: Sequence[int], codes: Tensor) -> Parts:
     scale, offset = (_scales(p, spec, shape, tile_rows) for p in (parts.scale, parts.offset))
-    return parts._replace(codes=packed, scale=scale, offset=offset)
+    return parts._replace(codes=codes, scale=scale, offset=offset)
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
@@ -173,7 +188,7 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
 _EXAMPLES = tuple(
     (spec, shape) for spec in (*SPECS.values(), *_MORE) for shape in ((16, 256), (33, 100)) if fits(spec, shape) is True
 )
-LAYOUT = register_layout(Layout("cpu_float", pack, unpack, ("cpu",), _EXAMPLES, _padding))
+LAYOUT = register_layout(Layout("cpu_float", pack, unpack, ("cpu",), _EXAMPLES, _padding, from_bits))
 
 
 # -- the kernel ------------------------------------------------------------------------------------------------------

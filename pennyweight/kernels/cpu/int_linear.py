@@ -7,6 +7,7 @@ src/pack.h for the packing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ...core import blocks
 from ...core.formats import E8M0, INT7, INT8, UINT7, UINT8
-from ...core.layouts import Layout, register_layout
+from ...core.layouts import Layout, register_layout, unpack_zero_point
 from ...core.numerics import Parts
 from ...core.spec import SPECS, ActivationSpec, QuantSpec
 from ...core.tensor import AffineQuantizedTensor as QT
@@ -25,7 +26,7 @@ from .. import gate
 from ..table import Bound, Case, Kernel, Together, case_of, register_kernel
 from .library import ASYMMETRIC, FLOAT, KINDS, NONE, STATIC, SYMMETRIC, IntLinear, usable
 from .library import E8M0 as E8M0_KIND
-from .pack_ops import STEP, TILE, pack_codes, unpack_codes
+from .pack_ops import STEP, TILE, pack_codes, pack_stream, unpack_codes
 
 INPUT_BLOCK = 128  # maximum columns of a float input that share a power of two
 SUM_BLOCK = 2048  # maximum columns of one integer sum; far below the 65793 that fit int32
@@ -108,6 +109,8 @@ def _columns(spec: QuantSpec, shape: Sequence[int]) -> int:
 def tile_rows(p: Tensor) -> Tensor:
     """[n, groups] -> [ceil(n / 16), groups, 16], zero beyond n."""
     n, groups = p.shape
+    if n % TILE == 0:
+        return p.reshape(-1, TILE, groups).mT.clone(memory_format=torch.contiguous_format)
     out = p.new_zeros((padded_columns(n, TILE), groups))
     out[:n] = p
     return out.view(-1, TILE, groups).transpose(1, 2).contiguous()
@@ -132,11 +135,24 @@ def map_groups(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) ->
 
 def pack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
     """codes: uint8 [ceil(N/16), K/32 * 64 * bits]; scale, zero_point, offset: [ceil(N/16), groups, 16]."""
+    _check_fits(spec, shape)
+    packed = pack_codes(parts.codes.view(torch.uint8), _columns(spec, shape), spec.format.bits, _flip(spec))
+    return map_groups(parts, spec, tile_rows)._replace(codes=packed)
+
+
+def from_bits(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
+    """As :func:`pack`, from parts in layout "bits"."""
+    _check_fits(spec, shape)
+    width = spec.codes_shape(shape)[-1]
+    packed = pack_stream(parts.codes, width, _columns(spec, shape), spec.format.bits, _flip(spec))
+    parts = parts._replace(zero_point=unpack_zero_point(parts.zero_point, spec, shape))
+    return map_groups(parts, spec, tile_rows)._replace(codes=packed)
+
+
+def _check_fits(spec: QuantSpec, shape: Sequence[int]) -> None:
     verdict = fits(spec, shape)
     if verdict is not True:
         raise ValueError(f'layout "cpu" of {tuple(shape)} {spec}: {verdict}')
-    packed = pack_codes(parts.codes.view(torch.uint8), _columns(spec, shape), spec.format.bits, _flip(spec))
-    return map_groups(parts, spec, tile_rows)._replace(codes=packed)
 
 
 def unpack(parts: Parts, spec: QuantSpec, shape: Sequence[int]) -> Parts:
@@ -167,13 +183,13 @@ def _padding(spec: QuantSpec, shape: Sequence[int]) -> int:
 _EXAMPLES = tuple(
     (spec, shape) for spec in SPECS.values() for shape in ((16, 256), (33, 100)) if fits(spec, shape) is True
 )
-LAYOUT = register_layout(Layout("cpu", pack, unpack, ("cpu",), _EXAMPLES, _padding))
+LAYOUT = register_layout(Layout("cpu", pack, unpack, ("cpu",), _EXAMPLES, _padding, from_bits))
 
 
 # -- the kernel ------------------------------------------------------------------------------------------------------
 
 
-def _activation(act: ActivationSpec | None) -> bool | str:
+def _activation(act: ActivationSpec | None, columns: int) -> bool | str:
     if act is None:
         return True
     spec = act.spec
@@ -187,28 +203,40 @@ def _activation(act: ActivationSpec | None) -> bool | str:
         return True
     if act.rule not in ((None, "asymmetric") if spec.zero_point else (None, "symmetric", "absmax")):
         return f"does not support activations with the rule {act.rule!r}"
-    return spec.block == (-1,) or "needs one activation scale per token"
+    if spec.block is None or len(spec.block) > 1:
+        return "needs one activation scale per token, or per group of columns of a token"
+    group = _act_group(act, columns)
+    return group % STEP == 0 or f"needs groups of input columns that are multiples of {STEP}, not {group}"
+
+
+def _act_group(act: ActivationSpec | None, columns: int) -> int:
+    """Columns of a token that share a scale of a dynamic activation; 0: all."""
+    if act is None or act.mode == "static" or act.spec.block is None:
+        return 0
+    group = act.spec.block[-1]
+    return group if 0 < group < columns else 0
 
 
 def _accepts(case: Case) -> bool | str:
-    for verdict in (usable(), fits(case.spec, case.shape), _activation(case.act)):
+    for verdict in (usable(), fits(case.spec, case.shape), _activation(case.act, case.shape[-1])):
         if verdict is not True:
             return verdict
     return case.dtype in _FLOATS or f"for float32, bfloat16 and float16 inputs, not {case.dtype}"
 
 
-def _block(group: int, act: ActivationSpec | None, columns: int) -> int:
-    """Columns of one integer sum: a divisor of the group; a float input has one power of two per sum."""
+def _block(group: int, act_group: int, act: ActivationSpec | None) -> int:
+    """Columns of one integer sum: a divisor of the groups; a float input has one power of two per sum."""
     most = INPUT_BLOCK if act is None else ZERO_POINT_BLOCK if act.spec.zero_point else SUM_BLOCK
-    if group <= 0:
+    both = math.gcd(max(group, 0), act_group)
+    if both == 0:
         return most
-    return next(b for b in range(min(most, group) // STEP * STEP, 0, -STEP) if group % b == 0)
+    return next(b for b in range(min(most, both) // STEP * STEP, 0, -STEP) if both % b == 0)
 
 
 def describe(case: Case) -> IntLinear:
     """The case as the struct of src/abi.h."""
     spec, act, (n, k), kinds = case.spec, case.act, case.shape, cast("dict[Any, int]", KINDS)
-    group, columns = _group(spec, case.shape), _columns(spec, case.shape)
+    group, act_group, columns = _group(spec, case.shape), _act_group(act, k), _columns(spec, case.shape)
 
     def number_kind(kind: Any) -> int:
         if not isinstance(kind, QuantSpec):
@@ -216,8 +244,8 @@ def describe(case: Case) -> IntLinear:
         return E8M0_KIND if kind.format is E8M0 else kinds[kind.format.code_dtype]
 
     w = IntLinear(
-        n=n, k=k, kp=columns, bits=spec.format.bits, center=spec.mid - int(spec.format.lo), group=group,
-        block=_block(group, act, columns), scale=number_kind(spec.scale),
+        n=n, k=k, kp=columns, act_group=act_group, bits=spec.format.bits, center=spec.mid - int(spec.format.lo),
+        group=group, block=_block(group, act_group, act), scale=number_kind(spec.scale),
         zero_point=KINDS[spec.zero_point_dtype] if spec.zero_point else NONE,
         offset=number_kind(spec.offset), outer=outer(spec, case.shape),
         outer_kind=kinds[spec.scale.scale] if isinstance(spec.scale, QuantSpec) else NONE,

@@ -27,7 +27,7 @@ KINDS = {
     None: NONE, torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: I8, torch.uint8: U8,
     torch.float8_e4m3fn: E4M3,
 }  # fmt: skip
-ABI = 5  # as in src/abi.h
+ABI = 6  # as in src/abi.h
 PLAIN, BITS, TILES = range(3)  # storage of codes, as in src/abi.h
 INVALID = 2  # status for inconsistent arguments, as in src/abi.h
 FLOAT, SYMMETRIC, ASYMMETRIC, STATIC = range(4)  # quantization of the input, as in src/abi.h
@@ -37,7 +37,7 @@ class IntLinear(ctypes.Structure):
     """Static properties of a linear layer with integer codes; see src/abi.h."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("n", "k", "kp")),
+        *((name, c_int64) for name in ("n", "k", "kp", "act_group")),
         *((name, c_int32) for name in ("bits", "center", "group", "block", "scale", "zero_point", "offset")),
         *((name, c_int32) for name in ("outer", "outer_kind", "x", "act")),
         *((name, c_int32) for name in ("act_lo", "act_hi", "act_scale")),
@@ -68,6 +68,28 @@ class FloatLinear(ctypes.Structure):
     )
 
 
+class Conv(ctypes.Structure):
+    """Static properties of a convolution with integer codes; see src/abi.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("o", "c", "kh", "kw", "channels", "kp")),
+        *((name, c_int32) for name in ("bits", "center", "scale", "zero_point", "one_scale", "x", "act")),
+        *((name, c_int32) for name in ("act_lo", "act_hi", "act_scale")),
+        *((name, c_float) for name in ("act_floor", "act_steps")),
+    )
+
+
+class ConvArgs(ctypes.Structure):
+    """Arguments of one convolution; see src/abi.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "y", "bias", "codes", "scale", "zero_point", "act_scale")),
+        *((name, c_int64) for name in ("n", "h", "w", "oh", "ow", "groups", "stride_h", "stride_w")),
+        *((name, c_int64) for name in ("pad_h", "pad_w", "dilation_h", "dilation_w")),
+        *((name, c_int32) for name in ("act_zero_point", "bias_kind", "x_last", "y_last", "function", "threads")),
+    )
+
+
 _P, _N, _I = c_void_p, c_int64, c_int
 _SIGNATURES = {
     "pw_abi": (_I, ()),
@@ -82,7 +104,9 @@ _SIGNATURES = {
     "pw_block": (_I, (_P,)),
     # weight, x, m, ldx, y, bias, bias kind, codes, scale, outer scale, outer offset, offset, its outer scale, threads
     "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _I)),
+    "pw_convolution": (_I, (_P, _P)),  # convolution, arguments
     "pw_pack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
+    "pw_pack_stream": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
     "pw_unpack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
     # matrix; codes, scale, zero point, offset; index or null, rows, out, threads
     "pw_dequantize": (_I, (_P, _P, _P, _P, _P, _P, _N, _P, _I)),

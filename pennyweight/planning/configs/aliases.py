@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..granularity import PerGroup
+from ..granularity import MappingType, PerGroup
 from . import floating, integer
 from .base import AOBaseConfig
 
@@ -34,6 +34,11 @@ CONFIGS = {
     "int8-dynamic": Name(
         "int8 weights and inputs, one scale per channel and per token", "Int8DynamicActivationInt8WeightConfig",
         no_group=_PER_ROW,
+    ),
+    "int8-dynamic-grouped": Name(
+        "int8 weights in groups of 128, int8 inputs in the same groups with zero points",
+        "Int8DynamicActivationInt8WeightConfig",
+        {"granularity": 128, "act_mapping_type": MappingType.ASYMMETRIC}, group="granularity",
     ),
     "int4": Name("4-bit weights in groups of 128", "Int4WeightOnlyConfig", group="group_size"),
     "8da4w": Name(
@@ -86,6 +91,7 @@ CONFIGS = {
 # The default candidates where speed counts: configs with a fast kernel on common CPUs
 FASTEST: tuple[AOBaseConfig, ...] = (
     integer.Int8DynamicActivationInt8WeightConfig(),
+    integer.Int8DynamicActivationInt8WeightConfig(MappingType.ASYMMETRIC, granularity=PerGroup(128)),
     integer.Int8WeightOnlyConfig(),
     integer.Int4WeightOnlyConfig(128),
     integer.Int4WeightOnlyConfig(32),

@@ -41,8 +41,9 @@ class Int8WeightOnlyConfig(AOBaseConfig):
 @dataclass(frozen=True)
 class Int8DynamicActivationInt8WeightConfig(AOBaseConfig):
     """int8 weights and int8 activations dynamically quantized per token. ``reduce_range``: 7 bits each, for CPUs whose
-    int8 products saturate. torchao's ``weight_only_decode`` is rejected: a single row would be rounded differently from
-    the same row in a batch."""
+    int8 products saturate. ``act_group_size``: one activation scale per group of so many columns of a token, in place
+    of the activation's granularity. torchao's ``weight_only_decode`` is rejected: a single row would be rounded
+    differently from the same row in a batch."""
 
     act_mapping_type: MappingType = MappingType.SYMMETRIC
     weight_only_decode: bool = False
@@ -50,8 +51,10 @@ class Int8DynamicActivationInt8WeightConfig(AOBaseConfig):
     set_inductor_config: bool = True
     version: int = 2
     reduce_range: bool = False
+    act_group_size: int | None = None
 
     def __post_init__(self) -> None:
+        _check_group(self.act_group_size)
         if self.weight_only_decode:
             raise ValueError(
                 "weight_only_decode=True makes results depend on the batch size; use Int8WeightOnlyConfig()"
@@ -61,6 +64,7 @@ class Int8DynamicActivationInt8WeightConfig(AOBaseConfig):
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         fmt = INT7 if self.reduce_range else INT8
         act_granularity, w_granularity = pair(self.granularity)
+        act_granularity = _of_inputs(site, act_granularity, self.act_group_size)
         act = activation(fmt, site, act_granularity, self.act_mapping_type, eps=INT8_EPS)
         return Scheme(QuantSpec(fmt, site.block(w_granularity, on_indivisible)), act, "symmetric", INT8_EPS)
 
@@ -153,7 +157,7 @@ class IntxWeightOnlyConfig(AOBaseConfig):
 @dataclass(frozen=True)
 class Int8DynamicActivationIntxWeightConfig(AOBaseConfig):
     """int1 to int8 weights in groups, int8 activations dynamically quantized per token ("8da4w" with int4); all scales
-    in the weight's dtype."""
+    in the weight's dtype. ``act_group_size``: one activation scale per group of so many columns of a token."""
 
     weight_dtype: AnyDtype = torch.int8
     weight_granularity: Granularity = field(default_factory=lambda: PerGroup(32))
@@ -163,14 +167,17 @@ class Int8DynamicActivationIntxWeightConfig(AOBaseConfig):
     intx_packing_format: Any = "unpacked_to_int8"
     intx_choose_qparams_algorithm: Any = "affine"
     version: int = 2
+    act_group_size: int | None = None
 
     def __post_init__(self) -> None:
+        _check_group(self.act_group_size)
         require_signed_int(type(self).__name__, self.weight_dtype)
         _require_affine(self.intx_choose_qparams_algorithm)
         pair(self.weight_granularity)
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
-        act = activation(INT8, site, PerToken(), self.act_mapping_type, scale=site.dtype)
+        act_granularity = _of_inputs(site, PerToken(), self.act_group_size)
+        act = activation(INT8, site, act_granularity, self.act_mapping_type, scale=site.dtype)
         weight = intx(
             self.weight_dtype, self.weight_granularity, self.weight_mapping_type, self.weight_scale_dtype, site,
             on_indivisible,
@@ -180,19 +187,23 @@ class Int8DynamicActivationIntxWeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class Int8DynamicActivationInt4WeightConfig(AOBaseConfig):
-    """torchao's older 8da4w: int4 weights in groups of 32, int8 activations dynamically quantized per token."""
+    """torchao's older 8da4w: int4 weights in groups of 32, int8 activations dynamically quantized per token.
+    ``act_group_size``: one activation scale per group of so many columns of a token."""
 
     group_size: int = 32
     layout: Any = None
     mapping_type: MappingType = MappingType.SYMMETRIC
     act_mapping_type: MappingType = MappingType.ASYMMETRIC
     set_inductor_config: bool = True
+    act_group_size: int | None = None
 
     def __post_init__(self) -> None:
         PerGroup(self.group_size)
+        _check_group(self.act_group_size)
 
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
-        act = activation(INT8, site, PerToken(), self.act_mapping_type, eps=INT8_EPS)
+        act_granularity = _of_inputs(site, PerToken(), self.act_group_size)
+        act = activation(INT8, site, act_granularity, self.act_mapping_type, eps=INT8_EPS)
         weight = intx("int4", PerGroup(self.group_size), self.mapping_type, torch.float32, site, on_indivisible)
         return Scheme(weight, act, self.mapping_type.value, INT8_EPS)
 
@@ -226,6 +237,27 @@ def _settle_granularity(config: Any) -> None:
     pair(config.granularity)
     if isinstance(config.granularity, list):
         object.__setattr__(config, "granularity", tuple(config.granularity))
+
+
+def _check_group(size: Any) -> None:
+    """Raise ValueError unless ``act_group_size`` is None or a positive integer."""
+    if size is not None:
+        PerGroup(size)
+
+
+def _of_inputs(site: Site, granularity: Granularity, size: int | None) -> Granularity:
+    """The granularity of a site's dynamic input: groups of ``size`` columns if given. A group that is not smaller than
+    the input is a token. Raises ValueError for groups of a convolution's input."""
+    if size is not None:
+        granularity = PerGroup(size)
+    if not isinstance(granularity, PerGroup):
+        return granularity
+    if site.op == "convolution":
+        raise ValueError(
+            f"{site.name}: the input of a convolution has one scale per sample, not groups of "
+            f"{granularity.group_size} columns; leave act_group_size out for it"
+        )
+    return PerToken() if granularity.group_size >= site.shape[-1] else granularity
 
 
 def _require_affine(algorithm: Any) -> None:

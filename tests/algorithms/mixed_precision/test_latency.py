@@ -169,7 +169,7 @@ def test_the_machine_is_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pennyweight.algorithms.mixed_precision.latency.SECONDS", 1e-4)
     found = search(Net().eval(), inputs(rows=8), "0.0001x latency", algorithm="nearest")
     assert found.base.seconds > 0
-    assert len(found.table["up.weight"]) == 11  # of bits and of speed, and as it is
+    assert len(found.table["up.weight"]) == 12  # of bits and of speed, and as it is
     assert all(o.seconds > 0 for o in found.table["up.weight"])
 
 

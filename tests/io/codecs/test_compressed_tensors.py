@@ -15,7 +15,18 @@ from torch.nn.functional import pad
 from pennyweight.core import blocks
 from pennyweight.core.formats import E2M1, E4M3, E5M2, INT1, INT3, INT4, INT8, NF4, TERNARY, UINT3, UINT4, UINT8
 from pennyweight.core.numerics import Parts, dequantize
-from pennyweight.core.spec import FP8_BLOCK, FP8_ROW, MXFP4, MXFP6, MXFP8, NVFP4, TINYGEMM, ActivationSpec, QuantSpec
+from pennyweight.core.spec import (
+    FP8_BLOCK,
+    FP8_ROW,
+    INT8_ROW,
+    MXFP4,
+    MXFP6,
+    MXFP8,
+    NVFP4,
+    TINYGEMM,
+    ActivationSpec,
+    QuantSpec,
+)
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.io.codecs.base import by_layer
 from pennyweight.io.codecs.compressed_tensors import COMPRESSED_TENSORS, find
@@ -52,6 +63,8 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "W8A8-asym": ("int-quantized", ints(8, "channel", False), INT_TOKEN),
     "W8A8-tensor": ("int-quantized", ints(8, "tensor"), {**INT_TOKEN, "symmetric": False}),
     "W8A8-group": ("naive-quantized", ints(8, "group", group_size=32), INT_TOKEN),
+    "W8A8-inputs in groups": ("int-quantized", ints(8, "channel"),
+                              {**INT_TOKEN, "strategy": "group", "group_size": 32}),
     "W8A8-static": ("int-quantized", ints(8, "channel"), STATIC_ASYMMETRIC),
     "W4A8": ("int-quantized", ints(4, "group", group_size=32), INT_TOKEN),
     "FP8": ("float-quantized", floats("tensor"), STATIC),
@@ -130,7 +143,7 @@ def sizes(name: str) -> list[tuple[int, int]]:
     args = SCHEMES[name][1]
     if name == "W4-asym":  # its own decompressor fails where zero points are one row of words
         return [(24, 64), (9, 96), (33, 480)]
-    if "group_size" in args:
+    if "group_size" in args or ("group_size" in (SCHEMES[name][2] or {}) and args["strategy"] != "block"):
         return [(24, 64), (7, 96), (1, 32), (33, 480)]
     if args["strategy"] == "block":
         return [(128, 256), (130, 300), (40, 64), (257, 129), (1, 128)]
@@ -174,6 +187,7 @@ def test_activations_are_what_the_config_says() -> None:
         "W4AFP8": ActivationSpec(QuantSpec(E4M3, (-1,))),
         "W8A8": ActivationSpec(QuantSpec(INT8, (-1,))),
         "W8A8-tensor": ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True)),
+        "W8A8-inputs in groups": ActivationSpec(QuantSpec(INT8, (32,))),
         "W8A8-static": ActivationSpec(QuantSpec(INT8, None, zero_point=True), "static"),
         "FP8": ActivationSpec(QuantSpec(E4M3, None), "static"),
         "FP8-block": ActivationSpec(QuantSpec(E4M3, (128,))),
@@ -342,6 +356,7 @@ def meta(spec: QuantSpec, shape: tuple[int, ...] = (32, 96), **more: Any) -> Met
         (meta(FP8_ROW, (2, 32, 96)), "up.weight", "matrices", None),
         (meta(FP8_ROW, axes=(1, 0)), "up.weight", "transposed", None),
         (meta(FP8_ROW), "experts.gate_up_proj", "named weight", None),
+        (meta(INT8_ROW, act=ActivationSpec(QuantSpec(INT8, (64,)))), "up.weight", "64 input columns do not", INT8_ROW),
         (meta(FP8_ROW, act=ActivationSpec(QuantSpec(NF4, (-1,)))), "up.weight", "not support activations", FP8_ROW),
     ],
 )

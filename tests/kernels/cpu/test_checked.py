@@ -73,7 +73,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("needs g++")
     out = tmp_path_factory.mktemp("native")
-    parts = ("int_linear", "float_linear", "conversions")
+    parts = ("int_linear", "float_linear", "convolution", "conversions")
     sources = {name: called.SOURCE / f"{name}.cpp" for name in ("dispatch", *parts)}
     sources["main"] = NATIVE / "every_isa.cpp"
 

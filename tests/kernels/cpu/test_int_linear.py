@@ -14,7 +14,7 @@ from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.table import case_of, select
 from tests.every.test_kernels import seen
-from tests.tensors import INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
+from tests.tensors import INT8_GROUPS, INT8_GROUPS_ASYMMETRIC, INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason="the native library was not built")
 
@@ -22,7 +22,8 @@ ASYMMETRIC = ActivationSpec(QuantSpec(INT8, (-1,), zero_point=True))
 HALF = ActivationSpec(QuantSpec(INT8, (-1,), scale=torch.bfloat16))
 ACTIVATIONS = {
     "float": None, "int8": INT8_TOKEN, "asymmetric": ASYMMETRIC, "uint8": UINT8_TOKEN, "bf16 scale": HALF,
-    "static": INT8_STATIC,
+    "static": INT8_STATIC, "groups": INT8_GROUPS, "asymmetric groups": INT8_GROUPS_ASYMMETRIC,
+    "groups with bf16 scale": ActivationSpec(QuantSpec(INT8, (96,), scale=torch.bfloat16)),
 }  # fmt: skip
 SPECS = {
     **{f"int{b}": QuantSpec(get_format(f"int{b}"), (32,), scale=torch.bfloat16) for b in range(1, 9)},
@@ -76,7 +77,7 @@ def test_values_on_every_instruction_set(isa: str, name: str, act: str) -> None:
         assert ((y.double() - exact).abs() <= 8 * torch.finfo(dtype).eps * size + least).all(), (shape, dtype)
 
 
-@pytest.mark.parametrize("act", ["float", "int8", "asymmetric"])
+@pytest.mark.parametrize("act", ["float", "int8", "asymmetric", "groups", "asymmetric groups"])
 @pytest.mark.parametrize("name", ["int3", "int4", "row", "tinygemm", "uint8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_on_nothing_else(isa: str, name: str, act: str, dtype: torch.dtype) -> None:
@@ -103,7 +104,7 @@ def test_one_hot_inputs_read_the_weight_to_the_bit(isa: str, name: str, dtype: t
     assert torch.equal(F.linear(torch.eye(100, dtype=dtype), w.to_layout("cpu")), w.dequantize(dtype).t())
 
 
-@pytest.mark.parametrize("act", ["int8", "asymmetric", "uint8"])
+@pytest.mark.parametrize("act", ["int8", "asymmetric", "uint8", "groups", "asymmetric groups"])
 def test_zero_rows_are_zero_and_nan_rows_are_nan(isa: str, act: str) -> None:
     w, x = make("uint8", (37, 100), torch.float32, ACTIVATIONS[act]).to_layout("cpu"), inputs(4, 100, torch.float32)
     x[1], x[2, 5], x[3, 7] = 0, float("nan"), float("inf")

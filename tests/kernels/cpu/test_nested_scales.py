@@ -13,11 +13,11 @@ from pennyweight.core.formats import INT4, INT6, INT8, NF4
 from pennyweight.core.numerics import part_value
 from pennyweight.core.spec import SPECS, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
+from pennyweight.inference.freeze import freeze_
 from pennyweight.kernels import explain, get_kernel
 from pennyweight.kernels.cpu import float_linear, int_linear, library
 from pennyweight.kernels.repack import choose_layout, prepare
 from pennyweight.kernels.table import case_of, select
-from pennyweight.quantize.freeze import freeze_
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason="the native library was not built")
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int ABI = 5;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 6;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -15,16 +15,21 @@ enum Kind : int32_t {  // number kinds of parts and of inputs
 
 enum Activation : int32_t { FLOAT = 0, SYMMETRIC = 1, ASYMMETRIC = 2, STATIC = 3 };
 
+enum Function : int32_t {  // activation functions, see elementwise.h
+    IDENTITY = 0, RELU = 1, GELU = 2, GELU_TANH = 3, QUICK_GELU = 4, SILU = 5, RELU6 = 6, HARDSWISH = 7
+};
+
 // -- linear layers, integer codes -------------------------------------------------------------------------------------
 
 // Static properties of a linear layer with integer codes: value = (u - center - zero_point) * scale + offset.
 struct IntLinear {
     int64_t n, k;        // rows and columns of the weight
     int64_t kp;          // k in whole groups and whole blocks of 32
+    int64_t act_group;   // columns per scale of a dynamic activation, a multiple of the block; 0: one scale per token
     int32_t bits;        // of a code, 1..8
     int32_t center;      // constant subtracted from the unsigned code
     int32_t group;       // columns per weight scale; 0: one scale per row; -1: one per tensor
-    int32_t block;       // columns per integer sum, a multiple of 32 that divides the group
+    int32_t block;       // columns per integer sum, a multiple of 32 that divides both groups
     int32_t scale, zero_point, offset;  // Kind; I8 and U8: scales and offsets are codes with outer scales
     int32_t outer;       // number of such codes per outer scale in a row; 0: none
     int32_t outer_kind;  // Kind of the outer scales
@@ -87,6 +92,40 @@ struct FloatArgs {
     const void* bias;          // [n] of kind bias_kind, or null
     const void *codes, *scale, *outer_scale, *outer_offset, *offset, *offset_scale;
     int32_t bias_kind, threads;
+};
+
+// -- convolutions -----------------------------------------------------------------------------------------------------
+
+// Static properties of a convolution with integer codes; codes as in IntLinear. The columns of a row of tiles are
+// [set][kh][kw][channels of a set in whole fours]; added channels have the code 0. With one input channel per group the
+// codes are bytes, [kh * kw][o in whole 16].
+struct Conv {
+    int64_t o, c;            // output channels; input channels of a group
+    int64_t kh, kw;          // kernel, kh 1 for one dimension
+    int64_t channels;        // input channels that share a weight scale, a set; divides c, and is c or a multiple of 4
+    int64_t kp;              // columns of the codes, in whole blocks of 32
+    int32_t bits;            // of a code, 1..8
+    int32_t center;          // constant subtracted from the unsigned code
+    int32_t scale, zero_point;  // Kind; [o in whole 16][sets], 16 rows interleaved
+    int32_t one_scale;       // 1: one scale for the whole weight
+    int32_t x;               // Kind of input and output: F32, BF16, F16
+    int32_t act;             // Activation; FLOAT: for x F32 and c above 1
+    int32_t act_lo, act_hi;
+    int32_t act_scale;       // Kind in which a dynamic activation scale is stored
+    float act_floor;         // minimum dynamic scale
+    float act_steps;         // divisor of the range for a dynamic scale
+};
+
+// Arguments of one call. oh and ow follow from the others.
+struct ConvArgs {
+    const void* x;           // [n, groups * c, h, w], or with x_last [n, h, w, groups * c]; no gaps
+    void* y;                 // [n, o, oh, ow], or with y_last [n, oh, ow, o]
+    const void* bias;        // [o] of kind bias_kind, or null
+    const void *codes, *scale, *zero_point;
+    const void* act_scale;   // float32 [1], static activations
+    int64_t n, h, w, oh, ow, groups;
+    int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    int32_t act_zero_point, bias_kind, x_last, y_last, function, threads;
 };
 
 // -- conversions ------------------------------------------------------------------------------------------------------
@@ -195,8 +234,6 @@ struct AttentionArgs {
 };
 
 // -- blocks of a transformer ------------------------------------------------------------------------------------------
-
-enum Function : int32_t { IDENTITY = 0, RELU = 1, GELU = 2, GELU_TANH = 3, QUICK_GELU = 4, SILU = 5 };
 
 // A matrix [batch * tokens, width] with contiguous rows.
 struct Buffer {

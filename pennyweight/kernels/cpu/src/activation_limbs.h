@@ -2,7 +2,8 @@
 //
 //   act FLOAT       each block of `block` columns of x is X * 2**e, X with 15 bits and sign (two limbs) for bfloat16
 //                   and float16, with 23 bits (three limbs) for float32; e is from the largest element of the block
-//   act SYMMETRIC, ASYMMETRIC, STATIC   x = (q - zero_point) * scale per token: one limb
+//   act SYMMETRIC, ASYMMETRIC, STATIC   x = (q - zero_point) * scale per token, or per group of columns of a token: one
+//                   limb
 //
 // Limbs are stored in the order in which the kernels read them: [k/4][R][4], row r = token * limbs + limb, the top limb
 // first. Two limbs may be stored as one 16-bit word: [k/4][2][T][2], columns 0 and 2 of four before 1 and 3.
@@ -48,7 +49,8 @@ inline uint32_t absmax_bits(const float* x, int64_t n) {
 struct Tokens {
     int8_t* digits;   // [kp/4][R][4]
     int32_t* sums;    // [blocks][R] sums of limbs
-    float* scale;     // [blocks][T] act FLOAT: scale of the block
+    float* scale;     // [blocks][T] act FLOAT and act_group: scale of the block
+    float* zero;      // [blocks][T] act_group: zero point of the block
     float* value;     // [blocks][T] sum of the block as a float, in units of token_scale
     float token_scale[12];
     float token_zero[12];
@@ -59,56 +61,86 @@ inline void put(int8_t* digits, int R, int r, const int8_t* row, int64_t kp) {
     for (int64_t q = 0; q < kp / 4; ++q) memcpy(digits + (q * R + r) * 4, row + 4 * q, 4);
 }
 
-// Scale and zero point of a dynamically quantized row; NaN if the row contains NaN or inf.
-void choose_scale(const IntLinear& w, const float* x, float* scale, int32_t* zero) {
-    *zero = 0;
-    const uint32_t top = absmax_bits(x, w.k);
-    if (top >= 0x7f800000) { *scale = float_of(0x7fc00000); return; }
-    float s;
+// Scales and zero points of up to 16 groups of columns that are quantized dynamically.
+struct Chosen {
+    alignas(64) int32_t least[16], most[16];  // the range with zero, as bits of -minimum and maximum; SYMMETRIC: of |x|
+    alignas(64) float scale[16];              // NaN if the group contains NaN or inf
+    alignas(64) float factor[16];             // its reciprocal
+    alignas(64) int32_t zero[16];
+};
+
+// Range of the columns from x to `end`, a multiple of 16: padding is zero, which is within every range.
+inline void range_of(const IntLinear& w, const float* x, const float* end, Chosen& g, int64_t i) {
+    I least = iset(0), most = iset(0);
     if (w.act == SYMMETRIC) {
-        s = clamp_to(round_to(w.x, float_of(top) / w.act_steps), w.act_floor, LARGEST[w.x]);
+        for (; x < end; x += 16) most = imax(most, iand(bits(fload(x)), iset(0x7fffffff)));
+        g.least[i] = 0;
     } else {
-        F least = fset(0), most = fset(0);  // padding is zero
-        for (int64_t i = 0; i < w.kp; i += 16) least = fleast(fload(x + i), least), most = fmost(fload(x + i), most);
-        const float lo = fleast(least), hi = fmost(most);
-        const float span = round_to(w.x, hi - lo);
-        s = round_to(w.x, span / w.act_steps);
-        if (!(s <= LARGEST[w.x]))
-            s = round_to(w.x, round_to(w.x, hi / w.act_steps) - round_to(w.x, lo / w.act_steps));
-        s = clamp_to(s, w.act_floor, LARGEST[w.x]);
-        const float steps = round_to(w.x, (float)w.act_lo - __builtin_rintf(round_to(w.x, lo / s)));
-        *zero = (int32_t)clamp_to(steps, (float)w.act_lo, (float)w.act_hi);
+        for (; x < end; x += 16) {  // a NaN is above every number of its sign
+            const I b = bits(fload(x));
+            most = imax(most, b);
+            least = imax(least, ixor(b, iset((int32_t)0x80000000)));
+        }
+        g.least[i] = imost(least);
     }
-    s = round_to(w.act_scale, s);
-    *scale = w.act_scale == w.x ? s : clamp_to(s, -LARGEST[w.act_scale], LARGEST[w.act_scale]);
+    g.most[i] = imost(most);
 }
 
-// One limb per element, q = round(x * (1 / scale)) + zero_point, clamped, and the sum of each block.
-void quantize_row(const IntLinear& w, const float* x, float scale, int32_t zero, int8_t* q, int32_t* sums, int step) {
-    float reciprocal = 1.0f / scale;
-    if (w.act_scale != F32) {
-        const float rounded = round_to(w.act_scale, reciprocal);
-        reciprocal = rounded <= LARGEST[w.act_scale] || w.act_scale == BF16 ? rounded : reciprocal;
+// The multiplier of x for a scale, in float32: the reciprocal rounded to the kind of the scale; 0 if it overflows.
+inline F factor_of(const IntLinear& w, F scale) {
+    F factor = fdiv(fset(1), scale);
+    if (w.act_scale == BF16) factor = round_kind<BF16>(factor);
+    if (w.act_scale == F16) {
+        const F rounded = round_f16(factor);
+        factor = fabove(rounded, fset(LARGEST[F16]), factor, rounded);
     }
-    if (!(reciprocal <= LARGEST[F32])) reciprocal = 0;
-    const F factor = fset(reciprocal), lo = fset((float)(w.act_lo - zero)), hi = fset((float)(w.act_hi - zero));
-    const int wide = w.x == w.act_scale ? w.x : F32;  // the dtype of x * reciprocal
-    for (int64_t at = 0; at < w.kp; at += w.block, sums += step) {
-        const int64_t end = at + w.block < w.kp ? at + w.block : w.kp;
+    return fabove(factor, fset(LARGEST[F32]), fset(0), factor);
+}
+
+// Chooses the scales and zero points of 16 groups from their ranges.
+inline void choose_scales(const IntLinear& w, Chosen& g) {
+    const auto round = [&](F a) { return round_kind(w.x, a); };
+    const auto within = [](F a, float lo, float hi) { return fleast(fmost(a, fset(lo)), fset(hi)); };
+    const I least = iload(g.least), most = iload(g.most);
+    const F hi = bitcast(most), lo = fsub(fset(0), bitcast(least)), steps = fset(w.act_steps);
+    F s;
+    if (w.act == SYMMETRIC) {
+        s = within(round(fdiv(hi, steps)), w.act_floor, LARGEST[w.x]);
+    } else {
+        const F span = round(fdiv(round(fsub(hi, lo)), steps));
+        s = fabove(span, fset(LARGEST[w.x]), round(fsub(round(fdiv(hi, steps)), round(fdiv(lo, steps)))), span);
+        s = within(s, w.act_floor, LARGEST[w.x]);
+        const F zero = round(fsub(fset((float)w.act_lo), frint(round(fdiv(lo, s)))));
+        istore(g.zero, iround(within(zero, (float)w.act_lo, (float)w.act_hi)));
+    }
+    s = round_kind(w.act_scale, s);
+    if (w.act_scale != w.x) s = within(s, -LARGEST[w.act_scale], LARGEST[w.act_scale]);
+    const I finite = iset(0x7f7fffff), top = imax(least, most);
+    fstore(g.factor, bitcast(iabove(top, finite, iset(0), bits(factor_of(w, s)))));
+    fstore(g.scale, bitcast(iabove(top, finite, iset(0x7fc00000), bits(s))));
+    if (w.act == SYMMETRIC) istore(g.zero, iset(0));
+    else istore(g.zero, iabove(top, finite, iset(0), iload(g.zero)));
+}
+
+// One limb for each column from `from` to `to`, q = round(x * factor) + zero_point, clamped, and the sum of each block
+// from that of column `from` on.
+void quantize_columns(const IntLinear& w, const float* x, int64_t from, int64_t to, float factor, int32_t zero, int8_t* q,
+                      int32_t* sums, int step) {
+    const F by = fset(factor), lo = fset((float)(w.act_lo - zero)), hi = fset((float)(w.act_hi - zero));
+    const int wide = w.x == w.act_scale ? w.x : F32;  // the dtype of x * factor
+    const int64_t block = w.block, k = w.k;
+    for (int64_t at = from; at < to; at += block, sums += step) {
+        const int64_t end = at + block < to ? at + block : to;
         I sum = iset(0);
         for (int64_t i = at; i < end; i += 16) {
-            F v = fmul(fload(x + i), factor);
-            if (wide != F32) {
-                alignas(64) uint16_t h[16];
-                store16(h, wide, 0, v);
-                v = load16(h, wide, 0);
-            }
+            F v = fmul(fload(x + i), by);
+            if (wide != F32) v = round_kind(wide, v);
             // clamped before the conversion, which has no meaning beyond int32; NaN becomes lo: the scale, NaN, tells
             I code = iadd(iround(fleast(fmost(v, lo), hi)), iset(zero));
-            if (i + 16 > w.k) {  // padding is 0, not the zero point
+            if (i + 16 > k) {  // padding is 0, not the zero point
                 alignas(64) int32_t t[16];
                 istore(t, code);
-                for (int64_t j = w.k > i ? w.k - i : 0; j < 16; ++j) t[j] = 0;
+                for (int64_t j = k > i ? k - i : 0; j < 16; ++j) t[j] = 0;
                 code = iload(t);
             }
             sum = iadd(sum, code);
@@ -166,26 +198,51 @@ inline int32_t true_columns(const IntLinear& w, int64_t b) {  // of a block, wit
 }
 
 // A row, float32 [kp] with zeros beyond k, as token t of T. Scratch: bytes, [3 * kp].
-void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* wide, Tokens& tok, int T, int t, bool words,
-                   int8_t* bytes) {
+inline void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* wide, Tokens& tok, int T, int t, bool words,
+                          int8_t* bytes) {
     const int D = words ? 1 : digits_of(w), R = T * D;
     int8_t* row[3] = {bytes, bytes + w.kp, bytes + 2 * w.kp};
     tok.token_scale[t] = 1;
     tok.token_zero[t] = 0;
     if (w.act != FLOAT) {
-        float scale;
-        int32_t zero;
-        if (w.act == STATIC) {
-            zero = a.act_zero_point;
-            scale = absmax_bits(wide, w.k) >= 0x7f800000 ? float_of(0x7fc00000) : *(const float*)a.act_scale;
-        } else {
-            choose_scale(w, wide, &scale, &zero);
+        const int64_t group = w.act_group ? w.act_group : w.kp, groups = (w.kp + group - 1) / group;
+        const auto end_of = [&](int64_t g) { return (g + 1) * group < w.kp ? (g + 1) * group : w.kp; };
+        Chosen chosen;
+        for (int64_t first = 0, b = 0; first < groups; first += 16) {
+            const int64_t count = groups - first < 16 ? groups - first : 16;
+            if (w.act == STATIC) {
+                const float scale = *(const float*)a.act_scale;
+                const bool finite = absmax_bits(wide, w.k) < 0x7f800000;
+                chosen.scale[0] = finite ? scale : float_of(0x7fc00000);
+                alignas(64) float factor[16];
+                fstore(factor, factor_of(w, fset(scale)));
+                chosen.factor[0] = finite ? factor[0] : 0;
+                chosen.zero[0] = a.act_zero_point;
+            } else {
+                for (int64_t g = 0; g < count; ++g)
+                    range_of(w, wide + (first + g) * group, wide + end_of(first + g), chosen, g);
+                for (int64_t g = count; g < 16; ++g) chosen.least[g] = chosen.most[g] = 0;
+                choose_scales(w, chosen);
+            }
+            for (int64_t g = 0; g < count; ++g) {
+                const int64_t at = (first + g) * group, end = end_of(first + g);
+                const float scale = chosen.scale[g];
+                const int32_t zero = chosen.zero[g];
+                quantize_columns(w, wide, at, end, chosen.factor[g], zero, row[0], tok.sums + b * T + t, T);
+                if (!w.act_group) {
+                    tok.token_scale[t] = scale;
+                    tok.token_zero[t] = (float)zero;
+                }
+                if (!w.act_group && !w.offset) continue;
+                for (; b * w.block < end; ++b) {
+                    const float sum = (float)(tok.sums[b * T + t] - zero * true_columns(w, b));
+                    tok.value[b * T + t] = w.act_group ? sum * scale : sum;
+                    if (!w.act_group) continue;
+                    tok.scale[b * T + t] = scale;
+                    tok.zero[b * T + t] = (float)zero;
+                }
+            }
         }
-        quantize_row(w, wide, scale, zero, row[0], tok.sums + t, R);
-        tok.token_scale[t] = scale;
-        tok.token_zero[t] = (float)zero;
-        for (int64_t b = 0; b * w.block < w.kp; ++b)
-            tok.value[b * T + t] = (float)(tok.sums[b * T + t] - zero * true_columns(w, b));
     } else {
         for (int64_t b = 0, at = 0; at < w.kp; ++b, at += w.block) {
             const int64_t n = w.kp - at < w.block ? w.kp - at : w.block;
@@ -205,10 +262,12 @@ void take_wide_row(const IntLinear& w, const LinearArgs& a, const float* wide, T
 }
 
 // Row m of x as token t of T. Scratch: wide, float [kp]; bytes, [3 * kp].
-void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
-              int8_t* bytes) {
-    widen_row((const char*)a.x + m * a.ldx * size_of(w.x), w.x, w.k, w.kp, wide);
-    take_wide_row(w, a, wide, tok, T, t, words, bytes);
+inline void take_row(const IntLinear& w, const LinearArgs& a, int64_t m, Tokens& tok, int T, int t, bool words, float* wide,
+                     int8_t* bytes) {
+    const char* x = (const char*)a.x + m * a.ldx * size_of(w.x);
+    const bool as_is = w.x == F32 && w.k == w.kp;
+    if (!as_is) widen_row(x, w.x, w.k, w.kp, wide);
+    take_wide_row(w, a, as_is ? (const float*)x : wide, tok, T, t, words, bytes);
 }
 
 }  // namespace

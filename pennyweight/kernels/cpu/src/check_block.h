@@ -12,7 +12,7 @@ inline bool buffer(Arguments& c, const Block& b, int i, int64_t width) {
 
 inline bool block_linear(Arguments& c, const Block& b, const BlockLinear& s) {
     if (!c.must(within(s.count, 1, s.gated ? 2 : 1 << 10), "1 to 1024 weights, gated 1 or 2") || !c.must(within(s.gated, 0, 1), "gated 0 or 1") ||
-        !c.must(within(s.function, IDENTITY, SILU), "function IDENTITY to SILU"))
+        !c.must(within(s.function, IDENTITY, HARDSWISH), "function IDENTITY to HARDSWISH"))
         return false;
     c.memory("weights", s.weights, s.count, sizeof *s.weights);
     c.memory("args", s.args, s.count, sizeof *s.args);

@@ -29,6 +29,36 @@ void pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits
         }
 }
 
+// Bit streams of rows [n, ceil(k * bits / 8)] -> the same tiles. Padding is code `pad`. 32 columns begin on a byte.
+void pack_stream(const uint8_t* stream, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out, int threads) {
+    const int64_t rows = (n + 15) / 16, cols = kp / 32, step = (k * bits + 7) / 8;
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < rows; ++t)
+        for (int64_t c = 0; c < cols; ++c) {
+            const int64_t at = 4 * bits * c;
+            const uint8_t* src = stream + 16 * t * step + at;
+            uint8_t* tile = out + (t * cols + c) * 64 * bits;
+            const int64_t height = std::min<int64_t>(n - 16 * t, 16), width = std::min<int64_t>(k - 32 * c, 32);
+            const bool whole = height == 16 && width == 32;
+            if (whole && bits == 4) {
+                tile_of_nibbles(src, step, tile);
+                continue;
+            }
+            alignas(64) uint8_t codes[512];
+            if (!whole) memset(codes, pad, sizeof codes);
+            for (int64_t r = 0; r < height && width > 0; ++r) {
+                uint8_t* to = codes + 32 * r;
+                if (bits == 8) {
+                    memcpy(to, src + r * step, (size_t)width);
+                    continue;
+                }
+                bytes_of_stream(bits, src + r * step, step - at, width, to);  // whole 16 codes
+                if (width < 32) memset(to + width, pad, (size_t)(32 - width));
+            }
+            tile_of_rows(bits, codes, 32, 0, tile);
+        }
+}
+
 // The inverse of pack_codes.
 void unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {
     const int64_t rows = (n + 15) / 16, cols = kp / 32;
@@ -52,6 +82,7 @@ void unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int b
 
 PW_PART(conversions) {
     table->pack_codes = pack_codes;
+    table->pack_stream = pack_stream;
     table->unpack_codes = unpack_codes;
     table->dequantize = dequantize;
     table->quantize = quantize;

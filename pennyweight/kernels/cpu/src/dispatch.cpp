@@ -23,8 +23,8 @@ struct Isa {
     const char* name;
     int base;        // index of the instruction set whose functions it uses where it has none of its own; -1: none
     bool (*has)();   // whether this machine supports it
-    Part parts[3];   // null where not compiled
-    bool built() const { return parts[0] || parts[1] || parts[2]; }
+    Part parts[4];   // null where not compiled
+    bool built() const { return parts[0] || parts[1] || parts[2] || parts[3]; }
     bool here() const { return built() && has(); }
 };
 
@@ -33,10 +33,11 @@ struct Isa {
 #define PW_ISA_ROW(name, test)                  \
     PW_WEAK(PW_PART_NAME(int_linear, name))     \
     PW_WEAK(PW_PART_NAME(float_linear, name))   \
+    PW_WEAK(PW_PART_NAME(convolution, name))    \
     PW_WEAK(PW_PART_NAME(conversions, name))    \
     bool has_##name() { return test; }
 #define PW_PARTS(name) \
-    { PW_PART_NAME(int_linear, name), PW_PART_NAME(float_linear, name), PW_PART_NAME(conversions, name) }
+    { PW_PART_NAME(int_linear, name), PW_PART_NAME(float_linear, name), PW_PART_NAME(convolution, name), PW_PART_NAME(conversions, name) }
 
 PW_ISA_ROW(scalar, true)
 #if defined(__x86_64__)
@@ -152,11 +153,22 @@ PW_EXPORT int pw_float_linear(const FloatLinear* w, const void* x, int64_t m, in
     if (!check::float_linear("pw_float_linear", w, a)) return INVALID;
     return table().float_linear(w, &a);
 }
+PW_EXPORT int pw_convolution(const Conv* w, const ConvArgs* a) {
+    if (!check::convolution("pw_convolution", w, a)) return INVALID;
+    huge_pages(a->y, a->n * w->o * a->oh * a->ow * (w->x == F32 ? 4 : 2));
+    return table().convolution(w, a);
+}
 
 PW_EXPORT int pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {
     if (!check::packing("pw_pack_codes", codes, n, k, kp, bits, out, threads)) return INVALID;
     huge_pages(out, (n + 15) / 16 * kp / 32 * 64 * bits);
     table().pack_codes(codes, n, k, kp, bits, flip, out, threads);
+    return DONE;
+}
+PW_EXPORT int pw_pack_stream(const uint8_t* stream, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out, int threads) {
+    if (!check::streaming("pw_pack_stream", stream, n, k, kp, bits, pad, out, threads)) return INVALID;
+    huge_pages(out, (n + 15) / 16 * kp / 32 * 64 * bits);
+    table().pack_stream(stream, n, k, kp, bits, pad, out, threads);
     return DONE;
 }
 PW_EXPORT int pw_unpack_codes(const uint8_t* packed, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* codes, int threads) {

@@ -3,6 +3,8 @@
 // instruction set gives the same bits.
 #pragma once
 
+#include <type_traits>
+
 #include "abi.h"
 #include "vector_math.h"
 
@@ -27,43 +29,43 @@ PW_INLINE F ferf_of_normal(F x) {
 // x / (1 + e**-z), with -z given.
 PW_INLINE F fgate(F x, F minus_z) { return fdiv(x, fadd(fexp(minus_z), fset(1))); }
 
-// The activation function in place for 16 * n floats. Both GELUs within 1e-6 and 2 ulps, the others within 16 ulps.
-inline void activate(int function, float* x, int64_t n) {
-    switch (function) {
-        case RELU:
-            PW_ROLLED for (int64_t i = 0; i < n; ++i) {
-                const F v = fload(x + 16 * i);
-                fstore(x + 16 * i, fabove(fset(0), v, fset(0), v));  // NaN passes
-            }
-            break;
-        case GELU:
-            PW_ROLLED for (int64_t i = 0; i < n; ++i) {
-                const F v = fload(x + 16 * i);
-                const F half = fmul(fabove(fset(-5.5f), v, fset(-5.5f), v), fset(0.5f));  // 1 + erf is 0 only nearly
-                fstore(x + 16 * i, fma(half, ferf_of_normal(v), half));
-            }
-            break;
-        case GELU_TANH:  // 1 + tanh(u) = 2 / (1 + e**-2u), u = sqrt(2 / pi) * (x + 0.044715 x**3)
-            PW_ROLLED for (int64_t i = 0; i < n; ++i) {
-                const F v = fload(x + 16 * i), square = fmul(v, v);
-                const F u = fmul(v, fma(square, fset(-0.07135481283f), fset(-1.595769122f)));
-                fstore(x + 16 * i, fgate(v, u));
-            }
-            break;
-        case QUICK_GELU:
-            PW_ROLLED for (int64_t i = 0; i < n; ++i) {
-                const F v = fload(x + 16 * i);
-                fstore(x + 16 * i, fgate(v, fmul(v, fset(-1.702f))));
-            }
-            break;
-        case SILU:
-            PW_ROLLED for (int64_t i = 0; i < n; ++i) {
-                const F v = fload(x + 16 * i);
-                fstore(x + 16 * i, fgate(v, fmul(v, fset(-1))));
-            }
-            break;
-        default: break;
+// The activation function FUNCTION. Both GELUs within 1e-6 and 2 ulps, the others within 16 ulps. NaN passes.
+template <int FUNCTION> PW_INLINE F apply(F v) {
+    if constexpr (FUNCTION == RELU) return fabove(fset(0), v, fset(0), v);
+    if constexpr (FUNCTION == GELU) {
+        const F half = fmul(fabove(fset(-5.5f), v, fset(-5.5f), v), fset(0.5f));  // 1 + erf is 0 only nearly
+        return fma(half, ferf_of_normal(v), half);
     }
+    if constexpr (FUNCTION == GELU_TANH) {  // 1 + tanh(u) = 2 / (1 + e**-2u), u = sqrt(2 / pi) * (x + 0.044715 x**3)
+        return fgate(v, fmul(v, fma(fmul(v, v), fset(-0.07135481283f), fset(-1.595769122f))));
+    }
+    if constexpr (FUNCTION == QUICK_GELU) return fgate(v, fmul(v, fset(-1.702f)));
+    if constexpr (FUNCTION == SILU) return fgate(v, fmul(v, fset(-1)));
+    if constexpr (FUNCTION == RELU6) return fclip(v, fset(0), fset(6));
+    if constexpr (FUNCTION == HARDSWISH) return fdiv(fmul(v, fclip(fadd(v, fset(3)), fset(0), fset(6))), fset(6));
+    return v;
+}
+
+// Calls run with the function as a template argument: run(std::integral_constant<int, FUNCTION>).
+template <class Run> inline void with_function(int function, const Run& run) {
+    switch (function) {
+        case RELU: return run(std::integral_constant<int, RELU>());
+        case GELU: return run(std::integral_constant<int, GELU>());
+        case GELU_TANH: return run(std::integral_constant<int, GELU_TANH>());
+        case QUICK_GELU: return run(std::integral_constant<int, QUICK_GELU>());
+        case SILU: return run(std::integral_constant<int, SILU>());
+        case RELU6: return run(std::integral_constant<int, RELU6>());
+        case HARDSWISH: return run(std::integral_constant<int, HARDSWISH>());
+        default: return run(std::integral_constant<int, IDENTITY>());
+    }
+}
+
+// In place for 16 * n floats.
+inline void activate(int function, float* x, int64_t n) {
+    if (function == IDENTITY) return;
+    with_function(function, [&](auto f) {
+        PW_ROLLED for (int64_t i = 0; i < n; ++i) fstore(x + 16 * i, apply<decltype(f)::value>(fload(x + 16 * i)));
+    });
 }
 
 // Sum of f(x[i..i + 15]) for i below n, a multiple of 16: four sums, because an addition waits for

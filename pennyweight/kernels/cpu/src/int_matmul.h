@@ -162,7 +162,7 @@ struct InputRoom {
     explicit InputRoom(const Work& k) {
         digits = whole_lines(k.w.kp * k.row_bytes(k.most)), sums = whole_lines(k.blocks * k.rows(k.most) * 4);
         numbers = whole_lines(k.blocks * k.most * 4), table = whole_lines((int64_t)sizeof(Tokens) * k.token_blocks);
-        per_block = digits + sums + 2 * numbers, bytes = table + per_block * k.token_blocks;
+        per_block = digits + sums + 3 * numbers, bytes = table + per_block * k.token_blocks;
         wide = whole_lines(k.w.kp * 4), row = wide + whole_lines(k.w.kp * 3);
     }
     // Block mb, with its buffers, which are empty.
@@ -173,6 +173,7 @@ struct InputRoom {
         tok.sums = (int32_t*)(p += digits);
         tok.scale = (float*)(p += sums);
         tok.value = (float*)(p += numbers);
+        tok.zero = (float*)(p += numbers);
         return tok;
     }
 };
@@ -224,8 +225,9 @@ int run_tiles(const Work& k, const IntLinear& w, const LinearArgs& a, const Toke
         for (int64_t mb = mb0, last = -1; mb < mb1; ++mb) {
             const Tokens& tok = tokens[mb];
             const int t = k.tokens_in(mb), r = k.rows(t);
-            const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r, tok.scale + b0 * t,
-                            tok.value + b0 * t, tok.token_zero};
+            const Rows rows{tok.digits + b0 * w.block * k.row_bytes(t), tok.sums + b0 * r,
+                            w.act == FLOAT || w.act_group ? tok.scale + b0 * t : nullptr, tok.value + b0 * t,
+                            w.act_group ? tok.zero + b0 * t : tok.token_zero};
             float* const here[2] = {c + (once ? 0 : mb - mb0) * k.most * 16, c + sums + (once ? 0 : mb - mb0) * k.most * 16};
             if (t != last || k.ones) {
                 if (count == 2) pair = w.bits == 8 ? pick_pair<8>(t) : pick_pair<4>(t);

@@ -3,7 +3,10 @@
 // threads, or the instruction set.
 //
 //   I = sum_k X[k] * (u[n,k] - center - zero_point)         int32, one block
-//   y[n] += I * scale[n,block] * 2**e[block] + offset[n,block] * sum_k x[k]
+//   y[n] += I * scale[n,block] * s[block] + offset[n,block] * sum_k x[k]
+//
+// s[block] is the scale of the block's limbs: a power of two for float inputs, the scale of the group of columns for
+// inputs quantized per group. For inputs quantized per token it is 1, and y is multiplied once by the token's scale.
 //
 // One kernel serves any number of rows: it processes a tile of 16 columns of y with packed codes, decoded in registers
 // for a few tokens at a time. With few rows it is memory-bound. With many rows the tile stays in the cache and it is
@@ -76,9 +79,9 @@ struct Tile {                 // 16 rows of the weight, from one block of column
 struct Rows {                 // a block of tokens, from the same column on
     const int8_t* digits;
     const int32_t* sums;
-    const float* scale;
+    const float* scale;  // [blocks][T]; null: no scale inside the sum
     const float* value;
-    const float* token_zero;
+    const float* zero;   // zero points, per token; [blocks][T] if there are scales
 };
 
 // c[t] (+)= the blocks of a tile for T tokens of D limbs, or (D = 0) of words. BITS 0: any width but 4 and 8, in plain
@@ -165,7 +168,7 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
         }
         if (w.per_scale) weight_scale = part16(w.scale, group);
         if (w.offset.kind) weight_offset = part16(w.offset, group);
-        PW_UNROLL for (int t = 0; t < T; ++t) {
+        const auto sum_of = [&](int t, const float* zero) {  // of a token in this block
             constexpr int DIGITS = D ? D : 1;
             I part[DIGITS];
             PW_UNROLL for (int d = 0; d < DIGITS; ++d) {
@@ -177,15 +180,22 @@ template <int BITS, int T, int D, bool SUM> void micro(const Tile& w, const Rows
             else if constexpr (D == 2) f = cvt(iadd(ishl8(part[0]), part[1]));
             else f = fma(cvt(part[0]), fset(65536), cvt(iadd(ishl8(part[1]), part[2])));
             // exact: with a zero point, blocks are short enough for every term to fit a float
-            if (D == 1 && w.ones) f = fma(weight_sum, fset(-x.token_zero[t]), f);
-            if (D != 1) {
+            if (D == 1 && w.ones) f = fma(weight_sum, fset(-zero[t]), f);
+            return f;
+        };
+        if (D != 1 || x.scale) {
+            PW_UNROLL for (int t = 0; t < T; ++t) {
                 const F e = fset(x.scale[b * T + t]);
-                sum[t] = fma(f, w.per_scale ? fmul(weight_scale, e) : e, sum[t]);
-            } else {
+                sum[t] = fma(sum_of(t, D == 1 ? x.zero + b * T : x.zero), w.per_scale ? fmul(weight_scale, e) : e, sum[t]);
+            }
+        } else {
+            PW_UNROLL for (int t = 0; t < T; ++t) {
+                const F f = sum_of(t, x.zero);
                 sum[t] = w.per_scale ? fma(f, weight_scale, sum[t]) : fadd(f, sum[t]);
             }
-            if (w.offset.kind) sum[t] = fma(weight_offset, fset(x.value[b * T + t]), sum[t]);
         }
+        if (w.offset.kind)
+            PW_UNROLL for (int t = 0; t < T; ++t) sum[t] = fma(weight_offset, fset(x.value[b * T + t]), sum[t]);
     }
     PW_UNROLL for (int t = 0; t < T; ++t) fstore(c + 16 * t, sum[t]);
 }
@@ -228,8 +238,15 @@ template <int BITS, int T> void micro_pair(const Tile* w, const Rows& x, float* 
         const int64_t group = w->per_scale ? (w->first + b) / w->per_scale * 16 : 0;
         PW_UNROLL for (int n = 0; n < 2; ++n) {
             const F scale = w->per_scale ? part16(w[n].scale, group) : fset(1);
-            PW_UNROLL for (int t = 0; t < T; ++t)
-                sum[n][t] = w->per_scale ? fma(cvt(acc[n][t]), scale, sum[n][t]) : fadd(cvt(acc[n][t]), sum[n][t]);
+            if (x.scale) {
+                PW_UNROLL for (int t = 0; t < T; ++t) {
+                    const F e = fset(x.scale[b * T + t]);
+                    sum[n][t] = fma(cvt(acc[n][t]), w->per_scale ? fmul(scale, e) : e, sum[n][t]);
+                }
+            } else {
+                PW_UNROLL for (int t = 0; t < T; ++t)
+                    sum[n][t] = w->per_scale ? fma(cvt(acc[n][t]), scale, sum[n][t]) : fadd(cvt(acc[n][t]), sum[n][t]);
+            }
         }
     }
     PW_UNROLL for (int n = 0; n < 2; ++n)

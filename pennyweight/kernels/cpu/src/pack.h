@@ -102,6 +102,22 @@ inline void tile_of_rows(int bits, const uint8_t* rows, int64_t step, uint8_t ad
     }
     encode_any(bits, v, tile);
 }
+// A tile of 4-bit codes from 16 rows of 16 bytes of bit streams with stride `step`. After the transposition a word has
+// the columns 8j..8j+7 of one row, from the lowest bits; a tile has them in the order 0 4 1 5 2 6 3 7.
+inline void tile_of_nibbles(const uint8_t* rows, int64_t step, uint8_t* tile) {
+    B v[4];
+    for (int r = 0; r < 4; ++r) v[r] = bload4(rows + r * step, 4 * step);
+    transpose4(v);
+    for (int j = 0; j < 4; ++j) {
+        alignas(64) int32_t words[16];
+        bstore((uint8_t*)words, v[j]);
+        I w = iload(words), t = iand(ixor(w, ishr<8>(w)), iset(0x0000ff00));  // where a word and its shift differ,
+        w = ixor(w, ixor(t, ishl8(t)));                                       // the two are exchanged
+        t = iand(ixor(w, ishr<4>(w)), iset(0x00f000f0));
+        w = ixor(w, ixor(t, ishl(t, 4)));
+        istore((int32_t*)(tile + 64 * j), w);
+    }
+}
 inline void rows_of_tile(int bits, const uint8_t* tile, uint8_t add, uint8_t* rows, int64_t step) {
     B v[8];
     decode_any(bits, tile, v);

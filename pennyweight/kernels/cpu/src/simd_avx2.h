@@ -33,6 +33,12 @@ inline int32_t isum(I a) {
     const __m128i u = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(u, _mm_shuffle_epi32(u, 0xb1)));
 }
+inline int32_t imost(I a) {
+    const __m256i s = _mm256_max_epi32(a.v[0], a.v[1]);
+    const __m128i t = _mm_max_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    const __m128i u = _mm_max_epi32(t, _mm_shuffle_epi32(t, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(u, _mm_shuffle_epi32(u, 0xb1)));
+}
 // The low 16 bits of 16 numbers.
 inline __m256i low16(I a) {
     const __m256i m = _mm256_set1_epi32(0xffff);

@@ -23,6 +23,7 @@ inline I imul(I a, I b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline I ishl8(I a) { return {_mm512_slli_epi32(a.v, 8)}; }
 inline I ishr8(I a) { return {_mm512_srai_epi32(a.v, 8)}; }
 inline int32_t isum(I a) { return _mm512_reduce_add_epi32(a.v); }
+inline int32_t imost(I a) { return _mm512_reduce_max_epi32(a.v); }
 inline void istore8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }  // low bytes
 inline void istore16(int16_t* p, I a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(a.v)); }
 inline I iload8s(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }

@@ -22,6 +22,7 @@ inline I isub(I a, I b) { PW_EACH(I, vsubq_s32(a.v[i], b.v[i])); }
 inline I imul(I a, I b) { PW_EACH(I, vmulq_s32(a.v[i], b.v[i])); }
 inline I ishl8(I a) { PW_EACH(I, vshlq_n_s32(a.v[i], 8)); }
 inline I ishr8(I a) { PW_EACH(I, vshrq_n_s32(a.v[i], 8)); }
+inline int32_t imost(I a) { return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.v[0], a.v[1]), vmaxq_s32(a.v[2], a.v[3]))); }
 inline int32_t isum(I a) { return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3]))); }
 inline void istore16(int16_t* p, I a) { for (int i = 0; i < 4; ++i) vst1_s16(p + 4 * i, vmovn_s32(a.v[i])); }
 inline void istore8(int8_t* p, I a) {  // low bytes

@@ -21,6 +21,11 @@ inline I isub(I a, I b) { PW_EACH(I, 16, a.v[i] - b.v[i]); }
 inline I imul(I a, I b) { PW_EACH(I, 16, a.v[i] * b.v[i]); }
 inline I ishl8(I a) { PW_EACH(I, 16, a.v[i] * 256); }
 inline I ishr8(I a) { PW_EACH(I, 16, a.v[i] >> 8); }
+inline int32_t imost(I a) {
+    int32_t most = a.v[0];
+    for (int i = 1; i < 16; ++i) most = a.v[i] > most ? a.v[i] : most;
+    return most;
+}
 inline int32_t isum(I a) { int32_t s = 0; for (int i = 0; i < 16; ++i) s += a.v[i]; return s; }
 inline void istore8(int8_t* p, I a) { for (int i = 0; i < 16; ++i) p[i] = (int8_t)a.v[i]; }  // low bytes
 inline void istore16(int16_t* p, I a) { for (int i = 0; i < 16; ++i) p[i] = (int16_t)a.v[i]; }

@@ -1,5 +1,5 @@
-// The functions that an instruction set offers. A part (int_linear.cpp, float_linear.cpp, conversions.cpp) is compiled
-// once for each instruction set that makes a difference to it, with PW_ISA as its name, and enters its functions into
+// The functions that an instruction set offers. A part (int_linear.cpp, float_linear.cpp, convolution.cpp,
+// conversions.cpp) is compiled once for each instruction set that makes a difference to it, with PW_ISA as its name, and enters its functions into
 // the table. The other functions are those of the instruction set's base, see dispatch.cpp.
 #pragma once
 
@@ -11,7 +11,9 @@ struct Table {
     int (*int_linear)(const IntLinear*, const LinearArgs*, int count);
     int (*block)(const Block*);
     int (*float_linear)(const FloatLinear*, const FloatArgs*);
+    int (*convolution)(const Conv*, const ConvArgs*);
     void (*pack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);
+    void (*pack_stream)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int pad, uint8_t* out, int threads);
     void (*unpack_codes)(const uint8_t*, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads);
     void (*dequantize)(const Affine*, const Parts*, const int64_t* index, int64_t m, char* out, int threads);
     int (*quantize)(const Rounding*, const char* x, int64_t ldx, const Parts*, double* sums, int threads);

@@ -62,7 +62,7 @@ void block() {
     NormCase before(k), middle(n), after(k);
     LinearCase first(chance(2) ? std::vector<int64_t>{n, k} : std::vector<int64_t>{n, k, rows_of()}, k, x);
     LinearCase second(halves ? std::vector<int64_t>{2 * gated} : std::vector<int64_t>{f, f}, n, x), third({k}, gated, x);
-    const auto function = [] { return (int32_t)below(6); };
+    const auto function = [] { return (int32_t)below(8); };
     first.s.norm = before.n, first.s.x = 0, first.s.normed = 4, first.s.residual = -1, first.s.function = function();
     second.s.norm = middle.n, second.s.x = 2, second.s.normed = -1, second.s.residual = -1, second.s.function = function(), second.s.gated = 1;
     third.s.x = 5, third.s.normed = -1, third.s.residual = one_of<int32_t>({0, 3, 4, 6}), third.s.function = function();
@@ -128,7 +128,7 @@ void block() {
         {"a negative place", with([](P& p) { p.buffers[2].offset = -16; })}, {"width", with([](P& p) { p.buffers[0].width += 1; })},
         {"no input", with([](P& p) { p.buffers[0].data = nullptr, p.buffers[0].kind = BF16; })}, {"x", with([](P& p) { p.linear.x = 8; })},
         {"a negative x", with([](P& p) { p.linear.x = -1; })}, {"normed", with([](P& p) { p.linear.normed = 8; })},
-        {"residual", with([](P& p) { p.linear.residual = -2; })}, {"function", with([](P& p) { p.linear.function = 6; })},
+        {"residual", with([](P& p) { p.linear.residual = -2; })}, {"function", with([](P& p) { p.linear.function = 8; })},
         {"gated", with([](P& p) { p.gated.gated = 2; })}, {"no weight", with([](P& p) { p.linear.count = 0; })}, {"three gates", with([](P& p) { p.gated.count = 3; })},
         {"no weights", with([](P& p) { p.linear.weights = nullptr; })}, {"no arguments", with([](P& p) { p.linear.args = nullptr; })},
         {"no out", with([](P& p) { p.linear.out = nullptr; })}, {"an output that is the residual", with([](P& p) { p.linear.residual = 3; })},

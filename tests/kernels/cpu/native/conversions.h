@@ -41,6 +41,40 @@ void packing() {
     });
 }
 
+// The same tiles from bit streams.
+void streaming() {
+    const int bits = (int)(1 + below(8)), pad = one_of<int>({0, 1 << (bits - 1), (1 << bits) - 1});
+    const int64_t n = rows_of(), k = 1 + below(300), kp = up(k, 32) + (chance(10) ? 32 : 0), width = (k * bits + 7) / 8;
+    const size_t size = (size_t)((n + 15) / 16 * kp / 32 * 64 * bits);
+    Bytes plain = any_bytes(n * k), packed((size_t)(n * width), 0), expected;
+    for (int64_t i = 0; i < n * k * bits; ++i) {
+        const int64_t r = i / (k * bits), at = i % (k * bits);
+        packed[(size_t)(r * width + at / 8)] |= (uint8_t)((plain[(size_t)(r * k + at / bits)] >> at % bits & 1) << at % 8);
+    }
+    if (mode == COMPARE) {
+        for (auto& c : plain) c = (uint8_t)((c & ((1 << bits) - 1)) - pad);
+        const Room codes(plain), tiles(size);
+        if (pw_pack_codes(codes.data(), n, k, kp, bits, pad, tiles.data(), 1)) ++wrong, printf("pw_pack_codes refused\n");
+        expected = tiles.copy();
+    }
+    char what[120];
+    snprintf(what, sizeof what, "n %ld k %ld kp %ld bits %d pad %d", (long)n, (long)k, (long)kp, bits, pad);
+    const Room stream(packed), tiles(size);
+    const auto call = [&](int64_t n, int64_t k, int64_t kp, int bits, int pad, int threads) {
+        return pw_pack_stream(stream.data(), n, k, kp, bits, pad, tiles.data(), threads);
+    };
+    compare(std::string("pw_pack_stream ") + what, {{tiles}}, [&](int threads) { return call(n, k, kp, bits, pad, threads); });
+    if (mode == COMPARE && tiles.copy() != expected) ++wrong, printf("a stream is packed into other tiles: %s\n", what);
+    refuse("pw_pack_stream", {
+        {"n", [&] { return (int64_t)call(-1, k, kp, bits, pad, 1); }}, {"k", [&] { return (int64_t)call(n, -1, kp, bits, pad, 1); }},
+        {"kp", [&] { return (int64_t)call(n, k, kp + 1, bits, pad, 1); }}, {"k above kp", [&] { return (int64_t)call(n, kp + 1, kp, bits, pad, 1); }},
+        {"bits", [&] { return (int64_t)call(n, k, kp, 0, 0, 1); }}, {"threads", [&] { return (int64_t)call(n, k, kp, bits, pad, 0); }},
+        {"negative padding", [&] { return (int64_t)call(n, k, kp, bits, -1, 1); }}, {"padding of more bits", [&] { return (int64_t)call(n, k, kp, bits, 1 << bits, 1); }},
+        {"no stream", [&] { return (int64_t)pw_pack_stream(nullptr, n, k, kp, bits, pad, tiles.data(), 1); }},
+        {"no tiles", [&] { return (int64_t)pw_pack_stream(stream.data(), n, k, kp, bits, pad, nullptr, 1); }},
+    });
+}
+
 // Rows, columns, groups and where codes lie.
 Affine matrix() {
     Affine a = {};

@@ -19,6 +19,7 @@
 #include "attention.h"
 #include "blocks.h"
 #include "conversions.h"
+#include "convolutions.h"
 #include "linears.h"
 #include "steps.h"
 
@@ -37,7 +38,7 @@ void on_signal(int number) {
 }
 
 void one_round() {
-    static void (*const every[])() = {int_linear, int_linears, block, block_attention, float_linear, packing, dequantize, quantize, finite, optimizers, attention, rotary, probe, choosing};
+    static void (*const every[])() = {int_linear, int_linears, block, block_attention, float_linear, convolution, packing, streaming, dequantize, quantize, finite, optimizers, attention, rotary, probe, choosing};
     for (const auto f : every)
         for (Place p : {AT_BEGIN, AT_END}) {
             place = p;

@@ -15,7 +15,9 @@ int pw_int_linears(const IntLinear*, const LinearArgs*, int);
 int pw_block(const Block*);
 int pw_float_linear(const FloatLinear*, const void*, int64_t, int64_t, void*, const void*, int, const void*, const void*,
                     const void*, const void*, const void*, const void*, int);
+int pw_convolution(const Conv*, const ConvArgs*);
 int pw_pack_codes(const uint8_t*, int64_t, int64_t, int64_t, int, int, uint8_t*, int);
+int pw_pack_stream(const uint8_t*, int64_t, int64_t, int64_t, int, int, uint8_t*, int);
 int pw_unpack_codes(const uint8_t*, int64_t, int64_t, int64_t, int, int, uint8_t*, int);
 int64_t pw_probe(int, const void*, int64_t, int);
 int pw_dequantize(const Affine*, void*, void*, void*, void*, const int64_t*, int64_t, void*, int);

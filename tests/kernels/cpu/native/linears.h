@@ -58,6 +58,10 @@ struct IntCase {
         w.act_lo = one_of<int32_t>({-128, -127, -64}), w.act_hi = w.act_lo == -64 ? 63 : 127;
         w.act_scale = one_of<int32_t>({F32, BF16, F16});
         w.act_floor = 1e-30f, w.act_steps = w.act == ASYMMETRIC ? 255.0f : 127.5f;
+        if ((w.act == SYMMETRIC || w.act == ASYMMETRIC) && chance(2)) {  // inputs in groups of columns
+            w.act_group = 32 * one_of<int64_t>({1, 2, 3, 4, 8, 1 + below(12)});
+            for (w.block = std::min<int32_t>(w.block, (int32_t)w.act_group); w.act_group % w.block || (group > 0 && group % w.block);) w.block -= 32;
+        }
         resize();
     }
     void resize() {  // after n changed
@@ -90,9 +94,10 @@ int call_one(const IntLinear& w, const LinearArgs& a) {
 std::string name_of(const char* function, const IntLinear& w, const Input& in, int bias) {
     char what[260];
     snprintf(what, sizeof what,
-             "%s n %ld k %ld kp %ld m %ld ldx %ld bits %d center %d group %d block %d scale %d zero %d offset %d outer %d x %d act %d bias %d",
+             "%s n %ld k %ld kp %ld m %ld ldx %ld bits %d center %d group %d block %d scale %d zero %d offset %d outer %d x %d act %d in groups of %ld "
+             "bias %d",
              function, (long)w.n, (long)w.k, (long)w.kp, (long)in.m, (long)in.ldx, w.bits, w.center, w.group, w.block, w.scale, w.zero_point,
-             w.offset, w.outer, w.x, w.act, bias);
+             w.offset, w.outer, w.x, w.act, (long)w.act_group, bias);
     return what;
 }
 
@@ -121,6 +126,10 @@ void int_linear() {
         {"kp", with([](W& v, A&) { v.kp = 0; })}, {"kp of half a step", with([](W& v, A&) { v.kp += 16; })}, {"bits 0", with([](W& v, A&) { v.bits = 0; })},
         {"bits 9", with([](W& v, A&) { v.bits = 9; })}, {"group", with([](W& v, A&) { v.group = -2; })}, {"block 0", with([](W& v, A&) { v.block = 0; })},
         {"block of half a step", with([](W& v, A&) { v.block = 16; })}, {"a long block", with([](W& v, A&) { v.block = 4096; })},
+        {"groups of the input below 0", with([](W& v, A&) { v.act = SYMMETRIC, v.act_lo = -1, v.act_hi = 1, v.act_group = -v.block; })},
+        {"groups of the input of half a step", with([](W& v, A&) { v.act = SYMMETRIC, v.act_lo = -1, v.act_hi = 1, v.act_group = v.block + 16; })},
+        {"groups of a float input", with([](W& v, A&) { v.act = FLOAT, v.block = 32, v.act_group = 32; })},
+        {"groups of a static input", with([](W& v, A&) { v.act = STATIC, v.act_lo = -1, v.act_hi = 1, v.block = 32, v.act_group = 32; })},
         {"a group that divides nothing", with([](W& v, A&) { v.group = v.block * 77777; })}, {"kind of scales", with([](W& v, A&) { v.scale = E4M3; })},
         {"kind of zero points", with([](W& v, A&) { v.zero_point = F32; })}, {"kind of offsets", with([](W& v, A&) { v.offset = 99; })},
         {"an offset beside one scale a row", with([](W& v, A&) { v.offset = F32, v.group = 0; })},

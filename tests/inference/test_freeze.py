@@ -20,7 +20,7 @@ from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.repack import prepare
-from tests.tensors import INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN, quantized
+from tests.tensors import INT8_GROUPS, INT8_GROUPS_ASYMMETRIC, INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN, quantized
 
 SCHEMES: dict[str, tuple[str, ActivationSpec | None]] = {
     **{name: (name, None) for name in SPECS},
@@ -29,6 +29,8 @@ SCHEMES: dict[str, tuple[str, ActivationSpec | None]] = {
     "int8_static": ("int8_row", INT8_STATIC),
     "int8_dynamic_int4": ("int4_group", INT8_TOKEN),
     "uint8_dynamic_int4": ("int4_bits", UINT8_TOKEN),
+    "int8_groups": ("int8_row", INT8_GROUPS),
+    "int8_groups_asymmetric_int4": ("int4_group", INT8_GROUPS_ASYMMETRIC),
     "float8_dynamic": ("float8_row", ActivationSpec(SPECS["float8_row"])),
 }
 FEW = ["int8_row", "int8_static", "torch_int4", "nf4_double", "float8_row"]  # plain, extra, packed, nested, float codes

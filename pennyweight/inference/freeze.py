@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.linear import linear
 from ..kernels.table import case_of, select
+from ..planning.module_handlers import thaw_classes_
 from ..planning.parameters import Place, places
 from ..planning.report import Report, Row
 from ..planning.scheme import describe, describe_activation
@@ -130,16 +131,18 @@ def _scheme(w: AffineQuantizedTensor) -> tuple[str, str]:
 
 
 def thaw_(model: nn.Module) -> Report:
-    """Undo :func:`freeze_`: each frozen layer gets its original class back. Returns a report."""
+    """Undo :func:`freeze_` and :func:`~pennyweight.fuse_`: each frozen layer and fused block gets its original class
+    back. Returns a report."""
     rows = []
-    for name, module in list(model.named_modules()):
-        if isinstance(module, FrozenLinear):
-            module.__class__ = type(module).thawed  # type: ignore[assignment]
-            w: Any = module.weight
-            own, size = f"{name}.weight" if name else "weight", int(w.nbytes)
-            row = Row(own, type(module).__name__, tuple(w.shape), "", "", size, size)
-            if isinstance(w, AffineQuantizedTensor):  # it may have been replaced since
-                row.scheme, row.scheme_text = _scheme(w)
-                row.kernel = select("linear", case_of(w)).name
-            rows.append(row)
+    for name, module in thaw_classes_(model):
+        w: Any = module._parameters.get("weight")
+        if w is None or not isinstance(module, nn.Linear):
+            rows.append(Row(name, type(module).__name__, (), "", "", 0, 0))
+            continue
+        own, size = f"{name}.weight" if name else "weight", int(w.nbytes)
+        row = Row(own, type(module).__name__, tuple(w.shape), "", "", size, size)
+        if isinstance(w, AffineQuantizedTensor):  # it may have been replaced since
+            row.scheme, row.scheme_text = _scheme(w)
+            row.kernel = select("linear", case_of(w)).name
+        rows.append(row)
     return Report("thaw_", rows, verb="thawed")

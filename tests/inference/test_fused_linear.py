@@ -8,14 +8,17 @@ import torch
 from torch import Tensor, nn
 
 import pennyweight as pw
+from pennyweight.inference import fused_linear
 from pennyweight.kernels.cpu import library
-from pennyweight.quantize import fused_linear
-from tests.quantize.test_freeze import SCHEMES
+from tests.inference.test_freeze import SCHEMES
 from tests.tensors import quantized
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason="no native library here")
 LAYERS = {"q_proj": 48, "k_proj": 16, "v_proj": 19}
-TOGETHER = ["int8_row", "int4_group", "tinygemm", "int8_dynamic", "int8_dynamic_int4", "uint8_dynamic_int4"]
+TOGETHER = [
+    "int8_row", "int4_group", "tinygemm", "int8_dynamic", "int8_dynamic_int4", "uint8_dynamic_int4", "int8_groups",
+    "int8_groups_asymmetric_int4",
+]  # fmt: skip
 
 
 def attention(scheme: str = "int8_row", dtype: torch.dtype = torch.float32) -> nn.ModuleDict:

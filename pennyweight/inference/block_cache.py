@@ -1,0 +1,109 @@
+"""Keys and values of fused blocks: transformers' caches, updated as their own code does.
+
+Any cache works: its ``update`` runs between the two parts of a block. For two kinds of layers the block itself writes
+the keys and values, in one call: DynamicLayer, whose tensors become views of a buffer with spare capacity, so that a
+token does not copy the past; and StaticLayer.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+SPARE = 64  # tokens added to a buffer at least, when it grows
+
+
+class Room(NamedTuple):
+    """Where new keys and values [batch, heads, tokens, channels] of ``dtype`` go in a layer: after the first ``past``
+    tokens. Attention then reads ``length`` tokens."""
+
+    past: int
+    length: int
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+
+
+class _Grown:
+    """Buffers of a DynamicLayer with spare capacity, the views of them that the layer holds."""
+
+    __slots__ = ("buffers", "capacity", "views")
+
+    def __init__(self, buffers: tuple[Tensor, Tensor], capacity: int) -> None:
+        self.buffers, self.capacity = buffers, capacity
+        self.views: tuple[Tensor, Tensor] = buffers
+
+    def holds(self, layer: Any) -> bool:
+        """Whether the layer has the newest views. A copy or a crop of it may not write after them."""
+        return layer.keys is self.views[0] and layer.values is self.views[1]
+
+
+_GROWN: WeakKeyDictionary[Any, _Grown] = WeakKeyDictionary()
+
+
+def layer_of(cache: Any, index: int) -> Any:
+    """The layer whose ``update`` the cache would call and nothing else; None if the cache does more."""
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None or type(cache).update is not library.Cache.update or cache.offloading:
+        return None
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+    return cache.layers[index] if index < len(cache.layers) else None
+
+
+def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Room | None:
+    """Room for keys and values of this shape [batch, heads, tokens, channels]; changes nothing. None: the layer's own
+    ``update`` must be called."""
+    library = sys.modules["transformers.cache_utils"]
+    batch, heads, tokens, channels = shape
+    keys, values = layer.keys, layer.values
+    if type(layer) is library.DynamicLayer:
+        filled = past = 0 if not layer.is_initialized or keys.numel() == 0 else keys.shape[-2]
+        length = past + tokens
+    elif type(layer) is library.StaticLayer:
+        length = layer.max_cache_len
+        past = int(layer.cumulative_length) if layer.is_initialized else 0
+        filled = length if layer.is_initialized else 0
+        if past + tokens > length:
+            return None  # update raises
+    else:
+        return None
+    if filled:  # else update initializes the layer
+        expected = (batch, heads, filled, channels)
+        if keys.shape != expected or values.shape != expected or keys.dtype is not dtype or values.dtype is not dtype:
+            return None  # update raises, or promotes
+        if not (keys.is_cpu and values.is_cpu):
+            return None
+    return Room(past, length, shape, dtype)
+
+
+def take(layer: Any, found: Room) -> tuple[Tensor, Tensor]:
+    """Make the room part of the layer, as its ``update`` does. Returns the tensors [batch, heads, capacity, channels]
+    to which keys and values are to be written."""
+    past, length, shape, dtype = found
+    if not layer.is_initialized:
+        empty = torch.empty((*shape[:2], 0, shape[3]), dtype=dtype, device="cpu")
+        layer.lazy_initialization(empty, empty)
+    if type(layer) is sys.modules["transformers.cache_utils"].StaticLayer:
+        layer.cumulative_length.add_(shape[2])
+        return layer.keys, layer.values
+    grown = _GROWN.get(layer)
+    if grown is None or not grown.holds(layer) or grown.capacity < length:
+        grown = _GROWN[layer] = _grow(layer, past, length, shape, dtype)
+    keys, values = grown.buffers
+    layer.keys, layer.values = grown.views = keys.narrow(2, 0, length), values.narrow(2, 0, length)
+    return grown.buffers
+
+
+def _grow(layer: Any, past: int, length: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> _Grown:
+    capacity = length + SPARE + length // 4
+    batch, heads, _, channels = shape
+    with torch.inference_mode(False), torch.no_grad():
+        made = [torch.empty((batch, heads, capacity, channels), dtype=dtype, device="cpu") for _ in range(2)]
+        for new, old in zip(made, (layer.keys, layer.values) if past else (), strict=False):
+            new[:, :, :past].copy_(old)
+    return _Grown((made[0], made[1]), capacity)

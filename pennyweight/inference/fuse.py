@@ -1,0 +1,209 @@
+"""fuse_(model): for inference, transformer blocks run as one native call each, and other quantized layers frozen.
+
+Only classes of modules change, as with :func:`freeze_`; :func:`thaw_` undoes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core import fallback
+from ..core.tensor import AffineQuantizedTensor
+from ..planning.report import Report, Row
+from . import check_block as checks
+from .bound_block import Bound
+from .derive_recipe import derive
+from .examples import Observed, candidates, examples, observe
+from .freeze import freeze_
+from .recipe import Recipe, module_classes
+from .trace_block import Refusal
+from .verify_block import verify
+
+
+class FusedBlock:
+    """A transformer block that runs as one native call. Made by :func:`fuse_`, as a subclass of the block's class.
+
+    Calls that native code cannot take run the block's own forward, and are counted in ``pennyweight.fallbacks()`` with
+    the reason: training, gradients, autocast, tracing, hooks on inner modules, replaced layers, other arguments.
+    """
+
+    thawed: type[nn.Module]
+    recipe: Recipe
+    bound: Bound | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cls: Any = type(self)
+        if not torch.compiler.is_compiling():
+            y = checks.run(_run, self, args, kwargs) if checks.enabled() else _run(self, cls, args, kwargs)
+            if type(y) is not str:
+                return y
+            fallback.count(f"fused block: {y}")
+        return cls.thawed.forward(self, *args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original block. Tensors may be replaced."""
+        type(self).bound = None
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        type(self).bound = None
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, *state = reduced
+        return (_blank, (type(self).thawed, type(self).recipe), *state)
+
+
+def _run(block: Any, cls: Any, args: Any, kwargs: Any) -> Any:
+    """The output of a call, or the reason (str) why it is not fused."""
+    bound = cls.bound
+    if bound is None or not bound.unchanged(block):
+        bound = _bind_again(block, cls)
+        if type(bound) is str:
+            return bound
+    return bound.run(args, kwargs)
+
+
+def _bind_again(block: nn.Module, cls: Any) -> Bound | str:
+    """Bind a block that was copied or unpickled, or whose parameters or modules were replaced."""
+    if any(module.training for module in block.modules()):
+        return "it is in training mode"
+    was = cls.bound
+    if type(was) is Bound and was.block() is not block:  # the class is shared by a shallow copy
+        block.__class__ = cls = fused_class(cls.thawed, cls.recipe)
+    reason = _changed(block, cls.recipe)
+    if reason:
+        return reason
+    try:
+        cls.bound = Bound(block, cls.recipe)
+    except Refusal as refusal:
+        return str(refusal)
+    return cls.bound
+
+
+def _changed(block: nn.Module, recipe: Recipe) -> str:
+    """Why a block is no longer the one that was recognized, or ""."""
+    if module_classes(block) != recipe.modules:
+        return "a module in it was replaced"
+    path, choice = recipe.attention
+    if choice and block.get_submodule(path).config._attn_implementation != choice:  # type: ignore[union-attr]
+        return "the attention implementation of the model was changed"
+    for name, shape in recipe.shapes:
+        path, _, own = name.rpartition(".")
+        held = block.get_submodule(path)._parameters.get(own)
+        quantized = any(name == product[0] for product in recipe.products())
+        if held is None or tuple(held.shape) != shape or quantized != is_quantized(held):
+            return f"{name} was replaced"
+    return ""
+
+
+def fused_class(kind: Any, recipe: Recipe) -> type:
+    """The class of one fused block: a subclass of its class, so that its methods and registrations still apply."""
+    kind = getattr(kind, "thawed", kind)
+    made: Any = type(
+        f"Fused{kind.__name__}", (FusedBlock, kind), {"thawed": kind, "recipe": recipe, "__module__": __name__}
+    )
+    made.forward = FusedBlock.forward  # a class hook of the library may have wrapped it
+    return made
+
+
+def _blank(kind: type, recipe: Recipe) -> Any:
+    """Unpickle: a fused block without its state."""
+    cls: Any = fused_class(kind, recipe)
+    return cls.__new__(cls)
+
+
+def fuse_(model: nn.Module, example: Any = None) -> Report:
+    """Convert transformer blocks to :class:`FusedBlock` and quantized linear layers to
+    :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the reason why
+    it is not, and one for each quantized parameter.
+
+    example   an input of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments. Default: made
+              from the config for models of transformers, random rows for nn.TransformerEncoder
+
+    The model is run once on the example, to see how it calls its blocks. A block is recognized by what it computes, not
+    by its class: norms, attention and gated or plain MLPs around quantized linear layers (docs/fuse.md). It is then run
+    beside its own forward on random inputs, masks and caches, and refused if they differ by more than a tolerance: of
+    mean |difference| / mean |change to the input|, 1e-4 in float32, 2e-2 in bfloat16 or if inputs are quantized.
+
+    Parameters, buffers, hooks, ties and the state dict stay the same. :func:`thaw_` undoes it exactly.
+    """
+    blocks = candidates(model)
+    rows, notes = [], []
+    with _evaluating(model):
+        seen, problem = _observed(model, blocks, example)
+        if problem:
+            notes.append(problem)
+        for name, block in blocks.items():
+            rows.append(_row(name, block, _fuse_block(name, block, seen.get(name))))
+    frozen = freeze_(model)
+    return Report("fuse_", rows + frozen.rows, verb="fused or frozen", notes=notes)
+
+
+def _fuse_block(name: str, block: nn.Module, observed: Observed | Refusal | None) -> str:
+    """Fuse a block; the reason if it is left alone."""
+    if isinstance(block, FusedBlock):
+        return ""
+    if observed is None:
+        return "the example does not run it; pass example=an input of the model"
+    try:
+        if isinstance(observed, Refusal):
+            raise observed
+        recipe = derive(name, block, observed)
+        bound = Bound(block, recipe)
+        verify(block, bound, observed)
+    except Refusal as refusal:
+        floats = [path for path, m in block.named_modules() if isinstance(m, nn.Linear) and not is_quantized(m.weight)]
+        return f"{floats[0]} is not quantized" if floats else str(refusal)
+    cls: Any = fused_class(type(block), recipe)
+    cls.bound = bound
+    block.__class__ = cls
+    return ""
+
+
+def is_quantized(parameter: Any) -> bool:
+    return isinstance(parameter, AffineQuantizedTensor)
+
+
+def _observed(model: nn.Module, blocks: dict[str, nn.Module], example: Any) -> tuple[dict[str, Any], str]:
+    """(calls of the blocks, what to tell the user if there are none)"""
+    if not blocks:
+        return {}, "no transformer blocks with quantized layers were found"
+    if example is not None:
+        return observe(model, blocks, example), ""
+    error: Exception | None = None
+    for made in examples(model, next(iter(blocks.values()))):
+        try:
+            return observe(model, blocks, made), ""
+        except Exception as failed:  # an example made from a config may be wrong; the user is told
+            error = failed
+    because = "" if error is None else f" ({type(error).__name__}: {error})"
+    return {}, f"no example input could be made for this model{because}; pass example="
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, without gradients and without fused paths that hide layers."""
+    training = [m for m in model.modules() if m.training]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    for m in training:
+        m.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for m in training:
+            m.training = True
+
+
+def _row(name: str, block: nn.Module, reason: str) -> Row:
+    kind: Any = getattr(type(block), "thawed", type(block))
+    return Row(name, kind.__name__, (), "" if reason else "block", "" if reason else "block", 0, 0, note=reason)

@@ -1,0 +1,156 @@
+"""Runs a fused block beside the block's own forward and compares the outputs."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.tensor import AffineQuantizedTensor
+from .bound_block import Bound
+from .examples import Observed
+from .recipe import Recipe
+from .runner import Reference
+from .trace_block import Refusal
+
+# Limits of mean |difference| / mean |y - x|, for the block's contribution y - x to its input x. Measured over the
+# families in tests/inference: float32 1e-6, bfloat16 8e-3 (the unfused block rounds between its operations), float16
+# 5e-4, and 3e-2 if inputs are quantized: a rounding difference moves some codes by one.
+FLOAT32, BFLOAT16, FLOAT16, QUANTIZED_INPUTS = 1e-4, 2e-2, 4e-3, 5e-2
+SHAPES = ((2, 5), (1, 1), (3, 4))
+
+
+def tolerance(recipe: Recipe, block: nn.Module) -> float:
+    """The limit of :func:`difference` for a block."""
+    weights: list[Any] = [dict(block.named_parameters()).get(product[0]) for product in recipe.products()]
+    quantized = any(isinstance(w, AffineQuantizedTensor) and w.act is not None for w in weights)
+    limits = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+    return max(limits[recipe.dtype], QUANTIZED_INPUTS if quantized else 0.0)
+
+
+def difference(y: Tensor, expected: Tensor, x: Tensor) -> float:
+    """mean |y - expected| without the rounding of y to its dtype, eps / 2 * |y|, relative to mean |expected - x|."""
+    rounding = torch.finfo(y.dtype).eps / 2
+    y, expected, x = y.float(), expected.float(), x.float()
+    error = float((y - expected).abs().mean()) - rounding * float(expected.abs().mean())
+    return max(0.0, error) / max(float((expected - x).abs().mean()), 1e-30)
+
+
+def verify(block: nn.Module, bound: Bound, observed: Observed) -> None:
+    """Compare both for random inputs, masks, rotations and caches. Raises Refusal if they differ.
+
+    A block in half precision is first compared in float32, with the reference, where rounding hides nothing.
+    """
+    if bound.recipe.dtype is not torch.float32:
+        twin, recipe = copy.deepcopy(block).float(), replace(bound.recipe, dtype=torch.float32)
+        verify(twin, Bound(twin, recipe, Reference), observed)
+    limit = tolerance(bound.recipe, block)
+    with torch.no_grad():
+        for case, calls in _cases(bound.recipe, observed):
+            for kwargs in calls:
+                given, expected = _twin(bound.recipe, kwargs)
+                y = bound.run((), given)
+                if isinstance(y, str):
+                    raise Refusal(f"{case}: {y}")
+                want = type(block).forward(block, **expected)
+                y, want = (t[0] if isinstance(t, tuple) else t for t in (y, want))
+                found = difference(y, want, kwargs[bound.recipe.arguments.hidden])
+                if not found <= limit:  # also NaN
+                    raise Refusal(f"{case}: its output differs by {found:.1e}, the limit is {limit:.0e}")
+
+
+def _twin(recipe: Recipe, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments for both runs: a pair of caches is split."""
+    name = recipe.arguments.cache
+    if not name or kwargs.get(name) is None:
+        return kwargs, kwargs
+    return {**kwargs, name: kwargs[name][0]}, {**kwargs, name: kwargs[name][1]}
+
+
+def _cases(recipe: Recipe, observed: Observed) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    generator = torch.Generator().manual_seed(1)
+    a = recipe.arguments
+    masks = ["no mask", "a bool mask", "a float mask"] if a.mask else ["no mask"]
+    if a.mask and not a.selects:
+        masks.remove("a bool mask")
+    for batch, tokens in SHAPES:
+        for mask in masks:
+            kwargs = _arguments(recipe, observed, batch, tokens, 0, mask, generator)
+            yield f"batch {batch}, {tokens} tokens, {mask}", [kwargs]
+    if a.cache:
+        for make in _caches():
+            for mask in masks[1:]:
+                caches = make(), make()
+                calls = []
+                for past, tokens in ((0, 4), (4, 1), (5, 3)):
+                    length = _length(caches[0], past + tokens)
+                    kwargs = _arguments(recipe, observed, 2, tokens, length - tokens, mask, generator)
+                    calls.append({**kwargs, a.cache: caches})
+                yield f"{type(caches[0]).__name__}, {mask}", calls
+
+
+def _caches() -> list[Any]:
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:
+        return []
+
+    def static() -> Any:
+        return library.Cache(layer_class_to_replicate=lambda: library.StaticLayer(max_cache_len=12))
+
+    class Other(library.DynamicLayer):  # type: ignore[name-defined]
+        """A layer that a block does not know: its ``update`` is called."""
+
+    def other() -> Any:
+        return library.Cache(layer_class_to_replicate=Other)
+
+    return [library.DynamicCache, static, other]
+
+
+def _length(cache: Any, tokens: int) -> int:
+    made = cache.layer_class_to_replicate()
+    return int(made.max_cache_len) if made.get_max_length() > 0 else tokens
+
+
+def _arguments(
+    recipe: Recipe, observed: Observed, batch: int, tokens: int, past: int, mask: str, generator: torch.Generator
+) -> dict[str, Any]:
+    a = recipe.arguments
+    kwargs = {n: v for n, v in observed.arguments.items() if n in a.constants or n in a.unused}
+    width = recipe.widths[0]
+    first = (batch, tokens) if a.batch_first else (tokens, batch)
+    kwargs[a.hidden] = torch.randn(*first, width, generator=generator).to(recipe.dtype)
+    if a.padding:
+        allowed = _mask("a bool mask" if mask != "no mask" else mask, batch, tokens, past, recipe.dtype, generator)
+        if allowed is not None:
+            excluded, padded = ~allowed[0, 0], ~allowed[:, 0, 0]
+            kwargs[a.mask] = excluded
+            if mask == "a float mask":
+                kwargs[a.mask] = torch.randn(excluded.shape, generator=generator).masked_fill(excluded, -torch.inf)
+                padded = torch.zeros(padded.shape).masked_fill(padded, -torch.inf)
+            kwargs[a.padding] = padded
+    elif a.mask:
+        kwargs[a.mask] = _mask(mask, batch, tokens, past, recipe.dtype, generator)
+    if a.bias:
+        kwargs[a.bias] = torch.randn(1, recipe.heads.query, tokens, past + tokens, generator=generator).to(recipe.dtype)
+    if a.cache:
+        kwargs[a.cache] = None
+    if a.rotary:
+        shape = (batch if tokens > 1 else 1, tokens, observed.arguments[a.rotary][0].shape[-1])
+        pair = (torch.rand(shape, generator=generator) * 2 - 1 for _ in range(2))
+        kwargs[a.rotary] = tuple(t.to(recipe.dtype) for t in pair)
+    return kwargs
+
+
+def _mask(kind: str, batch: int, tokens: int, past: int, dtype: torch.dtype, generator: torch.Generator) -> Any:
+    if kind == "no mask":
+        return None
+    allowed = torch.rand(batch, 1, tokens, past + tokens, generator=generator) < 0.6
+    allowed[..., 0] = True  # a row without an allowed key is not defined by the blocks
+    if kind == "a bool mask":
+        return allowed
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
