@@ -3,7 +3,7 @@
 // Steps are grouped into segments: attention alone, and what is between. All steps between are row by row, so with many
 // rows a thread takes a range of rows through all steps of a segment by itself: buffers that only this segment uses stay
 // in its cache, and threads need not wait for each other. With fewer rows threads share each phase of a step and wait
-// for each other between phases.
+// for each other between phases. With many sequences a thread takes some of them through all segments.
 //
 // Which thread runs what, and what else is in the call, does not change a result: a row of the output depends on its own
 // row of the input (and, after attention, on its own sequence) alone.
@@ -42,6 +42,17 @@ int threads_for(const Block& b) {
 constexpr int64_t RANGE_BYTES = 512 << 10, FEWEST_ROWS = 32, MOST_ROWS = 128;
 constexpr double CACHED_WEIGHTS = 4 << 20;  // bytes of a segment's weights that stay in the cache of all cores
 
+inline double weight_bytes(const BlockStep& s) {
+    double bytes = 0;
+    if (s.kind == STEP_LINEAR)
+        for (int i = 0; i < s.linear->count; ++i) {
+            const IntLinear& w = s.linear->weights[i];
+            bytes += (double)w.n * (double)w.kp * w.bits / 8;
+        }
+    return bytes;
+}
+inline int64_t fewest_rows(double weights) { return weights > CACHED_WEIGHTS ? MOST_ROWS : FEWEST_ROWS; }
+
 struct Segment {
     const BlockStep *first, *end;
     int index;
@@ -53,13 +64,8 @@ struct Segment {
 
     void plan(const Buffers& f, int threads) {
         double weights = 0;
-        for (const BlockStep* s = first; s < end; ++s)
-            if (s->kind == STEP_LINEAR)
-                for (int i = 0; i < s->linear->count; ++i) {
-                    const IntLinear& w = s->linear->weights[i];
-                    weights += (double)w.n * (double)w.kp * w.bits / 8;
-                }
-        const int64_t least = weights > CACHED_WEIGHTS ? MOST_ROWS : FEWEST_ROWS;
+        for (const BlockStep* s = first; s < end; ++s) weights += weight_bytes(*s);
+        const int64_t least = fewest_rows(weights);
         if (by_row() && f.rows >= 2 * threads * least) {
             const int64_t fitting = std::max(least, std::min(MOST_ROWS, RANGE_BYTES / std::max<int64_t>(1, f.b.scratch * 4)));
             range = std::min(fitting, f.rows / (2 * threads)) / 8 * 8;
@@ -136,41 +142,51 @@ void divide(const Block& b, std::vector<Segment>& segments, std::vector<Use>& us
     }
 }
 
-int block(const Block* call) {
-    const Block& b = *call;
-    const int64_t rows = b.batch * b.tokens, scratch = whole_lines(b.scratch * rows * 4);
-    if (rows == 0 || b.step_count == 0) return DONE;
-    const int threads = threads_for(b);
+// All steps for a call, or for some of its sequences.
+class Execution {
+    const Block& b;
     std::vector<Segment> segments;
     std::vector<Use> uses;
-    divide(b, segments, uses);
-    Buffers f{b, rows, nullptr};
-    f.uses = uses.data();
-    int64_t shared = 0, per_thread = 0, more = 16 * (int64_t)b.step_count;
-    for (Segment& s : segments) {
-        s.plan(f, threads);
-        const Segment::Room r = s.room(f);
-        per_thread = std::max(per_thread, r.buffers + r.own + (s.range ? r.inputs : 0));
-        s.each([&](StepPlan& p) {
-            if (!s.range) shared = std::max(shared, p.shared(threads));
-            if (p.linear) more += whole_lines(p.linear->k.w.kp);
-        });
-    }
-    f.scratch = block_room.get((size_t)(scratch + shared + per_thread * threads + more));
-    if (!f.scratch) return NO_MEMORY;
-    char *common = f.scratch + scratch, *free = common + shared + per_thread * threads;
-    for (Segment& s : segments)
-        s.each([&](StepPlan& p) {
-            p.fill(f);
-            if (p.linear && has_zero_points(p.linear->k.w, *p.s.linear->args)) {
-                p.linear->k.ones = fill_ones(p.linear->k.w, free);
-                free += whole_lines(p.linear->k.w.kp);
-            }
-        });
-    std::atomic<int64_t>* const taken = (std::atomic<int64_t>*)free;  // units of each phase
-    for (int i = 0; i < 2 * b.step_count; ++i) new (taken + i) std::atomic<int64_t>(0);
+    Buffers f;
+    int64_t scratch, shared = 0, per_thread = 0;
+    char* common = nullptr;
+    std::atomic<int64_t>* taken = nullptr;  // units of each phase
 
-    const auto body = [&](int id, int team) {
+  public:
+    int64_t bytes;  // of memory that it needs
+
+    Execution(const Block& call, int threads) : b(call), f{call, call.batch * call.tokens, nullptr} {
+        divide(b, segments, uses);
+        f.uses = uses.data();
+        int64_t more = 16 * (int64_t)b.step_count;
+        for (Segment& s : segments) {
+            s.plan(f, threads);
+            const Segment::Room r = s.room(f);
+            per_thread = std::max(per_thread, r.buffers + r.own + (s.range ? r.inputs : 0));
+            s.each([&](StepPlan& p) {
+                if (!s.range) shared = std::max(shared, p.shared(threads));
+                if (p.linear) more += whole_lines(p.linear->k.w.kp);
+            });
+        }
+        scratch = whole_lines(b.scratch * f.rows * 4);
+        bytes = whole_lines(scratch + shared + per_thread * threads + more);
+    }
+    void place(char* space, int threads) {
+        f.scratch = space, common = space + scratch;
+        char* free = common + shared + per_thread * threads;
+        for (Segment& s : segments)
+            s.each([&](StepPlan& p) {
+                p.fill(f);
+                if (p.linear && has_zero_points(p.linear->k.w, *p.s.linear->args)) {
+                    p.linear->k.ones = fill_ones(p.linear->k.w, free);
+                    free += whole_lines(p.linear->k.w.kp);
+                }
+            });
+        taken = (std::atomic<int64_t>*)free;
+        for (int i = 0; i < 2 * b.step_count; ++i) new (taken + i) std::atomic<int64_t>(0);
+    }
+    // Thread `id` of `team`.
+    void run(int id, int team) {
         std::atomic<int64_t>* next = taken;
         char* room = common + shared + per_thread * id;
         const auto phase = [&](int64_t count, const auto& begin, const auto& run) {
@@ -195,14 +211,82 @@ int block(const Block* call) {
                           [&](int64_t u) { p.run(f, id, i, u, room, common); });
         }
         (void)team;
-    };
+    }
+};
+
+// Sequences [first, first + batch) of a call.
+class Sequences {
+    struct Own { Buffer buffer; };
+    std::vector<Own> buffers;
+
+  public:
+    Block b;
+
+    Sequences(const Block& whole, int64_t first, int64_t batch) : b(whole) {
+        static_assert(sizeof(Own) == sizeof(Buffer));
+        buffers.reserve((size_t)b.buffer_count);
+        for (const Buffer* f = whole.buffers; f < whole.buffers + whole.buffer_count; ++f) {
+            buffers.push_back({*f});
+            move(buffers.back().buffer.data, first * b.tokens * f->width, f->kind);
+        }
+        b.buffers = (const Buffer*)buffers.data(), b.batch = batch;
+        move(b.keys, first * b.key_strides[0], b.cache_kind), move(b.values, first * b.value_strides[0], b.cache_kind);
+        move(b.cos, first * b.cos_strides[0], b.angle_kind), move(b.sin, first * b.sin_strides[0], b.angle_kind);
+        move(b.mask, first * b.mask_strides[0], b.mask_kind);
+    }
+    template <class T> static void move(T*& p, int64_t elements, int kind) {
+        if (p) p = (T*)((char*)p + elements * size_of(kind));
+    }
+};
+
+// Sequences that a thread takes through all steps by itself, so that all buffers stay in its cache; 0: threads share all.
+constexpr int64_t SEQUENCE_BYTES = 2 << 20;
+int64_t sequences_for(const Block& b, int threads) {
+    double weights = 0;
+    bool attention = false;
+    for (const BlockStep* s = b.steps; s < b.steps + b.step_count; ++s) {
+        weights += weight_bytes(*s);
+        attention |= s->kind == STEP_ATTENTION;
+    }
+    const int64_t count = (fewest_rows(weights) + b.tokens - 1) / b.tokens;
+    return attention && b.batch >= 2 * threads * count && count * b.tokens * b.scratch * 4 <= SEQUENCE_BYTES ? count : 0;
+}
+
+int block(const Block* call) {
+    const Block& b = *call;
+    if (b.batch * b.tokens == 0 || b.step_count == 0) return DONE;
+    const int threads = threads_for(b);
+    const auto parallel = [&](const auto& body) {
 #if defined(_OPENMP)
-    if (threads > 1) {
+        if (threads > 1) {
 #pragma omp parallel num_threads(threads)
-        body(omp_get_thread_num(), omp_get_num_threads());
-    } else
+            body(omp_get_thread_num(), omp_get_num_threads());
+            return;
+        }
 #endif
         body(0, 1);
+    };
+    if (const int64_t count = sequences_for(b, threads)) {
+        const int64_t parts = (b.batch + count - 1) / count, last = b.batch - (parts - 1) * count;
+        const int64_t bytes = std::max(Execution(Sequences(b, 0, count).b, 1).bytes, Execution(Sequences(b, 0, last).b, 1).bytes);
+        char* space = block_room.get((size_t)(bytes * threads));
+        if (!space) return NO_MEMORY;
+        std::atomic<int64_t> next{0};
+        parallel([&](int id, int) {
+            for (int64_t u; (u = next.fetch_add(1)) < parts;) {
+                const Sequences part(b, u * count, u + 1 < parts ? count : last);
+                Execution e(part.b, 1);
+                e.place(space + bytes * id, 1);
+                e.run(0, 1);
+            }
+        });
+    } else {
+        Execution e(b, threads);
+        char* space = block_room.get((size_t)e.bytes);
+        if (!space) return NO_MEMORY;
+        e.place(space, threads);
+        parallel([&](int id, int team) { e.run(id, team); });
+    }
     block_room.trim();
     return DONE;
 }

@@ -26,8 +26,9 @@ struct Finish {
         }
         if (biased) {
             const int64_t width = std::min<int64_t>(16, w.n - col);
-            memcpy(tail, (const char*)a.bias + col * size_of(a.bias_kind), (size_t)(width * size_of(a.bias_kind)));
-            bias = load16(tail, a.bias_kind, 0);
+            const char* p = (const char*)a.bias + col * size_of(a.bias_kind);
+            if (width < 16) p = (const char*)memcpy(tail, p, (size_t)(width * size_of(a.bias_kind)));
+            bias = load16(p, a.bias_kind, 0);
         }
     }
     // Calls put(t, y) with y of each token t of a block, from its sums.
