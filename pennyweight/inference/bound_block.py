@@ -16,6 +16,7 @@ from ..core.tensor import AffineQuantizedTensor
 from ..core.tracing import in_memory
 from ..kernels.block import Call, Steps
 from . import block_cache
+from .random_values import zeros
 from .recipe import Recipe
 from .runner import Runner, runner
 from .trace_block import Refusal
@@ -179,7 +180,7 @@ class Bound:
         if all(m.dtype is torch.bool for m in masks):
             call.mask = ~(masks[0] | masks[1]) if len(masks) > 1 else ~masks[0]
             return ""
-        floats = [torch.zeros(m.shape).masked_fill(m, -torch.inf) if m.dtype is torch.bool else m for m in masks]
+        floats = [zeros(m.shape).masked_fill(m, -torch.inf) if m.dtype is torch.bool else m for m in masks]
         if not all(m.is_floating_point() for m in floats):
             return "a mask is neither bool nor floating point"
         call.mask = sum(floats[1:], floats[0])
@@ -212,7 +213,7 @@ class Bound:
             call.causal |= recipe.causal and call.mask is None
             if recipe.cached:
                 shape = (batch, shared, tokens, size)
-                call.keys, call.values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
+                call.keys, call.values = _empty(shape, x.dtype), _empty(shape, x.dtype)
                 call.length = tokens
             return _ran(self.whole.run(x, call))
         cache = getattr(cache, "self_attention_cache", cache)
@@ -247,8 +248,8 @@ class Bound:
             first, second = (self._compiled(part) for part in self.recipe.parts(self.steps))
             self.halves = first, second
         rows = x.shape[0] * x.shape[1]
-        call.kept = {b: torch.empty((rows, width), dtype=torch.float32) for b, width in self.recipe.kept}
-        call.keys, call.values = torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)
+        call.kept = {b: _empty((rows, width), torch.float32) for b, width in self.recipe.kept}
+        call.keys, call.values = _empty(shape, x.dtype), _empty(shape, x.dtype)
         self.halves[0].run(x, call)
         keys, values = cache.update(call.keys, call.values, self.recipe.layer)
         call.keys, call.values = (t if t.stride(-1) == 1 else t.contiguous() for t in (keys, values))
@@ -257,6 +258,10 @@ class Bound:
         y = self.halves[1].run(x, call)
         assert y is not None
         return y
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _ran(y: Tensor | None) -> Tensor | str:

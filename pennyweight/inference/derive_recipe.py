@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .examples import Observed, signature
+from .random_values import Random, zeros
 from .recipe import Arguments, Recipe, module_classes
 from .recognize_block import Found, recognize
 from .trace_block import Graph, Refusal, Value, record, replay, tensors
@@ -54,8 +55,8 @@ def derive(name: str, block: nn.Module, observed: Observed) -> Recipe:
     batch, tokens, width = x.shape
     if first and tokens > ROWS and not any(isinstance(v, (Tensor, tuple)) for n, v in given.items() if n != hidden):
         tokens = ROWS // 2 + 1
-    generator = torch.Generator().manual_seed(0)
-    given[hidden] = torch.randn(batch, tokens, width, generator=generator).to(x.dtype)
+    random = Random(0)
+    given[hidden] = random.normal((batch, tokens, width)).to(x.dtype)
     cache = next((n for n, v in given.items() if is_cache(v)), "")
     mask = "" if is_torch_layer(block) else _mask_name(given, names)
     if is_torch_layer(block):
@@ -66,9 +67,9 @@ def derive(name: str, block: nn.Module, observed: Observed) -> Recipe:
     found = recognize(plain, hidden, _output(plain)[0], bool(cache), first)
     causal, plain_mask = found.causal, found.mask
     if mask:
-        allowed = torch.rand(batch, 1, tokens, tokens, generator=generator) < 0.7
-        allowed |= torch.eye(tokens, dtype=torch.bool)
-        value = allowed if has_sdpa else torch.zeros(allowed.shape).masked_fill(~allowed, -1e4).to(x.dtype)
+        allowed = random.uniform((batch, 1, tokens, tokens)) < 0.7
+        allowed |= torch.eye(tokens, dtype=torch.bool, device="cpu")
+        value = allowed if has_sdpa else zeros(allowed.shape).masked_fill(~allowed, -1e4).to(x.dtype)
         given[mask] = value
     graph, probe = _record(block, given, cache)
     output, kind = _output(graph)
@@ -135,8 +136,8 @@ def _is_causal(value: Value | None, bias: str) -> bool:
     if value is None:
         return False
     (leaf,) = [v for v in _leaves(value) if v.name == bias]
-    scores = replay(value, {leaf: torch.zeros(tuple(leaf.shape))})
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    scores = replay(value, {leaf: zeros(leaf.shape)})
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1)
     return bool(later.any()) and bool((scores[..., later] < -6e4).all())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.run_batch import run_batch
+from .random_values import Random
 from .trace_block import Refusal
 
 BATCH, TOKENS = 2, 5  # different, so that an exchange of both is seen
@@ -94,19 +95,19 @@ def observe(model: nn.Module, blocks: Mapping[str, nn.Module], example: Any) -> 
 def examples(model: nn.Module, block: nn.Module) -> Iterator[Any]:
     """Inputs to try with the model: for models of transformers from their config, for nn.TransformerEncoder(Layer)
     random rows."""
-    generator = torch.Generator().manual_seed(0)
+    random = Random(0)
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "main_input_name"):
         if isinstance(block, nn.TransformerEncoderLayer):
             norm = block.norm1.weight
             width, dtype = block.self_attn.embed_dim, torch.float32 if norm is None else norm.dtype
-            yield torch.randn(BATCH, TOKENS, width, generator=generator).to(dtype)
+            yield random.normal((BATCH, TOKENS, width)).to(dtype)
         return
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     names = inspect.signature(type(model).forward).parameters
 
     def make(name: str) -> Tensor | None:
-        return _input(name, model, config, generator, dtype)
+        return _input(name, model, config, random, dtype)
 
     main: Any = model.main_input_name
     first = {main: make(main)}
@@ -118,7 +119,7 @@ def examples(model: nn.Module, block: nn.Module) -> Iterator[Any]:
         yield {**{n: t for n, t in others.items() if t is not None}, **first}
 
 
-def _input(name: str, model: Any, config: Any, generator: torch.Generator, dtype: torch.dtype) -> Tensor | None:
+def _input(name: str, model: Any, config: Any, random: Random, dtype: torch.dtype) -> Tensor | None:
     """A random input of a transformers model; None if its size is unknown."""
 
     def size(*names: str) -> Any:
@@ -128,15 +129,14 @@ def _input(name: str, model: Any, config: Any, generator: torch.Generator, dtype
     if name.endswith("input_ids"):
         vocabulary = size("vocab_size")
         # the smallest numbers are often special tokens: padding, end of text
-        ids = torch.randint(min(4, vocabulary - 1), vocabulary, (BATCH, TOKENS), generator=generator)
-        return ids
+        return random.integers(min(4, vocabulary - 1), vocabulary, (BATCH, TOKENS))
     if name == "pixel_values" and size("image_size") is not None:
         side = size("image_size")
         height, width = (side, side) if isinstance(side, int) else tuple(side)[-2:]
-        return torch.randn(BATCH, size("num_channels") or 3, height, width, generator=generator).to(dtype)
+        return random.normal((BATCH, size("num_channels") or 3, height, width)).to(dtype)
     if name == "input_features" and size("num_mel_bins") and size("max_source_positions"):
         frames = 2 * size("max_source_positions")
-        return torch.randn(BATCH, size("num_mel_bins"), frames, generator=generator).to(dtype)
+        return random.normal((BATCH, size("num_mel_bins"), frames)).to(dtype)
     if name == "input_values":
-        return torch.randn(BATCH, 4000, generator=generator).to(dtype)
+        return random.normal((BATCH, 4000)).to(dtype)
     return None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.block import ACTIVATIONS, Norm, normalize
+from .random_values import Random
 from .trace_block import Op, call_module
 
 # Largest error against the formula, as a fraction of max |y|: float32 rounding, and cos, erf and tanh of other
@@ -49,9 +50,9 @@ def norm_form(op: Op) -> NormForm | None:
     width, held = int(inputs[0].shape[-1]), {n: p for n, p in module._parameters.items() if p is not None}
     if not held.keys() <= {"weight", "bias"} or any(tuple(p.shape) != (width,) for p in held.values()):
         return None
-    gen = torch.Generator().manual_seed(0)
-    x = torch.randn(5, width, generator=gen) + 0.3
-    parameters = {name: torch.rand(width, generator=gen) + 0.5 for name in held}
+    random = Random(0)
+    x = random.normal((5, width)) + 0.3
+    parameters = {name: random.uniform((width,)) + 0.5 for name in held}
     weight, bias = parameters.get("weight"), parameters.get("bias")
     path = f"{op.path}." if op.path else ""
     for eps in _constants(module):

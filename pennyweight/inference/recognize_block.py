@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.block import AttentionStep, Columns, Heads, LinearStep, Norm, NormStep, RotaryStep, normalize, rotate
 from .identify import NormForm, activation, close, norm_form
+from .random_values import Random, zeros
 from .recipe import Product
 from .trace_block import Graph, Op, Refusal, Value, replay
 
@@ -98,7 +99,7 @@ class _Recognizer:
         self.cos_sin = ("", "")
         self.heads = Heads(0, 0, 0)
         self.cut = 0
-        self.generator = torch.Generator().manual_seed(0)
+        self.random = Random(0).normal
         self.terms = {
             self.origin(v)[0] for op in graph.ops if op.name in ADDS for v in op.inputs if len(op.inputs) == 2
         }
@@ -119,9 +120,6 @@ class _Recognizer:
         )  # fmt: skip
 
     # -- rows ----------------------------------------------------------------------------------------------------------
-
-    def random(self, shape: Any) -> Tensor:
-        return torch.randn(tuple(shape), generator=self.generator)
 
     def origin(self, value: Value) -> tuple[Value, bool]:
         """(The value of which this is a view or copy, whether (batch, token) and (token, batch) are exchanged)."""
@@ -466,7 +464,7 @@ def _is_move(op: Op, value: Value) -> bool:
     if op.product is not None or len(list(op.outs)) == 0:
         return False
     (source,) = op.inputs
-    probe = torch.randn(tuple(source.shape), generator=torch.Generator().manual_seed(1))
+    probe = Random(1).normal(source.shape)
     try:
         moved = replay(value, {source: probe})
     except Refusal:
@@ -535,12 +533,12 @@ def _written_attention(graph: Graph) -> Iterator[Attention]:
 
 def _scores(op: Op, first: Op, last: Op, q: Value, k: Value, mask: Value | None, constants: set[float]) -> Attention:
     """The scale and the cap of the scores, by computing the weights again from random products of q and k."""
-    generator = torch.Generator().manual_seed(2)
-    products = torch.randn(tuple(first.outs[0].shape), generator=generator) * 3
+    random = Random(2)
+    products = random.normal(first.outs[0].shape) * 3
     given = {first.outs[0]: products}
-    added = torch.zeros(())
+    added = zeros(())
     if mask is not None:
-        given[mask] = added = torch.randn(tuple(mask.shape), generator=generator)
+        given[mask] = added = random.normal(mask.shape)
     weights = replay(last.args[0], given)
     scales = {1.0, *constants, *(1 / c for c in constants if c)}
     for softcap in (0.0, *constants):

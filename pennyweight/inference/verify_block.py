@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..core.tensor import AffineQuantizedTensor
 from .bound_block import Bound
 from .examples import Observed
+from .random_values import Random, zeros
 from .recipe import Recipe
 from .runner import Reference
 from .trace_block import Refusal
@@ -73,14 +74,14 @@ def _twin(recipe: Recipe, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def _cases(recipe: Recipe, observed: Observed) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    generator = torch.Generator().manual_seed(1)
+    random = Random(1)
     a = recipe.arguments
     masks = ["no mask", "a bool mask", "a float mask"] if a.mask else ["no mask"]
     if a.mask and not a.selects:
         masks.remove("a bool mask")
     for batch, tokens in SHAPES:
         for mask in masks:
-            kwargs = _arguments(recipe, observed, batch, tokens, 0, mask, generator)
+            kwargs = _arguments(recipe, observed, batch, tokens, 0, mask, random)
             yield f"batch {batch}, {tokens} tokens, {mask}", [kwargs]
     if a.cache:
         for make in _caches():
@@ -89,7 +90,7 @@ def _cases(recipe: Recipe, observed: Observed) -> Iterator[tuple[str, list[dict[
                 calls = []
                 for past, tokens in ((0, 4), (4, 1), (5, 3)):
                     length = _length(caches[0], past + tokens)
-                    kwargs = _arguments(recipe, observed, 2, tokens, length - tokens, mask, generator)
+                    kwargs = _arguments(recipe, observed, 2, tokens, length - tokens, mask, random)
                     calls.append({**kwargs, a.cache: caches})
                 yield f"{type(caches[0]).__name__}, {mask}", calls
 
@@ -117,40 +118,40 @@ def _length(cache: Any, tokens: int) -> int:
 
 
 def _arguments(
-    recipe: Recipe, observed: Observed, batch: int, tokens: int, past: int, mask: str, generator: torch.Generator
+    recipe: Recipe, observed: Observed, batch: int, tokens: int, past: int, mask: str, random: Random
 ) -> dict[str, Any]:
     a = recipe.arguments
     kwargs = {n: v for n, v in observed.arguments.items() if n in a.constants or n in a.unused}
     width = recipe.widths[0]
     first = (batch, tokens) if a.batch_first else (tokens, batch)
-    kwargs[a.hidden] = torch.randn(*first, width, generator=generator).to(recipe.dtype)
+    kwargs[a.hidden] = random.normal((*first, width)).to(recipe.dtype)
     if a.padding:
-        allowed = _mask("a bool mask" if mask != "no mask" else mask, batch, tokens, past, recipe.dtype, generator)
+        allowed = _mask("a bool mask" if mask != "no mask" else mask, batch, tokens, past, recipe.dtype, random)
         if allowed is not None:
             excluded, padded = ~allowed[0, 0], ~allowed[:, 0, 0]
             kwargs[a.mask] = excluded
             if mask == "a float mask":
-                kwargs[a.mask] = torch.randn(excluded.shape, generator=generator).masked_fill(excluded, -torch.inf)
-                padded = torch.zeros(padded.shape).masked_fill(padded, -torch.inf)
+                kwargs[a.mask] = random.normal(excluded.shape).masked_fill(excluded, -torch.inf)
+                padded = zeros(padded.shape).masked_fill(padded, -torch.inf)
             kwargs[a.padding] = padded
     elif a.mask:
-        kwargs[a.mask] = _mask(mask, batch, tokens, past, recipe.dtype, generator)
+        kwargs[a.mask] = _mask(mask, batch, tokens, past, recipe.dtype, random)
     if a.bias:
-        kwargs[a.bias] = torch.randn(1, recipe.heads.query, tokens, past + tokens, generator=generator).to(recipe.dtype)
+        kwargs[a.bias] = random.normal((1, recipe.heads.query, tokens, past + tokens)).to(recipe.dtype)
     if a.cache:
         kwargs[a.cache] = None
     if a.rotary:
         shape = (batch if tokens > 1 else 1, tokens, observed.arguments[a.rotary][0].shape[-1])
-        pair = (torch.rand(shape, generator=generator) * 2 - 1 for _ in range(2))
+        pair = (random.uniform(shape) * 2 - 1 for _ in range(2))
         kwargs[a.rotary] = tuple(t.to(recipe.dtype) for t in pair)
     return kwargs
 
 
-def _mask(kind: str, batch: int, tokens: int, past: int, dtype: torch.dtype, generator: torch.Generator) -> Any:
+def _mask(kind: str, batch: int, tokens: int, past: int, dtype: torch.dtype, random: Random) -> Any:
     if kind == "no mask":
         return None
-    allowed = torch.rand(batch, 1, tokens, past + tokens, generator=generator) < 0.6
+    allowed = random.uniform((batch, 1, tokens, past + tokens)) < 0.6
     allowed[..., 0] = True  # a row without an allowed key is not defined by the blocks
     if kind == "a bool mask":
         return allowed
-    return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+    return zeros(allowed.shape, dtype).masked_fill(~allowed, torch.finfo(dtype).min)
