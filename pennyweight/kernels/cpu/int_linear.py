@@ -118,7 +118,8 @@ def tile_rows(p: Tensor) -> Tensor:
 
 def untile_rows(p: Tensor, n: int) -> Tensor:
     """Inverse of :func:`tile_rows`."""
-    return p.transpose(1, 2).reshape(-1, p.shape[1])[:n].contiguous()
+    rows = p.transpose(1, 2).reshape(-1, p.shape[1])[:n]
+    return rows.clone(memory_format=torch.contiguous_format)  # contiguous() keeps odd strides of an axis of size 1
 
 
 def map_groups(parts: Parts, spec: QuantSpec, fn: Callable[[Tensor], Tensor]) -> Parts:
