@@ -220,8 +220,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float, softcap: f
     scores = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    at = torch.arange(s, device=q.device)[:, None] + (length - s)
-    key = torch.arange(length, device=q.device)
+    at = torch.arange(s, dtype=torch.int64, device=q.device)[:, None] + (length - s)
+    key = torch.arange(length, dtype=torch.int64, device=q.device)
     if call.causal:
         scores = scores.masked_fill(key > at, -torch.inf)
     if call.window:

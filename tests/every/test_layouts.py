@@ -63,7 +63,10 @@ def test_unpack_is_the_inverse_of_pack(layout: Layout, spec: QuantSpec, shape: t
 @pytest.mark.parametrize(("layout", "spec", "shape"), CASES)
 def test_bit_streams_are_packed_as_plain_codes_are(layout: Layout, spec: QuantSpec, shape: tuple[int, ...]) -> None:
     if layout.from_bits is None:
-        assert not layout.name.startswith("cpu"), f"layout {layout.name!r} unpacks all codes of a file to pack them"
+        by_kernel = layout.name == "cpu_conv"  # of whole kernels, whose order is not that of the bits in a file
+        assert by_kernel or not layout.name.startswith("cpu"), (
+            f"layout {layout.name!r} unpacks all codes of a file to pack them"
+        )
         pytest.skip("packs plain codes only")
     plain = quantize(torch.randn(shape), spec)._replace(act_scale=torch.tensor([[0.5]]))
     stream = LAYOUTS["bits"].pack(plain, spec.with_(layout="bits"), shape)

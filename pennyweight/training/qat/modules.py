@@ -19,7 +19,7 @@ from ...core.numerics import dequantize, fake_quantize, quantize
 from ...kernels.activation import autocast_dtype
 from ...quantize.pipeline import quantize_
 from .fake_quantize import FakeQuantizer, QuantizeWeight, fake_quantized_weight
-from .straight_through import Addmm, ClampSTE, Linear, clamp_ste
+from .straight_through import Addmm, ClampSTE, Linear, WithValue, clamp_ste
 
 
 class FakeQuantized(nn.Module):
@@ -169,9 +169,15 @@ class _Convolution(FakeQuantized):
     def forward(self, input: Tensor) -> Tensor:
         if not self.fake_quant_enabled:
             return super().forward(input)  # type: ignore[misc]
-        # Convolutions run only in the reference, which quantizes the input and multiplies dequantized values.
-        w = self.traceable_param() if torch.compiler.is_compiling() else self.quantized_param(act=False)
-        return self._conv_forward(self.input(input), w, self.bias)  # type: ignore[operator]
+        conv: Any = self._conv_forward
+        if torch.compiler.is_compiling():
+            return conv(self.input(input), self.traceable_param(), self.bias)  # type: ignore[no-any-return]
+        y = conv(self.input(input), self.quantized_param(act=False), self.bias)
+        if self.fake_quantized["weight"].scheme.act is None:
+            return y  # type: ignore[no-any-return]
+        with torch.no_grad():  # by the kernel that runs when deployed, which sums integer codes
+            deployed = conv(input, self.quantized_param(), self.bias)
+        return WithValue.apply(y, deployed)
 
 
 class FakeQuantizedConv1d(_Convolution, nn.Conv1d):

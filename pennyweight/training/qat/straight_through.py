@@ -98,6 +98,18 @@ class Linear(torch.autograd.Function):
         )
 
 
+class WithValue(torch.autograd.Function):
+    """``value``, with the gradient of y, which differs from it by rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 class Addmm(torch.autograd.Function):
     """bias + x @ w for a quantized w; gradients use the quantized x."""
 
