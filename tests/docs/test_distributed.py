@@ -18,7 +18,9 @@ PAGE = ROOT / "docs" / "distributed.md"
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 def test_the_lines_run_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "page.py"
-    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.S | re.M)))
+    lines = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.S | re.M)
+    # Without the exit of the interpreter, in which threads of torch's sometimes abort a process on a busy machine
+    script.write_text("\n".join([*lines, "import os", "os._exit(0)"]))
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
         capture_output=True, text=True, check=False, timeout=300,
