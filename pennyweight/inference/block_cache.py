@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ..core.tracing import in_memory
+
 SPARE = 64  # tokens added to a buffer at least, when it grows
 
 
@@ -76,8 +78,10 @@ def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Ro
         expected = (batch, heads, filled, channels)
         if keys.shape != expected or values.shape != expected or keys.dtype is not dtype or values.dtype is not dtype:
             return None  # update raises, or promotes
-        if not (keys.is_cpu and values.is_cpu):
+        if not (keys.is_cpu and values.is_cpu and in_memory(keys) and in_memory(values)):
             return None
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            return None  # a trained prefix
     return Room(past, length, shape, dtype)
 
 

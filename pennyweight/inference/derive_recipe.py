@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .examples import Observed, signature
 from .random_values import Random, zeros
-from .recipe import Arguments, Recipe, module_classes
+from .recipe import Arguments, Recipe, attributes, module_classes
 from .recognize_block import Found, recognize
 from .trace_block import Graph, Refusal, Value, record, replay, tensors
 
@@ -81,7 +81,7 @@ def derive(name: str, block: nn.Module, observed: Observed) -> Recipe:
     return Recipe(
         name, found.steps, found.widths, arguments, found.heads, causal, found.cached, found.cut, found.kept, layer,
         _attention(block), kind, x.dtype, module_classes(block),
-        tuple((name, tuple(p.shape)) for name, p in block.named_parameters()),
+        tuple((name, tuple(p.shape)) for name, p in block.named_parameters()), tuple(attributes(block)),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from .bound_block import Bound
 from .derive_recipe import derive
 from .examples import Observed, candidates, examples, observe
 from .freeze import freeze_
-from .recipe import Recipe, module_classes
+from .recipe import Recipe, attributes, module_classes
 from .trace_block import Refusal
 from .verify_block import verify
 
@@ -77,17 +77,20 @@ def _bind_again(block: nn.Module, cls: Any) -> Bound | str:
     was = cls.bound
     if type(was) is Bound and was.block() is not block:  # the class is shared by a shallow copy
         block.__class__ = cls = fused_class(cls.thawed, cls.recipe)
-    reason = _changed(block, cls.recipe)
+    reason = changed(block, cls.recipe)
     if reason:
         return reason
     try:
-        cls.bound = Bound(block, cls.recipe)
+        bound = Bound(block, cls.recipe)
     except Refusal as refusal:
         return str(refusal)
-    return cls.bound
+    if not bound.unchanged(block):
+        return "a module in it has a forward of its own"
+    cls.bound = bound
+    return bound
 
 
-def _changed(block: nn.Module, recipe: Recipe) -> str:
+def changed(block: nn.Module, recipe: Recipe) -> str:
     """Why a block is no longer the one that was recognized, or ""."""
     if module_classes(block) != recipe.modules:
         return "a module in it was replaced"
@@ -100,6 +103,12 @@ def _changed(block: nn.Module, recipe: Recipe) -> str:
         quantized = any(name == product[0] for product in recipe.products())
         if held is None or tuple(held.shape) != shape or quantized != is_quantized(held):
             return f"{name} was replaced"
+    if sum(1 for _ in block.named_parameters()) != len(recipe.shapes):
+        return "a parameter was added"
+    found = {(path, name): value for path, name, value in attributes(block)}
+    for path, name, value in recipe.attributes:
+        if (path, name) not in found or type(found[path, name]) is not type(value) or found[path, name] != value:
+            return f"{path}.{name} was changed; call fuse_ again".lstrip(".")
     return ""
 
 
@@ -135,6 +144,9 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
     Parameters, buffers, hooks, ties and the state dict stay the same. :func:`thaw_` undoes it exactly.
     """
     blocks = candidates(model)
+    for block in blocks.values():
+        if isinstance(block, FusedBlock) and changed(block, block.recipe):
+            block.__class__ = block.thawed
     rows, notes = [], []
     with _evaluating(model):
         seen, problem = _observed(model, blocks, example)

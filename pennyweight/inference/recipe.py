@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from ..kernels.block import AttentionStep, Heads, Layer, LinearStep, Norm, NormS
 from ..kernels.block_plan import indices
 from .identify import NormForm
 
+_PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
+_WITHOUT_EFFECT = ("training", "gradient_checkpointing", "forward")  # in eval mode without gradients; else looked at
 Product = tuple[str, str, bool]  # name of the weight, of the bias or "", whether the weight is stored as [in, out]
 
 
@@ -64,6 +68,7 @@ class Recipe:
     dtype      of the input and the output
     modules    paths and classes of all modules in the block
     shapes     names and shapes of its parameters
+    attributes  (path, name, value) of numbers, strings and functions in its modules (watch_block.py)
     """
 
     name: str
@@ -81,6 +86,7 @@ class Recipe:
     dtype: torch.dtype
     modules: tuple[tuple[str, str], ...]
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    attributes: tuple[tuple[str, str, Any], ...]
 
     def products(self) -> list[Product]:
         return [p for step in self.steps if isinstance(step, LinearStep) for p in step.layers]  # type: ignore[misc]
@@ -131,6 +137,17 @@ def _part(whole: Steps, steps: tuple[Any, ...]) -> Steps:
     """Some of the steps; buffers that they do not use take no memory."""
     used = {0, 1}.union(*(set(reads) | set(writes) for reads, writes in map(indices, steps)))
     return replace(whole, steps=steps, widths=tuple(n if i in used else 1 for i, n in enumerate(whole.widths)))
+
+
+def attributes(block: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """(path, name, value) of the numbers, strings and functions that forwards in the block may read: eps of a norm,
+    scale of attention, index of the layer in a cache. Linear layers have none that matter."""
+    for path, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            continue
+        for name, value in module.__dict__.items():
+            if type(value) in _PLAIN and name[0] != "_" and name not in _WITHOUT_EFFECT:
+                yield path, name, value
 
 
 def module_classes(block: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -11,9 +11,12 @@ from ..kernels.gate_block import compile_steps
 
 
 class Runner(Protocol):
-    """None: native code cannot take the call."""
+    """``run``: None if native code cannot take the call. ``changed``: whether the steps must be compiled again, because
+    a parameter was resized, converted or moved."""
 
     def run(self, x: Tensor, call: Call) -> Tensor | None: ...
+
+    def changed(self) -> bool: ...
 
 
 class Reference:
@@ -24,6 +27,9 @@ class Reference:
 
     def run(self, x: Tensor, call: Call) -> Tensor | None:
         return run_reference(self.steps, x, call)
+
+    def changed(self) -> bool:
+        return False
 
 
 def runner(steps: Steps) -> Runner | str:

@@ -113,8 +113,7 @@ def _caches() -> list[Any]:
 
 
 def _length(cache: Any, tokens: int) -> int:
-    made = cache.layer_class_to_replicate()
-    return int(made.max_cache_len) if made.get_max_length() > 0 else tokens
+    return int(getattr(cache.layer_class_to_replicate(), "max_cache_len", tokens))
 
 
 def _arguments(

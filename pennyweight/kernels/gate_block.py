@@ -46,16 +46,20 @@ class _Ready:
         held = [*s.parts, *s.numbers]
         self.parameters = [p for p, _, _ in held]
         self.fields = [(to, name) for _, to, name in held]
-        self.sizes = [p.nbytes for p in self.parameters]
+        self.sizes = [(p.nbytes, True) for p in self.parameters]
         self.numbers = [p for p, _, _ in s.numbers]
         self.kinds = [(p.dtype, True) for p in self.numbers]
         self.addresses: list[int] = []
 
+    def changed(self) -> bool:
+        """Whether a parameter has another size, dtype, device or memory layout than when the block was compiled."""
+        return [(p.nbytes, p.is_contiguous()) for p in self.parameters] != self.sizes or [
+            (p.dtype, p.is_cpu) for p in self.numbers
+        ] != self.kinds
+
     def renew(self) -> None:
         """Enter the addresses of the parameters. Raises ArgumentError if one of them changed."""
-        if [p.nbytes for p in self.parameters] != self.sizes or [
-            (p.dtype, p.is_cpu) for p in self.numbers
-        ] != self.kinds:
+        if self.changed():
             raise ArgumentError(
                 "block: a parameter was resized, converted or moved after the block was compiled; compile it again"
             )
@@ -78,6 +82,11 @@ class NativeBlock:
         self._reads = plan.rotary is not None or plan.attention is not None
         self._writes = any(1 in indices(step)[1] for step in plan.steps.steps)
         self._ready = [_Ready(plan)]  # not in use by a call
+        self._first = self._ready[0]
+
+    def changed(self) -> bool:
+        """Whether a parameter was resized, converted or moved, so that the block must be compiled again."""
+        return self._first.changed()
 
     def run(self, x: Tensor, call: Call) -> Tensor | None:
         """The output [batch, tokens, width] for x [batch, tokens, width]; see :func:`block.run_reference`.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.inference import CheckError, FusedBlock, checked
-from tests.inference.fuse_models import FAMILIES, SCHEMES, blocks_of, inputs, model_of, states
+from tests.inference.fuse_models import FAMILIES, NEWEST, SCHEMES, blocks_of, inputs, model_of, states
 
 transformers = pytest.importorskip("transformers")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -39,7 +39,8 @@ def fused(family: str, scheme: str = "int8", dtype: torch.dtype = torch.float32)
     model = model_of(family, scheme, dtype)
     other = copy.deepcopy(model)
     reasons = list(blocks_of(pw.fuse_(other)).values())
-    assert reasons.count("") == FAMILIES[family][1], reasons
+    count = FAMILIES[family][1]
+    assert reasons.count("") == count or (not NEWEST and reasons.count("") > count), reasons
     return model, other
 
 
@@ -83,7 +84,8 @@ def test_the_report_lists_blocks_and_layers() -> None:
     report = pw.fuse_(model_of("whisper"))
     blocks = blocks_of(report)
     assert blocks["model.encoder.layers.0"] == ""
-    assert "more than one attention" in blocks["model.decoder.layers.0"]
+    assert blocks["model.decoder.layers.0"]
+    assert not NEWEST or "more than one attention" in blocks["model.decoder.layers.0"]
     frozen = {row.name for row in report.quantized}
     assert {"model.encoder.layers.0", "model.decoder.layers.0.fc1.weight"} <= frozen
     assert "fused or frozen" in report.summary()
@@ -349,6 +351,8 @@ def test_a_fault_in_a_fused_block_is_found() -> None:
     own = bound.whole
 
     class Faulty:
+        changed = own.changed
+
         def run(self, x: Tensor, call: Any) -> Tensor:
             y = own.run(x, call).clone()
             y[0, 0, :8] += 0.3
@@ -366,6 +370,8 @@ def test_a_fault_in_the_cache_is_found() -> None:
     own = bound.whole
 
     class Faulty:
+        changed = own.changed
+
         def run(self, x: Tensor, call: Any) -> Tensor:
             y = own.run(x, call)
             call.keys[:, 0, call.past] += 1

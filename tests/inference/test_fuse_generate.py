@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import pennyweight as pw
 from pennyweight.inference import block_cache
 from pennyweight.inference.check_block import checked
-from tests.inference.fuse_models import DECODERS, GENERATING, inputs, model_of
+from tests.inference.fuse_models import DECODERS, GENERATING, NEWEST, inputs, model_of
 
 transformers = pytest.importorskip("transformers")
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache  # noqa: E402
@@ -52,6 +52,8 @@ def tokens(model: nn.Module, given: dict[str, Any], **options: Any) -> Tensor:
 def test_the_same_tokens(family: str, how: str) -> None:
     if (family, how) == ("whisper", "chunks"):
         pytest.skip("transformers cannot do this")
+    if how == "assisted" and not NEWEST:
+        pytest.skip("transformers up to 5.10 needs an eos_token_id for this")
     model, other = pair(family, "int4" if family in ("llama", "gpt2") else "int8")
     given = prompt(family, how)
     expected = tokens(model, given, **HOW[how])
@@ -149,8 +151,10 @@ def test_copies_and_crops_of_a_grown_layer() -> None:
     append(layer, 1, 8.0)
     assert contents(layer) == [1.0, 1.0, 5.0, 6.0, 7.0, 8.0]
     layer.reset()
+    kept = layer.get_seq_length()  # up to transformers 5.10 a reset layer keeps its length and holds zeros
     append(layer, 1, 9.0)
-    assert contents(layer) == [9.0]
+    assert contents(layer) == [*[0.0] * kept, 9.0]
+    assert not (NEWEST and kept)
 
 
 def test_a_layer_that_does_not_fit_is_left_to_its_own_code() -> None:
@@ -160,7 +164,9 @@ def test_a_layer_that_does_not_fit_is_left_to_its_own_code() -> None:
     assert block_cache.room(layer, (2, 1, 1, 4), torch.bfloat16) is None
     full = transformers.cache_utils.StaticLayer(max_cache_len=2)
     assert block_cache.room(full, (2, 1, 3, 4), torch.float32) is None
-    assert block_cache.room(transformers.cache_utils.DynamicSlidingWindowLayer(4), (2, 1, 1, 4), None) is None
+    sliding = copy.copy(layer)
+    sliding.__class__ = transformers.cache_utils.DynamicSlidingWindowLayer
+    assert block_cache.room(sliding, (2, 1, 1, 4), torch.float32) is None
 
     class Other(DynamicCache):
         def update(self, *args: Any, **kwargs: Any) -> Any:
