@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from ..core.tracing import in_memory
@@ -48,12 +49,12 @@ class Reader:
             if len(given) < len(args) + len(kwargs):
                 return "it has too many positional arguments, or one that is also a keyword"
         x = given.get(a.hidden)
-        if type(x) is not Tensor or not x.is_cpu or not in_memory(x) or _is_observed_by_functions():
+        grad = torch.is_grad_enabled()
+        if type(x) is not Tensor or not in_memory(x) or not x.is_cpu or _is_observed():
             return "the input is not in the memory of the CPU, or a mode, tracer or transform observes it"
         shape = x.shape
         if len(shape) != 3 or x.dtype is not recipe.dtype or shape[2] != recipe.widths[0] or 0 in shape:
             return f"the input is not a tensor [batch, tokens, {recipe.widths[0]}] of {recipe.dtype}"
-        grad = torch.is_grad_enabled()
         if grad and (x.requires_grad or any(p.requires_grad for p in self.parameters)):
             return "gradients are enabled; call the model under torch.inference_mode() or torch.no_grad()"
         if torch.is_autocast_enabled("cpu"):
@@ -63,7 +64,7 @@ class Reader:
         added: dict[str, Tensor] = {}
         for name, value in given.items():
             role = self.roles.get(name)
-            if role == "hidden" or role == "unused":
+            if role in ("hidden", "unused"):
                 continue
             if value is None or value is False:
                 if role is None and not _same(value, self.effective.get(name)):
@@ -165,12 +166,18 @@ class Reader:
 
 
 def _readable(t: Any, grad: bool) -> bool:
-    """Whether t is a tensor whose memory can be read, and that gets no gradient."""
-    return isinstance(t, Tensor) and t.is_cpu and in_memory(t) and not (grad and t.requires_grad)
+    """Whether t is a tensor whose memory can be read, and that gets no gradient; no transform is active."""
+    return (
+        type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.layout is torch.strided
+        and not (t.is_neg() or t.is_nested or (grad and t.requires_grad))
+    )  # fmt: skip
 
 
-def _is_observed_by_functions() -> bool:
-    """Whether a TorchFunctionMode must see the operations of the block. That of torch.device only places new tensors."""
+def _is_observed() -> bool:
+    """Whether a TorchFunctionMode must see the operations of the block, or tensors may have tangents. The mode of
+    torch.device only places new tensors."""
+    if forward_ad._current_level >= 0:
+        return True
     count = torch._C._len_torch_function_stack()
     return count > 0 and any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(count))
 

@@ -14,8 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..core.tracing import in_memory
-
 SPARE = 64  # tokens added to a buffer at least, when it grows
 
 
@@ -78,7 +76,9 @@ def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Ro
         expected = (batch, heads, filled, channels)
         if keys.shape != expected or values.shape != expected or keys.dtype is not dtype or values.dtype is not dtype:
             return None  # update raises, or promotes
-        if not (keys.is_cpu and values.is_cpu and in_memory(keys) and in_memory(values)):
+        if not (keys.is_cpu and values.is_cpu and keys.layout is values.layout is torch.strided):
+            return None
+        if keys.is_neg() or values.is_neg():
             return None
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             return None  # a trained prefix

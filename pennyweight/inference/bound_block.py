@@ -49,12 +49,12 @@ class Bound:
         if self.watch.hooked():
             return "a module in the block has a forward hook"
         read = self.reader.read(args, kwargs)
-        if type(read) is str:
+        if isinstance(read, str):
             return read
         x, call, cache = read
         first = self.recipe.arguments.batch_first
         y = self._attend(x if first else x.transpose(0, 1).contiguous(), call, cache)
-        if type(y) is str:
+        if isinstance(y, str):
             return y
         if not first:
             y = y.transpose(0, 1).contiguous()
@@ -74,9 +74,9 @@ class Bound:
                 call.keys, call.values = _empty(shape, x.dtype), _empty(shape, x.dtype)
                 call.length = tokens
             return self._native(self.whole, x, call)
-        if self.whole.changed():  # while the block's own forward can still run
+        if self.whole.converted():  # the block's own forward gives another dtype
             self.expired = True
-            return "a parameter was resized, converted or moved"
+            return "a parameter was converted to another dtype or moved"
         cache = getattr(cache, "self_attention_cache", cache)
         layer = block_cache.layer_of(cache, recipe.layer)
         room = None if layer is None else block_cache.room(layer, shape, x.dtype)

@@ -146,7 +146,7 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
     blocks = candidates(model)
     for block in blocks.values():
         if isinstance(block, FusedBlock) and changed(block, block.recipe):
-            block.__class__ = block.thawed
+            block.__class__ = block.thawed  # type: ignore[assignment]
     rows, notes = [], []
     with _evaluating(model):
         seen, problem = _observed(model, blocks, example)

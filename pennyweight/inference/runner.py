@@ -11,12 +11,12 @@ from ..kernels.gate_block import compile_steps
 
 
 class Runner(Protocol):
-    """``run``: None if native code cannot take the call. ``changed``: whether the steps must be compiled again, because
-    a parameter was resized, converted or moved."""
+    """``run``: None if native code cannot take the call. ``converted``: whether a parameter has another dtype or
+    device than when the steps were compiled."""
 
     def run(self, x: Tensor, call: Call) -> Tensor | None: ...
 
-    def changed(self) -> bool: ...
+    def converted(self) -> bool: ...
 
 
 class Reference:
@@ -28,7 +28,7 @@ class Reference:
     def run(self, x: Tensor, call: Call) -> Tensor | None:
         return run_reference(self.steps, x, call)
 
-    def changed(self) -> bool:
+    def converted(self) -> bool:
         return False
 
 

@@ -6,6 +6,7 @@ the :class:`~pennyweight.kernels.block.Call`, and that no parameter changed its 
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .block_plan import Plan, Refused, Structures, indices, plan, structures
 from .cpu.library import U8, usable
 from .gate import _CPU, FLOAT_KINDS, PLAIN, address, check_status, native_function
 
+_SIZE, _KIND = attrgetter("nbytes"), attrgetter("dtype", "is_cpu")
 _MASK_KINDS = {torch.bool: U8, **FLOAT_KINDS}
 
 
@@ -46,20 +48,17 @@ class _Ready:
         held = [*s.parts, *s.numbers]
         self.parameters = [p for p, _, _ in held]
         self.fields = [(to, name) for _, to, name in held]
-        self.sizes = [(p.nbytes, True) for p in self.parameters]
+        self.sizes = list(map(_SIZE, self.parameters))
         self.numbers = [p for p, _, _ in s.numbers]
-        self.kinds = [(p.dtype, True) for p in self.numbers]
+        self.kinds = [(p.dtype, True) for p in self.numbers]  # in memory of the CPU
         self.addresses: list[int] = []
-
-    def changed(self) -> bool:
-        """Whether a parameter has another size, dtype, device or memory layout than when the block was compiled."""
-        return [(p.nbytes, p.is_contiguous()) for p in self.parameters] != self.sizes or [
-            (p.dtype, p.is_cpu) for p in self.numbers
-        ] != self.kinds
 
     def renew(self) -> None:
         """Enter the addresses of the parameters. Raises ArgumentError if one of them changed."""
-        if self.changed():
+        if (
+            list(map(_SIZE, self.parameters)) != self.sizes or list(map(_KIND, self.numbers)) != self.kinds
+            or not all(map(Tensor.is_contiguous, self.numbers))
+        ):  # fmt: skip
             raise ArgumentError(
                 "block: a parameter was resized, converted or moved after the block was compiled; compile it again"
             )
@@ -84,9 +83,10 @@ class NativeBlock:
         self._ready = [_Ready(plan)]  # not in use by a call
         self._first = self._ready[0]
 
-    def changed(self) -> bool:
-        """Whether a parameter was resized, converted or moved, so that the block must be compiled again."""
-        return self._first.changed()
+    def converted(self) -> bool:
+        """Whether a parameter was converted to another dtype or moved, so that the block must be compiled again."""
+        first = self._first
+        return list(map(_KIND, first.numbers)) != first.kinds
 
     def run(self, x: Tensor, call: Call) -> Tensor | None:
         """The output [batch, tokens, width] for x [batch, tokens, width]; see :func:`block.run_reference`.

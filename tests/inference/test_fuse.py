@@ -351,7 +351,7 @@ def test_a_fault_in_a_fused_block_is_found() -> None:
     own = bound.whole
 
     class Faulty:
-        changed = own.changed
+        converted = own.converted
 
         def run(self, x: Tensor, call: Any) -> Tensor:
             y = own.run(x, call).clone()
@@ -370,7 +370,7 @@ def test_a_fault_in_the_cache_is_found() -> None:
     own = bound.whole
 
     class Faulty:
-        changed = own.changed
+        converted = own.converted
 
         def run(self, x: Tensor, call: Any) -> Tensor:
             y = own.run(x, call)

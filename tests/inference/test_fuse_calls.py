@@ -274,7 +274,10 @@ class Doubled(nn.Module):
 CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "forward of a layer": ("forward of its own", inner_forward),
     "forward of the block": ("", outer_forward),
-    "eps of a norm": ("input_layernorm.variance_epsilon was changed", change_of("input_layernorm.variance_epsilon", 10.0)),
+    "eps of a norm": (
+        "input_layernorm.variance_epsilon was changed",
+        change_of("input_layernorm.variance_epsilon", 10.0),
+    ),
     "scale of attention": ("self_attn.scaling was changed", change_of("self_attn.scaling", 0.9)),
     "an activation": ("replaced", change_of("mlp.act_fn", nn.GELU().eval())),
     "a bias that was None": ("a parameter was added", change_of("self_attn.q_proj.bias", nn.Parameter(torch.ones(64)))),
@@ -345,7 +348,9 @@ def test_the_activation_function_is_replaced() -> None:
 
 def test_a_function_mode_sees_the_operations() -> None:
     class Seen(TorchFunctionMode):
-        names: list[str] = []
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.names.append(func.__name__)
