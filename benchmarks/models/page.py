@@ -41,8 +41,8 @@ rounds: {limits}."""
 REALTIME = "\n\nVisits took precedence over other processes of the machine (`--realtime`)."
 
 SUMMARY = """\
-Our fastest way and the fastest peer at the same bits of a weight. Above 1, pennyweight is faster; in brackets the ratio
-wanted."""
+The fastest peer, and at the same bits of a weight our fastest way whose error is at most 1.1 times the peer's (our
+fastest way, if none is). Above 1, pennyweight is faster; in brackets the ratio wanted."""
 
 PICTURE = """\
 Left: speed relative to the fastest peer at the same bits, with the ratio wanted. Right: fraction of the model's own

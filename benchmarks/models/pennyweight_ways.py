@@ -53,6 +53,10 @@ def _dynamic(net: nn.Module, inputs: Inputs) -> None:
     pw.quantize_(subjects.core(net), pw.Int8DynamicActivationInt8WeightConfig())
 
 
+def _grouped(net: nn.Module, inputs: Inputs) -> None:
+    pw.quantize_(subjects.core(net), "int8-dynamic-grouped")
+
+
 def _dynamic_convolutions(net: nn.Module, inputs: Inputs) -> None:
     pw.quantize_(net, pw.Int8DynamicActivationInt8WeightConfig(), filter_fn=_convolutions)
 
@@ -128,11 +132,13 @@ def ways() -> list[Way]:
         ("int4 g128", 4, 4.25, "bf16", 0.6, pw.Int4WeightOnlyConfig(group_size=128)),
         ("int8-symmetric-int4 g32", 4, 4.5, "int8", 0.6, symmetric),
         ("int8-dynamic", 8, 8, "int8", 0.12, pw.Int8DynamicActivationInt8WeightConfig()),
+        ("int8-dynamic-grouped", 8, 8.125, "int8", 0.12, "int8-dynamic-grouped"),
         ("int8 weight-only", 8, 8, "bf16", 0.12, pw.Int8WeightOnlyConfig()),
     )
     name, family = "pennyweight int8-dynamic", "pennyweight"
     return [
         Way(name, family, 8, 8, "int8", 0.3, TRANSFORMERS, _forward(_dynamic)),
+        Way(f"{name}-grouped", family, 8, 8.125, "int8", 0.3, TRANSFORMERS, _forward(_grouped)),
         Way(name, family, 8, 8, "int8", 0.5, CONVOLUTIONAL, _forward(_dynamic_convolutions)),
         Way("pennyweight int8-static", family, 8, 8, "int8", 0.5, CONVOLUTIONAL, _forward(_static)),
         *(Way(f"pennyweight {n}", family, *fields, LANGUAGE, _language(n, config)) for n, *fields, config in language),

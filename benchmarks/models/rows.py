@@ -74,9 +74,15 @@ def rows_of(case: dict[str, Any], competitors: dict[str, dict[str, Any]]) -> lis
     return sorted(rows, key=lambda r: (-r.bits, r.seconds or math.inf))
 
 
+AS_ACCURATE = 1.1  # an error up to this multiple of the peer's counts as the same
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """Our fastest way at some bits beside the fastest peer at these; `wanted` is the ratio aimed at."""
+    """Our way at some bits beside the fastest peer at these; `wanted` is the ratio aimed at.
+
+    Ours is the fastest of those that are as accurate as the peer; if none is, the fastest.
+    """
 
     case: str
     bits: int
@@ -95,7 +101,9 @@ def verdicts(case: dict[str, Any], competitors: dict[str, dict[str, Any]]) -> li
     wanted = {int(bits): ratio for bits, ratio in case["wanted"].items()}  # JSON's keys are text
     found = []
     for bits in sorted({r.bits for r in timed if r.ours}):
-        ours = min((r for r in timed if r.ours and r.bits == bits), key=lambda r: r.seconds or 0.0)
         peer = min((r for r in timed if not r.ours and r.bits == bits), key=lambda r: r.seconds or 0.0, default=None)
+        most = math.inf if peer is None or peer.error is None else AS_ACCURATE * peer.error
+        own = [r for r in timed if r.ours and r.bits == bits]
+        ours = min([r for r in own if (r.error or 0.0) <= most] or own, key=lambda r: r.seconds or 0.0)
         found.append(Verdict(case["name"], bits, ours, peer, wanted.get(bits)))
     return found

@@ -326,6 +326,12 @@ def test_rows_compare_with_the_fastest_peer_at_equal_bits():
     (verdict,) = verdicts(data["cases"][0], data["competitors"])
     assert (verdict.ours.name, verdict.peer.name, verdict.wanted) == ("pennyweight a", "fast", 1.3)
     assert verdict.ratio == pytest.approx(2)
+    results = data["cases"][0]["results"]
+    for error, expected in ((0.0109, "pennyweight a"), (0.012, "pennyweight b")):  # the peer's is 0.01
+        results["pennyweight a"]["error"] = error
+        assert verdicts(data["cases"][0], data["competitors"])[0].ours.name == expected
+    results["pennyweight b"]["error"] = 0.02  # none is as accurate
+    assert verdicts(data["cases"][0], data["competitors"])[0].ours.name == "pennyweight a"
     data["cases"][0]["results"]["pennyweight a"]["floor"] = 4e-4
     ours = next(r for r in rows_of(data["cases"][0], data["competitors"]) if r.name == "pennyweight a")
     assert (ours.fraction, ours.limit) == (pytest.approx(0.8), "files")
