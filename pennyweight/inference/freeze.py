@@ -40,7 +40,7 @@ class FrozenLinear(nn.Linear):
         w: Any = held.get("weight")
         if type(w) is not AffineQuantizedTensor or "bias" not in held or torch.compiler.is_compiling():
             return F.linear(input, self.weight, self.bias)
-        if type(input) is not Tensor:
+        if type(input) is not Tensor or torch._C._len_torch_function_stack():  # a TorchFunctionMode sees the call
             return F.linear(input, w, held["bias"])
         with torch._C.DisableTorchFunctionSubclass():  # as F.linear's handler does
             return linear(input, w, held["bias"], eager=True)

@@ -45,7 +45,7 @@ def _in_one_call(x: Tensor, layers: Sequence[Any]) -> list[Tensor] | None:
     if (
         torch.compiler.is_compiling() or not in_memory(x) or len(layers) < 2 or x.ndim == 0
         or x.numel() > ROWS * x.shape[-1] or autocast_dtype(x) is not None
-        or any(getattr(_modules, hooks) for hooks in _GLOBAL_HOOKS)
+        or any(getattr(_modules, hooks) for hooks in _GLOBAL_HOOKS) or torch._C._len_torch_function_stack()
     ):  # fmt: skip
         return None
     weights: list[AffineQuantizedTensor] = []
