@@ -4,7 +4,7 @@
 // multiply its weight. What remains is a product of float32 numbers with integer codes. The float32 numbers are rounded to
 // 16 bits, relative to the largest of a head's channels or of a chunk's keys, and the sum is exact: products of bytes
 // (two limbs of 8 bits) with codes, in integers. Codes count from the middle of their range, so that this rounding
-// costs about 1/200 of what rounding the numbers to 8 bits cost. Offsets are summed up in float32.
+// costs about 1/200 of what rounding the numbers to 8 bits cost. What offsets add is summed up in float32.
 #pragma once
 
 #include "attention_cache.h"
@@ -18,8 +18,21 @@ namespace attend {
 // (SIGNED_BYTES) it then counts from 128.
 #if defined(__AVX512F__)
 template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) { return dot4<ALL8>(acc, w, x.v); }
-PW_INLINE B same4(const uint8_t* p) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
+PW_INLINE B limbs32(I a, I b) {
+    const __m512i v = _mm512_packs_epi32(a.v, b.v), high = _mm512_srai_epi16(_mm512_add_epi16(v, _mm512_set1_epi16(128)), 8);
+    return {_mm512_packs_epi16(high, _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8))};
+}
+PW_INLINE B low_longs(B a, B b) { return {_mm512_unpacklo_epi64(a.v, b.v)}; }
+PW_INLINE B high_longs(B a, B b) { return {_mm512_unpackhi_epi64(a.v, b.v)}; }
+PW_INLINE B same8(const uint8_t* p) { int64_t a; memcpy(&a, p, 8); return {_mm512_set1_epi64(a)}; }
 template <int K> PW_INLINE B spread(B a) { return {_mm512_shuffle_epi32(a.v, (_MM_PERM_ENUM)(K * 0x55))}; }
+template <int ORDER> PW_INLINE I shuffle(I a, I b) {
+    return {_mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(a.v), _mm512_castsi512_ps(b.v), ORDER))};
+}
+PW_INLINE I even_words(I a, I b) { return shuffle<0x88>(a, b); }
+PW_INLINE I odd_words(I a, I b) { return shuffle<0xdd>(a, b); }
+PW_INLINE I low_halves(I a, I b) { return {_mm512_shuffle_i64x2(a.v, b.v, 0x44)}; }
+PW_INLINE I high_halves(I a, I b) { return {_mm512_shuffle_i64x2(a.v, b.v, 0xee)}; }
 PW_INLINE B nibbles64(const uint8_t* p) {
     const __m512i v = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_and_si512(_mm512_or_si512(v, _mm512_slli_epi16(v, 4)), _mm512_set1_epi8(15))};
@@ -47,10 +60,29 @@ template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) {
     }
     return acc;
 }
-PW_INLINE B same4(const uint8_t* p) {
-    const __m256i v = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
-    return {{v, v}};
+PW_INLINE B limbs32(I a, I b) {
+    B r;
+    for (int i = 0; i < 2; ++i) {
+        const __m256i v = _mm256_packs_epi32(a.v[i], b.v[i]), high = _mm256_srai_epi16(_mm256_add_epi16(v, _mm256_set1_epi16(128)), 8);
+        r.v[i] = _mm256_packs_epi16(high, _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
+    }
+    return r;
 }
+PW_INLINE B low_longs(B a, B b) { return {{_mm256_unpacklo_epi64(a.v[0], b.v[0]), _mm256_unpacklo_epi64(a.v[1], b.v[1])}}; }
+PW_INLINE B high_longs(B a, B b) { return {{_mm256_unpackhi_epi64(a.v[0], b.v[0]), _mm256_unpackhi_epi64(a.v[1], b.v[1])}}; }
+PW_INLINE B same8(const uint8_t* p) {
+    int64_t a;
+    memcpy(&a, p, 8);
+    return {{_mm256_set1_epi64x(a), _mm256_set1_epi64x(a)}};
+}
+template <int ORDER> PW_INLINE I shuffle(I a, I b) {
+    for (int i = 0; i < 2; ++i) a.v[i] = _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a.v[i]), _mm256_castsi256_ps(b.v[i]), ORDER));
+    return a;
+}
+PW_INLINE I even_words(I a, I b) { return shuffle<0x88>(a, b); }
+PW_INLINE I odd_words(I a, I b) { return shuffle<0xdd>(a, b); }
+PW_INLINE I low_halves(I a, I b) { return {{a.v[0], b.v[0]}}; }
+PW_INLINE I high_halves(I a, I b) { return {{a.v[1], b.v[1]}}; }
 template <int K> PW_INLINE B spread(B a) { return {{_mm256_shuffle_epi32(a.v[0], K * 0x55), _mm256_shuffle_epi32(a.v[1], K * 0x55)}}; }
 PW_INLINE B nibbles64(const uint8_t* p) {
     B r;
@@ -80,10 +112,37 @@ template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) {
     }
     return acc;
 }
-PW_INLINE B same4(const uint8_t* p) {
-    const uint8x16_t v = vld1q_u8(p);
+PW_INLINE B limbs32(I a, I b) {
+    B r;
+    for (int i = 0; i < 4; ++i) {
+        const int16x8_t v = vcombine_s16(vmovn_s32(a.v[i]), vmovn_s32(b.v[i]));
+        const int8x8_t high = vmovn_s16(vshrq_n_s16(vaddq_s16(v, vdupq_n_s16(128)), 8));
+        r.v[i] = vreinterpretq_u8_s8(vcombine_s8(high, vmovn_s16(v)));
+    }
+    return r;
+}
+PW_INLINE B low_longs(B a, B b) {
+    for (int i = 0; i < 4; ++i) a.v[i] = vreinterpretq_u8_u64(vzip1q_u64(vreinterpretq_u64_u8(a.v[i]), vreinterpretq_u64_u8(b.v[i])));
+    return a;
+}
+PW_INLINE B high_longs(B a, B b) {
+    for (int i = 0; i < 4; ++i) a.v[i] = vreinterpretq_u8_u64(vzip2q_u64(vreinterpretq_u64_u8(a.v[i]), vreinterpretq_u64_u8(b.v[i])));
+    return a;
+}
+PW_INLINE B same8(const uint8_t* p) {
+    const uint8x16_t v = vcombine_u8(vld1_u8(p), vld1_u8(p));
     return {{v, v, v, v}};
 }
+PW_INLINE I even_words(I a, I b) {
+    for (int i = 0; i < 4; ++i) a.v[i] = vuzp1q_s32(a.v[i], b.v[i]);
+    return a;
+}
+PW_INLINE I odd_words(I a, I b) {
+    for (int i = 0; i < 4; ++i) a.v[i] = vuzp2q_s32(a.v[i], b.v[i]);
+    return a;
+}
+PW_INLINE I low_halves(I a, I b) { return {{a.v[0], a.v[1], b.v[0], b.v[1]}}; }
+PW_INLINE I high_halves(I a, I b) { return {{a.v[2], a.v[3], b.v[2], b.v[3]}}; }
 template <int K> PW_INLINE B spread(B a) {
     for (int i = 0; i < 4; ++i) a.v[i] = vreinterpretq_u8_u32(vdupq_laneq_u32(vreinterpretq_u32_u8(a.v[i]), K));
     return a;
@@ -109,8 +168,54 @@ template <bool ALL8> PW_INLINE I dot_bytes(I acc, B w, B x) {
     for (int i = 0; i < 64; ++i) acc.v[i / 4] += (int32_t)w.v[i] * (int8_t)x.v[i];
     return acc;
 }
-// 16 bytes, four times.
-PW_INLINE B same4(const uint8_t* p) { return bload4(p, 0); }
+// Limbs of numbers of at most 16 bits: in each quarter the high ones of four lanes of a, of four of b, and the low ones.
+PW_INLINE B limbs32(I a, I b) {
+    B r;
+    for (int i = 0; i < 32; ++i) {
+        const int32_t n = (i % 8 < 4 ? a : b).v[i / 8 * 4 + i % 4];
+        r.v[i / 8 * 16 + i % 8] = (uint8_t)((n + 128) >> 8), r.v[i / 8 * 16 + 8 + i % 8] = (uint8_t)n;
+    }
+    return r;
+}
+// In each quarter, the first, or the last, 8 bytes of a, then of b.
+PW_INLINE B low_longs(B a, B b) {
+    B r;
+    for (int i = 0; i < 64; ++i) r.v[i] = (i % 16 < 8 ? a : b).v[i / 16 * 16 + i % 8];
+    return r;
+}
+PW_INLINE B high_longs(B a, B b) {
+    B r;
+    for (int i = 0; i < 64; ++i) r.v[i] = (i % 16 < 8 ? a : b).v[i / 16 * 16 + 8 + i % 8];
+    return r;
+}
+// 8 bytes, eight times.
+PW_INLINE B same8(const uint8_t* p) {
+    B r;
+    for (int i = 0; i < 64; ++i) r.v[i] = p[i % 8];
+    return r;
+}
+// In each quarter, words 0 and 2, or 1 and 3, of a, then of b.
+PW_INLINE I even_words(I a, I b) {
+    I r;
+    for (int i = 0; i < 16; ++i) r.v[i] = (i % 4 < 2 ? a : b).v[i / 4 * 4 + i % 2 * 2];
+    return r;
+}
+PW_INLINE I odd_words(I a, I b) {
+    I r;
+    for (int i = 0; i < 16; ++i) r.v[i] = (i % 4 < 2 ? a : b).v[i / 4 * 4 + i % 2 * 2 + 1];
+    return r;
+}
+// The lower, or the upper, halves of a and b.
+PW_INLINE I low_halves(I a, I b) {
+    I r;
+    for (int i = 0; i < 16; ++i) r.v[i] = (i < 8 ? a : b).v[i % 8];
+    return r;
+}
+PW_INLINE I high_halves(I a, I b) {
+    I r;
+    for (int i = 0; i < 16; ++i) r.v[i] = (i < 8 ? a : b).v[i % 8 + 8];
+    return r;
+}
 // Word K of each quarter, four times.
 template <int K> PW_INLINE B spread(B a) {
     B r;
@@ -154,136 +259,149 @@ inline bool plain_values(const AttentionArgs& a, const AttentionPlan& p) {
 
 constexpr float MOST16 = 127 * 256, LEAST16 = 1e-30f;  // below LEAST16 numbers are 0
 
-// x is about round(x / step) * step; inverse: 1 / step, or 0.
+// x is about round(x * inverse) * step for |x| up to `most`.
 struct Steps16 {
     float step, inverse;
-    explicit Steps16(F most) {
-        const float m = fmost(most);
-        step = m / MOST16, inverse = m > LEAST16 ? MOST16 / m : 0;
-    }
+    explicit Steps16(float most) : step(most / MOST16), inverse(most > LEAST16 ? MOST16 / most : 0) {}
 };
-// Writes the limbs of 16 numbers: n = high * 256 + low, both signed.
-PW_INLINE void store_limbs(I n, int8_t* high, int8_t* low) {
-    istore8(low, n);
-    istore8(high, ishr8(iadd(n, iset(128))));
-}
 PW_INLINE I of_limbs(I high, I low) { return iadd(ishl8(high), low); }
 
-// The middle of codes, and the number from which dot_bytes counts less.
-constexpr int middle(int bits) { return 1 << (bits - 1); }
-constexpr int counted_from(int bits) { return SIGNED_BYTES && bits == 8 ? 0 : middle(bits); }
+// x rounded to n, and what is missing, added to `rest`. Products of codes with the rest are replaced by those of the middle
+// of the codes.
+PW_INLINE I round16(F x, F* rest) {
+    const I n = iround(x);
+    *rest = fadd(*rest, fsub(x, cvt(n)));
+    return n;
+}
+constexpr float middle(int bits) { return (float)(1 << (bits - 1)); }
+// What a sum of dot_bytes starts from: if bytes are signed, codes of 8 bits count from 128.
+template <bool ALL8> PW_INLINE I begin_dots(I start, B x) { return SIGNED_BYTES && ALL8 ? isub(start, dot_bytes<true>(iset(0), bytes(iset(0)), x)) : start; }
 
 // -- queries with keys ------------------------------------------------------------------------------------------------
 
-// Limbs of `rows` of q, four rows at a time: [channels / 16][limbs of the rows][16], the high ones first. Codes of 4 bits
-// are multiplied in the order of their bytes: of 32 channels first the even, then the odd ones.
-constexpr int64_t limb_width(int64_t width, int bits) { return bits == 4 ? (width + 31) / 32 * 32 : width; }
-constexpr int limb_vectors(int64_t rows) { return rows > 2 ? 2 : 1; }  // of four rows or fewer: 64 bytes for 16 channels
+// Limbs of four rows: [channels / 8][high and low limbs of rows 0, 2, 1, 3][8]. Codes of 4 bits are multiplied in the order
+// of their bytes: of 16 channels first the even, then the odd ones. Numbers are turned into limbs in the order of
+// `limb_order`, in which they leave limbs32.
+constexpr int64_t limb_width(int64_t width) { return (width + 31) / 32 * 32; }
+inline void limb_order(const float* from, int bits, float* to) {  // of 32 channels
+    if (bits == 8)
+        for (int i = 0; i < 2; ++i) bstore((uint8_t*)(to + 16 * i), bload4((const uint8_t*)(from + 4 * i), 32));
+    else
+        for (int i = 0; i < 32; ++i) to[i] = from[i / 8 % 2 * 16 + i / 4 % 2 + 8 * (i / 16) + i % 4 * 2];
+}
 struct QueryLimbs {
-    uint8_t* limbs;          // [rows / 4][8 * limb_width]
-    float *step, *base;      // [rows]: a score is (sum - less) * step + base
-    int32_t* less;
+    uint8_t* limbs;      // [rows / 4][8 * limb_width]
+    float *step, *base;  // [rows / 4][row][4]: a score is sum * step + base
+    float* scaled;       // [rows, in fours][limb_width]: q / step, in the order of limbs, and 0
 };
 
+// The sum of the lanes of each of four vectors, in a fixed order.
+inline void sum_lanes(const F* x, float* out) {
+    B v[4];
+    PW_UNROLL for (int i = 0; i < 4; ++i) v[i] = bytes(x[i]);
+    transpose4(v);
+    alignas(64) float t[16];
+    fstore(t, fadd(fadd(bitcast(lanes(v[0])), bitcast(lanes(v[1]))), fadd(bitcast(lanes(v[2])), bitcast(lanes(v[3])))));
+    for (int i = 0; i < 4; ++i) out[i] = (t[i] + t[4 + i]) + (t[8 + i] + t[12 + i]);
+}
+
+// The steps for keys [key, end), which are codes, with any of their scales.
+inline void take_query_steps(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t end, const float* q,
+                             const QueryLimbs& to) {
+    const CacheCodes& c = *a.past_keys;
+    alignas(64) float scales[MOST_CODED];
+    for (int64_t d = 0; d < p.width; d += 16) {
+        F most = fset(0);
+        for (int64_t g = key / c.tokens; g * c.tokens < end; ++g) most = fmost(fabs16(load16(scale_at(c, b, shared, g * c.tokens), c.kind, d)), most);
+        fstore(scales + d, most);
+    }
+    const int64_t wide = limb_width(p.width);
+    alignas(64) float x[MOST_CODED] = {0};
+    for (int64_t r = 0; r < (p.rows + 3) / 4 * 4; ++r) {
+        F most = fset(0);
+        const float* own = q + std::min(r, p.rows - 1) * p.width;
+        for (int64_t d = 0; d < p.width; d += 16) most = fmost(fabs16(fmul(fload(own + d), fload(scales + d))), most);
+        const Steps16 s(fmost(most));
+        for (int64_t d = 0; d < p.width; d += 16) fstore(x + d, fmul(fload(own + d), fset(s.inverse)));
+        for (int64_t d = 0; d < wide; d += 32) limb_order(x + d, c.bits, to.scaled + r * wide + d);
+        for (int i = 0; i < 4; ++i) to.step[4 * r + i] = s.step;
+    }
+}
+// The limbs for a group of keys.
 inline void take_query_limbs(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, const float* q, const QueryLimbs& to) {
     const CacheCodes& c = *a.past_keys;
     const char *scale = scale_at(c, b, shared, key), *offset = offset_at(c, b, shared, key);
-    alignas(64) float scales[MOST_CODED], offsets[MOST_CODED], x[MOST_CODED];
-    const int64_t wide = limb_width(p.width, c.bits);
-    const F mid = fset((float)middle(c.bits));
-    for (int64_t d = 0; d < p.width; d += 16) {
-        const F s = load16(scale, c.kind, d);
-        fstore(scales + d, s);
-        fstore(offsets + d, fma(mid, s, load16(offset, c.kind, d)));
-    }
-    for (int64_t r = 0; r < p.rows; ++r) {
-        const int vectors = limb_vectors(std::min<int64_t>(4, p.rows - r / 4 * 4)), row = (int)(r % 4), low = row + 2 * vectors;
-        F most = fset(0), base = fset(0);
-        for (int64_t d = 0; d < p.width; d += 16) {
-            const F y = fload(q + r * p.width + d), z = fmul(y, fload(scales + d));
-            fstore(x + d, z);
-            most = fmost(fabs16(z), most);
-            base = fma(y, fload(offsets + d), base);
-        }
-        const Steps16 s(most);
-        const F inverse = fset(s.inverse);
-        I sum = iset(0);
+    alignas(64) float scales[MOST_CODED] = {0}, ordered[MOST_CODED], offsets[MOST_CODED];
+    const int64_t wide = limb_width(p.width);
+    for (int64_t d = 0; d < p.width; d += 16) fstore(scales + d, load16(scale, c.kind, d)), fstore(offsets + d, load16(offset, c.kind, d));
+    for (int64_t d = 0; d < wide; d += 32) limb_order(scales + d, c.bits, ordered + d);
+    for (int64_t r = 0; r < p.rows; r += 4) {
+        const float* scaled = to.scaled + r * wide;
         uint8_t* limbs = to.limbs + r / 4 * 8 * wide;
-        const auto place = [&](int64_t d, int limb) { return (int8_t*)limbs + d / 16 * 64 * vectors + limb / 4 * 64 + limb % 4 * 16; };
-        if (c.bits == 8) {
-            for (int64_t d = 0; d < wide; d += 16) {
-                const I n = iround(fmul(fload(x + d), inverse));
-                sum = iadd(sum, n);
-                store_limbs(n, place(d, row), place(d, low));
+        F rest[4];
+        PW_UNROLL for (int i = 0; i < 4; ++i) rest[i] = fset(0);
+        PW_ROLLED for (int64_t d = 0; d < wide; d += 32, limbs += 256) {
+            B v[4];
+            const F s = fload(ordered + d), t = fload(ordered + d + 16);
+            PW_UNROLL for (int i = 0; i < 4; ++i) {
+                const I first = round16(fmul(fload(scaled + i * wide + d), s), &rest[i]);
+                v[i] = limbs32(first, round16(fmul(fload(scaled + i * wide + d + 16), t), &rest[i]));
             }
-        } else {
-            for (int64_t d = 0; d < wide; d += 32) {
-                alignas(64) int8_t both[2][32];
-                for (int i = 0; i < 2; ++i) {
-                    const I n = d + 16 * i < p.width ? iround(fmul(fload(x + d + 16 * i), inverse)) : iset(0);
-                    sum = iadd(sum, n);
-                    store_limbs(n, both[0] + 16 * i, both[1] + 16 * i);
-                }
-                for (int limb = 0; limb < 2; ++limb)
-                    for (int odd = 0; odd < 2; ++odd) {
-                        int8_t* at = place(d + 16 * odd, limb ? low : row);
-                        for (int i = 0; i < 16; ++i) at[i] = both[limb][2 * i + odd];
-                    }
-            }
+            bstore4(limbs, 64, low_longs(v[0], v[2])), bstore4(limbs + 16, 64, low_longs(v[1], v[3]));
+            bstore4(limbs + 32, 64, high_longs(v[0], v[2])), bstore4(limbs + 48, 64, high_longs(v[1], v[3]));
         }
-        to.step[r] = s.step, to.base[r] = fsum(base), to.less[r] = counted_from(c.bits) * isum(sum);
+        F base[4];
+        PW_UNROLL for (int i = 0; i < 4; ++i) base[i] = fmul(rest[i], fset(middle(c.bits) * to.step[4 * (r + i)]));
+        for (int i = 0; i < std::min<int64_t>(4, p.rows - r); ++i)
+            PW_ROLLED for (int64_t d = 0; d < p.width; d += 16) base[i] = fma(fload(q + (r + i) * p.width + d), fload(offsets + d), base[i]);
+        float bases[4];
+        sum_lanes(base, bases);
+        for (int i = 0; i < 16; ++i) to.base[4 * r + i] = bases[i / 4];
     }
 }
 
-// Sums of 16 keys for the limbs of four rows or fewer: [limb][16].
-template <int BITS, int V> void dot_keys(const uint8_t* keys, int64_t step, int64_t ahead, const uint8_t* limbs, int64_t width, int32_t* sums) {
-    constexpr int64_t CODES = 128 / BITS;  // in 16 bytes
-    for (int i = 0; i < 4; ++i) {
-        const uint8_t* k = keys + 4 * i * step;
-        if (ahead)
+// Scores of 16 keys for four rows.
+template <int BITS>
+void score_codes(const uint8_t* keys, int64_t step, const char* soon, int64_t soon_step, const QueryLimbs& q, const uint8_t* limbs, int64_t width, float* scores,
+                 int64_t ld) {
+    constexpr bool ALL8 = BITS == 8;
+    const F scale = fload(q.step), base = fload(q.base);
+    I start = iset(0);
+    if (SIGNED_BYTES && ALL8)
+        for (int64_t d = 0; d < width; d += 8) start = begin_dots<ALL8>(start, bload(limbs + 8 * d));
+    for (int i = 0; i < 4; ++i, soon += 4 * soon_step) {
+        const uint8_t *k = keys + 4 * i * step, *x = limbs;
+        if (soon_step)
             for (int j = 0; j < 4; ++j)
-                for (int64_t at = 0; at < width * BITS / 8; at += 64) __builtin_prefetch(k + j * step + ahead + at);
-        I sum[4][V];
-        PW_UNROLL for (int j = 0; j < 4; ++j)
-            PW_UNROLL for (int v = 0; v < V; ++v) sum[j][v] = iset(0);
-        const uint8_t* x = limbs;
-        PW_ROLLED for (int64_t d = 0; d < width; d += CODES, k += 16, x += CODES / 16 * 64 * V) {
+                for (int64_t at = 0; at < width * BITS / 8; at += 64)
+                    __builtin_prefetch(k + (AHEAD + j) * step + at), __builtin_prefetch(soon + j * soon_step + at, 0, 2);
+        I sum[4];
+        PW_UNROLL for (int j = 0; j < 4; ++j) sum[j] = start;
+        PW_ROLLED for (int64_t d = 0; d < width; d += 16, x += 128) {
             B c[4];
-            PW_UNROLL for (int j = 0; j < 4; ++j) c[j] = same4(k + j * step);
-            PW_UNROLL for (int v = 0; v < V; ++v) {
-                const B y = bload(x + 64 * v);
-                PW_UNROLL for (int j = 0; j < 4; ++j) sum[j][v] = dot_bytes<BITS == 8>(sum[j][v], BITS == 8 ? c[j] : bmask(c[j], 15), y);
+            const B y = bload(x), z = bload(x + 64);
+            PW_UNROLL for (int j = 0; j < 4; ++j) c[j] = same8(k + j * step);
+            PW_UNROLL for (int j = 0; j < 4; ++j) sum[j] = dot_bytes<ALL8>(sum[j], ALL8 ? c[j] : bmask(c[j], 15), y);
+            k += 8;
+            if (ALL8) {
+                PW_UNROLL for (int j = 0; j < 4; ++j) c[j] = same8(k + j * step);
+                k += 8;
             }
-            if (BITS == 4) {
-                PW_UNROLL for (int j = 0; j < 4; ++j) c[j] = bmask(bright(c[j], 4), 15);
-                PW_UNROLL for (int v = 0; v < V; ++v) {
-                    const B y = bload(x + 64 * (V + v));
-                    PW_UNROLL for (int j = 0; j < 4; ++j) sum[j][v] = dot_bytes<false>(sum[j][v], c[j], y);
-                }
-            }
+            PW_UNROLL for (int j = 0; j < 4; ++j) sum[j] = dot_bytes<ALL8>(sum[j], ALL8 ? c[j] : bmask(bright(c[j], 4), 15), z);
         }
-        PW_UNROLL for (int v = 0; v < V; ++v) {
-            B t[4];
-            PW_UNROLL for (int j = 0; j < 4; ++j) t[j] = bytes(sum[j][v]);
-            transpose4(t);  // in each quarter, which is a limb, word j is of key 4 * i + j
-            bstore4((uint8_t*)(sums + 64 * v + 4 * i), 64, bytes(iadd(iadd(lanes(t[0]), lanes(t[1])), iadd(lanes(t[2]), lanes(t[3])))));
-        }
+        // The two words of a limb, then [limb][key].
+        const I a = iadd(even_words(sum[0], sum[1]), odd_words(sum[0], sum[1])), b = iadd(even_words(sum[2], sum[3]), odd_words(sum[2], sum[3]));
+        const I even = even_words(a, b), odd = odd_words(a, b);
+        const I n = of_limbs(low_halves(even, odd), high_halves(even, odd));
+        bstore4((uint8_t*)(scores + 4 * i), 4 * ld, bytes(fma(cvt(n), scale, base)));
     }
 }
-// Scores of 16 keys with codes: scores[r][16], `ld` apart.
-inline void score_codes(const AttentionPlan& p, int bits, const uint8_t* keys, int64_t step, int64_t ahead, const QueryLimbs& q, float* scores, int64_t ld) {
-    const int64_t wide = limb_width(p.width, bits);
-    for (int64_t r = 0; r < p.rows; r += 4) {
-        const int64_t rows = std::min<int64_t>(4, p.rows - r);
-        const int vectors = limb_vectors(rows);
-        alignas(64) int32_t sums[8 * 16];
-        const auto run = bits == 8 ? (vectors == 2 ? &dot_keys<8, 2> : &dot_keys<8, 1>) : (vectors == 2 ? &dot_keys<4, 2> : &dot_keys<4, 1>);
-        run(keys, step, r ? 0 : ahead, q.limbs + r / 4 * 8 * wide, wide, sums);
-        for (int64_t i = 0; i < rows; ++i) {
-            const I n = isub(of_limbs(iload(sums + 16 * i), iload(sums + 16 * (i + 2 * vectors))), iset(q.less[r + i]));
-            fstore(scores + (r + i) * ld, fma(cvt(n), fset(q.step[r + i]), fset(q.base[r + i])));
-        }
-    }
+// Scores of 16 keys with codes: scores[r][16], `ld` apart, with room for a multiple of four rows. soon: rows of codes that
+// are needed soon.
+inline void score_codes(const AttentionPlan& p, int bits, const uint8_t* keys, int64_t step, const char* soon, int64_t soon_step, QueryLimbs q, float* scores,
+                        int64_t ld) {
+    for (int64_t r = 0; r < p.rows; r += 4, q.step += 16, q.base += 16, q.limbs += 8 * limb_width(p.width))
+        (bits == 8 ? &score_codes<8> : &score_codes<4>)(keys, step, soon, r ? 0 : soon_step, q, q.limbs, p.width, scores + r * ld, ld);
 }
 
 // -- weights with values ----------------------------------------------------------------------------------------------
@@ -293,9 +411,8 @@ constexpr int64_t TILE = 64;  // channels that are summed up together
 struct ValueRoom {
     uint8_t* codes;  // [keys / 4][4][64], as interleave4 leaves them
     int8_t* limbs;   // [rows][2][keys / 16][quarter of the tile][16]
-    float *scales, *offsets, *weights;  // [keys]
-    float *step, *plus;                 // [rows][4]: what a quarter adds is (sum - less) * step + plus
-    int32_t* less;
+    float *scales, *offsets;  // [keys]
+    float *step, *plus;       // [rows][4]: what a quarter adds is sum * step + plus
 };
 
 // Number `g` of each of n rows of `groups` numbers, `step` numbers apart.
@@ -319,40 +436,32 @@ inline void widen_column(const char* p, int kind, int64_t g, int64_t groups, int
 }
 
 // Limbs of the weights [rows][ld] of n keys times the scales of the values, for quarters [first, end) of a tile, which
-// have the same scales.
+// have the same scales. Weights are at most 1, and in a chunk one is 1.
 inline void take_weight_limbs(const AttentionPlan& p, int bits, int64_t n, const float* weights, int64_t ld, int first, int end, const ValueRoom& room) {
-    const F mid = fset((float)middle(bits));
-    for (int64_t j = 0; j < n; j += 16) fstore(room.offsets + j, fma(mid, fload(room.scales + j), fload(room.offsets + j)));
+    F most = fset(0);
+    for (int64_t j = 0; j < n; j += 16) most = fmost(fabs16(fload(room.scales + j)), most);
+    const Steps16 s(fmost(most));
+    for (int64_t j = 0; j < n; j += 16) fstore(room.scales + j, fmul(fload(room.scales + j), fset(s.inverse)));
     for (int64_t r = 0; r < p.rows; ++r) {
-        F most = fset(0), plus = fset(0);
-        PW_ROLLED for (int64_t j = 0; j < n; j += 16) {
-            const F w = fload(weights + r * ld + j), x = fmul(w, fload(room.scales + j));
-            fstore(room.weights + j, x);
-            most = fmost(fabs16(x), most);
-            plus = fma(w, fload(room.offsets + j), plus);
-        }
-        const Steps16 s(most);
-        const F inverse = fset(s.inverse);
-        I sum = iset(0);
+        F plus = fset(0), rest = fset(0);
         int8_t *high = room.limbs + r * 2 * CHUNK * 4, *low = high + CHUNK * 4;
         PW_ROLLED for (int64_t j = 0; j < n; j += 16) {
-            const I x = iround(fmul(fload(room.weights + j), inverse)), up = ishr8(iadd(x, iset(128)));
-            sum = iadd(sum, x);
+            const F w = fload(weights + r * ld + j);
+            plus = fma(w, fload(room.offsets + j), plus);
+            const I x = round16(fmul(w, fload(room.scales + j)), &rest), up = ishr8(iadd(x, iset(128)));
             for (int i = first; i < end; ++i) istore8(low + 4 * j + 16 * i, x), istore8(high + 4 * j + 16 * i, up);
         }
-        const float more = fsum(plus);
-        const int32_t less = counted_from(bits) * isum(sum);
-        for (int i = first; i < end; ++i) room.step[4 * r + i] = s.step, room.plus[4 * r + i] = more, room.less[4 * r + i] = less;
+        const float more = fsum(fma(rest, fset(middle(bits) * s.step), plus));
+        for (int i = first; i < end; ++i) room.step[4 * r + i] = s.step, room.plus[4 * r + i] = more;
     }
 }
 // Codes of `channels` channels of n values; channels beyond them are 0.
-template <int BITS> inline void interleave_codes(const uint8_t* values, int64_t step, int64_t ahead, int64_t channels, int64_t n, uint8_t* to) {
+template <int BITS> inline void interleave_codes(const uint8_t* values, int64_t step, int64_t channels, int64_t n, uint8_t* to) {
     const size_t bytes = (size_t)(channels * BITS / 8);
     for (int64_t j = 0; j < n; j += 4, values += 4 * step, to += 256) {
         B v[4];
         PW_UNROLL for (int i = 0; i < 4; ++i) {
             const uint8_t* from = values + i * step;
-            __builtin_prefetch(from + ahead);
             alignas(64) uint8_t some[64];
             if (channels < TILE) {
                 memset(some, 0, sizeof some);
@@ -371,6 +480,15 @@ template <bool ALL8, int R> void dot_values(const uint8_t* codes, const int8_t* 
     PW_UNROLL for (int r = 0; r < R; ++r)
         PW_UNROLL for (int l = 0; l < 2; ++l)
             PW_UNROLL for (int t = 0; t < 4; ++t) sum[r][l][t] = iset(0);
+    const int64_t each = CHUNK * 4;  // bytes of limbs
+    if (SIGNED_BYTES && ALL8)
+        for (int r = 0; r < R; ++r)
+            for (int l = 0; l < 2; ++l)
+                for (int64_t j = 0; j < n; j += 16) {
+                    const B x = bload((const uint8_t*)limbs + (2 * r + l) * each + 4 * j);
+                    const I start = begin_dots<ALL8>(begin_dots<ALL8>(begin_dots<ALL8>(begin_dots<ALL8>(iset(0), spread<0>(x)), spread<1>(x)), spread<2>(x)), spread<3>(x));
+                    for (int t = 0; t < 4; ++t) sum[r][l][t] = iadd(sum[r][l][t], start);
+                }
     const auto four = [&](const B(&x)[R][2], const uint8_t* from) {
         B c[4];
         PW_UNROLL for (int t = 0; t < 4; ++t) c[t] = bload(from + 64 * t);
@@ -381,7 +499,7 @@ template <bool ALL8, int R> void dot_values(const uint8_t* codes, const int8_t* 
     PW_ROLLED for (int64_t j = 0; j < n; j += 16, codes += 1024, limbs += 64) {
         B all[R][2], x[R][2];
         PW_UNROLL for (int r = 0; r < R; ++r)
-            PW_UNROLL for (int l = 0; l < 2; ++l) all[r][l] = bload((const uint8_t*)limbs + (2 * r + l) * CHUNK * 4);
+            PW_UNROLL for (int l = 0; l < 2; ++l) all[r][l] = bload((const uint8_t*)limbs + (2 * r + l) * each);
         PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<0>(all[r][0]), x[r][1] = spread<0>(all[r][1]);
         four(x, codes);
         PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<1>(all[r][0]), x[r][1] = spread<1>(all[r][1]);
@@ -418,7 +536,7 @@ inline void add_coded_values(const AttentionArgs& a, const AttentionPlan& p, int
             taken = i == 0 && end == quarters ? g : -1;
             i = end;
         }
-        (c.bits == 8 ? &interleave_codes<8> : &interleave_codes<4>)(codes + d * c.bits / 8, step, AHEAD * step, 16 * quarters, n, room.codes);
+        (c.bits == 8 ? &interleave_codes<8> : &interleave_codes<4>)(codes + d * c.bits / 8, step, 16 * quarters, n, room.codes);
         for (int64_t r = 0; r < p.rows; r += VALUE_ROWS) {
             const int rows = (int)std::min<int64_t>(VALUE_ROWS, p.rows - r);
             alignas(64) int32_t found[VALUE_ROWS * 2 * 64];
@@ -429,7 +547,7 @@ inline void add_coded_values(const AttentionArgs& a, const AttentionPlan& p, int
                 for (int t = 0; t < quarters; ++t) {
                     const int64_t at = 4 * (r + i) + t;
                     const int32_t* sum = found + 128 * i + 16 * t;
-                    const I x = isub(of_limbs(iload(sum), iload(sum + 64)), iset(room.less[at]));
+                    const I x = of_limbs(iload(sum), iload(sum + 64));
                     float* to = sums + (r + i) * p.width + d + 16 * t;
                     fstore(to, fadd(fload(to), fma(cvt(x), fset(room.step[at]), fset(room.plus[at]))));
                 }

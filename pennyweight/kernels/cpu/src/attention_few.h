@@ -11,23 +11,24 @@ constexpr int FEW_ROWS = FLOAT_TILES == 2 ? 4 : 1;   // rows of q for four keys 
 constexpr int FEW_TILES = FLOAT_TILES == 2 ? 4 : 1;  // vectors of channels of four rows of sums in registers
 struct FewRoom : Pieces {
     int64_t q, scores, bias, wide, part;
-    int64_t limbs, numbers, padded, values, value_limbs, value_numbers, found;  // only for a past of codes
+    int64_t limbs, numbers, values, value_limbs, value_numbers, found;  // only for a past of codes
     FewRoom(const AttentionArgs& a, const AttentionPlan& p) {
-        q = take(p.rows * p.width), scores = take(p.rows * CHUNK), bias = take(p.rows * CHUNK);
+        q = take(p.rows * p.width), scores = take((p.rows + 3) / 4 * 4 * CHUNK), bias = take(p.rows * CHUNK);
         wide = take(16 * p.width), part = take(2 * p.part_bytes() / 4);
         const bool keys = plain_keys(a, p), sums = plain_values(a, p);
-        limbs = take(keys ? (p.rows + 3) / 4 * 2 * limb_width(p.width, a.past_keys->bits) : 0), numbers = take(keys ? 3 * p.rows : 0);
-        padded = take(keys ? 4 * MOST_CODED : 0);
+        const int64_t packs = keys ? (p.rows + 3) / 4 : 0;
+        limbs = take(packs * 2 * limb_width(p.width)), numbers = take(packs * (32 + 4 * limb_width(p.width)));
         values = take(sums ? TILE * CHUNK / 4 : 0), value_limbs = take(sums ? p.rows * 2 * CHUNK : 0);
-        value_numbers = take(sums ? 3 * CHUNK : 0), found = take(sums ? 12 * p.rows : 0);
+        value_numbers = take(sums ? 2 * CHUNK : 0), found = take(sums ? 8 * p.rows : 0);
     }
     QueryLimbs queries(char* space, int64_t rows) const {
         float* f = (float*)(space + numbers);
-        return {(uint8_t*)space + limbs, f, f + rows, (int32_t*)(f + 2 * rows)};
+        const int64_t packs = (rows + 3) / 4 * 16;
+        return {(uint8_t*)space + limbs, f, f + packs, f + 2 * packs};
     }
     ValueRoom of_values(char* space, int64_t rows) const {
         float *f = (float*)(space + value_numbers), *g = (float*)(space + found);
-        return {(uint8_t*)space + values, (int8_t*)space + value_limbs, f, f + CHUNK, f + 2 * CHUNK, g, g + 4 * rows, (int32_t*)(g + 8 * rows)};
+        return {(uint8_t*)space + values, (int8_t*)space + value_limbs, f, f + CHUNK, g, g + 4 * rows};
     }
 };
 
@@ -149,20 +150,16 @@ inline void few_scores(const FewKeys& k, const float* q, float* scores) {
     const QueryLimbs limbs = k.room.queries(k.space, p.rows);
     float* wide = k.at(k.room.wide);
     int64_t group = -1;
+    if (plain && k.coded(0)) take_query_steps(a, p, k.b, k.shared, k.key, std::min(k.key + k.n, a.past), q, limbs);
     for (int64_t j = 0; j < k.n; j += 16) {
         const int64_t key = k.key + j;
         if (plain && k.coded(j)) {
             const CacheCodes& c = *a.past_keys;
             if (key / c.tokens != group) take_query_limbs(a, p, k.b, k.shared, key, q, limbs), group = key / c.tokens;
             const uint8_t* codes = codes_at(c, k.b, k.shared, key);
-            int64_t step = c.code_strides[2];
-            const int64_t bytes = a.size * c.bits / 8, ahead = AHEAD * step;
-            if (bytes % 16) {  // 16 bytes more would be read
-                uint8_t* room = (uint8_t*)k.at(k.room.padded);
-                for (int64_t i = 0; i < 16; ++i) memcpy(room + i * MOST_CODED, codes + i * step, (size_t)bytes);
-                codes = room, step = MOST_CODED;
-            }
-            score_codes(p, c.bits, codes, step, ahead, limbs, scores + j, CHUNK);
+            const CacheCodes& v = *a.past_values;
+            const char* soon = (const char*)codes_at(v, k.b, k.shared, key);
+            score_codes(p, c.bits, codes, c.code_strides[2], soon, v.code_strides[2], limbs, scores + j, CHUNK);
             continue;
         }
         int kind = F32;
