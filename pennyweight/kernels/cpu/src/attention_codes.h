@@ -290,82 +290,86 @@ inline void limb_order(const float* from, int bits, float* to) {  // of 32 chann
         for (int i = 0; i < 32; ++i) to[i] = from[i / 8 % 2 * 16 + i / 4 % 2 + 8 * (i / 16) + i % 4 * 2];
 }
 struct QueryLimbs {
-    uint8_t* limbs;      // [rows / 4][8 * limb_width]
-    float *step, *base;  // [rows / 4][row][4]: a score is sum * step + base
-    float* scaled;       // [rows, in fours][limb_width]: q / step, in the order of limbs, and 0
+    uint8_t* limbs;      // [groups of keys][rows / 4][8 * limb_width]
+    float* base;         // [groups of keys][rows / 4][row][4]: a score is sum * step + base
+    float* step;         // [rows / 4][row][4]
+    float* scaled;       // [rows, in fours][limb_width]: q / step, in the order of limbs
+    float *scales, *offsets;  // [groups of keys][limb_width], scales in the order of limbs
 };
+inline int64_t most_groups(const CacheCodes& c) { return CHUNK / c.tokens + 2; }  // of keys in a chunk
 
-// The sum of the lanes of each of four vectors, in a fixed order.
+// The sum of the lanes of each of four vectors, in a fixed order: [vector][4].
 inline void sum_lanes(const F* x, float* out) {
     B v[4];
     PW_UNROLL for (int i = 0; i < 4; ++i) v[i] = bytes(x[i]);
     transpose4(v);
     alignas(64) float t[16];
     fstore(t, fadd(fadd(bitcast(lanes(v[0])), bitcast(lanes(v[1]))), fadd(bitcast(lanes(v[2])), bitcast(lanes(v[3])))));
-    for (int i = 0; i < 4; ++i) out[i] = (t[i] + t[4 + i]) + (t[8 + i] + t[12 + i]);
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 4; ++j) out[4 * i + j] = (t[i] + t[4 + i]) + (t[8 + i] + t[12 + i]);
 }
 
-// The steps for keys [key, end), which are codes, with any of their scales.
-inline void take_query_steps(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t end, const float* q,
+// The limbs for keys [key, end), which are codes. Steps are for all of their groups.
+inline void take_query_limbs(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, int64_t end, const float* q,
                              const QueryLimbs& to) {
     const CacheCodes& c = *a.past_keys;
-    alignas(64) float scales[MOST_CODED];
-    for (int64_t d = 0; d < p.width; d += 16) {
-        F most = fset(0);
-        for (int64_t g = key / c.tokens; g * c.tokens < end; ++g) most = fmost(fabs16(load16(scale_at(c, b, shared, g * c.tokens), c.kind, d)), most);
-        fstore(scales + d, most);
+    const int64_t wide = limb_width(p.width), group0 = key / c.tokens, groups = (end + c.tokens - 1) / c.tokens - group0, packs = (p.rows + 3) / 4;
+    alignas(64) float most[MOST_CODED] = {0}, x[MOST_CODED] = {0};
+    for (int64_t g = 0; g < groups; ++g) {
+        const char *scale = scale_at(c, b, shared, (group0 + g) * c.tokens), *offset = offset_at(c, b, shared, (group0 + g) * c.tokens);
+        for (int64_t d = 0; d < p.width; d += 16) {
+            const F s = load16(scale, c.kind, d);
+            fstore(x + d, s);
+            fstore(most + d, fmost(fabs16(s), fload(most + d)));
+            fstore(to.offsets + g * wide + d, load16(offset, c.kind, d));
+        }
+        for (int64_t d = 0; d < wide; d += 32) limb_order(x + d, c.bits, to.scales + g * wide + d);
     }
-    const int64_t wide = limb_width(p.width);
-    alignas(64) float x[MOST_CODED] = {0};
-    for (int64_t r = 0; r < (p.rows + 3) / 4 * 4; ++r) {
-        F most = fset(0);
+    for (int64_t r = 0; r < 4 * packs; ++r) {
+        F top = fset(0);
         const float* own = q + std::min(r, p.rows - 1) * p.width;
-        for (int64_t d = 0; d < p.width; d += 16) most = fmost(fabs16(fmul(fload(own + d), fload(scales + d))), most);
-        const Steps16 s(fmost(most));
+        for (int64_t d = 0; d < p.width; d += 16) top = fmost(fabs16(fmul(fload(own + d), fload(most + d))), top);
+        const Steps16 s(fmost(top));
         for (int64_t d = 0; d < p.width; d += 16) fstore(x + d, fmul(fload(own + d), fset(s.inverse)));
         for (int64_t d = 0; d < wide; d += 32) limb_order(x + d, c.bits, to.scaled + r * wide + d);
         for (int i = 0; i < 4; ++i) to.step[4 * r + i] = s.step;
     }
-}
-// The limbs for a group of keys.
-inline void take_query_limbs(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, const float* q, const QueryLimbs& to) {
-    const CacheCodes& c = *a.past_keys;
-    const char *scale = scale_at(c, b, shared, key), *offset = offset_at(c, b, shared, key);
-    alignas(64) float scales[MOST_CODED] = {0}, ordered[MOST_CODED], offsets[MOST_CODED];
-    const int64_t wide = limb_width(p.width);
-    for (int64_t d = 0; d < p.width; d += 16) fstore(scales + d, load16(scale, c.kind, d)), fstore(offsets + d, load16(offset, c.kind, d));
-    for (int64_t d = 0; d < wide; d += 32) limb_order(scales + d, c.bits, ordered + d);
-    for (int64_t r = 0; r < p.rows; r += 4) {
-        const float* scaled = to.scaled + r * wide;
-        uint8_t* limbs = to.limbs + r / 4 * 8 * wide;
-        F rest[4];
-        PW_UNROLL for (int i = 0; i < 4; ++i) rest[i] = fset(0);
-        PW_ROLLED for (int64_t d = 0; d < wide; d += 32, limbs += 256) {
-            B v[4];
-            const F s = fload(ordered + d), t = fload(ordered + d + 16);
-            PW_UNROLL for (int i = 0; i < 4; ++i) {
-                const I first = round16(fmul(fload(scaled + i * wide + d), s), &rest[i]);
-                v[i] = limbs32(first, round16(fmul(fload(scaled + i * wide + d + 16), t), &rest[i]));
+    for (int64_t r = 0; r < packs; ++r) {
+        const float *scaled = to.scaled + 4 * r * wide, *own = q + 4 * r * p.width;
+        const int64_t next = 4 * r + 3 < p.rows ? p.width : 0;  // else the last rows are not used
+        F middles[4];
+        PW_UNROLL for (int i = 0; i < 4; ++i) middles[i] = fset(middle(c.bits) * to.step[16 * r + 4 * i]);
+        for (int64_t g = 0; g < groups; ++g) {
+            uint8_t* limbs = to.limbs + (g * packs + r) * 8 * wide;
+            const float *scales = to.scales + g * wide, *offsets = to.offsets + g * wide;
+            F rest[4];
+            PW_UNROLL for (int i = 0; i < 4; ++i) rest[i] = fset(0);
+            PW_ROLLED for (int64_t d = 0; d < wide; d += 32, limbs += 256) {
+                B v[4];
+                const F s = fload(scales + d), t = fload(scales + d + 16);
+                PW_UNROLL for (int i = 0; i < 4; ++i) {
+                    const I first = round16(fmul(fload(scaled + i * wide + d), s), &rest[i]);
+                    v[i] = limbs32(first, round16(fmul(fload(scaled + i * wide + d + 16), t), &rest[i]));
+                }
+                bstore4(limbs, 64, low_longs(v[0], v[2])), bstore4(limbs + 16, 64, low_longs(v[1], v[3]));
+                bstore4(limbs + 32, 64, high_longs(v[0], v[2])), bstore4(limbs + 48, 64, high_longs(v[1], v[3]));
             }
-            bstore4(limbs, 64, low_longs(v[0], v[2])), bstore4(limbs + 16, 64, low_longs(v[1], v[3]));
-            bstore4(limbs + 32, 64, high_longs(v[0], v[2])), bstore4(limbs + 48, 64, high_longs(v[1], v[3]));
+            PW_UNROLL for (int i = 0; i < 4; ++i) rest[i] = fmul(rest[i], middles[i]);
+            PW_ROLLED for (int64_t d = 0; d < p.width; d += 16) {
+                const F o = fload(offsets + d);
+                PW_UNROLL for (int i = 0; i < 4; ++i) rest[i] = fma(fload(own + (next || 4 * r + i < p.rows ? i : 0) * p.width + d), o, rest[i]);
+            }
+            sum_lanes(rest, to.base + (g * packs + r) * 16);
         }
-        F base[4];
-        PW_UNROLL for (int i = 0; i < 4; ++i) base[i] = fmul(rest[i], fset(middle(c.bits) * to.step[4 * (r + i)]));
-        for (int i = 0; i < std::min<int64_t>(4, p.rows - r); ++i)
-            PW_ROLLED for (int64_t d = 0; d < p.width; d += 16) base[i] = fma(fload(q + (r + i) * p.width + d), fload(offsets + d), base[i]);
-        float bases[4];
-        sum_lanes(base, bases);
-        for (int i = 0; i < 16; ++i) to.base[4 * r + i] = bases[i / 4];
     }
 }
 
 // Scores of 16 keys for four rows.
 template <int BITS>
-void score_codes(const uint8_t* keys, int64_t step, const char* soon, int64_t soon_step, const QueryLimbs& q, const uint8_t* limbs, int64_t width, float* scores,
-                 int64_t ld) {
+void score_codes(const uint8_t* keys, int64_t step, const char* soon, int64_t soon_step, const uint8_t* limbs, const float* steps, const float* bases,
+                 int64_t width, float* scores, int64_t ld) {
     constexpr bool ALL8 = BITS == 8;
-    const F scale = fload(q.step), base = fload(q.base);
+    const F scale = fload(steps), base = fload(bases);
     I start = iset(0);
     if (SIGNED_BYTES && ALL8)
         for (int64_t d = 0; d < width; d += 8) start = begin_dots<ALL8>(start, bload(limbs + 8 * d));
@@ -377,18 +381,21 @@ void score_codes(const uint8_t* keys, int64_t step, const char* soon, int64_t so
                     __builtin_prefetch(k + (AHEAD + j) * step + at), __builtin_prefetch(soon + j * soon_step + at, 0, 2);
         I sum[4];
         PW_UNROLL for (int j = 0; j < 4; ++j) sum[j] = start;
-        PW_ROLLED for (int64_t d = 0; d < width; d += 16, x += 128) {
+        const auto add16 = [&] {  // channels
             B c[4];
             const B y = bload(x), z = bload(x + 64);
             PW_UNROLL for (int j = 0; j < 4; ++j) c[j] = same8(k + j * step);
             PW_UNROLL for (int j = 0; j < 4; ++j) sum[j] = dot_bytes<ALL8>(sum[j], ALL8 ? c[j] : bmask(c[j], 15), y);
-            k += 8;
             if (ALL8) {
-                PW_UNROLL for (int j = 0; j < 4; ++j) c[j] = same8(k + j * step);
                 k += 8;
+                PW_UNROLL for (int j = 0; j < 4; ++j) c[j] = same8(k + j * step);
             }
             PW_UNROLL for (int j = 0; j < 4; ++j) sum[j] = dot_bytes<ALL8>(sum[j], ALL8 ? c[j] : bmask(bright(c[j], 4), 15), z);
-        }
+            k += 8, x += 128;
+        };
+        int64_t d = 64;
+        PW_ROLLED for (; d <= width; d += 64) add16(), add16(), add16(), add16();
+        PW_ROLLED for (d -= 64; d < width; d += 16) add16();
         // The two words of a limb, then [limb][key].
         const I a = iadd(even_words(sum[0], sum[1]), odd_words(sum[0], sum[1])), b = iadd(even_words(sum[2], sum[3]), odd_words(sum[2], sum[3]));
         const I even = even_words(a, b), odd = odd_words(a, b);
@@ -396,12 +403,14 @@ void score_codes(const uint8_t* keys, int64_t step, const char* soon, int64_t so
         bstore4((uint8_t*)(scores + 4 * i), 4 * ld, bytes(fma(cvt(n), scale, base)));
     }
 }
-// Scores of 16 keys with codes: scores[r][16], `ld` apart, with room for a multiple of four rows. soon: rows of codes that
-// are needed soon.
-inline void score_codes(const AttentionPlan& p, int bits, const uint8_t* keys, int64_t step, const char* soon, int64_t soon_step, QueryLimbs q, float* scores,
-                        int64_t ld) {
-    for (int64_t r = 0; r < p.rows; r += 4, q.step += 16, q.base += 16, q.limbs += 8 * limb_width(p.width))
-        (bits == 8 ? &score_codes<8> : &score_codes<4>)(keys, step, soon, r ? 0 : soon_step, q, q.limbs, p.width, scores + r * ld, ld);
+// Scores of 16 keys with codes, of a group: scores[r][16], `ld` apart, with room for a multiple of four rows. soon: rows of
+// codes that are needed soon.
+inline void score_codes(const AttentionPlan& p, int bits, const uint8_t* keys, int64_t step, const char* soon, int64_t soon_step, const QueryLimbs& q,
+                        int64_t group, float* scores, int64_t ld) {
+    const int64_t packs = (p.rows + 3) / 4, wide = limb_width(p.width);
+    for (int64_t r = 0; r < packs; ++r)
+        (bits == 8 ? &score_codes<8> : &score_codes<4>)(keys, step, soon, r ? 0 : soon_step, q.limbs + (group * packs + r) * 8 * wide, q.step + 16 * r,
+                                                        q.base + (group * packs + r) * 16, p.width, scores + 4 * r * ld, ld);
 }
 
 // -- weights with values ----------------------------------------------------------------------------------------------
@@ -410,7 +419,7 @@ constexpr int64_t TILE = 64;  // channels that are summed up together
 
 struct ValueRoom {
     uint8_t* codes;  // [keys / 4][4][64], as interleave4 leaves them
-    int8_t* limbs;   // [rows][2][keys / 16][quarter of the tile][16]
+    uint8_t* limbs;  // [rows][keys / 32][as limbs32 leaves a quarter][quarter of the tile][16]
     float *scales, *offsets;  // [keys]
     float *step, *plus;       // [rows][4]: what a quarter adds is sum * step + plus
 };
@@ -444,18 +453,22 @@ inline void take_weight_limbs(const AttentionPlan& p, int bits, int64_t n, const
     for (int64_t j = 0; j < n; j += 16) fstore(room.scales + j, fmul(fload(room.scales + j), fset(s.inverse)));
     for (int64_t r = 0; r < p.rows; ++r) {
         F plus = fset(0), rest = fset(0);
-        int8_t *high = room.limbs + r * 2 * CHUNK * 4, *low = high + CHUNK * 4;
-        PW_ROLLED for (int64_t j = 0; j < n; j += 16) {
+        uint8_t* to = room.limbs + r * CHUNK * 8;
+        const auto take = [&](int64_t j) {
             const F w = fload(weights + r * ld + j);
             plus = fma(w, fload(room.offsets + j), plus);
-            const I x = round16(fmul(w, fload(room.scales + j)), &rest), up = ishr8(iadd(x, iset(128)));
-            for (int i = first; i < end; ++i) istore8(low + 4 * j + 16 * i, x), istore8(high + 4 * j + 16 * i, up);
+            return round16(fmul(w, fload(room.scales + j)), &rest);
+        };
+        PW_ROLLED for (int64_t j = 0; j < n; j += 32) {
+            const I x = take(j), y = j + 16 < n ? take(j + 16) : iset(0);
+            const B v = limbs32(x, y);
+            for (int i = first; i < end; ++i) bstore4(to + 8 * j + 16 * i, 64, v);
         }
         const float more = fsum(fma(rest, fset(middle(bits) * s.step), plus));
         for (int i = first; i < end; ++i) room.step[4 * r + i] = s.step, room.plus[4 * r + i] = more;
     }
 }
-// Codes of `channels` channels of n values; channels beyond them are 0.
+// Codes of `channels` channels of n values, up to a multiple of 32; those beyond are 0.
 template <int BITS> inline void interleave_codes(const uint8_t* values, int64_t step, int64_t channels, int64_t n, uint8_t* to) {
     const size_t bytes = (size_t)(channels * BITS / 8);
     for (int64_t j = 0; j < n; j += 4, values += 4 * step, to += 256) {
@@ -473,22 +486,22 @@ template <int BITS> inline void interleave_codes(const uint8_t* values, int64_t 
         interleave4(v);
         PW_UNROLL for (int i = 0; i < 4; ++i) bstore(to + 64 * i, v[i]);
     }
+    if (n % 32) memset(to, 0, 1024);
 }
 // Sums over n keys for the limbs of R rows: [row][limb][channel of the tile].
-template <bool ALL8, int R> void dot_values(const uint8_t* codes, const int8_t* limbs, int64_t n, int32_t* sums) {
+template <bool ALL8, int R> void dot_values(const uint8_t* codes, const uint8_t* limbs, int64_t n, int32_t* sums) {
     I sum[R][2][4];
     PW_UNROLL for (int r = 0; r < R; ++r)
         PW_UNROLL for (int l = 0; l < 2; ++l)
             PW_UNROLL for (int t = 0; t < 4; ++t) sum[r][l][t] = iset(0);
-    const int64_t each = CHUNK * 4;  // bytes of limbs
     if (SIGNED_BYTES && ALL8)
         for (int r = 0; r < R; ++r)
-            for (int l = 0; l < 2; ++l)
-                for (int64_t j = 0; j < n; j += 16) {
-                    const B x = bload((const uint8_t*)limbs + (2 * r + l) * each + 4 * j);
-                    const I start = begin_dots<ALL8>(begin_dots<ALL8>(begin_dots<ALL8>(begin_dots<ALL8>(iset(0), spread<0>(x)), spread<1>(x)), spread<2>(x)), spread<3>(x));
-                    for (int t = 0; t < 4; ++t) sum[r][l][t] = iadd(sum[r][l][t], start);
-                }
+            for (int64_t j = 0; j < n; j += 8) {
+                const B x = bload(limbs + r * CHUNK * 8 + 8 * j);
+                const I high = begin_dots<ALL8>(begin_dots<ALL8>(iset(0), spread<0>(x)), spread<1>(x));
+                const I low = begin_dots<ALL8>(begin_dots<ALL8>(iset(0), spread<2>(x)), spread<3>(x));
+                for (int t = 0; t < 4; ++t) sum[r][0][t] = iadd(sum[r][0][t], high), sum[r][1][t] = iadd(sum[r][1][t], low);
+            }
     const auto four = [&](const B(&x)[R][2], const uint8_t* from) {
         B c[4];
         PW_UNROLL for (int t = 0; t < 4; ++t) c[t] = bload(from + 64 * t);
@@ -496,19 +509,15 @@ template <bool ALL8, int R> void dot_values(const uint8_t* codes, const int8_t* 
             PW_UNROLL for (int l = 0; l < 2; ++l)
                 PW_UNROLL for (int t = 0; t < 4; ++t) sum[r][l][t] = dot_bytes<ALL8>(sum[r][l][t], c[t], x[r][l]);
     };
-    PW_ROLLED for (int64_t j = 0; j < n; j += 16, codes += 1024, limbs += 64) {
-        B all[R][2], x[R][2];
-        PW_UNROLL for (int r = 0; r < R; ++r)
-            PW_UNROLL for (int l = 0; l < 2; ++l) all[r][l] = bload((const uint8_t*)limbs + (2 * r + l) * each);
-        PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<0>(all[r][0]), x[r][1] = spread<0>(all[r][1]);
-        four(x, codes);
-        PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<1>(all[r][0]), x[r][1] = spread<1>(all[r][1]);
-        four(x, codes + 256);
-        PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<2>(all[r][0]), x[r][1] = spread<2>(all[r][1]);
-        four(x, codes + 512);
-        PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<3>(all[r][0]), x[r][1] = spread<3>(all[r][1]);
-        four(x, codes + 768);
-    }
+    PW_ROLLED for (int64_t j = 0; j < n; j += 32, codes += 1024)
+        PW_ROLLED for (int i = 0; i < 4; ++i, codes += 256, limbs += 64) {  // the keys of a quarter of limbs32
+            B all[R], x[R][2];
+            PW_UNROLL for (int r = 0; r < R; ++r) all[r] = bload(limbs + r * CHUNK * 8);
+            PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<0>(all[r]), x[r][1] = spread<2>(all[r]);
+            four(x, codes);
+            PW_UNROLL for (int r = 0; r < R; ++r) x[r][0] = spread<1>(all[r]), x[r][1] = spread<3>(all[r]);
+            four(x, codes + 1024);
+        }
     PW_UNROLL for (int r = 0; r < R; ++r)
         PW_UNROLL for (int l = 0; l < 2; ++l)
             PW_UNROLL for (int t = 0; t < 4; ++t) bstore4((uint8_t*)(sums + 64 * (2 * r + l) + 4 * t), 64, bytes(sum[r][l][t]));
@@ -542,7 +551,7 @@ inline void add_coded_values(const AttentionArgs& a, const AttentionPlan& p, int
             alignas(64) int32_t found[VALUE_ROWS * 2 * 64];
             const auto run = c.bits == 8 ? (rows == 1 ? &dot_values<true, 1> : &dot_values<true, VALUE_ROWS>)
                                          : (rows == 1 ? &dot_values<false, 1> : &dot_values<false, VALUE_ROWS>);
-            run(room.codes, room.limbs + r * 2 * CHUNK * 4, n, found);
+            run(room.codes, room.limbs + r * CHUNK * 8, n, found);
             for (int i = 0; i < rows; ++i)
                 for (int t = 0; t < quarters; ++t) {
                     const int64_t at = 4 * (r + i) + t;

@@ -11,24 +11,24 @@ constexpr int FEW_ROWS = FLOAT_TILES == 2 ? 4 : 1;   // rows of q for four keys 
 constexpr int FEW_TILES = FLOAT_TILES == 2 ? 4 : 1;  // vectors of channels of four rows of sums in registers
 struct FewRoom : Pieces {
     int64_t q, scores, bias, wide, part;
-    int64_t limbs, numbers, values, value_limbs, value_numbers, found;  // only for a past of codes
+    int64_t limbs, base, step, scaled, scales, values, value_limbs, value_numbers, found;  // only for a past of codes
     FewRoom(const AttentionArgs& a, const AttentionPlan& p) {
         q = take(p.rows * p.width), scores = take((p.rows + 3) / 4 * 4 * CHUNK), bias = take(p.rows * CHUNK);
         wide = take(16 * p.width), part = take(2 * p.part_bytes() / 4);
         const bool keys = plain_keys(a, p), sums = plain_values(a, p);
-        const int64_t packs = keys ? (p.rows + 3) / 4 : 0;
-        limbs = take(packs * 2 * limb_width(p.width)), numbers = take(packs * (32 + 4 * limb_width(p.width)));
+        const int64_t packs = keys ? (p.rows + 3) / 4 : 0, groups = keys ? most_groups(*a.past_keys) : 0, wide = limb_width(p.width);
+        limbs = take(groups * packs * 2 * wide), base = take(groups * packs * 16), step = take(packs * 16);
+        scaled = take(packs * 4 * wide), scales = take(2 * groups * wide);
         values = take(sums ? TILE * CHUNK / 4 : 0), value_limbs = take(sums ? p.rows * 2 * CHUNK : 0);
         value_numbers = take(sums ? 2 * CHUNK : 0), found = take(sums ? 8 * p.rows : 0);
     }
-    QueryLimbs queries(char* space, int64_t rows) const {
-        float* f = (float*)(space + numbers);
-        const int64_t packs = (rows + 3) / 4 * 16;
-        return {(uint8_t*)space + limbs, f, f + packs, f + 2 * packs};
+    QueryLimbs queries(const AttentionArgs& a, const AttentionPlan& p, char* space) const {
+        const auto at = [&](int64_t piece) { return (float*)(space + piece); };
+        return {(uint8_t*)space + limbs, at(base), at(step), at(scaled), at(scales), at(scales) + most_groups(*a.past_keys) * limb_width(p.width)};
     }
     ValueRoom of_values(char* space, int64_t rows) const {
         float *f = (float*)(space + value_numbers), *g = (float*)(space + found);
-        return {(uint8_t*)space + values, (int8_t*)space + value_limbs, f, f + CHUNK, g, g + 4 * rows};
+        return {(uint8_t*)space + values, (uint8_t*)space + value_limbs, f, f + CHUNK, g, g + 4 * rows};
     }
 };
 
@@ -146,22 +146,20 @@ struct FewKeys {
 inline void few_scores(const FewKeys& k, const float* q, float* scores) {
     const AttentionArgs& a = k.a;
     const AttentionPlan& p = k.p;
-    const bool plain = plain_keys(a, p);
-    const QueryLimbs limbs = k.room.queries(k.space, p.rows);
     float* wide = k.at(k.room.wide);
-    int64_t group = -1;
-    if (plain && k.coded(0)) take_query_steps(a, p, k.b, k.shared, k.key, std::min(k.key + k.n, a.past), q, limbs);
-    for (int64_t j = 0; j < k.n; j += 16) {
-        const int64_t key = k.key + j;
-        if (plain && k.coded(j)) {
-            const CacheCodes& c = *a.past_keys;
-            if (key / c.tokens != group) take_query_limbs(a, p, k.b, k.shared, key, q, limbs), group = key / c.tokens;
-            const uint8_t* codes = codes_at(c, k.b, k.shared, key);
-            const CacheCodes& v = *a.past_values;
-            const char* soon = (const char*)codes_at(v, k.b, k.shared, key);
-            score_codes(p, c.bits, codes, c.code_strides[2], soon, v.code_strides[2], limbs, scores + j, CHUNK);
-            continue;
+    int64_t j = 0;
+    if (plain_keys(a, p) && k.coded(0)) {
+        const CacheCodes &c = *a.past_keys, &v = *a.past_values;
+        const QueryLimbs limbs = k.room.queries(a, p, k.space);
+        take_query_limbs(a, p, k.b, k.shared, k.key, std::min(k.key + k.n, a.past), q, limbs);
+        for (; j < k.n && k.coded(j); j += 16) {
+            const int64_t key = k.key + j;
+            score_codes(p, c.bits, codes_at(c, k.b, k.shared, key), c.code_strides[2], (const char*)codes_at(v, k.b, k.shared, key), v.code_strides[2], limbs,
+                        key / c.tokens - k.key / c.tokens, scores + j, CHUNK);
         }
+    }
+    for (; j < k.n; j += 16) {
+        const int64_t key = k.key + j;
         int kind = F32;
         int64_t step = p.width * 4, ahead = 0;
         const char* from = (const char*)wide;
