@@ -220,14 +220,19 @@ class Bound:
         layer = block_cache.layer_of(cache, recipe.layer)
         shape = (batch, shared, tokens, size)
         room = None if layer is None else block_cache.room(layer, shape, x.dtype)
-        if room is None:
+        if room is None or (room.codes and tokens > 1 and call.mask is None):  # which tokens are seen then: see _limit
             return self._in_two_parts(x, call, cache, shape)
-        if call.mask is not None and (reason := _mask_refusal(call.mask, batch, heads, tokens, room.length)):
+        if call.mask is not None and (
+            reason := _mask_refusal(call.mask, batch, heads, tokens, room.codes + room.length)
+        ):
             return reason
         call.keys, call.values = block_cache.take(layer, room)
-        call.past, call.length = room.past, room.length
-        self._limit(call, tokens)
+        call.past, call.length, call.coded = room.past, room.length, room.coded
+        if room.coded is None:
+            self._limit(call, tokens)
         y = self.whole.run(x, call)
+        if block_cache.quantizes(layer):
+            layer.quantize_old()
         if y is None:  # run() has checked the input before the cache was changed
             raise RuntimeError(f"{recipe.name}: native code refused an input {list(x.shape)} of {x.dtype}")
         return y
