@@ -1,8 +1,9 @@
 """Keys and values of fused blocks: transformers' caches, updated as their own code does.
 
-Any cache works: its ``update`` runs between the two parts of a block. For two kinds of layers the block itself writes
+Any cache works: its ``update`` runs between the two parts of a block. For three kinds of layers the block itself writes
 the keys and values, in one call: DynamicLayer, whose tensors become views of a buffer with spare capacity, so that a
-token does not copy the past; and StaticLayer.
+token does not copy the past; StaticLayer; and QuantizedLayer, whose newest tokens are as in a DynamicLayer, and whose
+codes attention reads as they are.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ..kernels.gate_attention import past_reason
+
 SPARE = 64  # tokens added to a buffer at least, when it grows
 
 
 class Room(NamedTuple):
     """Where new keys and values [batch, heads, tokens, channels] of ``dtype`` go in a layer: after the first ``past``
-    tokens. Attention then reads ``length`` tokens."""
+    tokens. Attention then reads ``length`` tokens, and before them ``coded``, quantized keys and values, of
+    ``codes`` tokens."""
 
     past: int
     length: int
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
+    coded: tuple[Any, Any] | None = None
+    codes: int = 0
 
 
 class _Grown:
@@ -61,9 +67,17 @@ def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Ro
     library = sys.modules["transformers.cache_utils"]
     batch, heads, tokens, channels = shape
     keys, values = layer.keys, layer.values
-    if type(layer) is library.DynamicLayer:
+    coded = None
+    if type(layer) is library.DynamicLayer or quantizes(layer):
         filled = past = 0 if not layer.is_initialized or keys.numel() == 0 else keys.shape[-2]
         length = past + tokens
+        if quantizes(layer) and layer.is_initialized:
+            if layer.dtype is not dtype or layer.device.type != "cpu":
+                return None
+            if layer.past_keys is not None:
+                coded = layer.past_keys, layer.past_values
+                if past_reason(coded, torch.empty((batch, heads, 0, channels), dtype=dtype, device="cpu")) is not True:
+                    return None
     elif type(layer) is library.StaticLayer:
         length = layer.max_cache_len
         past = int(layer.cumulative_length) if layer.is_initialized else 0
@@ -82,13 +96,19 @@ def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Ro
             return None
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             return None  # a trained prefix
-    return Room(past, length, shape, dtype)
+    return Room(past, length, shape, dtype, coded, 0 if coded is None else coded[0].shape[2])
+
+
+def quantizes(layer: Any) -> bool:
+    """Whether this is a layer of a QuantizedCache."""
+    library = sys.modules.get("pennyweight.integrations.kv_cache")
+    return library is not None and type(layer) is library.QuantizedLayer
 
 
 def take(layer: Any, found: Room) -> tuple[Tensor, Tensor]:
     """Make the room part of the layer, as its ``update`` does. Returns the tensors [batch, heads, capacity, channels]
     to which keys and values are to be written."""
-    past, length, shape, dtype = found
+    past, length, shape, dtype = found[:4]
     if not layer.is_initialized:
         empty = torch.empty((*shape[:2], 0, shape[3]), dtype=dtype, device="cpu")
         layer.lazy_initialization(empty, empty)

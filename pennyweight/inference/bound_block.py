@@ -80,14 +80,19 @@ class Bound:
         cache = getattr(cache, "self_attention_cache", cache)
         layer = block_cache.layer_of(cache, recipe.layer)
         room = None if layer is None else block_cache.room(layer, shape, x.dtype)
-        if room is None:
+        if room is None or (room.codes and tokens > 1 and call.mask is None):  # which tokens are seen then: see _limit
             return self._in_two_parts(x, call, cache, shape)
-        if call.mask is not None and (reason := mask_refusal(call.mask, batch, heads.query, tokens, room.length)):
+        length = room.codes + room.length
+        if call.mask is not None and (reason := mask_refusal(call.mask, batch, heads.query, tokens, length)):
             return reason
         call.keys, call.values = block_cache.take(layer, room)
-        call.past, call.length = room.past, room.length
-        self._limit(call, tokens)
-        return self._finished(self.whole, self.steps, x, call)
+        call.past, call.length, call.coded = room.past, room.length, room.coded
+        if room.coded is None:
+            self._limit(call, tokens)
+        y = self._finished(self.whole, self.steps, x, call)
+        if block_cache.quantizes(layer):
+            layer.quantize_old()
+        return y
 
     def _native(self, runner: Runner, x: Tensor, call: Call) -> Tensor | str:
         """The output, or the reason why native code cannot take the call."""

@@ -94,13 +94,17 @@ class QuantizedLayer(DynamicLayer):
         self.keys = torch.cat([self.keys, key_states], _TOKENS)
         self.values = torch.cat([self.values, value_states], _TOKENS)
         out = _all(self.past_keys, self.keys), _all(self.past_values, self.values)
+        self.quantize_old()
+        return out
+
+    def quantize_old(self) -> None:
+        """Quantize the whole groups of tokens that are older than the newest ``residual``."""
         full = max(0, self.keys.shape[_TOKENS] - self.residual) // self.group * self.group
         if full:
             self.past_keys = self._append(self.past_keys, self.keys[..., :full, :], keys=True)
             self.past_values = self._append(self.past_values, self.values[..., :full, :], keys=False)
             # copies, so that the float memory of quantized tokens is freed
             self.keys, self.values = self.keys[..., full:, :].clone(), self.values[..., full:, :].clone()
-        return out
 
     def _append(self, past: AffineQuantizedTensor | None, x: Tensor, *, keys: bool) -> AffineQuantizedTensor:
         name = "keys of a cache" if keys else "values of a cache"

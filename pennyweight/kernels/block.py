@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -168,6 +168,8 @@ class Call:
     mask          bool (True: allowed) or float (added), [batch or 1, heads or 1, tokens, length], any strides
     keys, values  [batch, shared heads, capacity, size], any strides with contiguous channels, of float32, bfloat16 or
                   float16. RotaryStep writes at ``past``; AttentionStep reads the first ``length``
+    coded         quantized keys and values [batch, shared heads, P, size] of the P tokens before those, as
+                  integrations/kv_cache.py holds them; ``past`` and ``length`` do not count them, the mask does
     kept          buffers whose contents outlive the call: index -> tensor [rows, width] float32 that is used for it.
                   With it a block can be run in two parts
     """
@@ -181,6 +183,7 @@ class Call:
     values: Tensor | None = None
     past: int = 0
     length: int = 0
+    coded: tuple[Any, Any] | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -286,6 +289,9 @@ def run_reference(block: Steps, x: Tensor, call: Call) -> Tensor:
                 if call.keys is None or call.values is None:
                     raise ArgumentError("attention step: the call has no keys and values")
                 k, v = (t[:, :, : call.length].float() for t in (call.keys, call.values))
+                if call.coded is not None:
+                    before = (t.dequantize(torch.float32) for t in call.coded)
+                    k, v = (torch.cat(both, 2) for both in zip(before, (k, v), strict=True))
             put(step.out, attend(held_q, k, v, call, step.scale, step.softcap))
     if 1 not in held:
         return x

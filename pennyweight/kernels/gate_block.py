@@ -6,6 +6,7 @@ the :class:`~pennyweight.kernels.block.Call`, and that no parameter changed its 
 
 from __future__ import annotations
 
+import ctypes
 from operator import attrgetter
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch.autograd import forward_ad
 
 from ..core.errors import ArgumentError
 from ..core.tracing import is_observed
-from .block import Call, Steps
+from .block import AttentionStep, Call, Steps
 from .block_plan import Plan, Refused, Structures, indices, plan, structures
+from .cpu.attention import CacheCodes
 from .cpu.library import U8, usable
 from .gate import _CPU, FLOAT_KINDS, PLAIN, address, check_status, native_function
+from .gate_attention import cache_codes, past_reason
 
 _SIZE, _KIND = attrgetter("nbytes"), attrgetter("dtype", "is_cpu")
 _MASK_KINDS = {torch.bool: U8, **FLOAT_KINDS}
@@ -52,6 +55,7 @@ class _Ready:
         self.numbers = [p for p, _, _ in s.numbers]
         self.kinds = [(p.dtype, True) for p in self.numbers]  # in memory of the CPU
         self.addresses: list[int] = []
+        self.coded: tuple[CacheCodes, ...] | None = None
 
     def renew(self) -> None:
         """Enter the addresses of the parameters. Raises ArgumentError if one of them changed."""
@@ -143,6 +147,12 @@ class NativeBlock:
         if past < 0 or length < 0 or window < 0:
             raise ArgumentError(f"block: past {past}, length {length} and window {window} must not be negative")
         block.past, block.length, block.window, block.causal = past, length, window, call.causal
+        ready.coded = None if call.coded is None else self._codes(call.coded, call.keys, cached)
+        coded = 0
+        if ready.coded is not None:
+            coded = call.coded[0].shape[2]  # type: ignore[index]
+            block.past_keys, block.past_values = map(ctypes.addressof, ready.coded)
+        block.coded = coded
         reader = rotary or cached
         if reader is not None:
             keys, values, heads = call.keys, call.values, reader.heads
@@ -182,7 +192,7 @@ class NativeBlock:
         if mask is None or attention is None:
             block.mask = None
             return
-        shape, least = mask.shape, length if cached else tokens
+        shape, least = mask.shape, coded + length if cached else tokens
         if (
             len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, attention.heads.query)
             or shape[2] not in (1, tokens) or shape[3] < least
@@ -194,6 +204,14 @@ class NativeBlock:
         block.mask, strides = _strided(mask, "mask", _MASK_KINDS, channels=False)
         block.mask_strides = tuple(0 if n == 1 else step for n, step in zip(shape, strides, strict=True))
         block.mask_kind = _MASK_KINDS[mask.dtype]
+
+    @staticmethod
+    def _codes(coded: tuple[Any, Any], keys: Tensor | None, cached: AttentionStep | None) -> tuple[CacheCodes, ...]:
+        """The structures of quantized keys and values, which must live during the call."""
+        fits = "no step reads them" if keys is None or cached is None else past_reason(coded, keys)
+        if fits is not True:
+            raise ArgumentError(f"block: quantized keys and values: {fits}")
+        return cache_codes(coded)
 
     def _keep(self, ready: _Ready, kept: dict[int, Tensor], rows: int) -> None:
         if missing := self.plan.given - kept.keys():

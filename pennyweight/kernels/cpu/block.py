@@ -76,7 +76,8 @@ class Block(ctypes.Structure):
         *((name, c_void_p) for name in ("keys", "values", "cos", "sin", "mask")),
         ("key_strides", c_int64 * 3), ("value_strides", c_int64 * 3), ("cos_strides", c_int64 * 2),
         ("sin_strides", c_int64 * 2), ("mask_strides", c_int64 * 4),
-        *((name, c_int64) for name in ("batch", "tokens", "past", "length", "window", "scratch")),
+        *((name, c_int64) for name in ("batch", "tokens", "past", "length", "window", "scratch", "coded")),
+        ("past_keys", c_void_p), ("past_values", c_void_p),
         *((name, c_int32) for name in ("cache_kind", "angle_kind", "mask_kind", "causal")),
         *((name, c_int32) for name in ("step_count", "buffer_count", "threads")),
     )  # fmt: skip

@@ -256,6 +256,13 @@ PASTS = [  # bits, group, dtype, (batch, heads, shared heads, query tokens, past
     (8, 32, torch.float32, (2, 4, 2, 20, 96, 20, 64)),
     (4, 32, torch.float32, (1, 4, 2, 50, 320, 60, 33)),
     (2, 32, torch.float32, (1, 4, 2, 9, 32, 9, 96)),
+    (4, 32, torch.bfloat16, (1, 8, 8, 1, 480, 3, 80)),
+    (4, 16, torch.float32, (1, 6, 2, 2, 528, 3, 48)),
+    (8, 48, torch.bfloat16, (1, 6, 2, 2, 528, 3, 96)),
+    (8, 32, torch.float16, (1, 5, 1, 4, 288, 3, 256)),
+    (4, 32, torch.float32, (1, 7, 1, 1, 320, 1, 112)),
+    (8, 32, torch.float32, (1, 2, 1, 1, 64, 1, 272)),
+    (8, 512, torch.float32, (3, 4, 4, 1, 512, 1, 32)),
 ]
 
 
@@ -274,7 +281,8 @@ def test_a_quantized_past(case: tuple[int, int, torch.dtype, tuple[int, ...]]) -
             for threads in (1, 2):
                 torch.set_num_threads(threads)
                 seen.append(gate_attention.attention(q, k, v, past=(pair[0], pair[1]), **how))
-        close(seen[0], reference(q, all_k, all_v, **how), 1e-5)
+        # codes of 8 and 4 bits are multiplied by numbers of 16 bits if there are few tokens
+        close(seen[0], reference(q, all_k, all_v, **how), 3e-4 if s <= 4 and bits in (4, 8) else 1e-5)
         assert all(torch.equal(y, seen[0]) for y in seen)
 
 
@@ -293,7 +301,7 @@ def test_the_past_of_a_cache() -> None:
         y = gate_attention.attention(q, layer.keys, layer.values, past=past)
         k = torch.cat([exact_values(past[0]), layer.keys.double()], 2)  # type: ignore[arg-type]
         v = torch.cat([exact_values(past[1]), layer.values.double()], 2)  # type: ignore[arg-type]
-        close(y, reference(q, k, v), 1e-5)
+        close(y, reference(q, k, v), 3e-4)
 
 
 def test_a_past_that_does_not_fit_is_refused() -> None:

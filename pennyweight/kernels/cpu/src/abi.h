@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int ABI = 6;  // incremented with each change of a structure or of an exported function's arguments
+constexpr int ABI = 7;  // incremented with each change of a structure or of an exported function's arguments
 
 // Status codes of exported functions; for pw_dequantize 1 means an index out of range.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, INVALID = 2 };  // INVALID: inconsistent arguments, see check.h
@@ -302,6 +302,8 @@ struct Block {
     int64_t key_strides[3], value_strides[3], cos_strides[2], sin_strides[2], mask_strides[4];
     int64_t batch, tokens, past, length, window;
     int64_t scratch;           // floats per row of all scratch buffers
+    int64_t coded;             // keys and values that are codes, before the others; `past` and `length` do not count them
+    const CacheCodes *past_keys, *past_values;  // null if there are none
     int32_t cache_kind, angle_kind, mask_kind, causal;
     int32_t step_count, buffer_count, threads;
 };

@@ -7,16 +7,6 @@
 namespace {
 namespace attend {
 
-constexpr int NIBBLES = 64;  // codes of 4 bits, beside the kinds of numbers
-
-constexpr int64_t bytes_of_16(int kind) { return kind == NIBBLES ? 8 : 16 * bytes_of(kind); }
-// 16 numbers at p; of NIBBLES 16 bytes are read.
-template <int KIND> PW_INLINE F load_numbers(const char* p) {
-    if constexpr (KIND == U8) return cvt(iload8u((const uint8_t*)p));
-    else if constexpr (KIND == NIBBLES) return cvt(stream16((const uint8_t*)p, 4));
-    else return load_kind<KIND>(p);
-}
-
 // Those of a token that are floats.
 inline const char* key_at(const AttentionArgs& a, int64_t b, int64_t shared, int64_t key) {
     return (const char*)a.keys + (b * a.key_strides[0] + shared * a.key_strides[1] + (key - a.past) * a.key_strides[2]) * size_of(a.kind);
@@ -33,13 +23,6 @@ inline const char* part_at(const CacheCodes& c, const void* part, const int64_t*
 inline const char* scale_at(const CacheCodes& c, int64_t b, int64_t shared, int64_t key) { return part_at(c, c.scale, c.scale_strides, b, shared, key); }
 inline const char* offset_at(const CacheCodes& c, int64_t b, int64_t shared, int64_t key) { return part_at(c, c.offset, c.offset_strides, b, shared, key); }
 
-// 16 numbers of a kind, `step` bytes apart.
-inline F load_apart(const char* p, int64_t step, int kind) {
-    alignas(64) char some[64];
-    const int64_t each = size_of(kind);
-    for (int64_t i = 0; i < 16; ++i) memcpy(some + i * each, p + i * step, (size_t)each);
-    return load16(some, kind, 0);
-}
 // A row of codes as float32 [width], zero beyond the channels.
 inline void widen_codes(const AttentionArgs& a, const CacheCodes& c, int64_t width, int64_t b, int64_t shared, int64_t key, float* out) {
     const uint8_t* row = codes_at(c, b, shared, key);
@@ -66,26 +49,6 @@ inline void widen_key(const AttentionArgs& a, const AttentionPlan& p, int64_t b,
 inline void widen_value(const AttentionArgs& a, const AttentionPlan& p, int64_t b, int64_t shared, int64_t key, float* out) {
     if (key < a.past) widen_codes(a, *a.past_values, p.width, b, shared, key, out);
     else widen_row(value_at(a, b, shared, key), a.kind, a.size, p.width, out);
-}
-
-// Whether `few` tokens multiply codes as they are: whole vectors of 8 or 4 bits, with one scale.
-inline bool plain_keys(const AttentionArgs& a, const AttentionPlan& p) {
-    return a.past && (a.past_keys->bits == 8 || a.past_keys->bits == 4) && a.size == p.width && a.past_keys->tokens % 16 == 0 && a.past_keys->channels == 1;
-}
-inline bool plain_values(const AttentionArgs& a, const AttentionPlan& p) {
-    return a.past && (a.past_values->bits == 8 || a.past_values->bits == 4) && a.size == p.width && a.past_values->tokens == 1 &&
-           (a.past_values->channels % 16 == 0 || a.past_values->channels >= a.size);
-}
-// 16 rows of codes from key on, all of them in the past, and their stride. Rows behind which 16 bytes may not be read
-// are copied to `room` [16][width + 16].
-inline const uint8_t* code_rows(const AttentionArgs& a, const AttentionPlan& p, const CacheCodes& c, int64_t b, int64_t shared, int64_t key, uint8_t* room,
-                                int64_t* step) {
-    const uint8_t* row = codes_at(c, b, shared, key);
-    *step = c.code_strides[2];
-    if (c.bits == 8 || (key + 16 < a.past && c.row >= 16 && *step >= c.row)) return row;
-    for (int64_t i = 0; i < 16; ++i) memcpy(room + i * (p.width + 16), row + i * *step, (size_t)(a.size * c.bits / 8));
-    *step = p.width + 16;
-    return room;
 }
 
 }  // namespace attend

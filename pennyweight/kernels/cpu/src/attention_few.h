@@ -2,24 +2,33 @@
 // share them. Chunks of keys give partial results, which are combined in order.
 #pragma once
 
-#include "attention_cache.h"
+#include "attention_codes.h"
 
 namespace {
 namespace attend {
 
 constexpr int FEW_ROWS = FLOAT_TILES == 2 ? 4 : 1;   // rows of q for four keys in registers
 constexpr int FEW_TILES = FLOAT_TILES == 2 ? 4 : 1;  // vectors of channels of four rows of sums in registers
-constexpr int64_t AHEAD = 24;                        // keys from what is read to what is prefetched
-
 struct FewRoom : Pieces {
     int64_t q, scores, bias, wide, part;
-    int64_t scaled, base, weights, offsets, codes;  // only for a past of codes
+    int64_t limbs, base, step, scaled, scales, values, value_limbs, value_numbers, found;  // only for a past of codes
     FewRoom(const AttentionArgs& a, const AttentionPlan& p) {
-        q = take(p.rows * p.width), scores = take(p.rows * CHUNK), bias = take(p.rows * CHUNK);
+        q = take(p.rows * p.width), scores = take((p.rows + 3) / 4 * 4 * CHUNK), bias = take(p.rows * CHUNK);
         wide = take(16 * p.width), part = take(2 * p.part_bytes() / 4);
-        const int64_t rows = a.past ? p.rows : 0;
-        scaled = take(rows * p.width), base = take(rows), weights = take(rows * 16), offsets = take(rows * p.width);
-        codes = take(4 * (p.width + 16));
+        const bool keys = plain_keys(a, p), sums = plain_values(a, p);
+        const int64_t packs = keys ? (p.rows + 3) / 4 : 0, groups = keys ? most_groups(*a.past_keys) : 0, wide = limb_width(p.width);
+        limbs = take(groups * packs * 2 * wide), base = take(groups * packs * 16), step = take(packs * 16);
+        scaled = take(packs * 4 * wide), scales = take(2 * groups * wide);
+        values = take(sums ? TILE * CHUNK / 4 : 0), value_limbs = take(sums ? p.rows * 2 * CHUNK : 0);
+        value_numbers = take(sums ? 2 * CHUNK : 0), found = take(sums ? 8 * p.rows : 0);
+    }
+    QueryLimbs queries(const AttentionArgs& a, const AttentionPlan& p, char* space) const {
+        const auto at = [&](int64_t piece) { return (float*)(space + piece); };
+        return {(uint8_t*)space + limbs, at(base), at(step), at(scaled), at(scales), at(scales) + most_groups(*a.past_keys) * limb_width(p.width)};
+    }
+    ValueRoom of_values(char* space, int64_t rows) const {
+        float *f = (float*)(space + value_numbers), *g = (float*)(space + found);
+        return {(uint8_t*)space + values, (uint8_t*)space + value_limbs, f, f + CHUNK, g, g + 4 * rows};
     }
 };
 
@@ -38,13 +47,13 @@ template <int KIND, int R> void score16(const char* keys, int64_t step, int64_t 
     for (int i = 0; i < 4; ++i) {
         const char* k = keys + 4 * i * step;
         if (ahead)
-            for (int j = 0; j < 4; ++j) prefetch_row(k + j * step + ahead, width / 16 * bytes_of_16(KIND));
+            for (int j = 0; j < 4; ++j) prefetch_row(k + j * step + ahead, width / 16 * 16 * bytes_of(KIND));
         F sum[4][R];
         PW_UNROLL for (int j = 0; j < 4; ++j)
             PW_UNROLL for (int r = 0; r < R; ++r) sum[j][r] = fset(0);
         PW_ROLLED for (int64_t d = 0; d < width; d += 16) {
             F x[4];
-            PW_UNROLL for (int j = 0; j < 4; ++j) x[j] = load_numbers<KIND>(k + j * step + d / 16 * bytes_of_16(KIND));
+            PW_UNROLL for (int j = 0; j < 4; ++j) x[j] = load_kind<KIND>(k + j * step + d / 16 * 16 * bytes_of(KIND));
             PW_UNROLL for (int r = 0; r < R; ++r) {
                 const F y = fload(q + r * width + d);
                 PW_UNROLL for (int j = 0; j < 4; ++j) sum[j][r] = fma(x[j], y, sum[j][r]);
@@ -69,8 +78,8 @@ void weigh(const char* values, int64_t step, int64_t ahead, int64_t n, const flo
         PW_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = fload(sums + r * lds + 16 * t);
     PW_ROLLED for (int64_t j = 0; j < n; ++j, values += step, ++weights) {
         F v[T];
-        if (ahead) prefetch_row(values + ahead, T * bytes_of_16(KIND));
-        PW_UNROLL for (int t = 0; t < T; ++t) v[t] = load_numbers<KIND>(values + t * bytes_of_16(KIND));
+        if (ahead) prefetch_row(values + ahead, T * 16 * bytes_of(KIND));
+        PW_UNROLL for (int t = 0; t < T; ++t) v[t] = load_kind<KIND>(values + t * 16 * bytes_of(KIND));
         PW_UNROLL for (int r = 0; r < R; ++r) {
             const F w = fset(weights[r * ldw]);
             PW_UNROLL for (int t = 0; t < T; ++t) sum[r][t] = fma(w, v[t], sum[r][t]);
@@ -94,8 +103,6 @@ inline Score16 score_of(int kind, int rows) {
     switch (kind) {
         case BF16: return score_of<BF16>(rows);
         case F16: return score_of<F16>(rows);
-        case U8: return score_of<U8>(rows);
-        case NIBBLES: return score_of<NIBBLES>(rows);
         default: return score_of<F32>(rows);
     }
 }
@@ -103,8 +110,6 @@ template <int T> Weigh weigh_of(int kind, int rows) {
     switch (kind) {
         case BF16: return weigh_of<BF16, T>(rows);
         case F16: return weigh_of<F16, T>(rows);
-        case U8: return weigh_of<U8, T>(rows);
-        case NIBBLES: return weigh_of<NIBBLES, T>(rows);
         default: return weigh_of<F32, T>(rows);
     }
 }
@@ -116,7 +121,7 @@ inline void add_values(const AttentionPlan& p, int kind, const char* values, int
         for (int64_t d = 0; d < width;) {
             const int tiles = width - d >= 16 * FEW_TILES ? FEW_TILES : width - d >= 32 && FEW_TILES > 2 ? 2 : 1;
             (tiles == 1 ? weigh_of<1>(kind, rows) : tiles == 2 ? weigh_of<std::min(2, FEW_TILES)>(kind, rows) : weigh_of<FEW_TILES>(kind, rows))(
-                values + d / 16 * bytes_of_16(kind), step, r ? 0 : ahead, count, weights + r * ldw, ldw, sums + r * p.width + d, p.width);
+                values + d / 16 * 16 * size_of(kind), step, r ? 0 : ahead, count, weights + r * ldw, ldw, sums + r * p.width + d, p.width);
             d += 16 * tiles;
         }
     }
@@ -137,41 +142,28 @@ struct FewKeys {
     bool coded(int64_t j) const { return key + j + 16 <= a.past; }  // 16 keys
 };
 
-// q * scale and q . offset of a group of keys with codes, so that a score is a product with the codes themselves.
-inline void scale_queries(const FewKeys& k, int64_t key, const float* q) {
-    const CacheCodes& c = *k.a.past_keys;
-    const char *scale = scale_at(c, k.b, k.shared, key), *offset = offset_at(c, k.b, k.shared, key);
-    float *scaled = k.at(k.room.scaled), *base = k.at(k.room.base);
-    for (int64_t r = 0; r < k.p.rows; ++r) {
-        F sum = fset(0);
-        for (int64_t d = 0; d < k.p.width; d += 16) {
-            const F x = fload(q + r * k.p.width + d);
-            fstore(scaled + r * k.p.width + d, fmul(x, load16(scale, c.kind, d)));
-            sum = fma(x, load16(offset, c.kind, d), sum);
-        }
-        base[r] = fsum(sum);
-    }
-}
 // Scores [rows][CHUNK] of the keys.
 inline void few_scores(const FewKeys& k, const float* q, float* scores) {
     const AttentionArgs& a = k.a;
     const AttentionPlan& p = k.p;
-    const bool plain = plain_keys(a, p);
     float* wide = k.at(k.room.wide);
-    int64_t group = -1;
-    for (int64_t j = 0; j < k.n; j += 16) {
+    int64_t j = 0;
+    if (plain_keys(a, p) && k.coded(0)) {
+        const CacheCodes &c = *a.past_keys, &v = *a.past_values;
+        const QueryLimbs limbs = k.room.queries(a, p, k.space);
+        take_query_limbs(a, p, k.b, k.shared, k.key, std::min(k.key + k.n, a.past), q, limbs);
+        for (; j < k.n && k.coded(j); j += 16) {
+            const int64_t key = k.key + j;
+            score_codes(p, c.bits, codes_at(c, k.b, k.shared, key), c.code_strides[2], (const char*)codes_at(v, k.b, k.shared, key), v.code_strides[2], limbs,
+                        key / c.tokens - k.key / c.tokens, scores + j, CHUNK);
+        }
+    }
+    for (; j < k.n; j += 16) {
         const int64_t key = k.key + j;
         int kind = F32;
         int64_t step = p.width * 4, ahead = 0;
         const char* from = (const char*)wide;
-        const float *rows = q, *base = nullptr;
-        if (plain && k.coded(j)) {
-            const CacheCodes& c = *a.past_keys;
-            if (key / c.tokens != group) scale_queries(k, key, q), group = key / c.tokens;
-            kind = c.bits == 8 ? (int)U8 : NIBBLES;
-            from = (const char*)code_rows(a, p, c, k.b, k.shared, key, (uint8_t*)k.at(k.room.codes), &step);
-            ahead = AHEAD * c.code_strides[2], rows = k.at(k.room.scaled), base = k.at(k.room.base);
-        } else if (a.size == p.width && j + 16 <= k.n && key >= a.past) {
+        if (a.size == p.width && j + 16 <= k.n && key >= a.past) {
             kind = a.kind, from = key_at(a, k.b, k.shared, key), step = a.key_strides[2] * size_of(kind), ahead = AHEAD * step;
         } else {
             for (int64_t i = 0; i < 16; ++i)
@@ -179,48 +171,21 @@ inline void few_scores(const FewKeys& k, const float* q, float* scores) {
                 else memset(wide + i * p.width, 0, (size_t)p.width * 4);
         }
         for (int64_t r = 0; r < p.rows; r += FEW_ROWS)
-            score_of(kind, (int)std::min<int64_t>(FEW_ROWS, p.rows - r))(from, step, r ? 0 : ahead, rows + r * p.width, p.width,
-                                                                         scores + r * CHUNK + j, CHUNK);
-        for (int64_t r = 0; base && r < p.rows; ++r) {
-            float* x = scores + r * CHUNK + j;
-            fstore(x, fadd(fload(x), fset(base[r])));
-        }
-    }
-}
-// Adds 16 values with codes to the sums: for each group of channels, the weights are multiplied by the scales, and what
-// the offsets add is summed up in `offsets` [rows][groups][16].
-inline void add_coded_values(const FewKeys& k, int64_t j, int64_t count, const float* scores, float* sums) {
-    const CacheCodes& c = *k.a.past_values;
-    const int64_t key = k.key + j, each = size_of(c.kind), width = std::min<int64_t>(c.channels, k.p.width), groups = (k.p.width + width - 1) / width;
-    const char *scale = scale_at(c, k.b, k.shared, key), *offset = offset_at(c, k.b, k.shared, key);
-    float *weights = k.at(k.room.weights), *offsets = k.at(k.room.offsets);
-    int64_t step;
-    const int kind = c.bits == 8 ? (int)U8 : NIBBLES;
-    const char* codes = (const char*)code_rows(k.a, k.p, c, k.b, k.shared, key, (uint8_t*)k.at(k.room.codes), &step);
-    for (int64_t g = 0; g < groups; ++g) {
-        const F s = load_apart(scale + g * each, c.scale_strides[2] * each, c.kind), o = load_apart(offset + g * each, c.offset_strides[2] * each, c.kind);
-        for (int64_t r = 0; r < k.p.rows; ++r) {
-            const F w = fload(scores + r * CHUNK + j);
-            float* all = offsets + (r * groups + g) * 16;
-            fstore(weights + r * 16, fmul(w, s));
-            fstore(all, fma(w, o, fload(all)));
-        }
-        add_values(k.p, kind, codes + g * width / 16 * bytes_of_16(kind), step, AHEAD * c.code_strides[2], count, weights, 16, sums + g * width,
-                   std::min(width, k.p.width - g * width));
+            score_of(kind, (int)std::min<int64_t>(FEW_ROWS, p.rows - r))(from, step, r ? 0 : ahead, q + r * p.width, p.width, scores + r * CHUNK + j, CHUNK);
     }
 }
 inline void few_values(const FewKeys& k, const float* scores, float* sums) {
     const AttentionArgs& a = k.a;
     const AttentionPlan& p = k.p;
-    const bool plain = plain_values(a, p) && k.coded(0);
-    float *wide = k.at(k.room.wide), *offsets = k.at(k.room.offsets);
-    const int64_t width = plain ? std::min<int64_t>(a.past_values->channels, p.width) : p.width, groups = (p.width + width - 1) / width;
-    if (plain) memset(offsets, 0, (size_t)(p.rows * groups) * 64);
-    for (int64_t j = 0; j < k.n; j += 16) {
+    float* wide = k.at(k.room.wide);
+    int64_t j = 0;
+    if (plain_values(a, p) && k.coded(0)) {
+        j = std::min(CHUNK, (a.past - k.key) / 16 * 16);
+        add_coded_values(a, p, k.b, k.shared, k.key, j, scores, CHUNK, k.room.of_values(k.space, p.rows), sums);
+    }
+    for (; j < k.n; j += 16) {
         const int64_t count = std::min<int64_t>(16, k.n - j), key = k.key + j;
-        if (plain && k.coded(j)) {
-            add_coded_values(k, j, count, scores, sums);
-        } else if (a.size == p.width && key >= a.past) {
+        if (a.size == p.width && key >= a.past) {
             const int64_t step = a.value_strides[2] * size_of(a.kind);
             add_values(p, a.kind, value_at(a, k.b, k.shared, key), step, AHEAD * step, count, scores + j, CHUNK, sums, p.width);
         } else {
@@ -228,12 +193,6 @@ inline void few_values(const FewKeys& k, const float* scores, float* sums) {
             add_values(p, F32, (const char*)wide, p.width * 4, 0, count, scores + j, CHUNK, sums, p.width);
         }
     }
-    for (int64_t r = 0; plain && r < p.rows; ++r)
-        for (int64_t g = 0; g < groups; ++g) {
-            const F all = fset(fsum(fload(offsets + (r * groups + g) * 16)));
-            for (int64_t d = g * width; d < std::min(p.width, (g + 1) * width); d += 16)
-                fstore(sums + r * p.width + d, fadd(fload(sums + r * p.width + d), all));
-        }
 }
 
 // The partial result of the keys. q: rows as load_queries writes them.

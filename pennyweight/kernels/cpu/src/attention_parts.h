@@ -12,6 +12,7 @@ namespace attend {
 
 constexpr int64_t FEW_TOKENS = 4;    // calls with so many tokens read keys and values once, directly
 constexpr int64_t CHUNK = 256;       // keys of a unit of work for few tokens
+constexpr int64_t AHEAD = 24;        // keys from what is read to what is prefetched
 constexpr int64_t SPLIT_BELOW = 64;  // chunks are units of their own if there are fewer sequences times shared heads
 constexpr float NEVER = -__builtin_inff();
 

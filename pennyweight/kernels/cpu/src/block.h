@@ -31,7 +31,7 @@ int threads_for(const Block& b) {
         else if (s->kind == STEP_ROTARY)
             products = 16 * rows * ((double)s->rotary->heads + 2.0 * s->rotary->shared) * s->rotary->size;
         else
-            products = 2 * rows * s->attention->heads * s->attention->size * (double)(s->attention->k.buffer < 0 ? b.length : b.tokens);
+            products = 2 * rows * s->attention->heads * s->attention->size * (double)(s->attention->k.buffer < 0 ? b.coded + b.length : b.tokens);
         most = std::max(most, products);
     }
     return (int)std::min<double>(b.threads, 1 + most / PRODUCTS_PER_THREAD);
@@ -218,6 +218,7 @@ class Execution {
 class Sequences {
     struct Own { Buffer buffer; };
     std::vector<Own> buffers;
+    CacheCodes keys, values;
 
   public:
     Block b;
@@ -233,6 +234,13 @@ class Sequences {
         move(b.keys, first * b.key_strides[0], b.cache_kind), move(b.values, first * b.value_strides[0], b.cache_kind);
         move(b.cos, first * b.cos_strides[0], b.angle_kind), move(b.sin, first * b.sin_strides[0], b.angle_kind);
         move(b.mask, first * b.mask_strides[0], b.mask_kind);
+        if (b.coded) move(b.past_keys, keys, first), move(b.past_values, values, first);
+    }
+    Sequences(const Sequences&) = delete;
+    static void move(const CacheCodes*& from, CacheCodes& to, int64_t sequences) {
+        to = *from, from = &to;
+        move(to.codes, sequences * to.code_strides[0], U8);
+        move(to.scale, sequences * to.scale_strides[0], to.kind), move(to.offset, sequences * to.offset_strides[0], to.kind);
     }
     template <class T> static void move(T*& p, int64_t elements, int kind) {
         if (p) p = (T*)((char*)p + elements * size_of(kind));

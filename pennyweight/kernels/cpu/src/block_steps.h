@@ -182,7 +182,8 @@ inline AttentionArgs attention_of(const BlockAttention& s, const Buffers& f) {
     a.q = f.at(s.q), a.out = f.at(s.out, 0), a.q_kind = f.kind(s.q.buffer), a.out_kind = f.kind(s.out);
     strides(a.q_strides, s.q.buffer, f.width(s.q.buffer), size), strides(a.out_strides, s.out, f.width(s.out), size);
     if (s.k.buffer < 0) {
-        a.keys = b.keys, a.values = b.values, a.kind = b.cache_kind, a.length = b.length;
+        a.keys = b.keys, a.values = b.values, a.kind = b.cache_kind, a.length = b.coded + b.length;
+        a.past = b.coded, a.past_keys = b.past_keys, a.past_values = b.past_values;
         memcpy(a.key_strides, b.key_strides, sizeof a.key_strides), memcpy(a.value_strides, b.value_strides, sizeof a.value_strides);
     } else {
         a.keys = f.at(s.k), a.values = f.at(s.v), a.kind = f.kind(s.k.buffer), a.length = b.tokens;

@@ -90,7 +90,14 @@ inline bool block_attention(Arguments& c, const Block& b, const BlockAttention& 
         !c.must(s.scale - s.scale == 0 && s.softcap - s.softcap == 0 && s.softcap >= 0, "a finite scale and a softcap from 0 on"))
         return false;
     if (!own) cache(c, b, s.shared, s.size, b.length);
-    const int64_t length = own ? b.tokens : b.length;
+    if (!own && b.coded) {
+        c.memory("past_keys", b.past_keys, 1, sizeof *b.past_keys);
+        c.memory("past_values", b.past_values, 1, sizeof *b.past_values);
+        AttentionArgs a = {};
+        a.batch = b.batch, a.tokens = b.tokens, a.shared = s.shared, a.size = s.size, a.past = b.coded;
+        if (!c.fit() || !cache_codes(c, a, *b.past_keys) || !cache_codes(c, a, *b.past_values)) return false;
+    }
+    const int64_t length = own ? b.tokens : b.coded + b.length;
     if (b.mask)
         c.memory("mask", b.mask, reach({b.batch, s.heads, b.tokens, length}, {b.mask_strides[0], b.mask_strides[1], b.mask_strides[2], b.mask_strides[3]}),
                  bytes_of(b.mask_kind));
@@ -104,7 +111,7 @@ inline bool block(const char* function, const Block* call) {
     const Block& b = *call;
     const int64_t rows = size(b.batch) && size(b.tokens) ? times({b.batch, b.tokens}) : TOO_MUCH;
     if (!c.must(size(rows) && size(b.scratch), "batch, tokens, rows and scratch from 0 to 2**40") || !threads(c, b.threads) ||
-        !c.must(size(b.past) && size(b.length) && size(b.window), "past, length and window from 0 to 2**40") ||
+        !c.must(size(b.past) && size(b.length) && size(b.window) && size(b.coded), "past, length, window and coded from 0 to 2**40") ||
         !c.must(within(b.step_count, 0, 1 << 16) && within(b.buffer_count, 0, 1 << 16), "counts of steps and buffers from 0 to 65536") ||
         !c.must(times({rows, b.scratch, 4}) < MOST, "scratch below 2**40 bytes") ||
         !c.must(strides(b.key_strides, 3) && strides(b.value_strides, 3) && strides(b.cos_strides, 2) && strides(b.sin_strides, 2) &&
