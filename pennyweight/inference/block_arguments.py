@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,17 @@ from .recipe import Recipe
 _ROTATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Read(NamedTuple):
+    """What a call gives: the input, tensors of the native call, the cache, and for cross-attention the states of which
+    keys and values are computed, and its mask."""
+
+    x: Tensor
+    call: Call
+    cache: Any
+    states: Tensor | None
+    states_mask: Tensor | None
+
+
 class Reader:
     """Reads calls of one block. A call that is not fused gives the reason."""
 
@@ -28,6 +39,7 @@ class Reader:
         self.roles = {a.hidden: "hidden", a.mask: "mask", a.rotary: "rotary", a.cache: "cache", a.bias: "bias"}
         if a.padding:
             self.roles |= {a.mask: "excluded", a.padding: "padding"}
+        self.roles |= {a.states: "states", a.states_mask: "states mask"}
         self.roles.pop("", None)
         self.roles |= dict.fromkeys(a.unused, "unused")
         # the block was recognized with these values; an argument that is not given has its default
@@ -38,10 +50,15 @@ class Reader:
         }
         self.effective = {**defaults, **a.constants}
         self.required = [name for name, value in a.constants.items() if not _same(value, defaults.get(name))]
+        across = () if recipe.cross is None else (recipe.cross.keys, recipe.cross.values)
+        layers: list[Any] = [block.get_submodule(path) for path in across]
+        self.states_width = int(layers[0].in_features) if layers else 0
+        for layer in layers:
+            self.parameters += [p for p in layer._parameters.values() if p is not None]
         self.rotated = max((getattr(step, "rotated", 0) for step in recipe.steps), default=0)
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call, Any] | str:
-        """(input, tensors of the native call, cache), or the reason why the call is not fused."""
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read | str:
+        """The arguments, or the reason why the call is not fused."""
         recipe, a = self.recipe, self.recipe.arguments
         given = kwargs
         if args:
@@ -60,7 +77,7 @@ class Reader:
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"
         batch, tokens = shape[:2] if a.batch_first else shape[1::-1]
-        call, cache = Call(), None
+        call, cache, states, states_mask = Call(), None, None, None
         added: dict[str, Tensor] = {}
         for name, value in given.items():
             role = self.roles.get(name)
@@ -81,24 +98,33 @@ class Reader:
             elif not _readable(value, grad):
                 return f"{name} is not a tensor in memory, or needs a gradient"
             elif role == "mask":
-                if value.ndim != 4:
-                    return f"{name} is not a tensor [batch, heads, tokens, keys]"
-                selects = a.selects and value.dtype is torch.bool
-                if not (selects or value.dtype is torch.float32 or value.dtype is x.dtype):
-                    return f"{name} is of {value.dtype}"
+                if reason := _mask_reason(name, value, a.selects, x.dtype):
+                    return reason
                 call.mask = value
+            elif role == "states mask":
+                if reason := _mask_reason(name, value, a.states_selects, x.dtype):
+                    return reason
+                states_mask = value
+            elif role == "states":
+                if value.ndim != 3 or value.shape[0] != batch or value.shape[2] != self.states_width:
+                    return f"{name} is not a tensor [{batch}, tokens, {self.states_width}]"
+                if value.dtype is not x.dtype or 0 in value.shape:
+                    return f"{name} is of {value.dtype} or empty"
+                states = value
             else:
                 added[role] = value
         for name in self.required:
             if name not in given:
                 return f"argument {name} is missing"
+        if a.states and states is None:
+            return f"argument {a.states} is missing"
         if a.rotary and call.cos is None:
             return "cos and sin are missing"
         if (a.bias or a.padding) and (reason := self._add_masks(call, added, x, bool(given.get("is_causal")))):
             return reason
         if call.mask is not None and call.mask.shape[2] == 1 != tokens:
             call.mask = call.mask.expand(-1, -1, tokens, -1)
-        return x, call, cache
+        return Read(x, call, cache, states, states_mask)
 
     def returned(self, y: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the block returns, with the hidden states y."""
@@ -163,6 +189,14 @@ class Reader:
             return f"a mask is neither bool nor {x.dtype}"
         call.mask = sum(floats[1:], floats[0])
         return ""
+
+
+def _mask_reason(name: str, mask: Tensor, selects: bool, dtype: torch.dtype) -> str:
+    """Why a mask cannot be read, or ""."""
+    if mask.ndim != 4:
+        return f"{name} is not a tensor [batch, heads, tokens, keys]"
+    fits = (selects and mask.dtype is torch.bool) or mask.dtype is torch.float32 or mask.dtype is dtype
+    return "" if fits else f"{name} is of {mask.dtype}"
 
 
 def _readable(t: Any, grad: bool) -> bool:

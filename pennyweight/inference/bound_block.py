@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,23 @@ from ..core import fallback
 from ..core.errors import ArgumentError
 from ..kernels.block import Call, Steps, run_reference
 from . import block_cache
-from .block_arguments import Reader, mask_refusal
+from .block_arguments import Read, Reader, mask_refusal
+from .cross_attention import CrossAttention
 from .recipe import Recipe
 from .runner import Runner, runner
 from .trace_block import Refusal
 from .watch_block import Watch
 
+Kept = dict[int, Tensor]
 Compile = Callable[[Steps], Runner | str]
+
+
+class Part(NamedTuple):
+    """Some of the steps of a block, and the buffers in them that other parts use, too."""
+
+    runner: Runner
+    steps: Steps
+    kept: tuple[int, ...]
 
 
 class Bound:
@@ -28,17 +38,24 @@ class Bound:
     def __init__(self, block: nn.Module, recipe: Recipe, compile: Compile | None = None) -> None:
         self.block, self.recipe, self.compile = weakref.ref(block), recipe, compile or runner
         self.steps = recipe.build(block)
-        self.whole = self._compiled(self.steps)
-        self.halves: tuple[Runner, Runner, Steps] | None = None
+        self.end = len(self.steps.steps) if recipe.cross is None else recipe.cross.cut
+        self.parts: dict[tuple[int, int], Part] = {}
+        self.whole = self.part(0, self.end)  # up to cross-attention, if there is one
+        self.across = None if recipe.cross is None else CrossAttention(block, recipe.cross)
         self.watch = Watch(block, recipe)
         self.reader = Reader(block, recipe)
         self.expired = False  # native code found a parameter that changed its memory
 
-    def _compiled(self, steps: Steps) -> Runner:
-        found = self.compile(steps)
-        if isinstance(found, str):
-            raise Refusal(found)
-        return found
+    def part(self, begin: int, end: int) -> Part:
+        """Some of the steps, compiled at the first use."""
+        made = self.parts.get((begin, end))
+        if made is None:
+            steps, kept = self.recipe.part(self.steps, begin, end)
+            runner = self.compile(steps)
+            if isinstance(runner, str):
+                raise Refusal(runner)
+            made = self.parts[begin, end] = Part(runner, steps, kept)
+        return made
 
     def unchanged(self, block: nn.Module) -> bool:
         """Whether the block still consists of the same modules, parameters, attributes and modes."""
@@ -51,9 +68,13 @@ class Bound:
         read = self.reader.read(args, kwargs)
         if isinstance(read, str):
             return read
-        x, call, cache = read
         first = self.recipe.arguments.batch_first
-        y = self._attend(x if first else x.transpose(0, 1).contiguous(), call, cache)
+        x = read.x if first else read.x.transpose(0, 1).contiguous()
+        kept: Kept = {}
+        if self.across is None:
+            y = self._attend(x, read.call, read.cache, kept)
+        else:
+            y = self._attend_twice(x, read, kept, self.across)
         if isinstance(y, str):
             return y
         if not first:
@@ -62,7 +83,7 @@ class Bound:
 
     # -- keys and values -----------------------------------------------------------------------------------------------
 
-    def _attend(self, x: Tensor, call: Call, cache: Any) -> Tensor | str:
+    def _attend(self, x: Tensor, call: Call, cache: Any, kept: Kept) -> Tensor | str:
         batch, tokens, _ = x.shape
         recipe, heads = self.recipe, self.recipe.heads
         shape = (batch, heads.shared, tokens, heads.size)
@@ -73,15 +94,15 @@ class Bound:
             if recipe.cached:
                 call.keys, call.values = _empty(shape, x.dtype), _empty(shape, x.dtype)
                 call.length = tokens
-            return self._native(self.whole, x, call)
-        if self.whole.converted():  # the block's own forward gives another dtype
+            return self._native(self.whole, x, call, kept)
+        if self.whole.runner.converted():  # the block's own forward gives another dtype
             self.expired = True
             return "a parameter was converted to another dtype or moved"
         cache = getattr(cache, "self_attention_cache", cache)
         layer = block_cache.layer_of(cache, recipe.layer)
         room = None if layer is None else block_cache.room(layer, shape, x.dtype)
         if room is None or (room.codes and tokens > 1 and call.mask is None):  # which tokens are seen then: see _limit
-            return self._in_two_parts(x, call, cache, shape)
+            return self._in_two_parts(x, call, cache, shape, kept)
         length = room.codes + room.length
         if call.mask is not None and (reason := mask_refusal(call.mask, batch, heads.query, tokens, length)):
             return reason
@@ -89,27 +110,49 @@ class Bound:
         call.past, call.length, call.coded = room.past, room.length, room.coded
         if room.coded is None:
             self._limit(call, tokens)
-        y = self._finished(self.whole, self.steps, x, call)
+        y = self._finished(self.whole, x, call, kept)
         if block_cache.quantizes(layer):
             layer.quantize_old()
         return y
 
-    def _native(self, runner: Runner, x: Tensor, call: Call) -> Tensor | str:
+    def _attend_twice(self, x: Tensor, read: Read, kept: Kept, across: CrossAttention) -> Tensor | str:
+        """With cross-attention, whose keys and values are computed once for all calls with a cache."""
+        batch, tokens, _ = x.shape
+        held = across.held(read.cache, batch, x.dtype)
+        if isinstance(held, str):
+            return held
+        length = read.states.shape[1] if held is None else held[0].shape[2]  # type: ignore[union-attr]
+        call = Call(mask=read.states_mask, length=length)
+        if call.mask is not None:
+            if call.mask.shape[2] == 1 != tokens:
+                call.mask = call.mask.expand(-1, -1, tokens, -1)
+            if reason := mask_refusal(call.mask, batch, across.heads.query, tokens, length):
+                return reason
+        second = self.part(self.end, len(self.steps.steps))
+        kept.update(_buffers(self.recipe.cross.kept, batch * tokens))  # type: ignore[union-attr]
+        y = self._attend(x, read.call, read.cache, kept)
+        if isinstance(y, str):
+            return y
+        call.keys, call.values = across.computed(read.cache, read.states) if held is None else held  # type: ignore[arg-type]
+        return self._finished(second, x, call, kept)
+
+    def _native(self, part: Part, x: Tensor, call: Call, kept: Kept) -> Tensor | str:
         """The output, or the reason why native code cannot take the call."""
+        call.kept = {b: kept[b] for b in part.kept if b in kept}
         try:
-            y = runner.run(x, call)
+            y = part.runner.run(x, call)
         except ArgumentError as error:
             self.expired = True  # if a parameter changed, the next call binds again
             return str(error)
         return "native code refused the call" if y is None else y
 
-    def _finished(self, runner: Runner, steps: Steps, x: Tensor, call: Call) -> Tensor:
+    def _finished(self, part: Part, x: Tensor, call: Call, kept: Kept) -> Tensor:
         """The output. The cache has been changed, so the block's own forward cannot run any more: calls that native
         code cannot take are computed by the reference."""
-        y = self._native(runner, x, call)
+        y = self._native(part, x, call, kept)
         if isinstance(y, str):
             fallback.count(f"fused block: {y}")
-            y = run_reference(steps, x, call)
+            y = run_reference(part.steps, x, call)
         return y
 
     def _limit(self, call: Call, tokens: int) -> None:
@@ -123,23 +166,25 @@ class Bound:
             if call.length - used >= 64 and not bool(call.mask[..., used:].any()):
                 call.length, call.mask = used, call.mask[..., :used]
 
-    def _in_two_parts(self, x: Tensor, call: Call, cache: Any, shape: Any) -> Tensor | str:
-        if self.halves is None:
-            parts = self.recipe.parts(self.steps)
-            self.halves = self._compiled(parts[0]), self._compiled(parts[1]), parts[1]
-        first, second, steps = self.halves
-        rows = x.shape[0] * x.shape[1]
-        call.kept = {b: _empty((rows, width), torch.float32) for b, width in self.recipe.kept}
+    def _in_two_parts(self, x: Tensor, call: Call, cache: Any, shape: Any, kept: Kept) -> Tensor | str:
+        recipe = self.recipe
+        first, second = self.part(0, recipe.cut), self.part(recipe.cut, self.end)
+        kept.update(_buffers(recipe.kept, x.shape[0] * x.shape[1]))
         call.keys, call.values = _empty(shape, x.dtype), _empty(shape, x.dtype)
-        if isinstance(reason := self._native(first, x, call), str):
+        if isinstance(reason := self._native(first, x, call, kept), str):
             return reason
-        keys, values = cache.update(call.keys, call.values, self.recipe.layer)
+        keys, values = cache.update(call.keys, call.values, recipe.layer)
         call.keys, call.values = (t if t.stride(-1) == 1 else t.contiguous() for t in (keys, values))
         call.length = keys.shape[2]
         self._limit(call, shape[2])
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            return run_reference(steps, x, call)
-        return self._finished(second, steps, x, call)
+            call.kept = {b: kept[b] for b in second.kept if b in kept}
+            return run_reference(second.steps, x, call)
+        return self._finished(second, x, call, kept)
+
+
+def _buffers(kept: tuple[tuple[int, int], ...], rows: int) -> Kept:
+    return {b: _empty((rows, width), torch.float32) for b, width in kept}
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

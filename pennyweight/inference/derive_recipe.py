@@ -3,6 +3,8 @@ steps."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ from torch import Tensor, nn
 
 from .examples import Observed, signature
 from .random_values import Random, zeros
-from .recipe import Arguments, Recipe, attributes, module_classes
-from .recognize_block import Found, recognize
+from .recipe import Arguments, CrossPart, Recipe, attributes, module_classes
+from .recognize_block import Found, leaves_of, recognize
 from .trace_block import Graph, Refusal, Value, record, replay, tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,25 +65,43 @@ def derive(name: str, block: nn.Module, observed: Observed) -> Recipe:
         given = {hidden: given[hidden]}
 
     plain, _ = _record(block, {**given, mask: None} if mask else given, cache)
+    across = _states_mask_name(given, names)
     has_sdpa = any(op.name == "scaled_dot_product_attention" for op in plain.ops)
     found = recognize(plain, hidden, _output(plain)[0], bool(cache), first)
     causal, plain_mask = found.causal, found.mask
     if mask:
         allowed = random.uniform((batch, 1, tokens, tokens)) < 0.7
         allowed |= torch.eye(tokens, dtype=torch.bool, device="cpu")
-        value = allowed if has_sdpa else zeros(allowed.shape).masked_fill(~allowed, -1e4).to(x.dtype)
-        given[mask] = value
+        given[mask] = allowed if has_sdpa else zeros(allowed.shape).masked_fill(~allowed, -1e4).to(x.dtype)
+    if found.cross is not None and across:
+        allowed = random.uniform((batch, 1, tokens, given[found.cross.states].shape[1])) < 0.7
+        allowed[..., 0] = True
+        given[across] = allowed if has_sdpa else zeros(allowed.shape).masked_fill(~allowed, -1e4).to(x.dtype)
     graph, probe = _record(block, given, cache)
     output, kind = _output(graph)
     found = recognize(graph, hidden, output, bool(cache), first)
     mask, bias = _used_masks(found, mask)
     causal = causal or (bias != "" and _is_causal(plain_mask, bias))
-    layer = _layer(probe) if probe is not None else 0
+    probes = [] if probe is None else _probes(probe)
+    layer = _layer(probes[0]) if probes and found.cached else 0
     arguments = _arguments(given, names, hidden, (mask, bias), cache, found, output, first)
+    cross = None
+    if found.cross is not None:
+        if probes and len(probes) < 2:
+            raise Refusal("it has cross-attention, but its cache is not an EncoderDecoderCache")
+        if found.cross.mask is not None and found.cross.mask.name != across:
+            raise Refusal("the mask of cross-attention is computed in the block")
+        arguments = replace(
+            arguments, states=found.cross.states, states_selects=found.cross.selects,
+            states_mask="" if found.cross.mask is None else across,
+        )  # fmt: skip
+        c = found.cross
+        cross = CrossPart(c.cut, c.kept, c.keys, c.values, c.heads, _layer(probes[1]) if probes else 0)
     return Recipe(
         name, found.steps, found.widths, arguments, found.heads, causal, found.cached, found.cut, found.kept, layer,
         _attention(block), kind, x.dtype, module_classes(block),
         tuple((name, tuple(p.shape)) for name, p in block.named_parameters()), tuple(attributes(block)),
+        cross,
     )  # fmt: skip
 
 
@@ -95,8 +115,32 @@ def _mask_name(given: dict[str, Any], names: tuple[str, ...]) -> str:
     return ""
 
 
-def _record(block: nn.Module, given: dict[str, Any], cache: str) -> tuple[Graph, CacheProbe | None]:
-    probe = CacheProbe() if cache else None
+def _states_mask_name(given: dict[str, Any], names: tuple[str, ...]) -> str:
+    """The mask of cross-attention."""
+    return next((n for n in (*given, *names) if "mask" in n and n.startswith(("encoder", "cross"))), "")
+
+
+def is_pair(cache: Any) -> bool:
+    """Whether it is transformers' pair of caches, of attention and of cross-attention."""
+    library = sys.modules.get("transformers.cache_utils")
+    return library is not None and type(cache) is library.EncoderDecoderCache
+
+
+def _probe(cache: Any) -> Any:
+    if not is_pair(cache):
+        return CacheProbe()
+    library = sys.modules["transformers.cache_utils"]
+    made = library.EncoderDecoderCache(library.DynamicCache(), library.DynamicCache())
+    made.self_attention_cache, made.cross_attention_cache = CacheProbe(), CacheProbe()
+    return made
+
+
+def _probes(probe: Any) -> list[CacheProbe]:
+    return [probe.self_attention_cache, probe.cross_attention_cache] if is_pair(probe) else [probe]
+
+
+def _record(block: nn.Module, given: dict[str, Any], cache: str) -> tuple[Graph, Any]:
+    probe = _probe(given[cache]) if cache else None
     arguments = {**given, cache: probe} if cache else given
     try:
         return record(block, arguments), probe
@@ -124,7 +168,7 @@ def _used_masks(found: Found, mask: str) -> tuple[str, str]:
         return "", ""
     if value.argument and value.name == mask:
         return mask, ""
-    leaves = _leaves(value)
+    leaves = leaves_of(value)
     biases = {v.name for v in leaves if v.name != mask and v.tensor.ndim == 4 and v.tensor.is_floating_point()}
     if len(biases) == 1 and {v.name for v in leaves} == biases | {mask}:
         return mask, biases.pop()
@@ -135,7 +179,7 @@ def _is_causal(value: Value | None, bias: str) -> bool:
     """Whether a mask that is computed from the bias alone excludes later tokens."""
     if value is None:
         return False
-    (leaf,) = [v for v in _leaves(value) if v.name == bias]
+    (leaf,) = [v for v in leaves_of(value) if v.name == bias]
     scores = replay(value, {leaf: zeros(leaf.shape)})
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1)
     return bool(later.any()) and bool((scores[..., later] < -6e4).all())
@@ -164,10 +208,11 @@ def _arguments(
         rotary, _, place = found.cos_sin[0].rpartition(".")
         if found.cos_sin != (f"{rotary}.0", f"{rotary}.1") or place != "0":
             raise Refusal("cos and sin are not passed as one pair")
-    roles = {hidden, rotary, cache, *masks}
+    across = () if found.cross is None else (found.cross.states, found.cross.mask.name if found.cross.mask else "")
+    roles = {hidden, rotary, cache, *masks, *across}
     if names == TORCH_LAYER:
         return Arguments(names, hidden, names[1], True, names[2], unused=frozenset(names[3:]), batch_first=first)
-    used = {leaf.name.partition(".")[0] for leaf in _leaves(output)}
+    used = {leaf.name.partition(".")[0] for leaf in leaves_of(output)}
     unused, constants = set(UNUSED), {}
     for name, value in given.items():
         if name in roles or name in unused:
@@ -181,20 +226,9 @@ def _arguments(
         elif any(True for _ in tensors(value)):
             raise Refusal(f"its argument {name} has no role in a fused block")
     mask, bias = masks
-    return Arguments(names, hidden, mask, found.selects, "", rotary, cache, bias, frozenset(unused), constants)
-
-
-def _leaves(output: Value) -> set[Value]:
-    """Arguments from which the output is computed."""
-    seen, found, todo = set(), set(), [output]
-    while todo:
-        value = todo.pop()
-        if value.argument:
-            found.add(value)
-        if value.op is not None and value.op not in seen:
-            seen.add(value.op)
-            todo.extend(value.op.inputs)
-    return found
+    return Arguments(
+        names, hidden, mask, found.selects, "", rotary, cache, bias, unused=frozenset(unused), constants=constants
+    )
 
 
 def _attention(block: nn.Module) -> tuple[str, str]:
@@ -206,4 +240,4 @@ def _attention(block: nn.Module) -> tuple[str, str]:
     return "", ""
 
 
-__all__ = ["derive", "is_cache"]
+__all__ = ["derive", "is_cache", "is_pair"]

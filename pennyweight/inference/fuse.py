@@ -100,8 +100,7 @@ def changed(block: nn.Module, recipe: Recipe) -> str:
     for name, shape in recipe.shapes:
         path, _, own = name.rpartition(".")
         held = block.get_submodule(path)._parameters.get(own)
-        quantized = any(name == product[0] for product in recipe.products())
-        if held is None or tuple(held.shape) != shape or quantized != is_quantized(held):
+        if held is None or tuple(held.shape) != shape or (name in recipe.quantized()) != is_quantized(held):
             return f"{name} was replaced"
     if sum(1 for _ in block.named_parameters()) != len(recipe.shapes):
         return "a parameter was added"

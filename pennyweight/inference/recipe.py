@@ -31,6 +31,9 @@ class Arguments:
     rotary     name of the pair (cos, sin); "" if there is none
     cache      name of the cache; "" if there is none
     bias       name of a float tensor that is added to the scores with the mask (T5's position_bias); "" if none
+    states     name of the tensor [batch, n, channels] of which cross-attention computes keys and values; "" if none
+    states_mask     name of the mask of cross-attention; "" if none
+    states_selects  whether a bool mask of cross-attention selects the keys that are allowed
     unused     arguments that change nothing
     constants  other arguments with the values for which the block was recognized
     batch_first  whether the input is [batch, tokens, width], else [tokens, batch, width]
@@ -44,9 +47,31 @@ class Arguments:
     rotary: str = ""
     cache: str = ""
     bias: str = ""
+    states: str = ""
+    states_mask: str = ""
+    states_selects: bool = True
     unused: frozenset[str] = frozenset()
     constants: dict[str, Any] = field(default_factory=dict)
     batch_first: bool = True
+
+
+@dataclass(frozen=True)
+class CrossPart:
+    """Cross-attention of a block.
+
+    cut           number of steps before its AttentionStep
+    kept          (buffer, width) of the buffers that are used before and after the cut
+    keys, values  paths of the linear layers of keys and values
+    heads         sizes
+    layer         index of the block in the cache
+    """
+
+    cut: int
+    kept: tuple[tuple[int, int], ...]
+    keys: str
+    values: str
+    heads: Heads
+    layer: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +93,8 @@ class Recipe:
     dtype      of the input and the output
     modules    paths and classes of all modules in the block
     shapes     names and shapes of its parameters
-    attributes  (path, name, value) of numbers, strings and functions in its modules (watch_block.py)
+    attributes  (path, name, value) of numbers, strings and functions in its modules
+    cross      its cross-attention, if it has one
     """
 
     name: str
@@ -87,9 +113,15 @@ class Recipe:
     modules: tuple[tuple[str, str], ...]
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     attributes: tuple[tuple[str, str, Any], ...]
+    cross: CrossPart | None = None
 
     def products(self) -> list[Product]:
         return [p for step in self.steps if isinstance(step, LinearStep) for p in step.layers]  # type: ignore[misc]
+
+    def quantized(self) -> set[str]:
+        """Names of the quantized weights."""
+        across = () if self.cross is None else (self.cross.keys, self.cross.values)
+        return {product[0] for product in self.products()} | {f"{path}.weight" for path in across}
 
     def parameters(self) -> list[str]:
         """Names of all parameters that the steps read."""
@@ -128,15 +160,13 @@ class Recipe:
                 steps.append(step)
         return Steps(tuple(steps), self.widths, self.dtype)
 
-    def parts(self, steps: Steps) -> tuple[Steps, Steps]:
-        """The steps before and after the keys and values are complete."""
-        return _part(steps, steps.steps[: self.cut]), _part(steps, steps.steps[self.cut :])
-
-
-def _part(whole: Steps, steps: tuple[Any, ...]) -> Steps:
-    """Some of the steps; buffers that they do not use take no memory."""
-    used = {0, 1}.union(*(set(reads) | set(writes) for reads, writes in map(indices, steps)))
-    return replace(whole, steps=steps, widths=tuple(n if i in used else 1 for i, n in enumerate(whole.widths)))
+    def part(self, steps: Steps, begin: int, end: int) -> tuple[Steps, tuple[int, ...]]:
+        """Some of the steps, and those buffers in them that other parts use, too."""
+        some = steps.steps[begin:end]
+        used = {0, 1}.union(*(set(reads) | set(writes) for reads, writes in map(indices, some)))
+        shared = {b for b, _ in (*self.kept, *(() if self.cross is None else self.cross.kept))}
+        widths = tuple(n if i in used else 1 for i, n in enumerate(steps.widths))  # others take no memory
+        return replace(steps, steps=some, widths=widths, partial=end < len(steps.steps)), tuple(sorted(shared & used))
 
 
 def attributes(block: nn.Module) -> Iterator[tuple[str, str, Any]]:

@@ -8,7 +8,7 @@ how the code is written. The caller verifies the steps with a run of the block.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,28 @@ class Acting:
 
 
 @dataclass(frozen=True)
+class Cross:
+    """Cross-attention: keys and values are computed from an argument, for all calls with the same argument once.
+
+    cut            index of its AttentionStep
+    kept           (buffer, width) of the buffers that steps before and after the cut use
+    states         name of the argument
+    keys, values   paths of the linear layers that compute them, [batch, tokens, shared * size]
+    mask           the value that is added to the scores, or that selects keys
+    selects        whether a bool mask selects keys
+    """
+
+    cut: int
+    kept: tuple[tuple[int, int], ...]
+    states: str
+    keys: str
+    values: str
+    heads: Heads
+    mask: Value | None
+    selects: bool
+
+
+@dataclass(frozen=True)
 class Found:
     """The result: steps as in :class:`Recipe`, and the names of arguments."""
 
@@ -77,6 +99,7 @@ class Found:
     causal: bool
     mask: Value | None
     selects: bool  # whether a bool mask selects keys
+    cross: Cross | None
 
 
 def recognize(graph: Graph, hidden: str, output: Value, cached: bool, batch_first: bool = True) -> Found:
@@ -95,7 +118,9 @@ class _Recognizer:
         self.swapped: dict[Value, bool] = {x: not batch_first}  # whether rows are in the order (token, batch)
         self.origins: dict[Value, tuple[Value, bool]] = {}
         self.norms: dict[Op, NormForm | None] = {}
-        self.attention = self._find_attention()
+        self.attention, self.cross = self._find_attention()
+        self.outs = {a.out for a in (self.attention, self.cross) if a is not None}
+        self.crossed: Cross | None = None
         self.cos_sin = ("", "")
         self.heads = Heads(0, 0, 0)
         self.cut = 0
@@ -107,17 +132,24 @@ class _Recognizer:
     def found(self, output: Value) -> Found:
         value = self.rows(output)
         self.emit(value, into=1)
-        attention = self.attention
-        if attention is not None and attention.out not in self.held:
+        attention, cross = self.attention, self.crossed
+        if any(out not in self.held for out in self.outs):
             raise Refusal("its output does not depend on its attention")
-        written = {b for s in self.steps[: self.cut] for b in _written(s)}
-        later = {b for s in self.steps[self.cut :] for b in _read(s)}
-        kept = tuple((b, self.widths[b]) for b in sorted(written & later))
+        if cross is not None:
+            if self.cut >= cross.cut:
+                raise Refusal("cross-attention comes before attention")
+            cross = replace(cross, kept=self._kept(cross.cut))
         return Found(
-            tuple(self.steps), tuple(self.widths), self.heads, self.cut, kept, self.cached, self.cos_sin,
-            attention is not None and attention.causal, None if attention is None else attention.mask,
-            attention is not None and not attention.transposed,
+            tuple(self.steps), tuple(self.widths), self.heads, self.cut, self._kept(self.cut), self.cached,
+            self.cos_sin, attention is not None and attention.causal, None if attention is None else attention.mask,
+            attention is not None and not attention.transposed, cross,
         )  # fmt: skip
+
+    def _kept(self, cut: int) -> tuple[tuple[int, int], ...]:
+        """Buffers that are written before the cut and read after it."""
+        written = {b for s in self.steps[:cut] for b in _written(s)}
+        later = {b for s in self.steps[cut:] for b in _read(s)}
+        return tuple((b, self.widths[b]) for b in sorted(written & later) if b > 1)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -136,7 +168,7 @@ class _Recognizer:
             moved = replay(value, {source: probe})
             if moved.numel() != probe.numel():
                 continue
-            if self.attention is not None and source is self.attention.out:  # merged heads are rows
+            if source in self.outs:  # merged heads are rows
                 probe = probe.transpose(1, 2).flatten(2)
             if torch.equal(moved.flatten(), probe.flatten()):
                 return source, False
@@ -158,8 +190,8 @@ class _Recognizer:
         """Whether the rows of a value are in the order (token, batch)."""
         if source not in self.swapped:
             self.swapped[source] = False
-            op, attention = source.op, self.attention
-            if op is not None and op.inputs and (attention is None or source is not attention.out):
+            op = source.op
+            if op is not None and op.inputs and source not in self.outs:
                 origin, exchanged = self.origin(op.inputs[0])
                 if source.shape.numel() % (self.batch * self.tokens) == 0:
                     self.swapped[source] = self.order(origin) != exchanged
@@ -181,6 +213,8 @@ class _Recognizer:
         out = into
         if self.attention is not None and value is self.attention.out:
             out = self._attend(self.attention)
+        elif self.cross is not None and value is self.cross.out:
+            out = self._attend_across(self.cross)
         elif op.name in ADDS and len(op.inputs) == 2:
             out = self._sum(value, into)
         elif op.product is not None:
@@ -329,11 +363,14 @@ class _Recognizer:
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
-    def _find_attention(self) -> Attention | None:
+    def _find_attention(self) -> tuple[Attention | None, Attention | None]:
+        """(attention, cross-attention): keys of the latter do not depend on the hidden states."""
         found = list(_fused_attention(self.graph)) + list(_written_attention(self.graph))
-        if len(found) > 1:
-            raise Refusal("it has more than one attention")
-        return found[0] if found else None
+        cross = [a for a in found if self.x not in leaves_of(a.k)]
+        own = [a for a in found if a not in cross]
+        if len(own) > 1 or len(cross) > 1:
+            raise Refusal("it has more than one attention of a kind")
+        return (own[0] if own else None), (cross[0] if cross else None)
 
     def _attend(self, found: Attention) -> int:
         count, size = found.q.shape[1], found.q.shape[3]
@@ -366,11 +403,37 @@ class _Recognizer:
             self.steps.append(AttentionStep(at[0], result, heads, scale, at[1], at[2], found.softcap))
         return result
 
-    def _heads_of(self, value: Value, count: int, size: int, transposed: bool = False) -> HeadsOf:
+    def _attend_across(self, found: Attention) -> int:
+        count, size = found.q.shape[1], found.q.shape[3]
+        length = found.v.shape[2]
+        states = [v for v in leaves_of(found.k) | leaves_of(found.v) if v.tensor.is_floating_point()]
+        if found.v.shape[-1] != size or found.q.shape[:3:2] != (self.batch, self.tokens) or len(states) != 1:
+            raise Refusal("keys and values of cross-attention are not computed from one argument")
+        q = self._heads_of(found.q, count, size)
+        k = self._heads_of(found.k, found.k.shape[1], size, found.transposed, length)
+        v = self._heads_of(found.v, found.v.shape[1], size, False, length)
+        plain = all(h.norm is None and h.rotary is None for h in (q, k, v)) and v.factor == 1 and k.count == v.count
+        whole = all(h.start == 0 and _height(h.product) == h.count * size and h.product.path for h in (k, v))
+        if not (plain and whole) or found.causal or any(h.product.inputs != states for h in (k, v)):
+            raise Refusal("keys and values of cross-attention are not the outputs of linear layers")
+        (buffer,) = self._product([q.product])
+        heads, result = Heads(count, k.count, size), self.buffer(count * size)
+        self.crossed = Cross(
+            len(self.steps), (), states[0].name, k.product.path, v.product.path, heads, found.mask,
+            not found.transposed,
+        )  # fmt: skip
+        scale = found.scale * q.factor * k.factor
+        self.steps.append(AttentionStep(Columns(buffer, q.start), result, heads, scale, softcap=found.softcap))
+        return result
+
+    def _heads_of(
+        self, value: Value, count: int, size: int, transposed: bool = False, tokens: int | None = None
+    ) -> HeadsOf:
         """How heads [batch, heads, tokens, channels] are computed from a product.
 
         The recorded operations between them are computed with random values and compared with each possibility.
         """
+        tokens = self.tokens if tokens is None else tokens
         ops = list(_between(value))
         products = [op for op in ops if op.product is not None]
         if len(products) != 1:
@@ -393,11 +456,11 @@ class _Recognizer:
         result = replay(value, given)
         result = result.transpose(-1, -2) if transposed else result
         if self.order(made):
-            rows = probe.reshape(self.tokens, self.batch, -1).transpose(0, 1)
+            rows = probe.reshape(tokens, self.batch, -1).transpose(0, 1)
         else:
-            rows = probe.reshape(self.batch, self.tokens, -1)
+            rows = probe.reshape(self.batch, tokens, -1)
         norm = None if form is None else self._real_norm(norms[0], form)
-        if result.shape != (self.batch, count, self.tokens, size):
+        if result.shape != (self.batch, count, tokens, size):
             raise Refusal(f"attention has operands of shape {list(result.shape)}")
         for held in [n for n in range(count, 0, -1) if count % n == 0 and n * size <= rows.shape[-1]]:
             for start in range(0, rows.shape[-1] - held * size + 1, size):
@@ -486,6 +549,19 @@ def _between(value: Value) -> Iterator[Op]:
             todo.extend(op.inputs)
 
 
+def leaves_of(value: Value) -> set[Value]:
+    """Arguments from which a value is computed."""
+    seen, found, todo = set(), set(), [value]
+    while todo:
+        v = todo.pop()
+        if v.argument:
+            found.add(v)
+        if v.op is not None and v.op not in seen:
+            seen.add(v.op)
+            todo.extend(v.op.inputs)
+    return found
+
+
 def _depends(value: Value, source: Value) -> bool:
     """Whether a value is computed from another without a product between them."""
     return value is source or any(source in op.inputs for op in _between(value) if op.product is None)
@@ -560,4 +636,4 @@ def _number(item: Any) -> bool:
     return isinstance(item, (int, float)) and not isinstance(item, bool) and item > 0
 
 
-__all__ = ["Found", "Product", "recognize"]
+__all__ = ["Found", "Product", "leaves_of", "recognize"]

@@ -24,6 +24,7 @@ from .trace_block import Refusal
 # 5e-4, and 3e-2 if inputs are quantized: a rounding difference moves some codes by one.
 FLOAT32, BFLOAT16, FLOAT16, QUANTIZED_INPUTS = 1e-4, 2e-2, 4e-3, 5e-2
 SHAPES = ((2, 5), (1, 1), (3, 4))
+STATES = 7  # tokens of cross-attention
 
 
 def tolerance(recipe: Recipe, block: nn.Module) -> float:
@@ -84,18 +85,21 @@ def _cases(recipe: Recipe, observed: Observed) -> Iterator[tuple[str, list[dict[
             kwargs = _arguments(recipe, observed, batch, tokens, 0, mask, random)
             yield f"batch {batch}, {tokens} tokens, {mask}", [kwargs]
     if a.cache:
-        for make in _caches():
+        for make in _caches(bool(a.states)):
             for mask in masks[1:]:
                 caches = make(), make()
-                calls = []
+                calls: list[dict[str, Any]] = []
                 for past, tokens in ((0, 4), (4, 1), (5, 3)):
                     length = _length(caches[0], past + tokens)
                     kwargs = _arguments(recipe, observed, 2, tokens, length - tokens, mask, random)
+                    if a.states and calls:
+                        kwargs[a.states] = calls[0][a.states]
                     calls.append({**kwargs, a.cache: caches})
                 yield f"{type(caches[0]).__name__}, {mask}", calls
 
 
-def _caches() -> list[Any]:
+def _caches(pairs: bool) -> list[Any]:
+    """Functions that make caches; pairs: of attention and of cross-attention."""
     library = sys.modules.get("transformers.cache_utils")
     if library is None:
         return []
@@ -109,10 +113,15 @@ def _caches() -> list[Any]:
     def other() -> Any:
         return library.Cache(layer_class_to_replicate=Other)
 
-    return [library.DynamicCache, static, other]
+    def paired(make: Any) -> Any:
+        return lambda: library.EncoderDecoderCache(make(), library.DynamicCache())
+
+    made = [library.DynamicCache, static, other]
+    return [paired(make) for make in made] if pairs else made
 
 
 def _length(cache: Any, tokens: int) -> int:
+    cache = getattr(cache, "self_attention_cache", cache)
     return int(getattr(cache.layer_class_to_replicate(), "max_cache_len", tokens))
 
 
@@ -137,6 +146,15 @@ def _arguments(
         kwargs[a.mask] = _mask(mask, batch, tokens, past, recipe.dtype, random)
     if a.bias:
         kwargs[a.bias] = random.normal((1, recipe.heads.query, tokens, past + tokens)).to(recipe.dtype)
+    if a.states:
+        states = observed.arguments[a.states]
+        kwargs[a.states] = random.normal((batch, STATES, states.shape[-1])).to(recipe.dtype)
+    if a.states_mask:
+        allowed = random.uniform((batch, 1, tokens, STATES)) < 0.6
+        allowed[..., 0] = True
+        least = torch.finfo(recipe.dtype).min
+        floats = zeros(allowed.shape, recipe.dtype).masked_fill(~allowed, least)
+        kwargs[a.states_mask] = {"no mask": None, "a bool mask": allowed}.get(mask, floats)
     if a.cache:
         kwargs[a.cache] = None
     if a.rotary:

@@ -23,7 +23,7 @@ class Watch:
     def __init__(self, block: nn.Module, recipe: Recipe) -> None:
         watched: list[tuple[dict[str, Any], str, Any]] = []
         hooks: list[Any] = []
-        quantized = {product[0] for product in recipe.products()}
+        quantized = recipe.quantized()
         for path, module in block.named_modules():
             parameters: Any = module._parameters
             for name, p in parameters.items():

@@ -153,11 +153,13 @@ Step = LinearStep | NormStep | RotaryStep | AttentionStep
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """The steps of a block. widths: of each buffer. dtype: of the input and the output."""
+    """The steps of a block. widths: of each buffer. dtype: of the input and the output. partial: other steps follow,
+    so that these need not write the output."""
 
     steps: tuple[Step, ...]
     widths: tuple[int, ...]
     dtype: torch.dtype
+    partial: bool = False
 
 
 @dataclass(eq=False)

@@ -150,7 +150,7 @@ def check_steps(steps: Steps) -> None:
             _check_norm(step.norm, widths[step.x], what)
         else:
             _check_heads(step, widths, what)
-    if 1 not in written and not isinstance(steps.steps[-1], RotaryStep):  # the first of two parts ends with one
+    if 1 not in written and not steps.partial:
         raise ArgumentError("no step of the block writes the output (buffer 1)")
 
 

@@ -48,6 +48,11 @@ WHISPER = {
     "max_target_positions": 40, "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
     "decoder_start_token_id": 3, "suppress_tokens": None, "begin_suppress_tokens": None,
 }  # fmt: skip
+BART = {
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "vocab_size": 101,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 3, "forced_eos_token_id": None,
+}  # fmt: skip
 HEADS = {"head_dim": 16}
 GEMMA2 = {**DECODER, **HEADS, "sliding_window": 8, "query_pre_attn_scalar": 24}
 
@@ -66,7 +71,8 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "phi3": (_transformers("Phi3ForCausalLM", "Phi3Config", **DECODER), 2),
     "vit": (_transformers("ViTModel", "ViTConfig", **SIZES, **IMAGE), 2),
     "clip": (_transformers("CLIPModel", "CLIPConfig", text_config=TEXT, vision_config={**SIZES, **IMAGE}), 4),
-    "whisper": (_transformers("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), 2),
+    "whisper": (_transformers("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), 4),
+    "bart": (_transformers("BartForConditionalGeneration", "BartConfig", **BART), 4),
     # up to transformers 5.10 the self-attention layers of T5 make their own mask
     "t5": (_transformers("T5ForConditionalGeneration", "T5Config", **T5), 6 if NEWEST else 4),
     "encoder": (_encoder(batch_first=True), 2),
@@ -74,7 +80,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "encoder tokens first": (_encoder(), 2),
 }
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma", "gemma2", "gemma3", "phi", "phi3"]
-GENERATING = [*DECODERS, "whisper", "t5"]
+GENERATING = [*DECODERS, "whisper", "bart", "t5"]
 SCHEMES: dict[str, Any] = {
     "int8": pw.Int8WeightOnlyConfig(),
     "int4": pw.Int4WeightOnlyConfig(group_size=32),
@@ -114,7 +120,7 @@ def inputs(family: str, dtype: torch.dtype = torch.float32, *, batch: int = 3, t
         return {**text, "pixel_values": normal(batch, 3, 16, 16)}
     if family == "whisper":
         return {"input_features": normal(batch, 8, 40), "decoder_input_ids": ids}
-    if family == "t5":
+    if family in ("t5", "bart"):
         return {**text, "decoder_input_ids": ids}
     if family.startswith("encoder"):
         first = "tokens first" not in family

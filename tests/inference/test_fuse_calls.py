@@ -14,7 +14,7 @@ from pennyweight.core.errors import ArgumentError
 from tests.inference.fuse_models import blocks_of, inputs, model_of
 
 transformers = pytest.importorskip("transformers")
-from transformers.cache_utils import DynamicCache, StaticCache  # noqa: E402
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache  # noqa: E402
 
 from pennyweight.integrations.kv_cache import QuantizedCache  # noqa: E402
 
@@ -469,6 +469,83 @@ def test_masks_of_an_encoder_layer(kind: str) -> None:
         same(lambda m: m.layers[0](x, **ENCODER_MASKS[kind]), "encoder")
 
 
+# -- cross-attention ---------------------------------------------------------------------------------------------------
+
+STATES = torch.randn(2, 7, 64, generator=GENERATOR)
+SEEN = torch.rand(2, 1, TOKENS, 7, generator=GENERATOR) < 0.7
+SEEN[..., 0] = True
+ACROSS: dict[str, dict[str, Any]] = {
+    "states": {"encoder_hidden_states": STATES},
+    "a mask": {"encoder_hidden_states": STATES, "encoder_attention_mask": SEEN},
+    "a mask for all tokens": {"encoder_hidden_states": STATES, "encoder_attention_mask": SEEN[:, :, :1]},
+    "a float mask": {"encoder_hidden_states": STATES, "encoder_attention_mask": torch.randn(2, 4, TOKENS, 7)},
+    "a mask of another shape": {"encoder_hidden_states": STATES, "encoder_attention_mask": SEEN[..., :3]},
+    "no states": {},
+    "another batch": {"encoder_hidden_states": STATES[:1]},
+    "too narrow": {"encoder_hidden_states": STATES[..., :63]},
+    "float64": {"encoder_hidden_states": STATES.double()},
+    "empty": {"encoder_hidden_states": STATES[:, :0]},
+    "strided": {"encoder_hidden_states": STATES.repeat_interleave(2, -1)[..., ::2]},
+}
+
+
+@pytest.mark.parametrize("kind", ACROSS)
+@pytest.mark.parametrize("family", ["whisper", "bart"])
+def test_states_of_an_encoder(family: str, kind: str) -> None:
+    def call(m: Any) -> Any:
+        layer = m.model.decoder.layers[1]
+        past = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        with torch.no_grad():
+            found = [layer(X, **ACROSS[kind])]
+            for _ in range(2):
+                found.append(layer(X, past_key_values=past, **ACROSS[kind]))
+        held = [getattr(c.layers[1], "keys", None) for c in (past.self_attention_cache, past.cross_attention_cache)
+                if len(c.layers) > 1]  # fmt: skip
+        return [*found, *(t for t in held if t is not None)]
+
+    same(call, family)
+
+
+def test_gradients_of_states() -> None:
+    def call(m: Any) -> Any:
+        states = STATES.clone().requires_grad_()
+        frozen(m).model.decoder.layers[0](X, encoder_hidden_states=states).sum().backward()
+        return states.grad
+
+    assert "gradient" in same(call, "whisper")[0]
+
+
+def test_cross_attention_is_computed_once() -> None:
+    model = model_of("whisper")
+    pw.fuse_(model)
+    layer = model.model.decoder.layers[0].encoder_attn.k_proj
+    counts = []
+    own = type(layer).forward
+
+    class Counted(type(layer)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            counts.append(x.shape[1])
+            return own(self, x)
+
+    given = inputs("whisper")
+    with torch.no_grad():
+        layer.__class__ = Counted
+        model.generate(given["input_features"], max_new_tokens=8, do_sample=False)
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize("cache", ["other kind", "updated for another batch"])
+def test_caches_that_cross_attention_cannot_read(cache: str) -> None:
+    def call(m: Any) -> Any:
+        layer = m.model.decoder.layers[0]
+        past = DynamicCache() if cache == "other kind" else EncoderDecoderCache(DynamicCache(), DynamicCache())
+        with torch.no_grad():
+            y = layer(X, encoder_hidden_states=STATES, past_key_values=past)
+            return y, layer(X[:1], encoder_hidden_states=STATES[:1], past_key_values=past)
+
+    same(call, "bart")
+
+
 # -- the gate ----------------------------------------------------------------------------------------------------------
 
 
@@ -476,7 +553,7 @@ def test_masks_of_an_encoder_layer(kind: str) -> None:
 def test_native_code_does_not_read_a_parameter_that_changed(change: Callable[[Tensor], Tensor]) -> None:
     model = model_of("llama")
     pw.fuse_(model)
-    run = type(block(model)).bound.whole
+    run = type(block(model)).bound.whole.runner
     norm = block(model).input_layernorm.weight
     norm.data = change(norm.data)
     with torch.no_grad(), pytest.raises(ArgumentError, match="a parameter was resized"):
