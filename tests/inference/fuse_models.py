@@ -51,7 +51,8 @@ WHISPER = {
 BART = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "vocab_size": 101,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 3, "forced_eos_token_id": None,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 3,
+    "forced_eos_token_id": None,
 }  # fmt: skip
 HEADS = {"head_dim": 16}
 GEMMA2 = {**DECODER, **HEADS, "sliding_window": 8, "query_pre_attn_scalar": 24}
