@@ -1,6 +1,6 @@
 """The kernel table and its rows. Each file defines one family of kernels, the layout it reads, and when it applies."""
 
-from . import convolution, embedding, linear, ops, reference, repack, torch_int4, torch_int8
+from . import convolution, embedding, linear, ops, recurrent, reference, repack, torch_int4, torch_int8
 from .cpu import conv as cpu_conv
 from .cpu import convert as cpu_convert
 from .cpu import embedding as cpu_embedding
@@ -27,6 +27,7 @@ __all__ = [
     "kernels",
     "linear",
     "ops",
+    "recurrent",
     "reference",
     "register_kernel",
     "repack",

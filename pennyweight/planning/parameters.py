@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +53,24 @@ def kinds() -> dict[type | str, SiteKind]:
 
 
 def kind_of(module: nn.Module) -> SiteKind | None:
-    """The SiteKind of a module: that of its type or nearest registered base type, or that of transformers' experts."""
+    """The SiteKind of a module: that of its type or nearest registered base type, or that of recurrent networks, or of
+    transformers' experts."""
     for cls in type(module).__mro__:
         found = _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found is not None:
             return found
+    if isinstance(module, nn.RNNBase):
+        return _recurrent(tuple(module._flat_weights_names))
     if module.__dict__.keys() >= _EXPERT_ATTRIBUTES:
         return EXPERTS[bool(module.__dict__["is_transposed"])]
     return None
+
+
+@lru_cache(maxsize=256)
+def _recurrent(names: tuple[str, ...]) -> SiteKind:
+    """nn.LSTM, nn.GRU and nn.RNN: matrices of all layers and directions, which multiply the input (weight_ih_l0), the
+    state (weight_hh_l0), and with proj_size the output (weight_hr_l0). See kernels/recurrent.py."""
+    return SiteKind(tuple(name for name in names if name.startswith("weight_")), "linear")
 
 
 # Mixture-of-experts weights in transformers 5: one parameter per layer, [experts, out, in] or transposed.
@@ -73,6 +84,7 @@ EXPERTS = tuple(
 
 site(nn.Linear, SiteKind(("weight",), "linear"))
 site(nn.MultiheadAttention, SiteKind(("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), "linear"))
+site(nn.RNNCellBase, SiteKind(("weight_ih", "weight_hh"), "linear"))
 site("transformers.pytorch_utils.Conv1D", SiteKind(("weight",), "linear", transposed=True))
 site(nn.Embedding, SiteKind(("weight",), "embedding", default=False))
 for _conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -190,6 +202,8 @@ class Place(NamedTuple):
             self.module._parameters[self.param] = tensor  # type: ignore[assignment]
         else:
             setattr(self.module, self.param, tensor.data)
+        if isinstance(self.module, nn.RNNBase):  # its own list of parameters would keep the replaced one alive
+            self.module._update_flat_weights()
 
 
 def places(model: nn.Module) -> Iterator[list[Place]]:
@@ -254,6 +268,7 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
 
 
 def is_linear(module: nn.Module, fqn: str = "") -> bool:
-    """The default filter: modules whose weights multiply their input (Linear, Conv1D, attention's in_proj, experts)."""
+    """The default filter: modules whose weights multiply their input (Linear, Conv1D, attention's in_proj, recurrent
+    networks, experts)."""
     kind = kind_of(module)
     return kind is not None and kind.default

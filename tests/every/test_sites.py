@@ -28,11 +28,16 @@ def call(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)
 
 
+def first(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)[0]
+
+
 # kind -> (module, input, how it is called)
 EXAMPLES: dict[type | str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[[nn.Module, Tensor], Tensor]]]
 EXAMPLES = {
     nn.Linear: (lambda: nn.Linear(64, 48), lambda: torch.randn(2, 5, 64), call),
     nn.MultiheadAttention: (lambda: nn.MultiheadAttention(64, 4), lambda: torch.randn(5, 2, 64), attend),
+    nn.RNNCellBase: (lambda: nn.LSTMCell(64, 48), lambda: torch.randn(5, 64), first),
     "transformers.pytorch_utils.Conv1D": (hf_conv1d, lambda: torch.randn(2, 5, 64), call),
     nn.Embedding: (lambda: nn.Embedding(48, 64), lambda: torch.tensor([[1, 47], [3, 3]]), call),
     nn.Conv1d: (lambda: nn.Conv1d(16, 24, 4), lambda: torch.randn(2, 16, 9), call),

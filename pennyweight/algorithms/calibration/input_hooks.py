@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...kernels import recurrent
+
 See = Callable[[str, Tensor], None]  # (parameter name, inputs as float32 [groups, tokens, width])
 
 
@@ -144,4 +146,4 @@ def _inner(function: Any) -> Any:
     return again
 
 
-COMPOSITE = {F.multi_head_attention_forward: _inner(F.multi_head_attention_forward)}
+COMPOSITE = {F.multi_head_attention_forward: _inner(F.multi_head_attention_forward), **recurrent.PRODUCTS}
