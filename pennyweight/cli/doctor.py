@@ -134,7 +134,10 @@ def _extras() -> dict[str, str | None]:
 # Maximum distance of a kernel from the reference, as a ratio of norms: the error of its declared arithmetic with a
 # margin for its sums, and for outputs rounded to bfloat16 (2**-9 per element).
 _LIMITS = {"exact": 1e-6, "float32": 1e-4, "fixed22": 1e-4, "bfloat16": 2e-2}
-_SHAPES = {"linear": (1024, 1024), "embedding": (64, 128), "bmm": (2, 64, 128), "convolution": (16, 8, 3, 3)}
+_SHAPES = {
+    "linear": (1024, 1024), "embedding": (64, 128), "bmm": (2, 64, 128), "convolution": (16, 8, 3, 3),
+    "transposed_convolution": (64, 16, 4, 4),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,9 @@ def _distance(kernel: Kernel, reference: Kernel, weight: AffineQuantizedTensor) 
     elif kernel.op == "convolution":
         x = torch.randn(2, 8, 9, 9, generator=random).to(weight.device, weight.dtype)
         rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    elif kernel.op == "transposed_convolution":
+        x = torch.randn(2, 64, 5, 5, generator=random).to(weight.device, weight.dtype)
+        rest = (None, [2, 2], [1, 1], [1, 1], True, [0, 0], 1)
     else:
         x = torch.randn(*weight.shape[:-2], 5, weight.shape[-1], generator=random).to(weight.device, weight.dtype)
     with torch.no_grad():

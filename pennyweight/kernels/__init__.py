@@ -2,6 +2,7 @@
 
 from . import convolution, embedding, linear, ops, recurrent, reference, repack, torch_int4, torch_int8
 from .cpu import conv as cpu_conv
+from .cpu import conv_transposed as cpu_conv_transposed
 from .cpu import convert as cpu_convert
 from .cpu import embedding as cpu_embedding
 from .cpu import experts as cpu_experts
@@ -15,6 +16,7 @@ __all__ = [
     "Kernel",
     "convolution",
     "cpu_conv",
+    "cpu_conv_transposed",
     "cpu_convert",
     "cpu_embedding",
     "cpu_experts",

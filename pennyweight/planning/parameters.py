@@ -89,6 +89,8 @@ site("transformers.pytorch_utils.Conv1D", SiteKind(("weight",), "linear", transp
 site(nn.Embedding, SiteKind(("weight",), "embedding", default=False))
 for _conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     site(_conv, SiteKind(("weight",), "convolution", default=False))
+for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
+    site(_transposed, SiteKind(("weight",), "transposed_convolution", default=False))
 
 
 class Indivisible(ValueError):
@@ -100,7 +102,8 @@ class Site:
     """One parameter of one module, as configs receive it.
 
     name        parameter FQN; module: its module's FQN; param: its name in the module
-    shape       stored shape: contracted axis last (for convolutions [O, I/groups, *kernel])
+    shape       stored shape: contracted axis last; for convolutions [O, I/groups, *kernel], for transposed ones
+                [I, O/groups, *kernel]
     transposed  the last two axes of the parameter are swapped relative to ``shape``
     bare        no SiteKind covers it; the user states how it is used
     """
@@ -130,7 +133,8 @@ class Site:
             return granularity.block_size
         if isinstance(granularity, PerGroup):
             return self._groups(granularity.group_size, on_indivisible)
-        if isinstance(granularity, PerAxis) and granularity.axis not in (0, -rank):
+        axes = (0, -rank, 1, 1 - rank) if self.op == "transposed_convolution" else (0, -rank)
+        if isinstance(granularity, PerAxis) and granularity.axis not in axes:
             raise ValueError(
                 f"{self.name}: a weight does not support PerAxis({granularity.axis}); use PerAxis(0), output channels"
             )
@@ -141,18 +145,30 @@ class Site:
     @property
     def _channel(self) -> tuple[int, ...]:
         """The block of one output channel."""
-        return (-1,) * (len(self.shape) - 1) if self.op == "convolution" else (-1,)
+        taps = len(self.shape) - 2
+        if self.op == "transposed_convolution":
+            return (-1, 1, *(-1,) * taps)
+        return (-1,) * (taps + 1) if self.op == "convolution" else (-1,)
+
+    def _along_inputs(self, group: int) -> tuple[int, ...]:
+        """The block of ``group`` inputs of one output."""
+        return (group, 1, *(1,) * (len(self.shape) - 2)) if self.op == "transposed_convolution" else (group,)
+
+    @property
+    def inputs(self) -> int:
+        """Size of the contracted axis; of a convolution, the input channels of a group."""
+        return self.shape[{"convolution": 1, "transposed_convolution": 0}.get(self.op, -1)]
 
     def _groups(self, group: int, on_indivisible: str) -> tuple[int, ...]:
         if self.op == "convolution":  # whole kernels, for as many input channels as fit into a group
             channels = largest_divisor(self.shape[1], max(1, group // math.prod(self.shape[2:])))
             return (channels, *self._channel[1:])
-        k = self.shape[-1]
+        k = self.inputs
         if group >= k or k % group == 0 or on_indivisible == "pad":
-            return (group,)
+            return self._along_inputs(group)
         divisor = largest_divisor(k, group)
         if divisor >= LEAST_GROUP and on_indivisible == "largest_divisor":
-            return (divisor,)
+            return self._along_inputs(divisor)
         remedy = f"group_size={divisor}, or " if divisor >= LEAST_GROUP else ""
         raise Indivisible(
             f"{self.name}: group size {group} does not divide its {k} inputs; "
@@ -160,13 +176,15 @@ class Site:
         )
 
     def activation_block(self, granularity: Granularity) -> tuple[int, ...] | None:
-        """The block of this site's input: per token, or per sample for a convolution."""
+        """The block of this site's input: per token; of a convolution per sample, of a transposed one per position."""
         if isinstance(granularity, PerTensor):
             return None
         if isinstance(granularity, PerGroup):
             return (granularity.group_size,)
         if isinstance(granularity, PerBlock):
             return granularity.block_size
+        if self.op == "transposed_convolution":
+            return (-1, *(1,) * (len(self.shape) - 2))
         return self._channel
 
 
@@ -256,6 +274,8 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
         local_tensor(tensor), AffineQuantizedTensor
     ):
         return f"{type(tensor).__name__} is a tensor subclass of another library"
+    if op == "transposed_convolution" and getattr(place.module, "groups", 1) > 1:
+        return "a transposed convolution with groups of channels has no kernel"
     if getattr(place.module, "max_norm", None) is not None:
         return "max_norm writes to the table at each lookup"
     shape = tuple(tensor.shape)

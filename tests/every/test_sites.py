@@ -43,6 +43,9 @@ EXAMPLES = {
     nn.Conv1d: (lambda: nn.Conv1d(16, 24, 4), lambda: torch.randn(2, 16, 9), call),
     nn.Conv2d: (lambda: nn.Conv2d(16, 24, 3), lambda: torch.randn(2, 16, 9, 9), call),
     nn.Conv3d: (lambda: nn.Conv3d(8, 24, 3), lambda: torch.randn(2, 8, 5, 5, 5), call),
+    nn.ConvTranspose1d: (lambda: nn.ConvTranspose1d(32, 24, 4, 2), lambda: torch.randn(2, 32, 9), call),
+    nn.ConvTranspose2d: (lambda: nn.ConvTranspose2d(32, 24, 4, 2, 1), lambda: torch.randn(2, 32, 9, 9), call),
+    nn.ConvTranspose3d: (lambda: nn.ConvTranspose3d(32, 4, 3), lambda: torch.randn(2, 32, 5, 5, 5), call),
 }
 CONFIGS = [
     pw.Int8WeightOnlyConfig(),
