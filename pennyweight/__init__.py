@@ -13,11 +13,10 @@ from .core.formats import Format, get_format
 from .core.import_hooks import after_import
 from .core.spec import ActivationSpec, QuantSpec
 from .core.tensor import AffineQuantizedTensor
-from .kernels import explain
 
 if TYPE_CHECKING:
     from .algorithms import calibrate, improve, sample, search, sparsify_
-    from .inference import FrozenLinear, Recommendation, freeze_, fuse_, recommend, thaw_, together
+    from .inference import FrozenLinear, Recommendation, explain, freeze_, fuse_, recommend, thaw_, together
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, quantize_checkpoint, save, unflatten
     from .planning.configs import *  # noqa: F403
