@@ -17,6 +17,7 @@ from pennyweight.core.errors import ArgumentError
 from pennyweight.core.numerics import sqnr
 from pennyweight.core.tensor import AffineQuantizedTensor
 from pennyweight.kernels import recurrent, reference
+from pennyweight.kernels.cpu import library
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 INT8, INT4 = pw.Int8WeightOnlyConfig(), pw.Int4WeightOnlyConfig(group_size=32)
@@ -91,7 +92,7 @@ def test_the_result_is_that_of_dequantized_weights(
         same(module(x.select(1 - first, 0)), plain(x.select(1 - first, 0)))  # unbatched
         hx = states(module)
         same(module(x.select(1 - first, 0), hx), plain(x.select(1 - first, 0), hx))
-    assert not pw.fallbacks()
+    assert not pw.fallbacks() or library.available() is not True
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
