@@ -112,12 +112,12 @@ def test_bench_names_faster_and_slower_truly(run: Any, monkeypatch: pytest.Monke
 
 def test_bench_times_convolutions_and_a_fused_block(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_alternate", lambda a, b: (a(), b(), (1e-6, 1e-6, False))[-1])
-    for name, size in (("SIZE", 64), ("CHANNELS", 16), ("IMAGE", 8), ("WIDTH", 64)):
+    for name, size in (("SIZE", 64), ("CHANNELS", 32), ("IMAGE", 8), ("WIDTH", 64)):
         monkeypatch.setattr(doctor, name, size)
     lines = doctor.measure()
     by_part = {what: [line for line in lines if line.what == what] for what in dict.fromkeys(x.what for x in lines)}
     assert list(by_part)[1:] == [
-        "convolution 16 to 16 channels, 3×3, 8×8", "transposed convolution 64 to 32 channels, 4×4, stride 2, 2×2",
+        "convolution 32 to 32 channels, 3×3, 8×8", "transposed convolution 128 to 64 channels, 4×4, stride 2, 2×2",
         "transformer block of width 64",
     ]  # fmt: skip
     _, convolution, transposed, block = by_part.values()

@@ -21,7 +21,7 @@ from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels import Kernel, explain, get_kernel, kernels, torch_int8
 from pennyweight.kernels.activation import encode_activation, static_params
-from pennyweight.kernels.cpu import library
+from pennyweight.kernels.cpu import conv_transposed, library
 from pennyweight.kernels.table import case_of
 from pennyweight.kernels.torch_int8 import int_mm_saturates
 from tests.tensors import INT8_GROUPS, INT8_GROUPS_ASYMMETRIC, INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
@@ -101,6 +101,7 @@ def accepted(kernel: Kernel, shapes: list[tuple[int, ...]], acts: dict[str, Any]
                     w = make(spec, shape, dtype, act)
                     with pytest.MonkeyPatch.context() as patch:  # let small weights reach a row for large ones
                         patch.setattr(torch_int8, "DIGIT_WEIGHTS", 0)
+                        patch.setattr(conv_transposed, "FEWEST", 1)
                         refused = kernel.refuses(case_of(w, dtype), any_layout=True)
                     if refused is None:
                         yield f"{name} {act_name} {shape} {dtype}", w.to_layout(kernel.layout or "plain")

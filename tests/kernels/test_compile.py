@@ -215,8 +215,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]]
         lambda b: torch.randn(b, 4, 6, 6),
     ),
     "transposed convolution": (
-        lambda: Transposed(QT.from_float(torch.randn(64, 4, 3, 3), SPECS["int8_row"].with_(block=(-1, 1, -1, -1)))),
-        lambda b: torch.randn(b, 64, 6, 5),
+        lambda: Transposed(QT.from_float(torch.randn(128, 4, 3, 3), SPECS["int8_row"].with_(block=(-1, 1, -1, -1)))),
+        lambda b: torch.randn(b, 128, 6, 5),
     ),
     "embedding": (lambda: Lookup(quantized("int4_bits", (50, 64))), lambda b: torch.randint(50, (b, 3))),
     "embedding nf4": (lambda: Lookup(quantized("nf4_double", (50, 64))), lambda b: torch.randint(50, (b, 3))),

@@ -38,6 +38,7 @@ from . import int_linear
 NAME = "cpu_conv_transposed"
 OP = "transposed_convolution"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FEWEST = 128  # input channels of a float input: with fewer, writing the columns takes longer than torch's convolution
 
 
 def as_matrix(spec: QuantSpec, shape: Sequence[int]) -> tuple[QuantSpec, tuple[int, int]]:
@@ -130,6 +131,8 @@ def _accepts(case: Case) -> bool | str:
     if verdict is not True:
         return verdict
     spec, shape = as_matrix(case.spec, case.shape)
+    if case.act is None and case.shape[0] < FEWEST:
+        return f"torch's float transposed convolution is faster with fewer than {FEWEST} input channels"
     try:
         act = _activation(case.act, len(case.shape))
     except ValueError as error:

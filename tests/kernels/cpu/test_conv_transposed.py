@@ -1,6 +1,7 @@
 """Transposed convolutions with quantized weights: every geometry gives torch's result on the dequantized weight."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from pennyweight.core.formats import INT8, get_format
 from pennyweight.core.numerics import dequantize, quantize, sqnr
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
-from pennyweight.kernels import explain, get_kernel
+from pennyweight.kernels import explain, get_kernel, table
 from pennyweight.kernels.activation import static_params
-from pennyweight.kernels.cpu import library
+from pennyweight.kernels.cpu import conv_transposed, library
 from pennyweight.kernels.repack import prepare
 from pennyweight.kernels.table import case_of, select
 
@@ -46,6 +47,16 @@ LINES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "line dilated": ((8, 6, 5), (3, 8, 7), {"stride": 3, "padding": 2, "dilation": 2, "output_padding": 2}),
     "line apart": ((8, 6, 4), (3, 8, 7), {"stride": 4}),
 }
+
+
+@pytest.fixture(autouse=True)
+def few_channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small weights run as large ones do."""
+    monkeypatch.setattr(conv_transposed, "FEWEST", 1)
+    table._select.cache_clear()
+    yield
+    monkeypatch.undo()
+    table._select.cache_clear()
 
 
 def made(
@@ -221,6 +232,8 @@ def test_what_has_no_kernel() -> None:
 def test_refusals() -> None:
     def verdict(spec: QuantSpec, shape: tuple[int, ...], act: ActivationSpec | None = None) -> str:
         w = QT.from_float(torch.randn(shape), spec, act=act)
+        if conv_transposed.fits(spec, shape) is True:
+            w = w.to_layout(conv_transposed.NAME)
         return {name: verdict for name, _, verdict in explain(torch.float32, w, OP).rows}["cpu_int_columns"]
 
     shape = (32, 4, 3, 3)
@@ -229,6 +242,10 @@ def test_refusals() -> None:
     assert "for whole kernels or for each tap" in verdict(CHANNEL.with_(block=(-1, 1, 1, -1)), shape)
     assert "multiples of 32" in verdict(CHANNEL.with_(block=(8, 1, 1, 1)), shape)
     assert verdict(QuantSpec(get_format("e4m3"), (-1, 1, -1, -1)), shape) == "needs integer codes"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conv_transposed, "FEWEST", 33)
+        assert verdict(CHANNEL, shape).endswith("is faster with fewer than 33 input channels")
+        assert verdict(CHANNEL, shape, POSITION) == "RUNS"
     sample = ActivationSpec(QuantSpec(INT8, (-1, -1, -1)))
     assert verdict(CHANNEL, shape, sample) == "needs one activation scale per position"
 
