@@ -138,6 +138,7 @@ __all__ = [
 
 # Tensors and kernels are imported at once, so that a pickled weight loads and runs. The rest is imported at first use,
 # because it would more than double the import time.
+import_module(".kernels", __name__)
 _MODULES: tuple[str, ...] = (
     "planning.configs", "planning.granularity", "quantize", "inference", "algorithms", "training", "report", "io",
 )  # fmt: skip
