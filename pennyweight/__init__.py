@@ -13,11 +13,10 @@ from .core.formats import Format, get_format
 from .core.import_hooks import after_import
 from .core.spec import ActivationSpec, QuantSpec
 from .core.tensor import AffineQuantizedTensor
-from .kernels import explain
 
 if TYPE_CHECKING:
     from .algorithms import calibrate, improve, sample, search, sparsify_
-    from .inference import FrozenLinear, Recommendation, freeze_, fuse_, recommend, thaw_, together
+    from .inference import FrozenLinear, Recommendation, explain, freeze_, fuse_, recommend, thaw_, together
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
     from .io import CheckpointError, Opened, convert, flatten, open, quantize_checkpoint, save, unflatten
     from .planning.configs import *  # noqa: F403
@@ -139,6 +138,7 @@ __all__ = [
 
 # Tensors and kernels are imported at once, so that a pickled weight loads and runs. The rest is imported at first use,
 # because it would more than double the import time.
+import_module(".kernels", __name__)
 _MODULES: tuple[str, ...] = (
     "planning.configs", "planning.granularity", "quantize", "inference", "algorithms", "training", "report", "io",
 )  # fmt: skip

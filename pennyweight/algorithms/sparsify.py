@@ -52,8 +52,10 @@ class SparsityPattern:
         return SparsityPattern(f"{pattern:.0%} zeros", share=float(pattern))
 
     def check(self, row: PlanRow) -> None:
-        """Raise PlanError if ``of`` does not divide the number of inputs."""
+        """Raise PlanError if ``of`` does not divide the number of inputs, or for a transposed convolution."""
         assert row.site is not None
+        if row.site.op == "transposed_convolution":
+            raise PlanError(f"{row.name}: transposed convolutions cannot be sparsified; leave it out with filter_fn")
         width = math.prod(row.shape[1:]) if row.site.op == "convolution" else row.site.shape[-1]
         if self.of and width % self.of:
             raise PlanError(

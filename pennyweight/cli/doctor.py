@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
@@ -17,6 +18,7 @@ from .output import Traceback, report_errors, table
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from ..core.tensor import AffineQuantizedTensor
     from ..kernels import Kernel
@@ -33,6 +35,7 @@ class Health:
     cpu: dict[str, Any]
     accelerators: list[str]
     native_kernels: str
+    fused_blocks: str
     extras: dict[str, str | None]
     kernels: list[CheckedKernel]
     bench: list[dict[str, Any]] = field(default_factory=list)
@@ -45,7 +48,10 @@ class Health:
 @report_errors
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    with_bench: Annotated[bool, typer.Option("--bench", help="Also time int8 and int4 against float here.")] = False,
+    with_bench: Annotated[
+        bool,
+        typer.Option("--bench", help="Also time int8 and int4 against float here: products, convolutions, a block."),
+    ] = False,
     traceback: Traceback = False,
 ) -> None:
     """Check this installation.
@@ -83,7 +89,10 @@ def examine() -> Health:
     problems = [f"kernel {k.op}/{k.name}: {k.note}" for k in checked if k.broken]
     if not any(k.usable for k in checked):
         problems.append("no kernel is usable")
-    return Health(versions, cpu, accelerators, _native_kernels(), _extras(), checked, problems=problems)
+    blocks, broken = check_blocks()
+    if broken:
+        problems.append(f"fused blocks: {blocks}")
+    return Health(versions, cpu, accelerators, _native_kernels(), blocks, _extras(), checked, problems=problems)
 
 
 def text(health: Health) -> str:
@@ -97,13 +106,18 @@ def text(health: Health) -> str:
         ("int8 products", f"torch._int_mm {products} here"),
         ("accelerator", ", ".join(health.accelerators) or "none"),
         ("native kernels", health.native_kernels),
+        ("fused blocks", health.fused_blocks),
         *((name, version or "not installed") for name, version in health.extras.items()),
     ]
     lines = [f"{name:<15} {value}" for name, value in facts]
     rows = [(k.op, k.name, "BROKEN" if k.broken else "usable" if k.usable else "no", k.note) for k in health.kernels]
     lines += ["", table(("op", "kernel", "here", ""), rows)]
-    if health.bench:
-        lines += ["", *(str(Timing(**line)) for line in health.bench)]
+    heading = ""
+    for line in health.bench:
+        timing = Timing(**line)
+        lines += ["", f"{timing.what}:"] if timing.what != heading else []
+        lines.append(str(timing))
+        heading = timing.what
     lines += ["", *(f"problem: {p}" for p in health.problems)] if health.problems else ["", "healthy"]
     return "\n".join(lines)
 
@@ -115,6 +129,46 @@ def _native_kernels() -> str:
     if verdict is True:
         return ", ".join(isas())
     return f"none, torch's kernels run instead: {verdict}" + ("" if switched_off() else f". {REMEDY}")
+
+
+def check_blocks() -> tuple[str, bool]:
+    """(Whether a small transformer block runs as one native call here, whether it should but does not)."""
+    from ..kernels.cpu.library import available
+
+    verdict = available()
+    if verdict is not True:
+        return f"no, blocks run layer by layer: {verdict}", False
+    try:
+        reason = _fused_encoder(64, "int8")[1]
+    except Exception as error:  # a broken build may raise anything; doctor must report it
+        reason = f"{type(error).__name__}: {error}"
+    return (f"BROKEN, {reason}", True) if reason else ("yes, within tolerance of their own forward", False)
+
+
+def _fused_encoder(width: int, name: str) -> tuple[nn.Module, str]:
+    """(nn.TransformerEncoder of one block, quantized and fused; why the block is not fused, or "")."""
+    import torch
+
+    from ..inference import fuse_
+    from ..quantize import quantize_
+
+    model = _encoder(width)
+    quantize_(model, by_name(name))
+    row = fuse_(model, torch.zeros(1, 2, width, dtype=torch.float32, device="cpu")).rows[0]
+    return model, "" if row.kernel == "block" else row.note or "the block is not fused"
+
+
+def _encoder(width: int) -> nn.Module:
+    import torch
+    from torch import nn
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(
+            width, max(1, width // 64), 4 * width, 0.0, batch_first=True, norm_first=True, dtype=torch.float32,
+            device="cpu",
+        )  # fmt: skip
+        return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval().requires_grad_(False)
 
 
 def _extras() -> dict[str, str | None]:
@@ -134,7 +188,10 @@ def _extras() -> dict[str, str | None]:
 # Maximum distance of a kernel from the reference, as a ratio of norms: the error of its declared arithmetic with a
 # margin for its sums, and for outputs rounded to bfloat16 (2**-9 per element).
 _LIMITS = {"exact": 1e-6, "float32": 1e-4, "fixed22": 1e-4, "bfloat16": 2e-2}
-_SHAPES = {"linear": (1024, 1024), "embedding": (64, 128), "bmm": (2, 64, 128), "convolution": (16, 8, 3, 3)}
+_SHAPES = {
+    "linear": (1024, 1024), "embedding": (64, 128), "bmm": (2, 64, 128), "convolution": (16, 8, 3, 3),
+    "transposed_convolution": (64, 16, 4, 4),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -221,6 +278,9 @@ def _distance(kernel: Kernel, reference: Kernel, weight: AffineQuantizedTensor) 
     elif kernel.op == "convolution":
         x = torch.randn(2, 8, 9, 9, generator=random).to(weight.device, weight.dtype)
         rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    elif kernel.op == "transposed_convolution":
+        x = torch.randn(2, 64, 5, 5, generator=random).to(weight.device, weight.dtype)
+        rest = (None, [2, 2], [1, 1], [1, 1], True, [0, 0], 1)
     else:
         x = torch.randn(*weight.shape[:-2], 5, weight.shape[-1], generator=random).to(weight.device, weight.dtype)
     with torch.no_grad():
@@ -228,9 +288,11 @@ def _distance(kernel: Kernel, reference: Kernel, weight: AffineQuantizedTensor) 
     return float((y - expected).norm() / expected.norm())
 
 
-# -- --bench, quantized matrix products against float ------------------------------------------------------------------
+# -- --bench, quantized products, convolutions and blocks against float ------------------------------------------------
 
-SIZE = 1024
+SIZE = 1024  # of matrices
+CHANNELS, IMAGE = 64, 56  # of a convolution 3×3; a transposed one 4×4 of stride 2 has four times and a quarter as many
+WIDTH, TOKENS = 512, (1, 64)  # of a transformer block
 ROWS = (1, 128)
 NAMES = ("int8-dynamic", "int8", "int4")
 _ROUNDS = 9  # alternating, so that a busy moment affects both sides
@@ -240,7 +302,12 @@ _NOISE = 2.0  # slowest over fastest sample of one side; near 1.1 on an idle mac
 
 @dataclass(frozen=True)
 class Timing:
-    """One product [rows, 1024] @ [1024, 1024]: microseconds quantized and float, medians of alternating samples."""
+    """Microseconds quantized and float, medians of alternating samples.
+
+    rows    rows of the input of a product, positions of that of a convolution, tokens of that of a block
+    kernel  the kernel; "block" for one native call of a fused block, else why it is not fused
+    what    what is timed: a product, a convolution or a block
+    """
 
     config: str
     dtype: str
@@ -249,6 +316,7 @@ class Timing:
     microseconds: float
     float_microseconds: float
     noisy: bool  # the samples disagree: the machine was busy and the ratio is unreliable
+    what: str = "products"
 
     def __str__(self) -> str:
         ratio = self.float_microseconds / self.microseconds
@@ -256,13 +324,67 @@ class Timing:
         verdict = "same speed" if times == "1.00" else f"{times}x faster" if ratio > 1 else f"{times}x slower"
         verdict += ", but the machine is busy: measure again" if self.noisy else ""
         return (
-            f"{self.config:<13}{self.rows:>4} row{'s' if self.rows > 1 else ' '} {self.dtype:<9}"
+            f"{self.config:<13}{self.rows:>4} {self._unit:<{len(self._unit) + (self.rows == 1)}} {self.dtype:<9}"
             f"{self.microseconds:>9.1f} us, float {self.float_microseconds:>9.1f} us: {verdict} ({self.kernel})"
         )
 
+    @property
+    def _unit(self) -> str:
+        unit = "position" if "convolution" in self.what else "token" if "block" in self.what else "row"
+        return unit + "s" * (self.rows > 1)
+
 
 def measure() -> list[Timing]:
-    """Time each config against a float product of the same dtype."""
+    """Time each config against float: products of each dtype, convolutions and a fused transformer block in float32."""
+    return [*_products(), *_convolutions(), *_blocks()]
+
+
+def _convolutions() -> Iterator[Timing]:
+    import torch
+    from torch import nn
+
+    from ..quantize import quantize_
+
+    wide, small = 4 * CHANNELS, max(1, IMAGE // 4)
+    layers: list[tuple[str, nn.Module, tuple[int, ...]]] = [
+        (
+            f"convolution {CHANNELS} to {CHANNELS} channels, 3×3, {IMAGE}×{IMAGE}",
+            nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, dtype=torch.float32, device="cpu"),
+            (1, CHANNELS, IMAGE, IMAGE),
+        ),
+        (
+            f"transposed convolution {wide} to {wide // 2} channels, 4×4, stride 2, {small}×{small}",
+            nn.ConvTranspose2d(wide, wide // 2, 4, 2, 1, dtype=torch.float32, device="cpu"),
+            (1, wide, small, small),
+        ),
+    ]
+    for what, layer, shape in layers:
+        x = torch.randn(shape, dtype=torch.float32, device="cpu")
+        for name in NAMES:
+            quantized = copy.deepcopy(layer)
+            (row,) = quantize_(quantized, by_name(name), lambda module, fqn: True).quantized
+            with torch.no_grad():
+                ours, theirs, noisy = _alternate(partial(quantized, x), partial(layer, x))
+            rows = x.numel() // shape[1]
+            yield Timing(name, "float32", rows, row.kernel, ours * 1e6, theirs * 1e6, noisy, what)
+
+
+def _blocks() -> Iterator[Timing]:
+    import torch
+
+    layer = _encoder(WIDTH)
+    for name in NAMES:
+        fused, reason = _fused_encoder(WIDTH, name)
+        for tokens in TOKENS:
+            x = torch.randn(1, tokens, WIDTH, dtype=torch.float32, device="cpu")
+            with torch.inference_mode():
+                ours, theirs, noisy = _alternate(partial(fused, x), partial(layer, x))
+            kernel = f"not fused: {reason}" if reason else "block"
+            what = f"transformer block of width {WIDTH}"
+            yield Timing(name, "float32", tokens, kernel, ours * 1e6, theirs * 1e6, noisy, what)
+
+
+def _products() -> Iterator[Timing]:
     import torch
     from torch import nn
 
@@ -270,7 +392,7 @@ def measure() -> list[Timing]:
     from ..kernels.table import case_of
     from ..quantize import quantize_
 
-    out = []
+    what = f"products [rows, {SIZE}] @ [{SIZE}, {SIZE}]"
     for dtype in (torch.float32, torch.bfloat16):
         layer = nn.Linear(SIZE, SIZE, bias=False, dtype=dtype).requires_grad_(False)
         for name in NAMES:
@@ -284,8 +406,7 @@ def measure() -> list[Timing]:
                     ours, theirs, noisy = _alternate(partial(quantized, x), partial(layer, x))
                 kernel = select("linear", case_of(weight, dtype)).name
                 short = str(dtype).removeprefix("torch.")
-                out.append(Timing(name, short, rows, kernel, ours * 1e6, theirs * 1e6, noisy))
-    return out
+                yield Timing(name, short, rows, kernel, ours * 1e6, theirs * 1e6, noisy, what)
 
 
 def _alternate(a: Callable[[], Any], b: Callable[[], Any]) -> tuple[float, float, bool]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-_OP_OF_RANK = {2: "linear", 3: "bmm", 4: "convolution", 5: "convolution"}
 
 
 @report_errors
@@ -31,7 +30,7 @@ def explain(
         str, typer.Argument(metavar="LAYER", help="The name of a parameter, or of a module with a weight.")
     ],
     dtype: Annotated[str, typer.Option(help=f"Input dtype: {', '.join(DTYPES)}. Default: the first two.")] = "",
-    op: Annotated[str, typer.Option(help="The op that reads the weight; default by its number of axes.")] = "",
+    op: Annotated[str, typer.Option(help="The op that reads the weight; default by its axes and blocks.")] = "",
     traceback: Traceback = False,
 ) -> None:
     """Explain how one tensor is stored and which kernel runs it.
@@ -51,6 +50,7 @@ def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") 
     import torch
 
     from ..kernels import Case, explain_case, kernels
+    from ..kernels.table import op_of
     from .inspect import contents_of
 
     found = {t.name: t for t in contents_of(checkpoint).tensors}
@@ -69,7 +69,7 @@ def text(checkpoint: Opened, layer: str, dtypes: tuple[str, ...], op: str = "") 
         size,
         describe(meta.spec, meta.stored_shape, meta.act),
     ]
-    op = op or _OP_OF_RANK.get(len(meta.shape), "linear")
+    op = op or op_of(meta.spec, meta.stored_shape)
     known = sorted({k.op for k in kernels()})
     if op not in known:
         raise ValueError(f"no kernels for op {op!r}{close_to(op, known)}; available ops: {', '.join(known)}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..algorithms.solve import solve
-from ..planning.config_resolution import PlanError, rules
+from ..planning.config_resolution import Filter, PlanError, rules
 from ..planning.configs import AOBaseConfig, FqnToConfig
 from ..planning.configs.aliases import FASTEST, named
 from ..planning.layer_timing import COUNTS, calls_of_weight, layer_calls, least_seconds, measure_, wait_for
@@ -45,6 +45,7 @@ def recommend(
     candidates: Sequence[AOBaseConfig | str] | None = None,
     seconds: float = SECONDS,
     fuse: bool = False,
+    filter_fn: Filter | None = None,
 ) -> Recommendation:
     """The fastest config for this model, these inputs and this machine within the bounds.
 
@@ -55,13 +56,15 @@ def recommend(
                     on int4. The unchanged model is always a candidate
     seconds         to time each candidate
     fuse            run quantized candidates with :func:`~pennyweight.fuse_`, as the model will be run then
+    filter_fn       (module, name) -> whether to quantize it, as for ``quantize_``; default: linear layers. Needed for
+                    convolutions. Recommended configs then name the parameters, so quantize_ needs no filter
 
-    A mixed-precision config is tried last: each linear layer gets the fastest config at the numbers of rows of its
-    calls, float included; if the result is too large, float is excluded. Among the candidates within 5 % of the fastest
-    the most accurate one is chosen. The model runs in eval mode and is not changed. Copies share its parameters, so
-    memory is needed for one quantized copy at a time (a full copy if a config has a handler), and to measure layers. A
-    candidate outside the bounds is not timed. Raises ValueError for invalid inputs or bounds; a config that cannot be
-    applied gets a row with the reason.
+    A mixed-precision config is tried last: each linear layer and selected convolution gets the fastest config at the
+    sizes of its inputs, float included; if the result is too large, float is excluded. Among the candidates within 5 %
+    of the fastest the most accurate one is chosen. The model runs in eval mode and is not changed. Copies share its
+    parameters, so memory is needed for one quantized copy at a time (a full copy if a config has a handler), and to
+    measure layers. A candidate outside the bounds is not timed. Raises ValueError for invalid inputs or bounds; a
+    config that cannot be applied gets a row with the reason.
     """
     if any(bound is not None and not bound > 0 for bound in (max_bytes, max_error)):
         raise ValueError(f"max_bytes and max_error must be positive, got {max_bytes} and {max_error}")
@@ -69,7 +72,7 @@ def recommend(
     if not all(isinstance(c, AOBaseConfig) for c in configs):
         raise ValueError(f"candidates are configs such as Int8WeightOnlyConfig(), got {configs!r}")
     with torch.inference_mode(False), torch.no_grad():
-        trial = _Trial(model, example_inputs, max_bytes, max_error, seconds, fuse)
+        trial = _Trial(model, example_inputs, max_bytes, max_error, seconds, fuse, filter_fn)
         found = [trial.floating(), *(trial.run(config) for config in configs)]
         for config, name in trial.mixtures(found[1:]):
             found.append(trial.run(config, name))
@@ -83,9 +86,10 @@ class _Trial:
     """One model, its reference outputs, and the bounds."""
 
     def __init__(
-        self, model: nn.Module, inputs: Any, max_bytes: int | None, max_error: float | None, seconds: float, fuse: bool
-    ) -> None:
-        self.model, self.inputs, self.seconds, self.fuse = model, inputs, seconds, fuse
+        self, model: nn.Module, inputs: Any, max_bytes: int | None, max_error: float | None, seconds: float, fuse: bool,
+        filter_fn: Filter | None,
+    ) -> None:  # fmt: skip
+        self.model, self.inputs, self.seconds, self.fuse, self.filter = model, inputs, seconds, fuse, filter_fn
         self.max_bytes, self.max_error = max_bytes, max_error
         self.base = _copy(model, None)
         self.rows, output = layer_calls(self.base, lambda: self.call(self.base))
@@ -111,18 +115,30 @@ class _Trial:
         """Try one config on a copy."""
         out, model = Candidate(name or str(config), config, _nbytes(self.base)), _copy(self.model, config)
         try:
+            config = out.config = self._selected(config)
             quantize_(model, config)
         except PlanError as error:
             out.why = f"cannot be applied: {error}"
             return out
         if self.fuse:
-            fuse_(model, self.inputs)
+            report = fuse_(model, self.inputs)
             out.fused = sum(isinstance(module, FusedBlock) for module in model.modules())
+            reasons = Counter(row.note for row in report.skipped if not row.shape)  # rows of blocks have no shape
+            texts = [f"{n} block{'s' * (n > 1)} not fused: {why}" for why, n in reasons.most_common()]
+            out.unfused = "; ".join([*texts, *report.notes])
         out.nbytes, out.error = _nbytes(model), _error(self.exact, _floats(self.call(model)))
         out.why = self._misfit(out)
         if out.fits:
             out.float_seconds, out.seconds = self._timed(self.base, model)
         return out
+
+    def _selected(self, config: AOBaseConfig) -> AOBaseConfig:
+        """The config for the parameters that the filter selects, by their names."""
+        if self.filter is None or isinstance(config, FqnToConfig):
+            return config
+        if _has_handler(config):
+            raise PlanError("a config with a handler for modules takes no filter_fn here; name them in FqnToConfig")
+        return FqnToConfig({row.name: config for row in plan(self.base, config, self.filter).active})
 
     def _timed(self, *models: nn.Module) -> list[float]:
         """Seconds of a call of each; the first is the unchanged model. Repeats the measurement a few times while the
@@ -150,8 +166,8 @@ class _Trial:
     def mixtures(self, tried: list[Candidate]) -> list[tuple[AOBaseConfig, str]]:
         """(config, name) of the fastest candidate for each layer: float included, then excluded.
 
-        Only candidates within the error bound take part, and a mixture equal to one of them is dropped. Layers that are
-        not linear or are not called keep the scheme of the fastest candidate.
+        Only candidates within the error bound take part, and a mixture equal to one of them is dropped. Layers that
+        cannot be timed or are not called keep the scheme of the fastest candidate.
         """
         exact = [c for c in tried if c.error is not None and (self.max_error is None or c.error <= self.max_error)]
         exact.sort(key=lambda c: -(c.speed or 0))
@@ -179,8 +195,8 @@ class _Trial:
         found: Choices = {}
         for row in out.active:
             choice, counts = chooses.choose(list(row.places)), calls_of_weight(row, self.rows)
-            floating = sum(counts[t.rows] * t.float_us for t in row.latency)
-            quantized = sum(counts[t.rows] * t.quantized_us for t in row.latency)
+            floating = sum(counts[t.size] * t.float_us for t in row.latency)
+            quantized = sum(counts[t.size] * t.quantized_us for t in row.latency)
             assert choice.config is not None
             found[choice.place.name] = (choice.config, floating / quantized if row.latency else None)
         return found
@@ -253,6 +269,7 @@ class Candidate:
                    None: not timed, because it is outside the bounds
     why            the reason if it is outside the bounds or could not be tried
     fused          blocks that run as one native call, if ``fuse`` was given
+    unfused        why others do not
     """
 
     name: str
@@ -263,6 +280,7 @@ class Candidate:
     float_seconds: float | None = None
     why: str = ""
     fused: int = 0
+    unfused: str = ""
 
     @property
     def fits(self) -> bool:
@@ -270,7 +288,8 @@ class Candidate:
 
     @property
     def note(self) -> str:
-        return self.why or (f"{self.fused} blocks fused" if self.fused else "")
+        fused = f"{self.fused} block{'s' * (self.fused > 1)} fused" if self.fused else ""
+        return self.why or "; ".join(filter(None, (fused, self.unfused)))
 
     @property
     def speed(self) -> float | None:

@@ -1,7 +1,8 @@
 """The kernel table and its rows. Each file defines one family of kernels, the layout it reads, and when it applies."""
 
-from . import convolution, embedding, linear, ops, reference, repack, torch_int4, torch_int8
+from . import convolution, embedding, linear, ops, recurrent, reference, repack, torch_int4, torch_int8
 from .cpu import conv as cpu_conv
+from .cpu import conv_transposed as cpu_conv_transposed
 from .cpu import convert as cpu_convert
 from .cpu import embedding as cpu_embedding
 from .cpu import experts as cpu_experts
@@ -15,6 +16,7 @@ __all__ = [
     "Kernel",
     "convolution",
     "cpu_conv",
+    "cpu_conv_transposed",
     "cpu_convert",
     "cpu_embedding",
     "cpu_experts",
@@ -27,6 +29,7 @@ __all__ = [
     "kernels",
     "linear",
     "ops",
+    "recurrent",
     "reference",
     "register_kernel",
     "repack",

@@ -244,9 +244,10 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Any:
     transposed = rest[3]
     if x.device != w.device or not x.is_floating_point():
         raise _misfit("convolution", x, w, "both must be floating point on one device")
-    if not isinstance(w, QT) or isinstance(x, QT) or isinstance(bias, QT) or w.axes is not None or transposed:
+    if not isinstance(w, QT) or isinstance(x, QT) or isinstance(bias, QT) or w.axes is not None:
         return _plain(func, args, kwargs)
-    return select("convolution", case_of(w, x.dtype)).run(x, w, bias, *rest)
+    op = "transposed_convolution" if transposed else "convolution"
+    return select(op, case_of(w, x.dtype)).run(x, w, bias, *rest)
 
 
 @implements(aten.embedding.default)

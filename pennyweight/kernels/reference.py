@@ -33,11 +33,12 @@ def bmm(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None = None) -> Tens
 
 
 def convolution(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    """aten.convolution of quantize(x) with dequantize(w). w: [O, I/groups, *kernel]."""
+    """aten.convolution of quantize(x) with dequantize(w): [O, I/groups, *kernel], transposed [I, O/groups, *kernel]."""
     fallback.count("convolution/dequantize")
     x = quantize_activation(x, w.act, w.act_scale, w.act_zero_point)
     return torch.ops.aten.convolution.default(x, w._dequantize(x.dtype), bias, *rest)
 
 
-for _op, _run in (("linear", linear), ("bmm", bmm), ("convolution", convolution)):
+_ROWS = {"linear": linear, "bmm": bmm, "convolution": convolution, "transposed_convolution": convolution}
+for _op, _run in _ROWS.items():
     register_kernel(Kernel(_op, "dequantize", _run, _any, rank=-1, tolerance="exact"))

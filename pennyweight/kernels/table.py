@@ -211,9 +211,30 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(x: Any, w: AffineQuantizedTensor, op: str = "linear") -> Explanation:
-    """Which kernel runs ``op(x, w)``, and why each better one is rejected. x: the input, or its dtype."""
+def op_of(spec: QuantSpec, shape: Sequence[int]) -> str:
+    """The op that reads a weight of that stored shape, if nothing else is known: by its axes and blocks.
+
+    A matrix is that of a linear layer. Blocks over all inner axes are those of a convolution, and blocks over the first
+    axis and not the second those of a transposed one (see planning/parameters.py). Other weights of three axes are
+    batches of matrices.
+    """
+    block = () if spec.block is None else spec.block
+    if len(shape) < 3:
+        return "linear"
+    if len(block) == len(shape) and block[1] == 1:
+        return "transposed_convolution"
+    return "bmm" if len(shape) == 3 and len(block) < 2 else "convolution"
+
+
+def explain(x: Any, w: AffineQuantizedTensor, op: str = "") -> Explanation:
+    """Which kernel runs ``op(x, w)``, and why each better one is rejected.
+
+    x: the input, or its dtype. op: default: :func:`op_of`. Raises ValueError for an op without kernels.
+    """
     case = case_of(w, x if isinstance(x, torch.dtype) else x.dtype)
+    op = op or op_of(w.spec, case.shape)
+    if op not in _TABLE:
+        raise ValueError(f"no kernels for op {op!r}; known: {', '.join(_TABLE)}")
     return explain_case(op, case)
 
 

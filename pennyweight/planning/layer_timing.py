@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..core.tensor import AffineQuantizedTensor
 from .config_resolution import PlanError
-from .parameters import is_linear
+from .parameters import kind_of
 from .plan import Plan, PlanRow
 from .report import Latency
 from .run_batch import user_level
@@ -31,9 +33,14 @@ DEVICE_SAMPLE = 1e-3  # the same if each sample ends with a device synchronizati
 # as many bytes as the model has, at most ROTATED (four times the 32 MB last-level cache of many CPUs), at most COPIES.
 ROTATED, COPIES = 1 << 27, 256
 
-Rows = Callable[[PlanRow], Sequence[int]]
+CONVOLUTIONS = ("convolution", "transposed_convolution")
+UNKNOWN_SIZE = "speed not measured: it depends on the size of the input; recommend(model, example) measures it"
+
+Size = int | tuple[int, ...]  # of an input: rows of a linear layer, the shape for a convolution
+Calls = dict[Hashable, Counter[Size]]  # see layer_calls
+Rows = Callable[[PlanRow], Sequence[Size]]
 Call = Callable[[], object]
-TimeLayer = Callable[[PlanRow, AffineQuantizedTensor, tuple[int, ...], tuple[int, int]], tuple[Latency, ...]]
+TimeLayer = Callable[[PlanRow, AffineQuantizedTensor, tuple[Size, ...], tuple[int, int]], tuple[Latency, ...]]
 
 
 class PerformanceWarning(UserWarning):
@@ -56,9 +63,10 @@ def measure_(
     quantized: Callable[[PlanRow], AffineQuantizedTensor],
     timed: TimeLayer | None = None,
 ) -> None:
-    """Fill in ``latency`` of every active row that is a linear layer; equal layers are measured once.
+    """Fill in ``latency`` of every active row that is a linear layer or a convolution; equal layers are measured once.
 
-    rows       numbers of input rows for a layer
+    rows       sizes of a layer's input: numbers of rows, or shapes for a convolution. One without a shape is not timed,
+               and its note says so
     quantized  makes the weight of a row, in the layout of its kernel
     timed      replaces :func:`time_layer`
 
@@ -69,7 +77,10 @@ def measure_(
     for row in plan.active:
         if not measurable(row):
             continue
-        counts = tuple(rows(row))
+        asked, convolves = tuple(rows(row)), _convolves(row)
+        counts = tuple(size for size in asked if isinstance(size, tuple) == convolves)
+        if asked and not counts:
+            row.note = "; ".join(filter(None, (row.note, UNKNOWN_SIZE)))
         key = (*_key(row), counts)
         if key not in found:
             found[key] = (timed or time_layer)(row, quantized(row), counts, limit) if counts else ()
@@ -77,20 +88,44 @@ def measure_(
 
 
 def measurable(row: PlanRow) -> bool:
-    """Whether a row is a 2-d weight of a linear layer."""
-    return row.scheme is not None and "linear" in row.ops and len(row.shape) == 2
+    """Whether a row is a 2-d weight of a linear layer, or one of a convolution."""
+    return row.scheme is not None and (("linear" in row.ops and len(row.shape) == 2) or _convolves(row))
 
 
-def layer_calls(model: nn.Module, run: Call) -> tuple[dict[int, Counter[int]], Any]:
-    """(Rows that each linear layer gets while ``run`` calls the model, by the id of its module; what it returns)."""
-    seen: dict[int, Counter[int]] = {}
+def _convolves(row: PlanRow) -> bool:
+    return row.site is not None and row.site.op in CONVOLUTIONS and not row.site.bare
+
+
+def layer_calls(model: nn.Module, run: Call) -> tuple[Calls, Any]:
+    """(Sizes of the inputs that each layer gets while ``run`` calls the model, what it returns).
+
+    By the id of a module: numbers of rows, or shapes for a convolution. By (id, "hidden") of a recurrent network: the
+    rows of its products with hidden weights, one per step.
+    """
+    seen: Calls = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-        if x is not None and x.numel():
-            seen.setdefault(id(module), Counter())[x.numel() // x.shape[-1]] += 1
+        given = (*args, *kwargs.values())
+        x: Any = next((a for a in given if isinstance(a, (Tensor, PackedSequence))), None)
+        data: Any = x.data if isinstance(x, PackedSequence) else x
+        if data is None or not data.numel():
+            return
+        kind = kind_of(module)
+        calls = seen.setdefault(id(module), Counter())
+        if kind is not None and kind.op in CONVOLUTIONS:
+            spatial = module.weight.ndim - 2  # type: ignore[operator]
+            calls[tuple(data.shape) if data.ndim == spatial + 2 else (1, *data.shape)] += 1
+            return
+        calls[data.numel() // data.shape[-1]] += 1
+        if isinstance(module, nn.RNNBase):
+            steps = seen.setdefault((id(module), "hidden"), Counter())
+            if isinstance(x, PackedSequence):
+                steps.update(x.batch_sizes.tolist())
+            else:
+                length = data.shape[1 if module.batch_first and data.ndim == 3 else 0]
+                steps[data.numel() // data.shape[-1] // length] += length
 
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if is_linear(m)]
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if _is_timed(m)]
     try:
         return seen, run()
     finally:
@@ -98,10 +133,18 @@ def layer_calls(model: nn.Module, run: Call) -> tuple[dict[int, Counter[int]], A
             hook.remove()
 
 
-def calls_of_weight(row: PlanRow, seen: dict[int, Counter[int]]) -> Counter[int]:
-    """How often the layers of a weight were called, by number of rows, from :func:`layer_calls`."""
-    modules = {id(p.module) for p in row.places}
-    return sum((seen[m] for m in modules if m in seen), Counter())
+def _is_timed(module: nn.Module) -> bool:
+    kind = kind_of(module)
+    return kind is not None and (kind.default or kind.op in CONVOLUTIONS)
+
+
+def calls_of_weight(row: PlanRow, seen: Calls) -> Counter[Size]:
+    """How often the layers of a weight were called, by size of the input, from :func:`layer_calls`."""
+    keys: set[Hashable] = set()
+    for place in row.places:
+        hidden = isinstance(place.module, nn.RNNBase) and not place.param.startswith("weight_ih")
+        keys.add((id(place.module), "hidden") if hidden else id(place.module))
+    return sum((seen[key] for key in keys if key in seen), Counter())
 
 
 def skip_slower_(plan: Plan) -> None:
@@ -131,7 +174,7 @@ def warn_slower(plan: Plan) -> None:
 
 
 def _text(latency: list[Latency]) -> str:
-    return ", ".join(f"{t.speed:.2f}x at {t.rows} row{'s' * (t.rows > 1)}" for t in latency)
+    return ", ".join(f"{t.speed:.2f}x at {t.label}" + ("" if t.shape else f" row{'s' * (t.rows > 1)}") for t in latency)
 
 
 # -- one layer -------------------------------------------------------------------------------------------------------
@@ -141,7 +184,14 @@ def _key(row: PlanRow) -> tuple[Hashable, ...]:
     """Everything that the speed of a layer depends on."""
     assert row.site is not None
     dtype, where = row.site.dtype, (row.site.device, row.layout, row.kernel)
-    return row.site.shape, row.site.transposed, row.scheme, dtype, where, _bias(row) is None
+    alike = (row.site.shape, row.site.transposed, row.scheme, dtype, where, _bias(row) is None)
+    if not _convolves(row):
+        return alike
+    module = row.places[0].module
+    return *alike, *(getattr(module, name, None) for name in _GEOMETRY)
+
+
+_GEOMETRY = ("stride", "padding", "dilation", "groups", "padding_mode", "output_padding")
 
 
 def _bias(row: PlanRow) -> Tensor | None:
@@ -151,9 +201,10 @@ def _bias(row: PlanRow) -> Tensor | None:
 
 
 def time_layer(
-    row: PlanRow, w: AffineQuantizedTensor, rows: tuple[int, ...], limit: tuple[int, int]
+    row: PlanRow, w: AffineQuantizedTensor, rows: tuple[Size, ...], limit: tuple[int, int]
 ) -> tuple[Latency, ...]:
-    """Time a row's layer with its float weight and with w, at each number of rows. limit: bytes of copies of each."""
+    """Time a row's layer with its float weight and with w, at each size of its input: a number of rows, or the shape
+    for a convolution. limit: bytes of copies of each."""
     assert row.tensor is not None
     assert row.site is not None
     plain = row.tensor.detach()
@@ -161,17 +212,28 @@ def time_layer(
         plain = plain.dequantize()
     plain, bias = plain.to(w.device), _bias(row)
     bias = None if bias is None else bias.detach().to(w.device)
-    product = _product if row.site.transposed else F.linear
+    product = _convolution(row) if _convolves(row) else _product if row.site.transposed else F.linear
     sides = [_copies(plain, limit[0]), _copies(w, limit[1])]
     out = []
     for m in rows:
-        x = torch.randn(
-            m, row.site.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
-        )
+        shape = m if isinstance(m, tuple) else (m, row.site.shape[-1])
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
         x = x.to(w.device, row.site.dtype)
         slow, fast = least_seconds([_calls(product, x, side, bias) for side in sides], SECONDS, wait_for(w.device))
-        out.append(Latency(m, slow * 1e6, fast * 1e6))
+        positions = m if isinstance(m, int) else math.prod(m) // m[1]
+        out.append(Latency(positions, slow * 1e6, fast * 1e6, m if isinstance(m, tuple) else ()))
     return tuple(out)
+
+
+def _convolution(row: PlanRow) -> Callable[..., Tensor]:
+    """The call of a convolution's module, with another weight."""
+    assert row.site is not None
+    module: Any = row.places[0].module
+    if row.site.op == "convolution":
+        return module._conv_forward
+    call = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(row.site.shape) - 3]
+    rest = (module.stride, module.padding, module.output_padding, module.groups, module.dilation)
+    return lambda x, w, bias: call(x, w, bias, *rest)
 
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +53,24 @@ def kinds() -> dict[type | str, SiteKind]:
 
 
 def kind_of(module: nn.Module) -> SiteKind | None:
-    """The SiteKind of a module: that of its type or nearest registered base type, or that of transformers' experts."""
+    """The SiteKind of a module: that of its type or nearest registered base type, or that of recurrent networks, or of
+    transformers' experts."""
     for cls in type(module).__mro__:
         found = _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found is not None:
             return found
+    if isinstance(module, nn.RNNBase):
+        return _recurrent(tuple(module._flat_weights_names))
     if module.__dict__.keys() >= _EXPERT_ATTRIBUTES:
         return EXPERTS[bool(module.__dict__["is_transposed"])]
     return None
+
+
+@lru_cache(maxsize=256)
+def _recurrent(names: tuple[str, ...]) -> SiteKind:
+    """nn.LSTM, nn.GRU and nn.RNN: matrices of all layers and directions, which multiply the input (weight_ih_l0), the
+    state (weight_hh_l0), and with proj_size the output (weight_hr_l0). See kernels/recurrent.py."""
+    return SiteKind(tuple(name for name in names if name.startswith("weight_")), "linear")
 
 
 # Mixture-of-experts weights in transformers 5: one parameter per layer, [experts, out, in] or transposed.
@@ -73,10 +84,13 @@ EXPERTS = tuple(
 
 site(nn.Linear, SiteKind(("weight",), "linear"))
 site(nn.MultiheadAttention, SiteKind(("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), "linear"))
+site(nn.RNNCellBase, SiteKind(("weight_ih", "weight_hh"), "linear"))
 site("transformers.pytorch_utils.Conv1D", SiteKind(("weight",), "linear", transposed=True))
 site(nn.Embedding, SiteKind(("weight",), "embedding", default=False))
 for _conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     site(_conv, SiteKind(("weight",), "convolution", default=False))
+for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
+    site(_transposed, SiteKind(("weight",), "transposed_convolution", default=False))
 
 
 class Indivisible(ValueError):
@@ -88,7 +102,8 @@ class Site:
     """One parameter of one module, as configs receive it.
 
     name        parameter FQN; module: its module's FQN; param: its name in the module
-    shape       stored shape: contracted axis last (for convolutions [O, I/groups, *kernel])
+    shape       stored shape: contracted axis last; for convolutions [O, I/groups, *kernel], for transposed ones
+                [I, O/groups, *kernel]
     transposed  the last two axes of the parameter are swapped relative to ``shape``
     bare        no SiteKind covers it; the user states how it is used
     """
@@ -118,7 +133,8 @@ class Site:
             return granularity.block_size
         if isinstance(granularity, PerGroup):
             return self._groups(granularity.group_size, on_indivisible)
-        if isinstance(granularity, PerAxis) and granularity.axis not in (0, -rank):
+        axes = (0, -rank, 1, 1 - rank) if self.op == "transposed_convolution" else (0, -rank)
+        if isinstance(granularity, PerAxis) and granularity.axis not in axes:
             raise ValueError(
                 f"{self.name}: a weight does not support PerAxis({granularity.axis}); use PerAxis(0), output channels"
             )
@@ -129,18 +145,30 @@ class Site:
     @property
     def _channel(self) -> tuple[int, ...]:
         """The block of one output channel."""
-        return (-1,) * (len(self.shape) - 1) if self.op == "convolution" else (-1,)
+        taps = len(self.shape) - 2
+        if self.op == "transposed_convolution":
+            return (-1, 1, *(-1,) * taps)
+        return (-1,) * (taps + 1) if self.op == "convolution" else (-1,)
+
+    def _along_inputs(self, group: int) -> tuple[int, ...]:
+        """The block of ``group`` inputs of one output."""
+        return (group, 1, *(1,) * (len(self.shape) - 2)) if self.op == "transposed_convolution" else (group,)
+
+    @property
+    def inputs(self) -> int:
+        """Size of the contracted axis; of a convolution, the input channels of a group."""
+        return self.shape[{"convolution": 1, "transposed_convolution": 0}.get(self.op, -1)]
 
     def _groups(self, group: int, on_indivisible: str) -> tuple[int, ...]:
         if self.op == "convolution":  # whole kernels, for as many input channels as fit into a group
             channels = largest_divisor(self.shape[1], max(1, group // math.prod(self.shape[2:])))
             return (channels, *self._channel[1:])
-        k = self.shape[-1]
+        k = self.inputs
         if group >= k or k % group == 0 or on_indivisible == "pad":
-            return (group,)
+            return self._along_inputs(group)
         divisor = largest_divisor(k, group)
         if divisor >= LEAST_GROUP and on_indivisible == "largest_divisor":
-            return (divisor,)
+            return self._along_inputs(divisor)
         remedy = f"group_size={divisor}, or " if divisor >= LEAST_GROUP else ""
         raise Indivisible(
             f"{self.name}: group size {group} does not divide its {k} inputs; "
@@ -148,13 +176,15 @@ class Site:
         )
 
     def activation_block(self, granularity: Granularity) -> tuple[int, ...] | None:
-        """The block of this site's input: per token, or per sample for a convolution."""
+        """The block of this site's input: per token; of a convolution per sample, of a transposed one per position."""
         if isinstance(granularity, PerTensor):
             return None
         if isinstance(granularity, PerGroup):
             return (granularity.group_size,)
         if isinstance(granularity, PerBlock):
             return granularity.block_size
+        if self.op == "transposed_convolution":
+            return (-1, *(1,) * (len(self.shape) - 2))
         return self._channel
 
 
@@ -190,6 +220,8 @@ class Place(NamedTuple):
             self.module._parameters[self.param] = tensor  # type: ignore[assignment]
         else:
             setattr(self.module, self.param, tensor.data)
+        if isinstance(self.module, nn.RNNBase):  # its own list of parameters would keep the replaced one alive
+            self.module._update_flat_weights()
 
 
 def places(model: nn.Module) -> Iterator[list[Place]]:
@@ -242,6 +274,8 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
         local_tensor(tensor), AffineQuantizedTensor
     ):
         return f"{type(tensor).__name__} is a tensor subclass of another library"
+    if op == "transposed_convolution" and getattr(place.module, "groups", 1) > 1:
+        return "a transposed convolution with groups of channels has no kernel"
     if getattr(place.module, "max_norm", None) is not None:
         return "max_norm writes to the table at each lookup"
     shape = tuple(tensor.shape)
@@ -254,6 +288,7 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
 
 
 def is_linear(module: nn.Module, fqn: str = "") -> bool:
-    """The default filter: modules whose weights multiply their input (Linear, Conv1D, attention's in_proj, experts)."""
+    """The default filter: modules whose weights multiply their input (Linear, Conv1D, attention's in_proj, recurrent
+    networks, experts)."""
     kind = kind_of(module)
     return kind is not None and kind.default

@@ -16,11 +16,30 @@ NOISE = 1.05
 
 @dataclass(frozen=True)
 class Latency:
-    """Microseconds of one call of a linear layer with ``rows`` rows of input, float and quantized, timed in turns."""
+    """Microseconds of one call of a layer, float and quantized, timed in turns.
+
+    rows   rows of input of a linear layer; of a convolution, positions: samples times spatial sizes
+    shape  of the input of a convolution; () for a linear layer
+    """
 
     rows: int
     float_us: float
     quantized_us: float
+    shape: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int | tuple[int, ...]:
+        """Of the input: the rows, or the shape of a convolution's input."""
+        return self.shape or self.rows
+
+    @property
+    def label(self) -> str:
+        """The size as text: "64", "1×3×32×32"."""
+        return "×".join(map(str, self.shape)) or str(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; without ``shape`` for a linear layer."""
+        return {name: list(v) if name == "shape" else v for name, v in asdict(self).items() if v != ()}
 
     @property
     def speed(self) -> float:
@@ -36,8 +55,8 @@ class Latency:
 @dataclass
 class Row:
     """One parameter. bytes_* are true storage; sqnr is the weight's, in dB; note is a remark for the user; latency is
-    present if it was requested and the layer is linear; error is the error of the layer's output on the calibration
-    data, E|(Wq - W) x|^2, as a fraction of round-to-nearest's."""
+    present if it was requested and the layer could be timed; error is the error of the layer's output on the
+    calibration data, E|(Wq - W) x|^2, as a fraction of round-to-nearest's."""
 
     name: str
     type: str
@@ -121,7 +140,7 @@ class Report:
         return line + (f"; {len(self.slower)} are slower than float here" if self.slower else "")
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [{**asdict(r), "shape": list(r.shape), "latency": [asdict(t) for t in r.latency]} for r in self.rows]
+        rows = [{**asdict(r), "shape": list(r.shape), "latency": [t.to_dict() for t in r.latency]} for r in self.rows]
         for row in rows:
             if row["sqnr"] is not None and not math.isfinite(row["sqnr"]):
                 row["sqnr"] = "inf"  # JSON has no infinity; weights quantized without error have it
@@ -206,7 +225,8 @@ def _range(rows: list[Row], name: str, digits: int) -> str:
 
 def _speed(row: Row) -> str:
     """As "1: 3.1x  64: 0.90x"."""
-    return "  ".join(f"{t.rows}: {t.speed:.2g}x" if t.speed < 10 else f"{t.rows}: {t.speed:.0f}x" for t in row.latency)
+    texts = ((t.label, f"{t.speed:.2g}" if t.speed < 10 else f"{t.speed:.0f}") for t in row.latency)
+    return "  ".join(f"{label}: {speed}x" for label, speed in texts)
 
 
 def size(n: float) -> str:

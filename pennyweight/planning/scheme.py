@@ -68,10 +68,13 @@ def describe(spec: QuantSpec) -> str:
 
 
 def describe_activation(act: ActivationSpec) -> str:
-    """An activation in words: "inputs int8 per row, dynamic", "inputs int8 in groups of 128 columns, dynamic"."""
+    """An activation in words: "inputs int8 per row, dynamic", "inputs int8 in groups of 128 columns, dynamic"; of a
+    convolution "per sample", of a transposed one "per position"."""
     block, how = act.spec.block, _granularity(act.spec)
     if block is not None and len(block) == 1 and block[0] > 1:
         how = f"in groups of {block[0]} columns"
+    elif block is not None and len(block) > 1 and block[0] == -1 and len(set(block[1:])) == 1:
+        how = {-1: "per sample", 1: "per position"}.get(block[1], how)
     return f"inputs {act.spec.format} {how}, {act.mode}"
 
 
@@ -82,6 +85,11 @@ def _granularity(spec: QuantSpec) -> str:
     last, others = block[-1], set(block[:-1])
     if others <= {1}:
         return "per row" if last == -1 else "per element" if last == 1 else f"groups of {last}"
+    if block[0] > 1 and set(block[1:]) == {1}:  # of a transposed convolution
+        return f"groups of {block[0]}"
+    kernels, rest = block[0], set(block[2:] if len(block) > 2 and block[1] == 1 else block[1:])
+    if rest == {-1}:  # whole kernels, as convolutions have them
+        return "per output channel" if kernels == -1 else f"groups of {kernels} input channels"
     return f"blocks of {'×'.join('all' if size == -1 else str(size) for size in block)}"
 
 

@@ -10,6 +10,7 @@ import torch
 import pennyweight as pw
 from pennyweight.cli import doctor
 from pennyweight.kernels import Kernel, get_kernel, kernels, table, torch_int8
+from pennyweight.kernels.cpu.library import available
 
 
 def test_doctor_states_versions_cpu_and_every_kernel(run: Any) -> None:
@@ -26,7 +27,8 @@ def test_doctor_states_versions_cpu_and_every_kernel(run: Any) -> None:
     assert all(k["note"] for k in data["kernels"])
     assert not any(k["broken"] for k in data["kernels"])
     text = run("doctor").stdout
-    for word in (pw.__version__, torch.__version__, data["cpu"]["capability"], data["native_kernels"], "healthy"):
+    words = (data["native_kernels"], data["fused_blocks"], "healthy")
+    for word in (pw.__version__, torch.__version__, data["cpu"]["capability"], *words):
         assert word in text
     for k in data["kernels"]:
         assert any(k["name"] in line and k["note"] in line for line in text.splitlines()), k
@@ -92,9 +94,11 @@ def test_saturation_is_told(run: Any, monkeypatch: pytest.MonkeyPatch, saturates
 def test_bench_names_faster_and_slower_truly(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([(2e-6, 4e-6, False), (4e-6, 2e-6, True)] * 100)
     monkeypatch.setattr(doctor, "_alternate", lambda a, b: (a(), b(), next(times))[-1])
-    monkeypatch.setattr(doctor, "SIZE", 128)
+    for name, size in (("SIZE", 128), ("CHANNELS", 8), ("IMAGE", 8), ("WIDTH", 64)):
+        monkeypatch.setattr(doctor, name, size)
     output = run("doctor", "--bench").stdout
-    lines = [line for line in output.splitlines() if " us, float" in line]
+    parts = output.partition("products [rows, 128] @ [128, 128]:")[2].partition("\n\n")
+    lines = [line for line in parts[0].splitlines() if " us, float" in line]
     assert len(lines) == 2 * len(doctor.NAMES) * len(doctor.ROWS)
     for line in lines:
         one = " 1 row " in line
@@ -102,7 +106,54 @@ def test_bench_names_faster_and_slower_truly(run: Any, monkeypatch: pytest.Monke
         assert ("the machine is busy" in line) is not one
     assert any(line.startswith("int4 ") and line.endswith(("(cpu_int)", "(torch_int4)")) for line in lines)
     data = json.loads(run("doctor", "--bench", "--json").stdout)
-    assert [b["rows"] for b in data["bench"]] == list(doctor.ROWS) * 2 * len(doctor.NAMES)
+    products = [b["rows"] for b in data["bench"] if b["what"].startswith("products")]
+    assert products == list(doctor.ROWS) * 2 * len(doctor.NAMES)
+
+
+def test_bench_times_convolutions_and_a_fused_block(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_alternate", lambda a, b: (a(), b(), (1e-6, 1e-6, False))[-1])
+    for name, size in (("SIZE", 64), ("CHANNELS", 32), ("IMAGE", 8), ("WIDTH", 64)):
+        monkeypatch.setattr(doctor, name, size)
+    lines = doctor.measure()
+    by_part = {what: [line for line in lines if line.what == what] for what in dict.fromkeys(x.what for x in lines)}
+    assert list(by_part)[1:] == [
+        "convolution 32 to 32 channels, 3×3, 8×8", "transposed convolution 128 to 64 channels, 4×4, stride 2, 2×2",
+        "transformer block of width 64",
+    ]  # fmt: skip
+    _, convolution, transposed, block = by_part.values()
+    assert [line.rows for line in convolution] == [64] * len(doctor.NAMES)
+    assert [line.rows for line in transposed] == [4] * len(doctor.NAMES)
+    assert [line.rows for line in block] == list(doctor.TOKENS) * len(doctor.NAMES)
+    assert " 64 positions float32" in str(convolution[0])
+    assert "   1 token  float32" in str(block[0])
+    if available() is True:
+        assert [line.kernel for line in convolution[:2]] == ["cpu_conv", "cpu_conv_float"]
+        assert {line.kernel for line in transposed} == {"cpu_int_columns"}
+        assert {line.kernel for line in block} == {"block"}
+    else:
+        assert all(line.kernel.startswith("not fused: ") for line in block)
+
+
+def test_doctor_fuses_a_small_block(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = json.loads(run("doctor", "--json").stdout)
+    if available() is not True:
+        assert data["fused_blocks"].startswith("no, blocks run layer by layer: ")
+        return
+    assert data["fused_blocks"] == "yes, within tolerance of their own forward"
+
+    def broken(width: int, name: str) -> Any:
+        raise RuntimeError("illegal instruction, say")
+
+    def refused(width: int, name: str) -> Any:
+        return None, "it differs"
+
+    for fails, text in ((broken, "RuntimeError: illegal instruction, say"), (refused, "it differs")):
+        monkeypatch.setattr(doctor, "_fused_encoder", fails)
+        result = run("doctor", "--json")
+        data = json.loads(result.stdout)
+        assert data["fused_blocks"] == f"BROKEN, {text}"
+        assert data["problems"] == [f"fused blocks: BROKEN, {text}"]
+        assert result.exit_code == 1
 
 
 @pytest.mark.parametrize(("slowest", "noisy"), [(1.5, False), (3.0, True)])

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import pennyweight as pw
 import pennyweight.compat
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*already imported")  # transformers, by other tests
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*already imported",  # transformers, by other tests
+    "ignore:The tensor attributes self.rnn._flat_weights",  # torch.export of an nn.LSTM, float or not
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "migrate.md"
@@ -46,9 +49,10 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(100, 128)
         self.up, self.down, self.lm_head = nn.Linear(128, 256), nn.Linear(256, 128), nn.Linear(128, 100)
+        self.rnn = nn.LSTM(128, 128)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lm_head(self.down(torch.relu(self.up(x))))
+        return self.lm_head(self.rnn(self.down(torch.relu(self.up(x))))[0])
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels import Kernel, explain, get_kernel, kernels, torch_int8
 from pennyweight.kernels.activation import encode_activation, static_params
-from pennyweight.kernels.cpu import library
+from pennyweight.kernels.cpu import conv_transposed, library
 from pennyweight.kernels.table import case_of
 from pennyweight.kernels.torch_int8 import int_mm_saturates
 from tests.tensors import INT8_GROUPS, INT8_GROUPS_ASYMMETRIC, INT8_STATIC, INT8_TOKEN, UINT8_TOKEN
@@ -47,6 +47,17 @@ CONVOLUTIONS = {
     "uint3_zeros": QuantSpec(UINT3, (-1, -1, -1), zero_point=True), "int8_line": QuantSpec(INT8, (-1, -1)),
     "int5_tensor": QuantSpec(get_format("int5"), None),
 }  # fmt: skip
+TRANSPOSED = {
+    "int8_channel": QuantSpec(INT8, (-1, 1, -1, -1)), "int4_taps": QuantSpec(INT4, (32, 1, 1, 1), scale=torch.bfloat16),
+    "uint3_zeros": QuantSpec(UINT3, (-1, 1, -1, -1), zero_point=True), "int8_line": QuantSpec(INT8, (-1, 1, -1)),
+    "int5_tensor": QuantSpec(get_format("int5"), None),
+}  # fmt: skip
+POSITIONS = {
+    "int8_position": ActivationSpec(QuantSpec(INT8, (-1, 1, 1))),
+    "uint8_position": ActivationSpec(QuantSpec(UINT8, (-1, 1, 1), zero_point=True)),
+    "int8_line_position": ActivationSpec(QuantSpec(INT8, (-1, 1))),
+    "int8_static": INT8_STATIC,
+}
 SAMPLES = {
     "int8_sample": ActivationSpec(QuantSpec(INT8, (-1, -1, -1))),
     "uint8_sample": ActivationSpec(QuantSpec(UINT8, (-1, -1, -1), zero_point=True)),
@@ -78,7 +89,8 @@ def accepted(kernel: Kernel, shapes: list[tuple[int, ...]], acts: dict[str, Any]
     """Weights of every spec, shape and dtype that the row accepts, in its layout."""
     if kernel.devices is not None and "cpu" not in kernel.devices:
         return
-    for name, spec in (SPECS | CONVOLUTIONS if kernel.op == "convolution" else SPECS).items():
+    more = {"convolution": CONVOLUTIONS, "transposed_convolution": TRANSPOSED}.get(kernel.op, {})
+    for name, spec in (SPECS | more).items():
         if spec.layout not in ("plain", kernel.layout):
             continue  # the same numbers stand in the list in layout "plain" or in this row's
         for act_name, act in acts.items():
@@ -89,6 +101,7 @@ def accepted(kernel: Kernel, shapes: list[tuple[int, ...]], acts: dict[str, Any]
                     w = make(spec, shape, dtype, act)
                     with pytest.MonkeyPatch.context() as patch:  # let small weights reach a row for large ones
                         patch.setattr(torch_int8, "DIGIT_WEIGHTS", 0)
+                        patch.setattr(conv_transposed, "FEWEST", 1)
                         refused = kernel.refuses(case_of(w, dtype), any_layout=True)
                     if refused is None:
                         yield f"{name} {act_name} {shape} {dtype}", w.to_layout(kernel.layout or "plain")
@@ -125,7 +138,7 @@ def check(
     assert got.dtype == x.dtype, label
     assert got.shape == exact.shape, label
     if kernel.tolerance == "fixed22":  # x is rounded at absmax / (127 * 2**14) / 2, just over 2**-22
-        dims = tuple(range(1, xq.ndim)) if kernel.op == "convolution" else -1
+        dims = tuple(range(1, xq.ndim)) if kernel.op == "convolution" else 1 if "convolution" in kernel.op else -1
         least = least + 2.0**-21 * op(xq.abs().amax(dims, keepdim=True).expand_as(xq), wq.abs())
     unit = max(ULP.get(kernel.tolerance, 0.0), torch.finfo(x.dtype).eps)
     error = (got.double() - exact).abs()
@@ -233,6 +246,20 @@ def test_convolution(kernel: Kernel) -> None:
             check(label, kernel, kernel.run(x, w, bias, *args), partial(convolve, args), x, w, bias)
 
 
+@pytest.mark.parametrize("kernel", row_ids("transposed_convolution"))
+def test_transposed_convolution(kernel: Kernel) -> None:
+    acts = {"none": None, "int8": INT8_TOKEN, **POSITIONS}
+    for label, w in accepted(kernel, [(40, 6, 3), (64, 4, 3, 2), (33, 1, 2, 2), (4, 2, 3, 1, 2)], acts):
+        dims = w.ndim - 2
+        for groups, stride, more in ((1, 1, 0), (1, 2, 1), (w.shape[0], 2, 0))[: 1 if kernel.rank < 0 else 3]:
+            args = ([stride] * dims, [1] * dims, [1] * dims, True, [more] * dims, groups)
+            x = torch.randn(2, w.shape[0], *[5, 6, 7][:dims]).to(w.dtype)
+            if w.act is not None and w.act.spec.block is not None and len(w.act.spec.block) > dims + 1:
+                continue  # positions of another rank
+            bias = torch.randn(w.shape[1] * groups).to(w.dtype)
+            check(label, kernel, kernel.run(x, w, bias, *args), partial(convolve, args), x, w, bias)
+
+
 @pytest.mark.parametrize("kernel", row_ids("embedding"))
 def test_embedding(kernel: Kernel) -> None:
     """A lookup computes nothing, so it is exact."""
@@ -242,12 +269,15 @@ def test_embedding(kernel: Kernel) -> None:
 
 
 def test_every_row_is_reached_and_every_op_has_a_test() -> None:
-    tests = {"linear": MATRICES, "bmm": [(3, 16, 64)], "convolution": [(8, 4, 3, 3)], "embedding": [(50, 64)]}
+    tests = {
+        "linear": MATRICES, "bmm": [(3, 16, 64)], "convolution": [(8, 4, 3, 3)], "embedding": [(50, 64)],
+        "transposed_convolution": [(64, 4, 3, 3)],
+    }  # fmt: skip
     for kernel in kernels():
         assert kernel.op in tests, f"op {kernel.op} is new: write its conformance test here"
         if kernel.devices is not None and "cpu" not in kernel.devices:
             continue
-        reached = next(accepted(kernel, tests[kernel.op], ACTIVATIONS | SAMPLES), None)
+        reached = next(accepted(kernel, tests[kernel.op], ACTIVATIONS | SAMPLES | POSITIONS), None)
         name = f"{kernel.op}/{kernel.name}"
         if name in UNREACHED:
             assert reached is None, f"{name} is reached: take it off the list"

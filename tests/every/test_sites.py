@@ -28,16 +28,24 @@ def call(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)
 
 
+def first(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)[0]
+
+
 # kind -> (module, input, how it is called)
 EXAMPLES: dict[type | str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[[nn.Module, Tensor], Tensor]]]
 EXAMPLES = {
     nn.Linear: (lambda: nn.Linear(64, 48), lambda: torch.randn(2, 5, 64), call),
     nn.MultiheadAttention: (lambda: nn.MultiheadAttention(64, 4), lambda: torch.randn(5, 2, 64), attend),
+    nn.RNNCellBase: (lambda: nn.LSTMCell(64, 48), lambda: torch.randn(5, 64), first),
     "transformers.pytorch_utils.Conv1D": (hf_conv1d, lambda: torch.randn(2, 5, 64), call),
     nn.Embedding: (lambda: nn.Embedding(48, 64), lambda: torch.tensor([[1, 47], [3, 3]]), call),
     nn.Conv1d: (lambda: nn.Conv1d(16, 24, 4), lambda: torch.randn(2, 16, 9), call),
     nn.Conv2d: (lambda: nn.Conv2d(16, 24, 3), lambda: torch.randn(2, 16, 9, 9), call),
     nn.Conv3d: (lambda: nn.Conv3d(8, 24, 3), lambda: torch.randn(2, 8, 5, 5, 5), call),
+    nn.ConvTranspose1d: (lambda: nn.ConvTranspose1d(32, 24, 4, 2), lambda: torch.randn(2, 32, 9), call),
+    nn.ConvTranspose2d: (lambda: nn.ConvTranspose2d(32, 24, 4, 2, 1), lambda: torch.randn(2, 32, 9, 9), call),
+    nn.ConvTranspose3d: (lambda: nn.ConvTranspose3d(32, 4, 3), lambda: torch.randn(2, 32, 5, 5, 5), call),
 }
 CONFIGS = [
     pw.Int8WeightOnlyConfig(),

@@ -294,3 +294,28 @@ def test_what_text_model_refuses() -> None:
     config = transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration: only models with input_ids and one stack"):
         text_model(transformers.T5ForConditionalGeneration(config))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, net: type[nn.Module]) -> None:
+        super().__init__()
+        self.net = net(16, 24, 2, batch_first=True, bidirectional=True)
+        self.up = nn.ConvTranspose1d(48, 8, 4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.net(x)[0].transpose(1, 2))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.net._flat_weights")  # torch.export, also of float ones
+@pytest.mark.parametrize("net", [nn.LSTM, nn.GRU])
+def test_recurrent_networks_and_transposed_convolutions(net: type[nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Recurrent(net).eval()
+    pw.quantize_(model, INT8, filter_fn=everything)
+    path = tmp_path / "recurrent.onnx"
+    report = export_onnx(model, (torch.randn(2, 5, 16),), path)
+    assert len(report.quantized) == 9
+    assert_runs_alike(path, model, {report.inputs[0]: torch.randn(BATCH, 5, 16)})
+    pw.quantize_(model, INT8_DYNAMIC, filter_fn=everything)
+    with pytest.raises(ValueError, match="up.weight: .*can be exported only for linear layers and convolutions"):
+        export_onnx(model, (torch.randn(2, 5, 16),), path)

@@ -401,3 +401,44 @@ def test_candidates_are_timed_with_fused_blocks(quick: None) -> None:
     assert fused.note == "2 blocks fused"
     assert (fused.error or math.inf) < 1.5 * (plain.error or 0)
     assert not any(isinstance(p, AffineQuantizedTensor) for p in model.parameters())
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)).mean((2, 3)))
+
+
+def test_a_filter_selects_convolutions_and_the_config_names_what_it_selects(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed, time_layer = [], layer_timing.time_layer
+
+    def spy(row: PlanRow, w: Any, rows: Any, limit: Any) -> Any:
+        timed.append((row.name, rows))
+        return time_layer(row, w, rows, limit)
+
+    monkeypatch.setattr(layer_timing, "time_layer", spy)
+    model, x = Convolutions(), torch.randn(2, 3, 10, 10)
+    found = pw.recommend(model, x, candidates=[INT8, "int8-dynamic"], filter_fn=lambda m, name: name != "first")
+    config = found.candidates[1].config
+    assert isinstance(config, pw.FqnToConfig)
+    assert config.fqn_to_config == {"second.weight": INT8, "head.weight": INT8}
+    assert found.candidates[1].name == str(INT8)
+    assert set(timed) == {("second.weight", ((2, 16, 8, 8),)), ("head.weight", (2,))}
+    assert [r.name for r in pw.quantize_(model, config).quantized] == ["second.weight", "head.weight"]
+    none = pw.recommend(Convolutions(), x, candidates=[INT8], filter_fn=lambda m, name: False).candidates[1]
+    assert none.why.startswith("cannot be applied: ")
+
+
+def test_the_reason_why_blocks_are_not_fused(quick: None) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    found = pw.recommend(model, torch.randn(2, 5, 64), candidates=["nf4"], fuse=True).candidates[1]
+    assert found.fused == 0
+    assert found.note.startswith("2 blocks not fused: ")
+    plain = pw.recommend(nn.Sequential(nn.Linear(64, 64)), X, candidates=[INT8], fuse=True).candidates[1]
+    assert plain.note == "no transformer blocks with quantized layers were found"

@@ -15,6 +15,7 @@ import pennyweight as pw
 from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
+from pennyweight.kernels.repack import prepare
 from tests.tensors import INT8_GROUPS, INT8_GROUPS_ASYMMETRIC, INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN, quantized
 
 SCHEMES: dict[str, tuple[str, ActivationSpec | None]] = {
@@ -168,6 +169,15 @@ class Convolution(nn.Module):
         return self.conv(x)
 
 
+class Transposed(nn.Module):
+    def __init__(self, w: QT) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(prepare(w, ("transposed_convolution",)), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.conv_transpose2d(x, self.weight, stride=2, padding=1, output_padding=1)
+
+
 class Lookup(nn.Module):
     def __init__(self, w: QT) -> None:
         super().__init__()
@@ -203,6 +213,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]]
     "convolution": (
         lambda: Convolution(QT.from_float(torch.randn(8, 4, 3, 3), SPECS["int8_row"].with_(block=(-1, -1, -1)))),
         lambda b: torch.randn(b, 4, 6, 6),
+    ),
+    "transposed convolution": (
+        lambda: Transposed(QT.from_float(torch.randn(128, 4, 3, 3), SPECS["int8_row"].with_(block=(-1, 1, -1, -1)))),
+        lambda b: torch.randn(b, 128, 6, 5),
     ),
     "embedding": (lambda: Lookup(quantized("int4_bits", (50, 64))), lambda b: torch.randint(50, (b, 3))),
     "embedding nf4": (lambda: Lookup(quantized("nf4_double", (50, 64))), lambda b: torch.randint(50, (b, 3))),

@@ -270,6 +270,57 @@ def test_a_real_measurement(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
         assert all(0 < t.quantized_us < 1e6 and 0 < t.float_us < 1e6 for t in row.latency)
 
 
+CONVOLUTIONS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: nn.Conv1d(16, 8, 3, padding_mode="circular", padding=1), (2, 16, 9)),
+    (lambda: nn.Conv2d(16, 8, 3, stride=2, groups=2), (2, 16, 9, 8)),
+    (lambda: nn.ConvTranspose1d(64, 8, 3, 2), (2, 64, 9)),
+    (lambda: nn.ConvTranspose2d(64, 8, 4, 2, 1, output_padding=1), (2, 64, 9, 8)),
+]
+
+
+@pytest.mark.parametrize(("make", "shape"), CONVOLUTIONS)
+def test_convolutions_are_timed_at_the_shapes_of_their_inputs(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_timing, "SECONDS", 0.001)
+    model, x = nn.Sequential(make()), torch.randn(shape)
+    seen, _ = layer_timing.layer_calls(model, lambda: (model(x), model(x[0]), model(x)))
+    todo = pw.plan(model, INT8, lambda m, name: True)
+    (row,) = todo.active
+    calls = layer_timing.calls_of_weight(row, seen)
+    assert calls == {shape: 2, (1, *shape[1:]): 1}
+    w = copy.deepcopy(model)
+    pw.quantize_(w, INT8, lambda m, name: True)
+    layer_timing.measure_(todo, lambda row: [size for size, _ in calls.most_common()], lambda row: w[0].weight)
+    assert [t.size for t in row.latency] == [shape, (1, *shape[1:])]
+    assert [t.rows for t in row.latency] == [x.numel() // shape[1], x.numel() // shape[1] // 2]
+    assert row.latency[0].label == "×".join(map(str, shape))
+    assert row.latency[0].to_dict()["shape"] == list(shape)
+    call = layer_timing._convolution(row)
+    assert torch.equal(call(x, model[0].weight, model[0].bias), model(x))
+
+
+def test_a_convolution_whose_input_is_unknown_is_not_timed_and_says_so(times: Times) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(64, 64))
+    conv, linear = pw.quantize_(model, INT8, lambda m, name: True, measure=True).quantized
+    assert [name for name, _, _ in times.timed] == ["1.weight"]
+    assert (conv.latency, conv.note) == ((), layer_timing.UNKNOWN_SIZE)
+    assert (len(linear.latency), linear.note) == (2, "")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_recurrent_networks_are_called_once_with_all_inputs_and_at_each_step_with_a_state(packed: bool) -> None:
+    model, x = nn.GRU(8, 8, 2, batch_first=True), torch.randn(3, 7, 8)
+    given: Any = nn.utils.rnn.pack_sequence([torch.randn(n, 8) for n in (4, 3, 1)]) if packed else x
+    seen, _ = layer_timing.layer_calls(model, lambda: model(given))
+    calls = {row.name: layer_timing.calls_of_weight(row, seen) for row in pw.plan(model, INT8).active}
+    steps = {3: 1, 2: 2, 1: 1} if packed else {3: 7}
+    inputs = {8: 1} if packed else {21: 1}
+    for layer in (0, 1):
+        assert calls[f"weight_ih_l{layer}"] == inputs
+        assert calls[f"weight_hh_l{layer}"] == steps
+
+
 def test_a_transposed_weight_is_called_as_its_module_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     seen = []

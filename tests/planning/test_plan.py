@@ -1,6 +1,7 @@
 """plan(): names and patterns, ties, policies, and errors that say what to do."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -329,3 +330,19 @@ def test_predicted_bytes() -> None:
         model = nn.Sequential(nn.Linear(61, 37), nn.Linear(37, 5))
         planned = pw.plan(model, config).report()
         assert [r.bytes_after for r in planned.rows] == [r.bytes_after for r in pw.quantize_(model, config).rows]
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "words"),
+    [
+        (lambda: nn.Conv2d(8, 8, 3), "int8-dynamic", "f32 scales; inputs int8 per sample, dynamic"),
+        (lambda: nn.Conv1d(8, 8, 3), "int8", "int8, per output channel, symmetric"),
+        (lambda: nn.Conv2d(64, 8, 3), pw.Int4WeightOnlyConfig(group_size=40), "int4, groups of 4 input channels"),
+        (lambda: nn.ConvTranspose2d(64, 8, 3), "int8-dynamic", "int8, per output channel, "),
+        (lambda: nn.ConvTranspose2d(64, 8, 3), "int8-dynamic", "inputs int8 per position, dynamic"),
+        (lambda: nn.ConvTranspose1d(64, 8, 3), pw.Int4WeightOnlyConfig(group_size=32), "int4, groups of 32, "),
+    ],
+)  # fmt: skip
+def test_schemes_of_convolutions_in_words(make: Callable[[], nn.Module], config: Any, words: str) -> None:
+    (row, *_) = pw.plan(make(), config, lambda m, name: True).report().quantized
+    assert words in row.scheme_text

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...kernels import recurrent
+
 See = Callable[[str, Tensor], None]  # (parameter name, inputs as float32 [groups, tokens, width])
 
 
@@ -118,6 +120,14 @@ def _patches(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, g
     return x.permute(order).reshape(groups, -1, x.shape[2] * math.prod(kernel))
 
 
+def _positions(args: Any, kwargs: Any) -> Any:
+    """A transposed convolution multiplies each position [channels] of its input by the whole kernel."""
+    x, w = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
+    if not isinstance(w, Tensor):
+        return None
+    return x, w, lambda x: _tokens(x.movedim(1 - w.ndim, -1))
+
+
 def _tuple(value: Any, rank: int, default: int) -> tuple[int, ...]:
     if value is None:
         value = default
@@ -133,6 +143,7 @@ READERS: dict[Any, Callable[[Any, Any], Any]] = {
     torch.conv1d: _convolution(1),
     torch.conv2d: _convolution(2),
     torch.conv3d: _convolution(3),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _positions),
 }
 
 
@@ -144,4 +155,4 @@ def _inner(function: Any) -> Any:
     return again
 
 
-COMPOSITE = {F.multi_head_attention_forward: _inner(F.multi_head_attention_forward)}
+COMPOSITE = {F.multi_head_attention_forward: _inner(F.multi_head_attention_forward), **recurrent.PRODUCTS}

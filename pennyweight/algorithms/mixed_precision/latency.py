@@ -89,8 +89,8 @@ def layer_times(model: nn.Module, example: Any, plans: Sequence[Plan], clock: Ca
         )
         for row in one.active:
             counts = calls_of_weight(row, seen)
-            took = sum(counts[t.rows] * t.float_us for t in row.latency) / 1e6
-            quantized = sum(counts[t.rows] * t.quantized_us for t in row.latency) / 1e6
+            took = sum(counts[t.size] * t.float_us for t in row.latency) / 1e6
+            quantized = sum(counts[t.size] * t.quantized_us for t in row.latency) / 1e6
             floats[row.name] = min(floats.get(row.name, took), took)
             ratios.setdefault(row.name, []).append(quantized / took if took else 0.0)
         whole = min(whole, time_whole())

@@ -252,9 +252,10 @@ def _of_inputs(site: Site, granularity: Granularity, size: int | None) -> Granul
         granularity = PerGroup(size)
     if not isinstance(granularity, PerGroup):
         return granularity
-    if site.op == "convolution":
+    if site.op in ("convolution", "transposed_convolution"):
+        each = "sample" if site.op == "convolution" else "position"
         raise ValueError(
-            f"{site.name}: the input of a convolution has one scale per sample, not groups of "
+            f"{site.name}: the input of a {site.op.replace('_', ' ')} has one scale per {each}, not groups of "
             f"{granularity.group_size} columns; leave act_group_size out for it"
         )
     return PerToken() if granularity.group_size >= site.shape[-1] else granularity

@@ -252,6 +252,8 @@ def _shadows(module: Any) -> Iterator[None]:
             m.__dict__.pop(name, None)
             if before is not None:
                 m.__dict__[name] = before
+        if isinstance(module, nn.RNNBase):  # its own list of weights would keep the graph of this call alive
+            module._update_flat_weights()
 
 
 def _cast(x: Tensor) -> Tensor:
