@@ -76,8 +76,8 @@ def test_a_quantized_cache(family: str, bits: int) -> None:
 
 @pytest.mark.parametrize(("bits", "group", "residual"), [(8, 16, 0), (4, 4, 3), (8, 32, 128)])
 def test_a_block_reads_the_codes_itself(monkeypatch: Any, bits: int, group: int, residual: int) -> None:
-    """Also for a prompt in several parts, and after sequences were selected and tokens removed; with the contents of the
-    unfused model's cache."""
+    """Also for a prompt in several parts, and after sequences were selected and tokens removed; with the contents of
+    the unfused model's cache."""
     model, other = pair("llama")
     monkeypatch.setattr(Bound, "_in_two_parts", None)
     ids = torch.arange(3, 43).view(1, -1).repeat(3, 1) + torch.tensor([[0], [5], [9]])
