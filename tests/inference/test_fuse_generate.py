@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.inference import block_cache
+from pennyweight.inference.bound_block import Bound
 from pennyweight.inference.check_block import checked
 from tests.inference.fuse_models import DECODERS, GENERATING, NEWEST, inputs, model_of
 
@@ -73,6 +74,36 @@ def test_a_quantized_cache(family: str, bits: int) -> None:
         for m in (model, other)
     ]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("bits", "group", "residual"), [(8, 16, 0), (4, 4, 3), (8, 32, 128)])
+def test_a_block_reads_the_codes_itself(monkeypatch: Any, bits: int, group: int, residual: int) -> None:
+    """Also for a prompt in several parts, and after sequences were selected and tokens removed; with the contents of
+    the unfused model's cache."""
+    model, other = pair("llama")
+    monkeypatch.setattr(Bound, "_in_two_parts", None)
+    ids = torch.arange(3, 43).view(1, -1).repeat(3, 1) + torch.tensor([[0], [5], [9]])
+    found = []
+    for m in (model, other):
+        past, logits = QuantizedCache(m.config, bits=bits, group=group, residual=residual), []
+        with torch.inference_mode():
+            for first, end in ((0, 20), (20, 27), (27, 28), (28, 29)):
+                logits.append(m(ids[:, first:end], past_key_values=past).logits)
+            past.batch_select_indices(torch.tensor([2, 0]))
+            past.crop(-12)
+            for i in range(17, 40):
+                logits.append(m(ids[:2, i : i + 1], past_key_values=past).logits)
+        found.append((past, torch.cat([y.flatten() for y in logits])))
+    (expected, y), (mine, z) = found
+    torch.testing.assert_close(z, y, rtol=1e-3, atol=1e-3)
+    for a, b in zip(expected.layers, mine.layers, strict=True):
+        assert a.get_seq_length() == b.get_seq_length() == 40
+        for s, t in zip(a.stored, b.stored, strict=True):
+            if residual == 128 and s is None:
+                assert t is None
+                continue
+            s, t = (x.dequantize() if hasattr(x, "spec") else x for x in (s, t))
+            torch.testing.assert_close(t, s, rtol=1e-3, atol=2e-2 if bits == 8 else 0.3)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "t5", "whisper", "bart"])

@@ -9,6 +9,10 @@ import pytest
 import torch
 
 from pennyweight.core.errors import ArgumentError
+from pennyweight.core.formats import get_format
+from pennyweight.core.layouts import portable_layout
+from pennyweight.core.spec import QuantSpec
+from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.block import (
     AttentionStep,
     Call,
@@ -60,7 +64,7 @@ def decoder(dtype: torch.dtype, name: str = "int4", d: int = 96, f: int = 160, *
     def w(n: int, k: int) -> Any:
         return layer(n, k, name, "float", dtype)
 
-    heads = HEADS
+    heads = options.pop("heads", HEADS)
     q, kv = heads.query * heads.size, heads.shared * heads.size
     columns = Columns(2), Columns(2, q), Columns(2, q + kv)
     softcap = options.pop("softcap", 0.0)
@@ -180,6 +184,72 @@ def test_a_sequence_depends_on_nothing_else(isa: str, dtype: torch.dtype) -> Non
                 assert torch.equal(mine.keys, stored.keys[rows])  # type: ignore[index,arg-type]
     finally:
         torch.set_num_threads(before)
+
+
+WIDE = Heads(4, 2, 64)
+
+
+def coded(batch: int, h: Heads, tokens: int, bits: int, group: int, dtype: torch.dtype) -> tuple[QT, QT]:
+    """Keys and values as integrations/kv_cache.py quantizes them."""
+    made = []
+    for block in ((group, 1), (group,)):
+        spec = QuantSpec(get_format(f"uint{bits}"), block, dtype, offset=dtype)
+        x = random(batch, h.shared, tokens, h.size, dtype=dtype, seed=len(made))
+        made.append(QT.from_float(x, spec.with_(layout=portable_layout(spec)), "minmax"))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize(
+    ("h", "bits", "group"), [(WIDE, 8, 32), (WIDE, 4, 16), (HEADS, 8, 32), (Heads(3, 1, 80), 4, 32), (WIDE, 3, 24)]
+)
+def test_codes_before_the_tokens(isa: str, threads: int, h: Heads, bits: int, group: int) -> None:
+    """Also a past that is not in whole groups, and so many sequences that threads take some through all steps."""
+    for batch, tokens, codes, past, dtype in (
+        (1, 1, 320, 0, torch.float32), (2, 1, 300, 70, torch.float32), (2, 3, 40, 5, torch.bfloat16),
+        (70, 1, 16, 3, torch.float32), (1, 9, 270, 20, torch.float32),
+    ):  # fmt: skip
+        end = past + tokens
+        pair, mask = coded(batch, h, codes, bits, group, dtype), random(batch, 1, tokens, codes + end) < 1
+        mask[..., -1] = True
+        for how in ({}, {"causal": True}, {"causal": True, "window": codes // 2}, {"mask": mask}):
+
+            def make(
+                batch: int = batch, tokens: int = tokens, past: int = past, end: int = end, dtype: torch.dtype = dtype,
+                codes: int = codes, pair: Any = pair, how: dict[str, Any] = how,
+            ) -> Call:  # fmt: skip
+                keys, values = cache(batch, h, end + 2, past, dtype)
+                cos, sin = angles(1, tokens, h.size, codes + past, dtype)
+                return Call(cos, sin, keys=keys, values=values, past=past, length=end, coded=pair, **how)
+
+            x = random(batch, tokens, 96, dtype=dtype)
+            check(decoder(dtype, heads=h), x, make, max(1e-4, TOLERANCE[dtype]))
+
+
+def test_codes_that_do_not_fit_are_refused() -> None:
+    h, x = WIDE, random(2, 1, 96)
+    keys, values = cache(2, h, 20, 8, torch.float32)
+    cos, sin = angles(1, 1, 64)
+    pair = coded(2, h, 64, 8, 32, torch.float32)
+    good = Call(cos, sin, None, True, 0, keys, values, 8, 9, pair)
+    block = compiled(decoder(torch.float32, heads=h))
+    expected = run(block, x, good)
+    other = coded(1, h, 64, 8, 32, torch.float32)
+    for message, change in {
+        "does not go before": {"coded": other}, "got Tensor": {"coded": (pair[0], values)},
+        "73 or more": {"mask": torch.zeros(2, 1, 1, 72)},
+        "expected": {"coded": (pair[0].with_(codes=pair[0]._codes[:, :, :40]), pair[1])},
+    }.items():  # fmt: skip
+        with pytest.raises(ArgumentError, match=message):
+            block.run(x, replace(good, **change))
+    assert torch.equal(run(block, x, good), expected)
+    pair[0]._codes.zero_()  # the same memory
+    assert not torch.equal(run(block, x, good), expected)
+    pair[0]._codes.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError):
+        block.run(x, good)
+    alone = compiled(encoder(torch.float32))
+    with pytest.raises(ArgumentError, match="no step reads them"):
+        alone.run(random(1, 3, 72), Call(coded=pair))
 
 
 def test_many_sequences_are_run_in_parts() -> None:
