@@ -20,6 +20,7 @@ from .bound_block import Bound
 from .derive_recipe import derive
 from .examples import Observed, candidates, examples, observe
 from .freeze import freeze_
+from .fuse_net import FusedConvNet, fuse_nets
 from .recipe import Recipe, module_classes
 from .trace_block import Refusal
 from .verify_block import verify
@@ -134,16 +135,26 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
 
     Parameters, buffers, hooks, ties and the state dict stay the same. :func:`thaw_` undoes it exactly.
     """
-    blocks = candidates(model)
     rows, notes = [], []
     with _evaluating(model):
-        seen, problem = _observed(model, blocks, example)
+        rows += fuse_nets(model, example)
+        blocks = _outside_nets(model, candidates(model))
+        seen, problem = _observed(model, blocks, example) if blocks or not rows else ({}, "")
         if problem:
             notes.append(problem)
         for name, block in blocks.items():
             rows.append(_row(name, block, _fuse_block(name, block, seen.get(name))))
     frozen = freeze_(model)
     return Report("fuse_", rows + frozen.rows, verb="fused or frozen", notes=notes)
+
+
+def _outside_nets(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The blocks in no fused net that have quantized linear layers."""
+    inside = {id(m) for net in model.modules() if isinstance(net, FusedConvNet) for m in net.modules()}
+    return {
+        name: block for name, block in blocks.items()
+        if id(block) not in inside and any(is_quantized(p) and p.ndim == 2 for p in block.parameters())
+    }  # fmt: skip
 
 
 def _fuse_block(name: str, block: nn.Module, observed: Observed | Refusal | None) -> str:
