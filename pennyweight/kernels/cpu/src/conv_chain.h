@@ -29,13 +29,15 @@ constexpr int CHAIN_PIXELS[] = {CONV_PIXELS};
 #endif
 constexpr int64_t CHAIN_BLOCK = 56;  // most pixels of a unit of work
 
-// As conv_micro, with sums that begin with `start` [tile][16].
+constexpr int64_t CHAIN_ROW = 64;    // sums of a pixel: four tiles
+
+// As conv_micro, with sums [pixel][CHAIN_ROW] that begin with `start` [tile][16].
 template <int TILES, int T>
 void chain_micro(const uint8_t* w, int64_t tile_bytes, const Piece* pieces, int64_t count, const uint8_t* const* px, const int32_t* start,
-                 int32_t* sums, int64_t step, bool fresh) {
+                 int32_t* sums, bool fresh) {
     I acc[TILES][T];
     PW_UNROLL for (int j = 0; j < TILES; ++j) {
-        PW_UNROLL for (int t = 0; t < T; ++t) acc[j][t] = iload(fresh ? start + 16 * j : sums + j * step + 16 * t);
+        PW_UNROLL for (int t = 0; t < T; ++t) acc[j][t] = iload(fresh ? start + 16 * j : sums + t * CHAIN_ROW + 16 * j);
     }
     for (const Piece* piece = pieces; piece < pieces + count; ++piece) {
         const uint8_t* u = w + piece->column * 64;
@@ -52,10 +54,10 @@ void chain_micro(const uint8_t* w, int64_t tile_bytes, const Piece* pieces, int6
         }
     }
     PW_UNROLL for (int j = 0; j < TILES; ++j) {
-        PW_UNROLL for (int t = 0; t < T; ++t) istore(sums + j * step + 16 * t, acc[j][t]);
+        PW_UNROLL for (int t = 0; t < T; ++t) istore(sums + t * CHAIN_ROW + 16 * j, acc[j][t]);
     }
 }
-using ChainMicro = void (*)(const uint8_t*, int64_t, const Piece*, int64_t, const uint8_t* const*, const int32_t*, int32_t*, int64_t, bool);
+using ChainMicro = void (*)(const uint8_t*, int64_t, const Piece*, int64_t, const uint8_t* const*, const int32_t*, int32_t*, bool);
 template <int TILES, int T = 1> ChainMicro pick_chain_pixels(int64_t pixels) {
     if constexpr (T > CHAIN_PIXELS[TILES - 1]) return nullptr;
     else return pixels == T ? &chain_micro<TILES, T> : pick_chain_pixels<TILES, T + 1>(pixels);
@@ -74,8 +76,53 @@ void depthwise_taps(const float* w, int64_t step, const int64_t* taps, int64_t c
         const F factor = fload(w + i * step);
         PW_UNROLL for (int t = 0; t < T; ++t) acc[t] = fma(cvt(iload8u(px[t] + taps[i] + channel)), factor, acc[t]);
     }
-    PW_UNROLL for (int t = 0; t < T; ++t) istore(sums + 16 * t, iadd(iround(acc[t]), iload(start)));
+    PW_UNROLL for (int t = 0; t < T; ++t) istore(sums + t * CHAIN_ROW, iadd(iround(acc[t]), iload(start)));
 }
+
+// Scratch of a thread.
+struct ChainRoom {
+    const uint8_t* px[CHAIN_BLOCK];
+    uint8_t* codes[CHAIN_BLOCK];
+    alignas(64) int32_t start[CHAIN_TILES * 16 + 64];
+    alignas(64) int32_t sums[CHAIN_BLOCK * CHAIN_ROW];  // or float32
+    bool odd;  // whether inputs are not finite
+};
+
+inline int64_t pixel_bytes(const ChainTensor& t) { return fours(t.channels); }
+inline bool same_codes(const ChainTensor& a, const ChainTensor& b) { return a.codes >= 0 && b.codes >= 0 && a.scale == b.scale && a.zero_point == b.zero_point; }
+inline int64_t row_bytes(const ChainTensor& t) { return (t.w + 2 * t.margin_w) * pixel_bytes(t); }
+
+// Codes of a tensor from numbers; the arithmetic of Quantizer, with a clip before it.
+struct Encoder {
+    float factor, lo, hi;  // lo and hi: of a product, so that the clip is part of the quantization
+    int32_t zero;          // of the bytes
+    uint8_t first, last;   // bytes of lo and hi
+    Encoder() : factor(0), lo(0), hi(0), zero(0), first(0), last(0) {}
+    Encoder(const ChainTensor& t, float least, float most) : Encoder() {
+        if (t.codes < 0) return;
+        Conv conv = {};
+        conv.act = STATIC, conv.x = F32, conv.act_lo = t.lo, conv.act_hi = t.hi, conv.act_scale = t.scale_kind;
+        Sample sample = {};
+        sample.scale = *t.scale, sample.zero = t.zero_point;
+        const Quantizer q(conv, sample, 0);
+        alignas(64) float f[16];
+        fstore(f, q.factor);
+        factor = f[0];
+        const float low = least * factor, high = most * factor;  // rounding and clips are monotonic, so they may change places
+        const float bottom = (float)(t.lo - t.zero_point), top = (float)(t.hi - t.zero_point);
+        lo = low > bottom ? std::min(low, top) : bottom, hi = high < top ? std::max(high, bottom) : top;
+        zero = t.zero_point + 128;
+        first = byte(lo), last = byte(hi);
+    }
+    PW_INLINE I operator()(F v) const { return iadd(iround(fleast(fmost(fmul(v, fset(factor)), fset(lo)), fset(hi))), iset(zero)); }
+
+  private:
+    uint8_t byte(float product) const {
+        alignas(64) int32_t q[16];
+        istore(q, iround(fset(product)));
+        return (uint8_t)(q[0] + zero);
+    }
+};
 
 // One step, with what all threads and samples share.
 struct ChainWork {
@@ -90,42 +137,7 @@ struct ChainWork {
     bool depthwise;
     int64_t units;           // of a sample, without those that fill the margin
     int64_t blocks, splits, split_tiles;
-};
-
-// Scratch of a thread.
-struct ChainRoom {
-    const uint8_t* px[CHAIN_BLOCK];
-    uint8_t* codes[CHAIN_BLOCK];
-    alignas(64) int32_t start[CHAIN_TILES * 16 + 64];
-    alignas(64) int32_t sums[4 * CHAIN_BLOCK * 16];  // [tile][pixel][16]
-    bool odd;  // whether inputs are not finite
-};
-
-inline int64_t pixel_bytes(const ChainTensor& t) { return fours(t.channels); }
-inline bool same_codes(const ChainTensor& a, const ChainTensor& b) { return a.codes >= 0 && b.codes >= 0 && a.scale == b.scale && a.zero_point == b.zero_point; }
-inline int64_t row_bytes(const ChainTensor& t) { return (t.w + 2 * t.margin_w) * pixel_bytes(t); }
-
-// Codes of a tensor from numbers; the arithmetic of Quantizer, with a clip before it.
-struct Encoder {
-    F factor, lo, hi;
-    I zero;
-    uint8_t byte;  // of the zero point
-    Encoder(const ChainTensor& t, float least, float most) : factor(fset(0)), lo(fset(0)), hi(fset(0)), zero(iset(0)), byte((uint8_t)(t.zero_point + 128)) {
-        if (!t.scale) return;
-        Conv conv = {};
-        conv.act = STATIC, conv.x = F32, conv.act_lo = t.lo, conv.act_hi = t.hi, conv.act_scale = t.scale_kind;
-        Sample sample = {};
-        sample.scale = *t.scale, sample.zero = t.zero_point;
-        const Quantizer q(conv, sample, 0);
-        alignas(64) float f[16];
-        fstore(f, q.factor);
-        const float low = least * f[0], high = most * f[0];  // rounding and clips are monotonic, so they may change places
-        const float first = (float)(t.lo - t.zero_point), last = (float)(t.hi - t.zero_point);
-        factor = q.factor;
-        lo = fset(low > first ? std::min(low, last) : first), hi = fset(high < last ? std::max(high, first) : last);
-        zero = iset(t.zero_point + 128);
-    }
-    PW_INLINE I operator()(F v) const { return iadd(iround(fleast(fmost(fmul(v, factor), lo), hi)), zero); }
+    Encoder encode;          // of the result
 };
 
 class ChainSample {
@@ -171,47 +183,111 @@ class ChainSample {
         fill(at + (t.margin_h + t.h) * row, t.margin_h * row);
     }
 
-    // One tile of `count` pixels from pixel `first` on: sums (or FLOATS) -> numbers and codes. out: their first bytes.
+    // Tiles [t0, t0 + n) of `count` pixels from pixel `first` on: room.sums (or FLOATS) -> numbers and codes. scale, bias:
+    // [n]. lanes: sums, scale and bias are in the order of interleave().
     template <bool FLOATS, bool ADD, bool NUMBERS, bool CODES>
-    void finish(const ChainStep& s, const ChainTensor& y, F scale, F bias, int64_t tile, int64_t first, int64_t count, const int32_t* sums) const {
-        const int64_t c0 = 16 * tile, n = y.channels;
-        const float* more = ADD ? numbers_of(tensor(s.residual)) + first * n : nullptr;
-        float* numbers = NUMBERS ? numbers_of(y) + first * n : nullptr;
+    void finish(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t n, int64_t first, int64_t count, bool lanes) const {
+#if defined(__AVX512F__)
+        switch (n) {
+            case 1: return finish_row<1, FLOATS, ADD, NUMBERS, CODES>(k, y, scale, bias, t0, first, count, lanes);
+            case 2: return finish_row<2, FLOATS, ADD, NUMBERS, CODES>(k, y, scale, bias, t0, first, count, lanes);
+            case 3: return finish_row<3, FLOATS, ADD, NUMBERS, CODES>(k, y, scale, bias, t0, first, count, lanes);
+            default: return finish_row<4, FLOATS, ADD, NUMBERS, CODES>(k, y, scale, bias, t0, first, count, lanes);
+        }
+#else
+        (void)lanes;
+        const ChainStep& s = *k.s;
+        const int64_t channels = y.channels;
+        const float* more = ADD ? numbers_of(tensor(s.residual)) + first * channels : nullptr;
+        float* numbers = NUMBERS ? numbers_of(y) + first * channels : nullptr;
         const F lo = fset(s.lo), hi = fset(s.hi);
-        const Encoder encode(y, s.lo, s.hi);
-        const bool whole = c0 + 16 <= n;
-        for (int64_t i = 0; i < count; ++i) {
-            F v = FLOATS ? fload((const float*)sums + 16 * i) : fma(cvt(iload(sums + 16 * i)), scale, bias);
-            if constexpr (ADD) v = fadd(v, whole ? fload(more + i * n + c0) : load_part(more + i * n, F32, c0, n));
-            if constexpr (CODES) {
-                if (whole) istore8((int8_t*)room.codes[i] + c0, encode(v));
-                else put(y, room.codes[i], c0, encode(v));
+        const Encoder encode = k.encode;
+        for (int64_t t = 0; t < n; ++t) {
+            const int64_t c0 = 16 * (t0 + t);
+            const bool whole = c0 + 16 <= channels;
+            const F factor = fload(scale + 16 * t), shift = fload(bias + 16 * t);
+            const int32_t* sums = room.sums + 16 * t;
+            for (int64_t i = 0; i < count; ++i, sums += CHAIN_ROW) {
+                F v = FLOATS ? fload((const float*)sums) : fma(cvt(iload(sums)), factor, shift);
+                if constexpr (ADD) v = fadd(v, whole ? fload(more + i * channels + c0) : load_part(more + i * channels, F32, c0, channels));
+                if constexpr (CODES) {
+                    if (whole) istore8((int8_t*)room.codes[i] + c0, encode(v));
+                    else put(y, room.codes[i], c0, encode(v));
+                }
+                if constexpr (NUMBERS) {
+                    v = fleast(fmost(v, lo), hi);
+                    if (whole) fstore(numbers + i * channels + c0, v);
+                    else store_part(numbers + i * channels, F32, c0, channels, v);
+                }
             }
-            if constexpr (NUMBERS) {
-                v = fleast(fmost(v, lo), hi);
-                if (whole) fstore(numbers + i * n + c0, v);
-                else store_part(numbers + i * n, F32, c0, n, v);
+        }
+#endif
+    }
+#if defined(__AVX512F__)
+    // The same with the codes of N tiles in one store.
+    template <int N, bool FLOATS, bool ADD, bool NUMBERS, bool CODES>
+    void finish_row(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t first, int64_t count, bool lanes) const {
+        const ChainStep& s = *k.s;
+        const int64_t channels = y.channels, c0 = 16 * t0;
+        const float* more = ADD ? numbers_of(tensor(s.residual)) + first * channels + c0 : nullptr;
+        float* numbers = NUMBERS ? numbers_of(y) + first * channels + c0 : nullptr;
+        const __m512 lo = _mm512_set1_ps(s.lo), hi = _mm512_set1_ps(s.hi), factor = _mm512_set1_ps(k.encode.factor);
+        const __m512 most = _mm512_set1_ps(40000);  // above every code, and it fits an integer
+        const __m512i zero = _mm512_set1_epi16((short)k.encode.zero);
+        const __m512i least_byte = _mm512_set1_epi8((char)k.encode.first), most_byte = _mm512_set1_epi8((char)k.encode.last);
+        const __m512i order = lanes ? _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+                                    : _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        const auto ones = [](int64_t n) { return n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1; };
+        const __mmask64 valid = ones(channels - c0), written = ones(std::min<int64_t>(16 * N, pixel_bytes(y) - c0));
+        __m512 scales[N], shifts[N];
+        __mmask16 there[N];
+        PW_UNROLL for (int t = 0; t < N; ++t) {
+            scales[t] = _mm512_loadu_ps(scale + 16 * t), shifts[t] = _mm512_loadu_ps(bias + 16 * t);
+            there[t] = (__mmask16)ones(std::min<int64_t>(16, channels - c0 - 16 * t));
+        }
+        const int32_t* sums = room.sums;
+        uint8_t* const* codes = room.codes;
+        for (int64_t i = 0; i < count; ++i, sums += CHAIN_ROW) {
+            __m512i q[4];
+            PW_UNROLL for (int t = 0; t < N; ++t) {
+                __m512 v = FLOATS ? _mm512_loadu_ps((const float*)sums + 16 * t)
+                                  : _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(sums + 16 * t)), scales[t], shifts[t]);
+                if constexpr (ADD) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(there[t], more + i * channels + 16 * t));
+                if constexpr (CODES) q[t] = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_mul_ps(v, factor), most));
+                if constexpr (NUMBERS) _mm512_mask_storeu_ps(numbers + i * channels + 16 * t, there[t], _mm512_min_ps(_mm512_max_ps(v, lo), hi));
+            }
+            if constexpr (CODES) {
+                PW_UNROLL for (int t = N; t < 4; ++t) q[t] = q[0];
+                const __m512i a = _mm512_adds_epi16(_mm512_packs_epi32(q[0], q[1]), zero);
+                const __m512i b = N > 2 ? _mm512_adds_epi16(_mm512_packs_epi32(q[2], q[3]), zero) : a;
+                __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packus_epi16(a, b));
+                bytes = _mm512_max_epu8(_mm512_min_epu8(bytes, most_byte), least_byte);
+                _mm512_mask_storeu_epi8(codes[i] + c0, written, _mm512_maskz_mov_epi8(valid, bytes));
             }
         }
     }
+#endif
     template <bool FLOATS, bool ADD>
-    void finish(const ChainStep& s, const ChainTensor& y, F scale, F bias, int64_t tile, int64_t first, int64_t count, const int32_t* sums) const {
+    void finish(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t n, int64_t first, int64_t count, bool lanes) const {
         const bool numbers = numbers_of(y) != nullptr, codes = y.codes >= 0;
-        if (numbers && codes) finish<FLOATS, ADD, true, true>(s, y, scale, bias, tile, first, count, sums);
-        else if (codes) finish<FLOATS, ADD, false, true>(s, y, scale, bias, tile, first, count, sums);
-        else finish<FLOATS, ADD, true, false>(s, y, scale, bias, tile, first, count, sums);
+        if (numbers && codes) finish<FLOATS, ADD, true, true>(k, y, scale, bias, t0, n, first, count, lanes);
+        else if (codes) finish<FLOATS, ADD, false, true>(k, y, scale, bias, t0, n, first, count, lanes);
+        else finish<FLOATS, ADD, true, false>(k, y, scale, bias, t0, n, first, count, lanes);
     }
-    void finish(const ChainStep& s, const ChainTensor& y, F scale, F bias, int64_t tile, int64_t first, int64_t count, int32_t* sums) const {
-        const bool add = s.residual >= 0;
-        if (s.function != IDENTITY) {
-            with_function(s.function, [&](auto f) {
-                PW_ROLLED for (int64_t i = 0; i < count; ++i)
-                    fstore((float*)sums + 16 * i, apply<decltype(f)::value>(fma(cvt(iload(sums + 16 * i)), scale, bias)));
+    void finish(const ChainWork& k, const ChainTensor& y, const float* scale, const float* bias, int64_t t0, int64_t n, int64_t first, int64_t count, bool lanes) const {
+        const bool add = k.s->residual >= 0;
+        if (k.s->function != IDENTITY) {
+            with_function(k.s->function, [&](auto f) {
+                for (int64_t i = 0; i < count; ++i)
+                    PW_ROLLED for (int64_t t = 0; t < n; ++t) {
+                        float* v = (float*)room.sums + i * CHAIN_ROW + 16 * t;
+                        fstore(v, apply<decltype(f)::value>(fma(cvt(iload((const int32_t*)v)), fload(scale + 16 * t), fload(bias + 16 * t))));
+                    }
             });
-            if (add) finish<true, true>(s, y, scale, bias, tile, first, count, sums);
-            else finish<true, false>(s, y, scale, bias, tile, first, count, sums);
-        } else if (add) finish<false, true>(s, y, scale, bias, tile, first, count, sums);
-        else finish<false, false>(s, y, scale, bias, tile, first, count, sums);
+            if (add) finish<true, true>(k, y, scale, bias, t0, n, first, count, lanes);
+            else finish<true, false>(k, y, scale, bias, t0, n, first, count, lanes);
+        } else if (add) finish<false, true>(k, y, scale, bias, t0, n, first, count, lanes);
+        else finish<false, false>(k, y, scale, bias, t0, n, first, count, lanes);
     }
 
     // -- convolutions ---------------------------------------------------------------------------------------------------
@@ -234,42 +310,41 @@ class ChainSample {
             while (piece + pieces < end && (!pieces || columns + piece[pieces].count <= CONV_CHUNK)) columns += piece[pieces++].count;
             for (int64_t b = 0, p = 0; b < blocks; ++b) {
                 const int64_t each = small + (b < larger);
-                pick_chain(n, each)(w, k.tile_bytes, piece, pieces, px + p, room.start, room.sums + 16 * p, 16 * CHAIN_BLOCK, fresh);
+                pick_chain(n, each)(w, k.tile_bytes, piece, pieces, px + p, room.start, room.sums + CHAIN_ROW * p, fresh);
                 p += each;
             }
             piece += pieces;
         }
     }
 
-    void depthwise(const ChainWork& k, const ChainTensor& x, int64_t t0, int64_t n, int64_t first, int64_t count) const {
+    // Whether the sums are in the order of interleave().
+    bool depthwise(const ChainWork& k, const ChainTensor& x, int64_t t0, int64_t n, int64_t first, int64_t count) const {
         const ChainStep& s = *k.s;
 #if defined(__AVX512VNNI__)
         if (k.interleaved) {
-            __m512i begin[4];
-            for (int j = 0; j < 4; ++j) begin[j] = _mm512_loadu_si512(room.start + 16 * j);
-            exchange(begin);
-            for (int j = 0; j < 4; ++j) _mm512_storeu_si512(room.start + 16 * j, begin[j]);
+            exchange16(room.start);
             const uint8_t* w = k.interleaved + t0 / 4 * k.quads * s.kw * 256;
             const int64_t row = row_bytes(x) * s.dilation_h, pixel = pixel_bytes(x), ow = k.s->y < 0 ? 1 : tensor(s.y).w;
             for (int64_t i = 0; i < count;) {
                 const int64_t each = std::min({count - i, (int64_t)DEPTHWISE_PIXELS, ow - (first + i) % ow});
                 const uint8_t* rows[16];
                 for (int64_t r = 0; r < 4 * k.quads; ++r) rows[r] = room.px[i] + 16 * t0 + std::min(r, s.kh - 1) * row;
-                pick_depthwise(s.kw, s.stride_w, each)(w, k.quads, rows, pixel, room.start, room.sums + 16 * i, 16 * CHAIN_BLOCK);
+                pick_depthwise(s.kw, s.stride_w, each)(w, k.quads, rows, pixel, room.start, room.sums + CHAIN_ROW * i);
                 i += each;
             }
-            return;
+            return true;
         }
 #endif
         (void)x, (void)first;
         const int64_t width = 16 * k.tiles, taps = s.kh * s.kw;
         for (int64_t t = 0; t < n; ++t) {
             const float* w = k.numbers + 16 * (t0 + t);
-            int32_t* sums = room.sums + t * 16 * CHAIN_BLOCK;
+            int32_t* sums = room.sums + 16 * t;
             int64_t p = 0;
-            for (; p + 4 <= count; p += 4) depthwise_taps<4>(w, width, k.taps, taps, room.px + p, 16 * (t0 + t), room.start + 16 * t, sums + 16 * p);
-            for (; p < count; ++p) depthwise_taps<1>(w, width, k.taps, taps, room.px + p, 16 * (t0 + t), room.start + 16 * t, sums + 16 * p);
+            for (; p + 4 <= count; p += 4) depthwise_taps<4>(w, width, k.taps, taps, room.px + p, 16 * (t0 + t), room.start + 16 * t, sums + CHAIN_ROW * p);
+            for (; p < count; ++p) depthwise_taps<1>(w, width, k.taps, taps, room.px + p, 16 * (t0 + t), room.start + 16 * t, sums + CHAIN_ROW * p);
         }
+        return false;
     }
 
     void convolve(const ChainWork& k, int64_t unit) const {
@@ -286,35 +361,54 @@ class ChainSample {
         }
         const Conv& w = *s.conv;
         const float x_scale = *x.scale;
+        alignas(64) float scale[4 * 16], bias[4 * 16];
         for (int64_t t0 = begin; t0 < end;) {
-            int64_t n = std::min<int64_t>(k.depthwise ? 4 : CHAIN_TILES, end - t0);
-            if (s.groups > 1 && !k.depthwise) n = std::min(n, k.rows_of_group / 16 - t0 % (k.rows_of_group / 16));
+            int64_t n = 4;
+            if (!k.depthwise) {  // parts of nearly equal size
+                const int64_t own = k.rows_of_group / 16, left = s.groups == 1 ? end - t0 : std::min(end - t0, own - t0 % own);
+                const int64_t parts = (left + CHAIN_TILES - 1) / CHAIN_TILES;
+                n = (left + parts - 1) / parts;
+            }
+            n = std::min(n, end - t0);
             start(k, x, t0, k.depthwise ? 4 : n);
-            if (k.depthwise) depthwise(k, x, t0, n, first, count);
+            bool lanes = false;
+            if (k.depthwise) lanes = depthwise(k, x, t0, n, first, count);
             else dense(k, t0, n, count);
-            for (int64_t t = t0; t < t0 + n; ++t) {
-                F scale = fset(x_scale);
+            for (int64_t t = 0; t < (k.depthwise ? 4 : n); ++t) {
+                F factor = fset(x_scale);
                 if (w.one_scale) {
                     alignas(64) char one[64] = {0};
                     memcpy(one, s.scale, (size_t)size_of(w.scale));
                     alignas(64) float f[16];
                     fstore(f, part16({one, w.scale}, 0));
-                    scale = fset(x_scale * f[0]);
-                } else {
-                    scale = fmul(scale, part16({s.scale, w.scale}, 16 * t));
+                    factor = fset(x_scale * f[0]);
+                } else if (t < n) {
+                    factor = fmul(factor, part16({s.scale, w.scale}, 16 * (t0 + t)));
                 }
-                const F bias = s.bias ? load_part(s.bias, F32, 16 * t, w.o) : fset(0);
-                finish(s, y, scale, bias, t, first, count, room.sums + (t - t0) * 16 * CHAIN_BLOCK);
+                fstore(scale + 16 * t, factor);
+                fstore(bias + 16 * t, s.bias ? load_part(s.bias, F32, 16 * (t0 + t), w.o) : fset(0));
             }
+#if defined(__AVX512VNNI__)
+            if (lanes && y.codes >= 0 && !numbers_of(y) && s.residual < 0) {
+                exchange16(scale), exchange16(bias);
+                n = 4;  // those that do not exist are not written
+            } else if (lanes) {
+                for (int64_t i = 0; i < count; ++i) exchange16(room.sums + CHAIN_ROW * i);
+                lanes = false;
+            }
+#endif
+            finish(k, y, scale, bias, t0, n, first, count, lanes);
             t0 += n;
         }
     }
 
     // -- other steps ----------------------------------------------------------------------------------------------------
 
-    // Sums [count][16] of one group of 16 channels as float32 are written as the result.
-    void finish_numbers(const ChainStep& s, const ChainTensor& y, int64_t tile, int64_t first, int64_t count) const {
-        finish<true, false>(s, y, fset(0), fset(0), tile, first, count, room.sums);
+    // Numbers in room.sums of one group of 16 channels are written as the result.
+    void finish_numbers(const ChainWork& k, const ChainTensor& y, int64_t tile, int64_t first, int64_t count) const {
+        const float none[16] = {0};
+        if (k.s->residual >= 0) finish<true, true>(k, y, none, none, tile, 1, first, count, false);
+        else finish<true, false>(k, y, none, none, tile, 1, first, count, false);
     }
     void place_codes(const ChainTensor& y, int64_t first, int64_t count) const {
         for (int64_t i = 0; i < count && y.codes >= 0; ++i) room.codes[i] = code_at(y, (first + i) / y.w, (first + i) % y.w);
@@ -348,12 +442,17 @@ class ChainSample {
             for (int64_t c0 = 0; c0 < n; c0 += 16) {
                 for (int64_t i = 0, x0, x1; i < count; ++i) {
                     columns(first + i, x0, x1);
-                    F most = load_part(numbers + (y0 * x.w + x0) * n, F32, c0, n);
+                    const bool whole = c0 + 16 <= n;
+                    const auto at = [&](int64_t iy, int64_t ix) {
+                        const float* from = numbers + (iy * x.w + ix) * n;
+                        return whole ? fload(from + c0) : load_part(from, F32, c0, n);
+                    };
+                    F most = at(y0, x0);
                     for (int64_t iy = y0; iy < y1; ++iy)
-                        for (int64_t ix = x0; ix < x1; ++ix) most = fmost(load_part(numbers + (iy * x.w + ix) * n, F32, c0, n), most);
-                    fstore((float*)room.sums + 16 * i, most);
+                        for (int64_t ix = x0; ix < x1; ++ix) most = fmost(at(iy, ix), most);
+                    fstore((float*)room.sums + CHAIN_ROW * i, most);
                 }
-                finish_numbers(s, y, c0 / 16, oy * y.w + first, count);
+                finish_numbers(k, y, c0 / 16, oy * y.w + first, count);
             }
         }
     }
@@ -366,63 +465,66 @@ class ChainSample {
         for (int64_t p = 0; p < pixels; ++p) sum = fadd(sum, load_part(numbers + p * n, F32, c0, n));
         fstore((float*)room.sums, fdiv(sum, fset((float)pixels)));
         place_codes(y, 0, 1);
-        finish_numbers(*k.s, y, tile, 0, 1);
+        finish_numbers(k, y, tile, 0, 1);
     }
 
     void add(const ChainWork& k, int64_t oy) const {
-        const ChainStep& s = *k.s;
-        const ChainTensor &x = tensor(s.x), &y = tensor(s.y);
+        const ChainTensor &x = tensor(k.s->x), &y = tensor(k.s->y);
         const int64_t n = x.channels;
         const float* numbers = numbers_of(x);
         for (int64_t first = oy * y.w; first < (oy + 1) * y.w; first += CHAIN_BLOCK) {
             const int64_t count = std::min(CHAIN_BLOCK, (oy + 1) * y.w - first);
             place_codes(y, first, count);
             for (int64_t c0 = 0; c0 < n; c0 += 16) {
-                for (int64_t i = 0; i < count; ++i) fstore((float*)room.sums + 16 * i, load_part(numbers + (first + i) * n, F32, c0, n));
-                if (s.residual >= 0) finish<true, true>(s, y, fset(0), fset(0), c0 / 16, first, count, room.sums);
-                else finish_numbers(s, y, c0 / 16, first, count);
+                for (int64_t i = 0; i < count; ++i) fstore((float*)room.sums + CHAIN_ROW * i, load_part(numbers + (first + i) * n, F32, c0, n));
+                finish_numbers(k, y, c0 / 16, first, count);
             }
         }
     }
 
     // One row of an input.
     void take(const ChainWork& k, int64_t iy) const {
-        const ChainStep& s = *k.s;
-        const ChainTensor& y = tensor(s.y);
-        const ChainInput& in = c.inputs[s.x];
+        const ChainTensor& y = tensor(k.s->y);
+        const ChainInput& in = c.inputs[k.s->x];
         const int64_t n = y.channels, plane = y.h * y.w;
         const float* from = (const float*)in.data + sample * n * plane;
+        const auto load = [](const float* p, int64_t count) { return count == 16 ? fload(p) : load_part(p, F32, 0, count); };
         I top = iset(0);
+        const auto see = [&](F v) { top = imax(top, iand(bits(v), iset(0x7fffffff))); };
         for (int64_t x0 = 0; x0 < y.w; x0 += 16) {
             const int64_t count = std::min<int64_t>(16, y.w - x0), first = iy * y.w + x0;
+            if (!in.last && n <= 4 && y.codes >= 0 && !numbers_of(y)) {  // images: a pixel is one word
+                const Encoder encode = k.encode;
+                I word = iset(0);
+                for (int64_t j = 0; j < n; ++j) {
+                    const F v = load(from + j * plane + first, count);
+                    see(v);
+                    word = ior(word, ishl(iand(encode(v), iset(255)), (int)(8 * j)));
+                }
+                for (int64_t j = n; j < 4; ++j) word = ior(word, iset((int32_t)((uint32_t)BYTE_ZERO << (8 * j))));
+                uint8_t* to = code_at(y, iy, x0);
+                if (count == 16) {
+                    istore((int32_t*)to, word);
+                    continue;
+                }
+                alignas(64) int32_t words[16];
+                istore(words, word);
+                memcpy(to, words, (size_t)(4 * count));
+                continue;
+            }
             place_codes(y, first, count);
             for (int64_t c0 = 0; c0 < n; c0 += 16) {
                 const int64_t channels = std::min<int64_t>(16, n - c0);
                 float* numbers = (float*)room.sums;
                 if (in.last) {
-                    for (int64_t i = 0; i < count; ++i) fstore(numbers + 16 * i, load_part(from + (first + i) * n, F32, c0, n));
-                } else if (channels <= 4 && y.codes >= 0 && !numbers_of(y)) {  // images
-                    const Encoder encode(y, s.lo, s.hi);
-                    I word = iset(0);
-                    for (int64_t j = 0; j < 4; ++j) {
-                        if (j >= channels) {
-                            word = ior(word, iset((int32_t)((uint32_t)BYTE_ZERO << (8 * j))));
-                            continue;
-                        }
-                        const F v = load_part(from + (c0 + j) * plane + first, F32, 0, count);
-                        top = imax(top, iand(bits(v), iset(0x7fffffff)));
-                        word = ior(word, ishl(iand(encode(v), iset(255)), (int)(8 * j)));
-                    }
-                    alignas(64) int32_t words[16];
-                    istore(words, word);
-                    for (int64_t i = 0; i < count; ++i) memcpy(room.codes[i] + c0, words + i, 4);
-                    continue;
+                    for (int64_t i = 0; i < count; ++i) fstore(numbers + CHAIN_ROW * i, load(from + (first + i) * n + c0, channels));
                 } else {
-                    for (int64_t j = 0; j < 16; ++j)
-                        for (int64_t i = 0; i < count; ++i) numbers[16 * i + j] = j < channels ? from[(c0 + j) * plane + first + i] : 0;
+                    for (int64_t i = 0; i < count; ++i) fstore(numbers + CHAIN_ROW * i, fset(0));
+                    for (int64_t j = 0; j < channels; ++j)
+                        for (int64_t i = 0; i < count; ++i) numbers[CHAIN_ROW * i + j] = from[(c0 + j) * plane + first + i];
                 }
-                for (int64_t i = 0; i < count; ++i) top = imax(top, iand(iload((const int32_t*)numbers + 16 * i), iset(0x7fffffff)));
-                finish_numbers(s, y, c0 / 16, first, count);
+                for (int64_t i = 0; i < count; ++i) see(fload(numbers + CHAIN_ROW * i));
+                finish_numbers(k, y, c0 / 16, first, count);
             }
         }
         alignas(64) int32_t t[16];
@@ -471,6 +573,7 @@ class ChainCall {
         k = {};
         k.s = &s;
         const ChainTensor& y = c.tensors[s.y];
+        if (space) k.encode = Encoder(y, s.lo, s.hi);
         k.units = s.kind == CHAIN_MEAN ? (y.channels + 15) / 16 : y.h;
         if (s.kind != CHAIN_CONV) return 0;
         const Conv& w = *s.conv;

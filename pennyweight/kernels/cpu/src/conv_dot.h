@@ -24,9 +24,15 @@ inline I dot4_bytes(I acc, B w, X x) {
 }
 #elif defined(__AVX2__)
 constexpr int BYTE_ZERO = 0;
-inline B flip(B u) { PW_EACH(B, _mm256_xor_si256(u.v[i], _mm256_set1_epi8((char)0x80))); }
+inline B flip(B u) {
+    for (int i = 0; i < 2; ++i) u.v[i] = _mm256_xor_si256(u.v[i], _mm256_set1_epi8((char)0x80));
+    return u;
+}
 #if defined(__AVXVNNI__)
-inline I dot4_bytes(I acc, B w, X x) { PW_EACH(I, _mm256_dpbusd_avx_epi32(acc.v[i], x, w.v[i])); }
+inline I dot4_bytes(I acc, B w, X x) {
+    for (int i = 0; i < 2; ++i) acc.v[i] = _mm256_dpbusd_avx_epi32(acc.v[i], x, w.v[i]);
+    return acc;
+}
 #else
 inline I dot4_bytes(I acc, B w, X x) {
     const __m256i even = _mm256_and_si256(x, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(x, 8);
@@ -38,15 +44,22 @@ inline I dot4_bytes(I acc, B w, X x) {
 }
 #endif
 #elif defined(__ARM_FEATURE_DOTPROD)
-inline B flip(B u) { PW_EACH(B, veorq_u8(u.v[i], vdupq_n_u8(0x80))); }
+inline B flip(B u) {
+    for (int i = 0; i < 4; ++i) u.v[i] = veorq_u8(u.v[i], vdupq_n_u8(0x80));
+    return u;
+}
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int BYTE_ZERO = 0;
-inline I dot4_bytes(I acc, B w, X x) { PW_EACH(I, vusdotq_s32(acc.v[i], vreinterpretq_u8_s8(x), vreinterpretq_s8_u8(w.v[i]))); }
+inline I dot4_bytes(I acc, B w, X x) {
+    for (int i = 0; i < 4; ++i) acc.v[i] = vusdotq_s32(acc.v[i], vreinterpretq_u8_s8(x), vreinterpretq_s8_u8(w.v[i]));
+    return acc;
+}
 #else
 constexpr int BYTE_ZERO = 128;
 inline I dot4_bytes(I acc, B w, X x) {
     const int8x16_t q = vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_s8(x), vdupq_n_u8(0x80)));
-    PW_EACH(I, vdotq_s32(acc.v[i], vreinterpretq_s8_u8(w.v[i]), q));
+    for (int i = 0; i < 4; ++i) acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(w.v[i]), q);
+    return acc;
 }
 #endif
 #else
@@ -81,10 +94,18 @@ inline void exchange(__m512i* v) {
     v[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
 }
 
+inline void exchange16(void* words) {  // 64 of them
+    __m512i v[4];
+    for (int j = 0; j < 4; ++j) v[j] = _mm512_loadu_si512((char*)words + 64 * j);
+    exchange(v);
+    for (int j = 0; j < 4; ++j) _mm512_storeu_si512((char*)words + 64 * j, v[j]);
+}
+
 // Depthwise sums of 64 channels for T neighbours of a row. w: [quads of kernel rows][KW][4][64] interleaved signed codes;
-// rows: first input byte of each kernel row, in whole fours (the last repeated), for the first pixel.
+// rows: first input byte of each kernel row, in whole fours (the last repeated), for the first pixel. sums: [T][64] in
+// that order, from `start` on.
 template <int KW, int STRIDE, int T>
-void depthwise_row(const uint8_t* w, int64_t quads, const uint8_t* const* rows, int64_t pixel, const int32_t* start, int32_t* sums, int64_t step) {
+void depthwise_row(const uint8_t* w, int64_t quads, const uint8_t* const* rows, int64_t pixel, const int32_t* start, int32_t* sums) {
     __m512i acc[T][4];
     PW_UNROLL for (int t = 0; t < T; ++t)
         PW_UNROLL for (int j = 0; j < 4; ++j) acc[t][j] = _mm512_loadu_si512(start + 16 * j);
@@ -103,11 +124,10 @@ void depthwise_row(const uint8_t* w, int64_t quads, const uint8_t* const* rows, 
         }
     }
     PW_UNROLL for (int t = 0; t < T; ++t) {
-        exchange(acc[t]);
-        PW_UNROLL for (int j = 0; j < 4; ++j) _mm512_storeu_si512(sums + j * step + 16 * t, acc[t][j]);
+        PW_UNROLL for (int j = 0; j < 4; ++j) _mm512_storeu_si512(sums + 64 * t + 16 * j, acc[t][j]);
     }
 }
-using DepthwiseRow = void (*)(const uint8_t*, int64_t, const uint8_t* const*, int64_t, const int32_t*, int32_t*, int64_t);
+using DepthwiseRow = void (*)(const uint8_t*, int64_t, const uint8_t* const*, int64_t, const int32_t*, int32_t*);
 constexpr int DEPTHWISE_PIXELS = 4;
 template <int KW, int STRIDE> DepthwiseRow pick_depthwise(int64_t pixels) {
     switch (pixels) {
