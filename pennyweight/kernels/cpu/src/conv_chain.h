@@ -9,6 +9,8 @@
 // threads share each step.
 #pragma once
 
+#include <sched.h>
+
 #include <algorithm>
 
 #include "conv_dot.h"
@@ -556,6 +558,21 @@ class ChainSample {
 
 thread_local Workspace chains{32u << 20};  // of a thread that calls a chain
 
+// Units of work of a step that were taken, and that are done.
+struct Progress {
+    int64_t next, done;
+};
+// Until all units are done. Threads do not wait for each other, only for work: one that the system has suspended without
+// a unit delays nobody.
+inline void wait_for(const int64_t& done, int64_t units) {
+    for (int64_t spins = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < units; ++spins) {
+        if (spins > 1 << 12) sched_yield();
+#if defined(__x86_64__)
+        else __builtin_ia32_pause();
+#endif
+    }
+}
+
 class ChainCall {
     const Chain& c;
     int threads;
@@ -649,7 +666,7 @@ class ChainCall {
         threads = (int)std::min<double>(c.threads, 1 + products() / PRODUCTS_PER_THREAD);
         own = threads == 1 || c.n >= 4 * threads || c.n % threads == 0;
         if (own) threads = (int)std::min<int64_t>(threads, c.n);
-        const int64_t works = whole_lines(c.step_count * (int64_t)sizeof(ChainWork)), counters = own ? 0 : whole_lines(c.n * c.step_count * 8);
+        const int64_t works = whole_lines(c.step_count * (int64_t)sizeof(ChainWork)), counters = own ? 0 : whole_lines(c.n * c.step_count * (int64_t)sizeof(Progress));
         const int64_t sample_bytes = whole_lines(c.scratch + 128);  // vectors are read beyond the last pixel
         int64_t shared = works + counters + 64;
         ChainWork none;
@@ -657,14 +674,14 @@ class ChainCall {
         char* space = chains.get((size_t)(shared + (own ? threads : 1) * sample_bytes));
         if (!space) return NO_MEMORY;
         work = (ChainWork*)space;
-        int64_t *next = (int64_t*)(space + works), *next_sample = (int64_t*)(space + works + counters);
-        memset(next, 0, (size_t)(counters + 64));
+        Progress* steps = (Progress*)(space + works);
+        int64_t* next_sample = (int64_t*)(space + works + counters);
+        memset((void*)steps, 0, (size_t)(counters + 64));
         int32_t* odd = (int32_t*)(next_sample + 1);
         char *at = space + works + counters + 64, *buffers = space + shared;
         for (int32_t i = 0; i < c.step_count; ++i) at += prepare(work[i], c.steps[i], at);
 
-        const auto body = [&](int id, int team) {
-            (void)team;
+        const auto body = [&](int id) {
             ChainRoom* room = (ChainRoom*)scratch.get(sizeof(ChainRoom));
             if (own) {
                 for (int64_t i; (i = __atomic_fetch_add(next_sample, 1, __ATOMIC_RELAXED)) < c.n;) {
@@ -680,23 +697,25 @@ class ChainCall {
                 room->odd = false;
                 const ChainSample one(c, buffers, i, *room);
                 for (int32_t j = 0; j < c.step_count; ++j) {
-                    int64_t* unit = next + i * c.step_count + j;
-                    for (int64_t u; (u = __atomic_fetch_add(unit, 1, __ATOMIC_RELAXED)) <= work[j].units;) one.run(work[j], u);
-                    if (room->odd) __atomic_store_n(odd, (int32_t)(i + 1), __ATOMIC_RELAXED);
-#if defined(_OPENMP)
-#pragma omp barrier
-#endif
+                    Progress& step = steps[i * c.step_count + j];
+                    const int64_t units = work[j].units + 1;
+                    for (int64_t u; (u = __atomic_fetch_add(&step.next, 1, __ATOMIC_RELAXED)) < units;) {
+                        one.run(work[j], u);
+                        if (room->odd) __atomic_store_n(odd, (int32_t)(i + 1), __ATOMIC_RELAXED);
+                        const bool last = __atomic_add_fetch(&step.done, 1, __ATOMIC_ACQ_REL) == units;
+                        if (last && j + 1 == c.step_count && __atomic_load_n(odd, __ATOMIC_RELAXED) == i + 1) one.spoil();
+                    }
+                    wait_for(step.done, units);
                 }
-                if (id == 0 && __atomic_load_n(odd, __ATOMIC_RELAXED) == i + 1) one.spoil();
             }
         };
 #if defined(_OPENMP)
         if (threads > 1) {
 #pragma omp parallel num_threads(threads)
-            body(omp_get_thread_num(), omp_get_num_threads());
+            body(omp_get_thread_num());
         } else
 #endif
-            body(0, 1);
+            body(0);
         chains.trim();
         return DONE;
     }
