@@ -58,7 +58,6 @@ class _Weight:
         optional_address(held.scale, f"{what}: scale", parts[1].kind, parts[1].least)
         o = int(w.shape[0])
         self.codes, self.scale = held.codes, held.scale
-        self.sizes = self.codes.nbytes, self.scale.nbytes
         signed = w.spec.format.to_unsigned(w.codes).int() - 128
         sums = torch.zeros(count_tiles(o) * TILE, dtype=torch.int32, device="cpu")
         sums[:o] = signed.reshape(o, -1).sum(1)
@@ -68,8 +67,8 @@ class _Weight:
             self.bias = step.bias.detach().float().contiguous()
             address(self.bias, f"{what}: bias", (torch.float32,), o, exact=True)
 
-    def unchanged(self) -> bool:
-        return (self.codes.nbytes, self.scale.nbytes) == self.sizes
+    def tensors(self) -> list[Tensor]:
+        return [self.codes, self.scale, *(() if self.bias is None else (self.bias,))]
 
 
 @dataclass
@@ -81,6 +80,7 @@ class _Ready:
     inputs: Any
     outputs: Any
     shapes: list[Size]  # of the outputs
+    addresses: list[int]  # of the parts of weights
     held: tuple[Any, ...]
 
 
@@ -91,7 +91,8 @@ class NativeChain:
         self._call = native_function("pw_conv_chain")
         self.chain, self.formats = formats(chain)
         self._weights = {i: _Weight(s) for i, s in enumerate(self.chain.steps) if isinstance(s, ConvStep)}
-        self._all = list(self._weights.values())
+        self._parts = [t for weight in self._weights.values() for t in weight.tensors()]
+        self._bytes = [t.nbytes for t in self._parts]
         self._inputs = 1 + max(s.index for s in self.chain.steps if isinstance(s, InputStep))
         codes = {f.codes for f in self.formats.values() if f.codes is not None}
         self._scales = {c: torch.tensor([c.scale], dtype=torch.float32, device="cpu") for c in codes}
@@ -117,6 +118,8 @@ class NativeChain:
         n = given[0][0].shape[0]
         if any(x.shape[0] != n for x, _ in given):
             raise ArgumentError("chain of convolutions: inputs of one batch size are expected")
+        if [t.nbytes for t in self._parts] != self._bytes:
+            raise ArgumentError("chain of convolutions: a part of a weight was resized")
         sizes = tuple(tuple(x.shape[1:]) for x, _ in given)
         held: Any = self._ready.get(sizes)  # type: ignore[arg-type]
         if held is None:
@@ -128,9 +131,9 @@ class NativeChain:
             ready = held.pop()
         except IndexError:  # all are in use by other Python threads
             ready = self._structures(sizes)
+        if [t.data_ptr() for t in self._parts] != ready.addresses:  # their memory was moved
+            ready = self._structures(sizes)
         try:
-            if not all(map(_Weight.unchanged, self._all)):
-                raise ArgumentError("chain of convolutions: a part of a weight was resized, or its memory freed")
             outputs = [
                 torch.empty((n, *shape), dtype=torch.float32, device="cpu", memory_format=_CHANNELS_LAST)
                 for shape in ready.shapes
@@ -177,7 +180,8 @@ class NativeChain:
             len(inputs), len(outputs), 1,
         )  # fmt: skip
         found = [shapes[t] for t in self.chain.outputs]
-        return _Ready(chain, ctypes.addressof(chain), inputs, outputs, found, (native, tensors))
+        addresses = [t.data_ptr() for t in self._parts]
+        return _Ready(chain, ctypes.addressof(chain), inputs, outputs, found, addresses, (native, tensors))
 
 
 def _size(step: Any, shapes: dict[int, Size], inputs: Sequence[Size]) -> Size:

@@ -27,6 +27,7 @@ SOURCES = PACKAGE / "kernels" / "cpu" / "src"
 ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
     "kernels/gate_conv.py": "gives them to native code, checked",
+    "kernels/gate_conv_chain.py": "gives them to native code, checked",
     "kernels/gate_block.py": "gives them to native code, checked",
     "kernels/gate_attention.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
