@@ -255,7 +255,7 @@ class ChainSample {
                 __m512 v = FLOATS ? _mm512_loadu_ps((const float*)sums + 16 * t)
                                   : _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(sums + 16 * t)), scales[t], shifts[t]);
                 if constexpr (ADD) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(there[t], more + i * channels + 16 * t));
-                if constexpr (CODES) q[t] = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_mul_ps(v, factor), most));
+                if constexpr (CODES) q[t] = _mm512_cvtps_epi32(_mm512_min_ps(most, _mm512_mul_ps(v, factor)));  // NaN is below all codes
                 if constexpr (NUMBERS) _mm512_mask_storeu_ps(numbers + i * channels + 16 * t, there[t], _mm512_min_ps(_mm512_max_ps(v, lo), hi));
             }
             if constexpr (CODES) {
