@@ -64,8 +64,8 @@ def compare(what: str, error: float, limit: float, kind: str = "block") -> None:
     if not error <= limit:  # also NaN
         raise CheckError(
             f"{what} of the fused {kind} differs from that of its own forward by {error:.1e} (mean |difference| / mean "
-            f"|{'change' if kind == 'block' else 'output'}|), the limit is {limit:.0e}; call pennyweight.thaw_(model) and "
-            "report this"
+            f"|{'change' if kind == 'block' else 'output'}|), the limit is {limit:.0e}; call "
+            "pennyweight.thaw_(model) and report this"
         )
 
 

@@ -1,4 +1,4 @@
-"""For inference, the quantized convolutions of a net run as chains: int8 codes from layer to layer, one native call each.
+"""For inference, quantized convolutions run as chains: int8 codes from layer to layer, one native call for each chain.
 
 Part of :func:`~pennyweight.fuse_`. As with transformer blocks only the class of the net changes.
 """
@@ -28,8 +28,8 @@ from .trace_block import Refusal
 from .trace_net import Net, Segment, plan, quantized, trace
 
 _GLOBAL_HOOKS = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
-# Limit of mean |difference| / mean |output|. Codes and sums are equal to the last bit; the mean of global average pooling
-# and activations like SiLU round differently, which moves codes of later inputs by one. Measured: at most 2e-4.
+# Limit of mean |difference| / mean |output|. Codes and sums are equal to the last bit; the mean of global average
+# pooling and activations like SiLU round differently, which moves codes of later inputs by one. Measured: 2e-4 at most.
 TOLERANCE = 1e-2
 SIDES = (224, 64, 32, 299, 96, 28)  # of images to try, if no example is given
 
@@ -88,9 +88,10 @@ class BoundNet:
                 hooks += [module._forward_hooks, module._forward_pre_hooks]
             children: Any = module._modules
             watched += [(children, key, child) for key, child in children.items()]
-            for key, p in module._parameters.items():
-                watched.append((module._parameters, key, p))
-                parts = (p._codes, p._scale, p._act_scale, p._act_zero_point) if type(p) is _QT else (p,)
+            parameters: dict[str, Any] = module._parameters
+            for key, p in parameters.items():
+                watched.append((parameters, key, p))
+                parts: Any = (p._codes, p._scale, p._act_scale, p._act_zero_point) if type(p) is _QT else (p,)
                 if type(p) is _QT:  # an assignment to .data replaces all parts
                     watched.append((p.__dict__, "_codes", p._codes))
                 self.versions += [(t, t._version) for t in parts if type(t) in _PLAIN and not t.is_inference()]
@@ -175,8 +176,8 @@ def trains(module: nn.Module) -> bool:
 class FusedConvNet:
     """A net whose quantized convolutions run as native chains. Made by :func:`fuse_`, as a subclass of the net's class.
 
-    Calls that native code cannot take run the net's own forward, and are counted in ``pennyweight.fallbacks()`` with the
-    reason: training, gradients, autocast, tracing, hooks on inner modules, another dtype, other arguments.
+    Calls that native code cannot take run the net's own forward, and are counted in ``pennyweight.fallbacks()`` with
+    the reason: training, gradients, autocast, tracing, hooks on inner modules, another dtype, other arguments.
     """
 
     thawed: type[nn.Module]
@@ -331,7 +332,7 @@ def verify(module: nn.Module, bound: BoundNet, example: tuple[Tensor, ...]) -> N
 
 
 def difference(y: Any, want: Any) -> float:
-    """The largest mean |y - want| / mean |want| of the tensors in two outputs; infinite if these are of other shapes."""
+    """The largest mean |y - want| / mean |want| of the tensors in two outputs; infinite if shapes differ."""
     found, expected = _pytree.tree_leaves(y), _pytree.tree_leaves(want)
     if len(found) != len(expected):
         return float("inf")

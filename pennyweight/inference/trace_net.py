@@ -1,8 +1,8 @@
-"""Finds the chains of convolutions in a convolution net: its graph from torch.fx, and which nodes one native call takes.
+"""Finds the chains of a convolution net: its graph from torch.fx, and which nodes one native call takes.
 
-A node becomes part of a chain if it is a quantized convolution with a static input scale, or an operation on images that
-a step can compute: an activation, an addition of equal sizes, max pooling, global average pooling. All other nodes run as
-they are. Classes of nets play no role; those of torch.nn's layers do.
+A node becomes part of a chain if it is a quantized convolution with a static input scale, or an operation on images
+that a step can compute: an activation, an addition of equal sizes, max pooling, global average pooling. All other nodes
+run as they are. Classes of nets play no role; those of torch.nn's layers do.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def _taken(
                 taken.add(node)
         elif len(sources) != 1 or not node.args or node.args[0] is not sources[0]:
             continue
-        elif (function := reader.function(node)) is not None:
+        elif reader.function(node) is not None:
             source = sources[0]
             while reader.identity(source) and len(source.users) == 1:
                 source = source.all_input_nodes[0]
@@ -355,7 +355,8 @@ def _chain(part: Segment, reader: Reader, convolutions: dict[fx.Node, ConvStep])
             else:
                 emit(node, AddStep(value(first), 0, None, *clip))
         elif (pool := reader.pool(node)) is not None:
-            emit(node, MaxStep(value(first), 0, *pool))
+            kernel, stride, padding = pool
+            emit(node, MaxStep(value(first), 0, kernel, stride, padding))
         else:
             emit(node, MeanStep(value(first), 0))
     return ConvChain(tuple(steps), tuple(value(n) for n in part.outputs))
@@ -392,4 +393,7 @@ def _add(
 
 def quantized(root: nn.Module) -> int:
     """Number of convolutions of two dimensions with quantized weights."""
-    return sum(isinstance(m, nn.Conv2d) and isinstance(m._parameters.get("weight"), AffineQuantizedTensor) for m in root.modules())
+    return sum(
+        isinstance(m, nn.Conv2d) and isinstance(m._parameters.get("weight"), AffineQuantizedTensor)
+        for m in root.modules()
+    )

@@ -57,7 +57,7 @@ class InputStep:
 
 @dataclass(frozen=True, eq=False)
 class ConvStep:
-    """y = clip(f(conv(x, weight) + bias) + residual, lo, hi); weight: int8 [O, C / groups, kh, kw]; see :func:`fits`."""
+    """y = clip(f(conv(x, weight) + bias) + residual, lo, hi). weight: int8 [O, C / groups, kh, kw]; see fits()."""
 
     x: int
     y: int
@@ -158,8 +158,12 @@ def fits(w: Any, groups: int) -> str:
         return "it has one input channel per group, but is not depthwise"
     if c > 1 and groups > 1 and (c % 4 or o // groups % 16):
         return "groups are not multiples of 4 input channels and 16 output channels"
-    scale, bound = w.scale.float(), torch.finfo(torch.float32).max
-    if not bool((scale.abs().amax() * float(w.act_scale) * 2.0**31 < bound).item()) or not float(w.act_scale) > 0:
+    bound = torch.finfo(torch.float32).max
+    if (
+        w.scale is None
+        or not bool((w.scale.float().abs().amax() * float(w.act_scale) * 2.0**31 < bound).item())
+        or not float(w.act_scale) > 0
+    ):
         return "scales are not finite"
     return ""
 

@@ -1,7 +1,7 @@
 """The gate to native chains of convolutions; see conv_chain.py for the steps and gate.py for the rules of a gate.
 
-Weights are checked when the chain is compiled, sizes once for each size of inputs. Each call checks its inputs, and that
-no part of a weight changed its size.
+Weights are checked when the chain is compiled, sizes once for each size of inputs. Each call checks its inputs, and
+that no part of a weight changed its size.
 """
 
 from __future__ import annotations
@@ -16,9 +16,31 @@ from torch import Tensor
 
 from ..core.errors import ArgumentError
 from ..core.tracing import in_memory
-from .conv_chain import FUNCTIONS, AddStep, ConvChain, ConvStep, Format, InputStep, MaxStep, MeanStep, fits, formats, structure
+from .conv_chain import (
+    FUNCTIONS,
+    AddStep,
+    ConvChain,
+    ConvStep,
+    Format,
+    InputStep,
+    MaxStep,
+    MeanStep,
+    fits,
+    formats,
+    structure,
+)
 from .cpu import library
-from .cpu.library import CHAIN_ADD, CHAIN_CONV, CHAIN_INPUT, CHAIN_MAX, CHAIN_MEAN, Chain, ChainInput, ChainStep, ChainTensor
+from .cpu.library import (
+    CHAIN_ADD,
+    CHAIN_CONV,
+    CHAIN_INPUT,
+    CHAIN_MAX,
+    CHAIN_MEAN,
+    Chain,
+    ChainInput,
+    ChainStep,
+    ChainTensor,
+)
 from .gate import TILE, address, check_status, count_tiles, native_function, optional_address
 from .gate_conv import _CHANNELS_LAST, conv_parts, convolution_sizes
 
@@ -99,7 +121,7 @@ class NativeChain:
         self._ready: dict[tuple[Size, ...], list[_Ready]] = {}
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """The outputs [N, C, H, W], channels last, for float32 inputs [N, C, H, W]; see :func:`conv_chain.run_reference`.
+        """The outputs [N, C, H, W], channels last, for float32 inputs of this form; see :func:`conv_chain.run_reference`.
 
         A sample with an input that is not finite gives NaN. None if the native library cannot read an input: another
         dtype or device, or a mode, tracer or transform must see the call. Raises ArgumentError if sizes do not fit or a
@@ -176,7 +198,7 @@ class NativeChain:
             _fill(native[i], step, self._weights.get(i))
         inputs, outputs = (ChainInput * self._inputs)(), (ctypes.c_void_p * len(self.chain.outputs))()
         chain = Chain(
-            *map(ctypes.addressof, (native, tensors, inputs, outputs)), 0, max(scratch, 64), len(steps), len(tensors),
+            *(ctypes.addressof(table) for table in (native, tensors, inputs, outputs)), 0, max(scratch, 64), len(steps), len(tensors),
             len(inputs), len(outputs), 1,
         )  # fmt: skip
         found = [shapes[t] for t in self.chain.outputs]

@@ -50,7 +50,11 @@ class Scaled(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.a, self.b, self.gate = nn.Conv2d(width, width, 3, 1, 1), nn.Conv2d(width, width, 1), nn.Conv2d(width, width, 1)
+        self.a, self.b, self.gate = (
+            nn.Conv2d(width, width, 3, 1, 1),
+            nn.Conv2d(width, width, 1),
+            nn.Conv2d(width, width, 1),
+        )
         self.pool, self.act = nn.AdaptiveAvgPool2d(1), nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +71,10 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         pooled = F.avg_pool2d(x, 3, 1, 1)
-        return {"all": torch.cat([self.a(x).relu(), self.b(F.max_pool2d(x, 3, 1, 1)), self.c(pooled)], 1), "x": F.relu(x)}
+        return {
+            "all": torch.cat([self.a(x).relu(), self.b(F.max_pool2d(x, 3, 1, 1)), self.c(pooled)], 1),
+            "x": F.relu(x),
+        }
 
 
 class Untraceable(nn.Module):
@@ -96,10 +103,14 @@ def stem(width: int) -> list[nn.Module]:
 NETS: dict[str, Any] = {
     "residual": lambda: nn.Sequential(*stem(16), Residual(16, 16, 1), Residual(16, 40, 2), *head(40)),
     "inverted": lambda: nn.Sequential(*stem(16), Inverted(16), nn.Dropout(), Inverted(16), nn.Hardswish(), *head(16)),
-    "groups": lambda: nn.Sequential(*stem(24), nn.Conv2d(24, 48, 3, groups=3), nn.ReLU(), nn.Conv2d(48, 20, 3, groups=4)),
+    "groups": lambda: nn.Sequential(
+        *stem(24), nn.Conv2d(24, 48, 3, groups=3), nn.ReLU(), nn.Conv2d(48, 20, 3, groups=4)
+    ),
     "scaled": lambda: nn.Sequential(*stem(16), Scaled(16), Scaled(16), *head(16)),
     "branches": lambda: nn.Sequential(*stem(20), Branches(20)),
-    "gelu": lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding="valid"), nn.GELU(), nn.Conv2d(8, 8, 3, padding=1), nn.GELU("tanh")),
+    "gelu": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding="valid"), nn.GELU(), nn.Conv2d(8, 8, 3, padding=1), nn.GELU("tanh")
+    ),
 }
 TAKEN = {"residual": 6, "inverted": 7, "groups": 2, "scaled": 7, "branches": 4, "gelu": 2}
 
@@ -181,7 +192,9 @@ def test_conv_and_relu_have_the_same_bits() -> None:
 
 def test_a_report_tells_what_is_left() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2), nn.ReLU(), nn.Conv2d(6, 8, 3)).eval()
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2), nn.ReLU(), nn.Conv2d(6, 8, 3)
+    ).eval()
     config = pw.calibrate(net, [torch.randn(2, 3, 33, 30)], pw.Int8StaticActivationInt8WeightConfig, filter_fn=layers)
     pw.quantize_(net, config)
     own = copy.deepcopy(net)
