@@ -121,7 +121,7 @@ class NativeChain:
         self._ready: dict[tuple[Size, ...], list[_Ready]] = {}
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """The outputs [N, C, H, W], channels last, for float32 inputs of this form; see :func:`conv_chain.run_reference`.
+        """The outputs [N, C, H, W], channels last, for float32 inputs of this form; see conv_chain.run_reference.
 
         A sample with an input that is not finite gives NaN. None if the native library cannot read an input: another
         dtype or device, or a mode, tracer or transform must see the call. Raises ArgumentError if sizes do not fit or a
@@ -197,13 +197,16 @@ class NativeChain:
         for i, step in enumerate(steps):
             _fill(native[i], step, self._weights.get(i))
         inputs, outputs = (ChainInput * self._inputs)(), (ctypes.c_void_p * len(self.chain.outputs))()
-        chain = Chain(
-            *(ctypes.addressof(table) for table in (native, tensors, inputs, outputs)), 0, max(scratch, 64), len(steps), len(tensors),
-            len(inputs), len(outputs), 1,
-        )  # fmt: skip
+        chain = Chain(*map(_address, (native, tensors, inputs, outputs)))
+        chain.scratch, chain.step_count, chain.tensor_count = max(scratch, 64), len(steps), len(tensors)
+        chain.input_count, chain.output_count, chain.threads = len(inputs), len(outputs), 1
         found = [shapes[t] for t in self.chain.outputs]
         addresses = [t.data_ptr() for t in self._parts]
         return _Ready(chain, ctypes.addressof(chain), inputs, outputs, found, addresses, (native, tensors))
+
+
+def _address(table: Any) -> int:
+    return ctypes.addressof(table)
 
 
 def _size(step: Any, shapes: dict[int, Size], inputs: Sequence[Size]) -> Size:
