@@ -1,4 +1,5 @@
-"""fuse_(model): for inference, transformer blocks run as one native call each, and other quantized layers frozen.
+"""fuse_(model): for inference, transformer blocks and chains of convolutions run as one native call each, and other
+quantized layers frozen.
 
 Only classes of modules change, as with :func:`freeze_`; :func:`thaw_` undoes both.
 """
@@ -121,17 +122,22 @@ def _blank(kind: type, recipe: Recipe) -> Any:
 
 
 def fuse_(model: nn.Module, example: Any = None) -> Report:
-    """Convert transformer blocks to :class:`FusedBlock` and quantized linear layers to
-    :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the reason why
+    """Convert transformer blocks to :class:`FusedBlock`, convolution nets to :class:`FusedConvNet` and quantized linear
+    layers to :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the reason why
     it is not, and one for each quantized parameter.
 
     example   an input of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments. Default: made
-              from the config for models of transformers, random rows for nn.TransformerEncoder
+              from the config for models of transformers, random rows for nn.TransformerEncoder, random images for
+              convolution nets
 
     The model is run once on the example, to see how it calls its blocks. A block is recognized by what it computes, not
     by its class: norms, attention and gated or plain MLPs around quantized linear layers (docs/fuse.md). It is then run
     beside its own forward on random inputs, masks and caches, and refused if they differ by more than a tolerance: of
     mean |difference| / mean |change to the input|, 1e-4 in float32, 2e-2 in bfloat16 or if inputs are quantized.
+
+    The convolutions of a net with static int8 inputs become chains that hand int8 codes from layer to layer, with
+    activations, residual additions and pooling; the outputs are those of the net, to the last bit except where a mean or
+    an activation like SiLU rounds differently. The graph is that of torch.fx.
 
     Parameters, buffers, hooks, ties and the state dict stay the same. :func:`thaw_` undoes it exactly.
     """
