@@ -123,8 +123,8 @@ def _blank(kind: type, recipe: Recipe) -> Any:
 
 def fuse_(model: nn.Module, example: Any = None) -> Report:
     """Convert transformer blocks to :class:`FusedBlock`, convolution nets to :class:`FusedConvNet` and quantized linear
-    layers to :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the reason why
-    it is not, and one for each quantized parameter.
+    layers to :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the
+    reason why it is not, and one for each quantized parameter.
 
     example   an input of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments. Default: made
               from the config for models of transformers, random rows for nn.TransformerEncoder, random images for
@@ -136,8 +136,8 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
     mean |difference| / mean |change to the input|, 1e-4 in float32, 2e-2 in bfloat16 or if inputs are quantized.
 
     The convolutions of a net with static int8 inputs become chains that hand int8 codes from layer to layer, with
-    activations, residual additions and pooling; the outputs are those of the net, to the last bit except where a mean or
-    an activation like SiLU rounds differently. The graph is that of torch.fx.
+    activations, residual additions and pooling; the outputs are those of the net, to the last bit except where a mean
+    or an activation like SiLU rounds differently. The graph is that of torch.fx.
 
     Parameters, buffers, hooks, ties and the state dict stay the same. :func:`thaw_` undoes it exactly.
     """
