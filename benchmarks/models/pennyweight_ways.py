@@ -39,6 +39,9 @@ def finish(model: Any, grouped: bool = False) -> str:
     return "freeze_"
 
 
+FOLDED = ["fold", "nearest"]  # batch norms become part of the weights, as in the peers' graphs
+
+
 def _convolutions(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)
 
@@ -46,7 +49,7 @@ def _convolutions(module: nn.Module, name: str) -> bool:
 def _static(net: nn.Module, inputs: Inputs) -> None:
     data = [batch for (batch,) in inputs.calibration]
     config = pw.calibrate(net, data, pw.Int8StaticActivationInt8WeightConfig, filter_fn=_convolutions)
-    pw.quantize_(net, config)
+    pw.quantize_(net, config, calibration=data, algorithm=FOLDED)
 
 
 def _dynamic(net: nn.Module, inputs: Inputs) -> None:
@@ -58,7 +61,9 @@ def _grouped(net: nn.Module, inputs: Inputs) -> None:
 
 
 def _dynamic_convolutions(net: nn.Module, inputs: Inputs) -> None:
-    pw.quantize_(net, pw.Int8DynamicActivationInt8WeightConfig(), filter_fn=_convolutions)
+    data = [batch for (batch,) in inputs.calibration]
+    config = pw.Int8DynamicActivationInt8WeightConfig()
+    pw.quantize_(net, config, filter_fn=_convolutions, calibration=data, algorithm=FOLDED)
 
 
 def _forward(quantize: Callable[[nn.Module, Inputs], None], compiled: bool = False) -> Callable[[Path, int], Loaded]:

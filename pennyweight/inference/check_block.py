@@ -52,18 +52,20 @@ def run(fused: Callable[..., Any], block: Any, args: Any, kwargs: Any) -> Any:
     want = cls.thawed.forward(block, **own)
     limit = tolerance(recipe, block)
     found, expected, x = (t[0] if isinstance(t, tuple) else t for t in (y, want, given[recipe.arguments.hidden]))
-    _compare(f"{recipe.name}: the output", difference(found, expected, x), limit)
+    compare(f"{recipe.name}: the output", difference(found, expected, x), limit)
     for name, cache in before.items():
         for what, new, old in _states(given[name], cache, recipe.layer):
-            _compare(f"{recipe.name}: {what} in the cache", difference(new, old, old * 0), limit)
+            compare(f"{recipe.name}: {what} in the cache", difference(new, old, old * 0), limit)
     return y
 
 
-def _compare(what: str, error: float, limit: float) -> None:
+def compare(what: str, error: float, limit: float, kind: str = "block") -> None:
+    """Raise :class:`CheckError` if an error is above its limit."""
     if not error <= limit:  # also NaN
         raise CheckError(
-            f"{what} of the fused block differs from that of its own forward by {error:.1e} (mean |difference| / mean "
-            f"|change|), the limit is {limit:.0e}; call pennyweight.thaw_(model) and report this"
+            f"{what} of the fused {kind} differs from that of its own forward by {error:.1e} (mean |difference| / mean "
+            f"|{'change' if kind == 'block' else 'output'}|), the limit is {limit:.0e}; call "
+            "pennyweight.thaw_(model) and report this"
         )
 
 

@@ -1,4 +1,5 @@
-"""fuse_(model): for inference, transformer blocks run as one native call each, and other quantized layers frozen.
+"""fuse_(model): for inference, transformer blocks and chains of convolutions run as one native call each, and other
+quantized layers frozen.
 
 Only classes of modules change, as with :func:`freeze_`; :func:`thaw_` undoes both.
 """
@@ -20,6 +21,7 @@ from .bound_block import Bound
 from .derive_recipe import derive
 from .examples import Observed, candidates, examples, observe
 from .freeze import freeze_
+from .fuse_net import FusedConvNet, fuse_nets
 from .recipe import Recipe, attributes, module_classes
 from .trace_block import Refusal
 from .verify_block import verify
@@ -128,33 +130,48 @@ def _blank(kind: type, recipe: Recipe) -> Any:
 
 
 def fuse_(model: nn.Module, example: Any = None) -> Report:
-    """Convert transformer blocks to :class:`FusedBlock` and quantized linear layers to
-    :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the reason why
-    it is not, and one for each quantized parameter.
+    """Convert transformer blocks to :class:`FusedBlock`, convolution nets to :class:`FusedConvNet` and quantized linear
+    layers to :class:`~pennyweight.FrozenLinear`, in place. Returns a report: a row for each block, fused or with the
+    reason why it is not, and one for each quantized parameter.
 
     example   an input of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments. Default: made
-              from the config for models of transformers, random rows for nn.TransformerEncoder
+              from the config for models of transformers, random rows for nn.TransformerEncoder, random images for
+              convolution nets
 
     The model is run once on the example, to see how it calls its blocks. A block is recognized by what it computes, not
     by its class: norms, attention and gated or plain MLPs around quantized linear layers (docs/fuse.md). It is then run
     beside its own forward on random inputs, masks and caches, and refused if they differ by more than a tolerance: of
     mean |difference| / mean |change to the input|, 1e-4 in float32, 2e-2 in bfloat16 or if inputs are quantized.
 
+    The convolutions of a net with static int8 inputs become chains that hand int8 codes from layer to layer, with
+    activations, residual additions and pooling; the outputs are those of the net, to the last bit except where a mean
+    or an activation like SiLU rounds differently. The graph is that of torch.fx.
+
     Parameters, buffers, hooks, ties and the state dict stay the same. :func:`thaw_` undoes it exactly.
     """
-    blocks = candidates(model)
-    for block in blocks.values():
-        if isinstance(block, FusedBlock) and changed(block, block.recipe):
-            block.__class__ = block.thawed  # type: ignore[assignment]
     rows, notes = [], []
     with _evaluating(model):
-        seen, problem = _observed(model, blocks, example)
+        rows += fuse_nets(model, example)
+        blocks = _outside_nets(model, candidates(model))
+        for block in blocks.values():
+            if isinstance(block, FusedBlock) and changed(block, block.recipe):
+                block.__class__ = block.thawed  # type: ignore[assignment]
+        seen, problem = _observed(model, blocks, example) if blocks or not rows else ({}, "")
         if problem:
             notes.append(problem)
         for name, block in blocks.items():
             rows.append(_row(name, block, _fuse_block(name, block, seen.get(name))))
     frozen = freeze_(model)
     return Report("fuse_", rows + frozen.rows, verb="fused or frozen", notes=notes)
+
+
+def _outside_nets(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The blocks in no fused net that have quantized linear layers."""
+    inside = {id(m) for net in model.modules() if isinstance(net, FusedConvNet) for m in net.modules()}
+    return {
+        name: block for name, block in blocks.items()
+        if id(block) not in inside and any(is_quantized(p) and p.ndim == 2 for p in block.parameters())
+    }  # fmt: skip
 
 
 def _fuse_block(name: str, block: nn.Module, observed: Observed | Refusal | None) -> str:

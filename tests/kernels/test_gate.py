@@ -27,6 +27,7 @@ SOURCES = PACKAGE / "kernels" / "cpu" / "src"
 ADDRESSES = {
     "kernels/gate.py": "gives them to native code, checked",
     "kernels/gate_conv.py": "gives them to native code, checked",
+    "kernels/gate_conv_chain.py": "gives them to native code, checked",
     "kernels/gate_block.py": "gives them to native code, checked",
     "kernels/gate_attention.py": "gives them to native code, checked",
     "kernels/torch_int8.py": "alignment, which torch's own kernel needs",
@@ -37,7 +38,7 @@ ADDRESSES = {
     "distributed/sharding.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
 }  # fmt: skip
-GATES = tuple(f"kernels/gate{part}.py" for part in ("", "_attention", "_block", "_conv", "_convert"))
+GATES = tuple(f"kernels/gate{part}.py" for part in ("", "_attention", "_block", "_conv", "_conv_chain", "_convert"))
 WITHOUT_ADDRESSES = {"pw_abi", "pw_isa_count", "pw_isa_name", "pw_isa_here", "pw_isa_use"}
 native = pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
 

@@ -90,6 +90,46 @@ class ConvArgs(ctypes.Structure):
     )
 
 
+class ChainTensor(ctypes.Structure):
+    """A tensor of a chain of convolutions; see src/abi.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("channels", "h", "w", "margin_h", "margin_w", "codes", "numbers")),
+        ("scale", c_void_p),
+        *((name, c_int32) for name in ("zero_point", "lo", "hi", "scale_kind", "output")),
+    )
+
+
+class ChainStep(ctypes.Structure):
+    """A step of a chain of convolutions; see src/abi.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("conv", "bias", "codes", "scale", "sums")),
+        *((name, c_int64) for name in ("groups", "kh", "kw", "stride_h", "stride_w")),
+        *((name, c_int64) for name in ("pad_h", "pad_w", "dilation_h", "dilation_w")),
+        *((name, c_int32) for name in ("kind", "x", "y", "residual", "function")),
+        *((name, c_float) for name in ("lo", "hi")),
+    )
+
+
+class ChainInput(ctypes.Structure):
+    """An input of a chain of convolutions; see src/abi.h."""
+
+    _fields_ = (("data", c_void_p), ("last", c_int64))
+
+
+class Chain(ctypes.Structure):
+    """A call of a chain of convolutions; see src/abi.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("steps", "tensors", "inputs", "outputs")),
+        *((name, c_int64) for name in ("n", "scratch")),
+        *((name, c_int32) for name in ("step_count", "tensor_count", "input_count", "output_count", "threads")),
+    )
+
+
+CHAIN_INPUT, CHAIN_CONV, CHAIN_MAX, CHAIN_MEAN, CHAIN_ADD = range(5)  # kinds of steps, as in src/abi.h
+
 _P, _N, _I = c_void_p, c_int64, c_int
 _SIGNATURES = {
     "pw_abi": (_I, ()),
@@ -105,6 +145,7 @@ _SIGNATURES = {
     # weight, x, m, ldx, y, bias, bias kind, codes, scale, outer scale, outer offset, offset, its outer scale, threads
     "pw_float_linear": (_I, (_P, _P, _N, _N, _P, _P, _I, _P, _P, _P, _P, _P, _P, _I)),
     "pw_convolution": (_I, (_P, _P)),  # convolution, arguments
+    "pw_conv_chain": (_I, (_P,)),
     "pw_pack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
     "pw_pack_stream": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),
     "pw_unpack_codes": (_I, (_P, _N, _N, _N, _I, _I, _P, _I)),

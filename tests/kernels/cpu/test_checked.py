@@ -12,7 +12,7 @@ from tests.kernels.cpu.native import called
 
 NATIVE = Path(called.__file__).parent
 ROOT = NATIVE.parents[3]
-RULES = "".join((called.SOURCE / name).read_text() for name in ("check.h", "check_block.h"))
+RULES = "".join((called.SOURCE / name).read_text() for name in ("check.h", "check_block.h", "check_conv.h"))
 DEBUG = ["-std=c++17", "-O0", "-g1", "-w", "-fopenmp", "-fsanitize=address", "-ffp-contract=off"]
 
 

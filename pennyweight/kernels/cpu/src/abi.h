@@ -128,6 +128,51 @@ struct ConvArgs {
     int32_t act_zero_point, bias_kind, x_last, y_last, function, threads;
 };
 
+// -- chains of convolutions -------------------------------------------------------------------------------------------
+
+// One tensor of a sample, as int8 codes with a margin, as float32, or as both; see kernels/conv_chain.py. Places are bytes
+// from the start of a sample's scratch, multiples of 64; -1: not kept.
+struct ChainTensor {
+    int64_t channels, h, w;
+    int64_t margin_h, margin_w;  // pixels of the zero point around the codes
+    int64_t codes;               // [h + 2 margin_h][w + 2 margin_w][channels in whole fours]
+    int64_t numbers;             // [h][w][channels]
+    const float* scale;          // of the codes; null if there are none
+    int32_t zero_point, lo, hi;  // of the codes
+    int32_t scale_kind;          // Kind to which the reciprocal of the scale is rounded
+    int32_t output;              // index of the output that has the numbers, -1: none
+};
+
+enum ChainKind : int32_t { CHAIN_INPUT = 0, CHAIN_CONV = 1, CHAIN_MAX = 2, CHAIN_MEAN = 3, CHAIN_ADD = 4 };
+
+// y = clip(function(conv(x)) + residual, lo, hi) and the like, see kernels/conv_chain.py. x, y, residual: indices of
+// tensors, residual -1: none. x of an input: the index of the input.
+struct ChainStep {
+    const Conv* conv;            // CHAIN_CONV: static int8 inputs, 8 bits with center 128, one set, no zero points
+    const void* bias;            // float32 [o], or null
+    const void *codes, *scale;   // as in ConvArgs
+    const int32_t* sums;         // [o in whole 16] of the codes of each output channel, less the center
+    int64_t groups, kh, kw;      // groups 1 or the input channels; the window of CHAIN_MAX, too
+    int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    int32_t kind, x, y, residual;
+    int32_t function;            // Function, before the residual
+    float lo, hi;                // of the result
+};
+
+struct ChainInput {
+    const void* data;            // float32 [n, channels, h, w], or with `last` [n, h, w, channels]
+    int64_t last;
+};
+
+struct Chain {
+    const ChainStep* steps;
+    const ChainTensor* tensors;
+    const ChainInput* inputs;
+    void* const* outputs;        // float32 [n, h, w, channels]
+    int64_t n, scratch;          // scratch: bytes of a sample
+    int32_t step_count, tensor_count, input_count, output_count, threads;
+};
+
 // -- conversions ------------------------------------------------------------------------------------------------------
 
 // Storage of codes: one per byte; bit streams per row; tiles (see pack.h).

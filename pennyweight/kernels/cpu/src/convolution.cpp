@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "conv.h"
+#include "conv_chain.h"
 #include "schedule.h"
 #include "vtable.h"
 
@@ -178,6 +179,13 @@ int convolution(const Conv* w, const ConvArgs* a) {
     return a->n == 0 || w->o == 0 ? DONE : ConvCall(*w, *a).run();
 }
 
+int conv_chain(const Chain* chain) {
+    return chain->n == 0 || chain->step_count == 0 ? DONE : ChainCall(*chain).run();
+}
+
 }  // namespace
 
-PW_PART(convolution) { table->convolution = convolution; }
+PW_PART(convolution) {
+    table->convolution = convolution;
+    table->conv_chain = conv_chain;
+}

@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "check_block.h"
+#include "check_conv.h"
 #include "vtable.h"
 
 #if defined(__linux__)
@@ -157,6 +158,11 @@ PW_EXPORT int pw_convolution(const Conv* w, const ConvArgs* a) {
     if (!check::convolution("pw_convolution", w, a)) return INVALID;
     huge_pages(a->y, a->n * w->o * a->oh * a->ow * (w->x == F32 ? 4 : 2));
     return table().convolution(w, a);
+}
+// The steps of a convolution net; see conv_chain.h.
+PW_EXPORT int pw_conv_chain(const Chain* chain) {
+    if (!check::conv_chain("pw_conv_chain", chain)) return INVALID;
+    return table().conv_chain(chain);
 }
 
 PW_EXPORT int pw_pack_codes(const uint8_t* codes, int64_t n, int64_t k, int64_t kp, int bits, int flip, uint8_t* out, int threads) {

@@ -23,6 +23,7 @@ struct Table {
     int (*attention)(const AttentionArgs*, int threads);
     int (*rotary)(const RotaryArgs*, int threads);
     int64_t (*probe[4])(const void* p, int64_t n, int threads);  // see bandwidth_probe.h
+    int (*conv_chain)(const Chain*);
 };
 
 // pw_part_<part>_<isa>: the function of a part that enters its functions. It must not run on a machine without the

@@ -16,6 +16,7 @@ int pw_block(const Block*);
 int pw_float_linear(const FloatLinear*, const void*, int64_t, int64_t, void*, const void*, int, const void*, const void*,
                     const void*, const void*, const void*, const void*, int);
 int pw_convolution(const Conv*, const ConvArgs*);
+int pw_conv_chain(const Chain*);
 int pw_pack_codes(const uint8_t*, int64_t, int64_t, int64_t, int, int, uint8_t*, int);
 int pw_pack_stream(const uint8_t*, int64_t, int64_t, int64_t, int, int, uint8_t*, int);
 int pw_unpack_codes(const uint8_t*, int64_t, int64_t, int64_t, int, int, uint8_t*, int);
