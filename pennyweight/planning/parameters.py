@@ -266,7 +266,8 @@ def make_site(place: Place, tensor: Tensor, *, named: bool = False) -> Site | st
         if named and tensor.ndim > 1:
             return f"a bare parameter must be 2-d or 3-d to be quantized, this one is {tensor.ndim}-d"
         if kind is not None:
-            return f"{place.param} of {kind_name} is not quantized"
+            own = "bias" if place.param.startswith("bias") else place.param  # also bias_ih_l0: one line in a report
+            return f"{own} of {kind_name} is not quantized"
         return f"no site for {kind_name}; select it by name with FqnToConfig" if tensor.ndim > 1 else "vector"
     if tensor.dtype not in DTYPES.values():
         return f"dtype {str(tensor.dtype).removeprefix('torch.')} is not one of {', '.join(DTYPES)}"

@@ -81,6 +81,7 @@ def test_the_result_is_that_of_dequantized_weights(
     names = {n for n, _ in module.named_parameters() if n.startswith("weight")}
     report = pw.quantize_(module, config)
     assert {r.name for r in report.quantized} == names
+    assert {r.note for r in report.skipped} <= {f"bias of {net.__name__} is not quantized"}
     plain, first = dequantized(module), 1 if module.batch_first else 0
     pw.reset_fallbacks()
     with torch.no_grad(), pw.strict():
