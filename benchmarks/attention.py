@@ -8,8 +8,8 @@ cache, and all of them together do not fit a processor's cache. torch's way over
 does: dequantize all of it, then attend.
 
 "ns/key" is time per key and value of a shared head; "of read" the bytes of the cache per second, of the rate at
-which memory is read, measured. All ways and the limit take turns; a figure is the lower quartile over the rounds, since other
-processes only add time. Outputs must agree before times are printed.
+which memory is read, measured. All ways and the limit take turns; a figure is the lower quartile over the rounds, since
+other processes only add time. Outputs must agree before times are printed.
 """
 
 from __future__ import annotations

@@ -317,5 +317,5 @@ def test_recurrent_networks_and_transposed_convolutions(net: type[nn.Module], tm
     assert len(report.quantized) == 9
     assert_runs_alike(path, model, {report.inputs[0]: torch.randn(BATCH, 5, 16)})
     pw.quantize_(model, INT8_DYNAMIC, filter_fn=everything)
-    with pytest.raises(ValueError, match="up.weight: .*can be exported only for linear layers and convolutions"):
+    with pytest.raises(ValueError, match=r"up\.weight: .*can be exported only for linear layers and convolutions"):
         export_onnx(model, (torch.randn(2, 5, 16),), path)
