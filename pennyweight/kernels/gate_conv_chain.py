@@ -245,7 +245,7 @@ def _places(
     for i, step in enumerate(steps):
         for t in (None if isinstance(step, InputStep) else step.x, getattr(step, "residual", None)):
             if t is not None:
-                last[t] = i
+                last[t] = i + (i + 1 < len(steps) and isinstance(steps[i + 1], MaxStep))  # which runs together with it
     free: list[tuple[int, int]] = [(0, 1 << 60)]  # place, bytes
     busy: list[tuple[int, int, int]] = []  # last step, place, bytes
     places: dict[int, tuple[int, int]] = {}
