@@ -272,6 +272,14 @@ def fuse_nets(model: nn.Module, example: Any) -> list[Row]:
     return rows
 
 
+def chained_convolutions(model: nn.Module) -> Iterator[Any]:
+    """The convolutions in chains of fused nets."""
+    for net in model.modules():
+        if isinstance(net, FusedConvNet) and net.bound is not None:
+            for path in net.bound.net.taken:
+                yield net.get_submodule(path)
+
+
 def _fuse_within(name: str, module: nn.Module, inputs: Any, rows: list[Row]) -> None:
     kind: Any = getattr(type(module), "thawed", type(module))
     if isinstance(module, FusedConvNet):
