@@ -39,17 +39,22 @@ def finish(model: Any, grouped: bool = False) -> str:
     return "freeze_"
 
 
-FOLDED = ["fold", "nearest"]  # batch norms become part of the weights, as in the peers' graphs
-
-
 def _convolutions(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)
+
+
+def _quantize_folded(net: nn.Module, config: Any, data: list[torch.Tensor], **options: Any) -> None:
+    """Batch norms become part of the weights, as in the peers' graphs, unless that changes the outputs."""
+    try:
+        pw.quantize_(net, config, calibration=data, algorithm=["fold", "nearest"], **options)
+    except pw.PlanError:
+        pw.quantize_(net, config, **options)
 
 
 def _static(net: nn.Module, inputs: Inputs) -> None:
     data = [batch for (batch,) in inputs.calibration]
     config = pw.calibrate(net, data, pw.Int8StaticActivationInt8WeightConfig, filter_fn=_convolutions)
-    pw.quantize_(net, config, calibration=data, algorithm=FOLDED)
+    _quantize_folded(net, config, data)
 
 
 def _dynamic(net: nn.Module, inputs: Inputs) -> None:
@@ -63,7 +68,7 @@ def _grouped(net: nn.Module, inputs: Inputs) -> None:
 def _dynamic_convolutions(net: nn.Module, inputs: Inputs) -> None:
     data = [batch for (batch,) in inputs.calibration]
     config = pw.Int8DynamicActivationInt8WeightConfig()
-    pw.quantize_(net, config, filter_fn=_convolutions, calibration=data, algorithm=FOLDED)
+    _quantize_folded(net, config, data, filter_fn=_convolutions)
 
 
 def _forward(quantize: Callable[[nn.Module, Inputs], None], compiled: bool = False) -> Callable[[Path, int], Loaded]:

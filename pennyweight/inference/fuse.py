@@ -20,8 +20,8 @@ from . import check_block as checks
 from .bound_block import Bound
 from .derive_recipe import derive
 from .examples import Observed, candidates, examples, observe
-from .freeze import freeze_
-from .fuse_net import FusedConvNet, fuse_nets
+from .freeze import _scheme, freeze_
+from .fuse_net import FusedConvNet, chained_convolutions, fuse_nets
 from .recipe import Recipe, attributes, module_classes
 from .trace_block import Refusal
 from .verify_block import verify
@@ -162,7 +162,18 @@ def fuse_(model: nn.Module, example: Any = None) -> Report:
         for name, block in blocks.items():
             rows.append(_row(name, block, _fuse_block(name, block, seen.get(name))))
     frozen = freeze_(model)
+    chained = {id(m.weight): m.weight for m in chained_convolutions(model)}
+    for row in frozen.rows:
+        w = chained.get(id(_parameter(model, row.name)))
+        if w is not None and not row.scheme:
+            row.scheme, row.scheme_text = _scheme(w)
+            row.kernel, row.note = "chains", ""
     return Report("fuse_", rows + frozen.rows, verb="fused or frozen", notes=notes)
+
+
+def _parameter(model: nn.Module, name: str) -> Any:
+    path, _, own = name.rpartition(".")
+    return model.get_submodule(path)._parameters.get(own)
 
 
 def _outside_nets(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class BoundNet:
     def _watch(self, root: nn.Module) -> None:
         watched: list[tuple[dict[str, Any], str, Any]] = []
         hooks: list[Any] = []
-        self.versions: list[tuple[Tensor, int]] = []
+        self.tensors: list[Any] = []
         for module in root.modules():
             held: Any = module.__dict__
             if trains(module):
@@ -94,7 +94,8 @@ class BoundNet:
                 parts: Any = (p._codes, p._scale, p._act_scale, p._act_zero_point) if type(p) is _QT else (p,)
                 if type(p) is _QT:  # an assignment to .data replaces all parts
                     watched.append((p.__dict__, "_codes", p._codes))
-                self.versions += [(t, t._version) for t in parts if type(t) in _PLAIN and not t.is_inference()]
+                self.tensors += [t for t in parts if type(t) in _PLAIN and not t.is_inference()]
+        self.versions = list(map(_VERSION, self.tensors))
         self.dicts, self.keys, self.values = zip(*watched, strict=True)
         self.hooks = tuple(hooks)
 
@@ -102,7 +103,7 @@ class BoundNet:
         """Whether the net still consists of the same modules, parameters and modes."""
         return (
             self.root() is root and all(map(is_, map(dict.get, self.dicts, self.keys), self.values))
-            and all(t._version == version for t, version in self.versions)
+            and list(map(_VERSION, self.tensors)) == self.versions
         )  # fmt: skip
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,6 +147,7 @@ class BoundNet:
         return target(*args, **kwargs)
 
 
+_VERSION = attrgetter("_version")
 _QT = AffineQuantizedTensor
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -268,6 +270,14 @@ def fuse_nets(model: nn.Module, example: Any) -> list[Row]:
     rows: list[Row] = []
     _fuse_within("", model, _inputs(model, example), rows)
     return rows
+
+
+def chained_convolutions(model: nn.Module) -> Iterator[Any]:
+    """The convolutions in chains of fused nets."""
+    for net in model.modules():
+        if isinstance(net, FusedConvNet) and net.bound is not None:
+            for path in net.bound.net.taken:
+                yield net.get_submodule(path)
 
 
 def _fuse_within(name: str, module: nn.Module, inputs: Any, rows: list[Row]) -> None:

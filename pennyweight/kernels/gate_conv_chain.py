@@ -245,10 +245,11 @@ def _places(
     for i, step in enumerate(steps):
         for t in (None if isinstance(step, InputStep) else step.x, getattr(step, "residual", None)):
             if t is not None:
-                last[t] = i
+                last[t] = i + (i + 1 < len(steps) and isinstance(steps[i + 1], MaxStep))  # which runs together with it
     free: list[tuple[int, int]] = [(0, 1 << 60)]  # place, bytes
     busy: list[tuple[int, int, int]] = []  # last step, place, bytes
-    places, top = {}, 0
+    places: dict[int, tuple[int, int]] = {}
+    top = 0
     for i, step in enumerate(steps):
         done = [b for b in busy if b[0] < i]
         busy = [b for b in busy if b[0] >= i]
@@ -256,18 +257,23 @@ def _places(
             free = _join([*free, (place, size)])
         c, h, w = shapes[step.y]
         mh, mw = margins.get(step.y, (0, 0))
+        residual = getattr(step, "residual", None)
         found = []
         for wanted, size in (
             (kept[step.y].codes is not None, (h + 2 * mh) * (w + 2 * mw) * -(-c // 4) * 4),
             (kept[step.y].numbers and step.y not in outputs, h * w * c * 4),
         ):
+            size = -(-size // 64) * 64
             if not wanted:
                 found.append(-1)
                 continue
-            size = -(-size // 64) * 64
-            j = next(j for j, (_, room) in enumerate(free) if room >= size)
-            place, room = free[j]
-            free[j : j + 1] = [(place + size, room - size)] if room > size else []
+            if found and residual is not None and last[residual] == i and places[residual][1] >= 0:
+                place = places[residual][1]  # each number takes the place of the one that was added
+                busy = [b for b in busy if b[1] != place]
+            else:
+                j = next(j for j, (_, room) in enumerate(free) if room >= size)
+                place, room = free[j]
+                free[j : j + 1] = [(place + size, room - size)] if room > size else []
             busy.append((last[step.y], place, size))
             top = max(top, place + size)
             found.append(place)

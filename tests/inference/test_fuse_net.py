@@ -162,6 +162,7 @@ def test_outputs_are_those_of_the_net(name: str, threads: int) -> None:
     own, state = copy.deepcopy(net), {k: v.clone() for k, v in net.state_dict().items()}
     report = fused(net)
     assert report.rows[0].note.startswith(f"{TAKEN[name]} convolutions in "), report.rows[0].note
+    assert sum(row.kernel == "chains" and row.scheme != "net" for row in report.rows) == TAKEN[name]
     torch.set_num_threads(threads)
     for batch, h, w in ((1, 33, 30), (3, 33, 30), (2, 41, 52)):
         for form in (torch.contiguous_format, torch.channels_last):

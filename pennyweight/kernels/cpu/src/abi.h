@@ -131,7 +131,9 @@ struct ConvArgs {
 // -- chains of convolutions -------------------------------------------------------------------------------------------
 
 // One tensor of a sample, as int8 codes with a margin, as float32, or as both; see kernels/conv_chain.py. Places are bytes
-// from the start of a sample's scratch, multiples of 64; -1: not kept.
+// from the start of a sample's scratch, multiples of 64; -1: not kept. Places of tensors that are needed at the same time
+// do not overlap, but the numbers of y may be in the place of those of the residual. Max pooling runs together with
+// the convolution before it, so its result is not in a place that this convolution reads.
 struct ChainTensor {
     int64_t channels, h, w;
     int64_t margin_h, margin_w;  // pixels of the zero point around the codes

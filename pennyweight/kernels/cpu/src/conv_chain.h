@@ -566,7 +566,7 @@ struct Progress {
 // a unit delays nobody.
 inline void wait_for(const int64_t& done, int64_t units) {
     for (int64_t spins = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < units; ++spins) {
-        if (spins > 1 << 12) sched_yield();
+        if (spins > 1 << 16) sched_yield();  // after about a millisecond
 #if defined(__x86_64__)
         else __builtin_ia32_pause();
 #endif
@@ -659,6 +659,28 @@ class ChainCall {
         return all * (double)c.n;
     }
 
+    // Whether the step after a convolution is max pooling of its result.
+    bool pooled(int32_t j) const {
+        return j + 1 < c.step_count && c.steps[j].kind == CHAIN_CONV && c.steps[j + 1].kind == CHAIN_MAX && c.steps[j + 1].x == c.steps[j].y;
+    }
+    // Both, row by row: the result of the convolution is read while it is in the cache.
+    void run_pooled(const ChainSample& one, int32_t j) const {
+        const ChainWork &k = work[j], &pool = work[j + 1];
+        const ChainTensor& x = c.tensors[k.s->y];
+        const int64_t pixels = x.h * x.w, small = pixels / k.blocks, larger = pixels % k.blocks;
+        int64_t done = 0;
+        const auto make = [&](int64_t rows) {
+            for (; done < k.units && done * small + std::min(done, larger) < rows * x.w; ++done) one.run(k, done);
+        };
+        one.run(k, k.units);
+        for (int64_t y = 0; y < pool.units; ++y) {
+            make(std::min(x.h, y * pool.s->stride_h - pool.s->pad_h + pool.s->kh));
+            one.run(pool, y);
+        }
+        make(x.h);
+        one.run(pool, pool.units);
+    }
+
   public:
     explicit ChainCall(const Chain& chain) : c(chain), threads(1), own(true), work(nullptr) {}
 
@@ -687,8 +709,10 @@ class ChainCall {
                 for (int64_t i; (i = __atomic_fetch_add(next_sample, 1, __ATOMIC_RELAXED)) < c.n;) {
                     room->odd = false;
                     const ChainSample one(c, buffers + id * sample_bytes, i, *room);
-                    for (int32_t j = 0; j < c.step_count; ++j)
-                        for (int64_t u = 0; u <= work[j].units; ++u) one.run(work[j], u);
+                    for (int32_t j = 0; j < c.step_count; ++j) {
+                        if (pooled(j)) run_pooled(one, j++);
+                        else for (int64_t u = 0; u <= work[j].units; ++u) one.run(work[j], u);
+                    }
                     if (room->odd) one.spoil();
                 }
                 return;

@@ -210,7 +210,7 @@ void conv_chain() {
     const Room x(numbers(F32, n * groups * first.w.c * h * width)), y0((size_t)(n * o * oh * ow * 4)), y1((size_t)(n * o * 4)), y2((size_t)(n * o * ph * pw * 4));
     const ChainInput input = {x.data(), (int64_t)below(2)};
     void* const outputs[] = {y0.data(), y1.data(), y2.data()};
-    const std::vector<ChainStep> steps = {in, a, b, p, mean, sum};
+    const std::vector<ChainStep> steps = {in, a, p, b, mean, sum};
     const Chain call = {steps.data(), tensors.data(), &input, outputs, n, scratch, 6, 6, 1, 3, 1};
     char what[300];
     snprintf(what, sizeof what, "pw_conv_chain o %ld c %ld groups %ld kernel %ld %ld n %ld h %ld w %ld stride %ld %ld pad %ld %ld dilation %ld %ld function %d", (long)o, (long)c,
@@ -254,7 +254,7 @@ void conv_chain() {
         {"kernel", with([](P& q) { ++q.conv.kh; })}, {"bits", with([](P& q) { q.conv.bits = 4; })}, {"center", with([](P& q) { q.conv.center = 0; })}, {"act", with([](P& q) { q.conv.act = SYMMETRIC; })},
         {"groups", with([](P& q) { q.steps[1].groups = 0; })}, {"function", with([](P& q) { q.steps[1].function = 8; })}, {"no codes", with([](P& q) { q.steps[1].codes = nullptr; })},
         {"no sums", with([](P& q) { q.steps[1].sums = nullptr; })}, {"no scale", with([](P& q) { q.steps[1].scale = nullptr; })}, {"no conv", with([](P& q) { q.steps[1].conv = nullptr; })},
-        {"window", with([](P& q) { q.steps[3].pad_h = q.steps[3].kh; })}, {"pooling of nothing", with([](P& q) { q.tensors[1].numbers = -1, q.tensors[1].codes = 0; })},
+        {"window", with([](P& q) { q.steps[2].pad_h = q.steps[2].kh; })}, {"pooling of nothing", with([](P& q) { q.tensors[1].numbers = -1, q.tensors[1].codes = 0; })},
         {"mean of other size", with([](P& q) { q.tensors[4].h = 2; })},
     });
 }
