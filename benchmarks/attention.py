@@ -7,9 +7,9 @@ One token after 4,096 others, and a prompt, for 32 query heads; keys and values 
 cache, and all of them together do not fit a processor's cache. torch's way over a quantized cache is what transformers
 does: dequantize all of it, then attend.
 
-"ns/key" is time per key and value of a shared head; "of read" the bytes of the cache per second, of the rate at
-which memory is read, measured. All ways and the limit take turns; a figure is the lower quartile over the rounds, since
-other processes only add time. Outputs must agree before times are printed.
+"ns/key" is time per key and value of a shared head; "of read" the bytes of the cache per second, of the measured rate
+at which memory is read. All ways and the limit take turns; a figure is the lower quartile over the rounds, since other
+processes only add time. Outputs must agree before times are printed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> None:
     torch.manual_seed(0)
     limits = Limits(o.threads)
     print(f"{o.threads} threads, {HEADS} query heads; batch x heads of keys x channels")
-    print(f"{'':30}{'cache':10}{'us':>9}{'ns/key':>8}{'GB/s':>7}{'of read':>9}{'torch us':>10}{'ratio':>7}")
+    print(f"{'':36}{'cache':10}{'us':>9}{'ns/key':>8}{'GB/s':>7}{'of read':>9}{'torch us':>10}{'ratio':>7}")
     with torch.inference_mode():
         for tokens, length in ((1, LENGTH), (o.prompt, o.prompt)):
             for batch, shared, size in SHAPES if tokens else ():

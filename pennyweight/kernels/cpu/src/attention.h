@@ -3,7 +3,8 @@
 //   out[s] = sum over j of p[j] * v[j] / sum over j of p[j],   p[j] = exp(x[j] - max x)
 //   x[j] = cap(q[s] * scale . k[j]) + mask[s, j],   cap(x) = softcap * tanh(x / softcap), or x
 //
-// A row without a key that it may see is 0. All arithmetic is in float32, in an order that depends only on the row, its
+// A row without a key that it may see is 0. Arithmetic is in float32, but for few tokens over codes of 8 and 4 bits, whose
+// products are of 16 bits and exact (attention_codes.h). It is in an order that depends only on the row, its
 // keys and the number of tokens of the call: neither on the number of threads nor on other rows. Every instruction set
 // gives the same bits. Keys that are not seen may be anything; their values must be finite, or rows may become NaN.
 //

@@ -267,9 +267,9 @@ struct Steps16 {
 PW_INLINE I of_limbs(I high, I low) { return iadd(ishl8(high), low); }
 
 // x rounded to n, and what is missing, added to `rest`. Products of codes with the rest are replaced by those of the middle
-// of the codes.
+// of the codes. A NaN stays in the rest.
 PW_INLINE I round16(F x, F* rest) {
-    const I n = iround(x);
+    const I n = iround(fmost(fleast(x, fset(MOST16)), fset(-MOST16)));
     *rest = fadd(*rest, fsub(x, cvt(n)));
     return n;
 }

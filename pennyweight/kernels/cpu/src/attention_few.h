@@ -165,6 +165,9 @@ inline void few_scores(const FewKeys& k, const float* q, float* scores) {
         const char* from = (const char*)wide;
         if (a.size == p.width && j + 16 <= k.n && key >= a.past) {
             kind = a.kind, from = key_at(a, k.b, k.shared, key), step = a.key_strides[2] * size_of(kind), ahead = AHEAD * step;
+            const char* soon = value_at(a, k.b, k.shared, key);
+            for (int64_t i = 0; i < 16; ++i, soon += a.value_strides[2] * size_of(kind))
+                for (int64_t at = 0; at < p.width * size_of(kind); at += 64) __builtin_prefetch(soon + at, 0, 2);
         } else {
             for (int64_t i = 0; i < 16; ++i)
                 if (j + i < k.n) widen_key(a, p, k.b, k.shared, key + i, wide + i * p.width);
