@@ -67,7 +67,7 @@ class Reader:
                 return "it has too many positional arguments, or one that is also a keyword"
         x = given.get(a.hidden)
         grad = torch.is_grad_enabled()
-        if type(x) is not Tensor or not in_memory(x) or not x.is_cpu or _is_observed():
+        if type(x) is not Tensor or not in_memory(x) or not x.is_cpu or is_observed():
             return "the input is not in the memory of the CPU, or a mode, tracer or transform observes it"
         shape = x.shape
         if len(shape) != 3 or x.dtype is not recipe.dtype or shape[2] != recipe.widths[0] or 0 in shape:
@@ -207,7 +207,7 @@ def _readable(t: Any, grad: bool) -> bool:
     )  # fmt: skip
 
 
-def _is_observed() -> bool:
+def is_observed() -> bool:
     """Whether a TorchFunctionMode must see the operations of the block, or tensors may have tangents. The mode of
     torch.device only places new tensors."""
     if forward_ad._current_level >= 0:

@@ -23,7 +23,8 @@ from ..kernels.gate_conv_chain import NativeChain, compile_chain
 from ..planning.report import Row
 from . import check_block as checks
 from .random_values import Random
-from .recipe import module_classes
+from .block_arguments import is_observed
+from .recipe import attributes, module_classes
 from .trace_block import Refusal
 from .trace_net import Net, Segment, plan, quantized, trace
 
@@ -96,6 +97,7 @@ class BoundNet:
                     watched.append((p.__dict__, "_codes", p._codes))
                 self.tensors += [t for t in parts if type(t) in _PLAIN and not t.is_inference()]
         self.versions = list(map(_VERSION, self.tensors))
+        watched += [(root.get_submodule(path).__dict__, name, value) for path, name, value in attributes(root)]
         self.dicts, self.keys, self.values = zip(*watched, strict=True)
         self.hooks = tuple(hooks)
 
@@ -157,7 +159,7 @@ def unfit(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> str:
     if kwargs or len(args) != count:
         return f"it is called with other arguments than {count} tensor{'s' * (count > 1)}"
     for x in args:
-        if type(x) not in _PLAIN or not x.is_cpu or not in_memory(x):
+        if type(x) not in _PLAIN or not x.is_cpu or not in_memory(x) or is_observed():
             return "the input is not in the memory of the CPU, or a mode, tracer or transform observes it"
         if x.ndim != 4 or x.dtype is not torch.float32 or 0 in x.shape:
             return "the input is not a float32 tensor [N, C, H, W]"
@@ -237,9 +239,12 @@ def _bind_again(root: nn.Module, cls: Any, args: Any) -> str:
     if was is not None and was.root() is not root:  # the class is shared by a shallow copy
         root.__class__ = cls = fused_class(cls.thawed, cls.recipe)
     try:
-        cls.bound = BoundNet(root, tuple(t[:1] for t in args))
+        bound = BoundNet(root, tuple(t[:1] for t in args))
     except Refusal as refusal:
         return str(refusal)
+    if not bound.unchanged(root):
+        return "a module in it has a forward of its own"
+    cls.bound = bound
     return ""
 
 

@@ -14,7 +14,7 @@ from ..kernels.block import AttentionStep, Heads, Layer, LinearStep, Norm, NormS
 from ..kernels.block_plan import indices
 from .identify import NormForm
 
-_PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
+_PLAIN = (bool, int, float, str, tuple, type(None), FunctionType, BuiltinFunctionType)
 _WITHOUT_EFFECT = ("training", "gradient_checkpointing", "forward")  # in eval mode without gradients; else looked at
 Product = tuple[str, str, bool]  # name of the weight, of the bias or "", whether the weight is stored as [in, out]
 

@@ -323,6 +323,33 @@ def test_changes_are_noticed() -> None:
     assert difference(first, want) > 1e-2
 
 
+def _own_forward(net: nn.Module) -> None:
+    layer: Any = net[4].one  # type: ignore[index]
+    own = layer.forward
+    layer.forward = lambda x: own(x) * 2
+
+
+CHANGES: dict[str, Any] = {
+    "stride": lambda net: setattr(net[4].two, "padding", (0, 0)) or setattr(net[4], "down", nn.ZeroPad2d(-1).eval()),
+    "slope": lambda net: setattr(net[4], "act", nn.LeakyReLU(0.2).eval()),
+    "ceil": lambda net: setattr(net[3], "ceil_mode", True),
+    "forward": _own_forward,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_attributes_and_forwards_that_change(name: str) -> None:
+    net = made("residual")
+    own = copy.deepcopy(net)
+    fused(net)
+    x = torch.randn(2, 3, 33, 30)
+    net(x)
+    for m in (net, own):
+        CHANGES[name](m)
+    for _ in range(2):
+        assert difference(net(x), own(x)) < 1e-3
+
+
 def test_copies_and_pickles() -> None:
     net = made("residual")
     fused(net)
