@@ -22,8 +22,8 @@ from ..core.tracing import in_memory
 from ..kernels.gate_conv_chain import NativeChain, compile_chain
 from ..planning.report import Row
 from . import check_block as checks
-from .random_values import Random
 from .block_arguments import is_observed
+from .random_values import Random
 from .recipe import attributes, module_classes
 from .trace_block import Refusal
 from .trace_net import Net, Segment, plan, quantized, trace
