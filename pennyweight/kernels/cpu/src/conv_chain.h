@@ -295,7 +295,7 @@ class ChainSample {
     // -- convolutions ---------------------------------------------------------------------------------------------------
 
     void start(const ChainWork& k, const ChainTensor& x, int64_t t0, int64_t n) const {
-        const I zero = iset(BYTE_ZERO - x.zero_point - 128);
+        const I zero = iset((k.depthwise ? 0 : BYTE_ZERO) - x.zero_point - 128);  // depthwise products are of the bytes themselves
         for (int64_t t = 0; t < n; ++t)
             istore(room.start + 16 * t, t0 + t < k.tiles ? umul(iload(k.s->sums + 16 * (t0 + t)), zero) : iset(0));
     }
