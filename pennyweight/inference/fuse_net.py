@@ -80,6 +80,7 @@ class BoundNet:
         watched: list[tuple[dict[str, Any], str, Any]] = []
         hooks: list[Any] = []
         self.tensors: list[Any] = []
+        self.numbers: list[Tensor] = []
         for module in root.modules():
             held: Any = module.__dict__
             if trains(module):
@@ -96,7 +97,8 @@ class BoundNet:
                 if type(p) is _QT:  # an assignment to .data replaces all parts
                     watched.append((p.__dict__, "_codes", p._codes))
                 self.tensors += [t for t in parts if type(t) in _PLAIN and not t.is_inference()]
-        self.versions = list(map(_VERSION, self.tensors))
+                self.numbers += [p] if type(p) in _PLAIN else []
+        self.versions, self.memory = list(map(_VERSION, self.tensors)), self._memory()
         watched += [(root.get_submodule(path).__dict__, name, value) for path, name, value in attributes(root)]
         self.dicts, self.keys, self.values = zip(*watched, strict=True)
         self.hooks = tuple(hooks)
@@ -105,8 +107,12 @@ class BoundNet:
         """Whether the net still consists of the same modules, parameters and modes."""
         return (
             self.root() is root and all(map(is_, map(dict.get, self.dicts, self.keys), self.values))
-            and list(map(_VERSION, self.tensors)) == self.versions
+            and list(map(_VERSION, self.tensors)) == self.versions and self._memory() == self.memory
         )  # fmt: skip
+
+    def _memory(self) -> list[Any]:
+        """Where biases and parameters of norms are: an assignment to .data replaces the memory, not the parameter."""
+        return [*map(Tensor.data_ptr, self.numbers), *map(Tensor.stride, self.numbers), *map(_KIND, self.numbers)]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output for a call of the net's forward, or the reason (str) why it is not fused."""
@@ -149,6 +155,7 @@ class BoundNet:
         return target(*args, **kwargs)
 
 
+_KIND = attrgetter("nbytes", "dtype")
 _VERSION = attrgetter("_version")
 _QT = AffineQuantizedTensor
 _PLAIN = (Tensor, nn.Parameter)

@@ -334,7 +334,14 @@ CHANGES: dict[str, Any] = {
     "slope": lambda net: setattr(net[4], "act", nn.LeakyReLU(0.2).eval()),
     "ceil": lambda net: setattr(net[3], "ceil_mode", True),
     "forward": _own_forward,
+    "bias": lambda net: _replace_data(net, lambda t: t * 3),
+    "bias that is expanded": lambda net: _replace_data(net, lambda t: t[:1].expand(16)),
 }
+
+
+def _replace_data(net: Any, change: Any) -> None:
+    bias = net[4].one.bias
+    bias.data = change(bias.data)
 
 
 @pytest.mark.parametrize("name", CHANGES)
