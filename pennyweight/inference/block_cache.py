@@ -17,6 +17,9 @@ from torch import Tensor
 
 from ..kernels.gate_attention import past_reason
 
+QUANTIZED: set[type] = (
+    set()
+)  # classes of layers with past_keys, past_values and quantize_old(); kv_cache.py adds its own
 SPARE = 64  # tokens added to a buffer at least, when it grows
 
 
@@ -101,8 +104,7 @@ def room(layer: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Ro
 
 def quantizes(layer: Any) -> bool:
     """Whether this is a layer of a QuantizedCache."""
-    library = sys.modules.get("pennyweight.integrations.kv_cache")
-    return library is not None and type(layer) is library.QuantizedLayer
+    return type(layer) in QUANTIZED
 
 
 def take(layer: Any, found: Room) -> tuple[Tensor, Tensor]:

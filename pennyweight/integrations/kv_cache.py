@@ -18,6 +18,7 @@ from ..core.formats import get_format
 from ..core.layouts import portable_layout
 from ..core.spec import DTYPES, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
+from ..inference import block_cache
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 _TOKENS = -2  # the axis of tokens in [batch, heads, tokens, channels]
@@ -176,3 +177,6 @@ def _cut(past: Any, whole: int, kept: int) -> tuple[AffineQuantizedTensor | None
     """(the first ``whole`` tokens, the tokens from there to ``kept`` as float)."""
     rest = past.dequantize()[..., whole:kept, :].clone()
     return (past[..., :whole, :].clone() if whole else None), rest
+
+
+block_cache.QUANTIZED.add(QuantizedLayer)  # fused blocks write it and read its codes
