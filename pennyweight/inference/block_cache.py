@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ..kernels.gate_attention import past_reason
 
-QUANTIZED: set[type] = (
-    set()
-)  # classes of layers with past_keys, past_values and quantize_old(); kv_cache.py adds its own
 SPARE = 64  # tokens added to a buffer at least, when it grows
+# Classes of layers with past_keys, past_values and quantize_old(); integrations/kv_cache.py adds its own
+QUANTIZED: set[type] = set()
 
 
 class Room(NamedTuple):
