@@ -90,14 +90,14 @@ def cut(w: Tensor, axis: int, start: int, length: int, layer: str) -> Tensor:
         raise ValueError(f"{layer}: {e}") from e
     if not isinstance(piece, AffineQuantizedTensor):
         raise ValueError(
-            f"{layer}: a quantized weight {tuple(w.shape)} ({w.spec}) cannot be cut to [{start}:{start + length}] along "
-            f"axis {axis} for this rank; use another tensor_parallel_size, or a group size that divides {length}"
+            f"{layer}: a quantized weight {tuple(w.shape)} ({w.spec}) cannot be cut to [{start}:{start + length}] "
+            f"along axis {axis} for this rank; use another tensor_parallel_size, or a group size that divides {length}"
         )
     return piece
 
 
 def merge(pieces: list[Piece]) -> list[Piece]:
-    """Pieces in order, joined where their parts can be stored together: same spec, and scales not shared by all rows."""
+    """Pieces in order, joined where they can be stored together: same spec, and scales not shared by all rows."""
     out: list[Piece] = []
     for piece in sorted(pieces, key=lambda p: p.start):
         joined = _joined(out[-1].weight, piece.weight) if out else None
