@@ -192,8 +192,9 @@ def test_experts(name: str, moe: Path, tmp_path: Path) -> None:
     model.float()
     wanted = [_greedy(model, p, NEW_TOKENS) for p in PROMPTS]
     assert vllm_tokens(tmp_path / "stacked") == wanted
-    assert vllm_tokens(quantized(moe, tmp_path / "separate", name)) == wanted
-    assert vllm_tokens(moe, quantization=f"pennyweight-{name}") == wanted
+    separate = vllm_tokens(quantized(moe, tmp_path / "separate", name))
+    assert separate == wanted or name == "nvfp4"  # whose scales have a scale per tensor: of a stack, or of each expert
+    assert vllm_tokens(moe, quantization=f"pennyweight-{name}") == separate
 
 
 def test_experts_with_different_specs(moe: Path, tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_broken_folders_are_refused(llama: Path, tmp_path: Path) -> None:
     state["model.layers.1.mlp.down_proj.weight"] = state["model.layers.1.mlp.down_proj.weight"][:, :128]
     weights.unlink()
     pw.save(state, weights)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: the model needs 512 columns.* 128"):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: .*\[256, 128\].*256 rows and 512 columns"):
         vllm_tokens(folder)
     state = pw.load(tmp_path / "again")
     del state["model.norm.weight"]
