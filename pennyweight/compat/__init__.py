@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import warnings
 from typing import Any
 
-__all__ = ["install", "uninstall"]
+__all__ = ["install", "install_if_asked", "uninstall"]
 
 _INSTALLED: dict[str, Any] = {}
 _CLIENTS = ("transformers", "peft", "diffusers", "accelerate")  # look for torchao at import
@@ -50,6 +51,15 @@ def install(name: str = "torchao", version: str | None = None) -> None:
             f"pennyweight.compat.install({name!r}) before importing it",
             stacklevel=2,
         )
+
+
+def install_if_asked() -> None:
+    """:func:`install` torchao's names if the environment has ``PENNYWEIGHT_TORCHAO=1``: a plug-in of vLLM, which runs it
+    in each of its processes. vLLM's own method "torchao" then computes with our tensors."""
+    if os.environ.get("PENNYWEIGHT_TORCHAO") == "1":
+        with warnings.catch_warnings():  # vLLM has imported transformers, and looks for torchao when it needs it
+            warnings.simplefilter("ignore")
+            install("torchao")
 
 
 def uninstall(name: str = "torchao") -> None:

@@ -27,6 +27,8 @@ from pennyweight.planning.configs.aliases import CONFIGS
 from tests.engines.small_models import VOCABULARY, save_llama, save_moe
 
 pytest.importorskip("vllm", reason="vLLM is not installed; scripts/test-engines installs it")
+from vllm.distributed import cleanup_dist_env_and_memory
+
 HERE = Path(__file__).parent
 # One process for most tests: an engine in processes of its own takes 20 seconds to start.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -55,6 +57,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _free() -> Iterator[None]:
     yield
     gc.collect()
+    cleanup_dist_env_and_memory()  # groups of processes, which the next model may need in another form
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------
@@ -306,6 +309,17 @@ def test_tensor_parallel_experts_and_embeddings(moe: Path, tied: Path, tmp_path:
 def test_compiled(llama: Path, tmp_path: Path) -> None:
     folder = quantized(llama, tmp_path / "small", "int4")
     assert in_processes(folder, enforce_eager=False) == transformers_tokens(folder)
+
+
+def test_vllms_torchao_method(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It quantizes with torchao's names, which are ours."""
+    given = '{"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}'
+    monkeypatch.setenv("PENNYWEIGHT_TORCHAO", "1")
+    theirs = in_processes(llama, quantization="torchao", hf_overrides={"quantization_config_dict_json": given})
+    config = pw.FqnToConfig({"lm_head": None, "_default": pw.Int8WeightOnlyConfig()})  # their method leaves heads float
+    names = {"quant_method": "pennyweight", "config": pw.planning.configs.serialize.config_to_data(config)}
+    ours = in_processes(llama, quantization="pennyweight", hf_overrides={"quantization_config": names})
+    assert theirs == ours
 
 
 def test_serve(llama: Path, tmp_path: Path) -> None:

@@ -13,16 +13,29 @@ from typing import Any
 
 import torch
 
+from ...core.tensor import AffineQuantizedTensor
+from ...kernels.repack import prepare
+
 __all__ = [
     "_cpu_is_amx_tile_supported", "_cpu_is_vnni_supported", "_is_device",
     "_is_fbgemm_genai_gpu_available", "_is_flashinfer_available", "_is_float8_type", "_is_mslk_available",
-    "_torch_version_at_least", "check_cpu_version", "check_xpu_version", "compare_versions", "get_available_devices",
+    "_torch_version_at_least", "check_cpu_version", "check_xpu_version", "compare_versions",
+    "convert_to_packed_tensor_based_on_current_hardware", "get_available_devices",
     "get_compute_capability", "get_current_accelerator_device", "is_MI300", "is_MI350", "is_Navi4", "is_ROCM",
     "is_cuda_version_at_least", "is_device", "is_fbcode", "is_mslk_version_at_least", "is_package_at_least",
     "is_sm_at_least_89", "is_sm_at_least_90", "is_sm_at_least_100", "is_sm_version", "parse_version",
     "should_reduce_range", "skip_if_compute_capability_less_than", "skip_if_no_cuda", "skip_if_no_gemlite",
     "skip_if_no_xpu", "skip_if_rocm", "skip_if_xpu", "torch_version_at_least",
 ]  # fmt: skip
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+def convert_to_packed_tensor_based_on_current_hardware(tensor: Any) -> Any:
+    """The weight of a linear layer, packed for the kernel that runs here; any other tensor unchanged. vLLM calls it for
+    each weight after loading."""
+    return prepare(tensor) if isinstance(tensor, AffineQuantizedTensor) and tensor.ndim == 2 else tensor
+
 
 # -- versions ----------------------------------------------------------------------------------------------------------
 

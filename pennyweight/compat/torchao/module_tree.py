@@ -101,6 +101,8 @@ _ROWS = (
     ("quantization", "quant_api", f"{_QUANT_API} {_PRIMITIVES} observers legacy_weights qat_configs"),
     ("quantization", "quant_primitives", _PRIMITIVES),
     ("quantization", "utils", "groupwise int8_matmul tools qparams"),
+    ("prototype.tensor_conversion", ".", ""),
+    ("prototype.tensor_conversion", "api", "hardware"),
     ("quantization.prototype", ".", ""),
     ("quantization.prototype.qat", ". api embedding fake_quantizer linear", _QAT),
     ("quantization.qat", ". api embedding fake_quantize_config fake_quantizer linear two_step_quantizer", _QAT),

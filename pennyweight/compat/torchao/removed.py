@@ -84,7 +84,6 @@ GONE: dict[str, tuple[str, str]] = {
     "prototype.smoothquant": ("0.7 on", _SMOOTH),
     "prototype.sparsity": ("0.7 on", _SPARSE),
     "prototype.spinquant": ("0.7 on", 'pennyweight.quantize_(model, config, calibration=batches, algorithm=["rotate", "gptq"])'),
-    "prototype.tensor_conversion": ("0.14 on", "nothing: weights are packed for the hardware when they are quantized or loaded"),
     "quantization.ALL_AUTOQUANT_CLASS_LIST": ("0.8 to 0.15", "candidates=[...] of pennyweight.recommend"),
     "quantization.DEFAULT_AUTOQUANT_CLASS_LIST": ("0.5 to 0.15", "candidates=[...] of pennyweight.recommend"),
     "quantization.DEFAULT_FLOAT_AUTOQUANT_CLASS_LIST": ("0.7 to 0.15", "candidates=[...] of pennyweight.recommend"),
