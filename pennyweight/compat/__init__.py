@@ -54,8 +54,10 @@ def install(name: str = "torchao", version: str | None = None) -> None:
 
 
 def install_if_asked() -> None:
-    """:func:`install` torchao's names if the environment has ``PENNYWEIGHT_TORCHAO=1``: a plug-in of vLLM, which runs it
-    in each of its processes. vLLM's own method "torchao" then computes with our tensors."""
+    """:func:`install` torchao's names if the environment has ``PENNYWEIGHT_TORCHAO=1``.
+
+    A plug-in of vLLM, which runs it in each of its processes: its own method "torchao" then computes with our tensors.
+    """
     if os.environ.get("PENNYWEIGHT_TORCHAO") == "1":
         with warnings.catch_warnings():  # vLLM has imported transformers, and looks for torchao when it needs it
             warnings.simplefilter("ignore")

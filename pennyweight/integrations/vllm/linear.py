@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.utils import set_weight_attrs
 
 from ...core.ops.slice import concatenate
@@ -125,6 +126,7 @@ class PennyweightLinearMethod(LinearMethodBase):
     def __init__(self, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
+        self.unquantized: Any = UnquantizedLinearMethod()  # vLLM's own, for a layer whose weight is float
 
     def create_weights(
         self,
@@ -183,6 +185,13 @@ class PennyweightLinearMethod(LinearMethodBase):
         while parts and parts[-1].weight is None:  # padding behind the last row
             parts.pop()
         dtype = layer.weight.dtype
+        if len(parts) == 1 and not isinstance(parts[0].weight, AffineQuantizedTensor):
+            w = parts[0].weight
+            assert w is not None
+            layer.weight = Parameter(F.pad(w.to(dtype), (0, 0, 0, pending.rows - w.shape[0])), requires_grad=False)
+            layer.pennyweight_parts = 0
+            self.unquantized.process_weights_after_loading(layer)
+            return
         weights = []
         for part in parts:
             w = part.weight
@@ -197,6 +206,8 @@ class PennyweightLinearMethod(LinearMethodBase):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [.., columns] -> [.., rows]."""
+        if not layer.pennyweight_parts:
+            return self.unquantized.apply(layer, x, bias)
         if layer.pennyweight_parts == 1:
             y = product(x, layer.weight, bias if not layer.pennyweight_padding else None)
         else:
@@ -222,6 +233,10 @@ class PennyweightEmbeddingMethod(PennyweightLinearMethod):
     """The method of an embedding, or of an output layer, which may share its weight."""
 
     ops = ("embedding", "linear")
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix)
+        self.unquantized = UnquantizedEmbeddingMethod()
 
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
         """Rows of the weight."""
