@@ -29,7 +29,10 @@ def convert(
     to: Annotated[str, typer.Option(metavar="FORMAT", help="Required; see docs/formats.md for the formats.")] = "",
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="For --to float: float32, float16, bfloat16.")] = "",
     gguf_type: Annotated[
-        str, typer.Option("--type", metavar="TYPE", help="Type of the matrices in a GGUF file, such as q8_0 or q4_k.")
+        str, typer.Option("--type", metavar="TYPE", help="Mix of llama.cpp or type for a GGUF file: q4_k_m, q8_0.")
+    ] = "",
+    imatrix: Annotated[
+        str, typer.Option(metavar="FILE", help="Importance matrix of llama.cpp for the --type of a GGUF file.")
     ] = "",
     names: Annotated[
         str, typer.Option(metavar="FILE", help="TOML file with tensor names for an unknown GGUF architecture.")
@@ -71,7 +74,7 @@ def convert(
     def job(folder: str = dst, **how: Any) -> Report:
         return run(
             src, folder, to=to, dtype=DTYPES[dtype] if dtype else None, gguf_type=gguf_type or None,
-            names=names or None, allow_pickle=allow_pickle, max_shard_bytes=size, **how,
+            imatrix=imatrix or None, names=names or None, allow_pickle=allow_pickle, max_shard_bytes=size, **how,
         )  # fmt: skip
 
     check_report_path(report_path, None if dry_run or to == "gguf" else dst)

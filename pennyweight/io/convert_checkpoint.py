@@ -40,6 +40,7 @@ def convert(
     to: str = "pennyweight",
     dtype: torch.dtype | None = None,
     gguf_type: str | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
     names: str | os.PathLike[str] | None = None,
     allow_pickle: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -53,8 +54,9 @@ def convert(
     dst        a folder; a file for "gguf"
     to         "pennyweight", "float", "gguf", or another library's format: see :func:`formats`
     dtype      dtype for to="float"; default: the dtype each tensor represents (float32 for GGUF)
-    gguf_type  type of the matrices in a GGUF file ("Q4_K"); default: the type that represents them exactly,
-               Q8_0 for quantized matrices without one, floats unchanged
+    gguf_type  a mix of llama.cpp ("Q4_K_M"), or the type of every matrix in a GGUF file ("Q4_K", "Q4_0-pure"); default:
+               the type that represents them exactly, Q8_0 for quantized matrices without one, floats unchanged
+    imatrix    an importance matrix of llama.cpp for a GGUF file: weights of the columns' errors; see docs/formats.md
     names      a TOML file with tensor names, for GGUF files of an unknown architecture: see docs/formats.md
     allow_pickle   see :func:`open`
     resume     continue an interrupted run in dst; the result is byte-identical
@@ -73,6 +75,8 @@ def convert(
         raise ValueError(f"dtype={dtype} is only valid with to='float'; must be one of {', '.join(DTYPES)}")
     if gguf_type is not None and to != "gguf":
         raise ValueError(f"gguf_type={gguf_type!r} is only valid with to='gguf', not {to!r}")
+    if imatrix is not None and gguf_type is None:
+        raise ValueError("imatrix= is only valid with to='gguf' and gguf_type=")
     dst = os.path.abspath(os.fspath(dst))
     with open_any(src, allow_pickle=allow_pickle) as found:
         source = found
@@ -83,7 +87,7 @@ def convert(
         if to == "gguf":
             from .gguf.export import write_gguf
 
-            return write_gguf(source, dst, gguf_type, names, resume, dry_run, progress)
+            return write_gguf(source, dst, gguf_type, names, resume, dry_run, progress, imatrix)
         check_places(source.files, source.path, dst)
         target = _target(to, dtype)
         job, report, chosen = _decide(source, target, max_shard_bytes)

@@ -132,7 +132,7 @@ class File(RawFile):
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of elements [start, stop) of the stored tensor, flat, in its own memory."""
         e = self.entries[name]
-        out = torch.zeros((stop - start) * e.dtype.itemsize, dtype=torch.uint8, device="cpu")
+        out = torch.empty((stop - start) * e.dtype.itemsize, dtype=torch.uint8, device="cpu")  # filled, or an error
         if stop > start:
             self._fill(self._start + e.begin + start * e.dtype.itemsize, memoryview(out.numpy()))
         return out.view(e.dtype)

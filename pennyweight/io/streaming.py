@@ -33,6 +33,11 @@ class QuantizationNoise:
         self.signal[name] = self.signal.get(name, 0.0) + signal
         self.noise[name] = self.noise.get(name, 0.0) + (0.0 if math.isinf(sqnr) else signal / 10 ** (sqnr / 10))
 
+    def add_sums(self, name: str, signal: float, noise: float) -> None:
+        """Sums of x**2 and of (value - x)**2."""
+        self.signal[name] = self.signal.get(name, 0.0) + signal
+        self.noise[name] = self.noise.get(name, 0.0) + noise
+
     def sqnr(self, name: str) -> float:
         signal, noise = self.signal[name], self.noise[name]
         return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf

@@ -173,6 +173,41 @@ def finite(x: Tensor, threads: int) -> bool:
     return bool(native_function("pw_finite")(at, KINDS[x.dtype], x.numel(), threads))
 
 
+# -- blocks of GGUF files ----------------------------------------------------------------------------------------------
+
+GGUF_PIECE = 4096  # elements with sums of their own, as in src/abi.h
+# number of a type -> (elements, bytes) of a block, as in src/abi.h
+GGUF_BLOCKS = {
+    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110), 12: (256, 144),
+    13: (256, 176), 14: (256, 210), 20: (32, 18), 23: (256, 136),
+}  # fmt: skip
+
+
+def gguf_quantize(type_: int, x: Tensor, importance: Tensor | None, out: Tensor, sums: Tensor, threads: int) -> bool:
+    """Quantize the rows of x [.., k] to blocks of a GGUF type. False if a scale is beyond float16: ``out`` is then not
+    valid.
+
+    importance: float32 [k]. out: uint8 with the bytes of the blocks. sums: float64 [pieces, 2], sums of x**2 and
+    (value - x)**2 of each GGUF_PIECE elements.
+    """
+    if type_ not in GGUF_BLOCKS or x.ndim < 1 or x.dtype not in FLOAT_KINDS:
+        raise ArgumentError(f"gguf: got type {type_} for {list(x.shape)} {x.dtype}; known types: {[*GGUF_BLOCKS]}")
+    (elements, size), n, k = GGUF_BLOCKS[type_], x.numel(), x.shape[-1]
+    if not k or k % elements:
+        raise ArgumentError(f"gguf: rows of {k} elements are not whole blocks of {elements}")
+    source = address(x, "gguf: input", tuple(FLOAT_KINDS), n, exact=True)
+    weights = None if importance is None else address(importance, "gguf: importance", (torch.float32,), k, exact=True)
+    target = address(out, "gguf: result", (torch.uint8,), n // elements * size, exact=True)
+    room = address(sums, "gguf: sums", (torch.float64,), 2 * -(-n // GGUF_PIECE), exact=True)
+    if not n:
+        return True
+    status = native_function("pw_gguf_quantize")(type_, source, KINDS[x.dtype], n, k, weights, target, room, threads)
+    if status == 1:
+        return False
+    check_status(status, "gguf")
+    return True
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pennyweight.core.numerics import dequantize
 from pennyweight.io import CheckpointError, load
 from pennyweight.io.gguf.blocks import TYPES
 from pennyweight.io.gguf.gguf_file import File, Writer
+from pennyweight.io.gguf.imatrix import Imatrix, Moments, read_imatrix, write_imatrix
 from pennyweight.io.gguf.metadata import Value
 from pennyweight.io.gguf.reader import under_hf_names, write_side_files
 
@@ -192,7 +194,30 @@ def run_native(path: str) -> None:
         return
 
 
+def imatrix_seeds() -> list[bytes]:
+    """An importance matrix of either format; the first ends without padding."""
+    moments = {
+        "a.weight": Moments(torch.ones(2, 4), torch.ones(2)),
+        "b.weight": Moments(torch.ones(8, 1), torch.ones(8)),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        write_imatrix(Imatrix(moments, "", 2, 512, ("text",)), Path(folder) / "i.gguf")
+        entry = struct.pack("<i", 8) + b"a.weight" + struct.pack("<ii4f", 3, 4, 1, 2, 3, 4)
+        dat = struct.pack("<i", 1) + entry + struct.pack("<ii", 2, 4) + b"text"
+        return [(Path(folder) / "i.gguf").read_bytes(), dat]
+
+
+def run_imatrix(path: str) -> None:
+    try:
+        found = read_imatrix(path)
+        for name, m in found.moments.items():
+            assert found.importance(name, (m.sums.shape[0], 2, m.sums.shape[1])) is not None
+    except CheckpointError:
+        return
+
+
 READERS = {
+    "imatrix": Reader(".imatrix", imatrix_seeds, run_imatrix),
     "gguf": Reader(".gguf", gguf_seeds, run_gguf),
     "native": Reader(".safetensors", native_seeds, run_native),
     "hqq": Reader(".input", hqq_seeds, run_folder),

@@ -6,11 +6,15 @@ import pytest
 
 import pennyweight as pw
 from pennyweight.io import CheckpointError
+from pennyweight.io.gguf.imatrix import read_imatrix
 from tests.fuzz.readers import READERS, run_folder
 
 
 def opened(path: Path) -> None:
     """Every tensor of an input."""
+    if path.suffix == ".imatrix":
+        read_imatrix(path)
+        return
     if path.suffix == ".input":
         run_folder(str(path))
         path = path.with_suffix(".folder")

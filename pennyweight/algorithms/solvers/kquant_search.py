@@ -46,6 +46,11 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b > _TINY, a / b, 0)
 
 
+def root(x: Tensor) -> Tensor:
+    """Square root, rounded correctly: float32 square roots of vector math libraries may be off in the last place."""
+    return x.double().sqrt().float()
+
+
 def _columns(x: Tensor, size: int) -> Tensor:
     """[super-blocks, elements] as [size, sub-blocks]."""
     return x.reshape(-1, size).t().contiguous()
@@ -55,7 +60,7 @@ def _rms(x: Tensor, size: int) -> Tensor:
     """Root mean square of each super-block of columns, for each of its sub-blocks."""
     squares = pairwise_sum(x.square()).view(-1, size // x.shape[0])
     total = pairwise_sum(squares.t()) / size
-    return total.sqrt().repeat_interleave(size // x.shape[0])
+    return root(total).repeat_interleave(size // x.shape[0])
 
 
 # -- scale and offset --------------------------------------------------------------------------------------------------
@@ -112,11 +117,11 @@ def _with_offset(x: Tensor, importance: Tensor | None, params: _SearchParams) ->
     if importance is None:
         w = sigma + cols.abs()
     else:
-        w = _columns(importance, params.size) * (2 * sigma * sigma + cols * cols).sqrt()
+        w = _columns(importance, params.size) * root(2 * (sigma * sigma) + cols * cols)
     scale, least = _affine(cols, w, params.top, params.start, params.step, params.tries)
     per = 256 // params.size
     sc, d = _multiples(scale.view(-1, per), params.scale_top)
-    mn, dmin = _multiples(-least.view(-1, per), params.scale_top)
+    mn, dmin = _multiples(least.abs().view(-1, per), params.scale_top)  # not -least, which may be -0
 
     def codes_of(sc: Tensor, mn: Tensor) -> tuple[Tensor, Tensor]:
         scale, minus = (d.float() * sc).view(-1), (dmin.float() * mn).view(-1)
@@ -185,7 +190,7 @@ def _about_zero(x: Tensor, importance: Tensor | None, params: _SearchParams) -> 
     if importance is None:
         w = cols.abs() + _rms(cols, size)
     else:
-        w = _columns(importance, params.size) * (2 * _rms(cols, size).square() + cols * cols).sqrt()
+        w = _columns(importance, params.size) * root(2 * _rms(cols, size).square() + cols * cols)
     scale = _centred(cols, w, params).view(-1, size // params.size)
 
     def codes_of(scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,6 +218,25 @@ def _about_zero(x: Tensor, importance: Tensor | None, params: _SearchParams) -> 
         stored = Parts(sc.to(torch.int8), d)
     dtype = torch.uint8 if params.table else torch.int8
     return Parts(codes.to(dtype).t().reshape(-1, size), stored)
+
+
+# -- one float16 scale per block, with importance ----------------------------------------------------------------------
+
+
+def _unsigned(x: Tensor, importance: Tensor, params: _SearchParams) -> Parts:
+    """As :func:`_about_zero`, with codes from 0 on."""
+    found = _about_zero(x, importance, params)
+    return found._replace(codes=(found.codes + (params.top + 1)).view(torch.uint8))
+
+
+def _with_float_offset(x: Tensor, importance: Tensor, params: _SearchParams) -> Parts:
+    """Float16 scale and offset of each block."""
+    cols = _columns(x, params.size)
+    w = _columns(importance, params.size) * root(2 * _rms(cols, params.size).square() + cols * cols)
+    fitted = _affine(cols, w, params.top, params.start, params.step, params.tries)
+    scale, least = (half(part + 0.0) for part in fitted)  # never -0
+    codes = ((cols - least.float()) * _ratio(torch.ones_like(w[0]), scale.float())).round().clamp(0, params.top)
+    return Parts(codes.to(torch.uint8).t().contiguous(), scale[:, None], offset=least[:, None])
 
 
 @dataclass(frozen=True)
@@ -244,12 +268,24 @@ _TYPES: dict[str, tuple[Callable[..., Parts], _SearchParams]] = {
     "IQ4_NL": (_about_zero, _SearchParams(32, 15, 0, 120.0, 4.0, 9, table=True)),
     "IQ4_XS": (_about_zero, _SearchParams(32, 15, 31, 120.0, 4.0, 9, table=True)),
 }
+# Types whose rule without importance is a formula (io/gguf/quantize.py)
+_WEIGHTED: dict[str, tuple[Callable[..., Parts], _SearchParams]] = {
+    "Q4_0": (_unsigned, _SearchParams(32, 7, 0, 8.0, 0.1, 9)),
+    "Q5_0": (_unsigned, _SearchParams(32, 15, 0, 16.0, 0.1, 9)),
+    "Q4_1": (_with_float_offset, _SearchParams(32, 15, 0, -1.0, 0.1, 21)),
+    "Q5_1": (_with_float_offset, _SearchParams(32, 31, 0, -0.5, 0.1, 16)),
+}
 _SPECS: dict[QuantSpec, str] = {getattr(specs, name): name for name in _TYPES}
 
 
 def chosen() -> dict[str, Callable[..., Parts]]:
     """Search functions by type: (values [blocks, elements], importance of the same shape or None) -> parts."""
     return {name: partial(search, params=params) for name, (search, params) in _TYPES.items()}
+
+
+def weighted() -> dict[str, Callable[..., Parts]]:
+    """As :func:`chosen`, for types that are searched only with importance."""
+    return {name: partial(search, params=params) for name, (search, params) in _WEIGHTED.items()}
 
 
 def search_kquant(weight: Tensor, spec: QuantSpec, importance: Tensor) -> list[Parts]:

@@ -60,6 +60,13 @@ _ENDS = _rows("", "", {"token_embd": "model.embed_tokens", "output_norm": "model
 _ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+# the names of experts.py; of shared experts those of the model
+_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
+    f"{name}_exps": hf.replace("mlp.", "mlp.experts.") for name, hf in _MLP.items()
+}
+_SHARED = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"} | {
+    f"{name}_shexp": hf.replace("mlp.", "mlp.shared_expert.") for name, hf in _MLP.items()
+}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _GEMMA2_NORMS = {
     "attn_norm": "input_layernorm",
@@ -92,11 +99,18 @@ def _decoder(
 
 
 LLAMA = _decoder(
-    "llama", {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}, _ENDS, _ATTENTION | _MLP | _NORMS,
+    "llama", {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}, _ENDS,
+    _ATTENTION | _MLP | _EXPERTS | _NORMS,
     transforms={"attn_q": "rotary_q", "attn_k": "rotary_k"},
 )  # fmt: skip
 QWEN2 = _decoder("qwen2", {"qwen2": "Qwen2ForCausalLM"}, _ENDS, _ATTENTION | _MLP | _NORMS)
 QWEN3 = _decoder("qwen3", {"qwen3": "Qwen3ForCausalLM"}, _ENDS, _ATTENTION | _QK_NORMS | _MLP | _NORMS)
+QWEN2MOE = _decoder(
+    "qwen2moe", {"qwen2_moe": "Qwen2MoeForCausalLM"}, _ENDS, _ATTENTION | _EXPERTS | _SHARED | _NORMS
+)  # fmt: skip
+QWEN3MOE = _decoder(
+    "qwen3moe", {"qwen3_moe": "Qwen3MoeForCausalLM"}, _ENDS, _ATTENTION | _QK_NORMS | _EXPERTS | _NORMS
+)  # fmt: skip
 GEMMA = _decoder(
     "gemma", {"gemma": "GemmaForCausalLM"}, _GEMMA_ENDS, _ATTENTION | _MLP | _NORMS,
     tied=True, hf_only=_GEMMA_HF, transforms=dict.fromkeys(_NORMS, "plus_one"),
@@ -172,7 +186,7 @@ BERT = Architecture(
         **dict.fromkeys(_BERT_HEADS, "belongs to a training head, not to embeddings"),
     },
 )
-ARCHITECTURES = (LLAMA, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI2, PHI3, BERT)
+ARCHITECTURES = (LLAMA, QWEN2, QWEN3, QWEN2MOE, QWEN3MOE, GEMMA, GEMMA2, GEMMA3, PHI2, PHI3, BERT)
 BY_GGUF = {a.gguf: a for a in ARCHITECTURES}
 BY_MODEL_TYPE = {t: a for a in ARCHITECTURES for t in a.model_types}
 OWN_FILE = (

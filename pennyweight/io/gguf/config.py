@@ -97,6 +97,44 @@ def _read_mistral_window(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[
     return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
 
 
+def _experts(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
+    """Numbers and sizes of experts; none for a dense model."""
+    count = experts_of(config)
+    if count is None or config.get("model_type") not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        return {}
+    kv: KV = {
+        f"{arch}.expert_count": ("UINT32", count),
+        f"{arch}.expert_used_count": ("UINT32", integer(config, "num_experts_per_tok")),
+    }
+    for key, name in _EXPERT_SIZES.items():
+        if config.get(name) is not None:
+            kv[f"{arch}.{key}"] = ("UINT32", integer(config, name))
+    return kv
+
+
+def _read_experts(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    arch = next(key for key in kv if key.endswith(".expert_count")).removesuffix(".expert_count")
+    found = {
+        "num_experts": integer(kv, f"{arch}.expert_count"),
+        "num_experts_per_tok": integer(kv, f"{arch}.expert_used_count"),
+    }
+    return found | {name: integer(kv, f"{arch}.{key}") for key, name in _EXPERT_SIZES.items() if f"{arch}.{key}" in kv}
+
+
+def _write_llama(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
+    return _mistral_window(config, arch, head_dim) | _experts(config, arch, head_dim)
+
+
+def _read_llama(kv: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    if not kv.get("llama.expert_count"):
+        return _read_mistral_window(kv, config)
+    if config["attention_bias"] or config["mlp_bias"]:
+        raise ValueError("llama.expert_count: Mixtral has no biases, but the file has")
+    found = _read_experts(kv, config)
+    found["num_local_experts"] = found.pop("num_experts")
+    return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+
+
 def _phi3_window(config: Mapping[str, Any], arch: str, head_dim: int) -> KV:
     window = integer(config, "sliding_window") if config.get("sliding_window") else 0  # 0: none
     return {"phi3.attention.sliding_window": ("UINT32", window)}
@@ -128,6 +166,12 @@ _SIZES = (
 _RMS = Key("attention.layer_norm_rms_epsilon", "rms_norm_eps", "FLOAT32")
 _LAYER_NORM = Key("attention.layer_norm_epsilon", "layer_norm_eps", "FLOAT32")
 _WINDOW = Key("attention.sliding_window", "sliding_window")
+_EXPERT_SIZES = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+# every layer has experts
+_ALL_LAYERS: dict[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1, None)}
 _SILU = {"hidden_act": ("silu",)}
 _NO_WINDOW = {"use_sliding_window": (False, None)}
 _TANH = ("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast")  # the first Gemma configs say "gelu" and mean tanh
@@ -137,11 +181,25 @@ ROWS: dict[str, ConfigRow] = {
         (*_SIZES, _RMS),
         _SILU,
         {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
-        write=_mistral_window,
-        read=_read_mistral_window,
+        write=_write_llama,
+        read=_read_llama,
     ),
     "qwen2": ConfigRow((*_SIZES, _RMS), _SILU | _NO_WINDOW, head_dim=False),
     "qwen3": ConfigRow((*_SIZES, _RMS), _SILU | _NO_WINDOW, {"attention_bias": "blk.0.attn_q.bias"}),
+    "qwen2moe": ConfigRow(
+        (*_SIZES, _RMS),
+        _SILU | _NO_WINDOW | _ALL_LAYERS | {"qkv_bias": (True, None), "norm_topk_prob": (False, None)},
+        head_dim=False,
+        write=_experts,
+        read=_read_experts,
+    ),
+    "qwen3moe": ConfigRow(
+        (*_SIZES, _RMS),
+        _SILU | _NO_WINDOW | _ALL_LAYERS | {"norm_topk_prob": (True,)},
+        {"attention_bias": "blk.0.attn_q.bias"},
+        write=_experts,
+        read=_read_experts,
+    ),
     "gemma": ConfigRow((*_SIZES, _RMS), {"hidden_act": _TANH} | _GEMMA_BIAS),
     "gemma2": ConfigRow(
         (
@@ -227,6 +285,14 @@ def head_dim(config: Mapping[str, Any]) -> int:
     if config.get("head_dim") is not None:
         return integer(config, "head_dim")
     return integer(config, "hidden_size") // integer(config, "num_attention_heads")
+
+
+def experts_of(config: Mapping[str, Any]) -> int | None:
+    """Number of experts of a mixture of experts; None for a dense model."""
+    for key in ("num_local_experts", "num_experts"):
+        if config.get(key) is not None:
+            return integer(config, key)
+    return None
 
 
 def rope_tensors(config: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -184,7 +184,7 @@ class File(RawFile):
         e = self.entries[name]
         if not 0 <= start <= stop <= e.rows:
             raise ValueError(f"{name}: rows {start} to {stop} of {e.rows}")
-        out = torch.zeros((stop - start, e.row_bytes), dtype=torch.uint8, device="cpu")
+        out = torch.empty((stop - start, e.row_bytes), dtype=torch.uint8, device="cpu")  # filled, or an error
         if out.numel():
             self._fill(e.begin + start * e.row_bytes, memoryview(out.view(-1).numpy()))  # type: ignore[arg-type]
         return out

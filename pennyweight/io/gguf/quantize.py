@@ -1,19 +1,25 @@
 """Quantizes floats to ggml's block types. Types with one scale per block are bit-identical to the ``gguf`` package;
 the others use a search (algorithms/solvers/kquant_search.py). All arithmetic is float32, elementwise or with a fixed
-summation order, so the result does not depend on threads or SIMD width.
+summation order, so the result does not depend on threads or SIMD width. Native code (kernels/cpu/src/gguf_quantize.h)
+writes the same bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...algorithms.solvers import kquant_search
-from ...algorithms.solvers.kquant_search import chosen, half
+from ...algorithms.solvers.kquant_search import chosen, half, weighted
 from ...core.numerics import Parts
+from ...kernels import gate_convert
+from ...kernels.cpu.library import usable
+from ...kernels.cpu.matrix_view import threads_for
+from ...kernels.gate import FLOAT_KINDS
 from .blocks import TYPES
 
 _CHUNK = 1 << 17  # elements quantized at once, with some tens of temporary arrays of that size
@@ -24,14 +30,17 @@ Rule = Callable[[Tensor, "Tensor | None"], Parts]
 def quantize(x: Tensor, name: str, importance: Tensor | None = None) -> Parts:
     """Plain parts of x in a ggml type; for plain types ``codes`` is the tensor itself.
 
-    x: float [.., n], finite. importance: [n], weight of the squared error of each column, e.g. the mean square of the
-    input (llama.cpp's imatrix); used by the K-quants and IQ4 types, ignored by the others. Raises ValueError for
+    x: float [.., n], finite. importance: [n], or [e, n] for x [e, .., n], weight of the squared error of each column,
+    e.g. the mean square of the input (llama.cpp's imatrix); used by the types in ``WEIGHTED``. Raises ValueError for
     read-only types, rows that are not whole blocks, values that are not finite or exceed the range of float16 scales.
     """
     if name not in FROM_FLOATS:
         raise ValueError(f"{name!r} is not a type that floats can be quantized to; known: {', '.join(FROM_FLOATS)}")
     kind = TYPES[name]
     kind.row_bytes(x.shape)
+    fast = quantize_native(x, name, importance)
+    if fast is not None:
+        return kind.decode(fast.raw, tuple(x.shape))
     if not bool(x.isfinite().all()):
         raise ValueError(f"{name}: {int((~x.isfinite()).sum())} of {x.numel()} values are NaN or infinite")
     if isinstance(kind.spec, torch.dtype):
@@ -39,6 +48,9 @@ def quantize(x: Tensor, name: str, importance: Tensor | None = None) -> Parts:
         if not bool(codes.isfinite().all()):
             raise ValueError(f"{name} cannot represent {float(x.abs().max()):.4g}; use BF16 or F32")
         return Parts(codes)
+    if importance is not None and importance.ndim == 2 and x.ndim == 3 and len(importance) == len(x) > 0:
+        each = [quantize(matrix, name, weights) for matrix, weights in zip(x, importance, strict=True)]
+        return _cat([parts.map(lambda t: t[None]) for parts in each])
     if importance is not None and tuple(importance.shape) != (x.shape[-1],):
         raise ValueError(f"importance of shape {[*importance.shape]}; expected one per column, {x.shape[-1]}")
     n = x.shape[-1]
@@ -49,10 +61,51 @@ def quantize(x: Tensor, name: str, importance: Tensor | None = None) -> Parts:
     for start in range(0, max(1, flat.shape[0]), step):
         blocks = flat[start : start + step].float().reshape(-1, kind.elements)
         spread = None if weights is None else weights.repeat(blocks.shape[0] // len(weights), 1)
-        pieces.append(RULES[name](blocks, spread))
+        rule = RULES[name] if spread is None else WEIGHTED.get(name, RULES[name])
+        pieces.append(rule(blocks, spread))
     per_row = n // kind.elements
     lead = x.shape[:-1]
     return _cat(pieces).map(lambda t: t.reshape(*lead, per_row * t.shape[1]).contiguous())
+
+
+class Blocks(NamedTuple):
+    """Blocks of a tensor as in a file, uint8 [rows, row bytes], and the sums of x**2 and (value - x)**2."""
+
+    raw: Tensor
+    signal: float
+    noise: float
+
+
+def quantize_native(
+    x: Tensor, name: str, importance: Tensor | None = None, threads: int | None = None
+) -> Blocks | None:
+    """As :func:`quantize`, to bytes; None where native code has no such type or is missing, and for all that
+    :func:`quantize` refuses. threads: default: as many as the size is worth."""
+    kind = TYPES[name]
+    k = x.shape[-1] if x.ndim else 0
+    if (
+        kind.id not in gate_convert.GGUF_BLOCKS or not x.numel() or k % kind.elements or not x.is_cpu
+        or x.dtype not in FLOAT_KINDS or usable() is not True
+    ):  # fmt: skip
+        return None
+    x = x.detach().contiguous()
+    weights = None if importance is None else importance.float().contiguous()
+    if weights is not None and (weights.ndim == 2 and x.ndim == 3) and len(weights) == len(x):
+        each = [quantize_native(matrix, name, row, threads) for matrix, row in zip(x, weights, strict=True)]
+        found = [blocks for blocks in each if blocks is not None]
+        if len(found) < len(each):
+            return None
+        return Blocks(
+            torch.cat([b.raw for b in found]), math.fsum(b.signal for b in found), math.fsum(b.noise for b in found)
+        )
+    if weights is not None and tuple(weights.shape) != (k,):
+        return None
+    raw = torch.empty((x.numel() // k, kind.row_bytes(x.shape)), dtype=torch.uint8, device="cpu")
+    sums = torch.empty((-(-x.numel() // gate_convert.GGUF_PIECE), 2), dtype=torch.float64, device="cpu")
+    count = threads_for(x.numel()) if threads is None else threads
+    fits = gate_convert.gguf_quantize(kind.id, x, weights, raw, sums, count)
+    signal, noise = sums.sum(0).tolist()
+    return Blocks(raw, signal, noise) if fits and math.isfinite(signal) else None
 
 
 def _cat(pieces: list[Parts]) -> Parts:
@@ -93,8 +146,8 @@ def _centred(x: Tensor, mid: int) -> Parts:
 
 def _between(x: Tensor, top: int) -> Parts:
     """Codes 0 .. top from the smallest to the largest element."""
-    lo = x.amin(1, keepdim=True)
-    d = (x.amax(1, keepdim=True) - lo) / top
+    lo = x.amin(1, keepdim=True) + 0.0  # never -0
+    d = (x.amax(1, keepdim=True) - lo) / top + 0.0
     codes = ((x - lo) * _reciprocal(d) + 0.5).trunc().clamp(0, top)
     return Parts(codes.to(torch.uint8), half(d), offset=half(lo))
 
@@ -158,5 +211,7 @@ RULES: dict[str, Rule] = {
     "NVFP4": lambda x, w: _nvfp4(x),
     **chosen(),
 }
+# Types that use importance, and how
+WEIGHTED: dict[str, Rule] = {**chosen(), **weighted()}
 # Types that floats can be quantized to; integer types would round them
 FROM_FLOATS = tuple(name for name in TYPES if name in _PLAIN or name in RULES)

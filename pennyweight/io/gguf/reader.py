@@ -18,7 +18,8 @@ from ..safetensors_file import Entry as Plain
 from ..state_dict import from_parts
 from ..strict_json import resolve_inside
 from .architectures import BY_GGUF
-from .config import config_from_kv, pooling_files
+from .config import config_from_kv, experts_of, pooling_files
+from .experts import in_memory
 from .gguf_file import File
 from .names import Transform, read_patterns, to_hf
 from .rope import ROPE_TENSORS
@@ -143,6 +144,8 @@ def under_hf_names(source: Opened, pattern_file: Any = None) -> Opened:
         if patterns is None or arch in BY_GGUF:
             tensors = {name: source[name] for name in ROPE_TENSORS if name in source}
             config = config_from_kv(kv, set(source.held), tensors)
+        if config is not None and experts_of(config):
+            held = in_memory(held)
     return replace(source, held=held, config=config)
 
 

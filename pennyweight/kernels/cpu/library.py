@@ -155,6 +155,8 @@ _SIGNATURES = {
     "pw_quantize": (_I, (_P, _P, _N, _P, _P, _P, _P, _P, _I)),
     "pw_ranges": (_I, (_P, _P, _N, _P, _I)),
     "pw_finite": (_I, (_P, _I, _N, _I)),
+    # type, x, its kind, elements, columns, importance, out, sums, threads
+    "pw_gguf_quantize": (_I, (_I, _P, _I, _N, _N, _P, _P, _P, _I)),
     "pw_attention": (_I, (_P, _I)),  # arguments, threads
     "pw_rotary": (_I, (_P, _I)),  # arguments, threads
     "pw_optim_steps": (_I, (_P, _N, _I)),  # jobs, count, threads

@@ -55,7 +55,9 @@ def logits(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["F16", "BF16", *RULES])
 def test_floats_to_each_type(kind: str, tmp_path: Path) -> None:
     """The file is what gguf's reader sees, and the model is what transformers makes of it."""
-    report = pw.convert(saved(llama(), tmp_path / "f"), tmp_path / "m.gguf", to="gguf", gguf_type=kind.lower())
+    report = pw.convert(
+        saved(llama(), tmp_path / "f"), tmp_path / "m.gguf", to="gguf", gguf_type=f"{kind.lower()}-pure"
+    )
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     types = {t.name: t.tensor_type.name for t in reader.tensors}
     assert {t for name, t in types.items() if "norm" not in name} == {kind}
@@ -76,10 +78,10 @@ def test_floats_to_each_type(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [k for k, t in TYPES.items() if t.pack is not None])
 def test_a_file_comes_back_byte_for_byte(kind: str, tmp_path: Path) -> None:
-    pw.convert(saved(llama(), tmp_path / "f"), tmp_path / "a.gguf", to="gguf", gguf_type=kind)
+    pw.convert(saved(llama(), tmp_path / "f"), tmp_path / "a.gguf", to="gguf", gguf_type=f"{kind}-pure")
     pw.convert(tmp_path / "a.gguf", tmp_path / "own")
     other = kind == "TQ1_0"  # two types have these numbers
-    report = pw.convert(tmp_path / "own", tmp_path / "b.gguf", to="gguf", gguf_type=kind if other else None)
+    report = pw.convert(tmp_path / "own", tmp_path / "b.gguf", to="gguf", gguf_type=f"{kind}-pure" if other else None)
     assert {row.note for row in report.quantized} == {"exact"}
     a, b = gguf.GGUFReader(tmp_path / "a.gguf"), gguf.GGUFReader(tmp_path / "b.gguf")
     first, second = ({t.name: t.data.tobytes() for t in reader.tensors} for reader in (a, b))
@@ -212,7 +214,7 @@ def test_tokenizer_and_config_come_back(tmp_path: Path) -> None:
     before, after = (PreTrainedTokenizerFast.from_pretrained(tmp_path / n) for n in ("f", "back"))
     text = "the small weights; ünïcode"
     assert before(text).input_ids == after(text).input_ids
-    again = pw.convert(tmp_path / "m.gguf", tmp_path / "q.gguf", to="gguf", gguf_type="Q4_0")
+    again = pw.convert(tmp_path / "m.gguf", tmp_path / "q.gguf", to="gguf", gguf_type="Q4_0-pure")
     assert {row.scheme for row in again.quantized} == {"Q4_0"}
     first, second = (gguf.GGUFReader(tmp_path / n) for n in ("m.gguf", "q.gguf"))
     keys = [k for k in first.fields if k.startswith(("tokenizer", "llama"))]

@@ -20,6 +20,7 @@ llama_cpp = pytest.importorskip(
 PROMPT, NEW = 12, 24
 # Of the greatest logit. llama.cpp rounds the inputs of quantized layers to 8 bits, we do not.
 TOLERANCE = {"F32": 1e-3, "F16": 5e-3, "Q8_0": 0.05, "Q4_0": 0.05, "Q4_K": 0.05, "Q6_K": 0.05, "IQ4_NL": 0.05}
+TOLERANCE |= dict.fromkeys(("Q3_K_L", "Q4_K_M", "Q5_K_S", "IQ4_XS"), 0.05)
 
 
 def decided() -> LlamaForCausalLM:

@@ -222,6 +222,34 @@ struct Rounding {
 
 // -- norms ------------------------------------------------------------------------------------------------------------
 
+// Types of blocks of GGUF files, with ggml's numbers; see gguf_quantize.h.
+enum GgufType : int32_t {
+    GGUF_Q4_0 = 2, GGUF_Q4_1 = 3, GGUF_Q5_0 = 6, GGUF_Q5_1 = 7, GGUF_Q8_0 = 8, GGUF_Q2_K = 10, GGUF_Q3_K = 11,
+    GGUF_Q4_K = 12, GGUF_Q5_K = 13, GGUF_Q6_K = 14, GGUF_IQ4_NL = 20, GGUF_IQ4_XS = 23
+};
+constexpr int64_t GGUF_PIECE = 4096;  // elements with sums of squares of their own
+// Elements of a block, and its bytes; 0: not one of these types.
+constexpr int gguf_block(int type) {
+    return (type >= GGUF_Q2_K && type <= GGUF_Q6_K) || type == GGUF_IQ4_XS ? 256
+           : type == GGUF_Q4_0 || type == GGUF_Q4_1 || (type >= GGUF_Q5_0 && type <= GGUF_Q8_0) || type == GGUF_IQ4_NL ? 32 : 0;
+}
+constexpr int gguf_bytes(int type) {
+    switch (type) {
+        case GGUF_Q4_0: case GGUF_IQ4_NL: return 18;
+        case GGUF_Q4_1: return 20;
+        case GGUF_Q5_0: return 22;
+        case GGUF_Q5_1: return 24;
+        case GGUF_Q8_0: return 34;
+        case GGUF_Q2_K: return 84;
+        case GGUF_Q3_K: return 110;
+        case GGUF_Q4_K: return 144;
+        case GGUF_Q5_K: return 176;
+        case GGUF_Q6_K: return 210;
+        case GGUF_IQ4_XS: return 136;
+        default: return 0;
+    }
+}
+
 enum NormKind : int32_t { NO_NORM = 0, LAYER_NORM = 1, RMS_NORM = 2 };
 
 // Normalization of rows, see elementwise.h. weight, bias: one number per column, or null for 1 and 0.

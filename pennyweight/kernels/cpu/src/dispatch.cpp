@@ -216,6 +216,12 @@ PW_EXPORT int pw_ranges(const Affine* w, const void* x, int64_t ldx, void* out, 
 PW_EXPORT int pw_finite(const void* x, int kind, int64_t count, int threads) {
     return check::finite("pw_finite", x, kind, count, threads) && table().finite(x, kind, count, threads);
 }
+// 1: a scale is beyond float16.
+PW_EXPORT int pw_gguf_quantize(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance,
+                               uint8_t* out, double* sums, int threads) {
+    if (!check::gguf_quantize("pw_gguf_quantize", type, x, kind, count, k, importance, out, sums, threads)) return INVALID;
+    return table().gguf_quantize(type, x, kind, count, k, importance, out, sums, threads);
+}
 PW_EXPORT int pw_attention(const AttentionArgs* args, int threads) {
     return check::attention("pw_attention", args, threads) ? table().attention(args, threads) : (int)INVALID;
 }

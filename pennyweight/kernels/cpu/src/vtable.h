@@ -24,6 +24,7 @@ struct Table {
     int (*rotary)(const RotaryArgs*, int threads);
     int64_t (*probe[4])(const void* p, int64_t n, int threads);  // see bandwidth_probe.h
     int (*conv_chain)(const Chain*);
+    int (*gguf_quantize)(int type, const void* x, int kind, int64_t count, int64_t k, const float* importance, uint8_t* out, double* sums, int threads);
 };
 
 // pw_part_<part>_<isa>: the function of a part that enters its functions. It must not run on a machine without the

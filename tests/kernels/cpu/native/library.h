@@ -27,5 +27,6 @@ int pw_ranges(const Affine*, const void*, int64_t, void*, int);
 int pw_finite(const void*, int, int64_t, int);
 int pw_attention(const AttentionArgs*, int);
 int pw_rotary(const RotaryArgs*, int);
+int pw_gguf_quantize(int, const void*, int, int64_t, int64_t, const float*, uint8_t*, double*, int);
 int pw_optim_steps(const OptimJob*, int64_t, int);
 }
