@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..core.spec import DTYPES
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
+from ..planning.configs.aliases import algorithm_of
 from ..planning.plan import Plan, PlanRow, plan
 from ..planning.report import Report
 from .checkpoint import Checkpoint, open_checkpoint
@@ -48,8 +49,9 @@ def quantize_checkpoint(
 
     src              a folder with model.safetensors or its index, or one file
     dst              a folder, created if missing
-    config           as for quantize_, also by name ("int4"). Linear layers are found from config.json if transformers
-                     knows the architecture, else from tensor names (the report's title says which)
+    config           as for quantize_, also by name ("int4") or file ("mixed.yaml"). Linear layers are found from
+                     config.json if transformers knows the architecture, else from tensor names (the report's title
+                     says which)
     filter_fn, skip, on_indivisible   as for quantize_
     max_shard_bytes  maximum size of the output files
     resume           continue an interrupted run in dst; the result is byte-identical
@@ -64,6 +66,11 @@ def quantize_checkpoint(
     completed shards then stay for ``resume``.
     """
     dst = os.path.abspath(os.fspath(dst))
+    if algorithm_of(config):
+        raise PlanError(
+            f"{config} stands for the algorithm {algorithm_of(config)}, which runs the model on calibration data; load "
+            "the model and call quantize_(model, config, calibration=...)"
+        )
     chosen, skipped, policy = resolve_arguments(config, skip, on_indivisible)
     with open_checkpoint(src) as source:
         decided = _decide(source, chosen, filter_fn, skipped, policy, max_shard_bytes)

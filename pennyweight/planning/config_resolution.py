@@ -13,6 +13,7 @@ from torch import nn
 
 from .configs import AOBaseConfig, FqnToConfig
 from .configs.aliases import by_name
+from .configs.files import is_config_file, read_config
 from .name_patterns import NamePattern
 from .parameters import Place, is_linear, kind_of
 
@@ -41,10 +42,11 @@ Skip = Sequence[str] | Callable[[list[Place], Choice], str]
 
 
 def resolve_config(config: Any) -> AOBaseConfig:
-    """A config object, from itself or from its short name ("int4"). Raises PlanError for anything else."""
+    """A config object, from itself, its short name ("int4") or the path of its file ("mixed.yaml"). Raises PlanError
+    for anything else."""
     if isinstance(config, str):
         try:
-            return by_name(config)
+            return read_config(config) if is_config_file(config) else by_name(config)
         except ValueError as error:
             raise PlanError(str(error)) from error
     if not isinstance(config, AOBaseConfig):
@@ -61,6 +63,14 @@ def resolve_arguments(config: Any, skip: Skip, on_indivisible: str) -> tuple[AOB
         given = config.quantize_arguments()
         config, skip, on_indivisible = given["config"], given["skip"], given["on_indivisible"]
     return resolve_config(config), skip, on_indivisible
+
+
+EMBEDDINGS = "_embeddings"  # the key of FqnToConfig for embeddings, as "_default" is for linear modules
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    kind = kind_of(module)
+    return kind is not None and kind.op == "embedding"
 
 
 class Rules(Protocol):
@@ -113,7 +123,7 @@ class ByFilter:
 
 
 class ByName:
-    """FqnToConfig: exact parameter names, exact module names, patterns in their order, ``_default``."""
+    """FqnToConfig: exact parameter names, exact module names, patterns in order, ``_embeddings``, ``_default``."""
 
     def __init__(self, table: Mapping[str, AOBaseConfig | None]) -> None:
         self.table = table
@@ -132,6 +142,10 @@ class ByName:
                 reached = _reaches(key, p)
                 if reached:
                     return key, p, reached == "parameter"
+        if EMBEDDINGS in self.table:
+            table = next((p for p in own if _is_embedding(p.module)), None)
+            if table is not None:
+                return EMBEDDINGS, table, False
         if "_default" in self.table:
             return next((("_default", p, False) for p in own if is_linear(p.module)), None)
         return None
@@ -156,7 +170,9 @@ class ByName:
 
     def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None:
         for key, config in self.table.items():
-            if key == "_default" or (type(config) in handled and any(_matches(key, m) for m in modules)):
+            if key == EMBEDDINGS and not any(p.own and _is_embedding(p.module) for p in places):
+                raise PlanError(f"{EMBEDDINGS}: the model has no embeddings; leave it out")
+            if key in ("_default", EMBEDDINGS) or (type(config) in handled and any(_matches(key, m) for m in modules)):
                 continue
             mine = [p for p in places if _matches(key, p.name) or _matches(key, p.module_name)]
             if not mine:

@@ -22,6 +22,7 @@ from ..core.tensor import AffineQuantizedTensor
 from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
+from ..planning.configs.aliases import algorithm_of
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
 from ..planning.module_handlers import apply_callable, module_nbytes, thaw_classes_
 from ..planning.parameters import places
@@ -54,8 +55,9 @@ def quantize_(
 ) -> Report:
     """Quantize the model's parameters in place and return a report.
 
-    config          the quantization scheme of the selected parameters: a config, its short name ("int4"), or a
-                    PennyweightConfig, which brings ``skip`` and ``on_indivisible``
+    config          the quantization scheme of the selected parameters: a config, its short name ("int4"), the path of
+                    its file ("mixed.yaml"), or a PennyweightConfig, which brings ``skip`` and ``on_indivisible``.
+                    "w4a16-awq" also stands for its algorithm, and needs calibration data
     filter_fn       (module, fqn) -> bool; default: linear modules
     device          move each selected module to this device, its weight before quantization
     skip            modules and parameters to leave alone: names, ends of names ("lm_head"), globs
@@ -100,6 +102,7 @@ def quantize_(
         report = apply_callable(model, config, filter_fn, device)
         settle_saving_(model)
         return report
+    algorithm = algorithm_of(config) or None if algorithm is None else algorithm
     config, skip, on_indivisible = resolve_arguments(config, skip, on_indivisible)
     options = Options(
         filter_fn, device, skip, calibration, algorithm, resume, spill, max_ram, dry_run, on_indivisible, measure,

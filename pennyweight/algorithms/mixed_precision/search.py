@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import Filter, PlanError, Skip, resolve_config
 from ...planning.configs import AOBaseConfig, FqnToConfig, SpecConfig
 from ...planning.configs.aliases import FASTEST
+from ...planning.configs.files import write_config
 from ...planning.configs.serialize import config_to_data
 from ...planning.plan import Plan, PlanRow, plan
 from ...planning.report import size
@@ -41,7 +43,7 @@ CANDIDATES: tuple[AOBaseConfig, ...] = tuple(
 class Search:
     """Result of :func:`search`.
 
-    config      ready for ``quantize_``; a plain FqnToConfig that can be read, saved (:meth:`to_json`) and edited
+    config      ready for ``quantize_``; a plain FqnToConfig that can be read, saved (:meth:`save`) and edited
     predicted   predicted loss of the model: the sum of its layers' losses times ``interaction``
     interaction measured loss of the chosen allocation divided by the sum of its layers' losses
     bits        per weight of the quantized layers, metadata included
@@ -94,6 +96,10 @@ class Search:
             "seconds": self.seconds, "float_seconds": self.base.seconds, "table": table,
         }  # fmt: skip
         return json.dumps(data, indent=indent)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the config to a .yaml or .json file, for ``pw.quantize_(model, path)`` and ``--config path``."""
+        write_config(self.config, path)
 
     def front(self, points: int = 12) -> list[tuple[float, float]]:
         """(bits per weight, predicted loss) of the best allocations from the smallest to the largest size, ignoring
