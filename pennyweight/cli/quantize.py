@@ -59,6 +59,15 @@ def quantize(
     save_config: Annotated[
         str, typer.Option(metavar="FILE", help="Write the config, or that found by --budget, to a .yaml or .json file.")
     ] = "",
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            metavar="ENGINE",
+            help="Check first that an engine reads every weight: vllm, vllm-gpu, llama.cpp, transformers, "
+            "onnxruntime or openvino.",
+        ),
+    ] = "",
     group_size: Annotated[int | None, typer.Option(help="Weights that share a scale, for configs with groups.")] = None,
     skip: Annotated[
         list[str] | None,
@@ -166,7 +175,7 @@ def quantize(
         recipe = algorithm if algorithm.endswith((".yaml", ".yml")) else [s for s in algorithm.split("+") if s]
         return write_calibrated(
             model_dir, folder, chosen, (budget or [], latency_tokens), recipe or "auto", calibration or [],
-            tuple(skip or ()), on_indivisible, max_shard_bytes, save_config, **how,
+            tuple(skip or ()), on_indivisible, max_shard_bytes, save_config, engine or None, **how,
         )  # fmt: skip
 
     def job(folder: str = out_dir, **how: Any) -> Report:
@@ -175,7 +184,7 @@ def quantize(
         assert chosen is not None
         return quantize_checkpoint(
             model_dir, folder, chosen, skip=tuple(skip or ()), on_indivisible=on_indivisible,
-            max_shard_bytes=max_shard_bytes, ranks=several and not how.get("dry_run"), **how,
+            max_shard_bytes=max_shard_bytes, ranks=several and not how.get("dry_run"), for_=engine or None, **how,
         )  # fmt: skip
 
     if os.path.realpath(model_dir) == os.path.realpath(out_dir):

@@ -21,12 +21,13 @@ SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published GPTQ results use 128
 def write_calibrated(
     model_dir: str, out_dir: str, config: AOBaseConfig | None, budget: tuple[list[str], int | None], algorithm: Any,
     texts: list[str], skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, save_config: str = "",
-    dry_run: bool = False, resume: bool | None = None, progress: Any = None,
+    engine: str | None = None, dry_run: bool = False, resume: bool | None = None, progress: Any = None,
 ) -> Report:  # fmt: skip
     """Quantize the model of a Hugging Face folder with an algorithm, and write it. Returns the report.
 
     config   None: search within ``budget``: amounts, and the sequence length of the timed call; ``save_config``: file
              of the config found
+    engine   as ``for_`` of quantize_
     resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state to resume from
 
     Files are written next to out_dir and moved there atomically when complete. Raises ValueError for unreadable texts
@@ -50,7 +51,7 @@ def write_calibrated(
     if config is None:
         found = search(
             model, batches or [], budget[0], skip=skip, example=_example(model, batches or [], budget[1]),
-            progress=progress,
+            progress=progress, for_=engine,
         )  # fmt: skip
         typer.echo(str(found), err=True)
         if save_config:
@@ -61,7 +62,7 @@ def write_calibrated(
     with _journal(out_dir, None if dry_run else resume) as journal:
         report = quantize_(
             model, chosen, skip=left_out, calibration=batches, algorithm=algorithm, resume=journal,
-            on_indivisible=on_indivisible, dry_run=dry_run, progress=progress,
+            on_indivisible=on_indivisible, dry_run=dry_run, progress=progress, for_=engine,
         )  # fmt: skip
         if not dry_run:
             with replacing(out_dir) as folder:

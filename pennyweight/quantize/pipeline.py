@@ -23,6 +23,7 @@ from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.aliases import algorithm_of
+from ..planning.engines import check_plan
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
 from ..planning.module_handlers import apply_callable, module_nbytes, thaw_classes_
 from ..planning.parameters import places
@@ -52,6 +53,7 @@ def quantize_(
     measure: bool | Sequence[int] = False,
     on_slower: str = "keep",
     progress: Callable[[int, int, str], None] | None = None,
+    for_: str | None = None,
 ) -> Report:
     """Quantize the model's parameters in place and return a report.
 
@@ -77,6 +79,9 @@ def quantize_(
     measure         time each linear shape against float on this machine, at these row counts; True: 1 and 64
     on_slower       a layer that is slower than float at one of them: "keep" it and warn, or "skip" it (stays float)
     progress        called with (done, total, name)
+    for_            "vllm", "vllm-gpu", "llama.cpp", "transformers", "onnxruntime" or "openvino": check before anything
+                    is computed that this engine reads every weight, and say from which file format. A scheme that it
+                    does not read raises with the layer and a config that it reads
 
     The plan, the data (NaN and inf raise) and every step of the recipe are checked before the model changes. A
     parameter that already has the scheme is left unchanged. Tied parameters stay tied.
@@ -97,8 +102,8 @@ def quantize_(
     if not isinstance(config, (AOBaseConfig, str)) and callable(config):
         if calibration is not None or algorithm is not None:
             raise PlanError("an algorithm needs a config such as Int4WeightOnlyConfig(), not a function over modules")
-        if measure or on_slower != "keep" or skip:
-            raise PlanError("measure, on_slower and skip need a config, got a function over modules")
+        if measure or on_slower != "keep" or skip or for_ is not None:
+            raise PlanError("measure, on_slower, skip and for_ need a config, got a function over modules")
         report = apply_callable(model, config, filter_fn, device)
         settle_saving_(model)
         return report
@@ -106,7 +111,7 @@ def quantize_(
     config, skip, on_indivisible = resolve_arguments(config, skip, on_indivisible)
     options = Options(
         filter_fn, device, skip, calibration, algorithm, resume, spill, max_ram, dry_run, on_indivisible, measure,
-        on_slower, progress,
+        on_slower, progress, for_,
     )  # fmt: skip
     report = (config.pipeline or Pipeline)(model, config, options).run()
     if not dry_run:
@@ -131,6 +136,7 @@ class Options:
     measure: bool | Sequence[int] = False
     on_slower: str = "keep"
     progress: Callable[[int, int, str], None] | None = None
+    for_: str | None = None
 
     @property
     def has_recipe(self) -> bool:
@@ -157,10 +163,14 @@ class Pipeline:
             batches = _batches(self.options.calibration, recipe)
             max_ram = None if self.options.max_ram is None else parse_bytes(self.options.max_ram)
             todo = self.plan()
+            readable = "" if self.options.for_ is None else check_plan(todo.rows, self.options.for_)
             if self.options.dry_run:
-                return todo.report()
-            self._check_recipe(todo, recipe, batches)
-            return self._carry_out(todo, recipe, batches, max_ram)
+                report = todo.report()
+            else:
+                self._check_recipe(todo, recipe, batches)
+                report = self._carry_out(todo, recipe, batches, max_ram)
+            report.notes += [readable] if readable else []
+            return report
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 

@@ -181,8 +181,9 @@ def _yaml(path: str) -> Any:
 
 def _from_yaml(path: str, text: str) -> Any:
     yaml = _yaml(path)
+    base: Any = yaml.SafeLoader
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc,name-defined]
+    class Loader(base):  # type: ignore[misc]
         """Refuses what a config does not need: duplicate keys, of which the last would win, and aliases."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
