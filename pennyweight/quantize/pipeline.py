@@ -28,7 +28,7 @@ from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slo
 from ..planning.module_handlers import apply_callable, module_nbytes, thaw_classes_
 from ..planning.parameters import places
 from ..planning.plan import Plan, PlanRow, check_values, plan
-from ..planning.report import Report, Row
+from ..planning.report import ALGORITHM, Report, Row
 from ..planning.scheme import Scheme
 from .rollback import ModelSnapshot
 from .save_pretrained import settle_saving_
@@ -246,6 +246,8 @@ class Pipeline:
         report.notes += notes.get("", [])
         if options.has_recipe:
             report.config = f"{report.config}, {recipe}"
+            if self.replaces and recipe != recipes.read("nearest"):
+                setattr(self.model, ALGORITHM, str(recipe))
         return report
 
     def _solve_and_place(
@@ -395,5 +397,6 @@ def dequantize_(model: nn.Module) -> Report:
             name, kind = where[0].name, type(where[0].module).__name__
             float_name, note = str(w.dtype).removeprefix("torch."), f"was {w.spec.with_(layout='plain')}"
             rows.append(Row(name, kind, tuple(w.shape), float_name, "", w.nbytes, value.nbytes, None, note))
+    model.__dict__.pop(ALGORITHM, None)
     settle_saving_(model)
     return Report("dequantize_", rows, verb="dequantized")
