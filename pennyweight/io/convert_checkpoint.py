@@ -16,6 +16,7 @@ from ..planning.engines import GGUF, ONNX, Refuses, check_fused, engine_of, refu
 from ..planning.report import ALGORITHM, Report, Row
 from ..planning.scheme import Scheme
 from . import output_formats
+from .activation_order import undo_activation_order
 from .atomic_write import write_bytes
 from .codecs import CODECS
 from .config_files import METHOD, config_bytes, copy_side_files, folder_of, method_files, quantization_config
@@ -32,6 +33,7 @@ from .state_dict import Item
 from .streaming import QuantizationNoise
 
 NEAREST = "nearest"
+_KEEPS_ORDER = tuple(codec.name for codec in CODECS if codec.writing is not None and codec.writing.perm)
 
 
 def formats() -> tuple[str, ...]:
@@ -95,6 +97,8 @@ def convert(
             from .gguf.reader import under_hf_names
 
             source = under_hf_names(found, names)
+        keeps = to in ("pennyweight", "float") and for_ is None
+        source, unordered = (source, []) if keeps or to in _KEEPS_ORDER else undo_activation_order(source)
         if to == "gguf":
             from .gguf.export import write_gguf
 
@@ -105,7 +109,7 @@ def convert(
             if dry_run:
                 return planned
             report = write_gguf(*options, False, progress)
-            report.notes += _requantized_note(report, {})
+            report.notes += [*_order_note(unordered), *_requantized_note(report, {})]
             return report
         check_places(source.files, source.path, dst)
         target = _target(to, dtype) if for_ is None else _target_for(source, for_, to)
@@ -114,7 +118,7 @@ def convert(
         _check_algorithm(source, again, target.name, requantize)
         if not dry_run:
             fill(report, chosen, carry_out(job, dst, resume, progress))
-            report.notes += _requantized_note(report, job.noise.changed)
+            report.notes += [*_order_note(unordered), *_requantized_note(report, job.noise.changed)]
     return report
 
 
@@ -139,6 +143,13 @@ def _check_algorithm(source: Opened, again: Sequence[str], target: str, permitte
             source.path, again[0], f"{algorithm} chose its codes, and {target} cannot store them: this weight and "
             f"{len(again) - 1} more would be rounded to nearest again; pass requantize=True if that is wanted"
         )  # fmt: skip
+
+
+def _order_note(unordered: Sequence[str]) -> list[str]:
+    if not unordered:
+        return []
+    return [f"activation order undone in {len(unordered)} weights such as {unordered[0]}: the layers before them have "
+            "their outputs in that order; the model computes the same"]  # fmt: skip
 
 
 def _requantized_note(report: Report, changed: Mapping[str, int]) -> list[str]:
@@ -176,8 +187,11 @@ def _target_for(source: Opened, engine: str, to: str) -> OutputFormat:
 
 
 def _changes(target: OutputFormat, name: str, held: StoredTensor) -> bool:
-    """Whether the target cannot store the weight of a linear layer exactly."""
-    return held.meta is not None and linear_like(name, held) and target.choose(name, held).how != EXACT
+    """Whether the target cannot store the weight of a linear layer exactly in a form without activation order."""
+    if held.meta is None or not linear_like(name, held):
+        return False
+    choice = target.choose(name, held)
+    return choice.how != EXACT or (isinstance(choice.kind, Meta) and choice.kind.perm)
 
 
 def linear_like(name: str, held: StoredTensor) -> bool:
@@ -216,6 +230,11 @@ def _check_engine(source: Opened, target: OutputFormat, engine: str) -> None:
         if not linear_like(name, held):
             continue
         kind = target.choose(name, held).kind
+        if isinstance(kind, Meta) and kind.perm:
+            raise CheckpointError(
+                source.path, name, f"{engine_of(engine).title} does not read {target.name} files with activation order "
+                "(desc_act); leave out to= for a format without it"
+            )  # fmt: skip
         scheme = schemes[name.rpartition(".")[0]] = _scheme(kind) if isinstance(kind, Meta) else None
         found = None if scheme is None else verdict(engine, scheme, held.kind.shape)
         if scheme is not None and isinstance(found, Refuses):

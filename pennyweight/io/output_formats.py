@@ -184,10 +184,12 @@ def convert_or_requantize(
     """Plain parts of w under ``spec``: unchanged if ``exact``, else the same codes with rounded scales where possible,
     else requantized from the values; records the quantization noise.
 
-    perm: whether the result keeps w's channel permutation. requantize: gives the parts of float values under ``spec``;
-    default: round to nearest, with the parameters of w's static activation.
+    perm: whether the result keeps w's channel permutation. requantize: gives the parts of float values under ``spec``,
+    of a format without quantized activations; default: round to nearest, with the parameters of w's static activation.
     """
     parts, shape, mine = w.plain_parts(), w.stored_shape, clean(w.spec)
+    if requantize is not None:
+        parts = parts._replace(act_scale=None, act_zero_point=None)
     if exact:
         return parts
     was = dequantize(parts, mine, shape)

@@ -144,19 +144,21 @@ _OFFSET = Refuses("it supports integer zero points, and this scheme has offsets 
 _GROUPED = Refuses("its 8-bit kernels have one scale per row and token", "w8a8")
 _NO_FORMAT = Refuses("no file format that it reads stores such weights", "w4a16")
 _MISREAD = Refuses("release 5.23 does not load zero points of compressed-tensors files (5.10.4 does)", "w4a16")
-_MX_INPUTS = Refuses("ONNX has no operator for inputs with quantized scales", "w8a8")
+_NO_MX_INPUTS = Refuses("ONNX has no operator for inputs with quantized scales", "w8a8")
 _NOT_GGUF = Refuses("no GGUF type stores them", "q8_0")
 _BF16 = Reads(CT, "in bfloat16 models")
-_ONNX = {"onnxruntime": Reads(ONNX), "openvino": Reads(ONNX)}
+_ONNX: dict[str, Verdict] = {"onnxruntime": Reads(ONNX), "openvino": Reads(ONNX)}
+_MX_INPUTS: dict[str, Verdict] = dict.fromkeys(_ONNX, _NO_MX_INPUTS)
+_FP8_INPUTS = {**_ONNX, "openvino": Reads(ONNX, "some inputs rounded to the neighbouring float8 number")}
 
 
 def _row(
-    text: str, example: str, cpu: Verdict, gpu: Verdict, transformers: Verdict, cpp: Verdict | str, onnx: Any = None,
-    **match: tuple[Any, ...],
+    text: str, example: str, cpu: Verdict, gpu: Verdict, transformers: Verdict, cpp: Verdict | str,
+    onnx: Mapping[str, Verdict] | None = None, **match: tuple[Any, ...],
 ) -> SpecRow:  # fmt: skip
     """A row; cpp: a note instead of a verdict is of a GGUF type with the same codes."""
     gguf = Reads(GGUF, cpp) if isinstance(cpp, str) else cpp
-    read = _ONNX if onnx is None else dict.fromkeys(_ONNX, onnx)
+    read = _ONNX if onnx is None else onnx
     engines = {"vllm": cpu, "vllm-gpu": gpu, "transformers": transformers, "llama.cpp": gguf, **read}
     return SpecRow(text, example, engines, **match)
 
@@ -209,16 +211,18 @@ ROWS: tuple[SpecRow, ...] = (
          formats=("int8",), zero=("symmetric",), scale=("float",), act=("int8 group", "int8 zero group")),
     _row("4-bit weights in groups, 8-bit inputs per token", "8da4w", _CT, Refuses(_FEW, "w4a16"), _CT,
          _as("Q4_0") + _ROUNDS, formats=("int4",), act=("int8 token", "int8 zero token"), **_SYMMETRIC),
-    _row("float8 weights per row, float8 inputs per token", "fp8", _CT, _CT, _CT, _NOT_GGUF,
+    _row("float8 weights per row, float8 inputs per token", "fp8", _CT, _CT, _CT, _NOT_GGUF, _FP8_INPUTS,
          formats=("e4m3",), block=("row",), scale=("float",), act=("e4m3 token",)),
     _row("float8 weights, float inputs", "float8", _NO_CPU8, _CT, _CT, _NOT_GGUF,
          formats=("e4m3",), block=("row", "tensor", "group"), scale=_FLOAT_SCALES),
-    _row("float8 weights in blocks of 128×128", "SpecConfig(FP8_BLOCK)", _NO_CPU8, Reads(FP8), Reads(FP8), _NOT_GGUF,
+    _row("float8 weights in blocks of 128×128", "SpecConfig(FP8_BLOCK)",
+         Refuses("its kernel for CPUs needs AMX and the fp8 format", "fp8"), Reads(FP8), Reads(FP8), _NOT_GGUF,
          formats=("e4m3",), block=("blocks",), scale=("float",)),
     _row("float8 weights and inputs, one scale per tensor", "float8-dynamic", _NO_CPU8, _CT, _CT, _NOT_GGUF,
-         formats=("e4m3",), block=("row", "tensor"), scale=("float",), act=("e4m3 tensor", "e4m3 tensor static")),
+         _FP8_INPUTS, formats=("e4m3",), block=("row", "tensor"), scale=("float",),
+         act=("e4m3 tensor", "e4m3 tensor static")),
     _row("4-bit weights in groups, float8 inputs per token", "float8-int4", _NO_CPU, Refuses(_FEW, "w4a16"), _CT,
-         _as("Q4_0") + _ROUNDS, formats=("int4",), act=("e4m3 token",), **_SYMMETRIC),
+         _as("Q4_0") + _ROUNDS, _FP8_INPUTS, formats=("int4",), act=("e4m3 token",), **_SYMMETRIC),
     _row("NVFP4 weights", "nvfp4", _NO_CPU, _CT, _BF16, Refuses("GGUF's NVFP4 has no scale per tensor", "q4_0"),
          formats=("e2m1",), block=("group",), scale=("e4m3",)),
     _row("MXFP4 weights", "mxfp4", _NO_CPU, _CT, _BF16, "as MXFP4", formats=("e2m1",), **_MX),

@@ -109,6 +109,10 @@ CASES: dict[str, Case] = {
     "ct-w8a8-static": Case(
         "W8A8, inputs with one fixed scale", pw.Int8StaticActivationInt8WeightConfig(act_quant_scale=0.05), CT
     ),
+    "ct-w8a8-tensor": Case(
+        "W8A8, weights per tensor",
+        pw.Int8DynamicActivationInt8WeightConfig(granularity=(pw.PerToken(), pw.PerTensor())), CT,
+    ),
     "ct-w8a8-grouped": Case("W8A8 in groups of 128", "int8-dynamic-grouped", CT, _NO_SCHEME),
     "ct-8da4w": Case("int4, groups of 32, inputs int8 per token", "8da4w", CT),
     "ct-fp8": Case("FP8 per row, inputs per token", "fp8", CT),

@@ -33,8 +33,9 @@ def run(engine: str, path: Path, x: Tensor) -> Tensor:
         session = module.InferenceSession(path, providers=["CPUExecutionProvider"])
         return torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
     openvino = pytest.importorskip("openvino")
-    # by default it computes in bfloat16 on processors that can
-    model = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    # by default it computes in bfloat16 on processors that can, and rounds inputs of integer weights to 8 bits
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+    model = openvino.Core().compile_model(str(path), "CPU", exact)
     return torch.from_numpy(model([x.numpy()])[0].copy())
 
 
@@ -67,5 +68,6 @@ def test_the_engine_computes_with_the_stored_weights(row: SpecRow, engine: str, 
     assert isinstance(weight, pw.AffineQuantizedTensor)
     expected = model(x).detach() if weight.act is not None else x @ weight.dequantize().T
     error = float((y - expected).abs().max() / expected.abs().max())
-    assert error < (1e-5 if weight.act is None else 5e-3), f"{error:.2e}"
+    noted = row.engines[engine] != Reads("onnx")
+    assert error < (1e-5 if weight.act is None else 0.02 if noted else 5e-3), f"{error:.2e}"
     assert math.isfinite(error)
