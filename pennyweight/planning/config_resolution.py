@@ -223,9 +223,19 @@ def _nothing(key: str, places: list[Place], modules: list[str]) -> str:
     if key in modules:
         return f"{key!r} is a container without a weight of its own; use {key + '.*'!r} to match its layers"
     known = {p.name for p in places} | {p.module_name for p in places if p.module_name}
-    close = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
+    close = _respelled(key, known) or difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
     return f"{key!r} matches no module or parameter{hint}"
+
+
+def _respelled(key: str, names: Collection[str]) -> list[str]:
+    """A glob whose words that occur in no name are replaced by similar ones: "*.down_prj" -> "*.down_proj"."""
+    if key.startswith("re:") or not _is_pattern(key):
+        return []
+    words = {word for name in names for word in name.split(".")}
+    close = {w: difflib.get_close_matches(w, words, 1, 0.6) for w in key.split(".") if not _is_pattern(w)}
+    fixed = ".".join(close[w][0] if w not in words and close.get(w) else w for w in key.split("."))
+    return [fixed] if fixed != key and any(_matches(fixed, name) for name in names) else []
 
 
 def _type(place: Place) -> str:

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import pennyweight as pw
+from pennyweight.planning.configs.files import read_config
+from pennyweight.planning.engines import fused_groups
 from pennyweight.report.loading import load_folder
 from tests.cli.conftest import snapshot
 
@@ -48,7 +50,10 @@ def test_only_the_named_layers(run: Any, plain: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--layer", "blocks.*.upp=int8"], "'blocks.*.upp' matches no module or parameter"),
+        (
+            ["--layer", "blocks.*.upp=int8"],
+            "'blocks.*.upp' matches no module or parameter; did you mean 'blocks.*.up'?",
+        ),
         (["--layer", "blocks.0.u=int8"], "did you mean 'blocks.0.up'"),
         (["--layer", "head=int44"], "--layer head=int44: unknown config 'int44' (did you mean int4"),
         (["--layer", "head"], "--layer head: expected PATTERN=CONFIG"),
@@ -84,3 +89,31 @@ def test_in_memory_it_means_the_same(run: Any, writer: Path, text: Path, tmp_pat
     assert schemes(run("quantize", writer, tmp_path / "d", "--config", found, "--json", "-")) == searched
     awq = ("--config", "w4a16-awq", "--group-size", "32", "--calibration", text, "--skip", "lm_head", "--json", "-")
     assert set(schemes(run("quantize", writer, tmp_path / "e", *awq)).values()) == {"uint4"}
+
+
+def test_for_an_engine_it_checks_before_it_writes(
+    run: Any, plain: Path, writer: Path, text: Path, tmp_path: Path
+) -> None:
+    refused = run("quantize", plain, tmp_path / "a", "--config", "int8", "--for", "vllm")
+    assert refused.exit_code == 2
+    assert "blocks.0.q.weight: vLLM on a CPU does not read int8, per row" in refused.stderr
+    assert "use 'w8a8', which it reads" in refused.stderr
+    assert not (tmp_path / "a").exists()
+    read = run("quantize", plain, tmp_path / "a", "--config", "w8a8", "--for", "vllm")
+    assert read.exit_code == 0, read.stderr
+    assert "vLLM on a CPU reads all quantized weights, from a file in the format compressed-tensors" in read.stdout
+    in_memory = ("--config", "int8", "--for", "vllm", "--algorithm", "nearest", "--skip", "lm_head")
+    assert "does not read int8" in run("quantize", writer, tmp_path / "b", *in_memory).stderr
+    text.write_text(text.read_text() * 8)
+    found = tmp_path / "found.yaml"
+    budget = ("--budget", "7 bpw", "--calibration", text, "--algorithm", "nearest", "--skip", "lm_head")
+    result = run("quantize", writer, tmp_path / "c", *budget, "--for", "vllm", "--save-config", found)
+    assert result.exit_code == 0, result.stderr
+    config = read_config(found)
+    assert isinstance(config, pw.FqnToConfig)
+    groups = fused_groups(name.removesuffix(".weight") for name in config.fqn_to_config)
+    assert groups
+    for parts in groups.values():
+        assert len({config.fqn_to_config[f"{part}.weight"] for part in parts}) == 1
+    converted = run("convert", tmp_path / "c", tmp_path / "d", "--for", "vllm")
+    assert converted.exit_code == 0, converted.stderr
