@@ -1,7 +1,14 @@
-"""The tables of docs/serving.md: what each engine does with each kind of weight, and with each file."""
+"""The tables of docs/serving.md: what each engine does with each kind of weight, and with each file.
+
+``python -m tests.engines.tables`` writes them into the page.
+"""
+
+from pathlib import Path
 
 from pennyweight.planning.engines import ENGINES, ROWS, Reads
 from tests.engines.cases import CASES, HIGH, LOW, VLLM
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
 def schemes() -> str:
@@ -36,3 +43,19 @@ def files() -> str:
         name = case.text if case.text.startswith(("GPTQ", "AWQ")) else f"{case.to}: {case.text}"
         out += f"| {name} | {' | '.join(cells)} |\n"
     return out
+
+
+def page(text: str) -> str:
+    """The page with its tables replaced, each between two marks."""
+    for name, table in (("schemes", schemes()), ("files", files())):
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"docs/serving.md has no marks {begin.strip()} and {end.strip()}")
+        text = f"{before}{begin}\n{table}\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
