@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
@@ -36,7 +37,7 @@ def verify(
         bool,
         typer.Option(
             "--fused",
-            help="Fuse the model's blocks (pw.fuse_), and compare each call of a fused block with its own forward.",
+            help="Fuse the model (pw.fuse_), and compare each call of a fused block or net with its own forward.",
         ),
     ] = False,
     traceback: Traceback = False,
@@ -66,16 +67,18 @@ def verify(
     if not fused:
         typer.echo(str(check(model, path, expected, bound)))
         return
-    from ..inference import CheckError, FusedBlock, checked, fuse_
+    from ..inference import CheckError, checked, fuse_
+    from ..inference.fused_module import FusedModule
 
     report = fuse_(model)
-    count = sum(isinstance(module, FusedBlock) for module in model.modules())
-    if not count:
+    counts = Counter(module.fused_kind.name for module in model.modules() if isinstance(module, FusedModule))
+    if not counts:
         reasons = dict.fromkeys((*report.notes, *(row.note for row in report.rows if row.note)))
-        raise ValueError(f"{path}: no block is fused: {'; '.join(reasons)}")
+        raise ValueError(f"{path}: nothing is fused: {'; '.join(reasons)}")
     try:
         with checked():
             found = check(model, path, expected, bound)
     except CheckError as error:
         raise ValueError(f"{path}: {error}") from error
-    typer.echo(f"{found}; each call of {count} fused blocks agrees with the block's own forward")
+    fused_modules = " and ".join(f"{n} fused {kind}{'s' * (n > 1)}" for kind, n in counts.items())
+    typer.echo(f"{found}; each call of {fused_modules} agrees with the module's own forward")

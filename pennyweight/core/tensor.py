@@ -420,6 +420,10 @@ class AffineQuantizedTensor(Tensor):
         kwargs = kwargs or {}
         if len(types) > 1 and any(map(foreign, types)):
             return NotImplemented  # the other class handles quantized tensors
+        if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
+            # A view shares the version counter of its base, which a tensor made in inference mode does not have.
+            with torch.inference_mode(False):
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         handler = ATEN.get(func)
         out = NotImplemented if handler is None else handler(func, args, kwargs)
         return ATEN[None](func, args, kwargs) if out is NotImplemented else out

@@ -12,6 +12,7 @@ from torch.utils._device import DeviceContext
 
 from ..core.tracing import in_memory
 from ..kernels.block import Call
+from .detect_changes import own_class
 from .random_values import zeros
 from .recipe import Recipe
 
@@ -45,7 +46,7 @@ class Reader:
         # the block was recognized with these values; an argument that is not given has its default
         defaults = {
             name: p.default
-            for name, p in inspect.signature(getattr(type(block), "thawed", type(block)).forward).parameters.items()
+            for name, p in inspect.signature(own_class(block).forward).parameters.items()
             if p.default is not p.empty
         }
         self.effective = {**defaults, **a.constants}

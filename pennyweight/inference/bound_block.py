@@ -15,13 +15,14 @@ from ..kernels.block import Call, Steps, run_reference
 from . import block_cache
 from .block_arguments import Read, Reader, mask_refusal
 from .cross_attention import CrossAttention
+from .detect_changes import Watch
 from .recipe import Recipe
 from .runner import Runner, runner
 from .trace_block import Refusal
-from .watch_block import Watch
 
 Kept = dict[int, Tensor]
 Compile = Callable[[Steps], Runner | str]
+CHOICE = "_attn_implementation_internal"  # in a config of transformers: the attention function
 
 
 class Part(NamedTuple):
@@ -36,13 +37,13 @@ class Bound:
     """One block's steps with its tensors. Raises Refusal if native code cannot run them."""
 
     def __init__(self, block: nn.Module, recipe: Recipe, compile: Compile | None = None) -> None:
-        self.block, self.recipe, self.compile = weakref.ref(block), recipe, compile or runner
+        self.module, self.recipe, self.compile = weakref.ref(block), recipe, compile or runner
         self.steps = recipe.build(block)
         self.end = len(self.steps.steps) if recipe.cross is None else recipe.cross.cut
         self.parts: dict[tuple[int, int], Part] = {}
         self.whole = self.part(0, self.end)  # up to cross-attention, if there is one
         self.across = None if recipe.cross is None else CrossAttention(block, recipe.cross)
-        self.watch = Watch(block, recipe)
+        self.watch = Watch(block, _trains, _choice(block, recipe))
         self.reader = Reader(block, recipe)
         self.expired = False  # native code found a parameter that changed its memory
 
@@ -59,7 +60,7 @@ class Bound:
 
     def unchanged(self, block: nn.Module) -> bool:
         """Whether the block still consists of the same modules, parameters, attributes and modes."""
-        return self.block() is block and not self.expired and self.watch.unchanged()
+        return self.module() is block and not self.expired and self.watch.unchanged()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the block for a call of its forward, or the reason (str) why it is not fused."""
@@ -181,6 +182,18 @@ class Bound:
             call.kept = {b: kept[b] for b in second.kept if b in kept}
             return run_reference(second.steps, x, call)
         return self._finished(second, x, call, kept)
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether a module of a block may compute something else in training mode."""
+    return any(True for _ in module.children()) or "dropout" in type(module).__name__.lower()
+
+
+def _choice(block: nn.Module, recipe: Recipe) -> list[tuple[dict[str, Any], str]]:
+    """Where transformers keeps its choice of the attention function."""
+    path, choice = recipe.attention
+    config: Any = block.get_submodule(path).config if choice else None  # a property would cost 1 µs at each call
+    return [(config.__dict__, CHOICE)] if choice else []
 
 
 def _buffers(kept: tuple[tuple[int, int], ...], rows: int) -> Kept:

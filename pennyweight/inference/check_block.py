@@ -1,4 +1,4 @@
-"""Checks of fused blocks at run time: each call runs both ways and the results are compared.
+"""Checks of fused blocks and nets at run time: each call runs both ways and the results are compared.
 
 On with the environment variable ``PENNYWEIGHT_CHECK=1``, or within :func:`checked`.
 """
@@ -20,7 +20,7 @@ _CHECK: ContextVar[bool] = ContextVar("pennyweight_check", default=os.environ.ge
 
 
 class CheckError(RuntimeError):
-    """A fused block and the block's own forward gave different results."""
+    """A fused block or net and its own forward gave different results."""
 
 
 def enabled() -> bool:
@@ -29,7 +29,7 @@ def enabled() -> bool:
 
 @contextmanager
 def checked(enabled: bool = True) -> Iterator[None]:
-    """Within this context every call of a fused block also runs the block's own forward and compares the outputs, and
+    """Within this context every call of a fused block or net also runs its own forward and compares the outputs, and
     the keys and values in the cache. Raises :class:`CheckError` if they differ by more than the tolerance."""
     token = _CHECK.set(enabled)
     try:

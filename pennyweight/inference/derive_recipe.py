@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .detect_changes import attributes, module_classes
 from .examples import Observed, signature
+from .query_graph import leaves_of
 from .random_values import Random, zeros
-from .recipe import Arguments, CrossPart, Recipe, attributes, module_classes
-from .recognize_block import Found, leaves_of, recognize
+from .recipe import Arguments, CrossPart, Recipe
+from .recognize_block import Found, recognize
 from .trace_block import Graph, Refusal, Value, record, replay, tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

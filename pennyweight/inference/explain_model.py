@@ -1,7 +1,8 @@
-"""explain(): which kernel runs a weight, or what runs in each layer of a model, fused blocks included."""
+"""explain(): which kernel runs a weight, or what runs in each layer of a model, fused blocks and nets included."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +14,19 @@ from ..core.tensor import AffineQuantizedTensor
 from ..kernels import table
 from ..kernels.table import Explanation, case_of, explain_case, op_of
 from ..planning.parameters import Site, make_site, places
-from .fuse import FusedBlock
-
-FUSED = "fused block"  # prefix of its counts in fallbacks()
+from .fused_module import FusedModule
 
 
 @dataclass(frozen=True)
 class LayerKernel:
-    """What runs for one block or parameter.
+    """What runs for one block, convolution net or parameter.
 
-    name    of the block or parameter
-    op      "block", an op of the kernel table, or "" for a float parameter that no kernel of the table reads
-    kernel  the kernel; "block" for one native call of a fused block; "" if it is float
-    note    for a fused block its layers; for a layer in it, what runs if a call is not fused; for a kernel why better
-            ones do not run; for a float parameter why it has none
+    name    of the block, net or parameter
+    op      "block", "net", an op of the kernel table, or "" for a float parameter that no kernel of the table reads
+    kernel  the kernel; "block" for one native call of a fused block; "chains" for those of a fused convolution net; ""
+            if it is float
+    note    for a fused block or net its layers; for a layer in it, what runs if a call is not fused; for a kernel why
+            better ones do not run; for a float parameter why it has none
     """
 
     name: str
@@ -39,8 +39,9 @@ class LayerKernel:
 class ModelExplanation:
     """What runs in a model. Meant to be printed.
 
-    rows      a row for each fused block and each weight that is or could be quantized, in the model's order
-    unfused   calls that ran the own forward of a fused block since the last ``reset_fallbacks()``: reason -> number
+    rows      a row for each fused block or net and each weight that is or could be quantized, in the model's order
+    unfused   calls that ran the own forward of a fused block or net since the last ``reset_fallbacks()``: reason ->
+              number
     """
 
     dtype: torch.dtype
@@ -54,8 +55,9 @@ class ModelExplanation:
         for row in self.rows:
             cells = zip((row.name, row.op or "-", row.kernel or "float"), widths, strict=True)
             lines.append(f"  {'  '.join(f'{cell:<{max(width, 5)}}' for cell, width in cells)}  {row.note}".rstrip())
+        what = " and ".join(f"{kind}s" for kind in ("block", "net") if any(row.op == kind for row in self.rows))
         for reason, count in self.unfused.items():
-            lines.append(f"not fused in {count} call{'s' * (count > 1)} of fused blocks: {reason}")
+            lines.append(f"not fused in {count} call{'s' * (count > 1)} of fused {what}: {reason}")
         return "\n".join(lines)
 
 
@@ -64,49 +66,49 @@ def explain(x: Any, w: AffineQuantizedTensor | nn.Module, op: str = "") -> Expla
 
     x   the input, or its dtype
     w   a quantized weight: every kernel for it, with RUNS or the reason why it is rejected. A module: a row for each
-        fused block and each weight, with the kernel that runs in it
+        fused block or net and each weight, with the kernel that runs in it
     op  of a weight; default: what its shape and blocks are made for, "linear" for a matrix
     """
     if not isinstance(w, nn.Module):
         return table.explain(x, w, op)
     dtype = x if isinstance(x, torch.dtype) else x.dtype
-    blocks = {name: module for name, module in w.named_modules() if isinstance(module, FusedBlock)}
-    inside = {f"{name}.{path}".lstrip("."): name for name, block in blocks.items() for path in _products(block)}
+    fused: dict[str, Any] = {name: module for name, module in w.named_modules() if isinstance(module, FusedModule)}
+    inside = {f"{name}.{own}".lstrip("."): name for name, m in fused.items() for own in m.fused_kind.weights(m)}
     rows: list[LayerKernel] = []
     told: set[str] = set()
     for where in places(w):
-        block = next((b for b in blocks if _within(where[0].module_name, b)), None)
-        if block is not None and block not in told:
-            told.add(block)
-            rows.append(_block(block, blocks[block]))
+        around = next((name for name in fused if _within(where[0].module_name, name)), None)
+        if around is not None and around not in told:
+            told.add(around)
+            rows.append(_fused(around, fused[around]))
         row = _weight(where, dtype)
         if row is not None:
             own = next((p.name for p in where if p.name in inside), None)
-            rows.append(row if own is None else _in_block(row, inside[own]))
-    counts = {k.partition(": ")[2]: n for k, n in fallback.fallbacks().items() if k.startswith(f"{FUSED}: ")}
-    return ModelExplanation(dtype, tuple(rows), counts if blocks else {})
+            rows.append(row if own is None else _inside(row, inside[own], fused[inside[own]]))
+    counts: Counter[str] = Counter()
+    for kind in {module.fused_kind.name for module in fused.values()}:
+        found = fallback.fallbacks().items()
+        counts.update({k.partition(": ")[2]: n for k, n in found if k.startswith(f"fused {kind}: ")})
+    return ModelExplanation(dtype, tuple(rows), dict(counts))
 
 
-def _within(name: str, block: str) -> bool:
-    return not block or name == block or name.startswith(f"{block}.")
+def _within(name: str, fused: str) -> bool:
+    return not fused or name == fused or name.startswith(f"{fused}.")
 
 
-def _products(block: Any) -> list[str]:
-    return [product[0] for product in type(block).recipe.products()]
-
-
-def _block(name: str, block: Any) -> LayerKernel:
-    kind = type(block)
-    count = len(_products(block))
-    note = f"{kind.thawed.__name__}: one native call for {count} linear layers and what lies between them"
-    if kind.bound is None:
+def _fused(name: str, module: Any) -> LayerKernel:
+    """The row of a fused block or net."""
+    cls, kind = type(module), module.fused_kind
+    note = f"{cls.thawed.__name__}: {kind.about(module)}"
+    if cls.bound is None:
         note += "; bound again at its next call"
-    return LayerKernel(name or "model", "block", "block", note)
+    return LayerKernel(name or "model", kind.name, kind.kernel, note)
 
 
-def _in_block(row: LayerKernel, block: str) -> LayerKernel:
-    note = f"in {block or 'the block'}; {row.kernel} in calls that are not fused"
-    return LayerKernel(row.name, row.op, "block", note)
+def _inside(row: LayerKernel, name: str, module: Any) -> LayerKernel:
+    """The row of a weight in a fused block or net."""
+    note = f"in {name or f'the {module.fused_kind.name}'}; {row.kernel} in calls that are not fused"
+    return LayerKernel(row.name, row.op, module.fused_kind.kernel, note)
 
 
 def _weight(where: list[Any], dtype: torch.dtype) -> LayerKernel | None:

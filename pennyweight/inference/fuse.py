@@ -13,83 +13,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core import fallback
 from ..core.tensor import AffineQuantizedTensor
 from ..planning.report import Report, Row
 from . import check_block as checks
 from .bound_block import Bound
 from .derive_recipe import derive
+from .detect_changes import attributes, module_classes, own_class, refusal
 from .examples import Observed, candidates, examples, observe
 from .freeze import _scheme, freeze_
-from .fuse_net import FusedConvNet, chained_convolutions, fuse_nets
-from .recipe import Recipe, attributes, module_classes
+from .fuse_conv_net import FusedConvNet, chained_convolutions, fuse_nets
+from .fused_module import FusedModule, Kind, fuse_class_
+from .recipe import Recipe
 from .trace_block import Refusal
 from .verify_block import verify
 
 
-class FusedBlock:
-    """A transformer block that runs as one native call. Made by :func:`fuse_`, as a subclass of the block's class.
-
-    Calls that native code cannot take run the block's own forward, and are counted in ``pennyweight.fallbacks()`` with
-    the reason: training, gradients, autocast, tracing, hooks on inner modules, replaced layers, other arguments.
-    """
-
-    thawed: type[nn.Module]
-    recipe: Recipe
-    bound: Bound | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cls: Any = type(self)
-        if not torch.compiler.is_compiling():
-            y = checks.run(_run, self, args, kwargs) if checks.enabled() else _run(self, cls, args, kwargs)
-            if type(y) is not str:
-                return y
-            fallback.count(f"fused block: {y}")
-        return cls.thawed.forward(self, *args, **kwargs)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original block. Tensors may be replaced."""
-        type(self).bound = None
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        type(self).bound = None
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        _, _, *state = reduced
-        return (_blank, (type(self).thawed, type(self).recipe), *state)
+def _refused(block: nn.Module, recipe: Recipe, args: Any, kwargs: Any) -> str:
+    return refusal(block, lambda module: True) or changed(block, recipe)
 
 
-def _run(block: Any, cls: Any, args: Any, kwargs: Any) -> Any:
-    """The output of a call, or the reason (str) why it is not fused."""
-    bound = cls.bound
-    if bound is None or not bound.unchanged(block):
-        bound = _bind_again(block, cls)
-        if type(bound) is str:
-            return bound
-    return bound.run(args, kwargs)
+def _bind(block: nn.Module, recipe: Recipe, args: Any, kwargs: Any) -> Bound:
+    return Bound(block, recipe)
 
 
-def _bind_again(block: nn.Module, cls: Any) -> Bound | str:
-    """Bind a block that was copied or unpickled, or whose parameters or modules were replaced."""
-    if any(module.training for module in block.modules()):
-        return "it is in training mode"
-    was = cls.bound
-    if type(was) is Bound and was.block() is not block:  # the class is shared by a shallow copy
-        block.__class__ = cls = fused_class(cls.thawed, cls.recipe)
-    reason = changed(block, cls.recipe)
-    if reason:
-        return reason
-    try:
-        bound = Bound(block, cls.recipe)
-    except Refusal as refusal:
-        return str(refusal)
-    if not bound.unchanged(block):
-        return "a module in it has a forward of its own"
-    cls.bound = bound
-    return bound
+def _weights(block: FusedBlock) -> list[str]:
+    return [product[0] for product in type(block).recipe.products()]
+
+
+def _about(block: FusedBlock) -> str:
+    return f"one native call for {len(_weights(block))} linear layers and what lies between them"
 
 
 def changed(block: nn.Module, recipe: Recipe) -> str:
@@ -113,20 +65,15 @@ def changed(block: nn.Module, recipe: Recipe) -> str:
     return ""
 
 
-def fused_class(kind: Any, recipe: Recipe) -> type:
-    """The class of one fused block: a subclass of its class, so that its methods and registrations still apply."""
-    kind = getattr(kind, "thawed", kind)
-    made: Any = type(
-        f"Fused{kind.__name__}", (FusedBlock, kind), {"thawed": kind, "recipe": recipe, "__module__": __name__}
-    )
-    made.forward = FusedBlock.forward  # a class hook of the library may have wrapped it
-    return made
+class FusedBlock(FusedModule):
+    """A transformer block that runs as one native call. Made by :func:`fuse_`, as a subclass of the block's class.
 
+    Calls that native code cannot take run the block's own forward, and are counted in ``pennyweight.fallbacks()`` with
+    the reason: training, gradients, autocast, tracing, hooks on inner modules, replaced layers, other arguments.
+    """
 
-def _blank(kind: type, recipe: Recipe) -> Any:
-    """Unpickle: a fused block without its state."""
-    cls: Any = fused_class(kind, recipe)
-    return cls.__new__(cls)
+    fused_kind = Kind("block", "block", _refused, _bind, checks.run, _weights, _about)
+    recipe: Recipe
 
 
 def fuse_(model: nn.Module, example: Any = None) -> Report:
@@ -197,12 +144,10 @@ def _fuse_block(name: str, block: nn.Module, observed: Observed | Refusal | None
         recipe = derive(name, block, observed)
         bound = Bound(block, recipe)
         verify(block, bound, observed)
-    except Refusal as refusal:
+    except Refusal as refused:
         floats = [path for path, m in block.named_modules() if isinstance(m, nn.Linear) and not is_quantized(m.weight)]
-        return f"{floats[0]} is not quantized" if floats else str(refusal)
-    cls: Any = fused_class(type(block), recipe)
-    cls.bound = bound
-    block.__class__ = cls
+        return f"{floats[0]} is not quantized" if floats else str(refused)
+    fuse_class_(block, FusedBlock, recipe, bound)
     return ""
 
 
@@ -244,5 +189,5 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _row(name: str, block: nn.Module, reason: str) -> Row:
-    kind: Any = getattr(type(block), "thawed", type(block))
-    return Row(name, kind.__name__, (), "" if reason else "block", "" if reason else "block", 0, 0, note=reason)
+    what = "" if reason else "block"
+    return Row(name, own_class(block).__name__, (), what, what, 0, 0, note=reason)

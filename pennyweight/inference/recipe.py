@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from ..kernels.block import AttentionStep, Heads, Layer, LinearStep, Norm, NormS
 from ..kernels.block_plan import indices
 from .identify import NormForm
 
-_PLAIN = (bool, int, float, str, tuple, type(None), FunctionType, BuiltinFunctionType)
-_WITHOUT_EFFECT = ("training", "gradient_checkpointing", "forward")  # in eval mode without gradients; else looked at
 Product = tuple[str, str, bool]  # name of the weight, of the bias or "", whether the weight is stored as [in, out]
 
 
@@ -167,20 +163,3 @@ class Recipe:
         shared = {b for b, _ in (*self.kept, *(() if self.cross is None else self.cross.kept))}
         widths = tuple(n if i in used else 1 for i, n in enumerate(steps.widths))  # others take no memory
         return replace(steps, steps=some, widths=widths, partial=end < len(steps.steps)), tuple(sorted(shared & used))
-
-
-def attributes(block: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """(path, name, value) of the numbers, strings and functions that forwards in the block may read: eps of a norm,
-    scale of attention, index of the layer in a cache. Linear layers have none that matter."""
-    for path, module in block.named_modules():
-        if isinstance(module, nn.Linear):
-            continue
-        for name, value in module.__dict__.items():
-            if type(value) in _PLAIN and name[0] != "_" and name not in _WITHOUT_EFFECT:
-                yield path, name, value
-
-
-def module_classes(block: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Paths and qualified class names of the modules in a block, as if nothing were frozen."""
-    kinds = ((path, getattr(type(m), "thawed", type(m))) for path, m in block.named_modules())
-    return tuple((path, f"{kind.__module__}.{kind.__qualname__}") for path, kind in kinds)

@@ -26,6 +26,8 @@ from ..planning.report import NOISE, size
 from ..planning.run_batch import run_batch
 from ..quantize.pipeline import quantize_
 from .fuse import FusedBlock, fuse_
+from .fuse_conv_net import FusedConvNet
+from .plan_conv_chains import quantized
 
 SECONDS = 0.5  # to time one candidate against float
 TURN = 0.05  # seconds of consecutive calls of one model, so that a model that fits into a cache stays there, as in use
@@ -123,8 +125,11 @@ class _Trial:
         if self.fuse:
             report = fuse_(model, self.inputs)
             out.fused = sum(isinstance(module, FusedBlock) for module in model.modules())
-            reasons = Counter(row.note for row in report.skipped if not row.shape)  # rows of blocks have no shape
-            texts = [f"{n} block{'s' * (n > 1)} not fused: {why}" for why, n in reasons.most_common()]
+            out.fused_nets = sum(isinstance(module, FusedConvNet) for module in model.modules())
+            left = [row for row in report.skipped if not row.shape]  # rows of blocks and nets have no shape
+            kinds = ("net" if quantized(model.get_submodule(row.name)) else "block" for row in left)
+            reasons = Counter((kind, row.note) for kind, row in zip(kinds, left, strict=True))
+            texts = [f"{_number(n, kind)} not fused: {why}" for (kind, why), n in reasons.most_common()]
             out.unfused = "; ".join([*texts, *report.notes])
         out.nbytes, out.error = _nbytes(model), _error(self.exact, _floats(self.call(model)))
         out.why = self._misfit(out)
@@ -256,6 +261,10 @@ def _error(exact: list[Tensor], found: list[Tensor]) -> float:
     return math.sqrt(noise / signal) if signal and math.isfinite(noise) else (math.inf if noise else 0.0)
 
 
+def _number(n: int, kind: str) -> str:
+    return f"{n} {kind}{'s' * (n > 1)}"
+
+
 # -- the result ------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +278,7 @@ class Candidate:
                    None: not timed, because it is outside the bounds
     why            the reason if it is outside the bounds or could not be tried
     fused          blocks that run as one native call, if ``fuse`` was given
+    fused_nets     convolution nets, or parts of one, whose convolutions run as chains, if ``fuse`` was given
     unfused        why others do not
     """
 
@@ -281,6 +291,7 @@ class Candidate:
     why: str = ""
     fused: int = 0
     unfused: str = ""
+    fused_nets: int = 0
 
     @property
     def fits(self) -> bool:
@@ -288,8 +299,9 @@ class Candidate:
 
     @property
     def note(self) -> str:
-        fused = f"{self.fused} block{'s' * (self.fused > 1)} fused" if self.fused else ""
-        return self.why or "; ".join(filter(None, (fused, self.unfused)))
+        counts = ((self.fused, "block"), (self.fused_nets, "net"))
+        fused = [f"{_number(n, kind)} fused" for n, kind in counts if n]
+        return self.why or "; ".join([*fused, *filter(None, (self.unfused,))])
 
     @property
     def speed(self) -> float | None:

@@ -21,6 +21,7 @@ from .state_dict import slots_of
 # Parts of a module's name which show that its 2-d weight is a lookup table or scales channels, and is not a matrix
 _TABLES = ("embed", "wte", "wpe", "position", "token_type", "relative_attention_bias")
 _SCALES = ("norm", "ln_", "layer_norm", "layernorm")
+_ROUTERS = ("gate", "router")  # beside experts: choose among them, and are not linear layers in transformers either
 _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
@@ -113,25 +114,27 @@ def _fitted(model: nn.Module, entries: Mapping[str, Entry]) -> str | None:
 
 
 def from_names(entries: Mapping[str, Entry]) -> nn.Module:
-    """Modules derived from names: a 2-d ``weight`` is a linear layer unless its name indicates a table or norm."""
+    """Modules derived from names: a 2-d ``weight`` is a linear layer unless its name indicates something else."""
     held: dict[str, dict[str, Entry]] = {}
     for name, e in entries.items():
         module, _, attr = name.rpartition(".")
         held.setdefault(module, {})[attr] = e
     root = _module("", held.get("", {}))
     made = {"": root}
+    routed = {path.partition(".experts.")[0] for path in held if ".experts." in path}
     for path in sorted(held):
         for end in [i for i, c in enumerate(path) if c == "."] + [len(path)]:
             here = path[:end]
             if here in made:
                 continue
             parent, _, child = here.rpartition(".")
-            made[here] = made[parent]._modules[child] = _module(here, held.get(here, {}))
+            router = child in _ROUTERS and parent in routed
+            made[here] = made[parent]._modules[child] = _module(here, held.get(here, {}), router)
     return root
 
 
-def _module(path: str, attrs: Mapping[str, Entry]) -> nn.Module:
-    module = _layer(path, attrs.get("weight"))
+def _module(path: str, attrs: Mapping[str, Entry], router: bool = False) -> nn.Module:
+    module = nn.Module() if router else _layer(path, attrs.get("weight"))
     module._parameters.update(dict.fromkeys(module._parameters))  # all None: only stored parameters exist
     for attr, e in attrs.items():
         table: dict[str, Any] = module._parameters if e.dtype.is_floating_point else module._buffers

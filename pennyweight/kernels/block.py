@@ -20,6 +20,7 @@ from torch import Tensor
 from ..core.errors import ArgumentError
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
+# In the order of Function in cpu/src/abi.h, after IDENTITY.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,  # x / 2 * (1 + erf(x / sqrt(2)))

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..core.numerics import dequantize, quantize
 from ..core.tensor import AffineQuantizedTensor
 from .activation import static_params
+from .block import ACTIVATIONS
 from .cpu import conv
 from .cpu.library import NONE, STATIC, Conv
 from .table import case_of
@@ -34,11 +35,7 @@ from .table import case_of
 # In the order of Function in cpu/src/abi.h.
 FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
+    **ACTIVATIONS,  # type: ignore[dict-item]
     "relu6": F.relu6,
     "hardswish": F.hardswish,
 }

@@ -48,8 +48,8 @@ def attention(
     out      the result, by default a new tensor in the memory order [B, S, H, D]
 
     Returns [B, H, S, D] in q's dtype. Arithmetic is in float32; up to 4 tokens are multiplied with codes of 8 and 4
-    bits in 16 bits, see src/attention_codes.h. Raises ArgumentError for tensors that do not go together or that are not
-    plain CPU memory, and MemoryError.
+    bits in 16 bits, see src/attention_quantized.h. Raises ArgumentError for tensors that do not go together or that are
+    not plain CPU memory, and MemoryError.
     """
     fits = reason(q, k, v, mask, past)
     if fits is not True:

@@ -269,18 +269,20 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
 }
 
 
-@implements(*PRODUCTS, table=FUNCTIONS)
-def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return _outside_graph(func, args, kwargs)
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():  # as the handler of F.linear does
         return PRODUCTS[func](*args, **kwargs)
 
 
-@_disable_dynamo  # it breaks the graph at these networks; otherwise it would then compile this file, step by step
-def _outside_graph(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return PRODUCTS[func](*args, **kwargs)
+# Dynamo breaks the graph at these networks; otherwise it would then compile this file, step by step.
+_call_outside_graph = _disable_dynamo(_call)
+
+
+@implements(*PRODUCTS, table=FUNCTIONS)
+def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return _call_outside_graph(func, args, kwargs)
+    return _call(func, args, kwargs)
 
 
 @implements(torch._cudnn_rnn_flatten_weight, table=FUNCTIONS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pennyweight as pw
-from pennyweight.cli import doctor
+from pennyweight.cli import doctor, doctor_bench
 from pennyweight.kernels import Kernel, get_kernel, kernels, table, torch_int8
 from pennyweight.kernels.cpu.library import available
 
@@ -93,13 +93,13 @@ def test_saturation_is_told(run: Any, monkeypatch: pytest.MonkeyPatch, saturates
 
 def test_bench_names_faster_and_slower_truly(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([(2e-6, 4e-6, False), (4e-6, 2e-6, True)] * 100)
-    monkeypatch.setattr(doctor, "_alternate", lambda a, b: (a(), b(), next(times))[-1])
+    monkeypatch.setattr(doctor_bench, "_alternate", lambda a, b: (a(), b(), next(times))[-1])
     for name, size in (("SIZE", 128), ("CHANNELS", 8), ("IMAGE", 8), ("WIDTH", 64)):
-        monkeypatch.setattr(doctor, name, size)
+        monkeypatch.setattr(doctor_bench, name, size)
     output = run("doctor", "--bench").stdout
     parts = output.partition("products [rows, 128] @ [128, 128]:")[2].partition("\n\n")
     lines = [line for line in parts[0].splitlines() if " us, float" in line]
-    assert len(lines) == 2 * len(doctor.NAMES) * len(doctor.ROWS)
+    assert len(lines) == 2 * len(doctor_bench.NAMES) * len(doctor_bench.ROWS)
     for line in lines:
         one = " 1 row " in line
         assert ("2.00x faster" if one else "2.00x slower") in line
@@ -107,23 +107,23 @@ def test_bench_names_faster_and_slower_truly(run: Any, monkeypatch: pytest.Monke
     assert any(line.startswith("int4 ") and line.endswith(("(cpu_int)", "(torch_int4)")) for line in lines)
     data = json.loads(run("doctor", "--bench", "--json").stdout)
     products = [b["rows"] for b in data["bench"] if b["what"].startswith("products")]
-    assert products == list(doctor.ROWS) * 2 * len(doctor.NAMES)
+    assert products == list(doctor_bench.ROWS) * 2 * len(doctor_bench.NAMES)
 
 
 def test_bench_times_convolutions_and_a_fused_block(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_alternate", lambda a, b: (a(), b(), (1e-6, 1e-6, False))[-1])
+    monkeypatch.setattr(doctor_bench, "_alternate", lambda a, b: (a(), b(), (1e-6, 1e-6, False))[-1])
     for name, size in (("SIZE", 64), ("CHANNELS", 32), ("IMAGE", 8), ("WIDTH", 64)):
-        monkeypatch.setattr(doctor, name, size)
-    lines = doctor.measure()
+        monkeypatch.setattr(doctor_bench, name, size)
+    lines = doctor_bench.measure()
     by_part = {what: [line for line in lines if line.what == what] for what in dict.fromkeys(x.what for x in lines)}
     assert list(by_part)[1:] == [
         "convolution 32 to 32 channels, 3×3, 8×8", "transposed convolution 128 to 64 channels, 4×4, stride 2, 2×2",
         "transformer block of width 64",
     ]  # fmt: skip
     _, convolution, transposed, block = by_part.values()
-    assert [line.rows for line in convolution] == [64] * len(doctor.NAMES)
-    assert [line.rows for line in transposed] == [4] * len(doctor.NAMES)
-    assert [line.rows for line in block] == list(doctor.TOKENS) * len(doctor.NAMES)
+    assert [line.rows for line in convolution] == [64] * len(doctor_bench.NAMES)
+    assert [line.rows for line in transposed] == [4] * len(doctor_bench.NAMES)
+    assert [line.rows for line in block] == list(doctor_bench.TOKENS) * len(doctor_bench.NAMES)
     assert " 64 positions float32" in str(convolution[0])
     assert "   1 token  float32" in str(block[0])
     if available() is True:
@@ -148,7 +148,7 @@ def test_doctor_fuses_a_small_block(run: Any, monkeypatch: pytest.MonkeyPatch) -
         return None, "it differs"
 
     for fails, text in ((broken, "RuntimeError: illegal instruction, say"), (refused, "it differs")):
-        monkeypatch.setattr(doctor, "_fused_encoder", fails)
+        monkeypatch.setattr(doctor, "fused_encoder", fails)
         result = run("doctor", "--json")
         data = json.loads(result.stdout)
         assert data["fused_blocks"] == f"BROKEN, {text}"
@@ -158,9 +158,9 @@ def test_doctor_fuses_a_small_block(run: Any, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("slowest", "noisy"), [(1.5, False), (3.0, True)])
 def test_bench_takes_medians_and_sees_noise(monkeypatch: pytest.MonkeyPatch, slowest: float, noisy: bool) -> None:
-    samples = iter([1.0, 1.0, *[1.0, 4.0] * (doctor._ROUNDS - 1), slowest, 4.0])  # two to find counts, then pairs
-    monkeypatch.setattr(doctor, "_time", lambda f, count: next(samples))
-    assert doctor._alternate(lambda: None, lambda: None) == (1.0, 4.0, noisy)
+    samples = iter([1.0, 1.0, *[1.0, 4.0] * (doctor_bench._ROUNDS - 1), slowest, 4.0])  # two to find counts, then pairs
+    monkeypatch.setattr(doctor_bench, "_time", lambda f, count: next(samples))
+    assert doctor_bench._alternate(lambda: None, lambda: None) == (1.0, 4.0, noisy)
 
 
 @pytest.mark.parametrize(
@@ -168,5 +168,5 @@ def test_bench_takes_medians_and_sees_noise(monkeypatch: pytest.MonkeyPatch, slo
     [(1.0, 1.004, "same speed"), (1.004, 1.0, "same speed"), (1.0, 1.69, "1.69x faster"), (1.1, 1.0, "1.10x slower")],
 )
 def test_bench_verdict(ours: float, theirs: float, verdict: str) -> None:
-    timing = doctor.Timing("int8", "float32", 1, "cpu_int", ours, theirs, False)
+    timing = doctor_bench.Timing("int8", "float32", 1, "cpu_int", ours, theirs, False)
     assert f": {verdict} (" in str(timing)

@@ -4,10 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import pennyweight as pw
+from pennyweight.inference import CheckError
+from pennyweight.kernels.cpu import library
+from pennyweight.report.golden_outputs import golden
 from pennyweight.report.loading import load_folder
 from tests.cli.conftest import snapshot
+from tests.inference.fuse_models import conv_net
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def test_it_gives_what_it_gave(run: Any, small: Path, writer: Path) -> None:
 
 def test_fused_blocks(run: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("verify", small, "--fused")
-    if "no block is fused" in result.stderr:  # no native library here
+    if "nothing is fused" in result.stderr:  # no native library here
         return
     assert result.exit_code == 0, result.stderr
     assert "2 fused blocks agree" in result.stdout.replace("agrees", "agree").replace("each call of ", "")
@@ -41,6 +46,24 @@ def test_fused_blocks(run: Any, small: Path, monkeypatch: pytest.MonkeyPatch) ->
     result = run("verify", small, "--fused")
     assert result.exit_code == 2
     assert "model.layers.0: the output of the fused block differs" in result.stderr
+
+
+@pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
+def test_fused_convolution_nets(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = conv_net()
+    expected = golden(net, [torch.randn(2, 3, 12, 11)])
+    monkeypatch.setattr("pennyweight.report.loading.expected_beside", lambda path: expected)
+    monkeypatch.setattr("pennyweight.report.loading.load_folder", lambda path, like: conv_net())
+    result = run("verify", "folder", "--fused")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.endswith("; each call of 1 fused net agrees with the module's own forward\n")
+    monkeypatch.setattr("pennyweight.inference.check_block.compare", differs)
+    result = run("verify", "folder", "--fused")
+    assert (result.exit_code, "the model: the output" in result.stderr) == (2, True)
+
+
+def differs(what: str, error: float, limit: float, kind: str) -> None:
+    raise CheckError(what)
 
 
 def test_it_does_not(run: Any, small: Path, writer: Path) -> None:

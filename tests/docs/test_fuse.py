@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pennyweight as pw
-from pennyweight.inference import fuse_net, verify_block
+from pennyweight.inference import fuse_conv_net, verify_block
 from pennyweight.kernels.cpu import library
 from tests.inference.fuse_models import inputs, model_of
 
@@ -30,11 +30,11 @@ def test_the_code_for_convolution_nets_runs() -> None:
     names = {"pw": pw, "net": net, "batches": [torch.randn(2, 3, 9, 9)], "images": torch.randn(2, 3, 9, 9)}
     names["layers"] = lambda module, name: isinstance(module, (nn.Conv2d, nn.Linear))
     exec(compile(re.findall(r"```python\n(.*?)```", PAGE, re.S)[1], "fuse.md", "exec"), names)
-    assert isinstance(net, fuse_net.FusedConvNet)
+    assert isinstance(net, fuse_conv_net.FusedConvNet)
 
 
 def test_the_limit_of_convolution_nets_is_that_of_the_code() -> None:
-    assert re.findall(r"above ([0-9e-]+) of mean", PAGE) == [f"{fuse_net.TOLERANCE:.0e}".replace("e-0", "e-")]
+    assert re.findall(r"above ([0-9e-]+) of mean", PAGE) == [f"{fuse_conv_net.TOLERANCE:.0e}".replace("e-0", "e-")]
 
 
 def test_the_limits_are_those_of_the_code() -> None:

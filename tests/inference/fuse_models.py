@@ -130,6 +130,21 @@ def inputs(family: str, dtype: torch.dtype = torch.float32, *, batch: int = 3, t
     return text
 
 
+def conv_net() -> nn.Sequential:
+    """Two quantized convolutions with static scales of their inputs, which become one chain."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    pw.quantize_(net, conv_config(net))
+    return net
+
+
+def conv_config(net: nn.Module) -> pw.FqnToConfig:
+    """int8 convolutions with static inputs, for images of 3 channels."""
+    images = [torch.randn(2, 3, 12, 11)]
+    config = pw.Int8StaticActivationInt8WeightConfig
+    return pw.calibrate(net, images, config, filter_fn=lambda module, name: isinstance(module, nn.Conv2d))
+
+
 def states(output: Any) -> Tensor:
     """The tensor that is compared."""
     if isinstance(output, Tensor):

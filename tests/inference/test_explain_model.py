@@ -1,5 +1,6 @@
 """explain says of a layer or a model what runs in it, fused blocks and convolutions included."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,11 @@ from torch import nn
 
 import pennyweight as pw
 from pennyweight.core.spec import QuantSpec
-from pennyweight.inference import ModelExplanation
+from pennyweight.inference import LayerKernel, ModelExplanation
 from pennyweight.kernels import get_kernel
 from pennyweight.kernels.cpu import library
 from pennyweight.kernels.table import case_of, op_of, select
+from tests.inference.fuse_models import conv_net
 
 native = pytest.mark.skipif(library.available() is not True, reason="the native library was not built")
 
@@ -88,6 +90,36 @@ def test_fused_blocks(model: Net) -> None:
     assert [row.name for row in alone.rows][:2] == ["model", "self_attn.in_proj_weight"]
     pw.thaw_(model)
     assert kernels_of(model, x) == before
+
+
+@native
+def test_fused_convolution_nets() -> None:
+    net, x = conv_net(), torch.randn(2, 3, 12, 11)
+    pw.reset_fallbacks()
+    before = kernels_of(net, x)
+    pw.fuse_(net, x)
+    explained = pw.explain(x, net)
+    whole, first, second = explained.rows
+    assert whole == LayerKernel("model", "net", "chains", "Sequential: 2 convolutions in 1 chain")
+    for row in (first, second):
+        note = f"in the net; {before[row.name]} in calls that are not fused"
+        assert row == LayerKernel(row.name, "convolution", "chains", note)
+    outer = nn.ModuleDict({"images": net, "other": nn.Linear(4, 4)})
+    names = {row.name: row.note for row in pw.explain(x, outer).rows}
+    assert list(names) == ["images", "images.0.weight", "images.2.weight", "other.weight"]
+    assert names["images.0.weight"].startswith("in images; ")
+    with torch.inference_mode():
+        net(x)
+    assert not pw.explain(x, net).unfused
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        net(x)
+    assert pw.explain(x, net).unfused == {"autocast is on": 1}
+    assert "not fused in 1 call of fused nets: autocast is on" in str(pw.explain(x, net))
+    other = copy.deepcopy(net)
+    note = "Sequential: chains of convolutions; bound again at its next call"
+    assert pw.explain(x, other).rows[0].note == note
+    pw.thaw_(net)
+    assert kernels_of(net, x) == before
 
 
 LAYERS: list[tuple[Callable[[], nn.Module], str]] = [

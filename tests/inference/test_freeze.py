@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.overrides import TorchFunctionMode
 
 import pennyweight as pw
 from pennyweight.core.formats import INT8
 from pennyweight.core.spec import ActivationSpec, QuantSpec
 from pennyweight.core.tensor import AffineQuantizedTensor as QT
 from pennyweight.kernels.repack import prepare
+from tests.inference.function_mode import SeenFunctions
 from tests.tensors import INT8_GROUPS, INT8_GROUPS_ASYMMETRIC, INT8_STATIC, INT8_TOKEN, SPECS, UINT8_TOKEN, quantized
 
 SCHEMES: dict[str, tuple[str, ActivationSpec | None]] = {
@@ -482,15 +482,6 @@ def test_frozen_and_thawed_while_threads_call_it() -> None:
 
 
 def test_a_function_mode_sees_the_calls() -> None:
-    class Seen(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(64, 32), nn.Linear(64, 16)])
     pw.quantize_(layers, "int8")
@@ -498,7 +489,7 @@ def test_a_function_mode_sees_the_calls() -> None:
     x = torch.randn(2, 64)
     with torch.no_grad():
         expected = [layer(x) for layer in layers]
-        with Seen() as seen:
+        with SeenFunctions() as seen:
             found = [layers[0](x), *pw.together(x, list(layers))]
     assert seen.names.count("linear") == 3
     assert all(map(torch.equal, found, [expected[0], *expected]))

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import pennyweight as pw
 from pennyweight.core.errors import ArgumentError
+from tests.inference.function_mode import SeenFunctions
 from tests.inference.fuse_models import blocks_of, inputs, model_of
 
 transformers = pytest.importorskip("transformers")
@@ -347,18 +347,9 @@ def test_the_activation_function_is_replaced() -> None:
 
 
 def test_a_function_mode_sees_the_operations() -> None:
-    class Seen(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
     model = model_of("llama")
     pw.fuse_(model)
-    with torch.no_grad(), Seen() as seen:
+    with torch.no_grad(), SeenFunctions() as seen:
         model(**ids())
     assert "scaled_dot_product_attention" in seen.names
     pw.reset_fallbacks()

@@ -22,6 +22,7 @@ from pennyweight.planning.configs.aliases import FASTEST
 from pennyweight.planning.module_handlers import HANDLERS
 from pennyweight.planning.plan import PlanRow
 from pennyweight.quantize import Latency
+from tests.inference.fuse_models import conv_config
 
 INT8, DYNAMIC, INT4 = pw.Int8WeightOnlyConfig(), pw.Int8DynamicActivationInt8WeightConfig(), pw.Int4WeightOnlyConfig(32)
 
@@ -401,6 +402,17 @@ def test_candidates_are_timed_with_fused_blocks(quick: None) -> None:
     assert fused.note == "2 blocks fused"
     assert (fused.error or math.inf) < 1.5 * (plain.error or 0)
     assert not any(isinstance(p, AffineQuantizedTensor) for p in model.parameters())
+
+
+@pytest.mark.skipif(library.available() is not True, reason=str(library.available()))
+def test_candidates_are_timed_with_fused_convolution_nets(quick: None) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval(), torch.randn(2, 3, 12, 11)
+    static, dynamic = conv_config(model), pw.FqnToConfig({"0.weight": DYNAMIC, "2.weight": DYNAMIC})
+    found = pw.recommend(model, x, candidates=[static, dynamic], fuse=True).candidates
+    assert (found[1].fused, found[1].fused_nets, found[1].note) == (0, 1, "1 net fused")
+    assert found[1].speed
+    assert found[2].fused_nets == 0
+    assert found[2].note.startswith("1 net not fused: ")
 
 
 class Convolutions(nn.Module):

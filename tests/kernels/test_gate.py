@@ -34,7 +34,7 @@ ADDRESSES = {
     "quantize/rollback.py": "identity", "core/ops/inplace.py": "identity", "core/storage.py": "refuses",
     "integrations/diffusers.py": "identity", "core/ops/view.py": "identity",
     "distributed/collectives.py": "identity",
-    "distributed/fsdp.py": "identity", "inference/fuse_net.py": "identity",
+    "distributed/fsdp.py": "identity", "inference/fuse_conv_net.py": "identity",
     "distributed/sharding.py": "identity", "core/tensor.py": "identity", "export/graph_capture.py": "identity",
     "io/state_dict.py": "identity", "io/gguf/blocks.py": "alignment", "optim/base.py": "identity",
 }  # fmt: skip

@@ -140,8 +140,12 @@ def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.cat.default)
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    return concatenate(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
+
+
+def concatenate(tensors: Sequence[Any], dim: int) -> Any:
+    """Tensors joined along logical ``dim``, quantized; NotImplemented if they are not stored alike: other specs, scales
+    shared by more than one of them, or a float tensor among them. At least one is quantized."""
     first = next(t for t in tensors if isinstance(t, QT))
     axis, d = stored_axis(first, dim), dim % first.ndim
     if not all(
@@ -222,13 +226,16 @@ def _equal(a: QT, b: QT) -> bool:
 
 @implements(aten.stack.default)
 def _stack(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    return stack(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
+
+
+def stack(tensors: Sequence[Any], dim: int) -> Any:
+    """Tensors stacked along a new logical axis ``dim``, quantized; NotImplemented as for :func:`concatenate`."""
     if not all(isinstance(t, QT) for t in tensors):
         return NotImplemented
     dim %= tensors[0].ndim + 1
     grown = [insert_axis(t, dim) for t in tensors]
-    return NotImplemented if any(t is NotImplemented for t in grown) else _cat(func, (grown, dim), {})
+    return NotImplemented if any(t is NotImplemented for t in grown) else concatenate(grown, dim)
 
 
 @implements(aten.index.Tensor, aten.index_select.default)

@@ -4,7 +4,7 @@
 //   x[j] = cap(q[s] * scale . k[j]) + mask[s, j],   cap(x) = softcap * tanh(x / softcap), or x
 //
 // A row without a key that it may see is 0. Arithmetic is in float32, but for few tokens over codes of 8 and 4 bits, whose
-// products are of 16 bits and exact (attention_codes.h). It is in an order that depends only on the row, its
+// products are of 16 bits and exact (attention_quantized.h). It is in an order that depends only on the row, its
 // keys and the number of tokens of the call: neither on the number of threads nor on other rows. Every instruction set
 // gives the same bits. Keys that are not seen may be anything; their values must be finite, or rows may become NaN.
 //

@@ -2,7 +2,7 @@
 // share them. Chunks of keys give partial results, which are combined in order.
 #pragma once
 
-#include "attention_codes.h"
+#include "attention_quantized.h"
 
 namespace {
 namespace attend {

@@ -6,29 +6,27 @@ Part of :func:`~pennyweight.fuse_`. As with transformer blocks only the class of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules import module as _modules
 from torch.utils import _pytree
 
-from ..core import fallback
 from ..core.tensor import AffineQuantizedTensor
 from ..core.tracing import in_memory
 from ..kernels.gate_conv_chain import NativeChain, compile_chain
 from ..planning.report import Row
 from . import check_block as checks
 from .block_arguments import is_observed
+from .detect_changes import Watch, module_classes, own_class, refusal
+from .fused_module import FusedModule, Kind, fuse_class_
+from .plan_conv_chains import Net, Segment, plan, quantized, trace
 from .random_values import Random
-from .recipe import attributes, module_classes
 from .trace_block import Refusal
-from .trace_net import Net, Segment, plan, quantized, trace
 
-_GLOBAL_HOOKS = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
 # Limit of mean |difference| / mean |output|. Codes and sums are equal to the last bit; the mean of global average
 # pooling and activations like SiLU round differently, which moves codes of later inputs by one. Measured: 2e-4 at most.
 TOLERANCE = 1e-2
@@ -51,7 +49,7 @@ class BoundNet:
     """
 
     def __init__(self, root: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.root = weakref.ref(root)
+        self.module = weakref.ref(root)
         with torch.no_grad():
             self.net: Net = plan(root, trace(root), inputs)
         if not self.net.taken:
@@ -74,39 +72,21 @@ class BoundNet:
                 self.items.append((item, module, slots.setdefault(item, len(slots))))
         self.slots = slots
         self.parameters: list[Any] = list(root.parameters())
-        self._watch(root)
-
-    def _watch(self, root: nn.Module) -> None:
-        watched: list[tuple[dict[str, Any], str, Any]] = []
-        hooks: list[Any] = []
-        self.tensors: list[Any] = []
-        self.numbers: list[Tensor] = []
-        for module in root.modules():
-            held: Any = module.__dict__
-            if trains(module):
-                watched.append((held, "training", False))
-            if module is not root:
-                watched.append((held, "forward", None))
-                hooks += [module._forward_hooks, module._forward_pre_hooks]
-            children: Any = module._modules
-            watched += [(children, key, child) for key, child in children.items()]
-            parameters: dict[str, Any] = module._parameters
-            for key, p in parameters.items():
-                watched.append((parameters, key, p))
-                parts: Any = (p._codes, p._scale, p._act_scale, p._act_zero_point) if type(p) is _QT else (p,)
-                if type(p) is _QT:  # an assignment to .data replaces all parts
-                    watched.append((p.__dict__, "_codes", p._codes))
-                self.tensors += [t for t in parts if type(t) in _PLAIN and not t.is_inference()]
-                self.numbers += [p] if type(p) in _PLAIN else []
+        self.watch = Watch(root, trains)
+        held = [p for module in root.modules() for p in module._parameters.values()]
+        self.tensors = [t for p in held for t in _parts(p) if type(t) in _PLAIN and not t.is_inference()]
+        self.numbers: list[Any] = [p for p in held if type(p) in _PLAIN]
         self.versions, self.memory = list(map(_VERSION, self.tensors)), self._memory()
-        watched += [(root.get_submodule(path).__dict__, name, value) for path, name, value in attributes(root)]
-        self.dicts, self.keys, self.values = zip(*watched, strict=True)
-        self.hooks = tuple(hooks)
+
+    def about(self) -> str:
+        """The number of convolutions and chains."""
+        chains = sum(isinstance(item, Segment) for item in self.net.items)
+        return f"{len(self.net.taken)} convolutions in {chains} chain{'s' * (chains > 1)}"
 
     def unchanged(self, root: nn.Module) -> bool:
-        """Whether the net still consists of the same modules, parameters and modes."""
+        """Whether the net still consists of the same modules, parameters, values, attributes and modes."""
         return (
-            self.root() is root and all(map(is_, map(dict.get, self.dicts, self.keys), self.values))
+            self.module() is root and self.watch.unchanged()
             and list(map(_VERSION, self.tensors)) == self.versions and self._memory() == self.memory
         )  # fmt: skip
 
@@ -116,6 +96,12 @@ class BoundNet:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output for a call of the net's forward, or the reason (str) why it is not fused."""
+        try:
+            return self._run(args, kwargs)
+        except ValueError as error:  # sizes that do not fit: the net's own forward has the message
+            return str(error)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason = unfit(args, kwargs, self.count)
         if reason:
             return reason
@@ -123,7 +109,7 @@ class BoundNet:
             return "gradients are enabled; call the model under torch.inference_mode() or torch.no_grad()"
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        if any(self.hooks) or any(_GLOBAL_HOOKS):
+        if self.watch.hooked():
             return "a module in the net has a forward hook"
         held: list[Any] = [*args, *[None] * (len(self.slots) - len(args))]
         for what, read, made in self.items:
@@ -148,7 +134,7 @@ class BoundNet:
         if node.op == "call_method":
             return getattr(args[0], target)(*args[1:], **kwargs)
         if node.op == "get_attr":
-            value: Any = self.root()
+            value: Any = self.module()
             for part in target.split("."):
                 value = getattr(value, part)
             return value
@@ -159,6 +145,11 @@ _KIND = attrgetter("nbytes", "dtype")
 _VERSION = attrgetter("_version")
 _QT = AffineQuantizedTensor
 _PLAIN = (Tensor, nn.Parameter)
+
+
+def _parts(p: Any) -> tuple[Any, ...]:
+    """The tensors of a parameter that chains read."""
+    return (p._codes, p._scale, p._act_scale, p._act_zero_point) if type(p) is _QT else (p,)
 
 
 def unfit(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> str:
@@ -181,94 +172,47 @@ _SAME = (
 
 def trains(module: nn.Module) -> bool:
     """Whether a module may compute something else in training mode. `fold` leaves new nn.Identity modules."""
-    return getattr(type(module), "thawed", type(module)) not in _SAME
+    return own_class(module) not in _SAME
 
 
-class FusedConvNet:
+def _refused(root: nn.Module, recipe: NetRecipe, args: Any, kwargs: Any) -> str:
+    reason = unfit(args, kwargs, len(recipe.sizes)) or refusal(root, trains)
+    return reason or ("a module in it was replaced" if module_classes(root) != recipe.modules else "")
+
+
+def _bind(root: nn.Module, recipe: NetRecipe, args: Any, kwargs: Any) -> BoundNet:
+    return BoundNet(root, tuple(t[:1] for t in args))
+
+
+def _check(fused: Callable[..., Any], root: Any, args: Any, kwargs: Any) -> Any:
+    """fused(root, its class, args, kwargs), compared with the net's own forward."""
+    cls = type(root)
+    y = fused(root, cls, args, kwargs)
+    if type(y) is not str:
+        want = cls.thawed.forward(root, *args, **kwargs)
+        checks.compare(f"{cls.recipe.name}: the output", difference(y, want), TOLERANCE, "net")
+    return y
+
+
+def _weights(net: FusedConvNet) -> list[str]:
+    bound = type(net).bound
+    return [] if bound is None else [f"{path}.weight" for path in bound.net.taken]
+
+
+def _about(net: FusedConvNet) -> str:
+    bound = type(net).bound
+    return "chains of convolutions" if bound is None else bound.about()
+
+
+class FusedConvNet(FusedModule):
     """A net whose quantized convolutions run as native chains. Made by :func:`fuse_`, as a subclass of the net's class.
 
     Calls that native code cannot take run the net's own forward, and are counted in ``pennyweight.fallbacks()`` with
     the reason: training, gradients, autocast, tracing, hooks on inner modules, another dtype, other arguments.
     """
 
-    thawed: type[nn.Module]
+    fused_kind = Kind("net", "chains", _refused, _bind, _check, _weights, _about)
     recipe: NetRecipe
-    bound: BoundNet | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cls: Any = type(self)
-        if not torch.compiler.is_compiling():
-            y = _run(self, cls, args, kwargs)
-            if type(y) is not str:
-                if checks.enabled():
-                    want = cls.thawed.forward(self, *args, **kwargs)
-                    checks.compare(f"{cls.recipe.name}: the output", difference(y, want), TOLERANCE, "net")
-                return y
-            fallback.count(f"fused net: {y}")
-        return cls.thawed.forward(self, *args, **kwargs)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original net. Tensors may be replaced."""
-        type(self).bound = None
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        type(self).bound = None
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        _, _, *state = reduced
-        return (_blank, (type(self).thawed, type(self).recipe), *state)
-
-
-def _run(root: Any, cls: Any, args: Any, kwargs: Any) -> Any:
-    """The output of a call, or the reason (str) why it is not fused."""
-    bound = cls.bound
-    if bound is None or not bound.unchanged(root):
-        reason = unfit(args, kwargs, len(cls.recipe.sizes)) or _bind_again(root, cls, args)
-        if reason:
-            return reason
-        bound = type(root).bound
-    try:
-        return bound.run(args, kwargs)
-    except ValueError as error:  # sizes that do not fit: the net's own forward has the message
-        return str(error)
-
-
-def _bind_again(root: nn.Module, cls: Any, args: Any) -> str:
-    """Bind a net that was copied or unpickled, or whose parameters were replaced; the reason if that is impossible."""
-    if any(module.training and trains(module) for module in root.modules()):
-        return "it is in training mode"
-    if module_classes(root) != cls.recipe.modules:
-        return "a module in it was replaced"
-    was = cls.bound
-    if was is not None and was.root() is not root:  # the class is shared by a shallow copy
-        root.__class__ = cls = fused_class(cls.thawed, cls.recipe)
-    try:
-        bound = BoundNet(root, tuple(t[:1] for t in args))
-    except Refusal as refusal:
-        return str(refusal)
-    if not bound.unchanged(root):
-        return "a module in it has a forward of its own"
-    cls.bound = bound
-    return ""
-
-
-def fused_class(kind: Any, recipe: NetRecipe) -> type:
-    """The class of one fused net: a subclass of its class, so that its methods and registrations still apply."""
-    kind = getattr(kind, "thawed", kind)
-    made: Any = type(
-        f"Fused{kind.__name__}", (FusedConvNet, kind), {"thawed": kind, "recipe": recipe, "__module__": __name__}
-    )
-    made.forward = FusedConvNet.forward  # a class hook of the library may have wrapped it
-    return made
-
-
-def _blank(kind: type, recipe: NetRecipe) -> Any:
-    """Unpickle: a fused net without its state."""
-    cls: Any = fused_class(kind, recipe)
-    return cls.__new__(cls)
 
 
 # -- fuse_ -------------------------------------------------------------------------------------------------------------
@@ -293,7 +237,7 @@ def chained_convolutions(model: nn.Module) -> Iterator[Any]:
 
 
 def _fuse_within(name: str, module: nn.Module, inputs: Any, rows: list[Row]) -> None:
-    kind: Any = getattr(type(module), "thawed", type(module))
+    kind = own_class(module)
     if isinstance(module, FusedConvNet):
         rows.append(Row(name, kind.__name__, (), "net", "chains", 0, 0, note="already fused"))
         return
@@ -322,13 +266,8 @@ def _fuse_net(name: str, module: nn.Module, args: tuple[Any, ...]) -> str:
     bound = BoundNet(module, args)
     verify(module, bound, args)
     recipe = NetRecipe(name or "the model", module_classes(module), tuple(tuple(t.shape[1:]) for t in args))
-    cls: Any = fused_class(type(module), recipe)
-    cls.bound = bound
-    module.__class__ = cls
-    chains = sum(isinstance(item, Segment) for item in bound.net.items)
-    found = f"{len(bound.net.taken)} convolutions in {chains} chain{'s' * (chains > 1)}"
-    rest = [f"{path}: {why}" for path, why in bound.net.left.items()]
-    return "; ".join([found, *rest])
+    fuse_class_(module, FusedConvNet, recipe, bound)
+    return "; ".join([bound.about(), *(f"{path}: {why}" for path, why in bound.net.left.items())])
 
 
 def verify(module: nn.Module, bound: BoundNet, example: tuple[Tensor, ...]) -> None:
@@ -342,10 +281,7 @@ def verify(module: nn.Module, bound: BoundNet, example: tuple[Tensor, ...]) -> N
         cases.append((f"batch {batch}", made))
     with torch.no_grad():
         for case, args in cases:
-            try:
-                y = bound.run(args, {})
-            except ValueError as error:
-                raise Refusal(f"{case}: {error}") from error
+            y = bound.run(args, {})
             if isinstance(y, str):
                 raise Refusal(f"{case}: {y}")
             found = difference(y, type(module).forward(module, *args))

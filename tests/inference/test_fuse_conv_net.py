@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pennyweight as pw
 from pennyweight.inference import CheckError, checked
-from pennyweight.inference.fuse_net import FusedConvNet, difference
+from pennyweight.inference.fuse_conv_net import FusedConvNet, difference
 from pennyweight.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(library.available() is not True, reason=str(library.available()))

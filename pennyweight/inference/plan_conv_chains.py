@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.conv_chain import AddStep, ConvChain, ConvStep, InputStep, MaxStep, MeanStep, fits
+from .detect_changes import own_class
 from .trace_block import Refusal
 
 INF = math.inf
@@ -33,8 +34,7 @@ class _Tracer(fx.Tracer):
 
 def trace(module: nn.Module) -> fx.Graph:
     """The graph of a module's own forward. Raises Refusal if torch.fx cannot trace it."""
-    kind: Any = getattr(type(module), "thawed", type(module))
-    twin = object.__new__(kind)
+    twin = object.__new__(own_class(module))
     twin.__dict__ = module.__dict__
     try:
         return _Tracer().trace(twin)
@@ -69,7 +69,7 @@ class Reader:
 
     def kind(self, node: fx.Node) -> Any:
         module = self.modules.get(node)
-        return None if module is None else getattr(type(module), "thawed", type(module))
+        return None if module is None else own_class(module)
 
     def clip(self, node: fx.Node) -> Clip | None:
         """The bounds of an activation that only clips."""
