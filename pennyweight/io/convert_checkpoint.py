@@ -22,7 +22,7 @@ from .codecs import CODECS
 from .config_files import METHOD, config_bytes, copy_side_files, folder_of, method_files, quantization_config
 from .detect_format import open as open_any
 from .file import CheckpointError
-from .lazy_checkpoint import Opened, StoredTensor
+from .lazy_checkpoint import NEAREST, Opened, StoredTensor
 from .manifest import Meta
 from .meta_model import looks_linear
 from .output_formats import COPIED, EXACT, FLOAT, FLOATS, QUANTIZED, REQUANTIZED, OutputChoice, OutputFormat
@@ -32,7 +32,6 @@ from .saving import MAX_SHARD_BYTES, assign_shards
 from .state_dict import Item
 from .streaming import QuantizationNoise
 
-NEAREST = "nearest"
 _KEEPS_ORDER = tuple(codec.name for codec in CODECS if codec.writing is not None and codec.writing.perm)
 
 
@@ -124,20 +123,10 @@ def convert(
 
 # -- codes that an algorithm chose -------------------------------------------------------------------------------------
 
-# Formats whose weights an algorithm chose, unless their metadata say otherwise
-_SOLVED = {"gptq": "GPTQ", "gptq_v2": "GPTQ", "awq": "AWQ", "hqq": "HQQ"}
-
-
-def algorithm_in(source: Opened) -> str:
-    """The algorithm that chose the codes of a checkpoint; "" if they are rounded to nearest, or if it does not say."""
-    said = source.metadata.get(ALGORITHM)
-    algorithm = said if isinstance(said, str) else _SOLVED.get(source.format, "")
-    return "" if algorithm == NEAREST else algorithm[:200]
-
 
 def _check_algorithm(source: Opened, again: Sequence[str], target: str, permitted: bool) -> None:
     """Raise CheckpointError if weights whose codes an algorithm chose would be rounded again."""
-    algorithm = algorithm_in(source)
+    algorithm = source.algorithm
     if algorithm and again and not permitted:
         raise CheckpointError(
             source.path, again[0], f"{algorithm} chose its codes, and {target} cannot store them: this weight and "
@@ -289,7 +278,7 @@ def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Repor
         [target.name, *(f"{name}: {choice}" for name, choice in chosen.items())],
         assign_shards(items, size),
         side_files(source, method, _told_dtype(chosen) if target.holds == FLOATS else None),
-        _with_algorithm(target, algorithm_in(source) if metas else ""),
+        _with_algorithm(target, source.algorithm if metas else ""),
         noise,
     )
     after = {item.name: item.nbytes for item in items}

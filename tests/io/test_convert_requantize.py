@@ -110,6 +110,15 @@ def test_gguf_files_too(tmp_path: Path) -> None:
     assert report.notes[-1].startswith("warning: 14 weights were rounded again; SQNR against the source")
 
 
+def test_a_loaded_model_remembers(tmp_path: Path) -> None:
+    own(tmp_path / "own", INT4, algorithm="hqq")
+    pw.save(pw.load(tmp_path / "own", Net().half()), tmp_path / "again")
+    assert metadata(tmp_path / "again")["pennyweight_algorithm"] == "hqq"
+    pw.convert(tmp_path / "own", tmp_path / "gptq", to="gptq", requantize=True)
+    with pw.open(tmp_path / "gptq") as checkpoint:
+        assert checkpoint.algorithm == "hqq"
+
+
 def test_a_dequantized_model_has_no_algorithm(tmp_path: Path) -> None:
     model = Net().half()
     pw.quantize_(model, INT4, algorithm="hqq")
