@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @report_errors
 def convert(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder, a file, an index.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder, a file, a Hub id.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="A folder; a file for gguf.")],
     to: Annotated[str, typer.Option(metavar="FORMAT", help="Required; see docs/formats.md for the formats.")] = "",
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="For --to float: float32, float16, bfloat16.")] = "",
@@ -58,6 +58,7 @@ def convert(
     """
     from ..core.spec import DTYPES
     from ..io import convert as run
+    from ..io import local_path
     from ..io.convert_checkpoint import formats
     from ..planning.report import nbytes_of
     from .inspect import contents
@@ -67,6 +68,7 @@ def convert(
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     size = nbytes_of(max_shard_size)
+    src = local_path(src, allow_pickle)
 
     def job(folder: str = dst, **how: Any) -> Report:
         return run(

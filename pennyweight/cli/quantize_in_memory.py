@@ -21,12 +21,13 @@ SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published GPTQ results use 128
 def write_calibrated(
     model_dir: str, out_dir: str, config: AOBaseConfig | None, budget: tuple[list[str], int | None], algorithm: Any,
     texts: list[str], skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, dry_run: bool = False,
-    resume: bool | None = None, progress: Any = None,
+    resume: bool | None = None, progress: Any = None, finish: Any = None,
 ) -> Report:  # fmt: skip
     """Quantize the model of a Hugging Face folder with an algorithm, and write it. Returns the report.
 
     config   None: search within ``budget``: amounts, and the sequence length of the timed call
     resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state to resume from
+    finish   called with the written folder and the report, before the folder is put in place
 
     Files are written next to out_dir and moved there atomically when complete. Raises ValueError for unreadable texts
     or folders, PlanError, CheckpointError, OSError; out_dir is then unchanged except for the state to resume from.
@@ -63,6 +64,8 @@ def write_calibrated(
             with replacing(out_dir) as folder:
                 save(model, folder, max_shard_bytes=max_shard_bytes)
                 copy_side_files(model_dir, folder, quantization_config(chosen, skip or None))
+                if finish is not None:
+                    finish(folder, report)
     return report
 
 

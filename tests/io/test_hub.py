@@ -354,10 +354,10 @@ def test_missing_repositories_are_said(hub: Hub, tmp_path: Path, monkeypatch: py
         local_path("org/gated")
     hub.add("org/private", {}, private=True)
     monkeypatch.setenv("HF_TOKEN", "")
-    with pytest.raises(HubError, match="^org/private: not found, .*a private repository needs hf auth login"):
+    with pytest.raises(HubError, match=r"^org/private: not found, .*a private repository needs hf auth login"):
         local_path("org/private")
     monkeypatch.setenv("HF_TOKEN", "hf_old")
-    with pytest.raises(HubError, match="^org/name: "):
+    with pytest.raises(HubError, match=r"^org/name: not found"):
         local_path("org/name")
 
 
