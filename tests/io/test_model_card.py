@@ -102,16 +102,13 @@ def test_golden_outputs_are_named(tmp_path: Path) -> None:
     assert "verify" not in model_card(str(folder))
 
 
-@pytest.mark.parametrize("to", ["compressed-tensors", "gptq", "awq", "fp8", "float", "gguf", "bitsandbytes", "mxfp4"])
+@pytest.mark.parametrize("to", ["compressed-tensors", "gptq", "awq", "fp8", "float", "gguf", "bitsandbytes"])
 def test_every_format_has_a_card(tmp_path: Path, to: str) -> None:
-    configs = {"fp8": pw.Float8WeightOnlyConfig(), "mxfp4": pw.MXWeightOnlyConfig(), "bitsandbytes": "nf4"}
+    configs = {"fp8": pw.Float8WeightOnlyConfig(), "bitsandbytes": "nf4"}
     config = configs.get(to, pw.IntxWeightOnlyConfig(torch.int4, pw.PerGroup(32)))
     folder, _ = folder_of(tmp_path / "small", config)
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
-    try:
-        pw.convert(folder, out, to=to)
-    except ValueError as error:  # this format cannot hold the weights
-        pytest.skip(str(error))
+    pw.convert(folder, out, to=to)
     text = model_card(str(out))
     front_matter(text)
     assert "pw.load(" in text
