@@ -10,17 +10,20 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import __version__
+from ..core.formats import all_formats
+from ..planning.report import Report
 from .atomic_write import is_staging
 from .checkpoint import INDEX, SINGLE
+from .codecs import CODECS
 from .config_files import ENDINGS, METHOD, NAMES, folder_of
 from .detect_format import PICKLES, open
 from .file import CheckpointError
 from .lazy_checkpoint import Opened
-from .model_card import CARD, fill_in_repository, is_generated, model_card
+from .model_card import CARD, MAX_CARD_BYTES, fill_in_repository, is_generated, model_card
 from .replace_checkpoint import is_ours, is_partial_name
 from .strict_json import read_bytes, resolve_inside
 
@@ -30,7 +33,6 @@ _FILES = (".safetensors", ".gguf", ".json", ".yaml", ".yml", *PICKLES)  # "org/n
 # weights ("onnx/"); those that start with a digit belong to sentence-transformers
 _DATA = [*(f"*{ending}" for ending in ENDINGS), *(f"{name}*" for name in NAMES)]
 _ELSEWHERE = ["[!0-9]*/*", "*/*.safetensors"]
-_MAX_CARD_BYTES = 4 << 20
 
 
 class HubError(ValueError):
@@ -295,14 +297,14 @@ def _operations(
     """What the commit adds and removes."""
     real, text = os.path.realpath(folder), None
     if CARD in names:
-        text = read_bytes(resolve_inside(real, CARD), _MAX_CARD_BYTES)
+        text = read_bytes(resolve_inside(real, CARD), MAX_CARD_BYTES)
         names = [name for name in names if name != CARD]
     elif card:
         text = model_card(folder).encode()
     if text is not None and is_generated(text):
         if CARD in there:
             old = hub.hf_hub_download(repo, CARD, revision=revision, token=token)
-            text = fill_in_repository(text, repo) if is_generated(read_bytes(old, _MAX_CARD_BYTES)) else None
+            text = fill_in_repository(text, repo) if is_generated(read_bytes(old, MAX_CARD_BYTES)) else None
         else:
             text = fill_in_repository(text, repo)
     add = [hub.CommitOperationAdd(name, resolve_inside(real, name)) for name in names]
@@ -310,6 +312,31 @@ def _operations(
         add.append(hub.CommitOperationAdd(CARD, text))
     old_weights = [name for name in there if is_ours(name) and name not in names] if any(map(is_ours, names)) else []
     return [*add, *(hub.CommitOperationDelete(name) for name in old_weights)]
+
+
+def uploaded_card(folder: str, repo: str, card: bytes, *, base: str = "", report: Report | None = None) -> bytes:
+    """The card to upload with a folder that another library is about to upload with ``card``, a generated one.
+
+    base    Hub id of the float model; its license, language and task are carried over if its card can be read
+    report  of the quantization
+
+    Tags of ``card`` are kept, without those that name formats of weights.
+    """
+    from huggingface_hub import ModelCard, hf_hub_download
+    from huggingface_hub.errors import HTTPError
+
+    source, tags = "", []
+    with suppress(ValueError):  # invalid metadata
+        known = {*(f.name for f in all_formats()), *(codec.name for codec in CODECS)}
+        tags = [tag for tag in ModelCard(card.decode("utf-8", "replace")).data.tags or () if tag not in known]
+    if base:
+        with suppress(HTTPError, OSError, ValueError):  # it has no card, or is not on this Hub
+            source = os.path.dirname(hf_hub_download(base, CARD))
+    try:
+        text = model_card(folder, source=source, base=base, report=report, tags=tags)
+    except CheckpointError:  # the weights are elsewhere, as of adapters
+        return card
+    return fill_in_repository(text.encode(), repo)
 
 
 def _why_not_written(error: BaseException) -> str:

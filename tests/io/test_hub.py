@@ -80,6 +80,10 @@ def test_push_to_hub_of_a_model(hub: Hub, tmp_path: Path, save_as: str) -> None:
     assert {"config.json", "model.safetensors", "README.md"} <= files.keys()
     assert json.loads(files["config.json"])["quantization_config"]["quant_method"] == save_as
     again = snapshot_download(REPO)
+    card = ModelCard(files["README.md"].decode())
+    assert MARK in card.text
+    assert f'from_pretrained("{REPO}")' in card.text
+    assert "| SQNR of the weights | mean" in card.text
     fresh = pw.load(again, llama())
     for name, w in model.named_parameters():
         other = fresh.get_parameter(name)
@@ -94,6 +98,32 @@ def test_push_to_hub_of_a_model_quantized_in_place(hub: Hub) -> None:
     model.push_to_hub(REPO, commit_message="Quantized", max_shard_size="50KB")
     assert sum(name.endswith(".safetensors") for name in hub.repos[REPO].main) > 1
     assert_same_weights(AutoModelForCausalLM.from_pretrained(snapshot_download(REPO)), model)
+
+
+def test_the_card_of_a_pushed_model(hub: Hub, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "float")
+    card = b"---\nlicense: apache-2.0\n---\nBase\n"
+    hub.add("org/float", {**data(tmp_path / "float"), "README.md": card})
+
+    def pushed(model: Any, **how: Any) -> ModelCard:
+        model.push_to_hub(REPO, **how)
+        return ModelCard(hub.repos[REPO].main["README.md"].decode())
+
+    model = AutoModelForCausalLM.from_pretrained("org/float")
+    assert "automatically generated" in pushed(model).text  # transformers' own, of a float model
+    pw.quantize_(model, "int4")
+    first = pushed(model, tags=["mine"])
+    assert (first.data.base_model, first.data.license) == ("org/float", "apache-2.0")
+    assert first.data.tags == ["pennyweight", "quantized", "uint4", "mine"]
+    config = pw.PennyweightConfig("int8")
+    model = AutoModelForCausalLM.from_pretrained("org/float", quantization_config=config)
+    second = pushed(model)  # a generated card is replaced, its tags are kept
+    assert "Int8WeightOnlyConfig" in second.text
+    assert second.data.tags == ["pennyweight", "quantized", "int8", "mine"]
+    again = pushed(AutoModelForCausalLM.from_pretrained(REPO))
+    assert again.data.base_model is None  # not the quantized model itself
+    hub.add(REPO, {"README.md": b"---\nlicense: mit\n---\nBy hand\n"})
+    assert "By hand" in pushed(model).text
 
 
 def test_a_new_checkpoint_replaces_the_weights_of_the_old_one(hub: Hub, tmp_path: Path) -> None:
