@@ -26,7 +26,18 @@ if TYPE_CHECKING:
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder, a file, a Hub id.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="A folder; a file for gguf.")],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="Required; see docs/formats.md for the formats.")] = "",
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Required without --for; see docs/formats.md for the formats.")
+    ] = "",
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--for", metavar="ENGINE", help="The format that vllm, vllm-gpu, llama.cpp or transformers reads best."
+        ),
+    ] = "",
+    requantize: Annotated[
+        bool, typer.Option("--requantize", help="Round weights again even if an algorithm such as GPTQ chose them.")
+    ] = False,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="For --to float: float32, float16, bfloat16.")] = "",
     gguf_type: Annotated[
         str, typer.Option("--type", metavar="TYPE", help="Type of the matrices in a GGUF file, such as q8_0 or q4_k.")
@@ -60,11 +71,14 @@ def convert(
     from ..io import convert as run
     from ..io import local_path
     from ..io.convert_checkpoint import formats
+    from ..planning.engines import GGUF, engine_of
     from ..planning.report import nbytes_of
     from .inspect import contents
 
-    if not to:
-        raise ValueError(f"--to is required: one of {', '.join(formats())}")
+    if not (to or engine):
+        raise ValueError(f"--to is required: one of {', '.join(formats())}; or --for an engine")
+    if engine and engine_of(engine).formats == (GGUF,):
+        to = to or GGUF
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     size = nbytes_of(max_shard_size)
@@ -72,8 +86,9 @@ def convert(
 
     def job(folder: str = dst, **how: Any) -> Report:
         return run(
-            src, folder, to=to, dtype=DTYPES[dtype] if dtype else None, gguf_type=gguf_type or None,
-            names=names or None, allow_pickle=allow_pickle, max_shard_bytes=size, **how,
+            src, folder, to=to or "pennyweight", for_=engine or None, requantize=requantize,
+            dtype=DTYPES[dtype] if dtype else None, gguf_type=gguf_type or None, names=names or None,
+            allow_pickle=allow_pickle, max_shard_bytes=size, **how,
         )  # fmt: skip
 
     check_report_path(report_path, None if dry_run or to == "gguf" else dst)
@@ -90,3 +105,6 @@ def convert(
         report = job(folder, resume=resume, progress=told)
     publish_output(folder, dst)
     print_report(report, before, contents(dst).file_bytes, report_path)
+    for note in report.notes:
+        if note.startswith("warning: "):
+            typer.echo(f"pennyweight: {note}", err=True)

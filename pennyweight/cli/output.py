@@ -27,7 +27,7 @@ FAILED = 2
 _OPTIONS = {
     "resume=False": "--no-resume", "skip=": "--skip ", "group_size=": "--group-size ",
     "on_indivisible=": "--on-indivisible ", "allow_pickle=True": "--allow-pickle", "gguf_type=": "--type ",
-    "to=": "--to ",
+    "to=": "--to ", "requantize=True": "--requantize",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})")
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..planning.configs.aliases import CONFIGS, by_name
+from ..planning.configs.aliases import CONFIGS, algorithm_of, by_name
+from ..planning.configs.files import is_config_file, layer_config, read_config, write_config
 from .evaluate import MaxKL, Texts, check_bound, check_room, run_gated
 from .output import (
     Traceback,
@@ -37,7 +38,37 @@ def quantize(
     out_dir: Annotated[
         str, typer.Argument(metavar="OUT_DIR", help="A folder: new, empty, or an interrupted run of the same command.")
     ],
-    config: Annotated[str, typer.Option(metavar="NAME", help="Required; one of the names listed below.")] = "",
+    config: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Of all linear layers: one of the names listed below, or a .yaml or .json file that maps patterns of "
+            "names to configs. Required without --layer, --embeddings or --budget.",
+        ),
+    ] = "",
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN=CONFIG",
+            help="The config of some layers: a name or glob such as '*.down_proj=int8', 'lm_head=int4:32' (groups of "
+            "32) or '*.k_proj=none'. The first match applies, before --config. Repeatable.",
+        ),
+    ] = None,
+    embeddings: Annotated[
+        str, typer.Option(metavar="CONFIG", help="The config of embeddings, and of output layers tied to them.")
+    ] = "",
+    save_config: Annotated[
+        str, typer.Option(metavar="FILE", help="Write the config, or that found by --budget, to a .yaml or .json file.")
+    ] = "",
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            metavar="ENGINE",
+            help="Check first that an engine reads every weight: vllm, vllm-gpu, llama.cpp, transformers, "
+            "onnxruntime or openvino.",
+        ),
+    ] = "",
     group_size: Annotated[int | None, typer.Option(help="Weights that share a scale, for configs with groups.")] = None,
     skip: Annotated[
         list[str] | None,
@@ -103,19 +134,30 @@ def quantize(
     """
     from ..planning.report import nbytes_of
 
-    if not config and not budget:
+    by_layer = bool(layer or embeddings)
+    if not (config or budget or by_layer):
         raise ValueError(f"--config is required: one of {', '.join(CONFIGS)}; --help describes them")
-    if config and budget:
-        raise ValueError("--budget chooses the config; leave out --config")
+    if (config or by_layer) and budget:
+        raise ValueError("--budget chooses the config of each layer; leave out --config, --layer and --embeddings")
     if budget and not calibration:
         raise ValueError("--budget measures the loss of each layer; pass text with --calibration")
-    if calibration and not (algorithm or budget):
-        algorithm = "auto"
+    if algorithm_of(config) and not (calibration or algorithm):
+        raise ValueError(
+            f"--config {config} stands for --algorithm {algorithm_of(config)}, which needs text: pass --calibration"
+        )
+    if not (algorithm or budget) and (calibration or algorithm_of(config)):
+        algorithm = algorithm_of(config) or "auto"
     if latency_tokens is not None and not (budget and latency_tokens > 0):
         raise ValueError("--latency-tokens must be positive and needs --budget")
     if budget and group_size is not None:
         raise ValueError("--group-size needs --config; --budget chooses the group size too")
-    chosen, max_shard_bytes = by_name(config, group_size) if config else None, nbytes_of(max_shard_size)
+    if group_size is not None and (not config or is_config_file(config)):
+        raise ValueError("--group-size belongs to a --config given by its name")
+    if save_config and not is_config_file(save_config):
+        raise ValueError(f"--save-config {save_config}: the name of a config file must end in .yaml, .yml or .json")
+    given = read_config(config) if is_config_file(config) else by_name(config, group_size) if config else None
+    chosen = None if budget else layer_config(layer or (), embeddings or None, given)
+    max_shard_bytes = nbytes_of(max_shard_size)
     check_report_path(report_path, None if dry_run else out_dir)
     check_bound(max_kl)
     if (max_kl is None) != (not text):
@@ -140,7 +182,7 @@ def quantize(
         recipe = algorithm if algorithm.endswith((".yaml", ".yml")) else [s for s in algorithm.split("+") if s]
         return write_calibrated(
             model_dir, folder, chosen, (budget or [], latency_tokens), recipe or "auto", calibration or [],
-            tuple(skip or ()), on_indivisible, max_shard_bytes, **how,
+            tuple(skip or ()), on_indivisible, max_shard_bytes, save_config, engine or None, **how,
         )  # fmt: skip
 
     def job(folder: str = out_dir, **how: Any) -> Report:
@@ -149,7 +191,7 @@ def quantize(
         assert chosen is not None
         return quantize_checkpoint(
             model_dir, folder, chosen, skip=tuple(skip or ()), on_indivisible=on_indivisible,
-            max_shard_bytes=max_shard_bytes, ranks=several and not how.get("dry_run"), **how,
+            max_shard_bytes=max_shard_bytes, ranks=several and not how.get("dry_run"), for_=engine or None, **how,
         )  # fmt: skip
 
     if os.path.realpath(model_dir) == os.path.realpath(out_dir):
@@ -184,4 +226,6 @@ def quantize(
                 publish_output(folder, out_dir)
         after = contents(out_dir).file_bytes
     if is_first_rank():
+        if save_config and chosen is not None:
+            write_config(chosen, save_config)
         print_report(report, before, after, report_path)

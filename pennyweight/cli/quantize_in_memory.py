@@ -20,12 +20,15 @@ SEQUENCES, LENGTH, BATCH, FEW = 128, 512, 4, 8  # published GPTQ results use 128
 
 def write_calibrated(
     model_dir: str, out_dir: str, config: AOBaseConfig | None, budget: tuple[list[str], int | None], algorithm: Any,
-    texts: list[str], skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, dry_run: bool = False,
-    resume: bool | None = None, progress: Any = None, finish: Any = None,
+    texts: list[str], skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, save_config: str = "",
+    engine: str | None = None, dry_run: bool = False, resume: bool | None = None, progress: Any = None,
+    finish: Any = None,
 ) -> Report:  # fmt: skip
     """Quantize the model of a Hugging Face folder with an algorithm, and write it. Returns the report.
 
-    config   None: search within ``budget``: amounts, and the sequence length of the timed call
+    config   None: search within ``budget``: amounts, and the sequence length of the timed call; ``save_config``: file
+             of the config found
+    engine   as ``for_`` of quantize_
     resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state to resume from
     finish   called with the written folder and the report, before the folder is put in place
 
@@ -36,6 +39,7 @@ def write_calibrated(
     from ..io import save
     from ..io.config_files import copy_side_files, quantization_config
     from ..io.replace_checkpoint import replacing
+    from ..planning.configs.files import write_config
     from ..quantize import quantize_
     from ..report.loading import load_folder, load_tokenizer, read_texts, text_batches
 
@@ -49,16 +53,18 @@ def write_calibrated(
     if config is None:
         found = search(
             model, batches or [], budget[0], skip=skip, example=_example(model, batches or [], budget[1]),
-            progress=progress,
+            progress=progress, for_=engine,
         )  # fmt: skip
         typer.echo(str(found), err=True)
+        if save_config:
+            write_config(found.config, save_config)
         chosen, left_out = found.config, ()
     else:
         chosen, left_out = config, skip
     with _journal(out_dir, None if dry_run else resume) as journal:
         report = quantize_(
             model, chosen, skip=left_out, calibration=batches, algorithm=algorithm, resume=journal,
-            on_indivisible=on_indivisible, dry_run=dry_run, progress=progress,
+            on_indivisible=on_indivisible, dry_run=dry_run, progress=progress, for_=engine,
         )  # fmt: skip
         if not dry_run:
             with replacing(out_dir) as folder:

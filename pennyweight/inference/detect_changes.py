@@ -46,9 +46,18 @@ def refusal(root: nn.Module, trains: Callable[[nn.Module], bool]) -> str:
     else in training mode."""
     if any(module.training and trains(module) for module in root.modules()):
         return "it is in training mode"
-    if any("forward" in module.__dict__ for module in root.modules() if module is not root):
+    if any(_replaced_forward(module) for module in root.modules() if module is not root):
         return "a module in it has a forward of its own"
     return ""
+
+
+def _replaced_forward(module: nn.Module) -> bool:
+    """Whether the module has another forward than its class. accelerate leaves that of the class behind when it removes
+    its hooks."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and not (
+        getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    )
 
 
 class Watch:
@@ -67,7 +76,7 @@ class Watch:
             if trains(module):
                 watched.append((held, "training", False))
             if module is not root:
-                watched.append((held, "forward", None))
+                watched.append((held, "forward", held.get("forward")))
                 hooks += [module._forward_hooks, module._forward_pre_hooks]
             children: Any = module._modules
             parameters: Any = module._parameters

@@ -30,7 +30,8 @@ from ..io.output_formats import FORMATS
 from ..io.state_dict import slots_of
 from ..io.strict_json import read_bytes
 from ..planning.configs import AOBaseConfig
-from ..planning.configs.aliases import by_name
+from ..planning.configs.aliases import algorithm_of, by_name
+from ..planning.configs.files import is_config_file, read_config
 from ..planning.configs.serialize import config_from_data
 from ..planning.plan import ON_INDIVISIBLE
 from .transformers_quantizer import PennyweightQuantizer
@@ -41,8 +42,8 @@ __all__ = ["PennyweightConfig", "PennyweightQuantizer", "attach_quantizer", "loa
 class PennyweightConfig(QuantizationConfigMixin):
     """Quantize while loading: ``from_pretrained(folder, quantization_config=PennyweightConfig("int4"))``.
 
-    config                  one of our configs, or its short name ("int4", "int8-dynamic"); FqnToConfig for layers by
-                            name
+    config                  one of our configs, its short name ("int4", "int8-dynamic") or the path of its file;
+                            FqnToConfig for layers by name
     group_size              of a config given by its short name
     skip                    modules and parameters that stay float, as for ``pw.quantize_``: names, ends of names, globs
     modules_to_not_convert  names (or patterns, as in transformers) of modules that stay float. Default: the output
@@ -88,7 +89,12 @@ class PennyweightConfig(QuantizationConfigMixin):
         if group_size is not None and not isinstance(config, str):
             raise ValueError('group_size needs a config given by its short name, such as "int4"; set it in the config')
         if isinstance(config, str):
-            config = by_name(config, group_size)
+            if algorithm_of(config):
+                raise ValueError(
+                    f"{config} stands for the algorithm {algorithm_of(config)}, which needs calibration data; load the "
+                    "model and call pw.quantize_(model, config, calibration=...)"
+                )
+            config = read_config(config) if is_config_file(config) else by_name(config, group_size)
         elif isinstance(config, dict):
             config = config_from_data(config)
         elif config is not None and not isinstance(config, AOBaseConfig):

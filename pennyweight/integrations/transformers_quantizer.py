@@ -23,6 +23,7 @@ from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY
 from ..io.file import CheckpointError, KeyedError
 from ..io.manifest import Meta, stored_parts
 from ..io.output_formats import convert_exactly
+from ..io.saving import algorithm_of
 from ..io.state_dict import build, flatten, slots_of
 from ..io.validate import check_data
 from ..kernels.repack import choose_layout, prepare
@@ -192,10 +193,11 @@ class PennyweightQuantizer(HfQuantizer):
         asked = self.quantization_config
         if asked.save_as == METHOD:
             asked.written = None
-            return flatten(state)
+            tensors, metadata = flatten(state)
+            return tensors, metadata | algorithm_of(model)
         linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         tensors, asked.written = convert_exactly(state, asked.save_as, linear)
-        return tensors, {}
+        return tensors, algorithm_of(model)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         # Conversions of names and tensors on load are not undone on saving: they do not support stored parts

@@ -5,27 +5,34 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..core.spec import DTYPES
-from ..planning.report import Report, Row
+from ..planning.engines import GGUF, ONNX, Refuses, check_fused, engine_of, refusal, verdict
+from ..planning.report import ALGORITHM, Report, Row
+from ..planning.scheme import Scheme
 from . import output_formats
+from .activation_order import undo_activation_order
 from .atomic_write import write_bytes
 from .codecs import CODECS
 from .config_files import METHOD, config_bytes, copy_side_files, folder_of, method_files, quantization_config
 from .detect_format import open as open_any
 from .file import CheckpointError
-from .lazy_checkpoint import Opened, StoredTensor
+from .lazy_checkpoint import NEAREST, Opened, StoredTensor
 from .manifest import Meta
 from .meta_model import looks_linear
 from .output_formats import COPIED, EXACT, FLOAT, FLOATS, QUANTIZED, REQUANTIZED, OutputChoice, OutputFormat
 from .resumable_write import Job, Told, carry_out, check_places
 from .safetensors_file import Entry
 from .saving import MAX_SHARD_BYTES, assign_shards
+from .state_dict import Item
 from .streaming import QuantizationNoise
+
+_KEEPS_ORDER = tuple(codec.name for codec in CODECS if codec.writing is not None and codec.writing.perm)
 
 
 def formats() -> tuple[str, ...]:
@@ -46,6 +53,8 @@ def convert(
     resume: bool = True,
     dry_run: bool = False,
     progress: Told | None = None,
+    for_: str | None = None,
+    requantize: bool = False,
 ) -> Report:
     """Convert a checkpoint of any readable format to another; report which tensors are exact and which requantized.
 
@@ -59,14 +68,21 @@ def convert(
     allow_pickle   see :func:`open`
     resume     continue an interrupted run in dst; the result is byte-identical
     dry_run    only plan and validate
+    for_       an inference engine ("vllm", "llama.cpp", ...) in place of ``to``: the file format from which it reads
+               most weights exactly. A weight that it does not read raises; see planning/engines.py
+    requantize permit rounding a weight again whose codes an algorithm chose (gptq, awq, hqq, ...)
 
     A tensor that the target format can represent exactly keeps its numbers. If only its scales must be rounded to
     another dtype, the codes stay unchanged; otherwise it is requantized from its values. ``report.rows`` give the SQNR
-    against the source (inf: exact). Peak memory is about the largest tensor, less where it can be read by rows. Raises
+    against the source (inf: exact), ``report.notes`` how many numbers changed. Where an algorithm chose the codes,
+    which the files of this library record and those of GPTQ, AWQ and HQQ imply, requantizing would lose its work: it
+    raises unless ``requantize``. Peak memory is about the largest tensor, less where it can be read by rows. Raises
     CheckpointError for a bad source or a folder with other contents, ValueError for unknown options, OSError if a write
     fails.
     """
     to = {"native": "pennyweight", "safetensors": "float"}.get(to, to)
+    if for_ is not None and engine_of(for_).formats == (GGUF,) and to == "pennyweight":
+        to = "gguf"
     if to not in formats():
         raise ValueError(f"cannot write {to!r}; writable formats: {', '.join(formats())}")
     if dtype is not None and (to != "float" or dtype not in DTYPES.values()):
@@ -80,16 +96,141 @@ def convert(
             from .gguf.reader import under_hf_names
 
             source = under_hf_names(found, names)
+        keeps = to in ("pennyweight", "float") and for_ is None
+        source, unordered = (source, []) if keeps or to in _KEEPS_ORDER else undo_activation_order(source)
         if to == "gguf":
             from .gguf.export import write_gguf
 
-            return write_gguf(source, dst, gguf_type, names, resume, dry_run, progress)
+            options = (source, dst, gguf_type, names, resume)
+            planned = write_gguf(*options, True, None)
+            lost = [row.name for row in planned.rows if row.note.startswith(REQUANTIZED)]
+            _check_algorithm(found, lost, "GGUF", requantize)
+            if dry_run:
+                return planned
+            report = write_gguf(*options, False, progress)
+            report.notes += [*_order_note(unordered), *_requantized_note(report, {})]
+            return report
         check_places(source.files, source.path, dst)
-        target = _target(to, dtype)
+        target = _target(to, dtype) if for_ is None else _target_for(source, for_, to)
         job, report, chosen = _decide(source, target, max_shard_bytes)
+        again = [name for name, choice in chosen.items() if choice.how == REQUANTIZED and not choice.codes]
+        _check_algorithm(source, again, target.name, requantize)
         if not dry_run:
             fill(report, chosen, carry_out(job, dst, resume, progress))
+            report.notes += [*_order_note(unordered), *_requantized_note(report, job.noise.changed)]
     return report
+
+
+# -- codes that an algorithm chose -------------------------------------------------------------------------------------
+
+
+def _check_algorithm(source: Opened, again: Sequence[str], target: str, permitted: bool) -> None:
+    """Raise CheckpointError if weights whose codes an algorithm chose would be rounded again."""
+    algorithm = source.algorithm
+    if algorithm and again and not permitted:
+        raise CheckpointError(
+            source.path, again[0], f"{algorithm} chose its codes, and {target} cannot store them: this weight and "
+            f"{len(again) - 1} more would be rounded to nearest again; pass requantize=True if that is wanted"
+        )  # fmt: skip
+
+
+def _order_note(unordered: Sequence[str]) -> list[str]:
+    if not unordered:
+        return []
+    return [f"activation order undone in {len(unordered)} weights such as {unordered[0]}: the layers before them have "
+            "their outputs in that order; the model computes the same"]  # fmt: skip
+
+
+def _requantized_note(report: Report, changed: Mapping[str, int]) -> list[str]:
+    """A warning with the numbers, if weights were rounded again."""
+    rows = [row for row in report.rows if row.note.startswith(REQUANTIZED) and row.sqnr is not None]
+    if not rows:
+        return []
+    worst = min(rows, key=lambda row: row.sqnr or 0.0)
+    moved = sum(changed[row.name] for row in rows if row.name in changed)
+    total = sum(math.prod(row.shape) for row in rows if row.name in changed)
+    share = f", {moved:,} of {total:,} numbers changed" if total else ""
+    return [
+        f"warning: {len(rows)} weights were rounded again{share}; SQNR against the source {worst.sqnr:.1f} dB in the "
+        f"worst, {worst.name}"
+    ]
+
+
+# -- output for an engine ----------------------------------------------------------------------------------------------
+
+
+def _target_for(source: Opened, engine: str, to: str) -> OutputFormat:
+    """The output for an engine: the first of its formats that stores every weight, else its preferred one. Raises
+    CheckpointError for a weight that the engine does not read, ValueError for a format that it does not read."""
+    known = engine_of(engine)
+    if ONNX in known.formats:
+        raise ValueError(f"{known.title} reads ONNX files: pennyweight export-onnx SRC model.onnx")
+    formats = known.formats if to == "pennyweight" else (to,)
+    if to not in ("pennyweight", *known.formats):
+        raise ValueError(f"{known.title} does not read to={to!r}; it reads {', '.join(known.formats)}")
+    targets = [_readable(_target(name, None), engine) for name in formats]
+    exact = [not any(_changes(target, name, held) for name, held in source.held.items()) for target in targets]
+    target = targets[exact.index(True)] if True in exact else targets[0]
+    _check_engine(source, target, engine)
+    return target
+
+
+def _changes(target: OutputFormat, name: str, held: StoredTensor) -> bool:
+    """Whether the target cannot store the weight of a linear layer exactly in a form without activation order."""
+    if held.meta is None or not linear_like(name, held):
+        return False
+    choice = target.choose(name, held)
+    return choice.how != EXACT or (isinstance(choice.kind, Meta) and choice.kind.perm)
+
+
+def linear_like(name: str, held: StoredTensor) -> bool:
+    """Whether a stored tensor is the weight of a linear layer, by its name and shape."""
+    return looks_linear(name, Entry(held.kind.dtype, held.kind.shape))
+
+
+def _readable(target: OutputFormat, engine: str) -> OutputFormat:
+    """The target, with floats for what the engine reads only as floats: embeddings, experts, convolutions."""
+
+    def choose(name: str, held: StoredTensor) -> OutputChoice:
+        if held.meta is not None and not linear_like(name, held):
+            found = verdict(engine, _scheme(held.meta), held.meta.stored_shape, _op(held.meta))
+            if isinstance(found, Refuses) and found.nearest == "none":
+                return OutputChoice(Entry(held.kind.dtype, held.kind.shape), FLOAT, found.why)
+        return target.choose(name, held)
+
+    return replace(target, choose=choose)
+
+
+def _op(meta: Meta) -> str:
+    return {2: "embedding", 3: "bmm"}.get(len(meta.shape), "convolution")
+
+
+def _scheme(meta: Meta) -> Scheme:
+    static = meta.act is not None and meta.act.mode == "static"
+    zero = 0 if static and meta.act is not None and meta.act.spec.zero_point else None
+    return Scheme(meta.spec, meta.act, act_scale=1.0 if static else None, act_zero_point=zero)
+
+
+def _check_engine(source: Opened, target: OutputFormat, engine: str) -> None:
+    """Raise CheckpointError for a weight that the engine does not read as the target would store it, and for parts of a
+    fused layer with different schemes."""
+    schemes: dict[str, Scheme | None] = {}
+    for name, held in source.held.items():
+        if not linear_like(name, held):
+            continue
+        kind = target.choose(name, held).kind
+        if isinstance(kind, Meta) and kind.perm:
+            raise CheckpointError(
+                source.path, name, f"{engine_of(engine).title} does not read {target.name} files with activation order "
+                "(desc_act); leave out to= for a format without it"
+            )  # fmt: skip
+        scheme = schemes[name.rpartition(".")[0]] = _scheme(kind) if isinstance(kind, Meta) else None
+        found = None if scheme is None else verdict(engine, scheme, held.kind.shape)
+        if scheme is not None and isinstance(found, Refuses):
+            raise CheckpointError(source.path, name, refusal(engine, name, scheme, found).removeprefix(f"{name}: "))
+    fused = check_fused(engine, schemes)
+    if fused:
+        raise CheckpointError(source.path, None, fused)
 
 
 def _target(to: str, dtype: torch.dtype | None) -> OutputFormat:
@@ -137,12 +278,19 @@ def _decide(source: Opened, target: OutputFormat, size: int) -> tuple[Job, Repor
         [target.name, *(f"{name}: {choice}" for name, choice in chosen.items())],
         assign_shards(items, size),
         side_files(source, method, _told_dtype(chosen) if target.holds == FLOATS else None),
-        target.metadata,
+        _with_algorithm(target, source.algorithm if metas else ""),
         noise,
     )
     after = {item.name: item.nbytes for item in items}
     rows = [_row(name, held[name], choice, after[name]) for name, choice in chosen.items()]
     return job, Report(f"{source.format} to {target.name}", rows, "converted"), chosen
+
+
+def _with_algorithm(target: OutputFormat, algorithm: str) -> Callable[[list[Item]], dict[str, str]]:
+    """Metadata that say which algorithm chose the codes; of other formats also that none did."""
+    known = algorithm or ("" if target.name == METHOD or target.holds == FLOATS else NEAREST)
+    extra = {ALGORITHM: known} if known else {}
+    return lambda shard: {**target.metadata(shard), **extra}
 
 
 def _told_dtype(chosen: Mapping[str, OutputChoice]) -> torch.dtype | None:
@@ -177,7 +325,8 @@ def _row(name: str, held: StoredTensor, choice: OutputChoice, after: int) -> Row
     kind = choice.kind
     scheme = str(kind.spec) if isinstance(kind, Meta) else _word(kind) if choice.how == FLOAT else ""
     note = {EXACT: "exact", COPIED: f"{_word(kind)}, as it is" if not choice.why else choice.why}
-    text = note.get(choice.how, choice.why if choice.how == FLOAT else f"{choice.how} from {held.shown}: {choice.why}")
+    again = f"the codes of {held.shown}, scales rounded" if choice.codes else f"{choice.how} from {held.shown}"
+    text = note.get(choice.how, choice.why if choice.how == FLOAT else f"{again}: {choice.why}")
     return Row(name, "Tensor", held.kind.shape, scheme, "", held.nbytes, after, note=text)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..planning.report import ALGORITHM
 from .checkpoint import Checkpoint
 from .codecs import CODECS, Codec, Found
 from .file import CheckpointError, checkpoint_errors
@@ -18,6 +19,9 @@ from .state_dict import build, from_parts
 from .validate import check_data, check_plain
 
 Rows = Callable[[int, int], Tensor]
+NEAREST = "nearest"
+# Formats whose weights an algorithm chose, unless their metadata say otherwise
+_SOLVED = {"gptq": "GPTQ", "gptq_v2": "GPTQ", "awq": "AWQ", "hqq": "HQQ"}
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,13 @@ class Opened(Mapping[str, Tensor]):
     def quantized(self) -> dict[str, Meta]:
         """Meta of each quantized tensor, by name."""
         return {name: held.meta for name, held in self.held.items() if held.meta is not None}
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm that chose the codes; "" if they are rounded to nearest, or if the files do not say."""
+        said = self.metadata.get(ALGORITHM)
+        algorithm = said if isinstance(said, str) else _SOLVED.get(self.format, "") if self.quantized else ""
+        return "" if algorithm == NEAREST else algorithm[:200]
 
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors; tied names share one object."""

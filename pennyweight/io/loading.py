@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..core.tensor import AffineQuantizedTensor
 from ..kernels.repack import prepare
+from ..planning.report import ALGORITHM
 from ..quantize.save_pretrained import settle_saving_
 from .detect_format import open as open_any
 from .file import CheckpointError
@@ -73,6 +74,8 @@ def load(
         source = _match(checkpoint, slots, strict)
         new = _tensors(checkpoint, slots, source, device, dtype)
         _assign(slots, new)
+        if checkpoint.algorithm:
+            setattr(model_in, ALGORITHM, checkpoint.algorithm)  # for the next save
         settle_saving_(model_in)
         return model
 

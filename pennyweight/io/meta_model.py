@@ -114,7 +114,7 @@ def _fitted(model: nn.Module, entries: Mapping[str, Entry]) -> str | None:
 
 
 def from_names(entries: Mapping[str, Entry]) -> nn.Module:
-    """Modules derived from names: a 2-d ``weight`` is a linear layer unless its name indicates a table, norm or router."""
+    """Modules derived from names: a 2-d ``weight`` is a linear layer unless its name indicates something else."""
     held: dict[str, dict[str, Entry]] = {}
     for name, e in entries.items():
         module, _, attr = name.rpartition(".")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.convert_spec import convert_parts
+from ..core.convert_spec import conversion_kind, convert_parts
 from ..core.numerics import Parts, dequantize, quantize, sqnr
 from ..core.spec import DTYPES, QuantSpec
 from ..core.tensor import AffineQuantizedTensor
@@ -36,11 +36,13 @@ class OutputChoice:
     how   "exact", "requantized" (the same codes with rounded scales where possible), "float" (was quantized),
           "copied" (is float)
     why   the reason, where it is not exact
+    codes whether a requantized tensor keeps its codes, and only its scales are rounded
     """
 
     kind: Meta | Entry
     how: str
     why: str = ""
+    codes: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ def foreign_target(format: str, writing: Writing) -> OutputFormat:
             refused = writing.refuses(name, new)
         if refused is not None:
             return OutputChoice(Entry(kind.dtype, kind.shape), FLOAT, refused)
-        return OutputChoice(new, REQUANTIZED, why)
+        same_codes = not kind.perm and conversion_kind(kind.spec, kind.stored_shape, new.spec) is not None
+        return OutputChoice(new, REQUANTIZED, why, same_codes)
 
     def stored(name: str, choice: OutputChoice) -> Stored:
         return writing.stored(name, choice.kind) if isinstance(choice.kind, Meta) else _plain(name, choice.kind)
@@ -181,10 +184,12 @@ def convert_or_requantize(
     """Plain parts of w under ``spec``: unchanged if ``exact``, else the same codes with rounded scales where possible,
     else requantized from the values; records the quantization noise.
 
-    perm: whether the result keeps w's channel permutation. requantize: gives the parts of float values under ``spec``;
-    default: round to nearest, with the parameters of w's static activation.
+    perm: whether the result keeps w's channel permutation. requantize: gives the parts of float values under ``spec``,
+    of a format without quantized activations; default: round to nearest, with the parameters of w's static activation.
     """
     parts, shape, mine = w.plain_parts(), w.stored_shape, clean(w.spec)
+    if requantize is not None:
+        parts = parts._replace(act_scale=None, act_zero_point=None)
     if exact:
         return parts
     was = dequantize(parts, mine, shape)
@@ -194,7 +199,7 @@ def convert_or_requantize(
         new = requantize(was)
     elif new is None:
         new = quantize(was, spec)._replace(act_scale=parts.act_scale, act_zero_point=parts.act_zero_point)
-    noise.add(name, was, sqnr(was, dequantize(new, spec, shape)))
+    noise.compare(name, was, dequantize(new, spec, shape))
     return new
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ..core.spec import DTYPES
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
+from ..planning.configs.aliases import algorithm_of
+from ..planning.engines import check_plan
 from ..planning.plan import Plan, PlanRow, plan
 from ..planning.report import Report
 from .checkpoint import Checkpoint, open_checkpoint
@@ -43,13 +45,15 @@ def quantize_checkpoint(
     dry_run: bool = False,
     progress: Told | None = None,
     ranks: bool = False,
+    for_: str | None = None,
 ) -> Report:
     """Quantize a float checkpoint on disk into the format of docs/format.md, and return a report.
 
     src              a folder with model.safetensors or its index, or one file
     dst              a folder, created if missing
-    config           as for quantize_, also by name ("int4"). Linear layers are found from config.json if transformers
-                     knows the architecture, else from tensor names (the report's title says which)
+    config           as for quantize_, also by name ("int4") or file ("mixed.yaml"). Linear layers are found from
+                     config.json if transformers knows the architecture, else from tensor names (the report's title
+                     says which)
     filter_fn, skip, on_indivisible   as for quantize_
     max_shard_bytes  maximum size of the output files
     resume           continue an interrupted run in dst; the result is byte-identical
@@ -58,15 +62,24 @@ def quantize_checkpoint(
     ranks            called on every rank of torch.distributed; each writes its share of the files. The result is
                      byte-identical to that of one process. If one rank fails or dies, all raise
 
+    for_             as for quantize_: check first that an inference engine reads every weight
+
     Peak memory is about the largest tensor, less if it can be quantized by rows. Small files beside the weights
     (configs, tokenizers; no code) are copied, config.json gets a "quantization_config". Raises PlanError for a config
     that does not fit, CheckpointError for a bad source or a folder with other contents, OSError if a write fails;
     completed shards then stay for ``resume``.
     """
     dst = os.path.abspath(os.fspath(dst))
+    if algorithm_of(config):
+        raise PlanError(
+            f"{config} stands for the algorithm {algorithm_of(config)}, which runs the model on calibration data; load "
+            "the model and call quantize_(model, config, calibration=...)"
+        )
     chosen, skipped, policy = resolve_arguments(config, skip, on_indivisible)
     with open_checkpoint(src) as source:
         decided = _decide(source, chosen, filter_fn, skipped, policy, max_shard_bytes)
+        if for_ is not None:
+            decided.report.notes.append(check_plan(decided.plan.rows, for_))
         check_places([file.path for file in source.files], source.path, dst)
         if not dry_run:
             _fill_report(decided, carry_out(decided.job, dst, resume, progress, ranks))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..planning.report import ALGORITHM
 from .atomic_write import make_folders, partial_path, remove_left_over, rename_into_place, write_bytes
 from .config_files import marked_config
 from .file import CheckpointError
@@ -40,6 +41,7 @@ def save(
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module and adds a prefix to names
     state_dict = _state_dict(model) if isinstance(model, nn.Module) else model
+    metadata = {**algorithm_of(model), **(metadata or {})}
     path = os.path.abspath(os.fspath(path))
     try:
         some = items(state_dict)
@@ -64,6 +66,13 @@ def save(
             write_bytes(os.path.join(path, "config.json"), config)
     except CheckpointError as e:
         raise CheckpointError(path, e.tensor, e.reason) from e
+
+
+def algorithm_of(model: Any) -> dict[str, str]:
+    """Metadata that names the algorithm that chose the codes of a model, if ``quantize_`` recorded one. ``convert``
+    does not round such codes again without being told to."""
+    algorithm = getattr(model, ALGORITHM, None)
+    return {ALGORITHM: algorithm} if isinstance(algorithm, str) else {}
 
 
 def _state_dict(model: nn.Module) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..algorithms.solvers.rtn import quantize_weight
+from ..core.numerics import sqnr
 from ..planning.plan import PlanRow
 from ..planning.scheme import Scheme
 from .file import CheckpointError
@@ -23,15 +24,23 @@ ROWS_NUMEL = 1 << 22  # elements quantized at a time: 16 MiB as float32, quantiz
 
 @dataclass
 class QuantizationNoise:
-    """Signal and noise of the tensors quantized so far, by name."""
+    """Signal and noise of the tensors quantized so far, by name; and how many numbers of a requantized one changed by
+    more than a scale rounded to 16 bits changes them."""
 
     signal: dict[str, float]
     noise: dict[str, float]
+    changed: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, x: Tensor, sqnr: float) -> None:
         signal = float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2
         self.signal[name] = self.signal.get(name, 0.0) + signal
         self.noise[name] = self.noise.get(name, 0.0) + (0.0 if math.isinf(sqnr) else signal / 10 ** (sqnr / 10))
+
+    def compare(self, name: str, x: Tensor, new: Tensor) -> None:
+        """Add the noise of ``new``, and count its numbers that changed."""
+        self.add(name, x, sqnr(x, new))
+        moved = int(((new - x).abs() > x.abs() * 2**-8).sum())
+        self.changed[name] = self.changed.get(name, 0) + moved
 
     def sqnr(self, name: str) -> float:
         signal, noise = self.signal[name], self.noise[name]

@@ -13,6 +13,7 @@ from torch import nn
 
 from .configs import AOBaseConfig, FqnToConfig
 from .configs.aliases import by_name
+from .configs.files import is_config_file, read_config
 from .name_patterns import NamePattern
 from .parameters import Place, is_linear, kind_of
 
@@ -41,10 +42,11 @@ Skip = Sequence[str] | Callable[[list[Place], Choice], str]
 
 
 def resolve_config(config: Any) -> AOBaseConfig:
-    """A config object, from itself or from its short name ("int4"). Raises PlanError for anything else."""
+    """A config object, from itself, its short name ("int4") or the path of its file ("mixed.yaml"). Raises PlanError
+    for anything else."""
     if isinstance(config, str):
         try:
-            return by_name(config)
+            return read_config(config) if is_config_file(config) else by_name(config)
         except ValueError as error:
             raise PlanError(str(error)) from error
     if not isinstance(config, AOBaseConfig):
@@ -61,6 +63,14 @@ def resolve_arguments(config: Any, skip: Skip, on_indivisible: str) -> tuple[AOB
         given = config.quantize_arguments()
         config, skip, on_indivisible = given["config"], given["skip"], given["on_indivisible"]
     return resolve_config(config), skip, on_indivisible
+
+
+EMBEDDINGS = "_embeddings"  # the key of FqnToConfig for embeddings, as "_default" is for linear modules
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    kind = kind_of(module)
+    return kind is not None and kind.op == "embedding"
 
 
 class Rules(Protocol):
@@ -113,7 +123,7 @@ class ByFilter:
 
 
 class ByName:
-    """FqnToConfig: exact parameter names, exact module names, patterns in their order, ``_default``."""
+    """FqnToConfig: exact parameter names, exact module names, patterns in order, ``_embeddings``, ``_default``."""
 
     def __init__(self, table: Mapping[str, AOBaseConfig | None]) -> None:
         self.table = table
@@ -132,6 +142,10 @@ class ByName:
                 reached = _reaches(key, p)
                 if reached:
                     return key, p, reached == "parameter"
+        if EMBEDDINGS in self.table:
+            table = next((p for p in own if _is_embedding(p.module)), None)
+            if table is not None:
+                return EMBEDDINGS, table, False
         if "_default" in self.table:
             return next((("_default", p, False) for p in own if is_linear(p.module)), None)
         return None
@@ -156,7 +170,9 @@ class ByName:
 
     def check_keys(self, places: list[Place], modules: list[str], handled: Collection[type]) -> None:
         for key, config in self.table.items():
-            if key == "_default" or (type(config) in handled and any(_matches(key, m) for m in modules)):
+            if key == EMBEDDINGS and not any(p.own and _is_embedding(p.module) for p in places):
+                raise PlanError(f"{EMBEDDINGS}: the model has no embeddings; leave it out")
+            if key in ("_default", EMBEDDINGS) or (type(config) in handled and any(_matches(key, m) for m in modules)):
                 continue
             mine = [p for p in places if _matches(key, p.name) or _matches(key, p.module_name)]
             if not mine:
@@ -207,9 +223,19 @@ def _nothing(key: str, places: list[Place], modules: list[str]) -> str:
     if key in modules:
         return f"{key!r} is a container without a weight of its own; use {key + '.*'!r} to match its layers"
     known = {p.name for p in places} | {p.module_name for p in places if p.module_name}
-    close = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
+    close = _respelled(key, known) or difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
     return f"{key!r} matches no module or parameter{hint}"
+
+
+def _respelled(key: str, names: Collection[str]) -> list[str]:
+    """A glob whose words that occur in no name are replaced by similar ones: "*.down_prj" -> "*.down_proj"."""
+    if key.startswith("re:") or not _is_pattern(key):
+        return []
+    words = {word for name in names for word in name.split(".")}
+    close = {w: difflib.get_close_matches(w, words, 1, 0.6) for w in key.split(".") if not _is_pattern(w)}
+    fixed = ".".join(close[w][0] if w not in words and close.get(w) else w for w in key.split("."))
+    return [fixed] if fixed != key and any(_matches(fixed, name) for name in names) else []
 
 
 def _type(place: Place) -> str:

@@ -16,7 +16,7 @@ from ..core.tensor import AffineQuantizedTensor, check_finite
 from ..distributed.dtensor import local_tensor
 from ..kernels.repack import choose_layout
 from ..kernels.table import Case, case_of, get_kernel, select
-from .config_resolution import Choice, Filter, Left, PlanError, Rules, Skip, resolve_arguments, rules, skips
+from .config_resolution import EMBEDDINGS, Choice, Filter, Left, PlanError, Rules, Skip, resolve_arguments, rules, skips
 from .configs import AOBaseConfig
 from .module_handlers import HANDLERS, PREVIEWS, Handler, module_nbytes, run_handler, takes_parameter_name
 from .parameters import Indivisible, Place, Site, make_site, places
@@ -110,7 +110,7 @@ def plan(
 ) -> Plan:
     """List every parameter with its site, scheme, kernel, bytes, and the reason if it is left alone. Changes nothing.
 
-    config     a config, or its short name ("int4")
+    config     a config, its short name ("int4"), or the path of its file ("mixed.yaml")
     filter_fn  (module, fqn) -> bool selects modules; default: linear ones
     skip       modules and parameters to leave alone: names, ends of names ("lm_head"), globs; or a function, see
                :func:`pennyweight.planning.config_resolution.skips`
@@ -342,7 +342,7 @@ def _call_row(
 
 def _check(rows: list[PlanRow]) -> None:
     """Raise PlanError for a key that quantizes nothing, and for a plan that does nothing."""
-    for key in dict.fromkeys(r.key for r in rows if r.key not in ("", "_default")):
+    for key in dict.fromkeys(r.key for r in rows if r.key not in ("", "_default", EMBEDDINGS)):
         mine = [r for r in rows if r.key == key]
         if not any(r.site is not None or r.call is not None or r.left == "skipped" for r in mine):
             raise PlanError(f"{key!r} matches nothing that can be quantized: {mine[0].name}: {mine[0].note}")

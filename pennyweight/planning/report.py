@@ -12,6 +12,8 @@ from typing import Any
 
 # A layer counts as slower than float above this ratio of times: the noise between two measurements of one thing.
 NOISE = 1.05
+# Attribute of a model, and key in the metadata of its files: the algorithm that chose its codes, if one did
+ALGORITHM = "pennyweight_algorithm"
 
 
 @dataclass(frozen=True)

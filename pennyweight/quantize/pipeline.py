@@ -22,11 +22,13 @@ from ..core.tensor import AffineQuantizedTensor
 from ..distributed.dtensor import distribute_like, is_dtensor, is_fully_sharded
 from ..planning.config_resolution import Filter, PlanError, Skip, resolve_arguments
 from ..planning.configs import AOBaseConfig
+from ..planning.configs.aliases import algorithm_of
+from ..planning.engines import check_plan
 from ..planning.layer_timing import measure_, row_counts, skip_slower_, warn_slower
 from ..planning.module_handlers import apply_callable, module_nbytes, thaw_classes_
 from ..planning.parameters import places
 from ..planning.plan import Plan, PlanRow, check_values, plan
-from ..planning.report import Report, Row
+from ..planning.report import ALGORITHM, Report, Row
 from ..planning.scheme import Scheme
 from .rollback import ModelSnapshot
 from .save_pretrained import settle_saving_
@@ -51,11 +53,13 @@ def quantize_(
     measure: bool | Sequence[int] = False,
     on_slower: str = "keep",
     progress: Callable[[int, int, str], None] | None = None,
+    for_: str | None = None,
 ) -> Report:
     """Quantize the model's parameters in place and return a report.
 
-    config          the quantization scheme of the selected parameters: a config, its short name ("int4"), or a
-                    PennyweightConfig, which brings ``skip`` and ``on_indivisible``
+    config          the quantization scheme of the selected parameters: a config, its short name ("int4"), the path of
+                    its file ("mixed.yaml"), or a PennyweightConfig, which brings ``skip`` and ``on_indivisible``.
+                    "w4a16-awq" also stands for its algorithm, and needs calibration data
     filter_fn       (module, fqn) -> bool; default: linear modules
     device          move each selected module to this device, its weight before quantization
     skip            modules and parameters to leave alone: names, ends of names ("lm_head"), globs
@@ -75,6 +79,9 @@ def quantize_(
     measure         time each linear shape against float on this machine, at these row counts; True: 1 and 64
     on_slower       a layer that is slower than float at one of them: "keep" it and warn, or "skip" it (stays float)
     progress        called with (done, total, name)
+    for_            "vllm", "vllm-gpu", "llama.cpp", "transformers", "onnxruntime" or "openvino": check before anything
+                    is computed that this engine reads every weight, and say from which file format. A scheme that it
+                    does not read raises with the layer and a config that it reads
 
     The plan, the data (NaN and inf raise) and every step of the recipe are checked before the model changes. A
     parameter that already has the scheme is left unchanged. Tied parameters stay tied.
@@ -95,15 +102,16 @@ def quantize_(
     if not isinstance(config, (AOBaseConfig, str)) and callable(config):
         if calibration is not None or algorithm is not None:
             raise PlanError("an algorithm needs a config such as Int4WeightOnlyConfig(), not a function over modules")
-        if measure or on_slower != "keep" or skip:
-            raise PlanError("measure, on_slower and skip need a config, got a function over modules")
+        if measure or on_slower != "keep" or skip or for_ is not None:
+            raise PlanError("measure, on_slower, skip and for_ need a config, got a function over modules")
         report = apply_callable(model, config, filter_fn, device)
         settle_saving_(model)
         return report
+    algorithm = algorithm_of(config) or None if algorithm is None else algorithm
     config, skip, on_indivisible = resolve_arguments(config, skip, on_indivisible)
     options = Options(
         filter_fn, device, skip, calibration, algorithm, resume, spill, max_ram, dry_run, on_indivisible, measure,
-        on_slower, progress,
+        on_slower, progress, for_,
     )  # fmt: skip
     report = (config.pipeline or Pipeline)(model, config, options).run()
     if not dry_run:
@@ -128,6 +136,7 @@ class Options:
     measure: bool | Sequence[int] = False
     on_slower: str = "keep"
     progress: Callable[[int, int, str], None] | None = None
+    for_: str | None = None
 
     @property
     def has_recipe(self) -> bool:
@@ -154,10 +163,14 @@ class Pipeline:
             batches = _batches(self.options.calibration, recipe)
             max_ram = None if self.options.max_ram is None else parse_bytes(self.options.max_ram)
             todo = self.plan()
+            readable = "" if self.options.for_ is None else check_plan(todo.rows, self.options.for_)
             if self.options.dry_run:
-                return todo.report()
-            self._check_recipe(todo, recipe, batches)
-            return self._carry_out(todo, recipe, batches, max_ram)
+                report = todo.report()
+            else:
+                self._check_recipe(todo, recipe, batches)
+                report = self._carry_out(todo, recipe, batches, max_ram)
+            report.notes += [readable] if readable else []
+            return report
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 
@@ -233,6 +246,8 @@ class Pipeline:
         report.notes += notes.get("", [])
         if options.has_recipe:
             report.config = f"{report.config}, {recipe}"
+            if self.replaces and recipe != recipes.read("nearest"):
+                setattr(self.model, ALGORITHM, str(recipe))
         return report
 
     def _solve_and_place(
@@ -382,5 +397,6 @@ def dequantize_(model: nn.Module) -> Report:
             name, kind = where[0].name, type(where[0].module).__name__
             float_name, note = str(w.dtype).removeprefix("torch."), f"was {w.spec.with_(layout='plain')}"
             rows.append(Row(name, kind, tuple(w.shape), float_name, "", w.nbytes, value.nbytes, None, note))
+    model.__dict__.pop(ALGORITHM, None)
     settle_saving_(model)
     return Report("dequantize_", rows, verb="dequantized")

@@ -1,5 +1,7 @@
-"""The vLLM plug-in in the real engine, against transformers on the same folder. scripts/test-engines runs this file in an
-environment with vLLM; elsewhere it is skipped."""
+"""The vLLM plug-in in the real engine, against transformers on the same folder.
+
+scripts/test-engines runs this file in an environment with vLLM; elsewhere it is skipped.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,7 @@ from torch import Tensor
 import pennyweight as pw
 from pennyweight.io import CheckpointError
 from pennyweight.planning.configs.aliases import CONFIGS
-
-from .small_models import VOCABULARY, save_llama, save_moe
+from tests.engines.small_models import VOCABULARY, save_llama, save_moe
 
 pytest.importorskip("vllm", reason="vLLM is not installed; scripts/test-engines installs it")
 HERE = Path(__file__).parent
@@ -60,7 +61,7 @@ def _free() -> Iterator[None]:
 
 
 def vllm_tokens(folder: Path, **options: Any) -> list[list[int]]:
-    from .vllm_generate import engine, greedy
+    from tests.engines.vllm_generate import engine, greedy
 
     return greedy(engine(str(folder), **options))
 
@@ -69,7 +70,7 @@ def vllm_logprobs(folder: Path, prompt: list[int], **options: Any) -> Tensor:
     """Log-probabilities after each token of the prompt but the last: [tokens - 1, vocabulary]."""
     from vllm import SamplingParams
 
-    from .vllm_generate import engine
+    from tests.engines.vllm_generate import engine
 
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=VOCABULARY)
     out = engine(str(folder), **options).generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
@@ -80,7 +81,7 @@ def vllm_logprobs(folder: Path, prompt: list[int], **options: Any) -> Tensor:
 def transformers_tokens(folder: Path) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
-    from .vllm_generate import NEW_TOKENS, PROMPTS
+    from tests.engines.vllm_generate import NEW_TOKENS, PROMPTS
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     return [_greedy(model, p, NEW_TOKENS) for p in PROMPTS]
@@ -110,7 +111,7 @@ def in_processes(folder: Path, **options: Any) -> list[list[int]]:
     if options.get("tensor_parallel_size", 1) == 1:
         del env["VLLM_CPU_OMP_THREADS_BIND"]
     command = [sys.executable, HERE / "vllm_generate.py", folder, json.dumps(options)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
     assert lines, done.stderr[-3000:]
     return json.loads(lines[0].removeprefix("TOKENS "))
@@ -183,7 +184,7 @@ def test_experts(name: str, moe: Path, tmp_path: Path) -> None:
     """Saved by transformers with stacked experts, quantized on disk with separate ones, quantized while loading."""
     from transformers import AutoModelForCausalLM
 
-    from .vllm_generate import NEW_TOKENS, PROMPTS
+    from tests.engines.vllm_generate import NEW_TOKENS, PROMPTS
 
     model = AutoModelForCausalLM.from_pretrained(moe, dtype="bfloat16")
     pw.quantize_(model, name)
@@ -191,8 +192,9 @@ def test_experts(name: str, moe: Path, tmp_path: Path) -> None:
     model.float()
     wanted = [_greedy(model, p, NEW_TOKENS) for p in PROMPTS]
     assert vllm_tokens(tmp_path / "stacked") == wanted
-    assert vllm_tokens(quantized(moe, tmp_path / "separate", name)) == wanted
-    assert vllm_tokens(moe, quantization=f"pennyweight-{name}") == wanted
+    separate = vllm_tokens(quantized(moe, tmp_path / "separate", name))
+    assert separate == wanted or name == "nvfp4"  # whose scales have a scale per tensor: of a stack, or of each expert
+    assert vllm_tokens(moe, quantization=f"pennyweight-{name}") == separate
 
 
 def test_experts_with_different_specs(moe: Path, tmp_path: Path) -> None:
@@ -237,9 +239,9 @@ def test_a_quantized_folder_is_not_quantized_again(llama: Path, tmp_path: Path) 
 @pytest.mark.parametrize("target", ["gptq", "compressed-tensors"])
 def test_other_formats_on_our_kernels(target: str, llama: Path, tmp_path: Path) -> None:
     """quantization="pennyweight" loads other libraries' files; 3 bits are what vLLM's own GPTQ refuses."""
-    config = pw.IntxWeightOnlyConfig(torch.int3, group_size=128) if target == "gptq" else pw.Int8WeightOnlyConfig()
+    config = pw.IntxWeightOnlyConfig(torch.int3, pw.PerGroup(128)) if target == "gptq" else pw.Int8WeightOnlyConfig()
     native = quantized(llama, tmp_path / "native", config)
-    pw.convert(native, tmp_path / "other", target)
+    pw.convert(native, tmp_path / "other", to=target)
     assert vllm_tokens(tmp_path / "other", quantization="pennyweight") == transformers_tokens(native)
 
 
@@ -264,7 +266,7 @@ def test_broken_folders_are_refused(llama: Path, tmp_path: Path) -> None:
     state["model.layers.1.mlp.down_proj.weight"] = state["model.layers.1.mlp.down_proj.weight"][:, :128]
     weights.unlink()
     pw.save(state, weights)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: the model needs 512 columns.* 128"):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: .*\[256, 128\].*256 rows and 512 columns"):
         vllm_tokens(folder)
     state = pw.load(tmp_path / "again")
     del state["model.norm.weight"]
@@ -280,7 +282,7 @@ def test_devices_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     from pennyweight.integrations.vllm.config import PennyweightVllmConfig
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    with pytest.raises(ValueError, match="kernels run on CPUs.*--to compressed-tensors"):
+    with pytest.raises(ValueError, match=r"kernels run on CPUs.*--to compressed-tensors"):
         PennyweightVllmConfig()
 
 
@@ -308,7 +310,7 @@ def test_compiled(llama: Path, tmp_path: Path) -> None:
 
 def test_serve(llama: Path, tmp_path: Path) -> None:
     """``vllm serve FOLDER`` answers /v1/completions."""
-    from .vllm_generate import NEW_TOKENS, PROMPTS
+    from tests.engines.vllm_generate import NEW_TOKENS, PROMPTS
 
     folder, port = quantized(llama, tmp_path / "small", "int8"), "18731"
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

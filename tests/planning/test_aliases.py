@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 import pennyweight as pw
+from pennyweight.core import spec
+from pennyweight.core.convert_spec import conversion_kind
 from pennyweight.planning.configs.aliases import CONFIGS, by_name
+from pennyweight.planning.parameters import Site
+
+SITE = Site("a.weight", "a", "weight", "linear", (64, 256), torch.bfloat16, "cpu", "Linear")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -20,7 +25,7 @@ def test_a_name_quantizes_as_its_text_says(name: str) -> None:
     said = re.search(r"(?:groups|blocks) of ([0-9]+)", text)
     if said:
         assert weight.spec.block == (int(said[1]),)
-    bits = re.search(r"(?:int|fp|nf)([0-9])", name.removeprefix("8da4w"))
+    bits = re.search(r"(?:int|fp|nf|^w|^q)([0-9])", name.removeprefix("8da4w"))
     assert weight.spec.format.bits == (int(bits[1]) if bits else {"8da4w": 4, "float8": 8}[name.partition("-")[0]])
     assert (weight.act is not None) == ("inputs" in text)
 
@@ -37,6 +42,28 @@ def test_group_size_is_refused_with_the_reason(name: str) -> None:
     reason = re.escape(CONFIGS[name].no_group)
     with pytest.raises(ValueError, match=f"group_size=16 cannot be used with {name}: {reason}"):
         by_name(name, 16)
+
+
+def test_names_of_engines_are_the_schemes_that_engines_call_so() -> None:
+    made = {name: by_name(name).scheme(SITE) for name in ("w4a16", "w4a16-awq", "w8a8", "fp8", "q4_0", "q8_0")}
+    assert str(made["w4a16"]) == "int4[128] scale=bf16"
+    assert str(made["w4a16-awq"]) == "uint4[128] scale=f16 zero_point=uint4"
+    assert made["w8a8"] == by_name("int8-dynamic").scheme(SITE)
+    assert made["fp8"].describe() == "e4m3, per row, f32 scales; inputs e4m3 per row, dynamic"
+    assert conversion_kind(made["q4_0"].weight, SITE.shape, spec.Q4_0) == "exact"
+    assert conversion_kind(made["q8_0"].weight, SITE.shape, spec.Q8_0) == "exact"
+
+
+def test_a_name_with_an_algorithm_needs_data() -> None:
+    model = nn.Sequential(nn.Linear(256, 32))
+    with pytest.raises(ValueError, match=r"algorithm awq . nearest needs calibration data"):
+        pw.quantize_(model, "w4a16-awq")
+    with pytest.raises(ValueError, match="use 'uint4:128' and algorithm='awq'"):
+        pw.FqnToConfig({"0": "w4a16-awq"})
+    with pytest.raises(ValueError, match="w4a16-awq stands for the algorithm awq"):
+        pw.quantize_checkpoint("nowhere", "nowhere-else", "w4a16-awq")
+    report = pw.quantize_(model, "w4a16-awq", calibration=[torch.randn(8, 256)])
+    assert "awq" in report.config
 
 
 def test_wrong_names_and_sizes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isinf
 
 from ...planning.config_resolution import PlanError
@@ -144,12 +144,39 @@ def _allowed(limit: Limits, base: Base) -> str:
     return f"{duration(max(limit.seconds + base.rest_seconds, 0))} per call"
 
 
-def allocate(table: Table, limit: float | Limits) -> dict[str, int]:
+def allocate(table: Table, limit: float | Limits, fused: Sequence[Sequence[str]] = ()) -> dict[str, int]:
     """The options that minimise the sum of losses within the limits (a number: bytes). Raises PlanError if no
-    allocation stays within the bytes; see :func:`check`."""
+    allocation stays within the bytes; see :func:`check`.
+
+    fused: names of weights that share one choice, a list for each group.
+    """
     limit = limit if isinstance(limit, Limits) else Limits(limit)
-    check(table, Limits(limit.nbytes), Base(0, 0))
-    return _solve(table, limit.nbytes, limit.seconds)
+    merged, members = merge(table, fused)
+    check(merged, Limits(limit.nbytes), Base(0, 0))
+    chosen = _solve(merged, limit.nbytes, limit.seconds)
+    each = {name: i for first, i in chosen.items() for name in members[first]}
+    return {name: each[name] for name in table}
+
+
+def merge(table: Table, fused: Sequence[Sequence[str]]) -> tuple[Table, dict[str, list[str]]]:
+    """The table with the weights of each group in one entry, under the name of the first: bytes, losses and seconds
+    are sums. And the names of each entry."""
+    group_of = {name: tuple(group) for group in fused for name in group}
+    members: dict[str, list[str]] = {}
+    for name in table:
+        first = next((n for n in group_of.get(name, ()) if n in table), name)
+        members.setdefault(first, []).append(name)
+    out: Table = {}
+    for first, names in members.items():
+        options = zip(*(table[name] for name in names), strict=True)
+        out[first] = [
+            replace(
+                some[0], nbytes=sum(o.nbytes for o in some), loss=sum(o.loss for o in some),
+                seconds=None if some[0].seconds is None else sum(o.seconds or 0.0 for o in some),
+            )
+            for some in options
+        ]  # fmt: skip
+    return out, members
 
 
 def _solve(table: Table, nbytes: float, seconds: float, by_time: bool = False) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +17,10 @@ from ...core.spec import QuantSpec
 from ...core.tensor import AffineQuantizedTensor
 from ...planning.config_resolution import Filter, PlanError, Skip, resolve_config
 from ...planning.configs import AOBaseConfig, FqnToConfig, SpecConfig
-from ...planning.configs.aliases import FASTEST
+from ...planning.configs.aliases import FASTEST, by_name
+from ...planning.configs.files import write_config
 from ...planning.configs.serialize import config_to_data
+from ...planning.engines import FUSED, check_plan, engine_of, fused_groups
 from ...planning.plan import Plan, PlanRow, plan
 from ...planning.report import size
 from ...planning.run_batch import run_batch
@@ -26,7 +29,7 @@ from ..calibration.batches import read
 from ..calibration.block_order import inference_mode
 from ..solve import solve, stages
 from ..tuners import losses
-from .budget import Base, Budget, Option, Table, allocate, check, duration, is_latency, limits, parts, totals
+from .budget import Base, Budget, Option, Table, allocate, check, duration, is_latency, limits, merge, parts, totals
 from .latency import CallTimer, LayerTimes, layer_times
 
 __all__ = ["CANDIDATES", "CallTimer", "Option", "Search", "allocate", "search"]
@@ -35,13 +38,15 @@ CANDIDATES: tuple[AOBaseConfig, ...] = tuple(
     SpecConfig(QuantSpec(fmt, (group,), torch.float16, zero_point=fmt))
     for fmt, group in ((UINT2, 64), (UINT3, 128), (UINT4, 128), (UINT5, 128), (UINT6, 128))
 )
+# Also tried with for_: schemes of engines' files
+_ENGINE_CANDIDATES = tuple(by_name(*some) for some in (("w4a16",), ("w4a16", 32), ("q4_0",), ("q8_0",), ("w8a8",)))
 
 
 @dataclass(frozen=True)
 class Search:
     """Result of :func:`search`.
 
-    config      ready for ``quantize_``; a plain FqnToConfig that can be read, saved (:meth:`to_json`) and edited
+    config      ready for ``quantize_``; a plain FqnToConfig that can be read, saved (:meth:`save`) and edited
     predicted   predicted loss of the model: the sum of its layers' losses times ``interaction``
     interaction measured loss of the chosen allocation divided by the sum of its layers' losses
     bits        per weight of the quantized layers, metadata included
@@ -49,6 +54,7 @@ class Search:
     uniform     (config, bits per weight, sum of losses) of each candidate applied to all weights
     base        reference values of budgets
     seconds     of one call of the quantized model; None without a latency budget
+    fused       names of the parameters that share one choice, a tuple for each group
     """
 
     config: FqnToConfig
@@ -62,6 +68,7 @@ class Search:
     metric: str = "kl"
     base: Base = field(default_factory=lambda: Base(0, 0))
     seconds: float | None = None
+    fused: tuple[tuple[str, ...], ...] = ()
 
     @property
     def speed(self) -> float | None:
@@ -73,8 +80,8 @@ class Search:
         ``interaction`` of this result. Raises PlanError as :func:`search` does, and for a latency budget if this search
         had none, because nothing was timed."""
         limit = limits(budget, self.base)
-        check(self.table, limit, self.base)
-        chosen = allocate(self.table, limit)
+        check(merge(self.table, self.fused)[0], limit, self.base)
+        chosen = allocate(self.table, limit, self.fused)
         nbytes, total, seconds = totals(self.table, chosen)
         return replace(
             self, config=_config(self.table, chosen), predicted=total * self.interaction,
@@ -95,15 +102,20 @@ class Search:
         }  # fmt: skip
         return json.dumps(data, indent=indent)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the config to a .yaml or .json file, for ``pw.quantize_(model, path)`` and ``--config path``."""
+        write_config(self.config, path)
+
     def front(self, points: int = 12) -> list[tuple[float, float]]:
         """(bits per weight, predicted loss) of the best allocations from the smallest to the largest size, ignoring
         latency."""
-        least = sum(min(o.nbytes for o in options) for options in self.table.values())
-        most = sum(max(o.nbytes for o in options) for options in self.table.values())
+        merged = merge(self.table, self.fused)[0]
+        least = sum(min(o.nbytes for o in options) for options in merged.values())
+        most = sum(max(o.nbytes for o in options) for options in merged.values())
         found = []
         for i in range(points):
             limit = least + (most - least) * i / max(1, points - 1)
-            chosen = allocate(self.table, limit)
+            chosen = allocate(self.table, limit, self.fused)
             nbytes, loss, _ = totals(self.table, chosen)
             found.append((8 * nbytes / self.base.numel, loss * self.interaction))
         return found
@@ -147,6 +159,8 @@ def search(
     example: Any = None,
     clock: CallTimer | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    for_: str | None = None,
+    fused: Sequence[Sequence[str]] = (),
 ) -> Search:
     """Find a config for each weight that minimises the loss of the model within a budget.
 
@@ -164,6 +178,9 @@ def search(
     example     inputs of the timed call, in the form of a batch: a single token, or a whole prompt. Default: the last
                 of ``batches``
     clock       timing functions; default: measure on this machine
+    for_        an inference engine as for ``quantize_``: only schemes that it reads, and one choice for the parts of
+                each layer that it fuses. Default candidates are then those of its configs that it reads
+    fused       layers that share one choice, by the last part of their names: [("q_proj", "k_proj", "v_proj")]
 
     Each weight is quantized under each candidate with the float model's inputs, and the loss of the model with only
     that weight replaced is measured. Then scipy's MILP solver (HiGHS) selects one option per weight:
@@ -189,10 +206,14 @@ def search(
             f"search quantizes weights one by one and accepts only a solver; got {recipe}. Apply rewrites first"
         )
     default = (*CANDIDATES, *FASTEST) if timed else CANDIDATES
+    if for_ is not None and candidates is None:
+        default = (*default, *_ENGINE_CANDIDATES)
     configs = [resolve_config(c) for c in (default if candidates is None else candidates)]
     solving, measuring = losses.split_batches(batches, held_out)
     with torch.inference_mode(False), torch.no_grad():
         plans = [plan(model, config, filter_fn, skip=skip) for config in configs]
+        if for_ is not None:
+            plans, configs = _readable(plans, configs, for_, candidates is None)
         names = [row.name for row in plans[0].active]
         if any([row.name for row in p.active] != names for p in plans):
             raise PlanError(
@@ -210,10 +231,11 @@ def search(
         base = _base(model, plans[0], took)
         limit = limits(budget, base)
         rows = {name: [row for p in plans for row in p.active if row.name == name] for name in names}
-        check(_known(rows, configs, took), limit, base)
+        groups = _groups(names, for_, fused)
+        check(merge(_known(rows, configs, took), groups)[0], limit, base)
         solved = _solve(model, rows, recipe.solver, solving, progress)
         table = _losses(model, rows, solved, _known(rows, configs, took), measuring, measure, progress)
-        chosen = allocate(table, limit)
+        chosen = allocate(table, limit, groups)
         nbytes, total, seconds = totals(table, chosen)
         places = {name: rows[name][0].places for name in names}
         put = {name: _runnable(rows[name][i], solved[name][i]) for name, i in chosen.items() if i < len(configs)}
@@ -228,8 +250,51 @@ def search(
     label = "loss" if callable(metric) else next(name for name, fn in losses.NAMED.items() if fn is measure)
     return Search(
         _config(table, chosen), total * interaction, interaction, 8 * nbytes / base.numel, nbytes, chosen, table,
-        uniform, label, base, _whole(base, seconds),
+        uniform, label, base, _whole(base, seconds), groups,
     )  # fmt: skip
+
+
+def _readable(
+    plans: list[Plan], configs: list[AOBaseConfig], engine: str, default: bool
+) -> tuple[list[Plan], list[AOBaseConfig]]:
+    """The candidates that an engine reads, all in one file format. Raises PlanError for one of the caller's that it
+    does not read."""
+    kept: list[tuple[Plan, AOBaseConfig]] = []
+    for plan_, config in zip(plans, configs, strict=True):
+        try:
+            check_plan(plan_.rows, engine)
+        except PlanError:
+            if not default:
+                raise
+            continue
+        if config not in [c for _, c in kept]:
+            kept.append((plan_, config))
+    if not kept:
+        raise PlanError(_reason(plans, engine))
+    return [p for p, _ in kept], [c for _, c in kept]
+
+
+def _reason(plans: list[Plan], engine: str) -> str:
+    """Why an engine reads none of the candidates: the reason of the last."""
+    try:
+        return check_plan(plans[-1].rows, engine)
+    except PlanError as error:
+        return f"{engine} reads none of the candidates: {error}"
+
+
+def _groups(names: Sequence[str], engine: str | None, fused: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """The groups of parameters that share one choice."""
+    if isinstance(fused, str) or any(isinstance(some, str) for some in fused):
+        raise PlanError(f"fused must list groups of names such as [('q_proj', 'k_proj', 'v_proj')], got {fused!r}")
+    fuses = engine is not None and engine_of(engine).fuses
+    table = {**(FUSED if fuses else {}), **{"+".join(some): tuple(some) for some in fused}}
+    by_module = {name.rpartition(".")[0]: name for name in names}
+    found = fused_groups(by_module, table, experts=fuses)
+    last = {name.rpartition(".")[2] for name in by_module}
+    unknown = [word for some in fused for word in some if word not in last]
+    if unknown:
+        raise PlanError(f"fused: no searched layer is named {unknown[0]!r}; known: {', '.join(sorted(last))}")
+    return tuple(tuple(by_module[m] for m in some) for some in found.values())
 
 
 def _base(model: nn.Module, whole: Plan, took: LayerTimes | None) -> Base:

@@ -17,8 +17,6 @@ import importlib
 
 from ...core.import_hooks import after_import
 
-METHOD = "pennyweight"
-
 
 def register() -> None:
     """Register the methods and the loader with vLLM. May be called more than once."""

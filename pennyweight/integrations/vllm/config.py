@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 from ...planning.configs import AOBaseConfig
 from ...planning.configs.aliases import CONFIGS, by_name
 from ...planning.configs.serialize import config_from_data
-from . import METHOD
 
+METHOD = "pennyweight"
 VERSION = 1  # of the entry in config.json
 
 
@@ -120,8 +120,8 @@ class PennyweightVllmConfig(QuantizationConfig):
 def _check_device() -> None:
     if not current_platform.is_cpu():
         raise ValueError(
-            f"pennyweight's kernels run on CPUs, and vLLM runs on {current_platform.device_name}. Convert the folder to a "
-            "format with kernels there: pennyweight convert FOLDER OUT --to compressed-tensors"
+            f"pennyweight's kernels run on CPUs, and vLLM runs on {current_platform.device_name}. Convert the folder "
+            "to a format with kernels there: pennyweight convert FOLDER OUT --to compressed-tensors"
         )
 
 

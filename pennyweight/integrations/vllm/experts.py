@@ -26,9 +26,10 @@ ACTIVATIONS: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
 
 
 class PennyweightExpertsMethod(FusedMoEMethodBase):
-    """The method of the experts of one layer: w13 [experts, 2 * intermediate, hidden], w2 [experts, hidden, intermediate].
+    """The method of the experts of one layer.
 
-    Raises ValueError for activations and biases that it does not compute.
+    w13 [experts, 2 * intermediate, hidden] holds w1 and w3 of each, w2 is [experts, hidden, intermediate]. Raises
+    ValueError for activations and biases that it does not compute.
     """
 
     def __init__(self, prefix: str, moe: Any) -> None:
@@ -80,16 +81,14 @@ class PennyweightExpertsMethod(FusedMoEMethodBase):
             filled = (target.detach().flatten(1) != MISSING).any(1).nonzero().flatten().tolist()
             for expert in filled:
                 found = list(runs(target.detach()[expert].flatten()))
-                if sharded:
-                    if len(found) != 1 or found[0][1] != shape[1] or w.shape[0] != shape[0]:
-                        raise ValueError(f"{weight_name}: the model needs {list(shape)}, the checkpoint has {list(w.shape)}")
-                    piece = cut(w, 1, found[0][2], shape[1], weight_name)
-                    pending[expert].pieces.append(Piece(0, shape[0], piece))
-                else:
-                    if w.shape[1] != shape[1]:
-                        raise ValueError(f"{weight_name}: the model needs {list(shape)}, the checkpoint has {list(w.shape)}")
-                    for start, length, first in found:
-                        pending[expert].pieces.append(Piece(start, length, cut(w, 0, first, length, weight_name)))
+                if w.shape[1 - sharded] != shape[1 - sharded] or (sharded and [n for _, n, _ in found] != [shape[1]]):
+                    raise ValueError(
+                        f"{weight_name}: the model needs {list(shape)}, the checkpoint has {list(w.shape)}"
+                    )
+                for start, length, first in found:
+                    piece = cut(w, sharded, first, length, weight_name)
+                    at = 0 if sharded else start
+                    pending[expert].pieces.append(Piece(at, piece.shape[0], piece))
             return here if return_success else None
 
         return weight_loader
@@ -101,7 +100,9 @@ class PennyweightExpertsMethod(FusedMoEMethodBase):
             experts = []
             for e, each in enumerate(pending):
                 if each.missing():
-                    raise ValueError(f"{self.prefix}.{name}: expert {e} has {each.missing()} of {each.rows} rows missing")
+                    raise ValueError(
+                        f"{self.prefix}.{name}: expert {e} has {each.missing()} of {each.rows} rows missing"
+                    )
                 experts.append([part.weight for part in merge(each.pieces)])
             stacked = _stacked(experts)
             if stacked is not None:
@@ -126,7 +127,7 @@ class PennyweightExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
         """sum over the chosen experts e of topk_weights · w2[e](act(w1[e] x) · w3[e] x). x [tokens, hidden]."""
-        tokens, k = topk_ids.shape
+        k = topk_ids.shape[1]
         chosen = topk_ids.flatten().long()
         if layer.expert_map is not None:  # expert parallelism: numbers of the experts of this rank, -1 elsewhere
             chosen = layer.expert_map[chosen].long()

@@ -90,14 +90,14 @@ def cut(w: Tensor, axis: int, start: int, length: int, layer: str) -> Tensor:
         raise ValueError(f"{layer}: {e}") from e
     if not isinstance(piece, AffineQuantizedTensor):
         raise ValueError(
-            f"{layer}: a quantized weight {tuple(w.shape)} ({w.spec}) cannot be cut to [{start}:{start + length}] along "
-            f"axis {axis} for this rank; use another tensor_parallel_size, or a group size that divides {length}"
+            f"{layer}: a quantized weight {tuple(w.shape)} ({w.spec}) cannot be cut to [{start}:{start + length}] "
+            f"along axis {axis} for this rank; use another tensor_parallel_size, or a group size that divides {length}"
         )
     return piece
 
 
 def merge(pieces: list[Piece]) -> list[Piece]:
-    """Pieces in order, joined where their parts can be stored together: same spec, and scales not shared by all rows."""
+    """Pieces in order, joined where they can be stored together: same spec, and scales not shared by all rows."""
     out: list[Piece] = []
     for piece in sorted(pieces, key=lambda p: p.start):
         joined = _joined(out[-1].weight, piece.weight) if out else None
@@ -152,16 +152,23 @@ class PennyweightLinearMethod(LinearMethodBase):
 
     def receive(self, layer: nn.Module, pending: Pending, load: Any, w: Tensor, args: tuple[Any, ...]) -> None:
         """Keep the rows and columns of w that belong to this rank."""
-        if w.ndim != 2:
-            raise ValueError(f"{self.prefix}: expected a weight [rows, columns], the checkpoint has {list(w.shape)}")
-        if w.shape[1] != pending.columns:
-            columns = list(runs(index_map(load, w.shape[1], pending.columns, 1, args)))
-            if len(columns) != 1 or columns[0][1] != pending.columns:
-                raise ValueError(
-                    f"{self.prefix}: the model needs {pending.columns} columns, the checkpoint has {w.shape[1]}"
-                )
-            w = cut(w, 1, columns[0][2], pending.columns, self.prefix)
-        for start, length, first in runs(index_map(load, w.shape[0], pending.rows, 0, args)):
+        try:
+            columns = [(0, pending.columns, 0)]
+            if w.shape[1:] != (pending.columns,):
+                columns = list(runs(index_map(load, w.shape[1], pending.columns, 1, args)))
+            rows = list(runs(index_map(load, w.shape[0], pending.rows, 0, args)))
+        except (RuntimeError, AssertionError, IndexError, ValueError) as e:  # what vLLM's loaders raise for other sizes
+            columns, rows, reason = [], [], e
+        else:
+            reason = None
+        if [length for _, length, _ in columns] != [pending.columns]:
+            which = f" (part {args[0]!r} of it)" if args and args[0] is not None else ""
+            raise ValueError(
+                f"{self.prefix}: the checkpoint has a weight {list(w.shape)}{which}, which does not fit the model: the "
+                f"layer has {pending.rows} rows and {pending.columns} columns on each rank"
+            ) from reason
+        w = cut(w, 1, columns[0][2], pending.columns, self.prefix)
+        for start, length, first in rows:
             piece = None if first < 0 else cut(w, 0, first, length, self.prefix)
             pending.pieces.append(Piece(start, length, piece))
 

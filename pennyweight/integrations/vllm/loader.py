@@ -1,7 +1,7 @@
-"""The weight loader: reads checkpoints through :func:`pennyweight.open`, so that vLLM's models receive quantized tensors.
+"""The weight loader: reads checkpoints by :func:`pennyweight.open`, so that vLLM's models receive quantized tensors.
 
-A model's ``load_weights`` sees one tensor per weight, whatever the file stores for it. Renaming, transposing and cutting
-are then ordinary tensor operations, done on the quantized parts.
+A model's ``load_weights`` sees one tensor per weight, whatever the file stores for it. Renaming, transposing and
+cutting are then ordinary tensor operations, done on the quantized parts.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from ...core import blocks
 from ...core.formats import get_format
 from ...core.numerics import Parts, unpermute_last_axis
 from ...core.spec import QuantSpec
+from ...planning.engines import fused_groups
 from ..file import KeyedError
 from ..manifest import Meta, Stored
 from .base import Codec, Config, Entries, Found, Get, Writing, pack_words, setting, unpack_words
@@ -356,15 +357,22 @@ def pack(name: str, parts: Parts, meta: Meta, first: bool) -> dict[str, Tensor]:
 
 
 def method(metas: Mapping[str, Meta], plain: tuple[str, ...], first: bool) -> dict[str, Any]:
-    """``quantization_config``: the most common bits and group size, and layers that differ or stay float, by name."""
+    """``quantization_config``: the most common bits and group size, and layers that differ or stay float, by name and
+    by the names of the fused layers of vLLM that they form."""
     kinds = {name: (m.spec.format.bits, _size(m.spec)) for name, m in metas.items()}
     (bits, group), _ = Counter(kinds.values()).most_common(1)[0] if kinds else ((4, 128), 0)
     reordered = any(m.perm for m in metas.values())
     head = any(_module(name).rpartition(".")[2] == "lm_head" for name in metas)
-    dynamic: dict[str, Any] = {f"-:^{re.escape(_module(n))}$": {} for n in plain if head or _module(n) != "lm_head"}
-    for name, (b, g) in kinds.items():
-        if (b, g) != (bits, group):
-            dynamic[f"+:^{re.escape(_module(name))}$"] = {"bits": b, "group_size": g}
+    floats = [_module(n) for n in plain if head or _module(n) != "lm_head"]
+    layers: dict[str, tuple[int, int] | None] = {**dict.fromkeys(floats), **{_module(n): k for n, k in kinds.items()}}
+    for fused, parts in fused_groups(layers).items():  # vLLM looks up the name of its fused layer
+        same = {layers[part] for part in parts}
+        if len(same) == 1:
+            layers[fused] = same.pop()
+    dynamic: dict[str, Any] = {f"-:^{re.escape(layer)}$": {} for layer, kind in layers.items() if kind is None}
+    for layer, kind in layers.items():
+        if kind is not None and kind != (bits, group):
+            dynamic[f"+:^{re.escape(layer)}$"] = {"bits": kind[0], "group_size": kind[1]}
     return {
         "quant_method": "gptq",
         "bits": bits,

@@ -5,6 +5,7 @@ code written for torchao runs. The kernel table chooses layouts, and no process-
 and scales are bit-identical to torchao's formulas, checked against golden files.
 """
 
+from . import serialize  # noqa: F401  (registers itself for to_json)
 from .base import AOBaseConfig, SpecConfig, as_format
 from .codebook import CodebookWeightOnlyConfig
 from .floating import (

@@ -6,7 +6,9 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..granularity import MappingType, PerGroup
+import torch
+
+from ..granularity import MappingType, PerGroup, PerRow
 from . import floating, integer
 from .base import AOBaseConfig
 
@@ -17,6 +19,7 @@ class Name:
 
     group     the argument that a group size sets: the name of an integer field, or of a granularity ("...granularity")
     no_group  the reason if there is none
+    algorithm the algorithm that belongs to the name, a recipe for ``quantize_``; it needs calibration data
     """
 
     text: str
@@ -24,10 +27,12 @@ class Name:
     args: dict[str, Any] = field(default_factory=dict)
     group: str | None = None
     no_group: str = ""
+    algorithm: str = ""
 
 
 _PER_ROW = "it has one scale per output channel"
 _MX = "the OCP MX standard fixes blocks of 32"
+_GGUF = "the GGUF type fixes groups of 32"
 
 CONFIGS = {
     "int8": Name("int8 weights, one scale per output channel", "Int8WeightOnlyConfig", group="group_size"),
@@ -85,6 +90,32 @@ CONFIGS = {
         "e2m1 weights in blocks of 16 with e4m3 scales", "NVFP4WeightOnlyConfig",
         no_group="the format fixes blocks of 16",
     ),
+    # names that inference engines use
+    "w4a16": Name(
+        "int4 weights in groups of 128, symmetric: W4A16 of vLLM, GPTQ and compressed-tensors", "IntxWeightOnlyConfig",
+        {"weight_dtype": "int4", "granularity": 128}, group="granularity",
+    ),
+    "w4a16-awq": Name(
+        "uint4 weights in groups of 128, a zero point and a float16 scale each, with algorithm awq: W4A16 of AWQ",
+        "UIntXWeightOnlyConfig", {"group_size": 128, "scale_dtype": torch.float16}, group="group_size",
+        algorithm="awq",
+    ),
+    "w8a8": Name(
+        "int8 weights and inputs, as int8-dynamic: W8A8 of vLLM and compressed-tensors",
+        "Int8DynamicActivationInt8WeightConfig", no_group=_PER_ROW,
+    ),
+    "fp8": Name(
+        "e4m3 weights and inputs, one scale per channel and per token: FP8 of vLLM and compressed-tensors",
+        "Float8DynamicActivationFloat8WeightConfig", {"granularity": PerRow()}, no_group=_PER_ROW,
+    ),
+    "q4_0": Name(
+        "4-bit weights in groups of 32, symmetric, float16 scales: Q4_0 of llama.cpp", "IntxWeightOnlyConfig",
+        {"weight_dtype": "int4", "granularity": 32, "scale_dtype": torch.float16}, no_group=_GGUF,
+    ),
+    "q8_0": Name(
+        "int8 weights in groups of 32, float16 scales: Q8_0 of llama.cpp", "IntxWeightOnlyConfig",
+        {"weight_dtype": "int8", "granularity": 32, "scale_dtype": torch.float16}, no_group=_GGUF,
+    ),
 }  # fmt: skip
 
 
@@ -126,6 +157,23 @@ def by_name(name: str, group_size: int | None = None) -> AOBaseConfig:
     return getattr(home, entry.config)(**args)
 
 
+def algorithm_of(config: Any) -> str:
+    """The algorithm that belongs to a config given by its short name ("w4a16-awq": "awq"); "" if there is none."""
+    entry = CONFIGS.get(config) if isinstance(config, str) else None
+    return "" if entry is None else entry.algorithm
+
+
 def named(config: Any) -> Any:
-    """The config of a short name; anything else is returned unchanged. Raises ValueError for an unknown name."""
-    return by_name(config) if isinstance(config, str) else config
+    """The config of a short name for one layer, with its group size if one is given ("int4", "int4:64"); anything else
+    is returned unchanged. Raises ValueError for an unknown name, and for one that stands for an algorithm too."""
+    if not isinstance(config, str):
+        return config
+    name, colon, size = config.partition(":")
+    if colon and not (size.isascii() and size.isdecimal()):
+        raise ValueError(f"{config!r}: after the colon comes a group size, as in 'int4:64'")
+    if algorithm_of(name):
+        raise ValueError(
+            f"{name!r} stands for an algorithm over the whole model, not for single layers; use "
+            f"{'uint4:128' if name == 'w4a16-awq' else name!r} and algorithm={algorithm_of(name)!r}"
+        )
+    return by_name(name, int(size) if colon else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -40,6 +41,8 @@ class AOBaseConfig:
     # Version of the fields in files; a config that changes its fields has a field ``version`` (older torchao: VERSION)
     version = 1
     VERSION = 1
+    # (config -> plain data, plain data -> config): filled by serialize.py, which knows all configs
+    coder: ClassVar[list[Any]] = []
     # The class that carries out quantize_ for this config, in place of quantize.pipeline.Pipeline
     pipeline: ClassVar[Any] = None
 
@@ -52,6 +55,17 @@ class AOBaseConfig:
             if value != default:
                 given.append(f"{f.name}={value!r}" if isinstance(value, str) else f"{f.name}={value}")
         return f"{type(self).__name__}({', '.join(given)})"
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The config as JSON, which :meth:`from_json` and ``--config FILE`` read. Raises ValueError for a config of
+        another library."""
+        return json.dumps(self.coder[0](self), indent=indent)
+
+    @staticmethod
+    def from_json(text: str) -> AOBaseConfig:
+        """Inverse of :meth:`to_json`. Raises ValueError for anything unknown, of a wrong type or out of range."""
+        config: AOBaseConfig = AOBaseConfig.coder[1](json.loads(text))
+        return config
 
     def site(self, site: Site) -> Site:
         """The site, possibly with another contracted axis (see ContractedAxis)."""

@@ -19,8 +19,9 @@ class FqnToConfig(AOBaseConfig):
     Keys match a module or a parameter: an exact name, a glob (``layers.*.mlp``), or ``re:`` and a regular expression
     that must match the whole name; in configs from files without look-arounds and back references. Parameters of a
     module that is no registered site (experts) are selected by their own names, such as ``*.experts.*``. A value of
-    None leaves the match unquantized; a string is the short name of a config ("int8"). ``_default`` applies to modules
-    that no key matches.
+    None leaves the match unquantized; a string is the short name of a config ("int8", "int4:64"). ``_default`` applies
+    to linear modules that no key matches, ``_embeddings`` to embeddings that no key matches, and to output layers tied
+    to them.
     """
 
     fqn_to_config: Mapping[str, AOBaseConfig | None] = field(default_factory=dict)

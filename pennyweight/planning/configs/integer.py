@@ -210,13 +210,15 @@ class Int8DynamicActivationInt4WeightConfig(AOBaseConfig):
 
 @dataclass(frozen=True)
 class UIntXWeightOnlyConfig(AOBaseConfig):
-    """uint1 to uint8 weights in groups, each with a scale and an integer zero point of the same format."""
+    """uint1 to uint8 weights in groups, each with a scale and an integer zero point of the same format; scales in the
+    weight's dtype or in ``scale_dtype``."""
 
     dtype: AnyDtype = "uint4"
     group_size: int = 64
     pack_dim: int = -1
     use_hqq: bool = False
     set_inductor_config: bool = True
+    scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         PerGroup(self.group_size)
@@ -229,7 +231,8 @@ class UIntXWeightOnlyConfig(AOBaseConfig):
     def scheme(self, site: Site, on_indivisible: str = "pad") -> Scheme:
         block = site.block(PerGroup(self.group_size), on_indivisible)
         fmt = as_format(self.dtype)
-        return Scheme(QuantSpec(fmt, block, site.dtype, zero_point=fmt), rule="asymmetric", eps=INT8_EPS)
+        scale = self.scale_dtype or site.dtype
+        return Scheme(QuantSpec(fmt, block, scale, zero_point=fmt), rule="asymmetric", eps=INT8_EPS)
 
 
 def _settle_granularity(config: Any) -> None:

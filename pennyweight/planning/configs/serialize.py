@@ -82,6 +82,9 @@ def config_from_data(data: Any) -> AOBaseConfig:
     return out
 
 
+AOBaseConfig.coder[:] = [config_to_data, config_from_data]
+
+
 def _to_data(value: Any, where: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
