@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import __version__
+from ..kernels.table import op_of
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.serialize import config_from_data
+from ..planning.engines import ENGINES, ONNX, Refuses, verdict
 from ..planning.report import Report, Row, size
-from ..planning.scheme import describe, describe_activation
+from ..planning.scheme import Scheme, describe, describe_activation
 from .atomic_write import write_bytes
 from .config_files import METHOD, folder_of, read_config
 from .detect_format import open, quantization_of
@@ -340,25 +342,48 @@ _PLUGIN = ("vLLM", "with the plug-in that `pip install pennyweight` installs")
 _OURS = ("pennyweight", "`pw.load`")
 _ENGINES = {
     METHOD: [("transformers", "after `import pennyweight`"), _PLUGIN, _OURS],
-    "compressed-tensors": [
-        ("transformers", "with the package compressed-tensors"), ("vLLM", "the schemes that its device supports"), _OURS
-    ],
-    "gptq": [("vLLM", "the schemes that its device supports"), _OURS],
-    "awq": [("vLLM", "the schemes that its device supports"), _OURS],
-    "fp8": [("vLLM", "on a GPU"), ("transformers", "on a GPU"), _OURS],
-    "gguf": [("llama.cpp", "also programs built on it"), _OURS],
+    "compressed-tensors": [("transformers", "with the package compressed-tensors"), ("vLLM", ""), _OURS],
+    "gptq": [("vLLM", ""), _OURS],
+    "awq": [("vLLM", ""), _OURS],
+    "fp8": [("vLLM", ""), ("transformers", ""), _OURS],
     "safetensors": [("transformers", ""), ("vLLM", ""), _OURS],
 }  # fmt: skip
 
 
 def engines(checkpoint: Opened) -> list[tuple[str, str]]:
-    """(engine, how) for each engine that reads the checkpoint's format."""
-    return _ENGINES.get(checkpoint.format, [_OURS])
+    """(engine, how) for each engine: the file as it is, converted, or why not."""
+    direct = _ENGINES.get(checkpoint.format, [_OURS])
+    if not checkpoint.quantized:
+        return direct
+    others = [(engine.title, _how(name, checkpoint)) for name, engine in ENGINES.items()]
+    if checkpoint.format != METHOD:
+        return [*others, _OURS]
+    return [*direct, *(row for row in others if not row[1].startswith("no: "))]  # vLLM runs our kernels
+
+
+def _how(name: str, checkpoint: Opened) -> str:
+    """How an engine of the engine table reads all quantized weights."""
+    formats, notes = set(), set()
+    for meta in checkpoint.quantized.values():
+        act = meta.act
+        static = act is not None and act.mode == "static"
+        scale, zero = (1.0, 0 if act is not None and act.spec.zero_point else None) if static else (None, None)
+        scheme = Scheme(meta.spec, act, act_scale=scale, act_zero_point=zero)
+        found = verdict(name, scheme, meta.stored_shape, op_of(meta.spec, meta.stored_shape))
+        if isinstance(found, Refuses):
+            return f"no: {found.why}"
+        formats.add(found.format)
+        notes |= {found.note} - {""}
+    if len(formats) > 1:
+        return "no: it reads these weights in different file formats"
+    (format,) = formats
+    how = "`pennyweight export-onnx`" if format == ONNX else f"`pennyweight convert --for {name}`"
+    return "; ".join(["reads it" if format == checkpoint.format else f"converted by {how}", *sorted(notes)])
 
 
 def _loading(checkpoint: Opened, config: Mapping[str, Any]) -> list[str]:
     """Code for transformers, Pennyweight and vLLM, where they read the checkpoint."""
-    names, out = [name for name, _ in engines(checkpoint)], []
+    names, out = [name for name, _ in _ENGINES.get(checkpoint.format, [])], []
     if "model_type" in config and "transformers" in names:
         head = _architecture(config).partition("For")[2]
         auto = f"AutoModelFor{head}" if head in _TASKS else (head and _architecture(config)) or "AutoModel"

@@ -117,6 +117,20 @@ def test_every_format_has_a_card(tmp_path: Path, to: str) -> None:
             assert f"| {engine} |" in text
 
 
+def test_the_engine_table(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path / "small", pw.IntxWeightOnlyConfig(torch.int4, pw.PerGroup(32)))
+    pw.convert(folder, tmp_path / "ct", to="compressed-tensors")
+    with pw.open(folder) as ours, pw.open(tmp_path / "ct") as theirs:
+        here, there = dict(engines(ours)), dict(engines(theirs))
+        assert ("transformers", "converted by `pennyweight convert --for transformers`") in engines(ours)
+    assert here["vLLM on a CPU"] == "converted by `pennyweight convert --for vllm`"
+    assert here["onnxruntime"] == "converted by `pennyweight export-onnx`"
+    assert there["transformers"] == there["vLLM on a CPU"] == "reads it"
+    other, _ = folder_of(tmp_path / "offsets", "int4")
+    with pw.open(other) as offsets:
+        assert "vLLM on a GPU" not in dict(engines(offsets))
+
+
 def test_cards_of_people_are_never_replaced(tmp_path: Path) -> None:
     folder, report = folder_of(tmp_path / "small")
     path = folder / "README.md"
