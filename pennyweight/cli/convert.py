@@ -74,6 +74,7 @@ def convert(
     from ..planning.engines import GGUF, engine_of
     from ..planning.report import nbytes_of
     from .inspect import contents
+    from .model_card import renew_card
 
     if not (to or engine):
         raise ValueError(f"--to is required: one of {', '.join(formats())}; or --for an engine")
@@ -103,6 +104,8 @@ def convert(
         raise ValueError(f"{dst} already exists; choose another file, or pass --force")
     with progress_bar() as told, resume_hint():
         report = job(folder, resume=resume, progress=told)
+    if to not in ("gguf", "float"):
+        renew_card(folder, dst, src)
     publish_output(folder, dst)
     print_report(report, before, contents(dst).file_bytes, report_path)
     for note in report.notes:

@@ -1,4 +1,4 @@
-"""The model card that ``pennyweight quantize`` writes."""
+"""The model cards that ``pennyweight quantize`` and ``convert`` write."""
 
 from __future__ import annotations
 
@@ -29,3 +29,11 @@ def write_card(
         folder, source=path, base=base, report=report, bytes_before=before, measured=measured, replaces=out_dir,
         generate=wanted,
     )  # fmt: skip
+
+
+def renew_card(folder: str, out_dir: str, source: str) -> None:
+    """Write the card of a converted folder that will become out_dir, if the source has a generated one."""
+    from ..io.model_card import has_generated_card
+    from ..io.model_card import write_card as write
+
+    write(folder, source=source, replaces=out_dir, generate=has_generated_card(source))

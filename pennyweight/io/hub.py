@@ -223,8 +223,8 @@ def push_to_hub(
     revision  a branch, created if missing; default: the main one
     message   of the commit
     token     default: that of ``hf auth login`` or HF_TOKEN
-    card      add a model card (README.md) if neither the folder nor the repository has one. A card that someone wrote
-              is never replaced; one that this library generated is
+    card      add a model card (README.md) to quantized weights if neither the folder nor the repository has one. A card
+              that someone wrote is never replaced; one that this library generated is
 
     One commit adds all files and removes the weights that it replaces, so a reader sees the old checkpoint or the new
     one. Raises HubError with a remedy: an incomplete folder (nothing is sent), no token, no permission, no network.
@@ -300,7 +300,8 @@ def _operations(
         text = read_bytes(resolve_inside(real, CARD), MAX_CARD_BYTES)
         names = [name for name in names if name != CARD]
     elif card:
-        text = model_card(folder).encode()
+        with open(folder) as checkpoint:
+            text = model_card(folder).encode() if checkpoint.quantized else None
     if text is not None and is_generated(text):
         if CARD in there:
             old = hub.hf_hub_download(repo, CARD, revision=revision, token=token)

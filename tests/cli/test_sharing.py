@@ -100,6 +100,19 @@ def test_quantize_writes_a_card(there: Hub, run: Any, text: Path, tmp_path: Path
     assert "Pennyweight" not in (tmp_path / "none" / "README.md").read_text()
 
 
+def test_convert_renews_a_generated_card(there: Hub, run: Any, tmp_path: Path) -> None:
+    ok(run("quantize", REPO, tmp_path / "out", "--config", "int8"))
+    ok(run("convert", tmp_path / "out", tmp_path / "ct", "--to", "compressed-tensors"))
+    card = ModelCard((tmp_path / "ct" / "README.md").read_text())
+    assert (card.data.base_model, card.data.license) == (REPO, "apache-2.0")
+    assert "compressed-tensors" in card.data.tags
+    assert "in the format compressed-tensors" in card.text
+    pw.convert(tmp_path / "out", tmp_path / "plain", to="compressed-tensors")  # copies no card of other files
+    assert not (tmp_path / "plain" / "README.md").exists()
+    ok(run("convert", REPO, tmp_path / "float", "--to", "float"))
+    assert "license: apache-2.0" in (tmp_path / "float" / "README.md").read_text()
+
+
 def test_with_calibration(run: Any, writer: Path, text: Path, tmp_path: Path) -> None:
     ok(run("quantize", writer, tmp_path / "out", *INT4, "--calibration", text))
     assert "# writer, uint4" in (tmp_path / "out" / "README.md").read_text()

@@ -121,7 +121,7 @@ def test_the_card_of_a_pushed_model(hub: Hub, tmp_path: Path) -> None:
     assert "Int8WeightOnlyConfig" in second.text
     assert second.data.tags == ["pennyweight", "quantized", "int8", "mine"]
     again = pushed(AutoModelForCausalLM.from_pretrained(REPO))
-    assert again.data.base_model is None  # not the quantized model itself
+    assert again.data.base_model == "org/float"  # as before, not the quantized model itself
     hub.add(REPO, {"README.md": b"---\nlicense: mit\n---\nBy hand\n"})
     assert "By hand" in pushed(model).text
 
@@ -169,6 +169,9 @@ def test_cards_of_people_are_kept(hub: Hub, tmp_path: Path) -> None:
     (folder / "README.md").unlink()
     pw.push_to_hub(tmp_path / "small", "org/without", card=False)
     assert "README.md" not in hub.repos["org/without"].main
+    llama().save_pretrained(tmp_path / "float")
+    pw.push_to_hub(tmp_path / "float", "org/float")
+    assert "README.md" not in hub.repos["org/float"].main
 
 
 def remove_a_shard(folder: Path) -> None:
