@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .algorithms import calibrate, improve, sample, search, sparsify_
     from .inference import FrozenLinear, Recommendation, explain, freeze_, fuse_, recommend, thaw_, together
     from .integrations.transformers import PennyweightConfig as PennyweightConfig
-    from .io import CheckpointError, Opened, convert, flatten, open, quantize_checkpoint, save, unflatten
+    from .io import CheckpointError, Opened, convert, flatten, open, push_to_hub, quantize_checkpoint, save, unflatten
     from .planning.configs import *  # noqa: F403
     from .planning.granularity import Granularity, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
     from .quantize import (
@@ -119,6 +119,7 @@ __all__ = [
     "load",
     "open",
     "plan",
+    "push_to_hub",
     "quantize_",
     "quantize_checkpoint",
     "recommend",

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,26 @@ hypothesis.settings.load_profile("repeatable")
 get_torch_obj_rule_map()
 # So does `with torch.device("meta")`, which would not know `empty` again.
 _device_constructors()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A local server that speaks the Hub's protocol, huggingface_hub set to it with an empty cache, and its token."""
+    from huggingface_hub import constants
+
+    from tests.io.hub_server import TOKEN, serving
+
+    with serving() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
+        yield server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

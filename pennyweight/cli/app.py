@@ -13,6 +13,7 @@ from .evaluate import evaluate
 from .explain import explain
 from .export_onnx import export_onnx
 from .inspect import inspect
+from .push import push
 from .quantize import quantize
 from .report import report
 from .verify import verify
@@ -48,7 +49,7 @@ _width = max(map(len, CONFIGS))
 _listing = "\n".join(f"{name:<{_width}}  {entry.text}" for name, entry in CONFIGS.items())
 # \b prevents rewrapping of the list
 app.command(epilog=f"\b\nConfigs:\n{_listing}")(quantize)
-for _command in (convert, inspect, verify, report, explain, doctor):
+for _command in (convert, push, inspect, verify, report, explain, doctor):
     app.command()(_command)
 app.command("export-onnx")(export_onnx)
 app.command("eval")(evaluate)

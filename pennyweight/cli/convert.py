@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @report_errors
 def convert(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder, a file, an index.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder, a file, a Hub id.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="A folder; a file for gguf.")],
     to: Annotated[
         str, typer.Option(metavar="FORMAT", help="Required without --for; see docs/formats.md for the formats.")
@@ -72,10 +72,12 @@ def convert(
     """
     from ..core.spec import DTYPES
     from ..io import convert as run
+    from ..io import local_path
     from ..io.convert_checkpoint import formats
     from ..planning.engines import GGUF, engine_of
     from ..planning.report import nbytes_of
     from .inspect import contents
+    from .model_card import renew_card
 
     if not (to or engine):
         raise ValueError(f"--to is required: one of {', '.join(formats())}; or --for an engine")
@@ -84,6 +86,7 @@ def convert(
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     size = nbytes_of(max_shard_size)
+    src = local_path(src, allow_pickle)
 
     def job(folder: str = dst, **how: Any) -> Report:
         return run(
@@ -104,6 +107,8 @@ def convert(
         raise ValueError(f"{dst} already exists; choose another file, or pass --force")
     with progress_bar() as told, resume_hint():
         report = job(folder, resume=resume, progress=told)
+    if to not in ("gguf", "float"):
+        renew_card(folder, dst, src)
     publish_output(folder, dst)
     print_report(report, before, contents(dst).file_bytes, report_path)
     for note in report.notes:

@@ -29,11 +29,12 @@ MaxKL = Annotated[
 
 @report_errors
 def evaluate(
-    float_dir: Annotated[str, typer.Argument(metavar="FLOAT_DIR", help="The float model's folder.")],
+    float_dir: Annotated[str, typer.Argument(metavar="FLOAT_DIR", help="The float model's folder, or a Hub id.")],
     quantized_dir: Annotated[
         str,
         typer.Argument(
-            metavar="QUANTIZED_DIR", help="The quantized model's folder or file, of any format that inspect reads."
+            metavar="QUANTIZED_DIR",
+            help="The quantized model's folder or file, of any format that inspect reads, or a Hub id.",
         ),
     ],
     text: Texts = None,
@@ -56,8 +57,10 @@ def evaluate(
     check_bound(max_kl)
     check_report_path(report_path, None)
 
+    from ..io import local_path
     from ..report.loading import load_folder
 
+    float_dir, quantized_dir = local_path(float_dir), local_path(quantized_dir)
     exact, small = load_folder(float_dir), load_folder(quantized_dir, float_dir)
     found = compare_folders(exact, small, float_dir, text, batch, length, limit)
     if report_path == "-":
@@ -100,11 +103,13 @@ def compare_folders(
 
 
 def run_gated(
-    job: Callable[[str], Report], model_dir: str, out_dir: str, force: bool, max_kl: float, text: list[str]
-) -> Report:
+    job: Callable[[str], Report], model_dir: str, out_dir: str, force: bool, max_kl: float, text: list[str],
+    finish: Callable[[str, Report, Comparison], None],
+) -> Report:  # fmt: skip
     """Run ``job(folder)``, which writes a checkpoint, and return its report; out_dir has the files if it passes.
 
     The files are written to a folder next to out_dir and loaded from there, so the check covers the stored bytes.
+    ``finish`` is called with that folder, the report and the comparison before the folder is put in place.
     Raises ValueError with the worst layers if the mean KL is above ``max_kl``; then no files remain, and out_dir is
     unchanged.
     """
@@ -120,6 +125,7 @@ def run_gated(
         found = load_folder(folder)
         result = compare_folders(exact, found, model_dir, text, 8, 256, 64)
         result.check(max_kl=max_kl)
+        finish(folder, report, result)
     for what, figure in result.summary():
         typer.echo(f"{what + ':':<24}{figure}", err=True)
     return report

@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @report_errors
 def explain(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A folder with a quantized checkpoint, or one file of it.")
+        str, typer.Argument(metavar="PATH", help="A folder with a quantized checkpoint, one file of it, or a Hub id.")
     ],
     layer: Annotated[
         str, typer.Argument(metavar="LAYER", help="The name of a parameter, or of a module with a weight.")
@@ -37,11 +37,11 @@ def explain(
 
     Prints the storage in words, its bytes, and for each kernel RUNS or why it was rejected.
     """
-    from ..io import open
+    from ..io import local_path, open
 
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    with open(path) as checkpoint:
+    with open(local_path(path)) as checkpoint:
         typer.echo(text(checkpoint, layer, (dtype,) if dtype else DTYPES[:2], op))
 
 

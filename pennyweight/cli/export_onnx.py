@@ -15,7 +15,7 @@ from .output import Traceback, check_report_path, report_errors
 @report_errors
 def export_onnx(
     model_dir: Annotated[
-        str, typer.Argument(metavar="MODEL_DIR", help="A folder with config.json and safetensors files.")
+        str, typer.Argument(metavar="MODEL_DIR", help="A folder with config.json and safetensors files, or a Hub id.")
     ],
     out: Annotated[str, typer.Argument(metavar="OUT.onnx", help="The file to write; an existing file is replaced.")],
     config: Annotated[
@@ -49,12 +49,13 @@ def export_onnx(
     from ..export.onnx import export_onnx as export
     from ..export.onnx import require_packages
     from ..export.text_models import text_model
+    from ..io import local_path
 
     try:
         require_packages()
     except ImportError as error:
         raise ValueError(str(error)) from None
-    model = _model(model_dir, chosen)
+    model = _model(local_path(model_dir), chosen)
     narrow = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"})
     text = text_model(model.float())
     report = export(

@@ -140,7 +140,7 @@ def _dtype(dtype: Any) -> str:
 @report_errors
 def inspect(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A checkpoint of any format: a folder, a file, or an index.")
+        str, typer.Argument(metavar="PATH", help="A checkpoint of any format: a folder, a file, an index or a Hub id.")
     ],
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read torch.save files; only from sources you trust.")
@@ -152,7 +152,9 @@ def inspect(
 
     Prints how each tensor is stored, its bytes, and totals. Reads headers only.
     """
-    found = contents(path, allow_pickle)
+    from ..io import local_path
+
+    found = contents(local_path(path, allow_pickle), allow_pickle)
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else text(found))
 
 

@@ -27,12 +27,13 @@ from .output import (
 
 if TYPE_CHECKING:
     from ..planning.report import Report
+    from ..report import Comparison
 
 
 @report_errors
 def quantize(
     model_dir: Annotated[
-        str, typer.Argument(metavar="MODEL_DIR", help="A folder of safetensors files, or one such file.")
+        str, typer.Argument(metavar="MODEL_DIR", help="A folder of safetensors files, one such file, or a Hub id.")
     ],
     out_dir: Annotated[
         str, typer.Argument(metavar="OUT_DIR", help="A folder: new, empty, or an interrupted run of the same command.")
@@ -119,6 +120,9 @@ def quantize(
     force: Annotated[
         bool, typer.Option("--force", help="Write even if OUT_DIR is not empty; replaces a checkpoint there.")
     ] = False,
+    card: Annotated[
+        bool, typer.Option("--card/--no-card", help="Write a model card (README.md) for models of transformers.")
+    ] = True,
     traceback: Traceback = False,
 ) -> None:
     """Quantize a checkpoint, disk to disk.
@@ -165,9 +169,12 @@ def quantize(
     if several and (algorithm or budget or max_kl is not None):
         raise ValueError("--algorithm, --budget and --max-kl run the model in one process; start without torchrun")
 
-    from ..io import quantize_checkpoint
+    from ..io import local_path, quantize_checkpoint
     from ..io.resumable_write import RankGroup
     from .inspect import contents
+    from .model_card import write_card
+
+    named, model_dir = model_dir, local_path(model_dir)
 
     def learned(folder: str = out_dir, **how: Any) -> Report:
         from .quantize_in_memory import write_calibrated
@@ -190,18 +197,24 @@ def quantize(
     if os.path.realpath(model_dir) == os.path.realpath(out_dir):
         raise ValueError(f"{out_dir} is the input folder; choose another folder to write to")
     before = contents(model_dir).file_bytes
+
+    def finish(folder: str, report: Report, compared: Comparison | None = None) -> None:
+        write_card(folder, out_dir, card, (named, model_dir), report, before, compared)
+
     if dry_run:
         report, after = job(dry_run=True), None
     elif max_kl is not None:
         with progress_bar() as told:
-            report = run_gated(lambda folder: job(folder, progress=told), model_dir, out_dir, force, max_kl, text or [])
+            report = run_gated(
+                lambda folder: job(folder, progress=told), model_dir, out_dir, force, max_kl, text or [], finish
+            )
         after = contents(out_dir).file_bytes
     elif algorithm or budget:
         from .quantize_in_memory import JOURNAL
 
         check_room(out_dir, force, but=JOURNAL)
         with progress_bar() as told, nullcontext() if budget else resume_hint():
-            report = learned(progress=told, resume=None if budget else resume)
+            report = learned(progress=told, resume=None if budget else resume, finish=finish)
         after = contents(out_dir).file_bytes
     else:
         with over_ranks():
@@ -209,6 +222,7 @@ def quantize(
             with progress_bar() if is_first_rank() else nullcontext() as told, resume_hint():
                 report = job(folder, progress=told, resume=resume)
             if is_first_rank():
+                finish(folder, report)
                 publish_output(folder, out_dir)
         after = contents(out_dir).file_bytes
     if is_first_rank():

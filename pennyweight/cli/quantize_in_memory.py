@@ -22,6 +22,7 @@ def write_calibrated(
     model_dir: str, out_dir: str, config: AOBaseConfig | None, budget: tuple[list[str], int | None], algorithm: Any,
     texts: list[str], skip: tuple[str, ...], on_indivisible: str, max_shard_bytes: int, save_config: str = "",
     engine: str | None = None, dry_run: bool = False, resume: bool | None = None, progress: Any = None,
+    finish: Any = None,
 ) -> Report:  # fmt: skip
     """Quantize the model of a Hugging Face folder with an algorithm, and write it. Returns the report.
 
@@ -29,6 +30,7 @@ def write_calibrated(
              of the config found
     engine   as ``for_`` of quantize_
     resume   True: continue an interrupted run in out_dir; False: start again; None: keep no state to resume from
+    finish   called with the written folder and the report, before the folder is put in place
 
     Files are written next to out_dir and moved there atomically when complete. Raises ValueError for unreadable texts
     or folders, PlanError, CheckpointError, OSError; out_dir is then unchanged except for the state to resume from.
@@ -68,6 +70,8 @@ def write_calibrated(
             with replacing(out_dir) as folder:
                 save(model, folder, max_shard_bytes=max_shard_bytes)
                 copy_side_files(model_dir, folder, quantization_config(chosen, skip or None))
+                if finish is not None:
+                    finish(folder, report)
     return report
 
 

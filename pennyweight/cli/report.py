@@ -18,7 +18,10 @@ MAX_PARETO_BYTES = 1 << 20
 @report_errors
 def report(
     quantized_dir: Annotated[
-        str, typer.Argument(metavar="QUANTIZED_DIR", help="A quantized checkpoint, of any format that inspect reads.")
+        str,
+        typer.Argument(
+            metavar="QUANTIZED_DIR", help="A quantized checkpoint, of any format that inspect reads, or a Hub id."
+        ),
     ],
     float_dir: Annotated[
         str, typer.Option("--float", metavar="FLOAT_DIR", help="The float model's folder, to measure errors against.")
@@ -50,6 +53,7 @@ def report(
         raise ValueError(f"{out}: {'is a folder' if os.path.isdir(out) else f'folder {folder} does not exist'}")
     points = read_points(pareto) if pareto else None
 
+    from ..io import local_path
     from ..io.atomic_write import write_bytes
     from ..report.page import html
     from ..report.page_assembly import gather
@@ -59,8 +63,8 @@ def report(
         batch=(batch, 8), length=(length, 256), limit=(limit, 64), out=(out, "report.html"),
     )  # fmt: skip
     page = gather(
-        quantized_dir, float_dir, text or (), command=command, batch=batch, length=length, limit=limit or None,
-        measure=measure, pareto=points, told=_tell,
+        local_path(quantized_dir), local_path(float_dir), text or (), command=command, batch=batch, length=length,
+        limit=limit or None, measure=measure, pareto=points, told=_tell,
     )  # fmt: skip
     data = html(page).encode()
     write_bytes(out, data)

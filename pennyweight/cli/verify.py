@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Annotated
 
@@ -14,7 +15,9 @@ SEQUENCES, LENGTH = 4, 64  # a few prompts: a file of some kilobytes
 
 @report_errors
 def verify(
-    path: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint's folder with golden.safetensors.")],
+    path: Annotated[
+        str, typer.Argument(metavar="DIR", help="A checkpoint's folder with golden.safetensors, or a Hub id.")
+    ],
     like: Annotated[
         str,
         typer.Option("--like", metavar="FLOAT_DIR", help="A folder with the architecture, if DIR has no config.json."),
@@ -54,9 +57,13 @@ def verify(
     if make and (bound is not None or fused):
         raise ValueError(f"{'--fused' if fused else '--bound'} cannot be used with --make")
 
+    from ..io.hub import is_hub_id, local_path
     from ..report.loading import check, expected_beside, load_folder, load_tokenizer, read_texts, text_batches
     from ..report.loading import make as written
 
+    if make and not os.path.lexists(path) and is_hub_id(path):
+        raise ValueError(f"--make writes into a folder, and {path} is not one here; download it with hf download first")
+    path, like = local_path(path), local_path(like)
     if make:
         words, tokenizer = read_texts(text or []), load_tokenizer(like or path)
         model = load_folder(path, like)

@@ -16,14 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedConfig
+from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..core.tensor import AffineQuantizedTensor
+from ..io.atomic_write import write_bytes
 from ..io.config_files import METHOD, NO_SUCH_FILE, WEIGHTS_KEY, quantization_config
+from ..io.hub import is_hub_id, uploaded_card
 from ..io.loading import load
 from ..io.manifest import VERSION
+from ..io.model_card import CARD, MAX_CARD_BYTES, is_generated
 from ..io.output_formats import FORMATS
 from ..io.state_dict import slots_of
+from ..io.strict_json import read_bytes
 from ..planning.configs import AOBaseConfig
 from ..planning.configs.aliases import algorithm_of, by_name
 from ..planning.configs.files import is_config_file, read_config
@@ -149,8 +154,39 @@ def _mark_written_configs() -> None:
     PreTrainedConfig.to_diff_dict = to_diff_dict  # type: ignore[method-assign]
 
 
+# transformers' own card for a model without one; its text has no other mark
+_TEMPLATE = "This model card has been automatically generated"
+
+
+def _write_cards_of_uploads() -> None:
+    """Upload our model card with a quantized model, instead of the empty one that ``push_to_hub`` generates.
+
+    Patches the method that uploads the files of a saved model: transformers has no hook for it.
+    """
+    plain: Any = getattr(PushToHubMixin, "_upload_modified_files", None)
+    plain = getattr(plain, "__wrapped__", plain)
+    if plain is None:  # a release that uploads otherwise
+        return
+
+    @functools.wraps(plain)
+    def upload(self: Any, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        path, quantizer = os.path.join(working_dir, CARD), getattr(self, "hf_quantizer", None)
+        if isinstance(quantizer, PennyweightQuantizer) and os.path.isfile(path):
+            text = read_bytes(path, MAX_CARD_BYTES)
+            if is_generated(text) or _TEMPLATE.encode() in text:
+                loaded = quantizer.pre_quantized and not isinstance(quantizer, InPlaceQuantizer)
+                name = "" if loaded else getattr(self.config, "name_or_path", "")
+                base = name if is_hub_id(name) and not os.path.exists(name) else ""
+                report = getattr(quantizer, "report", None)
+                write_bytes(path, uploaded_card(working_dir, repo_id, text, base=base, report=report))
+        return plain(self, working_dir, repo_id, *args, **kwargs)
+
+    PushToHubMixin._upload_modified_files = upload
+
+
 register()
 _mark_written_configs()
+_write_cards_of_uploads()
 
 
 # -- any folder that pw.load reads -------------------------------------------------------------------------------------

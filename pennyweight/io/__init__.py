@@ -3,6 +3,7 @@
 from .convert_checkpoint import convert
 from .detect_format import open
 from .file import CheckpointError
+from .hub import HubError, local_path, push_to_hub
 from .lazy_checkpoint import Opened
 from .loading import load
 from .quantize_files import quantize_checkpoint
@@ -12,11 +13,14 @@ from .state_dict import flatten, unflatten
 
 __all__ = [
     "CheckpointError",
+    "HubError",
     "Opened",
     "convert",
     "flatten",
     "load",
+    "local_path",
     "open",
+    "push_to_hub",
     "quantize_checkpoint",
     "replacing",
     "save",

@@ -140,8 +140,10 @@ def open_once(path: str, mmap: bool) -> Checkpoint:
 
 
 def open_files(paths: Sequence[str]) -> Checkpoint:
-    """Open the given safetensors files as one checkpoint. Raises CheckpointError."""
-    out = _open(os.path.dirname(paths[0]) or ".", list(paths), True)
+    """Open the given safetensors files as one checkpoint; they may be the links of the Hub's cache. Raises
+    CheckpointError."""
+    real = [resolve_inside(os.path.realpath(os.path.dirname(path)), os.path.basename(path)) for path in paths]
+    out = _open(os.path.dirname(paths[0]) or ".", real, True)
     held = [name for file in out.files for name in file.entries]
     if len(held) > len(out.where):
         out.close()

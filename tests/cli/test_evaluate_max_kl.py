@@ -20,7 +20,10 @@ def test_what_passes_is_what_would_have_been_written(run: Any, writer: Path, tex
     run("quantize", writer, tmp_path / "plain", *arguments)
     result = run("quantize", writer, tmp_path / "sub" / "gated", *arguments, "--max-kl", 100, "--text", text)
     assert result.exit_code == 0
-    assert snapshot(tmp_path / "sub" / "gated") == snapshot(tmp_path / "plain")
+    gated, plain = snapshot(tmp_path / "sub" / "gated"), snapshot(tmp_path / "plain")
+    assert b"| KL(float \\|\\| quantized) | mean " in gated.pop("README.md")
+    assert b"KL(" not in plain.pop("README.md")
+    assert gated == plain
     assert len(snapshot(tmp_path / "plain")) > 5
     assert listing(tmp_path / "sub") == ["gated"]
     assert "KL(float || quantized): mean" in result.stderr
